@@ -22,6 +22,7 @@ import torch._dynamo  # FSDP2 would import it in every forked rank, as the comma
 import xorl.train  # noqa: F401
 from ports import free_port
 from xorl.cli import train as train_command
+from xorl.cli.arguments import run_module
 from xorl.core import runtime
 
 # Autograd looks for devices in its first backward pass. After a test with fake tensors or a compiler it would find one,
@@ -108,7 +109,7 @@ def _command(arguments: Sequence[str], prepare: Callable[[], None] | None, file:
         try:
             if prepare is not None:
                 prepare()
-            train_command.main()
+            run_module(train_command.app, train_command.MODULE)
         except SystemExit as ended:
             code = ended.code
         except BaseException:  # noqa: BLE001 - as the interpreter would do at its end

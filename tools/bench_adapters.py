@@ -30,7 +30,7 @@ from xorl.core import runtime
 from xorl.core.loss import LOSSES
 from xorl.core.mesh import Mesh, ParallelDims
 from xorl.data import PackedBatch
-from xorl.data.collate import Document, collate
+from xorl.data.batch import Document, collate
 from xorl.lora import Adam, AdapterBank, AdapterSpec
 from xorl.train.bank_engine import BankEngine, MixedBatch
 from xorl.train.build import build_engine

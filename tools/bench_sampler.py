@@ -37,7 +37,9 @@ def ours(shape: str, device: torch.device, num_samples: int, length: int) -> Gen
     hf_config = json.loads((SHAPES / f"{shape}.json").read_text())
     spec = spec_for(hf_config)
     config = spec.config_from_hf(hf_config)
-    attention = resolve_attention("auto", AttentionRequest(device.type, torch.bfloat16, config.head_dim, None))
+    attention = resolve_attention(
+        "auto", AttentionRequest(device.type, torch.bfloat16, config.attention.head_dim, None)
+    )
     kernels = choose_kernels(
         attention, device_type=device.type, dtype=torch.bfloat16, compiled=True, native=(), cast_bf16=False
     )

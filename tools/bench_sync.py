@@ -28,14 +28,13 @@ from xorl.core.nn import LayerKernels
 from xorl.core.parallel import ParallelModel, ParallelPolicy, local_part, parallelize
 from xorl.core.runtime import Runtime
 from xorl.lora.quantized import checkpoint_linears
-from xorl.train.export.hf_weights import hf_groups
+from xorl.train.export.hf_weights import hf_groups, in_block_fp8
 from xorl.train.sync import (
     ReceiverAddress,
     SyncOptions,
     SyncOutcome,
     Timeouts,
     WeightSender,
-    in_block_fp8,
     match_sglang_nccl,
 )
 

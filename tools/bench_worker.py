@@ -36,7 +36,7 @@ from xorl.core.loss import cross_entropy
 from xorl.core.mesh import Mesh
 from xorl.core.models import spec_for
 from xorl.core.runtime import Runtime
-from xorl.data.collate import Document, collate
+from xorl.data.batch import Document, collate
 from xorl.server.datum import Array, Datum
 from xorl.server.messages import Done, Operation, Work
 from xorl.server.operations import CreateModel, Failure, ForwardBackward, LoraSpec, OptimStep

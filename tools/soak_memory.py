@@ -23,7 +23,7 @@ from xorl.core.nn import LayerKernels
 from xorl.core.optim import build_optimizer
 from xorl.core.parallel import ParallelPolicy, local_part, parallelize
 from xorl.data import PackedBatch
-from xorl.data.collate import Document, collate
+from xorl.data.batch import Document, collate
 from xorl.kernels.attention import AttentionRequest, resolve_attention
 from xorl.train.engine import Engine
 
@@ -87,7 +87,7 @@ def _engine(device: torch.device, hidden_size: int, num_layers: int) -> Engine:
     spec = spec_for(hf_config)
     config = spec.config_from_hf(hf_config)
     dtype = torch.bfloat16 if on_gpu else torch.float32
-    attention = resolve_attention("auto", AttentionRequest(device.type, dtype, config.head_dim))
+    attention = resolve_attention("auto", AttentionRequest(device.type, dtype, config.attention.head_dim))
     with torch.device("meta"):
         model = spec.build(config, kernels=LayerKernels(attention=attention))
     model.compute_dtype = dtype

@@ -52,7 +52,7 @@ def place(
 ) -> ParallelModel:
     spec = spec_for(HF_CONFIG)
     config = spec.config_from_hf(HF_CONFIG)
-    attention = resolve_attention("auto", AttentionRequest("cuda", dtype, config.head_dim, 40))
+    attention = resolve_attention("auto", AttentionRequest("cuda", dtype, config.attention.head_dim, 40))
     kernels = choose_kernels(attention, device_type="cuda", dtype=dtype, compiled=compiled, native=(), cast_bf16=False)
     decoder = spec.build(config, merge_qkv=True, kernels=kernels)
     decoder.init_weights(0)

@@ -16,7 +16,7 @@ from xorl.core.mesh import DataParallelMode, Mesh, ParallelDims
 from xorl.core.models import Decoder, spec_for
 from xorl.core.optim import build_optimizer
 from xorl.core.parallel import ParallelPolicy, local_part, parallelize
-from xorl.data.collate import Document, collate
+from xorl.data.batch import Document, collate
 from xorl.train.engine import Engine
 
 HF_CONFIG = hf_config("gpt2", vocab_size=32, n_embd=16, n_head=2, n_positions=16)

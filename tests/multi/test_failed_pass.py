@@ -12,7 +12,7 @@ from xorl.core.loss import LossOutput, cross_entropy
 from xorl.core.models import spec_for
 from xorl.core.nn import LayerKernels
 from xorl.data import PackedBatch
-from xorl.data.collate import Document, collate
+from xorl.data.batch import Document, collate
 from xorl.train.engine import Engine
 
 HF_CONFIG = hf_config("llama", num_hidden_layers=3)

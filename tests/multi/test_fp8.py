@@ -17,7 +17,7 @@ from xorl.core.models import spec_for
 from xorl.core.nn.fp8 import Fp8Linear
 from xorl.core.optim import build_optimizer
 from xorl.data import PackedBatch
-from xorl.data.collate import Document, collate
+from xorl.data.batch import Document, collate
 from xorl.train.engine import Engine
 
 pytestmark = pytest.mark.multi

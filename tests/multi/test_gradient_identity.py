@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from xorl.core.optim import MuonOptions, OptimizerName, build_optimizer, scale_a
 from xorl.core.parallel.compile import CompileBackend
 from xorl.core.parallel.offload import ActivationOffload
 from xorl.data import PackedBatch
-from xorl.data.collate import Document, collate
+from xorl.data.batch import Document, collate
 from xorl.kernels.attention import AttentionRequest, resolve_attention
 from xorl.train.engine import Engine
 
@@ -30,6 +30,11 @@ NUM_ROWS = 16
 EXTRAS = ("logprobs", "advantages", "ref_logprobs")
 OFFSETS = torch.tensor([[-4.2], [0.0], [-4.2]])
 HF_CONFIG = hf_config(tie_word_embeddings=True)
+# A dense layer, then experts, with a loss of the router.
+EXPERTS_CONFIG = hf_config(
+    "qwen3_moe", mlp_only_layers=[0], output_router_logits=True, router_aux_loss_coef=0.1, tie_word_embeddings=True
+)
+MODELS = {"dense": HF_CONFIG, "experts": EXPERTS_CONFIG}
 
 
 def rows() -> list[list[Document]]:
@@ -54,11 +59,12 @@ def engine_for(
     units: Sequence[str] = (),
     param_dtype: torch.dtype = torch.float32,
     backend: CompileBackend | None = None,
+    model_config: Mapping[str, object] = HF_CONFIG,
 ) -> Engine:
     """fp32 parameters are computed with in fp32, bf16 ones in bf16."""
-    spec = spec_for(HF_CONFIG)
-    config = spec.config_from_hf(HF_CONFIG)
-    request = AttentionRequest(device_type="cpu", dtype=torch.float32, head_dim=config.head_dim, window=None)
+    spec = spec_for(model_config)
+    config = spec.config_from_hf(model_config)
+    request = AttentionRequest(device_type="cpu", dtype=torch.float32, head_dim=config.attention.head_dim, window=None)
     with torch.device("meta"):
         kernels = LayerKernels(attention=resolve_attention("sdpa", request))
         model = spec.build(config, merge_qkv=True, kernels=kernels).to(param_dtype)
@@ -75,9 +81,10 @@ def step_gradient(
     units: Sequence[str] = (),
     param_dtype: torch.dtype = torch.float32,
     backend: CompileBackend | None = None,
+    model_config: Mapping[str, object] = HF_CONFIG,
 ) -> tuple[dict[str, Tensor], float]:
     """Whole gradients by parameter, and the loss, of a step over all rows, as every rank ends up with them."""
-    engine = engine_for(layout, recompute, units, param_dtype, backend)
+    engine = engine_for(layout, recompute, units, param_dtype, backend, model_config)
     # Not of the first pass: only then does DistributedDataParallel lay its buckets out, and gradients into them.
     engine.forward_backward(batches_of(engine, micro_batch_size)[:1], cross_entropy)
     engine.zero_grad()
@@ -112,14 +119,15 @@ def joined(tensors: dict[str, Tensor]) -> Tensor:
 
 
 @pytest.mark.multi
+@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if NUM_ROWS % num_ranks(layout) == 0])
-def test_gradient_does_not_depend_on_the_split(layout: str, run_ranks) -> None:
+def test_gradient_does_not_depend_on_the_split(layout: str, model: str, run_ranks) -> None:
     # Catches means of means: any division by ranks, micro-batches or per-batch token counts.
-    world_size = num_ranks(layout)
-    [(reference, reference_loss)] = run_ranks(lambda: step_gradient("none", NUM_ROWS), 1)
+    world_size, options = num_ranks(layout), {"model_config": MODELS[model]}
+    [(reference, reference_loss)] = run_ranks(lambda: step_gradient("none", NUM_ROWS, **options), 1)
     assert all(gradient.norm() > 0 for gradient in reference.values())
     sizes = [size for size in (1, 2, 4, 8, 16) if size * world_size <= NUM_ROWS]
-    for by_size in run_ranks(lambda: [step_gradient(layout, size) for size in sizes], world_size):
+    for by_size in run_ranks(lambda: [step_gradient(layout, size, **options) for size in sizes], world_size):
         for gradients, loss in by_size:
             assert_same(reference, gradients)
             assert loss == pytest.approx(reference_loss, rel=1e-6)
@@ -148,12 +156,20 @@ def test_gradient_and_metrics_of_a_policy_loss_do_not_depend_on_the_split(layout
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("layout", ["none", "ddp-2", "zero3-2", "zero2-2", "offload-2"])
-def test_recomputation_does_not_change_the_gradient(layout: str, run_ranks) -> None:
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [(layout, "dense") for layout in ("none", "ddp-2", "zero3-2", "zero2-2", "offload-2")]
+    + [(layout, "experts") for layout in ("ddp-2", "zero3-2")],
+)
+def test_recomputation_does_not_change_the_gradient(layout: str, model: str, run_ranks) -> None:
     # Catches a recomputed forward that runs without its gathered parameters, or twice in the gradient.
-    kinds = ["operation", "layer", "mlp"] if layout == "ddp-2" else list(RECOMPUTE)[1:]
-    [(reference, _)] = run_ranks(lambda: step_gradient("none", 4), 1)
-    for by_kind in run_ranks(lambda: [step_gradient(layout, 4, kind) for kind in kinds], num_ranks(layout)):
+    is_partial = layout == "ddp-2" or model == "experts"
+    kinds, options = (
+        ["operation", "layer", "mlp"] if is_partial else list(RECOMPUTE)[1:],
+        {"model_config": MODELS[model]},
+    )
+    [(reference, _)] = run_ranks(lambda: step_gradient("none", 4, **options), 1)
+    for by_kind in run_ranks(lambda: [step_gradient(layout, 4, kind, **options) for kind in kinds], num_ranks(layout)):
         for gradients, _ in by_kind:
             assert_same(reference, gradients)
 

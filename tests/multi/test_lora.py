@@ -16,7 +16,7 @@ from tiny_models import hf_config, write_config
 from xorl.config import Config, config_from_mapping
 from xorl.core.loss import cross_entropy
 from xorl.core.mesh import Mesh, ParallelDims
-from xorl.data.collate import Document, collate
+from xorl.data.batch import Document, collate
 from xorl.lora import adapter_parameters, load_adapter_state_dict
 from xorl.lora.inject import base_parameters
 from xorl.train.adapters.files import AdapterFiles, trained_base_parameters

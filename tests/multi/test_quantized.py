@@ -23,7 +23,7 @@ from xorl.core.models import Decoder, spec_for
 from xorl.core.optim import build_optimizer
 from xorl.core.parallel import ParallelPolicy, local_part, parallelize
 from xorl.data import PackedBatch
-from xorl.data.collate import Document, collate
+from xorl.data.batch import Document, collate
 from xorl.kernels.quant import QuantScheme
 from xorl.lora import AdapterSpec, adapter_parameters, init_adapters, inject
 from xorl.lora.merge import fold_

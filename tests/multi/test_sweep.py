@@ -15,7 +15,7 @@ from tiny_models import hf_config, write_config
 from xorl.config import Config, config_from_mapping
 from xorl.core.loss import cross_entropy
 from xorl.core.mesh import Mesh, ParallelDims
-from xorl.data.collate import Document, collate
+from xorl.data.batch import Document, collate
 from xorl.lora import Adam, AdapterBank, AdapterSpec
 from xorl.train.bank_engine import BankEngine, MixedBatch
 from xorl.train.model import build_model, read_architecture

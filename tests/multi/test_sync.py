@@ -149,7 +149,7 @@ FAILURES: Mapping[str, tuple[list[str], str, str, bool]] = {
     "refuses a bucket": (["--refuse-bucket", "1"], "mixed", "bucket 1 was told to fail", False),
     "does not pause": (["--refuse", "/pause_generation"], "old", "pausing: /pause_generation: HTTP 400", True),
     "does not join": (["--refuse", "/init_weights_update_group"], "old", "joining the group: /init", True),
-    "does not flush": (["--flush-fails"], "new", "flushing the cache, with the new weights whole", True),
+    "does not flush": (["--flush-fails"], "new", "flushing the cache, after all new weights were loaded", True),
 }
 
 

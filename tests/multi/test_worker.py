@@ -35,7 +35,7 @@ from worker_ranks import (
 from xorl.core.loss import cross_entropy
 from xorl.core.models import spec_for
 from xorl.core.nn import LayerKernels
-from xorl.data.collate import Document, collate
+from xorl.data.batch import Document, collate
 from xorl.kernels.layout import SequenceLayout
 from xorl.lora import AdapterSpec, adapters, init_adapters, inject
 from xorl.server.datum import Array, Datum
@@ -62,6 +62,7 @@ from xorl.server.operations import (
 )
 from xorl.server.worker.adapters import AdapterModels
 from xorl.train.build import build_engine
+from xorl.train.model import head_options_of
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
 
@@ -195,7 +196,9 @@ def test_the_service_and_local_training_give_the_same_gradient_to_the_bit(kind: 
         base = worker.base
         engine = build_engine(base.local, base.architecture, base.mesh, base.device)
         packed = collate([Document(row, row) for row in rows], pad_to_multiple_of=base.local.data.pad_to_multiple_of)
-        losses = engine.forward_backward([packed], partial(cross_entropy, **base.head_options))
+        losses = engine.forward_backward(
+            [packed], partial(cross_entropy, **head_options_of(base.local.model, base.local.train))
+        )
         assert float(losses.loss_sum) == pytest.approx(result.metrics["loss:sum"], rel=1e-6)
         module = engine.model.module
         local = {name: whole(p.grad) for name, p in module.named_parameters() if p.requires_grad}

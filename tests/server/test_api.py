@@ -13,7 +13,7 @@ import zstandard
 
 from answering_orchestrator import FAILING_LOSS, STUCK_LOSS, VOCAB
 from xorl.server.api.protobuf import MESSAGES, parse
-from xorl.server.api.reply import json_response
+from xorl.server.api.responses import json_response
 from xorl.server.api.results import tensor_json
 from xorl.server.datum import Array
 from xorl.server.operations import BlockFp8, ForwardBackward, OptimStep, SaveWeights, SyncWeights

@@ -13,7 +13,7 @@ import pytest
 
 from engines import fake_engines
 from xorl.server.datum import Array
-from xorl.server.endpoints import EndpointRegistry, EndpointSampler, EngineError
+from xorl.server.endpoints import EndpointRegistry, EngineError, sample_from_endpoint
 from xorl.server.endpoints.vllm import vllm_request, vllm_result
 from xorl.server.operations import BaseSampler, Endpoint, EndpointSynced, Sample, SyncResult
 
@@ -125,8 +125,8 @@ def test_samples_come_from_an_endpoint_as_they_were_asked_for(tmp_path: Path) ->
 
     async def scenario(registry: EndpointRegistry) -> None:
         await registry.add(Endpoint("127.0.0.1", engine.port))
-        sampler = EndpointSampler(registry)
-        result = await sampler.sample(
+        result = await sample_from_endpoint(
+            registry,
             sample(
                 num_samples=2,
                 seed=5,
@@ -152,16 +152,23 @@ def test_samples_come_from_an_endpoint_as_they_were_asked_for(tmp_path: Path) ->
         assert result.topk_prompt_logprobs.token_ids.shape == (1, 2)
         assert result.sequences[1].top_logprobs is not None
         assert result.sequences[1].top_logprobs.token_ids.shape == (2, 1)
-        longest = await sampler.sample(sample(max_tokens=None), context_length=CONTEXT, version=None)
+        longest = await sample_from_endpoint(registry, sample(max_tokens=None), context_length=CONTEXT, version=None)
         assert longest is not None
         assert (longest.sequences[0].tokens.shape, longest.sequences[0].stop_reason) == ((8,), "length")
         target = Array.of(np.zeros((1, 1), dtype=np.int64))
-        assert await sampler.sample(sample(target_prompt_tokens=target), context_length=CONTEXT, version=None) is None
-        assert await sampler.sample(sample(), context_length=CONTEXT, version="m@9") is None, (
+        assert (
+            await sample_from_endpoint(
+                registry, sample(target_prompt_tokens=target), context_length=CONTEXT, version=None
+            )
+            is None
+        )
+        assert await sample_from_endpoint(registry, sample(), context_length=CONTEXT, version="m@9") is None, (
             "no endpoint holds these weights"
         )
         with pytest.raises(EngineError, match="missing"):
-            await sampler.sample(sample(), context_length=CONTEXT, version=None, adapter=("m-2", tmp_path / "missing"))
+            await sample_from_endpoint(
+                registry, sample(), context_length=CONTEXT, version=None, adapter=("m-2", tmp_path / "missing")
+            )
 
     with fake_engines([]) as (engine,):
         run(scenario)
@@ -182,9 +189,8 @@ def test_what_fills_the_context_is_the_workers(length: int, max_tokens: int | No
     async def scenario(registry: EndpointRegistry) -> None:
         await registry.add(Endpoint("127.0.0.1", engine.port))
         prompt = Array.of(np.arange(length, dtype=np.int32))
-        sampler = EndpointSampler(registry)
-        result = await sampler.sample(
-            Sample(BaseSampler(), prompt, max_tokens=max_tokens), context_length=CONTEXT, version=None
+        result = await sample_from_endpoint(
+            registry, Sample(BaseSampler(), prompt, max_tokens=max_tokens), context_length=CONTEXT, version=None
         )
         assert (None if result is None else len(result.sequences[0].tokens.numpy())) == num_sampled
 
@@ -198,11 +204,17 @@ def test_another_endpoint_takes_over_from_one_that_died() -> None:
         for engine in engines:
             await registry.add(Endpoint("127.0.0.1", engine.port))
         engines[0].kill()
-        sampler = EndpointSampler(registry)
-        assert all([await sampler.sample(sample(), context_length=CONTEXT, version=None) is not None for _ in range(4)])
+        assert all(
+            [
+                await sample_from_endpoint(registry, sample(), context_length=CONTEXT, version=None) is not None
+                for _ in range(4)
+            ]
+        )
         assert [state.state for state in registry.states] == ["unreachable", "healthy"]
         engines[1].kill()
-        assert await sampler.sample(sample(), context_length=CONTEXT, version=None) is None, "then it is the workers'"
+        assert await sample_from_endpoint(registry, sample(), context_length=CONTEXT, version=None) is None, (
+            "then it is the workers'"
+        )
 
     with fake_engines([], []) as engines:
         run(scenario)
@@ -213,13 +225,12 @@ def test_a_server_that_was_started_anew_is_not_taken_for_the_one_before() -> Non
     async def scenario(registry: EndpointRegistry) -> None:
         await registry.add(Endpoint("127.0.0.1", engine.port))
         registry.note_sync(synced(engine.port, "new", "m@1"))
-        sampler = EndpointSampler(registry)
-        assert await sampler.sample(sample(), context_length=CONTEXT, version="m@1") is None
+        assert await sample_from_endpoint(registry, sample(), context_length=CONTEXT, version="m@1") is None
         assert registry.states[0].weight_version == "default"
         assert registry.next_for_sampling(None) is None
         state = await registry.add(Endpoint("127.0.0.1", engine.port))
         assert state.weight_version is None
-        assert await sampler.sample(sample(), context_length=CONTEXT, version=None) is not None
+        assert await sample_from_endpoint(registry, sample(), context_length=CONTEXT, version=None) is not None
 
     with fake_engines([]) as (engine,):
         run(scenario)

@@ -23,8 +23,8 @@ from xorl.core.nn import LayerKernels
 from xorl.core.parallel import ParallelPolicy, local_part, parallelize
 from xorl.kernels.quant.block_fp8 import quantize_block_fp8
 from xorl.lora.quantized import checkpoint_linears
-from xorl.train.export.hf_weights import hf_groups
-from xorl.train.sync import ReceiverAddress, SyncOptions, Timeouts, WeightSender, in_block_fp8, match_sglang_nccl
+from xorl.train.export.hf_weights import hf_groups, in_block_fp8
+from xorl.train.sync import ReceiverAddress, SyncOptions, Timeouts, WeightSender, match_sglang_nccl
 
 HF_CONFIG = hf_config(
     vocab_size=4099,

@@ -9,8 +9,11 @@ from pathlib import Path
 ARCHITECTURES = {
     "gpt2": "GPT2LMHeadModel",
     "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
 }
 # Ten times that of real models, so that neighbours and positions show in what such narrow ones compute.
 INITIALIZER_RANGE = 0.2
@@ -24,6 +27,7 @@ def hf_config(model_type: str = "qwen3", /, **changes: object) -> dict[str, obje
         "model_type": model_type,
         "vocab_size": 64,
         **sizes,
+        **_EXPERTS.get(model_type, {}),
         "initializer_range": INITIALIZER_RANGE,
         **changes,
     }
@@ -50,5 +54,9 @@ _GATED = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
+}
+_EXPERTS: dict[str, dict[str, object]] = {
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True},
 }
 _GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}

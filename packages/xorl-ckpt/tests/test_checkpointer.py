@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from xorl.ckpt import Checkpointer, CheckpointError, CheckpointFailure, read_manifest
+from xorl.ckpt.export import published
 from xorl.ckpt.layout import prepare_root, verify
-from xorl.ckpt.publish import published
 
 MANAGERS = pytest.mark.parametrize("manager", ["dcp", "torch"])
 

@@ -10,9 +10,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from xorl.ckpt import Checkpointer, CheckpointError, CheckpointFailure, SafetensorsSource, load_weights
+from xorl.ckpt.export import published
 from xorl.ckpt.files import write_file
 from xorl.ckpt.layout import TensorRecord, verify
-from xorl.ckpt.publish import published
 from xorl.ckpt.saved_tensors import SavedParameters
 from xorl.ckpt.tensor_file import TensorGroup, write_tensor_file
 

@@ -8,9 +8,8 @@ import pytest
 
 from xorl.cli import exit_codes
 from xorl.config import load_config
-from xorl.config.docs import documentation, json_schema
 from xorl.config.options import all_options, yaml_text
-from xorl.config.show import show
+from xorl.config.show import documentation, json_schema, show
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 FROZEN = Path(__file__).with_name("frozen_options.txt")

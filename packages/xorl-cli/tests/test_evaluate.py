@@ -15,7 +15,7 @@ from xorl.core.mesh import Mesh, ParallelDims
 from xorl.core.models import spec_for
 from xorl.core.parallel import ParallelModel
 from xorl.core.runtime import Runtime
-from xorl.data.collate import Document, collate
+from xorl.data.batch import Document, collate
 from xorl.train import Engine, evaluate
 
 

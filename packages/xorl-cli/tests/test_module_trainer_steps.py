@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader as TorchDataLoader
 
 from xorl.ckpt import CheckpointError, CheckpointFailure
 from xorl.core.optim import Schedule
+from xorl.train.module.distributed import Sharding
 from xorl.train.module.loader import DataLoader
 from xorl.train.module.trainer import Trainer, next_token_loss
-from xorl.train.module.units import Sharding
 from xorl.train.observe.observer import DivergedError
 
 VOCABULARY, LENGTH = 11, 5

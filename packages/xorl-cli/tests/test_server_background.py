@@ -45,7 +45,7 @@ async def test_a_service_whose_workers_are_gone_stops_at_once_and_goes_on_where_
             request = await client.send(forward_backward(2), 3)
             while not client.orchestrator.state.open[request].is_running:
                 await asyncio.sleep(0.05)
-        await asyncio.wait_for(client.orchestrator.save_models(), 10.0)
+        await asyncio.wait_for(client.orchestrator.runner.save_models(), 10.0)
     async with serving(chosen) as (client, _):
         assert not isinstance(await client.result(request), Failure)
         assert (await client.do(step(), 4)).metrics["weights"] == folded(folded(1, 1), 2)

@@ -8,9 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xorl.data.batch import IGNORE
-from xorl.data.collate import Document, collate
-from xorl.server.batching import Example, Layout, assign, check_examples, in_datum_order, rows_of
+from xorl.data.batch import IGNORE, Document, collate
+from xorl.server.batching import Example, Layout, assign, build_row, check_examples, in_datum_order
 
 LENGTHS = st.lists(st.integers(1, 40), max_size=40)
 
@@ -36,7 +35,7 @@ def test_each_datum_is_dealt_once_and_ranks_are_alike(
     assert dealt == assign(lengths, num_ranks=num_ranks, bin_len=bin_len, packs=packs)
     everything = [index for rank in range(num_ranks) for index in dealt.order(rank)]
     assert sorted(everything) == list(range(len(lengths)))
-    assert {len(rows) for rows in dealt.bins} == {dealt.num_micro_batches}
+    assert len({len(rows) for rows in dealt.bins}) == 1
     for members in (row for rows in dealt.bins for row in rows):
         assert sum(lengths[index] for index in members) <= bin_len
         assert packs or len(members) <= 1
@@ -50,17 +49,17 @@ def test_data_are_spread_over_all_ranks() -> None:
     lengths = [3000, 2900, 1000, 900, 800, 700, 600, 500, 400, 300, 200, 100]
     dealt = assign(lengths, num_ranks=2, bin_len=4000)
     sums = [[sum(lengths[index] for index in row) for row in rows] for rows in dealt.bins]
-    assert dealt.num_micro_batches == 2
+    assert len(dealt.bins[0]) == 2
     assert max(abs(one - other) for one, other in zip(*sums, strict=True)) <= 200
     assert abs(sum(sums[0]) - sum(sums[1])) <= 200
 
 
-def test_rows_of_owners_are_neighbours() -> None:
+def test_build_row_owners_are_neighbours() -> None:
     # Catches an adapter whose tokens are apart in a row, which a bank refuses.
     examples = [example(5 + index, index, owner="abc"[index % 3]) for index in range(12)]
     dealt = assign([len(e.tokens) for e in examples], num_ranks=2, bin_len=60, owners=[e.owner for e in examples])
     for members in (row for rows in dealt.bins for row in rows):
-        owners = [owner for owner, _ in rows_of(examples, members, Layout.of(examples, 8))]
+        owners = [owner for owner, _ in build_row(examples, members, Layout.of(examples, 8))]
         assert len(owners) == len(set(owners))
 
 
@@ -70,7 +69,7 @@ def test_a_row_is_what_local_training_makes_of_the_same_documents() -> None:
     documents = [generator.integers(0, 64, length) for length in (7, 3, 12)]
     wanted = collate([Document(ids, ids) for ids in documents], pad_to_multiple_of=8)
     examples = [Example(ids, np.append(ids[1:], IGNORE)) for ids in documents]
-    ((_, row),) = rows_of(examples, (0, 1, 2), Layout.of(examples, 8))
+    ((_, row),) = build_row(examples, (0, 1, 2), Layout.of(examples, 8))
     assert (row.lengths, row.num_tokens, row.num_trained_tokens) == (
         wanted.lengths,
         wanted.num_tokens,
@@ -84,14 +83,14 @@ def test_padding_and_targets_that_a_datum_lacks_are_not_asked() -> None:
     # Catches padding that is trained, weights of 0 that hide a target, and weights that are 0 where none were given.
     examples = [example(3, 0, num_targets=2, weights=0.0), example(2, 1, num_targets=3), example(4, 2)]
     layout = Layout.of(examples, 8)
-    ((_, row),) = rows_of(examples, (0, 1, 2), layout)
+    ((_, row),) = build_row(examples, (0, 1, 2), layout)
     assert row.labels.shape == (16, 3)
     asked = torch.tensor([2] * 3 + [3] * 2 + [1] * 4 + [0] * 7)
     assert torch.equal((row.labels != IGNORE).sum(dim=1), asked)
     assert row.extras["weights"][:3].eq(0).all()
     assert row.extras["weights"][3:5].eq(1).all()
     assert (row.num_tokens, row.num_trained_tokens, row.lengths) == (9, 6, (3, 2, 4, 7))
-    ((_, padding),) = rows_of(examples, (), layout)
+    ((_, padding),) = build_row(examples, (), layout)
     assert (padding.num_tokens, padding.num_trained_tokens, padding.lengths) == (0, 0, (8,))
     assert padding.labels.shape == (8, 3)
     assert padding.labels.eq(IGNORE).all()
@@ -106,10 +105,10 @@ def test_values_come_back_in_the_order_of_the_data(lengths: list[int], num_ranks
     dealt = assign(lengths, num_ranks=num_ranks, bin_len=64)
     by_rank = []
     for rows in dealt.bins:
-        parts = [rows_of(examples, members, layout)[0][1] for members in rows]
+        parts = [build_row(examples, members, layout)[0][1] for members in rows]
         values = [part.labels[: part.num_tokens].float().numpy() for part in parts]
         by_rank.append(np.concatenate(values))
-    got = in_datum_order(examples, dealt, by_rank, lambda one: one.targets.shape)
+    got = in_datum_order(examples, dealt, by_rank)
     for one, values in zip(examples, got, strict=True):
         np.testing.assert_array_equal(values, one.targets)
 

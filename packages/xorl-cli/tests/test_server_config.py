@@ -15,12 +15,11 @@ from xorl.config import (
     load_server_config,
     server_config_from_mapping,
 )
-from xorl.config.docs import documentation, json_schema
 from xorl.config.options import all_options
 from xorl.config.server import num_workers
+from xorl.config.server_conflicts import SERVER_UNSUPPORTED, server_unsupported_values
 from xorl.config.server_training import SERVER_NAMES, local_path, training_config
-from xorl.config.server_unsupported import SERVER_UNSUPPORTED, server_unsupported_values
-from xorl.config.show import show
+from xorl.config.show import documentation, json_schema, show
 from xorl.config.unsupported import UNSUPPORTED, UnsupportedValues
 
 FROZEN = Path(__file__).with_name("frozen_server_options.txt")

@@ -27,7 +27,7 @@ from xorl.server.addresses import (
     workers_file,
 )
 from xorl.server.channel import ChannelKeys
-from xorl.server.startup_checks import check_model
+from xorl.server.launcher import check_model
 from xorl.server.supervise import ProcessFailed, Supervised
 
 SLEEP = "import time; time.sleep(60)"
@@ -66,8 +66,8 @@ def test_a_process_that_is_killed_is_started_again() -> None:
     ("code", "options", "wanted"),
     [
         ("import sys; sys.exit(2)", {}, "cannot start: see its message above"),
-        ("import sys; sys.exit(1)", {"max_quick_deaths": 2}, "died 2 times, each within 10 s .* code=1"),
-        ("import os; os.abort()", {"max_quick_deaths": 1}, "the last exit was signal=SIGABRT"),
+        ("import sys; sys.exit(1)", {"max_early_exits": 2}, "died 2 times, each within 10 s .* code=1"),
+        ("import os; os.abort()", {"max_early_exits": 1}, "the last exit was signal=SIGABRT"),
     ],
 )
 def test_a_process_that_cannot_run_is_given_up(code: str, options: dict[str, Any], wanted: str) -> None:
@@ -192,7 +192,7 @@ def test_the_plan_is_what_is_started(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     plan = launcher.make_plan(config, file, 0, mode="auto", api_host="127.0.0.1", api_port=5555)
     workers, orchestrator, api = plan.processes()
-    assert ("2" in workers.command, workers.max_quick_deaths) == (True, 4)
+    assert ("2" in workers.command, workers.max_early_exits) == (True, 4)
     assert plan.workers_address == plan.workers_bind == f"ipc://{tmp_path}/workers"
     assert plan.keys_file is None
     # These are started again at the same address.

@@ -221,7 +221,7 @@ async def test_no_save_goes_beyond_storage_limit_the_first_one_and_the_services_
         released = await client.orchestrator._admission.submit_internal(UnloadModel(MODEL), EVICTION)
         assert (await client.result(released)).status == 507
         assert (model.state, list(counting.models)) == ("ready", [MODEL])
-        await client.orchestrator.save_models()
+        await client.orchestrator.runner.save_models()
         assert not list(chosen.folder.glob("*weights/*/*"))
         num_ran = len(counting.ran)
     async with serving(chosen) as (client, fresh):
@@ -280,7 +280,7 @@ async def test_a_service_that_is_stopped_saves_its_models_and_runs_nothing_again
     async with serving(chosen) as (client, _):
         await client.begin()
         await client.do(forward_backward(2), 3)
-        await client.orchestrator.save_models()
+        await client.orchestrator.runner.save_models()
     async with serving(chosen) as (client, fresh):
         assert (await client.do(step(), 4)).metrics["weights"] == folded(folded(1, 1), 2)
     # Unload, create from what was saved, the gradient that was left, and the new step.

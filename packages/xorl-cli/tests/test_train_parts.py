@@ -315,10 +315,10 @@ def test_first_signal_is_agreed_on_one_step_later_and_a_later_one_acts(monkeypat
     previous = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
     try:
         with Interruption() as interruption:
-            assert interruption.agreed() == 0
+            assert interruption.agreed_signal() == 0
             os.kill(os.getpid(), signal.SIGTERM)
-            assert interruption.agreed() == 0
-            assert interruption.agreed() == signal.SIGTERM
+            assert interruption.agreed_signal() == 0
+            assert interruption.agreed_signal() == signal.SIGTERM
             os.kill(os.getpid(), signal.SIGTERM)
             assert received == []
             monkeypatch.setattr(interrupt, "REPEATED_S", 0.0)

@@ -37,7 +37,9 @@ def read(architecture: str, **changes: object) -> DecoderConfig:
 @pytest.mark.parametrize("architectures", [None, [], ["BertModel"], "LlamaForCausalLM"])
 def test_an_unknown_architecture_lists_the_known_ones(architectures):
     """Catches a KeyError, or a guess by model_type, for a model that is not there."""
-    with pytest.raises(ValueError, match="GPT2LMHeadModel, LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"):
+    with pytest.raises(
+        ValueError, match="GPT2LMHeadModel, LlamaForCausalLM, MistralForCausalLM, MixtralForCausalLM, Qwen2"
+    ):
         spec_for({"architectures": architectures})
 
 
@@ -162,5 +164,5 @@ def test_a_family_is_named_only_in_its_own_file():
     for path in sources:
         if path == folder / "__init__.py":
             continue
-        for family in families - {path.stem}:
+        for family in (family for family in families if family not in path.stem):
             assert not re.search(family, path.read_text(), re.IGNORECASE), f"{path} names {family}"

@@ -19,6 +19,9 @@ HF_CONFIGS = {
     "LlamaForCausalLM": hf_config("llama", **SIZES),
     "Qwen2ForCausalLM": hf_config("qwen2", **SIZES, use_sliding_window=True, sliding_window=4, max_window_layers=1),
     "Qwen3ForCausalLM": hf_config("qwen3", **SIZES, tie_word_embeddings=True),
+    "MistralForCausalLM": hf_config("mistral", **SIZES, sliding_window=4),
+    "MixtralForCausalLM": hf_config("mixtral", **SIZES),
+    "Qwen3MoeForCausalLM": hf_config("qwen3_moe", **SIZES, mlp_only_layers=[1]),
     "GPT2LMHeadModel": hf_config("gpt2", **SIZES),
 }
 BACKENDS = ATTENTION.runnable(AttentionRequest("cpu", torch.float32, head_dim=8))
@@ -27,7 +30,7 @@ BACKENDS = ATTENTION.runnable(AttentionRequest("cpu", torch.float32, head_dim=8)
 def make_decoder(architecture: str, *, backend: str = "sdpa", merge_qkv: bool = True, **changes: object) -> Decoder:
     spec = SPECS[architecture]
     config = spec.config_from_hf({**HF_CONFIGS[architecture], **changes})
-    attention = resolve_attention(backend, AttentionRequest("cpu", torch.float32, config.head_dim))
+    attention = resolve_attention(backend, AttentionRequest("cpu", torch.float32, config.attention.head_dim))
     decoder = spec.build(config, merge_qkv=merge_qkv, kernels=LayerKernels(attention=attention))
     decoder.init_weights(seed=1)
     return decoder

@@ -163,7 +163,7 @@ ENTRIES = [
     ({"shards": 2}, r"\[0\]: shards and shards_idx go together"),
     ({"shards": 2, "shards_idx": 2}, r"\[0\].shards_idx: 2 is not in 0..1"),
     ({"split": "validation"}, r"\[0\].split: files have no split 'validation'"),
-    ({"revision": "main"}, r"\[0\].revision: 'main' does not apply to the local path"),
+    ({"revision": "main"}, r"\[0\].revision: 'main' applies only to Hub datasets"),
     ({"data_files": "x.jsonl"}, r"\[0\].data_files: path is the file"),
     ({"columns": ("labels",)}, r"data.select_columns: \['labels'\] does not include input_ids"),
     (

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from xorl.data.batch import IGNORE, padding_batch
-from xorl.data.collate import Document, collate
+from xorl.data.batch import IGNORE, Document, collate, padding_batch
 
 
 def document(ids, labels=None):

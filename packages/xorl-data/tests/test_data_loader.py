@@ -147,15 +147,14 @@ def test_workers_outlive_a_sigterm_to_the_whole_job(prepared):
 UNFINISHED = """
 from itertools import count
 import torch
-from xorl.data.workers import ignore_sigterm, iterate
+from xorl.data.workers import iterate
 
 class Numbers(torch.utils.data.IterableDataset):
     def __iter__(self):
         return count()
 
 if __name__ == "__main__":
-    loader = torch.utils.data.DataLoader(Numbers(), batch_size=None, num_workers=2, worker_init_fn=ignore_sigterm)
-    items = iterate(loader)
+    items = iterate(Numbers(), num_workers=2)
     print(next(items))
 """
 

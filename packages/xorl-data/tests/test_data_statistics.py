@@ -19,7 +19,7 @@ def test_duplicates_beginnings_and_ends_are_counted(tmp_path, text_options, writ
     options = type(text_options)(bin_len=512, tokenizer_folder=folder, prepared_path=text_options.prepared_path)
     documents = prepare([DatasetEntry(str(path), type="text")], options)
     (found,) = dataset_statistics(documents, load_tokenizer(folder))
-    assert (found.num_looked_at, found.exact_duplicates, found.near_duplicates) == (11, 2, 1)
+    assert (found.num_examined, found.exact_duplicates, found.near_duplicates) == (11, 2, 1)
     assert (found.begins_with_bos, found.begins_with_two_bos) == (1.0, 0.0)
     assert (found.ends_with_eos, found.trains_eos) == (1.0, 1.0)
     assert sum(found.lengths.counts) == sum(found.trained_fraction.counts) == 11

@@ -128,9 +128,7 @@ def test_every_document_comes_once_an_epoch_in_another_order(tmp_path, corpus, s
         sequence = []
         for place in range(epoch * blocks.blocks_per_cycle, (epoch + 1) * blocks.blocks_per_cycle):
             index, number = divmod(place, blocks.num_lanes)
-            found = blocks.block(number, index)
-            assert found[0] == epoch
-            sequence.append(found[2])
+            sequence.append(blocks.block(number, index)[1])
             one = StreamLane(stream, blocks, number, lane.RunStart(0, index, 0))
             for after, encoded in one._chunks():
                 if after.block != index:
@@ -163,7 +161,7 @@ def test_the_order_follows_the_seed_or_the_files(tmp_path, corpus, small):
     plans = [StreamPlan.over(stream, bins_per_step=24, max_steps=1).hash for stream in (first, again, other)]
     assert plans[0] == plans[1] != plans[2]
     still = order.StreamOrder(stream_of(tmp_path, corpus, shuffle=False))
-    assert [still.block(place % 16, place // 16)[2] for place in range(40)] == list(range(40))
+    assert [still.block(place % 16, place // 16)[1] for place in range(40)] == list(range(40))
 
 
 def rows_in(stream):
@@ -171,7 +169,7 @@ def rows_in(stream):
     blocks = order.StreamOrder(stream)
     seen = Counter()
     for place in range(blocks.blocks_per_cycle):
-        _, entry, number = blocks.block(place % blocks.num_lanes, place // blocks.num_lanes)
+        entry, number = blocks.block(place % blocks.num_lanes, place // blocks.num_lanes)
         file, inner = files.BlockTable(stream.entries[entry])[number]
         for chunk in lane.block_chunks(file, inner, None, "data.datasets[0]"):
             seen.update(row["input_ids"][0] * 1000 + row["input_ids"][1] for row in chunk.rows())
@@ -234,7 +232,7 @@ def test_shares_of_files_that_are_one_block_each(tmp_path, make_rows, shuffle, s
         entries.append(DatasetEntry(str(path), **share))
     blocks = order.StreamOrder(stream_of(tmp_path, *entries, shuffle=shuffle))
     assert blocks.num_lanes == 1
-    drawn = [blocks.block(0, place)[1] for place in range(2 * sum(expected))]
+    drawn = [blocks.block(0, place)[0] for place in range(2 * sum(expected))]
     assert [drawn.count(entry) for entry in (0, 1)] == [2 * num for num in expected]
     # The large one does not wait for all passes of a cycle over the other.
     assert set(drawn[: sum(expected)]) == set(drawn[sum(expected) :]) == {0, 1}

@@ -18,11 +18,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from xorl.data import DataError, DatasetEntry, prepare
 from xorl.data.formats import load_tokenizer
-from xorl.data.formats.spans import Text, tokenize
+from xorl.data.formats.spans import Rendered, tokenize
 from xorl.data.formats.template import sandbox
 from xorl.data.inspect import text_segments, trained_texts
 from xorl.data.readers import LoadedChunk, table_chunks
-from xorl.data.receipt import Counts
 
 USER, ASSISTANT = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
 CHAT = {"messages": [USER, ASSISTANT, {"role": "user", "content": "And?"}, {"role": "assistant", "content": "Yes"}]}
@@ -439,10 +438,10 @@ def test_lengths_of_tokens_place_them_as_offsets_do(text_options, name):
     by_offsets = replace(tokenizer)
     vars(by_offsets)["bytes_of"] = None  # what it is for a tokenizer that does not work on bytes
     content = "hello \u00e9\u00e9 w\u00f6rld, \U0001f600 e\u0301 <|end|>\n  hell"
-    texts = [Text(content, ((a, b),)) for a in range(len(content)) for b in range(a + 1, len(content) + 1)]
-    texts += [Text(content, None), Text("", ()), Text(content, ((0, 3), (7, 9)))]
+    texts = [Rendered(content, ((a, b),)) for a in range(len(content)) for b in range(a + 1, len(content) + 1)]
+    texts += [Rendered(content, None), Rendered("", ()), Rendered(content, ((0, 3), (7, 9)))]
     chunk = LoadedChunk("rows", "row", 0, 0, [])
-    found, wanted = (tokenize(texts, each, chunk, Counts()) for each in (tokenizer, by_offsets))
+    found, wanted = (tokenize(texts, each, chunk) for each in (tokenizer, by_offsets))
     assert (tokenizer.bytes_of is not None) == (name in ("plain", "changes letters"))
     np.testing.assert_array_equal(found.input_ids, wanted.input_ids)
     np.testing.assert_array_equal(found.labels, wanted.labels)

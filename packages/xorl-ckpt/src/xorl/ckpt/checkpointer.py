@@ -1,6 +1,6 @@
 """Saves and loads a training state. Saving and loading are collective and verified; a checkpoint appears atomically.
 
-layout.py defines the files of a checkpoint; sharded.py and gathered.py read and write the tensors.
+layout.py defines the files of a checkpoint; storage.py reads and writes the tensors.
 """
 
 import json
@@ -17,13 +17,13 @@ from safetensors.torch import load as parse_safetensors
 from safetensors.torch import save as format_safetensors
 from torch.distributed.tensor import DTensor
 
-from xorl.ckpt import gathered, layout, sharded
+from xorl.ckpt import layout
 from xorl.ckpt.errors import CheckpointError
 from xorl.ckpt.files import FileRecord, check_hashes, check_sizes, share_of_files, write_file
 from xorl.ckpt.layout import JSON, Manifest, StorageKind, TensorRecord
 from xorl.ckpt.metadata import read_metadata
 from xorl.ckpt.ranks import all_gather_text, any_rank_holds, broadcast_text, fail_together, num_ranks, this_rank
-from xorl.ckpt.regions import describe_meshes
+from xorl.ckpt.storage import read_gathered, read_shards, write_gathered, write_shards
 
 logger = logging.getLogger(__name__)
 
@@ -159,9 +159,11 @@ class Checkpointer:
         with fail_together(f"load {path}"):
             manifest = layout.read_manifest(path)
             parts = _collect(state)
-            tensors = _flat(parts)
+            tensors = _flatten(parts)
             problems = _differences(tensors, manifest.tensors)
-        _require_same_text("checkpoint", f"{path} (manifest {manifest.digest()})")
+        given = set(all_gather_text(f"{path} (manifest {manifest.digest()})"))
+        if len(given) > 1:  # the same on every rank, so all ranks raise
+            raise CheckpointError(f"the ranks were given different checkpoints: {', '.join(sorted(given))}")
         # The manifest is the same on every rank, so this list has the same length on every rank.
         held = any_rank_holds([name in tensors for name in sorted(manifest.tensors)])
         skipped = tuple(f"{part}." for part in skip_parts)
@@ -176,7 +178,12 @@ class Checkpointer:
             check_hashes(path, manifest.files, share_of_files(manifest.files, this_rank(), num_ranks()))
 
         def copy() -> LoadedCheckpoint:
-            self._read_tensors(path, manifest, tensors)
+            with fail_together(f"load {path}"):
+                metadata = read_metadata(path, manifest.files) if manifest.storage == "dcp" else None
+                if metadata is None:
+                    read_gathered(tensors, path)
+            if metadata is not None:
+                read_shards(tensors, path, metadata)
             with fail_together(f"load {path}"):
                 for name, part in state.items():
                     part.load_state_dict(parts[name])
@@ -236,7 +243,7 @@ class Checkpointer:
     ) -> Manifest:
         """Collective: write all files except the manifest, and return it. Only rank 0's manifest is complete."""
         with fail_together("save a checkpoint"):
-            tensors = _flat(_collect(state))
+            tensors = _flatten(_collect(state))
             files: dict[str, FileRecord] = {}
             if this_rank() == 0:
                 files[layout.SCALARS] = write_file(folder / layout.SCALARS, _json_bytes(scalars))
@@ -244,8 +251,7 @@ class Checkpointer:
             if rng:
                 content = format_safetensors({name: tensor.contiguous().cpu() for name, tensor in rng.items()})
                 files[layout.rng_name(this_rank())] = write_file(folder / layout.rng_name(this_rank()), content)
-        write = sharded.write_shards if self._manager == "dcp" else gathered.write_gathered
-        written, records = write(tensors, folder)
+        written, records = (write_shards if self._manager == "dcp" else write_gathered)(tensors, folder)
         files |= written
         if write_extra_files is not None:
             files |= write_extra_files(folder)
@@ -254,20 +260,11 @@ class Checkpointer:
             step=step,
             storage=self._manager,
             world_size=num_ranks(),
-            mesh=describe_meshes(list(tensors.values())),
+            mesh=_describe_meshes(tensors),
             info=info,
             tensors=records,
             files={name: FileRecord(**record) for text in texts for name, record in json.loads(text).items()},
         )
-
-    def _read_tensors(self, path: Path, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> None:
-        if manifest.storage == "dcp":
-            with fail_together(f"load {path}"):
-                metadata = read_metadata(path, manifest.files)
-            sharded.read_shards(tensors, path, metadata)
-        else:
-            with fail_together(f"load {path}"):
-                gathered.read_gathered(tensors, path)
 
     def _clean_up(self) -> None:
         try:
@@ -315,20 +312,26 @@ def _collect(state: Mapping[str, Stateful]) -> dict[str, dict[str, torch.Tensor]
     return parts
 
 
-def _flat(parts: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+def _flatten(parts: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Flatten to `{part}.{key}`, which is unambiguous because part names contain no dots."""
     return {f"{name}.{key}": tensor for name, part in parts.items() for key, tensor in part.items()}
+
+
+def _describe_meshes(tensors: Mapping[str, torch.Tensor]) -> list[dict[str, list[str] | list[int]]]:
+    """The names and axis sizes of the distinct device meshes over which the tensors are sharded."""
+    meshes = {tensor.device_mesh for tensor in tensors.values() if isinstance(tensor, DTensor)}
+    described = {(tuple(mesh.mesh_dim_names or ()), tuple(mesh.shape)) for mesh in meshes}
+    return [{"axes": list(names), "sizes": list(sizes)} for names, sizes in sorted(described)]
 
 
 def _differences(tensors: Mapping[str, torch.Tensor], saved: Mapping[str, TensorRecord]) -> dict[str, list[str]]:
     missing = [name for name in tensors if name not in saved]
     changed: list[str] = []
     for name, tensor in tensors.items():
-        wanted = TensorRecord.of(tensor)
-        if name in saved and saved[name] != wanted:
-            has = saved[name]
+        expected, found = TensorRecord.of(tensor), saved.get(name)
+        if found is not None and found != expected:
             changed.append(
-                f"{name}: saved as {has.dtype}{list(has.shape)}, expected {wanted.dtype}{list(wanted.shape)}"
+                f"{name}: saved as {found.dtype}{list(found.shape)}, expected {expected.dtype}{list(expected.shape)}"
             )
     return {"missing from the checkpoint": missing, "with a different shape or dtype": changed}
 
@@ -346,13 +349,6 @@ def _raise_other_model(path: Path, problems: Mapping[str, list[str]], unexpected
         "Resume with the model, optimizer and options of the saved run, or start a new run from its exported weights."
     )
     raise CheckpointError("\n".join(lines))
-
-
-def _require_same_text(what: str, text: str) -> None:
-    """Collective. Every rank sees the same texts, so either all ranks raise or none does."""
-    texts = all_gather_text(text)
-    if len(set(texts)) > 1:
-        raise CheckpointError(f"the ranks were given different values for the {what}: {', '.join(sorted(set(texts)))}")
 
 
 def _read_rng(path: Path, manifest: Manifest) -> dict[str, torch.Tensor] | None:

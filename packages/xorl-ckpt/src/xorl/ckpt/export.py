@@ -1,13 +1,16 @@
 """Writes a model, sharded or not, as a folder that transformers' `from_pretrained` can read.
 
-Rank 0 holds one parameter in memory at a time. The folder appears atomically.
+Rank 0 holds one parameter in memory at a time. The folder appears under its final name once it is complete, or not at
+all.
 """
 
 import functools
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +19,6 @@ import torch
 from xorl.ckpt.errors import CheckpointError
 from xorl.ckpt.files import sync_file
 from xorl.ckpt.layout import TensorRecord
-from xorl.ckpt.publish import published
 from xorl.ckpt.ranks import fail_together, this_rank
 from xorl.ckpt.reader import INDEX_FILE, SINGLE_FILE, SafetensorsSource, WeightRecipe, WeightSource, source_shapes
 from xorl.ckpt.regions import dtype_name, gather_whole
@@ -94,6 +96,38 @@ def export_hf(
         )
     logger.info("event=exported folder=%s tensors=%d", folder, sum(len(group.records) for group in groups))
     return folder
+
+
+@contextmanager
+def published(folder: Path) -> Iterator[Path]:
+    """Collective: yields a temporary sibling folder on every rank, and renames it to `folder` when the block ends.
+
+    Only rank 0 creates and renames it. The block may run collectives; it must raise on every rank or on none. Raises
+    CheckpointError, before anything is written, if the folder exists and is not empty. Leftovers of a killed process
+    are removed when the same folder is published again.
+    """
+    folder = Path(folder).absolute()
+    # Named differently from unfinished saves, which a run's next save would remove from its checkpoint folder.
+    temporary = folder.with_name(f".exporting_{folder.name}")
+    with fail_together(f"export to {folder}"):
+        if this_rank() == 0:
+            if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+                raise CheckpointError(
+                    f"{folder} already exists and is not empty; an export never overwrites it. Choose another folder."
+                )
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        with fail_together(f"export to {folder}"):
+            if this_rank() == 0:
+                sync_file(temporary)
+                temporary.rename(folder)
+                sync_file(folder.parent)
+    except BaseException:  # also on Ctrl-C, since nothing else removes the temporary folder
+        if this_rank() == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
 
 
 @torch.no_grad()
@@ -185,8 +219,8 @@ def _plan(groups: Sequence[TensorGroup], max_shard_bytes: float) -> list[_Shard]
     if len(files) == 1:
         return [_Shard(SINGLE_FILE, tuple(files[0]))]
     return [
-        _Shard(f"model-{index:05d}-of-{len(files):05d}.safetensors", tuple(held))
-        for index, held in enumerate(files, start=1)
+        _Shard(f"model-{index:05d}-of-{len(files):05d}.safetensors", tuple(members))
+        for index, members in enumerate(files, start=1)
     ]
 
 

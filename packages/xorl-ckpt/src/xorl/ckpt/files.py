@@ -1,4 +1,4 @@
-"""Durable files with hashes: hashed while they are written, and checked by hashing them again."""
+"""Writes files durably, hashing them on the way, and verifies files against recorded sizes and hashes."""
 
 import os
 from collections.abc import Iterable, Mapping
@@ -117,16 +117,12 @@ def check_sizes(folder: Path, files: Mapping[str, FileRecord]) -> None:
 
 def check_hashes(folder: Path, files: Mapping[str, FileRecord], names: Iterable[str]) -> None:
     """Raise CheckpointError naming every file among `names` whose content differs from its record."""
-    problems = [
-        f"{name} has changed since it was saved (its xxh3_128 differs)"
-        for name in names
-        if hash_file(folder / name) != files[name]
-    ]
-    _raise_damaged(folder, problems)
+    changed = [name for name in names if hash_file(folder / name) != files[name]]
+    _raise_damaged(folder, [f"{name} has changed since it was saved (its xxh3_128 differs)" for name in changed])
 
 
 def share_of_files(files: Mapping[str, FileRecord], rank: int, num_ranks: int) -> list[str]:
-    """The files that `rank` hashes. Files go, largest first, to the rank with the fewest bytes; all ranks agree."""
+    """The files that `rank` checks. Files go, largest first, to the rank with the fewest bytes; all ranks agree."""
     loads = [0] * num_ranks
     shares: list[list[str]] = [[] for _ in range(num_ranks)]
     for name in sorted(files, key=lambda name: (-files[name].size, name)):
@@ -137,7 +133,7 @@ def share_of_files(files: Mapping[str, FileRecord], rank: int, num_ranks: int) -
 
 
 def sync_file(path: Path) -> None:
-    """Make durable an existing file, or the list of entries of a folder."""
+    """Sync an existing file, or the list of a folder's entries, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

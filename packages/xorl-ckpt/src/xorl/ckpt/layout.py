@@ -148,7 +148,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         return Manifest.from_json(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
-        hint = " (a DCP checkpoint of another program)" if (folder / ".metadata").exists() else ""
+        hint = " (another program wrote this DCP checkpoint)" if (folder / ".metadata").exists() else ""
         raise CheckpointError(f"{folder} is not a complete xorl checkpoint: it has no {MANIFEST}{hint}") from None
     except (ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"{path} cannot be used: {error}") from error
@@ -185,12 +185,10 @@ def is_complete(folder: Path) -> bool:
 def latest_checkpoint(root: Path) -> Path | None:
     """The checkpoint from which `auto` resumes: the one that `latest` names, else the highest complete step."""
     complete = list_checkpoints(root)
-    named = _resolve_latest(root)
+    named, reason = _resolve_latest(root)
     if named is None:
         if complete:
-            logger.warning(
-                "event=latest_unusable root=%s reason=%s using=%s", root, _why_unusable(root), complete[-1].name
-            )
+            logger.warning("event=latest_unusable root=%s reason=%s using=%s", root, reason, complete[-1].name)
         return complete[-1] if complete else None
     step = step_of(named) or 0
     for folder in reversed(complete):
@@ -230,12 +228,8 @@ def publish(folder: Path, root: Path, manifest: Manifest) -> Path:
 
     Its files must be written and durable. For checkpoints with other names see `publish_named`.
     """
-    _require_shared(folder, manifest)
-    previous = _resolve_latest(root)
-    manifest = replace(manifest, previous=previous.name if previous else None)
-    write_file(folder / MANIFEST, manifest.to_json().encode())
-    sync_file(folder / TRAINING_STATE)
-    sync_file(folder)
+    previous, _ = _resolve_latest(root)
+    _complete(folder, replace(manifest, previous=previous.name if previous else None))
     final = root / checkpoint_name(manifest.step)
     if final.exists():
         raise CheckpointError(f"{final} appeared while this checkpoint was written; does another job save there?")
@@ -254,21 +248,18 @@ def publish_named(folder: Path, final: Path, manifest: Manifest, *, replaces: bo
 
     With `replaces` it replaces an existing checkpoint, which stays complete until then.
     """
-    _require_shared(folder, manifest)
-    write_file(folder / MANIFEST, manifest.to_json().encode())
-    sync_file(folder / TRAINING_STATE)
-    sync_file(folder)
+    _complete(folder, manifest)
     if not final.exists():
         folder.rename(final)
         sync_file(final.parent)
         return
     if not replaces:
         raise CheckpointError(f"{final} appeared while this checkpoint was written; does another job save there?")
-    doomed = final.with_name(f"{_DELETING}{final.name}")
-    final.rename(doomed)
+    replaced = final.with_name(f"{_DELETING}{final.name}")
+    final.rename(replaced)
     folder.rename(final)
     sync_file(final.parent)
-    shutil.rmtree(doomed)
+    shutil.rmtree(replaced)
 
 
 def prune(root: Path, keep_last: int) -> list[Path]:
@@ -277,9 +268,7 @@ def prune(root: Path, keep_last: int) -> list[Path]:
     old = [folder for folder in list_checkpoints(root)[:-keep_last] if folder != latest]
     for folder in old:
         # Renamed first, because a partly deleted checkpoint must not look complete.
-        doomed = root / f"{_DELETING}{folder.name}"
-        folder.rename(doomed)
-        shutil.rmtree(doomed)
+        shutil.rmtree(folder.rename(root / f"{_DELETING}{folder.name}"))
     return old
 
 
@@ -294,7 +283,8 @@ def remove_leftovers(root: Path) -> None:
                 leftover.unlink()
 
 
-def _require_shared(folder: Path, manifest: Manifest) -> None:
+def _complete(folder: Path, manifest: Manifest) -> None:
+    """Check that rank 0 sees the files of all ranks, and write the manifest."""
     absent = [name for name in manifest.files if not (folder / name).exists()]
     if absent:
         raise CheckpointError(
@@ -302,33 +292,23 @@ def _require_shared(folder: Path, manifest: Manifest) -> None:
             "Save checkpoints to a file system that all nodes share."
         )
     check_sizes(folder, manifest.files)
+    write_file(folder / MANIFEST, manifest.to_json().encode())
+    sync_file(folder / TRAINING_STATE)
+    sync_file(folder)
 
 
-def _resolve_latest(root: Path) -> Path | None:
-    """The checkpoint that `latest` names, or None if it names no complete checkpoint of this root."""
-    name = _read_latest(root)
-    if name is None:
-        return None
-    folder = root / name
-    return folder if step_of(folder) is not None and folder.parent == root and is_complete(folder) else None
-
-
-def _read_latest(root: Path) -> str | None:
+def _resolve_latest(root: Path) -> tuple[Path | None, str]:
+    """The checkpoint that `latest` names; or None, and the reason, unless it is a complete checkpoint of this root."""
     try:
-        return (root / LATEST).read_text(encoding="utf-8").strip()
+        name = (root / LATEST).read_text(encoding="utf-8").strip()
     except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError):
-        return None
-
-
-def _why_unusable(root: Path) -> str:
-    """The reason why `_resolve_latest` returned None, for messages."""
-    name = _read_latest(root)
-    if name is None:
-        return f"{LATEST!r} is missing or not a text file"
+        return None, f"{LATEST!r} is missing or not a text file"
     folder = root / name
     if step_of(folder) is None or folder.parent != root:
-        return f"{LATEST!r} names {name!r}, which is not the name of a checkpoint"
-    return f"{name} has no {MANIFEST}" if folder.exists() else f"{name} is missing"
+        return None, f"{LATEST!r} names {name!r}, which is not the name of a checkpoint"
+    if not is_complete(folder):
+        return None, f"{name} has no {MANIFEST}" if folder.exists() else f"{name} is missing"
+    return folder, ""
 
 
 def _require_inside(name: str) -> str:

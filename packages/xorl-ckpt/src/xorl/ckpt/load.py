@@ -21,12 +21,12 @@ import xxhash
 
 from xorl.ckpt.errors import CheckpointError
 from xorl.ckpt.ranks import (
-    all_gather_text,
     broadcast_text,
     collective_device,
     fail_together,
     num_ranks,
     raise_together,
+    require_same,
     this_rank,
 )
 from xorl.ckpt.reader import WeightRecipe, WeightSource, source_shapes
@@ -41,7 +41,7 @@ LoadMode: TypeAlias = Literal["broadcast", "all_ranks"]
 # 1.6 GB in the page cache is loaded onto two H200 at 13 GB/s with buckets of 10 MiB, and at 11 GB/s with 128 MiB.
 BUCKET_BYTES = 32 << 20
 _WEIGHT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-# The first byte of a bucket is 0 if rank 0 could read it; tensors start at multiples of this many bytes.
+# Tensors in a bucket start at multiples of this many bytes, after a first byte that is 0 if rank 0 could read them.
 _ALIGNMENT = 64
 
 
@@ -63,7 +63,7 @@ class RowTarget(Protocol):
     def device(self) -> torch.device: ...
 
     def put(self, start: int, rows: torch.Tensor) -> None:
-        """Receive the next rows, which begin at row `start`. The caller overwrites the tensor afterwards."""
+        """Receive the next rows, which begin at row `start`. The caller reuses the tensor's memory afterwards."""
         ...
 
     def finish(self) -> None: ...
@@ -82,7 +82,7 @@ class _ParameterTarget:
     def put(self, start: int, rows: torch.Tensor) -> None:
         first = start - self._region.offsets[0]
         # Casts on the device, where it is fast; the rows arrive in the file's dtype.
-        self._local[first : first + len(rows)].copy_(self._region.cut_beyond_rows(rows))
+        self._local[first : first + len(rows)].copy_(self._region.cut_other_dims(rows))
 
     def finish(self) -> None:
         """Does nothing: `put` has stored the rows."""
@@ -126,7 +126,7 @@ def load_weights(
     ignore: Callable[[str], bool] | None = None,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> LoadReport:
-    """Collective: fill every parameter by its recipe, cast to the parameter's dtype; RowTargets get rows in order.
+    """Collective: fill every parameter by its recipe, cast to the parameter's dtype, and pass RowTargets their rows.
 
     Recipes must be the same on every rank and may include parameters that this rank does not have. In broadcast mode
     only rank 0 needs a `source`. Raises CheckpointError on every rank, before anything is written, if names or shapes
@@ -288,7 +288,11 @@ def _broadcast(
     bucket_bytes: int,
 ) -> list[_Bucket]:
     """Collective: rank 0 reads every bucket from `source` and broadcasts it; `source` is None on the other ranks."""
-    _require_same_recipes(recipes)
+    listed = repr([(name, tuple(recipe.shape)) for name, recipe in recipes.items()])
+    require_same(
+        xxhash.xxh3_128(listed.encode()).hexdigest(),
+        "the ranks have different recipes; in broadcast mode every rank needs the recipes of the whole model",
+    )
     stored = broadcast_text(" ".join(dtype_name(dtypes[name]) for name in dtypes)).split()
     dtypes = {name: getattr(torch, dtype) for name, dtype in zip(recipes, stored, strict=True)}
     buckets = _pack({name: (0, recipe.shape[0]) for name, recipe in recipes.items()}, recipes, dtypes, bucket_bytes)
@@ -346,15 +350,6 @@ def _put_local_rows(
 def _rows(chunk: _Chunk, data: torch.Tensor, recipes: Mapping[str, WeightRecipe]) -> torch.Tensor:
     piece = data[chunk.offset : chunk.offset + chunk.num_bytes].view(chunk.dtype)
     return piece.view(chunk.stop - chunk.start, *recipes[chunk.name].shape[1:])
-
-
-def _require_same_recipes(recipes: Mapping[str, WeightRecipe]) -> None:
-    """Collective. Every rank sees the same texts, so either all ranks raise or none does."""
-    listed = repr([(name, tuple(recipe.shape)) for name, recipe in recipes.items()])
-    if len(set(all_gather_text(xxhash.xxh3_128(listed.encode()).hexdigest()))) > 1:
-        raise CheckpointError(
-            "the ranks have different recipes; in broadcast mode every rank needs the recipes of the whole model"
-        )
 
 
 def _device_of(targets: Mapping[str, RowTarget]) -> torch.device:

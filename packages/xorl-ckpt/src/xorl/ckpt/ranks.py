@@ -72,6 +72,12 @@ def broadcast_text(text: str) -> str:
     return _decode(received, size)
 
 
+def require_same(text: str, problem: str) -> None:
+    """Collective: raise CheckpointError(problem) on every rank if the ranks pass different texts."""
+    if len(set(all_gather_text(text))) > 1:
+        raise CheckpointError(problem)
+
+
 def any_rank_holds(held: list[bool]) -> list[bool]:
     """Collective: elementwise "or" over the ranks; the list must have the same length on every rank."""
     if not is_distributed() or not held:

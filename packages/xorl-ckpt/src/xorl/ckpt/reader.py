@@ -120,7 +120,7 @@ class SafetensorsSource:
     def dtype(self, name: str) -> torch.dtype:
         stored = self._slice(name).get_dtype()
         if stored not in STORED_DTYPES:
-            raise CheckpointError(f"{self._where(name)} has the dtype {stored}, which is not supported")
+            raise CheckpointError(f"{self._location(name)} has the dtype {stored}, which is not supported")
         return STORED_DTYPES[stored]
 
     def read(self, name: str, start: int | None = None, stop: int | None = None) -> torch.Tensor:
@@ -130,7 +130,7 @@ class SafetensorsSource:
                 return self._file(self._files[name]).get_tensor(name)
             return piece[start:stop]
         except (SafetensorError, OSError, IndexError) as error:
-            raise CheckpointError(f"{self._where(name)} cannot be read: {error}") from error
+            raise CheckpointError(f"{self._location(name)} cannot be read: {error}") from error
 
     def _list_tensors(self) -> Mapping[str, str]:
         """The file of each tensor."""
@@ -146,7 +146,7 @@ class SafetensorsSource:
         wanted = f"{SINGLE_FILE} and no {INDEX_FILE}" if self._single_file == SINGLE_FILE else self._single_file
         raise CheckpointError(f"{folder} contains no {wanted} ({hint})")
 
-    def _where(self, name: str) -> str:
+    def _location(self, name: str) -> str:
         return f"{self._folder / self._files[name]}: tensor {name!r}"
 
     def _slice(self, name: str) -> Any:  # noqa: ANN401  (safetensors has no types)
@@ -155,7 +155,9 @@ class SafetensorsSource:
         try:
             return self._file(self._files[name]).get_slice(name)
         except SafetensorError as error:
-            raise CheckpointError(f"{self._where(name)} cannot be read, though the index lists it: {error}") from error
+            raise CheckpointError(
+                f"{self._location(name)} cannot be read, though the index lists it: {error}"
+            ) from error
 
     def _file(self, file: str) -> Any:  # noqa: ANN401
         if file not in self._opened:

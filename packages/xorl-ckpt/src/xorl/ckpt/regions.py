@@ -1,6 +1,5 @@
 """Which part of a global tensor this rank holds. Only this file queries DTensor for it."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,8 +27,8 @@ class Region:
             whole = whole.narrow(dim, offset, size)
         return whole
 
-    def cut_beyond_rows(self, rows: torch.Tensor) -> torch.Tensor:
-        """The view of this box in `rows` of the global tensor, which are already cut along dim 0."""
+    def cut_other_dims(self, rows: torch.Tensor) -> torch.Tensor:
+        """The view of this box in `rows`, which are already cut along dim 0."""
         for dim in range(1, len(self.sizes)):
             rows = rows.narrow(dim, self.offsets[dim], self.sizes[dim])
         return rows
@@ -43,7 +42,7 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def local_region(tensor: torch.Tensor) -> Region:
-    """The box of the global tensor that `local_tensor` covers."""
+    """The region that `local_tensor` covers."""
     if not isinstance(tensor, DTensor):
         return Region((0,) * tensor.ndim, tuple(tensor.shape))
     sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -55,13 +54,6 @@ def gather_whole(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, DTensor):
         return tensor.full_tensor().detach()
     return tensor.detach()
-
-
-def describe_meshes(tensors: Sequence[torch.Tensor]) -> list[dict[str, list[str] | list[int]]]:
-    """The names and axis sizes of the distinct device meshes of the DTensors in `tensors`."""
-    meshes = {tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)}
-    described = {(tuple(mesh.mesh_dim_names or ()), tuple(mesh.shape)) for mesh in meshes}
-    return [{"axes": list(names), "sizes": list(sizes)} for names, sizes in sorted(described)]
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import torch
 
-from xorl.ckpt import gathered, sharded
 from xorl.ckpt.errors import CheckpointError
 from xorl.ckpt.files import check_hashes, check_sizes, share_of_files
 from xorl.ckpt.layout import read_manifest
 from xorl.ckpt.metadata import read_metadata
 from xorl.ckpt.ranks import fail_together, num_ranks, this_rank
 from xorl.ckpt.reader import WeightRecipe, source_shapes
+from xorl.ckpt.storage import read_gathered, read_shards
 
 DenseParameter = Callable[[str, Callable[[str], torch.Tensor | None]], torch.Tensor | None]
 
@@ -44,7 +44,7 @@ class SavedParameters:
                 self._params_of.setdefault(source, []).append(name)
         self._shapes = source_shapes(recipes)
         self._metadata = read_metadata(folder, self._manifest.files) if self._manifest.storage == "dcp" else None
-        self._last: tuple[str, torch.Tensor] | None = None
+        self._cached: tuple[str, torch.Tensor] | None = None
         self._dense = dense
 
     @classmethod
@@ -81,11 +81,11 @@ class SavedParameters:
         return (parts[0] if len(parts) == 1 else torch.cat(parts, join_dim or 0))[start:stop]
 
     def _parameter(self, name: str) -> torch.Tensor:
-        if self._last is None or self._last[0] != name:
+        if self._cached is None or self._cached[0] != name:
             values = self._read_saved(name) if self._dense is None else self._dense(name, self._read_saved)
             assert values is not None, "__init__ checked that all parameters are saved"
-            self._last = name, values
-        return self._last[1]
+            self._cached = name, values
+        return self._cached[1]
 
     def _read_saved(self, name: str) -> torch.Tensor | None:
         record = self._manifest.tensors.get(f"{self._part}.{name}")
@@ -94,8 +94,8 @@ class SavedParameters:
         values = torch.empty(record.shape, dtype=record.torch_dtype)
         wanted = {f"{self._part}.{name}": values}
         if self._metadata is None:
-            gathered.read_gathered(wanted, self._folder)
+            read_gathered(wanted, self._folder)
         else:
-            # Not collective: in broadcast mode only rank 0 reads from here.
-            sharded.read_shards(wanted, self._folder, self._metadata, alone=True)
+            # In broadcast mode only rank 0 reads from here.
+            read_shards(wanted, self._folder, self._metadata, collective=False)
         return values

@@ -55,7 +55,7 @@ def write_tensor_file(path: Path, groups: Sequence[TensorGroup]) -> FileRecord |
             with fail_together(f"write {path}"):
                 if stream is not None:
                     for name, record in group.records.items():
-                        stream.write(_bytes(name, tensors[name], record))
+                        stream.write(_to_bytes(name, tensors[name], record))
             del tensors
         with fail_together(f"write {path}"):
             if stream is not None:
@@ -83,7 +83,7 @@ def _header(groups: Sequence[TensorGroup]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _bytes(name: str, tensor: torch.Tensor, record: TensorRecord) -> memoryview | bytes:
+def _to_bytes(name: str, tensor: torch.Tensor, record: TensorRecord) -> memoryview | bytes:
     tensor = tensor.detach().cpu().contiguous()
     found = TensorRecord.of(tensor)
     assert found == record, f"{name} was described as {record}, but its values are {found}"

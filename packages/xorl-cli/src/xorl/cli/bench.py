@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, get_args
 
@@ -39,7 +39,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 
 @dataclass(frozen=True)
 class Flags:
-    """The flags that are passed on to the ranks along with the configuration."""
+    """The flags that ranks get along with the configuration."""
 
     output: Path
     steps: int
@@ -60,20 +60,15 @@ class Flags:
 
     def arguments(self) -> list[str]:
         """The flags as command-line arguments for a rank."""
-        pairs = {
-            "--output": self.output,
-            "--steps": self.steps,
-            "--warmup": self.warmup,
-            "--rounds": self.rounds,
-            "--peers": self.peers,
-            "--record": self.record,
-            "--name": self.name,
-            "--command": self.command,
-            "--started-at": self.started_at,
-        }
-        given = [part for flag, value in pairs.items() if value is not None for part in (flag, str(value))]
-        given += [part for text in self.against for part in ("--against", text)]
-        return [*given, *(["--profile"] if self.profile else [])]
+        given: list[str] = []
+        for field in fields(self):
+            flag, value = f"--{field.name.replace('_', '-')}", getattr(self, field.name)
+            if isinstance(value, bool):
+                given += [flag] if value else []
+            elif value is not None:
+                values = value if isinstance(value, tuple) else (value,)
+                given += [part for each in values for part in (flag, str(each))]
+        return given
 
 
 @app.command(name="bench", cls=OverridesCommand)
@@ -116,10 +111,10 @@ def bench_command(
     def flags_for(name: str) -> Flags:
         folder = output or Path("outputs") / "bench" / f"{name}_{time.strftime('%Y%m%d_%H%M%S')}"
         typed = command or shlex.join(["xorl", "bench", *_typed_arguments()])
-        begun = _process_start() if started_at is None else started_at
+        start_time = _process_start() if started_at is None else started_at
         others = tuple(against or ())
         num_rounds = rounds or (3 if peers or others else 1)
-        return Flags(folder, steps, warmup, num_rounds, peers, others, profile, record, name, typed, begun)
+        return Flags(folder, steps, warmup, num_rounds, peers, others, profile, record, name, typed, start_time)
 
     def start() -> int:
         if (config is None) == (model is None):
@@ -161,7 +156,7 @@ def bench_command(
 def _start(
     path: Path, overrides: tuple[str, ...], flags: Flags, nproc_per_node: int | None, *, with_traceback: bool
 ) -> int:
-    """Launches the ranks, or runs the only one in this process."""
+    """Launches the ranks, or runs a single one in this process."""
     loaded = _load(path, overrides, flags)[""]
     is_single_process = loaded.config.train.data_parallel_mode == "none"
     # A single rank needs no launcher, even if --nproc-per-node 1 was given.
@@ -177,7 +172,7 @@ def _start(
 
 
 def _load(path: Path, overrides: tuple[str, ...], flags: Flags) -> dict[str, LoadedConfig]:
-    """Returns the configuration to measure, under the key "", and those of --against, by their options."""
+    """Returns the configuration to measure under the key "", and the --against ones under their options."""
     given = (*overrides, *fixed_overrides(flags.num_steps))
     others = {text: [f"--{option}" for option in text.split()] for text in ("", *flags.against)}
     configs = {text: load_config(path, (*given, *options)) for text, options in others.items()}
@@ -227,10 +222,5 @@ def _process_start() -> float:
     return time.time() - age_s
 
 
-def main() -> None:
-    """Runs the command alone, for `python -m xorl.cli.bench`."""
-    run_module(app, MODULE)
-
-
 if __name__ == "__main__":
-    main()
+    run_module(app, MODULE)

@@ -13,15 +13,8 @@ Documents = Literal["single", "packed"]
 SHAPES = resources.files("xorl.cli") / "shapes"
 # Lengths of packed documents, in tokens.
 SHORTEST, LONGEST = 256, 4096
-# With more tokens than this, the same ones are repeated.
+# A run that reads more tokens than this reads them repeatedly.
 MAX_TOKENS = 1 << 24
-# A benchmark disables these options regardless of the configuration.
-DISABLED = (
-    "--train.save_epochs=0",
-    "--train.save_hf_weights=false",
-    "--train.use_wandb=false",
-    "--train.load_checkpoint_path=null",
-)
 
 
 @dataclass(frozen=True)
@@ -110,7 +103,13 @@ def _config_of(run: SyntheticRun, model: Path, dataset: Mapping[str, object], fo
 
 def fixed_overrides(num_steps: int) -> Sequence[str]:
     """The overrides that every benchmark sets, regardless of the configuration."""
-    return (*DISABLED, f"--train.max_steps={num_steps}")
+    return (
+        "--train.save_epochs=0",
+        "--train.save_hf_weights=false",
+        "--train.use_wandb=false",
+        "--train.load_checkpoint_path=null",
+        f"--train.max_steps={num_steps}",
+    )
 
 
 def _write_random_documents(run: SyntheticRun, vocab_size: int, folder: Path) -> Path:

@@ -8,9 +8,8 @@ import typer
 from xorl.cli.arguments import OverridesCommand
 from xorl.cli.train import ConfigPath
 from xorl.config import ServerConfig, load_config, load_server_config
-from xorl.config.docs import documentation, json_schema
 from xorl.config.local import Config
-from xorl.config.show import show
+from xorl.config.show import documentation, json_schema, show
 
 ServiceFlag = Annotated[
     bool, typer.Option("--service", help="Use the options of `xorl serve` instead of `xorl train`.")

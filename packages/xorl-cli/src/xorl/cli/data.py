@@ -18,7 +18,7 @@ from xorl.cli.rank import run_alone
 from xorl.cli.signals import import_torch
 from xorl.cli.train import ConfigPath, TracebackFlag
 from xorl.config import Config, load_config
-from xorl.config.sweep import member_config
+from xorl.config.resolve import member_config
 
 if TYPE_CHECKING:
     import numpy as np
@@ -119,10 +119,14 @@ def _prepare(config: Config) -> None:
             "data.streaming: a stream is read during training, so there is nothing to prepare. Inspect it with "
             "`xorl data inspect` and `xorl data stats`, or set --data.streaming false"
         )
+    import_torch()
+    from xorl.train.data import PackedDocuments  # noqa: PLC0415  (imports torch)
+
     runs = {f"{member.name} ": member_config(config, member) for member in config.lora.sweep} or {"": config}
     for member, run in runs.items():
-        data, _ = _prepared(run, strict=True)
-        parts = {"train": _packed(data)} | ({} if data.held_out is None else {"held_out": data.held_out})
+        data, _ = _load_data(run, strict=True)
+        assert isinstance(data.train, PackedDocuments), "streams were rejected above"
+        parts = {"train": data.train} | ({} if data.held_out is None else {"held_out": data.held_out})
         for name, part in parts.items():
             for line in part.receipt().lines():
                 print(f"{member}{name} {line}")
@@ -133,8 +137,8 @@ def _inspect(config: Config, index: int, num: int, max_tokens: int, held_out: bo
     import_torch()
     from xorl.data.inspect import text_segments, trained_texts  # noqa: PLC0415  (imports torch)
 
-    data, tokenizer = _prepared(config)
-    title, documents = _bin(_part(data, held_out), index)
+    data, tokenizer = _load_data(config)
+    title, documents = _read_bin(_part(data, held_out), index)
     num_tokens = sum(len(ids) for _, ids, _ in documents)
     trained = sum(_num_trained(labels) for _, _, labels in documents)
     bin_len = config.data.sample_packing_sequence_len
@@ -144,7 +148,7 @@ def _inspect(config: Config, index: int, num: int, max_tokens: int, held_out: bo
         count = _num_trained(labels)
         print(_paint(f"---- document {number}: {len(ids)} tokens, {count} trained", BORDER, colored))
         parts = text_segments(ids[:max_tokens], labels[:max_tokens], tokenizer)
-        print("".join(_shown(segment, colored) for segment in parts).replace("]][[", ""))
+        print("".join(_display_text(segment, colored) for segment in parts).replace("]][[", ""))
         if len(ids) > max_tokens:
             print(_paint(f"... {len(ids) - max_tokens} tokens more (--tokens)", BORDER, colored))
         shown.append(parts)
@@ -154,7 +158,7 @@ def _inspect(config: Config, index: int, num: int, max_tokens: int, held_out: bo
             print(f"document {number}: {text!r}")
 
 
-def _bin(part: PackedDocuments | Stream, index: int) -> tuple[str, list[tuple[int, np.ndarray, np.ndarray]]]:
+def _read_bin(part: PackedDocuments | Stream, index: int) -> tuple[str, list[tuple[int, np.ndarray, np.ndarray]]]:
     """Returns the title of a bin, and (number, ids, labels) for each of its documents."""
     from xorl.data.stream import Stream, stream_bins  # noqa: PLC0415
 
@@ -170,13 +174,13 @@ def _bin(part: PackedDocuments | Stream, index: int) -> tuple[str, list[tuple[in
 
 
 def _num_trained(labels: np.ndarray) -> int:
-    """The number of tokens of a document that are trained on, never the first one, which nothing predicts."""
+    """The number of trained tokens of a document. The first token is never trained, since nothing predicts it."""
     from xorl.data.batch import IGNORE  # noqa: PLC0415
 
     return int((labels[1:] != IGNORE).sum())
 
 
-def _shown(segment: TextSegment, colored: bool) -> str:
+def _display_text(segment: TextSegment, colored: bool) -> str:
     text = segment.text.translate(_CONTROLS)
     if colored:
         style = (SPECIAL if segment.special else "") + (TRAINED if segment.trained else MASKED)
@@ -195,7 +199,7 @@ def _stats(config: Config, page: Path | None, num_documents: int | None, held_ou
     from xorl.data.statistics import dataset_statistics, fill_histogram  # noqa: PLC0415
     from xorl.data.stream import Stream, read_sample  # noqa: PLC0415
 
-    data, tokenizer = _prepared(config)
+    data, tokenizer = _load_data(config)
     part = _part(data, held_out)
     title = f"Data of {config.train.output_dir}"
     if isinstance(part, Stream):
@@ -234,14 +238,7 @@ def _part(data: RunData, held_out: bool) -> PackedDocuments | Stream:
     return data.held_out
 
 
-def _packed(data: RunData) -> PackedDocuments:
-    from xorl.train.data import PackedDocuments  # noqa: PLC0415
-
-    assert isinstance(data.train, PackedDocuments), "streams were rejected before"
-    return data.train
-
-
-def _prepared(config: Config, *, strict: bool = False) -> tuple[RunData, TextTokenizer | None]:
+def _load_data(config: Config, *, strict: bool = False) -> tuple[RunData, TextTokenizer | None]:
     """Returns the data of a run, and the tokenizer to show it with, or None if there is none.
 
     Unless `strict`, data that would stop a run is only reported, so that it can be inspected.

@@ -92,7 +92,7 @@ def error_text(error: BaseException, *, with_traceback: bool = False) -> str:
 
 
 def exit_code_text(code: int) -> str:
-    """Describes an exit code; a negative one is that of a process terminated by a signal."""
+    """Describes an exit code. A negative code means that a signal terminated the process."""
     number = -code if code < 0 else code - BY_SIGNAL
     if code in DESCRIPTIONS:
         return DESCRIPTIONS[code]

@@ -51,9 +51,7 @@ def record_error(file: Path, error: BaseException, *, text: str, code: int) -> N
             "xorl": {"time_ns": now},
         }
     }
-    temporary = file.with_suffix(".tmp")
-    temporary.write_text(json.dumps(record), encoding="utf-8")
-    temporary.replace(file)
+    _write(file, json.dumps(record))
 
 
 def record_interruption(error_file: Path) -> None:
@@ -93,13 +91,12 @@ def recorded_stop(folder: Path) -> int:
 def failure_of(rank: int, exit_code: int, record: Mapping[str, object] | None, seen_s: int) -> Failure:
     """Creates a Failure from a rank's record, or from its exit code (negative for a signal) if there is no record."""
     message = record.get("message") if record else None
+    code = BY_SIGNAL - exit_code if exit_code < 0 else exit_code
     if isinstance(message, dict) and "extraInfo" in message:
         extra = message["extraInfo"]
         fallback_ns = int(extra["timestamp"]) * NANOSECONDS
         time_ns = message.get("xorl", {}).get("time_ns", fallback_ns)
-        code = message.get("errorCode") or _positive(exit_code)
-        return Failure(rank, code, extra["py_callstack"], message["message"], time_ns)
-    code = _positive(exit_code)
+        return Failure(rank, message.get("errorCode") or code, extra["py_callstack"], message["message"], time_ns)
     text = f"{ERROR_PREFIX}{exit_code_text(code)}" if code == DIVERGED else f"{exit_code_text(code)}, without a message"
     if -exit_code == signal.SIGKILL:
         text = "ended by SIGKILL, which the system sends when memory runs out"
@@ -114,7 +111,7 @@ def report(failures: Sequence[Failure], world_size: int) -> tuple[str, int]:
     ordered = sorted(failures, key=lambda failure: (failure.was_stopped, failure.time_ns, failure.rank))
     first, others = ordered[0], [failure for failure in ordered[1:] if not failure.was_stopped]
     if first.was_stopped:
-        return f"{exit_code_text(first.code)}", first.code
+        return exit_code_text(first.code), first.code
     if first.code in (BAD_INPUT, DIVERGED) or first.text.startswith(ERROR_PREFIX):
         is_shared = any(other.text == first.text for other in others) or world_size == 1
         lines = [first.text if is_shared else f"{first.text}\n(rank {first.rank} of {world_size})"]
@@ -128,11 +125,7 @@ def report(failures: Sequence[Failure], world_size: int) -> tuple[str, int]:
     return "\n".join([*lines, "", *later] if later else lines), first.code
 
 
-def _positive(exit_code: int) -> int:
-    return BY_SIGNAL - exit_code if exit_code < 0 else exit_code
-
-
 def _write(file: Path, text: str) -> None:
     temporary = file.with_suffix(".tmp")
-    temporary.write_text(text)
-    temporary.rename(file)
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(file)

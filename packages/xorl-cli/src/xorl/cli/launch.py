@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 
 from xorl.cli.exit_codes import BY_SIGNAL, exit_code_text
-from xorl.cli.failures import Failure, failure_of, recorded_pids, recorded_stop, report
+from xorl.cli.failures import failure_of, recorded_pids, recorded_stop, report
 from xorl.host.temporary import temporary_folder
 
 DEFAULT_PORT = 29500  # torchrun's
@@ -74,7 +74,7 @@ class LaunchPlan:
 
 
 def plan_launch(flags: LaunchFlags, *, num_gpus: int, is_single_process: bool) -> LaunchPlan | None:
-    """Decides what to start: by default one rank per GPU of this node, or a single one without GPUs.
+    """Plans the ranks to start: by default one per GPU of this node, or a single one without GPUs.
 
     Returns None if no launcher is needed. `is_single_process` says that the configuration uses a single process. Raises
     ValueError for inconsistent flags.
@@ -120,12 +120,12 @@ def _plan_static(flags: LaunchFlags, nproc: int, nnodes: int) -> LaunchPlan:
     return LaunchPlan(nproc, nnodes, "static", endpoint, "none", node_rank, False)
 
 
-def launch(plan: LaunchPlan, command: Sequence[str], *, rank_folder_flag: str = RANK_FOLDER_FLAG) -> int:
+def launch(plan: LaunchPlan, command: Sequence[str]) -> int:
     """Runs `python -u *command` as every rank of this node, waits, and returns the job's exit code.
 
     Prints the first failure of the job and returns its exit code. SIGTERM and SIGINT are forwarded to the ranks, which
-    may take some time to save; a second signal ends them. `rank_folder_flag` is the flag that tells a rank where to
-    write its notes to the launcher.
+    may take some time to save; a second signal ends them. RANK_FOLDER_FLAG tells a rank where to leave notes for the
+    launcher.
     """
     # torch takes seconds to import, so the configuration is validated before.
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException  # noqa: PLC0415
@@ -156,29 +156,24 @@ def launch(plan: LaunchPlan, command: Sequence[str], *, rank_folder_flag: str = 
         )
         try:
             with _forwarding_signals(notes, plan.nproc_per_node, stop, forwarded):
-                elastic_launch(config, sys.executable)("-u", *command, rank_folder_flag, str(notes))
+                elastic_launch(config, sys.executable)("-u", *command, RANK_FOLDER_FLAG, str(notes))
         except ChildFailedError as error:
             failures = [
                 failure_of(rank, failure.exitcode, failure.error_file_data, failure.timestamp)
                 for rank, failure in error.failures.items()
             ]
-            return _print_failures(failures, plan.world_size, forwarded)
+            text, code = report(failures, plan.world_size)
+            if forwarded and all(failure.was_stopped for failure in failures):
+                # torch's launcher stops the remaining ranks with its own signal, which may arrive before ours.
+                code = BY_SIGNAL + forwarded[0]
+                text = exit_code_text(code)
+            print(text, file=sys.stderr)
+            return code
         except SignalException as error:
             code = BY_SIGNAL + error.sigval
             print(exit_code_text(code), file=sys.stderr)
             return code
         return recorded_stop(notes)
-
-
-def _print_failures(failures: Sequence[Failure], world_size: int, forwarded: Sequence[int]) -> int:
-    """Prints why the job failed and returns its exit code. `forwarded` holds the signal sent to the ranks, if any."""
-    text, code = report(failures, world_size)
-    if forwarded and all(failure.was_stopped for failure in failures):
-        # torch's launcher stops the remaining ranks with its own signal, which may arrive before ours.
-        code = BY_SIGNAL + forwarded[0]
-        text = exit_code_text(code)
-    print(text, file=sys.stderr)
-    return code
 
 
 @contextmanager
@@ -198,7 +193,8 @@ def _forwarding_signals(
         if len(pids) < num_ranks:
             stop(number)
         for pid in pids:
-            _send(pid, number)
+            with suppress(ProcessLookupError):  # torch's launcher notices ranks that have ended
+                os.kill(pid, number)
 
     # torch's launcher does not restore the handlers that it replaces.
     previous = {number: signal.getsignal(number) for number in (*FORWARDED, *LEFT_TO_TORCH)}
@@ -209,12 +205,6 @@ def _forwarding_signals(
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-def _send(pid: int, number: int) -> None:
-    # torch's launcher notices ranks that have ended.
-    with suppress(ProcessLookupError):
-        os.kill(pid, number)
 
 
 def _quieten_launcher() -> None:

@@ -14,7 +14,7 @@ from xorl.host.temporary import keep_folder
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """The environment that torchrun, or another launcher, sets for a rank; `error_file` is where to write errors."""
+    """The environment that torchrun or another launcher sets for a rank. Errors are written to `error_file`."""
 
     rank: int
     world_size: int
@@ -32,7 +32,7 @@ class RankEnvironment:
 
 
 def run_alone(run: Callable[[], int], *, with_traceback: bool) -> int:
-    """Runs a job's only rank in this process, prints its error if there is one, and returns the exit code."""
+    """Runs a single-rank job in this process, prints its error, if any, and returns the exit code."""
     try:
         with raise_on_sigterm():
             return run()
@@ -63,10 +63,10 @@ def run_rank(run: Callable[[], int], environment: RankEnvironment, *, folder: Pa
                 record_stop(folder, environment.rank, code)
                 return OK
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  (process boundary)
-        return _failed(unwrap_interruption(error), environment, with_traceback=with_traceback)
+        return _report_failure(unwrap_interruption(error), environment, with_traceback=with_traceback)
 
 
-def _failed(error: BaseException, environment: RankEnvironment, *, with_traceback: bool) -> int:
+def _report_failure(error: BaseException, environment: RankEnvironment, *, with_traceback: bool) -> int:
     code, text = exit_code_of(error), error_text(error, with_traceback=with_traceback)
     if isinstance(error, KeyboardInterrupt):
         if environment.error_file is not None:

@@ -75,7 +75,7 @@ def serve_command(
 
 
 def read_key(file: Path) -> str:
-    """Reads a key from a file. Raises ValueError if there is none."""
+    """Reads a key from a file. Raises ValueError if the file is missing or empty."""
     try:
         key = file.read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError) as error:

@@ -10,7 +10,7 @@ from types import FrameType
 from xorl.cli.exit_codes import TERMINATED, Terminated
 
 PARENT_CHECK_S = 1.0
-# Time for cleanup. A rank that waits in torch for ranks that are gone never runs Python's signal handlers.
+# Time for cleanup before a rank is killed: while it waits in torch for dead ranks, no Python signal handler runs.
 CLEAN_UP_S = 5.0
 
 
@@ -63,29 +63,29 @@ def stop_with_parent(parent: int) -> Iterator[None]:
     within CLEAN_UP_S is ended, unless the training loop handles the signal in order to save.
     """
     handler = signal.getsignal(signal.SIGTERM)
-    left = threading.Event()
+    exited = threading.Event()
 
     def watch() -> None:
         while os.getppid() == parent:
-            if left.wait(PARENT_CHECK_S):
+            if exited.wait(PARENT_CHECK_S):
                 return
         os.kill(os.getpid(), signal.SIGTERM)
-        if not left.wait(CLEAN_UP_S) and signal.getsignal(signal.SIGTERM) is handler:
+        if not exited.wait(CLEAN_UP_S) and signal.getsignal(signal.SIGTERM) is handler:
             os._exit(TERMINATED)
 
     threading.Thread(target=watch, name="xorl-parent", daemon=True).start()
     try:
         yield
     finally:
-        left.set()
+        exited.set()
 
 
 @contextmanager
 def exit_on_sigterm_after_peer_failure(has_failed_peer: Callable[[], bool]) -> Iterator[None]:
     """While entered, SIGTERM ends the process immediately if another rank of the job has failed.
 
-    The main thread may then wait in a collective forever, where Python runs no signal handlers, and the job cannot save
-    without the failed rank. A thread receives the signal through the interpreter's wakeup file descriptor.
+    The main thread may be stuck in a collective, where Python runs no signal handlers, and the job cannot save without
+    the failed rank. A thread receives the signal through the interpreter's wakeup file descriptor.
     """
     receiver, sender = os.pipe()
     os.set_blocking(sender, False)

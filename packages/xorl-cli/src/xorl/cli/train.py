@@ -64,7 +64,7 @@ def train_command(
 
 
 def _start(path: Path, overrides: tuple[str, ...], flags: LaunchFlags, with_traceback: bool) -> int:
-    """Launches the ranks, or runs the only one in this process."""
+    """Launches the ranks, or runs a single one in this process."""
     loaded = load_config(path, overrides)
     if flags.nproc_per_node is not None:
         with loaded.citing():
@@ -122,10 +122,5 @@ def _train(loaded: LoadedConfig) -> int:
         raise Diverged(str(error)) from error
 
 
-def main() -> None:
-    """Runs the command alone, for `python -m xorl.cli.train`."""
-    run_module(app, MODULE)
-
-
 if __name__ == "__main__":
-    main()
+    run_module(app, MODULE)

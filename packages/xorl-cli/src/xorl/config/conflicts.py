@@ -9,22 +9,21 @@ from dataclasses import dataclass
 
 from xorl.config.data_conflicts import DATA_CHECKS
 from xorl.config.local import Config
-from xorl.config.lora_conflicts import LORA_CHECKS
+from xorl.config.lora_conflicts import LORA_CHECKS, sweep_conflicts
 from xorl.config.problems import Conflict
-from xorl.config.sweep import sweep_conflicts
 
 
 @dataclass(frozen=True)
 class Requirement:
-    """Options that have no effect unless `holds`; each one that is not at its default is reported.
+    """Options that have no effect unless `is_met`; each one that is not at its default is reported.
 
-    `switch` is the option that `holds` depends on, and `wanted` describes its required value.
+    `switch` is the option that `is_met` depends on, and `wanted` describes its required value.
     """
 
     options: tuple[str, ...]
     switch: str
     wanted: str
-    holds: Callable[[Config], bool]
+    is_met: Callable[[Config], bool]
 
 
 REQUIREMENTS: tuple[Requirement, ...] = (
@@ -105,7 +104,7 @@ REQUIREMENTS: tuple[Requirement, ...] = (
         "muon",
         lambda config: config.train.optimizer == "muon",
     ),
-    # With an explicit weight_decay: 0 they are kept for runs that set it on the command line.
+    # Allowed with an explicit weight_decay: 0, so that a command line can still override it.
     Requirement(
         ("train.no_decay_modules", "train.no_decay_params"),
         "train.weight_decay",
@@ -225,7 +224,7 @@ REQUIREMENTS: tuple[Requirement, ...] = (
         "empty: the members of a sweep are plain adapters trained by AdamW in fp32",
         lambda config: not config.lora.sweep,
     ),
-    # With an explicit enable_profiling: false they are kept for runs that set it on the command line.
+    # Allowed with an explicit enable_profiling: false, so that a command line can still override it.
     Requirement(
         (
             "train.profile_start_step",
@@ -243,12 +242,19 @@ REQUIREMENTS: tuple[Requirement, ...] = (
 )
 
 
-def conflicts_in(config: Config) -> list[Conflict]:
-    """Returns every conflict of a configuration."""
-    return [conflict for check in CHECKS for conflict in check(config)]
+def conflicts_in(config: Config) -> Iterator[Conflict]:
+    """Yields every conflict of a configuration."""
+
+    def default_of(path: str) -> object:
+        section, name = path.split(".")
+        return type(getattr(config, section)).model_fields[name].default
+
+    yield from unmet_requirements(config, default_of)
+    for check in CHECKS:
+        yield from check(config)
 
 
-def _model_is_named(config: Config) -> Iterator[Conflict]:
+def _model_has_a_source(config: Config) -> Iterator[Conflict]:
     if config.model.model_path is None and config.model.config_path is None:
         yield Conflict(
             ("model.model_path", "model.config_path"),
@@ -259,21 +265,13 @@ def _model_is_named(config: Config) -> Iterator[Conflict]:
 def unmet_requirements(config: Config, default_of: Callable[[str], object]) -> Iterator[Conflict]:
     """Yields a conflict for each option that has no effect but is not at its default."""
     for requirement in REQUIREMENTS:
-        if requirement.holds(config):
+        if requirement.is_met(config):
             continue
         for path in requirement.options:
             section_name, name = path.split(".")
             if getattr(getattr(config, section_name), name) != default_of(path):
                 message = f"{name} has no effect unless {requirement.switch} is {requirement.wanted}"
                 yield Conflict((path, requirement.switch), message)
-
-
-def _requirements_are_met(config: Config) -> Iterator[Conflict]:
-    def default_of(path: str) -> object:
-        section, name = path.split(".")
-        return type(getattr(config, section)).model_fields[name].default
-
-    return unmet_requirements(config, default_of)
 
 
 def _sharding_options_agree(config: Config) -> Iterator[Conflict]:
@@ -324,10 +322,6 @@ def _recomputation_is_compatible(config: Config) -> Iterator[Conflict]:
             ("train.enable_reentrant", "train.enable_compile"),
             "reentrant gradient checkpointing cannot be compiled: set enable_reentrant to false",
         )
-
-
-def _compile_excludes_recomputed_dropout(config: Config) -> Iterator[Conflict]:
-    train = config.train
     if train.enable_compile and config.lora.lora_dropout and train.enable_gradient_checkpointing:
         yield Conflict(
             ("lora.lora_dropout", "train.enable_compile"),
@@ -343,7 +337,7 @@ def _tensor_parallelism_needs_separate_qkv(config: Config) -> Iterator[Conflict]
         )
 
 
-def _fp8_gathering_excludes_dora(config: Config) -> Iterator[Conflict]:
+def _fp8_is_compatible(config: Config) -> Iterator[Conflict]:
     train = config.train
     if train.fp8 == "tensorwise" and train.data_parallel_mode == "fsdp2" and config.lora.use_dora:
         yield Conflict(
@@ -351,10 +345,7 @@ def _fp8_gathering_excludes_dora(config: Config) -> Iterator[Conflict]:
             "with fp8: tensorwise, fsdp2 gathers weights only in fp8, but use_dora needs their norms: set fp8 to "
             "rowwise, or data_parallel_mode to none or ddp",
         )
-
-
-def _tensorwise_fp8_excludes_cpu_offload(config: Config) -> Iterator[Conflict]:
-    if config.train.fp8 == "tensorwise" and config.train.enable_cpu_offload:
+    if train.fp8 == "tensorwise" and train.enable_cpu_offload:
         yield Conflict(
             ("train.fp8", "train.enable_cpu_offload"),
             "tensorwise casts weights to fp8 where they are stored, which is too slow on a CPU: use rowwise, which "
@@ -362,7 +353,7 @@ def _tensorwise_fp8_excludes_cpu_offload(config: Config) -> Iterator[Conflict]:
         )
 
 
-def _learning_rates_are_ordered(config: Config) -> Iterator[Conflict]:
+def _learning_rates_are_valid(config: Config) -> Iterator[Conflict]:
     train = config.train
     if train.lr_decay_style != "constant" and train.lr_min > train.lr:
         yield Conflict(("train.lr_min", "train.lr"), f"lr_min ({train.lr_min:g}) is above lr ({train.lr:g})")
@@ -374,10 +365,6 @@ def _learning_rates_are_ordered(config: Config) -> Iterator[Conflict]:
             f"with lr_decay_ratio {train.lr_decay_ratio:g}, the decay would end before the warm-up, which ends at "
             f"lr_warmup_ratio {train.lr_warmup_ratio:g}",
         )
-
-
-def _muon_needs_a_learning_rate(config: Config) -> Iterator[Conflict]:
-    train = config.train
     if train.optimizer == "muon" and train.lr == 0:
         yield Conflict(
             ("train.lr", "train.optimizer"),
@@ -405,7 +392,7 @@ def _determinism_needs_launch_blocking(config: Config) -> Iterator[Conflict]:
         )
 
 
-def _profile_has_steps(config: Config) -> Iterator[Conflict]:
+def _profile_covers_steps(config: Config) -> Iterator[Conflict]:
     train = config.train
     if train.profile_end_step <= train.profile_start_step:
         yield Conflict(
@@ -413,10 +400,6 @@ def _profile_has_steps(config: Config) -> Iterator[Conflict]:
             f"profile_end_step ({train.profile_end_step}) must be greater than profile_start_step "
             f"({train.profile_start_step})",
         )
-
-
-def _profile_starts_within_the_run(config: Config) -> Iterator[Conflict]:
-    train = config.train
     if train.enable_profiling and train.max_steps is not None and train.profile_start_step > train.max_steps:
         yield Conflict(
             ("train.profile_start_step", "train.max_steps", "train.enable_profiling"),
@@ -427,26 +410,21 @@ def _profile_starts_within_the_run(config: Config) -> Iterator[Conflict]:
 
 # Checks of the model and its training, shared by local training and the service.
 MODEL_CHECKS: tuple[Callable[[Config], Iterator[Conflict]], ...] = (
-    _model_is_named,
+    _model_has_a_source,
     _sharding_options_agree,
     _degrees_fit_the_mode,
     _recomputation_is_compatible,
     _tensor_parallelism_needs_separate_qkv,
-    _compile_excludes_recomputed_dropout,
-    _fp8_gathering_excludes_dora,
-    _tensorwise_fp8_excludes_cpu_offload,
+    _fp8_is_compatible,
     _bf16_parameters_need_mixed_precision,
     *LORA_CHECKS,
 )
 CHECKS: tuple[Callable[[Config], Iterator[Conflict]], ...] = (
-    _requirements_are_met,
     *MODEL_CHECKS,
     *DATA_CHECKS,
-    _learning_rates_are_ordered,
-    _muon_needs_a_learning_rate,
+    _learning_rates_are_valid,
     _determinism_needs_launch_blocking,
-    _profile_has_steps,
-    _profile_starts_within_the_run,
+    _profile_covers_steps,
     sweep_conflicts,
 )
 

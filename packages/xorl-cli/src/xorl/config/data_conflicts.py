@@ -22,15 +22,11 @@ FORMAT_COLUMNS: dict[str, tuple[str, ...]] = {
 }
 
 
-def _dummy_data_has_no_source(config: Config) -> Iterator[Conflict]:
+def _sources_are_complete(config: Config) -> Iterator[Conflict]:
     for path, entry in _entries(config):
         for name in ("name", "split", "revision", "data_files", "ds_type", "shards", "preprocess_shards"):
             if entry.path == "dummy" and getattr(entry, name) is not None:
                 yield Conflict((f"{path}.{name}", f"{path}.path"), f"synthetic rows have no {name}: remove it")
-
-
-def _data_files_have_a_format(config: Config) -> Iterator[Conflict]:
-    for path, entry in _entries(config):
         if entry.data_files is not None and entry.ds_type is None:
             yield Conflict(
                 (f"{path}.data_files", f"{path}.ds_type"),
@@ -55,15 +51,10 @@ def _options_match_the_type(config: Config) -> Iterator[Conflict]:
                 hint = f"use {', '.join(allowed[name])}" if allowed[name] else f"this type has no {name}: remove it"
                 message = f"{wrong} is not valid for type {entry.type}; {hint}"
                 yield Conflict((f"{path}.{name}", f"{path}.type"), message)
-        if entry.chat_template is not None and entry.type != "chat":
-            yield Conflict(
-                (f"{path}.chat_template", f"{path}.type"), f"type {entry.type} has no chat template: remove it"
-            )
-        if entry.chat_template_kwargs and entry.type != "chat":
-            yield Conflict(
-                (f"{path}.chat_template_kwargs", f"{path}.type"),
-                f"type {entry.type} has no chat template: remove it",
-            )
+        for name in ("chat_template", "chat_template_kwargs"):
+            if getattr(entry, name) not in (None, {}) and entry.type != "chat":
+                message = f"type {entry.type} has no chat template: remove it"
+                yield Conflict((f"{path}.{name}", f"{path}.type"), message)
         if entry.path == "dummy" and entry.type != "tokenized":
             yield Conflict((f"{path}.type", f"{path}.path"), "synthetic rows are tokenized: remove type")
 
@@ -78,8 +69,15 @@ def _select_columns_needs_tokenized_data(config: Config) -> Iterator[Conflict]:
         )
 
 
-def _overflow_limit_has_an_effect(config: Config) -> Iterator[Conflict]:
+def _length_limits_agree(config: Config) -> Iterator[Conflict]:
+    bin_length = config.data.sample_packing_sequence_len
     for path, entry in _entries(config):
+        if entry.max_seq_len is not None and entry.max_seq_len > bin_length:
+            yield Conflict(
+                (f"{path}.max_seq_len", "data.sample_packing_sequence_len"),
+                f"documents must fit into a bin, but max_seq_len ({entry.max_seq_len}) is above "
+                f"sample_packing_sequence_len ({bin_length})",
+            )
         if entry.overflow_limit is not None and entry.overflow == "error":
             yield Conflict(
                 (f"{path}.overflow_limit", f"{path}.overflow"),
@@ -174,17 +172,6 @@ def _upload_options_agree(config: Config) -> Iterator[Conflict]:
         )
 
 
-def _documents_fit_bins(config: Config) -> Iterator[Conflict]:
-    bin_length = config.data.sample_packing_sequence_len
-    for path, entry in _entries(config):
-        if entry.max_seq_len is not None and entry.max_seq_len > bin_length:
-            yield Conflict(
-                (f"{path}.max_seq_len", "data.sample_packing_sequence_len"),
-                f"documents must fit into a bin, but max_seq_len ({entry.max_seq_len}) is above "
-                f"sample_packing_sequence_len ({bin_length})",
-            )
-
-
 def _held_out_data_has_one_source(config: Config) -> Iterator[Conflict]:
     data = config.data
     if data.val_set_size is not None and data.test_datasets:
@@ -211,17 +198,15 @@ def _entries(config: Config) -> Iterator[tuple[str, DatasetEntryConfig]]:
 
 
 DATA_CHECKS: tuple[Callable[[Config], Iterator[Conflict]], ...] = (
-    _dummy_data_has_no_source,
-    _data_files_have_a_format,
+    _sources_are_complete,
     _options_match_the_type,
     _select_columns_needs_tokenized_data,
-    _overflow_limit_has_an_effect,
+    _length_limits_agree,
     _shard_options_are_complete,
     _streaming_options_agree,
     _mixture_weights_agree,
     _auth_token_has_a_use,
     _upload_options_agree,
-    _documents_fit_bins,
     _held_out_data_has_one_source,
     _prefetching_needs_workers,
 )

@@ -55,21 +55,13 @@ class Node:
     origin: Origin
     written: str | None = None
 
-    def plain(self) -> Plain:
-        """Returns the value without positions."""
+    def plain(self, *, expanded: bool = True) -> Plain:
+        """Returns the value without positions, with variables expanded or as written."""
         if isinstance(self.value, list):
-            return [item.plain() for item in self.value]
+            return [item.plain(expanded=expanded) for item in self.value]
         if isinstance(self.value, dict):
-            return {key: item.plain() for key, item in self.value.items()}
-        return self.value
-
-    def as_written(self) -> Plain:
-        """Returns the value without positions, with variables not expanded."""
-        if isinstance(self.value, list):
-            return [item.as_written() for item in self.value]
-        if isinstance(self.value, dict):
-            return {key: item.as_written() for key, item in self.value.items()}
-        return self.value if self.written is None else self.written
+            return {key: item.plain(expanded=expanded) for key, item in self.value.items()}
+        return self.value if expanded or self.written is None else self.written
 
     def expanded(self) -> "Iterator[Node]":
         """Yields this node and those below it whose variables were expanded."""

@@ -15,16 +15,14 @@ from xorl.config.options import all_options, entries_of
 from xorl.config.overrides import apply_overrides_, parse_overrides
 from xorl.config.problems import ConfigError, Origin, Problem
 from xorl.config.resolve import resolve
-from xorl.config.schema import PLACEHOLDER, ConfigT, Schema
 from xorl.config.server import ServerConfig
-from xorl.config.server_conflicts import server_conflicts, unknown_option_hint
+from xorl.config.server_conflicts import find_server_unsupported, server_conflicts, unknown_option_hint
 from xorl.config.server_training import resolve_server
-from xorl.config.server_unsupported import find_server_unsupported
 from xorl.config.unsupported import find_unsupported
-from xorl.config.validate import validate
+from xorl.config.validate import PLACEHOLDER, ConfigT, Schema, validate
 
 NO_LINE = 0  # the line number of overrides
-# The secret options of both kinds of configuration, because users also pass a file to the wrong command.
+# The secret options of both commands, since users may pass a file to the wrong one.
 SECRETS = [option.name for root in (Config, ServerConfig) for option in all_options(root).values() if option.is_secret]
 
 LOCAL = Schema(
@@ -95,25 +93,18 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
 
 
 def load_server_config(path: Path, overrides: Sequence[str] = ()) -> LoadedServerConfig:
-    """Reads the YAML file of a service, applies `--server.field value` overrides and validates the result.
-
-    Raises ConfigError, which lists every problem with its location.
-    """
+    """Like `load_config`, for the YAML file of a service and `--server.field value` overrides."""
     return _load(path, overrides, SERVER)
 
 
 def config_from_mapping(data: Mapping[str, object], overrides: Sequence[str] = ()) -> LoadedConfig:
     """Validates a configuration created in Python by the same rules. Raises ConfigError."""
-    return _finish(
-        ParsedDocument(node_of(data, Origin("python", "python"))), None, overrides, "the configuration", LOCAL
-    )
+    return _finish(ParsedDocument(node_of(data, Origin("python", "python"))), None, overrides, LOCAL)
 
 
 def server_config_from_mapping(data: Mapping[str, object], overrides: Sequence[str] = ()) -> LoadedServerConfig:
     """Validates a service's configuration created in Python by the same rules. Raises ConfigError."""
-    return _finish(
-        ParsedDocument(node_of(data, Origin("python", "python"))), None, overrides, "the configuration", SERVER
-    )
+    return _finish(ParsedDocument(node_of(data, Origin("python", "python"))), None, overrides, SERVER)
 
 
 def _load(path: Path, overrides: Sequence[str], schema: Schema[ConfigT]) -> ConfigWithOrigins[ConfigT]:
@@ -122,19 +113,20 @@ def _load(path: Path, overrides: Sequence[str], schema: Schema[ConfigT]) -> Conf
     root = document.root or Node(None, Origin("file", f"{name}:1", "", 1))
     is_unreadable = document.root is None and bool(document.problems)
     parsed = ParsedDocument(None if is_unreadable else root, document.problems)
-    return _finish(parsed, path, overrides, name, schema)
+    return _finish(parsed, path, overrides, schema)
 
 
 def _finish(
-    document: ParsedDocument, path: Path | None, overrides: Sequence[str], name: str, schema: Schema[ConfigT]
+    document: ParsedDocument, path: Path | None, overrides: Sequence[str], schema: Schema[ConfigT]
 ) -> ConfigWithOrigins[ConfigT]:
+    name = "the configuration" if path is None else str(path)
     parsed, problems = parse_overrides(overrides, schema.prefix, SECRETS)
     problems = [*document.problems, *problems]
     if document.root is None:
         raise ConfigError(problems, name)
     problems += apply_overrides_(document.root, parsed)
     config, found = validate(document.root, schema)
-    # A value that could not be read has a placeholder, whose problems are not reported.
+    # Values that could not be parsed are placeholders; problems with them are not reported.
     unread = {(problem.path, problem.origin.line) for problem in problems}
     problems += [
         problem

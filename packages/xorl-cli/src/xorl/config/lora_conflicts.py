@@ -1,9 +1,12 @@
-"""Conflicts between options of adapters and quantized bases; other conflicts are in conflicts.py."""
+"""Conflicts between options of adapters, quantized bases and sweeps; other conflicts are in conflicts.py."""
 
+import re
 from collections.abc import Callable, Iterator
 
+from xorl.config.data_conflicts import DATA_CHECKS
 from xorl.config.local import Config
 from xorl.config.problems import Conflict
+from xorl.config.resolve import member_config
 
 
 def _adapter_options_have_an_effect(config: Config) -> Iterator[Conflict]:
@@ -36,27 +39,21 @@ def _adapter_options_have_an_effect(config: Config) -> Iterator[Conflict]:
         )
 
 
-def _adapter_only_output_needs_an_unmodified_base(config: Config) -> Iterator[Conflict]:
-    for name in _adapter_only_options(config) if config.model.foundation else ():
-        yield Conflict(
-            ("model.foundation", f"lora.{name}"),
-            f"{name} writes only adapters, which other tools apply to the base with its own config.json: edit a copy "
-            "of that file and set model.config_path to its folder",
-        )
-
-
-def _adapter_only_output_needs_a_readable_base(config: Config) -> Iterator[Conflict]:
-    for name in _adapter_only_options(config) if config.train.load_weights_mode == "dcp" else ():
-        yield Conflict(
-            ("train.load_weights_mode", f"lora.{name}"),
-            f"{name} writes only adapters, and other tools cannot read a checkpoint as their base: convert it with "
-            "`xorl export`, set model.model_path to the result, and load_weights_mode to broadcast",
-        )
-
-
-def _adapter_only_options(config: Config) -> list[str]:
+def _adapter_only_output_needs_a_usable_base(config: Config) -> Iterator[Conflict]:
     options = {"save_lora_only": config.lora.save_lora_only, "sweep": bool(config.lora.sweep)}
-    return [name for name, is_set in options.items() if is_set]
+    for name in (name for name, is_set in options.items() if is_set):
+        if config.model.foundation:
+            yield Conflict(
+                ("model.foundation", f"lora.{name}"),
+                f"{name} writes only adapters, which other tools apply to the base with its own config.json: edit a "
+                "copy of that file and set model.config_path to its folder",
+            )
+        if config.train.load_weights_mode == "dcp":
+            yield Conflict(
+                ("train.load_weights_mode", f"lora.{name}"),
+                f"{name} writes only adapters, and other tools cannot read a checkpoint as their base: convert it with "
+                "`xorl export`, set model.model_path to the result, and load_weights_mode to broadcast",
+            )
 
 
 def _quantized_bases_exclude_fp8_and_offload(config: Config) -> Iterator[Conflict]:
@@ -74,9 +71,39 @@ def _quantized_bases_exclude_fp8_and_offload(config: Config) -> Iterator[Conflic
         )
 
 
+def sweep_conflicts(config: Config) -> Iterator[Conflict]:
+    """Yields conflicts between the members of a sweep, and between members and other options."""
+    sweep, train = config.lora.sweep, config.train
+    names = [member.name for member in sweep]
+    for index, member in enumerate(sweep):
+        path = f"lora.sweep.{index}"
+        if member.name in names[:index]:
+            message = f"there is already a member {member.name}: choose another name, since it names the results folder"
+            yield Conflict((f"{path}.name",), message)
+        run = member_config(config, member)
+        if member.datasets == []:
+            yield Conflict((f"{path}.datasets",), "the list is empty: remove it to train on data.datasets")
+        for conflict in (found for check in DATA_CHECKS for found in check(run) if member.datasets):
+            paths = tuple(re.sub(r"^data\.datasets\b", f"{path}.datasets", other) for other in conflict.paths)
+            if any(other.startswith(path) for other in paths):
+                yield Conflict(paths, conflict.message)
+        if train.lr_decay_style != "constant" and train.lr_min > run.train.lr:
+            message = f"lr_min ({train.lr_min:g}) is above the lr of this member ({run.train.lr:g})"
+            yield Conflict((f"{path}.lr", "train.lr_min"), message)
+        if train.lr_start > run.train.lr:
+            message = f"lr_start ({train.lr_start:g}) is above the lr of this member ({run.train.lr:g})"
+            yield Conflict((f"{path}.lr", "train.lr_start"), message)
+        if run.lora.lora_target_modules == [] and member.lora_target_modules is not None:
+            yield Conflict((f"{path}.lora_target_modules",), "the list is empty: list layers, or remove the option")
+    if sweep and train.recompute_policy == "auto" and train.enable_gradient_checkpointing:
+        yield Conflict(
+            ("train.recompute_policy", "lora.sweep"),
+            "auto only supports a single run: choose module or operation",
+        )
+
+
 LORA_CHECKS: tuple[Callable[[Config], Iterator[Conflict]], ...] = (
     _adapter_options_have_an_effect,
-    _adapter_only_output_needs_an_unmodified_base,
-    _adapter_only_output_needs_a_readable_base,
+    _adapter_only_output_needs_a_usable_base,
     _quantized_bases_exclude_fp8_and_offload,
 )

@@ -102,7 +102,7 @@ class Option:
     @property
     def is_secret(self) -> bool:
         """Whether the value must never be displayed."""
-        return any(_is_secret(annotation) for annotation in (self.annotation, *get_args(self.annotation)))
+        return any(get_origin(annotation) is Secret for annotation in (self.annotation, *get_args(self.annotation)))
 
 
 @cache
@@ -191,13 +191,10 @@ def suggestion(path: str, root: type[Section] = Config) -> tuple[str, str | None
         return _meant_here(section, near[0])
     if far:
         return _meant_elsewhere(elsewhere[far[0]])
-    command = " ".join(
-        filter(None, ("xorl config docs", "" if root is Config else "--service", documented_path(section)))
-    )
-    return (
-        f"unknown option; `{command}` lists the valid ones" if here else "unknown option; see `xorl config docs`",
-        None,
-    )
+    if not here:
+        return "unknown option; see `xorl config docs`", None
+    command = ["xorl config docs", "" if root is Config else "--service", documented_path(section)]
+    return f"unknown option; `{' '.join(filter(None, command))}` lists the valid ones", None
 
 
 def _meant_here(section: str, name: str) -> tuple[str, str]:
@@ -231,7 +228,7 @@ def _options_of(section: type[Section], prefix: str) -> Iterator[Option]:
             path=path,
             group=_group(section, name),
             type=type_text(info.annotation, info.metadata),
-            default=_default_text(info),
+            default=None if info.is_required() else yaml_text(info.default),
             description=info.description or "",
             annotation=info.annotation,
         )
@@ -245,10 +242,6 @@ def _group(section: type[Section], name: str) -> str:
     """Returns the title of the group that declares a field."""
     owner = next(base for base in section.__mro__ if name in inspect.get_annotations(base))
     return owner.__doc__ or ""
-
-
-def _default_text(info: FieldInfo) -> str | None:
-    return None if info.is_required() else yaml_text(info.default)
 
 
 def yaml_text(value: object) -> str:
@@ -274,7 +267,8 @@ def type_text(annotation: object, metadata: Iterable[object] = ()) -> str:
         inner = [item for extra in arguments[1:] if isinstance(extra, FieldInfo) for item in extra.metadata]
         return type_text(arguments[0], inner)
     if origin in (Union, types.UnionType):
-        return " or ".join(type_text(argument) for argument in sorted(arguments, key=_is_null))
+        null_last = sorted(arguments, key=lambda argument: argument is types.NoneType)
+        return " or ".join(map(type_text, null_last))
     if origin is Literal:
         return f"{'one of ' if len(arguments) > 1 else ''}{', '.join(map(str, arguments))}"
     if origin is Secret:
@@ -285,24 +279,12 @@ def type_text(annotation: object, metadata: Iterable[object] = ()) -> str:
         is_plain = get_origin(arguments[1]) is Annotated
         return f"mapping to {type_text(arguments[1])}" if is_plain else "mapping"
     bounds = [
-        f"{sign} {_number(getattr(item, attribute))}"
+        f"{sign} {f'{bound:g}' if isinstance(bound := getattr(item, attribute), float) else bound}"
         for kind, attribute, sign in BOUNDS
         for item in metadata
         if isinstance(item, kind)
     ]
     return " ".join([TYPE_NAMES.get(annotation, "mapping"), " and ".join(bounds)]).rstrip()
-
-
-def _is_secret(annotation: object) -> bool:
-    return get_origin(annotation) is Secret
-
-
-def _is_null(annotation: object) -> bool:
-    return annotation is types.NoneType
-
-
-def _number(value: object) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _plural(annotation: object) -> str:

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+from xorl.config.entries import SweepMemberConfig
 from xorl.config.environment import dataset_num_proc
 from xorl.config.local import Config
 
@@ -19,7 +20,7 @@ class Default(NamedTuple):
 
 
 def resolve(config: Config) -> tuple[Config, dict[str, str]]:
-    """Returns the configuration with these defaults filled in and ~ expanded, and the reason for each default.
+    """Returns the configuration with dependent defaults filled in and ~ expanded, and the reason for each default.
 
     Raises ValueError if an environment variable has an invalid value.
     """
@@ -94,3 +95,19 @@ def _lora_defaults(config: Config) -> Iterator[Default]:
     if lora.enable_qlora and lora.quant_group_size is None:
         size = GROUP_SIZES[lora.quant_format]
         yield Default("lora.quant_group_size", size, f"default, lora.quant_format {lora.quant_format}")
+
+
+def member_config(config: Config, member: SweepMemberConfig) -> Config:
+    """Returns the configuration of a separate run that would train a member of the sweep."""
+
+    def given(*names: str) -> dict[str, object]:
+        return {name: getattr(member, name) for name in names if getattr(member, name) is not None}
+
+    lora = given("lora_rank", "lora_alpha", "lora_target_modules") | {"sweep": [], "sweep_members_per_pass": None}
+    return config.model_copy(
+        update={
+            "data": config.data.model_copy(update=given("datasets")),
+            "train": config.train.model_copy(update=given("lr", "weight_decay", "seed")),
+            "lora": config.lora.model_copy(update=lora),
+        }
+    )

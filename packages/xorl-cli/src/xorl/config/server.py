@@ -4,6 +4,7 @@ A default that depends on another option is null here; server_training.py fills 
 configuration from which the workers build the same engine as `xorl train`.
 """
 
+import math
 import re
 from typing import Annotated, Literal
 
@@ -376,9 +377,7 @@ def num_workers(config: ServerConfig, num_gpus: int) -> int:
         sizes["data_parallel_shard_size"] = 1
     if config.data_parallel_mode == "none":
         sizes["data_parallel_replicate_size"] = 1
-    fixed = 1
-    for size in sizes.values():
-        fixed *= max(size, 1)
+    fixed = math.prod(max(size, 1) for size in sizes.values())
     if -1 not in sizes.values():
         return fixed
     if num_gpus % fixed:

@@ -1,20 +1,48 @@
-"""Conflicts between options of the service.
+"""Conflicts between options of the service, and a table of the values that it does not support.
 
-The options of the model and its training are checked as for local training.
+The options of the model and its training are checked as for local training, under the service's option names.
 """
 
 import difflib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
 
 from xorl.config.conflicts import MODEL_CHECKS, unmet_requirements
-from xorl.config.options import all_options, yaml_text
+from xorl.config.options import all_options, entries_of, yaml_text
 from xorl.config.problems import Conflict
 from xorl.config.server import ServerConfig
-from xorl.config.server_training import SECTIONS, SERVER_NAMES, in_server_terms, unresolved_local_config
+from xorl.config.server_training import (
+    SECTIONS,
+    SERVER_NAMES,
+    in_server_terms,
+    local_path,
+    unresolved_local_config,
+)
+from xorl.config.unsupported import UnsupportedValues, unsupported_values
 
 # Configurations that match an inference engine set it at any precision; with mixed precision it has no effect.
 ALLOWED_WITHOUT_EFFECT = {"model.attention_cast_bf16"}
 SENT_BY_CLIENT = {"lr", "weight_decay", "max_grad_norm"}
+
+NO_EXPERTS = "mixture-of-experts models are not implemented"
+SHARED_BASE = "the adapters of all clients share one base, which must not change"
+
+SERVER_UNSUPPORTED: tuple[UnsupportedValues, ...] = (
+    UnsupportedValues("router_fp32", NO_EXPERTS, "leave it at true"),
+    UnsupportedValues("freeze_router", NO_EXPERTS, "leave it at true"),
+    UnsupportedValues("log_router_stats", NO_EXPERTS, "leave it at true"),
+    UnsupportedValues("moe_shared_lora", NO_EXPERTS, "leave it at false"),
+    UnsupportedValues("moe_hybrid_shared_lora", NO_EXPERTS, "leave it at false"),
+    UnsupportedValues(
+        "foundation",
+        "clients and inference engines read the model's own config.json",
+        "edit a copy of config.json and set config_path to its folder",
+        for_good=True,
+    ),
+    UnsupportedValues("merge_lora_interval", SHARED_BASE, "leave it at 0", for_good=True),
+    UnsupportedValues("reset_optimizer_on_merge", SHARED_BASE, "leave it at false", for_good=True),
+)
 
 
 def server_conflicts(config: ServerConfig) -> Iterator[Conflict]:
@@ -35,6 +63,29 @@ def server_conflicts(config: ServerConfig) -> Iterator[Conflict]:
         yield Conflict(paths, in_server_terms(conflict.message))
     for check in CHECKS:
         yield from check(config)
+
+
+@cache
+def server_unsupported_values(option: str) -> tuple[UnsupportedValues, ...]:
+    """Returns the rows for an option of the service."""
+    server_rows = tuple(row for row in SERVER_UNSUPPORTED if row.option == option)
+    path = local_path(option)
+    shared = () if path is None else unsupported_values(path)
+    return server_rows + tuple(
+        replace(row, option=option, reason=in_server_terms(row.reason), instead=in_server_terms(row.instead))
+        for row in shared
+    )
+
+
+def find_server_unsupported(config: ServerConfig) -> Iterator[tuple[str, str]]:
+    """Yields (path, message) for every unsupported value in a configuration."""
+    for option in all_options(ServerConfig).values():
+        for row in server_unsupported_values(option.path):
+            for path, section in entries_of(config, option.section):
+                default = type(section).model_fields[option.name].default
+                value = getattr(section, option.name)
+                if row.rejects(value, default):
+                    yield f"{path}.{option.name}".removeprefix("."), row.message(value)
 
 
 def unknown_option_hint(path: str) -> str | None:

@@ -75,15 +75,15 @@ def resolve_server(config: ServerConfig) -> tuple[ServerConfig, dict[str, str]]:
             values[option] = value
             reasons[option] = in_server_terms(local_reasons.get(path, ""))
 
-    def follow(option: str, value: object, reason: str) -> None:
+    def set_default(option: str, value: object, reason: str) -> None:
         values[option] = value
         reasons[option] = reason
 
     if config.model_name is None:
         named = "model_path" if config.model_path is not None else "config_path"
-        follow("model_name", getattr(config, named), f"default, {named}")
+        set_default("model_name", getattr(config, named), f"default, {named}")
     if config.max_lora_rank is None and (config.enable_lora or config.enable_qlora):
-        follow("max_lora_rank", config.lora_rank, "default, lora_rank")
+        set_default("max_lora_rank", config.lora_rank, "default, lora_rank")
     if config.load_checkpoint_path == "":
-        follow("load_checkpoint_path", None, "")
+        set_default("load_checkpoint_path", None, "")
     return config.model_copy(update=values), {option: reason for option, reason in reasons.items() if reason}

@@ -51,7 +51,12 @@ ONE_RANK = "only data parallelism is implemented"
 ONE_RANK_INSTEAD = "leave it at 1; train.data_parallel_mode: fsdp2 shards models that do not fit on one GPU"
 
 UNSUPPORTED: tuple[UnsupportedValues, ...] = (
-    UnsupportedValues("model.moe_implementation", "mixture-of-experts models are not implemented", "leave it at null"),
+    UnsupportedValues(
+        "model.moe_implementation",
+        "only eager and native are implemented",
+        "leave it at null for the faster one",
+        values=("triton", "quack"),
+    ),
     UnsupportedValues("model.ep_dispatch", "expert parallelism is not implemented", "leave it at alltoall"),
     UnsupportedValues("model.deepep_*", "expert parallelism is not implemented", "leave it out"),
     UnsupportedValues(
@@ -74,9 +79,7 @@ UNSUPPORTED: tuple[UnsupportedValues, ...] = (
     UnsupportedValues("train.ringattn_parallel_size", ONE_RANK, ONE_RANK_INSTEAD),
     UnsupportedValues("train.cp_fsdp_mode", "context parallelism is not implemented", "leave it at all"),
     UnsupportedValues("train.ep_outside", "expert parallelism is not implemented", "leave it at false"),
-    UnsupportedValues(
-        "train.moe_checkpoint_method", "mixture-of-experts models are not implemented", "leave it at null"
-    ),
+    UnsupportedValues("train.moe_checkpoint_method", "experts are recomputed with their layer", "leave it at null"),
     UnsupportedValues(
         "train.init_device",
         "xorl only runs on CUDA GPUs and on CPUs",

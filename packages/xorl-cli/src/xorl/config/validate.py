@@ -7,8 +7,9 @@ therefore reported together, and none is a consequence of another.
 import copy
 import math
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Generic, TypeVar
 
 from pydantic import ValidationError
 
@@ -24,18 +25,44 @@ from xorl.config.options import (
     find_option,
     is_entry,
     suggest_choice,
+    suggestion,
     yaml_text,
 )
-from xorl.config.problems import Origin, Problem, hide_secrets
-from xorl.config.schema import PLACEHOLDER, ConfigT, Schema
+from xorl.config.problems import Conflict, Origin, Problem, hide_secrets
 
 # Booleans in YAML 1.1 that are strings in YAML 1.2.
 OLD_BOOLEANS = {"yes": "true", "on": "true", "no": "false", "off": "false"}
 KINDS = {str: " (a string)", list: " (a list)", dict: " (a mapping)"}
 SECTION_DEPTH = 2  # path components of an option in a section
 MAX_SHOWN = 60  # characters of a value shown in a message
+PLACEHOLDER = "-"
 
 Path = tuple[str | int, ...]
+ConfigT = TypeVar("ConfigT", bound=Section)
+
+
+@dataclass(frozen=True)
+class Schema(Generic[ConfigT]):
+    """A kind of configuration: local training or the service.
+
+    Attributes:
+        sections: empty if the options have no sections.
+        conflicts: finds conflicts between values that are valid by themselves.
+        find_unsupported: yields (path, message) for values that are not supported.
+        resolve: fills in defaults that depend on other options, and returns the reasons for them.
+        placeholders: values for missing required options, so that the rest can still be checked.
+        prefix: precedes option names on the command line.
+        unknown_option_hint: explains where an unknown option belongs, if that is known.
+    """
+
+    root: type[ConfigT]
+    sections: tuple[str, ...]
+    conflicts: Callable[[ConfigT], Iterable[Conflict]]
+    find_unsupported: Callable[[ConfigT], Iterable[tuple[str, str]]]
+    resolve: Callable[[ConfigT], tuple[ConfigT, dict[str, str]]]
+    placeholders: Mapping[str, Plain] = field(default_factory=dict)
+    prefix: str = ""
+    unknown_option_hint: Callable[[str], str | None] = lambda name: None
 
 
 def validate(root: Node, schema: Schema[ConfigT]) -> tuple[ConfigT | None, list[Problem]]:
@@ -58,11 +85,11 @@ def validate(root: Node, schema: Schema[ConfigT]) -> tuple[ConfigT | None, list[
         config = schema.root.model_validate(_without(data, failing, schema))
     failing_options = {_dotted(path) for path in failing}
     for conflict in schema.conflicts(config):
-        if not any(_is_touched(path, failing_options) for path in conflict.paths):
+        if not any(_is_affected(path, failing_options) for path in conflict.paths):
             message = _with_variables(conflict.message, root)
             problems.append(_conflict_problem(conflict.paths, message, config, root))
     for path, message in schema.find_unsupported(config):
-        if not _is_touched(path, failing_options):
+        if not _is_affected(path, failing_options):
             problems.append(Problem(root.nearest(_parts(path)).origin, path, _with_variables(message, root)))
     return (None if problems else config), problems
 
@@ -73,21 +100,22 @@ def _problems_of(
     """Translates Pydantic's errors, one per option; also returns the paths that failed."""
     kinds: dict[Path, str] = {}
     for detail in error.errors(include_url=False, include_context=False, include_input=False):
-        path = _existing(detail["loc"], data, detail["type"])
+        path = _existing_path(detail["loc"], data, detail["type"])
         kinds.setdefault(path, detail["type"])
     problems: list[Problem] = []
     meant: set[str] = set()
     for path, kind in kinds.items():
         if kind == "extra_forbidden":
-            message, option = schema.suggestion(_dotted(path))
-            meant |= {_beside(path, option)} if option else set()
+            hint = schema.unknown_option_hint(_dotted(path))
+            message, option = (hint, None) if hint else suggestion(_dotted(path), schema.root)
+            meant |= {_intended_path(path, option)} if option else set()
             origin = root.nearest(path).origin
             found = find_option(option, schema.root) if option else None
             if found and found.is_secret:
                 origin = replace(origin, text=hide_secrets(origin.text, [str(path[-1])]))
             problems.append(Problem(origin, _dotted(path), message))
         elif kind != "missing":
-            message = _type_message(path, data, root.as_written(), schema.root)
+            message = _type_message(path, data, root.plain(expanded=False), schema.root)
             problems.append(Problem(root.nearest(path).origin, _dotted(path), message))
     for path, kind in kinds.items():
         # A misspelt required option is not also reported as missing.
@@ -102,13 +130,13 @@ def _problems_of(
     return problems, set(kinds) | {_parts(option) for option in meant}
 
 
-def _beside(path: Path, option: str) -> str:
+def _intended_path(path: Path, option: str) -> str:
     """Returns the path of the option meant by an unknown one: next to it if that is the right section."""
     section, _, name = option.rpartition(".")
     return _dotted((*path[:-1], name)) if documented_path(_dotted(path[:-1])) == section else option
 
 
-def _existing(location: Sequence[str | int], data: Plain, kind: str) -> Path:
+def _existing_path(location: Sequence[str | int], data: Plain, kind: str) -> Path:
     """Returns the part of a Pydantic location that exists in the data; the rest names members of unions.
 
     A missing option does not exist in the data, but its name is kept.
@@ -129,12 +157,12 @@ def _existing(location: Sequence[str | int], data: Plain, kind: str) -> Path:
 
 
 def _type_message(path: Path, data: Plain, written: Plain, root: type[Section]) -> str:
-    value = _at(path, data)
+    value = _value_at(path, data)
     option = find_option(_dotted(path), root)
     if option is not None and option.is_secret:
         return f"expected {option.type} in the form described below; the secret is not shown\n{option.description}"
-    got = _shown(value, _at(path, written))
-    is_expanded = _at(path, written) != value
+    got = _display_value(value, _value_at(path, written))
+    is_expanded = _value_at(path, written) != value
     if option is None and is_entry(_dotted(path)):
         return _entry_message(path, value, got, root, is_expanded=is_expanded)
     if option is None:
@@ -162,7 +190,7 @@ def _entry_message(path: Path, value: Plain, got: str, root: type[Section], *, i
     return f"expected {article} {kind}, a mapping with {', '.join(fields)}; got {got}{hint}"
 
 
-def _shown(value: Plain, written: Plain) -> str:
+def _display_value(value: Plain, written: Plain) -> str:
     """A value as written, followed by its kind."""
     text = f'"{written}"' if isinstance(written, str) else yaml_text(written).replace("$${", "${")
     if len(text) > MAX_SHOWN:
@@ -237,7 +265,7 @@ def _is_set(config: Section, path: str) -> bool:
     return isinstance(owner, Section) and name in owner.model_fields_set
 
 
-def _is_touched(path: str, failing: Iterable[str]) -> bool:
+def _is_affected(path: str, failing: Iterable[str]) -> bool:
     """Whether an option, its parent or one of its elements is invalid."""
     return any(path == other or path.startswith(f"{other}.") or other.startswith(f"{path}.") for other in failing)
 
@@ -247,19 +275,19 @@ def _without(data: Plain, failing: set[Path], schema: Schema[ConfigT]) -> Plain:
     kept = copy.deepcopy(data)
     assert isinstance(kept, dict)
     for path in sorted(failing, key=len, reverse=True):
-        parent = _at(path[:-1], kept)
+        parent = _value_at(path[:-1], kept)
         if isinstance(parent, dict):
             parent.pop(str(path[-1]), None)
         elif isinstance(parent, list) and is_entry(_dotted(path)):
             parent[int(path[-1])] = {}
         elif isinstance(parent, list):
-            owner = _at(path[:-2], kept)
+            owner = _value_at(path[:-2], kept)
             if isinstance(owner, dict):
                 owner.pop(str(path[-2]), None)
     for name in schema.sections:
         kept.setdefault(name, {})
     for required, placeholder in schema.placeholders.items():
-        parent = _at(_parts(required)[:-1], kept)
+        parent = _value_at(_parts(required)[:-1], kept)
         assert isinstance(parent, dict), "invalid values were removed and all sections exist"
         parent.setdefault(required.rpartition(".")[2], copy.deepcopy(placeholder))
     _fill_required_in_entries_(kept)
@@ -268,25 +296,25 @@ def _without(data: Plain, failing: set[Path], schema: Schema[ConfigT]) -> Plain:
 
 def _fill_required_in_entries_(data: Plain) -> None:
     """Fills in placeholders for missing required options of list entries."""
-    members = _at(_parts(MEMBER_LIST), data)
+    members = _value_at(_parts(MEMBER_LIST), data)
     num_members = len(members) if isinstance(members, list) else 0
     required = {MEMBER_LIST: "name"} | dict.fromkeys(
         (*ENTRY_LISTS, *(f"{MEMBER_LIST}.{index}.datasets" for index in range(num_members))), "path"
     )
-    endpoints = _at((ENDPOINT_LIST,), data)
+    endpoints = _value_at((ENDPOINT_LIST,), data)
     for entry in endpoints if isinstance(endpoints, list) else []:
         if isinstance(entry, dict):
             entry.setdefault("host", PLACEHOLDER)
             entry.setdefault("port", 1)
     for path, key in required.items():
-        entries = _at(_parts(path), data)
+        entries = _value_at(_parts(path), data)
         for index, entry in enumerate(entries if isinstance(entries, list) else []):
             if isinstance(entry, dict):
                 # Names are checked for duplicates, so the placeholders must be distinct.
                 entry.setdefault(key, f"placeholder{index}" if key == "name" else PLACEHOLDER)
 
 
-def _at(path: Path, data: Plain) -> Plain:
+def _value_at(path: Path, data: Plain) -> Plain:
     value = data
     for part in path:
         if isinstance(value, dict):

@@ -56,7 +56,7 @@ def keep_folder(folder: Path) -> Iterator[int]:
 
 
 def _lock_shared(note: IO[str]) -> None:
-    # On a file system without locks, abandoned folders cannot be locked either, so none is removed.
+    # Ignored on a file system without locks: _remove_abandoned fails to lock as well, and removes nothing.
     with suppress(OSError):
         fcntl.flock(note, fcntl.LOCK_SH)
 

@@ -1,6 +1,6 @@
-"""How the orchestrator finds the workers: at an address that the configuration gives, or one that they published.
+"""How the orchestrator finds the workers: at a configured address, or at one that they published in output_dir.
 
-A channel that other machines can reach needs keys. They are generated once and kept in output_dir, readable only by
+A channel that other machines can reach needs keys. They are generated once and stored in output_dir, readable only by
 this user.
 """
 
@@ -51,7 +51,7 @@ def bind_address(config: ServerConfig, folder: Path | None) -> str:
 
 
 def channel_keys(config: ServerConfig, address: str) -> ChannelKeys | None:
-    """The keys for a channel at this address, generated if they do not exist yet; None if it needs none.
+    """The keys of a channel at this address, generated if they do not exist yet; None if it does not need keys.
 
     Raises ValueError, naming the option, if the address cannot be used.
     """
@@ -90,9 +90,9 @@ def workers_file(config: ServerConfig) -> Path | None:
 
 
 def connect_address(config: ServerConfig, timeout_s: float) -> tuple[str, bool]:
-    """The address of workers that already run, and whether it uses keys: from the options, or as they published it.
+    """The address of running workers and whether their channel uses keys, from the options or as they published it.
 
-    Earlier workers may have written the published address: read it again (`read_published`) if nobody answers there.
+    The published address may be left over from earlier workers; if nothing answers there, use `read_published`.
     Raises ValueError if no address is published within timeout_s.
     """
     file = workers_file(config)

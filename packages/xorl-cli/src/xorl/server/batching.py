@@ -8,8 +8,8 @@ Shapes: n tokens of one datum, T tokens of a row (padding included), K targets f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 import numpy as np
@@ -55,10 +55,6 @@ class Assignment:
     """Which rank computes which data: `bins[rank][micro_batch]`; every rank has the same number of micro-batches."""
 
     bins: tuple[tuple[Bin, ...], ...]
-
-    @property
-    def num_micro_batches(self) -> int:
-        return len(self.bins[0])
 
     def order(self, rank: int) -> tuple[int, ...]:
         """The indices of a rank's data, in the order of its rows."""
@@ -174,8 +170,8 @@ class Layout:
         return cls(0 if is_flat else num_targets, tuple(names), pad_to_multiple_of)
 
 
-def rows_of(examples: Sequence[Example], members: Bin, layout: Layout) -> list[tuple[str, PackedBatch]]:
-    """One micro-batch: (owner, its tokens) in row order, with padding after the last; an empty bin is all padding."""
+def build_row(examples: Sequence[Example], members: Bin, layout: Layout) -> list[tuple[str, PackedBatch]]:
+    """One micro-batch as segments (owner, its tokens), with padding after the last; an empty bin is all padding."""
     if not members:
         return [("", _padding(layout))]
     groups = [
@@ -185,7 +181,7 @@ def rows_of(examples: Sequence[Example], members: Bin, layout: Layout) -> list[t
     num_padding = -sum(len(examples[index].tokens) for index in members) % layout.pad_to_multiple_of
     last = len(groups) - 1
     return [
-        (owner, _row(data, layout, num_padding if position == last else 0))
+        (owner, _segment(data, layout, num_padding if position == last else 0))
         for position, (owner, data) in enumerate(groups)
     ]
 
@@ -194,20 +190,11 @@ def _padding(layout: Layout) -> PackedBatch:
     batch = padding_batch(layout.pad_to_multiple_of)
     shape = (len(batch.labels), layout.num_targets) if layout.num_targets else (len(batch.labels),)
     extras = {name: torch.zeros(shape, dtype=torch.float32) for name in layout.fields}
-    return PackedBatch(
-        input_ids=batch.input_ids,
-        labels=torch.full(shape, IGNORE),
-        positions=batch.positions,
-        cu_seqlens=batch.cu_seqlens,
-        lengths=batch.lengths,
-        num_tokens=0,
-        num_trained_tokens=0,
-        extras=extras,
-    )
+    return replace(batch, labels=torch.full(shape, IGNORE), extras=extras)
 
 
-def _row(examples: Sequence[Example], layout: Layout, num_padding: int) -> PackedBatch:
-    """Concatenated data; any padding is a document at the end."""
+def _segment(examples: Sequence[Example], layout: Layout, num_padding: int) -> PackedBatch:
+    """The data of one owner, concatenated; any padding is a document at the end."""
     lengths = [len(example.tokens) for example in examples]
     total = sum(lengths) + num_padding
     all_lengths = np.array([*lengths, num_padding] if num_padding else lengths, dtype=np.int64)
@@ -245,18 +232,16 @@ def in_datum_order(
     examples: Sequence[Example],
     assignment: Assignment,
     by_rank: Sequence[NDArray[np.float32]],
-    shape_of: Callable[[Example], tuple[int, ...]],
 ) -> list[NDArray[np.float32]]:
-    """Return each datum's per-token values, in the order of the data.
+    """Return each datum's per-token values, in the order of the data and with the shapes of their targets.
 
     by_rank: for each rank, the values of its data's tokens (no padding) in row order: [tokens] or [tokens, K].
-    shape_of: returns the shape of a datum's values, [n] or [n, k] with k <= K.
     """
     found: list[NDArray[np.float32] | None] = [None] * len(examples)
     for rank, values in enumerate(by_rank):
         start = 0
         for index in assignment.order(rank):
-            shape = shape_of(examples[index])
+            shape = examples[index].targets.shape
             stop = start + shape[0]
             part = values[start:stop]
             if part.ndim == 2:

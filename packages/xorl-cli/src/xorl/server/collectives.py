@@ -23,8 +23,9 @@ from xorl.ckpt.ranks import all_gather_text
 
 logger = logging.getLogger(__name__)
 
-# How long a failed rank waits for the others to report. A rank that waits for it in a collective of the model never
-# reports. This process then exits, its launcher ends the other ranks, and the workers are restarted.
+# How long a failed rank waits for the others to report. A rank that is blocked in a collective of the model, waiting
+# for the failed one, never reports. The failed process then exits, its launcher ends the other ranks, and the workers
+# are restarted.
 GRACE_S = 60.0
 EXIT_CODE = 70
 
@@ -44,8 +45,8 @@ class Sum:
 def all_or_none(what: str) -> Iterator[Sum]:
     """Run the body; if it raised on any rank, raise on every rank: the rank's own error, or FailedElsewhere.
 
-    Collective on exit. If the ranks do not all reach it, the process exits, since a rank cannot leave a collective
-    that another has entered.
+    Collective on exit. If some rank does not reach the exit, the failed process exits, since a rank cannot leave a
+    collective that another has entered.
     """
     error: Exception | None = None
     total = Sum()
@@ -57,7 +58,11 @@ def all_or_none(what: str) -> Iterator[Sum]:
         if error is not None:
             raise error
         return
-    watchdog = None if error is None else _start_watchdog(what, error)
+    watchdog = None
+    if error is not None:
+        watchdog = threading.Timer(GRACE_S, _exit_process, (what, error))
+        watchdog.daemon = True
+        watchdog.start()
     sums = torch.tensor([error is not None, total.number], dtype=torch.int64)
     reports: list[str | None] = []
     try:
@@ -75,13 +80,6 @@ def all_or_none(what: str) -> Iterator[Sum]:
     if num_failed:
         reasons = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(reports) if text is not None)
         raise FailedElsewhere(f"{what} failed on other ranks: {reasons}")
-
-
-def _start_watchdog(what: str, error: Exception) -> threading.Timer:
-    watchdog = threading.Timer(GRACE_S, _exit_process, (what, error))
-    watchdog.daemon = True
-    watchdog.start()
-    return watchdog
 
 
 def _exit_process(what: str, error: Exception) -> NoReturn:

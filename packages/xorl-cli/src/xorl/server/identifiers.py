@@ -1,7 +1,7 @@
 """Identifiers of checkpoints, models and samplers: validation, URIs, and the folders and seeds derived from them.
 
-A client sends names, never paths. Names may contain only the characters below, so a name is always a single path
-component that cannot climb out of its folder or be hidden. `checkpoint_folder` checks again after resolving links.
+Clients send names, never paths. Names may contain only the characters below, so a name is always a single path
+component that is not hidden and cannot leave its folder. `checkpoint_folder` checks this again after resolving links.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def check_model_id(model_id: str) -> str:
 
 
 def model_id_of(session_id: str, model_seq_id: int) -> str:
-    """The id of a session's model. One of the clients builds it by the same rule."""
+    """The id of a session's model. One of the clients also builds it, in the same way."""
     return f"{session_id}:train:{model_seq_id}"
 
 
@@ -85,9 +85,9 @@ def sampling_session_id_of(session_id: str, sampling_session_seq_id: int) -> str
     return f"{session_id}:sample:{sampling_session_seq_id}"
 
 
-def session_of(some_id: str) -> str:
+def session_of(id_in_session: str) -> str:
     """The session id in a model's or sampler's id: the part before the first colon."""
-    return some_id.partition(":")[0]
+    return id_in_session.partition(":")[0]
 
 
 def model_folder(output_dir: Path, model_id: str, kind: CheckpointKind) -> Path:
@@ -116,5 +116,5 @@ def checkpoint_folder(output_dir: Path, ref: CheckpointRef) -> Path:
 
 
 def seed_of(model_id: str, seed: int) -> int:
-    """The seed of a model whose client sets none: derived from its id and the service's seed, so models differ."""
+    """The default seed of a model: derived from its id and the service's seed, so that models differ."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{model_id}".encode(), digest_size=6).digest(), "big")

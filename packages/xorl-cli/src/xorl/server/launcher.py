@@ -1,19 +1,21 @@
 """Starts the service and keeps it running: `python -m xorl.server.launcher --mode auto --config config.yaml`.
 
-The launcher starts the workers (as torchrun does), the orchestrator and the API, and restarts each when it dies. It
-stops them in an order that loses nothing: first the API, which takes requests, then the orchestrator, which saves the
-models, then the workers. `xorl serve` runs the same code.
+The launcher starts the workers (as torchrun does), the orchestrator and the API, and restarts each when it dies. To
+lose nothing, it stops the API first, which accepts requests, then the orchestrator, which saves the models, and the
+workers last. `xorl serve` runs the same code.
 """
 
 from __future__ import annotations
 
 import argparse
 import errno
+import json
 import logging
 import os
 import secrets
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -25,6 +27,7 @@ from typing import IO, Literal, NamedTuple, get_args
 from urllib.error import URLError
 from urllib.request import ProxyHandler, build_opener
 
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from pydantic import Secret
 
 from xorl.config import LoadedServerConfig, ServerConfig, load_server_config
@@ -43,8 +46,8 @@ from xorl.server.addresses import (
     workers_file,
 )
 from xorl.server.channel.wire import is_loopback
-from xorl.server.process import GRACE_S, begin_process, is_running
-from xorl.server.startup_checks import check_model, count_gpus
+from xorl.server.orchestrator.options import read_model_config
+from xorl.server.process import GRACE_S, configure_logging, is_running
 from xorl.server.supervise import BAD_INPUT, ProcessFailed, Supervised
 
 logger = logging.getLogger(__name__)
@@ -61,12 +64,14 @@ SAVE_TIMEOUT_S = 1800.0  # for the orchestrator to save every model
 STOP_TIMEOUT_S = 30.0
 DUPLICATE_SIGNAL_S = 1.0  # terminals, `timeout` and uv signal both the launcher and its process group
 LEFTOVER_TIMEOUT_S = GRACE_S + 20.0  # for the processes of a killed launcher to end
+DRIVER = Path("/proc/driver/nvidia/version")
+COUNT_GPUS = "import torch; print(torch.cuda.device_count())"
 CHILD = ("-u", "-m", "xorl.server.process")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The processes to start and their addresses. num_workers is 0 if the workers already run.
+    """The processes to start and their addresses. num_workers: 0 if the workers already run.
 
     workers_file: the file in which restarted workers publish their address, if it can differ from workers_address.
     """
@@ -102,8 +107,8 @@ class Plan:
             # Idle OpenMP threads must not spin on cores that the other processes need.
             environment={"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")},
             # Workers start slowly, and a request that kills them is retried up to worker_max_retries times.
-            quick_s=60.0,
-            max_quick_deaths=self.config.worker_max_retries + 3,
+            early_exit_s=60.0,
+            max_early_exits=self.config.worker_max_retries + 3,
             inherited_fds=inherited_fds,
         )
         orchestrator = Supervised(
@@ -132,7 +137,7 @@ def serve(path: Path, overrides: Sequence[str], *, mode: Mode, api_host: str, ap
     Raises ValueError for errors that the user can fix, before any process starts.
     """
     loaded = load_server_config(path, overrides)
-    begin_process("launcher", loaded.config.log_level, follows_parent=False)
+    configure_logging("launcher", loaded.config.log_level)
     with ExitStack() as stack:
         lock = stack.enter_context(lock_output_dir(service_folder(loaded.config)))
         check_listening("--api", api_host, api_port)
@@ -185,6 +190,37 @@ def make_plan(
     )
 
 
+def check_model(config: ServerConfig) -> None:
+    """Raise ValueError, naming the option, if the model's config.json cannot be found or read.
+
+    The workers check whether its model type is supported.
+    """
+    option = "model_path" if config.config_path in (None, config.model_path) else "config_path"
+    path = str(config.config_path or config.model_path)
+    try:
+        model_config = read_model_config(path)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{option}: the config.json of {path} is not JSON: {error}") from error
+    except (OSError, HfHubHTTPError, HFValidationError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"{option}: {path} is neither a folder with a config.json nor a model that can be loaded from the Hub: "
+            f"{reason}"
+        ) from error
+    if not isinstance(model_config, dict) or "model_type" not in model_config:
+        raise ValueError(f"{option}: the config.json of {path} has no model_type; choose the folder of a model")
+
+
+def count_gpus() -> int:
+    """The number of GPUs, counted by torch in another process, so that this one does not load torch."""
+    if not DRIVER.exists():
+        return 0
+    counted = subprocess.run([sys.executable, "-c", COUNT_GPUS], capture_output=True, text=True, check=False)
+    if counted.returncode != 0:
+        raise RuntimeError(f"torch cannot be loaded to count the GPUs: {counted.stderr.strip()}")
+    return int(counted.stdout)
+
+
 def check_listening(option: str, host: str, port: int) -> None:
     """Raise ValueError, naming the option, if this host cannot listen on host:port.
 
@@ -217,9 +253,9 @@ def check_listening(option: str, host: str, port: int) -> None:
 
 
 def with_token(loaded: LoadedServerConfig, api_host: str) -> tuple[LoadedServerConfig, str | None]:
-    """The configuration with the key that clients must send, and the key's file if the key was generated.
+    """The configuration with the token that clients must send, and the token's file if it was generated.
 
-    A loopback address needs no key, unless the configuration sets one.
+    A loopback address needs no token, unless the configuration sets one.
     """
     if loaded.config.api_token is not None or is_loopback(api_host):
         return loaded, None
@@ -228,7 +264,7 @@ def with_token(loaded: LoadedServerConfig, api_host: str) -> tuple[LoadedServerC
         token = file.read_text(encoding="ascii").strip()
         if not token.startswith(TOKEN_PREFIX):
             raise ValueError(
-                f"api_token: {file} does not contain a key that begins with {TOKEN_PREFIX}: remove it to generate a "
+                f"api_token: {file} does not contain a token that begins with {TOKEN_PREFIX}: remove it to generate a "
                 "new one"
             )
     else:
@@ -352,7 +388,7 @@ def stop_all(processes: Sequence[Supervised], stop_now: threading.Event) -> None
 
 
 def _log_when_ready(plan: Plan, stop: threading.Event, token_file: str | None) -> None:
-    """Wait until the service can take training calls, then log its URL and where the key is."""
+    """Wait until the service accepts training calls, then log its URL and where the token is."""
     opener = build_opener(ProxyHandler({}))
     started = time.monotonic()
     while not stop.wait(HEALTH_EVERY_S):
@@ -376,9 +412,8 @@ def _log_when_ready(plan: Plan, stop: threading.Event, token_file: str | None) -
     )
 
 
-def parse_arguments(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Split arguments into the flags and the overrides of the configuration."""
-    overrides, rest = split_overrides(arguments)
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the launcher and return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m xorl.server.launcher", description=serve.__doc__)
     parser.add_argument("--config", type=Path, required=True, help="YAML file of the service")
     parser.add_argument(
@@ -386,12 +421,8 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[
     )
     parser.add_argument("--api-host", default=DEFAULT_HOST, help="address that the API listens on")
     parser.add_argument("--api-port", type=int, default=DEFAULT_PORT, help="port of the API")
-    return parser.parse_args(rest), overrides
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the launcher and return its exit code."""
-    flags, overrides = parse_arguments(sys.argv[1:] if arguments is None else arguments)
+    overrides, rest = split_overrides(sys.argv[1:] if arguments is None else arguments)
+    flags = parser.parse_args(rest)
     try:
         return serve(flags.config, overrides, mode=flags.mode, api_host=flags.api_host, api_port=flags.api_port)
     except ValueError as error:

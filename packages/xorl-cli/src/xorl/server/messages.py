@@ -71,11 +71,11 @@ class Done(Message, frozen=True):
 class Submit(Message, frozen=True):
     """Accept an operation. The answer Accepted means that the operation is in the journal and survives a crash.
 
-    request_id: a random id that the API proposes. Sent again, because the API lost the answer, it is the same request.
-    key: the natural key, the same in every retry of the client; None if there is none. A known key with the same
+    request_id: a random id that the API proposes. If the API loses the answer, it sends the same id again.
+    key: the idempotency key, the same in every retry of the client; None if there is none. A known key with the same
     body_hash is a retry, answered with the id of the first request; with another body_hash it is Rejected(400).
     Recreating a model clears its keys.
-    seq_id: the number of the operation in its model's order; None puts it behind everything submitted so far.
+    seq_id: the sequence number of the operation among its model's; None puts it behind everything submitted so far.
     """
 
     request_id: str
@@ -88,7 +88,7 @@ class Submit(Message, frozen=True):
 
 
 class Tombstone(Message, frozen=True):
-    """The API refused the model's request with this seq_id, so it will never arrive. Answered by Ok."""
+    """The API refused the request with this seq_id, so it will never arrive. Answered by Ok."""
 
     model_id: str
     seq_id: int

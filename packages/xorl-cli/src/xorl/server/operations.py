@@ -248,8 +248,8 @@ ClientOperation = ModelOperation | Sample
 class Failure(Message, frozen=True):
     """The operation failed and changed nothing. status: the HTTP status, 4xx for the category `user`.
 
-    model_given_up: the workers no longer hold the operation's model, for example since the operation failed after it
-    had begun to change the model. The orchestrator rebuilds it.
+    model_given_up: the workers no longer hold the operation's model, for example because the operation failed after it
+    had begun to change the model. The orchestrator restores it.
     """
 
     category: Literal["user", "server"]

@@ -14,22 +14,20 @@ from xorl.config.server import LogLevel
 
 PARENT_VARIABLE = "XORL_PARENT"  # environment variable with the id of the parent process
 PARENT_CHECK_S = 0.5
-GRACE_S = 20.0  # between SIGTERM and SIGKILL, to finish saving; a process inside a collective does not handle SIGTERM
+GRACE_S = 20.0  # between SIGTERM and SIGKILL, to finish saving; a process in a collective does not react to SIGTERM
 
 
-def begin_process(name: str, log_level: LogLevel, *, follows_parent: bool = True) -> None:
-    """Set up logging and, with follows_parent, end this process when its parent ends."""
+def configure_logging(name: str, log_level: LogLevel) -> None:
+    """Log to standard error in the service's format, with the name of this process."""
     logging.basicConfig(
         level=log_level,
         format=f"%(asctime)s level=%(levelname)s process={name} %(message)s",
         stream=sys.stderr,
         force=True,
     )
-    # At INFO these log every request, and repeat messages of the launcher.
+    # At INFO, these log every request and repeat the launcher's messages.
     for noisy in ("httpx", "httpcore", "asyncio", "uvicorn.error"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    if follows_parent:
-        follow_parent()
 
 
 def follow_parent() -> None:

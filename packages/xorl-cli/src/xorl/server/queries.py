@@ -164,8 +164,8 @@ class ModelInfo(Message, frozen=True):
 class CreateSamplingSession(Message, frozen=True):
     """Begin sampling from a checkpoint, or from the base if it is None; answered by SamplingSession.
 
-    sampling_session_id: the natural key, which the API builds from the client's session and number; None for a client
-    without sessions, which samples by name.
+    sampling_session_id: the idempotency key, which the API builds from the client's session and sequence number; None
+    for a client without sessions, which samples by name.
     """
 
     sampling_session_id: str | None

@@ -15,12 +15,12 @@ from xorl.server.process import PARENT_VARIABLE
 logger = logging.getLogger(__name__)
 
 BAD_INPUT = 2  # the exit code of a process that would fail again if restarted
-FIRST_WAIT_S = 0.2
-LONGEST_WAIT_S = 5.0
+FIRST_BACKOFF_S = 0.2
+MAX_BACKOFF_S = 5.0
 
 
 class ProcessFailed(RuntimeError):
-    """A process of the service died and is not restarted. `code` is its exit code."""
+    """A process of the service died, and restarting it would not help. `code` is its exit code."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
@@ -29,7 +29,7 @@ class ProcessFailed(RuntimeError):
 
 @dataclass
 class Supervised:
-    """A process that is restarted when it dies, up to max_quick_deaths times in a row within quick_s of its start.
+    """A process that is restarted when it dies, until it dies max_early_exits times in a row within early_exit_s.
 
     inherited_fds: file descriptors that stay open in the process.
     """
@@ -37,14 +37,14 @@ class Supervised:
     name: str
     command: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict)
-    quick_s: float = 10.0
-    max_quick_deaths: int = 5
+    early_exit_s: float = 10.0
+    max_early_exits: int = 5
     inherited_fds: tuple[int, ...] = ()
     process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
     num_restarts: int = 0
     _started: float = 0.0
-    _quick_deaths: int = 0
-    _start_at: float | None = None
+    _early_exits: int = 0
+    _restart_at: float | None = None
 
     @property
     def pid(self) -> int | None:
@@ -60,14 +60,14 @@ class Supervised:
             start_new_session=True,
             pass_fds=self.inherited_fds,
         )
-        self._started, self._start_at = time.monotonic(), None
+        self._started, self._restart_at = time.monotonic(), None
         logger.info("event=started name=%s pid=%d", self.name, self.process.pid)
 
     def restart_if_dead(self) -> None:
         """If the process has died, restart it after a delay. Raises ProcessFailed if that would not help."""
         now = time.monotonic()
-        if self._start_at is not None:
-            if now >= self._start_at:
+        if self._restart_at is not None:
+            if now >= self._restart_at:
                 self.num_restarts += 1
                 self.start()
             return
@@ -76,22 +76,22 @@ class Supervised:
         if code is None:
             return
         ran_s = now - self._started
-        self._quick_deaths = self._quick_deaths + 1 if ran_s < self.quick_s else 1
+        self._early_exits = self._early_exits + 1 if ran_s < self.early_exit_s else 1
         reason = describe_exit(code)
         logger.error("event=died name=%s pid=%d %s ran_s=%.1f", self.name, self.process.pid, reason, ran_s)
         if code == BAD_INPUT:
             raise ProcessFailed(f"the {self.name} cannot start: see its message above", code)
-        if self._quick_deaths >= self.max_quick_deaths:
+        if self._early_exits >= self.max_early_exits:
             raise ProcessFailed(
-                f"the {self.name} died {self._quick_deaths} times, each within {self.quick_s:g} s of its start; the "
-                f"last exit was {reason}",
+                f"the {self.name} died {self._early_exits} times, each within {self.early_exit_s:g} s of its start; "
+                f"the last exit was {reason}",
                 code,
             )
-        self._start_at = now + min(FIRST_WAIT_S * 2 ** (self._quick_deaths - 1), LONGEST_WAIT_S)
+        self._restart_at = now + min(FIRST_BACKOFF_S * 2 ** (self._early_exits - 1), MAX_BACKOFF_S)
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the process if it is running, and do not restart it."""
-        self._start_at = None
+        self._restart_at = None
         if self.pid is not None and self.process is not None:
             self.process.send_signal(number)
 

@@ -34,14 +34,11 @@ class Architecture:
         return self.spec.recipes(self.config, merge_qkv=merge_qkv)
 
 
-def architecture_at(option: str, path: str) -> Architecture:
-    """The architecture of the model in a folder or Hub repository. Raises ValueError for an unknown model."""
-    folder = folder_of(option, path, CONFIG_PATTERNS)
-    return read_config(option, folder / "config.json", folder)
-
-
 def read_config(option: str, file: Path, tokenizer_folder: Path) -> Architecture:
-    """The architecture in a config.json, with the quantisation that ModelOpt describes in a file beside it."""
+    """The architecture in a config.json, with the quantisation that ModelOpt describes in a file beside it.
+
+    Raises ValueError, beginning with `option`, if the file is missing, invalid or of an unknown model.
+    """
     if not file.is_file():
         hint = ""
         if option == "model.model_path" and is_complete(file.parent):

@@ -25,7 +25,7 @@ from xorl.lora.quantized import AdaptiveNoise, quantized_linears
 from xorl.train.adapters.files import AdapterFiles
 from xorl.train.adapters.inject import AdapterMerging, adapter_spec, flops_of
 from xorl.train.architecture import Architecture
-from xorl.train.checkpoint_model import describe_model
+from xorl.train.checkpoint_model import describe_model, recorded_options
 from xorl.train.checkpoints import Checkpoints, SavePoints, is_exported, saved_stream_state
 from xorl.train.data import DataIdentity, Loader, StreamState, build_loader, build_stream_loader
 from xorl.train.engine import Engine
@@ -36,7 +36,6 @@ from xorl.train.observe.observer import Observer
 from xorl.train.observe.profile import Profiler, build_profiler
 from xorl.train.quantization import scheme_of
 from xorl.train.recompute_choice import MicroBatch, choose_recomputation
-from xorl.train.recorded_options import recorded_options
 from xorl.train.startup import (
     PreparedRun,
     Startup,
@@ -86,9 +85,9 @@ def build_run(config: Config, *, make_engine: EngineMaker | None = None) -> Run:
     runtime = startup.runtime
     if runtime.is_main and not isinstance(run.data.train, Stream):
         run.write_receipt()
-    owes_evaluation = startup.owes_evaluation(run)
+    evaluates_at_start = startup.evaluates_at_start(run)
     if (resumed := startup.resumed) is not None:
-        lacks_results = owes_evaluation or (config.train.save_hf_weights and not is_exported(resumed.path))
+        lacks_results = evaluates_at_start or (config.train.save_hf_weights and not is_exported(resumed.path))
         is_own_checkpoint = resumed.path.parent == startup.checkpointer.root
         startup.require_work_left(lacks_results=is_own_checkpoint and lacks_results)
 
@@ -107,7 +106,7 @@ def build_run(config: Config, *, make_engine: EngineMaker | None = None) -> Run:
         engine=engine,
         loss_fn=partial(cross_entropy, **head_options_of(config.model, config.train)),
         loader=loader,
-        evaluation=build_evaluation(startup, run, is_owed=owes_evaluation),
+        evaluation=build_evaluation(startup, run, at_start=evaluates_at_start),
         schedule=build_schedule(run),
         observer=build_observer(startup, start_step, engine.timer),
         checkpoints=checkpoints,

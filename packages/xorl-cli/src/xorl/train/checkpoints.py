@@ -20,11 +20,10 @@ from xorl.lora import AdapterSpec
 from xorl.lora.peft import CONFIG_FILE, WEIGHTS_FILE, AdapterConfig
 from xorl.train.adapters.files import AdapterFiles
 from xorl.train.adapters.folder import is_adapter
-from xorl.train.checkpoint_model import MODEL
+from xorl.train.checkpoint_model import MODEL, OPTIONS, differing_options, require_same_base
 from xorl.train.data import DataIdentity, StreamState
 from xorl.train.engine import Engine
 from xorl.train.export.folder import AdapterExport, ModelExport
-from xorl.train.recorded_options import OPTIONS, differing_options, require_same_base
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +64,7 @@ class Checkpoints:
     Args:
         due: decides after which steps to save.
         model: the description of the model (see `checkpoint_model.describe_model`).
-        options: see `recorded_options`.
+        options: see `checkpoint_model.recorded_options`.
         export: written at the end beside the last checkpoint; None exports nothing.
         adapters: written into each checkpoint in PEFT's format; None for a model without adapters.
         trained_only: leave out frozen parameters.
@@ -120,7 +119,10 @@ class Checkpoints:
                 write_extra_files=None if self._adapters is None else self._adapters.write,
             )
         except CheckpointFailure as error:
-            raise CheckpointFailure(f"step {step}: {error}\n{self._recovery_advice()}") from error
+            advice = "This run has no checkpoint yet. Fix the cause and restart"
+            if self.last is not None:
+                advice = f"{self.last} is complete. Fix the cause and continue with --train.load_checkpoint_path auto"
+            raise CheckpointFailure(f"step {step}: {error}\n{advice}") from error
         logger.info("checkpoint=%s step=%d save_s=%.2f", self.last, step, time.perf_counter() - start)
         if self._stream is not None and self._runtime.is_main:
             self._stream.write_receipt()
@@ -136,11 +138,6 @@ class Checkpoints:
         self.exported = self.last / EXPORT
         if not self.exported.exists():
             self._export.write(self.exported)
-
-    def _recovery_advice(self) -> str:
-        if self.last is None:
-            return "This run has no checkpoint yet. Fix the cause and restart"
-        return f"{self.last} is complete. Fix the cause and continue with --train.load_checkpoint_path auto"
 
     def restore(self, path: Path) -> int:
         """Load the checkpoint at `path` and return its step; parameters that it lacks keep their values. Collective.

@@ -74,7 +74,7 @@ class PackedDocuments:
 
 @dataclass(frozen=True)
 class RunData:
-    """The training data of a run, and its held-out data, if any."""
+    """The training data of a run, and its held-out data."""
 
     train: PackedDocuments | Stream
     held_out: PackedDocuments | None
@@ -98,7 +98,7 @@ class DataIdentity:
 
 
 @dataclass(frozen=True)
-class _Model:
+class _ModelLimits:
     """The properties of the model that the data must match; `strict` as in PrepareOptions."""
 
     vocab_size: int
@@ -121,7 +121,7 @@ def prepare_data(
     Without `strict`, data that would stop a run is only logged, and nothing is uploaded.
     """
     data = config.data
-    model = _Model(vocab_size, tokenizer_folder, special_ids(hf_config), strict)
+    model = _ModelLimits(vocab_size, tokenizer_folder, special_ids(hf_config), strict)
     if data.streaming:
         tests = _prepare(config, "data.test_datasets", data.test_datasets, model) if data.test_datasets else None
         return RunData(_stream(config, model), None if tests is None else _pack(config, tests, held_out=True))
@@ -159,20 +159,16 @@ def with_chat_template(architecture: Architecture, data: DataConfig) -> Architec
 
     With several templates no single one is right, so the tokenizer's template is kept.
     """
-    template = _chat_template_of(data, architecture.tokenizer_folder)
-    return architecture if template is None else replace(architecture, chat_template=template)
-
-
-def _chat_template_of(data: DataConfig, tokenizer_folder: Path | None) -> str | None:
     named = {entry.chat_template for entry in data.datasets if entry.type == "chat" or entry.chat_template}
-    if named <= {None} or tokenizer_folder is None or data.skip_prepare_dataset:
-        return None
+    if named <= {None} or architecture.tokenizer_folder is None or data.skip_prepare_dataset:
+        return architecture
     if len(named) > 1:
         shown = ", ".join(sorted(name or "the tokenizer's own" for name in named))
         logger.warning("chat_template: the data uses several templates (%s); exports keep the tokenizer's", shown)
-        return None
-    tokenizer = load_tokenizer(tokenizer_folder)
-    return load_template("data.datasets[0].chat_template", named.pop(), tokenizer, with_tools=False).source
+        return architecture
+    tokenizer = load_tokenizer(architecture.tokenizer_folder)
+    template = load_template("data.datasets[0].chat_template", named.pop(), tokenizer, with_tools=False)
+    return replace(architecture, chat_template=template.source)
 
 
 def plan_steps(config: Config, data: PackedDocuments | Stream, dp_size: int, resumed_bins_per_step: int | None) -> Plan:
@@ -229,10 +225,10 @@ def _warn_of_left_out_bins(plan: DataPlan) -> None:
 
 
 def write_receipt(path: Path, data: RunData, plan: Plan, streamed: Receipt | None = None) -> None:
-    """Log and write what happened to every sample: people ask what a model was trained on long after the run.
+    """Log the data receipt, which records what happened to every sample, and write it to `path`.
 
     It is written before the first step. The receipt of a stream, `streamed`, is rewritten with each checkpoint and at
-    the end, since samples are counted while they are read.
+    the end, because samples are counted as they are read.
     """
     stored: dict[str, object] = {}
     train_plan = plan if isinstance(plan, DataPlan) else None
@@ -257,11 +253,6 @@ def write_receipt(path: Path, data: RunData, plan: Plan, streamed: Receipt | Non
         raise ValueError(
             f"train.output_dir: {path} cannot be written ({error.strerror}); make room, or choose another folder"
         ) from error
-
-
-def eval_plan(config: Config, data: PackedDocuments, dp_size: int) -> DataPlan:
-    """One pass over all bins in their order; the last step may be short."""
-    return DataPlan.one_pass(data.documents, data.bins, bins_per_step=config.train.micro_batch_size * dp_size)
 
 
 def build_loader(config: Config, data: PackedDocuments, plan: DataPlan, mesh: Mesh, hidden_size: int) -> StepLoader:
@@ -344,9 +335,8 @@ class StreamState:
         self._write(self._tally.receipt(self._plan_hash))
 
 
-def _stream(config: Config, model: _Model) -> Stream:
+def _stream(config: Config, model: _ModelLimits) -> Stream:
     data = config.data
-    columns = None if data.select_columns is None else tuple(data.select_columns)
     options = StreamOptions(
         bin_len=data.sample_packing_sequence_len,
         vocab_size=model.vocab_size,
@@ -356,7 +346,7 @@ def _stream(config: Config, model: _Model) -> Stream:
         shuffle=data.shuffle_merged_datasets,
     )
     stream = open_stream(
-        [_entry(entry, columns) for entry in data.datasets],
+        [_entry(entry, data) for entry in data.datasets],
         options,
         index_path=Path(data.dataset_prepared_path) / "streams",
         token=data.hf_use_auth_token,
@@ -370,7 +360,9 @@ def _stream(config: Config, model: _Model) -> Stream:
     return stream
 
 
-def _prepare(config: Config, option: str, entries: Sequence[DatasetEntryConfig], model: _Model) -> PreparedDocuments:
+def _prepare(
+    config: Config, option: str, entries: Sequence[DatasetEntryConfig], model: _ModelLimits
+) -> PreparedDocuments:
     data = config.data
     assert data.dataset_num_proc is not None, "resolved by the configuration"
     # Test data is never sharded, so that runs on different shards can be compared.
@@ -392,11 +384,11 @@ def _prepare(config: Config, option: str, entries: Sequence[DatasetEntryConfig],
         token=data.hf_use_auth_token,
         strict=model.strict,
     )
+    return prepare([_entry(entry, data) for entry in entries], options, option=option)
+
+
+def _entry(entry: DatasetEntryConfig, data: DataConfig) -> DatasetEntry:
     columns = None if data.select_columns is None else tuple(data.select_columns)
-    return prepare([_entry(entry, columns) for entry in entries], options, option=option)
-
-
-def _entry(entry: DatasetEntryConfig, columns: tuple[str, ...] | None) -> DatasetEntry:
     return DatasetEntry(
         path=entry.path,
         type=entry.type,

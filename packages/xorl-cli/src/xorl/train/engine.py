@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from xorl.core.loss import LossFn, LossOutput
+from xorl.core.loss import IGNORE, LossFn, LossOutput
+from xorl.core.models import Decoder
 from xorl.core.optim import Fp32Accumulation, OptimizerState, gradient_scale
 from xorl.core.parallel import ParallelModel
 from xorl.core.parallel.exposed import record_waits
@@ -230,9 +231,28 @@ class Engine:
 def call_model(model: ParallelModel, batch: PackedBatch, loss_fn: LossFn, device: torch.device) -> LossOutput:
     """The loss of one micro-batch on this rank; differentiable if gradients are enabled."""
     batch = batch.to(device, non_blocking=True)
-    layout = SequenceLayout(batch.cu_seqlens, batch.positions, batch.lengths)
+    is_padded = batch.num_tokens < len(batch.input_ids)
+    layout = SequenceLayout(
+        batch.cu_seqlens,
+        batch.positions,
+        batch.lengths,
+        num_real=batch.cu_seqlens[-2 if is_padded else -1],
+        num_trained=trained_by_document(batch) if has_routers(model) else None,
+    )
     targets = {"labels": batch.labels, "positions": batch.positions, **batch.extras}
     return model.forward(batch.input_ids, layout, loss=lambda hidden, weight: loss_fn(hidden, weight, targets))
+
+
+def has_routers(model: ParallelModel) -> bool:
+    """Whether the model is a mixture of experts."""
+    return isinstance(model.module, Decoder) and model.module.routers is not None
+
+
+def trained_by_document(batch: PackedBatch) -> Tensor:
+    """[N] int64, how many tokens of each document have a label."""
+    labels = batch.labels if batch.labels.ndim == 1 else batch.labels.amax(-1)
+    before = torch.cat([labels.new_zeros(1), (labels != IGNORE).cumsum(0)])
+    return before[batch.cu_seqlens.long()].diff()
 
 
 def to_device(numbers: Sequence[float] | Sequence[Sequence[float]], device: torch.device) -> Tensor:

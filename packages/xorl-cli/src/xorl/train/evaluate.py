@@ -42,19 +42,12 @@ class Scorer(Protocol):
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The held-out data of a run and when to score it.
-
-    is_owed: the step that the run starts from is still to be evaluated.
-    """
+    """The held-out data of a run and when to score it. at_start: also before the first step of this process."""
 
     loader: StepLoader
     score_fn: LossFn
     due: EvalPoints
-    is_owed: bool
-
-    def scores(self, scorer: Scorer, check: Callable[[], None] | None) -> dict[str, float]:
-        """See `evaluate`. Collective."""
-        return evaluate(scorer, self.loader, self.score_fn, check)
+    at_start: bool
 
 
 def evaluate(

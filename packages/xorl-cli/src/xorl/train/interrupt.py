@@ -44,7 +44,7 @@ class Interruption:
             self._finish()  # after an error, the other ranks may never reach the exchange
         self._restore()
 
-    def agreed(self) -> int:
+    def agreed_signal(self) -> int:
         """The signal that any rank had received by the previous call, or 0; the same on every rank. Collective.
 
         Each call starts an exchange that the next call reads, so no rank waits for it.
@@ -56,7 +56,7 @@ class Interruption:
 
     def check(self) -> None:
         """Raise Interrupted once the ranks agree on a signal. Call it regularly during long work. Collective."""
-        if signal_number := self.agreed():
+        if signal_number := self.agreed_signal():
             raise Interrupted(signal_number)
 
     def _finish(self) -> int:

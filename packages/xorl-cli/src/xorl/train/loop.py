@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 from xorl.train.build import Run
-from xorl.train.evaluate import Evaluation
+from xorl.train.evaluate import Evaluation, evaluate
 from xorl.train.interrupt import Interrupted, Interruption
 from xorl.train.observe.diverged import BinLosses
 
@@ -14,12 +14,12 @@ def train(run: Run, *, saves_on_signal: bool = True) -> int:
     """Train from `run.start_step` to the last step. Collective. Returns the signal that ended it early, or 0.
 
     A signal ends the run after the current step, which is saved. A signal during an evaluation also saves the last step
-    and abandons the evaluation; the resumed run makes it first. Without `saves_on_signal`, a signal acts at once.
+    and cancels the evaluation, which the resumed run repeats first. Without `saves_on_signal`, a signal acts at once.
     After the last step the model is exported, even if an earlier process was stopped before it could do so. Raises
     DivergedError if the loss or the gradient is not finite.
     """
     engine, observer, evaluation, bin_losses = run.engine, run.observer, run.evaluation, BinLosses(run.loader)
-    if evaluation is not None and evaluation.is_owed:
+    if evaluation is not None and evaluation.at_start:
         _evaluate(run, evaluation, run.start_step, None)
     with (
         Interruption() if saves_on_signal else nullcontext() as interruption,
@@ -36,7 +36,7 @@ def train(run: Run, *, saves_on_signal: bool = True) -> int:
             losses = engine.forward_backward(batches, run.loss_fn, bin_losses.record_step(step))
             update = engine.optim_step(lr, divisor=losses.num_trained_tokens.clamp(min=1))
             observer.step(step, losses, update, lr=lr)
-            signal_number = 0 if interruption is None else interruption.agreed()
+            signal_number = 0 if interruption is None else interruption.agreed_signal()
             is_saved = bool(signal_number) or run.checkpoints.due(step)
             if is_saved:
                 _save(run, step)
@@ -65,4 +65,5 @@ def _evaluate(run: Run, evaluation: Evaluation, step: int, interruption: Interru
     """Score the held-out data. Raises Interrupted if a signal arrives meanwhile."""
     check = None if interruption is None else interruption.check
     with run.observer.pause():
-        run.observer.write({"step": step, **evaluation.scores(run.engine, check)})
+        scores = evaluate(run.engine, evaluation.loader, evaluation.score_fn, check)
+        run.observer.write({"step": step, **scores})

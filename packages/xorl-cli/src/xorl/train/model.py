@@ -19,7 +19,7 @@ from xorl.core.mesh import Mesh
 from xorl.core.models import Decoder, DecoderConfig, spec_for
 from xorl.core.models.hf_config import DROPOUT_KEYS
 from xorl.core.nn import LayerKernels
-from xorl.core.nn.kernels import FusedKernel, choose_kernels
+from xorl.core.nn.kernels import ExpertsImplementation, FusedKernel, choose_kernels
 from xorl.core.parallel import ParallelModel, ParallelPolicy, local_part, parallelize
 from xorl.core.parallel.activations import Recompute
 from xorl.core.parallel.apply import check_parallelizable
@@ -194,7 +194,16 @@ def _kernels(config: DecoderConfig, model: ModelConfig, train: TrainConfig, devi
         compiled=train.enable_compile,
         native={name for name, is_native in native.items() if is_native},
         cast_bf16=model.attention_cast_bf16,
+        experts=_experts_implementation(config, model),
     )
+
+
+def _experts_implementation(config: DecoderConfig, model: ModelConfig) -> ExpertsImplementation:
+    name = model.moe_implementation or "native"
+    if config.has_experts and model.moe_implementation is None:
+        logger.info("experts implementation=%s chosen_by=default", name)
+    assert name in ("eager", "native"), "others are refused by the configuration"
+    return name
 
 
 def check_model(
@@ -223,6 +232,7 @@ def sketch_model(architecture: Architecture, model: ModelConfig, train: TrainCon
     Its shapes are enough to check adapters, quantised weights and layer counts before data is prepared; ValueError
     names the option that does not fit the model.
     """
+    _check_experts(architecture.config, model, train)
     num_layers = architecture.config.num_layers
     if train.recompute_num_layers is not None and train.recompute_num_layers > num_layers:
         raise ValueError(
@@ -233,6 +243,23 @@ def sketch_model(architecture: Architecture, model: ModelConfig, train: TrainCon
         module = architecture.spec.build(architecture.config, merge_qkv=model.merge_qkv)
     _adapt_(module, architecture, model, train, lora)
     return module
+
+
+def _check_experts(config: DecoderConfig, model: ModelConfig, train: TrainConfig) -> None:
+    """Raise ValueError for options that do not fit the model's experts, or a model without any."""
+    if not config.has_experts:
+        if model.moe_implementation is not None:
+            raise ValueError(
+                f"model.moe_implementation: {model.moe_implementation}, but the model has no experts; leave it at null"
+            )
+        return
+    if train.fp8 != "none":
+        raise ValueError(f"train.fp8: {train.fp8}, but products of experts have no fp8 kernel yet; use none")
+    if train.enable_gradient_checkpointing and train.enable_reentrant:
+        raise ValueError(
+            "train.enable_reentrant: true, but reentrant recomputation cannot keep the routes of tokens, so that a "
+            "recomputed layer might choose other experts; set it to false"
+        )
 
 
 def _adapt_(
@@ -333,7 +360,7 @@ def _attention_request(config: DecoderConfig, train: TrainConfig, device: torch.
     return AttentionRequest(
         device_type=device.type,
         dtype=_compute_dtype(train),
-        head_dim=config.head_dim,
+        head_dim=config.attention.head_dim,
         window=next((window for window in config.windows if window is not None), None),
     )
 

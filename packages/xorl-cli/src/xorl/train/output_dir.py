@@ -53,13 +53,13 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def _lock(file: IO[bytes], folder: Path) -> None:
-    def taken() -> str:
+    def describe_holder() -> str:
         file.seek(0)
         holder = file.read().decode() or "one that is just starting"
         return f"{OPTION}: another run writes to {folder} ({holder})"
 
     try:
-        lock_within(LOCK_TIMEOUT_S, file, taken, advice="wait for it, stop it, or choose another folder")
+        lock_within(LOCK_TIMEOUT_S, file, describe_holder, advice="wait for it, stop it, or choose another folder")
     except OSError as error:
         logger.warning("%s: %s cannot be locked (%s); start one run at a time there", OPTION, folder, error)
 
@@ -99,7 +99,7 @@ def resume_from(checkpointer: Checkpointer, option: str | None) -> Path | None:
 
 
 def _require_none_ahead(root: Path, resumed: Path | None) -> None:
-    """Raise CheckpointError now for folders that the run would otherwise only collide with hours later."""
+    """Raise CheckpointError now for folders that the run would only collide with hours later."""
     start_step = 0 if resumed is None else step_of(resumed) or 0
     for folder in root.glob("global_step_*"):
         if (step_of(folder) or 0) > start_step:

@@ -106,7 +106,7 @@ def base_targets(
     source: WeightSource,
     quantization: Quantization | None,
 ) -> tuple[dict[str, Tensor | RowTarget], Mapping[str, WeightRecipe], WeightSource]:
-    """The arguments of `load_weights`: targets, recipes and source. Quantised weights need their own of each."""
+    """The arguments of `load_weights`: targets, recipes and source. Quantised weights need different ones."""
     parameters: dict[str, Tensor | RowTarget] = dict(base_parameters(module))
     if quantization is None:
         return parameters, recipes, source
@@ -131,6 +131,8 @@ def log_quantized(module: Decoder) -> None:
     layers = quantized_linears(module)
     if not layers:
         return
+    if module.config.has_experts:
+        logger.warning("quantized: the experts are not quantised; they stay in the dtype of the base")
     stored = stored_parameters(module).values()
     num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in stored)
     num_weights = sum(layer.out_features * layer.in_features for layer in layers.values())

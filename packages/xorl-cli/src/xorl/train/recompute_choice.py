@@ -248,9 +248,7 @@ def _by_options(lora: LoraConfig) -> LoraConfig:
 def _first_layers(config: DecoderConfig, num_layers: int) -> DecoderConfig:
     return replace(
         config,
-        num_layers=num_layers,
-        windows=config.windows[:num_layers],
-        attention_scales=config.attention_scales[:num_layers],
+        layers=config.layers[:num_layers],
     )
 
 

@@ -1,6 +1,6 @@
 """How a run or a sweep starts: the steps before the model is built, which both take in the same order.
 
-Also here is everything that both build alike from the result: schedules, evaluations and the observer.
+Also builds what runs and sweeps share: schedules, evaluations and the observer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from xorl.ckpt import Checkpointer, CheckpointError, read_manifest
 from xorl.ckpt.layout import Manifest
 from xorl.config import Config
-from xorl.config.sweep import member_config
+from xorl.config.resolve import member_config
 from xorl.core.loss import score_tokens
 from xorl.core.mesh import Mesh, ParallelDims
 from xorl.core.models import DecoderConfig
@@ -42,7 +42,6 @@ from xorl.train.data import (
     Plan,
     RunData,
     build_loader,
-    eval_plan,
     plan_steps,
     prepare_data,
     with_chat_template,
@@ -88,8 +87,7 @@ class PreparedRun:
     folder: Path
 
     @property
-    def evaluates_after(self) -> EvalPoints:
-        """The steps after which it is evaluated."""
+    def eval_points(self) -> EvalPoints:
         return EvalPoints(self.plan.num_steps, self.config.train.eval_steps)
 
     def write_receipt(self, streamed: Receipt | None = None) -> None:
@@ -122,18 +120,17 @@ class Startup:
 
     @property
     def num_steps(self) -> int:
-        """The last step of the job."""
         return self.longest.plan.num_steps
 
-    def owes_evaluation(self, run: PreparedRun) -> bool:
-        """Whether `run` still has to be evaluated at the step it starts from. Collective.
+    def evaluates_at_start(self, run: PreparedRun) -> bool:
+        """Whether to evaluate `run` before its first step. Collective.
 
-        A job that was stopped during an evaluation is resumed from a checkpoint whose evaluation its metrics lack.
+        A new run always is. A resumed one is if it was stopped during the evaluation of its checkpoint's step.
         """
         if self.resumed is None:
             return True
         step = self.resumed.manifest.step
-        if run.data.held_out is None or not run.evaluates_after(step):
+        if run.data.held_out is None or not run.eval_points(step):
             return False
         return not on_any_rank(global_rank() == 0 and is_evaluated(run.folder / METRICS, step))
 
@@ -147,7 +144,7 @@ class Startup:
 
 
 def start_up(config: Config, check: Callable[[Config, Architecture], object]) -> Startup:
-    """Take every step up to the building of the model. Collective.
+    """Take every step before the model is built. Collective.
 
     `check` raises ValueError for everything that can be refused without the data, whose preparation may take hours.
     The data is prepared before this process joins the others, so that they do not time out while they wait.
@@ -168,7 +165,7 @@ def start_up(config: Config, check: Callable[[Config, Architecture], object]) ->
         require_resumable(resumed_path, resumed.manifest, config.model, architecture)
     configs = {member.name: member_config(config, member) for member in config.lora.sweep} or {"": config}
     with phases("data", f"prepared_path={config.data.dataset_prepared_path}"):
-        data = {name: _prepared_data(run_config, architecture) for name, run_config in configs.items()}
+        data = {name: _prepare_data(run_config, architecture) for name, run_config in configs.items()}
         trained = {name: with_chat_template(architecture, run_config.data) for name, run_config in configs.items()}
 
     with phases("join", f"world_size={world_size()}"):
@@ -189,14 +186,14 @@ def start_up(config: Config, check: Callable[[Config, Architecture], object]) ->
     return Startup(config, output_dir, checkpointer, resumed, architecture, runtime, mesh, runs, phases)
 
 
-def _prepared_data(config: Config, architecture: Architecture) -> RunData:
+def _prepare_data(config: Config, architecture: Architecture) -> RunData:
     data = prepare_data(config, architecture.config.vocab_size, architecture.tokenizer_folder, architecture.hf_config)
-    check_lengths(data, architecture.config, config.data.pad_to_multiple_of)
+    _check_lengths(data, architecture.config, config.data.pad_to_multiple_of)
     return data
 
 
-def check_lengths(data: RunData, model: DecoderConfig, pad_to_multiple_of: int) -> None:
-    """Raise ValueError for documents longer than the model's learned positions: the first one would end the run."""
+def _check_lengths(data: RunData, model: DecoderConfig, pad_to_multiple_of: int) -> None:
+    """Raise ValueError for documents longer than the model's learned positions; the first one would end the run."""
     limit = model.max_position_embeddings
     if model.rope is None and pad_to_multiple_of > limit:
         raise ValueError(
@@ -301,15 +298,16 @@ def build_schedule(run: PreparedRun) -> Schedule:
     return schedule
 
 
-def build_evaluation(startup: Startup, run: PreparedRun, *, is_owed: bool) -> Evaluation | None:
-    """The evaluation of `run`; None without held-out data. `is_owed` is the result of `Startup.owes_evaluation`."""
+def build_evaluation(startup: Startup, run: PreparedRun, *, at_start: bool) -> Evaluation | None:
+    """The evaluation of `run`; None without held-out data. `at_start` is the result of `Startup.evaluates_at_start`."""
     held_out, mesh = run.data.held_out, startup.mesh
     if held_out is None:
         return None
-    plan = eval_plan(run.config, held_out, mesh.dp_size)
+    bins_per_step = run.config.train.micro_batch_size * mesh.dp_size
+    plan = DataPlan.one_pass(held_out.documents, held_out.bins, bins_per_step=bins_per_step)
     loader = build_loader(run.config, held_out, plan, mesh, startup.architecture.config.hidden_size)
     score_fn = partial(score_tokens, **head_options_of(run.config.model, run.config.train))
-    return Evaluation(loader, score_fn, run.evaluates_after, is_owed)
+    return Evaluation(loader, score_fn, run.eval_points, at_start)
 
 
 def build_observer(startup: Startup, start_step: int, timer: StepTimer) -> Observer:

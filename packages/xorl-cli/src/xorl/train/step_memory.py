@@ -185,9 +185,9 @@ def _marked(layers: nn.ModuleList, mark: Callable[[], None]) -> Iterator[None]:
         mark()
         mark_backward(inputs[0])
 
-    def after(_: nn.Module, __: object, output: Tensor) -> None:
+    def after(_: nn.Module, __: object, output: Tensor | tuple[Tensor, object]) -> None:
         mark()
-        mark_backward(output)
+        mark_backward(output if isinstance(output, Tensor) else output[0])
 
     handles = [layers[0].register_forward_pre_hook(before)]
     handles += [layer.register_forward_hook(after) for layer in layers]

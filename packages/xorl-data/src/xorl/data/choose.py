@@ -16,11 +16,10 @@ from xorl.data.formats import (
     Format,
     PromptCompletionFormat,
     TextFormat,
-    TextTokenizer,
     TokenizedFormat,
     load_tokenizer,
 )
-from xorl.data.invariants import AllowedLosses
+from xorl.data.invariants import OverflowLimits
 from xorl.data.readers import Chunk
 
 logger = logging.getLogger(__name__)
@@ -48,9 +47,9 @@ class RowSource(Protocol):
     def chunks(self, selected: Sequence[str] | None) -> Iterator[Chunk]: ...
 
 
-def allowed_losses(entry: DatasetEntry) -> AllowedLosses:
-    """The losses that the options of `entry` allow."""
-    return AllowedLosses(explicit_limit=entry.max_seq_len is not None, overflow_fraction=entry.overflow_limit)
+def overflow_limits(entry: DatasetEntry) -> OverflowLimits:
+    """The overflow that the options of `entry` allow."""
+    return OverflowLimits(explicit_limit=entry.max_seq_len is not None, overflow_fraction=entry.overflow_limit)
 
 
 def choose_format(
@@ -67,13 +66,15 @@ def choose_format(
     `source` is read only for type auto; every type but tokenized needs `tokenizer_folder`. Raises DataError for options
     that the type does not have, or for an unusable tokenizer or template.
     """
-    kind = _kind(entry, option, source)
+    kind = _resolve_type(entry, option, source)
     _check_options(entry, kind, option)
     limit = entry.max_seq_len if entry.max_seq_len is not None else bin_len
     limit_option = f"{option}.max_seq_len" if entry.max_seq_len is not None else "data.sample_packing_sequence_len"
     if kind == "tokenized":
         return TokenizedFormat(limit, entry.overflow, limit_option, columns=entry.columns, vocab_size=vocab_size)
-    tokenizer = _tokenizer(tokenizer_folder, kind, option)
+    if tokenizer_folder is None:
+        raise DataError(f"model.tokenizer_path: {option} is of type {kind}, which needs a tokenizer; set its folder")
+    tokenizer = load_tokenizer(tokenizer_folder)
     columns = dict(entry.column_names)
     if kind == "text":
         if not tokenizer.eos_text:
@@ -85,7 +86,7 @@ def choose_format(
         train_on = "all" if entry.train_on == "all" else "completion"
         if not tokenizer.eos_text:
             raise DataError(f"model.tokenizer_path: the tokenizer has no eos_token, which {kind} samples end with")
-        return PromptCompletionFormat(limit, entry.overflow, limit_option, tokenizer, train_on, columns, vocab_size)
+        return PromptCompletionFormat(limit, entry.overflow, limit_option, tokenizer, columns, vocab_size, train_on)
     target = entry.train_on if entry.train_on in ("last_turn", "all") else "assistant"
     chat = ChatFormat(
         limit,
@@ -103,7 +104,7 @@ def choose_format(
     return chat
 
 
-def _kind(entry: DatasetEntry, option: str, source: RowSource | None) -> FormatName:
+def _resolve_type(entry: DatasetEntry, option: str, source: RowSource | None) -> FormatName:
     if entry.type != "auto":
         return entry.type
     if source is None:
@@ -141,10 +142,9 @@ def _check_options(entry: DatasetEntry, kind: FormatName, option: str) -> None:
     if entry.train_on is not None and entry.train_on not in TARGETS[kind]:
         wanted = ", ".join(TARGETS[kind]) or "none, because the labels select the trained tokens"
         raise DataError(f"{option}.train_on: {entry.train_on} is not valid for type {kind}; valid values: {wanted}")
-    if entry.chat_template is not None and kind != "chat":
-        raise DataError(f"{option}.chat_template: type {kind} has no template; remove it")
-    if entry.chat_template_kwargs and kind != "chat":
-        raise DataError(f"{option}.chat_template_kwargs: type {kind} has no template; remove it")
+    for name in ("chat_template", "chat_template_kwargs"):
+        if getattr(entry, name) and kind != "chat":
+            raise DataError(f"{option}.{name}: type {kind} has no template; remove it")
     unknown = [name for name in entry.column_names if name not in COLUMN_KEYS[kind]]
     if unknown:
         wanted = ", ".join(COLUMN_KEYS[kind]) or "none; data.select_columns selects token columns"
@@ -156,9 +156,3 @@ def _check_options(entry: DatasetEntry, kind: FormatName, option: str) -> None:
                 f"{option}.columns: {', '.join(entry.column_names)} do not belong together; name prompt and "
                 "completion, or instruction, input and output, or question and answer"
             )
-
-
-def _tokenizer(folder: Path | None, kind: FormatName, option: str) -> TextTokenizer:
-    if folder is None:
-        raise DataError(f"model.tokenizer_path: {option} is of type {kind}, which needs a tokenizer; set its folder")
-    return load_tokenizer(folder)

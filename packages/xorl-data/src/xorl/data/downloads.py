@@ -18,7 +18,7 @@ from xorl.data.errors import DataError, DataFailure
 from xorl.data.hashing import HASH_BLOCK_BYTES, digest, hash_file
 from xorl.data.lock import exclusive
 from xorl.data.remote import RemoteFile, Storage, TransferError
-from xorl.data.store import fsync
+from xorl.data.store import fsync, make_prepared_folder
 
 logger = logging.getLogger(__name__)
 
@@ -47,10 +47,7 @@ def fetch_all(files: Sequence[RemoteFile], storage: Storage, root: Path, option:
     Raises DataError for a file that is not available, DataFailure if the network or the disk fails. After a failure,
     the next call resumes from the bytes already downloaded.
     """
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataError(f"data.dataset_prepared_path: {root} cannot be created: {error.strerror}") from error
+    make_prepared_folder(root)
     with ThreadPoolExecutor(min(_PARALLEL, max(1, len(files)))) as pool:
         futures = [pool.submit(_fetch, file, storage, root, option) for file in files]
         try:
@@ -115,7 +112,7 @@ def _download(file: RemoteFile, storage: Storage, folder: Path, option: str) -> 
             f"{option}: the download failed: {error}; the partial file is kept, and the next start resumes it"
         ) from error
     except OSError as error:
-        if (folder / _RECORD).is_file():  # another process took this one for dead and completed the download
+        if (folder / _RECORD).is_file():  # another process took over and completed the download
             return
         raise DataFailure(
             f"{file.url} cannot be written to {partial_folder}: {error}; "

@@ -1,7 +1,7 @@
 """Digests of values and files, and seeded permutations, that are the same on every machine and NumPy version.
 
-A resumed run must see the same order as the interrupted one. So nothing here may depend on Python's randomised hash or
-on the methods of NumPy's Generator, whose streams may change between releases; its bit generators' raw streams do not.
+A resumed run must see the same order as the interrupted one. So nothing here may depend on Python's randomised hash, or
+on NumPy's Generator, whose streams may change between releases. The raw streams of NumPy's bit generators are stable.
 """
 
 from __future__ import annotations

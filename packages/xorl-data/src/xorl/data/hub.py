@@ -60,7 +60,7 @@ def load_hub_source(entry: DatasetEntry, *, option: str, token: str | bool | Non
             entry.name,
             split=split,
             revision=entry.revision,
-            data_files=_listed(entry.data_files),
+            data_files=_as_list(entry.data_files),
             token=token,
         )
     assert isinstance(dataset, datasets.Dataset), "a single split was requested"
@@ -72,7 +72,7 @@ def hub_urls(entry: DatasetEntry, *, option: str, token: str | bool | None) -> l
     split = entry.split or "train"
     with _translated_errors(entry.path, split, option):
         builder = datasets.load_dataset_builder(
-            entry.path, entry.name, revision=entry.revision, data_files=_listed(entry.data_files), token=token
+            entry.path, entry.name, revision=entry.revision, data_files=_as_list(entry.data_files), token=token
         )
     splits = builder.config.data_files or {}
     if split not in splits:
@@ -80,7 +80,7 @@ def hub_urls(entry: DatasetEntry, *, option: str, token: str | bool | None) -> l
     return [str(file) for file in splits[split]]
 
 
-def _listed(data_files: str | Sequence[str] | None) -> str | list[str] | None:
+def _as_list(data_files: str | Sequence[str] | None) -> str | list[str] | None:
     return data_files if data_files is None or isinstance(data_files, str) else list(data_files)
 
 

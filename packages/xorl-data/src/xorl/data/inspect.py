@@ -1,4 +1,4 @@
-"""Shows documents as segments of text that are trained or not, and special tokens or not."""
+"""Shows documents as segments of text, each marked as trained or not, and as a special token or not."""
 
 from __future__ import annotations
 

@@ -28,8 +28,8 @@ _SPECIAL = ("bos", "eos", "pad")
 
 
 @dataclass(frozen=True)
-class AllowedLosses:
-    """The losses that an entry allows. `explicit_limit`: the entry sets max_seq_len, so truncation is intended.
+class OverflowLimits:
+    """How much an entry may lose to overflow. `explicit_limit`: it sets max_seq_len, so truncation is intended.
 
     `overflow_fraction` (overflow_limit) of the samples and of the tokens may overflow; None means the default.
     """
@@ -39,14 +39,14 @@ class AllowedLosses:
 
 
 def validate_counts(
-    counts: Counts, name: str, fmt: Format, option: str, allowed: AllowedLosses, *, strict: bool
+    counts: Counts, name: str, fmt: Format, option: str, limits: OverflowLimits, *, strict: bool
 ) -> None:
     """Runs check_counts and warn_of_counts. Without `strict`, logs the error that would stop a run.
 
     Raises DataError in any case if there are no documents.
     """
     try:
-        check_counts(counts, name, fmt, option, allowed)
+        check_counts(counts, name, fmt, option, limits)
     except DataError as error:
         if strict or not counts.documents:
             raise
@@ -54,7 +54,7 @@ def validate_counts(
     warn_of_counts(counts, name)
 
 
-def check_counts(counts: Counts, name: str, fmt: Format, option: str, allowed: AllowedLosses) -> None:
+def check_counts(counts: Counts, name: str, fmt: Format, option: str, limits: OverflowLimits) -> None:
     """Raises DataError if the counts of the dataset `name`, configured at `option`, are implausible."""
     if counts.samples == 0:
         raise DataError(f"{option}: {name} is empty: it has no samples")
@@ -63,8 +63,8 @@ def check_counts(counts: Counts, name: str, fmt: Format, option: str, allowed: A
             f"{option}: {name} has no documents: of {counts.samples} samples {counts.dropped} are longer than "
             f"{fmt.limit_option} = {fmt.limit} (overflow: {fmt.overflow}) and {counts.empty} are empty"
         )
-    _check_trained(counts, name, fmt, option, allowed)
-    _check_overflow(counts, name, fmt, option, allowed)
+    _check_trained(counts, name, fmt, option, limits)
+    _check_overflow(counts, name, fmt, option, limits)
     if fmt.masks_prompts and counts.all_trained > _ALL_TRAINED_LIMIT * counts.samples:
         raise DataError(
             f"{option}: in {counts.all_trained} of the {counts.samples} samples of {name} every token is trained, the "
@@ -108,7 +108,7 @@ def _why_untrained(counts: Counts) -> str:
     reasons = [
         f"{number} of them {reason}"
         for number, reason in (
-            (counts.untrained_by_overflow, "lost theirs when they were cut for length"),
+            (counts.untrained_by_overflow, "lost theirs when they were cut to length"),
             (counts.empty, "are empty"),
         )
         if number
@@ -116,14 +116,14 @@ def _why_untrained(counts: Counts) -> str:
     return f" ({', '.join(reasons)})" if reasons else ""
 
 
-def _check_trained(counts: Counts, name: str, fmt: Format, option: str, allowed: AllowedLosses) -> None:
+def _check_trained(counts: Counts, name: str, fmt: Format, option: str, limits: OverflowLimits) -> None:
     why = _why_untrained(counts)
     if counts.trained_tokens == 0:
         raise DataError(
             f"{option}: no token of {name} is trained: none of its {counts.samples} samples has a label other than "
             f"-100 after its first token{why}"
         )
-    unexplained = counts.untrained - (counts.untrained_by_overflow if allowed.explicit_limit else 0)
+    unexplained = counts.untrained - (counts.untrained_by_overflow if limits.explicit_limit else 0)
     if unexplained > _UNTRAINED_LIMIT * counts.samples:
         remedies = ["Remove these samples, or check how the labels are computed"]
         if counts.untrained_by_overflow:
@@ -135,11 +135,11 @@ def _check_trained(counts: Counts, name: str, fmt: Format, option: str, allowed:
         )
 
 
-def _check_overflow(counts: Counts, name: str, fmt: Format, option: str, allowed: AllowedLosses) -> None:
-    limit = allowed.overflow_fraction
+def _check_overflow(counts: Counts, name: str, fmt: Format, option: str, limits: OverflowLimits) -> None:
+    limit = limits.overflow_fraction
     if limit is None:
         # Truncation to an explicit length is intended; splitting loses no tokens if every token is trained.
-        truncation = fmt.overflow == "truncate" and allowed.explicit_limit
+        truncation = fmt.overflow == "truncate" and limits.explicit_limit
         is_plain = fmt.overflow == "split" and counts.trained_tokens >= counts.tokens - counts.documents
         limit = 1.0 if truncation or is_plain else _OVERFLOW_LIMIT
     touched = counts.truncated + counts.dropped + counts.split
@@ -155,7 +155,7 @@ def _check_overflow(counts: Counts, name: str, fmt: Format, option: str, allowed
     raise DataError(
         f"{option}: {touched} of the {counts.samples} samples of {name} are longer than {fmt.limit_option} = "
         f"{fmt.limit} and would be {verb}, and {tokens} of {total} tokens {effect}: more than {limit:.2%}. "
-        f"Raise the length; or {truncate_hint if fmt.overflow == 'truncate' and not allowed.explicit_limit else ''}set "
+        f"Raise the length; or {truncate_hint if fmt.overflow == 'truncate' and not limits.explicit_limit else ''}set "
         f"{option}.overflow_limit to the fraction you accept"
     )
 

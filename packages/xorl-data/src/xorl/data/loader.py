@@ -11,13 +11,12 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
-from xorl.data.batch import PackedBatch
-from xorl.data.collate import Document, collate
+from xorl.data.batch import Document, PackedBatch, collate
 from xorl.data.packing import Bins, StartMethod
 from xorl.data.plan import PAIR_COST, DataPlan, bin_costs, split_step
-from xorl.data.workers import identity, ignore_sigterm, iterate
+from xorl.data.workers import iterate
 
 
 class Documents(Protocol):
@@ -64,34 +63,25 @@ class StepLoader:
         self._costs = bin_costs(documents.lengths, bins, pair_cost)
         self._batches = _MicroBatches(documents, bins, pad_to_multiple_of)
         self._num_workers = num_workers
-        self._prefetch_factor = (prefetch_factor or 2) if num_workers else None
+        self._prefetch_factor = prefetch_factor or 2
         self._pin_memory = pin_memory and torch.cuda.is_available()
-        self._start_method = worker_start_method if num_workers else None
+        self._start_method: StartMethod | None = worker_start_method
 
     @property
     def num_steps(self) -> int:
         return self._plan.num_steps
 
     def steps(self, start: int = 0) -> Iterator[tuple[int, list[PackedBatch]]]:
-        """Yields (step, its micro-batches), beginning with step `start`, without reading the steps before it.
-
-        Workers start with the first step and end with the iterator, also if it is closed early.
-        """
+        """Yields (step, its micro-batches), beginning with step `start`, without reading the steps before it."""
         assert 0 <= start <= self.num_steps, f"step {start} is not in 0..{self.num_steps}"
-        loader = DataLoader(
+        batches = iterate(
             self._batches,
-            batch_size=None,
             sampler=_Sampler(self, start),
-            collate_fn=identity,
-            worker_init_fn=ignore_sigterm,
             num_workers=self._num_workers,
             prefetch_factor=self._prefetch_factor,
             pin_memory=self._pin_memory,
-            multiprocessing_context=self._start_method,
-            # Otherwise the iterator would draw from the global generator, whose state is part of a checkpoint.
-            generator=torch.Generator(),
+            start_method=self._start_method,
         )
-        batches = iterate(loader)
         for step in range(start, self.num_steps):
             yield step, [next(batches) for _ in range(self.num_micro_batches(step))]
 

@@ -47,13 +47,13 @@ def exclusive(path: Path, label: str) -> Iterator[None]:
 
 
 def remove_if_dead(path: Path) -> None:
-    """Removes the lock file `path` if its holder died on this machine, after publishing but before the release."""
+    """Removes the lock file `path` if its holder died on this machine, for example after it published its result."""
     record = _read(path)
     if record and _has_died(record):
         _remove(path, record)
 
 
-class _Held:
+class _HeldLock:
     """A lock file held by this process, with its heartbeat."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
@@ -81,12 +81,12 @@ class _Held:
         os.close(self._descriptor)
 
 
-def _acquire(path: Path, label: str) -> _Held:
+def _acquire(path: Path, label: str) -> _HeldLock:
     started = time.monotonic()
     reported: float | None = None
     seen, seen_at = b"", started
     while True:
-        held = _try(path)
+        held = _try_acquire(path)
         if held is not None:
             return held
         now = time.monotonic()
@@ -103,7 +103,7 @@ def _acquire(path: Path, label: str) -> _Held:
         time.sleep(_POLL_S)
 
 
-def _try(path: Path) -> _Held | None:
+def _try_acquire(path: Path) -> _HeldLock | None:
     """Takes the lock if it is free: hard-links the complete record to `path`, which fails if `path` exists."""
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(6)}")
     try:
@@ -125,7 +125,7 @@ def _try(path: Path) -> _Held | None:
         raise DataFailure(f"the lock file {path} cannot be created: {error}") from error
     for leftover in path.parent.glob(f"{path.name}.*"):
         leftover.unlink(missing_ok=True)  # from processes that died in this function
-    return _Held(path, descriptor)
+    return _HeldLock(path, descriptor)
 
 
 def _remove(path: Path, record: bytes) -> None:

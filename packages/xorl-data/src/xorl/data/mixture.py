@@ -68,7 +68,7 @@ def num_drawn(sizes: Sequence[int], shares: Sequence[Share]) -> list[int]:
 
 
 def drawn_rows(size: int, num: int, *key: str | int) -> np.ndarray:
-    """Draws `num` rows of a dataset of `size` rows, int64: every row equally often, and the remainder by `key`."""
+    """Draws `num` rows of a dataset of `size` rows, int64: all equally often, and the remainder at random by `key`."""
     whole, rest = divmod(num, size)
     passes = np.tile(np.arange(size, dtype=np.int64), whole)
     return passes if not rest else np.concatenate([passes, np.sort(permutation(size, "drawn", *key)[:rest])])

@@ -102,7 +102,7 @@ class DataPlan:
 
     @property
     def hash(self) -> str:
-        """Identifies the order: plans with equal hashes have the same documents at every step of both."""
+        """Identifies the order: plans with equal hashes have the same documents at every step that both have."""
         seed = self.seed if self.shuffle else 0
         return digest("plan", self.fingerprint, self.num_bins, self.bins_per_step, seed, self.drop_last, self.shuffle)
 
@@ -154,8 +154,8 @@ def rescale_accumulation(bins_per_step: int, *, micro_batch_size: int, dp_size: 
         return bins_per_step // per_round
     sizes = [n for n in range(1, bins_per_step + 1) if bins_per_step % (n * micro_batch_size) == 0]
     micro_sizes = [n for n in range(1, bins_per_step + 1) if bins_per_step % (n * dp_size) == 0]
-    micro_batches = f"train.micro_batch_size {_listed(micro_sizes)} on this size" if micro_sizes else ""
-    ranks = f"data-parallel size {_listed(sizes)} with train.micro_batch_size {micro_batch_size}" if sizes else ""
+    micro_batches = f"train.micro_batch_size {_join_sizes(micro_sizes)} on this size" if micro_sizes else ""
+    ranks = f"data-parallel size {_join_sizes(sizes)} with train.micro_batch_size {micro_batch_size}" if sizes else ""
     raise DataError(
         f"train.load_checkpoint_path: its run has {bins_per_step} bins per step, which is not a multiple of "
         f"data-parallel size {dp_size} times train.micro_batch_size {micro_batch_size} = {per_round}; use "
@@ -163,6 +163,6 @@ def rescale_accumulation(bins_per_step: int, *, micro_batch_size: int, dp_size: 
     )
 
 
-def _listed(sizes: Sequence[int]) -> str:
+def _join_sizes(sizes: Sequence[int]) -> str:
     shown = sizes if len(sizes) <= 12 else [*sizes[:6], *sizes[-6:]]
     return ", ".join(map(str, shown))

@@ -25,14 +25,14 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.connection import wait as wait_for
 from pathlib import Path
 
-from xorl.data.choose import allowed_losses, choose_format
+from xorl.data.choose import choose_format, overflow_limits
 from xorl.data.documents import PreparedDocuments, merge
 from xorl.data.entry import DatasetEntry
 from xorl.data.errors import DataError, DataFailure
 from xorl.data.formats import EncodedDocuments, Format, TokenizedFormat
-from xorl.data.hashing import JSON, digest
+from xorl.data.hashing import JSON, digest, hash_files
 from xorl.data.invariants import (
-    AllowedLosses,
+    OverflowLimits,
     check_counts,
     check_extras,
     check_largest_id,
@@ -41,9 +41,9 @@ from xorl.data.invariants import (
 )
 from xorl.data.lock import exclusive, remove_if_dead
 from xorl.data.mixture import Share, check_repetitions, check_shares
-from xorl.data.published import find_prepared, open_direct
 from xorl.data.readers import Chunk
 from xorl.data.receipt import Counts, DatasetReceipt, Receipt
+from xorl.data.saved import SavedStore, is_saved_folder, saved_files
 from xorl.data.sources import DOWNLOADS, DUMMY, ShardedSource, Source, count_rows, load_source
 from xorl.data.store import (
     FORMAT_VERSION,
@@ -53,12 +53,14 @@ from xorl.data.store import (
     FlatStoreWriter,
     PartedStore,
     SyntheticStore,
+    find_prepared,
     fsync,
+    make_prepared_folder,
 )
 
 logger = logging.getLogger(__name__)
 
-# Below these sizes, starting processes takes longer than encoding: ids are read at 80 MB/s, text is tokenized at a few.
+# Below these sizes, starting processes takes longer than encoding, at 80 MB/s for ids and a few MB/s for text.
 _PARALLEL_BYTES = 64 << 20
 _PARALLEL_TEXT_BYTES = 4 << 20
 _LARGE_BYTES = 1 << 30
@@ -102,7 +104,7 @@ def prepare(
     options, DataFailure if the environment fails.
     """
     _check_options(entries, options, option)
-    direct = _prepared_directly(entries[0], options) if options.skip_prepare else None
+    direct = _open_prepared_path(entries[0], options) if options.skip_prepare else None
     shares = [Share(entry.weight, entry.num_epochs) for entry in entries]
     if direct is not None:
         prepared, shares = [direct], [Share()]
@@ -166,7 +168,10 @@ def _prepare_entry(entry: DatasetEntry, options: PrepareOptions, option: str) ->
             entry.path,
             option,
         )
-    parts = _parts_of(entry)
+    parts, num_parts = [entry], entry.preprocess_shards
+    if num_parts is not None:
+        # Each part is prepared, published and cached separately.
+        parts = [replace(entry, preprocess_shards=None, shards=num_parts, shards_idx=i) for i in range(num_parts)]
     if source is None:
         folders = [find_prepared(options.prepared_path, _request(part, fmt), option) for part in parts]
         return _open_stores(
@@ -180,14 +185,6 @@ def _prepare_entry(entry: DatasetEntry, options: PrepareOptions, option: str) ->
     line = "prepare dataset=%s cached=%s time_s=%.1f folder=%s"
     logger.info(line, source.name, str(cached).lower(), took, ",".join(str(part.folder) for part in stores))
     return store, receipt
-
-
-def _parts_of(entry: DatasetEntry) -> list[DatasetEntry]:
-    """The parts into which `preprocess_shards` splits an entry; each is prepared, published and cached separately."""
-    num = entry.preprocess_shards
-    if num is None:
-        return [entry]
-    return [replace(entry, preprocess_shards=None, shards=num, shards_idx=index) for index in range(num)]
 
 
 def _prepare_parts(
@@ -211,31 +208,48 @@ def _prepare_parts(
         if (folder / MANIFEST).is_file():
             remove_if_dead(lock)
         else:
-            _make_root(options.prepared_path)
+            make_prepared_folder(options.prepared_path)
+            if not os.access(options.prepared_path, os.W_OK):
+                raise DataError(f"data.dataset_prepared_path: {options.prepared_path} is not writable")
             with exclusive(lock, f"prepare dataset={part_source.name}"):
                 if not (folder / MANIFEST).is_file():
                     all_cached = False
                     if isinstance(part_source, ShardedSource) and len(parts) > 1 and num_rows is None:
                         num_rows = count_rows(source, fmt.selected)
                         part_source = replace(part_source, num_rows=num_rows)
-                    _publish(part_source, fmt, folder, (key, dataset_key), part, option, options)
+                    _publish(part_source, fmt, folder, key, dataset_key, part, option, options)
         stores.append(FlatStore(folder))
     return stores, all_cached
 
 
-def _prepared_directly(entry: DatasetEntry, options: PrepareOptions) -> tuple[DocumentStore, DatasetReceipt] | None:
-    """Opens data.dataset_prepared_path as a dataset that replaces all entries; None if it is a folder of several."""
-    path = options.prepared_path
-    fmt = TokenizedFormat(
-        options.bin_len, "error", "data.sample_packing_sequence_len", entry.columns, options.vocab_size
-    )
-    store = open_direct(path, fmt, entry.split)
-    if store is None:
+def _open_prepared_path(entry: DatasetEntry, options: PrepareOptions) -> tuple[DocumentStore, DatasetReceipt] | None:
+    """Opens `prepared_path` if it is itself a dataset: a published folder or one of datasets.save_to_disk.
+
+    The dataset then replaces all entries. Returns None for a folder that contains published folders. Raises DataError
+    if it does not exist, or has a document that does not fit into a bin.
+    """
+    path, option, limit_option = options.prepared_path, "data.dataset_prepared_path", "data.sample_packing_sequence_len"
+    if not path.is_dir():
+        raise DataError(
+            f"{option}: {path} is not a folder, but data.skip_prepare_dataset loads the prepared data from it"
+        )
+    fmt = TokenizedFormat(options.bin_len, "error", limit_option, entry.columns, options.vocab_size)
+    if is_saved_folder(path):
+        files = saved_files(path, entry.split, option=option)
+        store = summary = SavedStore(files, fmt, digest("saved", hash_files(files), list(fmt.wanted)))
+    elif (path / MANIFEST).is_file():
+        store = FlatStore(path)
+        summary = store.manifest
+        if summary.longest > fmt.limit:
+            raise DataError(
+                f"{option}: {path} has a document of {summary.longest} tokens, more than {limit_option} = {fmt.limit}; "
+                f"raise {limit_option}, or set data.skip_prepare_dataset: false"
+            )
+    else:
         return None
     logger.info("prepare dataset=%s phase=skip", path)
-    summary = store.manifest if isinstance(store, FlatStore) else store
-    allowed = AllowedLosses(explicit_limit=True, overflow_fraction=1.0)
-    validate_counts(summary.counts, str(path), fmt, "data.dataset_prepared_path", allowed, strict=options.strict)
+    limits = OverflowLimits(explicit_limit=True, overflow_fraction=1.0)
+    validate_counts(summary.counts, str(path), fmt, option, limits, strict=options.strict)
     check_largest_id((summary.largest_id, summary.largest_id_row), str(path), fmt.vocab_size)
     return store, DatasetReceipt(str(path), summary.counts, cached=True)
 
@@ -268,7 +282,7 @@ def _open_stores(
         check_largest_id((manifest.largest_id, row + manifest.largest_id_row), entry.path, fmt.vocab_size)
         row += manifest.counts.samples
         counts += manifest.counts
-    validate_counts(counts, _part_name(entry), fmt, option, allowed_losses(entry), strict=strict)
+    validate_counts(counts, _part_name(entry), fmt, option, overflow_limits(entry), strict=strict)
     return stores[0] if len(stores) == 1 else PartedStore(stores), DatasetReceipt(entry.path, counts, cached)
 
 
@@ -282,14 +296,15 @@ def _publish(
     source: Source,
     fmt: Format,
     folder: Path,
-    keys: tuple[str, str],
+    key: str,
+    dataset_key: str,
     entry: DatasetEntry,
     option: str,
     options: PrepareOptions,
 ) -> None:
     """Encodes `source` into a temporary folder and renames that to `folder`. The caller holds the lock.
 
-    `keys` are the key of the store and the key of its dataset; they are equal if the store is the whole dataset.
+    `key` and `dataset_key` are equal if the store is the whole dataset.
     """
     for leftover in folder.parent.glob(f".{folder.name}.tmp-*"):
         logger.info("prepare dataset=%s phase=clean leftover=%s", source.name, leftover)
@@ -300,22 +315,22 @@ def _publish(
         writer = FlatStoreWriter(temporary, fmt.extras)
         counts, largest = _write_all(source, fmt, writer, options.num_proc)
         # A part must not be empty; all other counts are checked later, summed over all parts.
-        if not counts.documents or (options.strict and keys[0] == keys[1]):
-            check_counts(counts, _part_name(entry), fmt, option, allowed_losses(entry))
+        if not counts.documents or (options.strict and key == dataset_key):
+            check_counts(counts, _part_name(entry), fmt, option, overflow_limits(entry))
         writer.finish(
-            key=keys[0],
+            key=key,
             name=source.name,
             request=_request(entry, fmt),
             created=time.time(),
             counts=counts,
             largest_id=largest,
-            whole=keys[1],
+            whole=dataset_key,
             num_files=options.num_files,
         )
         temporary.rename(folder)
         fsync(folder.parent)
     except OSError as error:
-        # Another process took this one for dead and published the same content.
+        # Another process took over and published the same content.
         if (folder / MANIFEST).is_file():
             return
         raise DataFailure(
@@ -341,7 +356,12 @@ def _write_all(source: Source, fmt: Format, writer: FlatStoreWriter, num_proc: i
             if labelled is None:
                 labelled = documents.has_labels, chunk.location(0)
             elif labelled[0] != documents.has_labels:
-                raise _mixed_labels(chunk.location(0), labelled[1], documents.has_labels)
+                unlabelled, with_labels = sorted([labelled, (documents.has_labels, chunk.location(0))])
+                raise DataError(
+                    f"the rows from {with_labels[1]} on have labels, the rows from {unlabelled[1]} on have none; give "
+                    "every row labels (-100 where a token is not trained), or ignore the column with "
+                    "data.select_columns: [input_ids]"
+                )
             if documents.largest_id > largest[0]:
                 largest = documents.largest_id, counts.samples + documents.largest_id_row
             writer.append(documents)
@@ -354,14 +374,6 @@ def _write_all(source: Source, fmt: Format, writer: FlatStoreWriter, num_proc: i
                 line = "prepare dataset=%s phase=encode samples=%d mib=%d of=%d mib_per_s=%.1f left_s=%.0f"
                 logger.info(line, source.name, counts.samples, num_bytes >> 20, total_bytes >> 20, rate / 2**20, left)
     return counts, largest
-
-
-def _mixed_labels(here: str, there: str, labelled_here: bool) -> DataError:
-    labelled, unlabelled = (here, there) if labelled_here else (there, here)
-    return DataError(
-        f"the rows from {labelled} on have labels, the rows from {unlabelled} on have none; give every row labels "
-        "(-100 where a token is not trained), or ignore the column with data.select_columns: [input_ids]"
-    )
 
 
 def _encode_all(source: Source, fmt: Format, num_proc: int) -> Generator[tuple[Chunk, EncodedDocuments], None, None]:
@@ -409,13 +421,3 @@ def _become_worker() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
-
-
-def _make_root(root: Path) -> None:
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        writable = os.access(root, os.W_OK)
-    except OSError as error:
-        raise DataError(f"data.dataset_prepared_path: {root} cannot be created: {error.strerror}") from error
-    if not writable:
-        raise DataError(f"data.dataset_prepared_path: {root} is not writable")

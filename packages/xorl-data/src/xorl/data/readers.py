@@ -1,7 +1,7 @@
 """Reads local files chunk by chunk, never whole: JSON lines, JSON arrays, text, CSV, Parquet and Arrow.
 
-A chunk has two views of its rows: `table` is fast but None if the bytes are irregular; `rows` reads everything, or
-raises a DataError with file and line. The formats interpret the rows.
+A chunk offers its rows in two forms: `table` is fast, but None for irregular data; `rows` reads all valid data, and
+raises a DataError with file and line for the rest. The formats interpret the rows.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ COLUMNS = ("input_ids", "labels", "attention_mask")
 
 # Large enough to make the fixed cost per chunk negligible, small enough to hold several chunks per process in memory.
 CHUNK_BYTES = 8 << 20
-# An element of a JSON array that is longer than this indicates that the file is not a JSON array.
+# A file with a longer element is probably not a JSON array.
 _LONGEST_ELEMENT = 256 << 20
 _SPACE = re.compile(r"[ \t\r\n]*")
 _NOT_UTF8 = re.compile("[\udc80-\udcff]")
@@ -92,9 +92,13 @@ def read_chunks(path: Path, ds_type: FileType, selected: Sequence[str] | None = 
             case "csv":
                 yield from _csv_chunks(path)
             case "parquet":
-                yield from _parquet_chunks(path, selected)
+                with pa_parquet.ParquetFile(path) as file:
+                    yield from parquet_chunks(file, str(path), selected, range(file.metadata.num_row_groups))
             case "arrow":
-                yield from _arrow_chunks(path)
+                first = 0
+                for batch in arrow_batches(path):
+                    yield from table_chunks(pa.Table.from_batches([batch]), str(path), first)
+                    first += batch.num_rows
     except (pa.ArrowException, UnicodeDecodeError, OSError, EOFError, lzma.LZMAError) as error:
         raise DataError(f"{path}: cannot be read as {ds_type}: {error}") from error
 
@@ -309,7 +313,8 @@ def _decompressed(path: Path) -> pa.NativeFile:
 
 def _line_chunks(path: Path, *, as_json: bool) -> Iterator[Chunk]:
     if path.suffix.lower() in COMPRESSIONS:
-        yield from _compressed_line_chunks(path, as_json=as_json)
+        with _decompressed(path) as stream:
+            yield from line_chunks_of(stream, path, as_json=as_json)
         return
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -320,11 +325,6 @@ def _line_chunks(path: Path, *, as_json: bool) -> Iterator[Chunk]:
             stop = file.tell()
             yield LinesChunk(path, as_json, start, stop)
             start = stop
-
-
-def _compressed_line_chunks(path: Path, *, as_json: bool) -> Iterator[Chunk]:
-    with _decompressed(path) as stream:
-        yield from line_chunks_of(stream, path, as_json=as_json)
 
 
 def line_chunks_of(stream: pa.NativeFile, path: Path, *, as_json: bool, url: str | None = None) -> Iterator[LinesChunk]:
@@ -442,11 +442,6 @@ def _csv_chunks(path: Path) -> Iterator[Chunk]:
             first += batch.num_rows
 
 
-def _parquet_chunks(path: Path, selected: Sequence[str] | None) -> Iterator[Chunk]:
-    with pa_parquet.ParquetFile(path) as file:
-        yield from parquet_chunks(file, str(path), selected, range(file.metadata.num_row_groups))
-
-
 def parquet_chunks(
     file: pa_parquet.ParquetFile, source: str, selected: Sequence[str] | None, groups: range
 ) -> Iterator[LoadedChunk]:
@@ -461,13 +456,6 @@ def parquet_chunks(
     first = sum(metadata.row_group(group).num_rows for group in range(groups.start))
     for batch in file.iter_batches(batch_size=step, row_groups=list(groups), columns=wanted):
         yield LoadedChunk(source, "row", first, batch.nbytes, pa.Table.from_batches([batch]))
-        first += batch.num_rows
-
-
-def _arrow_chunks(path: Path) -> Iterator[Chunk]:
-    first = 0
-    for batch in arrow_batches(path):
-        yield from table_chunks(pa.Table.from_batches([batch]), str(path), first)
         first += batch.num_rows
 
 

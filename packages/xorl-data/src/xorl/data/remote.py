@@ -55,7 +55,9 @@ class RemoteFile:
     @property
     def name(self) -> str:
         """The last component of the path, without the query of a web URL."""
-        return _path_of(self.url).rstrip("/").rpartition("/")[2]
+        scheme, _, rest = self.url.partition("://")
+        path = unquote(urlsplit(self.url).path) if scheme in ("http", "https") else rest
+        return path.rstrip("/").rpartition("/")[2]
 
 
 class Storage(Protocol):
@@ -256,11 +258,6 @@ class _HttpStatus(Exception):
     def __init__(self, code: int, reason: str) -> None:
         super().__init__(f"{code} {reason}")
         self.code = code
-
-
-def _path_of(url: str) -> str:
-    scheme, _, rest = url.partition("://")
-    return unquote(urlsplit(url).path) if scheme in ("http", "https") else rest
 
 
 def _version(headers: http.client.HTTPMessage) -> str | None:

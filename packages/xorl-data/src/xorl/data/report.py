@@ -56,9 +56,9 @@ def html_report(title: str, statistics: Sequence[DatasetStatistics], receipt: Re
 
 def _rows(dataset: DatasetStatistics) -> list[tuple[str, str]]:
     counts = dataset.counts
-    looked = f"of {dataset.num_looked_at:,} documents looked at"
+    looked = f"of {dataset.num_examined:,} documents looked at"
     possible = max(1, counts.tokens - counts.documents)
-    rows = [
+    return [
         ("samples", f"{counts.samples:,} in, {counts.kept:,} kept"),
         ("truncated", f"{counts.truncated:,}"),
         ("dropped", f"{counts.dropped:,}"),
@@ -81,7 +81,6 @@ def _rows(dataset: DatasetStatistics) -> list[tuple[str, str]]:
         ("exact duplicates", f"{dataset.exact_duplicates:,} {looked}"),
         ("near duplicates", f"{dataset.near_duplicates:,} {looked}"),
     ]
-    return rows
 
 
 def _fraction(value: float | None, looked: str) -> str:

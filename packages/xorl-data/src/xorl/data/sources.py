@@ -116,7 +116,8 @@ def _local_path(entry: DatasetEntry, option: str) -> Path | None:
     if has_urls(entry):
         return None
     path = Path(entry.path).expanduser()
-    if not path.exists() and (_HUB_ID.fullmatch(entry.path) is None or _looks_local(entry.path)):
+    looks_local = entry.path.startswith((".", "~")) or file_type(path) is not None
+    if not path.exists() and (looks_local or _HUB_ID.fullmatch(entry.path) is None):
         message = f"{option}.path: {entry.path} does not exist (looked at {path.absolute()})"
         if glob.has_magic(entry.path):
             raise DataError(f"{message}. Set path to the folder, {option}.data_files to the pattern, and ds_type")
@@ -149,36 +150,20 @@ class FileSource:
 
 
 @dataclass(frozen=True)
-class DownloadedSource:
-    """Remote files, read from their local copies."""
+class DownloadedSource(FileSource):
+    """The local copies of remote files."""
 
-    files: FileSource
     downloads: tuple[Download, ...]
 
-    @property
-    def name(self) -> str:
-        return self.files.name
-
-    @property
-    def num_bytes(self) -> int:
-        return self.files.num_bytes
-
-    @property
-    def parallel(self) -> bool:
-        return self.files.parallel
-
     def identity(self) -> JSON:
-        hashes = hash_files(self.files.files)
+        hashes = hash_files(self.files)
         for download, content in zip(self.downloads, hashes, strict=True):
             if content != download.content:
                 raise DataError(
                     f"{download.path} was modified after its download from {download.url}; remove the folder "
                     f"{download.path.parent} to download it again, or set path to your own copy"
                 )
-        return {"ds_type": self.files.ds_type, "files": hashes}
-
-    def chunks(self, selected: Sequence[str] | None) -> Iterator[Chunk]:
-        yield from self.files.chunks(selected)
+        return {"ds_type": self.ds_type, "files": hashes}
 
 
 @dataclass(frozen=True)
@@ -232,21 +217,23 @@ def shard_range(total: int, num: int, index: int) -> tuple[int, int]:
     return start, start + size + (index < rest)
 
 
-def _looks_local(path: str) -> bool:
-    return path.startswith((".", "~")) or file_type(Path(path)) is not None
+def _check_no_hub_options(entry: DatasetEntry, option: str) -> None:
+    for name, value in (("name", entry.name), ("revision", entry.revision)):
+        if value is not None:
+            raise DataError(f"{option}.{name}: {value!r} applies only to Hub datasets, not to {entry.path}; remove it")
 
 
 def _local_source(path: Path, entry: DatasetEntry, option: str) -> FileSource:
-    for name, value in (("name", entry.name), ("revision", entry.revision)):
-        if value is not None:
-            raise DataError(f"{option}.{name}: {value!r} does not apply to the local path {entry.path}; remove it")
+    _check_no_hub_options(entry, option)
     if entry.data_files is None and path.is_dir() and is_saved_folder(path):
         return FileSource(entry.path, tuple(saved_files(path, entry.split, option=option)), "arrow")
     if entry.data_files is not None:
         _check_no_split(entry, option)
         files = _named_files(path, entry.data_files, option)
     elif path.is_dir():
-        files = _folder_files(path, entry, option)
+        below = sorted(file for file in path.rglob("*") if file.is_file())
+        names = data_files_among([file.relative_to(path).as_posix() for file in below], entry, option)
+        files = [path / name for name in names]
     else:
         _check_no_split(entry, option)
         files = [path]
@@ -275,13 +262,6 @@ def _named_files(folder: Path, data_files: str | Sequence[str], option: str) -> 
             raise DataError(f"{option}.data_files: {pattern!r} matches no file in {folder.absolute()}")
         files.extend(matches)
     return files
-
-
-def _folder_files(folder: Path, entry: DatasetEntry, option: str) -> list[Path]:
-    """The data files below a folder; only those of the entry's split if file or folder names contain split names."""
-    below = sorted(path for path in folder.rglob("*") if path.is_file())
-    chosen = data_files_among([path.relative_to(folder).as_posix() for path in below], entry, option)
-    return [folder / name for name in chosen]
 
 
 def data_files_among(names: Sequence[str], entry: DatasetEntry, option: str) -> list[str]:
@@ -344,9 +324,7 @@ def has_urls(entry: DatasetEntry) -> bool:
 
 def remote_files(entry: DatasetEntry, option: str) -> tuple[Storage, list[RemoteFile]]:
     """The storage of an entry's remote files, and the files in order."""
-    for name, value in (("name", entry.name), ("revision", entry.revision)):
-        if value is not None:
-            raise DataError(f"{option}.{name}: {value!r} does not apply to the URL {entry.path}; remove it")
+    _check_no_hub_options(entry, option)
     if entry.data_files is None:
         storage = storage_of(entry.path, f"{option}.path")
         return storage, _files_at(storage, entry, option)
@@ -389,7 +367,7 @@ def _remote_source(entry: DatasetEntry, option: str, downloads: Path) -> Downloa
     storage, files = remote_files(entry, option)
     ds_type = type_of([PurePosixPath(file.name) for file in files], entry, option)
     fetched = fetch_all(files, storage, downloads, f"{option}.path")
-    return DownloadedSource(FileSource(entry.path, tuple(d.path for d in fetched), ds_type), tuple(fetched))
+    return DownloadedSource(entry.path, tuple(download.path for download in fetched), ds_type, tuple(fetched))
 
 
 def _names(entry: DatasetEntry) -> Sequence[str]:

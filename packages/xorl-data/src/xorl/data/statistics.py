@@ -16,13 +16,13 @@ from xorl.data.formats import TextTokenizer
 from xorl.data.receipt import Counts, Receipt
 
 # The documents per dataset that are read for BOS, EOS and duplicates, and the tokens of each for near-duplicates.
-_NUM_LOOKED_AT = 20_000
-_SHINGLED_TOKENS = 2_048
+_NUM_EXAMINED = 20_000
+_MAX_HASHED_TOKENS = 2_048
 # Tokens per shingle, and hashes per signature, in bands: finds 99.98 % of the pairs with 80 % of shingles in common.
-_SHINGLE = 5
+_SHINGLE_TOKENS = 5
 _BANDS, _ROWS = 16, 4
 # The minimum fraction of equal signature hashes, which estimates the fraction of shingles in common.
-_NEAR = 0.8
+_MIN_SIMILARITY = 0.8
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Histogram:
 class DatasetStatistics:
     """Statistics of one dataset's documents.
 
-    Fractions refer to the first `num_looked_at` documents and are None if the tokenizer has no such token. Duplicates
+    Fractions refer to the first `num_examined` documents and are None if the tokenizer has no such token. Duplicates
     are documents that are equal, or nearly equal, to an earlier one.
     """
 
@@ -46,7 +46,7 @@ class DatasetStatistics:
     lengths: Histogram
     trained_fraction: Histogram
     percentiles: dict[int, int]
-    num_looked_at: int
+    num_examined: int
     begins_with_bos: float | None
     begins_with_two_bos: float | None
     ends_with_eos: float | None
@@ -91,14 +91,14 @@ def _statistics_of(
     trained = documents.num_trained[indices] / np.maximum(lengths - 1, 1)
     longest = max(2, int(lengths.max(initial=1)))
     edges = np.unique(np.geomspace(1, longest + 1, 25).astype(np.int64)).astype(np.float64)
-    looked_at = indices[:_NUM_LOOKED_AT]
+    examined = indices[:_NUM_EXAMINED]
     boundaries = _BoundaryTokens(
         None if tokenizer is None else tokenizer.bos_id, None if tokenizer is None else tokenizer.eos_id
     )
     seen: set[int] = set()
     near = NearDuplicates()
     exact = num_near = 0
-    for index in looked_at:
+    for index in examined:
         ids, labels = documents.document(int(index))
         boundaries.add(ids, labels)
         content = xxhash.xxh3_64_intdigest(ids.tobytes())
@@ -115,7 +115,7 @@ def _statistics_of(
         lengths=_histogram(lengths, edges),
         trained_fraction=_histogram(trained, np.linspace(0, 1, 21)),
         percentiles=dict(zip(marks, values, strict=True)),
-        num_looked_at=len(looked_at),
+        num_examined=len(examined),
         begins_with_bos=boundaries.fraction("bos"),
         begins_with_two_bos=boundaries.fraction("two_bos"),
         ends_with_eos=boundaries.fraction("eos"),
@@ -168,7 +168,7 @@ class NearDuplicates:
 
     def seen_before(self, ids: np.ndarray) -> bool:
         """Adds a document. Returns whether a similar one was added before."""
-        shingles = self._shingles(ids[:_SHINGLED_TOKENS])
+        shingles = self._shingles(ids[:_MAX_HASHED_TOKENS])
         if not len(shingles):
             return False
         signature = np.min((shingles[:, None] * self._factors + self._offsets) >> np.uint64(32), axis=0)
@@ -178,16 +178,16 @@ class NearDuplicates:
         for band, bucket in enumerate(self._buckets):
             other = bucket.setdefault(signature[band * _ROWS : (band + 1) * _ROWS].tobytes(), number)
             if other != number and not found:
-                found = bool(np.mean(self._signatures[other] == self._signatures[number]) >= _NEAR)
+                found = bool(np.mean(self._signatures[other] == self._signatures[number]) >= _MIN_SIMILARITY)
         return found
 
     @staticmethod
     def _shingles(ids: np.ndarray) -> np.ndarray:
-        """The distinct hashes of all runs of _SHINGLE tokens. Shorter documents, often equal by chance, have none."""
-        num = len(ids) - _SHINGLE + 1
+        """The distinct hashes of all runs of tokens. Shorter documents, which are often equal by chance, have none."""
+        num = len(ids) - _SHINGLE_TOKENS + 1
         if num < 1:
             return np.empty(0, np.uint64)
         hashes = np.zeros(num, dtype=np.uint64)
-        for offset in range(_SHINGLE):
+        for offset in range(_SHINGLE_TOKENS):
             hashes = (hashes ^ ids[offset : offset + num].astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
         return np.unique(hashes ^ (hashes >> np.uint64(29)))

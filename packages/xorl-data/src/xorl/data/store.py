@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -25,7 +26,7 @@ from xorl.data.formats import EncodedDocuments
 from xorl.data.hashing import JSON, digest
 from xorl.data.receipt import Counts
 
-# Part of every key. Increment it when the file format changes, or the documents that a row is converted to.
+# Part of every key. Increment it when the file format changes, or when a row is converted to different documents.
 FORMAT_VERSION = 4
 MANIFEST = "manifest.json"
 _COPY_BYTES = 16 << 20
@@ -81,6 +82,32 @@ class StoreManifest:
             return cls(**values)
         except (OSError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
             raise DataError(f"{path}: not the manifest of a prepared dataset: {error!r}") from error
+
+
+def find_prepared(root: Path, request: Mapping[str, JSON], option: str) -> Path:
+    """Returns the newest folder below `root` that was prepared for `request`.
+
+    If there is none, raises a DataError that lists the existing ones.
+    """
+    found: list[tuple[Path, StoreManifest]] = []
+    for path in sorted(root.glob(f"*/{MANIFEST}")):
+        try:
+            found.append((path.parent, StoreManifest.read(path.parent)))
+        except DataError:
+            # Written in another format version, so it cannot be loaded.
+            continue
+    matching = [(manifest.created, folder) for folder, manifest in found if manifest.request == request]
+    if matching:
+        return max(matching)[1]
+    lines = [
+        f"  {folder.name} of {time.strftime('%Y-%m-%d %H:%M', time.localtime(manifest.created))}: {manifest.name}, but "
+        + ", ".join(f"{k}={v}" for k, v in manifest.request.items() if v != request.get(k))
+        for folder, manifest in found
+    ]
+    raise DataError(
+        f"{option}: {root} has no prepared dataset for {request['path']} with these options, and "
+        "data.skip_prepare_dataset forbids preparing one. It has:\n" + ("\n".join(lines) or "  nothing")
+    )
 
 
 class FlatStore:
@@ -290,6 +317,14 @@ class SyntheticStore:
 
     def __reduce__(self) -> tuple[type[SyntheticStore], tuple[int, int, int, str]]:
         return SyntheticStore, self._arguments
+
+
+def make_prepared_folder(path: Path) -> None:
+    """Creates a folder in data.dataset_prepared_path. Raises DataError if that fails."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"data.dataset_prepared_path: {path} cannot be created: {error.strerror}") from error
 
 
 def fsync(path: Path) -> None:

@@ -3,13 +3,16 @@
 import atexit
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from multiprocessing import active_children
 from multiprocessing.process import BaseProcess
 from typing import TypeVar
 from weakref import WeakSet
 
-from torch.utils.data import DataLoader
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from xorl.data.packing import StartMethod
 
 Item = TypeVar("Item")
 
@@ -17,24 +20,45 @@ _workers: WeakSet[BaseProcess] = WeakSet()
 os.register_at_fork(after_in_child=_workers.clear)  # they belong to the parent
 
 
-def iterate(loader: DataLoader[Item]) -> Iterator[Item]:
-    """Returns `iter(loader)` and makes sure that its workers end with this process.
+def iterate(
+    dataset: Dataset[Item],
+    *,
+    num_workers: int,
+    sampler: Iterable[object] | None = None,
+    prefetch_factor: int = 2,
+    pin_memory: bool = False,
+    start_method: StartMethod | None = None,
+) -> Iterator[Item]:
+    """Iterates over the items of `dataset`, computed in `num_workers` processes, or in this one if 0.
 
-    The loader needs `ignore_sigterm` as its worker_init_fn.
+    The processes end with the iterator, even if it is closed early, and with this process.
     """
+    loader = DataLoader(
+        dataset,
+        batch_size=None,
+        sampler=sampler,
+        collate_fn=_identity,
+        worker_init_fn=_ignore_sigterm,
+        num_workers=num_workers,
+        prefetch_factor=prefetch_factor if num_workers else None,
+        pin_memory=pin_memory,
+        multiprocessing_context=start_method if num_workers else None,
+        # Otherwise the iterator would draw from the global generator, whose state is part of a checkpoint.
+        generator=torch.Generator(),
+    )
     before = set(active_children())
     items = iter(loader)
     _workers.update(set(active_children()) - before)
     return items
 
 
-def ignore_sigterm(_: int) -> None:
+def _ignore_sigterm(_: int) -> None:
     """Ignores SIGTERM, which schedulers send to every process: the trainer needs batches until it has saved."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-def identity(item: Item) -> Item:
-    """A collate function for items that are already batches; a lambda could not be pickled."""
+def _identity(item: Item) -> Item:
+    """The collate function, because items need none; a lambda could not be pickled."""
     return item
 
 

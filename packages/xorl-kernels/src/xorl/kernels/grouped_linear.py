@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from xorl.kernels.grouped import grouped_outer, grouped_product
+
 # torch's kernels require operand strides that are multiples of this many bytes.
 ALIGNMENT_BYTES = 16
 
@@ -66,7 +68,7 @@ def grouped_linear(x: Tensor, weight: Tensor, groups: TokenGroups, addend: Tenso
 
 @torch.library.custom_op("xorl::grouped_linear", mutates_args=())
 def _grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-    return _product(x, weight[order].transpose(1, 2), ends)
+    return grouped_product(x, weight[order].transpose(1, 2), ends)
 
 
 @_grouped_linear.register_fake
@@ -79,7 +81,7 @@ def _grouped_linear_backward(
     grad: Tensor, x: Tensor, weight: Tensor, ends: Tensor, order: Tensor, inverse: Tensor
 ) -> tuple[Tensor, Tensor]:
     grad = grad.contiguous()
-    return _product(grad, weight[order], ends), _outer(grad, x, ends)[inverse]
+    return grouped_product(grad, weight[order], ends), grouped_outer(grad, x, ends)[inverse]
 
 
 @_grouped_linear_backward.register_fake
@@ -99,42 +101,3 @@ def _differentiate(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, Tensor, None
 
 
 _grouped_linear.register_autograd(_differentiate, setup_context=_save)
-
-
-def _product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """x[t] @ weight[g] for the tokens of group g: [T, K] and [S, K, N] to [T, N]."""
-    x = x.contiguous()
-    if _has_kernel(x, x.shape[1], weight.shape[2]):
-        return torch._grouped_mm(x, weight, offs=ends)
-    out = x.new_empty(x.shape[0], weight.shape[2])
-    for group, tokens in enumerate(_slices(ends, x.shape[0])):
-        torch.mm(x[tokens], weight[group], out=out[tokens])
-    return out
-
-
-def _outer(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
-    """grad.T @ x over the tokens of each group: [T, N] and [T, K] to [S, N, K]."""
-    x = x.contiguous()
-    if _has_kernel(x, x.shape[1], grad.shape[1]):
-        outer = torch._grouped_mm(grad.t(), x, offs=ends)
-        # The kernel leaves arbitrary values for groups without tokens.
-        return outer.masked_fill_((ends.diff(prepend=ends.new_zeros(1)) == 0)[:, None, None], 0)
-    outer = x.new_zeros(len(ends), grad.shape[1], x.shape[1])
-    for group, tokens in enumerate(_slices(ends, x.shape[0])):
-        if tokens.stop > tokens.start:
-            torch.mm(grad[tokens].t(), x[tokens], out=outer[group])
-    return outer
-
-
-def _slices(ends: Tensor, num_tokens: int) -> list[slice]:
-    stops = ends.tolist()
-    assert stops[-1] == num_tokens, f"the groups have {stops[-1]} tokens, but the row has {num_tokens}"
-    return [slice(start, stop) for start, stop in zip([0, *stops[:-1]], stops, strict=True)]
-
-
-def _has_kernel(x: Tensor, *widths: int) -> bool:
-    """Whether torch's grouped kernel, which reads the group ends on the device, supports x and these widths."""
-    if x.device.type != "cuda" or x.dtype != torch.bfloat16:
-        return False
-    is_aligned = all(width * x.element_size() % ALIGNMENT_BYTES == 0 for width in widths)
-    return is_aligned and torch.cuda.get_device_capability(x.device)[0] >= 9

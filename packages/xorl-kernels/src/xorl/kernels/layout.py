@@ -18,12 +18,26 @@ class SequenceLayout:
         positions: [T] int64, each token's position in its document.
         lengths: number of tokens of each document, in order; their sum is T. Padding counts as a document.
 
+        num_real: 0-d integer tensor on the device: tokens from this index on are padding, which mixtures of experts
+            leave out. None: there is no padding.
+        num_trained: [N], how many tokens of each document are trained; None: all.
+
     Attributes:
         offsets: `cu_seqlens` as int64 on the CPU, so that kernel launches need not wait for the device.
         max_seqlen: number of tokens of the longest document; 0 without documents.
     """
 
-    def __init__(self, cu_seqlens: Tensor, positions: Tensor, lengths: Sequence[int]) -> None:
+    num_real: Tensor | None = None
+    num_trained: Tensor | None = None
+
+    def __init__(
+        self,
+        cu_seqlens: Tensor,
+        positions: Tensor,
+        lengths: Sequence[int],
+        num_real: Tensor | None = None,
+        num_trained: Tensor | None = None,
+    ) -> None:
         if any(length < 1 for length in lengths):
             raise ValueError(f"every document needs at least one token, got lengths {tuple(lengths)}")
         if cu_seqlens.shape != (len(lengths) + 1,):
@@ -38,6 +52,8 @@ class SequenceLayout:
         self.cu_seqlens = cu_seqlens
         self.positions = positions
         self.lengths = tuple(lengths)
+        self.num_real = num_real
+        self.num_trained = num_trained
         self.offsets = torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int64, device="cpu")
         self.max_seqlen = max(lengths, default=0)
 
@@ -65,6 +81,11 @@ class SequenceLayout:
     def num_tokens(self) -> int:
         return self.positions.shape[0]
 
+    def document_ids(self) -> Tensor:
+        """[T] int64, the document of each token."""
+        tokens = torch.arange(self.num_tokens, device=self.cu_seqlens.device)
+        return torch.searchsorted(self.cu_seqlens, tokens, right=True) - 1
+
     def of_layer(self, index: int) -> "SequenceLayout":
         """The layout for the layer with this index: this layout itself; a `CachedLayout` selects the layer's cache."""
         return self
@@ -75,4 +96,6 @@ class SequenceLayout:
             cu_seqlens=self.cu_seqlens.to(device, non_blocking=non_blocking),
             positions=self.positions.to(device, non_blocking=non_blocking),
             lengths=self.lengths,
+            num_real=None if self.num_real is None else self.num_real.to(device, non_blocking=non_blocking),
+            num_trained=None if self.num_trained is None else self.num_trained.to(device, non_blocking=non_blocking),
         )

@@ -1,4 +1,4 @@
-"""LoRA: small trained matrices beside the frozen weights of any torch module, and of xorl's decoder."""
+"""LoRA for any torch module and for xorl's decoder: trains small matrices beside the frozen weights."""
 
 from xorl.lora.bank import Adam, AdapterBank
 from xorl.lora.inject import (

@@ -24,10 +24,9 @@ from xorl.kernels.grouped_linear import TokenGroups
 from xorl.kernels.optim import adamw_
 from xorl.lora.bank_layer import BankedLinear
 from xorl.lora.bank_slots import Slots
-from xorl.lora.inject import Adapter, adapters
-from xorl.lora.linear import LowRank, initial_bound
-from xorl.lora.snapshot import GRAD, STATES, VALUE, AdapterSnapshot
-from xorl.lora.snapshot_store import SnapshotStore
+from xorl.lora.inject import Adapter, adapters, new_pair
+from xorl.lora.linear import initial_bound
+from xorl.lora.snapshot import GRAD, STATES, VALUE, AdapterSnapshot, SnapshotStore
 from xorl.lora.spec import AdapterSpec
 from xorl.lora.targets import resolve, without_wrappers
 
@@ -55,7 +54,7 @@ class StepOutcome(NamedTuple):
 
     grad_norm: the norm of the divided gradient.
     skipped: 1 if the norm was not finite, else 0. A skipped step changes nothing.
-    norms: of the undivided gradient, by kind of layer, if requested.
+    norms: the norms of the undivided gradient by kind of layer; empty unless requested.
     """
 
     grad_norm: Tensor
@@ -84,8 +83,8 @@ class AdapterBank:
         targets: the layers that adapters of this bank may adapt; each adapter adapts some or all of them.
         num_resident: the number of adapters that fit on the device.
         max_rank: the largest rank of an adapter; every slot is allocated for it.
-        device: of the model.
-        host_limit, folder: see `SnapshotStore`. Each process needs a folder of its own.
+        device: the model's device.
+        host_limit, folder: see `SnapshotStore`. Each process needs a separate folder.
         group: the ranks whose gradients `step` sums; None for this process alone.
 
     Raises ValueError for targets that cannot have adapters or that a bank does not support, and if `model` has
@@ -252,8 +251,8 @@ class AdapterBank:
         """Take an optimizer step for one adapter and zero its gradient; collective.
 
         The gradient is summed over the ranks, divided by `divisor` and clipped to `max_norm`. A gradient that is not
-        finite is zeroed without a step; the check does not synchronise with the host. kind_of maps the name of an
-        adapted layer to a kind of layer, and requests the norm of each kind.
+        finite is zeroed without a step; the check does not synchronise with the host. `kind_of` requests the norm of
+        each kind of layer; it maps the name of an adapted layer to its kind.
         """
         slot = self._load(name)
         values, exp_avg, exp_avg_sq = (self._slots.rows[kind][slot] for kind in (VALUE, *STATES))
@@ -291,7 +290,7 @@ class AdapterBank:
 
     @contextmanager
     def gradients_kept(self, names: Collection[str]) -> Iterator[None]:
-        """A context that restores the earlier gradients of these adapters if the passes within it raise."""
+        """Restore the gradients of these adapters if the passes inside the context raise."""
         earlier = {
             name: self._slots.gradient(self._load(name), self._entries[name].segments).clone()
             for name in names
@@ -321,16 +320,7 @@ class AdapterBank:
         found: dict[str, Adapter] = {}
         for segment in (self._slots.segments[index] for index in entry.segments):
             site = segment.site
-            pair = LowRank(
-                site.name,
-                rank=entry.spec.rank_of(site.name),
-                alpha=entry.spec.alpha_of(site.name),
-                scale=entry.spec.scale_of(site.name),
-                part=(site.start, site.stop),
-                in_features=segment.layer.in_features,
-                use_dora=False,
-                device=torch.device("meta"),
-            )
+            pair = new_pair(site, entry.spec, segment.layer.in_features, torch.device("meta"))
             pair.A, pair.B = (nn.Parameter(view) for view in self._slots.views(VALUE, slot, segment, entry.spec))
             found[site.name] = Adapter(site.name, pair, segment.layer, without_wrappers(site.path))
         return found
@@ -352,7 +342,7 @@ class AdapterBank:
         self.restore(name, AdapterSnapshot.read(path))
 
     def _load(self, name: str, keep: Sequence[str] = ()) -> int:
-        """Load an adapter to the device without evicting any of `keep`, and return its slot."""
+        """Load an adapter to the device without evicting any in `keep`, and return its slot."""
         entry = self._entry(name)
         if name not in self._resident:
             self._assign_slot(name, entry, keep, self._store.get(name))

@@ -20,7 +20,7 @@ from xorl.core.nn import Linear
 from xorl.kernels.grouped_linear import TokenGroups
 from xorl.lora.bank_layer import BankedLinear, SlotPair, StackedPair
 from xorl.lora.linear import TorchLinear
-from xorl.lora.snapshot import GRAD, STATES, VALUE, AdapterSnapshot, Names, split_at
+from xorl.lora.snapshot import GRAD, STATES, VALUE, AdapterSnapshot, NamedShapes, bounds_of
 from xorl.lora.spec import AdapterSpec
 from xorl.lora.targets import Site
 
@@ -40,7 +40,7 @@ class Segment:
 
     @property
     def num_outputs(self) -> int:
-        """P."""
+        """The number of output features, P."""
         return self.site.stop - self.site.start
 
 
@@ -61,7 +61,7 @@ class Slots:
         self._gathered = torch.zeros(self.segments[-1].stop, device=device)
         # Cached by slot, because an adapter has hundreds of parts and each optimizer step needs their views.
         self._grad_views: dict[int, list[tuple[Tensor, Tensor]]] = {}
-        # The indices of each layer's segments; and, by slot, the leaves of each layer, created on first use.
+        # The indices of each layer's segments; the leaves of each layer by slot, created on first use.
         self._indices: dict[Linear, list[int]] = {}
         self._slot_pairs: dict[int, dict[Linear, tuple[SlotPair, ...]]] = {}
         self.selected: tuple[int | None, frozenset[int]] | None = None
@@ -71,7 +71,7 @@ class Slots:
         self._scales = torch.zeros(len(self.segments), num_slots, device=device)
 
     def attach(self, groups: TokenGroups) -> None:
-        """Set the layers' adapters: leaves that share the slots' memory, and so do their gradients."""
+        """Set the adapters of each layer to leaves that, like their gradients, share the slots' memory."""
         by_layer: dict[Linear, list[StackedPair]] = {}
         for index, (segment, scale) in enumerate(zip(self.segments, self._scales, strict=True)):
             a, b = (self._leaf(*part) for part in self._parts(segment))
@@ -82,7 +82,7 @@ class Slots:
             layer.adapter = BankedLinear(pairs, groups)
 
     def select(self, slot: int | None, segments: frozenset[int]) -> None:
-        """Assign all tokens to the adapter in `slot`, or to several by groups if None; `segments` are those in use.
+        """Assign all tokens to the adapter in `slot`, or, if None, to adapters by groups. `segments` are in use.
 
         A head without any of them is computed without an adapter, which saves the gradient of its weight. Other layers
         skip adapters only if none is used at all; otherwise each set of segments would need its own compiled code.
@@ -101,7 +101,7 @@ class Slots:
             layer.adapter.single = () if is_skipped else None if slot is None else self._slot_pairs[slot][layer]
         self.selected = slot, segments
 
-    def names(self, spec: AdapterSpec, segments: Sequence[int]) -> Names:
+    def names(self, spec: AdapterSpec, segments: Sequence[int]) -> NamedShapes:
         """The names and shapes of an adapter's tensors in these segments."""
         names: list[tuple[str, tuple[int, ...]]] = []
         for segment in (self.segments[index] for index in segments):
@@ -182,7 +182,7 @@ class Slots:
     @torch.no_grad()
     def write(self, slot: int, segments: Sequence[int], snapshot: AdapterSnapshot) -> None:
         """Copy a result of `read` into a slot that was assigned with its spec."""
-        bounds = split_at(snapshot.names)
+        bounds = bounds_of(snapshot.names)
         for kind, flat in snapshot.values.items():
             moved = flat.to(self.steps.device)
             for view, (start, stop) in zip(

@@ -58,7 +58,7 @@ class Adapter:
 
     @property
     def rank(self) -> int:
-        """The inner width."""
+        """The rank of B @ A."""
         return self.pair.rank
 
     @property
@@ -119,25 +119,27 @@ def _adapt_(model: nn.Module, path: str, sites: list[Site], spec: AdapterSpec) -
         layer = TorchEmbedding(layer)
         model.set_submodule(path, layer)
     assert isinstance(layer, (Linear, Embedding))
-    parameter = next(layer.parameters())
-    pairs = [
-        LowRank(
-            site.name,
-            rank=spec.rank_of(site.name),
-            alpha=spec.alpha_of(site.name),
-            scale=spec.scale_of(site.name),
-            part=(site.start, site.stop),
-            in_features=layer.in_features if isinstance(layer, Linear) else layer.num_rows,
-            use_dora=spec.use_dora,
-            device=parameter.device,
-        )
-        for site in sites
-    ]
+    in_features = layer.in_features if isinstance(layer, Linear) else layer.num_rows
+    pairs = [new_pair(site, spec, in_features, next(layer.parameters()).device) for site in sites]
     if isinstance(layer, Linear):
         layer.adapter = LinearAdapter(pairs, spec.dropout)
     else:
         layer.adapter = EmbeddingAdapter(pairs, spec.dropout)
     layer.adapter.train(layer.training)
+
+
+def new_pair(site: Site, spec: AdapterSpec, in_features: int, device: torch.device) -> LowRank:
+    """The uninitialised parameters of the adapter of `spec` on `site`."""
+    return LowRank(
+        site.name,
+        rank=spec.rank_of(site.name),
+        alpha=spec.alpha_of(site.name),
+        scale=spec.scale_of(site.name),
+        part=(site.start, site.stop),
+        in_features=in_features,
+        use_dora=spec.use_dora,
+        device=device,
+    )
 
 
 @torch.no_grad()

@@ -7,14 +7,16 @@ its adapters), T tokens, V rows of an embedding.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from xorl.core.nn import Embedding, Linear
+from xorl.core.nn.roles import Role
 
 
 class LowRank(nn.Module):
@@ -31,6 +33,9 @@ class LowRank(nn.Module):
             base. It starts at zero and stays small, so that it may be gathered in bf16.
     """
 
+    roles: ClassVar[Mapping[str, Role]] = MappingProxyType(
+        {"A": "adapter", "B": "adapter", "magnitude_offset": "adapter"}
+    )
     magnitude_offset: nn.Parameter | None
 
     def __init__(

@@ -71,7 +71,7 @@ def merged_rows(layer: Linear | Embedding, pairs: Sequence[LowRank] | None = Non
         pairs = [] if adapter is None else adapter.pairs()
     for pair in pairs:
         if isinstance(layer, Embedding):
-            a, b = whole(pair.A).to(rows.dtype), whole(pair.B).to(rows.dtype)
+            a, b = full_tensor(pair.A).to(rows.dtype), full_tensor(pair.B).to(rows.dtype)
             rows.addmm_(a[:, first : first + len(rows)].t(), b.t(), alpha=pair.scale)
         else:
             _fold_pair_(rows, pair, first)
@@ -88,8 +88,8 @@ def _base_rows(layer: Linear | Embedding) -> tuple[Tensor, int]:
 
 def _fold_pair_(rows: Tensor, pair: LowRank, first: int) -> None:
     """Merge one adapter into `rows`, which start at row `first` of the layer's weight."""
-    a, b = whole(pair.A).to(rows.dtype), whole(pair.B).to(rows.dtype)
-    offset = None if pair.magnitude_offset is None else whole(pair.magnitude_offset).to(rows.dtype)
+    a, b = full_tensor(pair.A).to(rows.dtype), full_tensor(pair.B).to(rows.dtype)
+    offset = None if pair.magnitude_offset is None else full_tensor(pair.magnitude_offset).to(rows.dtype)
     start, stop = max(pair.start, first), min(pair.stop, first + len(rows))
     if start >= stop:
         return
@@ -105,7 +105,7 @@ def _fold_pair_(rows: Tensor, pair: LowRank, first: int) -> None:
 def magnitude(adapter: Adapter) -> Tensor:
     """DoRA's trained norms of the rows of the adapted weight [P], fp32, whole on every rank; collective."""
     assert adapter.magnitude_offset is not None, "the adapter does not use DoRA"
-    return _base_norms(adapter) + whole(adapter.magnitude_offset)
+    return _base_norms(adapter) + full_tensor(adapter.magnitude_offset)
 
 
 @torch.no_grad()
@@ -120,11 +120,11 @@ def _base_norms(adapter: Adapter) -> Tensor:
     if isinstance(layer, QuantizedLinear):
         norms = gather_rows(layer, torch.linalg.vector_norm(read_rows(layer), dim=1))
     else:
-        norms = whole(torch.linalg.vector_norm(layer.weight.float(), dim=1))
+        norms = full_tensor(torch.linalg.vector_norm(layer.weight.float(), dim=1))
     return norms[adapter.pair.start : adapter.pair.stop]
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """The whole tensor, on every rank; collective if it is sharded."""
     return cast(DTensor, tensor).full_tensor() if isinstance(tensor, DTensor) else tensor
 

@@ -26,6 +26,7 @@ QUANTIZATION_KEY = "quantization_config"
 # ModelOpt's own file, used if config.json does not contain its settings.
 MODELOPT_FILE = "hf_quant_config.json"
 # Suffixes of the tensors that a format stores beside a weight, including those of quantised activations.
+STATE = ".weight.quant_state.bitsandbytes__nf4"
 EXTRA = (
     ".weight_scale_inv",
     ".weight_scale",
@@ -37,9 +38,8 @@ EXTRA = (
     ".weight.quant_map",
     ".weight.nested_absmax",
     ".weight.nested_quant_map",
-    ".weight.quant_state.bitsandbytes__nf4",
+    STATE,
 )
-STATE = ".weight.quant_state.bitsandbytes__nf4"
 
 
 @dataclass(frozen=True)
@@ -132,9 +132,9 @@ def stored_recipes(model: nn.Module, recipes: Mapping[str, WeightRecipe]) -> dic
 
     Raises ValueError if the blocks of a weight do not align with the matrices that it stacks.
     """
-    made = dict(recipes)
+    result = dict(recipes)
     for path, layer in quantized_linears(model).items():
-        recipe = made.pop(f"{path}.weight")
+        recipe = result.pop(f"{path}.weight")
         if not isinstance(recipe, Rows):
             raise ValueError(
                 f"{path}: quantised checkpoints are not supported for the weight layout of this model family"
@@ -151,8 +151,8 @@ def stored_recipes(model: nn.Module, recipes: Mapping[str, WeightRecipe]) -> dic
             parameter = getattr(layer, name)
             if parameter is not None:
                 sources = tuple(f"{module}.{name}" for module in modules)
-                made[f"{path}.{name}"] = Rows(sources, units, tuple(parameter.shape[1:]))
-    return made
+                result[f"{path}.{name}"] = Rows(sources, units, tuple(parameter.shape[1:]))
+    return result
 
 
 class StoredSource:
@@ -167,15 +167,15 @@ class StoredSource:
         self._source = source
         self._scheme = scheme
         self._shapes = dict(shapes)
-        held = set(source.names())
+        present = set(source.names())
         fields = {"codes": "weight", "scales": "weight_scale", "global_scale": "weight_global_scale"}
         self._stored = {
             f"{module}.{fields[field]}": (module, field, shape, dtype)
             for module, (rows, columns) in self._shapes.items()
-            if f"{module}.weight" in held
+            if f"{module}.weight" in present
             for field, (shape, dtype) in scheme.stored(rows, columns).items()
         }
-        self._names = {name for name in held if not name.endswith(EXTRA)} | self._stored.keys()
+        self._names = {name for name in present if not name.endswith(EXTRA)} | self._stored.keys()
         self._states: dict[str, Mapping[str, object]] = {}
 
     def names(self) -> Collection[str]:
@@ -238,18 +238,14 @@ class StoredSource:
 
     def _nested(self, module: str, codes: Tensor, first: int) -> Tensor:
         """Dequantise nested scales: block-wise 8-bit codes of the scales minus their mean (arXiv:2305.14314)."""
-        state = self._state(module)
+        if module not in self._states:
+            self._states[module] = json.loads(bytes(self._source.read(f"{module}{STATE}").tolist()))
+        state = self._states[module]
         block = int(cast(int, state["nested_blocksize"]))
         values = self._source.read(f"{module}.weight.nested_quant_map").float()[codes.int()]
         largest = self._source.read(f"{module}.weight.nested_absmax").float()
         blocks = torch.arange(first, first + len(codes)) // block
         return values * largest[blocks] + float(cast(float, state["nested_offset"]))
-
-    def _state(self, module: str) -> Mapping[str, object]:
-        if module not in self._states:
-            state = json.loads(bytes(self._source.read(f"{module}{STATE}").tolist()))
-            self._states[module] = state
-        return self._states[module]
 
 
 def stored_source(model: nn.Module, recipes: Mapping[str, WeightRecipe], source: WeightSource) -> StoredSource:

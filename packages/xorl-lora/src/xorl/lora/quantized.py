@@ -25,7 +25,7 @@ from xorl.core.parallel import local_part
 from xorl.core.parallel.fsdp import shard_groups
 from xorl.kernels.quant import QuantizedWeight, QuantScheme, adapted_quantized_linear, dequantized, quantized_linear
 from xorl.kernels.quant.nvfp4 import nvfp4_global_scale
-from xorl.lora.spec import is_named
+from xorl.lora.spec import matches_name
 
 
 class QuantizedLinear(Linear):
@@ -151,7 +151,7 @@ def _matches(name: str, target: str) -> bool:
     if "*" in target:
         return fnmatchcase(name, target)
     # A module's name includes the modules inside it.
-    return is_named(name, target) or name.startswith(f"{target}.")
+    return matches_name(name, target) or name.startswith(f"{target}.")
 
 
 def quantize_linears(model: nn.Module, paths: Sequence[str], scheme: QuantScheme, option: str) -> None:

@@ -1,9 +1,12 @@
-"""A snapshot of one adapter of a bank with its optimizer state, in host memory or in a safetensors file."""
+"""Snapshots of the adapters of a bank with their optimizer state, and the store of those that are not on the device."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import logging
 import os
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
@@ -18,13 +21,15 @@ from torch import Tensor
 
 from xorl.lora.spec import AdapterSpec
 
+logger = logging.getLogger(__name__)
+
 # The kinds of data per value of an adapter, which are also suffixes of tensor names; the values themselves have none.
 # Gradients are only kept while a step is pending.
 VALUE, EXP_AVG, EXP_AVG_SQ, GRAD = "", "exp_avg", "exp_avg_sq", "grad"
 STATES = (EXP_AVG, EXP_AVG_SQ)
 STEP = "step"
 
-Names = Sequence[tuple[str, tuple[int, ...]]]
+NamedShapes = Sequence[tuple[str, tuple[int, ...]]]
 """(name, shape) of the tensors of an adapter, in order."""
 
 
@@ -41,7 +46,7 @@ class AdapterSnapshot:
 
     spec: AdapterSpec
     step: int
-    names: Names
+    names: NamedShapes
     values: Mapping[str, Tensor]
 
     def tensors(self) -> dict[str, Tensor]:
@@ -55,7 +60,7 @@ class AdapterSnapshot:
         return {**found, STEP: torch.tensor(self.step)}
 
     @classmethod
-    def of_tensors(cls, spec: AdapterSpec, names: Names, tensors: Mapping[str, Tensor]) -> AdapterSnapshot:
+    def of_tensors(cls, spec: AdapterSpec, names: NamedShapes, tensors: Mapping[str, Tensor]) -> AdapterSnapshot:
         """Build a snapshot from a result of `tensors()`. Raises ValueError if names or shapes do not match `names`."""
         shapes = dict(names)
         kinds = [VALUE, *STATES]
@@ -105,13 +110,72 @@ class AdapterSnapshot:
             raise ValueError(f"{path} is not an adapter saved by a bank: {error}") from error
 
 
+class SnapshotStore:
+    """Snapshots by name, in host memory. Above a limit, the one stored first moves to disk.
+
+    Args:
+        host_limit: how many to keep in host memory; None for all.
+        folder: the folder of the files, which no other store may use. A file is removed with its snapshot.
+    """
+
+    def __init__(self, *, host_limit: int | None, folder: Path | None) -> None:
+        if host_limit is not None and host_limit < 0:
+            raise ValueError(f"host_limit must be at least 0, got {host_limit}")
+        if host_limit is not None and folder is None:
+            raise ValueError(
+                f"host_limit is {host_limit}, but there is no folder for the adapters above it: pass folder"
+            )
+        self._host_limit = host_limit
+        self._folder = folder
+        self._in_memory: OrderedDict[str, AdapterSnapshot] = OrderedDict()
+        self._on_disk: set[str] = set()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._in_memory or name in self._on_disk
+
+    def put(self, name: str, snapshot: AdapterSnapshot) -> None:
+        """Store a snapshot, and move the oldest ones to disk if there are too many."""
+        assert name not in self, f"{name} is already stored"
+        self._in_memory[name] = snapshot
+        while self._host_limit is not None and len(self._in_memory) > self._host_limit:
+            oldest = next(iter(self._in_memory))
+            path = self._path(oldest)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # If writing fails, the snapshot stays in memory and the error is raised.
+            self._in_memory[oldest].write(path)
+            del self._in_memory[oldest]
+            self._on_disk.add(oldest)
+            logger.debug("event=adapter_to_disk name=%s path=%s", oldest, path)
+
+    def get(self, name: str) -> AdapterSnapshot:
+        """A stored snapshot. Raises RuntimeError if its file is missing or damaged."""
+        if name in self._in_memory:
+            return self._in_memory[name]
+        try:
+            return AdapterSnapshot.read(self._path(name))
+        except (OSError, ValueError) as error:
+            raise RuntimeError(f"adapter {name}: its file on disk cannot be read: {error}") from error
+
+    def drop(self, name: str) -> None:
+        """Remove a snapshot, if it is stored."""
+        self._in_memory.pop(name, None)
+        if name in self._on_disk:
+            self._on_disk.remove(name)
+            self._path(name).unlink(missing_ok=True)
+
+    def _path(self, name: str) -> Path:
+        assert self._folder is not None, "checked in __init__"
+        # Hashed, because names may contain any characters.
+        return self._folder / f"{hashlib.blake2b(name.encode(), digest_size=16).hexdigest()}.safetensors"
+
+
 def _spec(content: Mapping[str, Any]) -> AdapterSpec:
     """Rebuild a spec from JSON, whose lists stand for tuples."""
     fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in content.items()}
     return AdapterSpec(**fields)
 
 
-def split_at(names: Names) -> list[tuple[int, int]]:
+def bounds_of(names: NamedShapes) -> list[tuple[int, int]]:
     """The (start, stop) of each of these tensors in their flat concatenation."""
     ends = [*accumulate(prod(shape) for _, shape in names)]
     return list(zip([0, *ends[:-1]], ends, strict=True))

@@ -49,14 +49,26 @@ class AdapterSpec:
 
     def __post_init__(self) -> None:
         for name, rank in {"rank": self.rank, **_named("rank_pattern", self.rank_pattern)}.items():
-            _check_rank(name, rank)
+            if rank < 1:
+                raise ValueError(f"{name} must be at least 1, got {rank}")
         for name, alpha in {"alpha": self.alpha, **_named("alpha_pattern", self.alpha_pattern)}.items():
-            _check_alpha(name, alpha)
+            if not (math.isfinite(alpha) and alpha > 0):
+                raise ValueError(f"{name} must be a finite number above 0, got {alpha}")
+            if alpha > LARGEST_ALPHA:
+                raise ValueError(f"{name} must be at most {LARGEST_ALPHA:g}, got {alpha}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be at least 0 and below 1, got {self.dropout}")
-        _check_targets(self.targets)
-        _check_expressions("rank_pattern", self.rank_pattern)
-        _check_expressions("alpha_pattern", self.alpha_pattern)
+        if isinstance(self.targets, str):
+            if self.targets != "all-linear":
+                raise ValueError(f"targets must be 'all-linear' or a tuple of names, got the string {self.targets!r}")
+        elif not self.targets or "" in self.targets:
+            raise ValueError(f"targets must contain at least one name, and no empty ones, got {self.targets!r}")
+        for option, patterns in (("rank_pattern", self.rank_pattern), ("alpha_pattern", self.alpha_pattern)):
+            for pattern in patterns:
+                try:
+                    re.compile(pattern)
+                except re.error as error:
+                    raise ValueError(f"{option}: {pattern!r} is not a valid regular expression: {error}") from error
 
     def rank_of(self, name: str) -> int:
         """The rank of the adapter on the layer `name`."""
@@ -75,51 +87,23 @@ class AdapterSpec:
         """Raise ValueError for a pattern that matches none of the adapted layers."""
         for option, patterns in (("rank_pattern", self.rank_pattern), ("alpha_pattern", self.alpha_pattern)):
             for pattern in patterns:
-                if not any(fits(pattern, name) for name in names):
+                if not any(matches_pattern(pattern, name) for name in names):
                     raise ValueError(f"{option}: {pattern!r} does not match any adapted layer (for example {names[0]})")
 
 
-def is_named(name: str, target: str) -> bool:
+def matches_name(name: str, target: str) -> bool:
     """Whether `name` is `target` or ends with it, in whole parts."""
     return name == target or name.endswith(f".{target}")
 
 
 def _by_pattern(patterns: Mapping[str, ValueT], name: str, default: ValueT) -> ValueT:
-    return next((value for pattern, value in patterns.items() if fits(pattern, name)), default)
+    return next((value for pattern, value in patterns.items() if matches_pattern(pattern, name)), default)
 
 
-def fits(pattern: str, name: str) -> bool:
+def matches_pattern(pattern: str, name: str) -> bool:
     """Whether `name` ends, in whole parts, with a match of the regular expression `pattern`."""
     return re.fullmatch(rf"(.*\.)?({pattern})", name) is not None
 
 
 def _named(option: str, values: Mapping[str, ValueT]) -> dict[str, ValueT]:
     return {f"{option}[{key!r}]": value for key, value in values.items()}
-
-
-def _check_rank(name: str, rank: int) -> None:
-    if rank < 1:
-        raise ValueError(f"{name} must be at least 1, got {rank}")
-
-
-def _check_alpha(name: str, alpha: float) -> None:
-    if not (math.isfinite(alpha) and alpha > 0):
-        raise ValueError(f"{name} must be a finite number above 0, got {alpha}")
-    if alpha > LARGEST_ALPHA:
-        raise ValueError(f"{name} must be at most {LARGEST_ALPHA:g}, got {alpha}")
-
-
-def _check_targets(targets: tuple[str, ...] | str) -> None:
-    if isinstance(targets, str):
-        if targets != "all-linear":
-            raise ValueError(f"targets must be 'all-linear' or a tuple of names, got the string {targets!r}")
-    elif not targets or "" in targets:
-        raise ValueError(f"targets must contain at least one name, and no empty ones, got {targets!r}")
-
-
-def _check_expressions(option: str, patterns: Mapping[str, object]) -> None:
-    for pattern in patterns:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise ValueError(f"{option}: {pattern!r} is not a valid regular expression: {error}") from error

@@ -15,7 +15,7 @@ from torch import nn
 from xorl.core.models import Decoder
 from xorl.core.models.recipes import LogicalModule
 from xorl.core.nn import Embedding, Linear
-from xorl.lora.spec import AdapterSpec, is_named
+from xorl.lora.spec import AdapterSpec, matches_name
 
 # The name parts that torch.compile, activation checkpointing and FSDP add for the modules that they wrap.
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
@@ -101,7 +101,7 @@ def resolve(spec: AdapterSpec, model: nn.Module) -> tuple[Site, ...]:
 
 def _named(sites: dict[str, Site], targets: Sequence[str], model: nn.Module) -> list[Site]:
     def matches(site: Site, target: str) -> bool:
-        return is_named(site.name, target) or is_named(without_wrappers(site.path), target)
+        return matches_name(site.name, target) or matches_name(without_wrappers(site.path), target)
 
     unmatched = [target for target in targets if not any(matches(site, target) for site in sites.values())]
     if unmatched:
@@ -125,10 +125,10 @@ def modules_to_save(spec: AdapterSpec, model: nn.Module) -> dict[str, nn.Module]
     parts = {part.name: (name, part) for name, module in owners.items() for part in _parts(model, name, module)}
     saved: dict[str, nn.Module] = {}
     for target in spec.modules_to_save:
-        found = {name: path for name, (path, _) in parts.items() if is_named(name, target)}
+        found = {name: path for name, (path, _) in parts.items() if matches_name(name, target)}
         if not found:
             known = sorted({name.rpartition(".")[2] for name in parts if name})
-            if isinstance(model, Decoder) and is_named("lm_head", target):
+            if isinstance(model, Decoder) and matches_name("lm_head", target):
                 raise ValueError(f"modules_to_save: {target} is tied to the embedding and cannot be trained separately")
             raise ValueError(f"modules_to_save: {target!r} matches no module of {type(model).__name__}; it has {known}")
         for name, path in found.items():

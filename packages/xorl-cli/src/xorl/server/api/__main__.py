@@ -11,8 +11,8 @@ import uvicorn
 
 from xorl.config import load_server_config
 from xorl.server.api.app import create_app
-from xorl.server.api.settings import ApiSettings
-from xorl.server.process import begin_process
+from xorl.server.api.context import ApiSettings
+from xorl.server.process import configure_logging
 
 # How long a stopping process waits for open polls; clients poll again, and the next process answers.
 _SHUTDOWN_GRACE_S = 2
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--port", type=int, required=True, help="port to listen on")
     flags = parser.parse_args(arguments)
     config = load_server_config(flags.config, []).config
-    begin_process("api", config.log_level, follows_parent=False)
+    configure_logging("api", config.log_level)
     settings = ApiSettings(
         flags.orchestrator,
         flags.host,

@@ -1,4 +1,4 @@
-"""The ASGI application: the routes behind the gate, and the handlers of errors."""
+"""The ASGI application: the routes behind the gate, error handlers, and the routes that refuse unsupported calls."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -22,18 +22,19 @@ from xorl.server.api import (
     sampling_routes,
     status_routes,
     training_routes,
-    unsupported_routes,
 )
-from xorl.server.api.context import Api
+from xorl.server.api.context import Api, ApiSettings, OrderedOperation, future_response
 from xorl.server.api.gate import ApiMetrics, BodyReader, Gate
 from xorl.server.api.orchestrator_client import OrchestratorClient
-from xorl.server.api.refusal import Refusal
-from xorl.server.api.settings import ApiSettings
+from xorl.server.api.responses import Refusal
 from xorl.server.api.text import TextCoder
+from xorl.server.queries import ServiceInfo
 
 logger = logging.getLogger(__name__)
 
-MAX_CONCURRENT_READS = 2
+MAX_CONCURRENT_DECODES = 2
+
+unsupported = APIRouter(prefix="/api/v1")
 
 # Most frequently called first, since routes are tried in order; the last one matches every remaining POST.
 ROUTERS = (
@@ -45,7 +46,7 @@ ROUTERS = (
     checkpoint_routes.files_router,
     endpoint_routes.router,
     status_routes.router,
-    unsupported_routes.router,
+    unsupported,
 )
 
 
@@ -55,10 +56,11 @@ def create_app(settings: ApiSettings) -> ASGIApp:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        orchestrator = OrchestratorClient(settings)
+        orchestrator = OrchestratorClient(settings.orchestrator, settings.patience_s)
         await orchestrator.start()
-        reading = asyncio.Semaphore(MAX_CONCURRENT_READS)
-        app.state.api = Api(settings, orchestrator, BodyReader(settings, metrics), metrics, TextCoder(), reading)
+        bodies = BodyReader(settings.body_bytes, settings.bytes_in_flight, metrics)
+        decode_slots = asyncio.Semaphore(MAX_CONCURRENT_DECODES)
+        app.state.api = Api(settings, orchestrator, bodies, metrics, TextCoder(), decode_slots)
         try:
             yield
         finally:
@@ -68,21 +70,48 @@ def create_app(settings: ApiSettings) -> ASGIApp:
     app = FastAPI(title="xorl", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     for router in ROUTERS:
         app.include_router(router)
-    app.add_exception_handler(Refusal, _refused)
-    app.add_exception_handler(HTTPException, _no_route)
-    app.add_exception_handler(RequestValidationError, _unread)
-    app.add_exception_handler(Exception, _failed)
-    return Gate(app, settings, metrics)
+    app.add_exception_handler(Refusal, _on_refusal)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(RequestValidationError, _on_invalid_parameters)
+    app.add_exception_handler(Exception, _on_unexpected_error)
+    return Gate(app, settings.token, settings.host, metrics)
 
 
-async def _refused(request: Request, problem: Exception) -> Response:
+@unsupported.post("/update_dedicated_endpoint")
+@unsupported.post("/update_serverless_weights")
+async def update_hosted_weights(request: Request) -> Response:
+    """Refuse to update a vendor's inference servers."""
+    path = request.url.path.rpartition("/")[2]
+    reason = (
+        f"{path}: this service does not host models elsewhere; sample from the service itself, or from your own "
+        "inference server with add_inference_endpoint and sync_inference_weights"
+    )
+    return await _refuse(request, Refusal(400, reason))
+
+
+@unsupported.post("/{path:path}")
+async def unknown(request: Request) -> Response:
+    """Refuse every POST that no other route matches."""
+    return await _refuse(request, Refusal(404, f"this service has no POST {request.url.path[:200]}"))
+
+
+async def _refuse(request: Request, refusal: Refusal) -> Response:
+    """Refuse a call. Through `future_response`, so that the seq_id in its body, if any, is skipped."""
+
+    def read(body: bytes, info: ServiceInfo) -> OrderedOperation:
+        raise refusal
+
+    return await future_response(request, read)
+
+
+async def _on_refusal(request: Request, problem: Exception) -> Response:
     assert isinstance(problem, Refusal)
     if problem.status >= 500:
         logger.warning("event=request_refused path=%s status=%d why=%r", request.url.path, problem.status, str(problem))
     return problem.response()
 
 
-async def _no_route(request: Request, problem: Exception) -> Response:
+async def _on_http_error(request: Request, problem: Exception) -> Response:
     assert isinstance(problem, HTTPException)
     # The catch-all route for POST turns other methods on unknown paths into a 405.
     if problem.status_code in (404, 405):
@@ -90,9 +119,9 @@ async def _no_route(request: Request, problem: Exception) -> Response:
     return Refusal(problem.status_code, str(problem.detail)).response()
 
 
-async def _unread(request: Request, problem: Exception) -> Response:
+async def _on_invalid_parameters(request: Request, problem: Exception) -> Response:
     assert isinstance(problem, RequestValidationError)
-    # Concerns parameters of the URL only; bodies are decoded elsewhere.
+    # Only for parameters of the URL; bodies are decoded elsewhere.
     reasons: list[str] = []
     for error in problem.errors():
         given = "" if error["type"] == "missing" else f", got {str(error['input'])[:100]!r}"
@@ -100,7 +129,7 @@ async def _unread(request: Request, problem: Exception) -> Response:
     return Refusal(422, "; ".join(reasons)).response()
 
 
-async def _failed(request: Request, problem: Exception) -> Response:
+async def _on_unexpected_error(request: Request, problem: Exception) -> Response:
     # The traceback goes to the log only. Clients retry a poll that fails with 5xx forever, so a poll gets 400.
     logger.error("event=request_failed path=%s", request.url.path, exc_info=problem)
     status = 400 if request.url.path.endswith("/retrieve_future") else 500

@@ -12,7 +12,7 @@ _CHUNK_BYTES = 2**20
 
 @dataclass(frozen=True)
 class Archive:
-    """A tar archive of files of a folder, in the order of `names`. Its bytes depend on contents and times only."""
+    """A tar archive of files in a folder. Its bytes depend only on the files' names, order, contents and times."""
 
     folder: Path
     headers: Sequence[tuple[bytes, str, int]]

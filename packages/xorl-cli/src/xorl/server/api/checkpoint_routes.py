@@ -11,6 +11,7 @@ from email.utils import formatdate
 from pathlib import Path
 from urllib.parse import quote
 
+import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import FileResponse, RedirectResponse, Response, StreamingResponse
@@ -18,10 +19,8 @@ from starlette.responses import FileResponse, RedirectResponse, Response, Stream
 from xorl.server.api.archive import Archive
 from xorl.server.api.context import api_of, dialect_of
 from xorl.server.api.control_routes import iso, page
-from xorl.server.api.model_bodies import checkpoint_of, ttl
-from xorl.server.api.refusal import Refusal
-from xorl.server.api.reply import JSON, json_response
-from xorl.server.api.small_bodies import DeleteBody, ModelBody, TtlBody, WeightsInfoBody
+from xorl.server.api.model_bodies import ModelBody, checkpoint_of, ttl
+from xorl.server.api.responses import JSON, Refusal, json_response, refuse_invalid
 from xorl.server.identifiers import CheckpointRef, Dialect, checkpoint_folder
 from xorl.server.messages import Ok
 from xorl.server.queries import (
@@ -44,6 +43,26 @@ _TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights
 _URL_LIFETIME_S = 3600
 # Signs URLs that need no token. The key is random, so URLs become invalid when the process restarts.
 _URL_KEY = secrets.token_bytes(32)
+
+
+class WeightsInfoBody(msgspec.Struct, frozen=True):
+    """The body of /weights_info; each client has its own name for the URI."""
+
+    tinker_path: str | None = None
+    xorl_path: str | None = None
+
+
+class DeleteBody(msgspec.Struct, frozen=True):
+    """The body of /delete_checkpoint."""
+
+    checkpoint_id: str
+    model_id: str = "default"
+
+
+class TtlBody(msgspec.Struct, frozen=True):
+    """The body of .../ttl; None: never expires."""
+
+    ttl_seconds: float | None = None
 
 
 @router.get("/training_runs")
@@ -98,10 +117,8 @@ async def post_delete_checkpoint(request: Request) -> Response:
     """Delete a checkpoint, named as KIND/NAME or KIND/MODEL/NAME."""
     api = api_of(request)
     given = await api.bodies.parse(request, DeleteBody)
-    try:
+    with refuse_invalid():
         ref = checkpoint_of(given.checkpoint_id, given.model_id)
-    except ValueError as problem:
-        raise Refusal(400, str(problem)) from None
     await api.orchestrator.ask(DeleteCheckpoint(ref), Ok)
     return json_response({"success": True, "deleted_path": ref.uri(dialect_of(request)), "error": None})
 
@@ -111,10 +128,8 @@ async def set_ttl(request: Request, model_id: str, kind: str, name: str) -> Resp
     """Set how long a checkpoint is kept."""
     api = api_of(request)
     given = await api.bodies.parse(request, TtlBody)
-    try:
+    with refuse_invalid():
         ttl_s = ttl(given.ttl_seconds)
-    except ValueError as problem:
-        raise Refusal(400, str(problem)) from None
     await api.orchestrator.ask(SetCheckpointTtl(_ref(model_id, kind, name), ttl_s), Ok)
     return Response(status_code=204)
 
@@ -127,10 +142,8 @@ async def weights_info(request: Request) -> Response:
     path = given.tinker_path or given.xorl_path
     if path is None:
         raise Refusal(400, "give tinker_path or xorl_path")
-    try:
+    with refuse_invalid():
         ref = checkpoint_of(path, None)
-    except ValueError as problem:
-        raise Refusal(400, str(problem)) from None
     info = await api.orchestrator.ask(GetWeightsInfo(ref), WeightsInfo)
     lora = info.lora
     return json_response(
@@ -240,10 +253,8 @@ def _signature(path: str, expires: int) -> str:
 
 
 def _ref(model_id: str, kind: str, name: str) -> CheckpointRef:
-    try:
+    with refuse_invalid():
         return checkpoint_of(f"{kind}/{model_id}/{name}", None)
-    except ValueError as problem:
-        raise Refusal(400, str(problem)) from None
 
 
 def _run_json(run: TrainingRun, dialect: Dialect) -> dict[str, JSON]:

@@ -1,49 +1,91 @@
-"""Shared by the routes: the parts of the process, the dialect of a request, and submitting operations in order."""
+"""Shared by the routes: the process's settings and parts, a request's dialect, and submitting operations in order."""
 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import zstandard
 from starlette.requests import Request
 from starlette.responses import Response
 
-from xorl.server.api.gate import ApiMetrics, BodyReader
+from xorl.server.api.gate import HEAD_BYTES, ApiMetrics, BodyReader, decompress
 from xorl.server.api.orchestrator_client import OrchestratorClient
-from xorl.server.api.refusal import Refusal
-from xorl.server.api.reply import json_response
-from xorl.server.api.sequence import sequence_of
-from xorl.server.api.settings import ApiSettings
-from xorl.server.api.tensors import ByteBudget
+from xorl.server.api.responses import Refusal, json_response
 from xorl.server.api.text import TextCoder
-from xorl.server.identifiers import Dialect
+from xorl.server.channel import Limits
+from xorl.server.channel.wire import is_loopback
+from xorl.server.identifiers import Dialect, check_model_id
+from xorl.server.messages import Ok, Tombstone
 from xorl.server.operations import ModelOperation, Sample
 from xorl.server.queries import ServiceInfo
 
 # Longer bodies are decoded in a thread; for shorter ones a thread costs more than it saves.
 _THREAD_BYTES = 2**18
+_MODEL_ID = re.compile(rb'"model_id"\s*:\s*"([^"\\]{1,200})"')
+_SEQ_ID = re.compile(rb'"seq_id"\s*:\s*(\d{1,16})(?!\d)')
+# In protobuf: the tag and length of field 1, a string, and later the tag of field 2 with a varint of up to five bytes.
+_STRING = re.compile(rb"\x0a([\x01-\x7f]|[\x80-\xff]\x01)", re.DOTALL)
+_VARINT = re.compile(rb"\x10([\x80-\xff]{0,4}[\x00-\x7f])", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class ApiSettings:
+    """Addresses, keys and limits of the API process.
+
+    Attributes:
+        orchestrator: its address.
+        host: the address that the API listens on.
+        token: the API token that clients must send; None is allowed only if the host is a loopback address.
+        body_bytes: the maximum length of a body, also after decompression and after sparse tensors are made dense.
+        bytes_in_flight: the maximum length of all bodies that are being read at once.
+        poll_s: how long a poll waits for the result.
+        patience_s: how long a request waits for a restarting orchestrator before it is answered with 503.
+    """
+
+    orchestrator: str
+    host: str = "127.0.0.1"
+    port: int = 5555
+    token: str | None = field(default=None, repr=False)
+    body_bytes: int = 256 * 2**20
+    bytes_in_flight: int = 2 * 2**30
+    poll_s: float = 25.0
+    patience_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        # An operation is about as long as its body, and the rest of a message is far below a tenth of it.
+        longest = Limits().message_bytes * 9 // 10
+        if not 0 < self.body_bytes <= longest:
+            raise ValueError(f"max_request_mb must be above 0 and at most {longest // 10**6}, the limit of a message")
+        if not 0 < self.poll_s <= 30:
+            raise ValueError(
+                f"poll_s must be above 0 and at most 30, so that clients do not time out; got {self.poll_s}"
+            )
+        if self.token is None and not is_loopback(self.host):
+            raise ValueError(
+                f"host {self.host} can be reached from other machines: set api_token, or use host 127.0.0.1"
+            )
+        if self.token is not None and len(self.token) < 16:
+            raise ValueError("api_token has fewer than 16 characters: use a long random one")
 
 
 @dataclass(frozen=True)
 class Api:
-    """The parts of the process. reading: limits how many long bodies are decoded at once, which bounds the memory."""
+    """The parts of the process. decode_slots: limits how many long bodies are decoded at once, to bound the memory."""
 
     settings: ApiSettings
     orchestrator: OrchestratorClient
     bodies: BodyReader
     metrics: ApiMetrics
     text: TextCoder
-    reading: asyncio.Semaphore
-
-    def tensor_budget(self) -> ByteBudget:
-        """The memory that the tensors of one request may take."""
-        return ByteBudget(self.settings.body_bytes)
+    decode_slots: asyncio.Semaphore
 
 
 @dataclass(frozen=True)
 class OrderedOperation:
-    """An operation with its place in the order of its model's calls; see Submit for the fields."""
+    """An operation with its position in the order of its model's calls; see `messages.Submit` for the fields."""
 
     operation: ModelOperation | Sample
     key: str | None = None
@@ -61,12 +103,17 @@ def dialect_of(request: Request) -> Dialect:
     return "tinker" if "x-sdk-version" in request.headers else "xorl"
 
 
+def is_protobuf(request: Request) -> bool:
+    """Whether the request's body is protobuf, by its content type."""
+    return request.headers.get("content-type", "").startswith("application/x-protobuf")
+
+
 async def submit_operation(
     request: Request, read: Callable[[bytes, ServiceInfo], OrderedOperation]
 ) -> tuple[str, OrderedOperation]:
     """Read the body and submit its operation; returns the id to poll and the operation.
 
-    If the request is refused for good, its seq_id is marked as skipped, so that later calls do not wait for it.
+    If the request is refused permanently, its seq_id is marked as skipped, so that later calls do not wait for it.
 
     read: converts the body to an operation; raises ValueError or Refusal if it is invalid.
     """
@@ -75,15 +122,15 @@ async def submit_operation(
         body = await api.bodies.read(request)
         info = await api.orchestrator.info()
         if len(body) > _THREAD_BYTES:
-            async with api.reading:
+            async with api.decode_slots:
                 ordered = await asyncio.to_thread(read, body, info)
         else:
             ordered = read(body, info)
     except (ValueError, Refusal) as problem:
         refusal = problem if isinstance(problem, Refusal) else Refusal(400, str(problem))
-        sequence = sequence_of(request) if refusal.is_final else None
+        sequence = _sequence_of(request) if refusal.is_final else None
         if sequence is not None:
-            await api.orchestrator.skip_seq_id(*sequence)
+            await api.orchestrator.ask(Tombstone(*sequence), Ok)
         raise refusal from None
     request_id = await api.orchestrator.submit(
         ordered.operation,
@@ -106,3 +153,38 @@ async def future_response(request: Request, read: Callable[[bytes, ServiceInfo],
     else:
         answer["model_id"] = ordered.operation.model_id
     return json_response(answer)
+
+
+def _sequence_of(request: Request) -> tuple[str, int] | None:
+    """The model and seq_id of a refused request, from the beginning of its body; None if they are not there."""
+    head: bytes = getattr(request.state, "head", b"")
+    if request.headers.get("content-encoding") == "zstd":
+        try:
+            head = decompress(head, HEAD_BYTES)
+        except zstandard.ZstdError:
+            return None
+    found = _in_protobuf(head) if is_protobuf(request) else _in_json(head)
+    if found is None:
+        return None
+    try:
+        return check_model_id(found[0].decode()), found[1]
+    except ValueError:
+        return None
+
+
+def _in_json(head: bytes) -> tuple[bytes, int] | None:
+    model_id, seq_id = _MODEL_ID.search(head), _SEQ_ID.search(head)
+    return None if model_id is None or seq_id is None else (model_id[1], int(seq_id[1]))
+
+
+def _in_protobuf(head: bytes) -> tuple[bytes, int] | None:
+    length = _STRING.match(head)
+    if length is None:
+        return None
+    size = length[1][0] if len(length[1]) == 1 else (length[1][0] & 0x7F) + (length[1][1] << 7)
+    end = length.end() + size
+    number = _VARINT.match(head, end)
+    if number is None:
+        return None
+    seq_id = sum((byte & 0x7F) << (7 * index) for index, byte in enumerate(number[1]))
+    return head[length.end() : end], seq_id

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from datetime import UTC, datetime
+from typing import Any
 
+import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -12,9 +13,7 @@ from starlette.responses import Response
 from xorl.server.api.context import api_of
 from xorl.server.api.gate import SMALL_BYTES
 from xorl.server.api.model_bodies import metadata
-from xorl.server.api.refusal import Refusal
-from xorl.server.api.reply import JSON, json_response
-from xorl.server.api.small_bodies import FinishBody, SessionBody
+from xorl.server.api.responses import JSON, Refusal, json_response, refuse_invalid
 from xorl.server.identifiers import check_model_id
 from xorl.server.messages import Ok
 from xorl.server.queries import (
@@ -24,7 +23,6 @@ from xorl.server.queries import (
     GetStatus,
     Heartbeat,
     ListSessions,
-    ServiceInfo,
     SessionCreated,
     SessionInfo,
     Sessions,
@@ -40,9 +38,32 @@ _HEALTH_TIMEOUT_S = 1.0
 _LAST_TIME_S = datetime(9999, 12, 31, tzinfo=UTC).timestamp()
 
 
+class SessionBody(msgspec.Struct, frozen=True):
+    """The body of /create_session and /session_heartbeat."""
+
+    session_id: str | None = None
+    tags: list[str] = []
+    user_metadata: dict[str, Any] | None = None
+    display_name: str | None = None
+    sdk_version: str | None = None
+
+
+class FinishReason(msgspec.Struct, frozen=True):
+    """The reason why a session is finished."""
+
+    type: str = "success"
+
+
+class FinishBody(msgspec.Struct, frozen=True):
+    """The body of /sessions/{id}/finish."""
+
+    reason: FinishReason = FinishReason()
+    detail: str | None = None
+
+
 @router.post("/api/v1/client/config")
 async def client_config(request: Request) -> Response:
-    """How a client splits its data: few large bodies without compression, since client and service share a network."""
+    """Tell a client how to split its data: large uncompressed bodies, since client and service share a network."""
     limit = api_of(request).settings.body_bytes
     chunk_bytes = min(_CHUNK_BYTES, limit // 4)
     return json_response(
@@ -59,7 +80,7 @@ async def client_config(request: Request) -> Response:
 
 @router.post("/api/v1/client/dynamic_config")
 async def client_dynamic_config() -> Response:
-    """Settings that a client refreshes periodically."""
+    """Return the settings that a client refreshes periodically."""
     return json_response({"refresh_interval_sec": 300, "sample_cancel_enabled": True})
 
 
@@ -68,15 +89,13 @@ async def create_session(request: Request) -> Response:
     """Create a session."""
     api = api_of(request)
     given = await api.bodies.parse(request, SessionBody)
-    try:
+    with refuse_invalid():
         query = CreateSession(
             None if given.session_id is None else check_model_id(given.session_id),
             tags=tuple(given.tags),
             user_metadata=metadata(given.user_metadata),
             display_name=given.display_name,
         )
-    except ValueError as problem:
-        raise Refusal(400, str(problem)) from None
     created = await api.orchestrator.ask(query, SessionCreated)
     return json_response(
         {
@@ -150,9 +169,15 @@ async def session_info(request: Request) -> Response:
 
 @router.get("/api/v1/get_server_capabilities")
 async def capabilities(request: Request) -> Response:
-    """List the supported models, which is the base model only."""
+    """List the supported models: only the base model."""
     info = await api_of(request).orchestrator.info()
-    return json_response({"supported_models": [_supported(info)]})
+    model: JSON = {
+        "model_name": info.model_name,
+        "max_context_length": info.max_context_length,
+        "trainable": True,
+        "sampleable": True,
+    }
+    return json_response({"supported_models": [model]})
 
 
 @router.post("/api/v1/telemetry")
@@ -164,7 +189,7 @@ async def telemetry(request: Request) -> Response:
 
 @router.get("/api/v1/healthz")
 async def healthz(request: Request) -> Response:
-    """Whether the service is ready for calls."""
+    """Return whether the service is ready for calls."""
     if await _is_ready(request):
         return json_response({"status": "ok"})
     return json_response({"status": "not_ready"}, 503, {"retry-after": "1"})
@@ -172,7 +197,7 @@ async def healthz(request: Request) -> Response:
 
 @router.get("/health")
 async def health(request: Request) -> Response:
-    """The same as `healthz`, in the other client's format."""
+    """Return the same as `healthz`, in xorl-client's format."""
     is_ready = await _is_ready(request)
     content = {"status": "healthy" if is_ready else "starting", "engine_running": is_ready}
     return json_response(content, 200 if is_ready else 503)
@@ -180,24 +205,11 @@ async def health(request: Request) -> Response:
 
 async def _is_ready(request: Request) -> bool:
     orchestrator = api_of(request).orchestrator
-    deadline = time.monotonic() + _HEALTH_TIMEOUT_S
-    while not orchestrator.is_connected:
-        if time.monotonic() > deadline:
-            return False
-        await orchestrator.wait(0.05)
+    await orchestrator.wait(_HEALTH_TIMEOUT_S)
     try:
-        return (await orchestrator.info()).ready
+        return orchestrator.is_connected and (await orchestrator.info()).ready
     except Refusal:
         return False
-
-
-def _supported(info: ServiceInfo) -> JSON:
-    return {
-        "model_name": info.model_name,
-        "max_context_length": info.max_context_length,
-        "trainable": True,
-        "sampleable": True,
-    }
 
 
 def iso(seconds: float) -> str:

@@ -16,12 +16,12 @@ from xorl.server.identifiers import SeqId, check_model_id
 from xorl.server.operations import ForwardBackward, OptimStep
 
 _DTYPE_NAMES: dict[int, Dtype] = {1: "float32", 2: "int64", 3: "int32", 4: "bfloat16"}
-_REPLAY = "routed_experts: replaying a sampler's routing is not supported, send the data without it"
+_NO_REPLAY = "routed_experts: replaying a sampler's routing is not supported, send the data without it"
 LossOptions = dict[str, float | str | bool | None]
 
 
 class ChunkJson(msgspec.Struct, frozen=True):
-    """A part of a sequence; only chunks of tokens are supported."""
+    """A part of a sequence. Only chunks of tokens are supported."""
 
     type: str = "encoded_text"
     tokens: list[int] | None = None
@@ -34,7 +34,7 @@ class ModelInputJson(msgspec.Struct, frozen=True):
     input_ids: list[int] | None = None
 
     def tokens(self, vocab_size: int | None, what: str) -> Array:
-        """All tokens as int32 [T]. Raises ValueError for images and sounds, and if there are no tokens."""
+        """All tokens as int32 [T]. Raises ValueError for images and audio, and if there are no tokens."""
         if (self.chunks is None) == (self.input_ids is None):
             raise ValueError(f"{what} must have either chunks or input_ids")
         ids = list(self.input_ids or [])
@@ -57,7 +57,7 @@ class DatumJson(msgspec.Struct, frozen=True):
     def datum(self, index: int, vocab_size: int | None, budget: ByteBudget) -> Datum:
         """The datum, validated; ValueError names it by its index."""
         if self.routed_experts is not None and bytes(self.routed_experts) != b"null":
-            raise ValueError(_REPLAY)
+            raise ValueError(_NO_REPLAY)
         arrays: dict[str, Array] = {}
         for name, given in self.loss_fn_inputs.items():
             dtype = "int64" if name == "target_tokens" else "float32"
@@ -78,7 +78,7 @@ class ForwardJson(msgspec.Struct, frozen=True):
 
 
 class ForwardBody(msgspec.Struct, frozen=True):
-    """The body of /forward and /forward_backward; the field with the input is named after the path."""
+    """The body of /forward and /forward_backward. The input is in the field that is named after the path."""
 
     model_id: str = "default"
     seq_id: SeqId | None = None
@@ -92,7 +92,7 @@ class ForwardBody(msgspec.Struct, frozen=True):
             raise ValueError("the body must have forward_backward_input, or forward_input for /forward")
         for replay in (given.routed_experts, given.routed_expert_logits):
             if replay is not None and bytes(replay) != b"null":
-                raise ValueError(_REPLAY)
+                raise ValueError(_NO_REPLAY)
         data = [datum.datum(index, vocab_size, budget) for index, datum in enumerate(given.data)]
         options = given.loss_fn_params or given.loss_fn_config or {}
         return _forward_backward(self.model_id, data, given.loss_fn, options, forward_only)

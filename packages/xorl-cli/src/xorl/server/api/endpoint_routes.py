@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from xorl.server.api.context import Api, api_of
-from xorl.server.api.refusal import Refusal
-from xorl.server.api.reply import JSON, json_response
+from xorl.server.api.responses import JSON, Refusal, json_response, refuse_invalid
 from xorl.server.api.results import sync_json
-from xorl.server.api.small_bodies import ConnectBody, EndpointBody, QuantizationBody, SyncBody
 from xorl.server.identifiers import check_model_id
 from xorl.server.messages import Ok
 from xorl.server.operations import BlockFp8, Endpoint, SyncResult, SyncWeights
@@ -35,11 +34,58 @@ router = APIRouter()
 # The model id that xorl-client uses by default.
 _DEFAULT = "default"
 
-_SYNC_S = 1750.0
 # The only quantized format that SGLang accepts from a trainer; keys and values as in Hugging Face's configuration.
 _BLOCK_FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 # xorl-client's names for transfer methods; here they all mean a broadcast to a group.
 _METHODS = ("nccl_broadcast", "nccl", "nccl_ep_scatter")
+
+
+class EndpointBody(msgspec.Struct, frozen=True):
+    """The body of /add_inference_endpoint and /remove_inference_endpoint."""
+
+    host: str
+    port: int
+    worker_port: int | None = None
+    world_size: int = 1
+    pool: str = "default"
+    receiver_kv_cache_dtype: str | None = None
+    model_id: str | None = None
+    sync_weights: bool = False
+    master_address: str | None = None
+    master_port: int = 0
+    group_name: str = "weight_sync_group"
+    buffer_size_mb: int = 1024
+
+
+class ConnectBody(msgspec.Struct, frozen=True):
+    """The body of /connect_inference_endpoint."""
+
+    master_address: str | None = None
+    master_port: int = 0
+    group_name: str = "weight_sync_group"
+
+
+class SyncBody(msgspec.Struct, frozen=True):
+    """The body of /sync_inference_weights. xorl-client does not send a model_id."""
+
+    model_id: str | None = None
+    sync_method: str | None = None
+    master_address: str | None = None
+    master_port: int = 0
+    group_name: str = "weight_sync_group"
+    buffer_size_mb: int = 1024
+    flush_cache: bool | None = None
+    cache_invalidation_mode: Literal["auto", "flush", "none"] = "auto"
+    pause_mode: Literal["retract", "abort", "in_place"] = "retract"
+    weight_version: str | None = None
+    quantization: dict[str, Any] | None = None
+    pools: list[str] | None = None
+
+
+class QuantizationBody(msgspec.Struct, frozen=True):
+    """The body of /set_sync_quantization: a `quantization_config` as in Hugging Face's files, or null."""
+
+    quantization: dict[str, Any] | None
 
 
 @router.post("/add_inference_endpoint")
@@ -125,7 +171,7 @@ async def sync_weights(request: Request) -> Response:
     if flush is None:
         # in_place continues running requests, which need the cached keys and values that a flush would drop.
         flush = {"auto": given.pause_mode != "in_place", "flush": True, "none": False}[given.cache_invalidation_mode]
-    try:
+    with refuse_invalid():
         operation = SyncWeights(
             await _model_id(api, given.model_id),
             master_address=given.master_address or "",
@@ -137,17 +183,12 @@ async def sync_weights(request: Request) -> Response:
             weight_version=given.weight_version,
             quantization=quantization,
         )
-    except ValueError as problem:
-        raise Refusal(400, str(problem)) from None
-    result = await api.orchestrator.result(await api.orchestrator.submit(operation, "xorl"), _SYNC_S)
-    if not isinstance(result, SyncResult):
-        raise Refusal(500, f"the orchestrator answered a sync with {type(result).__name__}")
-    return json_response(sync_json(result))
+    return json_response(sync_json(await api.orchestrator.run(operation, SyncResult)))
 
 
 @router.post("/api/v1/set_sync_quantization")
 async def set_sync_quantization(request: Request) -> Response:
-    """Set the quantization of weights that are sent from now on."""
+    """Set the quantization of later weight syncs."""
     api = api_of(request)
     given = await api.bodies.parse(request, QuantizationBody)
     chosen = _quantization(given.quantization)
@@ -167,15 +208,14 @@ async def _send_to(api: Api, endpoint: Endpoint, given: EndpointBody) -> tuple[b
             group_name=given.group_name,
             buffer_size_mb=given.buffer_size_mb,
         )
-        result = await api.orchestrator.result(await api.orchestrator.submit(operation, "xorl"), _SYNC_S)
+        result = await api.orchestrator.run(operation, SyncResult)
     except (Refusal, ValueError) as problem:
         return False, f"the endpoint was added, but the model's weights could not be sent: {problem}"
-    assert isinstance(result, SyncResult), "the result of a SyncWeights"
     return result.success, result.message
 
 
 async def _model_id(api: Api, given: str | None) -> str:
-    """The model whose weights to send. Without an id: the model named default, or the only model."""
+    """The model whose weights to send: the given one, or the model named default, or the only one."""
     if given is not None:
         return check_model_id(given)
     status = await api.orchestrator.ask(GetStatus(), Status)
@@ -219,7 +259,7 @@ def _check(given: EndpointBody) -> None:
 
 
 def _check_transfer(given: EndpointBody | SyncBody) -> None:
-    """Validate the options of a transfer now; a sync after a step would only fail long after this call."""
+    """Validate the options of a transfer now; otherwise a sync after a step would fail long after this call."""
     if given.buffer_size_mb < 1:
         raise Refusal(400, f"buffer_size_mb must be 1 or more, got {given.buffer_size_mb}")
     if not 0 <= given.master_port <= 65535:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from xorl.server.api.context import api_of, dialect_of
-from xorl.server.api.refusal import Refusal
-from xorl.server.api.reply import JSON, json_response
+from xorl.server.api.responses import JSON, Refusal, json_response
 from xorl.server.api.results import result_json, result_protobuf
-from xorl.server.api.small_bodies import FutureBody
 from xorl.server.messages import Cancel, Finished, Ok, Pending, Unknown
 from xorl.server.operations import LossResult, SampleResult
 
@@ -20,6 +19,13 @@ router = APIRouter(prefix="/api/v1")
 
 # Results with more datums are encoded in a thread, so that they do not block other requests.
 _THREAD_DATUMS = 64
+
+
+class FutureBody(msgspec.Struct, frozen=True):
+    """The body of /retrieve_future and /cancel_future."""
+
+    request_id: str
+    allow_metadata_only: bool = False
 
 
 @router.post("/retrieve_future")

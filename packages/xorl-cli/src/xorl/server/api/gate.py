@@ -15,8 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from xorl.server.api.refusal import Refusal
-from xorl.server.api.settings import ApiSettings
+from xorl.server.api.responses import Refusal
 
 Body = TypeVar("Body")
 
@@ -47,7 +46,7 @@ class ApiMetrics:
             registry=self.registry,
         )
         self.open = Gauge("xorl_http_requests_open", "Requests that are not answered yet.", registry=self.registry)
-        self.body_bytes = Counter("xorl_http_body_bytes", "Of bodies, as sent.", registry=self.registry)
+        self.body_bytes = Counter("xorl_http_body_bytes", "Bytes of request bodies, as sent.", registry=self.registry)
         self.refused = Counter("xorl_http_unauthorized", "Requests without the token.", registry=self.registry)
 
 
@@ -58,10 +57,10 @@ class Gate:
     another origin, or addressed to another host name, are therefore refused.
     """
 
-    def __init__(self, app: ASGIApp, settings: ApiSettings, metrics: ApiMetrics) -> None:
+    def __init__(self, app: ASGIApp, token: str | None, host: str, metrics: ApiMetrics) -> None:
         self._app = app
-        self._token = None if settings.token is None else settings.token.encode()
-        self._host = settings.host
+        self._token = None if token is None else token.encode()
+        self._host = host
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -135,16 +134,16 @@ def _is_this_machine(host: str, bound_host: str) -> bool:
 
 
 class BodyReader:
-    """Reads bodies within the settings' limits."""
+    """Reads bodies within the limits of one body and of all bodies that are being read at once, in bytes."""
 
-    def __init__(self, settings: ApiSettings, metrics: ApiMetrics) -> None:
-        self._limit = settings.body_bytes
-        self._in_flight_limit = settings.bytes_in_flight
+    def __init__(self, limit: int, in_flight_limit: int, metrics: ApiMetrics) -> None:
+        self._limit = limit
+        self._in_flight_limit = in_flight_limit
         self._in_flight = 0
         self._metrics = metrics
 
     async def read(self, request: Request, at_most: int | None = None) -> bytes:
-        """The decompressed body, of at most `at_most` bytes (None: the settings' limit).
+        """The decompressed body, of at most `at_most` bytes (by default the reader's limit).
 
         Also stores the raw beginning of the body in request.state.head, even if the body is refused.
 

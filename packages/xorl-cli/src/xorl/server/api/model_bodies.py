@@ -31,6 +31,13 @@ MAX_METADATA_BYTES = 16384
 MAX_TTL_S = 100 * 365 * 24 * 3600.0
 
 
+class ModelBody(msgspec.Struct, frozen=True):
+    """The body of calls that need only a model: its id and the call's sequence number."""
+
+    model_id: str = "default"
+    seq_id: SeqId | None = None
+
+
 class LoraJson(msgspec.Struct, frozen=True):
     """The configuration of an adapter. Each client has its own names for rank and alpha."""
 
@@ -71,7 +78,7 @@ class OptimizerJson(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CreateModelBody(msgspec.Struct, frozen=True):
-    """The body of /create_model. tinker sends a session and a number in it, xorl-client the id of the model."""
+    """The body of /create_model. tinker sends a session and the model's number in it, xorl-client the model's id."""
 
     base_model: str
     session_id: str | None = None
@@ -148,7 +155,7 @@ class SaveWeightsBody(msgspec.Struct, frozen=True):
 
 
 class SaveForSamplerBody(msgspec.Struct, frozen=True):
-    """The body of /save_weights_for_sampler. path and name are synonyms; without them, weights are kept in memory."""
+    """The body of /save_weights_for_sampler. path and name are synonyms; without either, weights are kept in memory."""
 
     model_id: str = "default"
     path: str | None = None
@@ -211,7 +218,7 @@ class SaveExternalBody(msgspec.Struct, frozen=True):
 
 
 def new_model_id(session_id: str | None, model_seq_id: int | None, model_id: str | None) -> str:
-    """The id of a new model: made from a session and a number in it, or else the given id or `default`."""
+    """The id of a new model: built from a session and the model's number in it, or else the given id or `default`."""
     if session_id is not None and model_seq_id is not None:
         return check_model_id(model_id_of(session_id, model_seq_id))
     return check_model_id(model_id or "default")

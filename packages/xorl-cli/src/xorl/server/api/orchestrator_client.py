@@ -11,11 +11,10 @@ from typing import TypeVar
 
 import msgspec
 
-from xorl.server.api.refusal import Refusal
-from xorl.server.api.settings import ApiSettings
+from xorl.server.api.responses import Refusal
 from xorl.server.channel import ChannelClient, ChannelError, PeerLost
 from xorl.server.identifiers import Dialect, session_of
-from xorl.server.messages import Accepted, Finished, Ok, Pending, Poll, Rejected, Result, Submit, Tombstone, Unknown
+from xorl.server.messages import Accepted, Finished, Pending, Poll, Rejected, Submit, Unknown
 from xorl.server.operations import Failure, Message, ModelOperation, Sample
 from xorl.server.queries import Answer, GetService, Request, ServiceInfo
 
@@ -23,6 +22,8 @@ AnswerT = TypeVar("AnswerT", bound=Message)
 
 _INFO_MAX_AGE_S = 1.0
 _ANSWER_TIMEOUT_S = 60.0
+# Just below the clients' timeout for calls that are answered when the operation has ended.
+_RESULT_TIMEOUT_S = 1750.0
 # How much longer than the poll itself an answer to it may take.
 _POLL_MARGIN_S = 5.0
 _RETRY_DELAY_S = 0.02
@@ -30,11 +31,11 @@ _TOO_LONG = "an integer in this request has more than 64 bits: send a smaller on
 
 
 class OrchestratorClient:
-    """Sends requests to the orchestrator and retries them if it restarts; all requests are idempotent."""
+    """Sends requests to the orchestrator and retries them for up to patience_s if it restarts; all are idempotent."""
 
-    def __init__(self, settings: ApiSettings) -> None:
-        self._client: ChannelClient[Answer] = ChannelClient(settings.orchestrator, Answer, keys=settings.keys)
-        self._patience_s = settings.patience_s
+    def __init__(self, address: str, patience_s: float) -> None:
+        self._client: ChannelClient[Answer] = ChannelClient(address, Answer)
+        self._patience_s = patience_s
         # Equal operations must have equal bytes, even if a client sends fields in another order.
         self._encode = msgspec.msgpack.Encoder(order="deterministic").encode
         self._info: tuple[float, ServiceInfo] | None = None
@@ -104,11 +105,6 @@ class OrchestratorClient:
         )
         return (await self.ask(submit, Accepted)).request_id
 
-    async def skip_seq_id(self, model_id: str, seq_id: int | None) -> None:
-        """Report that a call with this seq_id was refused here, so that later ones do not wait for it."""
-        if seq_id is not None:
-            await self.ask(Tombstone(model_id, seq_id), Ok)
-
     async def poll(self, request_id: str, wait_s: float) -> Pending | Finished | Unknown:
         """Wait for a result for up to wait_s. Also returns Pending while the orchestrator restarts.
 
@@ -131,18 +127,27 @@ class OrchestratorClient:
             raise Refusal(500, f"the orchestrator answered a poll with {type(answer).__name__}")
         return answer
 
-    async def result(self, request_id: str, timeout_s: float) -> Result:
-        """Poll until the result is there. Raises Refusal if the operation failed, and after timeout_s."""
-        end = time.monotonic() + timeout_s
+    async def run(self, operation: ModelOperation, result_type: type[AnswerT]) -> AnswerT:
+        """Submit an operation and wait for its result, as `result` does."""
+        return await self.result(await self.submit(operation, "xorl"), result_type)
+
+    async def result(self, request_id: str, result_type: type[AnswerT]) -> AnswerT:
+        """Poll until the result is there. Raises Refusal if the operation failed, or after _RESULT_TIMEOUT_S."""
+        end = time.monotonic() + _RESULT_TIMEOUT_S
         while (left := end - time.monotonic()) > 0:
             answer = await self.poll(request_id, min(left, 20.0))
             if isinstance(answer, Unknown):
                 raise Refusal(410, f"the result of {request_id} has expired")
             if isinstance(answer, Finished):
-                if isinstance(answer.result, Failure):
-                    raise Refusal(answer.result.status, answer.result.message)
-                return answer.result
-        raise Refusal(504, f"{request_id} has not finished within {timeout_s:g} s but is still running: poll for it")
+                result = answer.result
+                if isinstance(result, Failure):
+                    raise Refusal(result.status, result.message)
+                if not isinstance(result, result_type):
+                    raise Refusal(500, f"{request_id} returned {type(result).__name__}, not {result_type.__name__}")
+                return result
+        raise Refusal(
+            504, f"{request_id} has not finished within {_RESULT_TIMEOUT_S:g} s but is still running: poll for it"
+        )
 
     async def _ask(self, request: Request, timeout_s: float) -> Answer:
         end = time.monotonic() + self._patience_s

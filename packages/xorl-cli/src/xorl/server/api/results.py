@@ -9,7 +9,7 @@ import numpy as np
 from google.protobuf.message import Message as ProtobufMessage
 
 from xorl.server.api.protobuf import DTYPES, MESSAGES
-from xorl.server.api.reply import JSON, Floats
+from xorl.server.api.responses import JSON, Floats
 from xorl.server.datum import Array
 from xorl.server.identifiers import Dialect
 from xorl.server.operations import (
@@ -83,7 +83,7 @@ def loss_json(result: LossResult) -> JSON:
 
 
 def strict_metrics(metrics: dict[str, float]) -> dict[str, float]:
-    """Metrics for clients whose JSON parser rejects NaN and Infinity: those are replaced by `{name}_not_finite`: 1."""
+    """Metrics without NaN and Infinity, which some JSON parsers reject: `{name}_not_finite`: 1 replaces them."""
     return {
         name if math.isfinite(value) else f"{name}_not_finite": value if math.isfinite(value) else 1.0
         for name, value in metrics.items()
@@ -91,7 +91,7 @@ def strict_metrics(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def likely_tokens(top: TopLogprobs) -> list[list[tuple[int, float]]]:
-    """(token, log-probability) pairs of each position, without empty cells."""
+    """The (token, log-probability) pairs at each position, without empty cells."""
     rows = zip(top.token_ids.numpy().tolist(), top.logprobs.numpy().tolist(), strict=True)
     return [[cell for cell in zip(*row, strict=True) if cell[1] != NO_LOGPROB] for row in rows]
 
@@ -105,7 +105,7 @@ def tensor_json(array: Array) -> JSON:
 def sample_json(result: SampleResult) -> JSON:
     """Samples for clients that do not accept protobuf. The most likely tokens are pairs (id, log-probability)."""
     prompt = None if result.prompt_logprobs is None else result.prompt_logprobs.numpy().tolist()
-    top_prompt, targets = _top_pairs(result.topk_prompt_logprobs), _asked_targets(result)
+    top_prompt, targets = _top_pairs(result.topk_prompt_logprobs), _target_logprobs(result)
     return {
         "type": "sample",
         "sequences": [
@@ -192,7 +192,7 @@ def _batched(arrays: list[Array]) -> ProtobufMessage:
 
 
 def _sample_message(result: SampleResult) -> ProtobufMessage:
-    targets = _asked_targets(result)
+    targets = _target_logprobs(result)
     if targets is not None:
         targets = MESSAGES["Tensor"](dense=targets.data, dtype=DTYPES["float32"], shape=targets.shape)
     return MESSAGES["SampleResponse"](
@@ -204,8 +204,8 @@ def _sample_message(result: SampleResult) -> ProtobufMessage:
     )
 
 
-def _asked_targets(result: SampleResult) -> Array | None:
-    """Log-probabilities of the target tokens, fp32, with 0 for entries that were not scored, as clients expect."""
+def _target_logprobs(result: SampleResult) -> Array | None:
+    """The log-probabilities of the target tokens, fp32; 0 where nothing was scored, as clients expect."""
     if result.target_prompt_logprobs is None:
         return None
     return Array.of(np.nan_to_num(result.target_prompt_logprobs.numpy().astype(np.float32), nan=0.0))

@@ -17,7 +17,7 @@ MAX_TOP = 1024
 
 
 class SamplingParamsJson(msgspec.Struct, frozen=True):
-    """Sampling parameters. stop: a text, a list of texts or a list of token ids; [] also ignores the end token."""
+    """Sampling parameters. stop: a string, a list of strings or a list of token ids; [] also ignores the end token."""
 
     max_tokens: int | None = None
     seed: int | None = None
@@ -65,9 +65,9 @@ class SampleBody(msgspec.Struct, frozen=True):
                     f"prompt but the first; got {targets.dtype} {list(targets.shape)}"
                 )
         params = self.sampling_params
-        strings, ids, ignore_end = stops(params.stop)
+        strings, ids, ignore_end = parse_stop(params.stop)
         tokens_array(ids, vocab_size, "stop")
-        return checked(
+        return validated(
             Sample(
                 self._sampler(),
                 prompt,
@@ -118,16 +118,11 @@ class GenerateParamsJson(msgspec.Struct, frozen=True):
     ebnf: str | None = None
 
 
-_UNSUPPORTED = {
-    "min_p": 0.0,
-    "min_new_tokens": 0,
-    "frequency_penalty": 0.0,
-    "presence_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "json_schema": None,
-    "regex": None,
-    "ebnf": None,
-}
+# Only the defaults of these fields are supported.
+_UNSUPPORTED = (
+    *("min_p", "min_new_tokens", "frequency_penalty", "presence_penalty", "repetition_penalty"),
+    *("json_schema", "regex", "ebnf"),
+)
 
 
 class GenerateBody(msgspec.Struct, frozen=True):
@@ -145,9 +140,9 @@ class GenerateBody(msgspec.Struct, frozen=True):
 
     def operation(self, prompt_ids: list[int], vocab_size: int | None) -> Sample:
         """The operation, validated; raises ValueError. prompt_ids: input_ids, or the tokens of `text`."""
-        params = self.sampling_params
-        for name, default in _UNSUPPORTED.items():
-            if getattr(params, name) != default:
+        params, defaults = self.sampling_params, GenerateParamsJson()
+        for name in _UNSUPPORTED:
+            if getattr(params, name) != getattr(defaults, name):
                 raise ValueError(f"sampling_params.{name} is not supported, leave it out")
         if self.return_routed_experts or self.stream:
             raise ValueError("return_routed_experts and stream are not supported, leave them out")
@@ -157,7 +152,7 @@ class GenerateBody(msgspec.Struct, frozen=True):
         ids = tuple(params.stop_token_ids or ())
         tokens_array(ids, vocab_size, "stop_token_ids")
         scores_prompt = self.return_logprob and self.logprob_start_len >= 0
-        return checked(
+        return validated(
             Sample(
                 BaseSampler() if self.lora_path is None else NamedSampler(self.lora_path),
                 tokens_array(prompt_ids, vocab_size, "input_ids"),
@@ -177,8 +172,8 @@ class GenerateBody(msgspec.Struct, frozen=True):
         )
 
 
-def stops(stop: object) -> tuple[tuple[str, ...], tuple[int, ...], bool]:
-    """(strings, token ids, whether the model's end token is ignored) of a `stop`; raises ValueError."""
+def parse_stop(stop: object) -> tuple[tuple[str, ...], tuple[int, ...], bool]:
+    """Returns (strings, token ids, whether to ignore the model's end token); raises ValueError."""
     if stop is None:
         return (), (), False
     if isinstance(stop, str):
@@ -188,11 +183,11 @@ def stops(stop: object) -> tuple[tuple[str, ...], tuple[int, ...], bool]:
         ids = tuple(one for one in stop if isinstance(one, int) and not isinstance(one, bool))
         if len(strings) == len(stop) or len(ids) == len(stop):
             return strings, ids, not stop
-    raise ValueError("stop must be a text, a list of texts or a list of token ids")
+    raise ValueError("stop must be a string, a list of strings or a list of token ids")
 
 
-def checked(sample: Sample) -> Sample:
-    """`sample`, validated; raises ValueError with the invalid field."""
+def validated(sample: Sample) -> Sample:
+    """Return `sample`. Raises ValueError, naming the field, if it is invalid."""
     checks = (
         ("num_samples", 1 <= sample.num_samples <= MAX_SAMPLES, f"1 to {MAX_SAMPLES}"),
         ("max_tokens", sample.max_tokens is None or sample.max_tokens >= 0, "0 or more"),
@@ -201,7 +196,7 @@ def checked(sample: Sample) -> Sample:
         ("top_p", 0 < sample.top_p <= 1, "above 0 and at most 1"),
         ("topk_prompt_logprobs", 0 <= sample.topk_prompt_logprobs <= MAX_TOP, f"0 to {MAX_TOP}"),
         ("topk_sample_logprobs", 0 <= sample.topk_sample_logprobs <= MAX_TOP, f"0 to {MAX_TOP}"),
-        ("stop_strings", all(sample.stop_strings), "non-empty texts"),
+        ("stop_strings", all(sample.stop_strings), "non-empty strings"),
         ("seed", sample.seed is None or -(2**63) <= sample.seed < 2**63, "a signed 64-bit integer"),
     )
     for name, is_valid, requirement in checks:

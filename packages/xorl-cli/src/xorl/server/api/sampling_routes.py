@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine
 
+import msgspec
 import numpy as np
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -13,35 +14,41 @@ from starlette.responses import Response
 from xorl.server.api.context import OrderedOperation, api_of, future_response
 from xorl.server.api.gate import decode
 from xorl.server.api.model_bodies import checkpoint_of
-from xorl.server.api.refusal import Refusal
-from xorl.server.api.reply import JSON, json_response
+from xorl.server.api.responses import JSON, Refusal, json_response, refuse_invalid
 from xorl.server.api.results import likely_tokens
 from xorl.server.api.sampling_bodies import GenerateBody, SampleBody
-from xorl.server.api.small_bodies import SamplingSessionBody
+from xorl.server.api.tensors import ByteBudget
 from xorl.server.datum import Array
-from xorl.server.identifiers import sampling_session_id_of
-from xorl.server.messages import Cancel, Ok, Result
+from xorl.server.identifiers import SeqId, sampling_session_id_of
+from xorl.server.messages import Cancel, Ok
 from xorl.server.operations import SampledSequence, SampleResult, TopLogprobs
 from xorl.server.queries import CreateSamplingSession, GetSampler, SamplingSession, ServiceInfo
 
 router = APIRouter()
 
-_GENERATE_S = 1750.0
-# For the metrics only, since the client is gone.
+# Only for the metrics: the client has disconnected.
 _CLIENT_LEFT = 499
-# The sample in the answer to a request that only scores the prompt. It has no version of the weights.
+# The empty sample in the answer to a request that only scores the prompt.
 _NOTHING_SAMPLED = SampledSequence(Array.of(np.zeros(0, np.int32)), Array.of(np.zeros(0, np.float32)), "length")
+
+
+class SamplingSessionBody(msgspec.Struct, frozen=True):
+    """The body of /create_sampling_session."""
+
+    session_id: str | None = None
+    sampling_session_seq_id: SeqId | None = None
+    base_model: str | None = None
+    model_path: str | None = None
+    model_id: str | None = None
 
 
 @router.post("/api/v1/create_sampling_session")
 async def create_sampling_session(request: Request) -> Response:
-    """Create a session to sample from a checkpoint or the base."""
+    """Create a session to sample from a checkpoint or from the base."""
     api = api_of(request)
     given = await api.bodies.parse(request, SamplingSessionBody)
-    try:
+    with refuse_invalid():
         checkpoint = None if given.model_path is None else checkpoint_of(given.model_path, given.model_id)
-    except ValueError as problem:
-        raise Refusal(400, str(problem)) from None
     session_id = None
     if given.session_id is not None and given.sampling_session_seq_id is not None:
         session_id = sampling_session_id_of(given.session_id, given.sampling_session_seq_id)
@@ -75,7 +82,7 @@ async def get_sampler(request: Request, sampling_session_id: str) -> Response:
 @router.post("/api/v1/asample")
 async def asample(request: Request) -> Response:
     """Submit a request for samples; the client polls for the result."""
-    budget = api_of(request).tensor_budget()
+    budget = ByteBudget(api_of(request).settings.body_bytes)
 
     def read(body: bytes, info: ServiceInfo) -> OrderedOperation:
         given = decode(body, SampleBody)
@@ -96,18 +103,14 @@ async def generate(request: Request) -> Response:
     if (given.text is None) == (given.input_ids is None):
         raise Refusal(400, "the body must have either text or input_ids")
     ids = given.input_ids or await api.text.encode(info.tokenizer, given.text or "")
-    try:
+    with refuse_invalid():
         sample = given.operation(ids, info.vocab_size)
-    except ValueError as problem:
-        raise Refusal(400, str(problem)) from None
     request_id = await api.orchestrator.submit(sample, "xorl")
-    result = await _while_connected(request, api.orchestrator.result(request_id, _GENERATE_S))
+    result = await _while_connected(request, api.orchestrator.result(request_id, SampleResult))
     if result is None:
-        # The client does not know the id, so nobody can fetch the result.
+        # The client does not know the id, so it cannot fetch the result.
         await api.orchestrator.ask(Cancel(request_id), Ok)
         return Response(status_code=_CLIENT_LEFT)
-    if not isinstance(result, SampleResult):
-        raise Refusal(500, f"the orchestrator answered a sample with {type(result).__name__}")
     sequences = result.sequences or [_NOTHING_SAMPLED] * given.sampling_params.n
     texts = await asyncio.gather(*(api.text.decode(info.tokenizer, one.tokens.numpy().tolist()) for one in sequences))
     answers = [
@@ -117,7 +120,7 @@ async def generate(request: Request) -> Response:
     return json_response(answers[0] if given.sampling_params.n == 1 else answers)
 
 
-async def _while_connected(request: Request, answer: Coroutine[None, None, Result]) -> Result | None:
+async def _while_connected(request: Request, answer: Coroutine[None, None, SampleResult]) -> SampleResult | None:
     """Wait for the answer; cancel it and return None if the client closes its connection first."""
     answering, disconnecting = asyncio.ensure_future(answer), asyncio.ensure_future(_disconnect(request))
     try:

@@ -12,8 +12,7 @@ from starlette.responses import HTMLResponse, Response
 
 from xorl.server.api.context import api_of
 from xorl.server.api.control_routes import iso
-from xorl.server.api.refusal import Refusal
-from xorl.server.api.reply import json_response
+from xorl.server.api.responses import Refusal, json_response
 from xorl.server.queries import GetStatus, Status
 
 router = APIRouter()

@@ -26,13 +26,13 @@ class TensorJson(msgspec.Struct, frozen=True):
 
 
 class ByteBudget:
-    """Limits the total size of the dense tensors of one request."""
+    """The limit on the total size of the dense tensors of one request."""
 
     def __init__(self, num_bytes: int) -> None:
         self._left = self._total = num_bytes
 
     def take(self, shape: Sequence[int], item_bytes: int) -> None:
-        """Called before memory is allocated for a shape. Raises ValueError if the limit is exceeded."""
+        """Reserve memory for a tensor before it is allocated. Raises ValueError if the limit is exceeded."""
         if any(size < 0 for size in shape) or len(shape) > _MAX_DIMENSIONS:
             raise ValueError(f"a tensor must have 1 or 2 dimensions of size 0 or more, got shape {list(shape)[:8]}")
         self._left -= math.prod(shape) * item_bytes

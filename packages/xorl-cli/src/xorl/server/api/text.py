@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from xorl.server.api.refusal import Refusal
+from xorl.server.api.responses import Refusal
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class TextCoder:
         return coder.encode(text).ids
 
     async def decode(self, tokenizer: str, ids: list[int]) -> str | None:
-        """The text of `ids` without special tokens; None without a tokenizer, since clients may use ids only."""
+        """The text of `ids` without special tokens. None if there is no tokenizer: clients may need only the ids."""
         coder = await self._tokenizer(tokenizer)
         return None if coder is None else coder.decode(ids)
 

@@ -1,4 +1,4 @@
-"""Routes for calls on models: create, train, save, load, unload. Most answer with an id to poll."""
+"""Routes for operations on models: create, train, save, load, unload. Most return an id to poll."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from xorl.server.api.context import OrderedOperation, api_of, future_response, submit_operation
+from xorl.server.api.context import OrderedOperation, api_of, future_response, is_protobuf, submit_operation
 from xorl.server.api.data_bodies import ForwardBody, OptimBody, parse_protobuf
 from xorl.server.api.gate import decode
 from xorl.server.api.model_bodies import (
     CreateModelBody,
     LoadWeightsBody,
+    ModelBody,
     SaveExternalBody,
     SaveForSamplerBody,
     SaveWeightsBody,
 )
-from xorl.server.api.refusal import Refusal
-from xorl.server.api.reply import json_response
-from xorl.server.api.sequence import is_protobuf
-from xorl.server.api.small_bodies import KillBody, ModelBody
-from xorl.server.identifiers import check_model_id, checkpoint_folder, session_of
+from xorl.server.api.responses import json_response, refuse_invalid
+from xorl.server.api.tensors import ByteBudget
+from xorl.server.identifiers import check_model_id, checkpoint_folder
 from xorl.server.operations import (
     AbortGradients,
     CreateModel,
@@ -33,19 +33,24 @@ from xorl.server.operations import (
     Saved,
     SaveFullWeights,
     SaveWeights,
+    Unloaded,
     UnloadModel,
 )
 from xorl.server.queries import GetModel, ModelInfo, ServiceInfo
 
 router = APIRouter(prefix="/api/v1")
 
-# The timeout of calls that are answered when they are done, just below the clients' timeout.
-_DIRECT_S = 1750.0
+
+class KillBody(msgspec.Struct, frozen=True):
+    """The body of /kill_session."""
+
+    model_id: str = "default"
+    save_checkpoint: bool = True
 
 
 @router.post("/create_model")
 async def create_model(request: Request) -> Response:
-    """Create a model over the base."""
+    """Create a model from the base."""
 
     def read(body: bytes, info: ServiceInfo) -> OrderedOperation:
         given = decode(body, CreateModelBody)
@@ -63,14 +68,14 @@ async def load_weights(request: Request) -> Response:
         operation = given.operation()
         if isinstance(operation, CreateModel):
             return _model_creation(operation, given.session_id, given.model_seq_id)
-        return _called(operation, given.seq_id)
+        return _ordered(operation, given.seq_id)
 
     return await future_response(request, read)
 
 
 @router.post("/forward_backward")
 async def forward_backward(request: Request) -> Response:
-    """Compute a loss and add its gradient; a protobuf body can request the loss only."""
+    """Compute a loss and accumulate its gradient; a protobuf body can also request the loss alone."""
     return await _forward(request, forward_only=False)
 
 
@@ -83,12 +88,7 @@ async def forward(request: Request) -> Response:
 @router.post("/optim_step")
 async def optim_step(request: Request) -> Response:
     """Take an optimizer step."""
-
-    def read(body: bytes, info: ServiceInfo) -> OrderedOperation:
-        given = decode(body, OptimBody)
-        return _called(given.operation(), given.seq_id)
-
-    return await future_response(request, read)
+    return await future_response(request, _reader_of(OptimBody))
 
 
 @router.post("/abort_gradient_epoch")
@@ -97,7 +97,7 @@ async def abort_gradients(request: Request) -> Response:
 
     def read(body: bytes, info: ServiceInfo) -> OrderedOperation:
         given = decode(body, ModelBody)
-        return _called(AbortGradients(check_model_id(given.model_id)), given.seq_id)
+        return _ordered(AbortGradients(check_model_id(given.model_id)), given.seq_id)
 
     return await future_response(request, read)
 
@@ -105,19 +105,19 @@ async def abort_gradients(request: Request) -> Response:
 @router.post("/save_weights")
 async def save_weights(request: Request) -> Response:
     """Save a checkpoint from which training can continue."""
-    return await future_response(request, _reads(SaveWeightsBody))
+    return await future_response(request, _reader_of(SaveWeightsBody))
 
 
 @router.post("/save_weights_for_sampler")
 async def save_weights_for_sampler(request: Request) -> Response:
     """Save weights to sample from, in a named checkpoint or in memory."""
-    return await future_response(request, _reads(SaveForSamplerBody))
+    return await future_response(request, _reader_of(SaveForSamplerBody))
 
 
 @router.post("/save_weights_external")
 async def save_weights_external(request: Request) -> Response:
     """Export an adapter, or full weights, for other tools."""
-    return await future_response(request, _reads(SaveExternalBody))
+    return await future_response(request, _reader_of(SaveExternalBody))
 
 
 @router.post("/save_full_weights_safetensors")
@@ -125,13 +125,13 @@ async def save_full_weights(request: Request) -> Response:
     """Export a whole model in Hugging Face's layout, with an adapter merged into it; answered when it is done."""
 
     def read(body: bytes, info: ServiceInfo) -> OrderedOperation:
-        return _called(decode(body, SaveExternalBody).operation(is_merged=True), None)
+        return _ordered(decode(body, SaveExternalBody).operation(is_merged=True), None)
 
     api = api_of(request)
     request_id, ordered = await submit_operation(request, read)
-    saved = await api.orchestrator.result(request_id, _DIRECT_S)
-    if not isinstance(saved, Saved) or saved.checkpoint is None or not isinstance(ordered.operation, SaveFullWeights):
-        raise Refusal(500, f"the orchestrator answered an export with {type(saved).__name__}")
+    saved = await api.orchestrator.result(request_id, Saved)
+    assert isinstance(ordered.operation, SaveFullWeights)
+    assert saved.checkpoint is not None, "an export is a checkpoint"
     folder = checkpoint_folder(Path((await api.orchestrator.info()).output_dir), saved.checkpoint)
     num_shards = len(list(folder.glob("*.safetensors")))
     path = saved.checkpoint.uri("xorl")
@@ -143,7 +143,7 @@ async def unload_model(request: Request) -> Response:
     """Unload a model."""
 
     def read(body: bytes, info: ServiceInfo) -> OrderedOperation:
-        return _called(UnloadModel(check_model_id(decode(body, ModelBody).model_id)), None)
+        return _ordered(UnloadModel(check_model_id(decode(body, ModelBody).model_id)), None)
 
     return await future_response(request, read)
 
@@ -153,16 +153,14 @@ async def kill_session(request: Request) -> Response:
     """Save a model if `save_checkpoint`, and unload it; answered when it is done."""
     api = api_of(request)
     given = await api.bodies.parse(request, KillBody)
-    try:
+    with refuse_invalid():
         model_id = check_model_id(given.model_id)
-    except ValueError as problem:
-        raise Refusal(400, str(problem)) from None
     path = None
     if given.save_checkpoint:
         save = SaveWeights(model_id, f"killed-{secrets.token_hex(4)}")
-        saved = await api.orchestrator.result(await api.orchestrator.submit(save, "xorl"), _DIRECT_S)
-        path = saved.checkpoint.uri("xorl") if isinstance(saved, Saved) and saved.checkpoint else None
-    await api.orchestrator.result(await api.orchestrator.submit(UnloadModel(model_id), "xorl"), _DIRECT_S)
+        saved = await api.orchestrator.run(save, Saved)
+        path = None if saved.checkpoint is None else saved.checkpoint.uri("xorl")
+    await api.orchestrator.run(UnloadModel(model_id), Unloaded)
     message = f"model {model_id} was unloaded"
     return json_response({"success": True, "message": message, "checkpoint_path": path})
 
@@ -188,23 +186,23 @@ async def get_info(request: Request) -> Response:
 
 
 async def _forward(request: Request, *, forward_only: bool) -> Response:
-    budget = api_of(request).tensor_budget()
+    budget = ByteBudget(api_of(request).settings.body_bytes)
 
     def read(body: bytes, info: ServiceInfo) -> OrderedOperation:
         if is_protobuf(request):
             operation, seq_id = parse_protobuf(body, info.vocab_size, budget)
             if seq_id < 1:
                 raise ValueError(f"seq_id must be 1 or more, got {seq_id}")
-            return _called(operation, seq_id)
+            return _ordered(operation, seq_id)
         given = decode(body, ForwardBody)
         operation = given.operation(forward_only=forward_only, vocab_size=info.vocab_size, budget=budget)
-        return _called(operation, given.seq_id)
+        return _ordered(operation, given.seq_id)
 
     return await future_response(request, read)
 
 
-class _SavingBody(Protocol):
-    """The body of a call that saves a model."""
+class _OperationBody(Protocol):
+    """A body that contains everything that its operation needs."""
 
     @property
     def seq_id(self) -> int | None: ...
@@ -212,28 +210,26 @@ class _SavingBody(Protocol):
     def operation(self) -> ModelOperation: ...
 
 
-def _reads(kind: type[_SavingBody]) -> Callable[[bytes, ServiceInfo], OrderedOperation]:
-    """A function that reads bodies of this kind (see `submit_operation`)."""
+def _reader_of(kind: type[_OperationBody]) -> Callable[[bytes, ServiceInfo], OrderedOperation]:
+    """The `read` function of `submit_operation` for this kind of body."""
 
     def read(body: bytes, info: ServiceInfo) -> OrderedOperation:
         given = decode(body, kind)
-        return _called(given.operation(), given.seq_id)
+        return _ordered(given.operation(), given.seq_id)
 
     return read
 
 
 def _model_creation(operation: CreateModel, session_id: str | None, model_seq_id: int | None) -> OrderedOperation:
     if session_id is None:
-        # The key is the model's id. Once the model was used, the same key is not a retry any more (see Admission).
+        # The key is the model's id. Once the model has been used, the same key is no longer a retry (see Admission).
         key = f"create/{operation.model_id}"
     else:
         key = None if model_seq_id is None else f"create/{session_id}/{model_seq_id}"
     return OrderedOperation(operation, key=key, session_id=session_id)
 
 
-def _called(operation: ModelOperation, seq_id: int | None) -> OrderedOperation:
+def _ordered(operation: ModelOperation, seq_id: int | None) -> OrderedOperation:
     if seq_id is not None and seq_id < 0:
         raise ValueError(f"seq_id must be 0 or more, got {seq_id}")
-    model_id = operation.model_id
-    session = session_of(model_id) if ":" in model_id else None
-    return OrderedOperation(operation, None if seq_id is None else f"call/{model_id}/{seq_id}", seq_id, session)
+    return OrderedOperation(operation, None if seq_id is None else f"call/{operation.model_id}/{seq_id}", seq_id)

@@ -2,10 +2,10 @@
 
 from xorl.server.channel.blocking import BlockingServer, Received
 from xorl.server.channel.client import ChannelClient
-from xorl.server.channel.keys import ChannelKeys
 from xorl.server.channel.server import ChannelServer
 from xorl.server.channel.wire import (
     ChannelError,
+    ChannelKeys,
     Limits,
     PeerLost,
     VersionMismatch,

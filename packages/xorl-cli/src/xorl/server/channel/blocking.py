@@ -13,9 +13,8 @@ from typing import Generic, TypeVar
 
 import zmq
 
-from xorl.server.channel.keys import ChannelKeys
 from xorl.server.channel.server import ChannelServer
-from xorl.server.channel.wire import Limits
+from xorl.server.channel.wire import ChannelKeys, Limits
 from xorl.server.operations import Message
 
 RequestT = TypeVar("RequestT")
@@ -51,7 +50,7 @@ class BlockingServer(Generic[RequestT]):
     def __init__(
         self,
         address: str,
-        asked: UnionType | type[Message],
+        request_type: UnionType | type[Message],
         *,
         keys: ChannelKeys | None = None,
         limits: Limits | None = None,
@@ -59,7 +58,9 @@ class BlockingServer(Generic[RequestT]):
     ) -> None:
         self._requests: queue.Queue[Received[RequestT]] = queue.Queue()
         self._intercept = intercept
-        self._server: ChannelServer[RequestT] = ChannelServer(address, asked, self._enqueue, keys=keys, limits=limits)
+        self._server: ChannelServer[RequestT] = ChannelServer(
+            address, request_type, self._enqueue, keys=keys, limits=limits
+        )
         self._loop = asyncio.new_event_loop()
         self._bound: Future[str] = Future()
         self._thread = threading.Thread(target=self._run, name="channel", daemon=True)

@@ -14,9 +14,9 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-from xorl.server.channel.keys import ChannelKeys
 from xorl.server.channel.wire import (
     ChannelError,
+    ChannelKeys,
     Header,
     Limits,
     PeerLost,
@@ -36,7 +36,7 @@ AnswerT = TypeVar("AnswerT")
 
 
 class ChannelClient(Generic[AnswerT]):
-    """Sends requests to a ChannelServer. `answered`: the union of the Message classes of answers.
+    """Sends requests to a ChannelServer. answer_type: the union of the Message classes of answers.
 
     Call `await start()` and `await close()` in the same event loop. The client connects whenever the server is up.
 
@@ -46,14 +46,14 @@ class ChannelClient(Generic[AnswerT]):
     def __init__(
         self,
         address: str,
-        answered: UnionType | type[Message],
+        answer_type: UnionType | type[Message],
         *,
         keys: ChannelKeys | None = None,
         limits: Limits | None = None,
     ) -> None:
         check_address(address, keys)
         self._address = address
-        self._decode = msgspec.msgpack.Decoder(answered).decode
+        self._decode = msgspec.msgpack.Decoder(answer_type).decode
         self._encode = msgspec.msgpack.Encoder().encode
         self._keys = keys
         self._limits = limits or Limits()
@@ -61,7 +61,7 @@ class ChannelClient(Generic[AnswerT]):
         self._number = 0
         self._connected = asyncio.Event()
         self._mismatch: VersionMismatch | None = None
-        self._last_sign = 0.0
+        self._last_received = 0.0
         self.incarnation: str | None = None
 
     @property
@@ -73,7 +73,7 @@ class ChannelClient(Generic[AnswerT]):
         """Start to connect in the background."""
         self._context = zmq.asyncio.Context()
         self._socket = new_socket(self._context, zmq.DEALER, self._limits)
-        # Do not queue messages without a connection: a restarted server would receive requests that nobody waits for.
+        # Without a connection, do not queue messages: a restarted server would get requests that no one waits for.
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 20)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 200)
@@ -90,7 +90,7 @@ class ChannelClient(Generic[AnswerT]):
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._lose("the client closed the channel")
+        self._mark_lost("the client closed the channel")
         self._socket.disable_monitor()
         self._context.destroy(linger=0)
 
@@ -150,18 +150,18 @@ class ChannelClient(Generic[AnswerT]):
             except msgspec.MsgspecError:
                 logger.warning("event=answer_refused why=no_header")
                 continue
-            self._take(header, frames[-1])
+            self._on_message(header, frames[-1])
 
-    def _take(self, header: Header, body: bytes) -> None:
+    def _on_message(self, header: Header, body: bytes) -> None:
         if header.version != PROTOCOL_VERSION:
             self._mismatch = VersionMismatch(version_text("client", "server", header.version))
             self._fail_waiting(self._mismatch)
             return
         if header.incarnation != self.incarnation:
             if self.incarnation is not None:
-                self._lose("it restarted")
+                self._mark_lost("it restarted")
             self.incarnation = header.incarnation
-        self._last_sign = time.monotonic()
+        self._last_received = time.monotonic()
         if header.kind == "pong":
             self._mismatch = None
             self._connected.set()
@@ -183,20 +183,20 @@ class ChannelClient(Generic[AnswerT]):
             with contextlib.suppress(PeerLost):
                 await self._send(encode_header("ping"), b"")
             await asyncio.sleep(self._limits.ping_every_s if self.is_connected else self._limits.ping_every_s / 20)
-            if self.is_connected and time.monotonic() - self._last_sign > self._limits.lost_after_s:
-                self._lose(f"it has been silent for {self._limits.lost_after_s:g} s")
+            if self.is_connected and time.monotonic() - self._last_received > self._limits.lost_after_s:
+                self._mark_lost(f"it has been silent for {self._limits.lost_after_s:g} s")
 
     async def _watch(self) -> None:
         """Detect a closed or new connection at once, before the next ping would."""
         while True:
             event = await recv_monitor_message(self._monitor)
             if event["event"] == zmq.EVENT_DISCONNECTED:
-                self._lose("the connection was closed")
+                self._mark_lost("the connection was closed")
             elif event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 with contextlib.suppress(PeerLost):
                     await self._send(encode_header("ping"), b"")
 
-    def _lose(self, reason: str) -> None:
+    def _mark_lost(self, reason: str) -> None:
         self._connected.clear()
         self._fail_waiting(PeerLost(f"the process at {self._address} was lost: {reason}"))
 

@@ -1,4 +1,4 @@
-"""The server of a channel: binds, decodes requests by their type, and answers with what the handler returns."""
+"""The server of a channel: decodes requests by their type, calls the handler, and sends its answers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import zmq
 import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 
-from xorl.server.channel.keys import ChannelKeys
 from xorl.server.channel.wire import (
+    ChannelKeys,
     Header,
     Kind,
     Limits,
@@ -36,7 +36,7 @@ RequestT = TypeVar("RequestT")
 
 
 class ChannelServer(Generic[RequestT]):
-    """Answers requests at one address. `asked`: the union of the Message classes of requests.
+    """Answers requests at one address. request_type: the union of the Message classes of requests.
 
     handler: returns the answer to a request; many calls run concurrently. If it raises, the error is logged and the
         request is refused with the error's text.
@@ -49,15 +49,15 @@ class ChannelServer(Generic[RequestT]):
     def __init__(
         self,
         address: str,
-        asked: UnionType | type[Message],
+        request_type: UnionType | type[Message],
         handler: Callable[[RequestT], Awaitable[Message]],
         *,
         keys: ChannelKeys | None = None,
         limits: Limits | None = None,
     ) -> None:
         check_address(address, keys)
-        self._wanted_address = address
-        self._decode = msgspec.msgpack.Decoder(asked).decode
+        self._requested_address = address
+        self._decode = msgspec.msgpack.Decoder(request_type).decode
         self._encode = msgspec.msgpack.Encoder().encode
         self._handler = handler
         self._keys = keys
@@ -76,13 +76,13 @@ class ChannelServer(Generic[RequestT]):
             self._authenticator.configure_curve_callback("*", _ClientKeyCheck(self._keys.client_public))
             self._authenticator.start()
             self._keys.protect_server_(self._socket)
-        if "[" in self._wanted_address:
+        if "[" in self._requested_address:
             self._socket.setsockopt(zmq.IPV6, 1)
         try:
-            self._socket.bind(self._wanted_address)
+            self._socket.bind(self._requested_address)
         except zmq.ZMQError as problem:
             self.close()
-            raise RuntimeError(f"cannot listen at {self._wanted_address}: {problem}") from None
+            raise RuntimeError(f"cannot listen at {self._requested_address}: {problem}") from None
         address = self._socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
         if address.startswith("ipc://"):
             os.chmod(address.removeprefix("ipc://"), 0o600)
@@ -93,7 +93,7 @@ class ChannelServer(Generic[RequestT]):
         try:
             while True:
                 frames = await self._socket.recv_multipart()
-                await self._take(frames)
+                await self._on_message(frames)
         finally:
             for task in self._running:
                 task.cancel()
@@ -107,7 +107,7 @@ class ChannelServer(Generic[RequestT]):
             self._authenticator.stop()
         self._context.destroy(linger=0)
 
-    async def _take(self, frames: list[bytes]) -> None:
+    async def _on_message(self, frames: list[bytes]) -> None:
         """Process one message, from any sender. The frames are the sender's id, a header and a body."""
         if len(frames) != 3:
             self._count_refusal(f"a message of {len(frames) - 1} frames instead of 2")

@@ -1,4 +1,4 @@
-"""Shared by both ends of a channel: frames, limits, errors, and the check of addresses.
+"""Shared by both ends of a channel: frames, limits, keys, errors, and the check of addresses.
 
 Requests and answers consist of two frames, a header and a body. The header has the sender's version and is decoded
 before the body, so that two incompatible versions can still report their mismatch.
@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import ipaddress
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 import msgspec
 import zmq
 import zmq.asyncio
 
-from xorl.server.channel.keys import ChannelKeys
 from xorl.server.messages import PROTOCOL_VERSION
 
 Kind = Literal["request", "answer", "refusal", "ping", "pong"]
@@ -52,6 +52,60 @@ class Limits:
     lost_after_s: float = 15.0
 
 
+@dataclass(frozen=True)
+class ChannelKeys:
+    """CURVE key pairs of both sides, in Z85: they encrypt a channel, and only processes that have them can connect.
+
+    Both sides read all four keys from a file that only their user can read.
+    """
+
+    server_public: bytes
+    server_secret: bytes = field(repr=False)
+    client_public: bytes
+    client_secret: bytes = field(repr=False)
+
+    @classmethod
+    def create(cls) -> ChannelKeys:
+        """Create new keys."""
+        return cls(*zmq.curve_keypair(), *zmq.curve_keypair())
+
+    def save(self, path: Path) -> None:
+        """Write the keys to a file that only this user can read; replaces an existing file."""
+        parts = (self.server_public, self.server_secret, self.client_public, self.client_secret)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with open(handle, "wb") as file:
+            file.write(msgspec.json.encode([part.decode() for part in parts]))
+        temporary.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> ChannelKeys:
+        """Read the keys that `save` wrote. Raises ValueError if the file is invalid or if other users can access it."""
+        if path.stat().st_mode & 0o077:
+            raise ValueError(
+                f"{path} holds secret keys and other users can read it: chmod 600 {path}, or create new keys"
+            )
+        try:
+            server_public, server_secret, client_public, client_secret = (
+                part.encode() for part in msgspec.json.decode(path.read_bytes(), type=tuple[str, str, str, str])
+            )
+        except msgspec.MsgspecError as problem:
+            raise ValueError(f"{path} does not contain channel keys: {problem}") from None
+        return cls(server_public, server_secret, client_public, client_secret)
+
+    def protect_server_(self, socket: zmq.asyncio.Socket) -> None:
+        """Set the keys of a server's socket before it binds. An authenticator must check the clients' keys."""
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, self.server_public)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, self.server_secret)
+
+    def protect_client_(self, socket: zmq.asyncio.Socket) -> None:
+        """Set the keys of a client's socket before it connects."""
+        socket.setsockopt(zmq.CURVE_SERVERKEY, self.server_public)
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, self.client_public)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, self.client_secret)
+
+
 class Header(msgspec.Struct, frozen=True):
     """The first frame of each message. Unlike in other messages, unknown fields are allowed: a later version may have
     more fields, and its version number must still be readable.
@@ -67,17 +121,12 @@ class Header(msgspec.Struct, frozen=True):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode_header = msgspec.msgpack.Decoder(Header).decode
+decode_header = msgspec.msgpack.Decoder(Header).decode
 
 
 def encode_header(kind: Kind, number: int = 0, incarnation: str = "") -> bytes:
     """An encoded header with this version."""
     return _encode(Header(PROTOCOL_VERSION, kind, number, incarnation))
-
-
-def decode_header(frame: bytes) -> Header:
-    """Decode a header. Raises msgspec.MsgspecError if the frame is not a header."""
-    return _decode_header(frame)
 
 
 def version_text(ours: str, theirs: str, their_version: int) -> str:

@@ -14,7 +14,7 @@ EngineKind = Literal["sglang", "vllm"]
 Info: TypeAlias = dict[str, str | int | float | bool | None]
 
 # The fields of a server's description that are checked for compatibility or shown to clients.
-_KEPT = (
+_SHOWN_FIELDS = (
     "model_path",
     "served_model_name",
     "tp_size",
@@ -48,77 +48,74 @@ class InferenceEngine:
 
     async def check_health(self, *, timeout_s: float) -> None:
         """Raise EngineError unless the server answers and is ready."""
-        await self._request("GET", "/health", None, timeout_s)
+        await self._get("/health", timeout_s)
 
-    async def describe(self, *, timeout_s: float) -> tuple[EngineKind, Info]:
-        """The server's kind and its description, which includes `kind`."""
+    async def describe(self, *, timeout_s: float) -> Info:
+        """The server's description: its `kind` (an EngineKind) and some of the fields that it reports."""
         for path in ("/server_info", "/get_server_info"):
             info = await self._optional(path, timeout_s)
             if info is not None:
-                return "sglang", {"kind": "sglang", **_kept(info)}
+                return {"kind": "sglang", **_shown(info)}
         info = await self._optional("/version", timeout_s)
         if info is None:
             raise EngineError(
                 f"{self._base} serves neither /server_info (SGLang) nor /version (vLLM); other engines are not "
                 "supported"
             )
-        models = await self._request("GET", "/v1/models", None, timeout_s)
+        models = await self._get("/v1/models", timeout_s)
         listed = models.get("data")
         first = listed[0] if isinstance(listed, list) and listed else {}
         path, length = first.get("root") or first.get("id"), first.get("max_model_len")
         model = {"model_path": path, "served_model_name": first.get("id"), "context_length": length}
-        return "vllm", {"kind": "vllm", **_kept({**model, "version": info.get("version")})}
+        return {"kind": "vllm", **_shown({**model, "version": info.get("version")})}
 
     async def load_adapter(self, kind: EngineKind, name: str, folder: str, *, timeout_s: float) -> None:
         """Load an adapter in PEFT's format under an unused name. The server must be able to read the folder."""
         path = "/load_lora_adapter" if kind == "sglang" else "/v1/load_lora_adapter"
-        await self._request("POST", path, {"lora_name": name, "lora_path": folder}, timeout_s)
+        await self.request("POST", path, {"lora_name": name, "lora_path": folder}, timeout_s=timeout_s)
 
     async def unload_adapter(self, kind: EngineKind, name: str, *, timeout_s: float) -> None:
         """Unload an adapter."""
         path = "/unload_lora_adapter" if kind == "sglang" else "/v1/unload_lora_adapter"
-        await self._request("POST", path, {"lora_name": name}, timeout_s)
+        await self.request("POST", path, {"lora_name": name}, timeout_s=timeout_s)
 
-    async def post(self, path: str, body: Mapping[str, object], *, timeout_s: float) -> object:
-        """The JSON answer to a POST request."""
-        return await self._send("POST", path, body, timeout_s)
-
-    async def _request(
-        self, method: str, path: str, body: Mapping[str, object] | None, timeout_s: float
-    ) -> dict[str, object]:
-        answer = await self._send(method, path, body, timeout_s)
-        return cast("dict[str, object]", answer) if isinstance(answer, dict) else {}
-
-    async def _optional(self, path: str, timeout_s: float) -> dict[str, object] | None:
-        """The answer to a GET request; None if the server refuses it, for example because it lacks the path."""
+    async def request(
+        self, method: str, path: str, body: Mapping[str, object] | None = None, *, timeout_s: float
+    ) -> object:
+        """The answer to a request: JSON, or text if it is not JSON."""
         try:
-            return await self._request("GET", path, None, timeout_s)
-        except EngineError as error:
-            if error.is_gone:
-                raise
-            return None
-
-    async def _send(self, method: str, path: str, body: Mapping[str, object] | None, timeout_s: float) -> object:
-        try:
-            reply = await self._client.request(method, self._base + path, json=body, timeout=timeout_s)
+            response = await self._client.request(method, self._base + path, json=body, timeout=timeout_s)
         except httpx.TimeoutException as error:
             raise EngineError(f"{self._base}{path}: no answer within {timeout_s:g} s", is_gone=True) from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise EngineError(f"{self._base}{path}: {type(error).__name__}: {error}", is_gone=True) from error
         try:
-            content: object = reply.json()
+            content: object = response.json()
         except ValueError:
-            content = reply.text  # vLLM answers some requests in plain text
+            content = response.text  # vLLM answers some requests in plain text
         refused = isinstance(content, dict) and content.get("success") is False
-        if reply.status_code != 200 or refused:
+        if response.status_code != 200 or refused:
             reason = content.get("message") or content.get("error") if isinstance(content, dict) else content
-            raise EngineError(f"{self._base}{path}: HTTP {reply.status_code}: {str(reason)[:500]}")
+            raise EngineError(f"{self._base}{path}: HTTP {response.status_code}: {str(reason)[:500]}")
         return content
 
+    async def _get(self, path: str, timeout_s: float) -> dict[str, object]:
+        answer = await self.request("GET", path, timeout_s=timeout_s)
+        return cast("dict[str, object]", answer) if isinstance(answer, dict) else {}
 
-def _kept(info: Mapping[str, object]) -> Info:
+    async def _optional(self, path: str, timeout_s: float) -> dict[str, object] | None:
+        """The answer to a GET request; None if the server refuses it, for example because it lacks the path."""
+        try:
+            return await self._get(path, timeout_s)
+        except EngineError as error:
+            if error.is_gone:
+                raise
+            return None
+
+
+def _shown(info: Mapping[str, object]) -> Info:
     return {
         name: value
-        for name in _KEPT
+        for name in _SHOWN_FIELDS
         if isinstance(value := info.get(name), (str, int, float, bool)) or (value is None and name in info)
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -20,31 +20,26 @@ ADAPTER_TIMEOUT_S = 300.0
 FIRST_VERSION = "default"
 # The maximum number of adapters loaded on a server; beyond it, the least recently used one is unloaded.
 MAX_ADAPTERS = 32
-# Servers that sample for the same clients must agree on these.
-_SHARED = ("kind", "model_path", "quantization", "tp_size")
+# All endpoints of a service must agree on these fields.
+_COMMON_FIELDS = ("kind", "model_path", "quantization", "tp_size")
 
 State = Literal["healthy", "unreachable", "disconnected", "failed"]
 
 
 class EndpointRegistry:
-    """Registered endpoints by host and port, in the order in which they were added.
+    """Endpoints by host and port, in the order in which they were registered.
 
-    `states` are the saved states of an earlier registry. `changed` is called after each change, so that the caller can
-    save them. Only one task at a time may be in a method that changes states.
+    `states` are the saved states of an earlier registry. `is_changed` is set by each change; the caller resets it when
+    it saves the states. Only one task at a time may be in a method that changes states.
 
     A server that a failed sync left with mixed weights is `failed`: it is not used for sampling until a complete sync
     succeeds or it is removed. If weight_version is None, the server has the weights that it was started with.
     """
 
-    def __init__(
-        self,
-        client: httpx.AsyncClient,
-        states: Iterable[EndpointState] = (),
-        changed: Callable[[], None] | None = None,
-    ) -> None:
+    def __init__(self, client: httpx.AsyncClient, states: Iterable[EndpointState] = ()) -> None:
         self._client = client
         self._states = {(state.endpoint.host, state.endpoint.port): state for state in states}
-        self._changed = changed or (lambda: None)
+        self.is_changed = False
         self._adapters: dict[tuple[str, int], dict[str, str]] = {}
         self._turn = 0
 
@@ -65,8 +60,8 @@ class EndpointRegistry:
         """
         engine = self.engine(endpoint)
         await engine.check_health(timeout_s=PROBE_TIMEOUT_S)
-        kind, info = await engine.describe(timeout_s=PROBE_TIMEOUT_S)
-        if kind == "vllm" and endpoint.sync_weights:
+        info = await engine.describe(timeout_s=PROBE_TIMEOUT_S)
+        if info["kind"] == "vllm" and endpoint.sync_weights:
             raise EngineError(
                 f"sync_weights: {endpoint.host}:{endpoint.port} is vLLM, which receives weights only through its own "
                 "kind of communicator, whose id is sent as a pickle; add it with sync_weights false to sample from it, "
@@ -77,7 +72,7 @@ class EndpointRegistry:
             endpoint = replace(endpoint, world_size=ranks)
         key = (endpoint.host, endpoint.port)
         for other, state in self._states.items():
-            for name in _SHARED if other != key else ():
+            for name in _COMMON_FIELDS if other != key else ():
                 if state.server_info.get(name) != info.get(name):
                     raise EngineError(
                         f"{name}: {endpoint.host}:{endpoint.port} has {info.get(name)!r}, and {other[0]}:{other[1]} "
@@ -96,8 +91,7 @@ class EndpointRegistry:
         """Remove an endpoint; returns whether it was registered."""
         self._adapters.pop((host, port), None)
         found = self._states.pop((host, port), None)
-        if found is not None:
-            self._changed()
+        self.is_changed |= found is not None
         return found is not None
 
     async def check(self) -> list[EndpointState]:
@@ -146,7 +140,7 @@ class EndpointRegistry:
                 self._adapters.pop((synced.host, synced.port), None)
 
     def note_unexpected_weights(self, endpoint: Endpoint, version: str) -> None:
-        """Record that an endpoint answered with another version than it was sent last, for example after a restart."""
+        """Record that an endpoint has another version than the last one sent to it, for example after a restart."""
         state = self._states.get((endpoint.host, endpoint.port))
         if state is not None:
             message = f"has weights of version {version}, which this service did not send; add it again to use it"
@@ -164,7 +158,7 @@ class EndpointRegistry:
             self._store(replace(state, state="unreachable", message=reason))
 
     def next_for_sampling(self, version: str | None) -> EndpointState | None:
-        """The next healthy endpoint in turn with this version of the weights (None: those it started with), if any."""
+        """The next healthy endpoint, round robin, with this version of the weights (None: those it started with)."""
         candidates = [state for state in self.states if state.state == "healthy" and state.weight_version == version]
         if not candidates:
             return None
@@ -190,7 +184,7 @@ class EndpointRegistry:
         try:
             await engine.load_adapter(kind, name, str(folder.resolve()), timeout_s=ADAPTER_TIMEOUT_S)
         except EngineError as error:
-            # Loaded before this process started. That is fine, since a name always refers to the same folder.
+            # An earlier process loaded it. That is fine, since a name always refers to the same folder.
             if "already" not in str(error):
                 raise
         loaded[name] = str(folder)
@@ -215,7 +209,7 @@ class EndpointRegistry:
 
     def _store(self, state: EndpointState) -> None:
         self._states[state.endpoint.host, state.endpoint.port] = state
-        self._changed()
+        self.is_changed = True
 
 
 def _version(info: Info) -> str | None:

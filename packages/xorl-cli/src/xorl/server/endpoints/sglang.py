@@ -8,8 +8,16 @@ from typing import Any
 import msgspec
 
 from xorl.server.datum import Array
-from xorl.server.endpoints.answers import Candidate, RequestInterrupted, UnexpectedWeights, logprobs, tokens, top_table
 from xorl.server.endpoints.engine import EngineError
+from xorl.server.endpoints.formats import (
+    Candidate,
+    RequestInterrupted,
+    UnexpectedWeights,
+    logprobs,
+    sampling_params,
+    tokens,
+    top_table,
+)
 from xorl.server.operations import Sample, SampledSequence, SampleResult
 
 
@@ -33,8 +41,11 @@ class _Generated(msgspec.Struct):
 
 
 def sglang_request(operation: Sample, prompt: Sequence[int], limit: int, adapter: str | None) -> dict[str, object]:
-    """The body of /generate; repeats the prompt for each sample, since samples have different seeds."""
-    params = [_sglang_params(operation, limit, index) for index in range(operation.num_samples)]
+    """The body of /generate. It repeats the prompt for each sample, since each sample has its own seed."""
+    params: list[dict[str, object]] = []
+    for index in range(operation.num_samples):
+        seed = {} if operation.seed is None else {"sampling_seed": operation.seed + index}
+        params.append({"max_new_tokens": limit, **sampling_params(operation), **seed})
     wants_prompt = operation.prompt_logprobs or operation.topk_prompt_logprobs > 0
     num_top = max(operation.topk_sample_logprobs, operation.topk_prompt_logprobs)
     body: dict[str, object] = {
@@ -47,23 +58,6 @@ def sglang_request(operation: Sample, prompt: Sequence[int], limit: int, adapter
     if adapter is not None:
         body["lora_path"] = [adapter] * operation.num_samples
     return body
-
-
-def _sglang_params(operation: Sample, limit: int, index: int) -> dict[str, object]:
-    params: dict[str, object] = {
-        "max_new_tokens": limit,
-        "temperature": operation.temperature,
-        "top_p": operation.top_p,
-        "top_k": -1 if operation.top_k is None else operation.top_k,
-        "ignore_eos": operation.ignore_end,
-    }
-    if operation.seed is not None:
-        params["sampling_seed"] = operation.seed + index
-    if operation.stop_strings:
-        params["stop"] = list(operation.stop_strings)
-    if operation.stop_ids:
-        params["stop_token_ids"] = list(operation.stop_ids)
-    return params
 
 
 def sglang_result(operation: Sample, prompt: Sequence[int], answer: object, version: str) -> SampleResult:

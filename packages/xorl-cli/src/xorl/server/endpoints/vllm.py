@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from xorl.server.endpoints.answers import Candidate, RequestInterrupted, logprobs, tokens, top_table
 from xorl.server.endpoints.engine import EngineError
+from xorl.server.endpoints.formats import Candidate, RequestInterrupted, logprobs, sampling_params, tokens, top_table
 from xorl.server.operations import Sample, SampledSequence, SampleResult
 
 
@@ -42,10 +42,7 @@ def vllm_request(operation: Sample, prompt: Sequence[int], limit: int, model: st
         "prompt": list(prompt),
         "n": operation.num_samples,
         "max_tokens": limit,
-        "temperature": operation.temperature,
-        "top_p": operation.top_p,
-        "top_k": -1 if operation.top_k is None else operation.top_k,
-        "ignore_eos": operation.ignore_end,
+        **sampling_params(operation),
         "logprobs": operation.topk_sample_logprobs,
         "return_tokens_as_token_ids": True,
         "return_token_ids": True,
@@ -54,10 +51,6 @@ def vllm_request(operation: Sample, prompt: Sequence[int], limit: int, model: st
         body["prompt_logprobs"] = operation.topk_prompt_logprobs
     if operation.seed is not None:
         body["seed"] = operation.seed
-    if operation.stop_strings:
-        body["stop"] = list(operation.stop_strings)
-    if operation.stop_ids:
-        body["stop_token_ids"] = list(operation.stop_ids)
     return body
 
 

@@ -15,10 +15,9 @@ from pathlib import Path
 from xorl.config import load_server_config
 from xorl.server.channel import ChannelError
 from xorl.server.orchestrator.commit import Damaged, JournalError, OtherVersion
-from xorl.server.orchestrator.from_config import options_from_config
-from xorl.server.orchestrator.options import OrchestratorOptions
+from xorl.server.orchestrator.options import OrchestratorOptions, options_from_config
 from xorl.server.orchestrator.orchestrator import Orchestrator
-from xorl.server.process import begin_process
+from xorl.server.process import configure_logging
 from xorl.server.supervise import BAD_INPUT
 
 logger = logging.getLogger(__name__)
@@ -35,7 +34,7 @@ async def serve(options: OrchestratorOptions) -> None:
         logger.info("event=listening address=%s", orchestrator.address)
         await stopping.wait()
         logger.info("event=stopping")
-        await orchestrator.save_models()
+        await orchestrator.runner.save_models()
     finally:
         # Also after a task failed and stopped the loop: open sockets would keep the process from ending.
         await orchestrator.stop()
@@ -51,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--keys", type=Path, help="file with the keys of the channel to the workers")
     flags = parser.parse_args(arguments)
     config = load_server_config(flags.config, []).config
-    begin_process("orchestrator", config.log_level, follows_parent=False)
+    configure_logging("orchestrator", config.log_level)
     options = options_from_config(
         config, api_address=flags.bind, worker_address=flags.workers, workers_file=flags.workers_file, keys=flags.keys
     )

@@ -1,4 +1,4 @@
-"""Admits new requests: checks them, writes them to the journal and queues them. Also records refused numbers."""
+"""Admits new requests: checks them, writes them to the journal and queues them. Also records refused seq_ids."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from xorl.server.identifiers import seed_of
 from xorl.server.messages import Accepted, Ok, Rejected, Submit, Tombstone
 from xorl.server.operations import CreateModel, Failure, LoraSpec, ModelCreated, ModelOperation, Sample, SessionSampler
 from xorl.server.orchestrator.commit import JournalError
-from xorl.server.orchestrator.journal import Submission, Unfinished, Written
+from xorl.server.orchestrator.journal import Submission, Written
 from xorl.server.orchestrator.lane import Ticket
 from xorl.server.orchestrator.operation_properties import (
     INTERNAL_PREFIX,
@@ -26,7 +26,7 @@ from xorl.server.orchestrator.operation_properties import (
     share_of,
 )
 from xorl.server.orchestrator.registry import ModelRecord, stored
-from xorl.server.orchestrator.sessions import session_limit_refusal
+from xorl.server.orchestrator.service_queries import session_limit_refusal
 from xorl.server.orchestrator.state import State
 
 logger = logging.getLogger(__name__)
@@ -56,10 +56,10 @@ class Admission:
         for lane, seq in state.journal.tombstones():
             if state.scheduler.has_lane(lane):
                 state.scheduler.reject(lane, seq)
-        for request in state.journal.unfinished():
-            ticket = _ticket(request)
+        for r in state.journal.unfinished():
+            ticket = Ticket(r.request_id, r.lane, r.seq, r.client, r.share, r.cost, r.number, r.size)
             if _can_run(state, ticket):
-                state.admit(ticket, request.kind, attempts=request.attempts, begun_by=request.begun_by)
+                state.admit(ticket, r.kind, attempts=r.attempts, begun_by=r.begun_by)
             else:
                 stale.append(ticket)
         return stale
@@ -85,7 +85,7 @@ class Admission:
         return request_id
 
     async def reject(self, tombstone: Tombstone) -> Ok | Rejected:
-        """Record that the API refused a number of a model, so that the model's later requests do not wait for it."""
+        """Record that the API refused a request, so that the later requests of its model do not wait for it."""
         state = self._state
         model = state.registry.models.get(tombstone.model_id)
         if model is None or not model.exists or not state.scheduler.admits(model.lane, tombstone.seq_id):
@@ -170,7 +170,7 @@ class Admission:
         model = ModelRecord(create.model_id, submit.session_id, generation, create, now, now)
         model.replaces = old is not None and (old.workers is not None or old.replaces)
         if old is not None and old.exists and old.session_id != submit.session_id:
-            # Two clients that use the same name cannot be told from one that starts over.
+            # Two clients that use the same name look the same as one client that starts over.
             logger.warning("event=replaced model=%s session=%s", model.model_id, old.session_id)
         submission = _submission(submit.request_id, create, model.client, model.lane, submit=submit)
         ends_lane = None if old is None else old.lane
@@ -226,7 +226,7 @@ class Admission:
             raise Refused(429, refusal)
 
     def _fill_defaults(self, operation: CreateModel) -> CreateModel:
-        """The creation with its defaults filled in, so that running it again gives the same model."""
+        """The operation with all defaults filled in, so that running it again creates the same model."""
         options = self._state.options
         if not options.enable_lora:
             return replace(operation, lora=None)
@@ -273,7 +273,7 @@ def _submission(
         key=submit.key if submit else None,
         body_hash=submit.body_hash if submit else b"",
         lane=lane,
-        # A creation precedes all numbers of its model, and a sample is not in its order.
+        # A creation precedes all numbered requests of its model, and samples run in any order.
         seq=submit.seq_id if submit and not isinstance(operation, CreateModel | Sample) else None,
         client=client,
         dialect=submit.dialect if submit else "xorl",
@@ -282,11 +282,6 @@ def _submission(
         cost=cost_of(operation, len(body)),
         body=body,
     )
-
-
-def _ticket(request: Unfinished) -> Ticket:
-    r = request
-    return Ticket(r.request_id, r.lane, r.seq, r.client, r.share, r.cost, r.number, r.size)
 
 
 def _can_run(state: State, ticket: Ticket) -> bool:

@@ -50,12 +50,11 @@ def apply_result(
     if model is None:
         return Outcome(ticket.request_id, encode(result), now)
     records: list[Record] = []
-    tail: Literal["changes", "settles"] | None = None
+    tail = None if isinstance(result, Failure) else tail_of(operation)
     cuts: Literal["settled", "all"] | None = None
     if isinstance(result, Failure):
         records = _apply_failure(state, model, operation, result)
-    elif (changed := tail_of(operation)) is not None:
-        tail = "settles" if changed[1] else "changes"
+    elif tail is not None:
         _apply_training(model, operation, result, seconds)
         model.tail_bytes += ticket.size
     elif isinstance(result, ModelCreated):
@@ -77,7 +76,17 @@ def apply_save(
 ) -> list[Record]:
     """Update the model's record after a save; returns the records of the checkpoint or snapshot."""
     if isinstance(operation, SaveWeightsForSampler) and operation.sampler_id is not None:
-        return [_record_snapshot(state, model, operation.sampler_id, workers)]
+        sampler = SamplerRecord(
+            operation.sampler_id,
+            model.session_id,
+            state.options.model_name,
+            time.time(),
+            snapshot_of=model.model_id,
+            workers=workers,
+            version=weights_version(model),
+        )
+        state.registry.samplers[sampler.sampling_session_id] = sampler
+        return [stored(sampler)]
     checkpoint = saved_as(operation)
     if checkpoint is None:
         return []
@@ -107,36 +116,18 @@ def apply_save(
     return [stored(record)]
 
 
-def _record_snapshot(state: State, model: ModelRecord, sampler_id: str, workers: str | None) -> Record:
-    record = SamplerRecord(
-        sampler_id,
-        model.session_id,
-        state.options.model_name,
-        time.time(),
-        snapshot_of=model.model_id,
-        workers=workers,
-        version=weights_version(model),
-    )
-    state.registry.samplers[sampler_id] = record
-    return stored(record)
-
-
 def _apply_creation(state: State, model: ModelRecord, result: ModelCreated, workers: str | None) -> None:
     model.state, model.workers = "ready", workers
     model.num_steps = model.boundary_steps = result.num_steps
     model.weights_id = secrets.token_hex(4)
     model.checkpoint_bytes = dict(result.checkpoint_bytes)
     if result.lora_rank is not None:
-        lora = _requested_lora(state, model.create)
-        model.lora = replace(lora, rank=result.lora_rank, alpha=result.lora_alpha)
-
-
-def _requested_lora(state: State, create: CreateModel) -> LoraSpec:
-    """The adapter that the client requested or, for a model created from a checkpoint, the adapter saved in it."""
-    if create.lora is None and create.checkpoint is not None:
-        record = state.registry.checkpoints.get(checkpoint_key(create.checkpoint))
-        return (None if record is None else record.lora) or LoraSpec()
-    return create.lora or LoraSpec()
+        lora = model.create.lora
+        if lora is None and model.create.checkpoint is not None:
+            # The adapter that is saved in the checkpoint.
+            record = state.registry.checkpoints.get(checkpoint_key(model.create.checkpoint))
+            lora = None if record is None else record.lora
+        model.lora = replace(lora or LoraSpec(), rank=result.lora_rank, alpha=result.lora_alpha)
 
 
 def _apply_training(model: ModelRecord, operation: Operation, result: Result, seconds: float) -> None:

@@ -47,7 +47,7 @@ async def list_checkpoints(state: State, query: ListCheckpoints) -> CheckpointLi
 
 
 async def delete_checkpoint(state: State, admission: Admission, query: DeleteCheckpoint) -> Ok | Rejected:
-    """Delete a checkpoint, after saving the models that depend on it elsewhere."""
+    """Delete a checkpoint. First saves the models that depend on it to other checkpoints."""
     while (problem := await save_dependents(state, admission, query.checkpoint)) is None:
         async with state.checkpoint_lock(query.checkpoint):
             # While this waited for the lock, a save may have made the checkpoint a model's boundary again.
@@ -105,7 +105,7 @@ async def set_ttl(state: State, query: SetCheckpointTtl) -> Ok | Rejected:
 
 
 async def weights_info(state: State, query: GetWeightsInfo) -> WeightsInfo | Rejected:
-    """The model that a checkpoint holds."""
+    """Properties of the model in a checkpoint."""
     found = state.find_checkpoint(query.checkpoint)
     if found is None:
         return _missing(query.checkpoint)
@@ -166,7 +166,7 @@ def _info(state: State, found: CheckpointFolder) -> CheckpointInfo:
 
 
 async def adopt(state: State) -> None:
-    """Add records for checkpoints in the output folder that the journal does not know, for example a new journal.
+    """Add records for checkpoints in the output folder that are missing in the journal, for example in a new one.
 
     The records come from the checkpoints' manifests. Exports have no manifest and are skipped.
     """
@@ -204,7 +204,7 @@ def _lora(saved: Mapping[str, Any]) -> LoraSpec:
 
 
 def _record(state: State, found: CheckpointFolder) -> CheckpointRecord:
-    """The record of a checkpoint. One that was added while the service ran gets a record with what can be inferred."""
+    """The record of a checkpoint; inferred from its model if the checkpoint was added while the service ran."""
     record = state.registry.checkpoints.get(checkpoint_key(found.checkpoint))
     if record is not None:
         return record

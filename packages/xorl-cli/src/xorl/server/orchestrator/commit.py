@@ -19,12 +19,12 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Write = Callable[[sqlite3.Connection], T]
 
-# Bounds a transaction, since every write in it waits for the whole.
+# Bounds a transaction, since each write in it waits for all of them.
 MAX_WRITES = 256
 
 
 class JournalError(Exception):
-    """A write failed and nothing of it was kept, for example because the disk is full. The message has the reason."""
+    """A write failed and was rolled back, for example because the disk is full. The message has the reason."""
 
 
 class OtherVersion(JournalError):

@@ -1,4 +1,4 @@
-"""Saves models on the service's own initiative, and evicts them from the workers without losing anything."""
+"""Saves models without a client's request, and evicts them from the workers without losing anything."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ async def save_dependents(
             continue
         request_id = await admission.submit_internal(recovery_save(model))
         # Another request may save the model before this save gets its turn.
-        while request_id is not None and request_id in state.open and model in state.registry.dependents(checkpoint):
-            await waiting.wait_for_end(state, request_id, timeout_s=DEPENDENT_POLL_S)
+        while (request := state.open.get(request_id or "")) and model in state.registry.dependents(checkpoint):
+            await waiting.wait_for_end(request, DEPENDENT_POLL_S)
         if model in state.registry.dependents(checkpoint):
             return (
                 f"model {model.model_id} needs {checkpoint.uri('xorl')} to be restored and could not be saved "
@@ -80,7 +80,7 @@ class Eviction:
     async def check_storage(
         self, model: ModelRecord, kind: CheckpointKind, like: CheckpointKind | None = None, factor: int = 1
     ) -> Failure | None:
-        """Before every save: the failure if there is no storage for one more checkpoint of a kind, else None.
+        """Called before every save: the failure if there is no storage for another checkpoint of a kind, else None.
 
         Its size is estimated as `factor` times that of a checkpoint of the kind `like`, by default the same kind.
         """
@@ -92,8 +92,8 @@ class Eviction:
             return Failure("user", 507, str(problem))
         return None
 
-    async def save(self, model: ModelRecord, workers: Incarnation) -> Failure | None:
-        """Save a model, unless its boundary already holds everything but the accumulated gradient."""
+    async def save_if_changed(self, model: ModelRecord, workers: Incarnation) -> Failure | None:
+        """Save a model unless its boundary already holds everything except the accumulated gradient."""
         if not self._state.journal.num_settled(model.lane):
             return None
         return await self.save_to_recovery(model, workers)
@@ -127,10 +127,10 @@ class Eviction:
 
     async def evict(self, model: ModelRecord, workers: Incarnation) -> Failure | None:
         """Save a model if necessary and unload it from the workers. Its next request restores it."""
-        # Housekeeping and a request that needs the base may both evict it; the second call finds it done.
+        # Housekeeping and a request that needs the base may both evict it; the second call then has nothing to do.
         async with self._evicting:
             if model.workers == workers.name:
-                failure = await self.save(model, workers)
+                failure = await self.save_if_changed(model, workers)
                 if failure is not None:
                     return failure
                 await _run_internal(UnloadModel(model.model_id), workers)

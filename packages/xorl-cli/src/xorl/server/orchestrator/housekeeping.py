@@ -31,10 +31,10 @@ SESSIONS_KEPT_S = 30 * 24 * 3600.0
 class Housekeeping:
     """Periodic work of the orchestrator; `run` continues until it is cancelled."""
 
-    def __init__(self, state: State, admission: Admission, retention: Retention) -> None:
+    def __init__(self, state: State, admission: Admission) -> None:
         self._state = state
         self._admission = admission
-        self._retention = retention
+        self._retention = Retention(after_retrieval_s=state.options.result_retention_s)
         # Times of `time.monotonic`, which adjustments of the system clock do not affect.
         self._gaps: dict[tuple[str, int], float] = {}  # by lane and number: when the gap was first seen
         self._eviction_attempts: dict[str, float] = {}  # by lane

@@ -1,4 +1,4 @@
-"""Inference endpoints: registered across restarts, used for sampling if they hold the weights, and sent weights."""
+"""Inference endpoints: remembers them across restarts, samples from those with the right weights, sends weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NamedTuple
 import httpx
 import msgspec
 
-from xorl.server.endpoints import EndpointRegistry, EndpointSampler, EngineError
+from xorl.server.endpoints import EndpointRegistry, EngineError, sample_from_endpoint
 from xorl.server.identifiers import CheckpointRef, checkpoint_folder
 from xorl.server.messages import Ok, Rejected
 from xorl.server.operations import (
@@ -56,7 +56,7 @@ class Added(msgspec.Struct, frozen=True):
 
 
 class _RequiredWeights(NamedTuple):
-    """The weights that an endpoint must hold to sample: see `EndpointSampler.sample`."""
+    """The weights that an endpoint must hold to sample: see `sample_from_endpoint`."""
 
     version: str | None = None
     adapter: tuple[str, Path] | None = None
@@ -76,11 +76,9 @@ class Inference:
         records = journal.records("endpoint")
         saved = [decoded(read_added, body, f"the record of endpoint {name!r}") for name, body in records]
         self._settings = {_address(added.state.endpoint): added.asked for added in saved}
-        self._endpoints = EndpointRegistry(self._client, [added.state for added in saved], self._mark_changed)
-        self._sampler = EndpointSampler(self._endpoints)
+        self._endpoints = EndpointRegistry(self._client, [added.state for added in saved])
         self._lock = asyncio.Lock()
         self._unregistered = [one for one in options.endpoints if _address(one.endpoint) not in self._settings]
-        self._is_changed = False
         read_fp8 = msgspec.msgpack.Decoder(BlockFp8).decode
         quantizations = [
             decoded(read_fp8, body, "the quantization of syncs") for _, body in journal.records("sync_quantization")
@@ -122,7 +120,7 @@ class Inference:
         async with self._lock:
             try:
                 state = await self._endpoints.add(query.endpoint)
-                # Only after it has answered: otherwise an endpoint that is already registered keeps its settings.
+                # Only now: if it does not answer, an endpoint that is already registered must keep its settings.
                 self._settings[_address(query.endpoint)] = query
             except EngineError as problem:
                 return Rejected(400, str(problem))
@@ -221,8 +219,12 @@ class Inference:
         if required is None:
             return None
         try:
-            return await self._sampler.sample(
-                operation, version=required.version, adapter=required.adapter, context_length=context_length
+            return await sample_from_endpoint(
+                self._endpoints,
+                operation,
+                version=required.version,
+                context_length=context_length,
+                adapter=required.adapter,
             )
         except EngineError as problem:
             # Engines do not support everything that the workers do, such as adapters on the head or large ranks.
@@ -251,14 +253,11 @@ class Inference:
             case _:
                 return None
 
-    def _mark_changed(self) -> None:
-        self._is_changed = True
-
     async def _save_changes(self) -> None:
         """Write changed endpoints to the journal. If that fails, the next call tries again."""
-        if not self._is_changed:
+        if not self._endpoints.is_changed:
             return
-        self._is_changed = False
+        self._endpoints.is_changed = False
         states = {_address(state.endpoint): state for state in self._endpoints.states}
         removed = [address for address in self._settings if address not in states]
         records = [Record("endpoint", f"{host}:{port}", None) for host, port in removed]
@@ -268,7 +267,7 @@ class Inference:
         try:
             await self._journal.put(records)
         except JournalError:
-            self._is_changed = True
+            self._endpoints.is_changed = True
             raise
 
 

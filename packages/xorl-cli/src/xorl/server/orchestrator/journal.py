@@ -1,8 +1,8 @@
-"""The journal: stores every request on disk, from before it is acknowledged until it can no longer be needed.
+"""The journal: stores every request on disk, from before it is acknowledged until it is no longer needed.
 
 Tables:
 - requests: one row per request.
-- tombstones: numbers of lanes that the API refused.
+- tombstones: (lane, number) of requests that the API refused.
 - operations: the bodies of requests that have not run yet or that `recovery` may replay.
 - results.
 - tail: the requests that changed a model since its boundary, in the order in which they ran; `recovery` replays them.
@@ -183,7 +183,7 @@ class Journal:
     async def reject(self, lane: str, seq: int) -> None:
         """Record that a number of a lane will never arrive."""
         statement = "INSERT OR IGNORE INTO tombstones VALUES(?, ?)"
-        await self._commit.write(lambda connection: _execute(connection, statement, (lane, seq)))
+        await self._commit.write(lambda connection: _execute_many(connection, statement, [(lane, seq)]))
 
     async def put(self, records: Iterable[Record]) -> None:
         """Write or delete records."""
@@ -243,7 +243,7 @@ class Journal:
         return [number for (number,) in rows]
 
     def num_settled(self, lane: str) -> int:
-        """How many requests of a tail a checkpoint saved now would hold: all but those of the accumulated gradient."""
+        """How many requests of a tail a save would make obsolete: all but those of the accumulated gradient."""
         last = "SELECT max(position) FROM tail WHERE lane = ? AND settles"
         statement = f"SELECT count(*) FROM tail WHERE lane = ? AND position <= ({last})"
         (count,) = self._reader.execute(statement, (lane, lane)).fetchone()
@@ -263,7 +263,7 @@ class Journal:
         return None if row is None else Stored(row[0], row[1], bool(row[2]), row[3])
 
     def find_key(self, key: str, body_hash: bytes) -> Written | None:
-        """The request with this natural key, or None."""
+        """The request with this idempotency key, or None."""
         row = self._reader.execute("SELECT id, body_hash FROM requests WHERE key = ?", (key,)).fetchone()
         return None if row is None else Written(row[0], None, row[1] == body_hash)
 
@@ -380,10 +380,6 @@ def _prune(connection: sqlite3.Connection, now: float, retention: Retention, lan
 def _drop_results(connection: sqlite3.Connection, rows: Sequence[tuple[int]]) -> None:
     _execute_many(connection, "DELETE FROM results WHERE number = ?", rows)
     _execute_many(connection, "UPDATE requests SET result_bytes = NULL WHERE number = ?", rows)
-
-
-def _execute(connection: sqlite3.Connection, statement: str, row: tuple[object, ...]) -> None:
-    connection.execute(statement, row)
 
 
 def _execute_many(connection: sqlite3.Connection, statement: str, rows: Sequence[tuple[object, ...]]) -> None:

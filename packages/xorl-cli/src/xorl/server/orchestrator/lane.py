@@ -1,4 +1,4 @@
-"""The queue of one model's requests, ordered by their numbers regardless of arrival. A pure data structure."""
+"""The queue of one model's requests, ordered by sequence number, not by arrival. A pure data structure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Ticket:
 
     Attributes:
         lane: the lane of its model; None if it belongs to no model's order.
-        seq: its number in the lane; None puts it behind everything that arrived before it.
+        seq: its sequence number in the lane; None puts it behind everything that arrived before it.
         client: the client whose share of the workers' time it uses.
         group: requests of one group can share a pass; None runs alone.
         cost: the workers' time that it takes, in any common unit.
@@ -135,7 +135,7 @@ class Lane:
 
     @property
     def is_pristine(self) -> bool:
-        """Whether no number has arrived, run or been skipped."""
+        """Whether no numbered request has arrived, run or been skipped."""
         return self._next == FIRST_SEQ and not self._numbered and not self._tombstones
 
     def _pass_tombstones(self) -> None:

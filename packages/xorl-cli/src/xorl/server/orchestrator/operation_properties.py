@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Literal
 
 import msgspec
 
@@ -14,7 +15,6 @@ from xorl.server.operations import (
     ClientResult,
     ForwardBackward,
     LoadWeights,
-    ModelOperation,
     OptimStep,
     Sample,
     SaveFullWeights,
@@ -30,7 +30,7 @@ _result_decoder = msgspec.msgpack.Decoder(ClientResult)
 # Costs are measured in bytes of a forward_backward body. A token takes about 24: its id, its target, 2 or 3 floats.
 BYTES_PER_TOKEN = 24
 # A step or a save takes the workers about as long as a few thousand tokens.
-COST_OF_OTHERS = 64 * 1024.0
+DEFAULT_COST = 64 * 1024.0
 # The assumed length of a sample without a limit. It could fill the context, but most end earlier.
 SAMPLE_TOKENS = 1024
 # Kinds of the service's internal requests, as stored in the journal; all other kinds are class names of operations.
@@ -58,23 +58,18 @@ def decode_result(body: bytes) -> ClientResult:
     return decoded(_result_decoder.decode, body, "a result")
 
 
-def model_of(operation: Operation) -> str | None:
-    """The model in whose order the operation runs; None if it belongs to none."""
-    return operation.model_id if isinstance(operation, ModelOperation) else None
-
-
 def cost_of(operation: Operation, size: int) -> float:
-    """The workers' time for it, in bytes of a forward_backward body that takes as long. size: bytes of its own body."""
+    """The workers' time for it, in bytes of a forward_backward body that takes as long. size: of its own body."""
     if isinstance(operation, ForwardBackward):
         return float(size)
     if isinstance(operation, Sample):
         tokens = operation.prompt.shape[0] + operation.num_samples * (operation.max_tokens or SAMPLE_TOKENS)
         return float(BYTES_PER_TOKEN * tokens)
-    return COST_OF_OTHERS
+    return DEFAULT_COST
 
 
 def share_of(operation: Operation) -> str | None:
-    """A key: operations with the same key can share a pass. An operation with None runs alone."""
+    """The key of operations that can share a pass; None if the operation runs alone."""
     if isinstance(operation, ForwardBackward):
         # The loss inputs must match, since missing ones have no default.
         names = sorted({name for datum in operation.data for name in datum.arrays})
@@ -85,13 +80,11 @@ def share_of(operation: Operation) -> str | None:
     return None
 
 
-def tail_of(operation: Operation) -> tuple[str, bool] | None:
-    """For an operation that changes its model: (model, whether no accumulated gradient is left). None for others."""
+def tail_of(operation: Operation) -> Literal["changes", "settles"] | None:
+    """How the operation extends its model's tail; see `journal.Outcome`."""
     if isinstance(operation, ForwardBackward):
-        return None if operation.forward_only else (operation.model_id, False)
-    if isinstance(operation, OptimStep | AbortGradients | LoadWeights):
-        return operation.model_id, True
-    return None
+        return None if operation.forward_only else "changes"
+    return "settles" if isinstance(operation, OptimStep | AbortGradients | LoadWeights) else None
 
 
 def saved_as(operation: Operation) -> CheckpointRef | None:

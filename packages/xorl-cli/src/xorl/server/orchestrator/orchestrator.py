@@ -13,12 +13,12 @@ from xorl.server.addresses import read_published
 from xorl.server.channel import ChannelKeys, ChannelServer, Limits
 from xorl.server.messages import Cancel, Poll, Rejected, Submit, Tombstone
 from xorl.server.operations import Failure, Message
-from xorl.server.orchestrator import checkpoint_queries, sessions, status, waiting
+from xorl.server.orchestrator import checkpoint_queries, service_queries, waiting
 from xorl.server.orchestrator.admission import Admission
 from xorl.server.orchestrator.commit import JournalError
 from xorl.server.orchestrator.housekeeping import Housekeeping
 from xorl.server.orchestrator.inference import Inference
-from xorl.server.orchestrator.journal import Journal, Retention
+from xorl.server.orchestrator.journal import Journal
 from xorl.server.orchestrator.options import OrchestratorOptions
 from xorl.server.orchestrator.registry import Registry
 from xorl.server.orchestrator.runner import Runner, stop_if_broken
@@ -58,16 +58,16 @@ QueryHandler = Callable[[Any], Awaitable[Message]]
 QUERIES: dict[type[Message], Callable[[State, Any], Awaitable[Message]]] = {
     Poll: waiting.poll,
     Cancel: waiting.cancel,
-    GetService: status.get_service,
-    GetStatus: status.get_status,
-    CreateSession: sessions.create_session,
-    Heartbeat: sessions.heartbeat,
-    FinishSession: sessions.finish_session,
-    GetSession: sessions.get_session,
-    ListSessions: sessions.list_sessions,
-    GetModel: sessions.get_model,
-    CreateSamplingSession: sessions.create_sampling_session,
-    GetSampler: sessions.get_sampler,
+    GetService: service_queries.get_service,
+    GetStatus: service_queries.get_status,
+    CreateSession: service_queries.create_session,
+    Heartbeat: service_queries.heartbeat,
+    FinishSession: service_queries.finish_session,
+    GetSession: service_queries.get_session,
+    ListSessions: service_queries.list_sessions,
+    GetModel: service_queries.get_model,
+    CreateSamplingSession: service_queries.create_sampling_session,
+    GetSampler: service_queries.get_sampler,
     ListCheckpoints: checkpoint_queries.list_checkpoints,
     SetCheckpointTtl: checkpoint_queries.set_ttl,
     GetWeightsInfo: checkpoint_queries.weights_info,
@@ -124,9 +124,8 @@ class Orchestrator:
             options.api_address, Request, self.answer, limits=self._limits
         )
         self.address = await self._server.bind()
-        retention = Retention(after_retrieval_s=options.result_retention_s)
         self.runner = Runner(self.state, self._admission)
-        self.housekeeping = Housekeeping(self.state, self._admission, retention)
+        self.housekeeping = Housekeeping(self.state, self._admission)
         self._tasks = [
             asyncio.create_task(self._server.serve()),
             asyncio.create_task(self.runner.drive()),
@@ -135,10 +134,6 @@ class Orchestrator:
         ]
         for task in self._tasks:
             task.add_done_callback(stop_if_broken)
-
-    async def save_models(self) -> None:
-        """Save the models on the workers, before `stop`, so that the next start replays nothing."""
-        await self.runner.save_models()
 
     async def stop(self) -> None:
         """Stop all tasks and close. The next start continues with the unfinished requests."""

@@ -52,7 +52,7 @@ class CheckpointInUse(Exception):
 
 
 class Preflight:
-    """Ensures that the workers can run a request before it is dispatched."""
+    """Prepares requests for dispatch, so that the workers can run them."""
 
     def __init__(self, state: State, eviction: Eviction) -> None:
         self._state = state
@@ -100,7 +100,12 @@ class Preflight:
             # The last check before the operation is dispatched: any later load runs after this save.
             raise CheckpointInUse(model, overwritten)
         if isinstance(operation, SyncWeights):
-            return self._with_receivers(operation, model, ticket)
+            after_step = self._state.open[ticket.request_id].kind == SYNC_AFTER_STEP
+            complete = self._state.inference.complete(operation, model, after_step=after_step)
+            if complete is None:
+                message = "no inference endpoint can receive weights: add a running SGLang server first"
+                raise CannotRun(Failure("user", 400, message))
+            return complete
         return operation
 
     def resolve_sampler(self, operation: Sample, workers: Incarnation | None) -> Sample:
@@ -160,7 +165,7 @@ class Preflight:
         state.counters.count("requests_run_again_total", num_replayed)
 
     async def _free_base(self, model: ModelRecord, workers: Incarnation) -> None:
-        """With full weights, only one model can use the base: evict another one if its client has gone."""
+        """With full weights, only one model can use the base: evict any other one whose client has left."""
         if self._state.options.enable_lora:
             return
         for other in self._state.registry.models.values():
@@ -180,8 +185,8 @@ class Preflight:
         """Save a model elsewhere before it overwrites a checkpoint that its creation or its tail reads.
 
         Otherwise, after a crash, recovery could not tell whether to read the old or the new checkpoint. The model is
-        also saved if it reads any checkpoint while other models depend on the one to be overwritten. Those models are
-        saved before this one continues, which could deadlock if they also waited for this model to be saved.
+        also saved if it reads any checkpoint while other models depend on the overwritten one: those are saved before
+        this one continues, and two such models would wait for each other.
         """
         start = None if model.boundary is not None else model.create.checkpoint
         reads = {start, *model.loads} - {None}
@@ -204,7 +209,7 @@ class Preflight:
             await self._state.journal.put([stored(model)])
 
     def _require_checkpoint(self, checkpoint: CheckpointRef) -> None:
-        """Raise CannotRun if a checkpoint does not exist; workers could still sample from their copy of it."""
+        """Raise CannotRun if a checkpoint does not exist, even if the workers still have a copy of it in memory."""
         state = self._state
         is_known = checkpoint_key(checkpoint) in state.registry.checkpoints
         if not is_known and not checkpoint_folder(state.options.folder, checkpoint).is_dir():
@@ -234,14 +239,6 @@ class Preflight:
         if not named:
             raise CannotRun(Failure("user", 404, f"there are no sampler weights named {sampler.name}"))
         return CheckpointSampler(max(named, key=lambda record: record.created).checkpoint)
-
-    def _with_receivers(self, operation: SyncWeights, model: ModelRecord, ticket: Ticket) -> SyncWeights:
-        after_step = self._state.open[ticket.request_id].kind == SYNC_AFTER_STEP
-        complete = self._state.inference.complete(operation, model, after_step=after_step)
-        if complete is None:
-            message = "no inference endpoint can receive weights: add a running SGLang server first"
-            raise CannotRun(Failure("user", 400, message))
-        return complete
 
 
 def _weights_of(record: SamplerRecord, workers: Incarnation | None) -> SamplerRef:

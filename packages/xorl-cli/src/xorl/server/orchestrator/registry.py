@@ -24,7 +24,7 @@ class SessionRecord(msgspec.Struct):
 
 
 class ModelRecord(msgspec.Struct):
-    """A model: its properties, the location of its state, and how to restore it.
+    """A model: its properties, where its state is, and how to restore it.
 
     The journal's tail holds the requests that changed the model since its boundary; replaying them on the boundary
     restores the model.

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from xorl.server.messages import CANCELLED, Operation, Result, Work
 from xorl.server.operations import (
-    CreateModel,
     Failure,
     ForwardBackward,
+    ModelCreated,
     OptimResult,
     OptimStep,
     Sample,
@@ -46,7 +46,7 @@ from xorl.server.orchestrator.workers import POLL_EVERY_S, Incarnation, WorkersL
 
 logger = logging.getLogger(__name__)
 
-# While the workers run one piece of work, the next is already on its way. More slots would weaken fair scheduling.
+# One group of requests runs while the next is in transit. More slots would make scheduling less fair.
 NUM_SLOTS = 2
 # How long to wait before retrying after a failed write to the journal.
 RETRY_S = 1.0
@@ -102,9 +102,10 @@ class Runner:
                 task.add_done_callback(self._on_run_done)
 
     async def save_models(self) -> None:
-        """Start no more requests, wait for those that run, and save the models on the workers.
+        """Before `stop`: start no more requests, wait for running ones, and save the models on the workers.
 
-        If the workers are absent, return at once: the next start runs their requests again.
+        The next start then has nothing to replay. If the workers are absent, return at once: the next start runs their
+        requests again.
         """
         self._slots = -NUM_SLOTS
         saving = asyncio.create_task(self._save_all(list(self._tasks)))
@@ -124,7 +125,7 @@ class Runner:
                 workers = self._state.workers.current()
                 if model.state != "ready" or model.workers != workers.name:
                     continue
-                failure = await self._eviction.save(model, workers)
+                failure = await self._eviction.save_if_changed(model, workers)
             except (WorkersLost, JournalError, OSError) as problem:
                 logger.warning("event=not_saved model=%s why=%r", model.model_id, str(problem))
                 continue
@@ -153,7 +154,7 @@ class Runner:
         if group[0].lane is None and state.inference.can_sample:
             group = self._offload_samples(group)
         try:
-            # Fixed here: requests prepared for this incarnation must not run on a later one.
+            # Requests that are prepared for this incarnation must not run on a later one.
             workers = state.workers.current()
             async with AsyncExitStack() as until_settled:
                 dispatches = await self._prepare(group, workers, until_settled)
@@ -164,11 +165,11 @@ class Runner:
                     await self._settle(dispatches, done.results, time.monotonic() - started)
         except WorkersLost as problem:
             state.counters.count("workers_lost_total")
-            await self._requeue([t for t in group if t.request_id in state.open], str(problem), alone=True)
+            await self._requeue([t for t in group if t.request_id in state.open], str(problem))
         except JournalError as problem:
             state.storage_problem = f"requests cannot be saved: {problem}"
             logger.error("event=journal_failed why=%r", str(problem))
-            await self._requeue([t for t in group if t.request_id in state.open], state.storage_problem, alone=True)
+            await self._requeue([t for t in group if t.request_id in state.open], state.storage_problem)
             await asyncio.sleep(RETRY_S)
 
     def _offload_samples(self, group: Sequence[Ticket]) -> list[Ticket]:
@@ -189,7 +190,7 @@ class Runner:
         """Move dependents off the checkpoint that a save would overwrite, then retry the save."""
         problem = await save_dependents(self._state, self._admission, conflict.checkpoint, besides=conflict.model)
         if problem is None:
-            await self._requeue([dispatch.ticket], "no model needs the overwritten checkpoint any more", alone=True)
+            await self._requeue([dispatch.ticket], "no model needs the overwritten checkpoint any more")
             self._state.wake.set()
         else:
             await self._settle([dispatch], [Failure("server", 503, problem)], 0.0)
@@ -280,7 +281,7 @@ class Runner:
             return None
 
     async def _mark_begun(self, request: OpenRequest, operation: Operation, workers: str) -> None:
-        """Record which incarnation gets a request. A different one than before means that the earlier one is gone."""
+        """Record the incarnation that gets a request. If it differs from the last one, that one is gone."""
         state = self._state
         request_id, before = request.ticket.request_id, request.begun_by
         if before == workers:
@@ -312,7 +313,7 @@ class Runner:
             logger.error("event=journal_failed why=%r", str(write.exception()))
 
     async def _settle(self, dispatches: Sequence[Dispatch], results: Sequence[Result], seconds: float) -> None:
-        """End requests. If requests of a shared pass failed, retry each alone, since a single one may be the cause."""
+        """End requests. If requests failed in a shared pass, retry each alone, since a single one may be the cause."""
         state = self._state
         for dispatch in dispatches:
             await self._wait_result_written(dispatch.ticket)
@@ -322,8 +323,8 @@ class Runner:
         outcomes = []
         for dispatch, result in ended:
             ticket, operation = dispatch.ticket, dispatch.operation
-            if isinstance(operation, CreateModel) and not isinstance(result, Failure):
-                await self._queue_initial_checkpoint(operation.model_id)
+            if isinstance(result, ModelCreated) and not state.options.skip_initial_checkpoint:
+                await self._admission.submit_internal(SaveWeights(result.model_id, INITIAL_NAME, overwrite=True))
             self._count(operation, result)
             duration_s = seconds / len(dispatches)
             outcomes.append(apply_result(state, ticket, operation, result, dispatch.workers, duration_s))
@@ -337,7 +338,7 @@ class Runner:
                 # Before the model's next request, which may be a save under the name that is deleted.
                 await self._eviction.delete_obsolete(model)
         state.scheduler.finish([dispatch.ticket for dispatch, _ in ended if dispatch.ticket not in ahead])
-        await self._requeue([dispatch.ticket for dispatch in retried], "it failed in a shared pass", alone=True)
+        await self._requeue([dispatch.ticket for dispatch in retried], "it failed in a shared pass")
         for dispatch, result in ended:
             await self._follow_up(dispatch, result)
 
@@ -361,8 +362,8 @@ class Runner:
         if (written := self._result_writes.get(ticket.lane or "")) is not None:
             await written.wait()
 
-    async def _requeue(self, tickets: Sequence[Ticket], reason: str, *, alone: bool) -> None:
-        """Queue requests again, or fail them if their model or the workers are gone."""
+    async def _requeue(self, tickets: Sequence[Ticket], reason: str) -> None:
+        """Queue requests again, each to run alone, or fail them if their model or the workers are gone."""
         state = self._state
         failed = [t for t in tickets if t.lane is not None and not state.scheduler.has_lane(t.lane)]
         if state.workers.absent_too_long:
@@ -373,7 +374,7 @@ class Runner:
         for ticket in requeued:
             state.open[ticket.request_id].is_running = False
             logger.info("event=run_again request=%s why=%r", ticket.request_id, reason)
-        state.scheduler.requeue(requeued, alone=alone)
+        state.scheduler.requeue(requeued, alone=True)
         if failed:
             await state.fail(failed, Failure("server", 503, f"this did not run: {reason}"))
 
@@ -418,10 +419,6 @@ class Runner:
         records = self._state.leave_order(ticket)
         await self._state.end([Outcome(ticket.request_id, encode(result), time.time(), records=records)], [result])
         self._state.scheduler.finish([ticket])
-
-    async def _queue_initial_checkpoint(self, model_id: str) -> None:
-        if not self._state.options.skip_initial_checkpoint:
-            await self._admission.submit_internal(SaveWeights(model_id, INITIAL_NAME, overwrite=True))
 
     def _count(self, operation: Operation, result: Result) -> None:
         if isinstance(result, Failure):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from xorl.server.orchestrator.lane import FIRST_SEQ, Lane, SequenceGap, Ticket
 
-# Beyond a few dozen calls a mixed pass saves little, and each call waits for the whole pass.
+# Beyond a few dozen calls, a shared pass saves little more, and each call waits for the whole pass.
 MAX_GROUP_SIZE = 64
 MAX_GROUP_COST = 64 * 1024 * 1024
 
@@ -71,7 +71,7 @@ class Scheduler:
         return self._lanes[lane].next_seq
 
     def is_pristine(self, lane: str) -> bool:
-        """Whether no number of an open lane has arrived, run or been skipped."""
+        """Whether no numbered request of an open lane has arrived, run or been skipped."""
         return self._lanes[lane].is_pristine
 
     def admits(self, lane: str, seq: int | None) -> bool:
@@ -168,7 +168,7 @@ class Scheduler:
         return len(self._arrivals)
 
     def _turns(self) -> list[Ticket]:
-        """The head request of each client that has one, sorted by the clients' turns."""
+        """The head request of each client that has one, in the order of the clients' turns."""
         heads = [head for head in map(self._head_of, self._clients.values()) if head is not None]
         return sorted(heads, key=lambda ticket: (self._clients[ticket.client].served, ticket.arrival))
 
@@ -223,7 +223,7 @@ class Scheduler:
     def _drop_idle_clients(self) -> None:
         """Forget idle clients without debt, so that memory does not grow with every new client."""
         if not self._arrivals:
-            # The queue is empty, so no client is waiting on account of the others: reset all debts.
+            # The queue is empty, so no client waits for another: clear all debts.
             self._floor = max((client.served for client in self._clients.values()), default=self._floor)
         idle = [
             name

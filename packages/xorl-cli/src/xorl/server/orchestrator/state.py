@@ -148,10 +148,13 @@ class State:
     async def fail(self, tickets: Sequence[Ticket], failure: Failure) -> None:
         """End requests that changed nothing and are no longer in the scheduler.
 
-        If one of them was to create a model, the model fails with all its queued requests.
+        If one of them would have created a model, that model fails with all its queued requests.
         """
         ended = list(tickets)
-        for model in filter(None, map(self._model_created_by, tickets)):
+        for ticket in tickets:
+            request, model = self.open.get(ticket.request_id), self.model_of(ticket)
+            if model is None or request is None or request.kind != CreateModel.__name__:
+                continue
             # Workers that are merely unreachable may have created it.
             model.state, model.replaces = "failed", True
             if self.scheduler.has_lane(model.lane):
@@ -199,10 +202,6 @@ class State:
     def find_checkpoint(self, checkpoint: CheckpointRef) -> CheckpointFolder | None:
         """A checkpoint on disk; None if it does not exist or is unavailable."""
         return None if self.is_unavailable(checkpoint) else catalogue.find(self.options.folder, checkpoint)
-
-    def _model_created_by(self, ticket: Ticket) -> ModelRecord | None:
-        request = self.open.get(ticket.request_id)
-        return self.model_of(ticket) if request is not None and request.kind == CreateModel.__name__ else None
 
     def _count_end(self, request: OpenRequest, outcome: Outcome, result: Result) -> None:
         if not isinstance(result, Failure):

@@ -20,7 +20,7 @@ async def poll(state: State, query: Poll) -> Pending | Finished | Unknown:
     """The result of a request, waiting for it up to `wait_s`."""
     request = state.open.get(query.request_id)
     if request is not None and query.wait_s > 0:
-        await _wait(request, min(query.wait_s, MAX_WAIT_S))
+        await wait_for_end(request, min(query.wait_s, MAX_WAIT_S))
         request = state.open.get(query.request_id)
     if request is not None:
         return _pending(state, request)
@@ -39,13 +39,6 @@ async def poll(state: State, query: Poll) -> Pending | Finished | Unknown:
     return Finished(query.request_id, stored.dialect, result)
 
 
-async def wait_for_end(state: State, request_id: str, timeout_s: float) -> None:
-    """Return once a request has ended, or after timeout_s."""
-    request = state.open.get(request_id)
-    if request is not None:
-        await _wait(request, timeout_s)
-
-
 async def cancel(state: State, query: Cancel) -> Ok:
     """Cancel a sample. Other requests are not cancelled, since later requests of their model depend on them."""
     request = state.open.get(query.request_id)
@@ -62,7 +55,8 @@ async def cancel(state: State, query: Cancel) -> Ok:
     return Ok()
 
 
-async def _wait(request: OpenRequest, timeout_s: float) -> None:
+async def wait_for_end(request: OpenRequest, timeout_s: float) -> None:
+    """Return once a request has ended, or after timeout_s."""
     waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     request.waiters.append(waiter)
     try:

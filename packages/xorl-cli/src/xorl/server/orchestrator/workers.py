@@ -1,4 +1,4 @@
-"""The orchestrator's connection to the workers: their presence, their incarnation, and running work on them."""
+"""The orchestrator's connection to the workers: whether they are there, their incarnation, and running work."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 # Refreshes the memory figures of the status page.
 HEALTH_EVERY_S = 10.0
-# Far shorter than a restart of the workers, and cheap.
+# Cheap, and far shorter than a restart of the workers.
 POLL_EVERY_S = 0.05
 # Reading the workers' file may go to a network file system.
 FIND_EVERY_S = 1.0
@@ -35,6 +35,7 @@ class Workers:
     """The channel to rank 0. `on_change` is called whenever `is_ready` may have changed.
 
     find: returns the address and keys of the newest workers, if known; called while the workers are absent.
+    timeout_s: how long the workers may be absent before waiting requests fail.
 
     An incarnation is one start of the workers, with everything in their memory. They remember the results of their
     last successful operations, so work that is sent again is not run again.
@@ -54,7 +55,7 @@ class Workers:
         self._location = (address, keys)
         self._find = find
         self._last_find = 0.0
-        self._timeout_s = connection_timeout_s
+        self.timeout_s = connection_timeout_s
         self._on_change = on_change
         self._absent_since: float | None = time.monotonic()  # None while they are present
         self.incarnation: str | None = None
@@ -74,14 +75,9 @@ class Workers:
 
     @property
     def absent_too_long(self) -> bool:
-        """Whether they have been absent for longer than timeout_s, so that requests should no longer wait for them."""
+        """Whether the workers have been absent for longer than timeout_s, so that requests should not wait for them."""
         since = self._absent_since
-        return since is not None and not self.is_connected and time.monotonic() - since > self._timeout_s
-
-    @property
-    def timeout_s(self) -> float:
-        """How long they may be absent before waiting requests fail."""
-        return self._timeout_s
+        return since is not None and not self.is_connected and time.monotonic() - since > self.timeout_s
 
     @property
     def max_context_length(self) -> int | None:
@@ -115,7 +111,11 @@ class Workers:
         """
         while True:
             # A new incarnation does not hold the models, so it must not get work that was prepared for another.
-            await self._wait_connected()
+            try:
+                if not self.is_connected:
+                    await self._channel.wait_connected(self.timeout_s)
+            except (TimeoutError, ChannelError) as problem:
+                raise WorkersLost(str(problem)) from None
             if self.incarnation != incarnation or self._channel.incarnation != incarnation:
                 raise WorkersLost("the workers were restarted")
             try:
@@ -129,7 +129,7 @@ class Workers:
                 return Done(work.ids, [failure for _ in work.ids])
 
     async def cancel(self, request_id: str) -> None:
-        """Ask them to end a sample at its next token. If they cannot be reached, the sample may run to its end."""
+        """Ask the workers to end a sample at its next token; if they cannot be reached, it may run to its end."""
         with contextlib.suppress(PeerLost, TimeoutError, ChannelError):
             await self._channel.request(Cancel(request_id), timeout_s=CANCEL_TIMEOUT_S, connect_timeout_s=0.0)
 
@@ -137,14 +137,6 @@ class Workers:
         done = await self._channel.request(work, timeout_s=math.inf, connect_timeout_s=connect_timeout_s)
         assert isinstance(done, Done), "Work is answered by Done"
         return done
-
-    async def _wait_connected(self) -> None:
-        if self.is_connected:
-            return
-        try:
-            await self._channel.wait_connected(self._timeout_s)
-        except (TimeoutError, ChannelError) as problem:
-            raise WorkersLost(str(problem)) from None
 
     async def _watch(self) -> None:
         """Check the health of each new incarnation and regularly afterwards, and detect absence."""

@@ -35,7 +35,7 @@ class BlockPool:
         return block
 
     def set_key(self, block: int, key: bytes) -> None:
-        """Set the key of a full block. If another block already has this key, only that one is found."""
+        """Set the key of a full block. If another block has this key already, `find` keeps returning that one."""
         if key not in self._block_of:
             self._block_of[key] = block
             self._key_of[block] = key

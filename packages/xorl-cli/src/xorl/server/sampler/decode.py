@@ -1,4 +1,4 @@
-"""Decode passes, which add one token to each of several samples. Most of generation consists of them.
+"""Decode passes, which add one token to each running sample. Most of generation consists of them.
 
 A decode pass launches about a thousand small kernels, and the host takes several times as long to launch them as the
 GPU takes to run them. As long as the weights stay at the same addresses, a pass is recorded once as a CUDA graph for

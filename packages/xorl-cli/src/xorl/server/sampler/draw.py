@@ -37,7 +37,7 @@ class Drawn(NamedTuple):
 
 def uniform_number(seed: int, position: int) -> float:
     """The random number in [0, 1) for the token at `position` of a sample with `seed`; depends only on these two."""
-    digest = hashlib.blake2b(struct.pack("<qq", _wrapped(seed), position), digest_size=8).digest()
+    digest = hashlib.blake2b(struct.pack("<qq", _as_int64(seed), position), digest_size=8).digest()
     return (int.from_bytes(digest, "big") >> 11) * 2.0**-53
 
 
@@ -91,6 +91,6 @@ def _invert(weights: Tensor, uniforms: Sequence[float]) -> Tensor:
     return torch.minimum(found, last).squeeze(1)
 
 
-def _wrapped(seed: int) -> int:
-    """Any integer as a signed 64-bit one."""
+def _as_int64(seed: int) -> int:
+    """An integer of any size, reduced modulo 2^64 to a signed 64-bit one."""
     return (seed + 2**63) % 2**64 - 2**63

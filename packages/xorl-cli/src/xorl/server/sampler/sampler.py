@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import chain, count
-from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -35,7 +34,7 @@ BLOCK_SIZE = 16
 
 def cache_bytes_per_token(config: DecoderConfig, dtype: torch.dtype) -> int:
     """The bytes of the keys and values of one token, over all layers."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+    return 2 * config.num_layers * config.attention.num_kv_heads * config.attention.head_dim * dtype.itemsize
 
 
 class Sampler:
@@ -96,7 +95,7 @@ class Sampler:
             max_running=max_running,
             max_tokens=max_step_tokens,
             max_adapters=0 if bank is None else bank.num_resident,
-            root=self._root,
+            root=self._key_root,
         )
         self._versions: dict[str | None, int] = {}
         self._num_changes: Counter[str | None] = Counter()
@@ -144,7 +143,9 @@ class Sampler:
         if not self._pending:
             return []
         try:
-            finished, ended = self._exchange(cancelled) if self._is_distributed else (self._finished(), cancelled)
+            finished, ended = (
+                self._step_all_ranks(cancelled) if self._is_distributed else (self._step_this_rank(), cancelled)
+            )
         except BaseException:
             # Blocks already have keys for tokens that were not computed.
             self.release_memory()
@@ -195,7 +196,8 @@ class Sampler:
 
         The next step recomputes the tokens of running samples.
         """
-        self._scheduler.preempt_all()
+        for continuation in reversed(list(self._scheduler.running)):
+            self._scheduler.preempt(continuation)
         self._pool.forget_keys()
         self._cache = self._decode = None
         self._model.drop_gathered()
@@ -219,17 +221,17 @@ class Sampler:
             known = ", ".join(map(repr, self._bank.names if self._bank is not None else ()))
             raise ValueError(f"adapter: there is no {request.adapter!r}; there are {known or 'none'}")
 
-    def _finished(self) -> list[GenerationResult]:
+    def _step_this_rank(self) -> list[GenerationResult]:
         """Run a step on this rank; returns the results of the requests that it finished."""
         spans = self._scheduler.plan()
         # The tokens of an adapter must be adjacent.
         spans.sort(key=_adapter_order)
         return self._advance(spans, self._compute(spans))
 
-    def _exchange(self, cancelled: Sequence[int]) -> tuple[list[GenerationResult], list[int]]:
+    def _step_all_ranks(self, cancelled: Sequence[int]) -> tuple[list[GenerationResult], list[int]]:
         """Run a step on all ranks; returns all ranks' results, sorted by id, and all ids that any rank cancels."""
         with all_or_none("a step of the sampler") as num_reported:
-            finished = self._finished()
+            finished = self._step_this_rank()
             num_reported.number += len(finished) + len(cancelled)
         if not num_reported.number:
             return [], []
@@ -239,7 +241,7 @@ class Sampler:
         ended = chain.from_iterable(cancelled for _, cancelled in reports)
         return sorted(results, key=lambda result: result.request_id), list(ended)
 
-    def _root(self, adapter: str | None) -> bytes:
+    def _key_root(self, adapter: str | None) -> bytes:
         return repr((adapter, self._num_changes[None], self._num_changes[adapter])).encode()
 
     @torch.no_grad()
@@ -251,10 +253,7 @@ class Sampler:
         makes exactly one pass with all its spans.
         """
         if self._cache is None:
-            self._cache = self._make_cache()
-            request = AttentionRequest(self._device.type, self._cache.keys.dtype, self._decoder.config.head_dim, None)
-            if decode_refusal(request) is None:
-                self._decode = self._make_decode_pass(self._cache)
+            self._cache, self._decode = self._allocate()
         gathers_nothing = self._model.is_gathered and (self._keep_gathered or not self._model.is_sharded)
         decoding = [span for span in spans if span.is_decode]
         others = [span for span in spans if not span.is_decode]
@@ -266,7 +265,7 @@ class Sampler:
         if others:
             drawn |= self._forward(others, self._cache)
         if not spans and not gathers_nothing:
-            self._forward_nothing()
+            self._forward_dummy()
         return drawn
 
     def _decode_spans(self, spans: Sequence[TokenSpan], decode: DecodePass) -> Mapping[TokenSpan, tuple[Drawn, int]]:
@@ -298,10 +297,10 @@ class Sampler:
             return self._model.forward(
                 torch.tensor(tokens, device=self._device),
                 layout,
-                loss=lambda hidden, weight: self._read(hidden, weight, spans, layout.offsets.tolist()),
+                loss=lambda hidden, weight: self._score_and_draw(hidden, weight, spans, layout.offsets.tolist()),
             )
 
-    def _forward_nothing(self) -> None:
+    def _forward_dummy(self) -> None:
         """Compute a dummy token, to take part in the collectives of a pass in which this rank has no work."""
         with self._model.generation(keep_gathered=self._keep_gathered):
             if self._bank is not None:
@@ -309,7 +308,7 @@ class Sampler:
             layout = SequenceLayout.from_lengths([1], self._device)
             self._model.forward(torch.zeros(1, dtype=torch.int64, device=self._device), layout)
 
-    def _read(
+    def _score_and_draw(
         self, hidden: Tensor, weight: Tensor, spans: Sequence[TokenSpan], offsets: Sequence[int]
     ) -> Mapping[TokenSpan, tuple[Drawn, int]]:
         """Score prompts and draw tokens while the head's weight is gathered. hidden: [T, D], weight: [V, D]."""
@@ -320,7 +319,7 @@ class Sampler:
             if span.is_last and span.continuation.request.max_tokens:
                 ends[span] = stop - 1
         if not ends:
-            return MappingProxyType({})
+            return {}
         rows = hidden[torch.tensor(list(ends.values()), device=hidden.device)]
         return self._draw(wide_logits(rows, weight), list(ends))
 
@@ -361,7 +360,7 @@ class Sampler:
         continuation.versions = [*continuation.versions[:1], version]
         if num_top := request.top_sample_logprobs:
             top = drawn.top_tokens[row, :num_top].int().numpy(), drawn.top_logprobs[row, :num_top].numpy()
-            continuation.tops.append(top)
+            continuation.top_tokens.append(top)
         if any(_ends_with(continuation, sequence) for sequence in request.stop) or (
             request.is_end is not None and request.is_end(continuation.tokens[len(request.prompt) :])
         ):
@@ -378,24 +377,26 @@ class Sampler:
             prompt_logprobs=None if scores is None else scores.prompt_logprobs,
             top_prompt_logprobs=None if scores is None else scores.top_prompt_logprobs,
             target_logprobs=None if scores is None else scores.target_logprobs,
-            num_cached_tokens=continuations[0].num_found or 0,
+            num_cached_tokens=continuations[0].num_cache_hits or 0,
         )
 
-    def _make_cache(self) -> KeyValueCache:
+    def _allocate(self) -> tuple[KeyValueCache, DecodePass | None]:
+        """The cache and, if the device supports them, decode passes over it."""
         config = self._decoder.config
-        return KeyValueCache(
+        cache = KeyValueCache(
             num_layers=config.num_layers,
             # One more for the padding rows of recorded passes.
             num_blocks=self._pool.num_blocks + 1,
             block_size=BLOCK_SIZE,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
+            num_kv_heads=config.attention.num_kv_heads,
+            head_dim=config.attention.head_dim,
             dtype=self._decoder.compute_dtype,
             device=self._device,
         )
-
-    def _make_decode_pass(self, cache: KeyValueCache) -> DecodePass:
-        return DecodePass(
+        request = AttentionRequest(self._device.type, cache.keys.dtype, config.attention.head_dim, None)
+        if decode_refusal(request) is not None:
+            return cache, None
+        decode = DecodePass(
             self._model,
             cache,
             max_samples=self._max_running,
@@ -403,6 +404,7 @@ class Sampler:
             device=self._device,
             keep_gathered=self._keep_gathered,
         )
+        return cache, decode
 
 
 def _limit(config: DecoderConfig, cache_tokens: int) -> tuple[int, str]:
@@ -445,7 +447,7 @@ def _sample(continuation: Continuation) -> GeneratedSample:
     assert continuation.finish_reason is not None
     top = None
     if continuation.request.top_sample_logprobs:
-        token_ids, logprobs = zip(*continuation.tops, strict=True)
+        token_ids, logprobs = zip(*continuation.top_tokens, strict=True)
         top = LikelyTokens(np.stack(token_ids), np.stack(logprobs))
     return GeneratedSample(
         tokens=tuple(continuation.tokens[len(continuation.request.prompt) :]),

@@ -1,4 +1,4 @@
-"""Decides which tokens of which samples the next pass computes: admission, blocks, preemption. Needs no model."""
+"""Chooses the samples and tokens of the next pass: admission, blocks, preemption. Independent of the model."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Continuation:
     index: int
     request: GenerationRequest
     tokens: list[int]
-    # If it scores the prompt, all its tokens are computed: scores need hidden states, which the cache does not hold.
+    # Scores need hidden states, which the cache does not hold, so all tokens of a scored prompt are computed.
     scores_prompt: bool
     blocks: list[int] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)
     num_cached: int = 0
-    num_found: int | None = None
+    num_cache_hits: int | None = None
     logprobs: list[float] = field(default_factory=list)
-    tops: list[tuple[NDArray[np.int32], NDArray[np.float32]]] = field(default_factory=list)
+    top_tokens: list[tuple[NDArray[np.int32], NDArray[np.float32]]] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     finish_reason: Literal["stop", "length"] | None = None
 
@@ -119,11 +119,6 @@ class SampleScheduler:
         self._leave(continuation)
         self.waiting.appendleft(continuation)
 
-    def preempt_all(self) -> None:
-        """Preempt all running continuations; they keep their order."""
-        for continuation in reversed(list(self.running)):
-            self.preempt(continuation)
-
     def remove(self, continuation: Continuation) -> None:
         """Remove a finished or cancelled continuation."""
         if continuation in self.running:
@@ -159,8 +154,8 @@ class SampleScheduler:
         self._pool.share(found)
         continuation.blocks = found
         continuation.num_cached = len(found) * block_size
-        if continuation.num_found is None:
-            continuation.num_found = continuation.num_cached
+        if continuation.num_cache_hits is None:
+            continuation.num_cache_hits = continuation.num_cached
         return self._reserve(continuation, len(continuation.tokens))
 
     def _reserve(self, continuation: Continuation, num_tokens: int) -> bool:

@@ -24,7 +24,7 @@ from xorl.host.temporary import temporary_folder
 from xorl.server.addresses import bind_address, channel_keys, publish
 from xorl.server.channel import BlockingServer, ChannelKeys
 from xorl.server.messages import Cancel, Work
-from xorl.server.process import begin_process
+from xorl.server.process import configure_logging, follow_parent
 from xorl.server.supervise import BAD_INPUT
 from xorl.server.worker.base import build_base
 from xorl.server.worker.selftest import self_test
@@ -96,7 +96,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = load_server_config(flags.config, overrides).config
         # All ranks do the same, so at level INFO only rank 0 logs it.
         is_quiet = global_rank() > 0 and config.log_level == "INFO"
-        begin_process(f"worker{global_rank()}", "WARNING" if is_quiet else config.log_level)
+        configure_logging(f"worker{global_rank()}", "WARNING" if is_quiet else config.log_level)
+        follow_parent()
         if flags.bind is not None:
             run(config, flags.bind, None if flags.keys is None else ChannelKeys.load(flags.keys))
         elif global_rank() == 0:

@@ -23,7 +23,7 @@ from xorl.lora.targets import Site, resolve, sites_of
 from xorl.server.identifiers import seed_of
 from xorl.server.operations import LoraSpec
 from xorl.server.worker.base import Base
-from xorl.server.worker.models import UnknownName, require_source, source_name
+from xorl.server.worker.models import UnknownName, source_name
 from xorl.server.worker.passes import Row
 from xorl.train.adapters.files import AdapterFiles
 from xorl.train.bank_engine import BankEngine, MixedBatch
@@ -31,11 +31,11 @@ from xorl.train.engine import OnOutput, Update
 
 logger = logging.getLogger(__name__)
 
-# The share of the host's memory that all ranks together use for adapters off the device; further ones go to disk.
+# The share of host memory that all ranks together use for adapters that are not on the device; others go to disk.
 HOST_SHARE = 0.25
 # The maximum number of sources to sample from; beyond it, the least recently used one is dropped.
 NUM_SOURCES = 64
-PAGES = "service/adapters"
+SPILL_FOLDER = "service/adapters"
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,6 @@ class AdapterRows:
         self._engine = engine
 
     def gradients_kept(self, rows: Sequence[Row]) -> AbstractContextManager[None]:
-        """Restores the gradients of the adapters that have tokens in these rows."""
         return self._engine.bank.gradients_kept({model_id for row in rows for model_id, _ in row})
 
     def forward_backward(
@@ -64,13 +63,11 @@ class AdapterRows:
         on_output: OnOutput,
         whole: AbstractContextManager[None],
     ) -> None:
-        """Add these adapters' gradients."""
         self._engine.forward_backward([MixedBatch.of(row) for row in rows], loss_fn, model_ids, on_output, whole)
         # Discard the timings: the service does not report them, and they would pile up without optimizer steps.
         self._engine.timer.take()
 
     def forward(self, rows: Sequence[Row], loss_fn: LossFn, on_output: OnOutput) -> None:
-        """Compute the losses without gradients."""
         for index, row in enumerate(rows):
             on_output(index, self._engine.forward(MixedBatch.of(row), loss_fn))
 
@@ -95,7 +92,7 @@ class AdapterModels:
                 max_rank=config.max_lora_rank,
                 device=base.device,
                 host_limit=_host_limit(base, self._sites, config.max_lora_rank),
-                folder=base.output_dir / PAGES / f"rank{base.runtime.rank}",
+                folder=base.output_dir / SPILL_FOLDER / f"rank{base.runtime.rank}",
                 group=base.mesh.dp_group,
             )
             # Validate the options for adapters now, not when the first client creates one.
@@ -111,16 +108,13 @@ class AdapterModels:
 
     @property
     def names(self) -> Sequence[str]:
-        """The ids of all models."""
         return tuple(self._models)
 
     @property
     def max_per_pass(self) -> int:
-        """The maximum number of models in one pass."""
         return self.bank.num_resident
 
     def create(self, model_id: str, lora: LoraSpec | None, saved: Mapping[str, JSON] | None) -> None:
-        """Create an adapter and initialize it from its seed."""
         if lora is None and saved is not None:
             model = _from_json(saved)
         else:
@@ -133,7 +127,6 @@ class AdapterModels:
         self._models[model_id] = model
 
     def remove(self, model_id: str) -> None:
-        """Remove an adapter and its snapshots."""
         self._model(model_id)
         del self._models[model_id]
         self.bank.remove(model_id)
@@ -148,7 +141,6 @@ class AdapterModels:
         return {"lora": {"spec": cast(JSON, asdict(model.spec)), "seed": model.seed, "parts": parts}}
 
     def lora(self, model_id: str) -> tuple[int, float] | None:
-        """(rank, alpha)."""
         spec = self._model(model_id).spec
         return spec.rank, spec.alpha
 
@@ -158,21 +150,18 @@ class AdapterModels:
         return self._bank_engine.optim_step(model_id, adam, divisor, max_norm, _kind_of if with_norms else None)
 
     def zero_grad(self, model_id: str) -> None:
-        """Drop the accumulated gradient."""
         self._model(model_id)
         self.bank.zero_grad(model_id)
 
     def state(self, model_id: str, *, with_optimizer: bool) -> Mapping[str, Stateful]:
-        """The state of the adapter, without the base."""
         self._model(model_id)
         return {"adapter": AdapterState(self.bank, model_id, with_optimizer=with_optimizer)}
 
     def before_loading(self, model_id: str) -> None:
-        """Nothing to do: sources are copies and do not depend on the model's weights."""
+        """Has nothing to do: sources are copies and do not depend on the model's weights."""
         self._model(model_id)
 
     def after_loading(self, model_id: str, *, keeps_optimizer: bool) -> None:
-        """Drop gradients and, unless it is kept, optimizer state."""
         if not keeps_optimizer:
             held = self.bank.snapshot(model_id)
             values = {kind: torch.zeros_like(flat) if kind in STATES else flat for kind, flat in held.values.items()}
@@ -187,7 +176,7 @@ class AdapterModels:
             model.spec,
             base.local.model.model_path or base.local.model.config_path,
             base.architecture.recipes(merge_qkv=base.local.model.merge_qkv),
-            found=self.bank.adapters(model_id),
+            bank_adapters=self.bank.adapters(model_id),
             chat_template=base.architecture.chat_template,
         )
 
@@ -201,12 +190,7 @@ class AdapterModels:
         self.bank.copy(model_id, source)
         self._sources[source] = None
 
-    def snapshot_source(self, model_id: str, sampler_id: str) -> str:
-        """The source that `snapshot` made. Raises UnknownName if it is no longer in memory."""
-        return require_source(model_id, sampler_id, self._sources, NUM_SOURCES)
-
     def has_source(self, source: str) -> bool:
-        """Whether a source is in the bank."""
         return source in self._sources
 
     def load_source(
@@ -217,7 +201,6 @@ class AdapterModels:
         *,
         has_optimizer: bool,
     ) -> None:
-        """Load a checkpoint's adapter into the bank under the name of the source."""
         self._make_room()
         self.bank.add(source, _from_json(saved).spec)
         try:
@@ -228,13 +211,11 @@ class AdapterModels:
         self._sources[source] = None
 
     def release_source(self, source: str) -> None:
-        """Drop a source if it is in memory."""
         if source in self._sources:
             self._forget(source)
 
     @contextmanager
     def sampling_from(self, sources: Sequence[str | None]) -> Iterator[Sequence[str | None]]:
-        """Yields the sources: all are adapters of the bank."""
         for source in sources:
             if source is not None:
                 self._sources.move_to_end(source)
@@ -323,7 +304,7 @@ def _host_limit(base: Base, sites: Sequence[Site], max_rank: int) -> int:
 
 
 def _chosen(sites: Sequence[Site], lora: LoraSpec) -> list[Site]:
-    """The sites that a client selects. Raises ValueError if there are none, or for the name of an unknown layer."""
+    """The sites that a client selected. Raises ValueError if there are none, or for an unknown layer."""
     wanted = {"attn": lora.train_attn, "mlp": lora.train_mlp, "unembed": lora.train_unembed, "other": True}
     chosen = [site for site in sites if wanted[_part_of(site)]]
     if lora.target_modules is not None:
@@ -341,7 +322,7 @@ def _chosen(sites: Sequence[Site], lora: LoraSpec) -> list[Site]:
 
 
 def _part_of(site: Site) -> str:
-    """attn, mlp, unembed or other. Decoders name the two halves of their layers so that they end in attn or mlp."""
+    """attn, mlp, unembed or other. The names of the two halves of a decoder layer end in attn or mlp."""
     if site.is_head:
         return "unembed"
     parts = site.name.split(".")

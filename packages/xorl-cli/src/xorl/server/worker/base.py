@@ -19,8 +19,8 @@ from xorl.core.models import Decoder
 from xorl.core.parallel import ParallelModel
 from xorl.core.runtime import Runtime, seed_everything
 from xorl.train.architecture import Architecture
-from xorl.train.checkpoint_model import StartingCheckpoint, describe_model, open_start
-from xorl.train.model import build_model, fill_base, head_options_of, read_architecture
+from xorl.train.checkpoint_model import describe_model, open_start
+from xorl.train.model import build_model, fill_base, read_architecture
 from xorl.train.quantization import read_options, scheme_of
 from xorl.train.startup import parallel_dims
 
@@ -66,11 +66,6 @@ class Base:
         """The folder of all checkpoints and exports."""
         return Path(self.config.output_dir)
 
-    @property
-    def head_options(self) -> dict[str, bool]:
-        """The options of the losses that concern logits."""
-        return head_options_of(self.local.model, self.local.train)
-
 
 def build_base(config: ServerConfig, runtime: Runtime) -> Base:
     """Build the model and place this rank's part of it; collective.
@@ -87,10 +82,22 @@ def _build(config: ServerConfig, runtime: Runtime) -> Base:
     local = training_config(config)
     seed_everything(local.train.seed, runtime.rank)
     architecture = read_architecture(local.model)
+    if architecture.config.has_experts:
+        raise ValueError(
+            f"model_path: {architecture.spec.architecture} is a mixture of experts, which the service does not support "
+            "yet; train it with `xorl train`, or choose a dense model"
+        )
     mesh = Mesh(parallel_dims(local, runtime.world_size), runtime.device.type)
     quantization = read_options(local.lora, architecture.hf_config)
-    start = _start_of(config, architecture)
-    source = None if start is None else start.weights()
+    source = None
+    if config.load_checkpoint_path:
+        start = open_start(
+            "load_checkpoint_path",
+            config.load_checkpoint_path,
+            for_adapters="leave it out and create a model from the adapter's checkpoint as a client",
+        )
+        start.require_model(architecture, "config_path")
+        source = start.weights()
 
     def fill(module: nn.Module) -> None:
         assert isinstance(module, Decoder)
@@ -119,16 +126,3 @@ def _identity(config: ServerConfig, local: Config) -> Mapping[str, JSON]:
     start = config.load_checkpoint_path
     is_drawn = config.model_path is None and start is None
     return {"name": name, "load_checkpoint_path": start, "seed": local.train.seed if is_drawn else None}
-
-
-def _start_of(config: ServerConfig, architecture: Architecture) -> StartingCheckpoint | None:
-    """The checkpoint that the base's weights are loaded from, if it is configured."""
-    if not config.load_checkpoint_path:
-        return None
-    start = open_start(
-        "load_checkpoint_path",
-        config.load_checkpoint_path,
-        for_adapters="leave it out and create a model from the adapter's checkpoint as a client",
-    )
-    start.require_model(architecture, "config_path")
-    return start

@@ -52,7 +52,9 @@ def read_call(operation: ForwardBackward, *, bin_len: int, vocab_size: int) -> P
     if not operation.data:
         raise ValueError("data is empty: a forward or forward_backward needs at least one datum")
     parameters = dict(operation.loss_params)
-    returns_tokens = _boolean(RETURN_PER_TOKEN, parameters.pop(RETURN_PER_TOKEN, True))
+    returns_tokens = parameters.pop(RETURN_PER_TOKEN, True)
+    if returns_tokens not in (0, 1):
+        raise ValueError(f"{RETURN_PER_TOKEN} must be true or false, got {returns_tokens!r}")
     num_chunks = parameters.pop(NUM_CHUNKS, None)
     if num_chunks is not None and (not isinstance(num_chunks, float | int) or num_chunks < 1):
         raise ValueError(f"{NUM_CHUNKS} must be a number of at least 1, got {num_chunks!r}")
@@ -71,13 +73,7 @@ def read_call(operation: ForwardBackward, *, bin_len: int, vocab_size: int) -> P
         tuple(names),
         has_several_targets,
     )
-    return PassCall(operation.model_id, examples, loss, operation.forward_only, returns_tokens, key)
-
-
-def _boolean(name: str, value: object) -> bool:
-    if value not in (0, 1, True, False):
-        raise ValueError(f"{name} must be true or false, got {value!r}")
-    return bool(value)
+    return PassCall(operation.model_id, examples, loss, operation.forward_only, bool(returns_tokens), key)
 
 
 def _example(index: int, datum: Datum, owner: str) -> Example:
@@ -86,16 +82,9 @@ def _example(index: int, datum: Datum, owner: str) -> Example:
     unknown = sorted(datum.arrays.keys() - {TARGETS, *INPUTS})
     if unknown:
         raise ValueError(f"datum {index}: unknown input {unknown[0]}, must be one of {TARGETS}, {', '.join(INPUTS)}")
-    fields = {name: _floats(array) for name, array in datum.arrays.items() if name != TARGETS}
-    return Example(_integers(datum.tokens), _integers(datum.arrays[TARGETS]), fields, owner)
-
-
-def _integers(array: Array) -> NDArray[np.int64]:
-    return array.numpy().astype(np.int64)
-
-
-def _floats(array: Array) -> NDArray[np.float32]:
-    return array.numpy().astype(np.float32)
+    tokens, targets = (array.numpy().astype(np.int64) for array in (datum.tokens, datum.arrays[TARGETS]))
+    fields = {name: array.numpy().astype(np.float32) for name, array in datum.arrays.items() if name != TARGETS}
+    return Example(tokens, targets, fields, owner)
 
 
 def result_of(

@@ -1,4 +1,4 @@
-"""The client's model of a service that trains full weights: there is one, and it trains the base's parameters."""
+"""The model of a service that trains full weights: there is one at a time, and it trains the base's parameters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from xorl.core.parallel import local_part
 from xorl.lora import Adam
 from xorl.server.operations import LoraSpec
 from xorl.server.worker.base import Base
-from xorl.server.worker.models import UnknownName, require_source, source_name
+from xorl.server.worker.models import UnknownName, source_name
 from xorl.server.worker.passes import Row
 from xorl.train.build import engine_over
 from xorl.train.engine import Engine, OnOutput, Update
@@ -35,7 +35,6 @@ class WholeRows:
         self._engine = engine
 
     def gradients_kept(self, rows: Sequence[Row]) -> AbstractContextManager[None]:
-        """Restores the model's gradients."""
         return self._engine.gradients_kept()
 
     def forward_backward(
@@ -46,7 +45,6 @@ class WholeRows:
         on_output: OnOutput,
         whole: AbstractContextManager[None],
     ) -> None:
-        """Add the gradients of the rows."""
         assert len(model_ids) == 1, "one model"
         with whole:
             self._engine.forward_backward([batch for ((_, batch),) in rows], loss_fn, on_output)
@@ -54,7 +52,6 @@ class WholeRows:
         self._engine.timer.take()
 
     def forward(self, rows: Sequence[Row], loss_fn: LossFn, on_output: OnOutput) -> None:
-        """Compute the losses without gradients."""
         try:
             for index, ((_, batch),) in enumerate(rows):
                 on_output(index, self._engine.forward(batch, loss_fn))
@@ -74,20 +71,18 @@ class WholeModel:
 
     def __init__(self, base: Base) -> None:
         self._base = base
-        self._train = engine_over(base.model, base.local, base.architecture, base.device)
-        self.engine = WholeRows(self._train)
+        self._engine = engine_over(base.model, base.local, base.architecture, base.device)
+        self.engine = WholeRows(self._engine)
         self._model_id: str | None = None
         # Sources by name: their weights, or None while these are the model's current weights.
         self._sources: OrderedDict[str, dict[str, Tensor] | None] = OrderedDict()
-        self._is_base = True
+        self._is_base = True  # the weights are still the base's
 
     @property
     def names(self) -> Sequence[str]:
-        """The id of the model, if there is one."""
         return () if self._model_id is None else (self._model_id,)
 
     def create(self, model_id: str, lora: LoraSpec | None, saved: Mapping[str, JSON] | None) -> None:
-        """Create the model with the base's initial weights."""
         if saved is not None and saved.get("lora") is not None:
             raise ValueError("the checkpoint holds an adapter, but this service trains full weights")
         if self._model_id is not None:
@@ -100,22 +95,20 @@ class WholeModel:
             self._base.fill()
             self._is_base = True
         self._model_id = model_id
-        self._forget_optimizer()
+        self._reset_optimizer()
 
     def remove(self, model_id: str) -> None:
         """Remove the model and its snapshots; the next model starts from the base's weights."""
         self._require(model_id)
-        self._train.zero_grad()
+        self._engine.zero_grad()
         self._model_id = None
         self._sources.clear()
 
     def describe(self, model_id: str) -> dict[str, JSON]:
-        """Full weights need no further description."""
         self._require(model_id)
         return {"lora": None}
 
     def lora(self, model_id: str) -> tuple[int, float] | None:
-        """Always None."""
         self._require(model_id)
         return None
 
@@ -124,26 +117,23 @@ class WholeModel:
         self._require(model_id)
         self._before_change()
         self._is_base = False
-        return self._train.optim_step_with(adam, divisor, max_norm, _kind_of if with_norms else None)
+        return self._engine.optim_step_with(adam, divisor, max_norm, _kind_of if with_norms else None)
 
     def zero_grad(self, model_id: str) -> None:
-        """Drop the accumulated gradient."""
         self._require(model_id)
-        self._train.zero_grad()
+        self._engine.zero_grad()
 
     def state(self, model_id: str, *, with_optimizer: bool) -> Mapping[str, Stateful]:
-        """The same state as in checkpoints of local training."""
         self._require(model_id)
-        state = self._train.state()
+        state = self._engine.state()
         return state if with_optimizer else {"model": state["model"]}
 
     def after_loading(self, model_id: str, *, keeps_optimizer: bool) -> None:
-        """Drop gradients and, unless it is kept, optimizer state."""
         self._require(model_id)
         self._base.model.drop_gathered()
-        self._train.zero_grad()
+        self._engine.zero_grad()
         if not keeps_optimizer:
-            self._forget_optimizer()
+            self._reset_optimizer()
 
     def before_loading(self, model_id: str) -> None:
         """Copy the weights for snapshots that share them."""
@@ -153,7 +143,6 @@ class WholeModel:
         self._before_change()
 
     def adapter_files(self, model_id: str) -> None:
-        """Always None."""
         self._require(model_id)
 
     def snapshot(self, model_id: str, sampler_id: str) -> None:
@@ -164,12 +153,7 @@ class WholeModel:
         self._make_room()
         self._sources[source] = None
 
-    def snapshot_source(self, model_id: str, sampler_id: str) -> str:
-        """The source that `snapshot` made. Raises UnknownName if it is no longer in memory."""
-        return require_source(model_id, sampler_id, self._sources, NUM_SOURCES)
-
     def has_source(self, source: str) -> bool:
-        """Whether a source is in memory."""
         return source in self._sources
 
     def load_source(
@@ -180,7 +164,6 @@ class WholeModel:
         *,
         has_optimizer: bool,
     ) -> None:
-        """Load a checkpoint's weights into host memory."""
         del has_optimizer  # the optimizer's state is a separate part of the checkpoint, which is not read
         if saved.get("lora") is not None:
             raise ValueError("the checkpoint holds an adapter, but this service trains full weights")
@@ -192,14 +175,13 @@ class WholeModel:
         self._make_room()
         current = self._copy()
         try:
-            read({"model": self._train.state()["model"]})
+            read({"model": self._engine.state()["model"]})
             loaded = self._copy()
         finally:
             self._put(current)
         self._sources[source] = loaded
 
     def release_source(self, source: str) -> None:
-        """Drop a source if it is in memory."""
         self._sources.pop(source, None)
 
     @contextmanager
@@ -251,8 +233,8 @@ class WholeModel:
             local_part(weight)[0].copy_(weights[name])
         self._base.model.drop_gathered()
 
-    def _forget_optimizer(self) -> None:
-        for values in self._train.optimizer.state.values():
+    def _reset_optimizer(self) -> None:
+        for values in self._engine.optimizer.state.values():
             for value in values.values():
                 if isinstance(value, Tensor):
                     value.zero_()

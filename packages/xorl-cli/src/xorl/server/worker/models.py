@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -91,11 +91,7 @@ class Models(Protocol):
         ...
 
     def snapshot(self, model_id: str, sampler_id: str) -> None:
-        """Keep the model's current weights in memory to sample from."""
-        ...
-
-    def snapshot_source(self, model_id: str, sampler_id: str) -> str:
-        """The source that `snapshot` made. Raises UnknownName if it is no longer in memory."""
+        """Keep the model's current weights in memory as the source `source_name(model_id, sampler_id)`."""
         ...
 
     def has_source(self, source: str) -> bool:
@@ -125,14 +121,3 @@ class Models(Protocol):
 def source_name(model_id: str, sampler_id: str) -> str:
     """The name of the source for a sampler's snapshot of a model."""
     return f"{model_id}#{sampler_id}"
-
-
-def require_source(model_id: str, sampler_id: str, held: Container[str], num_held: int) -> str:
-    """The `source_name`. Raises UnknownName if it is no longer in `held`, which keeps at most `num_held` sources."""
-    source = source_name(model_id, sampler_id)
-    if source not in held:
-        raise UnknownName(
-            f"sampler {sampler_id!r} is no longer in the workers' memory, which holds the newest {num_held}: "
-            "save the weights again, under a name to keep them"
-        )
-    return source

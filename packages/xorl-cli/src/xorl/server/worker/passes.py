@@ -19,12 +19,13 @@ from torch import Tensor
 from xorl.core.loss import LossFn, LossOutput, all_reduce_metrics, combine_metrics, read_metrics
 from xorl.core.loss.metrics import empty_metrics, metrics_between
 from xorl.data import PackedBatch
-from xorl.server.batching import Assignment, Example, Layout, assign, in_datum_order, rows_of
+from xorl.server.batching import Assignment, Example, Layout, assign, build_row, in_datum_order
 from xorl.server.collectives import all_or_none, gather_rows
 from xorl.server.operations import LossResult
 from xorl.server.worker.base import Base
 from xorl.server.worker.calls import PassCall, result_of
 from xorl.train.engine import OnOutput
+from xorl.train.model import head_options_of
 
 Row = Sequence[tuple[str, PackedBatch]]
 """One micro-batch: the segments (model, its tokens) in order."""
@@ -34,7 +35,7 @@ class RowEngine(Protocol):
     """Computes rows with the models of their segments; passes are collective."""
 
     def gradients_kept(self, rows: Sequence[Row]) -> AbstractContextManager[None]:
-        """A context for `forward_backward` of these rows. If it raises, on all ranks, it restores the gradients."""
+        """A context for `forward_backward` of these rows; restores the gradients if it raises, then on all ranks."""
         ...
 
     def forward_backward(
@@ -57,14 +58,6 @@ Values = tuple[list[NDArray[np.float32]], list[NDArray[np.float32]] | None]
 
 
 @dataclass(frozen=True)
-class PassOutcome:
-    """The result of one call. Metrics are the same on every rank; only rank 0 has the values per token in `result`."""
-
-    metrics: Mapping[str, float]
-    result: LossResult
-
-
-@dataclass(frozen=True)
 class PassRunner:
     """Runs calls that share a pass: they have the same key and different models.
 
@@ -75,8 +68,11 @@ class PassRunner:
     engine: RowEngine
     pad_to_multiple_of: int
 
-    def run(self, calls: Sequence[PassCall]) -> list[PassOutcome]:
-        """The outcome of each call. Collective; if it fails on any rank, no rank's gradients change."""
+    def run(self, calls: Sequence[PassCall]) -> list[LossResult]:
+        """The result of each call. Collective; if it fails on any rank, no rank's gradients change.
+
+        Metrics are the same on every rank; only rank 0 has the values per token.
+        """
         config, mesh = self.base.config, self.base.mesh
         assert (mesh.dp_rank, mesh.dp_size) == (self.base.runtime.rank, self.base.runtime.world_size), (
             "data parallelism is the only axis"
@@ -91,10 +87,10 @@ class PassRunner:
         )
         layout = Layout.of(examples, self.pad_to_multiple_of)
         model_ids = [call.model_id for call in calls]
-        outcomes: list[PassOutcome] = []
+        results: list[LossResult] = []
 
         @contextmanager
-        def whole() -> Iterator[None]:
+        def guarded() -> Iterator[None]:
             # If one rank fails, it must not enter the next collectives while the others are still in these.
             with all_or_none("the pass"):
                 yield
@@ -104,26 +100,26 @@ class PassRunner:
                 local = outputs.values(is_flat=is_flat)
                 metrics = self._metrics(outputs, model_ids)
                 values = self._values(local, examples, assignment, is_flat=is_flat)
-                outcomes.extend(_outcomes(calls, metrics, values))
+                results.extend(_results(calls, metrics, values))
 
-        loss_fn = partial(calls[0].loss, **self.base.head_options)
+        loss_fn = partial(calls[0].loss, **head_options_of(self.base.local.model, self.base.local.train))
         with ExitStack() as kept:
             # This may fail on one rank only, because data and adapters differ; the others must not start the pass then.
             with all_or_none("preparing the pass"):
                 rows = [
                     # Padding has no owner; assign it to the first model.
-                    [(owner or model_ids[0], batch) for owner, batch in rows_of(examples, members, layout)]
+                    [(owner or model_ids[0], batch) for owner, batch in build_row(examples, members, layout)]
                     for members in assignment.bins[mesh.dp_rank]
                 ]
                 if not calls[0].forward_only:
                     kept.enter_context(self.engine.gradients_kept(rows))
             outputs = _Outputs(rows)
             if calls[0].forward_only:
-                with whole():
+                with guarded():
                     self.engine.forward(rows, loss_fn, outputs.take)
             else:
-                self.engine.forward_backward(rows, loss_fn, model_ids, outputs.take, whole())
-        return outcomes
+                self.engine.forward_backward(rows, loss_fn, model_ids, outputs.take, guarded())
+        return results
 
     def _metrics(self, outputs: _Outputs, model_ids: Sequence[str]) -> list[dict[str, float]]:
         """The metrics of each call, over all ranks."""
@@ -147,15 +143,13 @@ class PassRunner:
         if by_rank is None:
             return None
         if not is_flat:
-            return in_datum_order(examples, assignment, by_rank, _target_shape), None
-        logprobs = in_datum_order(examples, assignment, [part[:, 0] for part in by_rank], _target_shape)
-        return logprobs, in_datum_order(examples, assignment, [part[:, 1] for part in by_rank], _target_shape)
+            return in_datum_order(examples, assignment, by_rank), None
+        logprobs = in_datum_order(examples, assignment, [part[:, 0] for part in by_rank])
+        return logprobs, in_datum_order(examples, assignment, [part[:, 1] for part in by_rank])
 
 
-def _outcomes(
-    calls: Sequence[PassCall], metrics: Sequence[dict[str, float]], values: Values | None
-) -> list[PassOutcome]:
-    outcomes: list[PassOutcome] = []
+def _results(calls: Sequence[PassCall], metrics: Sequence[dict[str, float]], values: Values | None) -> list[LossResult]:
+    results: list[LossResult] = []
     start = 0
     for call, call_metrics in zip(calls, metrics, strict=True):
         logprobs: Sequence[NDArray[np.float32]] = ()
@@ -163,13 +157,9 @@ def _outcomes(
         part = slice(start, start + len(call.examples))
         if values is not None:
             logprobs, losses = values[0][part], None if values[1] is None else values[1][part]
-        outcomes.append(PassOutcome(call_metrics, result_of(call, logprobs, losses, call_metrics)))
+        results.append(result_of(call, logprobs, losses, call_metrics))
         start = part.stop
-    return outcomes
-
-
-def _target_shape(example: Example) -> tuple[int, ...]:
-    return example.targets.shape
+    return results
 
 
 class _Outputs:

@@ -34,7 +34,7 @@ from xorl.server.operations import (
 )
 from xorl.server.sampler import GenerationRequest, GenerationResult, LikelyTokens, Sampler, cache_bytes_per_token
 from xorl.server.worker.base import Base
-from xorl.server.worker.models import Models
+from xorl.server.worker.models import Models, UnknownName, source_name
 from xorl.server.worker.saved_models import SavedModels
 
 # The default size of the KV cache: this share of the device's memory, but at most this many full contexts.
@@ -70,7 +70,7 @@ class WorkerSampler:
         )
         self._has_gathered = False
         self._num_changes = 0
-        self._current: str | None = None
+        self._loaded_source: str | None = None
 
     def source_of(self, ref: SamplerRef) -> str | None:
         """The source to sample from; None is the base. Collective: reads a checkpoint that is not in memory.
@@ -80,7 +80,13 @@ class WorkerSampler:
         if isinstance(ref, BaseSampler):
             return None
         if isinstance(ref, SnapshotSampler):
-            return self._models.snapshot_source(ref.model_id, ref.sampler_id)
+            source = source_name(ref.model_id, ref.sampler_id)
+            if not self._models.has_source(source):
+                raise UnknownName(
+                    f"the weights of sampler {ref.sampler_id!r} are no longer in the workers' memory, which keeps only "
+                    "the newest ones: save them again, under a name to keep them"
+                )
+            return source
         if not isinstance(ref, CheckpointSampler):
             raise ValueError(f"the orchestrator must resolve a {type(ref).__name__} before workers can sample from it")
         source = ref.checkpoint.uri("xorl")
@@ -93,14 +99,14 @@ class WorkerSampler:
                 raise
         return source
 
-    def saved(self, ref: CheckpointRef) -> None:
-        """Called when a checkpoint was saved, which may have replaced one of the same name.
+    def checkpoint_saved(self, ref: CheckpointRef) -> None:
+        """Call this when a checkpoint was saved. It may have replaced one of the same name.
 
-        The replaced one may still be in memory, and the cache may hold keys and values computed with it.
+        The old one may still be in memory, and the cache may hold keys and values computed with it.
         """
         source = ref.uri("xorl")
         self._models.release_source(source)
-        self.changed(source)
+        self.weights_changed(source)
 
     def request(self, operation: Sample, operation_id: str, source: str | None) -> GenerationRequest:
         """The sampler's request for an operation. Raises ValueError if the sampler cannot run it."""
@@ -112,7 +118,7 @@ class WorkerSampler:
             raise ValueError(f"prompt: {len(prompt)} tokens are more than the {limit} that the sampler supports")
         ends = () if operation.ignore_end else self.end_tokens
         targets = operation.target_prompt_tokens
-        return GenerationRequest(
+        request = GenerationRequest(
             prompt,
             room if operation.max_tokens is None else operation.max_tokens,
             seed=_seed_of(operation_id) if operation.seed is None else operation.seed,
@@ -128,6 +134,9 @@ class WorkerSampler:
             top_sample_logprobs=operation.topk_sample_logprobs,
             target_tokens=None if targets is None else targets.numpy().astype(np.int64),
         )
+        # `submit` validates it; `run` submits it again, split for the ranks.
+        self._sampler.cancel(self._sampler.submit(request))
+        return request
 
     def run(self, calls: Sequence[SampleCall], cancelled: Container[str] = ()) -> list[SampleResult | Failure]:
         """The results of requests that can be sampled together; collective. If it fails on any rank, it fails on all.
@@ -136,9 +145,9 @@ class WorkerSampler:
         cancel; an id that one rank has is cancelled on all.
         """
         sources = [call.source for call in calls]
-        if not self._models.samples_together and sources[0] != self._current:
-            self.changed()
-            self._current = sources[0]
+        if not self._models.samples_together and sources[0] != self._loaded_source:
+            self.weights_changed()
+            self._loaded_source = sources[0]
         self._has_gathered = True
         with ExitStack() as entered:
             try:
@@ -168,12 +177,8 @@ class WorkerSampler:
             for ids in pending
         ]
 
-    def check(self, request: GenerationRequest) -> None:
-        """Raise ValueError for a request that the sampler cannot run."""
-        self._sampler.cancel(self._sampler.submit(request))
-
-    def changed(self, source: str | None = None) -> None:
-        """Called when the weights of a source changed; None: the model's."""
+    def weights_changed(self, source: str | None = None) -> None:
+        """Call this when the weights of a source changed; None: the model's."""
         self._num_changes += 1
         # If sources cannot be sampled together, their weights are put into the base, one source at a time.
         self._sampler.weights_changed(self._num_changes, source if self._models.samples_together else None)

@@ -22,7 +22,7 @@ from xorl.train.export.folder import AdapterExport, ModelExport
 
 logger = logging.getLogger(__name__)
 
-# The overhead of a checkpoint per tensor: names, shapes and headers, in the tensor's file and the index.
+# The overhead per tensor of a checkpoint, for names, shapes and headers in the tensor's file and in the index.
 HEADER_BYTES = 2048
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -32,7 +32,7 @@ class AlreadySaved(ValueError):
 
 
 class PartiallyLoaded(RuntimeError):
-    """A load failed partway: on some rank at least, the model is in neither its old state nor the loaded one."""
+    """A load failed partway: on at least one rank, the model is in neither its old nor the loaded state."""
 
 
 class SavedModels:
@@ -108,7 +108,10 @@ class SavedModels:
 
         Raises UnknownName if the checkpoint does not exist, and ValueError for an adapter over a different base.
         """
-        saved = _service_info(self._manifest(ref))
+        folder = self._folder(ref)
+        if not is_complete(folder):
+            raise UnknownName(f"model {ref.model_id!r} has no checkpoint {ref.kind}/{ref.name}")
+        saved = _service_info(read_manifest(folder))
         self._check_base(ref, saved)
         return saved
 
@@ -119,7 +122,7 @@ class SavedModels:
         any change. Raises PartiallyLoaded on every rank if any rank fails after it began to change the model.
         """
         has_optimizer = ref.kind == "weights"
-        with all_or_none("looking at the checkpoint"):
+        with all_or_none("reading the checkpoint's manifest"):
             _check_same(self._models.describe(model_id), self.describe(ref))
             if with_optimizer and not has_optimizer:
                 raise ValueError(
@@ -176,12 +179,6 @@ class SavedModels:
                 f"{', '.join(differing)}. Start the service with that base or, if it is the same base under another "
                 "name, set model_name to the old name"
             )
-
-    def _manifest(self, ref: CheckpointRef) -> Manifest:
-        folder = self._folder(ref)
-        if not is_complete(folder):
-            raise UnknownName(f"model {ref.model_id!r} has no checkpoint {ref.kind}/{ref.name}")
-        return read_manifest(folder)
 
     def _folder(self, ref: CheckpointRef) -> Path:
         return checkpoint_folder(self._base.output_dir, ref)

@@ -16,8 +16,8 @@ from xorl.server.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
 
-# Other ranks wait for rank 0 in a broadcast, whose timeout detects a lost rank 0. An idle rank 0 sends an empty one
-# this often, so that it does not expire.
+# Other ranks wait for rank 0 in a broadcast, which times out if rank 0 is lost. While idle, rank 0 broadcasts an empty
+# message this often to keep it from timing out.
 IDLE_S = 10.0
 MAX_RESULTS, MAX_RESULT_BYTES = 512, 512 * 2**20
 # Far more than the number of samples that can be in flight at once.
@@ -87,7 +87,7 @@ def lead(worker: Worker, server: BlockingServer[Work | Cancel], cancelled: Cance
                 broadcast_bytes(b"")
                 continue
             assert isinstance(received.message, Work), "`cancelled` intercepts Cancel"
-            done = _do(worker, received.message, results, cancelled)
+            done = _run_missing(worker, received.message, results, cancelled)
             received.reply(done)
             number += 1
             garbage.step(number)
@@ -110,8 +110,8 @@ def follow(worker: Worker) -> None:
                 return
 
 
-def _do(worker: Worker, work: Work, results: ResultCache, cancelled: CancelledIds) -> Done:
-    """Run the operations whose results are not cached."""
+def _run_missing(worker: Worker, work: Work, results: ResultCache, cancelled: CancelledIds) -> Done:
+    """Run the operations whose results are not cached, and answer with all results."""
     missing = [index for index, operation_id in enumerate(work.ids) if results.get(operation_id) is None]
     if missing:
         rest = Work([work.ids[index] for index in missing], [work.operations[index] for index in missing])

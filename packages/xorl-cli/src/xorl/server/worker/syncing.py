@@ -6,8 +6,8 @@ from xorl.lora.quantized import checkpoint_linears
 from xorl.server.operations import EndpointSynced, SyncResult, SyncWeights
 from xorl.server.worker.base import Base
 from xorl.server.worker.models import Models
-from xorl.train.export.hf_weights import hf_groups
-from xorl.train.sync import ReceiverAddress, SyncOptions, SyncOutcome, WeightSender, in_block_fp8
+from xorl.train.export.hf_weights import hf_groups, in_block_fp8
+from xorl.train.sync import ReceiverAddress, SyncOptions, SyncOutcome, WeightSender
 
 
 class WeightSyncer:
@@ -41,7 +41,7 @@ class WeightSyncer:
             base.architecture.recipes(merge_qkv=base.local.model.merge_qkv),
             dtype=base.module.compute_dtype,
             device=base.device,
-            merged_adapters=None if files is None else files.found,
+            merged_adapters=None if files is None else files.by_layer,
         )
         if operation.quantization is not None:
             groups = in_block_fp8(groups, checkpoint_linears(base.module, operation.quantization.exclude))

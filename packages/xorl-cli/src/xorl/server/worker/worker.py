@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -91,7 +90,7 @@ class Worker:
         self._syncing = WeightSyncer(base, self.models)
         self._passes = PassRunner(base, self.models.engine, base.local.data.pad_to_multiple_of)
         self._progress: dict[str, ModelProgress] = {}
-        # The model that the current operation is changing in place: a failure now leaves it in an undefined state.
+        # The model that the current operation changes in place; if the operation fails, its state is undefined.
         self._partially_changed: str | None = None
 
     def run(self, work: Work, cancelled: Container[str] = ()) -> list[Result]:
@@ -106,7 +105,7 @@ class Worker:
             return self._run_groups(work, calls, self._call_groups(calls), self._run_calls)
         if isinstance(first, Sample):
             samples = self._read(work, self._read_sample)
-            run = partial(self._run_samples, cancelled=cancelled)
+            run = partial(self.sampling.run, cancelled=cancelled)
             return self._run_groups(work, samples, self._sample_groups(samples), run)
         try:
             with all_or_none(type(first).__name__):
@@ -185,17 +184,16 @@ class Worker:
 
     def _run_calls(self, calls: Sequence[PassCall]) -> Sequence[Result]:
         self.sampling.before_training()
-        outcomes = self._passes.run(calls)
-        for call, outcome in zip(calls, outcomes, strict=True):
+        results = self._passes.run(calls)
+        for call, result in zip(calls, results, strict=True):
             if not call.forward_only:
                 self._progress[call.model_id].num_passes += 1
-                self._progress[call.model_id].num_trained += outcome.metrics[NUM_TRAINED]
-        return [outcome.result for outcome in outcomes]
+                self._progress[call.model_id].num_trained += result.metrics[NUM_TRAINED]
+        return results
 
     def _read_sample(self, operation: Sample, operation_id: str) -> SampleCall:
         source = self.sampling.source_of(operation.sampler)
         request = self.sampling.request(operation, operation_id, source)
-        self.sampling.check(request)
         return SampleCall(operation_id, request, source)
 
     def _sample_groups(self, samples: Sequence[SampleCall | Failure]) -> list[list[int]]:
@@ -204,9 +202,6 @@ class Worker:
             if not isinstance(sample, Failure):
                 groups.setdefault(None if self.models.samples_together else sample.source, []).append(index)
         return list(groups.values())
-
-    def _run_samples(self, samples: Sequence[SampleCall], cancelled: Container[str]) -> Sequence[Result]:
-        return self.sampling.run(samples, cancelled)
 
     def _require(self, model_id: str) -> ModelProgress:
         if model_id not in self._progress:
@@ -220,7 +215,7 @@ class Worker:
     def _changed(self, model_id: str) -> None:
         """Notify the sampler that a model's weights changed. Snapshots of adapters are copies and do not change."""
         if self.models.lora(model_id) is None:
-            self.sampling.changed()
+            self.sampling.weights_changed()
 
     def create_model(self, operation: CreateModel, _: str) -> ModelCreated:
         model_id, start = operation.model_id, operation.checkpoint
@@ -307,7 +302,7 @@ class Worker:
             replaces=operation.overwrite,
             user_metadata=operation.user_metadata,
         )
-        self.sampling.saved(ref)
+        self.sampling.checkpoint_saved(ref)
         return saved
 
     def load_weights(self, operation: LoadWeights, _: str) -> Loaded:
@@ -334,7 +329,7 @@ class Worker:
             except BaseException:
                 self.models.release_source(source)
                 raise
-            self.sampling.changed(source)
+            self.sampling.weights_changed(source)
             return Saved(None, operation.sampler_id)
         ref = CheckpointRef(operation.model_id, "sampler_weights", operation.name)
         saved = self.saved.save(
@@ -345,7 +340,7 @@ class Worker:
             with_optimizer=False,
             user_metadata=operation.user_metadata,
         )
-        self.sampling.saved(ref)
+        self.sampling.checkpoint_saved(ref)
         return saved
 
     def save_full_weights(self, operation: SaveFullWeights, _: str) -> Saved:
@@ -371,21 +366,19 @@ class Worker:
         return ShutdownResult()
 
 
-_OPERATIONS: Mapping[type[Operation], Callable[[Worker, Any, str], Result]] = MappingProxyType(
-    {
-        CreateModel: Worker.create_model,
-        UnloadModel: Worker.unload_model,
-        OptimStep: Worker.optim_step,
-        AbortGradients: Worker.abort_gradients,
-        SaveWeights: Worker.save_weights,
-        LoadWeights: Worker.load_weights,
-        SaveWeightsForSampler: Worker.save_weights_for_sampler,
-        SaveFullWeights: Worker.save_full_weights,
-        SyncWeights: Worker.sync_weights,
-        Health: Worker.health,
-        Shutdown: Worker.shut_down,
-    }
-)
+_OPERATIONS: Mapping[type[Operation], Callable[[Worker, Any, str], Result]] = {
+    CreateModel: Worker.create_model,
+    UnloadModel: Worker.unload_model,
+    OptimStep: Worker.optim_step,
+    AbortGradients: Worker.abort_gradients,
+    SaveWeights: Worker.save_weights,
+    LoadWeights: Worker.load_weights,
+    SaveWeightsForSampler: Worker.save_weights_for_sampler,
+    SaveFullWeights: Worker.save_full_weights,
+    SyncWeights: Worker.sync_weights,
+    Health: Worker.health,
+    Shutdown: Worker.shut_down,
+}
 
 
 def failure_of(problem: Exception, *, is_server: bool = False) -> Failure:

@@ -28,14 +28,14 @@ from xorl.lora.peft.model import FileTensor
 class AdapterFiles:
     """Writes the adapters of a model, or one adapter of a bank, at any time during training.
 
-    `config` describes them, and `found` holds them by layer. `chat_template` is the template that they are trained
-    with, if it is not that of their base.
+    `by_layer` holds them by layer name. `chat_template` is the template that they are trained with, if it is not that
+    of their base.
     """
 
     model: ParallelModel
     config: AdapterConfig
     recipes: Mapping[str, WeightRecipe]
-    found: Mapping[str, Adapter]
+    by_layer: Mapping[str, Adapter]
     chat_template: str | None
 
     @classmethod
@@ -45,18 +45,18 @@ class AdapterFiles:
         spec: AdapterSpec,
         base: str | None,
         recipes: Mapping[str, WeightRecipe],
-        found: Mapping[str, Adapter] | None = None,
+        bank_adapters: Mapping[str, Adapter] | None = None,
         chat_template: str | None = None,
     ) -> AdapterFiles:
-        """The files of the adapters made by `spec` on the base model `base`; `found` is given for one of a bank."""
-        found = adapters(model.module) if found is None else found
+        """The files of adapters made by `spec` on the base model `base`: those of `model`, or the ones of a bank."""
+        by_layer = adapters(model.module) if bank_adapters is None else bank_adapters
         transposed = {
             recipe.source.removesuffix(".weight")
             for recipe in recipes.values()
             if isinstance(recipe, Part) and recipe.transposed
         }
-        config = config_of(model.module, spec, base=base, transposed=transposed & found.keys(), found=found)
-        return cls(model, config, recipes, found, chat_template)
+        config = config_of(model.module, spec, base=base, transposed=transposed & by_layer.keys(), found=by_layer)
+        return cls(model, config, recipes, by_layer, chat_template)
 
     @torch.no_grad()
     def write(self, folder: Path) -> dict[str, FileRecord]:
@@ -81,7 +81,7 @@ class AdapterFiles:
         return files
 
     def _groups(self) -> list[TensorGroup]:
-        groups = [_group(key, tensor) for key, tensor in adapter_tensors(self.model.module, self.found).items()]
+        groups = [_group(key, tensor) for key, tensor in adapter_tensors(self.model.module, self.by_layer).items()]
         base = trained_base_parameters(self.model.module)
         if base:
             groups += [_with_prefix(group) for group in parameter_groups(base, self.recipes, dtype=torch.float32)]

@@ -1,4 +1,4 @@
-"""Refuses a benchmark whose model cannot fit, before it is allocated: an out-of-memory kill leaves no message."""
+"""Rejects models that do not fit before allocating them, because an out-of-memory kill leaves no message."""
 
 from __future__ import annotations
 

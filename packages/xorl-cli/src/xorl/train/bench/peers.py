@@ -1,9 +1,8 @@
 """Peers: other trainers to benchmark beside xorl, namely transformers with Liger, FlashAttention 4 or compilation.
 
-If the configuration trains adapters, peers train them with PEFT.
-
 A peer implements the engine's interface: it gets the same batches and learning rates as xorl, and uses them the way
 its own users would. It initialises its own weights, steps with torch's fused AdamW and clips with torch's function.
+If the configuration trains adapters, it trains them with PEFT.
 """
 
 from __future__ import annotations
@@ -43,10 +42,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 BASE = "transformers"
-# Suffixes of a peer's name -> the module that must be installed for it.
-PARTS: dict[str, str | None] = {"liger": "liger_kernel", "fa4": None, "compile": None, "autocast": None}
-# The parts that use one of xorl's attention backends.
-BACKENDS = {"fa4": "flash_attention_4"}
+PARTS = ("liger", "fa4", "compile", "autocast")  # the suffixes of a peer's name
 
 
 @dataclass(frozen=True)
@@ -70,13 +66,12 @@ class Peer:
     @property
     def backend(self) -> str | None:
         """The attention backend of xorl that replaces transformers' own, if any."""
-        return next((BACKENDS[part] for part in BACKENDS if part in self.parts), None)
+        return "flash_attention_4" if "fa4" in self.parts else None
 
     def unavailable_reason(self, config: Config, architecture: Architecture) -> str | None:
         """Why this peer cannot run the configuration on this machine; None if it can."""
-        for part, module in PARTS.items():
-            if part in self.parts and module is not None and find_spec(module) is None:
-                return f"{module} is not installed"
+        if "liger" in self.parts and find_spec("liger_kernel") is None:
+            return "liger_kernel is not installed"
         if config.lora.enable_lora and find_spec("peft") is None:
             return "peft is not installed"
         if "liger" in self.parts and not torch.cuda.is_available():
@@ -126,7 +121,7 @@ def _request(config: Config, architecture: Architecture) -> AttentionRequest:
     return AttentionRequest(
         "cuda" if torch.cuda.is_available() else "cpu",
         torch.bfloat16 if config.train.enable_mixed_precision else torch.float32,
-        shape.head_dim,
+        shape.attention.head_dim,
         window=next((window for window in shape.windows if window is not None), None),
     )
 

@@ -107,7 +107,8 @@ class BenchRecord:
         for key in SUMMARISED:
             values = [value for step in steps if (value := step.get(key)) is not None]
             if values:
-                found[key] = _spread(values)
+                low, middle, high = quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+                found[key] = Spread(middle, low, high)
         return found
 
     def peak_gib(self, system: str) -> tuple[float | None, float | None]:
@@ -118,28 +119,23 @@ class BenchRecord:
         return max(allocated, default=None), max(reserved, default=None)
 
     def ratios(self) -> dict[str, tuple[float, float, float]]:
-        """For each peer: xorl's median tokens/s over the peer's, and the lowest and highest such ratio of a round.
+        """For each other system: the ratio of xorl's median tokens/s to its own, and the lowest and highest by round.
 
         Clock rates drift, so the ratios by round compare measurements taken right after each other.
         """
-        own, *peers = self.systems
+        xorl, *others = self.systems
         found = {}
-        for peer in peers:
+        for other in others:
             by_round = [
                 self._median_rate([mine]) / self._median_rate([theirs])
-                for mine, theirs in zip(self.counted(own), self.counted(peer), strict=True)
+                for mine, theirs in zip(self.counted(xorl), self.counted(other), strict=True)
             ]
-            overall = self._median_rate(self.counted(own)) / self._median_rate(self.counted(peer))
-            found[peer] = (overall, min(by_round), max(by_round))
+            overall = self._median_rate(self.counted(xorl)) / self._median_rate(self.counted(other))
+            found[other] = (overall, min(by_round), max(by_round))
         return found
 
     def _median_rate(self, rounds: Sequence[Measurement]) -> float:
         return median(float(step["tokens_per_s"] or 0.0) for each in rounds for step in each.steps[self.warmup :])
-
-
-def _spread(values: Sequence[float]) -> Spread:
-    low, middle, high = quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
-    return Spread(middle, low, high)
 
 
 def write_record(record: BenchRecord, folder: Path, append_to: Path | None) -> None:
@@ -195,6 +191,8 @@ def to_markdown(record: BenchRecord) -> str:
     rounds = "1 round" if num_rounds == 1 else f"{num_rounds} rounds"
     if record.num_uncounted:
         rounds += ", the first of which is not counted because its pack lengths are new to the libraries"
+    length = work.mean_document_len
+    documents = "streamed" if length is None else f"documents of {length:,.0f} tokens on average"
     known = [f"{name} {value}" for name, value in record.environment.items() if value is not None and name != "gpus"]
     lines = [
         f"## {record.name}, {datetime.now(UTC).date().isoformat()}",
@@ -203,7 +201,7 @@ def to_markdown(record: BenchRecord) -> str:
         "",
         f"{record.environment['gpus'] or 'CPU'}; {', '.join(known)}.",
         f"{work.architecture}, {work.num_parameters / 1e9:.3g} B parameters, {work.num_ranks} ranks, "
-        f"{work.tokens_per_step:,.0f} tokens a step in bins of {work.bin_len:,}, {_documents(work)}; "
+        f"{work.tokens_per_step:,.0f} tokens a step in bins of {work.bin_len:,}, {documents}; "
         f"{_settings(record)}. Medians of {record.steps} steps after "
         f"{record.warmup} of warm-up, in {rounds}, quartiles in brackets.",
         "",
@@ -228,11 +226,6 @@ def to_markdown(record: BenchRecord) -> str:
     lines += [f"\n{peer} did not run: {reason}." for peer, reason in record.absent.items()]
     lines += [] if record.kernels is None else ["", *_kernels(record.kernels)]
     return "\n".join(lines) + "\n"
-
-
-def _documents(work: Workload) -> str:
-    length = work.mean_document_len
-    return "streamed" if length is None else f"documents of {length:,.0f} tokens on average"
 
 
 def _settings(record: BenchRecord) -> str:
@@ -269,16 +262,21 @@ def _system_row(record: BenchRecord, system: str) -> tuple[str, ...]:
 
 
 def _kernels(kernels: KernelSummary) -> list[str]:
-    what = "kernels" if kernels.device == "cuda" else "operators"
+    unit = "kernels" if kernels.device == "cuda" else "operators"
     gaps = [(f"{gap.ms:.3f}", _short(gap.after), _short(gap.before)) for gap in kernels.gaps]
     return [
-        f"One step under the profiler: {kernels.span_ms:.1f} ms, of which {kernels.busy_ms:.1f} with {what} running.",
+        f"One step under the profiler: {kernels.span_ms:.1f} ms, of which {kernels.busy_ms:.1f} with {unit} running.",
         "",
         *_table(
-            (what, "times", "ms", "share"),
+            (unit, "times", "ms", "share"),
             [
-                (_short(one.name), str(one.count), f"{one.total_ms:.2f}", f"{one.total_ms / kernels.span_ms:.1%}")
-                for one in kernels.kernels
+                (
+                    _short(kernel.name),
+                    str(kernel.count),
+                    f"{kernel.total_ms:.2f}",
+                    f"{kernel.total_ms / kernels.span_ms:.1%}",
+                )
+                for kernel in kernels.kernels
             ],
         ),
         *(["", *_table(("longest gaps, ms", "after", "before"), gaps)] if gaps else []),

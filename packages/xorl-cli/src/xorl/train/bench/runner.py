@@ -37,7 +37,7 @@ from xorl.train.observe.progress import set_up_logging
 
 logger = logging.getLogger(__name__)
 
-OWN = "xorl"
+XORL = "xorl"
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class BenchOptions:
     """What to measure, apart from the configuration.
 
     xorl and the peers run in turn, `rounds` times each. The first `warmup` steps of a round are not measured, and the
-    first of several rounds does not count if packs differ in length (report.py). profile: record one more step in the
-    last round of xorl. started_at: the time of the command, in seconds since the epoch. append_to: a Markdown file to
-    append the record to.
+    first of several rounds does not count if packed rows differ in length (report.py). profile: record one more step in
+    the last round of xorl. started_at: the time of the command, in seconds since the epoch. append_to: a Markdown file
+    to append the record to.
     """
 
     name: str
@@ -94,8 +94,8 @@ def run_bench(loaded: LoadedConfig, options: BenchOptions, against: Mapping[str,
     is_main = runtime.global_rank() == 0
     set_up_logging("structured", is_main=is_main)
     config = loaded.config
-    own = [_System(OWN, config), *(_System(f"{OWN} {name}", other.config) for name, other in against.items())]
-    for system in own:
+    variants = [_System(XORL, config), *(_System(f"{XORL} {name}", other.config) for name, other in against.items())]
+    for system in variants:
         if system.config.train.max_steps != options.num_steps:
             raise ValueError("train.max_steps: in a benchmark it follows from --warmup and --steps; remove the option")
     peers = [Peer.parse(name) for name in options.peers]
@@ -106,14 +106,16 @@ def run_bench(loaded: LoadedConfig, options: BenchOptions, against: Mapping[str,
     for name, reason in absent.items():
         logger.warning("peer=%s does not run: %s", name, reason)
     results: list[_RoundResult] = []
-    for round_, system in product(range(options.rounds), [*own, *(_System(peer.name, config, peer) for peer in peers)]):
+    for round_, system in product(
+        range(options.rounds), [*variants, *(_System(peer.name, config, peer) for peer in peers)]
+    ):
         if system.name in absent:
             continue
         try:
             results.append(_measure(system, options, round_))
         except torch.OutOfMemoryError as error:
             # With several ranks, the others would hang in a collective.
-            if system.name == OWN or runtime.world_size() > 1:
+            if system.name == XORL or runtime.world_size() > 1:
                 raise
             absent[system.name] = f"out of memory: {str(error).splitlines()[0]}"
             logger.warning("system=%s does not run: %s", system.name, absent[system.name])
@@ -128,7 +130,7 @@ def run_bench(loaded: LoadedConfig, options: BenchOptions, against: Mapping[str,
 def _record(
     config: Config, options: BenchOptions, results: Sequence[_RoundResult], absent: Mapping[str, str], process_s: float
 ) -> BenchRecord:
-    """The record of all rounds. process_s: seconds from the command until this process had finished its imports."""
+    """The record of all rounds. process_s: seconds from the command to the end of this process's imports."""
     first = results[0]
     return BenchRecord(
         name=options.name,
@@ -159,8 +161,7 @@ class _StepRecorder:
     def write(self, metrics: Metrics) -> None:
         self.records.append(metrics)
 
-    def close(self) -> None:
-        """Nothing to close."""
+    def close(self) -> None: ...
 
 
 def _measure(system: _System, options: BenchOptions, round_: int) -> _RoundResult:
@@ -173,7 +174,7 @@ def _measure(system: _System, options: BenchOptions, round_: int) -> _RoundResul
     maker: AbstractContextManager[EngineMaker] = (
         nullcontext(build_engine_if_it_fits) if peer is None else peer.engine_maker()
     )
-    is_profiled = options.profile and system.name == OWN and round_ == options.rounds - 1
+    is_profiled = options.profile and system.name == XORL and round_ == options.rounds - 1
     with maker as make_engine:
         return _train(build_run(config, make_engine=make_engine), config, options, system.name, is_profiled)
 
@@ -198,7 +199,7 @@ def _free_memory() -> None:
 def _train(run: Run, config: Config, options: BenchOptions, system: str, is_profiled: bool) -> _RoundResult:
     recorder, kernels = _StepRecorder(), list[KernelSummary]()
     run.observer.sinks.append(recorder)
-    run.checkpoints.due = _never
+    run.checkpoints.due = lambda step: False
     profiler = Profiler(
         enabled=is_profiled and run.startup.runtime.is_main,
         start_step=options.num_steps,
@@ -223,10 +224,6 @@ def _train(run: Run, config: Config, options: BenchOptions, system: str, is_prof
         dict(run.startup.phases.seconds),
         kernels[0] if kernels else None,
     )
-
-
-def _never(step: int) -> bool:
-    return False
 
 
 def _peak_memory_gib(device: torch.device) -> tuple[float | None, float | None]:

@@ -9,9 +9,8 @@ from pathlib import Path
 import torch
 
 from xorl.ckpt import WeightRecipe, export_hf
-from xorl.ckpt.export import CARD_FILE
+from xorl.ckpt.export import CARD_FILE, published
 from xorl.ckpt.files import write_file
-from xorl.ckpt.publish import published
 from xorl.ckpt.ranks import fail_together, this_rank
 from xorl.core.models import ModelSpec
 from xorl.core.parallel import ParallelModel
@@ -43,7 +42,7 @@ class ModelExport:
         """Write safetensors, config and tokenizer files to a new `folder`; collective."""
         # Parameters that an evaluation left gathered are rounded to the compute dtype, or exist in fp8 only.
         self.model.drop_gathered()
-        adapters = None if self.adapters is None else self.adapters.found
+        adapters = None if self.adapters is None else self.adapters.by_layer
         weights = ExportWeights(self.model.module, self.recipes, self.dtype, adapters)
         export_hf(
             weights.params,

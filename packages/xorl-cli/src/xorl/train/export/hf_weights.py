@@ -1,8 +1,13 @@
-"""The weights of a placed model in Hugging Face naming, with adapters merged in, gathered one at a time."""
+"""The weights of a placed model in Hugging Face naming, with adapters merged in, gathered one at a time.
+
+Weight sync sends them to inference servers, optionally quantised to E4M3.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -10,22 +15,26 @@ from torch.distributed.tensor import DTensor
 
 from xorl.ckpt import WeightRecipe
 from xorl.ckpt.export import parameter_groups
+from xorl.ckpt.layout import TensorRecord
 from xorl.ckpt.tensor_file import TensorGroup
 from xorl.core.nn import Embedding, Linear
 from xorl.core.parallel import ParallelModel
+from xorl.kernels.quant.block_fp8 import quantize_block_fp8
 from xorl.lora import Adapter, adapters
 from xorl.lora.inject import base_parameters
 from xorl.lora.linear import LowRank
 from xorl.lora.merge import merged_rows
 from xorl.lora.quantized import QuantizedLinear, gather_rows, quantized_linears
 
+BLOCK_SIZE = 128  # rows and columns; the only size that inference engines have kernels for
+
 
 class ExportWeights:
-    """The full value of every native weight that `recipes` map to the file, in `dtype`.
+    """Gathers every native weight that `recipes` map to the file, in full and in `dtype`.
 
     Weights with adapters are merged in fp32 and rounded once; quantised weights are dequantised. `dtype` None keeps
     each parameter's dtype, and fp32 for merged and dequantised weights. Rows are cast before they are gathered, so
-    half precision is also sent as such. `merged_adapters`: the adapters to merge; None takes those of the model.
+    less is sent in half precision. `merged_adapters`: the adapters to merge; None takes those of the model.
 
     Attributes:
         params: native name -> parameter, for shapes and dtypes; quantised weights are tensors on the meta device.
@@ -90,3 +99,34 @@ def hf_groups(
     model.drop_gathered()
     weights = ExportWeights(model.module, recipes, dtype, merged_adapters)
     return parameter_groups(weights.params, recipes, dtype=dtype, gather=weights.gather, device=device)
+
+
+def in_block_fp8(groups: Sequence[TensorGroup], modules: Collection[str]) -> list[TensorGroup]:
+    """Convert the weight [O, I] of each of `modules` to `weight` in E4M3 and `weight_scale_inv` in fp32.
+
+    The scales are [ceil(O / 128), ceil(I / 128)], and a weight is code * scale (arXiv:2412.19437, section 3.3.2). This
+    is the format of Hugging Face checkpoints with `quant_method` fp8. Values are quantised from the dtype of their
+    group.
+    """
+    weights = {f"{module}.weight" for module in modules}
+    return [_quantized(group, [name for name in group.records if name in weights]) for group in groups]
+
+
+def _quantized(group: TensorGroup, weights: Sequence[str]) -> TensorGroup:
+    if not weights:
+        return group
+    records = dict(group.records)
+    for name in weights:
+        shape = records[name].shape
+        records[name] = TensorRecord(shape, "float8_e4m3fn")
+        records[f"{name}_scale_inv"] = TensorRecord(tuple(math.ceil(size / BLOCK_SIZE) for size in shape), "float32")
+    return TensorGroup(records, partial(_make, group, weights))
+
+
+def _make(group: TensorGroup, weights: Sequence[str]) -> Mapping[str, Tensor]:
+    tensors = dict(group.make())
+    for name in weights:
+        # On ranks other than 0, a group may be empty.
+        if name in tensors:
+            tensors[name], tensors[f"{name}_scale_inv"] = quantize_block_fp8(tensors[name], BLOCK_SIZE)
+    return tensors

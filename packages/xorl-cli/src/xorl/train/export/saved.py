@@ -9,9 +9,8 @@ from pathlib import Path
 import torch
 
 from xorl.ckpt import WeightSource
-from xorl.ckpt.export import CARD_FILE, TEMPLATE_FILE, json_bytes, source_groups, write_model
+from xorl.ckpt.export import CARD_FILE, TEMPLATE_FILE, json_bytes, published, source_groups, write_model
 from xorl.ckpt.files import write_file
-from xorl.ckpt.publish import published
 from xorl.ckpt.tensor_file import write_tensor_file
 from xorl.lora.peft import CONFIG_FILE, WEIGHTS_FILE, MergedWeights
 from xorl.train.export.card import MERGED_ADAPTER, Figures, adapter_facts, model_card
@@ -48,22 +47,16 @@ def export_saved(
     as_adapter = saved.adapter is not None and not merge
     if verify and as_adapter:
         require_peft("--verify of an adapter")
-    folder = Path(output) if output else saved.folder.with_name(f"{saved.folder.name}-{_suffix(as_adapter, merge)}")
+    suffix = "adapter" if as_adapter else "merged" if merge else "hf"
+    folder = Path(output) if output else saved.folder.with_name(f"{saved.folder.name}-{suffix}")
     with published(folder) as temporary:
-        if as_adapter:
-            written = _write_adapter(temporary, saved, dtype)
-        else:
-            written = _write_model(temporary, saved, dtype)
+        narrowest = (_write_adapter if as_adapter else _write_model)(temporary, saved, dtype)
         figures = None
         if verify:
-            figures = (verify_adapter if as_adapter else verify_model)(temporary, saved, written)
-        write_file(temporary / CARD_FILE, _card(folder.name, saved, as_adapter, written, figures).encode())
+            figures = (verify_adapter if as_adapter else verify_model)(temporary, saved, narrowest)
+        write_file(temporary / CARD_FILE, _card(folder.name, saved, as_adapter, narrowest, figures).encode())
     logger.info("exported=%s", folder)
     return folder
-
-
-def _suffix(as_adapter: bool, merge: bool) -> str:
-    return "adapter" if as_adapter else "merged" if merge else "hf"
 
 
 def _write_adapter(folder: Path, saved: SavedModel, dtype: torch.dtype | None) -> torch.dtype:

@@ -11,7 +11,7 @@ from xorl.ckpt.layout import is_complete
 from xorl.kernels.quant import QuantScheme
 from xorl.lora.peft import CONFIG_FILE, WEIGHTS_FILE
 from xorl.train.adapters.folder import AdapterFolder, check_shapes, is_adapter, open_adapter
-from xorl.train.architecture import Architecture, architecture_at
+from xorl.train.architecture import CONFIG_PATTERNS, Architecture, folder_of, read_config
 from xorl.train.checkpoint_model import find_checkpoint, read_description
 
 
@@ -73,8 +73,11 @@ def open_saved(path: str, base: str | None = None, *, merge: bool = False) -> Sa
     base = base or (None if description is None else description.base_path) or adapter.base
     if base is None:
         raise ValueError(f"--base: {folder} does not name its base model; give its folder or Hub id")
-    template = _template_in(folder) if description is None else description.architecture.chat_template
-    architecture = replace(architecture_at("--base", base), chat_template=template)
+    template = None if description is None else description.architecture.chat_template
+    if description is None and (file := folder / TEMPLATE_FILE).is_file():
+        template = file.read_text(encoding="utf-8")
+    base_folder = folder_of("--base", base, CONFIG_PATTERNS)
+    architecture = replace(read_config("--base", base_folder / "config.json", base_folder), chat_template=template)
     weights = weights_at("--base", base, architecture)
     _check_fits(adapter, base, weights)
     return SavedModel(folder, architecture, weights, base, adapter, step, scheme)
@@ -91,11 +94,6 @@ def weights_at(option: str, path: str, architecture: Architecture) -> WeightSour
 
 def _check_fits(adapter: AdapterFolder, base: str, weights: WeightSource) -> None:
     check_shapes(adapter, "--base", base, {name: weights.shape(name) for name in weights.names()})
-
-
-def _template_in(folder: Path) -> str | None:
-    file = folder / TEMPLATE_FILE
-    return file.read_text(encoding="utf-8") if file.is_file() else None
 
 
 def _resolve(path: str) -> Path:

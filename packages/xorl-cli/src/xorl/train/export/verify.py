@@ -22,6 +22,7 @@ from xorl.ckpt import SafetensorsSource, WeightSource, load_weights
 from xorl.kernels.layout import SequenceLayout
 from xorl.lora import inject
 from xorl.lora.peft import WEIGHTS_FILE
+from xorl.lora.peft.layout import InMemoryTensors
 from xorl.train.adapters.folder import AdapterFolder, load_adapter
 from xorl.train.export.card import Figures
 from xorl.train.export.source import SavedModel, weights_at
@@ -65,8 +66,11 @@ def verify_model(folder: Path, saved: SavedModel, dtype: torch.dtype) -> Figures
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info[kind]:
             raise VerificationError(f"transformers reports {kind} for {folder}: {sorted(map(str, info[kind]))[:5]}")
+    spec, config = saved.architecture.spec, saved.architecture.config
+    # Under the names of checkpoints, since transformers stacks experts, and without the head of a tied model.
+    theirs = spec.checkpoint_view(config, InMemoryTensors(model.state_dict())).names()
     with SafetensorsSource(folder) as source:
-        num_keys = _check_keys(set(source.names()), _untied_keys(model, set(source.names())))
+        num_keys = _check_keys(set(spec.checkpoint_view(config, source).names()), set(theirs))
     return {
         "transformers": transformers.__version__,
         "keys, the same as transformers'": num_keys,
@@ -132,7 +136,7 @@ def _xorl_logits(saved: SavedModel) -> tuple[Tensor, Tensor]:
 
 
 class _Fp32Source:
-    """Reports fp32 for every tensor of a source, so that values are not rounded, not even dequantised ones."""
+    """Reports fp32 for every tensor of a source, so that no value is rounded, including dequantised ones."""
 
     def __init__(self, source: WeightSource) -> None:
         self._source = source
@@ -181,13 +185,6 @@ def _check_keys(written: set[str], expected: set[str]) -> int:
             f"{sorted(expected - written)[:3]} are missing"
         )
     return len(written)
-
-
-def _untied_keys(model: nn.Module, written: set[str]) -> set[str]:
-    """The names in a model's state dict, without aliases of tensors (tied weights) that are in `written`."""
-    state = model.state_dict()
-    pointers = {state[name].data_ptr() for name in written if name in state}
-    return {name for name, tensor in state.items() if name in written or tensor.data_ptr() not in pointers}
 
 
 def _check_nonzero(source: WeightSource, adapter: AdapterFolder) -> int:

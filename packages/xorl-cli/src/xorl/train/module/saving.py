@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor
 
 from xorl.ckpt import Checkpointer, CheckpointError, Stateful, read_manifest
 from xorl.ckpt.files import sync_file
-from xorl.ckpt.gathered import compact
 from xorl.ckpt.layout import is_complete, prepare_root
 from xorl.ckpt.ranks import fail_together, num_ranks, this_rank
 from xorl.ckpt.regions import gather_whole
+from xorl.ckpt.storage import compact
 from xorl.core.optim import OptimizerState
 from xorl.core.parallel import copy_shard_
 from xorl.core.runtime import rng_state, set_rng_state

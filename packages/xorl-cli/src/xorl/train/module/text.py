@@ -10,7 +10,7 @@ from torch.utils.data import IterableDataset
 
 from xorl.ckpt.hub import TOKENIZER_PATTERNS, resolve_folder
 from xorl.data import DatasetEntry
-from xorl.data.collate import collate
+from xorl.data.batch import collate
 from xorl.data.formats import TextTokenizer
 from xorl.data.formats import load_tokenizer as load_from_folder
 from xorl.data.readers import FileType
@@ -51,7 +51,6 @@ class TextStream(IterableDataset[dict[str, Tensor]]):
         shuffle: bool = True,
         cache_path: str | Path = "last_prepared_dataset",
     ) -> None:
-        columns = {} if column == "text" else {"text": column}
         entry = DatasetEntry(
             path,
             type="text",
@@ -60,7 +59,7 @@ class TextStream(IterableDataset[dict[str, Tensor]]):
             data_files=data_files,
             ds_type=ds_type,
             overflow="split",
-            column_names=columns,
+            column_names={} if column == "text" else {"text": column},
         )
         options = StreamOptions(context_length, tokenizer_folder=tokenizer.folder, seed=seed, shuffle=shuffle)
         self.stream: Stream = open_stream([entry], options, index_path=Path(cache_path) / "streams", option="dataset")

@@ -35,7 +35,7 @@ from xorl.train.module.loader import (
     rows_per_batch,
 )
 from xorl.train.module.saving import ModuleState, TrainerProgress, group_scalars
-from xorl.train.observe.observer import DivergedError
+from xorl.train.observe.observer import DivergedError, key_values
 
 logger = logging.getLogger(__name__)
 
@@ -295,9 +295,7 @@ class Trainer:
         lr = float(self.optimizer.param_groups[0]["lr"])
         metrics = window.metrics(self.step, self._epoch, lr)
         if not dist.is_initialized() or dist.get_rank() == 0:
-            pairs = asdict(metrics).items()
-            cells = (f"{name}={value:.5g}" if isinstance(value, float) else f"{name}={value}" for name, value in pairs)
-            logger.info(" ".join(cells))
+            logger.info(key_values(asdict(metrics)))
         return metrics
 
 

@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,7 +51,8 @@ class MetricsFile:
 
     def __init__(self, path: Path, resume_step: int) -> None:
         # A new run also drops the evaluation before the first step of a previous run.
-        kept = _lines_up_to(path, resume_step) if resume_step and path.exists() else []
+        records = _records(path) if resume_step and path.exists() else ()
+        kept = [line for line, record in records if record.get("step", 0) <= resume_step]
         temporary = path.with_suffix(".jsonl.tmp")
         try:
             temporary.write_text("".join(kept))
@@ -66,7 +67,6 @@ class MetricsFile:
         self._end = path.stat().st_size
 
     def write(self, metrics: Metrics) -> None:
-        """Append one line."""
         line = (json.dumps(_json_safe(metrics)) + "\n").encode()
         reason = "no space left"
         try:
@@ -82,7 +82,6 @@ class MetricsFile:
         self._num_missing += 1
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
         if self._num_missing:
             logger.warning("metrics=%s lacks %d lines that could not be written", self._path, self._num_missing)
@@ -101,10 +100,6 @@ def is_evaluated(path: Path, step: int) -> bool:
     return path.exists() and any(record.get("step") == step and "eval_loss" in record for _, record in _records(path))
 
 
-def _lines_up_to(path: Path, step: int) -> list[str]:
-    return [line for line, record in _records(path) if record.get("step", 0) <= step]
-
-
 def _records(path: Path) -> Iterator[tuple[str, dict[str, float]]]:
     """The lines and their parsed content, skipping a partial line of a run that was killed while writing it."""
     for line in path.read_text().splitlines(keepends=True):
@@ -118,11 +113,16 @@ class StructuredLines:
     """Logs metrics as machine-readable key=value lines."""
 
     def write(self, metrics: Metrics) -> None:
-        """Log one line."""
-        logger.info(" ".join(f"{key}={_format(value)}" for key, value in metrics.items()))
+        logger.info(key_values(metrics))
 
-    def close(self) -> None:
-        """Nothing to close."""
+    def close(self) -> None: ...
+
+
+def key_values(metrics: Mapping[str, float | int | None]) -> str:
+    """The metrics as `key=value` pairs for a log line; floats with five digits."""
+    return " ".join(
+        f"{key}={value:.5g}" if isinstance(value, float) else f"{key}={value}" for key, value in metrics.items()
+    )
 
 
 @dataclass
@@ -265,13 +265,11 @@ class Observer:
             sink.write(metrics)
 
     def close(self) -> None:
-        """Close the sinks."""
         for sink in self.sinks:
             sink.close()
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since `start`."""
         return time.perf_counter() - self._start
 
 
@@ -282,7 +280,3 @@ def _peak_memory_gib(device: torch.device) -> float:
     status = Path("/proc/self/status")
     lines = status.read_text().splitlines() if status.exists() else []
     return next((int(line.split()[1]) / 2**20 for line in lines if line.startswith("VmHWM:")), 0.0)
-
-
-def _format(value: float | int | None) -> str:
-    return f"{value:.5g}" if isinstance(value, float) else str(value)

@@ -29,7 +29,6 @@ class ProgressBar:
         )
 
     def write(self, metrics: Metrics) -> None:
-        """Show one record."""
         if "eval_loss" in metrics:
             logger.info("evaluation %s", " ".join(f"{key}={_cell(value)}" for key, value in metrics.items()))
             return
@@ -59,14 +58,13 @@ def set_up_logging(log_format: LogFormat, *, is_main: bool) -> None:
 
 
 class Phases:
-    """Logs the begin of each start-up phase, with what it waits for, and its duration."""
+    """Logs the start and the duration of each start-up phase."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
 
     @contextmanager
     def __call__(self, name: str, detail: str = "") -> Iterator[None]:
-        """Context manager around one phase."""
         logger.info("phase=%s %s", name, detail)
         start = time.perf_counter()
         yield

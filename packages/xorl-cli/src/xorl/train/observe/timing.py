@@ -101,13 +101,13 @@ class StepTimer:
         self._ends.append((phase, self.clock.now()))
 
     def begin_wait(self) -> None:
-        """The compute stream starts to wait for a collective. Ignored between steps."""
+        """Mark that the compute stream starts to wait for a collective. Ignored between steps."""
         if not self._ends or self._ends[-1][0] == "optimizer":
             return
         self._wait_began = self.clock.now()
 
     def end_wait(self) -> None:
-        """The wait ends here. Ignored if no wait has begun."""
+        """Mark the end of that wait. Ignored if no wait has started."""
         if self._wait_began is not None:
             self._waits.append((len(self._ends), self._wait_began, self.clock.now()))
             self._wait_began = None

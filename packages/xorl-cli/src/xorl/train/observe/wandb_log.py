@@ -16,7 +16,6 @@ from xorl.train.observe.observer import Metrics
 
 logger = logging.getLogger(__name__)
 
-
 # The file in output_dir with the id of the wandb run.
 RUN_ID = "wandb_run_id"
 
@@ -61,14 +60,12 @@ class WandbSink:
         (folder / RUN_ID).write_text(f"{self._run.id}\n", encoding="utf-8")
 
     def write(self, metrics: Metrics) -> None:
-        """Log one record."""
         step = metrics["step"]
         assert isinstance(step, int)
         if step % self._log_interval == 0 or "eval_loss" in metrics:
             self._run.log({key: value for key, value in metrics.items() if value is not None}, step=step)
 
     def close(self) -> None:
-        """Finish the run."""
         self._run.finish()
 
 

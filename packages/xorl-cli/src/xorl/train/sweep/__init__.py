@@ -1,1 +1,1 @@
-"""A sweep trains several adapters together on one frozen base, each as a separate run would."""
+"""A sweep trains several adapters together on one frozen base, each as in a separate run."""

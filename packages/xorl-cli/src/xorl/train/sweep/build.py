@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from xorl.config import Config
-from xorl.config.sweep import member_config
+from xorl.config.resolve import member_config
 from xorl.core.loss import cross_entropy
 from xorl.core.models import Decoder, training_flops
 from xorl.core.models.flops import matmul_parameters
@@ -21,7 +21,7 @@ from xorl.train.adapters.files import AdapterFiles
 from xorl.train.adapters.inject import adapter_spec
 from xorl.train.architecture import Architecture
 from xorl.train.bank_engine import BankEngine
-from xorl.train.checkpoint_model import describe_model
+from xorl.train.checkpoint_model import describe_model, recorded_options
 from xorl.train.checkpoints import SavePoints
 from xorl.train.data import DataIdentity, PackedDocuments, build_loader
 from xorl.train.model import build_model, check_model, head_options_of
@@ -29,7 +29,6 @@ from xorl.train.observe.observer import MetricsFile
 from xorl.train.observe.profile import build_profiler
 from xorl.train.output_dir import METRICS
 from xorl.train.quantization import scheme_of
-from xorl.train.recorded_options import recorded_options
 from xorl.train.startup import Startup, build_evaluation, build_observer, build_schedule, start_up
 from xorl.train.sweep.loop import Member, Sweep
 from xorl.train.sweep.saving import SweepSaving, is_exported
@@ -44,12 +43,12 @@ def build_sweep(config: Config) -> Sweep:
     """
     startup = start_up(config, _check)
     runtime, phases, architecture = startup.runtime, startup.phases, startup.architecture
-    owed = {name for name, run in startup.runs.items() if startup.owes_evaluation(run)}
+    evaluated_at_start = {name for name, run in startup.runs.items() if startup.evaluates_at_start(run)}
     if (resumed := startup.resumed) is not None:
         lacks_export = config.train.save_hf_weights and not all(
             is_exported(startup.output_dir, name, resumed.path) for name in startup.runs
         )
-        startup.require_work_left(lacks_results=bool(owed) or lacks_export)
+        startup.require_work_left(lacks_results=bool(evaluated_at_start) or lacks_export)
 
     with phases("model", f"architecture={architecture.spec.architecture} device={runtime.device}"):
         engine = _build_engine(startup)
@@ -67,7 +66,7 @@ def build_sweep(config: Config) -> Sweep:
         engine=engine,
         loss_fn=partial(cross_entropy, **head_options_of(config.model, config.train)),
         members=[
-            _member(startup, name, start_step, owes_evaluation=name in owed, diverged=name in diverged)
+            _member(startup, name, start_step, evaluates_at_start=name in evaluated_at_start, diverged=name in diverged)
             for name in startup.runs
         ],
         observer=build_observer(startup, start_step, engine.timer),
@@ -125,7 +124,7 @@ def _build_engine(startup: Startup) -> BankEngine:
     return BankEngine(model, bank, device, flops=flops)
 
 
-def _member(startup: Startup, name: str, start_step: int, *, owes_evaluation: bool, diverged: bool) -> Member:
+def _member(startup: Startup, name: str, start_step: int, *, evaluates_at_start: bool, diverged: bool) -> Member:
     run = startup.runs[name]
     assert isinstance(run.data.train, PackedDocuments), "a sweep does not stream"
     assert isinstance(run.plan, DataPlan), "a sweep does not stream"
@@ -133,7 +132,7 @@ def _member(startup: Startup, name: str, start_step: int, *, owes_evaluation: bo
     return Member(
         name,
         loader=build_loader(run.config, run.data.train, run.plan, startup.mesh, hidden_size),
-        evaluation=build_evaluation(startup, run, is_owed=owes_evaluation),
+        evaluation=build_evaluation(startup, run, at_start=evaluates_at_start),
         schedule=build_schedule(run),
         num_steps=run.plan.num_steps,
         weight_decay=run.config.train.weight_decay,
@@ -153,7 +152,7 @@ def _saving(startup: Startup, engine: BankEngine) -> SweepSaving:
             bank.spec(name),
             config.model.model_path,
             recipes,
-            found=bank.adapters(name),
+            bank_adapters=bank.adapters(name),
             chat_template=runs[name].architecture.chat_template,
         )
 

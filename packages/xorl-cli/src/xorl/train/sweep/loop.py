@@ -1,4 +1,4 @@
-"""The training loop of a sweep: adapters that train together on one frozen base, each as a separate run would."""
+"""The training loop of a sweep: adapters train together on one frozen base, each as in a separate run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from xorl.data import PackedBatch, StepLoader
 from xorl.lora import Adam
 from xorl.train.bank_engine import BankEngine, MixedBatch
 from xorl.train.engine import StepLosses, Update
-from xorl.train.evaluate import Evaluation
+from xorl.train.evaluate import Evaluation, evaluate
 from xorl.train.interrupt import Interrupted, Interruption
 from xorl.train.observe.observer import DivergedError, Metrics, MetricsFile, Observer, queue_copy
 from xorl.train.observe.profile import Profiler
@@ -34,7 +34,7 @@ MemberBatches = Mapping[str, Sequence[PackedBatch]]
 class Member:
     """One member of a sweep, with the parts of a run that it does not share.
 
-    diverged: its loss or gradient was not finite. It keeps the values from before that step and takes no more steps.
+    diverged: its loss or gradient was not finite. Its weights stay as before that step, and it takes no more steps.
     """
 
     name: str
@@ -93,14 +93,12 @@ class Sweep:
         return [member for member in self.members if step <= member.num_steps and not member.diverged]
 
     def close(self) -> None:
-        """Close all files."""
         self.observer.close()
         for member in self.members:
             if member.metrics is not None:
                 member.metrics.close()
 
     def save(self, step: int) -> None:
-        """Save every member after `step` steps. Collective."""
         self.saving.save(step, diverged=[member.name for member in self.members if member.diverged])
 
     def steps(self) -> Iterator[tuple[int, MemberBatches]]:
@@ -129,10 +127,10 @@ def train_sweep(sweep: Sweep) -> int:
     Raises DivergedError once every member has diverged.
     """
     engine, observer, config = sweep.engine, sweep.observer, sweep.startup.config
-    report = _Report(sweep)
+    report = _MemberObserver(sweep)
     active = sweep.active(max(sweep.start_step, 1))
-    owed = [member for member in active if member.evaluation is not None and member.evaluation.is_owed]
-    _evaluate(sweep, report, sweep.start_step, owed, None)
+    pending = [member for member in active if member.evaluation is not None and member.evaluation.at_start]
+    _evaluate(sweep, report, sweep.start_step, pending, None)
     with (
         Interruption() as interruption,
         GarbageCollection(config.train.gc_steps, config.train.empty_cache_steps) as garbage,
@@ -159,7 +157,7 @@ def train_sweep(sweep: Sweep) -> int:
                 if member.name in batches
             }
             report.step(step, losses, updates, rates)
-            signal_number = interruption.agreed()
+            signal_number = interruption.agreed_signal()
             is_saved = bool(signal_number) or sweep.saving.due(step)
             if is_saved:
                 _save(sweep, report, step)
@@ -185,14 +183,14 @@ def _divisor(losses: StepLosses) -> Tensor:
     return torch.where(torch.isfinite(losses.loss_sum), losses.num_trained_tokens.clamp(min=1), torch.nan)
 
 
-def _save(sweep: Sweep, report: _Report, step: int) -> None:
+def _save(sweep: Sweep, report: _MemberObserver, step: int) -> None:
     with sweep.observer.checkpoint():
         report.flush()
         sweep.save(step)
 
 
 def _evaluate(
-    sweep: Sweep, report: _Report, step: int, members: Sequence[Member], interruption: Interruption | None
+    sweep: Sweep, report: _MemberObserver, step: int, members: Sequence[Member], interruption: Interruption | None
 ) -> None:
     """Score the held-out data of these members. Raises Interrupted if a signal arrives meanwhile."""
     if not members:
@@ -202,11 +200,12 @@ def _evaluate(
         report.flush()
         for member in members:
             assert member.evaluation is not None
-            scores = member.evaluation.scores(MemberScorer(sweep.engine, member.name), check)
+            scorer = MemberScorer(sweep.engine, member.name)
+            scores = evaluate(scorer, member.evaluation.loader, member.evaluation.score_fn, check)
             member.write({"step": step, **scores})
 
 
-class _Report:
+class _MemberObserver:
     """Turns the device scalars of each step into metrics of each member; on a GPU one step late, like the observer."""
 
     def __init__(self, sweep: Sweep) -> None:
@@ -258,7 +257,7 @@ class _Report:
                 if (skipped or not math.isfinite(loss_sum)) and not members[name].diverged:
                     members[name].diverged = True
                     logger.warning(
-                        "member=%s diverged at step=%d: it takes no more steps; lower its lr or look at its data",
+                        "member=%s diverged at step=%d: it takes no more steps; lower its lr or check its data",
                         name,
                         step,
                     )

@@ -24,12 +24,11 @@ from xorl.lora.peft import WEIGHTS_FILE
 from xorl.lora.snapshot import AdapterSnapshot
 from xorl.train.adapters.files import AdapterFiles
 from xorl.train.adapters.folder import is_adapter
-from xorl.train.checkpoint_model import MODEL
+from xorl.train.checkpoint_model import MODEL, OPTIONS, require_same_base
 from xorl.train.checkpoints import SavePoints, require_scale
 from xorl.train.data import DataIdentity
 from xorl.train.export.folder import AdapterExport
 from xorl.train.output_dir import MEMBERS
-from xorl.train.recorded_options import OPTIONS, require_same_base
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +65,7 @@ class SweepSaving:
         due: decides after which steps to save.
         data: identifies the training data of each member.
         model: the description of the model (see `checkpoint_model.describe_model`).
-        options: see `recorded_options`.
+        options: see `checkpoint_model.recorded_options`.
         files: returns the files of one member's adapter.
         exports: write the adapters at the end.
     """

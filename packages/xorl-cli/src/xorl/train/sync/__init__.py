@@ -1,6 +1,5 @@
 """Sends the weights of a placed model to running inference servers."""
 
-from xorl.train.sync.block_fp8 import in_block_fp8
 from xorl.train.sync.group import match_sglang_nccl
 from xorl.train.sync.receiver import ReceiverAddress, Timeouts
 from xorl.train.sync.weight_sync import ReceiverOutcome, SyncOptions, SyncOutcome, WeightSender
@@ -12,6 +11,5 @@ __all__ = [
     "SyncOutcome",
     "Timeouts",
     "WeightSender",
-    "in_block_fp8",
     "match_sglang_nccl",
 ]

@@ -1,4 +1,4 @@
-"""Receiver: one receiver in one sync, seen from the sending rank: its connection, its weights and its failure."""
+"""Receiver: the state of one inference server during one sync, on the sending rank."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Receiver:
     """The operations on one receiver; call them in the order of definition. A failing receiver raises no exception.
 
     Attributes:
-        weights: the weights it has: old, new, or a mixture, with which it is never resumed.
+        weights: old, new or mixed; a receiver with mixed weights is never resumed.
         failure: the first failure; after it, nothing more is sent. None if everything succeeded.
     """
 
@@ -69,11 +69,9 @@ class Receiver:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether it has not failed so far."""
         return self.failure is None
 
     def connect(self, rendezvous: Rendezvous, backend: SyncBackend, device: torch.device) -> None:
-        """Create the process group with it."""
         self._join_requested = True
         num_receivers = self.address.world_size
 
@@ -100,7 +98,6 @@ class Receiver:
         self._wait([run_in_thread(join), run_in_thread(build)], self._timeouts.group_s, "joining the group")
 
     def pause(self, mode: PauseMode) -> None:
-        """Make it stop generating."""
         self._pause_requested = True
         request = run_in_thread(lambda: self._server.pause(mode, timeout_s=self._timeouts.control_s))
         self._wait([request], self._timeouts.control_s, "pausing")
@@ -139,7 +136,7 @@ class Receiver:
                 return
             except ReceiverError as error:
                 if time.monotonic() > deadline:
-                    self.fail("flushing the cache, with the new weights whole", error)
+                    self.fail("flushing the cache, after all new weights were loaded", error)
                     return
             time.sleep(min(0.2, self._timeouts.flush_s))
 

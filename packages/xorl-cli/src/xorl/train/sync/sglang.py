@@ -30,7 +30,6 @@ class SglangServer:
         self._post("/pause_generation", {"mode": mode}, timeout_s)
 
     def resume(self, *, timeout_s: float) -> None:
-        """Resume generation."""
         self._post("/continue_generation", {}, timeout_s)
 
     def join_group(
@@ -48,7 +47,6 @@ class SglangServer:
         self._post("/init_weights_update_group", body, timeout_s)
 
     def leave_group(self, name: str, *, timeout_s: float) -> None:
-        """Destroy a group."""
         self._post("/destroy_weights_update_group", {"group_name": name}, timeout_s)
 
     def receive(self, name: str, records: Mapping[str, TensorRecord], *, version: str | None, timeout_s: float) -> None:
@@ -73,7 +71,6 @@ class SglangServer:
         self._post("/flush_cache", {}, timeout_s)
 
     def close(self) -> None:
-        """Close the connections."""
         self._client.close()
 
     def _post(self, path: str, body: Mapping[str, object], timeout_s: float) -> None:

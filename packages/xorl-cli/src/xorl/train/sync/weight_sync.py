@@ -79,7 +79,6 @@ class SyncOutcome:
 
     @property
     def success(self) -> bool:
-        """Whether all receivers succeeded."""
         return all(receiver.success for receiver in self.receivers)
 
 
@@ -110,7 +109,7 @@ class WeightSender:
         if dist.get_rank() == 0:
             return _Sync(buckets, addresses, options, self._device).run(self._rendezvous_at)
         for bucket in buckets:
-            if not _continues(False):
+            if not _all_continue(False):
                 break
             bucket.fill_(None)
         return None
@@ -135,9 +134,10 @@ class _Sync:
         self._buckets = buckets
         self._options = options
         self._device = device
+        # The names are unique because the store or a receiver may still have the state of an earlier sync.
         self._receivers = [
-            Receiver(address, options.timeouts, group_name=name)
-            for address, name in zip(addresses, _group_names(options.group_name, len(addresses)), strict=True)
+            Receiver(address, options.timeouts, group_name=f"{options.group_name}-{secrets.token_hex(4)}-{index}")
+            for index, address in enumerate(addresses)
         ]
         self._timing_s: dict[str, float] = {}
 
@@ -159,7 +159,10 @@ class _Sync:
             with self._timed("disconnect"):
                 self._for_each(Receiver.leave, include_failed=True)
         outcome = SyncOutcome(
-            receivers=tuple(_outcome(receiver) for receiver in self._receivers),
+            receivers=tuple(
+                ReceiverOutcome(each.address, success=each.is_healthy, message=each.failure or "", weights=each.weights)
+                for each in self._receivers
+            ),
             seconds=time.perf_counter() - start,
             num_bytes=sum(bucket.num_bytes for bucket in self._buckets),
             num_tensors=sum(len(bucket.records) for bucket in self._buckets),
@@ -209,7 +212,7 @@ class _Sync:
     def _transfer(self, buffers: Sequence[Tensor]) -> None:
         """Gather each bucket while the previous one is being sent."""
         for index, bucket in enumerate(self._buckets):
-            if not _continues(any(receiver.is_healthy for receiver in self._receivers)):
+            if not _all_continue(any(receiver.is_healthy for receiver in self._receivers)):
                 break
             buffer = buffers[index % 2][: bucket.num_bytes]
             bucket.fill_(buffer)
@@ -245,22 +248,8 @@ class _Sync:
             self._timing_s[stage] = time.perf_counter() - start
 
 
-def _continues(value: bool) -> bool:
+def _all_continue(value: bool) -> bool:
     """Broadcast rank 0's decision to continue with the next bucket, so that all ranks stop together; collective."""
     flag = torch.tensor([value], dtype=torch.uint8)
     dist.broadcast(flag, src=0)
     return bool(flag.item())
-
-
-def _group_names(name: str, num_receivers: int) -> list[str]:
-    # Unique names: the store or a receiver may still have the state of an earlier sync.
-    return [f"{name}-{secrets.token_hex(4)}-{index}" for index in range(num_receivers)]
-
-
-def _outcome(receiver: Receiver) -> ReceiverOutcome:
-    return ReceiverOutcome(
-        receiver.address,
-        success=receiver.failure is None,
-        message=receiver.failure or "",
-        weights=receiver.weights,
-    )

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from xorl.core.models import gpt2, llama, qwen2, qwen3
+from xorl.core.models import gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
 from xorl.core.models.decoder import Decoder
 from xorl.core.models.decoder_config import DecoderConfig
 from xorl.core.models.flops import training_flops
@@ -19,7 +19,10 @@ __all__ = [
 ]
 
 SPECS: Mapping[str, ModelSpec] = MappingProxyType(
-    {spec.architecture: spec for spec in (gpt2.SPEC, llama.SPEC, qwen2.SPEC, qwen3.SPEC)}
+    {
+        spec.architecture: spec
+        for spec in (gpt2.SPEC, llama.SPEC, mistral.SPEC, mixtral.SPEC, qwen2.SPEC, qwen3.SPEC, qwen3_moe.SPEC)
+    }
 )
 
 

@@ -12,21 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from xorl.core.models.decoder_config import DecoderConfig
+from xorl.core.models.decoder_config import DecoderConfig, DenseConfig, ExpertsConfig
 from xorl.core.models.initial import fill_normal_, key_of
 from xorl.core.models.recipes import LogicalModule, RowTarget
-from xorl.core.nn import (
-    Attention,
-    Embedding,
-    GatedMLP,
-    HeadNorm,
-    LayerKernels,
-    LayerNorm,
-    Linear,
-    PlainMLP,
-    RMSNorm,
-    Rotary,
-)
+from xorl.core.models.router_losses import RouterLosses, RouterLossOptions
+from xorl.core.nn import Attention, Embedding, GatedMLP, LayerKernels, LayerNorm, Linear, PlainMLP, RMSNorm, Rotary
+from xorl.core.nn.moe import Experts, MixtureOfExperts, Routing
+from xorl.core.nn.roles import DeclaresRoles, Role
 from xorl.kernels.fused import RopeTables
 from xorl.kernels.layout import SequenceLayout
 
@@ -50,6 +42,7 @@ class Decoder(nn.Module):
         config: the configuration.
         logical: for each module with a weight, the checkpoint modules that it stacks, in the order of their rows.
         compute_dtype: the dtype of activations; set it before the first forward pass.
+        routers: losses and statistics of a mixture of experts; None for a dense model.
     """
 
     compute_dtype: torch.dtype
@@ -67,6 +60,12 @@ class Decoder(nn.Module):
         self.logical = logical
         self.compute_dtype = torch.float32
         self.model = DecoderTrunk(config, merge_qkv=merge_qkv, kernels=kernels)
+        mixtures = [layer.ffn for layer in config.layers if isinstance(layer.ffn, ExpertsConfig)]
+        self.routers = (
+            RouterLosses(len(mixtures), mixtures[0].num_experts, mixtures[0].num_active) if mixtures else None
+        )
+        if self.routers is not None:
+            self.routers.options = RouterLossOptions(balance_coef=config.balance_coef)
         self.lm_head = None if config.tie_word_embeddings else Head(config.hidden_size, config.vocab_size, bias=False)
 
     @property
@@ -84,14 +83,27 @@ class Decoder(nn.Module):
         stacked = {
             f"{path}.{name}.weight": tuple(rows)
             for path, module in self.named_modules()
-            if isinstance(module, (Attention, GatedMLP))
+            if isinstance(module, (Attention, GatedMLP, Experts))
             for name, rows in module.stacked_rows.items()
         }
+        matrices = {name for name, role in self.parameter_roles().items() if role in ("dense", "expert", "adapter")}
         return {
             name: stacked.get(name, (parameter.shape[0],))
             for name, parameter in self.named_parameters()
-            if name.startswith("model.layers.") and parameter.ndim == 2
+            if name in matrices and name.startswith("model.layers.") and parameter.ndim == 2
         }
+
+    def parameter_roles(self) -> dict[str, Role]:
+        """The role of every parameter by name. A module with parameters that declares no roles is an error."""
+        roles: dict[str, Role] = {}
+        for path, module in self.named_modules():
+            for name, _ in module.named_parameters(recurse=False):
+                assert isinstance(module, DeclaresRoles), f"{path}: {type(module).__name__} declares no roles"
+                is_stored = isinstance(module, Linear) and name in module.stored
+                role = "dense" if is_stored else module.roles.get(name)
+                assert role is not None, f"{path}: {type(module).__name__} declares no role of {name}"
+                roles[f"{path}.{name}"] = role
+        return roles
 
     @overload
     def forward(self, input_ids: Tensor, layout: SequenceLayout, loss: None = None) -> Tensor: ...
@@ -112,7 +124,9 @@ class Decoder(nn.Module):
         The loss is called inside `forward`, because FSDP2 gathers the head's weight only there. With an adapter on the
         head, both arguments of the loss are wider than D.
         """
-        hidden = self.model(input_ids, layout, self.compute_dtype)
+        hidden, routings = self.model(input_ids, layout, self.compute_dtype)
+        if self.routers is not None and routings:
+            hidden = self.routers.add(hidden, routings, layout)
         if self.lm_head is not None:
             return self.lm_head(hidden, loss)
         return _apply_head(hidden, self.head_weight, loss)
@@ -148,19 +162,23 @@ class Decoder(nn.Module):
             fill_normal_(part, std=self._std(name), key=key, shape=target.shape, offset=(first, 0), device=device)
             target.put(first, part)
             target.finish()
-        for module_name, module in self.named_modules():
-            if not isinstance(module, (Linear, Embedding, RMSNorm, HeadNorm, LayerNorm)):
+        stored = {
+            f"{path}.{name}"
+            for path, module in self.named_modules()
+            if isinstance(module, Linear)
+            for name in module.stored
+        }
+        parameters = dict(self.named_parameters())
+        for name, role in self.parameter_roles().items():
+            if role == "adapter" or name in stored:
                 continue
-            for leaf_name, parameter in module.named_parameters(recurse=False):
-                if isinstance(module, Linear) and leaf_name in module.stored:
-                    continue
-                part, offset = local_part(parameter)
-                if leaf_name == "bias" or isinstance(module, (RMSNorm, HeadNorm, LayerNorm)):
-                    part.fill_(0.0 if leaf_name == "bias" else 1.0)
-                    continue
-                name = f"{module_name}.{leaf_name}"
-                key = key_of(seed, name, parameter.shape)
-                fill_normal_(part, std=self._std(name), key=key, shape=parameter.shape, offset=offset, device=device)
+            parameter = parameters[name]
+            part, offset = local_part(parameter)
+            if role in ("bias", "norm"):
+                part.fill_(0.0 if role == "bias" else 1.0)
+                continue
+            key = key_of(seed, name, parameter.shape)
+            fill_normal_(part, std=self._std(name), key=key, shape=parameter.shape, offset=offset, device=device)
 
     def _std(self, name: str) -> float:
         std = self.config.initializer_range
@@ -171,6 +189,8 @@ class Decoder(nn.Module):
 
 class Head(Linear):
     """The output head: hidden states [T, D] to logits [T, V], or to the result of a loss of both."""
+
+    roles = MappingProxyType({"weight": "head", "bias": "bias"})
 
     @overload
     def forward(self, x: Tensor, loss: None = None) -> Tensor: ...
@@ -188,12 +208,12 @@ def _apply_head(hidden: Tensor, weight: Tensor, loss: Callable[[Tensor, Tensor],
 
 
 class DecoderTrunk(nn.Module):
-    """The decoder without its head: token ids [T] -> normed hidden states [T, D]."""
+    """The decoder without its head: token ids [T] -> normed hidden states [T, D], and in training all routings."""
 
     def __init__(self, config: DecoderConfig, *, merge_qkv: bool, kernels: LayerKernels) -> None:
         super().__init__()
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.rotary = None if config.rope is None else Rotary(config.rope, config.head_dim)
+        self.rotary = None if config.rope is None else Rotary(config.rope, config.attention.head_dim)
         self.embed_positions = (
             Embedding(config.max_position_embeddings, config.hidden_size) if config.rope is None else None
         )
@@ -202,7 +222,9 @@ class DecoderTrunk(nn.Module):
         )
         self.norm = _norm(config, kernels)
 
-    def forward(self, input_ids: Tensor, layout: SequenceLayout, compute_dtype: torch.dtype) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, layout: SequenceLayout, compute_dtype: torch.dtype
+    ) -> tuple[Tensor, list[Routing]]:
         if input_ids.shape != (layout.num_tokens,):
             raise ValueError(
                 f"input_ids must be one packed row of the layout's {layout.num_tokens} tokens, "
@@ -218,49 +240,77 @@ class DecoderTrunk(nn.Module):
                 )
             hidden = hidden + self.embed_positions(layout.positions).to(compute_dtype)
         rope = None if self.rotary is None else self.rotary.tables(layout, input_ids.device)
+        routings: list[Routing] = []
         for index, layer in enumerate(self.layers):
             if torch.is_grad_enabled() and not hidden.requires_grad:
                 # The first trained layer above frozen ones. Its input must require a gradient like those of later
                 # layers: they share compiled code, and reentrant recomputation gives no gradients otherwise.
                 hidden.requires_grad_(any(parameter.requires_grad for parameter in layer.parameters()))
-            hidden = layer(hidden, layout.of_layer(index), rope)
+            output = layer(hidden, layout.of_layer(index), rope)
+            if isinstance(output, tuple):
+                hidden, routing = output
+                routings.append(routing)
+            else:
+                hidden = output
         _, normed = self.norm(hidden)
-        return normed
+        return normed, routings
 
 
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward, with pre-norms and residual connections, [T, D] -> [T, D]."""
+    """Attention and feed-forward, with pre-norms and residual connections, [T, D] -> [T, D].
+
+    A layer with experts returns its routing too, in training.
+    """
 
     def __init__(self, config: DecoderConfig, index: int, *, merge_qkv: bool, kernels: LayerKernels) -> None:
         super().__init__()
+        attention = config.layers[index].attention
         self.add = kernels.add
         self.input_layernorm = _norm(config, kernels)
         self.self_attn = Attention(
             config.hidden_size,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            scale=config.attention_scales[index],
-            window=config.windows[index],
-            qkv_bias=config.qkv_bias,
-            o_bias=config.o_bias,
-            qk_norm_eps=config.norm_eps if config.qk_norm else None,
+            num_heads=attention.num_heads,
+            num_kv_heads=attention.num_kv_heads,
+            head_dim=attention.head_dim,
+            scale=attention.scale,
+            window=attention.window,
+            qkv_bias=attention.qkv_bias,
+            o_bias=attention.o_bias,
+            qk_norm_eps=config.norm_eps if attention.qk_norm else None,
             merge_qkv=merge_qkv,
             kernels=kernels,
         )
         self.post_attention_layernorm = _norm(config, kernels)
-        sizes = (config.hidden_size, config.intermediate_size)
-        self.mlp = (
-            GatedMLP(*sizes, activation=config.activation, bias=config.mlp_bias, kernels=kernels)
-            if config.mlp == "gated"
-            else PlainMLP(*sizes, activation=config.activation, bias=config.mlp_bias)
-        )
+        self.mlp = _feed_forward(config.hidden_size, config.layers[index].ffn, kernels)
 
-    def forward(self, hidden: Tensor, layout: SequenceLayout, rope: RopeTables | None) -> Tensor:
+    def forward(
+        self, hidden: Tensor, layout: SequenceLayout, rope: RopeTables | None
+    ) -> Tensor | tuple[Tensor, Routing]:
         hidden, normed = self.input_layernorm(hidden)
         attended = self.self_attn(normed, layout, rope)
         hidden, normed = self.post_attention_layernorm(attended, residual=hidden)
-        return self.add(hidden, self.mlp(normed))
+        if not isinstance(self.mlp, MixtureOfExperts):
+            return self.add(hidden, self.mlp(normed))
+        out, routing = self.mlp(normed, layout)
+        hidden = self.add(hidden, out)
+        return hidden if routing is None else (hidden, routing)
+
+
+def _feed_forward(
+    width: int, ffn: DenseConfig | ExpertsConfig, kernels: LayerKernels
+) -> GatedMLP | PlainMLP | MixtureOfExperts:
+    if isinstance(ffn, ExpertsConfig):
+        return MixtureOfExperts(
+            width,
+            ffn.width,
+            num_experts=ffn.num_experts,
+            num_active=ffn.num_active,
+            normalize=ffn.normalize,
+            kernels=kernels,
+        )
+    if ffn.kind == "gated":
+        return GatedMLP(width, ffn.width, activation=ffn.activation, bias=ffn.bias, kernels=kernels)
+    return PlainMLP(width, ffn.width, activation=ffn.activation, bias=ffn.bias)
 
 
 def _norm(config: DecoderConfig, kernels: LayerKernels) -> RMSNorm | LayerNorm:

@@ -1,5 +1,7 @@
 """The common configuration that every family's config.json is translated to."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import Literal
 
@@ -8,53 +10,30 @@ from xorl.core.nn.layers import ACTIVATIONS
 
 
 @dataclass(frozen=True)
-class DecoderConfig:
-    """The architecture of a decoder, independent of how and on which devices it is trained.
+class AttentionConfig:
+    """Attention of one layer.
 
     Attributes:
-        windows: for each layer, how many tokens a token attends to, itself included; None for all earlier ones.
-        attention_scales: for each layer, the factor on attention scores.
-        rope: the rotary embedding; None for learned positions (a table of max_position_embeddings rows).
-        norm: rms, or layer (with bias).
-        mlp: gated (two up projections), or plain (one).
+        scale: the factor on attention scores.
+        window: how many tokens a token attends to, itself included; None for all earlier ones.
         qk_norm: whether queries and keys are normalised per head.
-        initializer_range: standard deviation of initial weights.
-        scale_residual_init: initialise projections into the residual stream smaller by sqrt(2 * num_layers).
     """
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    max_position_embeddings: int
-    windows: tuple[int | None, ...]
-    attention_scales: tuple[float, ...]
-    rope: RopeConfig | None
-    norm: Literal["rms", "layer"]
-    norm_eps: float
-    mlp: Literal["gated", "plain"]
-    activation: str
+    scale: float
+    window: int | None
     qk_norm: bool
     qkv_bias: bool
     o_bias: bool
-    mlp_bias: bool
-    tie_word_embeddings: bool
-    initializer_range: float
-    scale_residual_init: bool
 
     def __post_init__(self) -> None:
-        assert len(self.windows) == len(self.attention_scales) == self.num_layers
-        assert self.activation in ACTIVATIONS
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"the number of attention heads ({self.num_heads}) must be a multiple of "
                 f"the number of key/value heads ({self.num_kv_heads})"
             )
-        if self.rope is not None and self.head_dim % 2:
-            raise ValueError(f"rotary positions need an even head_dim, got {self.head_dim}")
 
     @property
     def q_rows(self) -> int:
@@ -65,3 +44,94 @@ class DecoderConfig:
     def kv_rows(self) -> int:
         """Output features of the key projection, and of the value projection."""
         return self.num_kv_heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class DenseConfig:
+    """A feed-forward block that all tokens use. kind: gated (two up projections), or plain (one)."""
+
+    kind: Literal["gated", "plain"]
+    width: int
+    activation: str
+    bias: bool
+
+    def __post_init__(self) -> None:
+        assert self.activation in ACTIVATIONS
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """A mixture of gated feed-forward blocks.
+
+    Attributes:
+        num_experts, num_active: experts of the layer, and of each token.
+        width: the hidden width of one expert.
+        normalize: divide the probabilities of a token's experts by their sum.
+    """
+
+    num_experts: int
+    num_active: int
+    width: int
+    normalize: bool
+
+    def __post_init__(self) -> None:
+        if self.num_active > self.num_experts:
+            raise ValueError(f"{self.num_active} active experts, but the model has {self.num_experts} experts")
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """One layer of a decoder."""
+
+    attention: AttentionConfig
+    ffn: DenseConfig | ExpertsConfig
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """The architecture of a decoder, independent of how and on which devices it is trained.
+
+    Attributes:
+        layers: one entry for each layer.
+        rope: the rotary embedding; None for learned positions (a table of max_position_embeddings rows).
+        norm: rms, or layer (with bias).
+        initializer_range: standard deviation of initial weights.
+        scale_residual_init: initialise projections into the residual stream smaller by sqrt(2 * num_layers).
+        balance_coef: weight of the load-balancing loss of routers in config.json, which training may override.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    layers: tuple[LayerConfig, ...]
+    max_position_embeddings: int
+    rope: RopeConfig | None
+    norm: Literal["rms", "layer"]
+    norm_eps: float
+    tie_word_embeddings: bool
+    initializer_range: float
+    scale_residual_init: bool
+    balance_coef: float = 0.0
+
+    def __post_init__(self) -> None:
+        assert self.layers, "a decoder has at least one layer"
+        if self.rope is not None and self.attention.head_dim % 2:
+            raise ValueError(f"rotary positions need an even head_dim, got {self.attention.head_dim}")
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def attention(self) -> AttentionConfig:
+        """The attention of the first layer. The layers of a model differ in `scale` and `window` alone."""
+        return self.layers[0].attention
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """For each layer, how many tokens a token attends to; None for all earlier ones."""
+        return tuple(layer.attention.window for layer in self.layers)
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether any layer is a mixture of experts."""
+        return any(isinstance(layer.ffn, ExpertsConfig) for layer in self.layers)

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable
 
-from xorl.core.models.decoder_config import DecoderConfig
+from xorl.core.models.decoder_config import DecoderConfig, DenseConfig, LayerConfig
 
 # A multiply and an add. The backward pass has two matrix products for each one of the forward pass.
 FLOPS_PER_MULTIPLY_ADD = 2
@@ -26,7 +26,7 @@ def training_flops(config: DecoderConfig, lengths: Iterable[int], *, num_frozen:
     Recomputation is not counted, because it is not progress.
     """
     per_token = FLOPS_PER_MULTIPLY_ADD * (PASSES * (matmul_parameters(config) + num_added) - num_frozen)
-    per_pair = FLOPS_PER_MULTIPLY_ADD * PASSES * 2 * config.num_heads * config.head_dim
+    per_pair = FLOPS_PER_MULTIPLY_ADD * PASSES * 2 * config.attention.q_rows
     windows = Counter(config.windows).items()
     return sum(
         per_token * length + per_pair * sum(count * causal_pairs(length, window) for window, count in windows)
@@ -35,11 +35,21 @@ def training_flops(config: DecoderConfig, lengths: Iterable[int], *, num_frozen:
 
 
 def matmul_parameters(config: DecoderConfig) -> int:
-    """The number of parameters that every token is multiplied with: the matrices of all layers and the head."""
-    attention = config.hidden_size * (2 * config.q_rows + 2 * config.kv_rows)
-    num_mlp_matrices = 3 if config.mlp == "gated" else 2
-    mlp = num_mlp_matrices * config.hidden_size * config.intermediate_size
-    return config.num_layers * (attention + mlp) + config.vocab_size * config.hidden_size
+    """The number of parameters that a token is multiplied with: the matrices of all layers and the head.
+
+    Of the experts of a layer, only the active ones count.
+    """
+    per_width = sum(_layer_columns(layer) for layer in config.layers) + config.vocab_size
+    return config.hidden_size * per_width
+
+
+def _layer_columns(layer: LayerConfig) -> int:
+    """Parameters of a layer's matrices for each unit of the model's width."""
+    attention = 2 * layer.attention.q_rows + 2 * layer.attention.kv_rows
+    ffn = layer.ffn
+    if isinstance(ffn, DenseConfig):
+        return attention + (3 if ffn.kind == "gated" else 2) * ffn.width
+    return attention + ffn.num_experts + 3 * ffn.num_active * ffn.width
 
 
 def causal_pairs(length: int, window: int | None) -> int:

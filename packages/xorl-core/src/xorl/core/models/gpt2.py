@@ -5,8 +5,9 @@ as in every family, so the recipes transpose them.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
-from xorl.core.models.decoder_config import DecoderConfig
+from xorl.core.models.decoder_config import AttentionConfig, DecoderConfig, DenseConfig, LayerConfig
 from xorl.core.models.hf_config import HFConfig
 from xorl.core.models.recipes import CheckpointNames, Part, WeightRecipe, matrix, vector
 from xorl.core.models.spec import ModelSpec
@@ -24,26 +25,27 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
     if hidden_size % num_heads:
         raise ValueError(f"{ARCHITECTURE}: n_embd: {hidden_size} must be a multiple of n_head: {num_heads}")
     hf.warn_about_dropout()
-    config = DecoderConfig(
-        vocab_size=hf.positive("vocab_size"),
-        hidden_size=hidden_size,
-        intermediate_size=hf.positive("n_inner", 4 * hidden_size),
-        num_layers=num_layers,
+    scales = _read_scales(hf, hidden_size // num_heads, num_layers)
+    attention = AttentionConfig(
         num_heads=num_heads,
         num_kv_heads=num_heads,
         head_dim=hidden_size // num_heads,
-        max_position_embeddings=hf.positive("n_positions"),
-        windows=(None,) * num_layers,
-        attention_scales=_read_scales(hf, hidden_size // num_heads, num_layers),
-        rope=None,
-        norm="layer",
-        norm_eps=hf.get("layer_norm_epsilon", float, 1e-5),
-        mlp="plain",
-        activation=hf.activation("activation_function", "gelu_new"),
+        scale=scales[0],
+        window=None,
         qk_norm=False,
         qkv_bias=True,
         o_bias=True,
-        mlp_bias=True,
+    )
+    activation = hf.activation("activation_function", "gelu_new")
+    ffn = DenseConfig("plain", hf.positive("n_inner", 4 * hidden_size), activation, bias=True)
+    config = DecoderConfig(
+        vocab_size=hf.positive("vocab_size"),
+        hidden_size=hidden_size,
+        layers=tuple(LayerConfig(replace(attention, scale=scale), ffn) for scale in scales),
+        max_position_embeddings=hf.positive("n_positions"),
+        rope=None,
+        norm="layer",
+        norm_eps=hf.get("layer_norm_epsilon", float, 1e-5),
         tie_word_embeddings=hf.get("tie_word_embeddings", bool, True),
         initializer_range=hf.get("initializer_range", float, 0.02),
         scale_residual_init=True,
@@ -54,19 +56,19 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
 
 def hf_keys(config: DecoderConfig) -> dict[str, object]:
     """The config.json keys that describe `config`."""
-    first_scale, last_scale = config.attention_scales[0], config.attention_scales[-1]
+    ffn, first_scale, last_scale = _ffn(config), config.attention.scale, config.layers[-1].attention.scale
     return {
         "vocab_size": config.vocab_size,
         "n_embd": config.hidden_size,
-        "n_inner": config.intermediate_size,
+        "n_inner": ffn.width,
         "n_layer": config.num_layers,
-        "n_head": config.num_heads,
+        "n_head": config.attention.num_heads,
         "n_positions": config.max_position_embeddings,
         "layer_norm_epsilon": config.norm_eps,
-        "activation_function": config.activation,
+        "activation_function": ffn.activation,
         "tie_word_embeddings": config.tie_word_embeddings,
         "initializer_range": config.initializer_range,
-        "scale_attn_weights": config.head_dim == 1 or first_scale != 1.0,
+        "scale_attn_weights": config.attention.head_dim == 1 or first_scale != 1.0,
         "scale_attn_by_inverse_layer_idx": first_scale != last_scale,
         "resid_pdrop": 0.0,
         "embd_pdrop": 0.0,
@@ -76,7 +78,7 @@ def hf_keys(config: DecoderConfig) -> dict[str, object]:
 
 def recipes(config: DecoderConfig, merge_qkv: bool) -> dict[str, WeightRecipe]:
     """Recipes under native names, in the order of the decoder's parameters."""
-    width = config.hidden_size
+    width, ffn = config.hidden_size, _ffn(config)
     table: dict[str, WeightRecipe] = {
         "model.embed_tokens.weight": matrix("transformer.wte.weight", (config.vocab_size, width)),
         "model.embed_positions.weight": matrix("transformer.wpe.weight", (config.max_position_embeddings, width)),
@@ -92,12 +94,18 @@ def recipes(config: DecoderConfig, merge_qkv: bool) -> dict[str, WeightRecipe]:
                 table |= _linear(f"{native}.self_attn.{name}", source, width, width, third * width, shared=True)
         table |= _linear(f"{native}.self_attn.o_proj", f"{hf}.attn.c_proj", width, width)
         table |= _norm(f"{native}.post_attention_layernorm", f"{hf}.ln_2", width)
-        table |= _linear(f"{native}.mlp.up_proj", f"{hf}.mlp.c_fc", config.intermediate_size, width)
-        table |= _linear(f"{native}.mlp.down_proj", f"{hf}.mlp.c_proj", width, config.intermediate_size)
+        table |= _linear(f"{native}.mlp.up_proj", f"{hf}.mlp.c_fc", ffn.width, width)
+        table |= _linear(f"{native}.mlp.down_proj", f"{hf}.mlp.c_proj", width, ffn.width)
     table |= _norm("model.norm", "transformer.ln_f", width)
     if not config.tie_word_embeddings:
         table["lm_head.weight"] = matrix("lm_head.weight", (config.vocab_size, width))
     return table
+
+
+def _ffn(config: DecoderConfig) -> DenseConfig:
+    ffn = config.layers[0].ffn
+    assert isinstance(ffn, DenseConfig)
+    return ffn
 
 
 def _read_scales(hf: HFConfig, head_dim: int, num_layers: int) -> tuple[float, ...]:

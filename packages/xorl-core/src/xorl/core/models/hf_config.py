@@ -31,7 +31,7 @@ class HFConfig:
 
     def __init__(self, values: Mapping[str, object], architecture: str) -> None:
         self._values = values
-        self._architecture = architecture
+        self.architecture = architecture
         self._read: set[str] = set()
 
     def contains(self, key: str) -> bool:
@@ -48,7 +48,7 @@ class HFConfig:
         """The key's value, or `default` if it is null or missing; raises if there is no default either."""
         if not self.has(key):
             if default is None:
-                raise ValueError(f"{self._architecture}: the model's config.json has no {key!r}")
+                raise ValueError(f"{self.architecture}: the model's config.json has no {key!r}")
             return default
         return self._typed(key, self._values[key], kind)
 
@@ -56,7 +56,7 @@ class HFConfig:
         """The key's value, an integer of at least 1."""
         value = self.get(key, int, default)
         if value < 1:
-            raise ValueError(f"{self._architecture}: {key} must be at least 1, got {value}")
+            raise ValueError(f"{self.architecture}: {key} must be at least 1, got {value}")
         return value
 
     def activation(self, key: str, default: str) -> str:
@@ -69,28 +69,35 @@ class HFConfig:
         """The key's value, a list of strings; empty if missing."""
         value = self._values.get(key) if self.has(key) else []
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise ValueError(f"{self._architecture}: {key} must be a list of strings, got {value!r}")
+            raise ValueError(f"{self.architecture}: {key} must be a list of strings, got {value!r}")
+        return value
+
+    def integers(self, key: str) -> list[int]:
+        """The key's value, a list of integers; empty if missing."""
+        value = self._values.get(key) if self.has(key) else []
+        if not isinstance(value, list) or not all(isinstance(item, int) for item in value):
+            raise ValueError(f"{self.architecture}: {key} must be a list of integers, got {value!r}")
         return value
 
     def nested(self, key: str) -> "HFConfig":
         """A reader for a nested mapping, which is empty if missing."""
         value = self._values.get(key) if self.has(key) else {}
         if not isinstance(value, Mapping):
-            raise ValueError(f"{self._architecture}: {key} must be a mapping, got {value!r}")
-        return HFConfig(value, f"{self._architecture}: {key}")
+            raise ValueError(f"{self.architecture}: {key} must be a mapping, got {value!r}")
+        return HFConfig(value, f"{self.architecture}: {key}")
 
     def expect(self, key: str, value: ValueT, allowed: Iterable[ValueT]) -> ValueT:
         """Return `value`; raise if it is not one of `allowed`."""
         allowed = list(allowed)
         if value not in allowed:
             known = ", ".join(str(item) for item in allowed)
-            raise ValueError(f"{self._architecture}: {key}: {value!r} is not supported; supported: {known}")
+            raise ValueError(f"{self.architecture}: {key}: {value!r} is not supported; supported: {known}")
         return value
 
     def refuse(self, key: str, reason: str) -> None:
         """Raise if the key's value is anything but null, false or empty."""
         if self.has(key) and self._values[key]:
-            raise ValueError(f"{self._architecture}: {key}: {self._values[key]!r} is not supported: {reason}")
+            raise ValueError(f"{self.architecture}: {key}: {self._values[key]!r} is not supported: {reason}")
 
     def warn_about_dropout(self) -> None:
         """Log a warning if the config sets dropout, which is not applied."""
@@ -99,21 +106,21 @@ class HFConfig:
         )
         if dropout:
             message = "%s: config.json sets dropout (%s), which is not applied: models train without dropout"
-            logger.warning(message, self._architecture, dropout)
+            logger.warning(message, self.architecture, dropout)
 
     def finish(self, inert: Collection[str] = ()) -> None:
         """Warn about keys that were not read and are not known to be harmless."""
         unread = sorted(set(self._values) - self._read - INERT_KEYS - set(inert))
         unread = [key for key in unread if self._values[key] is not None]
         if unread:
-            logger.warning("%s: config.json keys that are ignored: %s", self._architecture, ", ".join(unread))
+            logger.warning("%s: config.json keys that are ignored: %s", self.architecture, ", ".join(unread))
 
     def refuse_unread(self) -> None:
         """Raise for keys that were not read, in mappings in which every key changes the computation."""
         unread = [key for key in self._values if key not in self._read and self._values[key] is not None]
         if unread:
             named = ", ".join(f"{key}: {self._values[key]!r}" for key in unread)
-            raise ValueError(f"{self._architecture}: {named} is not supported")
+            raise ValueError(f"{self.architecture}: {named} is not supported")
 
     def _typed(self, key: str, value: object, kind: type[ValueT]) -> ValueT:
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
@@ -121,5 +128,5 @@ class HFConfig:
         if kind is int and isinstance(value, float) and value.is_integer():
             return kind(value)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise ValueError(f"{self._architecture}: {key} must be of type {kind.__name__}, got {value!r}")
+            raise ValueError(f"{self.architecture}: {key} must be of type {kind.__name__}, got {value!r}")
         return value

@@ -32,7 +32,7 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
 
 def hf_keys(config: DecoderConfig) -> dict[str, object]:
     """The config.json keys that describe `config`."""
-    biases = {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
+    biases = {"attention_bias": config.attention.qkv_bias, "mlp_bias": rotary_gated.dense_config(config).bias}
     return rotary_gated.hf_keys(config, LLAMA_ROPE_TYPES) | biases
 
 

@@ -31,7 +31,9 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
 
 def hf_keys(config: DecoderConfig) -> dict[str, object]:
     """The config.json keys that describe `config`."""
-    return rotary_gated.hf_keys(config) | rotary_gated.window_keys(config) | {"attention_bias": config.qkv_bias}
+    return (
+        rotary_gated.hf_keys(config) | rotary_gated.window_keys(config) | {"attention_bias": config.attention.qkv_bias}
+    )
 
 
 SPEC = ModelSpec(

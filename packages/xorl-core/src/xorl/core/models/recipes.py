@@ -3,6 +3,7 @@
 The protocols match those of xorl.ckpt, which this package does not import.
 """
 
+import itertools
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -193,6 +194,28 @@ def vector(source: str, length: int) -> Rows:
 
 
 @dataclass(frozen=True)
+class ExpertNames:
+    """Where a family's checkpoints have routers and experts, within a layer.
+
+    Attributes:
+        router: the router's module.
+        expert: the module of one expert, with {} for its index.
+        gate, up, down: the projections of an expert.
+    """
+
+    router: str
+    expert: str
+    gate: str
+    up: str
+    down: str
+
+
+# All experts of a layer in one tensor, [E, 2F, D] with the gate's rows first, and [E, D, F], as transformers 5 has them
+# in memory.
+FUSED_EXPERTS = re.compile(r"^(.*)\.mlp\.experts\.(gate_up_proj|down_proj)$")
+
+
+@dataclass(frozen=True)
 class CheckpointNames:
     """How the names in a checkpoint may differ from those the recipes use.
 
@@ -202,18 +225,21 @@ class CheckpointNames:
         head: name of the head's weight; in a checkpoint of a tied model, a copy of the embedding.
         ignored: regular expression, matched anywhere in a name, for tensors that are not parameters, such as old
             buffers.
+        experts: names of experts; None for families without them.
     """
 
     prefix: str
     embedding: str
     head: str
     ignored: str
+    experts: ExpertNames | None = None
 
 
 class CheckpointView:
-    """A `WeightSource` that renames the tensors of another to the recipes' names.
+    """A `WeightSource` that renames the tensors of another to the recipes' names, and takes fused experts apart.
 
-    Raises ValueError if a tied head differs from the embedding, because one of the two would be lost.
+    Raises ValueError if a tied head differs from the embedding, because one of the two would be lost, and for an expert
+    that is there twice.
     """
 
     def __init__(self, source: WeightSource, names: CheckpointNames, *, tied: bool) -> None:
@@ -224,8 +250,31 @@ class CheckpointView:
         self._actual: dict[str, str] = {
             names.prefix + name if lacks_prefix and name != names.head else name: name for name in kept
         }
+        self._slices = {} if names.experts is None else self._fused_experts(names.experts)
         if tied and names.head in source.names() and names.embedding in self._actual:
             self._require_same(names.head, self._actual[names.embedding])
+
+    def _fused_experts(self, names: ExpertNames) -> dict[str, tuple[str, int, int, int]]:
+        """For each tensor of an expert: the fused tensor that has it, the expert, and its rows there."""
+        slices: dict[str, tuple[str, int, int, int]] = {}
+        router = ".mlp.gate.weight"
+        for name in list(self._actual):
+            if name.endswith(router):  # transformers 5 has all routers there
+                self._actual[f"{name.removesuffix(router)}.{names.router}.weight"] = self._actual.pop(name)
+            if (fused := FUSED_EXPERTS.match(name)) is None:
+                continue
+            actual = self._actual.pop(name)
+            num_experts, num_rows, _ = self._source.shape(actual)
+            parts = [names.down] if fused[2] == "down_proj" else [names.gate, names.up]
+            size = num_rows // len(parts)
+            for expert, (index, part) in itertools.product(range(num_experts), enumerate(parts)):
+                single = f"{fused[1]}.{names.expert.format(expert)}.{part}.weight"
+                if single in self._actual:
+                    raise ValueError(
+                        f"the checkpoint has {single} twice: alone, and in {actual}; remove one of the two"
+                    )
+                slices[single] = (actual, expert, index * size, (index + 1) * size)
+        return slices
 
     def _require_same(self, head: str, embedding: str) -> None:
         num_rows = self._source.shape(embedding)[0]
@@ -241,13 +290,20 @@ class CheckpointView:
         )
 
     def names(self) -> Collection[str]:
-        return self._actual.keys()
+        return [*self._actual, *self._slices]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._source.shape(self._actual[name])
+        if name not in self._slices:
+            return self._source.shape(self._actual[name])
+        fused, _, start, stop = self._slices[name]
+        return (stop - start, *self._source.shape(fused)[2:])
 
     def dtype(self, name: str) -> torch.dtype:
-        return self._source.dtype(self._actual[name])
+        return self._source.dtype(self._slices[name][0] if name in self._slices else self._actual[name])
 
     def read(self, name: str, start: int | None = None, stop: int | None = None) -> Tensor:
-        return self._source.read(self._actual[name], start, stop)
+        if name not in self._slices:
+            return self._source.read(self._actual[name], start, stop)
+        fused, expert, first, last = self._slices[name]
+        rows = self._source.read(fused, expert, expert + 1)[0, first:last]
+        return rows[start:stop].contiguous()

@@ -1,11 +1,13 @@
 """Config keys and recipes shared by families with rotary positions, RMS norms and a gated feed-forward block."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from xorl.core.models.decoder_config import DecoderConfig
+from xorl.core.models.decoder_config import AttentionConfig, DecoderConfig, DenseConfig, ExpertsConfig, LayerConfig
 from xorl.core.models.hf_config import HFConfig
-from xorl.core.models.recipes import CheckpointNames, Rows, WeightRecipe, matrix, vector
+from xorl.core.models.recipes import CheckpointNames, ExpertNames, Rows, WeightRecipe, matrix, vector
 from xorl.core.models.rope_config import ROPE_TYPES, read_rope, rope_keys
+from xorl.core.nn.layers import SWIGLU_ACTIVATIONS
 from xorl.core.nn.rotary import RopeKind
 
 ADAPTER_TARGETS = (
@@ -22,8 +24,14 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 DEFAULT_WINDOW = 4096
 DEFAULT_NUM_KV_HEADS = 32
 DEFAULT_MAX_WINDOW_LAYERS = 28
+DEFAULT_BALANCE_COEF = 0.001
+EXPERT_NAMES = ExpertNames("mlp.gate", "mlp.experts.{}", "gate_proj", "up_proj", "down_proj")
 CHECKPOINT_NAMES = CheckpointNames(
-    prefix="model.", embedding="model.embed_tokens.weight", head="lm_head.weight", ignored=r"\brotary_emb\."
+    prefix="model.",
+    embedding="model.embed_tokens.weight",
+    head="lm_head.weight",
+    ignored=r"\brotary_emb\.",
+    experts=EXPERT_NAMES,
 )
 
 
@@ -36,11 +44,15 @@ def read_config(
     o_bias: bool,
     mlp_bias: bool,
     windows: tuple[int | None, ...] | None = None,
+    ffns: Sequence[DenseConfig | ExpertsConfig] | None = None,
+    balance_coef: float = 0.0,
     default_head_dim: int | None = None,
     default_num_kv_heads: int | None = None,
+    default_norm_eps: float = 1e-6,
 ) -> DecoderConfig:
     """Translate the keys shared by these families; the arguments are the differences.
 
+    windows, ffns: of each layer; None means no window, and a gated block of intermediate_size.
     default_num_kv_heads: used if num_key_value_heads is missing. If the key is null or there is no default, it is the
         number of attention heads.
     """
@@ -51,30 +63,83 @@ def read_config(
     uses_default = default_num_kv_heads is not None and not hf.contains("num_key_value_heads")
     max_position_embeddings = hf.positive("max_position_embeddings")
     hf.warn_about_dropout()
-    return DecoderConfig(
-        vocab_size=hf.positive("vocab_size"),
-        hidden_size=hidden_size,
-        intermediate_size=hf.positive("intermediate_size"),
-        num_layers=num_layers,
+    attention = AttentionConfig(
         num_heads=num_heads,
         num_kv_heads=hf.positive("num_key_value_heads", default_num_kv_heads if uses_default else num_heads),
         head_dim=head_dim,
-        max_position_embeddings=max_position_embeddings,
-        windows=windows or (None,) * num_layers,
-        attention_scales=(head_dim**-0.5,) * num_layers,
-        rope=read_rope(hf, max_position_embeddings, rope_types),
-        norm="rms",
-        norm_eps=hf.get("rms_norm_eps", float, 1e-6),
-        mlp="gated",
-        activation=hf.activation("hidden_act", "silu"),
+        scale=head_dim**-0.5,
+        window=None,
         qk_norm=qk_norm,
         qkv_bias=qkv_bias,
         o_bias=o_bias,
-        mlp_bias=mlp_bias,
+    )
+    if ffns is None:
+        ffns = [read_dense(hf, bias=mlp_bias)] * num_layers
+    return DecoderConfig(
+        vocab_size=hf.positive("vocab_size"),
+        hidden_size=hidden_size,
+        layers=tuple(
+            LayerConfig(replace(attention, window=window), ffn)
+            for window, ffn in zip(windows or (None,) * num_layers, ffns, strict=True)
+        ),
+        max_position_embeddings=max_position_embeddings,
+        rope=read_rope(hf, max_position_embeddings, rope_types),
+        norm="rms",
+        norm_eps=hf.get("rms_norm_eps", float, default_norm_eps),
         tie_word_embeddings=hf.get("tie_word_embeddings", bool, False),
         initializer_range=hf.get("initializer_range", float, 0.02),
         scale_residual_init=False,
+        balance_coef=balance_coef,
     )
+
+
+def read_dense(hf: HFConfig, *, bias: bool) -> DenseConfig:
+    """The gated block of `intermediate_size`."""
+    return DenseConfig("gated", hf.positive("intermediate_size"), hf.activation("hidden_act", "silu"), bias)
+
+
+def read_experts(hf: HFConfig, width_key: str, defaults: ExpertsConfig) -> ExpertsConfig:
+    """A mixture of experts. Its experts are SwiGLU blocks: the kernels have no other activation.
+
+    Their number is `num_experts`, or `num_local_experts`; transformers 5 writes the latter for all families. `defaults`
+    are used for missing keys; its `normalize` is final.
+    """
+    hf.expect("hidden_act", hf.get("hidden_act", str, "silu"), SWIGLU_ACTIVATIONS)
+    num_experts_key = "num_experts" if hf.has("num_experts") else "num_local_experts"
+    num_experts = hf.positive(num_experts_key, defaults.num_experts)
+    num_active = hf.positive("num_experts_per_tok", defaults.num_active)
+    if num_active > num_experts:
+        raise ValueError(
+            f"{hf.architecture}: num_experts_per_tok: {num_active} exceeds {num_experts_key}: {num_experts}"
+        )
+    return ExpertsConfig(num_experts, num_active, hf.positive(width_key, defaults.width), defaults.normalize)
+
+
+def read_balance_coef(hf: HFConfig) -> float:
+    """`router_aux_loss_coef` if `output_router_logits` is set: without it, transformers adds no loss of routers."""
+    coef = hf.get("router_aux_loss_coef", float, DEFAULT_BALANCE_COEF)
+    return coef if hf.get("output_router_logits", bool, False) else 0.0
+
+
+def balance_keys(config: DecoderConfig) -> dict[str, object]:
+    """The inverse of `read_balance_coef`."""
+    return {"output_router_logits": True, "router_aux_loss_coef": config.balance_coef} if config.balance_coef else {}
+
+
+def read_uniform_windows(hf: HFConfig, default: int | None) -> tuple[int | None, ...]:
+    """One `sliding_window` for all layers; null means none, and `default` is used if the key is missing."""
+    is_set = hf.has("sliding_window") or (default is not None and not hf.contains("sliding_window"))
+    return (hf.positive("sliding_window", default) if is_set else None,) * hf.positive("num_hidden_layers")
+
+
+def dense_config(config: DecoderConfig) -> DenseConfig:
+    """The gated block of the first dense layer."""
+    return next(layer.ffn for layer in config.layers if isinstance(layer.ffn, DenseConfig))
+
+
+def experts_config(config: DecoderConfig) -> ExpertsConfig:
+    """The experts of the first layer that has any."""
+    return next(layer.ffn for layer in config.layers if isinstance(layer.ffn, ExpertsConfig))
 
 
 def read_windows(hf: HFConfig) -> tuple[int | None, ...]:
@@ -107,59 +172,73 @@ def window_keys(config: DecoderConfig) -> dict[str, object]:
 def hf_keys(config: DecoderConfig, rope_types: Mapping[str, RopeKind] = ROPE_TYPES) -> dict[str, object]:
     """The config.json keys these families share: the inverse of `read_config`."""
     assert config.rope is not None
+    dense = next((layer.ffn for layer in config.layers if isinstance(layer.ffn, DenseConfig)), None)
     return {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
+        **({} if dense is None else {"intermediate_size": dense.width, "hidden_act": dense.activation}),
         "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
+        "num_attention_heads": config.attention.num_heads,
+        "num_key_value_heads": config.attention.num_kv_heads,
+        "head_dim": config.attention.head_dim,
         "max_position_embeddings": config.max_position_embeddings,
         "rope_parameters": rope_keys(config.rope, rope_types),
         "rms_norm_eps": config.norm_eps,
-        "hidden_act": config.activation,
         "tie_word_embeddings": config.tie_word_embeddings,
         "initializer_range": config.initializer_range,
     }
 
 
-def recipes(config: DecoderConfig, merge_qkv: bool) -> dict[str, WeightRecipe]:
-    """Recipes under native names, in the order of the decoder's parameters."""
+def recipes(config: DecoderConfig, merge_qkv: bool, experts: ExpertNames = EXPERT_NAMES) -> dict[str, WeightRecipe]:
+    """Recipes under native names, in the order of the decoder's parameters. experts: names in checkpoints."""
     width = config.hidden_size
     table: dict[str, WeightRecipe] = {
         "model.embed_tokens.weight": matrix("model.embed_tokens.weight", (config.vocab_size, width))
     }
-    for index in range(config.num_layers):
-        layer = f"model.layers.{index}"
-        table[f"{layer}.input_layernorm.weight"] = vector(f"{layer}.input_layernorm.weight", width)
-        table |= _attention_recipes(config, f"{layer}.self_attn", merge_qkv)
-        table[f"{layer}.post_attention_layernorm.weight"] = vector(f"{layer}.post_attention_layernorm.weight", width)
-        table |= _mlp_recipes(config, f"{layer}.mlp")
+    for index, layer in enumerate(config.layers):
+        prefix = f"model.layers.{index}"
+        table[f"{prefix}.input_layernorm.weight"] = vector(f"{prefix}.input_layernorm.weight", width)
+        table |= _attention_recipes(layer.attention, width, f"{prefix}.self_attn", merge_qkv)
+        table[f"{prefix}.post_attention_layernorm.weight"] = vector(f"{prefix}.post_attention_layernorm.weight", width)
+        if isinstance(layer.ffn, DenseConfig):
+            table |= _mlp_recipes(layer.ffn, width, f"{prefix}.mlp")
+        else:
+            table |= _expert_recipes(layer.ffn, width, prefix, experts)
     table["model.norm.weight"] = vector("model.norm.weight", width)
     if not config.tie_word_embeddings:
         table["lm_head.weight"] = matrix("lm_head.weight", (config.vocab_size, width))
     return table
 
 
-def _attention_recipes(config: DecoderConfig, prefix: str, merge_qkv: bool) -> dict[str, WeightRecipe]:
-    rows = {"q_proj": config.q_rows, "k_proj": config.kv_rows, "v_proj": config.kv_rows}
+def _attention_recipes(attention: AttentionConfig, width: int, prefix: str, merge_qkv: bool) -> dict[str, WeightRecipe]:
+    rows = {"q_proj": attention.q_rows, "k_proj": attention.kv_rows, "v_proj": attention.kv_rows}
     groups = {"qkv_proj": tuple(rows)} if merge_qkv else {name: (name,) for name in rows}
     table: dict[str, WeightRecipe] = {}
     for native, names in groups.items():
-        table |= _stacked(prefix, native, {name: rows[name] for name in names}, config.hidden_size, config.qkv_bias)
-    if config.qk_norm:
+        table |= _stacked(prefix, native, {name: rows[name] for name in names}, width, attention.qkv_bias)
+    if attention.qk_norm:
         for norm in ("q_norm", "k_norm"):
-            table[f"{prefix}.{norm}.weight"] = vector(f"{prefix}.{norm}.weight", config.head_dim)
-    return table | _stacked(prefix, "o_proj", {"o_proj": config.hidden_size}, config.q_rows, config.o_bias)
+            table[f"{prefix}.{norm}.weight"] = vector(f"{prefix}.{norm}.weight", attention.head_dim)
+    return table | _stacked(prefix, "o_proj", {"o_proj": width}, attention.q_rows, attention.o_bias)
 
 
-def _mlp_recipes(config: DecoderConfig, prefix: str) -> dict[str, WeightRecipe]:
-    up = {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size}
-    down = {"down_proj": config.hidden_size}
-    return _stacked(prefix, "gate_up_proj", up, config.hidden_size, config.mlp_bias) | _stacked(
-        prefix, "down_proj", down, config.intermediate_size, config.mlp_bias
+def _mlp_recipes(ffn: DenseConfig, width: int, prefix: str) -> dict[str, WeightRecipe]:
+    up = {"gate_proj": ffn.width, "up_proj": ffn.width}
+    return _stacked(prefix, "gate_up_proj", up, width, ffn.bias) | _stacked(
+        prefix, "down_proj", {"down_proj": width}, ffn.width, ffn.bias
     )
+
+
+def _expert_recipes(ffn: ExpertsConfig, width: int, prefix: str, names: ExpertNames) -> dict[str, WeightRecipe]:
+    """Checkpoints have three matrices for each expert; the parameters stack all gates and ups, and all downs."""
+    experts = [f"{prefix}.{names.expert.format(index)}" for index in range(ffn.num_experts)]
+    gate_up = tuple(f"{expert}.{name}.weight" for expert in experts for name in (names.gate, names.up))
+    down = tuple(f"{expert}.{names.down}.weight" for expert in experts)
+    return {
+        f"{prefix}.mlp.gate.weight": matrix(f"{prefix}.{names.router}.weight", (ffn.num_experts, width)),
+        f"{prefix}.mlp.experts.gate_up_proj.weight": Rows(gate_up, (ffn.width,) * len(gate_up), (width,)),
+        f"{prefix}.mlp.experts.down_proj.weight": Rows(down, (width,) * len(down), (ffn.width,)),
+    }
 
 
 def _stacked(prefix: str, native: str, rows: dict[str, int], width: int, bias: bool) -> dict[str, WeightRecipe]:

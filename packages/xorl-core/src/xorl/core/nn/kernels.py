@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Literal
 
 import torch
@@ -13,14 +14,21 @@ from torch import Tensor
 
 from xorl.kernels.attention import AttentionFn
 from xorl.kernels.attention.sdpa import sdpa_attention
+from xorl.kernels.experts import native as native_experts
+from xorl.kernels.experts import reference as reference_experts
 from xorl.kernels.fused import HeadNorms, HeadShape, RopeTables, opaque, reference, triton_refusal
 
 logger = logging.getLogger(__name__)
 
+ExpertsImplementation = Literal["eager", "native"]
 FusedKernel = Literal["rms_norm", "rope", "swiglu"]
 # Compiled layers use them too: each is faster than its plain form under torch.compile (tools/bench_fused.py).
 FUSED_KERNELS: tuple[FusedKernel, ...] = ("rms_norm", "rope", "swiglu")
 
+ExpertsFn = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
+EXPERTS: Mapping[ExpertsImplementation, ExpertsFn] = MappingProxyType(
+    {"eager": reference_experts.experts, "native": native_experts.experts}
+)
 SplitHeadsFn = Callable[
     [tuple[Tensor, ...], HeadShape, HeadNorms | None, RopeTables | None], tuple[Tensor, Tensor, Tensor]
 ]
@@ -34,6 +42,8 @@ class LayerKernels:
 
     Attributes:
         add: adds a layer's last output to the residual stream.
+        experts: computes the experts of a layer: (x, gate_up, down, weights, ids, num_real) as in
+            `xorl.kernels.experts.reference`.
         swiglu_linear: swiglu fused with the next linear layer, if that saves work in the backward pass; else None.
     """
 
@@ -43,6 +53,7 @@ class LayerKernels:
     split_heads: SplitHeadsFn = reference.split_heads
     swiglu: Callable[[Tensor], Tensor] = reference.swiglu
     swiglu_linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
+    experts: ExpertsFn = native_experts.experts
 
 
 def choose_kernels(
@@ -53,6 +64,7 @@ def choose_kernels(
     compiled: bool,
     native: Collection[FusedKernel],
     cast_bf16: bool,
+    experts: ExpertsImplementation = "native",
 ) -> LayerKernels:
     """Select the kernels for layers that compute in `dtype` on this device type, and log the selection.
 
@@ -60,6 +72,8 @@ def choose_kernels(
         attention: the attention function.
         compiled: whether the layers will be compiled.
         native: operations that always use the plain form, including its rounding.
+        experts: eager computes one expert at a time in plain torch, and the host waits for each; native uses torch's
+            grouped products.
         cast_bf16: round queries and keys to bf16 before attention, which still computes in `dtype`.
     """
     refusal = triton_refusal(device_type)
@@ -71,6 +85,7 @@ def choose_kernels(
     # Plain forms need protection only from the compiler, which would fuse them and change their rounding.
     plain = _with_opaque(attention, native) if compiled and native else LayerKernels(attention)
     kernels = _with_fused(plain, fused, compiled=compiled) if fused else plain
+    kernels = replace(kernels, experts=EXPERTS[experts])
     if cast_bf16:
         kernels = replace(kernels, split_heads=_round_to_bf16(kernels.split_heads))
     return kernels

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from xorl.core.nn.kernels import LayerKernels
+from xorl.core.nn.roles import Role
 from xorl.kernels.low_rank import adapted_linear
 
 
@@ -71,6 +72,8 @@ class Linear(nn.Module):
             including `weight`. Code that knows the format sets their values. They are gathered in their own dtype.
     """
 
+    roles: ClassVar[Mapping[str, Role]] = MappingProxyType({"weight": "dense", "bias": "bias"})
+
     stored: ClassVar[tuple[str, ...]] = ()
 
     bias: nn.Parameter | None
@@ -124,6 +127,8 @@ class Embedding(nn.Module):
         adapter: None, or an adapter.
     """
 
+    roles: ClassVar[Mapping[str, Role]] = MappingProxyType({"weight": "embedding"})
+
     adapter: EmbeddingAdapterProtocol | None
 
     def __init__(self, num_rows: int, width: int) -> None:
@@ -151,6 +156,8 @@ class RMSNorm(nn.Module):
     kernel then sums the gradients of both outputs.
     """
 
+    roles: ClassVar[Mapping[str, Role]] = MappingProxyType({"weight": "norm"})
+
     def __init__(self, width: int, eps: float, kernels: LayerKernels) -> None:
         super().__init__()
         self.eps = eps
@@ -167,6 +174,8 @@ class RMSNorm(nn.Module):
 class HeadNorm(nn.Module):
     """The weight of a per-head RMS norm. It has no forward: attention reads the weight and fuses the norm."""
 
+    roles: ClassVar[Mapping[str, Role]] = MappingProxyType({"weight": "norm"})
+
     def __init__(self, head_dim: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
@@ -181,6 +190,8 @@ class LayerNorm(nn.Module):
 
     With a residual, (residual + x, the norm of this sum).
     """
+
+    roles: ClassVar[Mapping[str, Role]] = MappingProxyType({"weight": "norm", "bias": "bias"})
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from xorl.core.nn.layers import GatedMLP
+from xorl.core.nn.moe import MixtureOfExperts
 
 RecomputeModule = Literal["self_attn", "mlp"]
 Recompute = Literal["none", "operation", "layer"] | Sequence[RecomputeModule]
@@ -39,7 +40,9 @@ LOW_RANK_RATIO = 16
 # The attention operators of xorl.kernels: xorl::attention_{backend}.
 ATTENTION_PREFIX = "xorl::attention_"
 # Products with quantised weights.
-KEPT_OPERATORS = frozenset({"xorl::quantized_linear"})
+KEPT_OPERATORS = frozenset({"xorl::quantized_linear", "xorl::experts_native"})
+# Always kept: a recomputed score may differ in its last bit, and a token must not change its experts.
+ROUTES = "xorl::top_experts"
 # torch logs this for every compiled checkpoint with a policy, and has no option to turn it off. Our in-place operators,
 # `xorl::add_product_` and `xorl::swiglu_backward_`, only overwrite tensors that their callers just created, and tests
 # compare their compiled gradients with those of plain code.
@@ -82,19 +85,22 @@ def recompute_layers(
         for module in [layer.get_submodule(name) for name in modules] or [layer]:
             # Saving the RNG state costs time, and only dropout draws random numbers in a layer.
             draws = any(isinstance(inner, nn.Dropout) for inner in module.modules())
-            module.__class__ = _recomputing_class(type(module), reentrant, is_selective, draws)
+            routes = any(isinstance(inner, MixtureOfExperts) for inner in module.modules())
+            module.__class__ = _recomputing_class(type(module), reentrant, is_selective, draws, routes)
 
 
 @cache
-def _recomputing_class(kind: type[nn.Module], reentrant: bool, is_selective: bool, draws: bool) -> type[nn.Module]:
+def _recomputing_class(
+    kind: type[nn.Module], reentrant: bool, is_selective: bool, draws: bool, routes: bool
+) -> type[nn.Module]:
     """A subclass of `kind`, of the same name, whose forward function is recomputed in the backward pass."""
     plain = kind.forward
 
     def whole(self: nn.Module, *inputs: object) -> object:
-        if torch.compiler.is_compiling():
+        if routes or torch.compiler.is_compiling():
             # Without a policy, the compiler would keep the intermediate tensors of autograd functions.
             return checkpoint(
-                plain, self, *inputs, use_reentrant=False, preserve_rng_state=draws, context_fn=_no_kept_operations
+                plain, self, *inputs, use_reentrant=False, preserve_rng_state=draws, context_fn=_kept_routes
             )
         return checkpoint(plain, self, *inputs, use_reentrant=reentrant, preserve_rng_state=draws)
 
@@ -140,8 +146,13 @@ def _kept_operations() -> tuple:
     return create_selective_checkpoint_contexts(_is_kept)
 
 
-def _no_kept_operations() -> tuple:
-    return create_selective_checkpoint_contexts(lambda *_, **__: CheckpointPolicy.PREFER_RECOMPUTE)
+def _kept_routes() -> tuple:
+    return create_selective_checkpoint_contexts(_is_route)
+
+
+def _is_route(context: object, operation: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+    is_route = isinstance(operation, torch._ops.OpOverload) and operation.name() == ROUTES
+    return CheckpointPolicy.MUST_SAVE if is_route else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _is_kept(context: object, operation: object, *args: object, **kwargs: object) -> CheckpointPolicy:
@@ -149,5 +160,5 @@ def _is_kept(context: object, operation: object, *args: object, **kwargs: object
         return CheckpointPolicy.PREFER_RECOMPUTE if _is_low_rank(operation, args) else CheckpointPolicy.MUST_SAVE
     name = operation.name() if isinstance(operation, torch._ops.OpOverload) else ""
     is_attention = name.startswith(ATTENTION_PREFIX) and not name.endswith("_backward")
-    is_kept = is_attention or name in KEPT_OPERATORS
+    is_kept = is_attention or name in KEPT_OPERATORS or name == ROUTES
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE

@@ -78,12 +78,13 @@ class ActivationOffload:
 
     def _prefetching(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def prefetching(*inputs: object) -> Tensor:
-            output = forward(*inputs)
+            outputs = forward(*inputs)
+            output = outputs[0] if isinstance(outputs, tuple) else outputs
             group = self._last_group
             if group is not None and output.requires_grad:
                 # Runs when the gradient of the output is ready, just before the backward pass of this layer.
                 output.register_hook(lambda _: group.fetch())
-            return output
+            return outputs
 
         return prefetching
 

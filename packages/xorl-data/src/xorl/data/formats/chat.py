@@ -8,46 +8,35 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import ClassVar, Literal
 
 from xorl.data.errors import DataError
-from xorl.data.formats.encoded import EncodedDocuments, Overflow, apply_overflow
 from xorl.data.formats.messages import MESSAGE_COLUMNS, REASONING, Conversation, api_variants, read_conversation
-from xorl.data.formats.shapes import Shapes
-from xorl.data.formats.spans import Text, tokenize
+from xorl.data.formats.shapes import ShapeCache
+from xorl.data.formats.spans import Rendered
 from xorl.data.formats.template import ChatTemplate, load_template
-from xorl.data.formats.tokenizer import TextTokenizer
-from xorl.data.formats.turns import Rendered, render_all, render_turns, special_pattern
+from xorl.data.formats.text import RenderedFormat
+from xorl.data.formats.turns import render_all, render_turns, special_pattern
 from xorl.data.hashing import JSON
-from xorl.data.readers import Chunk, Row
-from xorl.data.receipt import Counts
+from xorl.data.readers import Row
 
 ChatTarget = Literal["assistant", "last_turn", "all"]
 
 
 @dataclass(frozen=True)
-class ChatFormat:
+class ChatFormat(RenderedFormat):
     """Conversations. `template` is a file, the name of one of the tokenizer's templates, or None for its default.
 
     `train_on`: assistant trains every assistant message, last_turn only those after the last user message, all every
-    token. `template_kwargs` are variables for the template. `columns` maps messages, tools and system to other column
-    names.
+    token. `template_kwargs` are variables for the template. The columns are messages, tools and system.
     """
 
-    limit: int
-    overflow: Overflow
-    limit_option: str
-    tokenizer: TextTokenizer
     template: str | None = None
     template_option: str = "chat_template"
     template_kwargs: Mapping[str, bool | int | float | str] = field(default_factory=dict)
     train_on: ChatTarget = "assistant"
-    columns: Mapping[str, str] = field(default_factory=dict)
-    vocab_size: int | None = None
 
-    @property
-    def extras(self) -> tuple[str, ...]:
-        return ()
+    type_name: ClassVar[str] = "chat"
 
     @property
     def selected(self) -> tuple[str, ...]:
@@ -62,32 +51,13 @@ class ChatFormat:
 
     def fingerprint(self) -> dict[str, JSON]:
         return {
-            "type": "chat",
-            "limit": self.limit,
-            "overflow": self.overflow,
-            "tokenizer": self.tokenizer.content,
+            **super().fingerprint(),
             "template": [self._template.source, self._tool_template.source],
             "template_kwargs": dict(self.template_kwargs),
             "train_on": self.train_on,
-            "columns": dict(self.columns),
         }
 
-    def encode(self, chunk: Chunk) -> EncodedDocuments:
-        texts: list[Text] = []
-        num_unended = num_unwritten = 0
-        for index, row in enumerate(chunk.rows()):
-            try:
-                rendered = self.render(row)
-            except DataError as error:
-                raise DataError(f"{chunk.location(index)}: {error}") from error
-            texts.append(Text(rendered.text, None if self.train_on == "all" else rendered.spans))
-            num_unended += rendered.num_unended
-            num_unwritten += rendered.lacks_reasoning
-        counts = Counts(unended_turns=num_unended, unwritten_reasoning=num_unwritten)
-        return apply_overflow(tokenize(texts, self.tokenizer, chunk, counts), chunk, self)
-
     def render(self, row: Row) -> Rendered:
-        """The text of a row with its trained characters. Raises DataError, without location, for an unusable row."""
         conversation = read_conversation(row, self.columns)
         rendered = self._render_any_variant(conversation)
         thoughts = [str(message[REASONING]).strip() for message in conversation.messages if REASONING in message]
@@ -161,8 +131,8 @@ class ChatFormat:
         return special_pattern(self.tokenizer.special_texts)
 
     @cached_property
-    def _shapes(self) -> Shapes:
-        return Shapes(self._template, self._special)
+    def _shapes(self) -> ShapeCache:
+        return ShapeCache(self._template, self._special)
 
     def __getstate__(self) -> dict[str, object]:
         # Compiled templates cannot be pickled and are compiled again.

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 from xorl.data.errors import DataError
-from xorl.data.formats.encoded import EncodedDocuments, Overflow, apply_overflow
-from xorl.data.formats.spans import Text, tokenize
-from xorl.data.formats.tokenizer import TextTokenizer
+from xorl.data.formats.spans import Rendered
+from xorl.data.formats.text import RenderedFormat
 from xorl.data.hashing import JSON
-from xorl.data.readers import Chunk, Row
-from xorl.data.receipt import Counts
+from xorl.data.readers import Row
 
 CompletionTarget = Literal["completion", "all"]
 # The columns of the prompt, in order, and the column of the answer. `input` may be missing or empty.
@@ -27,25 +24,16 @@ _SEPARATOR = "\n\n"
 
 
 @dataclass(frozen=True)
-class PromptCompletionFormat:
+class PromptCompletionFormat(RenderedFormat):
     """Rows of prompt and completion, of instruction, input and output, or of question and answer.
 
     A completion follows its prompt directly; the other columns are separated by blank lines. The text ends with one
-    EOS, which is trained, and begins with BOS if the tokenizer itself would add one. `columns` maps these names to
-    other column names.
+    EOS, which is trained, and begins with BOS if the tokenizer itself would add one.
     """
 
-    limit: int
-    overflow: Overflow
-    limit_option: str
-    tokenizer: TextTokenizer
     train_on: CompletionTarget = "completion"
-    columns: Mapping[str, str] = field(default_factory=dict)
-    vocab_size: int | None = None
 
-    @property
-    def extras(self) -> tuple[str, ...]:
-        return ()
+    type_name: ClassVar[str] = "prompt_completion"
 
     @property
     def selected(self) -> tuple[str, ...]:
@@ -57,30 +45,10 @@ class PromptCompletionFormat:
     def masks_prompts(self) -> bool:
         return self.train_on != "all"
 
-    @property
-    def uses_current_date(self) -> bool:
-        return False
-
     def fingerprint(self) -> dict[str, JSON]:
-        return {
-            "type": "prompt_completion",
-            "limit": self.limit,
-            "overflow": self.overflow,
-            "tokenizer": self.tokenizer.content,
-            "train_on": self.train_on,
-            "columns": dict(self.columns),
-        }
+        return {**super().fingerprint(), "train_on": self.train_on}
 
-    def encode(self, chunk: Chunk) -> EncodedDocuments:
-        texts: list[Text] = []
-        for index, row in enumerate(chunk.rows()):
-            try:
-                texts.append(self._text(row))
-            except DataError as error:
-                raise DataError(f"{chunk.location(index)}: {error}") from error
-        return apply_overflow(tokenize(texts, self.tokenizer, chunk, Counts()), chunk, self)
-
-    def _text(self, row: Row) -> Text:
+    def render(self, row: Row) -> Rendered:
         parts, answer = self._renamed_columns() or _columns_of(row)
         values = [self._value(row, name) for name in (*parts, answer)]
         prompt = _SEPARATOR.join(value for value in values[:-1] if value)
@@ -90,7 +58,7 @@ class PromptCompletionFormat:
             raise DataError(f"column {self.columns.get(answer, answer)!r} is empty, so there is nothing to train on")
         begin = self.tokenizer.begin_of(prompt or values[-1])
         text = f"{begin}{prompt}{values[-1]}{self.tokenizer.end_of(values[-1])}"
-        return Text(text, None if self.train_on == "all" else ((len(begin) + len(prompt), len(text)),))
+        return Rendered(text, None if self.train_on == "all" else ((len(begin) + len(prompt), len(text)),))
 
     def _renamed_columns(self) -> tuple[tuple[str, ...], str] | None:
         """The column set that `columns` refers to."""

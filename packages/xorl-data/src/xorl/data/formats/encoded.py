@@ -65,7 +65,7 @@ class Format(Protocol):
         ...
 
     def fingerprint(self) -> dict[str, JSON]:
-        """Everything except the samples that determines the documents; part of the cache key."""
+        """The options and files that determine the documents, apart from the samples; part of the cache key."""
         ...
 
     def encode(self, chunk: Chunk) -> EncodedDocuments:
@@ -175,7 +175,7 @@ def apply_overflow(rows: EncodedRows, chunk: Chunk, fmt: Format) -> EncodedDocum
 def _count_all_trained(rows: EncodedRows, num_trained: np.ndarray, tokenizer: TextTokenizer | None) -> int:
     """Counts the rows without masked labels; `num_trained` [R] are their trained tokens.
 
-    The first token of a row is never trained, so if it is masked text, not a special token, it is a prompt of length 1.
+    The first token of a row is never trained. If it is masked and not a special token, it is a prompt of one token.
     """
     if rows.labels is None:
         return int(np.count_nonzero(rows.has_labels & (rows.lengths > 1)))

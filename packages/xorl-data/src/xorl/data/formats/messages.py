@@ -28,7 +28,7 @@ _ROLES = {
 }
 _PLAIN_ROLES = frozenset(("system", "user", "assistant"))
 # The roles that may follow each role; None is the start of the conversation.
-_FOLLOWS: dict[str | None, tuple[str, ...]] = {
+_NEXT_ROLES: dict[str | None, tuple[str, ...]] = {
     None: ("system", "developer", "user"),
     "system": ("developer", "user"),
     "developer": ("user",),
@@ -43,7 +43,7 @@ _TRAIN_FIELDS = ("train", "weight")
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages as templates expect them. `trained` has the train or weight field of each message, None without one."""
+    """Messages as templates expect them. `trained` has each message's train or weight field, or None."""
 
     messages: list[Message]
     tools: list[object] | None
@@ -255,9 +255,9 @@ def _check_order(messages: list[Message]) -> None:
     last: str | None = None
     for number, message in enumerate(messages):
         role = str(message["role"])
-        if role not in _FOLLOWS[last]:
+        if role not in _NEXT_ROLES[last]:
             before = "at the start" if last is None else f"after {last}"
-            raise DataError(f"message {number} has role {role} {before}, want {' or '.join(_FOLLOWS[last])} there")
+            raise DataError(f"message {number} has role {role} {before}, want {' or '.join(_NEXT_ROLES[last])} there")
         last = role
     if all(message["role"] != "assistant" for message in messages):
         raise DataError("the conversation has no assistant message, so there is nothing to train on")

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 
 from xorl.data.errors import DataError
 from xorl.data.formats.messages import Conversation
+from xorl.data.formats.spans import Rendered
 from xorl.data.formats.template import ChatTemplate, Message, TemplateRefusal
-from xorl.data.formats.turns import Rendered, render_turns
+from xorl.data.formats.turns import render_turns
 
-# The fields of the messages of a shape, in order. Two names refer to the same reasoning text.
+# The fields of a message, in order. `thinking` and `reasoning_content` hold the same text.
 _PLAIN = ("role", "content")
 _REASONING = ("thinking", "role", "content", "reasoning_content")
 # Frames are small, and are computed again after eviction.
@@ -44,7 +45,7 @@ class _Frame:
     num_unended: int
 
 
-class Shapes:
+class ShapeCache:
     """The frames of one template, for conversations without tools."""
 
     def __init__(self, template: ChatTemplate, special: re.Pattern[str]) -> None:
@@ -60,7 +61,7 @@ class Shapes:
                 text = self._template.render(conversation.messages, None)
             except TemplateRefusal as error:
                 raise DataError(f"{self._template.name} rejects the conversation: {error}") from error
-            ends = _fill(frame, text, conversation.messages)
+            ends = _slot_ends(frame, text, conversation.messages)
             if ends is not None:
                 spans = tuple((ends[a.slot] + a.offset, ends[b.slot] + b.offset) for a, b in frame.spans)
                 return Rendered(text, spans, frame.num_unended)
@@ -114,7 +115,7 @@ class Shapes:
         starts = [text.index(placeholders[slot]) for slot in slots]
         ends = [0, *(start + len(placeholders[slot]) for start, slot in zip(starts, slots, strict=True))]
         spans: list[tuple[_Anchor, _Anchor]] = []
-        for span in rendered.spans:
+        for span in rendered.spans or ():
             start, stop = (_anchor(character, [*starts, len(text)], ends) for character in span)
             if start is None or stop is None:
                 return None
@@ -124,14 +125,14 @@ class Shapes:
 
 
 def _anchor(character: int, starts: Sequence[int], ends: Sequence[int]) -> _Anchor | None:
-    """The position of a character relative to the slot before it; None inside a slot."""
+    """The position of a character relative to the slot before it; None if it is inside a slot."""
     for slot, (end, start) in enumerate(zip(ends, starts, strict=True)):
         if end <= character <= start:
             return _Anchor(slot, character - end)
     return None
 
 
-def _fill(frame: _Frame, text: str, messages: Sequence[Message]) -> list[int] | None:
+def _slot_ends(frame: _Frame, text: str, messages: Sequence[Message]) -> list[int] | None:
     """0 and the end of each slot in `text`; None if `text` is not the frame filled with these messages."""
     if not text.startswith(frame.between[0]):
         return None

@@ -1,13 +1,13 @@
 """Tokenizes texts, each once as a whole, and maps the spans of trained characters to labels.
 
 A token that crosses the boundary of a span, and so has both trained and untrained text, is trained and counted as
-straddling: at the start of a turn it is the first token that the model generates, at the end it contains the end.
+straddling. At the start of a turn, it is the first token that the model generates; at the end, it holds the last text.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, chain
 
 import numpy as np
@@ -24,12 +24,21 @@ from xorl.data.receipt import Counts
 _BATCH_CHARS = 1 << 20
 
 
+Span = tuple[int, int]
+
+
 @dataclass(frozen=True)
-class Text:
-    """A sample before tokenization; `spans` are the trained characters, None: all."""
+class Rendered:
+    """The text of a row; `spans` are the trained characters, None: all.
+
+    `num_unended` is the number of trained turns without an end token. `lacks_reasoning`: the conversation has
+    reasoning, but the text contains none of it.
+    """
 
     text: str
-    spans: tuple[tuple[int, int], ...] | None
+    spans: tuple[Span, ...] | None
+    num_unended: int = 0
+    lacks_reasoning: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -42,7 +51,7 @@ class _Encoded:
     num_straddling: int
 
 
-def tokenize(texts: Sequence[Text], tokenizer: TextTokenizer, chunk: Chunk, counts: Counts) -> EncodedRows:
+def tokenize(texts: Sequence[Rendered], tokenizer: TextTokenizer, chunk: Chunk) -> EncodedRows:
     """Tokenizes the rows of a chunk without adding special tokens. Raises DataError if a row begins with two BOS."""
     try:
         encoded = [_encode(texts[first:last], tokenizer) for first, last in _batches(texts)]
@@ -60,13 +69,17 @@ def tokenize(texts: Sequence[Text], tokenizer: TextTokenizer, chunk: Chunk, coun
         extras={},
         lengths=np.array([length for batch in encoded for length in batch.lengths], dtype=np.int64),
         has_labels=has_labels,
-        counts=counts + Counts(straddling_tokens=sum(batch.num_straddling for batch in encoded)),
+        counts=Counts(
+            straddling_tokens=sum(batch.num_straddling for batch in encoded),
+            unended_turns=sum(text.num_unended for text in texts),
+            unwritten_reasoning=sum(text.lacks_reasoning for text in texts),
+        ),
     )
     _check_beginnings(rows, tokenizer, chunk)
     return rows
 
 
-def _check_unicode(texts: Sequence[Text], chunk: Chunk) -> None:
+def _check_unicode(texts: Sequence[Rendered], chunk: Chunk) -> None:
     """Raises DataError for a lone surrogate, which JSON can contain (\\ud83d) and no tokenizer accepts."""
     for index, text in enumerate(texts):
         try:
@@ -92,7 +105,7 @@ def _check_beginnings(rows: EncodedRows, tokenizer: TextTokenizer, chunk: Chunk)
         )
 
 
-def _encode(texts: Sequence[Text], tokenizer: TextTokenizer) -> _Encoded:
+def _encode(texts: Sequence[Rendered], tokenizer: TextTokenizer) -> _Encoded:
     """Tokenizes texts and maps their spans to tokens.
 
     If the bytes of the tokens add up to the text, their lengths give the token positions; otherwise the tokenizer's
@@ -107,8 +120,8 @@ def _encode(texts: Sequence[Text], tokenizer: TextTokenizer) -> _Encoded:
     ids = np.fromiter(chain.from_iterable(rows), dtype=np.int32, count=sum(lengths))
     starts = list(accumulate(lengths, initial=0))
     ends = np.cumsum(tokenizer.num_bytes_of[ids]) if bytes_of is not None else np.empty(0, np.int64)
-    spans: list[tuple[int, int]] = []  # in bytes of all texts concatenated
-    ranges: list[tuple[int, int]] = []  # in tokens
+    spans: list[Span] = []  # in bytes of all texts concatenated
+    ranges: list[Span] = []  # in tokens
     num_straddling = 0
     for text, row, encoding, start in zip(texts, rows, encodings, starts, strict=False):
         if text.spans is None:
@@ -169,7 +182,7 @@ def _token_at(encoding: Encoding, char: int, num_chars: int, num_tokens: int) ->
     return num_tokens
 
 
-def _batches(texts: Sequence[Text]) -> list[tuple[int, int]]:
+def _batches(texts: Sequence[Rendered]) -> list[tuple[int, int]]:
     """Consecutive ranges of rows of about _BATCH_CHARS characters each."""
     ranges, first, size = [], 0, 0
     for number, text in enumerate(texts):

@@ -24,7 +24,7 @@ from xorl.data.errors import DataError
 from xorl.data.formats.tokenizer import TextTokenizer
 
 Message = dict[str, object]
-# Mark the content of {% generation %}: Unicode noncharacters, which do not occur in text.
+# Put around the content of {% generation %}: Unicode noncharacters, which do not occur in text.
 _START, _END = "\ufdd0", "\ufdd1"
 # The function that templates call for the current date, and the option that fixes the date.
 _DATE = "strftime_now"

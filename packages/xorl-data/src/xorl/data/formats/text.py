@@ -1,25 +1,23 @@
-"""The text format: plain documents for pretraining, in which every token is trained."""
+"""The base of the formats that render rows to text, and the simplest of them: plain documents for pretraining."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from xorl.data.errors import DataError
 from xorl.data.formats.encoded import EncodedDocuments, Overflow, apply_overflow
-from xorl.data.formats.spans import Text, tokenize
+from xorl.data.formats.spans import Rendered, tokenize
 from xorl.data.formats.tokenizer import TextTokenizer
 from xorl.data.hashing import JSON
 from xorl.data.readers import Chunk, Row
-from xorl.data.receipt import Counts
 
 
 @dataclass(frozen=True)
-class TextFormat:
-    """One document per row, from the column text or the one that `columns` maps it to.
-
-    A document ends with one EOS, and begins with BOS if the tokenizer itself would add one.
-    """
+class RenderedFormat(ABC):
+    """A format that renders each row to a text and tokenizes it. `columns` maps its column names to other ones."""
 
     limit: int
     overflow: Overflow
@@ -28,17 +26,15 @@ class TextFormat:
     columns: Mapping[str, str] = field(default_factory=dict)
     vocab_size: int | None = None
 
+    type_name: ClassVar[str]
+
     @property
     def extras(self) -> tuple[str, ...]:
         return ()
 
     @property
-    def selected(self) -> tuple[str, ...]:
-        return (self._column,)
-
-    @property
-    def _column(self) -> str:
-        return self.columns.get("text", "text")
+    @abstractmethod
+    def selected(self) -> tuple[str, ...]: ...
 
     @property
     def masks_prompts(self) -> bool:
@@ -50,25 +46,48 @@ class TextFormat:
 
     def fingerprint(self) -> dict[str, JSON]:
         return {
-            "type": "text",
+            "type": self.type_name,
             "limit": self.limit,
             "overflow": self.overflow,
             "tokenizer": self.tokenizer.content,
             "columns": dict(self.columns),
         }
 
-    def encode(self, chunk: Chunk) -> EncodedDocuments:
-        texts = [self._text(row, index, chunk) for index, row in enumerate(chunk.rows())]
-        return apply_overflow(tokenize(texts, self.tokenizer, chunk, Counts()), chunk, self)
+    @abstractmethod
+    def render(self, row: Row) -> Rendered:
+        """The text of a row with its trained characters. Raises DataError, without location, for an unusable row."""
 
-    def _text(self, row: Row, index: int, chunk: Chunk) -> Text:
-        value = row.get(self._column)
+    def encode(self, chunk: Chunk) -> EncodedDocuments:
+        rendered: list[Rendered] = []
+        for index, row in enumerate(chunk.rows()):
+            try:
+                rendered.append(self.render(row))
+            except DataError as error:
+                raise DataError(f"{chunk.location(index)}: {error}") from error
+        return apply_overflow(tokenize(rendered, self.tokenizer, chunk), chunk, self)
+
+
+@dataclass(frozen=True)
+class TextFormat(RenderedFormat):
+    """One document per row, from the column text; every token is trained.
+
+    A document ends with one EOS, and begins with BOS if the tokenizer itself would add one.
+    """
+
+    type_name: ClassVar[str] = "text"
+
+    @property
+    def selected(self) -> tuple[str, ...]:
+        return (self.columns.get("text", "text"),)
+
+    def render(self, row: Row) -> Rendered:
+        (column,) = self.selected
+        value = row.get(column)
         if not isinstance(value, str):
-            is_missing = self._column not in row
-            state = "does not exist" if is_missing else f"is {'null' if value is None else type(value).__name__}"
+            state = "does not exist" if column not in row else f"is {'null' if value is None else type(value).__name__}"
             raise DataError(
-                f"{chunk.location(index)}: column {self._column!r} {state}, want a string; the columns are: "
-                f"{', '.join(row) or 'none'} (set columns to use another one)"
+                f"column {column!r} {state}, want a string; the columns are: {', '.join(row) or 'none'} (set columns "
+                "to use another one)"
             )
         # An empty document gets no EOS, so that it is counted as empty.
-        return Text(f"{self.tokenizer.begin_of(value)}{value}{self.tokenizer.end_of(value)}" if value else "", None)
+        return Rendered(f"{self.tokenizer.begin_of(value)}{value}{self.tokenizer.end_of(value)}" if value else "", None)

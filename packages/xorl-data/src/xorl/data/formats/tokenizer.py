@@ -111,7 +111,8 @@ def load_tokenizer(folder: Path) -> TextTokenizer:
     try:
         loaded = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:  # the library may raise anything on a tokenizer's files
-        raise DataError(f"{_OPTION}: {folder} has no tokenizer that can be loaded: {_first_line(error)}") from error
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise DataError(f"{_OPTION}: {folder} has no tokenizer that can be loaded: {reason}") from error
     core = getattr(loaded, "backend_tokenizer", None)
     if not isinstance(core, Tokenizer):
         raise DataError(
@@ -121,14 +122,9 @@ def load_tokenizer(folder: Path) -> TextTokenizer:
     core = Tokenizer.from_str(core.to_str())
     core.no_truncation()
     core.no_padding()
-    chat_template = loaded.chat_template
-    templates = (
-        chat_template
-        if isinstance(chat_template, dict)
-        else {}
-        if chat_template is None
-        else {"default": chat_template}
-    )
+    templates = loaded.chat_template or {}
+    if isinstance(templates, str):
+        templates = {"default": templates}
     special = dict(loaded.special_tokens_map)
     added = loaded.added_tokens_decoder.values()
     special_texts = frozenset(str(token) for token in added if token.special)
@@ -158,7 +154,3 @@ def _load_same(folder: Path, content: str) -> TextTokenizer:
     if tokenizer.content != content:
         raise DataError(f"{_OPTION}: the tokenizer in {folder} changed while data was prepared; start again")
     return tokenizer
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -18,30 +18,17 @@ import json
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from xorl.data.errors import DataError
 from xorl.data.formats.messages import Conversation
+from xorl.data.formats.spans import Rendered, Span
 from xorl.data.formats.template import ChatTemplate, Message, TemplateRefusal
 
-Span = tuple[int, int]
-# They differ in their first and last characters, so every text differs from one of them at each end.
+# Texts that replace a turn. Any other text differs from at least one of them at its start, and at its end.
 _PROBES = ("x0x", "y1y")
 # A message of at least this length does not occur in another one by chance.
 _MIN_UNIQUE_CHARS = 24
-
-
-@dataclass(frozen=True)
-class Rendered:
-    """The text of a conversation and its trained characters. `num_unended` is the number of turns without end token.
-
-    `lacks_reasoning`: the conversation has reasoning, but the text contains none of it.
-    """
-
-    text: str
-    spans: tuple[Span, ...]
-    num_unended: int = 0
-    lacks_reasoning: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -77,7 +64,7 @@ def render_turns(
         num_unended = 0
         by_prefix = True
         for turn in turns:
-            found = _turn(template, conversation, whole, turn, special, by_prefix=by_prefix)
+            found = _locate_turn(template, conversation, whole, turn, special, by_prefix=by_prefix)
             start, end, ended = found.start, found.end, found.ended
             # A template that renders one earlier turn differently does so for all, so prefixes would fail again.
             by_prefix = by_prefix and found.by_prefix
@@ -103,7 +90,7 @@ def render_all(template: ChatTemplate, conversation: Conversation) -> Rendered:
                     raise DataError(f"{template.name} omits the tool calls; use a template that supports tools")
     except TemplateRefusal as error:
         raise DataError(f"{template.name} rejects the conversation: {error}") from error
-    return Rendered(text, ((0, len(text)),))
+    return Rendered(text, None)
 
 
 def _check_tool_calls(template: ChatTemplate, conversation: Conversation, turn: int, text: str) -> None:
@@ -137,7 +124,7 @@ def _by_blocks(
     return Rendered(text, tuple(chosen), sum(not _is_ended(text[a:b], special) for a, b in chosen))
 
 
-def _turn(
+def _locate_turn(
     template: ChatTemplate,
     conversation: Conversation,
     whole: str,
@@ -152,11 +139,11 @@ def _turn(
     if (by_prefix or is_last) and whole.startswith(before):
         after = whole if is_last else template.render(messages[: turn + 1], tools)
         if len(after) > len(before) and whole.startswith(after):
-            return _ended(whole, len(before), len(after), special)
-    return _aligned(template, conversation, whole, turn, before, special)
+            return _with_end_token(whole, len(before), len(after), special)
+    return _locate_by_alignment(template, conversation, whole, turn, before, special)
 
 
-def _ended(whole: str, start: int, end: int, special: re.Pattern[str]) -> _Turn:
+def _with_end_token(whole: str, start: int, end: int, special: re.Pattern[str]) -> _Turn:
     stripped = whole[start:end].rstrip()
     if _is_ended(stripped, special):
         return _Turn(start, start + len(stripped), ended=True, by_prefix=True)
@@ -169,14 +156,16 @@ def _is_ended(text: str, special: re.Pattern[str]) -> bool:
     return any(match.end() == len(text) for match in special.finditer(text))
 
 
-def _aligned(
+def _locate_by_alignment(
     template: ChatTemplate, conversation: Conversation, whole: str, turn: int, before: str, special: re.Pattern[str]
 ) -> _Turn:
     """Method (3). `before` is the rendering of the messages before the turn, with the generation prompt."""
     messages = conversation.messages
-    first, last = _region(template, conversation, whole, turn)
+    first, last = _affected_region(template, conversation, whole, turn)
     start = (
-        len(before) if whole.startswith(before) else _start(template, conversation, whole, turn, before, first, special)
+        len(before)
+        if whole.startswith(before)
+        else _turn_start(template, conversation, whole, turn, before, first, special)
     )
     # An empty answer is directly after the generation prompt, or is not in the text at all.
     if first > last or first == last != start:
@@ -193,7 +182,7 @@ def _aligned(
     return _Turn(start, following.end() if following else last, ended=following is not None, by_prefix=False)
 
 
-def _start(
+def _turn_start(
     template: ChatTemplate,
     conversation: Conversation,
     whole: str,
@@ -207,7 +196,7 @@ def _start(
     prompt = _generation_prompt(unprompted, before, special)
     if not prompt:
         # Spaces that the template writes before the content belong to the turn, as with prefixes.
-        return max(_stripped_length(whole[:first]) + len(unprompted) - _stripped_length(unprompted), 0)
+        return len(whole[:first].rstrip()) + len(unprompted) - len(unprompted.rstrip())
     found = whole.rfind(prompt, 0, first)
     if found < 0:
         raise DataError(
@@ -218,8 +207,8 @@ def _start(
     return found + len(prompt)
 
 
-def _region(template: ChatTemplate, conversation: Conversation, whole: str, turn: int) -> Span:
-    """The characters of the whole rendering that depend on the content of message `turn`."""
+def _affected_region(template: ChatTemplate, conversation: Conversation, whole: str, turn: int) -> Span:
+    """The range of the whole rendering that depends on the content of message `turn`."""
     messages = conversation.messages
     first, last = len(whole), 0
     for probe in _PROBES:
@@ -230,11 +219,11 @@ def _region(template: ChatTemplate, conversation: Conversation, whole: str, turn
             # Templates that check that roles alternate ignore calls and their results, but not text in their place.
             if "tool_calls" not in messages[turn]:
                 raise
-            return _region_of_call(template, conversation, whole, turn)
+            return _affected_region_of_call(template, conversation, whole, turn)
         if probe not in other:
             raise DataError(f"{template.name} omits message {turn}, so it cannot be trained")
         same = _common_length(whole, other)
-        same_end = _common_end(whole, other)
+        same_end = _common_length(whole[::-1], other[::-1])
         first, last = min(first, same), max(last, len(whole) - same_end)
         # If the probe differs from the message at both ends, the region is exact and needs no other probe.
         if other.startswith(probe, same) and other.endswith(probe, 0, len(other) - same_end):
@@ -242,10 +231,11 @@ def _region(template: ChatTemplate, conversation: Conversation, whole: str, turn
     return first, last
 
 
-def _region_of_call(template: ChatTemplate, conversation: Conversation, whole: str, turn: int) -> Span:
-    """_region for a call that text cannot replace: renders it as the last message and locates that text in the whole.
+def _affected_region_of_call(template: ChatTemplate, conversation: Conversation, whole: str, turn: int) -> Span:
+    """Does the same for a tool call that the template does not let plain text replace.
 
-    Its start is that of a text that replaces the call and everything up to the next question.
+    Renders the call as the last message, and locates its text in the whole rendering. The start is where the rendering
+    changes if a text replaces the call and everything up to the next user message.
     """
     messages, tools = conversation.messages, conversation.tools
     after = template.render(messages[: turn + 1], tools)
@@ -278,28 +268,12 @@ def _generation_prompt(unprompted: str, before: str, special: re.Pattern[str]) -
     return before[common if inside is None else inside.start() :]
 
 
-def _stripped_length(text: str) -> int:
-    return len(text.rstrip())
-
-
 def _common_length(one: str, other: str) -> int:
     """The length of the common prefix of two texts."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2
         if one[low:middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-def _common_end(one: str, other: str) -> int:
-    """The length of the common suffix of two texts."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[len(one) - middle : len(one) - low] == other[len(other) - middle : len(other) - low]:
             low = middle
         else:
             high = middle - 1

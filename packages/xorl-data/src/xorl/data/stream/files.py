@@ -21,17 +21,18 @@ from typing import TypeVar
 import pyarrow as pa
 import pyarrow.parquet as pa_parquet
 
-from xorl.data.choose import allowed_losses, choose_format
+from xorl.data.choose import choose_format, overflow_limits
 from xorl.data.entry import DatasetEntry
 from xorl.data.errors import DataError
 from xorl.data.formats import Format
 from xorl.data.hashing import digest
-from xorl.data.invariants import AllowedLosses, check_extras, check_special_tokens
+from xorl.data.invariants import OverflowLimits, check_extras, check_special_tokens
 from xorl.data.lock import exclusive
 from xorl.data.mixture import Share, check_repetitions, check_shares
 from xorl.data.readers import COMPRESSIONS, Chunk, FileType
 from xorl.data.remote import is_url
 from xorl.data.sources import DUMMY, LocatedFile, locate_files
+from xorl.data.store import make_prepared_folder
 from xorl.data.stream.reading import StreamFile, block_chunks, open_file, starts_with_array
 
 # The unit of shuffling and of reading: small enough to mix well, large enough to read at full speed.
@@ -51,7 +52,7 @@ class StreamEntry:
     files: tuple[StreamFile, ...]
     format: Format
     share: Share
-    allowed: AllowedLosses
+    limits: OverflowLimits
 
     @property
     def num_bytes(self) -> int:
@@ -64,9 +65,10 @@ class StreamEntry:
 
 @dataclass(frozen=True)
 class StreamOptions:
-    """The options of a stream: `bin_len` tokens per bin; `seed` determines the order, or, without `shuffle`, the files.
+    """The options of a stream. `seed` determines the order of blocks and rows; without `shuffle`, the files do.
 
-    `vocab_size`, `tokenizer_folder` and `model_special_ids` are the same as in PrepareOptions.
+    `bin_len` is the number of tokens per bin. `vocab_size`, `tokenizer_folder` and `model_special_ids` are those of
+    PrepareOptions.
     """
 
     bin_len: int
@@ -168,7 +170,7 @@ def _open_entry(
         )
     if fmt.tokenizer is not None:
         check_special_tokens(fmt.tokenizer, options.model_special_ids)
-    return StreamEntry(entry.path, option, files, fmt, Share(entry.weight, entry.num_epochs), allowed_losses(entry))
+    return StreamEntry(entry.path, option, files, fmt, Share(entry.weight, entry.num_epochs), overflow_limits(entry))
 
 
 @dataclass(frozen=True)
@@ -191,10 +193,7 @@ def _indexed(located: Sequence[LocatedFile], ds_type: FileType, index_path: Path
     key = digest("index", [[file.path, file.size, file.version] for file in located], BLOCK_BYTES)
     path = index_path / f"{key}.json"
     if not path.is_file():
-        try:
-            index_path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise DataError(f"data.dataset_prepared_path: {index_path} cannot be created: {error.strerror}") from error
+        make_prepared_folder(index_path)
         with exclusive(index_path / f".{key}.lock", f"stream index={located[0].path}"):
             if not path.is_file():
                 groups = _in_parallel(partial(_row_groups, option=option), located)

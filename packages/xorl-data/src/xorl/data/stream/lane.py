@@ -1,4 +1,4 @@
-"""One lane of a stream: reads blocks, encodes documents and packs bins, starting at any run. Deterministic."""
+"""Reads the blocks of one lane of a stream, encodes documents and packs bins, deterministically, from any run on."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from xorl.data.collate import Document
+from xorl.data.batch import Document
 from xorl.data.errors import DataError
 from xorl.data.formats import EncodedDocuments
 from xorl.data.hashing import permutation
@@ -38,8 +38,8 @@ class RunStart:
 class StreamBin:
     """A packed bin: its documents, its number in its lane, and the start of its run.
 
-    `read` are the counts, each with its entry, of the chunks read since the lane's previous bin. They depend only on
-    the bin, so their sum over all bins does not depend on which rank gets which bin.
+    `read` has (entry, counts) of each chunk read since the lane's previous bin. It depends only on the bin, so the sum
+    over all bins does not depend on which rank gets which bin.
     """
 
     lane: int
@@ -108,7 +108,7 @@ class StreamLane:
         from_beginning = block == skip == 0
         num_empty = 0
         while True:
-            _, index, number = self._order.block(self._lane, block)
+            index, number = self._order.block(self._lane, block)
             entry = self._stream.entries[index]
             file, inner = self._tables[index][number]
             num_documents = 0
@@ -142,12 +142,12 @@ class StreamLane:
         progress.counts += encoded.counts
         if progress.counts.samples >= progress.next_check_at:
             progress.next_check_at *= 10
-            validate_counts(progress.counts, entry.name, entry.format, entry.option, entry.allowed, strict=True)
+            validate_counts(progress.counts, entry.name, entry.format, entry.option, entry.limits, strict=True)
 
     def _check_epoch(self) -> None:
         """Checks the counts of the first epoch; only a dataset in a single lane has all of them here."""
         for progress, entry in zip(self._progress, self._stream.entries, strict=True):
-            validate_counts(progress.counts, entry.name, entry.format, entry.option, entry.allowed, strict=True)
+            validate_counts(progress.counts, entry.name, entry.format, entry.option, entry.limits, strict=True)
 
 
 @dataclass

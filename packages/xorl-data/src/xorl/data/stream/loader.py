@@ -9,28 +9,28 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, fields
 from itertools import count, islice
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 
-from xorl.data.batch import PackedBatch
-from xorl.data.collate import collate
+from xorl.data.batch import PackedBatch, collate
 from xorl.data.errors import DataError
 from xorl.data.hashing import digest
 from xorl.data.packing import StartMethod
+from xorl.data.receipt import Counts, DatasetReceipt, Receipt
 from xorl.data.stream.files import Stream
 from xorl.data.stream.lane import RunStart, StreamBin, StreamLane
 from xorl.data.stream.order import StreamOrder
-from xorl.data.stream.tally import StreamTally
-from xorl.data.workers import identity, ignore_sigterm, iterate
+from xorl.data.workers import iterate
 
 logger = logging.getLogger(__name__)
 
 # A run's start is saved as two integers that increase together: its first bin, and block and chunk combined.
 _CHUNK_BITS = 24
+_NUM_COUNTS = len(fields(Counts))
 Positions = Sequence[Sequence[int]]
 
 
@@ -58,9 +58,44 @@ class StreamPlan:
 
     @property
     def hash(self) -> str:
-        """Identifies the order: plans with equal hashes have the same documents at every step of both."""
+        """Identifies the order: plans with equal hashes have the same documents at every step that both have."""
         seed = self.seed if self.shuffle else 0
         return digest("stream plan", self.fingerprint, self.num_lanes, seed, self.shuffle, self.bins_per_step)
+
+
+class StreamTally:
+    """Counts over the bins that were returned to training.
+
+    A sample is counted with the first bin that its lane completes after reading it, on the rank that gets that bin. So
+    it counts once per epoch, for any number of ranks and workers and across resumes. Samples whose documents are still
+    in open bins are counted; samples that were only prefetched, or that a resume reads again, are not.
+    """
+
+    def __init__(self, stream: Stream, saved: Sequence[int] | None = None) -> None:
+        self._stream = stream
+        # The counts of each entry, then the number of bins and the number of tokens in them.
+        self.values = np.zeros(len(stream.entries) * _NUM_COUNTS + 2, dtype=np.int64)
+        if saved is not None:
+            self.values[:] = saved
+
+    def add(self, member: StreamBin) -> None:
+        """Adds a bin and the counts of the chunks read for it."""
+        for entry, counts in member.read:
+            self.values[entry * _NUM_COUNTS : (entry + 1) * _NUM_COUNTS] += np.array(astuple(counts))
+        self.values[-2:] += 1, sum(len(document.input_ids) for document in member.documents)
+
+    def receipt(self, plan_hash: str | None) -> Receipt:
+        """The counts as a receipt; `plan_hash` (StreamPlan.hash) identifies the stream and its order."""
+        values = self.values.tolist()
+        datasets = [
+            DatasetReceipt(entry.name, Counts(*values[index * _NUM_COUNTS : (index + 1) * _NUM_COUNTS]))
+            for index, entry in enumerate(self._stream.entries)
+        ]
+        num_bins, num_tokens = values[-2:]
+        fill = num_tokens / (max(1, num_bins) * self._stream.options.bin_len)
+        return Receipt(tuple(datasets)).with_bins(
+            num_bins=num_bins, fill=fill, plan_hash=plan_hash, packed={"tokens": num_tokens}
+        )
 
 
 class StreamLoader:
@@ -96,9 +131,9 @@ class StreamLoader:
         self._dp_size = dp_size
         self._pad_to_multiple_of = pad_to_multiple_of
         self._num_workers = _useful_workers(num_workers, plan.num_lanes // math.gcd(plan.num_lanes, dp_size))
-        self._prefetch_factor = max(1, (prefetch_factor or 2) * micro_batch_size) if self._num_workers else None
+        self._prefetch_factor = (prefetch_factor or 2) * micro_batch_size
         self._pin_memory = pin_memory and torch.cuda.is_available()
-        self._start_method = worker_start_method if self._num_workers else None
+        self._start_method: StartMethod | None = worker_start_method
         self._runs = np.zeros((plan.num_lanes, 2), dtype=np.int64)
         if positions is not None:
             self._runs[:] = np.asarray(positions, dtype=np.int64).reshape(-1, 2)
@@ -120,10 +155,7 @@ class StreamLoader:
         return self._runs.copy()
 
     def steps(self, start: int = 0) -> Iterator[tuple[int, list[PackedBatch]]]:
-        """Yields (step, its micro-batches), beginning with step `start`.
-
-        Workers start with the first step and end with the iterator, also if it is closed early.
-        """
+        """Yields (step, its micro-batches), beginning with step `start`."""
         assert 0 <= start <= self.num_steps, f"step {start} is not in 0..{self.num_steps}"
         per_step = self._plan.bins_per_step // self._dp_size
         runs = [RunStart(first, *divmod(position, 1 << _CHUNK_BITS)) for first, position in self._runs.tolist()]
@@ -134,18 +166,12 @@ class StreamLoader:
             num=(self.num_steps - start) * per_step,
             runs=runs,
         )
-        loader = DataLoader(
+        bins = iterate(
             dataset,
-            batch_size=None,
-            collate_fn=identity,
-            worker_init_fn=ignore_sigterm,
             num_workers=self._num_workers,
             prefetch_factor=self._prefetch_factor,
-            multiprocessing_context=self._start_method,
-            # Otherwise the iterator would draw from the global generator, whose state is part of a checkpoint.
-            generator=torch.Generator(),
+            start_method=self._start_method,
         )
-        bins = iterate(loader)
         for step in range(start, self.num_steps):
             members = [next(bins) for _ in range(per_step)]
             for member in members:

@@ -41,8 +41,8 @@ class StreamOrder:
         max_lanes = min(runs / _RUNS_PER_LANE, self.blocks_per_cycle / len(self._ends))
         self.num_lanes = next((num for num in _NUM_LANES if num <= max_lanes), 1)
 
-    def block(self, lane: int, index: int) -> tuple[int, int, int]:
-        """(epoch, entry, block of the entry) of the `index`-th block of a lane."""
+    def block(self, lane: int, index: int) -> tuple[int, int]:
+        """(entry, block of the entry) of the `index`-th block of a lane."""
         cycle, offset = divmod(index * self.num_lanes + lane, self.blocks_per_cycle)
         number = int(np.searchsorted(self._ends, offset, side="right"))
         epoch = cycle * len(self._ends) + number
@@ -52,7 +52,7 @@ class StreamOrder:
             self._epochs[epoch] = self._epoch(epoch)
         entries, blocks = self._epochs[epoch]
         position = offset - int(self._ends[number]) + len(blocks)
-        return epoch, int(entries[position]), int(blocks[position])
+        return int(entries[position]), int(blocks[position])
 
     def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """The entries and blocks of an epoch, in order. An entry used in part contributes other blocks each time."""

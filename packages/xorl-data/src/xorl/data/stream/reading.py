@@ -1,4 +1,4 @@
-"""Reads one block of a stream in place, as the same chunks on every machine."""
+"""Reads one block of a stream in place. A block yields the same chunks on every machine."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def block_chunks(file: StreamFile, block: int, selected: Sequence[str] | None, o
     """Yields the chunks of block `block` of a file. Raises DataError if it cannot be read or has changed."""
     with open_file(file.path, file.size, file.version, option) as opened:
         if file.block_bytes is not None:
-            chunk = _lines(file, block, opened)
+            chunk = _block_lines(file, block, opened)
             if chunk is not None:
                 yield chunk
         elif file.groups:
@@ -143,7 +143,7 @@ def starts_with_array(file: BinaryIO) -> bool:
     return file.read(4096).lstrip(b" \t\r\n\xef\xbb\xbf").startswith(b"[")
 
 
-def _lines(file: StreamFile, block: int, opened: BinaryIO) -> LinesChunk | None:
+def _block_lines(file: StreamFile, block: int, opened: BinaryIO) -> LinesChunk | None:
     """The lines that start within the bytes of a block; None if no line does."""
     assert file.block_bytes is not None
     low = block * file.block_bytes

@@ -25,8 +25,8 @@ _CHECKED_BLOCKS = 8
 class StreamSample:
     """Documents of the first epoch in reading order, for `dataset_statistics`.
 
-    `is_all`: they are the whole epoch. `fills` [B] are the fills of the first bins, as fractions, for as many bins as
-    the documents would fill.
+    `is_all`: whether the epoch has no other documents. `fills` [B] are the fills of the first bins, as fractions, for
+    as many bins as the documents would fill.
     """
 
     def __init__(self, stream: Stream, chunks: list[tuple[int, EncodedDocuments]], *, is_all: bool) -> None:
@@ -97,7 +97,7 @@ def check_first_samples(stream: Stream, *, strict: bool = True) -> None:
             check_ids(encoded, chunk, entry.format)
             counts += encoded.counts
         if is_all or counts.samples >= _CHECKED_SAMPLES or (counts.samples and not counts.trained_tokens):
-            validate_counts(counts, entry.name, entry.format, entry.option, entry.allowed, strict=strict)
+            validate_counts(counts, entry.name, entry.format, entry.option, entry.limits, strict=strict)
 
 
 def read_sample(stream: Stream, num_documents: int) -> StreamSample:
@@ -123,7 +123,7 @@ def _chunks(stream: Stream) -> Iterator[tuple[int, EncodedDocuments]]:
     order, tables = StreamOrder(stream), [BlockTable(entry) for entry in stream.entries]
     seen: set[tuple[int, int]] = set()
     for position in range(order.blocks_per_cycle):
-        _, index, number = order.block(position % order.num_lanes, position // order.num_lanes)
+        index, number = order.block(position % order.num_lanes, position // order.num_lanes)
         if (index, number) in seen:
             continue
         seen.add((index, number))

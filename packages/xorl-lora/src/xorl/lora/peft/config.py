@@ -4,15 +4,12 @@ import logging
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
 
-from xorl.lora.spec import AdapterSpec
+from xorl.lora.spec import AdapterSpec, ValueT
 
 logger = logging.getLogger(__name__)
 
 CONFIG_FILE = "adapter_config.json"
-
-ValueT = TypeVar("ValueT", int, float)
 
 # Settings that change an adapter's computation or its base in ways that xorl does not support: key -> reason.
 _UNSUPPORTED: Mapping[str, str] = {
@@ -53,8 +50,6 @@ _IGNORED = frozenset(
 )
 # Initialisations that change the base's weights, so that the adapter only fits the changed base.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-
-
 # PEFT's defaults.
 DEFAULT_RANK, DEFAULT_ALPHA = 8, 8.0
 

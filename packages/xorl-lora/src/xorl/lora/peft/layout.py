@@ -14,7 +14,7 @@ from torch import Tensor
 
 from xorl.core.models.recipes import WeightSource
 from xorl.lora.peft.config import CONFIG_FILE, AdapterConfig
-from xorl.lora.spec import AdapterSpec, ValueT, fits
+from xorl.lora.spec import AdapterSpec, ValueT, matches_pattern
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -56,7 +56,7 @@ class AdapterLayout:
     Attributes:
         config: the settings of its adapter_config.json.
         modules: the adapted modules, by name in the base model.
-        replaced: by name in the base, the names in the file of base tensors that it contains whole (trained or copied).
+        replaced: the base tensors that the file contains whole (trained or copied): name in the base -> name in it.
         shapes: the shape of every tensor in the file.
     """
 
@@ -80,7 +80,9 @@ class AdapterLayout:
         )
 
     def _matching(self, patterns: Mapping[str, ValueT]) -> dict[str, ValueT]:
-        return {key: value for key, value in patterns.items() if any(fits(key, name) for name in self.modules)}
+        return {
+            key: value for key, value in patterns.items() if any(matches_pattern(key, name) for name in self.modules)
+        }
 
 
 class InMemoryTensors:

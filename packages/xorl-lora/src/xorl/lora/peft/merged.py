@@ -67,8 +67,8 @@ class MergedWeights:
 
     Args:
         base: the base's tensors, under the names of transformers.
-        adapters: by module name.
-        replaced: by name, tensors that replace those of the base.
+        adapters: the adapters by module name.
+        replaced: tensors that replace those of the base, by name.
         transposed: the modules whose weight is stored as [I, O].
     """
 
@@ -116,12 +116,9 @@ class MergedWeights:
         adapter, transposed = self._adapters.get(name), name in self._transposed
         if name in self._replaced:
             whole = self._replaced[name]
-            return whole[start:stop] if adapter is None else self._folded(whole, adapter, transposed)[start:stop]
+            return (whole if adapter is None else fold(whole, adapter, transposed=transposed))[start:stop]
         if adapter is None:
             return self._base.read(name, start, stop)
         if transposed and adapter.magnitude is not None:
-            return self._folded(self._base.read(name), adapter, transposed)[start:stop]
+            return fold(self._base.read(name), adapter, transposed=transposed)[start:stop]
         return fold(self._base.read(name, start, stop), adapter, start=start or 0, transposed=transposed)
-
-    def _folded(self, whole: Tensor, adapter: AdapterValues, transposed: bool) -> Tensor:
-        return fold(whole, adapter, transposed=transposed)

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from xorl.core.models.recipes import WeightSource
 from xorl.core.parallel import copy_shard_
 from xorl.lora.inject import Adapter, adapters
-from xorl.lora.merge import magnitude, set_magnitude_, whole
+from xorl.lora.merge import full_tensor, magnitude, set_magnitude_
 from xorl.lora.peft.config import AdapterConfig, shared_value, shortest_names
-from xorl.lora.peft.layout import AdapterLayout, ModuleKind, keys_of
+from xorl.lora.peft.layout import AdapterLayout, keys_of
 from xorl.lora.spec import AdapterSpec
 from xorl.lora.targets import modules_to_save, sites_of
 
@@ -71,9 +71,9 @@ def adapter_tensors(model: nn.Module, found: Mapping[str, Adapter] | None = None
     """
     tensors: dict[str, FileTensor] = {}
     for name, adapter in (adapters(model) if found is None else found).items():
-        a, b, magnitudes = keys_of(name, _kind(adapter))
-        tensors[a] = FileTensor(tuple(adapter.A.shape), partial(whole, adapter.A))
-        tensors[b] = FileTensor(tuple(adapter.B.shape), partial(whole, adapter.B))
+        a, b, magnitudes = keys_of(name, "embedding" if adapter.is_embedding else "linear")
+        tensors[a] = FileTensor(tuple(adapter.A.shape), partial(full_tensor, adapter.A))
+        tensors[b] = FileTensor(tuple(adapter.B.shape), partial(full_tensor, adapter.B))
         if adapter.magnitude_offset is not None:
             tensors[magnitudes] = FileTensor(tuple(adapter.magnitude_offset.shape), partial(magnitude, adapter))
     return tensors
@@ -105,7 +105,3 @@ def load_adapters(model: nn.Module, layout: AdapterLayout, source: WeightSource)
         copy_shard_(adapter.B, source.read(module.b))
         if module.magnitude is not None:
             set_magnitude_(adapter, source.read(module.magnitude).float().flatten())
-
-
-def _kind(adapter: Adapter) -> ModuleKind:
-    return "embedding" if adapter.is_embedding else "linear"

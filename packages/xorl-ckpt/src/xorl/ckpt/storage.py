@@ -1,7 +1,12 @@
-"""Saves tensors as torch's distributed checkpoint (DCP) files: each rank writes and reads its own shards.
+"""Reads and writes the tensors of a checkpoint, in one of two formats.
 
-DCP does the planning and the resharding. This file adds two things: files are hashed as they are written, and nothing
-is unpickled without restriction (`metadata.py` reads `.metadata`).
+    dcp     torch's distributed checkpoint (DCP) files: each rank writes and reads its own shards. DCP does the planning
+            and the resharding.
+    torch   one file with all tensors, unsharded, as `torch.save` writes a dict. Rank 0 writes it and holds the whole
+            state in memory meanwhile; each rank reads its own part.
+
+Files are hashed as they are written. Nothing is unpickled without restriction: tensors are read with
+`weights_only=True`, and `metadata.py` reads DCP's `.metadata`.
 """
 
 import io
@@ -23,15 +28,15 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from xorl.ckpt.errors import CheckpointError, CheckpointFailure
 from xorl.ckpt.files import FileRecord, HashedFile
-from xorl.ckpt.layout import TensorRecord
-from xorl.ckpt.ranks import describe, is_distributed
-from xorl.ckpt.regions import dtype_name
+from xorl.ckpt.layout import GATHERED_STATE, TensorRecord
+from xorl.ckpt.ranks import describe, fail_together, is_distributed, require_same, this_rank
+from xorl.ckpt.regions import dtype_name, gather_whole, local_region, local_tensor
 
 
 def write_shards(
     tensors: Mapping[str, torch.Tensor], folder: Path
 ) -> tuple[dict[str, FileRecord], dict[str, TensorRecord]]:
-    """Collective: write the tensors; returns this rank's files and the records of all tensors.
+    """Collective: write DCP files; returns this rank's files and the records of all tensors.
 
     Raises on every rank or on none.
     """
@@ -42,15 +47,60 @@ def write_shards(
     return writer.files.records, _tensor_records(saved)
 
 
-def read_shards(tensors: Mapping[str, torch.Tensor], folder: Path, metadata: Metadata, *, alone: bool = False) -> None:
-    """Collective: copy into `tensors` in place. `metadata` is the result of `read_metadata` for the folder.
+def read_shards(
+    tensors: Mapping[str, torch.Tensor], folder: Path, metadata: Metadata, *, collective: bool = True
+) -> None:
+    """Copy DCP files into `tensors` in place. `metadata` is the result of `read_metadata` for the folder.
 
-    With `alone`, only this rank reads, into plain tensors and without a collective.
+    Without `collective`, only this rank reads, into plain tensors.
     """
     reader = _CheckedReader(folder, metadata)
     planner = _TensorsOnlyPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with _dcp_failures(f"read {folder}", CheckpointError), _quiet_single_process():
-        dcp.load(dict(tensors), storage_reader=reader, planner=planner, no_dist=alone or not is_distributed())
+        dcp.load(dict(tensors), storage_reader=reader, planner=planner, no_dist=not (collective and is_distributed()))
+
+
+def write_gathered(
+    tensors: Mapping[str, torch.Tensor], folder: Path
+) -> tuple[dict[str, FileRecord], dict[str, TensorRecord]]:
+    """Collective: rank 0 writes one file; returns this rank's files and the records of all tensors."""
+    names = sorted(tensors)
+    require_same("\n".join(names), "the ranks hold different tensors; save them as sharded checkpoints (manager 'dcp')")
+    whole: dict[str, torch.Tensor] = {}
+    for name in names:
+        # All ranks join each gather; only rank 0 keeps the result.
+        full = gather_whole(tensors[name])
+        if this_rank() == 0:
+            whole[name] = compact(full)
+    files: dict[str, FileRecord] = {}
+    with fail_together("write the checkpoint"):
+        if this_rank() == 0:
+            with HashedFile(folder / GATHERED_STATE) as stream:
+                torch.save(whole, stream)  # pyright: ignore[reportArgumentType]
+            files[GATHERED_STATE] = stream.record
+    records = {name: TensorRecord.of(tensors[name]) for name in names}
+    return files, records
+
+
+def read_gathered(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
+    """Copy this rank's part into `tensors` in place; the file is memory-mapped, so only that part is read."""
+    path = folder / GATHERED_STATE
+    try:
+        whole = torch.load(str(path), map_location="cpu", weights_only=True, mmap=True)
+    except (pickle.UnpicklingError, RuntimeError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be used: {error}") from error
+    if not isinstance(whole, dict) or not all(isinstance(value, torch.Tensor) for value in whole.values()):
+        raise CheckpointError(f"{path} cannot be used: it is not a dict of tensors")
+    for name, tensor in tensors.items():
+        if name not in whole or whole[name].shape != tensor.shape or whole[name].dtype != tensor.dtype:
+            raise CheckpointError(f"{path} cannot be used: {name!r} differs from the manifest of {folder.name}")
+        local_tensor(tensor).copy_(local_region(tensor).cut(whole[name]))
+
+
+def compact(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor on the CPU, copied if it is a view: torch.save would write the view's entire storage."""
+    tensor = tensor.cpu()
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 def _tensor_records(metadata: Metadata) -> dict[str, TensorRecord]:

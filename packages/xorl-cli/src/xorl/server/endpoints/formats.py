@@ -1,4 +1,4 @@
-"""Common to the answers of all engines: tokens, log-probabilities, tables of likely tokens, and errors."""
+"""Shared by the engines: sampling parameters, and the tokens, log-probabilities and errors of their answers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TypeAlias
 import numpy as np
 
 from xorl.server.datum import Array
-from xorl.server.operations import NO_LOGPROB, TopLogprobs
+from xorl.server.operations import NO_LOGPROB, Sample, TopLogprobs
 
 # (log-probability, token id, text)
 Candidate: TypeAlias = tuple[float | None, int, str | None]
@@ -22,11 +22,26 @@ class RequestInterrupted(Exception):
 
 
 class UnexpectedWeights(Exception):
-    """The answer was computed with weights of another version than expected."""
+    """The answer was computed with another version of the weights than expected."""
 
     def __init__(self, version: str) -> None:
         super().__init__(version)
         self.version = version
+
+
+def sampling_params(operation: Sample) -> dict[str, object]:
+    """The sampling parameters that have the same names and meanings in both engines."""
+    params: dict[str, object] = {
+        "temperature": operation.temperature,
+        "top_p": operation.top_p,
+        "top_k": -1 if operation.top_k is None else operation.top_k,
+        "ignore_eos": operation.ignore_end,
+    }
+    if operation.stop_strings:
+        params["stop"] = list(operation.stop_strings)
+    if operation.stop_ids:
+        params["stop_token_ids"] = list(operation.stop_ids)
+    return params
 
 
 def tokens(ids: Sequence[int]) -> Array:

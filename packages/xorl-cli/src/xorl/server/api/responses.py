@@ -1,10 +1,11 @@
-"""JSON responses. Non-finite numbers are written as NaN and Infinity, which Python's JSON parser accepts."""
+"""JSON responses, and refusals: error responses that both clients understand."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TypeAlias
 
 import msgspec
@@ -36,3 +37,33 @@ def _is_finite(content: JSON) -> bool:
         # The sum is non-finite if any number is, and is much faster than a loop.
         return math.isfinite(sum(content))
     return not isinstance(content, list | tuple) or all(map(_is_finite, content))
+
+
+class Refusal(Exception):
+    """An HTTP error with a status and message. 4xx except 408 and 429, and 507, are final; clients retry others."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+
+    @property
+    def is_final(self) -> bool:
+        """Whether clients must not retry the request."""
+        return (400 <= self.status < 500 and self.status not in (408, 429)) or self.status == 507
+
+    def response(self) -> Response:
+        """The response. xorl-client shows its `detail`, tinker the whole body."""
+        headers = {"x-should-retry": "false" if self.is_final else "true"}
+        if self.status in (429, 503):
+            headers["retry-after"] = "1"
+        return json_response({"detail": self.message}, self.status, headers)
+
+
+@contextmanager
+def refuse_invalid() -> Iterator[None]:
+    """Turn a ValueError, which a client's input caused, into Refusal(400)."""
+    try:
+        yield
+    except ValueError as problem:
+        raise Refusal(400, str(problem)) from None

@@ -1,0 +1,43 @@
+"""Mistral (dense): grouped-query attention with one sliding window for all layers, or none."""
+
+from collections.abc import Mapping
+
+from xorl.core.models import rotary_gated
+from xorl.core.models.decoder_config import DecoderConfig
+from xorl.core.models.hf_config import HFConfig
+from xorl.core.models.spec import ModelSpec
+
+ARCHITECTURE = "MistralForCausalLM"
+DEFAULT_NUM_KV_HEADS = 8
+
+
+def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
+    """Read config.json."""
+    hf = HFConfig(values, ARCHITECTURE)
+    config = rotary_gated.read_config(
+        hf,
+        qk_norm=False,
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        windows=rotary_gated.read_uniform_windows(hf, rotary_gated.DEFAULT_WINDOW),
+        default_num_kv_heads=DEFAULT_NUM_KV_HEADS,
+    )
+    hf.finish()
+    return config
+
+
+def hf_keys(config: DecoderConfig) -> dict[str, object]:
+    """The config.json keys that describe `config`."""
+    return rotary_gated.hf_keys(config) | {"sliding_window": config.attention.window}
+
+
+SPEC = ModelSpec(
+    architecture=ARCHITECTURE,
+    model_type="mistral",
+    config_from_hf=config_from_hf,
+    hf_keys=hf_keys,
+    make_recipes=rotary_gated.recipes,
+    checkpoint_names=rotary_gated.CHECKPOINT_NAMES,
+    adapter_targets=rotary_gated.ADAPTER_TARGETS,
+)

@@ -1,0 +1,63 @@
+"""Mixtral: grouped-query attention; every layer is a mixture of experts that normalises its routing weights."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+
+from xorl.core.models import rotary_gated
+from xorl.core.models.decoder_config import DecoderConfig, ExpertsConfig
+from xorl.core.models.hf_config import HFConfig
+from xorl.core.models.recipes import ExpertNames
+from xorl.core.models.spec import ModelSpec
+
+ARCHITECTURE = "MixtralForCausalLM"
+DEFAULT_NUM_KV_HEADS = 8
+DEFAULT_EXPERTS = ExpertsConfig(8, 2, 14336, normalize=True)
+EXPERT_NAMES = ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts.{}", "w1", "w3", "w2")
+
+
+def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
+    """Read config.json."""
+    hf = HFConfig(values, ARCHITECTURE)
+    if hf.get("router_jitter_noise", float, 0.0):
+        raise ValueError(f"{ARCHITECTURE}: router_jitter_noise is not supported; set it to 0")
+    experts = rotary_gated.read_experts(hf, "intermediate_size", DEFAULT_EXPERTS)
+    config = rotary_gated.read_config(
+        hf,
+        qk_norm=False,
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        windows=rotary_gated.read_uniform_windows(hf, None),
+        ffns=[experts] * hf.positive("num_hidden_layers"),
+        balance_coef=rotary_gated.read_balance_coef(hf),
+        default_num_kv_heads=DEFAULT_NUM_KV_HEADS,
+        default_norm_eps=1e-5,
+    )
+    hf.finish()
+    return config
+
+
+def hf_keys(config: DecoderConfig) -> dict[str, object]:
+    """The config.json keys that describe `config`."""
+    experts = rotary_gated.experts_config(config)
+    return {
+        **rotary_gated.hf_keys(config),
+        "sliding_window": config.attention.window,
+        "num_local_experts": experts.num_experts,
+        "num_experts_per_tok": experts.num_active,
+        "intermediate_size": experts.width,
+        "hidden_act": "silu",
+        **rotary_gated.balance_keys(config),
+    }
+
+
+SPEC = ModelSpec(
+    architecture=ARCHITECTURE,
+    model_type="mixtral",
+    config_from_hf=config_from_hf,
+    hf_keys=hf_keys,
+    make_recipes=partial(rotary_gated.recipes, experts=EXPERT_NAMES),
+    checkpoint_names=replace(rotary_gated.CHECKPOINT_NAMES, experts=EXPERT_NAMES),
+    adapter_targets=("q_proj", "k_proj", "v_proj", "o_proj"),
+)

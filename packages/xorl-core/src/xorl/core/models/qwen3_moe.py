@@ -1,0 +1,74 @@
+"""Qwen3 mixtures of experts: query/key norms; layers of experts, and dense ones where the config says so."""
+
+from collections.abc import Mapping
+
+from xorl.core.models import rotary_gated
+from xorl.core.models.decoder_config import DecoderConfig, DenseConfig, ExpertsConfig
+from xorl.core.models.hf_config import HFConfig
+from xorl.core.models.spec import ModelSpec
+
+ARCHITECTURE = "Qwen3MoeForCausalLM"
+# Where config.json does not have num_key_value_heads.
+DEFAULT_NUM_KV_HEADS = 4
+
+
+def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
+    """Read config.json. `mlp_only_layers` and `decoder_sparse_step` say which layers are dense."""
+    hf = HFConfig(values, ARCHITECTURE)
+    attention_bias = hf.get("attention_bias", bool, False)
+    num_layers, step = hf.positive("num_hidden_layers"), hf.positive("decoder_sparse_step", 1)
+    dense_layers = set(hf.integers("mlp_only_layers"))
+    defaults = ExpertsConfig(128, 8, 768, normalize=hf.get("norm_topk_prob", bool, False))
+    experts = rotary_gated.read_experts(hf, "moe_intermediate_size", defaults)
+    is_dense = [index in dense_layers or (index + 1) % step != 0 for index in range(num_layers)]
+    if all(is_dense):
+        raise ValueError(
+            f"{ARCHITECTURE}: mlp_only_layers and decoder_sparse_step leave no layer of experts; use Qwen3ForCausalLM"
+        )
+    windows = rotary_gated.read_uniform_windows(hf, rotary_gated.DEFAULT_WINDOW)
+    if not hf.get("use_sliding_window", bool, False):
+        windows = (None,) * num_layers
+    dense = rotary_gated.read_dense(hf, bias=False)
+    config = rotary_gated.read_config(
+        hf,
+        qk_norm=True,
+        qkv_bias=attention_bias,
+        o_bias=attention_bias,
+        mlp_bias=False,
+        windows=windows,
+        ffns=[dense if is_one else experts for is_one in is_dense],
+        balance_coef=rotary_gated.read_balance_coef(hf),
+        default_num_kv_heads=DEFAULT_NUM_KV_HEADS,
+    )
+    hf.finish(inert=["max_window_layers"])
+    return config
+
+
+def hf_keys(config: DecoderConfig) -> dict[str, object]:
+    """The config.json keys that describe `config`."""
+    experts = rotary_gated.experts_config(config)
+    return {
+        **rotary_gated.hf_keys(config),
+        "use_sliding_window": config.attention.window is not None,
+        "sliding_window": config.attention.window,
+        "attention_bias": config.attention.qkv_bias,
+        "num_experts": experts.num_experts,
+        "num_local_experts": experts.num_experts,
+        "num_experts_per_tok": experts.num_active,
+        "moe_intermediate_size": experts.width,
+        "norm_topk_prob": experts.normalize,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [index for index, layer in enumerate(config.layers) if isinstance(layer.ffn, DenseConfig)],
+        **rotary_gated.balance_keys(config),
+    }
+
+
+SPEC = ModelSpec(
+    architecture=ARCHITECTURE,
+    model_type="qwen3_moe",
+    config_from_hf=config_from_hf,
+    hf_keys=hf_keys,
+    make_recipes=rotary_gated.recipes,
+    checkpoint_names=rotary_gated.CHECKPOINT_NAMES,
+    adapter_targets=("q_proj", "k_proj", "v_proj", "o_proj"),
+)

@@ -1,0 +1,156 @@
+"""Mixtures of experts: a router sends each token to a few experts, whose outputs it weights.
+
+Shapes: T tokens, D model width, E experts, K experts per token, F width of an expert, N documents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from xorl.core.nn.kernels import LayerKernels
+from xorl.core.nn.roles import Role
+from xorl.kernels.experts.routing import document_sums, top_experts
+from xorl.kernels.layout import SequenceLayout
+
+
+class Routing(NamedTuple):
+    """Sums over the tokens of each document, for the losses and statistics of routers. Padding is left out.
+
+    counts: [N, E] int32, tokens that chose each expert.
+    probabilities: [N, E] fp32, sums of routing probabilities; differentiable.
+    squared_lse: [N] fp32, sums of logsumexp(logits)^2; differentiable.
+    """
+
+    counts: Tensor
+    probabilities: Tensor
+    squared_lse: Tensor
+
+
+class Router(nn.Module):
+    """Logits [T, E] of the experts, in fp32.
+
+    Attributes:
+        fp32: multiply in fp32; False multiplies in the dtype of x and then widens.
+    """
+
+    roles: ClassVar[Mapping[str, Role]] = MappingProxyType({"weight": "router"})
+
+    def __init__(self, width: int, num_experts: int) -> None:
+        super().__init__()
+        self.fp32 = True
+        self.weight = nn.Parameter(torch.empty(num_experts, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        dtype = wide if self.fp32 else x.dtype
+        return F.linear(x.to(dtype), self.weight.to(x.dtype).to(dtype)).to(wide)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[1]}, {self.weight.shape[0]}"
+
+
+class ExpertLinear(nn.Module):
+    """The weights of one projection of all experts, [E * out, in]: the rows of each expert are adjacent.
+
+    It has no forward: the kernels multiply with all experts at once.
+    """
+
+    roles: ClassVar[Mapping[str, Role]] = MappingProxyType({"weight": "expert"})
+
+    def __init__(self, num_experts: int, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.weight = nn.Parameter(torch.empty(num_experts * out_features, in_features))
+
+    def stacked(self, dtype: torch.dtype) -> Tensor:
+        """[E, out, in] in `dtype`."""
+        return self.weight.to(dtype).unflatten(0, (self.num_experts, -1))
+
+    def extra_repr(self) -> str:
+        return f"{self.num_experts} x [{self.weight.shape[0] // self.num_experts}, {self.weight.shape[1]}]"
+
+
+class Experts(nn.Module):
+    """The gated feed-forward blocks of all experts; gate and up are one matrix, with the gate's rows first."""
+
+    def __init__(self, width: int, expert_width: int, num_experts: int, *, kernels: LayerKernels) -> None:
+        super().__init__()
+        self.kernel = kernels.experts
+        self.gate_up_proj = ExpertLinear(num_experts, width, 2 * expert_width)
+        self.down_proj = ExpertLinear(num_experts, expert_width, width)
+
+    @property
+    def stacked_rows(self) -> Mapping[str, Sequence[int]]:
+        """The rows of each matrix that a projection stacks, by the projection's name."""
+        gate_up, down = self.gate_up_proj, self.down_proj
+        half = gate_up.weight.shape[0] // (2 * gate_up.num_experts)
+        return {
+            "gate_up_proj": (half,) * (2 * gate_up.num_experts),
+            "down_proj": (down.weight.shape[0] // down.num_experts,) * down.num_experts,
+        }
+
+    def forward(self, x: Tensor, weights: Tensor, ids: Tensor, num_real: Tensor | None) -> Tensor:
+        return self.kernel(
+            x, self.gate_up_proj.stacked(x.dtype), self.down_proj.stacked(x.dtype), weights, ids, num_real
+        )
+
+
+class MixtureOfExperts(nn.Module):
+    """sum over a token's K experts of weight * expert(x); the K most probable experts of softmax(router(x)).
+
+    Args:
+        width: D.
+        expert_width: F.
+        num_experts, num_active: E and K.
+        normalize: divide the K probabilities by their sum.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        expert_width: int,
+        *,
+        num_experts: int,
+        num_active: int,
+        normalize: bool,
+        kernels: LayerKernels,
+    ) -> None:
+        super().__init__()
+        self.num_active = num_active
+        self.normalize = normalize
+        self.gate = Router(width, num_experts)
+        self.experts = Experts(width, expert_width, num_experts, kernels=kernels)
+
+    def forward(self, x: Tensor, layout: SequenceLayout) -> tuple[Tensor, Routing | None]:
+        """The output [T, D], 0 for padding, and in training what the losses of routers need."""
+        logits = self.gate(x)
+        probabilities = logits.softmax(-1)
+        ids = top_experts(probabilities.detach(), self.num_active)
+        weights = probabilities.gather(-1, ids)
+        if self.normalize:
+            weights = weights / weights.sum(-1, keepdim=True)
+        out = self.experts(x, weights, ids, layout.num_real)
+        return out, sum_documents(logits, probabilities, ids, layout) if self.training else None
+
+
+def sum_documents(logits: Tensor, probabilities: Tensor, ids: Tensor, layout: SequenceLayout) -> Routing:
+    """The sums of one layer."""
+    num_documents, num_experts = len(layout.cu_seqlens) - 1, logits.shape[1]
+    documents = layout.document_ids()
+    index = documents[:, None] * num_experts + ids
+    ones = torch.ones_like(ids, dtype=torch.int32)
+    squared_lse = logits.logsumexp(-1, keepdim=True).square()
+    values = torch.cat([probabilities, squared_lse], dim=1)
+    if layout.num_real is not None:
+        is_padding = (torch.arange(len(ids), device=ids.device) >= layout.num_real)[:, None]
+        ones, values = ones.masked_fill(is_padding, 0), values.masked_fill(is_padding, 0)
+    # Integers: the order of the additions does not matter.
+    counts = ones.new_zeros(num_documents * num_experts).scatter_add_(0, index.flatten(), ones.flatten())
+    sums = document_sums(values, layout.cu_seqlens, documents)
+    return Routing(counts.view(num_documents, num_experts), sums[:, :-1], sums[:, -1])

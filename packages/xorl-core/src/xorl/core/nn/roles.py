@@ -1,0 +1,16 @@
+"""The roles of parameters, which each module declares: initial values, optimizers and checks depend on them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Literal, Protocol, runtime_checkable
+
+Role = Literal["dense", "expert", "router", "bias", "norm", "embedding", "head", "adapter"]
+"""dense: a matrix of a linear layer; expert: the matrices of all experts of a layer; adapter: any parameter of one."""
+
+
+@runtime_checkable
+class DeclaresRoles(Protocol):
+    """A module with parameters of its own. `roles` maps their names to roles."""
+
+    roles: ClassVar[Mapping[str, Role]]

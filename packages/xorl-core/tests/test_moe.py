@@ -1,0 +1,136 @@
+"""Mixtures of experts: losses of routers, padding, recomputation, and roles of parameters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tiny_models import hf_config
+from xorl.core.models import SPECS, Decoder
+from xorl.core.models.router_losses import RouterLossOptions
+from xorl.core.nn.kernels import EXPERTS, LayerKernels
+from xorl.core.parallel.activations import Recompute, recompute_layers
+from xorl.kernels.layout import SequenceLayout
+from xorl.kernels.linear_ce import linear_cross_entropy
+
+CONFIG = hf_config("qwen3_moe", vocab_size=61, num_hidden_layers=3, mlp_only_layers=[1], initializer_range=0.3)
+LENGTHS = [9, 1, 14, 5]
+
+
+def make_decoder(**changes: object) -> Decoder:
+    spec = SPECS["Qwen3MoeForCausalLM"]
+    config = spec.config_from_hf({**CONFIG, **changes})
+    decoder = spec.build(config, kernels=LayerKernels(experts=EXPERTS["native"]))
+    decoder.init_weights(seed=1)
+    return decoder
+
+
+def make_ids(num_tokens: int, seed: int = 0) -> Tensor:
+    return torch.randint(61, (num_tokens,), generator=torch.Generator().manual_seed(seed))
+
+
+def loss_of(
+    decoder: Decoder, ids: Tensor, lengths: list[int], *, num_padding: int = 0, of_tokens: bool = True
+) -> Tensor:
+    """The summed loss of tokens (of_tokens) and routers, without those of the padding, which is the last document."""
+    plain = SequenceLayout.from_lengths(lengths)
+    end = len(ids) - num_padding
+    labels = torch.where(torch.arange(len(ids)) < end, ids, -100) if of_tokens else torch.full_like(ids, -100)
+    trained = torch.tensor(lengths) if not num_padding else torch.tensor([*lengths[:-1], 0])
+    layout = SequenceLayout(plain.cu_seqlens, plain.positions, plain.lengths, torch.tensor(end), trained)
+    return decoder(ids, layout, lambda hidden, weight: linear_cross_entropy(hidden, weight, labels)[0].sum())
+
+
+def gradients(decoder: Decoder) -> dict[str, Tensor]:
+    found = {name: parameter.grad.clone() for name, parameter in decoder.named_parameters()}
+    decoder.zero_grad()
+    return found
+
+
+LOSSES = [
+    RouterLossOptions(),
+    RouterLossOptions(balance_coef=0.1),
+    RouterLossOptions(balance_coef=0.1, balance_scope="global"),
+    RouterLossOptions(z_coef=0.1),
+]
+
+
+@pytest.mark.parametrize("options", LOSSES, ids=["none", "document", "global", "z"])
+@pytest.mark.parametrize("of_tokens", [True, False])
+def test_losses_do_not_depend_on_the_split(options: RouterLossOptions, of_tokens: bool) -> None:
+    # Catches a balancing loss over a whole batch, which is not the sum of those of its parts.
+    decoder, ids = make_decoder(), make_ids(sum(LENGTHS))
+    assert decoder.routers is not None
+    decoder.routers.options = options
+    loss_of(decoder, ids, LENGTHS, of_tokens=of_tokens).backward()
+    packed, (counts, sums) = gradients(decoder), decoder.routers.take()
+    assert counts.sum(-1).tolist() == [2 * len(ids)] * 2
+    for part in ids.split(LENGTHS):
+        loss_of(decoder, part, [len(part)], of_tokens=of_tokens).backward()
+    apart, (apart_counts, apart_sums) = gradients(decoder), decoder.routers.take()
+    assert torch.equal(counts, apart_counts)
+    torch.testing.assert_close(sums, apart_sums, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(packed, apart, rtol=1e-4, atol=1e-4)
+    if options != RouterLossOptions():
+        assert packed["model.layers.0.mlp.gate.weight"].norm() > 0
+
+
+@pytest.mark.parametrize("options", LOSSES, ids=["none", "document", "global", "z"])
+def test_padding_changes_nothing(options: RouterLossOptions) -> None:
+    # Catches padding that is routed, counted, or part of a loss.
+    decoder, ids = make_decoder(), make_ids(sum(LENGTHS))
+    assert decoder.routers is not None
+    decoder.routers.options = options
+    loss_of(decoder, ids, LENGTHS).backward()
+    expected = gradients(decoder), decoder.routers.take()
+    padded = torch.cat([ids, torch.zeros(7, dtype=torch.int64)])
+    loss_of(decoder, padded, [*LENGTHS, 7], num_padding=7).backward()
+    torch.testing.assert_close((gradients(decoder), decoder.routers.take()), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("recompute", ["layer", "operation", ("mlp",)])
+def test_recomputation_changes_no_bit(recompute: Recompute) -> None:
+    # Catches tokens that change their experts, and statistics that count twice.
+    plain, other = make_decoder(), make_decoder()
+    recompute_layers(other.layers, recompute, reentrant=False)
+    ids, found = make_ids(sum(LENGTHS)), []
+    for decoder in (plain, other):
+        assert decoder.routers is not None
+        decoder.routers.options = RouterLossOptions(balance_coef=0.1, z_coef=0.1)
+        loss_of(decoder, ids, LENGTHS).backward()
+        found.append((gradients(decoder), decoder.routers.take()))
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
+def test_a_document_does_not_change_its_neighbours() -> None:
+    # Catches experts with a capacity, and rows that are mixed up in the sort.
+    decoder = make_decoder().eval()
+    layout, ids = SequenceLayout.from_lengths(LENGTHS), make_ids(sum(LENGTHS))
+    changed = torch.cat([ids[:10], make_ids(14, seed=5), ids[24:]])
+    before, after = decoder(ids, layout), decoder(changed, layout)
+    for part in (slice(0, 10), slice(24, None)):
+        torch.testing.assert_close(before[part], after[part], rtol=1e-6, atol=1e-6)
+
+
+def test_a_router_learns_without_a_loss_of_its_own() -> None:
+    # Catches routing weights without a gradient, or with one that vanishes where they are normalised.
+    decoder = make_decoder()
+    loss_of(decoder, make_ids(sum(LENGTHS)), LENGTHS).backward()
+    assert all(gradient.norm() > 0 for name, gradient in gradients(decoder).items() if name.endswith("gate.weight"))
+
+
+def test_every_expert_is_a_matrix_of_its_own_and_routers_are_none() -> None:
+    # Catches an optimizer of matrices that orthogonalises all experts of a layer as one, or the router.
+    matrices = make_decoder().layer_matrices()
+    assert matrices["model.layers.0.mlp.experts.gate_up_proj.weight"] == (24,) * 8
+    assert matrices["model.layers.0.mlp.experts.down_proj.weight"] == (32,) * 4
+    assert not any("gate.weight" in name for name in matrices)
+
+
+def test_a_module_without_roles_is_not_left_uninitialised() -> None:
+    # Catches memory that nobody gave values, after a model was made on the meta device.
+    decoder = make_decoder()
+    decoder.layers[0].extra = nn.Conv1d(2, 2, 2)
+    with pytest.raises(AssertionError, match="Conv1d declares no roles"):
+        decoder.init_weights(seed=0)

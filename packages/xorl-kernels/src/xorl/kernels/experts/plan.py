@@ -1,0 +1,49 @@
+"""Where tokens go: each token's choices of experts, sorted by expert, without a host synchronisation.
+
+Shapes: T tokens, K experts per token, M = T * K rows, E experts.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class RoutePlan(NamedTuple):
+    """The rows that experts compute, in the order of the experts. All tensors are on the device of the tokens.
+
+    Rows of one expert are adjacent and in the order of their tokens. Padding has no expert: its rows come last, and
+    nothing reads them.
+
+    tokens: [M] int32, the token of each row.
+    rows: [T, K] int32, the row of each choice.
+    ends: [E] int32, the end of each expert's rows; experts may have none.
+    """
+
+    tokens: Tensor
+    rows: Tensor
+    ends: Tensor
+
+    @classmethod
+    def of(cls, ids: Tensor, num_experts: int, num_real: Tensor | None = None) -> RoutePlan:
+        """The plan for the chosen experts.
+
+        Args:
+            ids: [T, K] integers in [0, E), a token's choices all different.
+            num_experts: E.
+            num_real: 0-d integer tensor on the device; tokens from this index on are padding. None: there is no
+                padding.
+        """
+        num_tokens, num_choices = ids.shape
+        keys = ids.to(torch.int32)
+        if num_real is not None:
+            is_padding = torch.arange(num_tokens, device=ids.device) >= num_real
+            keys = keys.masked_fill(is_padding[:, None], num_experts)
+        experts, order = keys.flatten().sort(stable=True)
+        rows = torch.empty_like(order, dtype=torch.int32)
+        rows[order] = torch.arange(len(order), dtype=torch.int32, device=ids.device)
+        last = torch.arange(num_experts, dtype=torch.int32, device=ids.device)
+        ends = torch.searchsorted(experts, last, right=True, out_int32=True)
+        return cls((order // num_choices).to(torch.int32), rows.view(num_tokens, num_choices), ends)

@@ -1,0 +1,60 @@
+"""Matrix products of groups of adjacent rows, each group with its own matrix.
+
+One call serves all groups: their ends are on the device, so the host does not wait, and compiled code does not depend
+on them. On GPUs in bf16 these are torch's grouped matrix products; elsewhere a loop over the groups, the plain twin.
+
+Shapes: M rows, S groups, N and K features.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# torch's kernels require operand strides that are multiples of this.
+ALIGNMENT_BYTES = 16
+
+
+def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """x[m] @ weight[s] for the rows of group s: [M, K] and [S, K, N] to [M, N] in the dtype of x.
+
+    ends: [S] int32, the ends of the groups, in order; groups may be empty. Rows from the last end on belong to no
+    group, and their output is undefined.
+    """
+    x = x.contiguous()
+    if _has_kernel(x, x.shape[1], weight.shape[2]):
+        return torch._grouped_mm(x, weight, offs=ends)
+    out = x.new_empty(x.shape[0], weight.shape[2])
+    for group, rows in enumerate(_slices(ends)):
+        torch.mm(x[rows], weight[group], out=out[rows])
+    return out
+
+
+def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    """left.T @ right over the rows of each group: [M, N] and [M, K] to [S, N, K]; 0 for an empty group.
+
+    Rows from the last end on are not read.
+    """
+    right = right.contiguous()
+    if _has_kernel(right, right.shape[1], left.shape[1]):
+        outer = torch._grouped_mm(left.contiguous().t(), right, offs=ends)
+        # The kernel leaves arbitrary values where it sums over no row.
+        return outer.masked_fill_((ends.diff(prepend=ends.new_zeros(1)) == 0)[:, None, None], 0)
+    outer = right.new_zeros(len(ends), left.shape[1], right.shape[1])
+    for group, rows in enumerate(_slices(ends)):
+        if rows.stop > rows.start:
+            torch.mm(left[rows].t(), right[rows], out=outer[group])
+    return outer
+
+
+def _slices(ends: Tensor) -> list[slice]:
+    stops = ends.tolist()
+    return [slice(start, stop) for start, stop in zip([0, *stops[:-1]], stops, strict=True)]
+
+
+def _has_kernel(x: Tensor, *widths: int) -> bool:
+    """Whether torch has a kernel for these groups that does not need their ends on the host."""
+    if x.device.type != "cuda" or x.dtype != torch.bfloat16:
+        return False
+    is_aligned = all(width * x.element_size() % ALIGNMENT_BYTES == 0 for width in widths)
+    return is_aligned and torch.cuda.get_device_capability(x.device)[0] >= 9

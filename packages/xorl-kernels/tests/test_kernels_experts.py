@@ -1,0 +1,148 @@
+"""Experts: every implementation against the plain twin, on odd shapes, uneven routes, padding and poisoned memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from xorl.kernels.experts import native, reference, routing
+from xorl.kernels.experts.plan import RoutePlan
+from xorl.kernels.experts.routing import document_sums, top_experts
+from xorl.kernels.layout import SequenceLayout
+from xorl.kernels.testing import nan_poisoned_empty
+
+# T, K, D, F, E: all different, so that no transposed or swapped operand fits.
+SHAPES = [(37, 3, 24, 16, 7), (5, 1, 8, 40, 3), (64, 8, 16, 8, 11)]
+
+
+def inputs(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
+    """x, gate_up, down, weights."""
+    num_tokens, num_choices, width, inner, num_experts = shape
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator, dtype=torch.float64)
+
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    tensors = [
+        normal(num_tokens, width).to(dtype),
+        (normal(num_experts, 2 * inner, width) / width**0.5).to(dtype),
+        (normal(num_experts, width, inner) / inner**0.5).to(dtype),
+        torch.rand(num_tokens, num_choices, generator=generator, dtype=torch.float64).to(wide),
+    ]
+    return [tensor.requires_grad_() for tensor in tensors]
+
+
+def routes(kind: str, shape: tuple[int, ...]) -> Tensor:
+    """[T, K] ids: random ones, all tokens to the same experts, or none to the first expert."""
+    num_tokens, num_choices, _, _, num_experts = shape
+    generator = torch.Generator().manual_seed(1)
+    scores = torch.rand(num_tokens, num_experts, generator=generator)
+    if kind == "same":
+        scores = scores[:1].expand(num_tokens, -1)
+    if kind == "none to the first" and num_choices < num_experts:
+        scores = scores.clone()
+        scores[:, 0] = -1.0
+    return scores.topk(num_choices).indices
+
+
+def gradients(out: Tensor, tensors: list[Tensor], seed: int = 3) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    grad = torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out.dtype)
+    return torch.autograd.grad(out, tensors, grad)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("kind", ["random", "same", "none to the first"])
+@pytest.mark.parametrize("num_padding", [0, 4])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_native_experts_match_the_twin(shape: tuple[int, ...], num_padding: int, kind: str, recompute: bool) -> None:
+    # Catches swapped gate and up, transposed weights, rows of padding that are read, and gradients of empty experts.
+    tensors, ids = inputs(shape, torch.float64), routes(kind, shape)
+    num_real = torch.tensor(shape[0] - num_padding)
+    expected = reference.experts(*tensors, ids, num_real=num_real)
+    with nan_poisoned_empty():
+        out = native.experts(*tensors, ids, num_real, recompute=recompute)
+        found = gradients(out, tensors)
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+    assert not out[shape[0] - num_padding :].any()
+    for mine, theirs in zip(found, gradients(expected, tensors), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-11)
+
+
+def test_the_gradient_is_that_of_finite_differences() -> None:
+    # Catches a twin and an implementation that are wrong alike.
+    shape = (6, 2, 5, 3, 4)
+    tensors, ids = inputs(shape, torch.float64), routes("random", shape)
+    assert torch.autograd.gradcheck(lambda *args: native.experts(*args, ids, torch.tensor(5)), tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_native_experts_round_once(dtype: torch.dtype) -> None:
+    # Catches sums over choices, or products with routing weights, in half precision.
+    shape = SHAPES[2]
+    tensors = inputs(shape, dtype)
+    ids = routes("random", shape)
+    exact = [value.detach().double().requires_grad_() for value in tensors]
+    expected = reference.experts(*exact, ids)
+    out = native.experts(*tensors, ids)
+    bound = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    assert (out - expected).norm() < bound * expected.norm()
+    for mine, theirs in zip(gradients(out, tensors), gradients(expected, exact), strict=True):
+        assert (mine - theirs).norm() < bound * theirs.norm()
+
+
+def test_a_plan_sorts_choices_by_expert_and_then_by_token() -> None:
+    # Catches an order that differs from run to run, and padding that counts for an expert.
+    ids = torch.tensor([[2, 0], [0, 1], [2, 1], [1, 2]])
+    plan = RoutePlan.of(ids, 4, torch.tensor(3))
+    assert plan.ends.tolist() == [2, 4, 6, 6]
+    assert plan.tokens[:6].tolist() == [0, 1, 1, 2, 0, 2]
+    assert plan.rows[:3].tolist() == [[4, 0], [1, 2], [5, 3]]
+    assert sorted(plan.rows.flatten().tolist()) == list(range(8))
+
+
+def test_experts_compile_into_one_graph() -> None:
+    # Catches a break of the graph, and outputs of other shapes than the operators promise.
+    shape = SHAPES[0]
+    tensors, ids = inputs(shape, torch.float32), routes("random", shape)
+
+    def block(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor) -> Tensor:
+        return native.experts(x, gate_up, down, weights, ids)
+
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    expected, out = block(*tensors), compiled(*tensors)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(gradients(out, tensors), gradients(expected, tensors))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_operators_are_registered_correctly(recompute: bool) -> None:
+    # Catches fake functions and autograd formulas that a compiler would trust and that are wrong.
+    shape = SHAPES[1]
+    tensors, ids = inputs(shape, torch.float32), routes("random", shape)
+    plan = RoutePlan.of(ids, shape[4])
+    tests = ("test_schema", "test_faketensor", "test_autograd_registration")
+    torch.library.opcheck(native._experts, (*tensors, *plan, recompute), test_utils=tests)
+
+
+@pytest.mark.parametrize("lengths", [[1], [64, 64], [5, 130, 1, 60], [63, 2, 200]])
+def test_documents_are_summed(lengths: list[int]) -> None:
+    # Catches tokens of a neighbouring document at a boundary of blocks, and a gradient that is not the document's.
+    layout = SequenceLayout.from_lengths(lengths)
+    ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    values = torch.randn(sum(lengths), 5, dtype=torch.float64, requires_grad=True)
+    sums = document_sums(values, layout.cu_seqlens, ids)
+    expected = torch.stack([part.sum(0) for part in values.split(lengths)])
+    torch.testing.assert_close(sums, expected)
+    grad = torch.randn_like(sums)
+    torch.testing.assert_close(torch.autograd.grad(sums, values, grad), torch.autograd.grad(expected, values, grad))
+    torch.library.opcheck(routing._document_sums, (values, layout.cu_seqlens, ids))
+
+
+def test_of_equal_scores_the_lowest_expert_wins() -> None:
+    # Catches a choice that depends on the device.
+    scores = torch.tensor([[0.5, 0.9, 0.5, 0.9, 0.1], [0.2, 0.2, 0.2, 0.2, 0.2]])
+    assert top_experts(scores, 3).tolist() == [[1, 3, 0], [0, 1, 2]]
+    torch.library.opcheck(top_experts, (scores, 3))
