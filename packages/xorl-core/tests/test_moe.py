@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from tiny_models import hf_config
 from xorl.core.models import SPECS, Decoder
-from xorl.core.models.router_losses import RouterLossOptions
+from xorl.core.models.router_losses import RouterLossOptions, router_metrics
 from xorl.core.nn.kernels import EXPERTS, LayerKernels
 from xorl.core.parallel.activations import Recompute, recompute_layers
 from xorl.kernels.layout import SequenceLayout
@@ -134,3 +134,21 @@ def test_a_module_without_roles_is_not_left_uninitialised() -> None:
     decoder.layers[0].extra = nn.Conv1d(2, 2, 2)
     with pytest.raises(AssertionError, match="Conv1d declares no roles"):
         decoder.init_weights(seed=0)
+
+
+def test_metrics_of_routers_say_how_even_the_load_is() -> None:
+    # Catches shares over all layers at once, and an entropy that is not 1 for an even load.
+    even = router_metrics(torch.full((2, 4), 5.0), torch.tensor([30.0, 6.0]), torch.tensor(10.0))
+    assert {name: value.item() for name, value in even.items()} == pytest.approx(
+        {
+            "router_balance_loss": 3.0,
+            "router_z_loss": 0.6,
+            "router_imbalance": 1.0,
+            "router_entropy": 1.0,
+            "router_dead_experts": 0.0,
+        }
+    )
+    one = router_metrics(torch.tensor([[8.0, 0, 0, 0], [2, 2, 2, 2]]), torch.zeros(2), torch.tensor(0.0))
+    assert one["router_imbalance"] == 4.0
+    assert one["router_entropy"] == pytest.approx(0.5)
+    assert one["router_dead_experts"] == 3

@@ -115,7 +115,7 @@ class BankEngine:
         sums = torch.cat([losses[:, None], self._counts(pending, rows)], dim=1)
         dist.all_reduce(sums, group=self.model.mesh.dp_group)
         self.timer.mark("comm")
-        return {name: StepLosses(*sums[row].unbind()) for name, row in rows.items()}
+        return {name: StepLosses.of(sums[row]) for name, row in rows.items()}
 
     @torch.no_grad()
     def forward(self, mixed: MixedBatch, loss_fn: LossFn) -> LossOutput:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from xorl.core.loss import IGNORE, LossFn, LossOutput
 from xorl.core.models import Decoder
+from xorl.core.models.router_losses import router_metrics
 from xorl.core.optim import Fp32Accumulation, OptimizerState, gradient_scale
 from xorl.core.parallel import ParallelModel
 from xorl.core.parallel.exposed import record_waits
@@ -26,12 +28,22 @@ OnOutput = Callable[[int, LossOutput], None]
 
 @dataclass(frozen=True)
 class StepLosses:
-    """Sums over the tokens of all micro-batches and all ranks: fp64 scalars on the device, not yet read back."""
+    """Sums over the tokens of all micro-batches and all ranks: fp64 scalars on the device, not yet read back.
+
+    routers: metrics of the routers of a mixture of experts.
+    """
 
     loss_sum: Tensor
     num_trained_tokens: Tensor
     num_tokens: Tensor
     flops: Tensor
+    routers: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, sums: Tensor, routers: Mapping[str, Tensor] = MappingProxyType({})) -> StepLosses:
+        """From the four sums as one tensor [4]."""
+        loss_sum, num_trained_tokens, num_tokens, flops = sums.unbind()
+        return cls(loss_sum, num_trained_tokens, num_tokens, flops, routers)
 
 
 @dataclass(frozen=True)
@@ -120,10 +132,23 @@ class Engine:
             loss_sum += output.sum.detach()
             if on_output is not None:
                 on_output(index, output)
-        sums = torch.cat([loss_sum.reshape(1), self._counts(pending)])
+        counts, router_sums = self._take_routing()
+        parts = [loss_sum.reshape(1), self._counts(pending), counts.flatten(), router_sums]
+        sums = torch.cat(parts)
         dist.all_reduce(sums, group=self.model.mesh.dp_group)
         self.timer.mark("comm")
-        return StepLosses(*sums.unbind())
+        scalars, choices, router_sums = sums.split([4, counts.numel(), router_sums.numel()])
+        routers = router_metrics(choices.view_as(counts), router_sums, scalars[1]) if counts.numel() else {}
+        return StepLosses.of(scalars, routers)
+
+    def _take_routing(self) -> tuple[Tensor, Tensor]:
+        """The choices of experts [L, E] and the sums of router losses since the last call; empty for a dense model."""
+        module = self.model.module
+        if isinstance(module, Decoder) and module.routers is not None:
+            counts, sums = module.routers.take()
+            return counts.to(self.device), sums.to(self.device)
+        empty = torch.zeros(0, dtype=torch.float64, device=self.device)
+        return empty, empty
 
     @torch.no_grad()
     def forward(self, batch: PackedBatch, loss_fn: LossFn) -> LossOutput:

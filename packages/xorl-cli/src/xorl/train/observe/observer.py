@@ -132,6 +132,7 @@ class _Pending:
     step: int
     lr: float | None
     scalars: torch.Tensor
+    routers: tuple[str, ...]
     marks: StepMarks
     end: Moment
     host_s: dict[str, float]
@@ -199,9 +200,9 @@ class Observer:
         self.flush()
         sums = [losses.loss_sum, losses.num_trained_tokens, losses.num_tokens, losses.flops]
         outcome = [update.grad_norm.double(), update.skipped.double()]
-        scalars = queue_copy(torch.stack([*sums, *outcome]))
+        scalars = queue_copy(torch.stack([*sums, *outcome, *losses.routers.values()]))
         end = self.timer.clock.now()
-        self._pending = _Pending(step, lr, scalars, self.timer.take(), end, self._host_s)
+        self._pending = _Pending(step, lr, scalars, tuple(losses.routers), self.timer.take(), end, self._host_s)
         self._host_s = {"data_s": 0.0, "checkpoint_s": 0.0}
         if self.device.type == "cpu":
             self.flush()  # the step is already done; later work must not count towards its time
@@ -213,7 +214,7 @@ class Observer:
         pending, self._pending = self._pending, None
         clock = self.timer.clock
         clock.wait(pending.end)
-        loss_sum, trained, tokens, flops, norm, skipped = pending.scalars.tolist()
+        loss_sum, trained, tokens, flops, norm, skipped, *routers = pending.scalars.tolist()
         elapsed, spent = clock.seconds(self._mark, pending.end), pending.marks.seconds(clock)
         clock.free([self._mark])
         self._mark = pending.end
@@ -229,6 +230,7 @@ class Observer:
             "tokens_per_s": tokens / elapsed,
             "mfu": flops / elapsed / (peak * self.world_size) if peak else None,
             "peak_memory_gib": _peak_memory_gib(self.device),
+            **dict(zip(pending.routers, routers, strict=True)),
             "time_s": elapsed,
             **{f"{phase}_s": seconds for phase, seconds in spent.items()},
             "idle_s": elapsed - sum(spent.values()),

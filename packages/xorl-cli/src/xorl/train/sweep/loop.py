@@ -226,7 +226,7 @@ class _MemberObserver:
         earlier, self._pending = self._pending, [(step, rates, queue_copy(torch.cat([sums, outcomes], dim=1)))]
         # The observer waits for the step before (on a CPU, for this one), so its scalars are then on the host.
         self._sweep.observer.step(
-            step, StepLosses(*joint.unbind()), Update(norm, torch.zeros_like(norm)), lr=max(rates.values())
+            step, StepLosses.of(joint), Update(norm, torch.zeros_like(norm)), lr=max(rates.values())
         )
         self._write(earlier)
         if self._sweep.engine.device.type == "cpu":

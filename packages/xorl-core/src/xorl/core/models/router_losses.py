@@ -8,6 +8,7 @@ Shapes: L layers with experts, N documents, E experts, K experts per token.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -91,6 +92,25 @@ class RouterLosses:
         total = counts.sum(-1, keepdim=True)
         load = (self._num_active * counts / total.clamp(min=1)).to(self.load.dtype)
         self.load = torch.where(total > 0, load, self.load.to(load.device))
+
+
+def router_metrics(counts: Tensor, sums: Tensor, num_trained: Tensor) -> dict[str, Tensor]:
+    """Metrics of a step, from the choices [L, E] and loss sums [2] of all ranks; scalars on the device.
+
+    imbalance: the choices of the busiest expert over the mean, in the layer where this is largest. entropy: of the
+    shares of choices, averaged over layers; 1 if all experts are chosen equally often. dead_experts: how many experts,
+    over all layers, no token chose.
+    """
+    num_experts = counts.shape[-1]
+    share = counts / counts.sum(-1, keepdim=True).clamp(min=1)
+    balance, z = (sums / num_trained.clamp(min=1)).unbind()
+    return {
+        "router_balance_loss": balance,
+        "router_z_loss": z,
+        "router_imbalance": num_experts * share.max(),
+        "router_entropy": torch.special.entr(share).sum(-1).mean() / math.log(max(num_experts, 2)),
+        "router_dead_experts": (counts == 0).sum().double(),
+    }
 
 
 class _WithLoss(torch.autograd.Function):
