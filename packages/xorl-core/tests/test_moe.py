@@ -51,12 +51,11 @@ def gradients(decoder: Decoder) -> dict[str, Tensor]:
 LOSSES = [
     RouterLossOptions(),
     RouterLossOptions(balance_coef=0.1),
-    RouterLossOptions(balance_coef=0.1, balance_scope="global"),
     RouterLossOptions(z_coef=0.1),
 ]
 
 
-@pytest.mark.parametrize("options", LOSSES, ids=["none", "document", "global", "z"])
+@pytest.mark.parametrize("options", LOSSES, ids=["none", "balance", "z"])
 @pytest.mark.parametrize("of_tokens", [True, False])
 def test_losses_do_not_depend_on_the_split(options: RouterLossOptions, of_tokens: bool) -> None:
     # Catches a balancing loss over a whole batch, which is not the sum of those of its parts.
@@ -76,7 +75,7 @@ def test_losses_do_not_depend_on_the_split(options: RouterLossOptions, of_tokens
         assert packed["model.layers.0.mlp.gate.weight"].norm() > 0
 
 
-@pytest.mark.parametrize("options", LOSSES, ids=["none", "document", "global", "z"])
+@pytest.mark.parametrize("options", LOSSES, ids=["none", "balance", "z"])
 def test_padding_changes_nothing(options: RouterLossOptions) -> None:
     # Catches padding that is routed, counted, or part of a loss.
     decoder, ids = make_decoder(), make_ids(sum(LENGTHS))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from xorl.core.loss import IGNORE, LossFn, LossOutput
 from xorl.core.models import Decoder
-from xorl.core.models.router_losses import router_metrics
+from xorl.core.models.router_losses import RouterLosses, router_metrics
 from xorl.core.optim import Fp32Accumulation, OptimizerState, gradient_scale
 from xorl.core.parallel import ParallelModel
 from xorl.core.parallel.exposed import record_waits
@@ -143,9 +143,9 @@ class Engine:
 
     def _take_routing(self) -> tuple[Tensor, Tensor]:
         """The choices of experts [L, E] and the sums of router losses since the last call; empty for a dense model."""
-        module = self.model.module
-        if isinstance(module, Decoder) and module.routers is not None:
-            counts, sums = module.routers.take()
+        routers = routers_of(self.model)
+        if routers is not None:
+            counts, sums = routers.take()
             return counts.to(self.device), sums.to(self.device)
         empty = torch.zeros(0, dtype=torch.float64, device=self.device)
         return empty, empty
@@ -262,15 +262,15 @@ def call_model(model: ParallelModel, batch: PackedBatch, loss_fn: LossFn, device
         batch.positions,
         batch.lengths,
         num_real=batch.cu_seqlens[-2 if is_padded else -1],
-        num_trained=trained_by_document(batch) if has_routers(model) else None,
+        num_trained=None if routers_of(model) is None else trained_by_document(batch),
     )
     targets = {"labels": batch.labels, "positions": batch.positions, **batch.extras}
     return model.forward(batch.input_ids, layout, loss=lambda hidden, weight: loss_fn(hidden, weight, targets))
 
 
-def has_routers(model: ParallelModel) -> bool:
-    """Whether the model is a mixture of experts."""
-    return isinstance(model.module, Decoder) and model.module.routers is not None
+def routers_of(model: ParallelModel) -> RouterLosses | None:
+    """The losses and statistics of a mixture of experts; None for other models."""
+    return model.module.routers if isinstance(model.module, Decoder) else None
 
 
 def trained_by_document(batch: PackedBatch) -> Tensor:

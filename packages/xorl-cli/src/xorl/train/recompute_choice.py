@@ -142,8 +142,8 @@ def choose_layers(
 
     if setting in BY_LAYER:
         for count in range(1, num_layers):
-            if needed(count) <= usable:
-                return Choice(setting, count, needed(count), usable)
+            if (num_bytes := needed(count)) <= usable:
+                return Choice(setting, count, num_bytes, usable)
     return Choice(setting, None, needed(num_layers), usable)
 
 

@@ -61,11 +61,8 @@ class Decoder(nn.Module):
         self.compute_dtype = torch.float32
         self.model = DecoderTrunk(config, merge_qkv=merge_qkv, kernels=kernels)
         mixtures = [layer.ffn for layer in config.layers if isinstance(layer.ffn, ExpertsConfig)]
-        self.routers = (
-            RouterLosses(len(mixtures), mixtures[0].num_experts, mixtures[0].num_active) if mixtures else None
-        )
-        if self.routers is not None:
-            self.routers.options = RouterLossOptions(balance_coef=config.balance_coef)
+        options = RouterLossOptions(balance_coef=config.balance_coef)
+        self.routers = RouterLosses(len(mixtures), mixtures[0].num_experts, options) if mixtures else None
         self.lm_head = None if config.tie_word_embeddings else Head(config.hidden_size, config.vocab_size, bias=False)
 
     @property

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -20,21 +19,17 @@ from torch.autograd.function import FunctionCtx
 from xorl.core.nn.moe import Routing
 from xorl.kernels.layout import SequenceLayout
 
-BalanceScope = Literal["document", "global"]
-
 
 @dataclass(frozen=True)
 class RouterLossOptions:
     """Weights of the losses.
 
-    balance_coef: of E * sum_e f_e P_e (arXiv:2101.03961), f the share of choices of each expert times K and P its mean
-        probability. balance_scope: document takes f and P of each document, averaged over layers, as transformers does
-        for a batch. global takes f of each layer from the previous optimizer step (uniform in the first).
+    balance_coef: of E * sum_e f_e P_e (arXiv:2101.03961), where f_e is how many tokens chose an expert, per token, and
+        P_e its mean probability. Both are of one document and averaged over layers, as transformers does for a batch.
     z_coef: of the mean over layers of logsumexp(logits)^2 (arXiv:2202.08906).
     """
 
     balance_coef: float = 0.0
-    balance_scope: BalanceScope = "document"
     z_coef: float = 0.0
 
 
@@ -43,34 +38,25 @@ class RouterLosses:
 
     Attributes:
         options: the weights.
-        load: [L, E] fp32, f of the previous optimizer step.
         counts: [L, E] fp64, choices of each expert since `take`.
         sums: [2] fp64, the balancing loss and the z-loss, without their weights, since `take`.
     """
 
-    def __init__(self, num_layers: int, num_experts: int, num_active: int) -> None:
-        self.options = RouterLossOptions()
-        self._num_active = num_active
-        self.load = torch.full((num_layers, num_experts), num_active / num_experts, device="cpu")
+    def __init__(self, num_layers: int, num_experts: int, options: RouterLossOptions) -> None:
+        self.options = options
         self.counts = torch.zeros(num_layers, num_experts, dtype=torch.float64, device="cpu")
         self.sums = torch.zeros(2, dtype=torch.float64, device="cpu")
 
     def add(self, hidden: Tensor, routings: Sequence[Routing], layout: SequenceLayout) -> Tensor:
-        """`hidden`, whose backward pass also computes the gradients of the losses."""
-        if self.counts.device != hidden.device:
-            self.load, self.counts, self.sums = (x.to(hidden.device) for x in (self.load, self.counts, self.sums))
+        """Return `hidden` [T, D]; its backward pass also computes the gradients of the losses."""
+        self.counts, self.sums = self.counts.to(hidden.device), self.sums.to(hidden.device)
         counts = torch.stack([routing.counts for routing in routings])  # [L, N, E]
         probabilities = torch.stack([routing.probabilities for routing in routings])
         lengths = layout.cu_seqlens.diff().to(probabilities.dtype)
         trained = lengths if layout.num_trained is None else layout.num_trained.to(probabilities.dtype)
         weight = trained / lengths  # [N]
-        if self.options.balance_scope == "document":
-            share = counts.to(probabilities.dtype).mean(0) / lengths[:, None]  # [N, E]
-            by_document = (share * probabilities.mean(0)).sum(-1)
-        else:
-            by_document = (self.load[:, None] * probabilities).mean(0).sum(-1)
-        num_experts = counts.shape[-1]
-        balance = num_experts * (weight * by_document).sum()
+        share = counts.to(probabilities.dtype).mean(0) / lengths[:, None]  # [N, E]
+        balance = counts.shape[-1] * (weight * (share * probabilities.mean(0)).sum(-1)).sum()
         z = (weight * torch.stack([routing.squared_lse for routing in routings]).mean(0)).sum()
         with torch.no_grad():
             self.counts += counts.sum(1)
@@ -82,16 +68,10 @@ class RouterLosses:
         return out
 
     def take(self) -> tuple[Tensor, Tensor]:
-        """`counts` and `sums`, which start again at zero."""
+        """Return `counts` and `sums`, and reset both to zero."""
         taken = self.counts, self.sums
         self.counts, self.sums = torch.zeros_like(self.counts), torch.zeros_like(self.sums)
         return taken
-
-    def finish_step(self, counts: Tensor) -> None:
-        """Set `load` from the choices [L, E] of all ranks in the optimizer step."""
-        total = counts.sum(-1, keepdim=True)
-        load = (self._num_active * counts / total.clamp(min=1)).to(self.load.dtype)
-        self.load = torch.where(total > 0, load, self.load.to(load.device))
 
 
 def router_metrics(counts: Tensor, sums: Tensor, num_trained: Tensor) -> dict[str, Tensor]:
@@ -114,7 +94,7 @@ def router_metrics(counts: Tensor, sums: Tensor, num_trained: Tensor) -> dict[st
 
 
 class _WithLoss(torch.autograd.Function):
-    """A tensor, and a loss that is added to the sum that the tensor's gradient is taken of."""
+    """Identity on a tensor that adds `loss` to the loss being differentiated, with a gradient of 1."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, hidden: Tensor, loss: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Mixtures of experts: a router sends each token to a few experts, whose outputs it weights.
+"""Mixtures of experts: a router sends each token to a few experts and weights their outputs.
 
 Shapes: T tokens, D model width, E experts, K experts per token, F width of an expert, N documents.
 """
@@ -49,6 +49,7 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
         dtype = wide if self.fp32 else x.dtype
+        # Rounded first, so that fp32 parameters compute the same as parameters that were gathered in the dtype of x.
         return F.linear(x.to(dtype), self.weight.to(x.dtype).to(dtype)).to(wide)
 
     def extra_repr(self) -> str:
@@ -128,7 +129,7 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(width, expert_width, num_experts, kernels=kernels)
 
     def forward(self, x: Tensor, layout: SequenceLayout) -> tuple[Tensor, Routing | None]:
-        """The output [T, D], 0 for padding, and in training what the losses of routers need."""
+        """Returns the output [T, D], which is 0 for padding, and in training the input of the router losses."""
         logits = self.gate(x)
         probabilities = logits.softmax(-1)
         ids = top_experts(probabilities.detach(), self.num_active)
@@ -140,7 +141,7 @@ class MixtureOfExperts(nn.Module):
 
 
 def sum_documents(logits: Tensor, probabilities: Tensor, ids: Tensor, layout: SequenceLayout) -> Routing:
-    """The sums of one layer."""
+    """Sum up the routing of one layer by document, from logits and probabilities [T, E] and chosen ids [T, K]."""
     num_documents, num_experts = len(layout.cu_seqlens) - 1, logits.shape[1]
     documents = layout.document_ids()
     index = documents[:, None] * num_experts + ids

@@ -11,6 +11,6 @@ Role = Literal["dense", "expert", "router", "bias", "norm", "embedding", "head",
 
 @runtime_checkable
 class DeclaresRoles(Protocol):
-    """A module with parameters of its own. `roles` maps their names to roles."""
+    """A module that owns parameters. `roles` maps their names to roles."""
 
     roles: ClassVar[Mapping[str, Role]]

@@ -1,1 +1,1 @@
-"""Layers of experts: routing and plan say where tokens go; native, and its plain twin reference, compute."""
+"""Layers of experts: `routing` and `plan` assign tokens, `native` computes, and `reference` is its twin."""

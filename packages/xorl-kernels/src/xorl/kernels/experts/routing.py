@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-# Rows summed at once; documents are sums of whole blocks and of parts of two.
+# Rows summed at once: a document is a range of whole blocks, and parts of the two at its ends.
 BLOCK = 64
 
 
@@ -28,6 +28,7 @@ def _(scores: Tensor, num_active: int) -> Tensor:
     return scores.new_empty(scores.shape[0], num_active, dtype=torch.int64)
 
 
+@torch.library.custom_op("xorl::document_sums", mutates_args=())
 def document_sums(values: Tensor, cu_seqlens: Tensor, document_ids: Tensor) -> Tensor:
     """Sums over the tokens of each document: [T, C] to [N, C], differentiable.
 
@@ -36,11 +37,6 @@ def document_sums(values: Tensor, cu_seqlens: Tensor, document_ids: Tensor) -> T
         cu_seqlens: [N + 1] int32, the first token of each document, and T.
         document_ids: [T] int64, the document of each token.
     """
-    return _document_sums(values, cu_seqlens, document_ids)
-
-
-@torch.library.custom_op("xorl::document_sums", mutates_args=())
-def _document_sums(values: Tensor, cu_seqlens: Tensor, document_ids: Tensor) -> Tensor:
     num_tokens, num_columns = values.shape
     num_blocks = num_tokens // BLOCK + 1
     padded = values.new_zeros(num_blocks * BLOCK, num_columns)
@@ -48,7 +44,7 @@ def _document_sums(values: Tensor, cu_seqlens: Tensor, document_ids: Tensor) -> 
     blocks = padded.view(num_blocks, BLOCK, num_columns)
     before = torch.zeros(num_blocks + 1, num_columns, dtype=torch.float64, device=values.device)
     torch.cumsum(blocks.sum(1, dtype=torch.float64), 0, out=before[1:])
-    # The sum of all tokens before each boundary: whole blocks, and the first rows of the block that it lies in.
+    # The sum of all tokens before each boundary: of the blocks before its block, and of the rows before it there.
     boundaries = cu_seqlens.long()
     block = boundaries // BLOCK
     is_before = torch.arange(BLOCK, device=values.device) < (boundaries % BLOCK)[:, None]
@@ -56,7 +52,7 @@ def _document_sums(values: Tensor, cu_seqlens: Tensor, document_ids: Tensor) -> 
     return (before[block] + inside).diff(dim=0).to(values.dtype)
 
 
-@_document_sums.register_fake
+@document_sums.register_fake
 def _(values: Tensor, cu_seqlens: Tensor, document_ids: Tensor) -> Tensor:
     return values.new_empty(cu_seqlens.shape[0] - 1, values.shape[1])
 
@@ -70,4 +66,4 @@ def _differentiate(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:
     return grad[document_ids], None, None
 
 
-_document_sums.register_autograd(_differentiate, setup_context=_save)
+document_sums.register_autograd(_differentiate, setup_context=_save)
