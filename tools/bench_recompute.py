@@ -25,7 +25,6 @@ from pathlib import Path
 import torch
 
 from xorl.config import Config, config_from_mapping
-from xorl.config.local import TrainConfig
 from xorl.core import runtime
 from xorl.core.loss import cross_entropy
 from xorl.core.mesh import Mesh, ParallelDims
@@ -33,8 +32,8 @@ from xorl.data import PackedBatch
 from xorl.train.architecture import Architecture
 from xorl.train.build import build_engine
 from xorl.train.model import head_options_of, read_architecture
-from xorl.train.recompute_choice import SETTINGS, MicroBatch, choose_recomputation, measure
-from xorl.train.step_memory import held_bytes, pass_peak
+from xorl.train.recompute_choice import BY_LAYER, SETTINGS, MicroBatch, choose, measure, usable_bytes
+from xorl.train.step_memory import PassProfile, held_bytes, pass_peak
 
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -155,32 +154,23 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def setting_of(train: TrainConfig) -> str:
-    """The setting that a configuration has: the one with the most options of those that agree."""
-    options = train.model_dump()
-    agreeing = [
-        name for name, setting in SETTINGS.items() if all(options[key] == value for key, value in setting.items())
-    ]
-    return max(agreeing, key=lambda name: len(SETTINGS[name]))
-
-
 def rows_of(folder: Path, kind: str, num_tokens: int, device: torch.device, num_steps: int) -> Iterator[Row]:
     """Every setting, and those that apply to half of the layers."""
     config = config_of(folder, kind, num_tokens, {"recompute_policy": "auto"})
     architecture, batch = read_architecture(config.model), MicroBatch(num_tokens, num_tokens)
     mesh, num_layers = Mesh(ParallelDims.resolve("none", 1), device.type), architecture.config.num_layers
     held = held_bytes(config, architecture, mesh)
-    chosen = choose_recomputation(config, architecture, mesh, device, batch)
-    free_memory()
-    total = torch.cuda.mem_get_info()[0] if device.type == "cuda" else float("inf")
-    profiles = {
-        name: measure(config, name, architecture, mesh, device, batch) for name in SETTINGS if device.type == "cuda"
-    }
     counts: list[tuple[str, int | None]] = [(name, None) for name in SETTINGS]
-    counts += [("operation", num_layers // 2), ("layer", num_layers // 2)]
-    if device.type != "cuda":
+    counts += [(name, num_layers // 2) for name in BY_LAYER]
+    profiles: dict[str, PassProfile] = {}
+    choice, total = ("none", None), float("inf")
+    if device.type == "cuda":
+        usable, total = usable_bytes(device), torch.cuda.mem_get_info()[0]
+        profiles = {name: measure(config, name, architecture, mesh, device, batch) for name in SETTINGS}
+        best = choose(profiles.__getitem__, num_layers, held, usable)[-1]
+        choice = best.setting, best.num_layers
+    else:
         counts.remove(("layer and offload", None))
-    choice = setting_of(chosen), chosen.recompute_num_layers
     if choice not in counts:
         counts.append(choice)
     for name, count in counts:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -58,7 +58,7 @@ SETTINGS: MappingProxyType[str, dict[str, object]] = MappingProxyType(
 # Settings that some layers can have alone: offloading is for all.
 BY_LAYER = ("operation", "layer")
 # The rest is for NCCL, workspaces of libraries, and gaps between allocations.
-USABLE = 0.92
+USABLE = 0.95
 
 
 @dataclass(frozen=True)
@@ -92,25 +92,30 @@ def choose_recomputation(
     if device.type != "cuda":
         logger.info("recompute_policy=auto setting=none: host memory has no limit that could be found by a probe")
         return _with(config.train, "none")
-    free, _ = torch.cuda.mem_get_info(device)
-    usable = USABLE * (free + torch.cuda.memory_reserved(device))
+    usable = usable_bytes(device)
     held = held_bytes(config, architecture, mesh, by_copy_engines=has_copy_engines(mesh.fsdp))
-    num_layers = architecture.config.num_layers
-    choices: list[Choice] = []
-    profiles: list[PassProfile] = []
-    for name in SETTINGS:
-        profile = measure(config, name, architecture, mesh, device, batch)
+    memory = torch.tensor([held.throughout, -usable], dtype=torch.float64, device=device)
+    dist.all_reduce(memory, op=dist.ReduceOp.MAX)
+    throughout, negative_usable = memory.tolist()
+
+    def profile(setting: str) -> PassProfile:
         # Every rank reaches this collective for every setting, also after it ran out of memory.
-        outcome = torch.tensor([held.throughout, -usable, *profile.flat()], dtype=torch.float64, device=device)
-        dist.all_reduce(outcome, op=dist.ReduceOp.MAX)
-        throughout, negative_usable, *values = outcome.tolist()
-        profiles.append(PassProfile.of(values))
-        agreed = Held(throughout, held.gradient_ratio)
-        choices.append(choose_layers(name, profiles[-1], profiles[0], num_layers, agreed, -negative_usable))
-        if choices[-1].fits:
-            break
+        flat = torch.tensor(
+            measure(config, setting, architecture, mesh, device, batch).flat(), dtype=torch.float64, device=device
+        )
+        dist.all_reduce(flat, op=dist.ReduceOp.MAX)
+        return PassProfile.of(flat.tolist())
+
+    agreed = Held(throughout, held.gradient_ratio)
+    choices = choose(profile, architecture.config.num_layers, agreed, -negative_usable)
     logger.info("%s", table(choices))
     return _with(config.train, choices[-1].setting, choices[-1].num_layers)
+
+
+def usable_bytes(device: torch.device) -> float:
+    """Memory of a CUDA device that a step may take, with what the allocator holds already."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return USABLE * (free + torch.cuda.memory_reserved(device))
 
 
 @dataclass(frozen=True)
@@ -129,6 +134,21 @@ class Choice:
 
     def __str__(self) -> str:
         return self.setting if self.num_layers is None else f"{self.setting} in {self.num_layers} layers"
+
+
+def choose(profile: Callable[[str], PassProfile], num_layers: int, held: Held, usable: float) -> list[Choice]:
+    """The settings tried, from fastest to leanest; the last one is the first that fits, or the leanest.
+
+    profile: the profile of a setting's pass, the same on every rank.
+    """
+    choices: list[Choice] = []
+    profiles: list[PassProfile] = []
+    for setting in SETTINGS:
+        profiles.append(profile(setting))
+        choices.append(choose_layers(setting, profiles[-1], profiles[0], num_layers, held, usable))
+        if choices[-1].fits:
+            break
+    return choices
 
 
 def choose_layers(
