@@ -207,7 +207,7 @@ def test_split_heads(num_tokens, shape, has_norms, has_rope, merged, dtype):
     rope = (angles.cos(), angles.sin()) if has_rope else None
     projected = randn(num_tokens, sum(shape.row_counts), dtype=dtype)
     parts = (projected,) if merged else projected.split(shape.row_counts, dim=-1)
-    weights = eps_inputs((shape.head_dim,), (shape.attention.head_dim,), dtype=dtype) if has_norms else ()
+    weights = eps_inputs((shape.head_dim,), (shape.head_dim,), dtype=dtype) if has_norms else ()
 
     def run(function, *leaves):
         norms = HeadNorms(*leaves[len(parts) :], 1e-6) if has_norms else None

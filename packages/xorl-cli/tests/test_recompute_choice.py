@@ -25,6 +25,7 @@ from xorl.core.runtime import Runtime
 from xorl.train.model import KeptDtypes, build_model, head_options_of, read_architecture, sketch_model
 from xorl.train.recompute_choice import SETTINGS, Choice, MicroBatch, choose_layers, measure_slice, table
 from xorl.train.step_memory import (
+    MEASURED_LAYERS,
     Held,
     PassProfile,
     Phase,
@@ -232,7 +233,7 @@ def test_the_peak_of_a_step_is_predicted(options: dict, setting: str, place: Run
     profiles = {}
     for each in {name, "none"}:
         with LiveBytes() as live:
-            profiles[each] = measure_slice(config, each, architecture, 5, mesh, place.device, batch, live)
+            profiles[each] = measure_slice(config, each, architecture, MEASURED_LAYERS, mesh, place.device, batch, live)
     by_layer = [profiles[name if not count or index < int(count) else "none"] for index in range(num_layers)]
     held = held_bytes(config, architecture, mesh)
     expected = held.throughout + pass_peak(by_layer, held.gradient_ratio)

@@ -31,10 +31,10 @@ from xorl.train.model import DTYPES, KeptDtypes, sketch_model
 
 # States of the optimizer per parameter; muon is counted as if it were AdamW everywhere.
 NUM_STATES = MappingProxyType({"adamw": 2, "anyprecision_adamw": 2, "muon": 2, "sgd": 0})
-# Layers of a profile that differ from the others in the middle: with activations on their way to the host, the first
-# two and the last two.
-NUM_ENDS = 2
-MEASURED_LAYERS = 2 * NUM_ENDS + 1
+# Layers of a profile that differ from those in the middle. With activations on their way to the host, the first layers
+# do, whose activations have not left yet (one more if nothing below is trained), and the last ones, which keep theirs.
+NUM_FIRST, NUM_LAST = 3, 2
+MEASURED_LAYERS = NUM_FIRST + 1 + NUM_LAST
 
 
 @dataclass(frozen=True)
@@ -106,9 +106,9 @@ def _measured(index: int, num_layers: int, profile: PassProfile) -> int:
     """The layer of a profile that is like layer `index` of the model."""
     measured = len(profile.forward)
     from_end = num_layers - index
-    if index < NUM_ENDS or measured == num_layers:
+    if index < NUM_FIRST or measured == num_layers:
         return index
-    return measured - from_end if from_end <= NUM_ENDS else NUM_ENDS
+    return measured - from_end if from_end <= NUM_LAST else NUM_FIRST
 
 
 class Meter(Protocol):

@@ -238,10 +238,10 @@ def _backward(
             x_ptr, grad_normed_ptr, grad_summed_ptr, rstd_ptr, start, start < end, WIDTH, HAS_SUM, BLOCK
         )
     row = start
-    while row < start + rows_of_program:
+    while row < end:
         # Loaded before the sum over the row, which waits for all warps, to keep memory busy.
-        at, is_row = (row + 1, row + 1 < end) if PREFETCHES else (row, row < end)
-        loaded = _load_row(x_ptr, grad_normed_ptr, grad_summed_ptr, rstd_ptr, at, is_row, WIDTH, HAS_SUM, BLOCK)
+        at = row + 1 if PREFETCHES else row
+        loaded = _load_row(x_ptr, grad_normed_ptr, grad_summed_ptr, rstd_ptr, at, at < end, WIDTH, HAS_SUM, BLOCK)
         if not PREFETCHES:
             x, grad, summed, rstd = loaded
         normed = x.to(tl.float32) * rstd
@@ -253,7 +253,7 @@ def _backward(
         wide = (wide - normed * (tl.sum(wide * normed, axis=0) / WIDTH)) * rstd
         if HAS_SUM:
             wide += summed.to(tl.float32)
-        tl.store(grad_x_ptr + row * WIDTH + columns, wide.to(dtype), mask=is_column & (row < end))
+        tl.store(grad_x_ptr + row * WIDTH + columns, wide.to(dtype), mask=is_column)
         if PREFETCHES:
             x, grad, summed, rstd = loaded
         row += 1
