@@ -27,6 +27,7 @@ from triton.compiler.errors import CompilationError
 from triton.runtime import driver
 
 from xorl.kernels.attention import paged_triton
+from xorl.kernels.experts import routing_triton, rows_triton
 from xorl.kernels.fused import cross_entropy, heads, reference, rms_norm, swiglu, widened_sum
 from xorl.kernels.fused.reference import HeadNorms, HeadShape
 from xorl.kernels.optim import Noise, triton_lists, triton_symmetric, triton_updates
@@ -300,7 +301,32 @@ def sums() -> None:
         )
 
 
-CALLS = (losses, norms, split_heads, gated, fp8_casts, quantized_weights, updates, symmetric_products, paged, sums)
+def experts(num_tokens: int = 64) -> None:
+    """What experts compute between their products, with all weights and none, and the choice of experts."""
+    rows, ends = empty(num_tokens, 8, dtype=torch.int32), empty(128, dtype=torch.int32)
+    weights = empty(num_tokens, 8, dtype=FP32)
+    for width, dtype in product((768, 3000), FLOATS):
+        y, up = empty(8 * num_tokens, width, dtype=dtype), empty(8 * num_tokens, 2 * width, dtype=dtype)
+        rows_triton.combine(y, weights, rows, ends)
+        rows_triton.combine(y, None, rows, ends)
+        rows_triton.gated_backward(y, up, weights, rows.flatten(), ends)
+    for num_experts in (60, 128):
+        routing_triton.top_experts(empty(num_tokens, num_experts, dtype=FP32), 8)
+
+
+CALLS = (
+    losses,
+    norms,
+    split_heads,
+    gated,
+    experts,
+    fp8_casts,
+    quantized_weights,
+    updates,
+    symmetric_products,
+    paged,
+    sums,
+)
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
@@ -418,6 +444,7 @@ def usual_sizes() -> None:
     triton_lists.adamw_(*([param] for _ in range(4)), **rates, **options, corrections=corrections, noises=[noise])
     triton_lists.square_sum([grad])
     widened_sum.widened_sum_(empty(count, dtype=FP32), grad, empty(1, count))
+    experts(8192)
 
 
 # Warps that a processor has registers for, and loads and stores of fewer than four bytes: of single values (labels, the

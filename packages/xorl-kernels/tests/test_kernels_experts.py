@@ -71,6 +71,18 @@ def test_native_experts_match_the_twin(shape: tuple[int, ...], num_padding: int,
         torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-11)
 
 
+def test_frozen_experts_get_no_gradient() -> None:
+    # Catches products for gradients that nothing reads, and a gradient of x that depends on them.
+    shape = SHAPES[0]
+    tensors, ids = inputs(shape, torch.float64), routes("random", shape)
+    expected = gradients(native.experts(*tensors, ids), tensors)
+    for frozen in tensors[1:3]:
+        frozen.requires_grad_(False)
+    found = gradients(native.experts(*tensors, ids), [tensors[0], tensors[3]])
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1], expected[3])
+
+
 def test_the_gradient_is_that_of_finite_differences() -> None:
     # Catches a twin and an implementation that are wrong alike.
     shape = (6, 2, 5, 3, 4)
@@ -98,7 +110,8 @@ def test_a_plan_sorts_choices_by_expert_and_then_by_token() -> None:
     ids = torch.tensor([[2, 0], [0, 1], [2, 1], [1, 2]])
     plan = RoutePlan.of(ids, 4, torch.tensor(3))
     assert plan.ends.tolist() == [2, 4, 6, 6]
-    assert plan.tokens[:6].tolist() == [0, 1, 1, 2, 0, 2]
+    assert [choice // 2 for choice in plan.choices[:6].tolist()] == [0, 1, 1, 2, 0, 2]
+    assert plan.rows.flatten()[plan.choices].tolist() == list(range(8))
     assert plan.rows[:3].tolist() == [[4, 0], [1, 2], [5, 3]]
     assert sorted(plan.rows.flatten().tolist()) == list(range(8))
 

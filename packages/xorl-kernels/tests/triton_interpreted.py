@@ -8,6 +8,9 @@ import torch
 
 from xorl.kernels.attention import KeyValueCache, MixedLayout, paged_triton
 from xorl.kernels.attention.cached import plain_cached_attention
+from xorl.kernels.experts import routing_triton, rows, rows_triton
+from xorl.kernels.experts.plan import RoutePlan
+from xorl.kernels.experts.routing import top_experts
 from xorl.kernels.fused import cross_entropy, device, heads, partial, reference, rms_norm, swiglu, widened_sum
 from xorl.kernels.fused.reference import HeadNorms, HeadShape
 from xorl.kernels.testing import TOLERANCES, assert_close, assert_matches_reference, nan_poisoned_empty
@@ -329,3 +332,43 @@ def test_paged_attention(monkeypatch, heads, kv_heads, head_dim, window, totals,
             block_keys=16,
         )
     assert_close("attended", found, wanted, TOLERANCES[torch.float32])
+
+
+@pytest.mark.parametrize("max_block", [2048, 16])
+@pytest.mark.parametrize("num_padding", [0, 3])
+@pytest.mark.parametrize(("num_tokens", "num_choices", "width", "num_experts"), [(13, 3, 24, 7), (5, 1, 40, 3)])
+def test_between_the_products_of_experts(
+    monkeypatch, num_tokens, num_choices, width, num_experts, num_padding, max_block
+):
+    # Catches a weight of another choice, rows of padding that are read, a last block beyond the row, and gate and up
+    # that are swapped.
+    monkeypatch.setattr(rows_triton, "MAX_BLOCK", max_block)
+    ids = randn(num_tokens, num_experts).topk(num_choices).indices
+    plan = RoutePlan.of(ids, num_experts, torch.tensor(num_tokens - num_padding))
+    num_read = num_choices * (num_tokens - num_padding)
+    grad, up, y = (randn(len(plan.choices), columns, seed=columns) for columns in (width, 2 * width, width + 1))
+    for values in (grad, up, y):
+        values[num_read:] = float("nan")
+    weights = randn(num_tokens, num_choices, seed=5)
+    with nan_poisoned_empty():
+        for given in (weights, None):
+            wanted = rows.combine(y, given, plan.rows, plan.ends)
+            assert not wanted.isnan().any()
+            assert_close("out", rows_triton.combine(y, given, plan.rows, plan.ends), wanted, TOLERANCES[torch.float32])
+        wanted = rows.gated_backward(grad, up, weights, plan.choices, plan.ends)
+        found = rows_triton.gated_backward(grad, up, weights, plan.choices, plan.ends)
+    for name, mine, theirs in zip(("grad_up", "weighted", "grad_weights"), found, wanted, strict=True):
+        whole = name == "grad_weights"
+        assert_close(
+            name, mine if whole else mine[:num_read], theirs if whole else theirs[:num_read], TOLERANCES[torch.float32]
+        )
+
+
+@pytest.mark.parametrize(("num_tokens", "num_experts", "num_active"), [(5, 8, 3), (70, 60, 6), (1, 3, 3)])
+def test_the_best_experts(num_tokens, num_experts, num_active):
+    # Catches an expert that is chosen twice, ties that go to another than the first, and ids that are no experts.
+    scores = randn(num_tokens, num_experts).mul(4).round()
+    assert torch.equal(routing_triton.top_experts(scores, num_active), top_experts(scores, num_active))
+    ids = routing_triton.top_experts(torch.full_like(scores, float("nan")), num_active)
+    assert int(ids.min()) >= 0
+    assert int(ids.max()) < num_experts

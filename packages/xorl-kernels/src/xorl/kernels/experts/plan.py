@@ -17,12 +17,12 @@ class RoutePlan(NamedTuple):
     Rows of one expert are adjacent and in the order of their tokens. Padding has no expert: its rows come last, and
     nothing reads them.
 
-    tokens: [M] int32, the token of each row.
+    choices: [M] int32, the choice t * K + k of each row.
     rows: [T, K] int32, the row of each choice.
     ends: [E] int32, the end of each expert's rows; experts may have none.
     """
 
-    tokens: Tensor
+    choices: Tensor
     rows: Tensor
     ends: Tensor
 
@@ -46,4 +46,4 @@ class RoutePlan(NamedTuple):
         rows[order] = torch.arange(len(order), dtype=torch.int32, device=ids.device)
         last = torch.arange(num_experts, dtype=torch.int32, device=ids.device)
         ends = torch.searchsorted(experts, last, right=True, out_int32=True)
-        return cls((order // num_choices).to(torch.int32), rows.view(num_tokens, num_choices), ends)
+        return cls(order.to(torch.int32), rows.view(num_tokens, num_choices), ends)

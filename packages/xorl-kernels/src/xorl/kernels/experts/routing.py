@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from xorl.kernels.fused import triton_refusal
+
 # Rows summed at once: a document is a range of whole blocks, and parts of the two at its ends.
 BLOCK = 64
 
@@ -20,6 +22,10 @@ def top_experts(scores: Tensor, num_active: int) -> Tensor:
     One operator without a gradient, so that recomputation can keep its output: a recomputed score may differ in its
     last bit, and tokens must not change their experts.
     """
+    if scores.dtype == torch.float32 and triton_refusal(scores.device.type) is None:
+        from xorl.kernels.experts import routing_triton  # noqa: PLC0415 - needs Triton
+
+        return routing_triton.top_experts(scores, num_active)
     return scores.sort(dim=-1, descending=True, stable=True).indices[:, :num_active].contiguous()
 
 

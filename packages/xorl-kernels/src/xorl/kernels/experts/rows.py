@@ -1,0 +1,67 @@
+"""What a layer of experts computes between its products, in plain torch; `rows_triton` has the same functions.
+
+Everything is computed in fp32 (fp64 for fp64) and rounded once.
+
+Shapes: T tokens, K experts per token, M = T * K rows, D model width, F width of an expert, E experts.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def gated(up: Tensor) -> Tensor:
+    """silu(gate) * up: [M, 2F], the gate first, to [M, F]."""
+    gate, value = _wide(up).chunk(2, dim=-1)
+    return (F.silu(gate) * value).to(up.dtype)
+
+
+def gated_backward(
+    grad: Tensor, up: Tensor, weights: Tensor, choices: Tensor, ends: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The backward pass of weight * gated(up). Rows from the last end on are padding, whose weights get 0.
+
+    Args:
+        grad: [M, F], without the routing weights; it may be overwritten.
+        up: [M, 2F].
+        weights: [T, K], in fp32 or fp64.
+        choices: [M] int32, the index of each row's weight in the flattened weights.
+        ends: [E] int32.
+
+    Returns:
+        The gradient of `up` [M, 2F], weight * gated(up) [M, F], and the gradient of the weights [T, K].
+    """
+    gate, value = _wide(up).chunk(2, dim=-1)
+    weight, unweighted = weights.flatten()[choices, None], grad.to(weights.dtype)
+    sigmoid = torch.sigmoid(gate)
+    output = gate * sigmoid * value
+    is_padding = torch.arange(len(choices), device=choices.device) >= ends[-1]
+    grad_weights = torch.empty_like(weights)
+    grad_weights.view(-1)[choices.long()] = (unweighted * output).sum(-1).masked_fill_(is_padding, 0)
+    weighted = unweighted * weight
+    grad_gate = weighted * value * sigmoid * (1 + gate * (1 - sigmoid))
+    grad_up = torch.cat([grad_gate, weighted * gate * sigmoid], dim=-1).to(up.dtype)
+    return grad_up, (output * weight).to(up.dtype), grad_weights
+
+
+def combine(y: Tensor, weights: Tensor | None, rows: Tensor, ends: Tensor) -> Tensor:
+    """sum_k weights[t, k] * y[rows[t, k]], in the order of k; 0 for padding. [M, D] to [T, D] in the dtype of y.
+
+    Args:
+        y: [M, D].
+        weights: [T, K], in fp32 or fp64; None for ones.
+        rows: [T, K] int32.
+        ends: [E] int32; tokens whose rows come after the last end are padding.
+    """
+    wide = _wide(y)
+    total = torch.zeros(len(rows), y.shape[1], dtype=wide.dtype, device=y.device)
+    for choice in range(rows.shape[1]):
+        part = wide[rows[:, choice]]
+        total += part if weights is None else part * weights[:, choice, None]
+    return total.masked_fill_((rows[:, 0] >= ends[-1])[:, None], 0).to(y.dtype)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))

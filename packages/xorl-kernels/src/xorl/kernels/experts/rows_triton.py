@@ -1,0 +1,139 @@
+"""What a layer of experts computes between its products, one kernel each. Plain twins: the functions of `rows`.
+
+Shapes: T tokens, K experts per token, M = T * K rows, D model width, F width of an expert, E experts.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from xorl.kernels.fused import swiglu
+from xorl.kernels.fused.device import launch, power_of_2
+
+# Values of a row that a program holds at once.
+MAX_BLOCK = 2048
+NUM_WARPS = 4
+
+
+def gated(up: Tensor) -> Tensor:
+    """As `rows.gated`."""
+    return swiglu.swiglu(up)
+
+
+def gated_backward(
+    grad: Tensor, up: Tensor, weights: Tensor, choices: Tensor, ends: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `rows.gated_backward`; overwrites `grad`, contiguous, with the second result."""
+    assert grad.is_contiguous(), "the kernel overwrites it row by row"
+    up, weights = up.contiguous(), weights.contiguous()
+    grad_up, grad_weights = torch.empty_like(up), torch.empty_like(weights)
+    num_rows, width = grad.shape
+    if num_rows:
+        launch(
+            _gated_backward,
+            (num_rows,),
+            grad,
+            up,
+            weights,
+            choices,
+            ends[-1:],
+            grad_up,
+            grad_weights,
+            WIDTH=width,
+            BLOCK=min(power_of_2(width), MAX_BLOCK),
+            num_warps=NUM_WARPS,
+        )
+    return grad_up, grad, grad_weights
+
+
+def combine(y: Tensor, weights: Tensor | None, rows: Tensor, ends: Tensor) -> Tensor:
+    """As `rows.combine`."""
+    y = y.contiguous()
+    (num_tokens, num_choices), width = rows.shape, y.shape[1]
+    out = y.new_empty(num_tokens, width)
+    if out.numel():
+        block = min(power_of_2(width), MAX_BLOCK)
+        launch(
+            _combine,
+            (num_tokens, math.ceil(width / block)),
+            y,
+            rows if weights is None else weights.contiguous(),
+            rows,
+            ends[-1:],
+            out,
+            WIDTH=width,
+            NUM_CHOICES=num_choices,
+            HAS_WEIGHTS=weights is not None,
+            BLOCK=block,
+            num_warps=NUM_WARPS,
+        )
+    return out
+
+
+@triton.jit
+def _gated_backward(
+    grad_ptr: tl.tensor,
+    up_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
+    choices_ptr: tl.tensor,
+    end_ptr: tl.tensor,
+    grad_up_ptr: tl.tensor,
+    grad_weights_ptr: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    choice = tl.load(choices_ptr + row).to(tl.int64)
+    grad_weight = 0.0
+    if row < tl.load(end_ptr):
+        weight = tl.load(weights_ptr + choice)
+        products = tl.zeros([BLOCK], tl.float32)
+        for start in tl.static_range(0, WIDTH, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
+            is_inside = columns < WIDTH
+            grad = tl.load(grad_ptr + row * WIDTH + columns, mask=is_inside, other=0.0).to(tl.float32)
+            gate = tl.load(up_ptr + row * 2 * WIDTH + columns, mask=is_inside, other=0.0).to(tl.float32)
+            up = tl.load(up_ptr + row * 2 * WIDTH + WIDTH + columns, mask=is_inside, other=0.0).to(tl.float32)
+            sigmoid = tl.sigmoid(gate)
+            output = gate * sigmoid * up
+            products += grad * output
+            grad *= weight
+            grad_gate = grad * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
+            dtype = grad_up_ptr.dtype.element_ty  # pyright: ignore[reportAttributeAccessIssue] it is a pointer
+            tl.store(grad_up_ptr + row * 2 * WIDTH + columns, grad_gate.to(dtype), mask=is_inside)
+            tl.store(grad_up_ptr + row * 2 * WIDTH + WIDTH + columns, (grad * gate * sigmoid).to(dtype), mask=is_inside)
+            tl.store(grad_ptr + row * WIDTH + columns, (output * weight).to(dtype), mask=is_inside)
+        grad_weight = tl.sum(products, axis=0)
+    tl.store(grad_weights_ptr + choice, grad_weight)
+
+
+@triton.jit
+def _combine(
+    y_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
+    rows_ptr: tl.tensor,
+    end_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    WIDTH: tl.constexpr,
+    NUM_CHOICES: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_inside = columns < WIDTH
+    is_real = tl.load(rows_ptr + token * NUM_CHOICES) < tl.load(end_ptr)
+    total = tl.zeros([BLOCK], tl.float32)
+    for choice in tl.static_range(NUM_CHOICES):
+        row = tl.load(rows_ptr + token * NUM_CHOICES + choice).to(tl.int64)
+        part = tl.load(y_ptr + row * WIDTH + columns, mask=is_inside & is_real, other=0.0).to(tl.float32)
+        if HAS_WEIGHTS:
+            part *= tl.load(weights_ptr + token * NUM_CHOICES + choice)
+        total += part
+    dtype = out_ptr.dtype.element_ty  # pyright: ignore[reportAttributeAccessIssue] it is a pointer
+    tl.store(out_ptr + token * WIDTH + columns, total.to(dtype), mask=is_inside)

@@ -1,0 +1,91 @@
+"""Layers of experts on a GPU against their plain twin, in the dtypes and at sizes that no interpreter can test."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from xorl.kernels.experts import native, reference, rows, rows_triton
+from xorl.kernels.experts.plan import RoutePlan
+from xorl.kernels.experts.routing import top_experts
+from xorl.kernels.testing import nan_poisoned_empty
+
+pytestmark = pytest.mark.gpu
+
+# T, K, D, F, E.
+SHAPES = [(1000, 8, 256, 96, 60), (77, 2, 512, 1408, 8), (4096, 8, 2048, 768, 128)]
+
+
+def inputs(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
+    """x, gate_up, down and weights; ids."""
+    num_tokens, num_choices, width, inner, num_experts = shape
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*size: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(*size, generator=generator, device="cuda") * scale).to(dtype).requires_grad_()
+
+    scores = torch.rand(num_tokens, num_experts, generator=generator, device="cuda").softmax(-1)
+    ids = top_experts(scores, num_choices)
+    tensors = [
+        normal(num_tokens, width),
+        normal(num_experts, 2 * inner, width, scale=width**-0.5),
+        normal(num_experts, width, inner, scale=inner**-0.5),
+        scores.gather(-1, ids).requires_grad_(),
+    ]
+    return tensors, ids
+
+
+@pytest.mark.parametrize("kind", ["random", "same"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_experts_match_the_twin(shape: tuple[int, ...], dtype: torch.dtype, kind: str) -> None:
+    # Catches groups without rows, rows of padding that are read, and sums that are rounded more than once.
+    tensors, ids = inputs(shape, dtype)
+    if kind == "same":
+        ids = ids[:1].expand_as(ids).contiguous()
+    num_real = torch.tensor(shape[0] - 5, device="cuda")
+    exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    expected = reference.experts(*exact, ids, num_real)
+    with nan_poisoned_empty():
+        out = native.experts(*tensors, ids, num_real)
+        grad = torch.randn_like(out)
+        found = torch.autograd.grad(out, tensors, grad)
+    bound = {torch.float32: 2e-3, torch.bfloat16: 2e-2}[dtype]
+    assert (out - expected).norm() < bound * expected.norm()
+    assert not out[-5:].any()
+    for mine, theirs in zip(found, torch.autograd.grad(expected, exact, grad.double()), strict=True):
+        assert (mine - theirs).norm() < bound * theirs.norm()
+
+
+def test_experts_repeat_to_the_bit_and_never_wait() -> None:
+    # Catches sums by atomic additions, and a size that the host reads from the device.
+    tensors, ids = inputs(SHAPES[2], torch.bfloat16)
+
+    def run() -> tuple[Tensor, ...]:
+        out = native.experts(*tensors, ids, num_real)
+        return out, *torch.autograd.grad(out, tensors, out.detach())
+
+    num_real = torch.tensor(4000, device="cuda")
+    first = run()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        second = run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_each_kernel_matches_its_twin() -> None:
+    # Catches offsets beyond 2^31 elements and a choice of experts that depends on the device.
+    num_tokens, num_choices, width = 180_000, 8, 1536
+    scores = torch.rand(num_tokens, 16, device="cuda").mul(8).round()
+    ids = top_experts(scores, num_choices)
+    assert torch.equal(ids.cpu(), top_experts(scores.cpu(), num_choices))
+    plan = RoutePlan.of(ids, 16)
+    y = torch.empty(len(plan.choices), width, dtype=torch.bfloat16, device="cuda").normal_()
+    assert y.numel() > 2**31
+    weights = torch.rand(num_tokens, num_choices, device="cuda")
+    expected = rows.combine(y, weights, plan.rows, plan.ends)
+    torch.testing.assert_close(rows_triton.combine(y, weights, plan.rows, plan.ends), expected)

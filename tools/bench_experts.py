@@ -1,0 +1,136 @@
+"""Times a layer of experts, forward and backward, beside the grouped products that it is made of.
+
+    uv run tools/bench_experts.py                                            # a tiny layer, to test the tool
+    uv run tools/bench_experts.py --shape qwen3-30b --num-tokens 8192 16384 32768 --json experts.json
+
+Routes are uneven, as a router that was not balanced spreads tokens. Prints a table in Markdown: milliseconds, and the
+rate of the products' floating-point operations in each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from xorl.core.nn.kernels import EXPERTS
+from xorl.kernels.experts.plan import RoutePlan
+from xorl.kernels.experts.routing import top_experts
+from xorl.kernels.grouped import grouped_outer, grouped_product
+
+# D, F, E, K.
+SHAPES = {"qwen3-30b": (2048, 768, 128, 8), "tiny": (32, 16, 8, 2)}
+
+
+@dataclass(frozen=True)
+class Row:
+    """Median milliseconds of one kind of pass; TFLOP/s of the products in it."""
+
+    num_tokens: int
+    name: str
+    milliseconds: float
+    tflops: float
+
+
+def median_ms(run: Callable[[], object], device: torch.device, rounds: int) -> float:
+    """Of `rounds` runs after two warm-up runs."""
+    times: list[float] = []
+    for index in range(rounds + 2):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        started = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        if index >= 2:
+            times.append(1000 * (time.perf_counter() - started))
+    return statistics.median(times)
+
+
+def rows_of(shape: tuple[int, int, int, int], num_tokens: int, names: list[str], rounds: int) -> list[Row]:
+    """A row for each implementation, forward, backward and both, and one for the products alone."""
+    width, inner, num_experts, num_choices = shape
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(*size: int, scale: float = 1.0) -> Tensor:
+        values = torch.randn(*size, generator=generator, device=device) * scale
+        return values.to(torch.bfloat16 if device.type == "cuda" else torch.float32)
+
+    x = normal(num_tokens, width).requires_grad_()
+    gate_up = normal(num_experts, 2 * inner, width, scale=width**-0.5).requires_grad_()
+    down = normal(num_experts, width, inner, scale=inner**-0.5).requires_grad_()
+    popularity = torch.randn(num_experts, generator=generator, device=device)
+    logits = torch.randn(num_tokens, num_experts, generator=generator, device=device) + 0.7 * popularity
+    scores = logits.softmax(-1)
+    ids = top_experts(scores, num_choices)
+    weights = scores.gather(-1, ids).requires_grad_()
+    leaves, grad = (x, gate_up, down, weights), normal(num_tokens, width)
+    flops = 2 * num_tokens * num_choices * width * 3 * inner
+    rows: list[Row] = []
+
+    def add(name: str, run: Callable[[], object], share: int) -> None:
+        took = median_ms(run, device, rounds)
+        rows.append(Row(num_tokens, name, took, share * flops / took / 1e9))
+
+    ends = RoutePlan.of(ids, num_experts).ends
+    gathered, up, gated = (normal(num_tokens * num_choices, columns) for columns in (width, 2 * inner, inner))
+    up_weight, down_weight = gate_up.detach(), down.detach()
+
+    def products() -> None:
+        grouped_product(gathered, up_weight.transpose(1, 2), ends)
+        grouped_product(gated, down_weight.transpose(1, 2), ends)
+        grouped_product(gathered, down_weight, ends)
+        grouped_product(up, up_weight, ends)
+        grouped_outer(gathered, gated, ends)
+        grouped_outer(up, gathered, ends)
+
+    add("products alone", products, 3)
+    add("choice and plan", lambda: RoutePlan.of(top_experts(scores, num_choices), num_experts), 0)
+    for name in names:
+        experts = EXPERTS[name]
+        add(f"{name} forward", lambda experts=experts: experts(*leaves, ids, None), 1)
+        add(
+            f"{name} forward and backward",
+            lambda experts=experts: torch.autograd.grad(experts(*leaves, ids, None), leaves, grad),
+            3,
+        )
+        add(
+            f"{name} forward and backward, frozen",
+            lambda experts=experts: torch.autograd.grad(
+                experts(x, up_weight, down_weight, weights, ids, None), (x, weights), grad
+            ),
+            2,
+        )
+    return rows
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="tiny")
+    parser.add_argument("--num-tokens", nargs="+", type=int, default=[256])
+    parser.add_argument("--implementations", nargs="+", choices=EXPERTS, default=["native"])
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    rows: list[Row] = []
+    print("| tokens | pass | ms | TFLOP/s |")
+    print("|---|---|---|---|")
+    for num_tokens in options.num_tokens:
+        for row in rows_of(SHAPES[options.shape], num_tokens, options.implementations, options.rounds):
+            rows.append(row)
+            print(f"| {row.num_tokens} | {row.name} | {row.milliseconds:.3f} | {row.tflops:.1f} |", flush=True)
+    if options.json is not None:
+        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
