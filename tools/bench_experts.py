@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from xorl.core.nn.kernels import EXPERTS
+from xorl.core.nn.kernels import EXPERTS, ExpertsImplementation
 from xorl.kernels.experts.plan import RoutePlan
 from xorl.kernels.experts.routing import top_experts
 from xorl.kernels.grouped import grouped_outer, grouped_product
@@ -54,7 +54,9 @@ def median_ms(run: Callable[[], object], device: torch.device, rounds: int) -> f
     return statistics.median(times)
 
 
-def rows_of(shape: tuple[int, int, int, int], num_tokens: int, names: list[str], rounds: int) -> list[Row]:
+def rows_of(
+    shape: tuple[int, int, int, int], num_tokens: int, names: list[ExpertsImplementation], rounds: int
+) -> list[Row]:
     """A row for each implementation, forward, backward and both, and one for the products alone."""
     width, inner, num_experts, num_choices = shape
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

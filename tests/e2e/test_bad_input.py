@@ -305,7 +305,7 @@ def test_what_does_not_go_with_the_model_is_told_before_data_are_prepared(
             "LinearAdapter is also part of the model's head",
         ),
         ("model.attn_implementation: flash_attention_2", [], "'flash_attention_2' cannot run here: it needs a CUDA"),
-        ("train.fp8: rowwise", ["--model.foundation={intermediate_size: 40}"], "features in multiples of 16"),
+        ("train.fp8: rowwise", ["--model.foundation={intermediate_size: 40}"], "multiples of 16"),
         (
             "train.no_decay_modules: [nrom]",
             ["--train.weight_decay=0.1"],

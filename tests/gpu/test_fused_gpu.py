@@ -151,7 +151,7 @@ def test_the_row_kernel_matches_its_twin_in_bf16(last, in_place):
     logits = randn(64, 50_257, dtype=torch.bfloat16 if in_place else torch.float32)
     logits[::2, -1] += last
     wanted_gradient = torch.empty(64, 50_257, device="cuda", dtype=torch.float64)
-    wanted, found = (reference.LossOfRows.empty(64, dtype, logits.device) for dtype in (torch.float64, torch.float32))
+    wanted, found = (reference.RowLosses.empty(64, dtype, logits.device) for dtype in (torch.float64, torch.float32))
     reference.cross_entropy_rows(logits.double(), labels, None, wanted_gradient, wanted)
     assert torch.equal(wanted.scale, torch.ones_like(wanted.scale))
     gradient = logits[:] if in_place else torch.empty_like(logits, dtype=torch.bfloat16)

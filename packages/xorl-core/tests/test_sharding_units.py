@@ -48,5 +48,5 @@ def test_name_that_no_module_has_is_refused() -> None:
 
 def test_module_that_computes_nothing_itself_is_refused() -> None:
     # Catches parameters that are gathered around a forward which never runs, and are sharded when they are read.
-    with pytest.raises(ValueError, match="HeadNorm has no forward, its parent computes it: leave it out"):
+    with pytest.raises(ValueError, match="HeadNorm has no forward function, so it cannot be a separate unit"):
         sharding_units(nn.Sequential(nn.Linear(1, 1), HeadNorm(2, 1e-6)), ["HeadNorm"], [])

@@ -26,6 +26,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.compiler.errors import CompilationError
 from triton.runtime import driver
 
+from xorl.kernels import grouped_triton
 from xorl.kernels.attention import paged_triton
 from xorl.kernels.experts import routing_triton, rows_triton
 from xorl.kernels.fused import cross_entropy, heads, reference, rms_norm, swiglu, widened_sum
@@ -167,8 +168,8 @@ def empty(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
     return torch.empty(shape, dtype=dtype)
 
 
-def loss_of(num_rows: int) -> reference.LossOfRows:
-    return reference.LossOfRows(*(empty(num_rows, dtype=dtype) for dtype in (FP32, torch.bool, FP32, FP32)))
+def loss_of(num_rows: int) -> reference.RowLosses:
+    return reference.RowLosses(*(empty(num_rows, dtype=dtype) for dtype in (FP32, torch.bool, FP32, FP32)))
 
 
 def losses() -> None:
@@ -310,6 +311,8 @@ def experts(num_tokens: int = 64) -> None:
         rows_triton.combine(y, weights, rows, ends)
         rows_triton.combine(y, None, rows, ends)
         rows_triton.gated_backward(y, up, weights, rows.flatten(), ends)
+    for dtype in (BF16, FP32):
+        grouped_triton.clear_empty_groups_(empty(128, 1536, 2048, dtype=dtype), ends)
     for num_experts in (60, 128):
         routing_triton.top_experts(empty(num_tokens, num_experts, dtype=FP32), 8)
 

@@ -171,7 +171,7 @@ def test_a_backward_pass_split_by_heads_is_the_whole_one(num_heads, num_kv_heads
     row = (layout.cu_seqlens, layout.offsets)
     out, lse = eager_forward(q, k, v, *row, **options)
     wanted = eager_backward(grad_out, q, k, v, out, lse, *row, **options)
-    monkeypatch.setattr("xorl.kernels.attention.split.LARGEST", sum(lengths) * 16 * heads_at_once)
+    monkeypatch.setattr("xorl.kernels.attention.split.MAX_Q_ELEMENTS", sum(lengths) * 16 * heads_at_once)
     calls = []
 
     def counted(*tensors, **given):

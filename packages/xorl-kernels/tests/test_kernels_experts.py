@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from xorl.kernels.experts import native, reference
-from xorl.kernels.experts.plan import RoutePlan
-from xorl.kernels.experts.routing import document_sums, top_experts
+from xorl.kernels.experts.plan import RoutePlan, _route_plan
+from xorl.kernels.experts.routing import _sum_routing, sum_documents, sum_routing, top_experts
 from xorl.kernels.layout import SequenceLayout
 from xorl.kernels.testing import nan_poisoned_empty
 
@@ -140,18 +140,43 @@ def test_operators_are_registered_correctly(recompute: bool) -> None:
     torch.library.opcheck(native._experts, (*tensors, *plan, recompute), test_utils=tests)
 
 
-@pytest.mark.parametrize("lengths", [[1], [64, 64], [5, 130, 1, 60], [63, 2, 200]])
+LENGTHS = [[1], [64, 64], [5, 130, 1, 60], [63, 2, 200]]
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
 def test_documents_are_summed(lengths: list[int]) -> None:
-    # Catches tokens of a neighbouring document at a boundary of blocks, and a gradient that is not the document's.
-    layout = SequenceLayout.from_lengths(lengths)
-    ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    values = torch.randn(sum(lengths), 5, dtype=torch.float64, requires_grad=True)
-    sums = document_sums(values, layout.cu_seqlens, ids)
-    expected = torch.stack([part.sum(0) for part in values.split(lengths)])
-    torch.testing.assert_close(sums, expected)
-    grad = torch.randn_like(sums)
-    torch.testing.assert_close(torch.autograd.grad(sums, values, grad), torch.autograd.grad(expected, values, grad))
-    torch.library.opcheck(document_sums, (values, layout.cu_seqlens, ids))
+    # Catches tokens of a neighbouring document at a boundary of blocks.
+    values = torch.randn(sum(lengths), 5, dtype=torch.float64)
+    sums = sum_documents(values, SequenceLayout.from_lengths(lengths).cu_seqlens)
+    torch.testing.assert_close(sums, torch.stack([part.sum(0) for part in values.split(lengths)]))
+
+
+@pytest.mark.parametrize("num_padding", [None, 0, 2])
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_routings_are_summed_by_document(lengths: list[int], num_padding: int | None) -> None:
+    # Catches padding that is counted, choices of a neighbouring document, and a wrong derivative of logsumexp.
+    num_tokens, num_experts = sum(lengths), 7
+    cu_seqlens = SequenceLayout.from_lengths(lengths).cu_seqlens
+    logits = torch.randn(num_tokens, num_experts, dtype=torch.float64, requires_grad=True)
+    ids = top_experts(logits.detach(), 3)
+    num_real = None if num_padding is None else torch.tensor(num_tokens - num_padding)
+    is_real = (torch.arange(num_tokens) < num_tokens - (num_padding or 0)).double()
+    routing = sum_routing(logits, logits.softmax(-1), ids, cu_seqlens, num_real)
+    chosen = torch.zeros_like(logits).scatter(1, ids, 1.0) * is_real[:, None]
+    expected = [
+        torch.stack([part.sum(0) for part in values.split(lengths)])
+        for values in (chosen, logits.softmax(-1) * is_real[:, None], logits.logsumexp(-1).square() * is_real)
+    ]
+    assert torch.equal(routing.counts.double(), expected[0])
+    torch.testing.assert_close(routing[1:], tuple(expected[1:]))
+    grads = [torch.randn_like(value) for value in expected[1:]]
+    torch.testing.assert_close(
+        torch.autograd.grad(routing[1:], logits, grads), torch.autograd.grad(expected[1:], logits, grads)
+    )
+    tests = ("test_schema", "test_faketensor", "test_autograd_registration")
+    arguments = (logits, logits.softmax(-1), ids, cu_seqlens, num_real)
+    torch.library.opcheck(_sum_routing, arguments, test_utils=tests)
+    torch.library.opcheck(_route_plan, (ids, num_experts, num_real))
 
 
 def test_of_equal_scores_the_lowest_expert_wins() -> None:

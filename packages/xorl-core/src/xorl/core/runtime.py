@@ -102,7 +102,7 @@ def use_expandable_segments() -> None:
 
 
 def missing_compiler(device_type: str) -> str | None:
-    """A message about the compiler that torch.compile needs on this device type; None if it is installed."""
+    """An error message if the compiler that torch.compile needs on this device type is missing; otherwise None."""
     if device_type == "cuda":
         # Triton compiles its kernel launchers.
         names = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang"]
@@ -137,7 +137,7 @@ def use_compile_cache(torch_default: str) -> Path:
 
 
 def shutdown() -> None:
-    """Destroy the process group after a barrier: a rank that leaves early aborts peers still in a collective."""
+    """Destroy the process group after a barrier, because leaving early would abort peers still in a collective."""
     if dist.is_initialized():
         dist.barrier(device_ids=[torch.cuda.current_device()] if torch.cuda.is_initialized() else None)
         gc.collect()

@@ -90,7 +90,7 @@ def _(grad: Tensor, x: Tensor, weight: Tensor, ends: Tensor, order: Tensor, inve
 
 
 def _save(ctx: FunctionCtx, inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], output: Tensor) -> None:
-    # Saved as tensors: the caller may change the groups in place after this row's backward pass.
+    # The caller may reuse the groups' tensors after the backward pass. `save_for_backward` raises if it does so before.
     ctx.save_for_backward(*inputs)
 
 

@@ -11,13 +11,12 @@ class SequenceLayout:
     """N documents concatenated into one row of T tokens; an argument of every attention function. Immutable.
 
     Compiled code may read everything except `lengths`: the compiler would guard on the tuple's values and recompile for
-    each new batch. This is not a frozen dataclass because the compiler guards on all fields of one.
+    each new batch. This is not a frozen dataclass because the compiler guards on every field of a dataclass.
 
     Args:
         cu_seqlens: [N + 1] int32, the index of the first token of each document, followed by T.
         positions: [T] int64, each token's position in its document.
         lengths: number of tokens of each document, in order; their sum is T. Padding counts as a document.
-
         num_real: 0-d integer tensor on the device: tokens from this index on are padding, which mixtures of experts
             leave out. None: there is no padding.
         num_trained: [N], how many tokens of each document are trained; None: all.
@@ -81,13 +80,8 @@ class SequenceLayout:
     def num_tokens(self) -> int:
         return self.positions.shape[0]
 
-    def document_ids(self) -> Tensor:
-        """[T] int64, the document of each token."""
-        tokens = torch.arange(self.num_tokens, device=self.cu_seqlens.device)
-        return torch.searchsorted(self.cu_seqlens, tokens, right=True) - 1
-
     def of_layer(self, index: int) -> "SequenceLayout":
-        """The layout for the layer with this index: this layout itself; a `CachedLayout` selects the layer's cache."""
+        """The layout to pass to the layer with this index. Returns `self`; `CachedLayout` selects the layer's cache."""
         return self
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "SequenceLayout":

@@ -3,11 +3,11 @@
 Shapes: T tokens, B tokens of a chunk, P tokens of a part of a chunk, D model width, V vocabulary.
 
 Precision:
-- Products are in the dtype of `hidden` (the operand dtype), to which the weight is cast, and accumulate in fp32.
+- Matrix products use the dtype of `hidden` (the operand dtype), to which the weight is cast, and accumulate in fp32.
 - The softmax is computed in fp32. Logits are kept in fp32 or, with `logits_fp32=False`, rounded to the operand dtype.
 - The gradient of the logits, before its factor per token, is computed in fp32 and rounded to the operand dtype. The
-  label's element is about as large as all others together, so its rounding error is corrected, in fp32, in the other
-  gradients.
+  label's element is about as large as all others together, so the gradients of hidden states and weight correct its
+  rounding error in fp32.
 - The gradient of a hidden state is a product times the factor per token, rounded once.
 - The weight's gradient uses the hidden state times the factor, rounded to the operand dtype. Up to 8 chunks (16,384
   tokens of a 151,936 vocabulary) accumulate in the operand dtype, with one rounding per chunk. More chunks, or an fp32
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from xorl.kernels.fused import reference, triton_refusal
-from xorl.kernels.fused.reference import IGNORE, LossOfRows
+from xorl.kernels.fused.reference import IGNORE, RowLosses
 
 __all__ = ["IGNORE", "linear_cross_entropy", "linear_cross_entropy_scores", "linear_cross_entropy_sum", "wide_logits"]
 
@@ -32,7 +32,8 @@ __all__ = ["IGNORE", "linear_cross_entropy", "linear_cross_entropy_scores", "lin
 LOGITS_BYTES = int(0.3 * 2**30)
 GRADIENT_BYTES = int(0.6 * 2**30)
 ROW_MULTIPLE = 128  # rows in a tile of a matrix product
-# Roundings of the weight's gradient, each by up to half a unit in the last place; twice as many lose another bit.
+# How often the weight's gradient may be rounded, by up to half a unit in the last place each time. Twice as many
+# roundings would cost another bit.
 MAX_ROUNDINGS = 8
 COLUMN_MULTIPLE = 64  # aligns buffer rows to cache lines for any vocabulary size
 
@@ -128,7 +129,7 @@ def linear_cross_entropy_scores(
 def wide_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     """Logits [T, V] of hidden [T, D] and weight [V, D], computed as in the losses; not differentiable.
 
-    Products are in the dtype of `hidden`; they accumulate, and the logits are kept, in fp32 (fp64 for fp64).
+    The product uses the dtype of `hidden`, accumulates in fp32 and returns fp32 (fp64 throughout for fp64).
     """
     wide = torch.promote_types(hidden.dtype, torch.float32)
     logits = torch.empty(hidden.shape[0], weight.shape[0], dtype=wide, device=hidden.device)
@@ -250,10 +251,10 @@ def _linear_cross_entropy(
     else:
         chunk = part = rows_at_once or chunk_rows(num_tokens, vocab_size * logits_dtype.itemsize)
 
-    results = _loss_of_rows(hidden)
+    results = _empty_row_losses(hidden)
     grad_hidden, grad_weight = _gradients(hidden, weight, needs_hidden, needs_weight)
-    sums_wide = weight.dtype == torch.float32 or num_tokens > MAX_ROUNDINGS * chunk
-    sum_dtype = torch.promote_types(operand_dtype, torch.float32) if sums_wide else operand_dtype
+    accumulates_wide = weight.dtype == torch.float32 or num_tokens > MAX_ROUNDINGS * chunk
+    sum_dtype = torch.promote_types(operand_dtype, torch.float32) if accumulates_wide else operand_dtype
     weight_sum = grad_weight if sum_dtype == grad_weight.dtype else torch.empty_like(grad_weight, dtype=sum_dtype)
     if num_tokens == 0:
         weight_sum.zero_()
@@ -279,12 +280,12 @@ def _linear_cross_entropy(
                 results.rows(first, tokens.stop),
             )
         if gradient is not None and needs_hidden:
-            # Into fp32: a product over the vocabulary may be split into parts, which are added in the output dtype.
+            # Output in fp32, because torch may split the sum over the vocabulary and add the parts in the output dtype.
             product = torch.empty(len(gradient), hidden.shape[1], dtype=results.loss.dtype, device=hidden.device)
             _matmul_into_(product, gradient, weight)
             if is_rounded:
-                at_labels = weight.index_select(0, labels[rows].clamp(0, vocab_size - 1))
-                product.addcmul_(at_labels.to(product.dtype), results.rest[rows, None])
+                weight_at_labels = weight.index_select(0, labels[rows].clamp(0, vocab_size - 1))
+                product.addcmul_(weight_at_labels.to(product.dtype), results.label_error[rows, None])
             torch.mul(product, results.scale[rows, None], out=grad_hidden[rows])
         if gradient is not None and needs_weight:
             scaled = torch.mul(hidden[rows], results.scale[rows, None], out=torch.empty_like(hidden[rows]))
@@ -292,7 +293,7 @@ def _linear_cross_entropy(
             scaled.masked_fill_((labels[rows] == IGNORE)[:, None], 0)
             _matmul_into_(weight_sum, gradient.t(), scaled, add=start > 0)
     if is_rounded and needs_weight:
-        kernels.add_at_labels_(weight_sum, hidden.contiguous(), labels, results.rest * results.scale)
+        kernels.add_at_labels_(weight_sum, hidden.contiguous(), labels, results.label_error * results.scale)
     if weight_sum is not grad_weight:
         grad_weight.copy_(weight_sum)
     return results.loss, results.correct, grad_hidden, grad_weight
@@ -309,7 +310,7 @@ def _(
     needs_hidden: bool,
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    results = _loss_of_rows(hidden)
+    results = _empty_row_losses(hidden)
     return results.loss, results.correct, *_gradients(hidden, weight, needs_hidden, needs_weight)
 
 
@@ -333,8 +334,8 @@ def chunk_rows(num_tokens: int, bytes_per_row: int, limit_bytes: int = LOGITS_BY
     return max(min(rows, limit), 1)
 
 
-def _loss_of_rows(hidden: Tensor) -> LossOfRows:
-    return LossOfRows.empty(hidden.shape[0], torch.promote_types(hidden.dtype, torch.float32), hidden.device)
+def _empty_row_losses(hidden: Tensor) -> RowLosses:
+    return RowLosses.empty(hidden.shape[0], torch.promote_types(hidden.dtype, torch.float32), hidden.device)
 
 
 def _gradients(hidden: Tensor, weight: Tensor, needs_hidden: bool, needs_weight: bool) -> tuple[Tensor, Tensor]:

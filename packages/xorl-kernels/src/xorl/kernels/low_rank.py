@@ -1,4 +1,4 @@
-"""A frozen linear layer plus a low-rank product; the matrix products themselves add up the results.
+"""A frozen linear layer plus a low-rank product, which compiled code accumulates in place.
 
 Shapes: T tokens, I input features, O output features, R rank.
 """
@@ -14,9 +14,9 @@ from torch.nn import functional as F
 def adapted_linear(x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor) -> Tensor:
     """x @ weight.T + bias + (x @ down.T) @ up.T, [T, I] to [T, O]; weight [O, I] and bias are treated as constants.
 
-    All tensors have the same dtype; products accumulate as torch's products do. Adding two separate products would
-    write the low-rank one to memory and read both again, in both passes. Here compiled code accumulates the low-rank
-    product into the other one in place.
+    All tensors have the same dtype; products accumulate as torch's products do. A separate addition would write the
+    low-rank product to memory and read both products again, in both passes. Here compiled code accumulates the low-rank
+    product directly into the other one.
     """
     y = _AdaptedLinear.apply(x, weight, bias, down, up)
     assert isinstance(y, Tensor)

@@ -65,12 +65,12 @@ class Registry(Generic[RequestT, FunctionT]):
             RuntimeError: the backend cannot run this request; the message gives the reason and the backends that can.
         """
         if name == AUTO:
-            return self._choose(request)
+            return self._resolve_auto(request)
         self.check(name, request)
         try:
             return self._backends[name].load()
         except ImportError as error:
-            raise self._refused(name, request, [_import_failure(error)]) from error
+            raise self._refusal_error(name, request, [_import_failure(error)]) from error
 
     def check(self, name: str, request: RequestT) -> None:
         """Raise the errors of `resolve` for a name, as far as they can be found without importing the library."""
@@ -81,13 +81,13 @@ class Registry(Generic[RequestT, FunctionT]):
             known = ", ".join((AUTO, *self.names))
             raise ValueError(f"unknown {self.kind} backend {name!r}; known: {known}")
         if reasons := self._reasons(backend, request):
-            raise self._refused(name, request, reasons)
+            raise self._refusal_error(name, request, reasons)
 
     def runnable(self, request: RequestT) -> tuple[str, ...]:
         """Names of the backends that can serve this request, as far as is known without importing their libraries."""
         return tuple(name for name, backend in self._backends.items() if not self._reasons(backend, request))
 
-    def _refused(self, name: str, request: RequestT, reasons: Sequence[str]) -> RuntimeError:
+    def _refusal_error(self, name: str, request: RequestT, reasons: Sequence[str]) -> RuntimeError:
         others = ", ".join(other for other in self.runnable(request) if other != name)
         alternatives = f"these can: {others}" if others else "no other backend can either"
         return RuntimeError(f"{self.kind} backend {name!r} cannot run here: {'; '.join(reasons)}; {alternatives}")
@@ -95,7 +95,7 @@ class Registry(Generic[RequestT, FunctionT]):
     def _reasons(self, backend: Backend[RequestT, FunctionT], request: RequestT) -> list[str]:
         return [reason for reason in (backend.refusal(request), backend.missing()) if reason is not None]
 
-    def _choose(self, request: RequestT) -> FunctionT:
+    def _resolve_auto(self, request: RequestT) -> FunctionT:
         passed_over = []
         for name in self._preference:
             backend = self._backends[name]

@@ -74,23 +74,24 @@ def assert_matches_reference(
     with nan_poisoned_empty():
         outputs, gradients = _run(kernel, inputs, seed)
     wide = [x.double() if x.is_floating_point() else x for x in inputs]
-    wanted_outputs, wanted_gradients = _run(reference, wide, seed)
-    assert len(outputs) == len(wanted_outputs), f"{len(outputs)} outputs, but the reference has {len(wanted_outputs)}"
-    for index, (got, wanted) in enumerate(zip(outputs, wanted_outputs, strict=True)):
-        assert_close(f"output {index}", got, wanted, tolerance)
-    for index, (got, wanted) in enumerate(zip(gradients, wanted_gradients, strict=True)):
-        assert_close(f"gradient of input {index}", got, wanted, tolerance)
+    expected_outputs, expected_gradients = _run(reference, wide, seed)
+    num_outputs, num_expected = len(outputs), len(expected_outputs)
+    assert num_outputs == num_expected, f"{num_outputs} outputs, but the reference has {num_expected}"
+    for index, (actual, expected) in enumerate(zip(outputs, expected_outputs, strict=True)):
+        assert_close(f"output {index}", actual, expected, tolerance)
+    for index, (actual, expected) in enumerate(zip(gradients, expected_gradients, strict=True)):
+        assert_close(f"gradient of input {index}", actual, expected, tolerance)
 
 
-def assert_close(name: str, got: Tensor, wanted: Tensor, tolerance: Tolerance) -> None:
-    """Fail, naming the tensor and its errors, unless `got` is finite and within `tolerance` of `wanted`."""
-    assert got.shape == wanted.shape, f"{name}: shape {list(got.shape)}, expected {list(wanted.shape)}"
-    assert bool(torch.isfinite(got).all()), f"{name}: {int((~torch.isfinite(got)).sum())} values are not finite"
-    difference = got.double() - wanted.double()
+def assert_close(name: str, actual: Tensor, expected: Tensor, tolerance: Tolerance) -> None:
+    """Fail, naming the tensor and its errors, unless `actual` is finite and within `tolerance` of `expected`."""
+    assert actual.shape == expected.shape, f"{name}: shape {list(actual.shape)}, expected {list(expected.shape)}"
+    assert bool(torch.isfinite(actual).all()), f"{name}: {int((~torch.isfinite(actual)).sum())} values are not finite"
+    difference = actual.double() - expected.double()
     if difference.numel() == 0 or not bool(difference.any()):
         return
-    worst = (difference.abs().max() / wanted.abs().max()).item()
-    mean = (difference.norm() / wanted.norm()).item()
+    worst = (difference.abs().max() / expected.abs().max()).item()
+    mean = (difference.norm() / expected.norm()).item()
     within = worst <= tolerance.worst and mean <= tolerance.mean
     assert within, (
         f"{name}: worst error {worst:.2e} (limit {tolerance.worst:.0e}), "

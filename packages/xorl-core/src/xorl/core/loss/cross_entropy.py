@@ -36,8 +36,8 @@ def cross_entropy(
             holds the logits of one chunk of tokens and computes the gradient in the forward pass, so only `sum` can be
             backpropagated, and only once.
     """
-    labels_alone = {"labels": targets["labels"]}
-    return weighted_cross_entropy(hidden, head_weight, labels_alone, logits_fp32=logits_fp32, whole_logits=whole_logits)
+    labels_only = {"labels": targets["labels"]}
+    return weighted_cross_entropy(hidden, head_weight, labels_only, logits_fp32=logits_fp32, whole_logits=whole_logits)
 
 
 def weighted_cross_entropy(
@@ -96,8 +96,8 @@ def _label_logprobs(hidden: Tensor, labels: Tensor, head_weight: Tensor, logits_
     """log p(label) [T, K]; 0 for labels of -100."""
     logits = full_logits(hidden, head_weight, logits_fp32)
     ignored = labels == IGNORE
-    found = logits.gather(1, labels.masked_fill(ignored, 0)) - logits.logsumexp(dim=1, keepdim=True)
-    return found.masked_fill(ignored, 0.0)
+    logprobs = logits.gather(1, labels.masked_fill(ignored, 0)) - logits.logsumexp(dim=1, keepdim=True)
+    return logprobs.masked_fill(ignored, 0.0)
 
 
 @torch.no_grad()

@@ -16,9 +16,9 @@ from xorl.kernels.linear_ce import linear_cross_entropy
 def token_logprobs(
     hidden: Tensor, head_weight: Tensor, labels: Tensor, *, logits_fp32: bool, whole_logits: bool
 ) -> Tensor:
-    """log p(label) [T] in fp32 (fp64 for fp64), differentiable; 0 for labels of -100.
+    """log p(label) [T] in fp32 (fp64 if `hidden` is fp64), differentiable; 0 for labels of -100.
 
-    Arguments as for `cross_entropy`. With a trained head this costs one matrix product more than `cross_entropy`,
+    Arguments as for `cross_entropy`. With a trained head, this costs one more matrix product than `cross_entropy`,
     because the backward pass recomputes the logits; with a frozen head it costs the same.
     """
     if whole_logits:
@@ -29,7 +29,10 @@ def token_logprobs(
 
 
 def full_logits(hidden: Tensor, head_weight: Tensor, logits_fp32: bool) -> Tensor:
-    """Logits [T, V] in fp32 (fp64 for fp64), of operands in `hidden`'s dtype; rounded to it without logits_fp32."""
+    """Logits [T, V] in fp32 (fp64 if `hidden` is fp64), from operands in the dtype of `hidden`.
+
+    Without logits_fp32, the logits are first rounded to that dtype.
+    """
     weight, wide = head_weight.to(hidden.dtype), torch.promote_types(hidden.dtype, torch.float32)
     logits = F.linear(hidden.to(wide), weight.to(wide)) if logits_fp32 else F.linear(hidden, weight)
     return logits.to(wide)

@@ -64,22 +64,22 @@ def all_reduce_metrics(metrics: Mapping[str, Tensor], group: dist.ProcessGroup |
     Every rank must pass the same names. A loss always returns the same names, whatever its micro-batch contains.
     Values may also be tensors, all of one shape.
     """
-    added = [name for name in metrics if _reduction(name) in ("sum", "mean")]
-    smallest = [name for name in metrics if _reduction(name) == "min"]
-    largest = [name for name in metrics if _reduction(name) == "max"]
+    sum_names = [name for name in metrics if _reduction(name) in ("sum", "mean")]
+    min_names = [name for name in metrics if _reduction(name) == "min"]
+    max_names = [name for name in metrics if _reduction(name) == "max"]
     reduced: dict[str, Tensor] = {}
-    extremes = [*(-metrics[name] for name in smallest), *(metrics[name] for name in largest)]
+    extremes = [*(-metrics[name] for name in min_names), *(metrics[name] for name in max_names)]
     # A MAX reduction may drop NaN; a sum keeps it.
     nans = [torch.where(torch.isnan(values), values, 0.0) for values in extremes]
-    sums = torch.stack([*(metrics[name] for name in added), *nans])
+    sums = torch.stack([*(metrics[name] for name in sum_names), *nans])
     dist.all_reduce(sums, group=group)
-    reduced.update(zip(added, sums[: len(added)].unbind(), strict=True))
+    reduced.update(zip(sum_names, sums[: len(sum_names)].unbind(), strict=True))
     if extremes:
-        most = torch.stack(extremes)
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
-        values = (most + sums[len(added) :]).unbind()
-        reduced.update((name, -value) for name, value in zip(smallest, values[: len(smallest)], strict=True))
-        reduced.update(zip(largest, values[len(smallest) :], strict=True))
+        maxima = torch.stack(extremes)
+        dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group)
+        values = (maxima + sums[len(sum_names) :]).unbind()
+        reduced.update((name, -value) for name, value in zip(min_names, values[: len(min_names)], strict=True))
+        reduced.update(zip(max_names, values[len(min_names) :], strict=True))
     return {name: reduced[name] for name in metrics}
 
 

@@ -1,7 +1,7 @@
 """The formulas of policy-gradient losses, as functions of the log-probabilities of T tokens.
 
-Each docstring gives the loss of one token. r is the token's ratio: its probability under the model over that under the
-policy that sampled it. A is its advantage, p its probability under the model, and sg stops the gradient.
+Each docstring gives the loss of one token. p is the token's probability under the model, r the ratio of p to its
+probability under the policy that sampled it, and A its advantage. sg stops the gradient.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from xorl.core.loss.policy import PolicyOptions, PolicyTokens, document_mean, ex
 class ClipOptions(PolicyOptions):
     """The bounds of the clipped ratio, as ratios and not as distances from 1.
 
-    Inputs with the names of these options override them for each token.
+    Inputs of the same names override these options, with a value for each token.
     """
 
     clip_low_threshold: float = 0.8
@@ -31,7 +31,7 @@ class ClipOptions(PolicyOptions):
 
 @dataclass(frozen=True)
 class CispoOptions(ClipOptions):
-    """The bounds of `ppo`, with wider defaults: here clipping bounds the gradient's weight but does not stop it."""
+    """The bounds of `ppo`, with wider defaults, because clipping here limits the gradient instead of zeroing it."""
 
     clip_low_threshold: float = 0.0
     clip_high_threshold: float = 4.0
@@ -123,7 +123,7 @@ def importance_sampling(tokens: PolicyTokens, _: PolicyOptions) -> tuple[Tensor,
 def ppo(tokens: PolicyTokens, options: ClipOptions) -> tuple[Tensor, dict[str, Tensor]]:
     """-min(r A, clip(r) A) (https://arxiv.org/abs/1707.06347)."""
     ratio = exp_of_log_ratio(tokens.log_ratio())
-    loss, clipped = _clipped(ratio, tokens.advantages, *_thresholds(tokens, options))
+    loss, clipped = _clipped_loss(ratio, tokens.advantages, *_thresholds(tokens, options))
     return loss, {"clip_fraction": clipped}
 
 
@@ -131,24 +131,24 @@ def gspo(tokens: PolicyTokens, options: GspoOptions) -> tuple[Tensor, dict[str, 
     """-min(s A, clip(s) A), s = sg(document ratio) p / sg(p) (https://arxiv.org/abs/2507.18071, GSPO-token).
 
     A document's ratio is the geometric mean over its tokens with a nonzero `sequence_ratio_mask`, and 1 if there are
-    none. Without this input, it is the mean over its trained tokens.
+    none. Without this input, the mean is over the document's trained tokens.
     """
     in_ratio = tokens.masked("sequence_ratio_mask") != 0 if "sequence_ratio_mask" in tokens.targets else tokens.trained
     of_document = document_mean(tokens.log_ratio().detach(), in_ratio, tokens.targets["positions"])
     ratio = exp_of_log_ratio(of_document + (tokens.logprobs - tokens.logprobs.detach()))
-    loss, clipped = _clipped(ratio, tokens.advantages, *_thresholds(tokens, options))
+    loss, clipped = _clipped_loss(ratio, tokens.advantages, *_thresholds(tokens, options))
     return loss, {"clip_fraction": clipped}
 
 
 def policy_loss(tokens: PolicyTokens, options: ClippedPolicyOptions) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of `ppo`, at most -c A if A is negative, multiplied by the weights of TIS and IcePop."""
     ratio = exp_of_log_ratio(tokens.log_ratio())
-    loss, clipped = _clipped(ratio, tokens.advantages, 1 - options.eps_clip, 1 + options.eps_clip_high)
+    loss, clipped = _clipped_loss(ratio, tokens.advantages, 1 - options.eps_clip, 1 + options.eps_clip_high)
     means: dict[str, Tensor] = {}
     if options.eps_clip_c is not None:
-        largest = torch.where(tokens.advantages < 0, -options.eps_clip_c * tokens.advantages, torch.inf)
-        clipped = clipped | (loss > largest)
-        loss = torch.minimum(loss, largest)
+        upper_bound = torch.where(tokens.advantages < 0, -options.eps_clip_c * tokens.advantages, torch.inf)
+        clipped = clipped | (loss > upper_bound)
+        loss = torch.minimum(loss, upper_bound)
     if options.use_tis:
         mismatch = exp_of_log_ratio(tokens.sampled - tokens.masked("rollout_logprobs"))
         weight = mismatch.clamp(options.tis_clip_low, options.tis_clip_high)
@@ -184,14 +184,14 @@ def drgrpo(tokens: PolicyTokens, options: DrgrpoOptions) -> tuple[Tensor, dict[s
     if options.ratio_type == "sequence":
         log_ratio = document_mean(log_ratio, tokens.trained, tokens.targets["positions"])
     ratio = exp_of_log_ratio(log_ratio)
-    loss, clipped = _clipped(ratio, tokens.advantages, 1 - options.clip_low, 1 + options.clip_high)
+    loss, clipped = _clipped_loss(ratio, tokens.advantages, 1 - options.clip_low, 1 + options.clip_high)
     means = {"clip_fraction": clipped}
     if options.beta:
-        log_surplus = tokens.logprobs - tokens.masked("ref_logprobs")
+        log_ratio_to_ref = tokens.logprobs - tokens.masked("ref_logprobs")
         divergence = {
-            "k1": log_surplus,
-            "k2": 0.5 * log_surplus.square(),
-            "k3": exp_of_log_ratio(-log_surplus) - 1 + log_surplus,
+            "k1": log_ratio_to_ref,
+            "k2": 0.5 * log_ratio_to_ref.square(),
+            "k3": exp_of_log_ratio(-log_ratio_to_ref) - 1 + log_ratio_to_ref,
         }[options.kl_type]
         loss = loss + options.beta * divergence
         means["kl_ref"] = divergence
@@ -208,12 +208,14 @@ def _thresholds(tokens: PolicyTokens, options: ClipOptions) -> tuple[Tensor, Ten
     return low, high
 
 
-def _clipped(ratio: Tensor, advantages: Tensor, low: Tensor | float, high: Tensor | float) -> tuple[Tensor, Tensor]:
-    """(-min(r A, clip(r) A), whether clipping changed it), [T] each."""
+def _clipped_loss(
+    ratio: Tensor, advantages: Tensor, low: Tensor | float, high: Tensor | float
+) -> tuple[Tensor, Tensor]:
+    """(-min(r A, clip(r) A), whether clipping changed the loss), [T] each."""
     # torch accepts numbers and tensors here, but its stubs do not accept a union of both.
-    clipped = ratio.clamp(low, high)  # pyright: ignore[reportCallIssue, reportArgumentType]
-    free, bounded = -ratio * advantages, -clipped * advantages
-    return torch.maximum(free, bounded), bounded > free
+    clipped_ratio = ratio.clamp(low, high)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    unclipped_loss, clipped_loss = -ratio * advantages, -clipped_ratio * advantages
+    return torch.maximum(unclipped_loss, clipped_loss), clipped_loss > unclipped_loss
 
 
 def _check_order(low_name: str, low: float, high_name: str, high: float) -> None:

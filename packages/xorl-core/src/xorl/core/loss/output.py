@@ -28,7 +28,7 @@ class LossOutput(NamedTuple):
 
     sum: scalar, the sum over trained tokens, to be backpropagated.
     per_token: [T] fp32, the terms of the sum; 0 for tokens that are not trained.
-    metrics: scalars named `name:reduction`; see `metrics.py`. From `score_tokens`, one value per token instead.
+    metrics: scalars named `name:reduction`; see `metrics.py`. `score_tokens` gives one value per token instead.
     logprobs: [T] fp32, log p(label) regardless of the token's weight, 0 for labels of -100; [T, K] if each token has K
         labels. Custom losses may leave it None.
     values: the values per token behind `metrics`, for computing metrics of a part of the tokens; may be None.

@@ -1,4 +1,4 @@
-"""The common part of policy-gradient losses: inputs, selection of trained tokens, and metrics.
+"""What all policy-gradient losses share: inputs, selection of trained tokens, and metrics.
 
 Each loss is an `Objective`: a formula in the model's log-probabilities, differentiated by torch.
 
@@ -59,7 +59,7 @@ class PolicyOptions:
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """The required inputs with these options, besides those of every policy-gradient loss."""
+        """The inputs that these options require, in addition to those of every policy-gradient loss."""
         return ()
 
     @property
@@ -102,10 +102,10 @@ class PolicyLoss(Generic[OptionsT]):
         sampled = targets["old_logprobs" if "old_logprobs" in targets else "logprobs"]
         weights = targets.get("weights")
         logprobs = token_logprobs(hidden, head_weight, labels, logits_fp32=logits_fp32, whole_logits=whole_logits)
-        counts = (advantages != 0) | (sampled != 0) if weights is None else weights != 0
+        is_marked = (advantages != 0) | (sampled != 0) if weights is None else weights != 0
         for name in self.options.marks_trained if weights is None else ():
-            counts = counts | (targets[name] != 0) if name in targets else counts
-        ignored = ~counts | (labels == IGNORE)
+            is_marked = is_marked | (targets[name] != 0) if name in targets else is_marked
+        ignored = ~is_marked | (labels == IGNORE)
         tokens = PolicyTokens(
             logprobs.masked_fill(ignored, 0.0),
             sampled.masked_fill(ignored, 0.0),
@@ -118,7 +118,7 @@ class PolicyLoss(Generic[OptionsT]):
         log_ratio = tokens.log_ratio().detach()
         ratio = exp_of_log_ratio(log_ratio)
         if self.options.compute_kl_stats:
-            # Both estimate KL(sampler || model) by its samples, k3 with less variance: http://joschu.net/blog/kl-approx.html
+            # Estimators of KL(sampler || model); k3 has less variance: http://joschu.net/blog/kl-approx.html
             means = means | {"kl_sample_train_k1": -log_ratio, "kl_sample_train_k3": ratio - 1 - log_ratio}
         values = TokenValues(tokens.trained, {name: value.detach() for name, value in means.items()}, ratio)
         metrics = token_metrics(per_token, values)
@@ -137,7 +137,7 @@ class PolicyLoss(Generic[OptionsT]):
 
 
 def exp_of_log_ratio(log_ratio: Tensor) -> Tensor:
-    """exp(log_ratio), clamped to exp(+-MAX_LOG_RATIO); the gradient is the clamped value, not 0, beyond the limits."""
+    """exp(log_ratio clamped to +-MAX_LOG_RATIO); beyond the limits, the gradient is the clamped result instead of 0."""
     return (log_ratio + (log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO) - log_ratio).detach()).exp()
 
 

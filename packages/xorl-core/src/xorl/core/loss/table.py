@@ -58,7 +58,7 @@ def check_inputs(loss: HeadLoss, names: Collection[str]) -> None:
         loss.check_inputs(names)
 
 
-def _parse_option(what: str, kind: object, value: object) -> object:
+def _parse_option(name_in_errors: str, kind: object, value: object) -> object:
     """Convert `value` to the option's type: bool, float, a Literal, or float | None."""
     if get_origin(kind) is UnionType:
         if value is None:
@@ -66,12 +66,12 @@ def _parse_option(what: str, kind: object, value: object) -> object:
         (kind,) = (member for member in get_args(kind) if member is not type(None))
     if get_origin(kind) is Literal:
         if value not in get_args(kind):
-            raise ValueError(f"{what} must be one of {', '.join(get_args(kind))}, got {value!r}")
+            raise ValueError(f"{name_in_errors} must be one of {', '.join(get_args(kind))}, got {value!r}")
         return value
     if kind is bool:
         if value not in (0, 1):
-            raise ValueError(f"{what} must be true or false, got {value!r}")
+            raise ValueError(f"{name_in_errors} must be true or false, got {value!r}")
         return bool(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{what} must be a number, got {value!r}")
+        raise ValueError(f"{name_in_errors} must be a number, got {value!r}")
     return float(value)

@@ -25,7 +25,7 @@ from xorl.kernels.layout import SequenceLayout
 ResultT = TypeVar("ResultT")
 
 
-def _whole(parameter: Tensor) -> tuple[Tensor, Sequence[int]]:
+def _unsharded_part(parameter: Tensor) -> tuple[Tensor, Sequence[int]]:
     return parameter, (0,) * parameter.dim()
 
 
@@ -98,7 +98,7 @@ class Decoder(nn.Module):
                 assert isinstance(module, DeclaresRoles), f"{path}: {type(module).__name__} declares no roles"
                 is_stored = isinstance(module, Linear) and name in module.stored
                 role = "dense" if is_stored else module.roles.get(name)
-                assert role is not None, f"{path}: {type(module).__name__} declares no role of {name}"
+                assert role is not None, f"{path}: {type(module).__name__} declares no role for {name}"
                 roles[f"{path}.{name}"] = role
         return roles
 
@@ -133,24 +133,24 @@ class Decoder(nn.Module):
         self,
         seed: int,
         *,
-        local_part: Callable[[Tensor], tuple[Tensor, Sequence[int]]] = _whole,
+        local_part: Callable[[Tensor], tuple[Tensor, Sequence[int]]] = _unsharded_part,
         device: torch.device | None = None,
         targets: Mapping[str, RowTarget] = MappingProxyType({}),
     ) -> None:
         """Initialise every parameter, except those of adapters, in place and on its device.
 
         Weights are normal with standard deviation `initializer_range`, norms one and biases zero. If the config sets
-        scale_residual_init, projections into the residual stream are smaller by sqrt(2 * num_layers). Values depend
-        only on the seed, the parameter's name and global shape, and the index: not on other parameters, the ranks, or
-        (up to fp32 rounding) the device.
+        scale_residual_init, those of projections into the residual stream are divided by sqrt(2 * num_layers). A value
+        depends only on the seed, the parameter's name and global shape, and the element's index: not on other
+        parameters, the ranks, or (up to fp32 rounding) the device.
 
         Args:
             seed: any integer.
             local_part: parameter -> (this process's part, the index of its first element). The default is for unsharded
                 parameters.
             device: where values are computed; None means on each parameter's device.
-            targets: by name, receivers of the values of weights in other storage formats (`Linear.stored`), such as
-                quantised ones. With targets, the call is collective.
+            targets: by name of each weight that is stored in another format (`Linear.stored`), such as a quantised one:
+                the target that receives its values. With targets, the call is collective.
         """
         for name, target in targets.items():
             first, last = target.rows
@@ -185,7 +185,7 @@ class Decoder(nn.Module):
 
 
 class Head(Linear):
-    """The output head: hidden states [T, D] to logits [T, V], or to the result of a loss of both."""
+    """The output head: hidden states [T, D] to logits [T, V], or to the result of a loss if one is given."""
 
     roles = MappingProxyType({"weight": "head", "bias": "bias"})
 
@@ -205,7 +205,7 @@ def _apply_head(hidden: Tensor, weight: Tensor, loss: Callable[[Tensor, Tensor],
 
 
 class DecoderTrunk(nn.Module):
-    """The decoder without its head: token ids [T] -> normed hidden states [T, D], and in training all routings."""
+    """The decoder without its head: token ids [T] -> normed hidden states [T, D]; in training, also all routings."""
 
     def __init__(self, config: DecoderConfig, *, merge_qkv: bool, kernels: LayerKernels) -> None:
         super().__init__()
@@ -240,8 +240,8 @@ class DecoderTrunk(nn.Module):
         routings: list[Routing] = []
         for index, layer in enumerate(self.layers):
             if torch.is_grad_enabled() and not hidden.requires_grad:
-                # The first trained layer above frozen ones. Its input must require a gradient like those of later
-                # layers: they share compiled code, and reentrant recomputation gives no gradients otherwise.
+                # This may be the first trained layer above frozen ones. Its input must require a gradient like those of
+                # later layers: they share compiled code, and reentrant recomputation gives no gradients otherwise.
                 hidden.requires_grad_(any(parameter.requires_grad for parameter in layer.parameters()))
             output = layer(hidden, layout.of_layer(index), rope)
             if isinstance(output, tuple):

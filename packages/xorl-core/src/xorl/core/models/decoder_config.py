@@ -64,7 +64,7 @@ class ExpertsConfig:
     """A mixture of gated feed-forward blocks.
 
     Attributes:
-        num_experts, num_active: experts of the layer, and of each token.
+        num_experts, num_active: the numbers of experts in the layer, and of those that each token uses.
         width: the hidden width of one expert.
         normalize: divide the probabilities of a token's experts by their sum.
     """
@@ -96,8 +96,8 @@ class DecoderConfig:
         rope: the rotary embedding; None for learned positions (a table of max_position_embeddings rows).
         norm: rms, or layer (with bias).
         initializer_range: standard deviation of initial weights.
-        scale_residual_init: initialise projections into the residual stream smaller by sqrt(2 * num_layers).
-        balance_coef: weight of the load-balancing loss of routers in config.json, which training may override.
+        scale_residual_init: divide initial weights of projections into the residual stream by sqrt(2 * num_layers).
+        balance_coef: the weight of the routers' load-balancing loss that config.json sets; training may override it.
     """
 
     vocab_size: int
@@ -123,7 +123,7 @@ class DecoderConfig:
 
     @property
     def attention(self) -> AttentionConfig:
-        """The attention of the first layer. The layers of a model differ in `scale` and `window` alone."""
+        """The attention of the first layer. Other layers may differ only in `scale` and `window`."""
         return self.layers[0].attention
 
     @property

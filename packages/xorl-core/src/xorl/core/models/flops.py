@@ -5,9 +5,9 @@ from collections.abc import Iterable
 
 from xorl.core.models.decoder_config import DecoderConfig, DenseConfig, LayerConfig
 
-# A multiply and an add. The backward pass has two matrix products for each one of the forward pass.
 FLOPS_PER_MULTIPLY_ADD = 2
-PASSES = 3
+# For each matrix product in the forward pass, the backward pass has two, one for the gradient of each operand.
+PRODUCTS_PER_FORWARD_PRODUCT = 3
 
 
 def training_flops(config: DecoderConfig, lengths: Iterable[int], *, num_frozen: int = 0, num_added: int = 0) -> int:
@@ -20,13 +20,14 @@ def training_flops(config: DecoderConfig, lengths: Iterable[int], *, num_frozen:
     - Attention makes two products per layer, q @ k.T and weights @ v, each H * C multiply-adds per (query, key)
       pair: 3 * 2 * 2 * H * C * pairs, where a document of L tokens has L * (L + 1) / 2 causal pairs, fewer with a
       sliding window (see `causal_pairs`).
-    - `num_frozen` of the N parameters have no gradient and cost 4 operations per token instead of 6.
+    - `num_frozen` of the N parameters have no gradient and cost 4 FLOPs per token instead of 6.
     - `num_added` is the number of additional trained parameters in matrices, such as those of adapters.
 
-    Recomputation is not counted, because it is not progress.
+    Recomputation is not counted, because it is overhead.
     """
-    per_token = FLOPS_PER_MULTIPLY_ADD * (PASSES * (matmul_parameters(config) + num_added) - num_frozen)
-    per_pair = FLOPS_PER_MULTIPLY_ADD * PASSES * 2 * config.attention.q_rows
+    num_parameters = matmul_parameters(config) + num_added
+    per_token = FLOPS_PER_MULTIPLY_ADD * (PRODUCTS_PER_FORWARD_PRODUCT * num_parameters - num_frozen)
+    per_pair = FLOPS_PER_MULTIPLY_ADD * PRODUCTS_PER_FORWARD_PRODUCT * 2 * config.attention.q_rows
     windows = Counter(config.windows).items()
     return sum(
         per_token * length + per_pair * sum(count * causal_pairs(length, window) for window, count in windows)
@@ -35,16 +36,16 @@ def training_flops(config: DecoderConfig, lengths: Iterable[int], *, num_frozen:
 
 
 def matmul_parameters(config: DecoderConfig) -> int:
-    """The number of parameters that a token is multiplied with: the matrices of all layers and the head.
+    """The number of parameters that multiply each token: those of the matrices in all layers and the head.
 
-    Of the experts of a layer, only the active ones count.
+    Only the active experts of a layer count.
     """
-    per_width = sum(_layer_columns(layer) for layer in config.layers) + config.vocab_size
-    return config.hidden_size * per_width
+    num_columns = sum(_layer_columns(layer) for layer in config.layers) + config.vocab_size
+    return config.hidden_size * num_columns
 
 
 def _layer_columns(layer: LayerConfig) -> int:
-    """Parameters of a layer's matrices for each unit of the model's width."""
+    """The number of parameters in a layer's matrices, divided by the model's width."""
     attention = 2 * layer.attention.q_rows + 2 * layer.attention.kv_rows
     ffn = layer.ffn
     if isinstance(ffn, DenseConfig):

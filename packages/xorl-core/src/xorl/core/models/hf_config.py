@@ -10,8 +10,8 @@ logger = logging.getLogger(__name__)
 
 ValueT = TypeVar("ValueT", bool, int, float, str)
 
-# Keys about files, tokens, generation or the writing software, which do not change the computation in training. The
-# loader of quantised weights checks quantization_config itself.
+# Keys that do not affect the computation in training: they concern files, special tokens, generation, or the software
+# that wrote the file. The loader of quantised weights checks quantization_config itself.
 _INERT = """
 _attn_implementation _attn_implementation_autoset _commit_hash _name_or_path architectures auto_map bos_token_id
 chunk_size_feed_forward decoder_start_token_id dtype eos_token_id finetuning_task forced_bos_token_id
@@ -116,7 +116,7 @@ class HFConfig:
             logger.warning("%s: config.json keys that are ignored: %s", self.architecture, ", ".join(unread))
 
     def refuse_unread(self) -> None:
-        """Raise for keys that were not read, in mappings in which every key changes the computation."""
+        """Raise if any key was not read. Use it for mappings in which every key changes the computation."""
         unread = [key for key in self._values if key not in self._read and self._values[key] is not None]
         if unread:
             named = ", ".join(f"{key}: {self._values[key]!r}" for key in unread)

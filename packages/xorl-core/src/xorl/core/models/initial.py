@@ -35,7 +35,7 @@ def fill_normal_(
     offset: Sequence[int],
     device: torch.device | None = None,
 ) -> None:
-    """Fill `part`, a box of a tensor of `shape`, with independent normal values N(0, std^2).
+    """Fill `part`, a rectangular block of a tensor of `shape`, with independent normal values N(0, std^2).
 
     A value depends only on `key` and its flat index in `shape`. Values are computed in fp32; CPU and GPU agree up to
     the rounding of log, cos and sin.

@@ -1,4 +1,4 @@
-"""Qwen3 mixtures of experts: query/key norms; layers of experts, and dense ones where the config says so."""
+"""Qwen3 MoE: query/key norms; every layer is a mixture of experts, unless the config makes it dense."""
 
 from collections.abc import Mapping
 
@@ -8,7 +8,7 @@ from xorl.core.models.hf_config import HFConfig
 from xorl.core.models.spec import ModelSpec
 
 ARCHITECTURE = "Qwen3MoeForCausalLM"
-# Where config.json does not have num_key_value_heads.
+# Used if config.json has no num_key_value_heads.
 DEFAULT_NUM_KV_HEADS = 4
 
 
@@ -23,7 +23,7 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
     is_dense = [index in dense_layers or (index + 1) % step != 0 for index in range(num_layers)]
     if all(is_dense):
         raise ValueError(
-            f"{ARCHITECTURE}: mlp_only_layers and decoder_sparse_step leave no layer of experts; use Qwen3ForCausalLM"
+            f"{ARCHITECTURE}: mlp_only_layers and decoder_sparse_step make every layer dense; use Qwen3ForCausalLM"
         )
     windows = rotary_gated.read_uniform_windows(hf, rotary_gated.DEFAULT_WINDOW)
     if not hf.get("use_sliding_window", bool, False):
@@ -36,7 +36,7 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
         o_bias=attention_bias,
         mlp_bias=False,
         windows=windows,
-        ffns=[dense if is_one else experts for is_one in is_dense],
+        ffns=[dense if layer_is_dense else experts for layer_is_dense in is_dense],
         balance_coef=rotary_gated.read_balance_coef(hf),
         default_num_kv_heads=DEFAULT_NUM_KV_HEADS,
     )

@@ -1,4 +1,4 @@
-"""Recipes that convert checkpoint tensors to native parameters, and back bit for bit.
+"""Recipes that convert checkpoint tensors to native parameters and back, bit for bit.
 
 The protocols match those of xorl.ckpt, which this package does not import.
 """
@@ -12,7 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-ROWS_AT_ONCE = 8192  # of an embedding: some 100 MB
+# Rows of an embedding that are compared at once: about 100 MB.
+COMPARED_ROWS = 8192
 
 
 class WeightSource(Protocol):
@@ -33,8 +34,9 @@ class WeightRecipe(Protocol):
     """The conversion of the checkpoint tensors named in `sources` to one native parameter of `shape`.
 
     Attributes:
-        join_dim: None if the parameter contains its sources whole. Otherwise several parameters each contain a part of
-            one source; concatenating the parts along this dim, in the order of the recipes, gives the source.
+        join_dim: None if the parameter contains all of its sources. Otherwise it contains a part of one source, and
+            other parameters contain the rest; concatenating the parts along this dim, in the order of the recipes,
+            gives the source.
     """
 
     @property
@@ -161,7 +163,7 @@ class LogicalModule:
     Attributes:
         name: dotted, as in the checkpoint.
         num_rows: its number of rows in the native weight (for a vector: entries).
-        is_whole: False if other native modules contain other rows of it.
+        is_whole: whether the native module contains all of its rows; if not, other native modules contain the rest.
     """
 
     name: str
@@ -195,7 +197,7 @@ def vector(source: str, length: int) -> Rows:
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """Where a family's checkpoints have routers and experts, within a layer.
+    """The names of routers and experts in a family's checkpoints, relative to their layer.
 
     Attributes:
         router: the router's module.
@@ -210,8 +212,8 @@ class ExpertNames:
     down: str
 
 
-# All experts of a layer in one tensor, [E, 2F, D] with the gate's rows first, and [E, D, F], as transformers 5 has them
-# in memory.
+# The layout that transformers 5 uses in memory: one tensor for all experts of a layer, [E, 2F, D] with the gate's rows
+# first, or [E, D, F].
 FUSED_EXPERTS = re.compile(r"^(.*)\.mlp\.experts\.(gate_up_proj|down_proj)$")
 
 
@@ -236,10 +238,10 @@ class CheckpointNames:
 
 
 class CheckpointView:
-    """A `WeightSource` that renames the tensors of another to the recipes' names, and takes fused experts apart.
+    """A view of a `WeightSource` under the recipes' names, with fused experts split into separate tensors.
 
-    Raises ValueError if a tied head differs from the embedding, because one of the two would be lost, and for an expert
-    that is there twice.
+    Raises ValueError if a tied head differs from the embedding, because one of the two would be lost, or if the
+    checkpoint contains an expert twice.
     """
 
     def __init__(self, source: WeightSource, names: CheckpointNames, *, tied: bool) -> None:
@@ -250,16 +252,19 @@ class CheckpointView:
         self._actual: dict[str, str] = {
             names.prefix + name if lacks_prefix and name != names.head else name: name for name in kept
         }
-        self._slices = {} if names.experts is None else self._fused_experts(names.experts)
+        self._slices = {} if names.experts is None else self._split_fused_experts(names.experts)
         if tied and names.head in source.names() and names.embedding in self._actual:
             self._require_same(names.head, self._actual[names.embedding])
 
-    def _fused_experts(self, names: ExpertNames) -> dict[str, tuple[str, int, int, int]]:
-        """For each tensor of an expert: the fused tensor that has it, the expert, and its rows there."""
+    def _split_fused_experts(self, names: ExpertNames) -> dict[str, tuple[str, int, int, int]]:
+        """For each tensor of a fused expert: (fused tensor, index of the expert, its start and stop rows).
+
+        Removes the fused tensors from the view, and renames the routers.
+        """
         slices: dict[str, tuple[str, int, int, int]] = {}
         router = ".mlp.gate.weight"
         for name in list(self._actual):
-            if name.endswith(router):  # transformers 5 has all routers there
+            if name.endswith(router):  # the router's name in transformers 5, for all families
                 self._actual[f"{name.removesuffix(router)}.{names.router}.weight"] = self._actual.pop(name)
             if (fused := FUSED_EXPERTS.match(name)) is None:
                 continue
@@ -271,7 +276,7 @@ class CheckpointView:
                 single = f"{fused[1]}.{names.expert.format(expert)}.{part}.weight"
                 if single in self._actual:
                     raise ValueError(
-                        f"the checkpoint has {single} twice: alone, and in {actual}; remove one of the two"
+                        f"the checkpoint contains {single} twice: separately, and in {actual}; remove one of them"
                     )
                 slices[single] = (actual, expert, index * size, (index + 1) * size)
         return slices
@@ -280,8 +285,8 @@ class CheckpointView:
         num_rows = self._source.shape(embedding)[0]
         if self._source.shape(head) == self._source.shape(embedding) and all(
             torch.equal(self._source.read(head, row, end).float(), self._source.read(embedding, row, end).float())
-            for row in range(0, num_rows, ROWS_AT_ONCE)
-            for end in [min(row + ROWS_AT_ONCE, num_rows)]
+            for row in range(0, num_rows, COMPARED_ROWS)
+            for end in [min(row + COMPARED_ROWS, num_rows)]
         ):
             return
         raise ValueError(

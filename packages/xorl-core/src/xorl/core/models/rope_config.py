@@ -22,7 +22,7 @@ def read_rope(hf: HFConfig, max_position_embeddings: int, rope_types: Mapping[st
         ValueError: for a type that is not in `rope_types`, a key unknown to the type, or a partial rotation.
     """
     has_scaling = hf.has("rope_scaling")
-    hf.has("rope_parameters")  # counts as read: if both are present, rope_scaling takes precedence
+    hf.has("rope_parameters")  # marks it as read: if both are present, rope_scaling takes precedence
     rope = hf.nested("rope_scaling" if has_scaling else "rope_parameters")
     for mapping in (hf, rope):
         mapping.expect("partial_rotary_factor", mapping.get("partial_rotary_factor", float, 1.0), [1.0])
@@ -82,9 +82,9 @@ def _read_banded(hf: HFConfig, rope: HFConfig, theta: float, max_position_embedd
 def _read_yarn(hf: HFConfig, rope: HFConfig, theta: float, max_position_embeddings: int) -> RopeConfig:
     trained_length = _trained_length(hf, rope, max_position_embeddings)
     factor = rope.get("factor", float, max_position_embeddings / trained_length)
-    numerator, denominator = rope.get("mscale", float, 0.0), rope.get("mscale_all_dim", float, 0.0)
-    if numerator and denominator:
-        attention_factor = _yarn_magnitude(factor, numerator) / _yarn_magnitude(factor, denominator)
+    mscale, mscale_all_dim = rope.get("mscale", float, 0.0), rope.get("mscale_all_dim", float, 0.0)
+    if mscale and mscale_all_dim:
+        attention_factor = _yarn_magnitude(factor, mscale) / _yarn_magnitude(factor, mscale_all_dim)
     else:
         attention_factor = _yarn_magnitude(factor, 1.0)
     return RopeConfig(

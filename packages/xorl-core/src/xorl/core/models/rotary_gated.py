@@ -50,7 +50,7 @@ def read_config(
     default_num_kv_heads: int | None = None,
     default_norm_eps: float = 1e-6,
 ) -> DecoderConfig:
-    """Translate the keys shared by these families; the arguments are the differences.
+    """Translate the keys that these families share; the arguments are what differs between them.
 
     windows, ffns: of each layer; None means no window, and a gated block of intermediate_size.
     default_num_kv_heads: used if num_key_value_heads is missing. If the key is null or there is no default, it is the
@@ -101,8 +101,8 @@ def read_dense(hf: HFConfig, *, bias: bool) -> DenseConfig:
 def read_experts(hf: HFConfig, width_key: str, defaults: ExpertsConfig) -> ExpertsConfig:
     """A mixture of experts. Its experts are SwiGLU blocks: the kernels have no other activation.
 
-    Their number is `num_experts`, or `num_local_experts`; transformers 5 writes the latter for all families. `defaults`
-    are used for missing keys; its `normalize` is final.
+    The number of experts is `num_experts`, or `num_local_experts`, which transformers 5 writes for all families.
+    Missing keys are taken from `defaults`, and so is `normalize`, which is not read.
     """
     hf.expect("hidden_act", hf.get("hidden_act", str, "silu"), SWIGLU_ACTIVATIONS)
     num_experts_key = "num_experts" if hf.has("num_experts") else "num_local_experts"
@@ -116,7 +116,7 @@ def read_experts(hf: HFConfig, width_key: str, defaults: ExpertsConfig) -> Exper
 
 
 def read_balance_coef(hf: HFConfig) -> float:
-    """`router_aux_loss_coef` if `output_router_logits` is set: without it, transformers adds no loss of routers."""
+    """`router_aux_loss_coef` if `output_router_logits` is set: without it, transformers adds no router loss."""
     coef = hf.get("router_aux_loss_coef", float, DEFAULT_BALANCE_COEF)
     return coef if hf.get("output_router_logits", bool, False) else 0.0
 

@@ -1,7 +1,7 @@
 """Losses and statistics of routers: how evenly they spread tokens over experts.
 
-Both losses are sums over documents, so they do not depend on how a batch is split. A document counts as often as it has
-trained tokens, as in the loss of its tokens.
+Both losses are sums over documents, so they do not depend on how a batch is split. As in the token loss, a document
+has a weight equal to its number of trained tokens.
 
 Shapes: L layers with experts, N documents, E experts, K experts per token.
 """
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from xorl.core.nn.moe import Routing
+from xorl.kernels.experts.routing import Routing
 from xorl.kernels.layout import SequenceLayout
 
 
@@ -24,9 +24,10 @@ from xorl.kernels.layout import SequenceLayout
 class RouterLossOptions:
     """Weights of the losses.
 
-    balance_coef: of E * sum_e f_e P_e (arXiv:2101.03961), where f_e is how many tokens chose an expert, per token, and
-        P_e its mean probability. Both are of one document and averaged over layers, as transformers does for a batch.
-    z_coef: of the mean over layers of logsumexp(logits)^2 (arXiv:2202.08906).
+    balance_coef: weight of E * sum_e f_e P_e (arXiv:2101.03961), where f_e is the number of tokens that chose expert e,
+        divided by the number of tokens, and P_e is the expert's mean probability. Both are computed for each document
+        and averaged over layers; transformers does the same for each batch.
+    z_coef: weight of logsumexp(logits)^2, averaged over layers (arXiv:2202.08906).
     """
 
     balance_coef: float = 0.0
@@ -34,12 +35,12 @@ class RouterLossOptions:
 
 
 class RouterLosses:
-    """Adds the losses of a model's routers to its gradient, and counts where tokens went.
+    """Adds the gradients of the router losses to a model's, and counts the tokens that chose each expert.
 
     Attributes:
         options: the weights.
-        counts: [L, E] fp64, choices of each expert since `take`.
-        sums: [2] fp64, the balancing loss and the z-loss, without their weights, since `take`.
+        counts: [L, E] fp64, how many tokens chose each expert since the last `take`.
+        sums: [2] fp64, the unweighted balancing loss and z-loss since the last `take`.
     """
 
     def __init__(self, num_layers: int, num_experts: int, options: RouterLossOptions) -> None:
@@ -77,9 +78,9 @@ class RouterLosses:
 def router_metrics(counts: Tensor, sums: Tensor, num_trained: Tensor) -> dict[str, Tensor]:
     """Metrics of a step, from the choices [L, E] and loss sums [2] of all ranks; scalars on the device.
 
-    imbalance: the choices of the busiest expert over the mean, in the layer where this is largest. entropy: of the
-    shares of choices, averaged over layers; 1 if all experts are chosen equally often. dead_experts: how many experts,
-    over all layers, no token chose.
+    imbalance: the choices of the most-chosen expert, divided by the mean over experts; the maximum over layers.
+    entropy: the entropy of the shares of choices, averaged over layers; 1 if all experts are chosen equally often.
+    dead_experts: the number of experts, over all layers, that no token chose.
     """
     num_experts = counts.shape[-1]
     share = counts / counts.sum(-1, keepdim=True).clamp(min=1)

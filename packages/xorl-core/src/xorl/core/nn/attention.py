@@ -23,7 +23,7 @@ class Attention(nn.Module):
         scale: the factor on attention scores.
         window: how many tokens a token attends to, itself included; None for all earlier ones.
         qkv_bias, o_bias: whether the projections have biases.
-        qk_norm_eps: when not None, an RMS norm over C on queries and keys before the rotation.
+        qk_norm_eps: if not None, apply an RMS norm with this epsilon over C to queries and keys before the rotation.
         merge_qkv: use one matrix `qkv_proj`, with the rows of q, then k, then v, instead of three.
         kernels: the functions that compute everything but the projections.
     """
@@ -62,7 +62,7 @@ class Attention(nn.Module):
 
     @property
     def stacked_rows(self) -> Mapping[str, Sequence[int]]:
-        """The rows of each matrix that a projection stacks, by the projection's name."""
+        """By name of each projection that stacks several matrices: the number of rows of each of them."""
         return {"qkv_proj": self.shape.row_counts} if self.merge_qkv else {}
 
     def forward(self, x: Tensor, layout: SequenceLayout, rope: RopeTables | None) -> Tensor:

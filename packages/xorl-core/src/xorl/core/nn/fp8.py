@@ -1,9 +1,9 @@
 """Linear layers that multiply in fp8, in the forward pass and for both gradients, with dynamic scales.
 
 `tensorwise` uses one scale per matrix, with activations and weights in E4M3 and gradients in E5M2 (arXiv:2209.05433).
-`rowwise` uses one scale per row along the contraction, and E4M3 throughout, which suffices with so many scales
-(arXiv:2412.19437, section 3.3.2). The forward product uses fast accumulation, the gradients' products accumulate in
-fp32. Parameters, their names and their gradients are those of `Linear`.
+`rowwise` uses one scale for each vector along the contraction dimension; with so many scales, E4M3 has enough range for
+gradients too (arXiv:2412.19437, section 3.3.2). The forward product uses fast accumulation; the products for the
+gradients accumulate in fp32. Parameters, their names and their gradients are those of `Linear`.
 
 `xorl.core.parallel.fp8` makes the quantised copies of weights and gathers them.
 
@@ -35,15 +35,16 @@ from xorl.kernels.quant.fp8 import (
 
 Fp8Recipe = Literal["tensorwise", "rowwise"]
 
-# Router logits select experts: a flipped selection costs more than the small product saves.
+# Not quantised: rounding could change which experts are selected, and the product is too small to save time.
 ROUTERS = ("router", "gate")
-MULTIPLE = 16
+FEATURE_MULTIPLE = 16
 
 
 def convert_linears(layers: nn.Module, recipe: Fp8Recipe, exclude: Sequence[str] = ROUTERS) -> tuple[str, ...]:
     """Replace every `Linear` inside `layers`, in place, by an `Fp8Linear` with the same parameters.
 
-    Layers whose path ends in a name of `exclude`, in whole parts, are kept. Returns the paths of the replaced ones.
+    Layers whose path ends in one of the names in `exclude`, as whole path components, are kept. Returns the paths of
+    the replaced layers.
 
     Raises ValueError, before anything is changed, for feature counts that fp8 matrix units do not support.
     """
@@ -63,12 +64,13 @@ def fp8_linears(layers: nn.Module, exclude: Sequence[str] = ROUTERS) -> dict[str
     refused = [
         f"{path} [{linear.out_features}, {linear.in_features}]"
         for path, linear in linears.items()
-        if linear.out_features % MULTIPLE or linear.in_features % MULTIPLE
+        if linear.out_features % FEATURE_MULTIPLE or linear.in_features % FEATURE_MULTIPLE
     ]
     if refused:
         raise ValueError(
-            f"train.fp8: fp8 matrix units need features in multiples of {MULTIPLE}, but {len(refused)} linear layers "
-            f"have others: {', '.join(refused[:4])}; set train.fp8 to none for this model"
+            f"train.fp8: fp8 matrix units need feature counts that are multiples of {FEATURE_MULTIPLE}, but "
+            f"{len(refused)} linear layers have other sizes: {', '.join(refused[:4])}; "
+            "set train.fp8 to none for this model"
         )
     return linears
 
@@ -206,7 +208,7 @@ class _RowwiseLinear(torch.autograd.Function):
 
 
 def _max_abs(x: Tensor) -> Tensor:
-    """The largest absolute value. Exact; computed in whichever form is cheaper, eager or compiled."""
+    """The largest absolute value. Eager and compiled code compute it differently, for speed, with the same result."""
     if torch.compiler.is_compiling():
         # Reduce rows first: the compiler then fuses it into the kernel that computes x, which mostly runs over rows.
         largest = x.abs().amax(dim=-1).amax()

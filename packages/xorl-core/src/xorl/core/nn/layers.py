@@ -1,7 +1,7 @@
 """Linear, embedding, norm and feed-forward modules that compute in the dtype of their input.
 
 Each module casts its weight to the dtype of the input, so fp32 parameters and parameters gathered in bf16 give the same
-numbers, without autocast. Parameters are uninitialised; `Decoder.init_weights` or a checkpoint provides the values.
+results, without autocast. Parameters are uninitialised; `Decoder.init_weights` or a checkpoint provides the values.
 
 Shapes: T tokens, D model width, F feed-forward width, V vocabulary.
 """
@@ -112,7 +112,7 @@ class Linear(nn.Module):
         return self.weight.to(dtype)
 
     def operands(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(a [T, K], b [out, K]) with a @ b.T the output, for callers that fuse the product. Requires bias=False."""
+        """(a [T, K], b [out, K]) whose product a @ b.T is the output, for callers that fuse it. Requires bias=False."""
         assert self.bias is None, "operands() does not support a bias"
         return (x, self.dense_weight(x.dtype)) if self.adapter is None else self.adapter.operands(x, self)
 
@@ -150,7 +150,7 @@ class Embedding(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """(x, x / rms(x) * weight) over the last dimension, computed in fp32, in the dtype of x (arXiv:1910.07467).
+    """(x, x / rms(x) * weight) over the last dimension, in fp32, returned in the dtype of x (arXiv:1910.07467).
 
     With a residual, (residual + x, the norm of this sum). Use the first output as the new residual stream: the norm's
     kernel then sums the gradients of both outputs.
@@ -186,9 +186,9 @@ class HeadNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """(x, (x - mean) / std * weight + bias) over the last dimension, statistics in fp32, in the dtype of x.
+    """(x, (x - mean) / std * weight + bias) over the last dimension, computed in fp32, returned in the dtype of x.
 
-    With a residual, (residual + x, the norm of this sum).
+    With a residual, returns (residual + x, the norm of this sum).
     """
 
     roles: ClassVar[Mapping[str, Role]] = MappingProxyType({"weight": "norm", "bias": "bias"})
@@ -223,7 +223,7 @@ class GatedMLP(nn.Module):
 
     @property
     def stacked_rows(self) -> Mapping[str, Sequence[int]]:
-        """The rows of each matrix that a projection stacks, by the projection's name."""
+        """By name of each projection that stacks several matrices: the number of rows of each of them."""
         return {"gate_up_proj": (self.gate_up_proj.out_features // 2,) * 2}
 
     def forward(self, x: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -15,21 +15,8 @@ from torch.nn import functional as F
 
 from xorl.core.nn.kernels import LayerKernels
 from xorl.core.nn.roles import Role
-from xorl.kernels.experts.routing import document_sums, top_experts
+from xorl.kernels.experts.routing import Routing, sum_routing, top_experts
 from xorl.kernels.layout import SequenceLayout
-
-
-class Routing(NamedTuple):
-    """Sums over the tokens of each document, for the losses and statistics of routers. Padding is left out.
-
-    counts: [N, E] int32, tokens that chose each expert.
-    probabilities: [N, E] fp32, sums of routing probabilities; differentiable.
-    squared_lse: [N] fp32, sums of logsumexp(logits)^2; differentiable.
-    """
-
-    counts: Tensor
-    probabilities: Tensor
-    squared_lse: Tensor
 
 
 class Router(nn.Module):
@@ -49,7 +36,7 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
         dtype = wide if self.fp32 else x.dtype
-        # Rounded first, so that fp32 parameters compute the same as parameters that were gathered in the dtype of x.
+        # Round the weight first, so that fp32 parameters give the same logits as parameters gathered in the dtype of x.
         return F.linear(x.to(dtype), self.weight.to(x.dtype).to(dtype)).to(wide)
 
     def extra_repr(self) -> str:
@@ -88,7 +75,7 @@ class Experts(nn.Module):
 
     @property
     def stacked_rows(self) -> Mapping[str, Sequence[int]]:
-        """The rows of each matrix that a projection stacks, by the projection's name."""
+        """By name of each projection that stacks several matrices: the number of rows of each of them."""
         gate_up, down = self.gate_up_proj, self.down_proj
         half = gate_up.weight.shape[0] // (2 * gate_up.num_experts)
         return {
@@ -103,7 +90,7 @@ class Experts(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """sum over a token's K experts of weight * expert(x); the K most probable experts of softmax(router(x)).
+    """For each token, the sum of weight * expert(x) over its K most probable experts in softmax(router(x)).
 
     Args:
         width: D.
@@ -137,21 +124,6 @@ class MixtureOfExperts(nn.Module):
         if self.normalize:
             weights = weights / weights.sum(-1, keepdim=True)
         out = self.experts(x, weights, ids, layout.num_real)
-        return out, sum_documents(logits, probabilities, ids, layout) if self.training else None
-
-
-def sum_documents(logits: Tensor, probabilities: Tensor, ids: Tensor, layout: SequenceLayout) -> Routing:
-    """Sum up the routing of one layer by document, from logits and probabilities [T, E] and chosen ids [T, K]."""
-    num_documents, num_experts = len(layout.cu_seqlens) - 1, logits.shape[1]
-    documents = layout.document_ids()
-    index = documents[:, None] * num_experts + ids
-    ones = torch.ones_like(ids, dtype=torch.int32)
-    squared_lse = logits.logsumexp(-1, keepdim=True).square()
-    values = torch.cat([probabilities, squared_lse], dim=1)
-    if layout.num_real is not None:
-        is_padding = (torch.arange(len(ids), device=ids.device) >= layout.num_real)[:, None]
-        ones, values = ones.masked_fill(is_padding, 0), values.masked_fill(is_padding, 0)
-    # Integers: the order of the additions does not matter.
-    counts = ones.new_zeros(num_documents * num_experts).scatter_add_(0, index.flatten(), ones.flatten())
-    sums = document_sums(values, layout.cu_seqlens, documents)
-    return Routing(counts.view(num_documents, num_experts), sums[:, :-1], sums[:, -1])
+        if not self.training:
+            return out, None
+        return out, sum_routing(logits, probabilities, ids, layout.cu_seqlens, layout.num_real)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import ClassVar, Literal, Protocol, runtime_checkable
 
 Role = Literal["dense", "expert", "router", "bias", "norm", "embedding", "head", "adapter"]
-"""dense: a matrix of a linear layer; expert: the matrices of all experts of a layer; adapter: any parameter of one."""
+"""dense: a matrix of a linear layer; expert: the matrices of all experts of a layer; adapter: any of its parameters."""
 
 
 @runtime_checkable

@@ -81,7 +81,7 @@ class Rotary:
             [
                 self.inv_freq
                 if length <= self.config.trained_length
-                else _powers(_dynamic_theta(self.config, self.head_dim, length), self.head_dim)
+                else _inverse_frequencies(_dynamic_theta(self.config, self.head_dim, length), self.head_dim)
                 for length in layout.lengths
             ]
         )  # [N, C / 2]
@@ -91,18 +91,18 @@ class Rotary:
         return rows.repeat_interleave(counts, dim=0, output_size=layout.num_tokens)
 
 
-def _powers(theta: float, head_dim: int) -> Tensor:
+def _inverse_frequencies(theta: float, head_dim: int) -> Tensor:
     """theta ** (-2i / C) for each channel pair i, [C / 2]."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
     return 1.0 / (theta**exponents)
 
 
 def _default(config: RopeConfig, head_dim: int) -> Tensor:
-    return _powers(config.theta, head_dim)
+    return _inverse_frequencies(config.theta, head_dim)
 
 
 def _linear(config: RopeConfig, head_dim: int) -> Tensor:
-    return _powers(config.theta, head_dim) / config.factor
+    return _inverse_frequencies(config.theta, head_dim) / config.factor
 
 
 def _dynamic_theta(config: RopeConfig, head_dim: int, length: int) -> float:
@@ -111,7 +111,7 @@ def _dynamic_theta(config: RopeConfig, head_dim: int, length: int) -> float:
 
 
 def _banded(config: RopeConfig, head_dim: int) -> Tensor:
-    inv_freq = _powers(config.theta, head_dim)
+    inv_freq = _inverse_frequencies(config.theta, head_dim)
     wavelength = 2 * math.pi / inv_freq
     low, high = config.low_freq_factor, config.high_freq_factor
     # 0 at the longest wavelength of the band, 1 at the shortest.

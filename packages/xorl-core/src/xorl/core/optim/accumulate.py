@@ -27,7 +27,7 @@ class Fp32Accumulation:
 
     @contextmanager
     def micro_batch(self) -> Iterator[None]:
-        """A context for the forward and backward passes of one micro-batch."""
+        """Context manager for the forward and backward passes of one micro-batch."""
         # Copy now: gradients that are views of DistributedDataParallel's buckets are overwritten by the next pass.
         earlier = [(parameter, parameter.grad.float()) for parameter in self._parameters if parameter.grad is not None]
         for parameter, _ in earlier:
@@ -37,7 +37,8 @@ class Fp32Accumulation:
         yield
         for parameter, gradient in earlier:
             newest, parameter.grad = parameter.grad, None
-            # The dtype that autograd casts to and that assignment accepts. During passes, it is the parameter's own.
+            # The dtype that autograd casts gradients to and that assignment to `grad` accepts. During passes, it is the
+            # parameter's own dtype.
             parameter.grad_dtype = torch.float32
             parameter.grad = gradient
             if newest is not None:

@@ -21,9 +21,9 @@ class AdamW(torch.optim.Optimizer):
 
     If a group has `keys`, one from `noise_key` for each parameter, bf16 parameters and states are rounded
     stochastically. Rounding to nearest would drop every update below 1/512 of a bf16 weight, and almost every update
-    of the mean square, which changes by a thousandth a step; stochastic rounding is right on average (Zamirai et al.,
-    2021, arXiv:2010.06192). The random bits depend only on the parameter's key, the step and the element's index in
-    the whole parameter. Without keys, this is torch's AdamW, rounded to nearest.
+    of the mean square, which changes by about 0.1% per step. Stochastic rounding is unbiased (Zamirai et al., 2021,
+    arXiv:2010.06192). The random bits depend only on the parameter's key, the step and the element's index in the whole
+    parameter. Without keys, this is torch's AdamW, rounded to nearest.
 
     Like torch's fused optimizers, it divides gradients by `grad_scale`, skips the update if `found_inf` is not zero,
     and reads both on the device. A step may overwrite the gradients.
@@ -109,7 +109,7 @@ class ScaledOptimizer(Protocol):
 
 
 class StepControls(NamedTuple):
-    """The same two values as the kernels take them: 0-dim fp32 tensors on the device of the parameters."""
+    """What kernels read in a step, as 0-dim fp32 tensors on the parameters' device; `skip` is set if it is not zero."""
 
     grad_scale: Tensor | None
     skip: Tensor

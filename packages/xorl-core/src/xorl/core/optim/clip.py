@@ -18,19 +18,19 @@ from xorl.kernels.optim import scale_, square_sum
 def gradient_scale(
     parameters: Sequence[Tensor], divisor: Tensor | float, max_norm: float | None, norm: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return (norm, scale): the norm of the gradients over `divisor`, and the number to divide gradients by.
+    """Return (norm, scale): the norm of the gradients divided by `divisor`, and the number to divide gradients by.
 
     The norm is the 2-norm over all parameters and all their shards, accumulated in fp32, before clipping. Dividing by
-    the scale also clips to `max_norm`; None or 0 disables clipping. Pass `norm` if that of the undivided gradients is
-    already known. Both results are fp32 scalars on the gradients' device, the same on every rank. The gradients are
-    not changed. Collective if gradients are sharded; does not synchronise with the host.
+    the scale also clips to `max_norm`; None or 0 disables clipping. If the norm of the undivided gradients is already
+    known, pass it as `norm`. Both results are fp32 scalars on the gradients' device, the same on every rank. The
+    gradients are not changed. Collective if gradients are sharded; does not synchronise with the host.
     """
     grads = [p.grad for p in parameters if p.grad is not None]
     if not grads:
         zero = torch.zeros((), device=parameters[0].device)
         return zero, zero + 1
     norm = _total_norm(grads) if norm is None else norm
-    # Synchronises only if gradients are in host memory, and then the host has waited for them already.
+    # This synchronises only if gradients are in host memory, where the host has already waited for them.
     scale = divisor.to(norm) if isinstance(divisor, Tensor) else torch.full_like(norm, divisor)
     norm = norm / scale
     if max_norm:
@@ -49,13 +49,13 @@ def scale_and_clip_(parameters: Sequence[Tensor], divisor: Tensor | float, max_n
 def _scale_(grads: Sequence[Tensor], scale: Tensor) -> None:
     """Multiply in fp32 or fp64."""
     # torch would first round the scale to the dtype of a bf16 gradient, which biases the whole step.
-    half = [grad for grad in grads if grad.dtype == torch.bfloat16]
-    for grad in half:
+    bf16_grads = [grad for grad in grads if grad.dtype == torch.bfloat16]
+    for grad in bf16_grads:
         if grad.is_contiguous():
             scale_(grad, scale)
         else:
             grad.copy_(grad.float() * scale)
-    if len(half) < len(grads):
+    if len(bf16_grads) < len(grads):
         torch._foreach_mul_([grad for grad in grads if grad.dtype != torch.bfloat16], scale)
 
 
@@ -80,5 +80,5 @@ def _total_norm(grads: Sequence[Tensor]) -> Tensor:
 
 def _sharding_groups(mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[dist.ProcessGroup, ...]:
     """The groups that a gradient is sharded over. Replicas are left out, so that no element counts twice."""
-    assert not any(isinstance(placement, Partial) for placement in placements), "an unreduced gradient"
+    assert not any(isinstance(placement, Partial) for placement in placements), "gradients must be reduced first"
     return tuple(mesh.get_group(axis) for axis, placement in enumerate(placements) if isinstance(placement, Shard))

@@ -18,5 +18,5 @@ def flat_offset(tensor: Tensor) -> int:
     if not isinstance(tensor, DTensor):
         return 0
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    assert tuple(shape[1:]) == tuple(tensor.shape[1:]), f"sharded along other dims than rows: {tensor.placements}"
+    assert tuple(shape[1:]) == tuple(tensor.shape[1:]), f"only rows may be sharded, not {tensor.placements}"
     return offset[0] * math.prod(tensor.shape[1:]) if offset else 0

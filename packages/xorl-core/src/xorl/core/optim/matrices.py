@@ -1,7 +1,7 @@
-"""Distribution of whole-matrix work: gathers sharded matrices on the ranks that own them, and scatters the results.
+"""Distributes work on whole matrices: gathers sharded matrices on the ranks that own them, and scatters the results.
 
-The ranks form a grid of R replicas by S shards; each replica holds the rows of every parameter in S shards. Each matrix
-has one owner among all R x S ranks. In each round a rank has at most one batch of matrices, all of one shape.
+The ranks form a grid of R replicas by S shards; each replica splits the rows of every parameter into S shards. Each
+matrix has one owner among all R x S ranks. In each round, a rank processes at most one batch of matrices of one shape.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ class Grid:
             replica = 0 if replicas is None else replicas.rank()
             return cls(None, replicas, 1, num_replicas, 0, replica, parameter.device)
         mesh = parameter.device_mesh
-        assert parameter.placements in ((Shard(0),), (Replicate(), Shard(0))), f"placed as {parameter.placements}"
+        assert parameter.placements in ((Shard(0),), (Replicate(), Shard(0))), (
+            f"only rows may be sharded, not {parameter.placements}"
+        )
         is_gpu = mesh.device_type == "cuda"
         device = torch.device("cuda", torch.cuda.current_device()) if is_gpu else torch.device(mesh.device_type)
         *replica_axis, shard_axis = range(mesh.ndim)
@@ -91,7 +93,7 @@ def logical_matrices(parameters: Sequence[Tensor], row_counts: Sequence[Sequence
     matrices: list[Matrix] = []
     for index, (parameter, counts) in enumerate(zip(parameters, row_counts, strict=True)):
         num_rows, columns = parameter.shape
-        assert sum(counts) == num_rows, f"rows {counts} of a matrix of {num_rows}"
+        assert sum(counts) == num_rows, f"row counts {counts} do not add up to {num_rows}"
         start = 0
         for count in counts:
             matrices.append(Matrix(index, num_rows, start, start + count, columns))
@@ -106,7 +108,7 @@ def logical_matrices(parameters: Sequence[Tensor], row_counts: Sequence[Sequence
 def plan_rounds(
     matrices: Sequence[Matrix], num_replicas: int, num_shards: int, batch_elements: int
 ) -> list[Mapping[Owner, Sequence[Matrix]]]:
-    """Assign every matrix to an owner, balancing the work, and split each owner's matrices into batches, one a round.
+    """Assign every matrix to an owner, balancing the work, and split each owner's matrices into batches, one per round.
 
     The plan is the same on every rank. A batch of more than one matrix has at most `batch_elements` elements.
     """
@@ -117,22 +119,22 @@ def plan_rounds(
         work, owner = heapq.heappop(load)
         owned[owner].append(matrix)
         heapq.heappush(load, (work + orthogonalisation_flops(*matrix.shape, 1), owner))
-    batches = {owner: _batches(mine, batch_elements) for owner, mine in owned.items()}
+    batches = {owner: _split_into_batches(of_owner, batch_elements) for owner, of_owner in owned.items()}
     return [dict(zip(batches, row, strict=True)) for row in zip_longest(*batches.values(), fillvalue=())]
 
 
-def _batches(matrices: Sequence[Matrix], batch_elements: int) -> list[Sequence[Matrix]]:
-    """Batches of one shape each; in `matrices`, equal shapes are adjacent."""
+def _split_into_batches(matrices: Sequence[Matrix], batch_elements: int) -> list[Sequence[Matrix]]:
+    """Split `matrices`, in which equal shapes are adjacent, into batches of a single shape each."""
     batches: list[Sequence[Matrix]] = []
     for (rows, columns), run in groupby(matrices, key=lambda matrix: matrix.shape):
-        same = list(run)
+        same_shape = list(run)
         size = max(1, batch_elements // (rows * columns))
-        batches += [same[start : start + size] for start in range(0, len(same), size)]
+        batches += [same_shape[start : start + size] for start in range(0, len(same_shape), size)]
     return batches
 
 
 class Exchange:
-    """The communication of one round. A piece is the rows of a matrix on one shard, flattened.
+    """The communication of one round. A piece is the part of a matrix that one shard holds, flattened.
 
     Every method is collective, and every rank must call it, even a rank without a batch or without any rows.
     """
@@ -145,11 +147,13 @@ class Exchange:
             [matrix for shard in range(grid.num_shards) for matrix in batches[replica, shard]]
             for replica in range(grid.num_replicas)
         ]
-        self._to_owner = [
-            sum(self.piece(matrix) for matrix in batches[grid.replica, shard]) for shard in range(grid.num_shards)
+        # Indexed by shard: the number of elements that this rank holds of that shard's batch.
+        self._piece_sizes = [
+            sum(self.piece_size(matrix) for matrix in batches[grid.replica, shard]) for shard in range(grid.num_shards)
         ]
-        self._from_shard = [
-            sum(self.piece(matrix, shard) for matrix in self._batch) for shard in range(grid.num_shards)
+        # Indexed by shard: the number of elements that the shard holds of this rank's batch.
+        self._batch_sizes = [
+            sum(self.piece_size(matrix, shard) for matrix in self._batch) for shard in range(grid.num_shards)
         ]
 
     @property
@@ -168,18 +172,18 @@ class Exchange:
         """All matrices of the round, in the order of the pieces that `return_updates` returns."""
         return [matrix for matrices in self._by_replica for matrix in matrices]
 
-    def piece(self, matrix: Matrix, shard: int | None = None) -> int:
-        """The number of elements of a matrix on `shard`, by default on this rank's."""
+    def piece_size(self, matrix: Matrix, shard: int | None = None) -> int:
+        """The number of elements of a matrix that `shard` holds; None means this rank's shard."""
         start, stop = matrix.rows_of(self._grid.shard if shard is None else shard, self._grid.num_shards)
         return (stop - start) * matrix.columns
 
     def collect(self, pieces: Tensor) -> Tensor | None:
         """Send this rank's concatenated pieces of `sent`, and return its batch [B, M, N]; None if it owns none."""
-        received = self._all_to_all(pieces, self._from_shard, self._to_owner)
+        received = self._all_to_all(pieces, sent_sizes=self._piece_sizes, received_sizes=self._batch_sizes)
         if not self._batch:
             return None
         rows, columns = self._batch[0].shape
-        sizes = [self.piece(matrix, shard) for shard in range(self._grid.num_shards) for matrix in self._batch]
+        sizes = [self.piece_size(matrix, shard) for shard in range(self._grid.num_shards) for matrix in self._batch]
         parts = received.split(sizes)
         # Pieces arrive ordered by shard; order them by matrix.
         whole = [part for index in range(len(self._batch)) for part in parts[index :: len(self._batch)]]
@@ -193,22 +197,23 @@ class Exchange:
             joined = batch.view(-1)
         else:
             shards = range(self._grid.num_shards)
-            parts = batch.view(-1).split([self.piece(matrix, shard) for matrix in self._batch for shard in shards])
+            parts = batch.view(-1).split([self.piece_size(matrix, shard) for matrix in self._batch for shard in shards])
             # Order the pieces by shard.
             joined = torch.cat([part for shard in shards for part in parts[shard :: self._grid.num_shards]])
-        return self._from_replicas(self._all_to_all(joined, self._to_owner, self._from_shard))
+        pieces = self._all_to_all(joined, sent_sizes=self._batch_sizes, received_sizes=self._piece_sizes)
+        return self._from_replicas(pieces)
 
-    def _all_to_all(self, sent: Tensor, sizes_out: Sequence[int], sizes_in: Sequence[int]) -> Tensor:
+    def _all_to_all(self, sent: Tensor, *, sent_sizes: Sequence[int], received_sizes: Sequence[int]) -> Tensor:
         if self._grid.shards is None:
             return sent
-        received = torch.empty(sum(sizes_out), dtype=sent.dtype, device=sent.device)
-        dist.all_to_all_single(received, sent, list(sizes_out), list(sizes_in), group=self._grid.shards)
+        received = torch.empty(sum(received_sizes), dtype=sent.dtype, device=sent.device)
+        dist.all_to_all_single(received, sent, list(received_sizes), list(sent_sizes), group=self._grid.shards)
         return received
 
     def _from_replicas(self, pieces: Tensor) -> Tensor:
         if self._grid.replicas is None:
             return pieces
-        sizes = [sum(self.piece(matrix) for matrix in matrices) for matrices in self._by_replica]
+        sizes = [sum(self.piece_size(matrix) for matrix in matrices) for matrices in self._by_replica]
         padded = torch.zeros(max(sizes), dtype=pieces.dtype, device=pieces.device)
         padded[: pieces.numel()].copy_(pieces)
         gathered = torch.empty(len(sizes) * max(sizes), dtype=pieces.dtype, device=pieces.device)

@@ -1,4 +1,4 @@
-"""Muon, momentum orthogonalised by matrix, for sharded and unsharded parameters; AdamW for all others."""
+"""Muon (orthogonalised momentum) for matrices, sharded or not, and AdamW for all other parameters."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from xorl.kernels.optim import Noise, descend_, momentum_
 
 AdjustLr = Literal["original", "match_rms_adamw"]
 
-# Elements of a rank's batch: 256 MiB in bf16. Newton-Schulz holds about four tensors of this size at a time.
+# The most elements in a rank's batch: 256 MiB in bf16. Newton-Schulz holds about four tensors of this size at a time.
 BATCH_ELEMENTS = 1 << 27
 
 
 @dataclass(frozen=True)
 class MuonOptions:
-    """Options of muon beside those of all optimizers.
+    """Options of Muon, in addition to those of all optimizers.
 
     Attributes:
         matrices: for each parameter that muon updates, by name, the rows of each matrix that it stacks.
         lr: peak learning rate of these parameters.
-        momentum, nesterov: of the moving average of gradients.
+        momentum, nesterov: decay of the gradients' moving average, and whether to use Nesterov momentum.
         num_steps: number of Newton-Schulz iterations.
         adjust_lr: how the learning rate depends on a matrix's shape.
-        replicas: the group of ranks that hold the same parameters, if these are not DTensors.
-        compute_dtype: of the Newton-Schulz iterations; None means bf16 on a GPU and fp32 on a CPU.
+        replicas: the group of ranks that hold the same parameters, if the parameters are not DTensors.
+        compute_dtype: dtype of the Newton-Schulz iterations; None means bf16 on a GPU and fp32 on a CPU.
     """
 
     matrices: Mapping[str, Sequence[int]]
@@ -60,11 +60,11 @@ def lr_ratio(adjust_lr: AdjustLr, rows: int, columns: int) -> float:
 
 
 class Muon(AdamW):
-    """W = (1 - lr decay) W - lr ratio orthogonalise(momentum of the gradient), for groups with `matrices`.
+    """W = (1 - lr * decay) * W - lr * ratio * orthogonalise(momentum), for groups with `matrices`.
 
     This is torch.optim.Muon's update, applied separately to each matrix that a parameter stacks. Sharded parameters get
     the same update as whole ones: in rounds, each rank gathers the rows of the matrices that it owns, orthogonalises
-    them in batches of one shape, and scatters the rows of the results. Replicas split the matrices too. Groups without
+    them in batches of one shape, and scatters the rows of the results. Replicas share this work. Groups without
     `matrices` use AdamW. Momentum is kept in `state_dtype`; bf16 values are rounded stochastically. A step is
     collective, even if `found_inf` makes it skip the update.
     """
@@ -83,7 +83,7 @@ class Muon(AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:
-        """Update every parameter that has a gradient; collective. The set of these must be the same on every rank."""
+        """Update every parameter that has a gradient; the same ones must have one on every rank. Collective."""
         assert closure is None, "closures are not supported"
         self.materialise()
         stacks: list[_MatrixStack] = []
@@ -118,7 +118,7 @@ class Muon(AdamW):
             dtype = torch.bfloat16 if plan.grid.device.type == "cuda" else torch.float32
         for batches in plan.rounds:
             exchange = Exchange(plan.grid, batches)
-            sizes = [exchange.piece(matrix) for matrix in exchange.sent]
+            sizes = [exchange.piece_size(matrix) for matrix in exchange.sent]
             pieces = torch.empty(sum(sizes), dtype=dtype, device=device)
             for matrix, piece in zip(exchange.sent, pieces.split(sizes), strict=True):
                 self._momentum_(stacks[matrix.parameter], matrix, plan.grid, piece, scaling)
@@ -128,7 +128,7 @@ class Muon(AdamW):
             if batch is not None:
                 batch = orthogonalise(batch, self._options.num_steps)
             updates = exchange.return_updates(batch, dtype).to(device)
-            sizes = [exchange.piece(matrix) for matrix in exchange.matrices]
+            sizes = [exchange.piece_size(matrix) for matrix in exchange.matrices]
             for matrix, update in zip(exchange.matrices, updates.split(sizes), strict=True):
                 self._descend_(stacks[matrix.parameter], matrix, plan.grid, update, scaling.skip)
 

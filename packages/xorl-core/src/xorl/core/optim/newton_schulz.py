@@ -7,8 +7,8 @@ from torch import Tensor
 
 from xorl.kernels.optim import symmetric_product
 
-# The quintic iteration of Keller Jordan's Muon (https://kellerjordan.github.io/posts/muon/), steep at zero: it takes
-# singular values to about [0.7, 1.2], not to one.
+# The quintic iteration of Keller Jordan's Muon (https://kellerjordan.github.io/posts/muon/). It is steep at zero to
+# converge fast, so singular values end up in about [0.7, 1.2] instead of at one.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPS = 1e-7
 
@@ -16,7 +16,7 @@ EPS = 1e-7
 def orthogonalise(matrices: Tensor, num_steps: int) -> Tensor:
     """Approximately U V^T for each U S V^T in contiguous `matrices` [B, M, N], in their dtype.
 
-    GPUs accumulate in fp32. A zero matrix stays zero.
+    On GPUs, products accumulate in fp32. A zero matrix stays zero.
     """
     a, b, c = COEFFICIENTS
     x = matrices

@@ -31,14 +31,14 @@ def build_optimizer(
 
     All optimizers use decoupled weight decay and accept gradients in fp32 or in the parameter's dtype. Like torch's
     fused optimizers, they divide gradients by the attribute `grad_scale` and skip the update if `found_inf` is not
-    zero; both are tensors that are read on the device.
+    zero; both are tensors and are read on the device.
 
     Args:
         lr: the schedule's peak. Each group has an `lr_scale`, which multiplies the schedule's learning rate.
         no_decay_modules, no_decay_params: substrings of a parameter's module path, and of the last part of its name. A
             parameter that matches either has no weight decay.
-        state_dtype, seed: of anyprecision_adamw and muon; the seed is that of stochastic rounding.
-        muon: required by muon.
+        state_dtype, seed: for anyprecision_adamw and muon, the dtype of the state and the seed of stochastic rounding.
+        muon: options that the optimizer `muon` requires.
 
     Raises ValueError for a substring that matches no parameter, or if no parameter requires a gradient.
     """

@@ -13,10 +13,10 @@ DecayStyle = Literal["constant", "linear", "cosine"]
 class Schedule:
     """Linear warm-up from `start` to `peak`, then decay to `minimum` by `style`, then constant at `minimum`.
 
-    warmup_ratio and decay_ratio are fractions of `num_steps`. Both count from the first step, so the decay ends after
-    step decay_ratio * num_steps. Each step uses the value at its start, as in the schedulers of torch and transformers:
-    the first step of the decay uses `peak`, and the last one a value above `minimum`, so no batch is wasted at
-    `minimum` 0.
+    warmup_ratio and decay_ratio are fractions of `num_steps`. Both are measured from the first step, so the decay ends
+    after step decay_ratio * num_steps. Each step uses the value at its start, as in the schedulers of torch and
+    transformers: the first step of the decay uses `peak`, and the last one a value above `minimum`. So even with a
+    `minimum` of 0, every step of the decay has an effect.
 
     Raises ValueError if the warm-up would end after the decay.
     """

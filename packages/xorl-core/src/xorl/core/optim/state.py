@@ -19,8 +19,8 @@ class SupportsMaterialise(Protocol):
 class OptimizerState:
     """Maps `{parameter name}.{state name}` to a tensor that is sharded like the parameter.
 
-    Hyperparameters are not included: they follow from the configuration and the step. Numbers in the state of other
-    optimizers, such as step counts, become 0-dim tensors.
+    Hyperparameters are not included: they follow from the configuration and the step. Plain numbers, which other
+    optimizers may keep as step counts, become 0-dim tensors.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
@@ -38,7 +38,7 @@ class OptimizerState:
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Copy `state` into the optimizer's tensors. Tensors that are already the optimizer's own are left alone."""
+        """Copy `state` into the optimizer's tensors. Skips tensors that are the optimizer's own."""
         self._materialise()
         for parameter, values in self._optimizer.state.items():
             for key, value in values.items():
@@ -51,7 +51,7 @@ class OptimizerState:
 
     @torch.no_grad()
     def _materialise(self) -> None:
-        """Create the optimizer's state. torch's optimizers need a step for it, taken here with learning rate 0."""
+        """Create the optimizer's state. torch's optimizers create it in a step, taken here with learning rate 0."""
         if self._optimizer.state:
             return
         if isinstance(self._optimizer, SupportsMaterialise):

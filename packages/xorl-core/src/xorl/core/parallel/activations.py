@@ -19,8 +19,8 @@ Recompute = Literal["none", "operation", "layer"] | Sequence[RecomputeModule]
 """none; operation (keep the outputs of matrix products and attention); layer (keep only its input); or submodules."""
 
 aten = torch.ops.aten
-# The operations that take the most time per byte of output. Linear layers reach the dispatcher as mm and addmm.
-KEPT_OPERATIONS = frozenset(
+# The operators that take the most time per byte of output. Linear layers reach the dispatcher as mm and addmm.
+KEPT_ATEN_OPERATORS = frozenset(
     {
         aten.mm.default,
         aten.addmm.default,
@@ -35,18 +35,18 @@ KEPT_OPERATIONS = frozenset(
         aten._scaled_dot_product_fused_attention_overrideable.default,
     }
 )
-# An adapter's product is over its rank, which is far below the output's width.
+# The inner dimension of an adapter's product is its rank, which is far below the width of the output.
 LOW_RANK_RATIO = 16
 # The attention operators of xorl.kernels: xorl::attention_{backend}.
 ATTENTION_PREFIX = "xorl::attention_"
 # Products with quantised weights.
-KEPT_OPERATORS = frozenset({"xorl::quantized_linear", "xorl::experts_native"})
-# Always kept: a recomputed score may differ in its last bit, and a token must not change its experts.
-ROUTES = "xorl::top_experts"
+KEPT_XORL_OPERATORS = frozenset({"xorl::quantized_linear", "xorl::experts_native"})
+# Always kept: a recomputed score may differ in its last bit, which could send the token to other experts.
+ROUTING_OPERATOR = "xorl::top_experts"
 # torch logs this for every compiled checkpoint with a policy, and has no option to turn it off. Our in-place operators,
 # `xorl::add_product_` and `xorl::swiglu_backward_`, only overwrite tensors that their callers just created, and tests
 # compare their compiled gradients with those of plain code.
-REMINDER = "Please make sure the checkpointed region does not contain in-place ops"
+IN_PLACE_REMINDER = "Please make sure the checkpointed region does not contain in-place ops"
 
 
 def recompute_layers(
@@ -60,18 +60,18 @@ def recompute_layers(
     """Apply activation recomputation to the first `num_layers` (None: all) layers, in place.
 
     If the layers will be compiled, the gated activation of every MLP is recomputed: it is the second-widest tensor, and
-    the backward pass reads its input anyway. Uncompiled code would keep it despite recomputation.
-    `LayerKernels.swiglu_linear` recomputes it together with the gradient.
+    the backward pass reads its input anyway. In uncompiled code this would save nothing, because the next linear layer
+    keeps its input. `LayerKernels.swiglu_linear` recomputes the activation together with the gradient.
 
-    Modules get a subclass with another forward function. So parameters keep their names, hooks of the module are not
-    recomputed, and the compiler can share code between layers. Values and gradients are bitwise the same, including
-    dropout; compiled, they agree up to rounding, because fusion differs. `reentrant` selects torch's older
-    implementation, for whole layers and modules only.
+    The class of each module is replaced by a subclass with another forward function. So parameters keep their names,
+    the module's hooks do not run again, and the compiler can share code between layers. Values and gradients are
+    bitwise identical, including dropout; in compiled code they agree up to rounding, because operations are fused
+    differently. `reentrant` selects torch's older implementation, for whole layers and modules only.
     """
     modules = [] if isinstance(recompute, str) else recompute
     first = layers[:num_layers]
     if compiled:
-        logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_other_message)
+        logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_not_reminder)
         # Not inside modules that are recomputed as a whole: torch keeps the inputs of nested checkpoints.
         is_nested = recompute in ("layer", "operation") or "mlp" in modules
         others = layers[len(first) :] if is_nested else layers
@@ -83,30 +83,30 @@ def recompute_layers(
     assert not (is_selective and reentrant), "reentrant recomputation cannot be selective"
     for layer in first:
         for module in [layer.get_submodule(name) for name in modules] or [layer]:
-            # Saving the RNG state costs time, and only dropout draws random numbers in a layer.
-            draws = any(isinstance(inner, nn.Dropout) for inner in module.modules())
-            routes = any(isinstance(inner, MixtureOfExperts) for inner in module.modules())
-            module.__class__ = _recomputing_class(type(module), reentrant, is_selective, draws, routes)
+            # Saving the RNG state costs time. In a layer, only dropout uses random numbers.
+            has_dropout = any(isinstance(inner, nn.Dropout) for inner in module.modules())
+            has_router = any(isinstance(inner, MixtureOfExperts) for inner in module.modules())
+            module.__class__ = _recomputing_class(type(module), reentrant, is_selective, has_dropout, has_router)
 
 
 @cache
 def _recomputing_class(
-    kind: type[nn.Module], reentrant: bool, is_selective: bool, draws: bool, routes: bool
+    kind: type[nn.Module], reentrant: bool, is_selective: bool, has_dropout: bool, has_router: bool
 ) -> type[nn.Module]:
     """A subclass of `kind`, of the same name, whose forward function is recomputed in the backward pass."""
     plain = kind.forward
 
     def whole(self: nn.Module, *inputs: object) -> object:
-        if routes or torch.compiler.is_compiling():
+        if has_router or torch.compiler.is_compiling():
             # Without a policy, the compiler would keep the intermediate tensors of autograd functions.
             return checkpoint(
-                plain, self, *inputs, use_reentrant=False, preserve_rng_state=draws, context_fn=_kept_routes
+                plain, self, *inputs, use_reentrant=False, preserve_rng_state=has_dropout, context_fn=_routing_contexts
             )
-        return checkpoint(plain, self, *inputs, use_reentrant=reentrant, preserve_rng_state=draws)
+        return checkpoint(plain, self, *inputs, use_reentrant=reentrant, preserve_rng_state=has_dropout)
 
     def selective(self: nn.Module, *inputs: object) -> object:
         return checkpoint(
-            plain, self, *inputs, use_reentrant=False, preserve_rng_state=draws, context_fn=_kept_operations
+            plain, self, *inputs, use_reentrant=False, preserve_rng_state=has_dropout, context_fn=_selective_contexts
         )
 
     recomputed = selective if is_selective else whole
@@ -138,27 +138,27 @@ def _is_low_rank(operation: object, args: Sequence[object]) -> bool:
     return left.shape[1] * LOW_RANK_RATIO < right.shape[1]
 
 
-def _is_other_message(record: logging.LogRecord) -> bool:
-    return REMINDER not in record.getMessage()
+def _is_not_reminder(record: logging.LogRecord) -> bool:
+    return IN_PLACE_REMINDER not in record.getMessage()
 
 
-def _kept_operations() -> tuple:
-    return create_selective_checkpoint_contexts(_is_kept)
+def _selective_contexts() -> tuple:
+    return create_selective_checkpoint_contexts(_selective_policy)
 
 
-def _kept_routes() -> tuple:
-    return create_selective_checkpoint_contexts(_is_route)
+def _routing_contexts() -> tuple:
+    return create_selective_checkpoint_contexts(_routing_policy)
 
 
-def _is_route(context: object, operation: object, *args: object, **kwargs: object) -> CheckpointPolicy:
-    is_route = isinstance(operation, torch._ops.OpOverload) and operation.name() == ROUTES
-    return CheckpointPolicy.MUST_SAVE if is_route else CheckpointPolicy.PREFER_RECOMPUTE
+def _routing_policy(context: object, operation: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+    is_routing = isinstance(operation, torch._ops.OpOverload) and operation.name() == ROUTING_OPERATOR
+    return CheckpointPolicy.MUST_SAVE if is_routing else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _is_kept(context: object, operation: object, *args: object, **kwargs: object) -> CheckpointPolicy:
-    if operation in KEPT_OPERATIONS:
+def _selective_policy(context: object, operation: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+    if operation in KEPT_ATEN_OPERATORS:
         return CheckpointPolicy.PREFER_RECOMPUTE if _is_low_rank(operation, args) else CheckpointPolicy.MUST_SAVE
     name = operation.name() if isinstance(operation, torch._ops.OpOverload) else ""
     is_attention = name.startswith(ATTENTION_PREFIX) and not name.endswith("_backward")
-    is_kept = is_attention or name in KEPT_OPERATORS or name == ROUTES
+    is_kept = is_attention or name in KEPT_XORL_OPERATORS or name == ROUTING_OPERATOR
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE

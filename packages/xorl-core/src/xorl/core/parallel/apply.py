@@ -47,11 +47,11 @@ class ParallelPolicy:
         cpu_offload: keep sharded parameters, gradients and optimizer state in host memory. Parameters are gathered on
             the device to compute.
         recompute: the parts of a layer that the backward pass recomputes.
-        recompute_num_layers: apply it to the first layers only; None for all.
+        recompute_num_layers: recompute only in this many layers, the first ones; None for all.
         reentrant_recompute: use torch's older implementation of recomputation.
         compile_backend: compile every layer with this backend; None compiles nothing.
-        activation_offload_limit: offload activations saved for the backward pass to host memory, except for this many
-            bytes, those saved last; None offloads nothing.
+        activation_offload_limit: offload activations saved for the backward pass to host memory, except for the last
+            ones, up to this many bytes; None offloads nothing.
     """
 
     data_parallel_mode: DataParallelMode = "fsdp2"
@@ -86,16 +86,16 @@ class ParallelModel:
 
     def train(self, mode: bool = True) -> None:
         """Set training or evaluation mode, like `nn.Module.train`."""
-        # Visiting about a thousand modules takes milliseconds, which an idle device would wait for.
+        # Visiting about a thousand modules takes milliseconds, during which the device would be idle.
         if self.module.training != mode:
             self.module.train(mode)
 
     @contextmanager
     def accumulation(self, *, is_last: bool) -> Iterator[None]:
-        """A context for forward and backward of one micro-batch: replicas reduce gradients only at the last one.
+        """Context manager for the passes of one micro-batch; replicas reduce gradients only in the last micro-batch.
 
-        With half-precision parameters, DDP reduces at every micro-batch: it reduces in the parameters' dtype, in which
-        gradients must not be accumulated.
+        With half-precision parameters, DDP reduces in every micro-batch: its buckets have the parameters' dtype, in
+        which gradients must not be accumulated.
         """
         forward = self.forward
         if isinstance(forward, FSDPModule):
@@ -106,7 +106,7 @@ class ParallelModel:
 
     @contextmanager
     def generation(self, *, keep_gathered: bool) -> Iterator[None]:
-        """A context for forward passes of generation: evaluation mode, no gradients, uncompiled layers.
+        """Context manager for the forward passes of generation: evaluation mode, no gradients, uncompiled layers.
 
         Layers are not compiled for the shapes of generation, and the code compiled for training is kept. keep_gathered
         keeps sharded parameters gathered between passes, until training or `drop_gathered` frees them.
@@ -134,7 +134,7 @@ class ParallelModel:
         return is_gathered(self._units)
 
     def cuda_graph_capture(self) -> AbstractContextManager[None]:
-        """A context, inside `generation`, for a forward pass of a gathered model that a CUDA graph can capture."""
+        """Context manager, inside `generation`, for capturing the forward pass of a gathered model in a CUDA graph."""
         return without_fsdp_streams(self.forward) if isinstance(self.forward, FSDPModule) else nullcontext()
 
     @property
@@ -178,13 +178,14 @@ def parallelize(
 
     1. Convert linear layers to fp8.
     2. Set up recomputation inside the layers.
-    3. Compile the layers, with both in the graph.
-    4. Offload the activations that compiled layers save; a graph cannot contain this.
+    3. Compile the layers, including the fp8 products and the recomputation.
+    4. Offload the activations that layers save; a compiled graph cannot contain this.
     5. Shard or replicate around the layers, so that a recomputed forward runs while its unit's parameters are gathered.
 
     Parameters on the meta device get memory on `device` after sharding, for this rank's part only. `fill` then sets
-    their values; a replica is filled before DDP wraps it. Each of `model.layers` is a unit of recomputation and
-    sharding, and so is `model.lm_head`, unless it is None: then the loss reads `model.head_weight`, the embedding's.
+    their values, before DDP wraps the model. Each of `model.layers` is a unit of recomputation and of sharding.
+    `model.lm_head` is also a unit of sharding; if it is None, the head is tied, and the loss reads `model.head_weight`,
+    which the embedding owns.
 
     Raises ValueError, before anything is changed, if `check_parallelizable` does.
     """

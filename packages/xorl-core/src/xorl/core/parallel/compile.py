@@ -19,8 +19,8 @@ def compile_layers(layers: Sequence[nn.Module], *, backend: CompileBackend, devi
     """Compile the forward function of every layer, in place; compilation happens on the first call.
 
     Each layer must compile to a single graph; a graph break is an error. The numbers of tokens and documents are
-    symbolic, so training and evaluation take one compilation each, whatever the packs. Layers that differ only in their
-    parameters share it. Compiled code is cached on disk for later processes.
+    symbolic, so packs of any size share one compilation for training and one for evaluation. Layers that differ only in
+    the values of their parameters share both. Compiled code is cached on disk for later processes.
 
     Raises ValueError if the compiler that inductor needs is missing, or if the cache folder is not writable.
     """
@@ -35,7 +35,7 @@ def compile_layers(layers: Sequence[nn.Module], *, backend: CompileBackend, devi
         inductor.deterministic = torch.are_deterministic_algorithms_enabled()
     # Do not split layer graphs at DDP bucket boundaries: most buckets are larger than a layer.
     torch._dynamo.config.optimize_ddp = False
-    # The limit counts per function, which all layers share: two modes, and possibly every layer differs.
+    # The limit applies to the function that all layers share. If all differ, each compiles for training and evaluation.
     limit = max(torch._dynamo.config.recompile_limit, 2 * len(layers))
     torch._dynamo.config.recompile_limit = limit
     for layer in layers:
@@ -49,7 +49,7 @@ def require_compiler(backend: CompileBackend, device_type: str) -> None:
 
 
 def _mark_dynamic(compiled: Callable[..., object]) -> Callable[..., object]:
-    """`compiled` with the first dim of its inputs marked dynamic; otherwise torch detects that by recompiling."""
+    """`compiled` with the first dim of its inputs marked dynamic; otherwise the next length recompiles."""
 
     def call(*inputs: object) -> object:
         for value in inputs:

@@ -44,9 +44,10 @@ class CopyEngineAllGather(AllGather):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        """Gather `output_tensor` [ranks x n], whose part `input_tensor` [n] is this rank's, on the current stream.
+        """Gather all ranks' `input_tensor` [n] into `output_tensor` [ranks x n], on the current stream.
 
-        With async_op, which needs a handle, NCCL gathers.
+        `input_tensor` must be this rank's part of `output_tensor`. With async_op, the caller needs a handle, so NCCL
+        gathers instead.
         """
         if async_op:
             return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=True)
@@ -72,9 +73,10 @@ class CopyEngineAllGather(AllGather):
 class CopyEngineReduceScatter(ReduceScatter):
     """FSDP2's reduce-scatter over the ranks of `group`, for the units of one model: sums in fp32, in a fixed order.
 
-    Gradients are sent in their own `dtype` and converted to fp32 when they are summed. The result is the same as after
-    converting first, for half the bytes. Each rank writes into the windows of its peers. The two halves of a window are
-    used alternately: the barrier for one half guarantees that all ranks have summed the contents of the other.
+    Gradients are sent in their own `dtype` and converted to fp32 when they are summed. This gives the same result as
+    converting them first, with half the traffic. Each rank writes into the windows of its peers. The two halves of a
+    window are used alternately: the barrier for one half guarantees that all ranks have summed the contents of the
+    other.
     Construction is collective, and raises RuntimeError if memory cannot be mapped.
     """
 
@@ -91,7 +93,7 @@ class CopyEngineReduceScatter(ReduceScatter):
         self._input: weakref.ref[Tensor] | None = None
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The input buffer for unreduced gradients; while it is alive, the next call returns the output buffer."""
+        """The input buffer for unreduced gradients or, if that is alive already, the output buffer of its reduction."""
         unreduced = None if self._input is None else self._input()
         if unreduced is not None and unreduced.numel() == int(size[0]) * self._peers.world_size:
             return torch.empty(*size, dtype=torch.float32, device=device)
@@ -113,16 +115,16 @@ class CopyEngineReduceScatter(ReduceScatter):
         assert (input_tensor.dtype, output_tensor.dtype) == (self._dtype, torch.float32)
         rank, num_ranks = self._peers.rank, self._peers.world_size
         parts = input_tensor.view(num_ranks, -1)
-        half = self._window.shape[1]
+        half_size = self._window.shape[1]
         # One slot for each peer, aligned for copies and vector loads.
-        slot_size = half // (num_ranks - 1) // 64 * 64
+        slot_size = half_size // (num_ranks - 1) // 64 * 64
         self._done.wait()
         for start in range(0, parts.shape[1], slot_size):
             size = min(slot_size, parts.shape[1] - start)
             for step in range(1, num_ranks):
                 # In each step, every peer is written to by one rank only, in the slot for the rank `step` below it.
                 peer = (rank + step) % num_ranks
-                offset = self._half * half + (step - 1) * slot_size
+                offset = self._half * half_size + (step - 1) * slot_size
                 remote = self._peers.get_buffer(peer, (size,), self._dtype, offset)
                 remote.copy_(parts[peer, start : start + size])
             self._peers.barrier()

@@ -14,9 +14,9 @@ from xorl.core.mesh import Mesh
 class Replicated(DistributedDataParallel):
     """A replica. `on_last_bucket`, if set, is called in each backward pass once the last bucket is ready to reduce.
 
-    Buckets are built once, in the reverse order of the parameters. torch would rebuild them after the first backward
-    pass. The layout determines the order in which gradients are summed over ranks, so a resumed run would differ by
-    rounding.
+    Buckets are built once, in the reverse order of the parameters, whereas torch would rebuild them after the first
+    backward pass. The layout determines the order in which gradients are summed over ranks, so after a rebuild, a
+    resumed run would round differently.
     """
 
     on_last_bucket: Callable[[], None] | None = None

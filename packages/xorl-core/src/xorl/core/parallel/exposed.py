@@ -37,8 +37,8 @@ class WaitRecorder(Protocol):
 def record_waits(model: ParallelModel, recorder: WaitRecorder) -> None:
     """Report every wait of `model`'s forward and backward passes for collectives to `recorder`; modifies `model`.
 
-    Under DDP, a wait starts when the last bucket is ready, which is the end of the backward pass's own work. Its end is
-    not reported: it ends when backward() returns, after all buckets have been reduced.
+    Under DDP, the wait starts when the last bucket is ready, because all gradients have then been computed. Its end is
+    not reported: the wait lasts until backward() returns, after all buckets have been reduced.
     """
     if model.mesh.dp_size == 1:
         return

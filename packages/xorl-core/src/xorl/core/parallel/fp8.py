@@ -23,7 +23,7 @@ from xorl.kernels.quant.fp8 import E4M3, cast_into_
 
 
 @dataclass(frozen=True)
-class _Copy:
+class _Fp8Copy:
     """A weight, or this rank's rows [R, I] of it, with buffers for their fp8 copy and for the weight's scale."""
 
     source: nn.Parameter | FSDPParam
@@ -31,7 +31,7 @@ class _Copy:
     descale: Tensor
 
     def values(self) -> Tensor:
-        """The current values of the rows; for a shard, including its padding to the common length, which is zero."""
+        """The current values of the rows. Shards are padded with zeros to their common length."""
         if isinstance(self.source, FSDPParam):
             return self.source._sharded_param_data.view(self.values_fp8.shape)
         return self.source
@@ -49,7 +49,8 @@ class Fp8Weights:
         sharded = {module: found for (module, name), found in sharded_parameters(model).items() if name == "weight"}
         linears = [m for m in model.modules() if isinstance(m, Fp8Linear) and m.recipe == "tensorwise"]
         self._copies = [
-            _gather_in_fp8(linear, sharded[linear]) if linear in sharded else _copy_whole(linear) for linear in linears
+            _gather_in_fp8(linear, sharded[linear]) if linear in sharded else _allocate_fp8_copy(linear)
+            for linear in linears
         ]
         self._groups = shard_groups(linears[0].weight) if linears else []
         self._versions: list[int] = []
@@ -75,14 +76,15 @@ class Fp8Weights:
             cast_into_(weight, amax, copy.values_fp8, copy.descale)
 
 
-def _copy_whole(linear: Fp8Linear) -> _Copy:
+def _allocate_fp8_copy(linear: Fp8Linear) -> _Fp8Copy:
+    """Allocate the fp8 copy of an unsharded weight."""
     weight = linear.weight
     linear.weight_fp8 = torch.empty(weight.shape, dtype=E4M3, device=weight.device)
     linear.weight_descale = torch.empty((), dtype=torch.float32, device=weight.device)
-    return _Copy(weight, linear.weight_fp8, linear.weight_descale)
+    return _Fp8Copy(weight, linear.weight_fp8, linear.weight_descale)
 
 
-def _gather_in_fp8(linear: Fp8Linear, parameter: FSDPParam) -> _Copy:
+def _gather_in_fp8(linear: Fp8Linear, parameter: FSDPParam) -> _Fp8Copy:
     """Make FSDP2 gather the fp8 copy of a shard instead of its values.
 
     FSDP2 calls `fsdp_pre_all_gather` on the local tensor of a sharded parameter to get the tensors to gather, and
@@ -117,4 +119,4 @@ def _gather_in_fp8(linear: Fp8Linear, parameter: FSDPParam) -> _Copy:
     tensor.fsdp_post_all_gather = post_all_gather  # pyright: ignore[reportAttributeAccessIssue]
     parameter._init_extensions()
     parameter._unsharded_param = nn.Parameter(placeholder, requires_grad=parameter.sharded_param.requires_grad)
-    return _Copy(parameter, shard_fp8, linear.weight_descale)
+    return _Fp8Copy(parameter, shard_fp8, linear.weight_descale)

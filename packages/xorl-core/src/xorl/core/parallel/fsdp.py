@@ -31,16 +31,16 @@ def shard(
 ) -> None:
     """Shard each of `units`, innermost first, and then the rest of `model` over `mesh`, in place.
 
-    `kept` are units that stay gathered between forward and backward pass, because they run last and first in them. A
-    unit's parameters are gathered together, in param_dtype (None: their own dtype). Gradients are summed, in fp32.
-    cpu_offload keeps parameters, gradients and optimizer state in host memory.
+    `kept` are units that stay gathered after the forward pass, because the backward pass starts with them. A unit's
+    parameters are gathered together, in param_dtype (None: their own dtype). Gradients are summed, in fp32. cpu_offload
+    keeps parameters, gradients and optimizer state in host memory.
     """
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     # Memory can be pinned only if there is a GPU.
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
     for unit in units:
-        frees = reshard_after_forward and unit not in kept
-        fully_shard(unit, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=frees)
+        reshards = reshard_after_forward and unit not in kept
+        fully_shard(unit, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshards)
     # The root holds the embedding, which a tied head also reads.
     fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=False)
     for module in model.modules():
@@ -60,7 +60,7 @@ def has_copy_engines(mesh: DeviceMesh) -> bool:
 def _use_copy_engines(model: nn.Module, group: dist.ProcessGroup, param_dtype: torch.dtype | None) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     all_gather = CopyEngineAllGather(group, device)
-    # Gradients have the compute dtype. Without param_dtype, a model may have several; then NCCL reduces.
+    # Gradients have the compute dtype. Without param_dtype, there may be several dtypes; NCCL then reduces.
     trained = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
     dtypes = trained if param_dtype is None else {param_dtype}
     reduce_scatter = CopyEngineReduceScatter(group, device, dtypes.pop()) if len(dtypes) == 1 else None
@@ -81,9 +81,9 @@ def prefetch_forward(units: Sequence[nn.Module]) -> None:
 
 @contextmanager
 def no_reshard_after_forward(model: nn.Module) -> Iterator[None]:
-    """A context in which parameters stay gathered after a forward pass, so that later passes gather nothing.
+    """Context manager in which parameters stay gathered after a forward pass, so that later passes gather nothing.
 
-    Afterwards, the next forward or backward pass frees them, or `ParallelModel.drop_gathered`.
+    On exit they stay gathered, until the next forward or backward pass or `ParallelModel.drop_gathered` frees them.
     """
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     resharding = [unit for unit in units if _reshards_after_forward(unit)]
@@ -104,9 +104,10 @@ def is_gathered(units: Sequence[FSDPModule]) -> bool:
 
 @contextmanager
 def without_fsdp_streams(root: FSDPModule) -> Iterator[None]:
-    """A context for a forward pass with all parameters gathered, in which FSDP2 uses no streams of its own.
+    """Context manager for a forward pass with all parameters gathered, in which FSDP2 uses no streams of its own.
 
-    A CUDA graph cannot capture that work. Only the root unit queues it, so mark the root as not being the root.
+    A CUDA graph cannot capture work on those streams. FSDP2 queues it only in the root unit, so treat the root as an
+    inner unit.
     """
     state = root._get_fsdp_state()
     state._state_ctx.iter_forward_root = state
@@ -188,18 +189,18 @@ def sharding_units(model: nn.Module, names: Sequence[str], always: Sequence[nn.M
     """`always`, and the modules whose class or last path component is in `names`, innermost first.
 
     A class name includes its subclasses, so Linear also selects layers with quantised weights or fp8. Parameters are
-    gathered around a module's forward, so modules without one are skipped, such as an adapter's part with the name of
-    its layer. `model` itself is not included. Raises ValueError for a name that matches no module, or only modules
-    without a forward.
+    gathered around a module's forward function, so modules without one are skipped, such as a part of an adapter that
+    is named like the layer it adapts. `model` itself is not included. Raises ValueError for a name that matches no
+    module, or only modules without a forward function.
     """
     found: list[tuple[int, nn.Module]] = []
     named: dict[str, list[nn.Module]] = {name: [] for name in names}
     for path, module in model.named_modules():
         classes = {kind.__name__ for kind in type(module).__mro__ if issubclass(kind, nn.Module)} - {"Module"}
-        hits = (classes | {path.rpartition(".")[2]}) & set(names)
-        for name in hits:
+        matching_names = (classes | {path.rpartition(".")[2]}) & set(names)
+        for name in matching_names:
             named[name].append(module)
-        if path and ((hits and _has_forward(module)) or module in always):
+        if path and ((matching_names and _has_forward(module)) or module in always):
             found.append((path.count("."), module))
     if unmatched := sorted(name for name, modules in named.items() if not modules):
         known = sorted({type(module).__name__ for module in model.modules() if any(True for _ in module.parameters())})
@@ -209,7 +210,8 @@ def sharding_units(model: nn.Module, names: Sequence[str], always: Sequence[nn.M
     for modules in named.values():
         if not any(map(_has_forward, modules)):
             raise ValueError(
-                f"model.basic_modules: {type(modules[0]).__name__} has no forward, its parent computes it: leave it out"
+                f"model.basic_modules: {type(modules[0]).__name__} has no forward function, so it cannot be "
+                "a separate unit: leave it out"
             )
     return [module for _, module in sorted(found, key=lambda item: -item[0])]
 

@@ -1,8 +1,8 @@
 """Activation offloading: tensors saved for the backward pass move to host memory and are fetched one layer ahead.
 
 Copies run on a separate stream: to the host while later layers compute their forward pass, and back while the next
-layer computes its backward pass. With recomputed layers, only one [T, D] tensor per layer is offloaded, the cheapest
-way to save memory; otherwise, everything that a layer saves.
+layer computes its backward pass. With recomputed layers, only one [T, D] tensor per layer is offloaded, which is the
+cheapest way to save memory; otherwise, everything that a layer saves is offloaded.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from xorl.core.nn.fp8 import Fp8Linear
 # Smaller storages are not worth a copy: a layer saves a few, for norms and document boundaries.
 MIN_BYTES = 1 << 20
 # Host memory is allocated in pages, so packs of any length share it without fragmentation. It is pinned in slabs, whose
-# size is a power of two because torch rounds pinned allocations up to one.
+# size is a power of two because torch rounds the sizes of pinned allocations up to powers of two.
 PAGE_BYTES = 16 << 20
 PAGES_PER_SLAB = 16
 PLAIN = (Tensor, nn.Parameter)
@@ -35,8 +35,8 @@ class ActivationOffload:
     """Offloads the activations that the layers of one model save, except for the `limit_bytes` saved last.
 
     On a CPU device it copies within host memory, without a stream; this is for tests only. Tensors are handled by
-    storage, so views of one storage are copied once. Not offloaded are parameters and tensors that share their storage,
-    fp8 copies of weights, inputs of a layer other than the first, and storages below `min_bytes`.
+    storage, so views of one storage are copied once. Parameters and tensors that share their storage, fp8 copies of
+    weights, inputs of a layer other than the first, and storages below `min_bytes` are not offloaded.
     """
 
     def __init__(self, device: torch.device, *, limit_bytes: float, min_bytes: int = MIN_BYTES) -> None:
@@ -89,7 +89,7 @@ class ActivationOffload:
         return prefetching
 
     def _start(self) -> None:
-        """Start a forward pass. Drop groups of an earlier pass that had no backward pass."""
+        """Start a forward pass. Drop groups left by an earlier forward pass that had no backward pass."""
         self._kept.clear()
         self._last_group = None
 
@@ -98,7 +98,7 @@ class ActivationOffload:
         group = _Group(self._last_group, self._transfers)
         saved: dict[int, _Block] = {}
         # Collected now, because the gathered values of sharded parameters exist only while their unit runs.
-        excluded = {_address(tensor) for tensor in (*_plain(_weights(layer)), *_tensors(inputs))}
+        excluded = {_address(tensor) for tensor in (*_plain_tensors(_weights(layer)), *_tensors(inputs))}
         gathers_inside = any(isinstance(module, FSDPModule) for module in layer.modules() if module is not layer)
 
         def is_excluded(tensor: Tensor) -> bool:
@@ -107,7 +107,7 @@ class ActivationOffload:
             if tensor.device != self._transfers.device or tensor.untyped_storage().nbytes() < self._min_bytes:
                 return True
             address = _address(tensor)
-            return address in excluded or (gathers_inside and address in map(_address, _plain(_weights(layer))))
+            return address in excluded or (gathers_inside and address in map(_address, _plain_tensors(_weights(layer))))
 
         def pack(tensor: Tensor) -> Tensor | _View:
             if is_excluded(tensor):
@@ -135,7 +135,7 @@ class ActivationOffload:
 
 
 def _tensors(inputs: Sequence[object]) -> Iterator[Tensor]:
-    """The tensors among `inputs`, in tuples in it, and among the attributes of other inputs."""
+    """The tensors in `inputs`: direct ones, elements of tuples, and attributes of other objects."""
     for value in inputs:
         parts = value if isinstance(value, tuple) else [value, *getattr(value, "__dict__", {}).values()]
         yield from (part for part in parts if isinstance(part, Tensor))
@@ -149,14 +149,14 @@ def _weights(layer: nn.Module) -> Iterator[Tensor]:
             yield module.weight_fp8
 
 
-def _plain(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+def _plain_tensors(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     """The plain tensors among `tensors` and inside wrapper subclasses, except DTensors: layers use gathered values."""
     for tensor in tensors:
         if type(tensor) in PLAIN:
             yield tensor
         elif is_traceable_wrapper_subclass(tensor) and not isinstance(tensor, DTensor):
             names, _ = tensor.__tensor_flatten__()
-            yield from _plain(getattr(tensor, name) for name in names)
+            yield from _plain_tensors(getattr(tensor, name) for name in names)
 
 
 def _address(tensor: Tensor) -> int:
@@ -278,7 +278,7 @@ class _Transfers:
                 if not block.pages:
                     block.pages = self.pages.allocate(block.num_bytes)
                     weakref.finalize(block, self.pages.free, block.pages).atexit = False
-                    for page, part in _pairs(block.pages, block.device_bytes):
+                    for page, part in _page_parts(block.pages, block.device_bytes):
                         page.copy_(part, non_blocking=True)
                     self.bytes_to_host += block.num_bytes
                 sources.append(block.device_bytes)
@@ -288,8 +288,8 @@ class _Transfers:
     def release(self, num_left: int = 0) -> None:
         """Free the device memory of offloaded groups, except for the last `num_left`.
 
-        The compute stream waits for the copies. This bounds the memory in flight, and memory that a copy still reads is
-        not reused.
+        The compute stream waits for the copies. This bounds the memory in flight, and prevents reuse of memory that a
+        copy still reads.
         """
         while len(self._outgoing) > num_left:
             event, _ = self._outgoing.popleft()
@@ -301,14 +301,14 @@ class _Transfers:
         arriving = [torch.empty(block.num_bytes, dtype=torch.uint8, device=self.device) for block in blocks]
         with self._after_compute():
             for block, target in zip(blocks, arriving, strict=True):
-                for page, part in _pairs(block.pages, target):
+                for page, part in _page_parts(block.pages, target):
                     part.copy_(page, non_blocking=True)
                 block.device_bytes = target
         return arriving, _StreamEvent(self._stream)
 
     @contextmanager
     def _after_compute(self) -> Iterator[None]:
-        """A context for copies that run after the work queued on the compute stream so far."""
+        """Context manager for copies that run after the work queued on the compute stream so far."""
         if self._stream is None:
             yield
             return
@@ -317,7 +317,8 @@ class _Transfers:
             yield
 
 
-def _pairs(pages: list[Tensor], whole: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _page_parts(pages: list[Tensor], whole: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """(page, part of `whole` that it holds), with pages cut to the size of their parts."""
     return ((page[: part.numel()], part) for page, part in zip(pages, whole.split(PAGE_BYTES), strict=True))
 
 

@@ -21,16 +21,16 @@ from xorl.core.parallel.fsdp import sharded_parameters
 
 @contextmanager
 def allow_integer_parameters() -> Iterator[None]:
-    """A context in which `fully_shard` accepts frozen integer parameters.
+    """Context manager in which `fully_shard` accepts frozen integer parameters.
 
     FSDP2 creates each sharded parameter with requires_grad=True, which integers do not support, and only then copies
     the flag of the original. This replaces nn.Parameter in FSDP2's module by a function that checks the dtype.
     """
 
-    def parameter(data: Tensor) -> nn.Parameter:
+    def make_parameter(data: Tensor) -> nn.Parameter:
         return nn.Parameter(data, requires_grad=data.is_floating_point())
 
-    _fsdp_param.nn = SimpleNamespace(Parameter=parameter, Module=nn.Module)
+    _fsdp_param.nn = SimpleNamespace(Parameter=make_parameter, Module=nn.Module)
     try:
         yield
     finally:

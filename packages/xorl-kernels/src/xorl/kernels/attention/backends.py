@@ -18,11 +18,11 @@ from xorl.kernels.registry import Backend, Registry
 FLASH_2_MIN_VERSION = (2, 8)
 # flash4.py calls private functions of the library, so it supports only one version.
 FLASH_4_VERSION = "4.0.0b36"
-# The gradients of wider heads are summed in no fixed order, even if determinism is requested.
+# For wider heads the library sums gradients in no fixed order, even if determinism is requested.
 FLASH_3_MAX_DETERMINISTIC_HEAD_DIM = 192
-# On Hopper; with other sizes the gradients are wrong.
+# The head_dims with correct gradients on Hopper.
 FLASH_4_HOPPER_HEAD_DIMS = (32, 64, 128, 192, 256)
-# On Blackwell, which also supports 256.
+# Blackwell supports head_dims up to this, and 256.
 FLASH_4_MAX_BLACKWELL_HEAD_DIM = 128
 
 
@@ -85,7 +85,7 @@ def _flash_4_missing() -> str | None:
 
 
 def _load_flash_4() -> AttentionFn:
-    """Enable the library's disk cache of compiled kernels, which must be set up before its import, and import it."""
+    """Set up the library's disk cache of compiled kernels, which must happen before the import, and import it."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(root / "xorl" / "flash_attention_4"))

@@ -47,7 +47,7 @@ class KeyValueCache:
 class CachedLayout(SequenceLayout):
     """New tokens of several sequences, concatenated into one row; each attends to its own sequence up to itself.
 
-    Keys and values of earlier tokens are in a cache; those of the new tokens are written to it before any are read.
+    Keys and values of earlier tokens are in a cache; those of the new tokens are written to the cache before any reads.
 
     Attributes:
         cache: the keys and values.
@@ -79,8 +79,8 @@ class CachedLayout(SequenceLayout):
 class DecodeLayout(CachedLayout):
     """One new token for each of S sequences; CUDA only, bf16 and fp16.
 
-    Only `tables` and `positions` change from pass to pass, so a pass can be captured as a CUDA graph, and replayed with
-    new values in these tensors.
+    Only the values in `tables` and `positions` change between passes, so a pass can be captured as a CUDA graph and
+    replayed with new values in these tensors.
 
     Args:
         cache: the keys and values.
@@ -198,7 +198,7 @@ def cached_attention(
 ) -> Tensor:
     """An `AttentionFn` for a `CachedLayout`: writes the new tokens' keys and values to the cache, then attends.
 
-    All are written before any are read, so sequences may share blocks that one of them writes in the same pass.
+    All writes come before all reads, so a sequence may read a block that another sequence writes in the same pass.
     """
     keys, values = layout.write(k, v)
     return layout.attend(q, keys, values, scale=scale, window=window)

@@ -1,4 +1,4 @@
-"""cuDNN attention for N documents of one length; the backends `native` and `sdpa` use it.
+"""cuDNN attention for N documents of equal length; the backends `native` and `sdpa` use it.
 
 Shapes: N documents of L tokens, H query heads, G key/value heads, C channels of a head.
 """
@@ -55,6 +55,9 @@ def no_dropout(device: torch.device) -> list[Tensor]:
 
 @lru_cache(maxsize=1)
 def _num_statistics_dims(device: torch.device) -> int:
-    """The number of dims of the log-sum-exp that torch's cuDNN operators exchange. Undocumented, so found by a call."""
+    """The number of dims of the log-sum-exp that torch's cuDNN operators exchange.
+
+    It is not documented, so a small call finds it out.
+    """
     x = torch.zeros((1, 1, 128, 64), dtype=torch.bfloat16, device=device)
     return aten._scaled_dot_product_cudnn_attention(x, x, x, None, True, 0.0, True)[1].dim()

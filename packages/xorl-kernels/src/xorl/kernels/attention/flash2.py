@@ -46,7 +46,7 @@ def flash2_backward(
     window: int | None,
     deterministic: bool,
 ) -> Gradients:
-    """`BackwardKernel` using FlashAttention 2; if deterministic, it sums the gradient of q in a fixed order."""
+    """`BackwardKernel` using FlashAttention 2; if `deterministic`, it sums the gradient of q in a fixed order."""
     grad_q, grad_k, grad_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     _flash_attn_varlen_backward(
         grad_out,
@@ -70,7 +70,7 @@ flash_attention_2 = PackedAttention("flash_attention_2", flash2_forward, split_b
 
 
 def _options(offsets: Tensor, scale: float, window: int | None) -> dict[str, object]:
-    """The library's window excludes the query itself."""
+    """The library's arguments. Its window does not count the query itself."""
     longest = longest_document(offsets)
     return {
         "max_seqlen_q": longest,

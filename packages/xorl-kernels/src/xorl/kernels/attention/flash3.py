@@ -9,7 +9,7 @@ from torch import Tensor
 
 from xorl.kernels.attention.operator import Gradients, PackedAttention, longest_document
 
-# Passed explicitly as None: versions of the library differ in default arguments, but not in the names of arguments.
+# Arguments to pass as None. Versions of the library agree on the names of the arguments, but not on the defaults.
 UNUSED = [
     "k_new",
     "v_new",
@@ -42,7 +42,7 @@ def flash3_forward(
     deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
     """`ForwardKernel` using FlashAttention 3 (arXiv:2407.08608)."""
-    # With another num_splits, the library may split a row's keys over thread blocks and add the partial results.
+    # num_splits=1 keeps the library from splitting a row's keys over thread blocks and adding the partial results.
     out, lse, *_ = torch.ops.flash_attn_3.fwd(
         q=q,
         k=k,
@@ -68,7 +68,7 @@ def flash3_backward(
     window: int | None,
     deterministic: bool,
 ) -> Gradients:
-    """`BackwardKernel` using FlashAttention 3; if deterministic, it sums the gradient of q in a fixed order."""
+    """`BackwardKernel` using FlashAttention 3; if `deterministic`, it sums the gradient of q in a fixed order."""
     grad_q, grad_k, grad_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     torch.ops.flash_attn_3.bwd(
         dout=grad_out,
@@ -92,7 +92,7 @@ flash_attention_3 = PackedAttention("flash_attention_3", flash3_forward, flash3_
 
 
 def _options(cu_seqlens: Tensor, offsets: Tensor, scale: float, window: int | None) -> dict[str, object]:
-    """The library's window excludes the query itself."""
+    """The library's arguments. Its window does not count the query itself."""
     longest = longest_document(offsets)
     return {
         "cu_seqlens_q": cu_seqlens,

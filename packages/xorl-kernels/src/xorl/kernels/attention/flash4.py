@@ -61,7 +61,7 @@ flash_attention_4 = PackedAttention("flash_attention_4", flash4_forward, flash4_
 
 
 def _options(cu_seqlens: Tensor, offsets: Tensor, scale: float, window: int | None) -> dict[str, object]:
-    """The library's window excludes the query itself."""
+    """The library's arguments. Its window does not count the query itself."""
     longest = longest_document(offsets)
     return {
         "cu_seqlens_q": cu_seqlens,

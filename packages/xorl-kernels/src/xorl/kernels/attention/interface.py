@@ -33,14 +33,14 @@ class AttentionFn(Protocol):
 
 @dataclass(frozen=True)
 class AttentionRequest:
-    """The requirements for a backend; they are known when the model is built, before any data.
+    """What a model requires of an attention backend, as far as is known when the model is built.
 
     Attributes:
         device_type: "cpu", "cuda", ...
         dtype: the dtype of q, k and v (the compute dtype).
         head_dim: C.
         window: the sliding window of the layers that have one, or None.
-        deterministic: whether the same inputs must give the same bits, also in gradients; the default is torch's
+        deterministic: whether the same inputs must give the same bits in outputs and gradients; the default is torch's
             current setting.
     """
 

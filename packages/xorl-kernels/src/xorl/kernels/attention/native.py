@@ -1,7 +1,7 @@
 """`native`: attention by PyTorch's own CUDA kernels, with one launch for all documents of a row.
 
-FlashAttention 2 handles any row. cuDNN is 1.5 times as fast on Hopper, and handles rows of long documents of one
-length.
+On Hopper, cuDNN is 1.5 times as fast as FlashAttention 2; it is used for rows of long documents that all have the same
+length. FlashAttention 2 handles all other rows.
 
 Shapes: T tokens, N documents of L tokens, H query heads, G key/value heads, C channels of a head.
 """
@@ -16,7 +16,8 @@ from xorl.kernels.attention.limits import AMPERE, HOPPER, flash_refusal
 from xorl.kernels.attention.operator import Gradients, PackedAttention, longest_document
 from xorl.kernels.attention.split import split_by_heads
 
-# cuDNN spends tens of milliseconds planning each new length, which pays off for recurring lengths, as in full bins.
+# cuDNN spends tens of milliseconds planning each new length. That pays off only for lengths that recur, such as those
+# of documents that fill a whole row.
 CUDNN_MIN_LENGTH = 2048
 CUDNN_LENGTH_MULTIPLE = 128
 
@@ -62,7 +63,7 @@ def native_backward(
     window: int | None,
     deterministic: bool,
 ) -> Gradients:
-    """`BackwardKernel`; FlashAttention 2 follows torch's deterministic setting, cuDNN is not used if it is on."""
+    """`BackwardKernel`. In deterministic mode cuDNN is not used; FlashAttention 2 reads torch's setting itself."""
     length = _cudnn_length(q, k, v, offsets, window, deterministic)
     if length is not None:
         grad_out, q, k, v, out = (_heads_first(x, length) for x in (grad_out, q, k, v, out))
@@ -101,16 +102,16 @@ def native_refusal(request: AttentionRequest) -> str | None:
 
 
 def _window(window: int | None) -> dict[str, int]:
-    """The kernel's window excludes the query itself, and zero tokens to the right make it causal."""
+    """The kernel's window does not count the query itself; a right window of 0 makes attention causal."""
     return {"window_size_left": -1 if window is None else window - 1, "window_size_right": 0}
 
 
 def _cudnn_length(
     q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, window: int | None, deterministic: bool
 ) -> int | None:
-    """L if cuDNN should compute this row, which then consists of N documents of L tokens, else None.
+    """L if the row consists of N documents of L tokens each and cuDNN should compute it, else None.
 
-    The result is the same in both passes.
+    Both passes get the same answer.
     """
     length = longest_document(offsets)
     has_one_length = length * (len(offsets) - 1) == len(q)
@@ -121,8 +122,8 @@ def _cudnn_length(
     if torch.cuda.get_device_capability(q.device)[0] < HOPPER:
         return None
     query, key, value = (_heads_first(x, length) for x in (q, k, v))
-    case = SDPAParams(query, key, value, None, 0.0, True, q.shape[1] != k.shape[1])
-    return length if can_use_cudnn_attention(case) else None
+    params = SDPAParams(query, key, value, None, 0.0, True, q.shape[1] != k.shape[1])
+    return length if can_use_cudnn_attention(params) else None
 
 
 def _heads_first(x: Tensor, length: int) -> Tensor:

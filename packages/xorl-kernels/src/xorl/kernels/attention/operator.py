@@ -40,10 +40,10 @@ class ForwardKernel(Protocol):
 
 
 class BackwardKernel(Protocol):
-    """The gradients of q, k and v, given that of the output ([T, H, C], contiguous) and the forward pass's results.
+    """The gradients of q, k and v, given the gradient of the output ([T, H, C], contiguous) and the forward results.
 
-    If `out` and `lse` come from attention over more keys than those given, the result is the given keys' part of the
-    gradients. Ring attention sums these parts over ranks.
+    `k` and `v` may be a subset of the keys and values that `out` and `lse` were computed from. The result is then the
+    contribution of that subset; ring attention sums the contributions over ranks.
     """
 
     def __call__(
@@ -76,7 +76,7 @@ class PackedAttention:
         self._operator = _define(name, forward, backward)
 
     def __deepcopy__(self, memo: object) -> "PackedAttention":
-        return self  # like a function, so that a copied model calls the same operators
+        return self  # as for a function, so that a copied model calls the same operators
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, *, scale: float, window: int | None
@@ -174,12 +174,13 @@ def _define(
         if grad_out is not None:
             grad_q, grad_k, grad_v = attend_backward(grad_out, q, k, v, out, lse, *layout, *ctx.options)
         if grad_lse is not None:
-            slope = (grad_lse * ctx.options[0])[..., None]  # [T, H, 1]
+            scaled_grad_lse = (grad_lse * ctx.options[0])[..., None]  # [T, H, 1]
             mean_key, _ = attend(q, k, k, *layout, *ctx.options)
-            _, _, more_k = attend_backward((slope * q).to(q.dtype), q, k, k, mean_key, lse, *layout, *ctx.options)
-            more_q = (slope * mean_key).to(q.dtype)
-            grad_q = more_q if grad_q is None else grad_q + more_q
-            grad_k = more_k if grad_k is None else grad_k + more_k
+            weighted_q = (scaled_grad_lse * q).to(q.dtype)
+            _, _, lse_grad_k = attend_backward(weighted_q, q, k, k, mean_key, lse, *layout, *ctx.options)
+            lse_grad_q = (scaled_grad_lse * mean_key).to(q.dtype)
+            grad_q = lse_grad_q if grad_q is None else grad_q + lse_grad_q
+            grad_k = lse_grad_k if grad_k is None else grad_k + lse_grad_k
         return grad_q, grad_k, grad_v, None, None, None, None, None
 
     attend.register_autograd(differentiate, setup_context=save)
@@ -190,7 +191,7 @@ def _define(
 def _count_flops(name: str) -> None:
     """Register both operators with torch's FLOP counter; only pairs of tokens that see each other count.
 
-    The backward pass counts as twice the forward pass: the kernels' recomputation is not work of the model.
+    The backward pass counts as twice the forward pass; the kernels' recomputation of scores does not count.
     """
     operators = torch.ops.xorl
 

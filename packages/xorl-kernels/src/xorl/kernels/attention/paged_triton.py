@@ -17,7 +17,7 @@ from xorl.kernels.fused.device import NUM_PROCESSORS, launch, power_of_2
 
 # Keys that a program reads at once.
 BLOCK_KEYS = 64
-# The smallest dimensions of a matrix product. Channels, and query heads that share a key head, are padded to it.
+# The smallest dimension of a matrix product. Channels and the query heads of a key head are padded to at least this.
 MIN_DOT_SIZE = 16
 MAX_PARTS = 32
 PROGRAMS_PER_PROCESSOR = 8
@@ -56,7 +56,7 @@ def paged_attention(
     num_parts = min(power_of_2(num_splits), MAX_PARTS)
     out = torch.empty_like(q)
     parts = out if num_parts == 1 else q.new_empty(num_parts, *q.shape, dtype=torch.float32)
-    sums = q.new_empty(num_parts, num_sequences, num_heads, dtype=torch.float32)
+    lses = q.new_empty(num_parts, num_sequences, num_heads, dtype=torch.float32)
     block_channels = max(power_of_2(head_dim), MIN_DOT_SIZE)
     launch(
         _attend,
@@ -67,7 +67,7 @@ def paged_attention(
         tables,
         lengths,
         parts,
-        sums,
+        lses,
         tables.stride(0),
         tables.stride(1),
         num_sequences,
@@ -86,10 +86,10 @@ def paged_attention(
     )
     if num_parts > 1:
         launch(
-            _join,
+            _combine_parts,
             (num_sequences * num_heads,),
             parts,
-            sums,
+            lses,
             out,
             num_sequences * num_heads,
             NUM_PARTS=num_parts,
@@ -108,7 +108,7 @@ def _attend(
     tables: tl.tensor,
     lengths: tl.tensor,
     parts: tl.tensor,
-    sums: tl.tensor,
+    lses: tl.tensor,
     row_stride: tl.int64,  # pyright: ignore[reportInvalidTypeForm]
     sequence_stride: tl.int64,  # pyright: ignore[reportInvalidTypeForm]
     num_sequences: int,
@@ -130,21 +130,21 @@ def _attend(
     first = length * 0
     if HAS_WINDOW:
         first = tl.maximum(length - window, 0)
-    steps = tl.cdiv(length - first, BLOCK_KEYS)
-    steps_of_part = tl.cdiv(steps, NUM_PARTS)
-    start = first + part * steps_of_part * BLOCK_KEYS
-    stop = tl.minimum(start + steps_of_part * BLOCK_KEYS, length)
+    num_steps = tl.cdiv(length - first, BLOCK_KEYS)
+    steps_per_part = tl.cdiv(num_steps, NUM_PARTS)
+    start = first + part * steps_per_part * BLOCK_KEYS
+    stop = tl.minimum(start + steps_per_part * BLOCK_KEYS, length)
     heads = tl.arange(0, BLOCK_HEADS)
     channels = tl.arange(0, BLOCK_CHANNELS)
-    # The indices of queries and results in [S * H, C].
+    # Row indices of the queries and results, viewed as [S * H, C].
     row = (sequence * num_kv_heads + kv_head) * GROUP + heads
-    places = row[:, None] * HEAD_DIM + channels[None, :]
+    q_offsets = row[:, None] * HEAD_DIM + channels[None, :]
     is_query = (heads[:, None] < GROUP) & (channels[None, :] < HEAD_DIM)
-    query = tl.load(q + places, mask=is_query, other=0.0)
+    query = tl.load(q + q_offsets, mask=is_query, other=0.0)
     table = tables + sequence * sequence_stride
-    largest = tl.full((BLOCK_HEADS,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_HEADS,), tl.float32)
-    weighted = tl.zeros((BLOCK_HEADS, BLOCK_CHANNELS), tl.float32)
+    running_max = tl.full((BLOCK_HEADS,), float("-inf"), tl.float32)
+    sum_exp = tl.zeros((BLOCK_HEADS,), tl.float32)
+    weighted_values = tl.zeros((BLOCK_HEADS, BLOCK_CHANNELS), tl.float32)
     while start < stop:
         positions = start + tl.arange(0, BLOCK_KEYS)
         is_key = positions < stop
@@ -155,37 +155,38 @@ def _attend(
         key = tl.load(keys + offsets, mask=is_read, other=0.0)
         value = tl.load(values + offsets, mask=is_read, other=0.0)
         scores = tl.where(is_key[None, :], tl.dot(query, key.T) * scale, float("-inf"))
-        new_largest = tl.maximum(largest, tl.max(scores, axis=1))
-        shrink = tl.exp(largest - new_largest)
-        weights = tl.exp(scores - new_largest[:, None])
-        total = total * shrink + tl.sum(weights, axis=1)
-        weighted = weighted * shrink[:, None] + tl.dot(weights.to(value.dtype), value)
-        largest = new_largest
+        new_max = tl.maximum(running_max, tl.max(scores, axis=1))
+        rescale = tl.exp(running_max - new_max)
+        weights = tl.exp(scores - new_max[:, None])
+        sum_exp = sum_exp * rescale + tl.sum(weights, axis=1)
+        weighted_values = weighted_values * rescale[:, None] + tl.dot(weights.to(value.dtype), value)
+        running_max = new_max
         start += BLOCK_KEYS
-    # A part without keys has a total, and later a weight, of zero.
-    weighted = weighted / tl.where(total > 0, total, 1.0)[:, None]
+    # For a part without keys, `sum_exp` is zero, and so is the weight that `_combine_parts` gives it.
+    weighted_values = weighted_values / tl.where(sum_exp > 0, sum_exp, 1.0)[:, None]
     offset = part.to(tl.int64) * num_sequences * num_kv_heads * GROUP
-    tl.store(parts + offset * HEAD_DIM + places, weighted.to(parts.dtype.element_ty), mask=is_query)  # pyright: ignore[reportAttributeAccessIssue]
-    tl.store(sums + offset + row, largest + tl.log(total), mask=heads < GROUP)
+    tl.store(parts + offset * HEAD_DIM + q_offsets, weighted_values.to(parts.dtype.element_ty), mask=is_query)  # pyright: ignore[reportAttributeAccessIssue]
+    tl.store(lses + offset + row, running_max + tl.log(sum_exp), mask=heads < GROUP)
 
 
 @triton.jit
-def _join(
+def _combine_parts(
     parts: tl.tensor,
-    sums: tl.tensor,
+    lses: tl.tensor,
     out: tl.tensor,
     num_rows: int,
     NUM_PARTS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_CHANNELS: tl.constexpr,
 ) -> None:
-    """Average the parts of one query head, weighted by their softmax sums."""
+    """Average the parts of one query head, weighted by the exponentials of their log-sum-exps."""
     row = tl.program_id(0)
-    numbers, channels = tl.arange(0, NUM_PARTS), tl.arange(0, BLOCK_CHANNELS)
-    offsets = numbers.to(tl.int64) * num_rows + row
-    exponents = tl.load(sums + offsets)
-    weights = tl.exp(exponents - tl.max(exponents, axis=0))
+    part_indices, channels = tl.arange(0, NUM_PARTS), tl.arange(0, BLOCK_CHANNELS)
+    offsets = part_indices.to(tl.int64) * num_rows + row
+    part_lses = tl.load(lses + offsets)
+    weights = tl.exp(part_lses - tl.max(part_lses, axis=0))
     is_channel = channels < HEAD_DIM
-    each = tl.load(parts + offsets[:, None] * HEAD_DIM + channels[None, :], mask=is_channel[None, :], other=0.0)
-    mean = tl.sum(each * weights[:, None], axis=0) / tl.sum(weights, axis=0)
+    part_ptrs = parts + offsets[:, None] * HEAD_DIM + channels[None, :]
+    part_outputs = tl.load(part_ptrs, mask=is_channel[None, :], other=0.0)
+    mean = tl.sum(part_outputs * weights[:, None], axis=0) / tl.sum(weights, axis=0)
     tl.store(out + row * HEAD_DIM + channels, mean.to(out.dtype.element_ty), mask=is_channel)  # pyright: ignore[reportAttributeAccessIssue]

@@ -32,7 +32,7 @@ def eager_forward(
         log_weights = scores.log_softmax(dim=-1)
         # Read from the diagonal, where scores are finite because a token always sees itself.
         lse[:, rows] = scores.diagonal(dim1=1, dim2=2) - log_weights.diagonal(dim1=1, dim2=2)
-        out[rows] = _tokens_first(_group(log_weights.exp_(), k_doc) @ v_doc, like=q)
+        out[rows] = _tokens_first(_group_heads(log_weights.exp_(), k_doc) @ v_doc, like=q)
     return out, lse
 
 
@@ -55,7 +55,7 @@ def eager_backward(
     for rows in documents(offsets):
         grad_doc, q_doc, k_doc, v_doc, out_doc = (_heads_first(x[rows], k.shape[1]) for x in (grad_out, q, k, v, out))
         q_doc = q_doc * scale
-        weights = _group(_scores(q_doc, k_doc, window).sub_(lse[:, rows, None]).exp_(), k_doc)  # [G, R * L, L]
+        weights = _group_heads(_scores(q_doc, k_doc, window).sub_(lse[:, rows, None]).exp_(), k_doc)  # [G, R * L, L]
         grad_v[rows] = _tokens_first(weights.transpose(1, 2) @ grad_doc, like=v)
         delta = (grad_doc * out_doc).sum(dim=-1, keepdim=True)  # [G, R * L, 1]
         grad_scores = (grad_doc @ v_doc.transpose(1, 2)).sub_(delta).mul_(weights)
@@ -91,7 +91,7 @@ def _tokens_first(x: Tensor, like: Tensor) -> Tensor:
     return x.view(like.shape[1], -1, like.shape[2]).transpose(0, 1)
 
 
-def _group(x: Tensor, k: Tensor) -> Tensor:
+def _group_heads(x: Tensor, k: Tensor) -> Tensor:
     """[H, L, L] -> [G, R * L, L]."""
     return x.view(len(k), -1, x.shape[-1])
 

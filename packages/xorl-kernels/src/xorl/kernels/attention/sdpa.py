@@ -25,13 +25,13 @@ from xorl.kernels.attention.split import split_by_heads
 FLASH_HEAD_DIM_MULTIPLE = 8
 # The memory-efficient kernel reads log-sum-exps in blocks of this many tokens; the padding must be infinite.
 EFFICIENT_LSE_BLOCK = 32
-# It supports heads whose size is a multiple of this many bytes.
+# The memory-efficient kernel requires a head's channels to occupy a multiple of this many bytes.
 EFFICIENT_CHANNEL_BYTES = 16
-# Its code for a causal mask in which the first query sees only the first key.
+# The memory-efficient kernel's mask type for causal attention in which the first query sees only the first key.
 CAUSAL_FROM_TOP_LEFT = 1
-# It requires rows of the bias to begin at multiples of this many elements.
+# The memory-efficient kernel requires rows of the bias to begin at multiples of this many elements.
 EFFICIENT_BIAS_BLOCK = 16
-# The size limit for the mask of a window, which grows with the square of the document's length.
+# The size limit for a mask that expresses a window; the mask grows with the square of the document's length.
 MAX_BIAS_BYTES = 2**32
 
 aten = torch.ops.aten
@@ -53,11 +53,11 @@ def sdpa_forward(
     q, k, v = (plan.sort(x) for x in (q, k, v))
     outs, lses = [], []
     for rows, length in plan.calls:
-        case = _Case.of(q[rows], k[rows], v[rows], length, scale, window)
-        out, lse = KERNELS[case.kernel][0](case)
+        call = _Call.of(q[rows], k[rows], v[rows], length, scale, window)
+        out, lse = KERNELS[call.kernel][0](call)
         outs.append(out.transpose(1, 2).flatten(0, 1))
         lses.append(lse.transpose(0, 1).flatten(1, 2))
-    return plan.unsort(_join(outs, dim=0)), plan.unsort(_join(lses, dim=1), dim=1)
+    return plan.unsort(_concatenate(outs, dim=0)), plan.unsort(_concatenate(lses, dim=1), dim=1)
 
 
 def sdpa_backward(
@@ -80,13 +80,13 @@ def sdpa_backward(
     lse = plan.sort(lse, dim=1)
     gradients = []
     for rows, length in plan.calls:
-        case = _Case.of(q[rows], k[rows], v[rows], length, scale, window)
+        call = _Call.of(q[rows], k[rows], v[rows], length, scale, window)
         lse_rows = lse[:, rows].unflatten(1, (-1, length)).transpose(0, 1)  # [N, H, L]
-        parts = KERNELS[case.kernel][1](
-            case, _heads_first(grad_out[rows], length), _heads_first(out[rows], length), lse_rows
+        parts = KERNELS[call.kernel][1](
+            call, _heads_first(grad_out[rows], length), _heads_first(out[rows], length), lse_rows
         )
-        gradients.append(tuple(x.transpose(1, 2).flatten(0, 1) for x in case.sum_groups(parts, k.shape[1])))
-    grad_q, grad_k, grad_v = (plan.unsort(_join(parts, dim=0)) for parts in zip(*gradients, strict=True))
+        gradients.append(tuple(x.transpose(1, 2).flatten(0, 1) for x in call.sum_groups(parts, k.shape[1])))
+    grad_q, grad_k, grad_v = (plan.unsort(_concatenate(parts, dim=0)) for parts in zip(*gradients, strict=True))
     return grad_q, grad_k, grad_v
 
 
@@ -97,9 +97,9 @@ sdpa_attention = PackedAttention("sdpa", sdpa_forward, split_by_heads(sdpa_backw
 class _Plan:
     """How a row is split into calls: `calls` lists (rows, length of a document).
 
-    Each document gets its own call, unless one call per length halves the number of calls: rows of many short documents
-    would otherwise spend their time launching kernels. Then `order` sorts tokens by the length of their document, and
-    `inverse` restores their order.
+    Each document gets its own call, unless one call per length at least halves the number of calls. That matters for
+    rows of many short documents, where launches take most of the time. With one call per length, `order` sorts tokens
+    by the length of their document, and `inverse` restores their order.
     """
 
     calls: tuple[tuple[slice, int], ...]
@@ -118,22 +118,22 @@ def _plan(lengths: tuple[int, ...], device: torch.device) -> _Plan:
     """The plan for documents of these lengths. Cached, because all layers and both passes need the same plan."""
     groups = Counter(lengths)
     if 2 * len(groups) > len(lengths):
-        return _Plan(_consecutive([(length, length) for length in lengths]))
+        return _Plan(_row_slices([(length, length) for length in lengths]))
     rows: dict[int, list[Tensor]] = {}
     for length, tokens in zip(lengths, torch.arange(sum(lengths), device="cpu").split(list(lengths)), strict=True):
         rows.setdefault(length, []).append(tokens)
-    order = torch.cat([tokens for same in rows.values() for tokens in same])
-    calls = _consecutive([(count * length, length) for length, count in groups.items()])
-    return _Plan(calls, _to(device, order), _to(device, order.argsort()))
+    order = torch.cat([tokens for documents in rows.values() for tokens in documents])
+    calls = _row_slices([(count * length, length) for length, count in groups.items()])
+    return _Plan(calls, _copy_to(device, order), _copy_to(device, order.argsort()))
 
 
-def _to(device: torch.device, rows: Tensor) -> Tensor:
-    """A copy on `device`; pinned, because a copy from pageable memory would make the host wait for all queued work."""
+def _copy_to(device: torch.device, rows: Tensor) -> Tensor:
+    """A copy on `device`, from pinned memory: with pageable memory the host would wait for all queued work."""
     return rows.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else rows.to(device)
 
 
-def _consecutive(sizes: list[tuple[int, int]]) -> tuple[tuple[slice, int], ...]:
-    """(number of rows, length of a document) of each call -> (slice of rows, length)."""
+def _row_slices(sizes: list[tuple[int, int]]) -> tuple[tuple[slice, int], ...]:
+    """Convert (number of rows, length of a document) of each call to (slice of rows, length of a document)."""
     calls, start = [], 0
     for size, length in sizes:
         calls.append((slice(start, start + size), length))
@@ -142,7 +142,7 @@ def _consecutive(sizes: list[tuple[int, int]]) -> tuple[tuple[slice, int], ...]:
 
 
 @dataclass(frozen=True)
-class _Case:
+class _Call:
     """The arguments of one call for N documents of L tokens, and the kernel to use: q [N, H, L, C], k, v [N, G, L, C].
 
     `bias` [L, L] is added to the scores. Without one, attention is causal and limited to `window`, which is None if it
@@ -158,16 +158,16 @@ class _Case:
     kernel: SDPBackend
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, v: Tensor, length: int, scale: float, window: int | None) -> "_Case":
-        """The case for q [N * L, H, C], k and v [N * L, G, C]."""
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, length: int, scale: float, window: int | None) -> "_Call":
+        """The call for q [N * L, H, C], k and v [N * L, G, C]."""
         num_heads = q.shape[1]
         if window is not None and window >= length:
             window = None
         # Only the memory-efficient kernel on CUDA supports windows; elsewhere a bias expresses them.
         has_window_kernel = q.is_cuda and q.shape[-1] * q.element_size() % EFFICIENT_CHANNEL_BYTES == 0
         bias = None if window is None or has_window_kernel else _bias(length, window, q)
-        # On CUDA only the half-precision kernel without a bias supports grouped heads; for others, torch would fall
-        # back to computing full scores.
+        # On CUDA, grouped heads are supported only in half precision without a window. In other cases torch would fall
+        # back to computing full scores, so repeat the key/value heads instead.
         if k.shape[1] != num_heads and q.is_cuda and (window is not None or q.dtype not in HALF_DTYPES):
             k, v = (x.repeat_interleave(num_heads // x.shape[1], dim=1) for x in (k, v))
         q, k, v = (_heads_first(x, length) for x in (q, k, v))
@@ -177,12 +177,12 @@ class _Case:
         kernel = SDPBackend(torch._fused_sdp_choice(q, k, v, bias, 0.0, bias is None, **options))
         wide, deterministic = q.shape[-1] > CUDNN_MAX_HEAD_DIM, torch.are_deterministic_algorithms_enabled()
         if kernel == SDPBackend.CUDNN_ATTENTION and (bias is not None or wide or deterministic):
-            # torch's choice is for the forward pass only. If it is cuDNN, one of these kernels supports both passes.
+            # torch chooses for the forward pass only, and cuDNN's backward pass does not support this call.
             kernel = SDPBackend.FLASH_ATTENTION if bias is None else SDPBackend.EFFICIENT_ATTENTION
         return cls(q, k, v, scale, window, bias, kernel)
 
     def sum_groups(self, gradients: Gradients, num_kv_heads: int) -> Gradients:
-        """Sum the gradients of repeated key/value heads to those of the original heads."""
+        """Sum the gradients of repeated key/value heads, so that they become those of the original heads."""
         grad_q, *others = gradients
         grad_k, grad_v = (
             x if x.shape[1] == num_kv_heads else x.unflatten(1, (num_kv_heads, -1)).sum(dim=2) for x in others
@@ -207,7 +207,7 @@ def _heads_first(x: Tensor, length: int) -> Tensor:
     return x.unflatten(0, (-1, length)).transpose(1, 2)
 
 
-def _join(parts: list[Tensor] | tuple[Tensor, ...], dim: int) -> Tensor:
+def _concatenate(parts: list[Tensor] | tuple[Tensor, ...], dim: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
 
 
@@ -215,23 +215,23 @@ def _join(parts: list[Tensor] | tuple[Tensor, ...], dim: int) -> Tensor:
 # and log-sum-exp in these shapes.
 
 
-def _flash_forward(case: _Case) -> tuple[Tensor, Tensor]:
-    if case.q.device.type == "cpu":
+def _flash_forward(call: _Call) -> tuple[Tensor, Tensor]:
+    if call.q.device.type == "cpu":
         return aten._scaled_dot_product_flash_attention_for_cpu(
-            case.q, case.k, case.v, 0.0, case.bias is None, attn_mask=case.bias, scale=case.scale
+            call.q, call.k, call.v, 0.0, call.bias is None, attn_mask=call.bias, scale=call.scale
         )
     out, lse, *_ = aten._scaled_dot_product_flash_attention(
-        *(_pad_channels(x) for x in (case.q, case.k, case.v)), 0.0, True, scale=case.scale
+        *(_pad_channels(x) for x in (call.q, call.k, call.v)), 0.0, True, scale=call.scale
     )
-    return out[..., : case.q.shape[-1]], lse
+    return out[..., : call.q.shape[-1]], lse
 
 
-def _flash_backward(case: _Case, grad_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
-    if case.q.device.type == "cpu":
+def _flash_backward(call: _Call, grad_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+    if call.q.device.type == "cpu":
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_out, case.q, case.k, case.v, out, lse, 0.0, case.bias is None, attn_mask=case.bias, scale=case.scale
+            grad_out, call.q, call.k, call.v, out, lse, 0.0, call.bias is None, attn_mask=call.bias, scale=call.scale
         )
-    grad_out, q, k, v, out = (_pad_channels(x) for x in (grad_out, case.q, case.k, case.v, out))
+    grad_out, q, k, v, out = (_pad_channels(x) for x in (grad_out, call.q, call.k, call.v, out))
     length = q.shape[2]
     gradients = aten._scaled_dot_product_flash_attention_backward(
         grad_out,
@@ -249,9 +249,9 @@ def _flash_backward(case: _Case, grad_out: Tensor, out: Tensor, lse: Tensor) -> 
         # A generator state, which is not read without dropout.
         torch.zeros((2,), dtype=torch.uint64, device=q.device),
         torch.empty(0, device=q.device),
-        scale=case.scale,
+        scale=call.scale,
     )
-    return _cut_channels(gradients, case.q.shape[-1])
+    return _cut_channels(gradients, call.q.shape[-1])
 
 
 def _pad_channels(x: Tensor) -> Tensor:
@@ -263,9 +263,9 @@ def _cut_channels(gradients: Gradients, head_dim: int) -> Gradients:
     return grad_q, grad_k, grad_v
 
 
-def _efficient_forward(case: _Case) -> tuple[Tensor, Tensor]:
-    if case.bias is None and case.window is not None:
-        q, k, v = (x.transpose(1, 2) for x in (case.q, case.k, case.v))  # [N, L, H, C]
+def _efficient_forward(call: _Call) -> tuple[Tensor, Tensor]:
+    if call.bias is None and call.window is not None:
+        q, k, v = (x.transpose(1, 2) for x in (call.q, call.k, call.v))  # [N, L, H, C]
         out, lse, *_ = aten._efficient_attention_forward(
             q,
             k,
@@ -278,20 +278,20 @@ def _efficient_forward(case: _Case) -> tuple[Tensor, Tensor]:
             0.0,
             CAUSAL_FROM_TOP_LEFT,
             True,
-            scale=case.scale,
-            window_size=case.window,
+            scale=call.scale,
+            window_size=call.window,
         )
-        return out.transpose(1, 2), lse[:, :, : case.q.shape[2]]
+        return out.transpose(1, 2), lse[:, :, : call.q.shape[2]]
     out, lse, *_ = aten._scaled_dot_product_efficient_attention(
-        case.q, case.k, case.v, _expand_bias(case), True, 0.0, case.bias is None, scale=case.scale
+        call.q, call.k, call.v, _expand_bias(call), True, 0.0, call.bias is None, scale=call.scale
     )
-    return out, lse[:, :, : case.q.shape[2]]
+    return out, lse[:, :, : call.q.shape[2]]
 
 
-def _efficient_backward(case: _Case, grad_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+def _efficient_backward(call: _Call, grad_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
     lse = F.pad(lse, (0, -lse.shape[-1] % EFFICIENT_LSE_BLOCK), value=float("inf")).contiguous()
-    if case.bias is None and case.window is not None:
-        grad_out, q, k, v, out = (x.transpose(1, 2) for x in (grad_out, case.q, case.k, case.v, out))
+    if call.bias is None and call.window is not None:
+        grad_out, q, k, v, out = (x.transpose(1, 2) for x in (grad_out, call.q, call.k, call.v, out))
         length = q.shape[1]
         gradients = aten._efficient_attention_backward(
             grad_out,
@@ -309,79 +309,79 @@ def _efficient_backward(case: _Case, grad_out: Tensor, out: Tensor, lse: Tensor)
             *no_dropout(q.device),
             CAUSAL_FROM_TOP_LEFT,
             False,
-            scale=case.scale,
-            window_size=case.window,
+            scale=call.scale,
+            window_size=call.window,
         )
         grad_q, grad_k, grad_v = (x.transpose(1, 2) for x in gradients[:3])
         return grad_q, grad_k, grad_v
     grad_q, grad_k, grad_v, _ = aten._scaled_dot_product_efficient_attention_backward(
         grad_out,
-        case.q,
-        case.k,
-        case.v,
-        _expand_bias(case),
+        call.q,
+        call.k,
+        call.v,
+        _expand_bias(call),
         out,
         lse,
-        *no_dropout(case.q.device),
+        *no_dropout(call.q.device),
         0.0,
         [True, True, True, False],
-        case.bias is None,
-        scale=case.scale,
+        call.bias is None,
+        scale=call.scale,
     )
     return grad_q, grad_k, grad_v
 
 
-def _expand_bias(case: _Case) -> Tensor | None:
+def _expand_bias(call: _Call) -> Tensor | None:
     """[N, H, L, L] with rows aligned as the kernel requires; a view, without a copy for each document and head."""
-    if case.bias is None:
+    if call.bias is None:
         return None
-    num_documents, num_heads, length, _ = case.q.shape
-    aligned = F.pad(case.bias, (0, -length % EFFICIENT_BIAS_BLOCK))[:, :length]
+    num_documents, num_heads, length, _ = call.q.shape
+    aligned = F.pad(call.bias, (0, -length % EFFICIENT_BIAS_BLOCK))[:, :length]
     return aligned.expand(num_documents, num_heads, length, length)
 
 
-def _cudnn_forward(case: _Case) -> tuple[Tensor, Tensor]:
-    return cudnn_forward(case.q, case.k, case.v, case.scale)
+def _cudnn_forward(call: _Call) -> tuple[Tensor, Tensor]:
+    return cudnn_forward(call.q, call.k, call.v, call.scale)
 
 
-def _cudnn_backward(case: _Case, grad_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
-    return cudnn_backward(grad_out, case.q, case.k, case.v, out, lse, case.scale)
+def _cudnn_backward(call: _Call, grad_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+    return cudnn_backward(grad_out, call.q, call.k, call.v, out, lse, call.scale)
 
 
-def _formula_forward(case: _Case) -> tuple[Tensor, Tensor]:
-    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (case.q, case.k, case.v))
-    out, lse = eager_forward(q, k, v, **_formula_options(case))
-    length = case.q.shape[2]
+def _eager_forward(call: _Call) -> tuple[Tensor, Tensor]:
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (call.q, call.k, call.v))
+    out, lse = eager_forward(q, k, v, **_eager_options(call))
+    length = call.q.shape[2]
     return _heads_first(out, length), lse.unflatten(1, (-1, length)).transpose(0, 1)
 
 
-def _formula_backward(case: _Case, grad_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
-    grad_out, q, k, v, out = (x.transpose(1, 2).flatten(0, 1) for x in (grad_out, case.q, case.k, case.v, out))
+def _eager_backward(call: _Call, grad_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+    grad_out, q, k, v, out = (x.transpose(1, 2).flatten(0, 1) for x in (grad_out, call.q, call.k, call.v, out))
     lse = lse.transpose(0, 1).flatten(1, 2)
-    gradients = eager_backward(grad_out, q, k, v, out, lse, **_formula_options(case))
-    grad_q, grad_k, grad_v = (_heads_first(x, case.q.shape[2]) for x in gradients)
+    gradients = eager_backward(grad_out, q, k, v, out, lse, **_eager_options(call))
+    grad_q, grad_k, grad_v = (_heads_first(x, call.q.shape[2]) for x in gradients)
     return grad_q, grad_k, grad_v
 
 
-def _formula_options(case: _Case) -> dict:
-    num_documents, _, length, _ = case.q.shape
+def _eager_options(call: _Call) -> dict:
+    num_documents, _, length, _ = call.q.shape
     offsets = torch.arange(num_documents + 1, device="cpu") * length
     return {
         "cu_seqlens": offsets,
         "offsets": offsets,
-        "scale": case.scale,
-        "window": case.window,
+        "scale": call.scale,
+        "window": call.window,
         "deterministic": False,
     }
 
 
-KERNELS: Mapping[SDPBackend, tuple[Callable[[_Case], tuple[Tensor, Tensor]], Callable[..., Gradients]]] = (
+KERNELS: Mapping[SDPBackend, tuple[Callable[[_Call], tuple[Tensor, Tensor]], Callable[..., Gradients]]] = (
     MappingProxyType(
         {
             SDPBackend.FLASH_ATTENTION: (_flash_forward, _flash_backward),
             SDPBackend.EFFICIENT_ATTENTION: (_efficient_forward, _efficient_backward),
             SDPBackend.CUDNN_ATTENTION: (_cudnn_forward, _cudnn_backward),
-            SDPBackend.MATH: (_formula_forward, _formula_backward),
+            SDPBackend.MATH: (_eager_forward, _eager_backward),
         }
     )
 )

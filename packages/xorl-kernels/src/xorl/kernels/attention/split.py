@@ -10,13 +10,13 @@ from torch import Tensor
 
 from xorl.kernels.attention.operator import BackwardKernel, Gradients
 
-# Up to this many elements of q, the gradients of FlashAttention 2 and cuDNN are correct, measured on an H100 with torch
-# 2.11. With 3 % more, the gradients of the last document are wrong or NaN.
-LARGEST = 2**31
+# FlashAttention 2 and cuDNN compute correct gradients up to this many elements of q (measured on an H100 with torch
+# 2.11). With 3 % more, the gradients of the last document are wrong or NaN.
+MAX_Q_ELEMENTS = 2**31
 
 
 def split_by_heads(backward: BackwardKernel) -> BackwardKernel:
-    """Wrap a kernel to process a few heads at a time if q has more than LARGEST elements."""
+    """Wrap a kernel to process a few heads at a time if q has more than MAX_Q_ELEMENTS elements."""
 
     @wraps(backward)
     def split(
@@ -34,21 +34,23 @@ def split_by_heads(backward: BackwardKernel) -> BackwardKernel:
         deterministic: bool,
     ) -> Gradients:
         options = {"scale": scale, "window": window, "deterministic": deterministic}
-        heads_at_once = max(LARGEST // (q.shape[0] * q.shape[2]), 1)
-        if heads_at_once >= q.shape[1]:
+        max_heads = max(MAX_Q_ELEMENTS // (q.shape[0] * q.shape[2]), 1)
+        if max_heads >= q.shape[1]:
             return backward(grad_out, q, k, v, out, lse, cu_seqlens, offsets, **options)
-        group = q.shape[1] // k.shape[1]
-        # Whole groups if they fit, else parts of a group; then the parts' gradients of keys are summed in fp32.
-        step = heads_at_once // group * group or heads_at_once
+        group_size = q.shape[1] // k.shape[1]
+        # A call gets whole groups if one fits. Otherwise it gets part of a group, and the calls' gradients of keys and
+        # values are summed in fp32.
+        heads_per_call = max_heads // group_size * group_size or max_heads
         grad_q = torch.empty_like(q, memory_format=torch.contiguous_format)
         grad_k, grad_v = (
-            torch.zeros(x.shape, dtype=torch.float32 if step < group else x.dtype, device=x.device) for x in (k, v)
+            torch.zeros(x.shape, dtype=torch.float32 if heads_per_call < group_size else x.dtype, device=x.device)
+            for x in (k, v)
         )
-        for first_group in range(0, k.shape[1], max(step // group, 1)):
-            groups = slice(first_group, min(first_group + max(step // group, 1), k.shape[1]))
+        for first_group in range(0, k.shape[1], max(heads_per_call // group_size, 1)):
+            groups = slice(first_group, min(first_group + max(heads_per_call // group_size, 1), k.shape[1]))
             keys, values = k[:, groups].contiguous(), v[:, groups].contiguous()
-            for first in range(groups.start * group, groups.stop * group, step):
-                heads = slice(first, min(first + step, groups.stop * group))
+            for first in range(groups.start * group_size, groups.stop * group_size, heads_per_call):
+                heads = slice(first, min(first + heads_per_call, groups.stop * group_size))
                 grad_q[:, heads], part_k, part_v = backward(
                     grad_out[:, heads].contiguous(),
                     q[:, heads].contiguous(),

@@ -36,14 +36,25 @@ class RoutePlan(NamedTuple):
             num_real: 0-d integer tensor on the device; tokens from this index on are padding. None: there is no
                 padding.
         """
-        num_tokens, num_choices = ids.shape
-        keys = ids.to(torch.int32)
-        if num_real is not None:
-            is_padding = torch.arange(num_tokens, device=ids.device) >= num_real
-            keys = keys.masked_fill(is_padding[:, None], num_experts)
-        experts, order = keys.flatten().sort(stable=True)
-        rows = torch.empty_like(order, dtype=torch.int32)
-        rows[order] = torch.arange(len(order), dtype=torch.int32, device=ids.device)
-        last = torch.arange(num_experts, dtype=torch.int32, device=ids.device)
-        ends = torch.searchsorted(experts, last, right=True, out_int32=True)
-        return cls(order.to(torch.int32), rows.view(num_tokens, num_choices), ends)
+        return cls(*_route_plan(ids, num_experts, num_real))
+
+
+@torch.library.custom_op("xorl::route_plan", mutates_args=())
+def _route_plan(ids: Tensor, num_experts: int, num_real: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    num_tokens, num_choices = ids.shape
+    keys = ids.to(torch.int32)
+    if num_real is not None:
+        is_padding = torch.arange(num_tokens, device=ids.device) >= num_real
+        keys = keys.masked_fill(is_padding[:, None], num_experts)
+    experts, order = keys.flatten().sort(stable=True)
+    rows = torch.empty_like(order, dtype=torch.int32)
+    rows[order] = torch.arange(len(order), dtype=torch.int32, device=ids.device)
+    last = torch.arange(num_experts, dtype=torch.int32, device=ids.device)
+    ends = torch.searchsorted(experts, last, right=True, out_int32=True)
+    return order.to(torch.int32), rows.view(num_tokens, num_choices), ends
+
+
+@_route_plan.register_fake
+def _(ids: Tensor, num_experts: int, num_real: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    rows = ids.new_empty(ids.shape, dtype=torch.int32)
+    return rows.new_empty(ids.shape[0] * ids.shape[1]), rows, rows.new_empty(num_experts)

@@ -1,9 +1,11 @@
-"""Choosing experts, and sums over documents; both deterministic and without a host synchronisation.
+"""Choosing experts, and sums of routings over documents; both deterministic and without a host synchronisation.
 
 Shapes: T tokens, E experts, K experts per token, N documents, C columns.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,14 +36,121 @@ def _(scores: Tensor, num_active: int) -> Tensor:
     return scores.new_empty(scores.shape[0], num_active, dtype=torch.int64)
 
 
-@torch.library.custom_op("xorl::document_sums", mutates_args=())
-def document_sums(values: Tensor, cu_seqlens: Tensor, document_ids: Tensor) -> Tensor:
-    """Sums over the tokens of each document: [T, C] to [N, C], differentiable.
+class Routing(NamedTuple):
+    """Sums over the tokens of each document, for the losses and statistics of routers. Padding is left out.
+
+    counts: [N, E] int32, tokens that chose each expert.
+    probabilities: [N, E] fp32, sums of routing probabilities; differentiable.
+    squared_lse: [N] fp32, sums of logsumexp(logits)^2; differentiable.
+    """
+
+    counts: Tensor
+    probabilities: Tensor
+    squared_lse: Tensor
+
+
+def sum_routing(
+    logits: Tensor, probabilities: Tensor, ids: Tensor, cu_seqlens: Tensor, num_real: Tensor | None
+) -> Routing:
+    """Sum up the routing of one layer by document.
+
+    Args:
+        logits: [T, E] fp32 or fp64; only the sums of logsumexp are differentiated by them.
+        probabilities: [T, E], their softmax; only its sums are differentiated by them.
+        ids: [T, K] int64, the chosen experts.
+        cu_seqlens: [N + 1] int32, the first token of each document, and T.
+        num_real: 0-d integer tensor; tokens from this index on are padding. None: there is no padding.
+    """
+    counts, sums, squared_lse, _ = _sum_routing(logits, probabilities, ids, cu_seqlens, num_real)
+    return Routing(counts, sums, squared_lse)
+
+
+@torch.library.custom_op("xorl::sum_routing", mutates_args=())
+def _sum_routing(
+    logits: Tensor, probabilities: Tensor, ids: Tensor, cu_seqlens: Tensor, num_real: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The three sums, and logsumexp(logits) [T], 0 for padding."""
+    num_documents, num_experts = len(cu_seqlens) - 1, logits.shape[1]
+    index = _document_ids(len(ids), cu_seqlens)[:, None] * num_experts + ids
+    ones = torch.ones_like(ids, dtype=torch.int32)
+    lse = logits.logsumexp(-1)
+    values = torch.cat([probabilities, lse.square()[:, None]], dim=1)
+    if num_real is not None:
+        is_padding = _is_padding(len(ids), num_real)
+        ones, values = ones.masked_fill(is_padding[:, None], 0), values.masked_fill(is_padding[:, None], 0)
+        lse = lse.masked_fill(is_padding, 0)
+    # Integers: the order of the additions does not matter.
+    counts = ones.new_zeros(num_documents * num_experts).scatter_add_(0, index.flatten(), ones.flatten())
+    sums = sum_documents(values, cu_seqlens)
+    return counts.view(num_documents, num_experts), sums[:, :-1].clone(), sums[:, -1].clone(), lse
+
+
+@_sum_routing.register_fake
+def _(
+    logits: Tensor, probabilities: Tensor, ids: Tensor, cu_seqlens: Tensor, num_real: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    num_documents, num_experts = cu_seqlens.shape[0] - 1, logits.shape[1]
+    counts = logits.new_empty(num_documents, num_experts, dtype=torch.int32)
+    sums = probabilities.new_empty(num_documents, num_experts)
+    return counts, sums, logits.new_empty(num_documents), logits.new_empty(logits.shape[0])
+
+
+@torch.library.custom_op("xorl::sum_routing_backward", mutates_args=())
+def _sum_routing_backward(
+    grad_sums: Tensor,
+    grad_squared_lse: Tensor,
+    probabilities: Tensor,
+    lse: Tensor,
+    cu_seqlens: Tensor,
+    num_real: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    documents = _document_ids(len(probabilities), cu_seqlens)
+    grad_probabilities = grad_sums[documents]
+    if num_real is not None:
+        grad_probabilities.masked_fill_(_is_padding(len(probabilities), num_real)[:, None], 0)
+    # The derivative of logsumexp is the softmax.
+    return (2 * lse * grad_squared_lse[documents])[:, None] * probabilities, grad_probabilities
+
+
+@_sum_routing_backward.register_fake
+def _(
+    grad_sums: Tensor,
+    grad_squared_lse: Tensor,
+    probabilities: Tensor,
+    lse: Tensor,
+    cu_seqlens: Tensor,
+    num_real: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    return probabilities.new_empty(probabilities.shape), probabilities.new_empty(probabilities.shape)
+
+
+def _save(
+    ctx: FunctionCtx,
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None],
+    output: tuple[Tensor, Tensor, Tensor, Tensor],
+) -> None:
+    _, probabilities, _, cu_seqlens, num_real = inputs
+    ctx.save_for_backward(probabilities, output[3], cu_seqlens, num_real)  # pyright: ignore[reportArgumentType] takes None
+    ctx.mark_non_differentiable(output[0], output[3])
+
+
+def _differentiate(
+    ctx: FunctionCtx, _: Tensor, grad_sums: Tensor, grad_squared_lse: Tensor, __: Tensor
+) -> tuple[Tensor, Tensor, None, None, None]:
+    saved: tuple[Tensor, Tensor, Tensor, Tensor | None] = ctx.saved_tensors  # pyright: ignore[reportAttributeAccessIssue]
+    grad_logits, grad_probabilities = _sum_routing_backward(grad_sums, grad_squared_lse, *saved)
+    return grad_logits, grad_probabilities, None, None, None
+
+
+_sum_routing.register_autograd(_differentiate, setup_context=_save)
+
+
+def sum_documents(values: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Sums over the tokens of each document, in a fixed order: [T, C] to [N, C].
 
     Args:
         values: fp32 or fp64.
         cu_seqlens: [N + 1] int32, the first token of each document, and T.
-        document_ids: [T] int64, the document of each token.
     """
     num_tokens, num_columns = values.shape
     num_blocks = num_tokens // BLOCK + 1
@@ -58,18 +167,10 @@ def document_sums(values: Tensor, cu_seqlens: Tensor, document_ids: Tensor) -> T
     return (before[block] + inside).diff(dim=0).to(values.dtype)
 
 
-@document_sums.register_fake
-def _(values: Tensor, cu_seqlens: Tensor, document_ids: Tensor) -> Tensor:
-    return values.new_empty(cu_seqlens.shape[0] - 1, values.shape[1])
+def _document_ids(num_tokens: int, cu_seqlens: Tensor) -> Tensor:
+    """[T] int64, the document of each token."""
+    return torch.searchsorted(cu_seqlens, torch.arange(num_tokens, device=cu_seqlens.device), right=True) - 1
 
 
-def _save(ctx: FunctionCtx, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(inputs[2])
-
-
-def _differentiate(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:
-    (document_ids,) = ctx.saved_tensors  # pyright: ignore[reportAttributeAccessIssue] set by save_for_backward
-    return grad[document_ids], None, None
-
-
-document_sums.register_autograd(_differentiate, setup_context=_save)
+def _is_padding(num_tokens: int, num_real: Tensor) -> Tensor:
+    return torch.arange(num_tokens, device=num_real.device) >= num_real

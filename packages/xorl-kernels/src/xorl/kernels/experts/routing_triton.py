@@ -42,7 +42,7 @@ def top_experts(scores: Tensor, num_active: int) -> Tensor:
 def _top_experts(
     scores_ptr: tl.tensor,
     ids_ptr: tl.tensor,
-    num_tokens: tl.int64,
+    num_tokens: tl.int64,  # pyright: ignore[reportInvalidTypeForm]  (Triton's way to pass a wide integer)
     NUM_EXPERTS: tl.constexpr,
     NUM_ACTIVE: tl.constexpr,
     NUM_ROWS: tl.constexpr,
@@ -53,7 +53,7 @@ def _top_experts(
     is_inside = (tokens < num_tokens)[:, None] & (experts < NUM_EXPERTS)[None, :]
     offsets = tokens[:, None] * NUM_EXPERTS + experts[None, :]
     left = tl.load(scores_ptr + offsets, mask=is_inside, other=float("-inf"))
-    for choice in tl.static_range(NUM_ACTIVE):
+    for choice in range(NUM_ACTIVE):
         best = tl.max(left, axis=1)
         # Scores that are not numbers are equal to none; whatever is chosen for them has to be an expert.
         found = tl.min(tl.where(left == best[:, None], experts[None, :], NUM_EXPERTS - 1), axis=1)

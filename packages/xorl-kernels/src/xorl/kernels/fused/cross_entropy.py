@@ -11,10 +11,10 @@ import triton.language as tl
 from torch import Tensor
 
 from xorl.kernels.fused.device import launch, power_of_2, rows_per_program
-from xorl.kernels.fused.reference import IGNORE, LossOfRows
+from xorl.kernels.fused.reference import IGNORE, RowLosses
 
-# Values per block of a row. Each thread loads NEIGHBOURS adjacent values at once, and reduces them to their maximum and
-# sum by itself.
+# Values per block of a row. Each thread loads NEIGHBOURS adjacent values at once and computes their maximum and sum
+# without communicating with other threads.
 BLOCK = 8192
 NEIGHBOURS = 8
 NUM_WARPS = 16
@@ -24,22 +24,22 @@ ADDED_COLUMNS = 512
 SCALE_BLOCK = 4096
 SCALE_WARPS = 8
 LOWEST = tl.constexpr(-3.0e38)
-# Exponentials relative to the maximum of a row's first block are used if the row's maximum exceeds it by at most this:
-# their sum over any vocabulary, and its inverse, stay far within the range of fp32.
-FURTHEST = tl.constexpr(40.0)
+# The single-read path computes exp(logit - maximum of the row's first block). It is used only if the row's maximum
+# exceeds that of the first block by at most this, so that the sum and its reciprocal stay well within fp32's range.
+MAX_EXPONENT = tl.constexpr(40.0)
 
 
 def cross_entropy_rows(
-    logits: Tensor, labels: Tensor, token_weight: Tensor | None, gradient: Tensor | None, results: LossOfRows
+    logits: Tensor, labels: Tensor, token_weight: Tensor | None, gradient: Tensor | None, results: RowLosses
 ) -> None:
     """The kernel behind `reference.cross_entropy_rows`, for fp32, bf16 and fp16 logits whose rows are contiguous.
 
     A label outside the vocabulary gives a loss and a scale of NaN.
 
-    One program processes a row. If the gradient goes to a separate buffer in a dtype with fp32's range, the row is read
-    once: while its sum is computed, the gradient is written as exponentials relative to the maximum of the first block.
-    Otherwise, or if the row's maximum is far above that of the first block, the row is read twice: for the running
-    log-sum-exp, and for the gradient, which may overwrite the row if the dtypes are equal.
+    Each program processes one row. If the gradient goes to a separate buffer whose dtype has the range of fp32, the row
+    is read once: one loop sums the exponentials, relative to the maximum of the first block, and writes them as the
+    gradient. Otherwise, or if the row's maximum is far above that of the first block, the row is read twice: once for
+    the running log-sum-exp and once for the gradient, which may overwrite the row if the dtypes are equal.
     """
     assert logits.stride(1) == 1
     assert gradient is None or gradient.stride(1) == 1
@@ -73,27 +73,27 @@ def scale_(x: Tensor, factor: Tensor) -> None:
     """Multiply contiguous `x` by the scalar tensor `factor` in place; does not access x if the factor is 1."""
     assert x.is_contiguous()
     if x.numel():
-        # Few programs, because all of them start even if the factor is 1.
+        # Few programs, because all of them are launched even if the factor is 1 and there is nothing to do.
         blocks = rows_per_program(math.ceil(x.numel() / SCALE_BLOCK), 2)
         grid = (math.ceil(x.numel() / SCALE_BLOCK / blocks),)
         launch(_scale, grid, x, factor, x.numel(), BLOCKS=blocks, BLOCK=SCALE_BLOCK, num_warps=SCALE_WARPS)
 
 
 def add_at_labels_(target: Tensor, rows: Tensor, labels: Tensor, factors: Tensor) -> None:
-    """The kernel behind `reference.add_at_labels_`: sorts the labels; one program adds up the rows of each label."""
+    """The kernel behind `reference.add_at_labels_`. Sorts the labels; one program then sums the rows of each label."""
     num_rows, width = rows.shape
     if num_rows == 0:
         return
     assert rows.is_contiguous()
     assert target.is_contiguous()
-    ordered, order = labels.sort(stable=True)
+    sorted_labels, order = labels.sort(stable=True)
     block = min(ADDED_COLUMNS, power_of_2(width))
     launch(
         _add_at_labels,
         (num_rows, math.ceil(width / block)),
         target,
         rows,
-        ordered,
+        sorted_labels,
         order,
         factors,
         num_rows,
@@ -113,7 +113,7 @@ def _cross_entropy_rows(
     losses_ptr: tl.tensor,
     correct_ptr: tl.tensor,
     scales_ptr: tl.tensor,
-    rests_ptr: tl.tensor,
+    label_errors_ptr: tl.tensor,
     gradient_ptr: tl.tensor,
     logits_stride: int,
     gradient_stride: int,
@@ -136,25 +136,25 @@ def _cross_entropy_rows(
         tl.store(losses_ptr + row, 0.0)
         tl.store(correct_ptr + row, False)
         tl.store(scales_ptr + row, 0.0)
-        tl.store(rests_ptr + row, 0.0)
+        tl.store(label_errors_ptr + row, 0.0)
         if WRITES_GRADIENT:
             for start in range(0, NUM_COLUMNS, BLOCK):
                 columns = start + block
                 zeros = tl.zeros([LANES, NEIGHBOURS], tl.float32).to(gradient_type)
                 tl.store(gradient_ptr + columns, zeros, mask=columns < NUM_COLUMNS)
     else:
-        is_known = (label >= 0) & (label < NUM_COLUMNS)
-        column = tl.where(is_known, label, 0).to(tl.int32)  # int64 would widen the values it is compared with
-        target = tl.load(logits_ptr + column, mask=is_known, other=float("nan")).to(tl.float32)
-        # The gradient is written as exp(logit - shift), minus the row's total at the label.
+        is_in_vocab = (label >= 0) & (label < NUM_COLUMNS)
+        column = tl.where(is_in_vocab, label, 0).to(tl.int32)  # int64 would widen the values it is compared with
+        target = tl.load(logits_ptr + column, mask=is_in_vocab, other=float("nan")).to(tl.float32)
+        # The gradient is stored as exp(logit - shift), and at the label minus the row's total; `scale` divides by it.
         shift, total = tl.full([], 0.0, tl.float32), tl.full([], 1.0, tl.float32)
-        maximum, earliest, is_written = shift, shift, False
+        maximum, max_before, is_written = shift, shift, False
         if READS_ONCE:
             x = tl.load(logits_ptr + block, mask=block < NUM_COLUMNS, other=float("-inf")).to(tl.float32)
             shift = tl.maximum(tl.max(tl.max(x, axis=1), axis=0), LOWEST)
             maxima = tl.full([LANES], LOWEST, tl.float32)
             sums = tl.zeros([LANES], tl.float32)
-            earlier = tl.full([LANES], float("-inf"), tl.float32)
+            maxima_before = tl.full([LANES], float("-inf"), tl.float32)
             for start in range(0, NUM_COLUMNS, BLOCK):
                 columns = start + block
                 is_inside = columns < NUM_COLUMNS
@@ -163,23 +163,23 @@ def _cross_entropy_rows(
                 tl.store(gradient_ptr + columns, exponentials.to(gradient_type), mask=is_inside)
                 sums += tl.sum(exponentials, axis=1)
                 maxima = tl.maximum(maxima, tl.max(x, axis=1))
-                earlier = tl.maximum(earlier, tl.max(tl.where(columns < column, x, float("-inf")), axis=1))
-            maximum, earliest = tl.max(maxima, axis=0), tl.max(earlier, axis=0)
+                maxima_before = tl.maximum(maxima_before, tl.max(tl.where(columns < column, x, float("-inf")), axis=1))
+            maximum, max_before = tl.max(maxima, axis=0), tl.max(maxima_before, axis=0)
             total = tl.sum(sums, axis=0)
-            is_written = maximum - shift <= FURTHEST
+            is_written = maximum - shift <= MAX_EXPONENT
         if not is_written:
-            # Finite, so that the sum of a lane that has only -inf is 0 and not NaN.
+            # Starts at a finite value, so that the sum of a lane with only -inf is 0 rather than NaN.
             maxima = tl.full([LANES], LOWEST, tl.float32)
             sums = tl.zeros([LANES], tl.float32)
-            earlier = tl.full([LANES], float("-inf"), tl.float32)
+            maxima_before = tl.full([LANES], float("-inf"), tl.float32)
             for start in range(0, NUM_COLUMNS, BLOCK):
                 columns = start + block
                 x = tl.load(logits_ptr + columns, mask=columns < NUM_COLUMNS, other=float("-inf")).to(tl.float32)
-                higher = tl.maximum(maxima, tl.max(x, axis=1))
-                sums = sums * tl.exp(maxima - higher) + tl.sum(tl.exp(x - higher[:, None]), axis=1)
-                maxima = higher
-                earlier = tl.maximum(earlier, tl.max(tl.where(columns < column, x, float("-inf")), axis=1))
-            maximum, earliest = tl.max(maxima, axis=0), tl.max(earlier, axis=0)
+                new_maxima = tl.maximum(maxima, tl.max(x, axis=1))
+                sums = sums * tl.exp(maxima - new_maxima) + tl.sum(tl.exp(x - new_maxima[:, None]), axis=1)
+                maxima = new_maxima
+                maxima_before = tl.maximum(maxima_before, tl.max(tl.where(columns < column, x, float("-inf")), axis=1))
+            maximum, max_before = tl.max(maxima, axis=0), tl.max(maxima_before, axis=0)
             shift = maximum + tl.log(tl.sum(sums * tl.exp(maxima - maximum), axis=0))
             total = tl.full([], 1.0, tl.float32)
             if WRITES_GRADIENT:
@@ -189,14 +189,14 @@ def _cross_entropy_rows(
                     x = tl.load(logits_ptr + columns, mask=is_inside, other=float("-inf")).to(tl.float32)
                     tl.store(gradient_ptr + columns, tl.exp(x - shift).to(gradient_type), mask=is_inside)
         tl.store(losses_ptr + row, shift + tl.log(total) - target)
-        tl.store(correct_ptr + row, (target >= maximum) & (target > earliest))
+        tl.store(correct_ptr + row, (target >= maximum) & (target > max_before))
         if WRITES_GRADIENT:
             tl.debug_barrier()  # another thread may have written the label's element
             exact = tl.exp(target - shift) - total
             rounded = exact.to(gradient_type)
-            tl.store(gradient_ptr + column, rounded, mask=is_known)
-            tl.store(rests_ptr + row, tl.where(is_known, exact - rounded.to(tl.float32), 0.0))
-            weight = tl.where(is_known, 1.0, float("nan"))
+            tl.store(gradient_ptr + column, rounded, mask=is_in_vocab)
+            tl.store(label_errors_ptr + row, tl.where(is_in_vocab, exact - rounded.to(tl.float32), 0.0))
+            weight = tl.where(is_in_vocab, 1.0, float("nan"))
             if HAS_WEIGHT:
                 weight *= tl.load(weights_ptr + row).to(tl.float32)
             tl.store(scales_ptr + row, weight / total)
@@ -206,7 +206,7 @@ def _cross_entropy_rows(
 def _add_at_labels(
     target_ptr: tl.tensor,
     rows_ptr: tl.tensor,
-    ordered_ptr: tl.tensor,
+    sorted_labels_ptr: tl.tensor,
     order_ptr: tl.tensor,
     factors_ptr: tl.tensor,
     num_rows: int,
@@ -217,30 +217,31 @@ def _add_at_labels(
 ) -> None:
     """The program at the first row of a label adds up all rows of that label; other programs return at once."""
     first = tl.program_id(0)
-    label = tl.load(ordered_ptr + first)
+    label = tl.load(sorted_labels_ptr + first)
     is_first = first == 0
     if first > 0:
-        is_first = tl.load(ordered_ptr + first - 1) != label
+        is_first = tl.load(sorted_labels_ptr + first - 1) != label
     if is_first & (label >= 0) & (label < num_labels):
         columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         is_column = columns < WIDTH
         total = tl.zeros([BLOCK], tl.float32)
         start = first
-        goes_on = True
-        while goes_on:
-            at = start + tl.arange(0, ROWS)
-            is_own = (at < num_rows) & (tl.load(ordered_ptr + at, mask=at < num_rows, other=-1) == label)
-            row = tl.load(order_ptr + at, mask=is_own, other=0)
-            factor = tl.load(factors_ptr + row, mask=is_own, other=0.0)
-            is_read = is_own[:, None] & is_column[None, :]
+        has_more = True
+        while has_more:
+            positions = start + tl.arange(0, ROWS)
+            is_row = positions < num_rows
+            has_label = is_row & (tl.load(sorted_labels_ptr + positions, mask=is_row, other=-1) == label)
+            row = tl.load(order_ptr + positions, mask=has_label, other=0)
+            factor = tl.load(factors_ptr + row, mask=has_label, other=0.0)
+            is_read = has_label[:, None] & is_column[None, :]
             x = tl.load(rows_ptr + row[:, None] * WIDTH + columns[None, :], mask=is_read, other=0.0).to(tl.float32)
             total += tl.sum(x * factor[:, None], axis=0)
             start += ROWS
-            goes_on = tl.sum(is_own.to(tl.int32), axis=0) == ROWS
-        place = target_ptr + label * WIDTH + columns
-        old = tl.load(place, mask=is_column).to(tl.float32)
+            has_more = tl.sum(has_label.to(tl.int32), axis=0) == ROWS
+        pointers = target_ptr + label * WIDTH + columns
+        old = tl.load(pointers, mask=is_column).to(tl.float32)
         dtype = target_ptr.dtype.element_ty  # pyright: ignore[reportAttributeAccessIssue] it is a pointer
-        tl.store(place, (old + total).to(dtype), mask=is_column)
+        tl.store(pointers, (old + total).to(dtype), mask=is_column)
 
 
 @triton.jit

@@ -21,11 +21,11 @@ from xorl.kernels.fused.partial import sum_of_programs
 from xorl.kernels.fused.reference import HeadNorms, HeadShape, RopeTables
 from xorl.kernels.fused.reference import split_heads as plain_split_heads
 
-TILE = 1024  # values of half a head times number of heads: 8 per thread
+TILE = 1024  # number of heads times values in half a head: 8 per thread
 NUM_WARPS = 4
-# Programs of the backward pass for queries, and as many for keys. There are many because they wait for memory.
+# Programs of the backward pass for queries, and again for keys; enough of them to hide the latency of memory.
 PROGRAMS_PER_PROCESSOR = 8
-COPIED_AT_ONCE = tl.constexpr(4)
+TOKENS_PER_COPY = tl.constexpr(4)
 
 
 def split_heads(
@@ -126,7 +126,7 @@ def _qk_norm_rope(
     sin: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """q [T, H, C] and k [T, G, C], normed if there are weights and rotated if there are tables."""
+    """q [T, H, C] and k [T, G, C], normalised if there are weights and rotated if there are tables."""
     q, k = _with_whole_heads(q), _with_whole_heads(k)
     q_out, k_out = _like(q), _like(k)
     if q.shape[0]:
@@ -307,7 +307,7 @@ def _like_weight(x: Tensor, weight: Tensor | None) -> Tensor:
 def _pointers(
     q: Tensor, k: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor | None, sin: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """The kernels' inputs. q stands in for missing ones, which are not read."""
+    """The kernels' inputs. q is the placeholder for missing ones, which are not read."""
     tables = (q, q) if cos is None or sin is None else (cos.contiguous(), sin.contiguous())
     weights = (q, q) if q_weight is None or k_weight is None else (q_weight, k_weight)
     return q, k, *weights, *tables
@@ -358,7 +358,7 @@ def _forward(
     cos, sin = tables[0], tables[1]
     first, second = _load_weight(q_weight_ptr, q_ptr, HEAD_DIM, HAS_NORM, HALF_BLOCK)
     for head in range(0, NUM_HEADS, Q_BLOCK):
-        _turn(
+        _norm_rope_heads(
             q_ptr + token * q_stride,
             q_out_ptr + token * NUM_HEADS * HEAD_DIM,
             first,
@@ -376,7 +376,7 @@ def _forward(
         )
     first, second = _load_weight(k_weight_ptr, k_ptr, HEAD_DIM, HAS_NORM, HALF_BLOCK)
     for head in range(0, NUM_KV_HEADS, K_BLOCK):
-        _turn(
+        _norm_rope_heads(
             k_ptr + token * k_stride,
             k_out_ptr + token * NUM_KV_HEADS * HEAD_DIM,
             first,
@@ -429,11 +429,11 @@ def _backward(
     K_BLOCK: tl.constexpr,
     HAS_VALUES: tl.constexpr,
 ) -> None:
-    """Programs with second index 0 process queries, the others keys and values; this takes fewer registers each."""
+    """Programs with second index 0 process queries, the others keys and values: separate ones use fewer registers."""
     program = tl.program_id(0).to(tl.int64)
     start = program * tokens_of_program
     if tl.program_id(1) == 0:
-        _turn_back_tokens(
+        _norm_rope_tokens_backward(
             q_ptr,
             grad_q_ptr,
             out_q_ptr,
@@ -468,7 +468,7 @@ def _backward(
                 NUM_KV_HEADS * HEAD_DIM,
                 2 * K_BLOCK * HALF_BLOCK,
             )
-        _turn_back_tokens(
+        _norm_rope_tokens_backward(
             k_ptr,
             grad_k_ptr,
             out_k_ptr,
@@ -504,17 +504,17 @@ def _copy_tokens(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Copy `tokens_of_program` tokens from `start` on, several at once: the compiler moves no load before a store."""
+    """Copy tokens from `start` on, several at once, because the compiler does not move loads ahead of stores."""
     end = tl.minimum(start + tokens_of_program, num_tokens)
     while start < end:
-        tokens = start + tl.arange(0, COPIED_AT_ONCE)[:, None]
+        tokens = start + tl.arange(0, TOKENS_PER_COPY)[:, None]
         is_token = tokens < end
         for first in range(0, WIDTH, BLOCK):
             lanes = first + tl.arange(0, BLOCK)[None, :]
             is_inside = (lanes < WIDTH) & is_token
             values = tl.load(source_ptr + tokens * source_stride + lanes, mask=is_inside)
             tl.store(target_ptr + tokens * target_stride + lanes, values, mask=is_inside)
-        start += COPIED_AT_ONCE
+        start += TOKENS_PER_COPY
 
 
 @triton.jit
@@ -559,7 +559,7 @@ def _load_weight(
 
 
 @triton.jit
-def _turn(
+def _norm_rope_heads(
     source_ptr: tl.tensor,
     target_ptr: tl.tensor,
     weight_first: tl.tensor,
@@ -568,17 +568,17 @@ def _turn(
     sin: tl.tensor,
     first_head: int,
     eps: float,
-    NUM: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HAS_ROPE: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
     HEAD_BLOCK: tl.constexpr,
 ) -> None:
-    """Norm and rotate HEAD_BLOCK heads of a token, starting at `first_head`."""
+    """Normalise and rotate HEAD_BLOCK heads of a token, starting at `first_head`."""
     heads = first_head + tl.arange(0, HEAD_BLOCK)
     lanes = tl.arange(0, HALF_BLOCK)
-    is_inside = (heads < NUM)[:, None] & (lanes < HEAD_DIM // 2)[None, :]
+    is_inside = (heads < NUM_HEADS)[:, None] & (lanes < HEAD_DIM // 2)[None, :]
     offsets = heads[:, None] * HEAD_DIM + lanes[None, :]
     first = tl.load(source_ptr + offsets, mask=is_inside, other=0.0).to(tl.float32)
     second = tl.load(source_ptr + HEAD_DIM // 2 + offsets, mask=is_inside, other=0.0).to(tl.float32)
@@ -587,16 +587,16 @@ def _turn(
         first = first * rstd * weight_first[None, :]
         second = second * rstd * weight_second[None, :]
     if HAS_ROPE:
-        turned = first * cos[None, :] - second * sin[None, :]
+        rotated = first * cos[None, :] - second * sin[None, :]
         second = second * cos[None, :] + first * sin[None, :]
-        first = turned
+        first = rotated
     dtype = target_ptr.dtype.element_ty  # pyright: ignore[reportAttributeAccessIssue] it is a pointer
     tl.store(target_ptr + offsets, first.to(dtype), mask=is_inside)
     tl.store(target_ptr + HEAD_DIM // 2 + offsets, second.to(dtype), mask=is_inside)
 
 
 @triton.jit
-def _turn_back_tokens(
+def _norm_rope_tokens_backward(
     source_ptr: tl.tensor,
     grad_ptr: tl.tensor,
     target_ptr: tl.tensor,
@@ -611,32 +611,32 @@ def _turn_back_tokens(
     num_tokens: int,
     tokens_of_program: int,
     eps: float,
-    NUM: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HAS_ROPE: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
     HEAD_BLOCK: tl.constexpr,
 ) -> None:
-    """The gradient of `_turn` for all heads of a program's tokens, and their contribution to the weight's gradient."""
+    """The gradient of `_norm_rope_heads` for all heads of a program's tokens, and its part of the weight's gradient."""
     # Indexed, because type checkers do not see that the result can be unpacked.
     weight = _load_weight(weight_ptr, source_ptr, HEAD_DIM, HAS_NORM, HALF_BLOCK)
-    # Summed over heads only at the end, because a sum over heads makes warps wait for one another.
+    # Summed over heads only once, at the end, because each sum over heads synchronises the warps.
     sum_first = tl.zeros([HEAD_BLOCK, HALF_BLOCK], tl.float32)
     sum_second = tl.zeros([HEAD_BLOCK, HALF_BLOCK], tl.float32)
-    NUM_BLOCKS: tl.constexpr = (NUM + HEAD_BLOCK - 1) // HEAD_BLOCK
+    NUM_BLOCKS: tl.constexpr = (NUM_HEADS + HEAD_BLOCK - 1) // HEAD_BLOCK
     index = 0
     while index < tokens_of_program * NUM_BLOCKS:
         token = start + index // NUM_BLOCKS
         is_token = token < num_tokens
         tables = _load_tables(cos_ptr, sin_ptr, token, is_token, HEAD_DIM, HAS_ROPE, HALF_BLOCK)
-        added = _turn_back(
+        grad_weight = _norm_rope_heads_backward(
             source_ptr + token * source_stride, grad_ptr + token * grad_stride, target_ptr + token * target_stride,
             weight[0], weight[1], tables[0], tables[1], index % NUM_BLOCKS * HEAD_BLOCK, is_token, eps,
-            NUM, HEAD_DIM, HAS_NORM, HAS_ROPE, HALF_BLOCK, HEAD_BLOCK,
+            NUM_HEADS, HEAD_DIM, HAS_NORM, HAS_ROPE, HALF_BLOCK, HEAD_BLOCK,
         )  # fmt: skip
-        sum_first += added[0]
-        sum_second += added[1]
+        sum_first += grad_weight[0]
+        sum_second += grad_weight[1]
         index += 1
     if HAS_NORM:
         lanes = tl.arange(0, HALF_BLOCK)
@@ -646,7 +646,7 @@ def _turn_back_tokens(
 
 
 @triton.jit
-def _turn_back(
+def _norm_rope_heads_backward(
     source_ptr: tl.tensor,
     grad_ptr: tl.tensor,
     target_ptr: tl.tensor,
@@ -657,17 +657,17 @@ def _turn_back(
     first_head: int,
     is_token: tl.tensor,
     eps: float,
-    NUM: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HAS_ROPE: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
     HEAD_BLOCK: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The gradient of `_turn`; returns each head's share of the gradients of both weight halves."""
+    """The gradient of `_norm_rope_heads`; returns each head's share of the gradients of both weight halves."""
     heads = first_head + tl.arange(0, HEAD_BLOCK)
     lanes = tl.arange(0, HALF_BLOCK)
-    is_inside = (heads < NUM)[:, None] & (lanes < HEAD_DIM // 2)[None, :] & is_token
+    is_inside = (heads < NUM_HEADS)[:, None] & (lanes < HEAD_DIM // 2)[None, :] & is_token
     offsets = heads[:, None] * HEAD_DIM + lanes[None, :]
     grad_first = tl.load(grad_ptr + offsets, mask=is_inside, other=0.0).to(tl.float32)
     grad_second = tl.load(grad_ptr + HEAD_DIM // 2 + offsets, mask=is_inside, other=0.0).to(tl.float32)
@@ -677,17 +677,17 @@ def _turn_back(
         first = tl.load(source_ptr + offsets, mask=is_inside, other=0.0).to(tl.float32)
         second = tl.load(source_ptr + HEAD_DIM // 2 + offsets, mask=is_inside, other=0.0).to(tl.float32)
     if HAS_ROPE:
-        turned = grad_first * cos[None, :] + grad_second * sin[None, :]
+        rotated = grad_first * cos[None, :] + grad_second * sin[None, :]
         grad_second = grad_second * cos[None, :] - grad_first * sin[None, :]
-        grad_first = turned
-    added_first = grad_first
-    added_second = grad_second
+        grad_first = rotated
+    grad_weight_first = grad_first
+    grad_weight_second = grad_second
     if HAS_NORM:
         rstd = tl.rsqrt(tl.sum(first * first + second * second, axis=1) / HEAD_DIM + eps)[:, None]
         first *= rstd
         second *= rstd
-        added_first = grad_first * first
-        added_second = grad_second * second
+        grad_weight_first = grad_first * first
+        grad_weight_second = grad_second * second
         grad_first *= weight_first[None, :]
         grad_second *= weight_second[None, :]
         inner = tl.sum(grad_first * first + grad_second * second, axis=1)[:, None] / HEAD_DIM
@@ -696,4 +696,4 @@ def _turn_back(
     dtype = target_ptr.dtype.element_ty
     tl.store(target_ptr + offsets, grad_first.to(dtype), mask=is_inside)
     tl.store(target_ptr + HEAD_DIM // 2 + offsets, grad_second.to(dtype), mask=is_inside)
-    return added_first, added_second
+    return grad_weight_first, grad_weight_second

@@ -1,7 +1,8 @@
 """The plain functions as operators, which torch.compile calls without tracing them.
 
-torch.compile computes fused operations in fp32 throughout, without the intermediate roundings of eager torch. An
-inference engine that does not compile has these roundings. Gradients are those of the plain functions, compiled or not.
+torch.compile keeps fused operations in fp32 and so omits the intermediate roundings of eager torch. With these
+operators, compiled training rounds as an inference engine that runs eagerly does. Gradients are those of the plain
+functions, compiled or not.
 """
 
 from collections.abc import Callable
@@ -19,28 +20,28 @@ class _Context(FunctionCtx):
 
     saved_tensors: tuple[Tensor, ...]
     needs_input_grad: tuple[bool, ...]
-    others: list[object]
+    non_tensors: list[object]
 
 
-def _operator(function: Callable[..., Tensor], name: str) -> Callable[..., Tensor]:
+def _opaque_operator(function: Callable[..., Tensor], name: str) -> Callable[..., Tensor]:
     """`function` as an operator. Its tensor arguments must come first, and its result must not alias them."""
     operator = torch.library.custom_op(f"xorl::opaque_{name}", function, mutates_args=())
     operator.register_fake(function)
 
     def save(ctx: _Context, inputs: tuple[object, ...], output: Tensor) -> None:
         ctx.save_for_backward(*(value for value in inputs if isinstance(value, Tensor)))
-        ctx.others = [value for value in inputs if not isinstance(value, Tensor)]
+        ctx.non_tensors = [value for value in inputs if not isinstance(value, Tensor)]
 
     def backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
         with torch.enable_grad():
             tensors = [
-                saved.detach().requires_grad_(wanted)
-                for saved, wanted in zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
+                saved.detach().requires_grad_(needs_grad)
+                for saved, needs_grad in zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
             ]
-            result = function(*tensors, *ctx.others)
+            result = function(*tensors, *ctx.non_tensors)
         computed = iter(torch.autograd.grad(result, [tensor for tensor in tensors if tensor.requires_grad], gradient))
         gradients = [next(computed) if tensor.requires_grad else None for tensor in tensors]
-        return (*gradients, *(None for _ in ctx.others))
+        return (*gradients, *(None for _ in ctx.non_tensors))
 
     operator.register_autograd(backward, setup_context=save)
     return operator
@@ -58,11 +59,11 @@ def _round_to_bf16(x: Tensor) -> Tensor:
     return x.to(torch.bfloat16, copy=True).to(x.dtype)
 
 
-add = _operator(_add, "add")
-rms_norm = _operator(reference.rms_norm, "rms_norm")
-rope = _operator(_apply_rope, "rope")
-swiglu = _operator(reference.swiglu, "swiglu")
-round_to_bf16 = _operator(_round_to_bf16, "round_to_bf16")
+add = _opaque_operator(_add, "add")
+rms_norm = _opaque_operator(reference.rms_norm, "rms_norm")
+rope = _opaque_operator(_apply_rope, "rope")
+swiglu = _opaque_operator(reference.swiglu, "swiglu")
+round_to_bf16 = _opaque_operator(_round_to_bf16, "round_to_bf16")
 
 
 def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from xorl.kernels.fused.device import launch, power_of_2
 
-# A program reads 64 bytes of each row, and a typical buffer in one or two rounds of loads: buffers are so small that
-# only latency matters.
+# Buffers are so small that only latency matters: a program reads 64 bytes of each row, and finishes a typical buffer in
+# one or two rounds of loads.
 COLUMNS = 16
 MAX_ROWS = 512
 NUM_WARPS = 8

@@ -26,7 +26,7 @@ class HeadShape(NamedTuple):
 
     @property
     def row_counts(self) -> tuple[int, int, int]:
-        """Output widths of the query, key and value projections."""
+        """Rows of the weights of the query, key and value projections, which are the widths of their outputs."""
         return (
             self.num_heads * self.head_dim,
             self.num_kv_heads * self.head_dim,
@@ -53,7 +53,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(residual + x, rounded to the dtype of x; its `rms_norm`). Without a residual the first result is x.
 
-    x and residual have the same shape and dtype. Callers that also use x must use the first result in its place.
+    x and residual have the same shape and dtype. Callers that need x afterwards must use the first result instead.
     """
     summed = x if residual is None else residual + x
     return summed, rms_norm(summed, weight, eps)
@@ -105,21 +105,21 @@ def swiglu_linear(gate_up: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
     return F.linear(swiglu(gate_up), weight, bias)
 
 
-class LossOfRows(NamedTuple):
+class RowLosses(NamedTuple):
     """The results of `cross_entropy_rows` for B rows of logits. Slices are views, which can be filled chunk by chunk.
 
     Attributes:
         loss: [B] fp32, or fp64 for fp64 logits.
         correct: [B] bool: whether the label is the first of the largest logits.
         scale: [B] in the loss's dtype: the factor by which a row's gradient must still be multiplied.
-        rest: [B] in the loss's dtype: the rounding error of the label's element of the gradient. That element is about
-            as large as all others together, so its error would outweigh theirs.
+        label_error: [B] in the loss's dtype: the rounding error of the gradient at the label, to be corrected by the
+            caller. That element is about as large as all others together, so its error would dominate.
     """
 
     loss: Tensor
     correct: Tensor
     scale: Tensor
-    rest: Tensor
+    label_error: Tensor
 
     @classmethod
     def empty(cls, num_rows: int, dtype: torch.dtype, device: torch.device) -> Self:
@@ -132,7 +132,7 @@ class LossOfRows(NamedTuple):
 
 
 def cross_entropy_rows(
-    logits: Tensor, labels: Tensor, token_weight: Tensor | None, gradient: Tensor | None, results: LossOfRows
+    logits: Tensor, labels: Tensor, token_weight: Tensor | None, gradient: Tensor | None, results: RowLosses
 ) -> None:
     """Cross-entropy of each row, and optionally its gradient, computed in fp32 (fp64 for fp64 logits).
 
@@ -142,7 +142,7 @@ def cross_entropy_rows(
         token_weight: [B], multiplies the scales; None means 1. The losses are not multiplied.
         gradient: [B, V] in any dtype, overwritten; may be `logits` itself. Its rows times the scales are the gradient
             of the logits. None skips it.
-        results: for B rows, overwritten; zeros for ignored labels. `scale` and `rest` are only meaningful with a
+        results: for B rows, overwritten; zeros for ignored labels. `scale` and `label_error` are only meaningful with a
             gradient.
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -156,7 +156,7 @@ def cross_entropy_rows(
         rows = (wide - logsumexp).exp_()  # [B, V]
         rows.scatter_add_(1, targets, rows.new_full((), -1.0).expand_as(targets))
         gradient.copy_(rows.masked_fill_(~trained[:, None], 0.0))
-        results.rest.copy_((rows.gather(1, targets) - gradient.gather(1, targets)).squeeze(1))
+        results.label_error.copy_((rows.gather(1, targets) - gradient.gather(1, targets)).squeeze(1))
 
 
 def add_at_labels_(target: Tensor, rows: Tensor, labels: Tensor, factors: Tensor) -> None:

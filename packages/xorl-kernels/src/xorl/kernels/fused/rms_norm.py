@@ -1,8 +1,8 @@
 """RMS norm, alone or after a residual addition, and its gradient. Plain twin: `reference.add_rms_norm`.
 
-Computed in fp32. The sum of the addition is rounded to the dtype of x before it is normed, the weight is rounded to the
-same dtype, and each result is rounded once. The weight's gradient is summed in fp32, within each program and then over
-programs, in a fixed order, so it is reproducible to the bit.
+Computed in fp32. The sum x + residual is rounded to the dtype of x before it is normalised, the weight is rounded to
+the same dtype, and each result is rounded once. The weight's gradient is summed in fp32, within each program and then
+over programs, in a fixed order, so it is reproducible to the bit.
 
 Shapes: T rows, D width.
 """
@@ -18,16 +18,17 @@ from torch.autograd.function import FunctionCtx
 from xorl.kernels.fused.device import launch, power_of_2, rows_per_program
 from xorl.kernels.fused.partial import sum_of_programs
 
-# Warps per processor in the backward pass: enough to saturate memory, with the next rows' loads in flight.
+# Warps per processor in the backward pass: with the loads of the next rows in flight, enough to saturate memory.
 WARPS_PER_PROCESSOR = 16
-# Bytes of a row per warp up to which the next row is prefetched; more would not fit into registers with the weight.
+# The next row is prefetched if a row has at most this many bytes per warp; a longer row and the weight would not both
+# fit into registers.
 MAX_PREFETCHED_BYTES = 1024
 
 
 def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(residual + x, or x if there is no residual; its rms_norm). The weight [D] may have any floating-point dtype.
 
-    In the backward pass, one launch computes the gradient of the addends, including the part from the first result.
+    In the backward pass, one launch computes the gradient of both addends, including the gradient of the first result.
     """
     if residual is None:
         results = _NormWithInput.apply(x, weight, eps)
@@ -71,7 +72,7 @@ def _(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, 
 def _rms_norm_backward(
     grad_normed: Tensor, grad_summed: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(gradient of x, gradient of weight); `grad_summed`, the gradient of the un-normed x, is added to the first."""
+    """(gradient of x, gradient of weight); `grad_summed`, the direct gradient of x, is added to the first."""
     grad_normed, x = grad_normed.contiguous(), x.contiguous()
     grad_summed = None if grad_summed is None else grad_summed.contiguous()
     width = x.shape[-1]
@@ -95,7 +96,7 @@ def _rms_norm_backward(
             num_rows,
             rows,
             WIDTH=width,
-            HAS_SUM=grad_summed is not None,
+            HAS_GRAD_SUMMED=grad_summed is not None,
             PREFETCHES=width * x.element_size() <= MAX_PREFETCHED_BYTES * num_warps,
             BLOCK=power_of_2(width),
             num_warps=num_warps,
@@ -151,7 +152,7 @@ def _like(x: Tensor) -> Tensor:
 
 
 def _num_warps(width: int) -> int:
-    """For 16 values of a row per thread, between 1 and 16 warps."""
+    """Enough warps for 16 values of a row per thread, between 1 and 16."""
     return min(max(power_of_2(width) // 512, 1), 16)
 
 
@@ -221,7 +222,7 @@ def _backward(
     num_rows: int,
     rows_of_program: int,
     WIDTH: tl.constexpr,
-    HAS_SUM: tl.constexpr,
+    HAS_GRAD_SUMMED: tl.constexpr,
     PREFETCHES: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -234,28 +235,31 @@ def _backward(
     end = tl.minimum(start + rows_of_program, num_rows)
     if PREFETCHES:
         weight = tl.load(weight_ptr + columns, mask=is_column, other=0.0).to(dtype).to(tl.float32)
-        x, grad, summed, rstd = _load_row(
-            x_ptr, grad_normed_ptr, grad_summed_ptr, rstd_ptr, start, start < end, WIDTH, HAS_SUM, BLOCK
+        x, grad_normed, grad_summed, rstd = _load_row(
+            x_ptr, grad_normed_ptr, grad_summed_ptr, rstd_ptr, start, start < end, WIDTH, HAS_GRAD_SUMMED, BLOCK
         )
     row = start
     while row < end:
-        # Loaded before the sum over the row, which waits for all warps, to keep memory busy.
-        at = row + 1 if PREFETCHES else row
-        loaded = _load_row(x_ptr, grad_normed_ptr, grad_summed_ptr, rstd_ptr, at, at < end, WIDTH, HAS_SUM, BLOCK)
+        # Loaded before the sum over the row, which synchronises the warps, so that memory stays busy meanwhile.
+        row_to_load = row + 1 if PREFETCHES else row
+        is_row = row_to_load < end
+        loaded = _load_row(
+            x_ptr, grad_normed_ptr, grad_summed_ptr, rstd_ptr, row_to_load, is_row, WIDTH, HAS_GRAD_SUMMED, BLOCK
+        )
         if not PREFETCHES:
-            x, grad, summed, rstd = loaded
+            x, grad_normed, grad_summed, rstd = loaded
         normed = x.to(tl.float32) * rstd
-        wide = grad.to(tl.float32)
-        grad_weight += wide * normed
+        grad_x = grad_normed.to(tl.float32)
+        grad_weight += grad_x * normed
         if not PREFETCHES:
             weight = tl.load(weight_ptr + columns, mask=is_column, other=0.0).to(dtype).to(tl.float32)
-        wide *= weight
-        wide = (wide - normed * (tl.sum(wide * normed, axis=0) / WIDTH)) * rstd
-        if HAS_SUM:
-            wide += summed.to(tl.float32)
-        tl.store(grad_x_ptr + row * WIDTH + columns, wide.to(dtype), mask=is_column)
+        grad_x *= weight
+        grad_x = (grad_x - normed * (tl.sum(grad_x * normed, axis=0) / WIDTH)) * rstd
+        if HAS_GRAD_SUMMED:
+            grad_x += grad_summed.to(tl.float32)
+        tl.store(grad_x_ptr + row * WIDTH + columns, grad_x.to(dtype), mask=is_column)
         if PREFETCHES:
-            x, grad, summed, rstd = loaded
+            x, grad_normed, grad_summed, rstd = loaded
         row += 1
     tl.store(partial_ptr + program * WIDTH + columns, grad_weight, mask=is_column)
 
@@ -269,20 +273,20 @@ def _load_row(
     row: tl.tensor,
     is_row: tl.tensor,
     WIDTH: tl.constexpr,
-    HAS_SUM: tl.constexpr,
+    HAS_GRAD_SUMMED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """x, the gradients of the normed result and of the sum, [BLOCK] each, and 1 / rms.
 
-    The gradient of the sum is a placeholder unless HAS_SUM.
+    The gradient of the sum is a placeholder unless HAS_GRAD_SUMMED.
     """
     columns = tl.arange(0, BLOCK)
     is_inside = (columns < WIDTH) & is_row
     offsets = row * WIDTH + columns
     rstd = tl.load(rstd_ptr + row, mask=is_row, other=0.0)
     x = tl.load(x_ptr + offsets, mask=is_inside, other=0.0)
-    grad = tl.load(grad_normed_ptr + offsets, mask=is_inside, other=0.0)
-    summed = rstd
-    if HAS_SUM:
-        summed = tl.load(grad_summed_ptr + offsets, mask=is_inside, other=0.0)
-    return x, grad, summed, rstd
+    grad_normed = tl.load(grad_normed_ptr + offsets, mask=is_inside, other=0.0)
+    grad_summed = rstd
+    if HAS_GRAD_SUMMED:
+        grad_summed = tl.load(grad_summed_ptr + offsets, mask=is_inside, other=0.0)
+    return x, grad_normed, grad_summed, rstd

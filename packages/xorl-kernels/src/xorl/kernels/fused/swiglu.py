@@ -28,9 +28,9 @@ def swiglu(gate_up: Tensor) -> Tensor:
 def swiglu_linear(gate_up: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """swiglu(gate_up [T, 2F]) @ weight.T + bias, [T, D]; saves `gate_up` and `weight` [D, F] for the backward pass.
 
-    The weight's gradient needs silu(gate) * up. The backward pass recomputes it together with the gradient of
-    `gate_up`, which reads the same data, and overwrites the gradient that it reads. Use this in compiled code only:
-    otherwise activation recomputation would also run the product, whose result it does not need.
+    The weight's gradient needs silu(gate) * up. One kernel of the backward pass reads `gate_up` once for both: it
+    computes the gradient of `gate_up`, and writes silu(gate) * up over its input, the gradient of silu(gate) * up. Use
+    this in compiled code only: otherwise activation recomputation would repeat the product without needing its result.
     """
     y = _SwigluLinear.apply(gate_up, weight, bias)
     assert isinstance(y, Tensor)

@@ -1,7 +1,7 @@
 """The computations of optimizers, each with a plain twin.
 
-They are updates in one pass over memory, optionally rounded to bf16, sums of squares, and products of matrices with
-their transposes.
+These are in-place updates in one pass over memory (bf16 results may be rounded stochastically), sums of squares, and
+products of matrices with their transposes.
 """
 
 from xorl.kernels.optim.noise import Noise, philox2x32, round_stochastically

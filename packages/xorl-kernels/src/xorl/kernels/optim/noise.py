@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 # Philox-2x32 of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011), table 2: seven rounds are the
-# fewest that pass BigCrush. Ten, the default of the authors' library, would take longer than the memory traffic that
-# hides their cost.
+# fewest that pass BigCrush. Memory traffic hides the cost of seven rounds, but not that of ten, the default of the
+# authors' library.
 MULTIPLIER = 0xD256D193
 KEY_STEP = 0x9E3779B9
 ROUNDS = 7
@@ -22,7 +22,7 @@ class Noise:
     """Identifies the random bits of consecutive elements of a parameter in one step.
 
     The bits depend on the key, the step and each element's index in the whole parameter. So a shard draws the same bits
-    as the whole parameter, and a resumed run the same bits as an uninterrupted one.
+    as the whole parameter, and a resumed run draws the same bits as an uninterrupted one.
 
     Attributes:
         key: derived from the parameter and the run's seed, in [0, 2**31).

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from xorl.kernels.optim.noise import Noise, draw, round_stochastically
 
-# The fp32 copies and random words, about 60 bytes per element, fit into a core's cache; 2**18 takes twice as long.
+# The fp32 copies and random words take about 60 bytes per element. This many elements fit into a core's cache; blocks
+# of 2**18 take twice as long.
 BLOCK = 1 << 16
 _LOW_16 = 0xFFFF
 
@@ -37,14 +38,14 @@ def adamw_(
     beta1, beta2 = betas
     factor = _inverse(grad_scale)
     for index, quad in enumerate(zip(params, grads, exp_avgs, exp_avg_sqs, strict=True)):
-        first, second = corrections[index]
+        correction1, correction2 = corrections[index]
         noise = None if noises is None or torch.bfloat16 not in {tensor.dtype for tensor in quad} else noises[index]
         for start, (p, g, m, v) in _blocks(*quad):
             gradient = g.float() * factor
             mean = m.float() * beta1 + gradient * (1 - beta1)
             square = v.float() * beta2 + gradient * gradient * (1 - beta2)
-            denominator = (square / second).sqrt() + eps
-            change = mean / first / denominator * lr + p.float() * (lr * weight_decay)
+            denominator = (square / correction2).sqrt() + eps
+            change = mean / correction1 / denominator * lr + p.float() * (lr * weight_decay)
             word, other = (None, None) if noise is None else draw(noise, start, p.numel())
             _store(p, p.float() - change, word)
             _store(m, mean, None if word is None else word >> 16)

@@ -1,4 +1,4 @@
-"""Triton kernels over lists of tensors: one launch for all tensors of the same dtypes, with addresses in a table.
+"""Triton kernels over lists of tensors: one launch for all tensors of the same dtypes, whose addresses are in a table.
 
 Imported only if Triton is installed. A program processes one chunk of one tensor, so small tensors need no separate
 launches, and large ones spread over the whole device. `reference.py` has the plain twins, `updates.py` the contracts.
@@ -18,13 +18,13 @@ from xorl.kernels.optim.noise import Noise
 from xorl.kernels.optim.triton_updates import draw, inverse, load, store
 
 BLOCK = 1024
-# A table row is loaded once for 16 blocks, and even the smallest model has enough chunks to fill the device.
+# Large enough that a table row is loaded only once for 16 blocks, small enough that even small models fill the device.
 CHUNK = 16 * BLOCK
-# Bytes of the widest load; tensors at other addresses are read element by element.
+# Bytes of the widest load; tensors whose addresses are not multiples of this are read element by element.
 ALIGNMENT = 16
 # Number of columns of the tables: number of elements, first program, and the arguments of the kernel.
-_COLUMNS_OF_ADAMW = tl.constexpr(10)
-_COLUMNS_OF_SUM = tl.constexpr(3)
+_NUM_ADAMW_COLUMNS = tl.constexpr(10)
+_NUM_SUM_COLUMNS = tl.constexpr(3)
 _ALIGNMENT = tl.constexpr(ALIGNMENT)
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
@@ -35,24 +35,24 @@ class _Table:
 
     Attributes:
         rows: int64 [tensors, columns], on the device.
-        owners: int64 [programs], the row that each program processes.
+        row_of_program: int64 [programs], the row that each program processes.
     """
 
     rows: Tensor
-    owners: Tensor
+    row_of_program: Tensor
 
     @classmethod
     def of(cls, counts: Sequence[int], columns: Sequence[Sequence[int]], device: torch.device) -> "_Table":
         """Build the table from the number of elements of each tensor and the remaining columns."""
         chunks = [-(-count // CHUNK) for count in counts]
-        firsts = [0]
+        first_programs = [0]
         for number in chunks:
-            firsts.append(firsts[-1] + number)
-        rows = [(*row, *rest) for *row, rest in zip(counts, firsts[:-1], columns, strict=True)]
+            first_programs.append(first_programs[-1] + number)
+        rows = [(*row, *rest) for *row, rest in zip(counts, first_programs[:-1], columns, strict=True)]
         # Pinned, because a copy from pageable memory would make the host wait for all queued work.
         table = torch.tensor(rows, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
-        owners = torch.repeat_interleave((table[:, 0] + (CHUNK - 1)) // CHUNK, output_size=firsts[-1])
-        return cls(table, owners)
+        row_of_program = torch.repeat_interleave((table[:, 0] + (CHUNK - 1)) // CHUNK, output_size=first_programs[-1])
+        return cls(table, row_of_program)
 
 
 def adamw_(
@@ -73,45 +73,49 @@ def adamw_(
     """See `updates.adamw_`."""
     beta1, beta2 = betas
     rates = (lr, lr * weight_decay, beta1, 1 - beta1, beta2, 1 - beta2, eps)
-    for kind, chosen in _by_kind(zip(params, grads, exp_avgs, exp_avg_sqs, strict=True)).items():
-        columns = [(*addresses, index, *_noise_columns(noises, index)) for index, addresses in chosen]
-        table = _Table.of([params[index].numel() for index, _ in chosen], columns, params[0].device)
-        constants = {"IS_ALIGNED": kind.is_aligned, "IS_STOCHASTIC": noises is not None, "CHUNK": CHUNK, "BLOCK": BLOCK}
-        dtypes = dict(zip(("PARAM", "GRAD", "MEAN", "SQUARE"), map(_TYPES.get, kind.dtypes), strict=True))
-        arguments = (table.rows, table.owners, corrections, grad_scale, skip)
-        launch(_adamw, (table.owners.numel(),), *arguments, *rates, num_warps=4, **dtypes, **constants)
+    for variant, members in _by_variant(zip(params, grads, exp_avgs, exp_avg_sqs, strict=True)).items():
+        columns = [(*addresses, index, *_noise_columns(noises, index)) for index, addresses in members]
+        table = _Table.of([params[index].numel() for index, _ in members], columns, params[0].device)
+        flags = {"IS_ALIGNED": variant.is_aligned, "IS_STOCHASTIC": noises is not None}
+        names = ("PARAM_DTYPE", "GRAD_DTYPE", "EXP_AVG_DTYPE", "EXP_AVG_SQ_DTYPE")
+        dtypes = dict(zip(names, map(_TYPES.get, variant.dtypes), strict=True))
+        arguments = (table.rows, table.row_of_program, corrections, grad_scale, skip)
+        sizes = {"CHUNK": CHUNK, "BLOCK": BLOCK}
+        launch(_adamw, (table.row_of_program.numel(),), *arguments, *rates, num_warps=4, **dtypes, **flags, **sizes)
 
 
 def square_sum(tensors: Sequence[Tensor]) -> Tensor:
     """See `updates.square_sum`."""
     sums: list[Tensor] = []
-    for kind, chosen in _by_kind(zip(tensors, strict=True)).items():
-        counts = [tensors[index].numel() for index, _ in chosen]
-        table = _Table.of(counts, [addresses for _, addresses in chosen], tensors[0].device)
-        parts = torch.empty(table.owners.shape, dtype=torch.float32, device=tensors[0].device)
-        constants = {"DTYPE": _TYPES[kind.dtypes[0]], "IS_ALIGNED": kind.is_aligned, "CHUNK": CHUNK, "BLOCK": BLOCK}
-        launch(_square_sum, (parts.numel(),), table.rows, table.owners, parts, num_warps=4, **constants)
+    for variant, members in _by_variant(zip(tensors, strict=True)).items():
+        counts = [tensors[index].numel() for index, _ in members]
+        table = _Table.of(counts, [addresses for _, addresses in members], tensors[0].device)
+        parts = torch.empty(table.row_of_program.shape, dtype=torch.float32, device=tensors[0].device)
+        flags = {"DTYPE": _TYPES[variant.dtypes[0]], "IS_ALIGNED": variant.is_aligned}
+        sizes = {"CHUNK": CHUNK, "BLOCK": BLOCK}
+        launch(_square_sum, (parts.numel(),), table.rows, table.row_of_program, parts, num_warps=4, **flags, **sizes)
         sums.append(parts.sum())
     return torch.stack(sums).sum()
 
 
-class _Kind(NamedTuple):
-    """The properties of tensors that a launch is compiled for."""
+class _KernelVariant(NamedTuple):
+    """The properties of tensors that a kernel is specialised for."""
 
     dtypes: tuple[torch.dtype, ...]
     is_aligned: bool
 
 
-def _by_kind(groups: Iterable[tuple[Tensor, ...]]) -> dict[_Kind, list[tuple[int, list[int]]]]:
-    """(index, addresses) of the groups of non-empty tensors, by the kind of launch they need."""
-    kinds: dict[_Kind, list[tuple[int, list[int]]]] = {}
+def _by_variant(groups: Iterable[tuple[Tensor, ...]]) -> dict[_KernelVariant, list[tuple[int, list[int]]]]:
+    """(index, addresses) of each group of non-empty tensors, by the kernel variant that it needs."""
+    variants: dict[_KernelVariant, list[tuple[int, list[int]]]] = {}
     for index, group in enumerate(groups):
         if not group[0].numel():
             continue
         addresses = [tensor.data_ptr() for tensor in group]
-        kind = _Kind(tuple(tensor.dtype for tensor in group), not any(address % ALIGNMENT for address in addresses))
-        kinds.setdefault(kind, []).append((index, addresses))
-    return kinds
+        is_aligned = not any(address % ALIGNMENT for address in addresses)
+        variant = _KernelVariant(tuple(tensor.dtype for tensor in group), is_aligned)
+        variants.setdefault(variant, []).append((index, addresses))
+    return variants
 
 
 def _noise_columns(noises: Sequence[Noise] | None, index: int) -> tuple[int, int, int]:
@@ -140,29 +144,29 @@ def _adamw_block(
     index: tl.tensor,
     key: tl.tensor,
     step: tl.tensor,
-    rate: tl.tensor,
-    root: tl.tensor,
+    step_size: tl.tensor,
+    inverse_root: tl.tensor,
     factor: tl.tensor,
     zero: tl.tensor,
     decay: float,
     beta1: float,
-    rest1: float,
+    one_minus_beta1: float,
     beta2: float,
-    rest2: float,
+    one_minus_beta2: float,
     eps: float,
     IS_STOCHASTIC: tl.constexpr,
 ) -> None:
-    """Update a block. Fused operations are explicit: if the compiler chose them, shards could round differently."""
+    """Update a block. FMAs are explicit: if the compiler chose where to fuse, shards could round differently."""
     gradient = load(grad, mask) * factor
-    mean = tl.fma(load(exp_avg, mask), beta1, gradient * rest1)
-    square = tl.fma(load(exp_avg_sq, mask), beta2, gradient * gradient * rest2)
-    ratio = mean / tl.fma(tl.sqrt(square), root, eps)
+    mean = tl.fma(load(exp_avg, mask), beta1, gradient * one_minus_beta1)
+    square = tl.fma(load(exp_avg_sq, mask), beta2, gradient * gradient * one_minus_beta2)
+    ratio = mean / tl.fma(tl.sqrt(square), inverse_root, eps)
     # Subtracts decay * old, since a factor of 1 - decay would be rounded to a multiple of 2**-24.
     old = load(param, mask)
-    value = old - tl.fma(old, decay, ratio * rate)
+    value = old - tl.fma(old, decay, ratio * step_size)
     if IS_STOCHASTIC:
-        # Adds 0, but gives the indices the register layout of the loads. Words drawn in another layout would pass
-        # through shared memory and take more registers.
+        # Adds 0, but makes the compiler give the indices the register layout of the loads. Otherwise it would convert
+        # the drawn words through shared memory, which also takes more registers.
         index = index + (gradient.to(tl.int32, bitcast=True) & zero)
         word, other = draw(index, step, key)  # pyright: ignore[reportGeneralTypeIssues]
         store(param, value, mask, word)
@@ -177,21 +181,21 @@ def _adamw_block(
 @triton.jit
 def _adamw(
     table: tl.tensor,
-    owners: tl.tensor,
+    row_of_program: tl.tensor,
     corrections: tl.tensor,
     grad_scale: tl.tensor | None,
     skip: tl.tensor,
     lr: float,
     decay: float,
     beta1: float,
-    rest1: float,
+    one_minus_beta1: float,
     beta2: float,
-    rest2: float,
+    one_minus_beta2: float,
     eps: float,
-    PARAM: tl.constexpr,
-    GRAD: tl.constexpr,
-    MEAN: tl.constexpr,
-    SQUARE: tl.constexpr,
+    PARAM_DTYPE: tl.constexpr,
+    GRAD_DTYPE: tl.constexpr,
+    EXP_AVG_DTYPE: tl.constexpr,
+    EXP_AVG_SQ_DTYPE: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
     IS_STOCHASTIC: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -202,16 +206,16 @@ def _adamw(
     """
     if tl.load(skip) != 0:
         return
-    row = table + tl.load(owners + tl.program_id(0)) * _COLUMNS_OF_ADAMW
+    row = table + tl.load(row_of_program + tl.program_id(0)) * _NUM_ADAMW_COLUMNS
     count = tl.load(row)
     start = (tl.program_id(0) - tl.load(row + 1)) * CHUNK
-    param = _pointer(row + 2, PARAM, IS_ALIGNED) + start
-    grad = _pointer(row + 3, GRAD, IS_ALIGNED) + start
-    exp_avg = _pointer(row + 4, MEAN, IS_ALIGNED) + start
-    exp_avg_sq = _pointer(row + 5, SQUARE, IS_ALIGNED) + start
+    param = _pointer(row + 2, PARAM_DTYPE, IS_ALIGNED) + start
+    grad = _pointer(row + 3, GRAD_DTYPE, IS_ALIGNED) + start
+    exp_avg = _pointer(row + 4, EXP_AVG_DTYPE, IS_ALIGNED) + start
+    exp_avg_sq = _pointer(row + 5, EXP_AVG_SQ_DTYPE, IS_ALIGNED) + start
     correction = corrections + tl.load(row + 6) * 2
-    rate = lr / tl.load(correction)
-    root = 1.0 / tl.sqrt(tl.load(correction + 1))
+    step_size = lr / tl.load(correction)
+    inverse_root = 1.0 / tl.sqrt(tl.load(correction + 1))
     factor = inverse(grad_scale)
     key, first, step = 0, start, 0
     if IS_STOCHASTIC:
@@ -220,27 +224,28 @@ def _adamw(
         step = tl.load(tl.load(row + 9).to(tl.pointer_type(tl.int64)))
     zero = tl.load(skip).to(tl.int32)  # always 0, as checked above, but unknown to the compiler
     lanes = tl.arange(0, BLOCK)
-    # Full chunks use no mask: it would keep loads narrow, since the divisibility of `count` is unknown.
+    # Full chunks use no mask. With one, loads would not be vectorised, since the divisibility of `count` is unknown.
     if start + CHUNK <= count:
         for begin in range(0, CHUNK, BLOCK):
             at = begin + lanes
             _adamw_block(
-                param + at, grad + at, exp_avg + at, exp_avg_sq + at, None, first + at, key, step, rate, root, factor,
-                zero, decay, beta1, rest1, beta2, rest2, eps, IS_STOCHASTIC,
+                param + at, grad + at, exp_avg + at, exp_avg_sq + at, None, first + at, key, step, step_size,
+                inverse_root, factor, zero, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, eps, IS_STOCHASTIC,
             )  # fmt: skip
     else:
         for begin in range(0, CHUNK, BLOCK):
             at = begin + lanes
             _adamw_block(
-                param + at, grad + at, exp_avg + at, exp_avg_sq + at, start + at < count, first + at, key, step, rate,
-                root, factor, zero, decay, beta1, rest1, beta2, rest2, eps, IS_STOCHASTIC,
+                param + at, grad + at, exp_avg + at, exp_avg_sq + at, start + at < count, first + at, key, step,
+                step_size, inverse_root, factor, zero, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, eps,
+                IS_STOCHASTIC,
             )  # fmt: skip
 
 
 @triton.jit
 def _square_sum(
     table: tl.tensor,
-    owners: tl.tensor,
+    row_of_program: tl.tensor,
     parts: tl.tensor,
     DTYPE: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
@@ -248,7 +253,7 @@ def _square_sum(
     BLOCK: tl.constexpr,
 ) -> None:
     """Each program writes the fp32 sum of its chunk. Table columns: number of elements, first program, address."""
-    row = table + tl.load(owners + tl.program_id(0)) * _COLUMNS_OF_SUM
+    row = table + tl.load(row_of_program + tl.program_id(0)) * _NUM_SUM_COLUMNS
     count = tl.load(row)
     start = (tl.program_id(0) - tl.load(row + 1)) * CHUNK
     pointer = _pointer(row + 2, DTYPE, IS_ALIGNED) + start

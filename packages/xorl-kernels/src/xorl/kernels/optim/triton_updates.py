@@ -1,4 +1,4 @@
-"""Updates of one tensor as Triton kernels, which read and write it once and draw random bits in registers.
+"""Triton kernels that update one tensor: they read and write it once, and draw random bits in registers.
 
 Imported only if Triton is installed. `reference.py` has the plain twins, `updates.py` the contracts. Kernel arguments
 are annotated as `tl.int64` because Triton passes an `int` in 32 bits.
@@ -32,7 +32,7 @@ def momentum_(
     count = buffer.numel()
     tensors = (buffer, grad, buffer if update is None else update, grad_scale, skip, noise.step)
     rates = (momentum, 1 - momentum)
-    flags = {"NESTEROV": nesterov, "WANTED": update is not None}
+    flags = {"NESTEROV": nesterov, "WRITES_UPDATE": update is not None}
     launch(_momentum, _grid(count), *tensors, count, noise.key, noise.first, *rates, num_warps=4, **flags, BLOCK=BLOCK)
 
 
@@ -118,18 +118,18 @@ def _momentum(
     key: tl.int64,  # pyright: ignore[reportInvalidTypeForm]
     first: tl.int64,  # pyright: ignore[reportInvalidTypeForm]
     momentum: float,
-    rest: float,
+    one_minus_momentum: float,
     NESTEROV: tl.constexpr,
-    WANTED: tl.constexpr,
+    WRITES_UPDATE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     if tl.load(skip) != 0:
         return
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < count
-    gradient = load(grad + offsets, mask) * inverse(grad_scale) * rest
+    gradient = load(grad + offsets, mask) * inverse(grad_scale) * one_minus_momentum
     mean = tl.fma(load(buffer + offsets, mask), momentum, gradient)
-    if WANTED:
+    if WRITES_UPDATE:
         direction = tl.fma(mean, momentum, gradient) if NESTEROV else mean
         tl.store(update + offsets, direction, mask=mask)
     word, _ = draw(offsets + first, tl.load(step), key)  # pyright: ignore[reportGeneralTypeIssues]

@@ -1,10 +1,10 @@
 """The public update functions: in place, elementwise, in fp32; kernels on CUDA devices, plain torch elsewhere.
 
 All tensors of a call must be contiguous, fp32 or bf16, and on one device; a parameter, its gradient and its state must
-have the same number of elements. With a `Noise`, bf16 results are rounded stochastically, so that updates smaller than
-half of a value's last place, which rounding to nearest would always drop, are applied with the right probability.
-Without one they are rounded to nearest. `grad_scale` and `skip` are 0-dim fp32 tensors that are read on the device:
-gradients are divided by `grad_scale` as they are read, and nothing changes if `skip` is not zero.
+have the same number of elements. With a `Noise`, bf16 results are rounded stochastically. Updates smaller than half a
+unit in the last place, which rounding to nearest would always drop, then take effect on average. Without a `Noise`,
+results are rounded to nearest. `grad_scale` and `skip` are 0-dim fp32 tensors that are read on the device: gradients
+are divided by `grad_scale` as they are read, and nothing changes if `skip` is not zero.
 """
 
 from collections.abc import Sequence
@@ -44,10 +44,10 @@ def adamw_(
     if not any(param.numel() for param in params):
         return
     hyper = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
-    kinds = {tensor.dtype for tensors in (params, exp_avgs, exp_avg_sqs) for tensor in tensors}
-    if noises is None and len(kinds) == 1 and not params[0].is_cuda:
-        # torch's function uses all cores. That is worth rounding gradients that were accumulated in a wider dtype, and
-        # the rounding of its factor 1 - lr * weight_decay.
+    dtypes = {tensor.dtype for tensors in (params, exp_avgs, exp_avg_sqs) for tensor in tensors}
+    if noises is None and len(dtypes) == 1 and not params[0].is_cuda:
+        # torch's function uses all cores, which is worth its two extra roundings: of gradients in a wider dtype to that
+        # of the parameters, and of the factor 1 - lr * weight_decay.
         torch._fused_adamw_(
             list(params),
             [grad.to(params[0].dtype) for grad in grads],
@@ -67,7 +67,7 @@ def adamw_(
     counts = torch.stack(list(steps)).double()
     corrections = torch.stack([1 - beta**counts for beta in betas], dim=1).float()
     options = {"corrections": corrections, "grad_scale": grad_scale, "skip": skip, "noises": noises}
-    _lists(params[0]).adamw_(*lists, **hyper, betas=betas, **options)
+    _list_kernels(params[0]).adamw_(*lists, **hyper, betas=betas, **options)
 
 
 def momentum_(
@@ -83,13 +83,13 @@ def momentum_(
 ) -> None:
     """buffer = momentum * buffer + (1 - momentum) * grad; the resulting direction is written to `update`.
 
-    The direction is the new buffer before rounding. With `nesterov`, it is momentum * (that buffer) + (1 - momentum) *
+    The direction is the new buffer before rounding or, with `nesterov`, momentum * (that buffer) + (1 - momentum) *
     grad. It is rounded to nearest in the dtype of `update`. If the step is skipped, `update` does not change.
     """
     _check(*(tensor for tensor in (buffer, grad, update) if tensor is not None))
     if buffer.numel():
         options = {"grad_scale": grad_scale, "skip": skip, "noise": noise}
-        _singles(buffer).momentum_(buffer, grad, update, momentum=momentum, nesterov=nesterov, **options)
+        _tensor_kernels(buffer).momentum_(buffer, grad, update, momentum=momentum, nesterov=nesterov, **options)
 
 
 def descend_(
@@ -102,7 +102,7 @@ def descend_(
     skip: Tensor,
     noise: Noise | None,
 ) -> None:
-    """param -= rate * update + decay * param, for an update that may be a gradient (then with its `grad_scale`).
+    """param -= rate * update + decay * param. The update may be a gradient, which `grad_scale` then divides.
 
     `decay` is the learning rate times the weight decay. It is not applied as a factor of 1 - decay, because that would
     be rounded to a multiple of 2**-24, which is coarse compared with `decay`.
@@ -110,14 +110,14 @@ def descend_(
     _check(param, update)
     if param.numel():
         options = {"grad_scale": grad_scale, "skip": skip, "noise": noise}
-        _singles(param).descend_(param, update, decay=decay, rate=rate, **options)
+        _tensor_kernels(param).descend_(param, update, decay=decay, rate=rate, **options)
 
 
 def scale_(tensor: Tensor, factor: Tensor) -> None:
     """tensor = factor * tensor, rounded to nearest. `factor` is a 0-dim fp32 tensor and is not rounded first."""
     _check(tensor)
     if tensor.numel():
-        _singles(tensor).scale_(tensor, factor)
+        _tensor_kernels(tensor).scale_(tensor, factor)
 
 
 def square_sum(tensors: Sequence[Tensor]) -> Tensor:
@@ -125,7 +125,7 @@ def square_sum(tensors: Sequence[Tensor]) -> Tensor:
     if not any(tensor.numel() for tensor in tensors):
         return torch.zeros((), device=tensors[0].device)
     is_supported = all(tensor.dtype in DTYPES and tensor.is_contiguous() for tensor in tensors)
-    return (_lists(tensors[0]) if is_supported else reference).square_sum(tensors)
+    return (_list_kernels(tensors[0]) if is_supported else reference).square_sum(tensors)
 
 
 def _check(*tensors: Tensor) -> None:
@@ -137,7 +137,7 @@ def _check(*tensors: Tensor) -> None:
         assert tensor.dtype in DTYPES, f"{tensor.dtype} is neither fp32 nor bf16"
 
 
-def _singles(tensor: Tensor) -> ModuleType:
+def _tensor_kernels(tensor: Tensor) -> ModuleType:
     if not tensor.is_cuda:
         return reference
     # Triton comes with torch's GPU builds, and may be missing elsewhere.
@@ -146,7 +146,7 @@ def _singles(tensor: Tensor) -> ModuleType:
     return triton_updates
 
 
-def _lists(tensor: Tensor) -> ModuleType:
+def _list_kernels(tensor: Tensor) -> ModuleType:
     if not tensor.is_cuda:
         return reference
     from xorl.kernels.optim import triton_lists  # noqa: PLC0415

@@ -1,4 +1,4 @@
-"""Frozen weights in four or eight bits, and products with them. Import casts and products in fp8 from `quant.fp8`."""
+"""Frozen weights in four or eight bits, and products with them. Casts and products in fp8 are in `quant.fp8`."""
 
 from xorl.kernels.quant.device import QuantFormat, quant_refusal
 from xorl.kernels.quant.noise import WeightNoise

@@ -1,7 +1,7 @@
 """Weights in E4M3 with one fp32 scale for each square block, 128 x 128 by default (arXiv:2412.19437, section 3.3.2).
 
 A weight is code * scale. Codes and scales have the format of Hugging Face's `weight` and `weight_scale_inv`. Blocks at
-the lower and right border may be incomplete.
+the bottom and right edges may be incomplete.
 
 Error: at most a sixteenth of the weight or 2**-10 of the block's scale, whichever is larger. The scale is the block's
 largest absolute value divided by 448.

@@ -1,10 +1,10 @@
 """Triton kernels of nf4, nvfp4 and block_fp8; those modules describe the computations and have the plain twins.
 
 Quantising divides and rounds as in IEEE 754, so codes and scales equal those of the plain twins to the bit. Values are
-rounded to E4M3 numbers before the conversion, which is therefore exact, also in Triton's interpreter. Dequantising
-reads codes and scales once and writes the result once.
+rounded to E4M3 numbers first, so that the conversion itself is exact, even in Triton's interpreter. Dequantising reads
+codes and scales once and writes the result once.
 
-Shapes: R rows, C columns, G group size; a tile holds N groups.
+Shapes: R rows, C columns, G group size; a tile holds TILE_GROUPS groups.
 """
 
 import torch
@@ -27,10 +27,10 @@ from xorl.kernels.quant.formats import (
 )
 from xorl.kernels.quant.noise import COSINE, SINE, TURN, UNIFORM, WeightNoise
 
-# Weights of a tile: enough loads in flight to saturate memory bandwidth, few enough to fit into registers.
+# Weights per tile: enough loads in flight to saturate memory bandwidth, few enough to fit into registers.
 TILE = 4096
 NUM_WARPS = 8
-# Rows of a block_fp8 tile, which has the columns of one block; it must divide the side of every block.
+# Rows of a block_fp8 tile, which is as wide as a block. It must divide every supported block size.
 TILE_ROWS = 16
 
 _TINY = tl.constexpr(NF4_TINY)
@@ -117,7 +117,7 @@ def dequantize_block_fp8(
     """See `block_fp8.dequantize_block_fp8`."""
     num_rows, num_columns = codes.shape
     out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
-    # One axis, tile row by tile row: the other axes of a grid are limited to 65,535 programs.
+    # A grid with one axis, in row-major order of the tiles: the other axes are limited to 65,535 programs.
     grid = (-(-num_rows // TILE_ROWS) * -(-num_columns // group_size),)
     tensors = (codes.contiguous(), scales.contiguous(), out)
     noise_arguments = _noise_arguments(noise, scales)
@@ -128,8 +128,8 @@ def dequantize_block_fp8(
 
 def _tiles(num_groups: int, group_size: int) -> tuple[tuple[int], dict[str, int]]:
     """The grid over tiles of complete groups, and the constants of a tile."""
-    num = max(TILE // group_size, 1)
-    return (-(-num_groups // num),), {"N": num, "HALF": group_size // 2}
+    groups_per_tile = max(TILE // group_size, 1)
+    return (-(-num_groups // groups_per_tile),), {"TILE_GROUPS": groups_per_tile, "HALF_GROUP": group_size // 2}
 
 
 def _noise_arguments(noise: WeightNoise | None, placeholder: Tensor) -> tuple[Tensor, float, bool]:
@@ -146,12 +146,12 @@ def _divide(x: tl.tensor, y: tl.tensor) -> tl.tensor:
 @triton.jit
 def _round_e4m3(x: tl.tensor) -> tl.tensor:
     """Round fp32 values within E4M3's range to the nearest E4M3 number, ties to even."""
-    size = tl.abs(x)
-    bits = size.to(tl.int32, bitcast=True)
+    magnitude = tl.abs(x)
+    bits = magnitude.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
-    subnormal = (size + _ROUND_SUBNORMAL) - _ROUND_SUBNORMAL
-    rounded = tl.where(size < _E4M3_SMALLEST_NORMAL, subnormal, normal)
-    rounded = tl.where(size == size, rounded, size)
+    subnormal = (magnitude + _ROUND_SUBNORMAL) - _ROUND_SUBNORMAL
+    rounded = tl.where(magnitude < _E4M3_SMALLEST_NORMAL, subnormal, normal)
+    rounded = tl.where(magnitude == magnitude, rounded, magnitude)
     # Copies the sign bit, because zeros are signed.
     sign = x.to(tl.int32, bitcast=True) & -0x80000000
     return (rounded.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
@@ -159,7 +159,7 @@ def _round_e4m3(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _magnitude(x: tl.tensor) -> tl.tensor:
-    """Absolute values, infinite for NaN, which a maximum would ignore."""
+    """Absolute values. NaN becomes infinity, because a maximum would ignore NaN."""
     return tl.where(x == x, tl.abs(x), float("inf"))
 
 
@@ -173,8 +173,8 @@ def _normals(pair: tl.tensor, key_ptr: tl.tensor) -> tuple[tl.tensor, tl.tensor]
     square = x * x
     sine = x * (1.0 + square * (_SINE_3 + square * (_SINE_5 + square * _SINE_7)))
     cosine = 1.0 + square * (-0.5 + square * (_COSINE_4 + square * (_COSINE_6 + square * _COSINE_8)))
-    crossed = (quarter & 1) != 0
-    one, other = tl.where(crossed, sine, cosine), tl.where(crossed, cosine, sine)
+    is_odd_quarter = (quarter & 1) != 0
+    one, other = tl.where(is_odd_quarter, sine, cosine), tl.where(is_odd_quarter, cosine, sine)
     one = tl.where(((quarter + 1) & 2) != 0, -one, one)
     other = tl.where((quarter & 2) != 0, -other, other)
     return radius * one, radius * other
@@ -195,16 +195,16 @@ def _quantize_nf4(
     absmax_ptr: tl.tensor,
     bounds_ptr: tl.tensor,
     num_groups: int,
-    N: tl.constexpr,
-    HALF: tl.constexpr,
+    TILE_GROUPS: tl.constexpr,
+    HALF_GROUP: tl.constexpr,
 ) -> None:
-    group = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
-    byte = group[:, None] * HALF + tl.arange(0, HALF)[None, :]
+    group = tl.program_id(0).to(tl.int64) * TILE_GROUPS + tl.arange(0, TILE_GROUPS)
+    byte = group[:, None] * HALF_GROUP + tl.arange(0, HALF_GROUP)[None, :]
     inside = (group < num_groups)[:, None]
     even = tl.load(weight_ptr + 2 * byte, mask=inside, other=0.0).to(tl.float32)
     odd = tl.load(weight_ptr + 2 * byte + 1, mask=inside, other=0.0).to(tl.float32)
     absmax = tl.max(tl.maximum(_magnitude(even), _magnitude(odd)), axis=1)
-    # The dtype is explicit, because Triton would make such a small number fp64.
+    # The dtype is explicit, because Triton would make so small a constant fp64.
     divisor = tl.maximum(absmax, tl.full(absmax.shape, _TINY, tl.float32))
     reciprocal = _divide(tl.full(absmax.shape, 1.0, tl.float32), divisor)[:, None]
     upper = _nf4_code(tl.clamp(even * reciprocal, -1.0, 1.0), bounds_ptr)
@@ -222,22 +222,22 @@ def _dequantize_nf4(
     num_groups: int,
     key_ptr: tl.tensor,
     alpha: float,
-    NOISE: tl.constexpr,
-    N: tl.constexpr,
-    HALF: tl.constexpr,
+    HAS_NOISE: tl.constexpr,
+    TILE_GROUPS: tl.constexpr,
+    HALF_GROUP: tl.constexpr,
 ) -> None:
-    group = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
-    byte = group[:, None] * HALF + tl.arange(0, HALF)[None, :]
+    group = tl.program_id(0).to(tl.int64) * TILE_GROUPS + tl.arange(0, TILE_GROUPS)
+    byte = group[:, None] * HALF_GROUP + tl.arange(0, HALF_GROUP)[None, :]
     inside = (group < num_groups)[:, None]
     code = tl.load(codes_ptr + byte, mask=inside, other=0).to(tl.int32)
     absmax = tl.load(absmax_ptr + group, mask=group < num_groups, other=0.0)[:, None]
     first = tl.load(values_ptr + (code >> 4)) * absmax
     second = tl.load(values_ptr + (code & 0xF)) * absmax
-    if NOISE:
+    if HAS_NOISE:
         one, other = _normals(byte, key_ptr)  # pyright: ignore[reportGeneralTypeIssues]
-        size = alpha * _NF4_STEP * absmax
-        first, second = first + size * one, second + size * other
-    _store_pairs(out_ptr, group, first, second, num_groups, N, HALF)
+        noise_scale = alpha * _NF4_STEP * absmax
+        first, second = first + noise_scale * one, second + noise_scale * other
+    _store_pairs(out_ptr, group, first, second, num_groups, TILE_GROUPS, HALF_GROUP)
 
 
 @triton.jit
@@ -247,47 +247,47 @@ def _store_pairs(
     first: tl.tensor,
     second: tl.tensor,
     num_groups: int,
-    N: tl.constexpr,
-    HALF: tl.constexpr,
+    TILE_GROUPS: tl.constexpr,
+    HALF_GROUP: tl.constexpr,
 ) -> None:
-    """Write the first and second elements of pairs, [N, HALF] each, interleaved as [N, G], so that stores are wide."""
+    """Interleave the first and second elements of pairs, [TILE_GROUPS, G / 2] each, so that stores are wide."""
     dtype = out_ptr.dtype.element_ty  # pyright: ignore[reportAttributeAccessIssue] it is a pointer's
     both = tl.interleave(first.to(dtype), second.to(dtype))
-    element = group[:, None] * (2 * HALF) + tl.arange(0, 2 * HALF)[None, :]
+    element = group[:, None] * (2 * HALF_GROUP) + tl.arange(0, 2 * HALF_GROUP)[None, :]
     tl.store(out_ptr + element, both, mask=(group < num_groups)[:, None])
 
 
 @triton.jit
 def _fp4_code(scaled: tl.tensor) -> tl.tensor:
-    size = tl.abs(scaled)
-    code = (size > 0.25).to(tl.int32) + (size >= 0.75).to(tl.int32) + (size > 1.25).to(tl.int32)
-    code += (size >= 1.75).to(tl.int32) + (size > 2.5).to(tl.int32) + (size >= 3.5).to(tl.int32)
-    code += (size > 5.0).to(tl.int32)
+    magnitude = tl.abs(scaled)
+    code = (magnitude > 0.25).to(tl.int32) + (magnitude >= 0.75).to(tl.int32) + (magnitude > 1.25).to(tl.int32)
+    code += (magnitude >= 1.75).to(tl.int32) + (magnitude > 2.5).to(tl.int32) + (magnitude >= 3.5).to(tl.int32)
+    code += (magnitude > 5.0).to(tl.int32)
     return code | (scaled < 0).to(tl.int32) << 3
 
 
 @triton.jit
 def _quantize_nvfp4(
     weight_ptr: tl.tensor,
-    global_ptr: tl.tensor,
+    global_scale_ptr: tl.tensor,
     codes_ptr: tl.tensor,
     scales_ptr: tl.tensor,
     num_groups: int,
     groups_per_row: int,
-    N: tl.constexpr,
-    HALF: tl.constexpr,
+    TILE_GROUPS: tl.constexpr,
+    HALF_GROUP: tl.constexpr,
 ) -> None:
-    group = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
+    group = tl.program_id(0).to(tl.int64) * TILE_GROUPS + tl.arange(0, TILE_GROUPS)
     in_groups = group < num_groups
-    byte = group[:, None] * HALF + tl.arange(0, HALF)[None, :]
+    byte = group[:, None] * HALF_GROUP + tl.arange(0, HALF_GROUP)[None, :]
     inside = in_groups[:, None]
     even = tl.load(weight_ptr + 2 * byte, mask=inside, other=0.0).to(tl.float32)
     odd = tl.load(weight_ptr + 2 * byte + 1, mask=inside, other=0.0).to(tl.float32)
     absmax = tl.max(tl.maximum(_magnitude(even), _magnitude(odd)), axis=1)
-    wide = tl.load(global_ptr + group // groups_per_row, mask=in_groups, other=1.0)
-    scale = _divide(_divide(absmax, _FP4_LARGEST), wide)
+    global_scale = tl.load(global_scale_ptr + group // groups_per_row, mask=in_groups, other=1.0)
+    scale = _divide(_divide(absmax, _FP4_LARGEST), global_scale)
     scale = tl.where(absmax < float("inf"), _round_e4m3(tl.minimum(scale, _E4M3_LARGEST)), float("nan"))
-    step = scale * wide
+    step = scale * global_scale
     divisor = tl.where(step == 0, 1.0, step)[:, None]
     zero = (step == 0)[:, None]
     lower = _fp4_code(tl.where(zero, 0.0, _divide(even, divisor)))
@@ -298,8 +298,10 @@ def _quantize_nvfp4(
 
 @triton.jit
 def _fp4_value(code: tl.tensor) -> tl.tensor:
-    """The E2M1 number divided by 2**14: its exponent and mantissa bits are moved to those of fp16, which also has
-    subnormal numbers.
+    """The E2M1 number divided by 2**14.
+
+    Moves the bits of sign, exponent and mantissa to their places in fp16. Subnormal numbers are also correct, because
+    fp16 has them too.
     """
     bits = ((code & 0x7) << 9 | (code & 0x8) << 12).to(tl.int16)
     return bits.to(tl.float16, bitcast=True).to(tl.float32)
@@ -309,30 +311,30 @@ def _fp4_value(code: tl.tensor) -> tl.tensor:
 def _dequantize_nvfp4(
     codes_ptr: tl.tensor,
     scales_ptr: tl.tensor,
-    global_ptr: tl.tensor,
+    global_scale_ptr: tl.tensor,
     out_ptr: tl.tensor,
     num_groups: int,
     groups_per_row: int,
     key_ptr: tl.tensor,
     alpha: float,
-    NOISE: tl.constexpr,
-    N: tl.constexpr,
-    HALF: tl.constexpr,
+    HAS_NOISE: tl.constexpr,
+    TILE_GROUPS: tl.constexpr,
+    HALF_GROUP: tl.constexpr,
 ) -> None:
-    group = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
+    group = tl.program_id(0).to(tl.int64) * TILE_GROUPS + tl.arange(0, TILE_GROUPS)
     in_groups = group < num_groups
-    byte = group[:, None] * HALF + tl.arange(0, HALF)[None, :]
+    byte = group[:, None] * HALF_GROUP + tl.arange(0, HALF_GROUP)[None, :]
     code = tl.load(codes_ptr + byte, mask=in_groups[:, None], other=0).to(tl.int32)
     scale = tl.load(scales_ptr + group, mask=in_groups, other=0.0).to(tl.float32)
-    wide = tl.load(global_ptr + group // groups_per_row, mask=in_groups, other=0.0)
-    step = (scale * wide)[:, None]
+    global_scale = tl.load(global_scale_ptr + group // groups_per_row, mask=in_groups, other=0.0)
+    step = (scale * global_scale)[:, None]
     first = _fp4_value(code) * (step * 16384.0)
     second = _fp4_value(code >> 4) * (step * 16384.0)
-    if NOISE:
+    if HAS_NOISE:
         one, other = _normals(byte, key_ptr)  # pyright: ignore[reportGeneralTypeIssues]
-        size = alpha * _FP4_STEP * step
-        first, second = first + size * one, second + size * other
-    _store_pairs(out_ptr, group, first, second, num_groups, N, HALF)
+        noise_scale = alpha * _FP4_STEP * step
+        first, second = first + noise_scale * one, second + noise_scale * other
+    _store_pairs(out_ptr, group, first, second, num_groups, TILE_GROUPS, HALF_GROUP)
 
 
 @triton.jit
@@ -348,13 +350,13 @@ def _quantize_block_fp8(
     row = (tl.program_id(0) // num_blocks).to(tl.int64) * G + tl.arange(0, G)
     column = tl.program_id(0) % num_blocks * G + tl.arange(0, G)
     inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
-    place = row[:, None] * num_columns + column[None, :]
-    x = tl.load(weight_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    offset = row[:, None] * num_columns + column[None, :]
+    x = tl.load(weight_ptr + offset, mask=inside, other=0.0).to(tl.float32)
     scale = _divide(tl.max(tl.max(_magnitude(x), axis=1), axis=0), _E4M3_LARGEST)
     scale = tl.where(scale == 0, 1.0, scale)
     scaled = _divide(x, scale)
     code = _round_e4m3(tl.clamp(scaled, -_E4M3_LARGEST, _E4M3_LARGEST))
-    tl.store(codes_ptr + place, code.to(codes_ptr.dtype.element_ty), mask=inside)
+    tl.store(codes_ptr + offset, code.to(codes_ptr.dtype.element_ty), mask=inside)
     tl.store(scales_ptr + tl.program_id(0), scale)
 
 
@@ -367,7 +369,7 @@ def _dequantize_block_fp8(
     num_columns: int,
     key_ptr: tl.tensor,
     alpha: float,
-    NOISE: tl.constexpr,
+    HAS_NOISE: tl.constexpr,
     G: tl.constexpr,
     TILE_ROWS: tl.constexpr,
 ) -> None:
@@ -376,12 +378,12 @@ def _dequantize_block_fp8(
     row = tile.to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     column = block * G + tl.arange(0, G)
     inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
-    place = row[:, None] * num_columns + column[None, :]
-    code = tl.load(codes_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    offset = row[:, None] * num_columns + column[None, :]
+    code = tl.load(codes_ptr + offset, mask=inside, other=0.0).to(tl.float32)
     scale = tl.load(scales_ptr + (tile * TILE_ROWS // G) * num_blocks + block)
     values = code * scale
-    if NOISE:
-        one, other = _normals(place >> 1, key_ptr)  # pyright: ignore[reportGeneralTypeIssues]
-        values += alpha * _FP8_STEP * scale * tl.where(place & 1 == 0, one, other)
+    if HAS_NOISE:
+        one, other = _normals(offset >> 1, key_ptr)  # pyright: ignore[reportGeneralTypeIssues]
+        values += alpha * _FP8_STEP * scale * tl.where(offset & 1 == 0, one, other)
     dtype = out_ptr.dtype.element_ty  # pyright: ignore[reportAttributeAccessIssue] it is a pointer's
-    tl.store(out_ptr + place, values.to(dtype), mask=inside)
+    tl.store(out_ptr + offset, values.to(dtype), mask=inside)

@@ -1,6 +1,6 @@
 """Constants of the number formats, shared by the plain functions and the Triton kernels.
 
-They have their own file because the plain functions import the kernels.
+They are in a separate file to avoid an import cycle: the plain functions import the kernels.
 """
 
 from collections.abc import Sequence
@@ -9,9 +9,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-# fp8. The largest number of both formats is 1.75 times two to this power.
+# fp8: the largest number of each format is 1.75 times two to this power.
 TOP_EXPONENT = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}
-# Smaller largest values are clamped to this; otherwise the scale would exceed the exponent range of fp32.
+# A smaller amax is raised to this; otherwise the scale would exceed the exponent range of fp32.
 SMALLEST_AMAX = 2.0**-100
 # The matrix units require the lengths of contiguous dimensions to be multiples of this.
 ALIGNMENT = 16
@@ -40,7 +40,7 @@ NF4_VALUES = (
     0.7229568362236023,
     1.0,
 )
-# The divisor for a group of zeros; a subnormal number, as in bitsandbytes.
+# The smallest divisor, used for a group of zeros; a subnormal number, as in bitsandbytes.
 NF4_TINY = 1e-38
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -49,7 +49,7 @@ E4M3_LARGEST = 448.0
 
 
 def nf4_bounds() -> tuple[float, ...]:
-    """For each two neighbours of NF4_VALUES, the fp32 value above which the upper one is chosen."""
+    """For each pair of adjacent NF4_VALUES, the fp32 value above which the upper one is chosen."""
     values = torch.tensor(NF4_VALUES)
     return tuple(((values[:-1] + values[1:]) / 2).tolist())
 

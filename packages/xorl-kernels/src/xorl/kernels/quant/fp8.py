@@ -1,8 +1,8 @@
 """Matrices in 8-bit floating point (arXiv:2209.05433) with their scales, and products of them.
 
 A GPU's fp8 matrix units need the contraction axis of both operands to be contiguous. So a matrix that is contracted
-along both axes is needed twice, as it is and transposed. One kernel reads it once and writes both. This file has the
-torch operators and their plain twins, which run on a CPU; the kernels are in `fp8_triton`.
+along both axes is needed twice: as it is and transposed. One kernel reads the matrix once and writes both copies. This
+file has the torch operators and their plain twins, which run on a CPU; the kernels are in `fp8_triton`.
 
 A scale is the largest power of two that keeps the largest absolute value in range. So scaling itself does not round,
 and a value that does not underflow is rounded independently of the other values in its tensor. `descale` is the
@@ -68,8 +68,8 @@ def scaled_mm(
         )
     else:
         product = a.float() @ b.float().t() * (descale_a[:, None] if by_row else descale_a) * descale_b
-    # Without the check, `to` would return the intermediate itself if the dtype is already right. If a compiled
-    # autograd.Function returns an intermediate of its forward, the gradient of that output is zero (torch 2.11).
+    # If the dtype is already right, `to` would return its argument, so that a compiled autograd.Function would return a
+    # tensor that is also an intermediate of its forward. The gradient of such an output is zero (torch 2.11).
     return product if product.dtype == out_dtype else product.to(out_dtype)
 
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from xorl.kernels.fused.device import launch
 from xorl.kernels.quant.formats import SMALLEST_AMAX, TOP_EXPONENT, padded
 
-# Long enough for full bandwidth, short enough that the last wave of programs is a small part of the work.
+# Long enough for full bandwidth, short enough that a partly filled last wave of programs costs little.
 BLOCK = 8192
-# Square, so that both outputs are written in long tile rows of 128 bytes.
+# Square, so that the rows of a tile are 128 contiguous bytes in both outputs.
 TILE_R, TILE_C = 128, 128
 NUM_WARPS = 8
 
@@ -27,7 +27,7 @@ def amax(x: Tensor) -> Tensor:
     """See `fp8.amax`."""
     x = x.contiguous()
     out = torch.zeros((), dtype=torch.float32, device=x.device)
-    launch(_amax_kernel, (_blocks(x.numel(), BLOCK),), x, out, x.numel(), BLOCK=BLOCK, num_warps=NUM_WARPS)
+    launch(_amax_kernel, (_num_blocks(x.numel(), BLOCK),), x, out, x.numel(), BLOCK=BLOCK, num_warps=NUM_WARPS)
     return out
 
 
@@ -38,7 +38,7 @@ def cast_into_(x: Tensor, amax: Tensor, q: Tensor, descale: Tensor) -> None:
 
 def cast_tensorwise_both(x: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """See `fp8.cast_tensorwise_both`."""
-    q, q_t = _rows(x, dtype), _columns(x, dtype)
+    q, q_t = _empty_q(x, dtype), _empty_q_t(x, dtype)
     descale = torch.empty((), dtype=torch.float32, device=x.device)
     _cast(x, amax, amax, q, q_t, descale, descale, axiswise=False)
     return q, q_t, descale
@@ -46,24 +46,24 @@ def cast_tensorwise_both(x: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[T
 
 def cast_rowwise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """See `fp8.cast_rowwise`."""
-    largest, _ = _axis_amax(x, rows=True, columns=False)
-    q, descale = _rows(x, dtype), torch.empty_like(largest)
+    largest, _ = _axis_amax(x, by_row=True, by_column=False)
+    q, descale = _empty_q(x, dtype), torch.empty_like(largest)
     _cast(x, largest, largest, q, None, descale, descale, axiswise=True)
     return q, descale
 
 
 def cast_columnwise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """See `fp8.cast_columnwise`."""
-    _, largest = _axis_amax(x, rows=False, columns=True)
-    q_t, descale = _columns(x, dtype), torch.empty_like(largest)
+    _, largest = _axis_amax(x, by_row=False, by_column=True)
+    q_t, descale = _empty_q_t(x, dtype), torch.empty_like(largest)
     _cast(x, largest, largest, None, q_t, descale, descale, axiswise=True)
     return q_t, descale
 
 
 def cast_axiswise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `fp8.cast_axiswise`."""
-    row_largest, column_largest = _axis_amax(x, rows=True, columns=True)
-    q, q_t = _rows(x, dtype), _columns(x, dtype)
+    row_largest, column_largest = _axis_amax(x, by_row=True, by_column=True)
+    q, q_t = _empty_q(x, dtype), _empty_q_t(x, dtype)
     row_descale, column_descale = torch.empty_like(row_largest), torch.empty_like(column_largest)
     _cast(x, row_largest, column_largest, q, q_t, row_descale, column_descale, axiswise=True)
     return q, row_descale, q_t, column_descale
@@ -72,8 +72,8 @@ def cast_axiswise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor
 def transpose(q: Tensor) -> Tensor:
     """See `fp8.transpose`."""
     num_rows, num_columns = q.shape
-    out = _columns(q, q.dtype)
-    grid = (_blocks(out.shape[1], TILE_R), _blocks(num_columns, TILE_C))
+    out = _empty_q_t(q, q.dtype)
+    grid = (_num_blocks(out.shape[1], TILE_R), _num_blocks(num_columns, TILE_C))
     launch(
         _transpose_kernel,
         grid,
@@ -89,26 +89,26 @@ def transpose(q: Tensor) -> Tensor:
     return out
 
 
-def _blocks(length: int, block: int) -> int:
+def _num_blocks(length: int, block: int) -> int:
     """The number of blocks that cover `length`."""
     return (length + block - 1) // block
 
 
-def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
+def _empty_q(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty(x.shape, dtype=dtype, device=x.device)
 
 
-def _columns(x: Tensor, dtype: torch.dtype) -> Tensor:
+def _empty_q_t(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty((x.shape[1], padded(x.shape[0])), dtype=dtype, device=x.device)
 
 
-def _axis_amax(x: Tensor, *, rows: bool, columns: bool) -> tuple[Tensor, Tensor]:
+def _axis_amax(x: Tensor, *, by_row: bool, by_column: bool) -> tuple[Tensor, Tensor]:
     """The largest absolute values of x by row [R] and by column [C]. Results that are not requested are zeros."""
     x = x.contiguous()
     num_rows, num_columns = x.shape
     row_largest = torch.zeros(num_rows, dtype=torch.float32, device=x.device)
     column_largest = torch.zeros(num_columns, dtype=torch.float32, device=x.device)
-    grid = (_blocks(num_rows, TILE_R), _blocks(num_columns, TILE_C))
+    grid = (_num_blocks(num_rows, TILE_R), _num_blocks(num_columns, TILE_C))
     launch(
         _axis_amax_kernel,
         grid,
@@ -117,8 +117,8 @@ def _axis_amax(x: Tensor, *, rows: bool, columns: bool) -> tuple[Tensor, Tensor]
         column_largest,
         num_rows,
         num_columns,
-        ROWS=rows,
-        COLUMNS=columns,
+        BY_ROW=by_row,
+        BY_COLUMN=by_column,
         TILE_R=TILE_R,
         TILE_C=TILE_C,
         num_warps=NUM_WARPS,
@@ -140,28 +140,28 @@ def _cast(
     """Cast x to fp8, into q, transposed into q_t, or both."""
     x = x.contiguous()
     num_rows, num_columns = x.shape
-    # Stands in for the other output, which is then not written.
-    some = q if q is not None else q_t
-    assert some is not None
+    # The placeholder for a missing output, which the kernel does not write.
+    any_output = q if q is not None else q_t
+    assert any_output is not None
     padded_rows = num_rows if q_t is None else padded(num_rows)
-    grid = (_blocks(padded_rows, TILE_R), _blocks(num_columns, TILE_C))
+    grid = (_num_blocks(padded_rows, TILE_R), _num_blocks(num_columns, TILE_C))
     launch(
         _cast_kernel,
         grid,
         x,
         row_amax,
         column_amax,
-        some if q is None else q,
-        some if q_t is None else q_t,
+        any_output if q is None else q,
+        any_output if q_t is None else q_t,
         row_descale,
         column_descale,
         num_rows,
         num_columns,
         padded_rows,
-        TOP=TOP_EXPONENT[some.dtype],
+        TOP_EXP=TOP_EXPONENT[any_output.dtype],
         AXISWISE=axiswise,
-        ROWS=q is not None,
-        COLUMNS=q_t is not None,
+        WRITES_Q=q is not None,
+        WRITES_Q_T=q_t is not None,
         TILE_R=TILE_R,
         TILE_C=TILE_C,
         num_warps=NUM_WARPS,
@@ -169,11 +169,11 @@ def _cast(
 
 
 @triton.jit
-def _exponent(amax: tl.tensor, TOP: tl.constexpr) -> tl.tensor:
+def _exponent(amax: tl.tensor, TOP_EXP: tl.constexpr) -> tl.tensor:
     """The exponent of the scale in `fp8.power_of_two_scale`."""
     bits = tl.maximum(amax, TINY).to(tl.int32, bitcast=True)
     above = ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
-    return TOP - ((bits >> 23) - 127) - above
+    return TOP_EXP - ((bits >> 23) - 127) - above
 
 
 @triton.jit
@@ -188,7 +188,7 @@ def _descale(amax: tl.tensor, exponent: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _magnitude(x: tl.tensor) -> tl.tensor:
-    """Absolute values, infinite for NaN, which a maximum would ignore."""
+    """Absolute values. NaN becomes infinity, because a maximum would ignore NaN."""
     return tl.where(x == x, tl.abs(x), float("inf"))
 
 
@@ -211,8 +211,8 @@ def _axis_amax_kernel(
     column_ptr: tl.tensor,
     num_rows: int,
     num_columns: int,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    BY_ROW: tl.constexpr,
+    BY_COLUMN: tl.constexpr,
     TILE_R: tl.constexpr,
     TILE_C: tl.constexpr,
 ) -> None:
@@ -220,9 +220,9 @@ def _axis_amax_kernel(
     column = tl.program_id(1) * TILE_C + tl.arange(0, TILE_C)
     inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
     x = tl.load(x_ptr + row[:, None] * num_columns + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    if ROWS:
+    if BY_ROW:
         tl.atomic_max(row_ptr + row, tl.max(_magnitude(x), axis=1), mask=row < num_rows, sem="relaxed")
-    if COLUMNS:
+    if BY_COLUMN:
         tl.atomic_max(column_ptr + column, tl.max(_magnitude(x), axis=0), mask=column < num_columns, sem="relaxed")
 
 
@@ -238,10 +238,10 @@ def _cast_kernel(
     num_rows: int,
     num_columns: int,
     padded_rows: int,
-    TOP: tl.constexpr,
+    TOP_EXP: tl.constexpr,
     AXISWISE: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    WRITES_Q: tl.constexpr,
+    WRITES_Q_T: tl.constexpr,
     TILE_R: tl.constexpr,
     TILE_C: tl.constexpr,
 ) -> None:
@@ -250,30 +250,30 @@ def _cast_kernel(
     in_rows, in_columns = row < num_rows, column < num_columns
     inside = in_rows[:, None] & in_columns[None, :]
     x = tl.load(x_ptr + row[:, None] * num_columns + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    if ROWS:
+    if WRITES_Q:
         if AXISWISE:
             amax = tl.load(row_amax_ptr + row, mask=in_rows, other=0.0)
-            exponent = _exponent(amax, TOP)
+            exponent = _exponent(amax, TOP_EXP)
             if tl.program_id(1) == 0:
                 tl.store(row_descale_ptr + row, _descale(amax, exponent), mask=in_rows)
             q = (x * _power_of_two(exponent)[:, None]).to(q_ptr.dtype.element_ty)
         else:
             amax = tl.load(row_amax_ptr)
-            exponent = _exponent(amax, TOP)
+            exponent = _exponent(amax, TOP_EXP)
             if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
                 tl.store(row_descale_ptr, _descale(amax, exponent))
             q = (x * _power_of_two(exponent)).to(q_ptr.dtype.element_ty)
         tl.store(q_ptr + row[:, None] * num_columns + column[None, :], q, mask=inside)
-    if COLUMNS:
+    if WRITES_Q_T:
         if AXISWISE:
             amax = tl.load(column_amax_ptr + column, mask=in_columns, other=0.0)
-            exponent = _exponent(amax, TOP)
+            exponent = _exponent(amax, TOP_EXP)
             if tl.program_id(0) == 0:
                 tl.store(column_descale_ptr + column, _descale(amax, exponent), mask=in_columns)
             q = (x * _power_of_two(exponent)[None, :]).to(q_t_ptr.dtype.element_ty)
         else:
-            q = (x * _power_of_two(_exponent(tl.load(column_amax_ptr), TOP))).to(q_t_ptr.dtype.element_ty)
-        # Rows beyond the last were loaded as zeros, and are written as padding.
+            q = (x * _power_of_two(_exponent(tl.load(column_amax_ptr), TOP_EXP))).to(q_t_ptr.dtype.element_ty)
+        # Rows beyond the last were loaded as zeros, which become the padding.
         inside_t = in_columns[:, None] & (row < padded_rows)[None, :]
         tl.store(q_t_ptr + column[:, None] * padded_rows + row[None, :], tl.trans(q), mask=inside_t)
 

@@ -2,8 +2,10 @@
 
 Codes and scales are interchangeable with those of bitsandbytes: the same table, an fp32 scale that is the group's
 largest absolute value, and two codes per byte, the earlier weight in the upper four bits. A group is `group_size`
-adjacent weights of one row. Error: half the distance between neighbours of the table times the group's scale, which is
-at most 0.152 times the scale (`MAX_ERROR`), plus the rounding to the requested dtype.
+adjacent weights of one row.
+
+Error: at most half the gap between adjacent table entries times the group's scale, plus the rounding to the requested
+dtype. For the widest gap, the first term is 0.152 times the scale (`MAX_ERROR`).
 
 Shapes: R rows, C columns, G group size.
 """
@@ -38,6 +40,6 @@ def dequantize_nf4(codes: Tensor, absmax: Tensor, dtype: torch.dtype, noise: Wei
     groups = table(NF4_VALUES, codes.device)[index].unflatten(1, (absmax.shape[1], -1))
     values = groups * absmax[..., None]
     if noise is not None:
-        size = noise.alpha * NF4_NOISE_STEP * absmax[..., None]
-        values += size * normal_pairs(noise, codes.numel(), codes.device).view(groups.shape)
+        noise_scale = noise.alpha * NF4_NOISE_STEP * absmax[..., None]
+        values += noise_scale * normal_pairs(noise, codes.numel(), codes.device).view(groups.shape)
     return values.flatten(1).to(dtype)

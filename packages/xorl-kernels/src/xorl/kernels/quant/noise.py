@@ -1,8 +1,8 @@
 """Normal noise on dequantised weights, a function of the run's seed, the weight, the step and the element's index.
 
-The random words are those of `xorl.kernels.optim.noise`, one pair for each two adjacent elements. So the forward,
-backward and recomputed passes of a step use the same weight for any sharding, and a resumed run uses the same weights
-as an uninterrupted one. This is plain torch; `blocks_triton` draws the same words, and its results differ only by
+Two adjacent elements share one pair of random words, drawn as in `xorl.kernels.optim.noise`. So the forward, backward
+and recomputed passes of a step use the same weight, however it is sharded, and a resumed run uses the same weights as
+an uninterrupted one. This is plain torch; `blocks_triton` draws the same words, and its results differ only by
 rounding.
 """
 
@@ -17,8 +17,8 @@ from xorl.kernels.optim.noise import KEY_STEP, philox2x32
 # Factors that convert a word to a number in (0, 1], and to an angle (2**32 is a full turn).
 UNIFORM = 2.0**-32
 TURN = 2.0 * math.pi * 2.0**-32
-# Taylor series of sine, from the cubic term, and of cosine, from the fourth power; the error is at most 4e-7 up to an
-# eighth of a turn.
+# Taylor coefficients of sine, from the cubic term on, and of cosine, from the fourth power on. Up to an eighth of a
+# turn the error is at most 4e-7.
 SINE = (-1 / 6, 1 / 120, -1 / 5040)
 COSINE = (1 / 24, -1 / 720, 1 / 40320)
 
@@ -47,8 +47,8 @@ def normal_pairs(noise: WeightNoise, num_pairs: int, device: torch.device) -> Te
     square = x * x
     sine = x * (1.0 + square * (SINE[0] + square * (SINE[1] + square * SINE[2])))
     cosine = 1.0 + square * (-0.5 + square * (COSINE[0] + square * (COSINE[1] + square * COSINE[2])))
-    crossed = (quarter & 1) != 0
-    one, other = torch.where(crossed, sine, cosine), torch.where(crossed, cosine, sine)
+    is_odd_quarter = (quarter & 1) != 0
+    one, other = torch.where(is_odd_quarter, sine, cosine), torch.where(is_odd_quarter, cosine, sine)
     one = torch.where(((quarter + 1) & 2) != 0, -one, one)
     other = torch.where((quarter & 2) != 0, -other, other)
     return torch.stack((radius * one, radius * other), dim=-1).flatten()

@@ -6,7 +6,7 @@ codes share a byte, the earlier weight in the lower four bits, as in checkpoints
 Error, with step = scale * global scale: at most a quarter of a step for weights up to two steps, half a step up to
 four, and one step beyond. If a block's scale was rounded down, values above six steps are clipped, by at most a
 seventeenth of the block's largest value if the scale is a normal E4M3 number. If a block's largest value is below
-1/28672 of the matrix's, its scale is subnormal; it becomes zero at half of the smallest subnormal.
+1/28672 of the matrix's, its scale is subnormal, and rounds to zero from half of the smallest subnormal number down.
 
 Shapes: R rows, C columns, G group size.
 """
@@ -37,18 +37,18 @@ def quantize_nvfp4(weight: Tensor, global_scale: Tensor, group_size: int) -> tup
     if weight.is_cuda:
         return blocks_triton().quantize_nvfp4(weight, global_scale, group_size)
     groups = weight.float().unflatten(1, (-1, group_size))  # [R, C / G, G]
-    wide = global_scale[:, None]
+    global_scales = global_scale[:, None]
     absmax = groups.abs().amax(dim=-1)
-    scales = (absmax / E2M1_LARGEST / wide).clamp(max=E4M3_LARGEST)
+    scales = (absmax / E2M1_LARGEST / global_scales).clamp(max=E4M3_LARGEST)
     scales = torch.where(absmax.isfinite(), scales, torch.nan).to(torch.float8_e4m3fn)
-    step = (scales.float() * wide)[..., None]
+    step = (scales.float() * global_scales)[..., None]
     scaled = torch.where(step == 0, 0.0, groups / step)
-    size = scaled.abs()
-    codes = torch.zeros_like(size, dtype=torch.uint8)
+    magnitude = scaled.abs()
+    codes = torch.zeros_like(magnitude, dtype=torch.uint8)
     for midpoint in ROUND_DOWN:
-        codes += size > midpoint
+        codes += magnitude > midpoint
     for midpoint in ROUND_UP:
-        codes += size >= midpoint
+        codes += magnitude >= midpoint
     codes = (codes | (scaled < 0).to(torch.uint8) << 3).flatten(1)
     return codes[:, 1::2] << 4 | codes[:, ::2], scales
 
@@ -64,6 +64,6 @@ def dequantize_nvfp4(
     step = (scales.float() * global_scale[:, None])[..., None]
     values = groups * step
     if noise is not None:
-        size = noise.alpha * NVFP4_NOISE_STEP * step
-        values += size * normal_pairs(noise, codes.numel(), codes.device).view(groups.shape)
+        noise_scale = noise.alpha * NVFP4_NOISE_STEP * step
+        values += noise_scale * normal_pairs(noise, codes.numel(), codes.device).view(groups.shape)
     return values.flatten(1).to(dtype)

@@ -1,8 +1,8 @@
 """Products with quantised weights as torch operators; each one dequantises the weight and discards it afterwards.
 
-The forward product and the product for the input's gradient are one operator each. If the compiler saw the
-dequantisation separately, it would run it once, in the forward pass, and keep the result for the backward pass. The
-products are torch's own, in the dtype of x.
+The forward product and the product for the input's gradient are one operator each, including the dequantisation.
+Otherwise the compiler would dequantise only in the forward pass and keep the weight in memory for the backward pass.
+The products are torch's own, in the dtype of x.
 
 Shapes: T tokens, O output features, I input features; codes, scales and global_scale as in `QuantScheme.stored`.
 """
@@ -35,7 +35,7 @@ def quantized_linear(
 ) -> Tensor:
     """x [T, I] times the transposed weight: [T, O] in the dtype of x, differentiable in x.
 
-    `noise` and `noise_alpha` are the `key_and_step` and `alpha` of a WeightNoise that is added to the weight, or None.
+    `noise` and `noise_alpha` are the `key_and_step` and `alpha` of a WeightNoise to add to the weight. None adds none.
     """
     weight = dequantized(
         codes,

@@ -1,8 +1,8 @@
 """Storage of quantised weights: a common interface for all formats, their layouts, and the supported shapes.
 
-A weight [O, I] is stored as tensors whose first dimension counts units of rows: single rows or, in block_fp8, the rows
-of a block. Units are independent of each other, so ranks can shard the units, quantise their own and gather bytes. All
-fields except fp32 scales are bytes, which every communication library and file format supports.
+A weight [O, I] is stored as tensors whose first dimension indexes units. A unit is one row or, in block_fp8, the rows
+that a block covers. Units are independent of each other, so ranks can shard them, quantise their own and gather the
+results. All fields except fp32 scales are bytes, which every communication library and file format supports.
 
 Shapes: O output features, I input features, G group size, U units.
 """
