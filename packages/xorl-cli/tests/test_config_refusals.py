@@ -20,7 +20,6 @@ EXAMPLES: dict[str, object] = {
     "model.encoders": {"image": {"model_path": "a"}},
     "train.pipeline_parallel_schedule": "GPipe",
     "train.cp_fsdp_mode": "none",
-    "train.moe_checkpoint_method": "moe_act",
 }
 # What else is needed so that a value is wrong for no other reason.
 COMPANIONS: dict[str, dict[str, Any]] = {

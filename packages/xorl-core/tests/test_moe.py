@@ -88,11 +88,12 @@ def test_padding_changes_nothing(options: RouterLossOptions) -> None:
     torch.testing.assert_close((gradients(decoder), decoder.routers.take()), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("recompute", ["layer", "operation", ("mlp",)])
-def test_recomputation_changes_no_bit(recompute: Recompute) -> None:
+@pytest.mark.parametrize("recompute", ["none", "layer", "operation", ("mlp",), ("self_attn",)])
+@pytest.mark.parametrize("experts", [False, True])
+def test_recomputation_changes_no_bit(recompute: Recompute, experts: bool) -> None:
     # Catches tokens that change their experts, and statistics that count twice.
     plain, other = make_decoder(), make_decoder()
-    recompute_layers(other.layers, recompute, reentrant=False)
+    recompute_layers(other.layers, recompute, experts=experts, reentrant=False)
     ids, found = make_ids(sum(LENGTHS)), []
     for decoder in (plain, other):
         assert decoder.routers is not None

@@ -45,6 +45,7 @@ REQUIREMENTS: tuple[Requirement, ...] = (
             "train.recompute_modules",
             "train.recompute_num_layers",
             "train.enable_reentrant",
+            "train.moe_checkpoint_method",
         ),
         "train.enable_gradient_checkpointing",
         "true",
@@ -55,6 +56,18 @@ REQUIREMENTS: tuple[Requirement, ...] = (
         "train.recompute_policy",
         "module",
         lambda config: config.train.recompute_policy == "module",
+    ),
+    Requirement(
+        ("train.moe_checkpoint_method",),
+        "train.recompute_policy",
+        "module or operation (auto chooses for all parts of a layer)",
+        lambda config: config.train.recompute_policy != "auto",
+    ),
+    Requirement(
+        ("train.moe_checkpoint_method",),
+        "train.recompute_modules",
+        "null or [self_attn] (mlp recomputes experts as a whole)",
+        lambda config: "mlp" not in (config.train.recompute_modules or ()),
     ),
     Requirement(
         ("train.activation_gpu_limit",),

@@ -41,6 +41,12 @@ LogFormat = Literal["progress_bar", "structured"]
 class ModelConfig(NumericsFields, ModelFields):
     """Model"""
 
+    router_fp32: bool = Field(
+        default=True,
+        description="Compute the logits of mixture-of-experts routers in fp32. false multiplies in the compute dtype, "
+        "as transformers does for Qwen3-MoE.",
+    )
+
 
 class DataConfig(Section):
     """Data"""
@@ -193,6 +199,21 @@ class ScheduleFields(OptimizerFields):
     )
 
 
+class RouterFields(Section):
+    """Mixtures of experts"""
+
+    router_aux_loss_coef: NonNegative | None = Field(
+        default=None,
+        description="Weight of the routers' load-balancing loss, computed for each document, so that it does not "
+        "depend on how a batch is split. null means router_aux_loss_coef of config.json if that sets "
+        "output_router_logits, else 0.",
+    )
+    router_z_loss_coef: NonNegative = Field(
+        default=0.0, description="Weight of the routers' z-loss: the mean square of the logsumexp of their logits."
+    )
+    freeze_router: bool = Field(default=False, description="Do not train the routers.")
+
+
 class BatchFields(Section):
     """Batch sizing"""
 
@@ -254,8 +275,9 @@ class LocalMemoryFields(MemoryFields):
     )
     moe_checkpoint_method: ExpertCheckpointMethod | None = Field(
         default=None,
-        description="moe_act recomputes only the activations inside experts, without repeating the communication. "
-        "null means the whole layer.",
+        description="With gradient checkpointing, moe_act recomputes only the gate, up and activation of experts, and "
+        "what recompute_modules or recompute_policy: operation select; tokens are neither routed nor sent again. null "
+        "recomputes experts with their layer.",
     )
     enable_cpu_offload: bool = Field(
         default=False,
@@ -357,6 +379,7 @@ class TrainConfig(
     LossFields,
     LocalMemoryFields,
     BatchFields,
+    RouterFields,
     ScheduleFields,
     ParallelFields,
 ):

@@ -79,7 +79,6 @@ UNSUPPORTED: tuple[UnsupportedValues, ...] = (
     UnsupportedValues("train.ringattn_parallel_size", ONE_RANK, ONE_RANK_INSTEAD),
     UnsupportedValues("train.cp_fsdp_mode", "context parallelism is not implemented", "leave it at all"),
     UnsupportedValues("train.ep_outside", "expert parallelism is not implemented", "leave it at false"),
-    UnsupportedValues("train.moe_checkpoint_method", "experts are recomputed with their layer", "leave it at null"),
     UnsupportedValues(
         "train.init_device",
         "xorl only runs on CUDA GPUs and on CPUs",

@@ -15,11 +15,14 @@ from xorl.ckpt import CheckpointError, SafetensorsSource, WeightSource, load_wei
 from xorl.ckpt.reader import source_shapes
 from xorl.config.fields import LoadWeightsMode
 from xorl.config.local import LoraConfig, ModelConfig, TrainConfig
+from xorl.config.options import yaml_text
 from xorl.core.mesh import Mesh
 from xorl.core.models import Decoder, DecoderConfig, spec_for
 from xorl.core.models.hf_config import DROPOUT_KEYS
+from xorl.core.models.router_losses import RouterLossOptions
 from xorl.core.nn import LayerKernels
 from xorl.core.nn.kernels import ExpertsImplementation, FusedKernel, choose_kernels
+from xorl.core.nn.moe import Router
 from xorl.core.parallel import ParallelModel, ParallelPolicy, local_part, parallelize
 from xorl.core.parallel.activations import Recompute
 from xorl.core.parallel.apply import check_parallelizable
@@ -42,6 +45,15 @@ from xorl.train.quantization import (
 
 logger = logging.getLogger(__name__)
 
+# Options that only a mixture of experts has.
+EXPERT_OPTIONS = (
+    "model.moe_implementation",
+    "model.router_fp32",
+    "train.router_aux_loss_coef",
+    "train.router_z_loss_coef",
+    "train.freeze_router",
+    "train.moe_checkpoint_method",
+)
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16})
 
 # Option names for error messages.
@@ -248,10 +260,14 @@ def sketch_model(architecture: Architecture, model: ModelConfig, train: TrainCon
 def _check_experts(config: DecoderConfig, model: ModelConfig, train: TrainConfig) -> None:
     """Raise ValueError for options that do not fit the model's experts, or a model without any."""
     if not config.has_experts:
-        if model.moe_implementation is not None:
-            raise ValueError(
-                f"model.moe_implementation: {model.moe_implementation}, but the model has no experts; leave it at null"
-            )
+        for option in EXPERT_OPTIONS:
+            section, name = option.split(".")
+            options = {"model": model, "train": train}[section]
+            value, default = getattr(options, name), type(options).model_fields[name].default
+            if value != default:
+                raise ValueError(
+                    f"{option}: {yaml_text(value)}, but the model has no experts; leave it at {yaml_text(default)}"
+                )
         return
     if train.fp8 != "none":
         raise ValueError(f"train.fp8: {train.fp8}, but products of experts have no fp8 kernel yet; use none")
@@ -269,6 +285,7 @@ def _adapt_(
 
     Returns the adapter to start from and the quantisation of the base; either may be None.
     """
+    _set_routers_(module, model, train)
     start = starting_adapter(lora)
     if start is not None:
         _check_adapter(start, architecture, model)
@@ -280,6 +297,20 @@ def _adapt_(
     if quantization is not None:
         quantize_base(module, quantization)
     return start, quantization
+
+
+def _set_routers_(module: Decoder, model: ModelConfig, train: TrainConfig) -> None:
+    """Apply the options of routers."""
+    if module.routers is None:
+        return
+    balance_coef = train.router_aux_loss_coef
+    if balance_coef is None:
+        balance_coef = module.config.balance_coef
+    module.routers.options = RouterLossOptions(balance_coef=balance_coef, z_coef=train.router_z_loss_coef)
+    for router in module.modules():
+        if isinstance(router, Router):
+            router.fp32 = model.router_fp32
+            router.requires_grad_(not train.freeze_router)
 
 
 def _check_adapter(start: AdapterFolder, architecture: Architecture, model: ModelConfig) -> None:
@@ -388,6 +419,7 @@ def _policy(model: ModelConfig, train: TrainConfig) -> ParallelPolicy:
         unit_modules=model.basic_modules,
         cpu_offload=train.enable_cpu_offload,
         recompute=_recompute(train),
+        recompute_experts=train.enable_gradient_checkpointing and train.moe_checkpoint_method == "moe_act",
         recompute_num_layers=train.recompute_num_layers,
         reentrant_recompute=train.enable_reentrant,
         compile_backend="inductor" if train.enable_compile else None,
@@ -400,4 +432,6 @@ def _recompute(train: TrainConfig) -> Recompute:
         return "none"  # auto is resolved before the model is built; until then, checks assume no recomputation
     if train.recompute_policy == "operation":
         return "operation"
-    return "layer" if train.recompute_modules is None else tuple(train.recompute_modules)
+    if train.recompute_modules is not None:
+        return tuple(train.recompute_modules)
+    return "layer" if train.moe_checkpoint_method is None else "none"

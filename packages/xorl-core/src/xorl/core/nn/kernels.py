@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -25,7 +25,25 @@ FusedKernel = Literal["rms_norm", "rope", "swiglu"]
 # Compiled layers use them too: each is faster than its plain form under torch.compile (tools/bench_fused.py).
 FUSED_KERNELS: tuple[FusedKernel, ...] = ("rms_norm", "rope", "swiglu")
 
-ExpertsFn = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
+
+class ExpertsFn(Protocol):
+    """Computes the experts of a layer, as `xorl.kernels.experts.reference.experts`."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+        num_real: Tensor | None = None,
+        *,
+        recompute: bool = False,
+    ) -> Tensor:
+        """[T, D]."""
+        ...
+
+
 EXPERTS: Mapping[ExpertsImplementation, ExpertsFn] = MappingProxyType(
     {"eager": reference_experts.experts, "native": native_experts.experts}
 )

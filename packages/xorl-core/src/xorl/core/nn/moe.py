@@ -65,11 +65,16 @@ class ExpertLinear(nn.Module):
 
 
 class Experts(nn.Module):
-    """The gated feed-forward blocks of all experts; gate and up are one matrix, with the gate's rows first."""
+    """The gated feed-forward blocks of all experts; gate and up are one matrix, with the gate's rows first.
+
+    Attributes:
+        recompute: compute gate, up and activation again in the backward pass instead of keeping them.
+    """
 
     def __init__(self, width: int, expert_width: int, num_experts: int, *, kernels: LayerKernels) -> None:
         super().__init__()
         self.kernel = kernels.experts
+        self.recompute = False
         self.gate_up_proj = ExpertLinear(num_experts, width, 2 * expert_width)
         self.down_proj = ExpertLinear(num_experts, expert_width, width)
 
@@ -85,7 +90,13 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, weights: Tensor, ids: Tensor, num_real: Tensor | None) -> Tensor:
         return self.kernel(
-            x, self.gate_up_proj.stacked(x.dtype), self.down_proj.stacked(x.dtype), weights, ids, num_real
+            x,
+            self.gate_up_proj.stacked(x.dtype),
+            self.down_proj.stacked(x.dtype),
+            weights,
+            ids,
+            num_real,
+            recompute=self.recompute,
         )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from xorl.core.nn.layers import GatedMLP
-from xorl.core.nn.moe import MixtureOfExperts
+from xorl.core.nn.moe import Experts, MixtureOfExperts
 
 RecomputeModule = Literal["self_attn", "mlp"]
 Recompute = Literal["none", "operation", "layer"] | Sequence[RecomputeModule]
@@ -54,10 +54,13 @@ def recompute_layers(
     recompute: Recompute,
     *,
     num_layers: int | None = None,
+    experts: bool = False,
     reentrant: bool,
     compiled: bool = False,
 ) -> None:
     """Apply activation recomputation to the first `num_layers` (None: all) layers, in place.
+
+    `experts` also recomputes the gate, up and activation of experts, wherever their layer is not recomputed as a whole.
 
     If the layers will be compiled, the gated activation of every MLP is recomputed: it is the second-widest tensor, and
     the backward pass reads its input anyway. In uncompiled code this would save nothing, because the next linear layer
@@ -77,6 +80,9 @@ def recompute_layers(
         others = layers[len(first) :] if is_nested else layers
         for mlp in [module for module in others.modules() if isinstance(module, GatedMLP)]:
             mlp.gated = _checkpointed(mlp.gated)
+    for module in first.modules() if experts else ():
+        if isinstance(module, Experts):
+            module.recompute = True
     if recompute == "none":
         return
     is_selective = recompute == "operation"

@@ -47,6 +47,7 @@ class ParallelPolicy:
         cpu_offload: keep sharded parameters, gradients and optimizer state in host memory. Parameters are gathered on
             the device to compute.
         recompute: the parts of a layer that the backward pass recomputes.
+        recompute_experts: also recompute the gate, up and activation of experts.
         recompute_num_layers: recompute only in this many layers, the first ones; None for all.
         reentrant_recompute: use torch's older implementation of recomputation.
         compile_backend: compile every layer with this backend; None compiles nothing.
@@ -62,6 +63,7 @@ class ParallelPolicy:
     unit_modules: Sequence[str] = ()
     cpu_offload: bool = False
     recompute: Recompute = "none"
+    recompute_experts: bool = False
     recompute_num_layers: int | None = None
     reentrant_recompute: bool = False
     compile_backend: CompileBackend | None = None
@@ -199,6 +201,7 @@ def parallelize(
         layers,
         policy.recompute,
         num_layers=policy.recompute_num_layers,
+        experts=policy.recompute_experts,
         reentrant=policy.reentrant_recompute,
         compiled=compiled,
     )

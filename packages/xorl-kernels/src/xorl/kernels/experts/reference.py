@@ -6,10 +6,12 @@ Shapes: T tokens, K experts per token, D model width, F width of an expert, E ex
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 
 def experts(
@@ -21,6 +23,7 @@ def experts(
     num_real: Tensor | None = None,
     *,
     activation: Callable[[Tensor], Tensor] = F.silu,
+    recompute: bool = False,
 ) -> Tensor:
     """sum_k weights[t, k] * down[e] @ (activation(gate[e] @ x[t]) * (up[e] @ x[t])), e = ids[t, k]; [T, D].
 
@@ -34,7 +37,13 @@ def experts(
         ids: [T, K] integers in [0, E).
         num_real: 0-d integer tensor; the output of tokens from this index on, which are padding, is 0.
         activation: of the gate.
+        recompute: compute everything again in the backward pass, and keep only the arguments.
     """
+    if recompute:
+        again = partial(experts, activation=activation)
+        out = checkpoint(again, x, gate_up, down, weights, ids, num_real, use_reentrant=False, preserve_rng_state=False)
+        assert isinstance(out, Tensor)
+        return out
     out = torch.zeros(x.shape, dtype=weights.dtype, device=x.device)
     is_real = torch.ones(len(x), dtype=torch.bool, device=x.device)
     if num_real is not None:

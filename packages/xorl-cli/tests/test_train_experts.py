@@ -1,0 +1,98 @@
+"""Options of mixtures of experts: what they set in the model, and that a dense model refuses them by name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from live_bytes import LiveBytes
+from tiny_models import hf_config, write_config
+from xorl.config import Config, config_from_mapping
+from xorl.core import runtime
+from xorl.core.loss import cross_entropy
+from xorl.core.mesh import Mesh, ParallelDims
+from xorl.core.nn.moe import Router
+from xorl.core.runtime import Runtime
+from xorl.kernels.layout import SequenceLayout
+from xorl.train.model import EXPERT_OPTIONS, build_model, read_architecture, sketch_model
+
+VALUES = {
+    "model.moe_implementation": "eager",
+    "model.router_fp32": False,
+    "train.router_aux_loss_coef": 0.25,
+    "train.router_z_loss_coef": 0.5,
+    "train.freeze_router": True,
+    "train.moe_checkpoint_method": "moe_act",
+}
+
+
+def config_with(folder: Path, model_type: str, options: dict[str, object], **shape: object) -> Config:
+    write_config(folder, hf_config(model_type, num_hidden_layers=4, **shape))
+    values: dict[str, dict[str, object]] = {
+        "model": {"config_path": str(folder)},
+        "data": {"datasets": [{"path": "a"}]},
+        "train": {"output_dir": "o", "data_parallel_mode": "none", "enable_mixed_precision": False},
+    }
+    for path, value in options.items():
+        section, name = path.split(".")
+        values[section][name] = value
+    if "train.moe_checkpoint_method" in options:
+        values["train"]["enable_gradient_checkpointing"] = True
+    return config_from_mapping(values).config
+
+
+@pytest.mark.parametrize("option", EXPERT_OPTIONS)
+def test_a_dense_model_refuses_what_only_experts_have(option: str, tmp_path: Path) -> None:
+    # Catches an option that is accepted and ignored.
+    config = config_with(tmp_path, "qwen3", {option: VALUES[option]})
+    with pytest.raises(ValueError, match=re.escape(f"{option}: ") + ".*the model has no experts; leave it at"):
+        sketch_model(read_architecture(config.model), config.model, config.train, config.lora)
+
+
+def test_options_reach_the_routers(tmp_path: Path) -> None:
+    # Catches an option that one of the two ways to build a model forgets, and a weight of config.json that wins over
+    # the option.
+    coefs = {"output_router_logits": True, "router_aux_loss_coef": 0.125}
+    for options, expected in (({}, (0.125, 0.0, True, True)), (VALUES, (0.25, 0.5, False, False))):
+        config = config_with(tmp_path, "qwen3_moe", options, **coefs)
+        architecture = read_architecture(config.model)
+        decoder = sketch_model(architecture, config.model, config.train, config.lora)
+        assert decoder.routers is not None
+        losses, routers = decoder.routers.options, [m for m in decoder.modules() if isinstance(m, Router)]
+        for router in routers:
+            trained = router.weight.requires_grad
+            assert (losses.balance_coef, losses.z_coef, router.fp32, trained) == expected
+        assert len(routers) == 4
+
+
+@pytest.fixture
+def place() -> Iterator[Runtime]:
+    yield runtime.init("cpu")
+    runtime.shutdown()
+
+
+def test_recomputed_experts_keep_less_and_compute_the_same(tmp_path: Path, place: Runtime) -> None:
+    # Catches a method that is accepted and keeps everything, or recomputes the attention too.
+    ids, layout = torch.arange(512) % 61, SequenceLayout.from_lengths([200, 312])
+    found: dict[str, tuple[float, torch.Tensor]] = {}
+    for method in ("none", "moe_act", "layer"):
+        options: dict[str, object] = {"train.enable_gradient_checkpointing": method != "none"}
+        if method == "moe_act":
+            options["train.moe_checkpoint_method"] = "moe_act"
+        config = config_with(tmp_path, "qwen3_moe", options, vocab_size=61, moe_intermediate_size=96)
+        architecture, mesh = read_architecture(config.model), Mesh(ParallelDims.resolve("none", 1), "cpu")
+        model = build_model(architecture, config.model, config.train, config.lora, mesh, place.device)
+        with LiveBytes() as live:
+            output = model.forward(
+                ids, layout, loss=lambda hidden, weight: cross_entropy(hidden, weight, {"labels": ids})
+            )
+            kept = live.held()
+        output.sum.backward()
+        found[method] = kept, torch.cat([p.grad.flatten() for p in model.module.parameters() if p.grad is not None])
+    assert found["layer"][0] < found["moe_act"][0] < 0.8 * found["none"][0]
+    for method in ("moe_act", "layer"):
+        assert torch.equal(found[method][1], found["none"][1])
