@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from live_bytes import LiveBytes
 from tiny_models import hf_config, write_config
@@ -96,3 +98,41 @@ def test_recomputed_experts_keep_less_and_compute_the_same(tmp_path: Path, place
     assert found["layer"][0] < found["moe_act"][0] < 0.8 * found["none"][0]
     for method in ("moe_act", "layer"):
         assert torch.equal(found[method][1], found["none"][1])
+
+
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+UP = "model.layers.2.mlp.experts.3.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda tensors: tensors.pop(UP), f"missing.*{re.escape(UP)}"),
+        (lambda tensors: tensors.update({UP: tensors[UP][:-1].clone()}), rf"{re.escape(UP)}: \[31, .*in the model"),
+    ],
+    ids=["missing", "shape"],
+)
+def test_a_wrong_expert_in_a_checkpoint_is_named(
+    change: Callable[[dict[str, torch.Tensor]], object], expected: str, tmp_path: Path, place: Runtime
+) -> None:
+    # Catches an expert that keeps uninitialised memory because nothing was read for it.
+    config = config_with(tmp_path, "qwen3_moe", {"model.model_path": str(tmp_path)}, **MOE)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path)).save_pretrained(tmp_path)
+    architecture, mesh = read_architecture(config.model), Mesh(ParallelDims.resolve("none", 1), "cpu")
+
+    def build() -> object:
+        return build_model(architecture, config.model, config.train, config.lora, mesh, place.device)
+
+    build()
+    tensors = load_file(tmp_path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=f"(?s)model.model_path.*{expected}"):
+        build()
+
+
+def test_more_active_experts_than_experts_are_refused(tmp_path: Path) -> None:
+    # Catches a router that chooses experts which do not exist.
+    config = config_with(tmp_path, "qwen3_moe", {}, **{**MOE, "num_experts_per_tok": 5})
+    with pytest.raises(ValueError, match="num_experts_per_tok: 5 exceeds num_experts: 4"):
+        read_architecture(config.model)
