@@ -60,6 +60,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ids = torch.randint(0, 64, (length,), generator=generator).tolist()
             file.write(json.dumps({"input_ids": ids, "labels": [-100, *ids[1:]]}) + "\n")
     write_config(folder / "model", hf_config(tie_word_embeddings=True, initializer_range=0.02))
+    write_config(folder / "experts", hf_config("qwen3_moe", mlp_only_layers=[0], initializer_range=0.02))
     return folder
 
 
@@ -76,6 +77,7 @@ def run(
     text = CONFIG.format(folder=folder, output=output, mode=mode, accumulation=accumulation, steps=NUM_STEPS)
     path = output.parent / f"{output.name}_{os.environ['RANK']}.yaml"
     path.write_text(text)
+    overrides = [part.format(folder=folder) for part in overrides]
     if killed_at is not None:
         save = Checkpoints.save
 
@@ -118,6 +120,8 @@ def final_state(output: Path) -> dict[str, Tensor]:
 LORA = ["--lora.enable_lora=true", "--lora.lora_rank=4", "--lora.lora_dropout=0.2", "--lora.use_dora=true"]
 LORA += ["--lora.merge_lora_interval=5", "--lora.reset_optimizer_on_merge=true"]
 QLORA = ["--lora.enable_qlora=true", "--lora.lora_rank=4", "--lora.enable_aqn=true", "--lora.merge_lora_interval=5"]
+EXPERTS = ["--model.config_path", "{folder}/experts", "--train.router_aux_loss_coef", "0.1"]
+EXPERTS += ["--train.enable_gradient_checkpointing", "true", "--train.moe_checkpoint_method", "moe_act"]
 HALF = ["--train.param_dtype", "bf16", "--train.enable_mixed_precision", "true", "--train.lr", "3e-3"]
 
 
@@ -132,8 +136,18 @@ HALF = ["--train.param_dtype", "bf16", "--train.enable_mixed_precision", "true",
         ("fsdp2", 2, [*HALF, "--train.optimizer", "muon"]),
         ("fsdp2", 2, LORA),
         ("fsdp2", 2, QLORA),
+        ("fsdp2", 2, [*EXPERTS, "--train.optimizer", "muon"]),
     ],
-    ids=["none-adamw", "fsdp2-adamw", "ddp-adamw", "none-anyprecision", "fsdp2-muon", "fsdp2-lora", "fsdp2-qlora"],
+    ids=[
+        "none-adamw",
+        "fsdp2-adamw",
+        "ddp-adamw",
+        "none-anyprecision",
+        "fsdp2-muon",
+        "fsdp2-lora",
+        "fsdp2-qlora",
+        "fsdp2-experts",
+    ],
 )
 def test_killed_and_resumed_run_is_the_same_to_the_bit(
     mode: str, world_size: int, overrides: list[str], folder: Path, tmp_path: Path, run_ranks
@@ -155,11 +169,13 @@ def test_killed_and_resumed_run_is_the_same_to_the_bit(
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("world_size", [1, 4])
-def test_run_of_two_ranks_resumes_on_another_number(world_size: int, folder: Path, tmp_path: Path, run_ranks) -> None:
+@pytest.mark.parametrize(("world_size", "overrides"), [(1, []), (4, []), (4, EXPERTS)], ids=["1", "4", "4-experts"])
+def test_run_of_two_ranks_resumes_on_another_number(
+    world_size: int, overrides: list[str], folder: Path, tmp_path: Path, run_ranks
+) -> None:
     # Catches a data order, or a number of bins per step, that depends on how many ranks read it.
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
-    split = {"mode": "fsdp2", "accumulation": 2}
+    split = {"mode": "fsdp2", "accumulation": 2, "overrides": overrides}
     run_ranks(lambda: run(folder, straight, **split), 2)
     run_ranks(lambda: run(folder, resumed, **split, killed_at=KILLED_AT), 2)
     assert run_ranks(lambda: run(folder, resumed, **split), world_size) == [0] * world_size

@@ -216,6 +216,7 @@ def recorded_options(config: Config) -> dict[str, JSON]:
         "train.optimizer": train.optimizer,
         "train.optimizer_dtype": train.optimizer_dtype,
         "train.param_dtype": train.param_dtype,
+        "train.freeze_router": train.freeze_router,
         "lora.enable_qlora": lora.enable_qlora,
     }
     if lora.enable_qlora:
