@@ -21,7 +21,15 @@ from xorl.train.bench.report import BenchRecord, Measurement
 from xorl.train.bench.runner import _config_in
 from xorl.train.data import prepare_data
 
-PARAMETERS = {"llama3-70b": 70.554, "llama3-8b": 8.030, "qwen3-0.6b": 0.596, "qwen3-1.7b": 1.721, "qwen3-8b": 8.191}
+PARAMETERS = {
+    "llama3-70b": 70.554,
+    "llama3-8b": 8.030,
+    "qwen3-0.6b": 0.596,
+    "qwen3-1.7b": 1.721,
+    "qwen3-8b": 8.191,
+    "qwen3-30b-a3b": 30.532,
+    "qwen3-30b-a3b-12-layers": 8.100,
+}
 
 
 def run_of(model: str = "tiny", documents: Documents = "single", tokens_per_step: int | None = None) -> SyntheticRun:
