@@ -44,7 +44,7 @@ class ModelConfig(NumericsFields, ModelFields):
     router_fp32: bool = Field(
         default=True,
         description="Compute the logits of mixture-of-experts routers in fp32. false multiplies in the compute dtype, "
-        "as transformers does for Qwen3-MoE.",
+        "as transformers does in some families.",
     )
 
 
