@@ -60,8 +60,7 @@ class LayerKernels:
 
     Attributes:
         add: adds a layer's last output to the residual stream.
-        experts: computes the experts of a layer: (x, gate_up, down, weights, ids, num_real) as in
-            `xorl.kernels.experts.reference`.
+        experts: computes the experts of a layer.
         swiglu_linear: swiglu fused with the next linear layer, if that saves work in the backward pass; else None.
     """
 

@@ -60,7 +60,8 @@ def recompute_layers(
 ) -> None:
     """Apply activation recomputation to the first `num_layers` (None: all) layers, in place.
 
-    `experts` also recomputes the gate, up and activation of experts, wherever their layer is not recomputed as a whole.
+    `experts` makes the experts of these layers recompute their gate, up and activation, which saves nothing in a layer
+    that is recomputed as a whole.
 
     If the layers will be compiled, the gated activation of every MLP is recomputed: it is the second-widest tensor, and
     the backward pass reads its input anyway. In uncompiled code this would save nothing, because the next linear layer

@@ -10,7 +10,6 @@ Shapes: T tokens, K experts per token, M = T * K rows, D model width, F width of
 
 from __future__ import annotations
 
-import importlib
 from types import ModuleType
 
 import torch
@@ -149,7 +148,9 @@ _experts.register_autograd(_differentiate, setup_context=_save)
 
 
 def _between(x: Tensor) -> ModuleType:
-    """The module with what is computed between the products of `x`."""
+    """The module that computes everything between the products: `rows_triton` where Triton runs, else `rows`."""
     if x.dtype == torch.float64 or triton_refusal(x.device.type) is not None:
         return plain
-    return importlib.import_module("xorl.kernels.experts.rows_triton")  # needs Triton
+    from xorl.kernels.experts import rows_triton  # noqa: PLC0415 - needs Triton
+
+    return rows_triton

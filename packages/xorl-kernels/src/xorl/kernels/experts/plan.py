@@ -44,8 +44,7 @@ def _route_plan(ids: Tensor, num_experts: int, num_real: Tensor | None) -> tuple
     num_tokens, num_choices = ids.shape
     keys = ids.to(torch.int32)
     if num_real is not None:
-        is_padding = torch.arange(num_tokens, device=ids.device) >= num_real
-        keys = keys.masked_fill(is_padding[:, None], num_experts)
+        keys = keys.masked_fill(is_padding(num_tokens, num_real)[:, None], num_experts)
     experts, order = keys.flatten().sort(stable=True)
     rows = torch.empty_like(order, dtype=torch.int32)
     rows[order] = torch.arange(len(order), dtype=torch.int32, device=ids.device)
@@ -58,3 +57,8 @@ def _route_plan(ids: Tensor, num_experts: int, num_real: Tensor | None) -> tuple
 def _(ids: Tensor, num_experts: int, num_real: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     rows = ids.new_empty(ids.shape, dtype=torch.int32)
     return rows.new_empty(ids.shape[0] * ids.shape[1]), rows, rows.new_empty(num_experts)
+
+
+def is_padding(num_tokens: int, num_real: Tensor) -> Tensor:
+    """[T] bool, for tokens of which those from the index `num_real` (0-d) on are padding."""
+    return torch.arange(num_tokens, device=num_real.device) >= num_real

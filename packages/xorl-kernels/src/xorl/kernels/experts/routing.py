@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from xorl.kernels.experts.plan import is_padding
 from xorl.kernels.fused import triton_refusal
 
 # Rows summed at once: a document is a range of whole blocks, and parts of the two at its ends.
@@ -76,9 +77,9 @@ def _sum_routing(
     lse = logits.logsumexp(-1)
     values = torch.cat([probabilities, lse.square()[:, None]], dim=1)
     if num_real is not None:
-        is_padding = _is_padding(len(ids), num_real)
-        ones, values = ones.masked_fill(is_padding[:, None], 0), values.masked_fill(is_padding[:, None], 0)
-        lse = lse.masked_fill(is_padding, 0)
+        padding = is_padding(len(ids), num_real)
+        ones, values = ones.masked_fill(padding[:, None], 0), values.masked_fill(padding[:, None], 0)
+        lse = lse.masked_fill(padding, 0)
     # Integers: the order of the additions does not matter.
     counts = ones.new_zeros(num_documents * num_experts).scatter_add_(0, index.flatten(), ones.flatten())
     sums = sum_documents(values, cu_seqlens)
@@ -107,7 +108,7 @@ def _sum_routing_backward(
     documents = _document_ids(len(probabilities), cu_seqlens)
     grad_probabilities = grad_sums[documents]
     if num_real is not None:
-        grad_probabilities.masked_fill_(_is_padding(len(probabilities), num_real)[:, None], 0)
+        grad_probabilities.masked_fill_(is_padding(len(probabilities), num_real)[:, None], 0)
     # The derivative of logsumexp is the softmax.
     return (2 * lse * grad_squared_lse[documents])[:, None] * probabilities, grad_probabilities
 
@@ -170,7 +171,3 @@ def sum_documents(values: Tensor, cu_seqlens: Tensor) -> Tensor:
 def _document_ids(num_tokens: int, cu_seqlens: Tensor) -> Tensor:
     """[T] int64, the document of each token."""
     return torch.searchsorted(cu_seqlens, torch.arange(num_tokens, device=cu_seqlens.device), right=True) - 1
-
-
-def _is_padding(num_tokens: int, num_real: Tensor) -> Tensor:
-    return torch.arange(num_tokens, device=num_real.device) >= num_real
