@@ -129,6 +129,6 @@ def test_an_adapter_alone_has_the_factors_that_it_has_among_others():
     among = [layer._factors(torch.bfloat16, layer.pairs()[0].stop)[0].clone() for layer in layers]
     bank.activate([("one", 7)])
     for layer, downs in zip(layers, among, strict=True):
-        assert layer.alone is not None
-        alone, _ = layer._factors_alone(layer.alone, torch.bfloat16, layer.pairs()[0].stop)
+        assert layer.single is not None
+        alone, _ = layer._single_factors(layer.single, torch.bfloat16, layer.pairs()[0].stop)
         assert any(torch.equal(alone[:3], down[:3]) for down in downs)

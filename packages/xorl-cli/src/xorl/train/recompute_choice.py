@@ -58,7 +58,7 @@ SETTINGS: MappingProxyType[str, dict[str, object]] = MappingProxyType(
 # Settings that some layers can have alone: offloading is for all.
 BY_LAYER = ("operation", "layer")
 # The rest is for NCCL, workspaces of libraries, and gaps between allocations.
-USABLE = 0.95
+USABLE = 0.96
 
 
 @dataclass(frozen=True)
