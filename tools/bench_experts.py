@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from xorl.core.nn.kernels import EXPERTS, ExpertsImplementation
+from xorl.kernels.experts import EXPERTS, ExpertsRequest
 from xorl.kernels.experts.plan import RoutePlan
 from xorl.kernels.experts.routing import top_experts
 from xorl.kernels.grouped import grouped_outer, grouped_product
@@ -58,9 +58,7 @@ def median_ms(run: Callable[[], object], device: torch.device, rounds: int) -> f
     return statistics.median(times[2:])
 
 
-def rows_of(
-    shape: tuple[int, int, int, int], num_tokens: int, names: list[ExpertsImplementation], rounds: int
-) -> list[Row]:
+def rows_of(shape: tuple[int, int, int, int], num_tokens: int, names: list[str], rounds: int) -> list[Row]:
     """A row for each implementation, forward, backward and both, and one for the products alone."""
     width, inner, num_experts, num_choices = shape
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -101,7 +99,7 @@ def rows_of(
     add("products alone", products, 3)
     add("choice and plan", lambda: RoutePlan.of(top_experts(scores, num_choices), num_experts), 0)
     for name in names:
-        experts = EXPERTS[name]
+        experts = EXPERTS.resolve(name, ExpertsRequest(device.type, x.dtype, width, inner))
         add(f"{name} forward", lambda experts=experts: experts(*leaves, ids, None), 1)
         add(
             f"{name} forward and backward",
@@ -123,7 +121,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
     parser.add_argument("--num-tokens", nargs="+", type=int, default=[256])
-    parser.add_argument("--implementations", nargs="+", choices=EXPERTS, default=["native"])
+    parser.add_argument("--implementations", nargs="+", choices=EXPERTS.names, default=["native"])
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

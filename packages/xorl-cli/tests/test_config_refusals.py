@@ -14,7 +14,6 @@ from xorl.config.unsupported import UNSUPPORTED, UnsupportedValues, unsupported_
 
 # A refused value of each option whose row says "anything but the default", where it cannot be guessed from the type.
 EXAMPLES: dict[str, object] = {
-    "model.moe_implementation": "triton",
     "model.ep_dispatch": "deepep",
     "model.deepep_num_sms": 22,
     "model.encoders": {"image": {"model_path": "a"}},

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from tiny_models import hf_config
 from xorl.core.models import SPECS, Decoder
 from xorl.core.models.router_losses import RouterLossOptions, router_metrics
-from xorl.core.nn.kernels import EXPERTS, LayerKernels
+from xorl.core.nn.kernels import LayerKernels
 from xorl.core.parallel.activations import Recompute, recompute_layers
 from xorl.kernels.layout import SequenceLayout
 from xorl.kernels.linear_ce import linear_cross_entropy
@@ -21,7 +21,7 @@ LENGTHS = [9, 1, 14, 5]
 def make_decoder(**changes: object) -> Decoder:
     spec = SPECS["Qwen3MoeForCausalLM"]
     config = spec.config_from_hf({**CONFIG, **changes})
-    decoder = spec.build(config, kernels=LayerKernels(experts=EXPERTS["native"]))
+    decoder = spec.build(config, kernels=LayerKernels())
     decoder.init_weights(seed=1)
     return decoder
 

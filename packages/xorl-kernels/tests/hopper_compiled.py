@@ -28,7 +28,8 @@ from triton.runtime import driver
 
 from xorl.kernels import grouped_triton
 from xorl.kernels.attention import paged_triton
-from xorl.kernels.experts import routing_triton, rows_triton
+from xorl.kernels.experts import products_triton, routing_triton, rows_triton
+from xorl.kernels.experts.products import Rows
 from xorl.kernels.fused import cross_entropy, heads, reference, rms_norm, swiglu, widened_sum
 from xorl.kernels.fused.reference import HeadNorms, HeadShape
 from xorl.kernels.optim import Noise, triton_lists, triton_symmetric, triton_updates
@@ -311,6 +312,14 @@ def experts(num_tokens: int = 64) -> None:
         rows_triton.combine(y, weights, rows, ends)
         rows_triton.combine(y, None, rows, ends)
         rows_triton.gated_backward(y, up, weights, rows.flatten(), ends)
+        stacked, index = empty(128, 2 * width, 512, dtype=dtype), empty(8 * num_tokens, dtype=torch.int32)
+        for x in (Rows(empty(8 * num_tokens, 512, dtype=dtype)), Rows(empty(num_tokens, 512, dtype=dtype), index)):
+            products_triton.product(x, stacked.transpose(1, 2), ends)
+            products_triton.gated(x, stacked.transpose(1, 2), ends, keep_up=True)
+            products_triton.gated(x, stacked.transpose(1, 2), ends, keep_up=False)
+            products_triton.outer(Rows(up), x, ends)
+            products_triton.outer(x, Rows(up), ends)
+        products_triton.product(Rows(up), stacked, ends)
     for dtype in (BF16, FP32):
         grouped_triton.clear_empty_groups_(empty(128, 1536, 2048, dtype=dtype), ends)
     for num_experts in (60, 128):
@@ -381,6 +390,8 @@ def beyond_int32() -> None:
     updates(x.numel(), (BF16,))
     stacked = empty(BEYOND_INT32 // 2**24 + 1, 4096, 4096)
     triton_symmetric.symmetric_product(stacked, stacked, alpha=1.0, beta=1.0)
+    ends = empty(len(stacked), dtype=torch.int32)
+    products_triton.product(Rows(empty(BEYOND_INT32 // 4096 + 1, 4096)), stacked.transpose(1, 2), ends)
     q, keys = empty(2, 32, 128), empty(BEYOND_INT32 // 1024 + 1, 8, 128)
     tables, lengths = empty(2**20, 2, dtype=torch.int64), empty(2, dtype=torch.int64)
     paged_triton.paged_attention(q, keys, keys, tables, lengths, block_size=16, scale=0.1, window=None)

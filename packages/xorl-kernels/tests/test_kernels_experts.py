@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from xorl.kernels.experts import native, reference
+from xorl.kernels.experts import grouped, reference
 from xorl.kernels.experts.plan import RoutePlan, _route_plan
 from xorl.kernels.experts.routing import _sum_routing, sum_documents, sum_routing, top_experts
 from xorl.kernels.layout import SequenceLayout
@@ -57,13 +57,13 @@ def gradients(out: Tensor, tensors: list[Tensor], seed: int = 3) -> tuple[Tensor
 @pytest.mark.parametrize("kind", ["random", "same", "none to the first"])
 @pytest.mark.parametrize("num_padding", [0, 4])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_native_experts_match_the_twin(shape: tuple[int, ...], num_padding: int, kind: str, recompute: bool) -> None:
+def test_experts_match_the_twin(shape: tuple[int, ...], num_padding: int, kind: str, recompute: bool) -> None:
     # Catches swapped gate and up, transposed weights, rows of padding that are read, and gradients of empty experts.
     tensors, ids = inputs(shape, torch.float64), routes(kind, shape)
     num_real = torch.tensor(shape[0] - num_padding)
     expected = reference.experts(*tensors, ids, num_real=num_real)
     with nan_poisoned_empty():
-        out = native.experts(*tensors, ids, num_real, recompute=recompute)
+        out = grouped.experts(*tensors, ids, num_real, recompute=recompute)
         found = gradients(out, tensors)
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
     assert not out[shape[0] - num_padding :].any()
@@ -75,10 +75,10 @@ def test_frozen_experts_get_no_gradient() -> None:
     # Catches products for gradients that nothing reads, and a gradient of x that depends on them.
     shape = SHAPES[0]
     tensors, ids = inputs(shape, torch.float64), routes("random", shape)
-    expected = gradients(native.experts(*tensors, ids), tensors)
+    expected = gradients(grouped.experts(*tensors, ids), tensors)
     for frozen in tensors[1:3]:
         frozen.requires_grad_(False)
-    found = gradients(native.experts(*tensors, ids), [tensors[0], tensors[3]])
+    found = gradients(grouped.experts(*tensors, ids), [tensors[0], tensors[3]])
     assert torch.equal(found[0], expected[0])
     assert torch.equal(found[1], expected[3])
 
@@ -87,18 +87,18 @@ def test_the_gradient_is_that_of_finite_differences() -> None:
     # Catches a twin and an implementation that are wrong alike.
     shape = (6, 2, 5, 3, 4)
     tensors, ids = inputs(shape, torch.float64), routes("random", shape)
-    assert torch.autograd.gradcheck(lambda *args: native.experts(*args, ids, torch.tensor(5)), tensors)
+    assert torch.autograd.gradcheck(lambda *args: grouped.experts(*args, ids, torch.tensor(5)), tensors)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_native_experts_round_once(dtype: torch.dtype) -> None:
+def test_experts_round_once(dtype: torch.dtype) -> None:
     # Catches sums over choices, or products with routing weights, in half precision.
     shape = SHAPES[2]
     tensors = inputs(shape, dtype)
     ids = routes("random", shape)
     exact = [value.detach().double().requires_grad_() for value in tensors]
     expected = reference.experts(*exact, ids)
-    out = native.experts(*tensors, ids)
+    out = grouped.experts(*tensors, ids)
     bound = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
     assert (out - expected).norm() < bound * expected.norm()
     for mine, theirs in zip(gradients(out, tensors), gradients(expected, exact), strict=True):
@@ -122,7 +122,7 @@ def test_experts_compile_into_one_graph() -> None:
     tensors, ids = inputs(shape, torch.float32), routes("random", shape)
 
     def block(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor) -> Tensor:
-        return native.experts(x, gate_up, down, weights, ids)
+        return grouped.experts(x, gate_up, down, weights, ids)
 
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
     expected, out = block(*tensors), compiled(*tensors)
@@ -137,7 +137,7 @@ def test_operators_are_registered_correctly(recompute: bool) -> None:
     tensors, ids = inputs(shape, torch.float32), routes("random", shape)
     plan = RoutePlan.of(ids, shape[4])
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
-    torch.library.opcheck(native._experts, (*tensors, *plan, recompute), test_utils=tests)
+    torch.library.opcheck(grouped._experts, (*tensors, *plan, recompute, "native"), test_utils=tests)
 
 
 LENGTHS = [[1], [64, 64], [5, 130, 1, 60], [63, 2, 200]]

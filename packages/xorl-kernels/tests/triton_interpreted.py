@@ -9,12 +9,21 @@ import torch
 from xorl.kernels import grouped_triton
 from xorl.kernels.attention import KeyValueCache, MixedLayout, paged_triton
 from xorl.kernels.attention.cached import plain_cached_attention
-from xorl.kernels.experts import routing_triton, rows, rows_triton
+from xorl.kernels.experts import products_native, products_triton, routing_triton, rows, rows_triton
 from xorl.kernels.experts.plan import RoutePlan
+from xorl.kernels.experts.products import Rows
 from xorl.kernels.experts.routing import top_experts
 from xorl.kernels.fused import cross_entropy, device, heads, partial, reference, rms_norm, swiglu, widened_sum
 from xorl.kernels.fused.reference import HeadNorms, HeadShape
-from xorl.kernels.testing import TOLERANCES, assert_close, assert_matches_reference, nan_poisoned_empty
+from xorl.kernels.testing import (
+    TOLERANCES,
+    allow_loops_in_interpreter,
+    assert_close,
+    assert_matches_reference,
+    nan_poisoned_empty,
+)
+
+allow_loops_in_interpreter()
 
 # Large enough that the gradient of two values' norm is not all cancellation.
 EPS = 0.1
@@ -363,6 +372,51 @@ def test_between_the_products_of_experts(
         assert_close(
             name, mine if whole else mine[:num_read], theirs if whole else theirs[:num_read], TOLERANCES[torch.float32]
         )
+
+
+@pytest.mark.parametrize("gathers", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("counts", "depth", "width"), [([3, 0, 20, 1, 0], 9, 13), ([0, 40], 64, 32), ([17], 5, 70), ([0, 0, 0], 4, 4)]
+)
+def test_products_of_experts(monkeypatch, counts, depth, width, dtype, gathers):
+    # Catches a last block that reads or writes the next expert's rows, an expert without rows, a gate that is taken for
+    # up, rows that are gathered from the wrong operand, and padding, which is NaN here.
+    monkeypatch.setattr(products_triton, "BLOCK_ROWS", 16)
+    monkeypatch.setattr(products_triton, "BLOCK_COLUMNS", 32)
+    monkeypatch.setattr(products_triton, "DEPTH_BYTES", 16 * dtype.itemsize)
+    num_rows, num_padding = sum(counts), 3
+    ends = torch.tensor(counts).cumsum(0).to(torch.int32)
+    nan = torch.full((num_padding, 1), float("nan"), dtype=dtype)
+    index = torch.randperm(num_rows + num_padding, generator=torch.Generator().manual_seed(3)).to(torch.int32)
+
+    def operands(values):
+        """The rows for the kernel and for its twin."""
+        if not gathers:
+            return Rows(values), Rows(values)
+        scattered = torch.empty_like(values)
+        scattered[index.long()] = values
+        return products_triton.gather(scattered, index), Rows(values)
+
+    def padded(values):
+        return torch.cat([values, nan.expand(-1, values.shape[1])])
+
+    x, grad = padded(randn(num_rows, depth, dtype=dtype)), padded(randn(num_rows, width, dtype=dtype, seed=1))
+    weight = randn(len(counts), 2 * width, depth, dtype=dtype, seed=2)
+    (mine, theirs), (my_grad, their_grad) = operands(x), operands(grad)
+    tolerance = TOLERANCES[dtype]
+    with nan_poisoned_empty():
+        for stacked in (weight.transpose(1, 2), weight.transpose(1, 2).contiguous()):
+            wanted = products_native.product(theirs, stacked, ends)[:num_rows]
+            assert_close("product", products_triton.product(mine, stacked, ends)[:num_rows], wanted, tolerance)
+            for keep_up in (False, True):
+                found = products_triton.gated(mine, stacked, ends, keep_up=keep_up)
+                up, gated = products_native.gated(theirs, stacked, ends, keep_up=True)
+                assert_close("gated", found[1][:num_rows], gated[:num_rows], tolerance)
+                assert_close("up", found[0][:num_rows], up[:num_rows] if keep_up else found[0], tolerance)
+        wanted = products_native.outer(their_grad, theirs, ends)
+        assert_close("outer", products_triton.outer(my_grad, mine, ends), wanted, tolerance)
+        assert_close("outer", products_triton.outer(Rows(grad), mine, ends), wanted, tolerance)
 
 
 @pytest.mark.parametrize(("num_tokens", "num_experts", "num_active"), [(5, 8, 3), (70, 60, 6), (1, 3, 3)])

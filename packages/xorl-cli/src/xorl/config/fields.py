@@ -75,8 +75,10 @@ class ModelFields(Section):
     )
     moe_implementation: ExpertBackend | None = Field(
         default=None,
-        description="Kernel for mixture-of-experts layers: eager (plain torch), triton (grouped matmul), native "
-        "(torch's grouped matmul) or quack. null picks the fastest one that can run here.",
+        description="Kernel for mixture-of-experts layers. null picks the fastest one that can run here, as "
+        "measured on Hopper GPUs, and logs the choice. A kernel named explicitly is used, or the run stops with an "
+        "error. eager is plain torch, one expert at a time; native uses torch's grouped matmul in bf16; triton gathers "
+        "the tokens within its own grouped matmul, in bf16 and fp32; quack uses the library quack-kernels.",
     )
     ep_dispatch: ExpertDispatch = Field(
         default="alltoall",

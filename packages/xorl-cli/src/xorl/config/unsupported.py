@@ -51,12 +51,6 @@ ONE_RANK = "only data parallelism is implemented"
 ONE_RANK_INSTEAD = "leave it at 1; train.data_parallel_mode: fsdp2 shards models that do not fit on one GPU"
 
 UNSUPPORTED: tuple[UnsupportedValues, ...] = (
-    UnsupportedValues(
-        "model.moe_implementation",
-        "only eager and native are implemented",
-        "leave it at null for the faster one",
-        values=("triton", "quack"),
-    ),
     UnsupportedValues("model.ep_dispatch", "expert parallelism is not implemented", "leave it at alltoall"),
     UnsupportedValues("model.deepep_*", "expert parallelism is not implemented", "leave it out"),
     UnsupportedValues(

@@ -18,16 +18,19 @@ from xorl.config.local import LoraConfig, ModelConfig, TrainConfig
 from xorl.config.options import yaml_text
 from xorl.core.mesh import Mesh
 from xorl.core.models import Decoder, DecoderConfig, spec_for
+from xorl.core.models.decoder_config import ExpertsConfig
 from xorl.core.models.hf_config import DROPOUT_KEYS
 from xorl.core.models.router_losses import RouterLossOptions
 from xorl.core.nn import LayerKernels
-from xorl.core.nn.kernels import ExpertsImplementation, FusedKernel, choose_kernels
+from xorl.core.nn.kernels import FusedKernel, choose_kernels
 from xorl.core.nn.moe import Router
 from xorl.core.parallel import ParallelModel, ParallelPolicy, local_part, parallelize
 from xorl.core.parallel.activations import Recompute
 from xorl.core.parallel.apply import check_parallelizable
 from xorl.kernels.attention import ATTENTION, AttentionRequest, resolve_attention
+from xorl.kernels.experts import EXPERTS, ExpertsRequest, grouped
 from xorl.kernels.quant.fp8 import fp8_refusal
+from xorl.kernels.registry import AUTO
 from xorl.lora import adapters, init_adapters
 from xorl.lora.quantized import num_parameters, quantized_rows
 from xorl.train.adapters.folder import AdapterFolder, check_name, check_shapes, load_adapter
@@ -59,6 +62,7 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType({"fp32": torch.float32, "bf
 # Option names for error messages.
 MODEL_PATH = "model.model_path"
 ATTENTION_OPTION = "model.attn_implementation"
+EXPERTS_OPTION = "model.moe_implementation"
 
 
 def read_architecture(config: ModelConfig, load_weights_mode: LoadWeightsMode = "broadcast") -> Architecture:
@@ -194,6 +198,12 @@ def _kernels(config: DecoderConfig, model: ModelConfig, train: TrainConfig, devi
         attention = resolve_attention(model.attn_implementation, _attention_request(config, train, device))
     except RuntimeError as error:
         raise ValueError(f"{ATTENTION_OPTION}: {error}") from error
+    experts = grouped.experts
+    if config.has_experts:
+        try:
+            experts = EXPERTS.resolve(model.moe_implementation or AUTO, _experts_request(config, train, device))
+        except RuntimeError as error:
+            raise ValueError(f"{EXPERTS_OPTION}: {error}") from error
     native: dict[FusedKernel, bool] = {
         "rms_norm": model.rmsnorm_native,
         "rope": model.rope_native,
@@ -206,16 +216,8 @@ def _kernels(config: DecoderConfig, model: ModelConfig, train: TrainConfig, devi
         compiled=train.enable_compile,
         native={name for name, is_native in native.items() if is_native},
         cast_bf16=model.attention_cast_bf16,
-        experts=_experts_implementation(config, model),
+        experts=experts,
     )
-
-
-def _experts_implementation(config: DecoderConfig, model: ModelConfig) -> ExpertsImplementation:
-    name = model.moe_implementation or "native"
-    if config.has_experts and model.moe_implementation is None:
-        logger.info("experts implementation=%s chosen_by=default", name)
-    assert name in ("eager", "native"), "others are refused by the configuration"
-    return name
 
 
 def check_model(
@@ -234,6 +236,11 @@ def check_model(
         ATTENTION.check(model.attn_implementation, _attention_request(architecture.config, train, device))
     except RuntimeError as error:
         raise ValueError(f"{ATTENTION_OPTION}: {error}") from error
+    if architecture.config.has_experts:
+        try:
+            EXPERTS.check(model.moe_implementation or AUTO, _experts_request(architecture.config, train, device))
+        except RuntimeError as error:
+            raise ValueError(f"{EXPERTS_OPTION}: {error}") from error
     check_parallelizable(sketch, _policy(model, train), device.type)
     return sketch
 
@@ -394,6 +401,11 @@ def _attention_request(config: DecoderConfig, train: TrainConfig, device: torch.
         head_dim=config.attention.head_dim,
         window=next((window for window in config.windows if window is not None), None),
     )
+
+
+def _experts_request(config: DecoderConfig, train: TrainConfig, device: torch.device) -> ExpertsRequest:
+    experts = next(layer.ffn for layer in config.layers if isinstance(layer.ffn, ExpertsConfig))
+    return ExpertsRequest(device.type, _compute_dtype(train), config.hidden_size, experts.width)
 
 
 def _require_device(train: TrainConfig, device: torch.device) -> None:

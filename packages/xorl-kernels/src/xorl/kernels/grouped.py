@@ -13,6 +13,8 @@ from torch import Tensor
 
 # torch's kernels require operand strides that are multiples of this.
 ALIGNMENT_BYTES = 16
+# Hopper.
+MIN_CAPABILITY = 9
 
 
 def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
@@ -55,9 +57,17 @@ def _slices(ends: Tensor) -> list[slice]:
     return [slice(start, stop) for start, stop in zip([0, *stops[:-1]], stops, strict=True)]
 
 
+def product_refusal(dtype: torch.dtype, *widths: int) -> str | None:
+    """The reason why torch has no kernel for products of these widths on this GPU, or None if it has one."""
+    if dtype != torch.bfloat16:
+        return f"torch's grouped products compute in bf16, not in {str(dtype).removeprefix('torch.')}"
+    if any(width * dtype.itemsize % ALIGNMENT_BYTES for width in widths):
+        return f"torch's grouped products need widths that are multiples of {ALIGNMENT_BYTES // dtype.itemsize}"
+    if torch.cuda.get_device_capability()[0] < MIN_CAPABILITY:
+        return f"torch's grouped products need a GPU of compute capability {MIN_CAPABILITY}.0 or later"
+    return None
+
+
 def _has_kernel(x: Tensor, *widths: int) -> bool:
     """Whether torch has a kernel for these groups that does not need their ends on the host."""
-    if x.device.type != "cuda" or x.dtype != torch.bfloat16:
-        return False
-    is_aligned = all(width * x.element_size() % ALIGNMENT_BYTES == 0 for width in widths)
-    return is_aligned and torch.cuda.get_device_capability(x.device)[0] >= 9
+    return x.device.type == "cuda" and product_refusal(x.dtype, *widths) is None

@@ -37,6 +37,22 @@ TOLERANCES: Mapping[torch.dtype, Tolerance] = MappingProxyType(
 )
 
 
+def allow_loops_in_interpreter() -> None:
+    """Let kernels loop up to a number that they load or are given.
+
+    Triton 3.6's interpreter converts the number by a rule that NumPy 2.4 removed.
+    """
+    from triton.runtime import interpreter  # noqa: PLC0415 - needs Triton
+
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: type, scope: interpreter._LangPatchScope) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patched
+
+
 def nan_poisoned_empty() -> AbstractContextManager[object]:
     """A context in which Python code gets uninitialised memory filled with NaN, to detect reads before writes.
 

@@ -3,50 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
-from types import MappingProxyType
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from xorl.kernels.attention import AttentionFn
 from xorl.kernels.attention.sdpa import sdpa_attention
-from xorl.kernels.experts import native as native_experts
-from xorl.kernels.experts import reference as reference_experts
+from xorl.kernels.experts import ExpertsFn, grouped
 from xorl.kernels.fused import HeadNorms, HeadShape, RopeTables, opaque, reference, triton_refusal
 
 logger = logging.getLogger(__name__)
 
-ExpertsImplementation = Literal["eager", "native"]
 FusedKernel = Literal["rms_norm", "rope", "swiglu"]
 # Compiled layers use them too: each is faster than its plain form under torch.compile (tools/bench_fused.py).
 FUSED_KERNELS: tuple[FusedKernel, ...] = ("rms_norm", "rope", "swiglu")
 
-
-class ExpertsFn(Protocol):
-    """Computes the experts of a layer, as `xorl.kernels.experts.reference.experts`."""
-
-    def __call__(
-        self,
-        x: Tensor,
-        gate_up: Tensor,
-        down: Tensor,
-        weights: Tensor,
-        ids: Tensor,
-        num_real: Tensor | None = None,
-        *,
-        recompute: bool = False,
-    ) -> Tensor:
-        """[T, D]."""
-        ...
-
-
-EXPERTS: Mapping[ExpertsImplementation, ExpertsFn] = MappingProxyType(
-    {"eager": reference_experts.experts, "native": native_experts.experts}
-)
 SplitHeadsFn = Callable[
     [tuple[Tensor, ...], HeadShape, HeadNorms | None, RopeTables | None], tuple[Tensor, Tensor, Tensor]
 ]
@@ -70,7 +45,7 @@ class LayerKernels:
     split_heads: SplitHeadsFn = reference.split_heads
     swiglu: Callable[[Tensor], Tensor] = reference.swiglu
     swiglu_linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
-    experts: ExpertsFn = native_experts.experts
+    experts: ExpertsFn = grouped.experts
 
 
 def choose_kernels(
@@ -81,7 +56,7 @@ def choose_kernels(
     compiled: bool,
     native: Collection[FusedKernel],
     cast_bf16: bool,
-    experts: ExpertsImplementation = "native",
+    experts: ExpertsFn = grouped.experts,
 ) -> LayerKernels:
     """Select the kernels for layers that compute in `dtype` on this device type, and log the selection.
 
@@ -89,8 +64,7 @@ def choose_kernels(
         attention: the attention function.
         compiled: whether the layers will be compiled.
         native: operations that always use the plain form, including its rounding.
-        experts: eager computes one expert at a time in plain torch, and the host waits for each; native uses torch's
-            grouped products.
+        experts: the function of layers of experts.
         cast_bf16: round queries and keys to bf16 before attention, which still computes in `dtype`.
     """
     refusal = triton_refusal(device_type)
@@ -102,7 +76,7 @@ def choose_kernels(
     # Only compiled layers need opaque operators: the compiler would fuse plain ones and change their rounding.
     plain = _with_opaque(attention, native) if compiled and native else LayerKernels(attention)
     kernels = _with_fused(plain, fused, compiled=compiled) if fused else plain
-    kernels = replace(kernels, experts=EXPERTS[experts])
+    kernels = replace(kernels, experts=experts)
     if cast_bf16:
         kernels = replace(kernels, split_heads=_round_to_bf16(kernels.split_heads))
     return kernels

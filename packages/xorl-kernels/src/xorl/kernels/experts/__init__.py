@@ -1,1 +1,5 @@
-"""Layers of experts: `routing` and `plan` assign tokens, `native` computes, and `reference` is its twin."""
+"""Layers of experts: the implementations by name; `routing` and `plan` assign tokens, and `reference` is the twin."""
+
+from xorl.kernels.experts.backends import EXPERTS, ExpertsFn, ExpertsRequest
+
+__all__ = ["EXPERTS", "ExpertsFn", "ExpertsRequest"]

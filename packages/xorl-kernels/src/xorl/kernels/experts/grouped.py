@@ -1,25 +1,22 @@
-"""Experts by torch's grouped matrix products, with an explicit backward pass (the algorithm of SonicMoE, 2025).
+"""Experts by grouped matrix products, with an explicit backward pass (the algorithm of SonicMoE, 2025).
 
 The backward pass needs x, the up product and the routing weights; it recomputes the activation, and it takes the
 gradient of the routing weights from the activation, so the down product is not kept. Rows are gathered and summed in a
-fixed order, never added atomically: a repeated run computes the same bits. Between the products, one Triton kernel each
-reads and writes every row once (`rows_triton`); without Triton, and in fp64, plain torch does (`rows`).
+fixed order, never added atomically: a repeated run computes the same bits. The products come from one of several
+implementations (`products`). Between them, one Triton kernel each reads and writes every row once (`rows_triton`);
+without Triton, and in fp64, plain torch does (`rows`).
 
 Shapes: T tokens, K experts per token, M = T * K rows, D model width, F width of an expert, E experts.
 """
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from xorl.kernels.experts import rows as plain
 from xorl.kernels.experts.plan import RoutePlan
-from xorl.kernels.fused import triton_refusal
-from xorl.kernels.grouped import grouped_outer, grouped_product
+from xorl.kernels.experts.products import Rows, between_products, products_of
 
 Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -33,6 +30,7 @@ def experts(
     num_real: Tensor | None = None,
     *,
     recompute: bool = False,
+    products: str = "native",
 ) -> Tensor:
     """As `reference.experts` with silu; [T, D].
 
@@ -44,13 +42,14 @@ def experts(
         ids: [T, K] integers in [0, E).
         num_real: 0-d integer tensor; the output of tokens from this index on, which are padding, is 0.
         recompute: compute the up product again in the backward pass instead of keeping it.
+        products: the implementation of the products: native, triton or quack.
     """
     plan = RoutePlan.of(ids, len(gate_up), num_real)
-    out, _ = _experts(x, gate_up, down, weights, *plan, recompute)
+    out, _ = _experts(x, gate_up, down, weights, *plan, recompute, products)
     return out
 
 
-@torch.library.custom_op("xorl::experts_native", mutates_args=())
+@torch.library.custom_op("xorl::experts", mutates_args=())
 def _experts(
     x: Tensor,
     gate_up: Tensor,
@@ -60,12 +59,13 @@ def _experts(
     rows: Tensor,
     ends: Tensor,
     recompute: bool,
+    products: str,
 ) -> tuple[Tensor, Tensor]:
-    between = _between(x)
+    by = products_of(products)
     tokens = choices // rows.shape[1]
-    up = grouped_product(x[tokens], gate_up.transpose(1, 2), ends)  # [M, 2F]
-    y = grouped_product(between.gated(up), down.transpose(1, 2), ends)  # [M, D]
-    return between.combine(y, weights, rows, ends), up.new_empty(0) if recompute else up
+    up, gated = by.gated(by.gather(x, tokens), gate_up.transpose(1, 2), ends, keep_up=not recompute)
+    y = by.product(Rows(gated), down.transpose(1, 2), ends)  # [M, D]
+    return between_products(x).combine(y, weights, rows, ends), up
 
 
 @_experts.register_fake
@@ -78,12 +78,13 @@ def _(
     rows: Tensor,
     ends: Tensor,
     recompute: bool,
+    products: str,
 ) -> tuple[Tensor, Tensor]:
     up = x.new_empty(0) if recompute else x.new_empty(choices.shape[0], gate_up.shape[1])
     return torch.empty_like(x, memory_format=torch.contiguous_format), up
 
 
-@torch.library.custom_op("xorl::experts_native_backward", mutates_args=())
+@torch.library.custom_op("xorl::experts_backward", mutates_args=())
 def _experts_backward(
     grad: Tensor,
     x: Tensor,
@@ -95,17 +96,18 @@ def _experts_backward(
     ends: Tensor,
     up: Tensor,
     trains_experts: bool,
+    products: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    between = _between(x)
+    by, between = products_of(products), between_products(x)
     tokens = choices // rows.shape[1]
-    gathered, grad_rows = x[tokens], grad[tokens]
+    gathered, grad_rows = by.gather(x, tokens), by.gather(grad, tokens)
     if not up.numel():
-        up = grouped_product(gathered, gate_up.transpose(1, 2), ends)
-    grad_gated = grouped_product(grad_rows, down, ends)  # [M, F], before the routing weight
+        up = by.product(gathered, gate_up.transpose(1, 2), ends)
+    grad_gated = by.product(grad_rows, down, ends)  # [M, F], before the routing weight
     grad_up, weighted, grad_weights = between.gated_backward(grad_gated, up, weights, choices, ends)
-    grad_down = grouped_outer(grad_rows, weighted, ends) if trains_experts else x.new_empty(0)
-    grad_gate_up = grouped_outer(grad_up, gathered, ends) if trains_experts else x.new_empty(0)
-    grad_x = between.combine(grouped_product(grad_up, gate_up, ends), None, rows, ends)
+    grad_down = by.outer(grad_rows, Rows(weighted), ends) if trains_experts else x.new_empty(0)
+    grad_gate_up = by.outer(Rows(grad_up), gathered, ends) if trains_experts else x.new_empty(0)
+    grad_x = between.combine(by.product(Rows(grad_up), gate_up, ends), None, rows, ends)
     return grad_x, grad_gate_up, grad_down, grad_weights
 
 
@@ -121,6 +123,7 @@ def _(
     ends: Tensor,
     up: Tensor,
     trains_experts: bool,
+    products: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return (
         torch.empty_like(x, memory_format=torch.contiguous_format),
@@ -130,27 +133,25 @@ def _(
     )
 
 
-def _save(ctx: FunctionCtx, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+class _Context(FunctionCtx):
+    saved_tensors: Saved
+    needs_input_grad: tuple[bool, ...]
+    products: str
+
+
+def _save(ctx: _Context, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    ctx.products = inputs[8]
     ctx.save_for_backward(*inputs[:7], output[1])
     ctx.mark_non_differentiable(output[1])
 
 
-def _differentiate(ctx: FunctionCtx, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    saved: Saved = ctx.saved_tensors  # pyright: ignore[reportAttributeAccessIssue] set above
-    needs: tuple[bool, ...] = ctx.needs_input_grad  # pyright: ignore[reportAttributeAccessIssue]
-    trains_experts = needs[1] or needs[2]
-    grad_x, grad_gate_up, grad_down, grad_weights = _experts_backward(grad.contiguous(), *saved, trains_experts)
+def _differentiate(ctx: _Context, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    trains_experts = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
+    grad_x, grad_gate_up, grad_down, grad_weights = _experts_backward(
+        grad.contiguous(), *ctx.saved_tensors, trains_experts, ctx.products
+    )
     grads = (grad_gate_up, grad_down) if trains_experts else (None, None)
-    return grad_x, *grads, grad_weights, None, None, None, None
+    return grad_x, *grads, grad_weights, None, None, None, None, None
 
 
 _experts.register_autograd(_differentiate, setup_context=_save)
-
-
-def _between(x: Tensor) -> ModuleType:
-    """The module that computes everything between the products: `rows_triton` where Triton runs, else `rows`."""
-    if x.dtype == torch.float64 or triton_refusal(x.device.type) is not None:
-        return plain
-    from xorl.kernels.experts import rows_triton  # noqa: PLC0415 - needs Triton
-
-    return rows_triton

@@ -1,0 +1,100 @@
+"""The implementations of experts by name. To add one, add its products to this folder and register it here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from xorl.kernels.experts import grouped, reference
+from xorl.kernels.fused import triton_refusal
+from xorl.kernels.grouped import product_refusal
+from xorl.kernels.registry import Backend, Registry
+
+
+class ExpertsFn(Protocol):
+    """Computes the experts of a layer, as `reference.experts`."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+        num_real: Tensor | None = None,
+        *,
+        recompute: bool = False,
+    ) -> Tensor:
+        """[T, D]."""
+        ...
+
+
+@dataclass(frozen=True)
+class ExpertsRequest:
+    """What the experts of a model need.
+
+    Attributes:
+        width, expert_width: D and F of `reference.experts`.
+    """
+
+    device_type: str
+    dtype: torch.dtype
+    width: int
+    expert_width: int
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"device={self.device_type} dtype={dtype} width={self.width} expert_width={self.expert_width}"
+
+
+def _native_refusal(request: ExpertsRequest) -> str | None:
+    # On a CPU a loop over the experts takes the place of torch's kernel: nothing is there to wait for.
+    if request.device_type == "cpu":
+        return None
+    return product_refusal(request.dtype, request.width, request.expert_width)
+
+
+def _triton_refusal(request: ExpertsRequest) -> str | None:
+    if request.dtype == torch.float64:
+        return "it computes in fp32"
+    return triton_refusal(request.device_type)
+
+
+def _quack_refusal(request: ExpertsRequest) -> str | None:
+    if request.device_type != "cuda":
+        return f"it runs on CUDA devices, not on {request.device_type}"
+    return product_refusal(request.dtype, request.width, request.expert_width)
+
+
+def _quack_missing() -> str | None:
+    if find_spec("quack") is None:
+        return "the package quack-kernels is not installed: uv pip install 'xorl-kernels[fa4]' brings it"
+    return None
+
+
+def _load(name: str) -> ExpertsFn:
+    try:
+        import_module(f"xorl.kernels.experts.products_{name}")
+    except ImportError:
+        raise
+    except Exception as error:
+        # quack-kernels fails in many ways beside a version of nvidia-cutlass-dsl that it does not know.
+        raise ImportError(f"{type(error).__name__}: {error}") from error
+    return partial(grouped.experts, products=name)
+
+
+EXPERTS: Registry[ExpertsRequest, ExpertsFn] = Registry(
+    # Fastest first, as measured on Hopper (docs/records/experts.md).
+    "experts",
+    preference=("native", "triton", "eager"),
+)
+EXPERTS.register(Backend("eager", load=lambda: reference.experts, refusal=lambda request: None))
+EXPERTS.register(Backend("native", load=lambda: _load("native"), refusal=_native_refusal))
+EXPERTS.register(Backend("triton", load=lambda: _load("triton"), refusal=_triton_refusal))
+EXPERTS.register(Backend("quack", load=lambda: _load("quack"), refusal=_quack_refusal, missing=_quack_missing))

@@ -1,0 +1,32 @@
+"""The products of experts by torch's grouped matrix products, on rows gathered before; `products.Products`."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from xorl.kernels.experts.products import Rows, between_products
+from xorl.kernels.grouped import grouped_outer, grouped_product
+
+
+def gather(x: Tensor, index: Tensor) -> Rows:
+    """As `Products.gather`."""
+    return Rows(x[index])
+
+
+def product(rows: Rows, weight: Tensor, ends: Tensor) -> Tensor:
+    """As `Products.product`."""
+    assert rows.index is None, "gather gathers"
+    return grouped_product(rows.values, weight, ends)
+
+
+def gated(rows: Rows, weight: Tensor, ends: Tensor, *, keep_up: bool) -> tuple[Tensor, Tensor]:
+    """As `Products.gated`."""
+    up = product(rows, weight, ends)
+    return up if keep_up else up.new_empty(0), between_products(up).gated(up)
+
+
+def outer(left: Rows, right: Rows, ends: Tensor) -> Tensor:
+    """As `Products.outer`."""
+    assert left.index is None, "gather gathers"
+    assert right.index is None, "gather gathers"
+    return grouped_outer(left.values, right.values, ends)

@@ -1,0 +1,264 @@
+"""The products of experts in Triton: they gather their rows, and the first one also computes the gated activation.
+
+Plain twin: `products_native`. Sums are in fp32, in a fixed order, and every result is rounded once.
+
+Shapes: M rows, sorted by expert, E experts, N and K features, F width of an expert.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from xorl.kernels.experts.products import Rows
+from xorl.kernels.fused.device import launch, power_of_2
+
+# A tile of the output, and the bytes of a row that are summed up at once; measured on Hopper.
+BLOCK_ROWS, BLOCK_COLUMNS = 128, 256
+DEPTH_BYTES = 128
+NUM_WARPS, NUM_STAGES = 8, 3
+
+
+def gather(x: Tensor, index: Tensor) -> Rows:
+    """As `Products.gather`; the products gather."""
+    return Rows(x.contiguous(), index)
+
+
+def product(rows: Rows, weight: Tensor, ends: Tensor) -> Tensor:
+    """As `Products.product`."""
+    return _launch_product(rows, weight, ends, None)
+
+
+def gated(rows: Rows, weight: Tensor, ends: Tensor, *, keep_up: bool) -> tuple[Tensor, Tensor]:
+    """As `Products.gated`."""
+    num_rows, width = _num_rows(rows), weight.shape[2] // 2
+    up = rows.values.new_empty(num_rows, 2 * width) if keep_up else rows.values.new_empty(0)
+    return up, _launch_product(rows, weight, ends, up)
+
+
+def outer(left: Rows, right: Rows, ends: Tensor) -> Tensor:
+    """As `Products.outer`."""
+    left_values, right_values = left.values.contiguous(), right.values.contiguous()
+    num_left, num_right = left_values.shape[1], right_values.shape[1]
+    out = left_values.new_empty(len(ends), num_left, num_right)
+    if out.numel():
+        blocks_left, blocks_right = math.ceil(num_left / BLOCK_ROWS), math.ceil(num_right / BLOCK_COLUMNS)
+        launch(
+            _outer,
+            (len(ends) * blocks_left * blocks_right,),
+            left_values,
+            _index_of(left),
+            right_values,
+            _index_of(right),
+            ends,
+            out,
+            NUM_LEFT=num_left,
+            NUM_RIGHT=num_right,
+            GATHERS_LEFT=left.index is not None,
+            GATHERS_RIGHT=right.index is not None,
+            PRECISION=_precision(left_values),
+            BLOCKS_LEFT=blocks_left,
+            BLOCKS_RIGHT=blocks_right,
+            BLOCK_LEFT=BLOCK_ROWS,
+            BLOCK_RIGHT=BLOCK_COLUMNS,
+            BLOCK_ROWS=DEPTH_BYTES // left_values.element_size(),
+            num_warps=NUM_WARPS,
+            num_stages=NUM_STAGES,
+        )
+    return out
+
+
+def _launch_product(rows: Rows, weight: Tensor, ends: Tensor, up: Tensor | None) -> Tensor:
+    """The product [M, N], or with `up` its gated activation [M, N / 2]; `up` gets the product unless it is empty."""
+    values, num_rows = rows.values.contiguous(), _num_rows(rows)
+    num_experts, depth, num_columns = weight.shape
+    if up is not None:
+        num_columns //= 2
+    out = values.new_empty(num_rows, num_columns)
+    if out.numel():
+        block_columns = BLOCK_COLUMNS if up is None else BLOCK_COLUMNS // 2
+        num_blocks = math.ceil(num_columns / block_columns)
+        # Each expert may end with a block that is not full.
+        max_tiles = num_rows // BLOCK_ROWS + num_experts
+        launch(
+            _product,
+            (max_tiles * num_blocks,),
+            values,
+            _index_of(rows),
+            weight,
+            ends,
+            out if up is None else up,
+            out,
+            *weight.stride(),
+            NUM_EXPERTS=num_experts,
+            DEPTH=depth,
+            NUM_COLUMNS=num_columns,
+            GATHERS=rows.index is not None,
+            IS_GATED=up is not None,
+            KEEPS_UP=up is not None and up.numel() > 0,
+            PRECISION=_precision(values),
+            NUM_BLOCKS=num_blocks,
+            BLOCK_EXPERTS=power_of_2(num_experts),
+            BLOCK_ROWS=BLOCK_ROWS,
+            BLOCK_COLUMNS=block_columns,
+            BLOCK_DEPTH=DEPTH_BYTES // values.element_size(),
+            num_warps=NUM_WARPS,
+            num_stages=NUM_STAGES,
+        )
+    return out
+
+
+def _num_rows(rows: Rows) -> int:
+    return len(rows.values if rows.index is None else rows.index)
+
+
+def _index_of(rows: Rows) -> Tensor:
+    return rows.values if rows.index is None else rows.index
+
+
+def _precision(values: Tensor) -> str:
+    """fp32 is multiplied as fp32, not as TF32."""
+    return "ieee" if values.dtype == torch.float32 else "tf32"
+
+
+@triton.jit
+def _product(
+    x_ptr: tl.tensor,
+    index_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    ends_ptr: tl.tensor,
+    up_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    expert_stride: tl.int64,  # pyright: ignore[reportInvalidTypeForm]  (Triton's way to pass a wide integer)
+    depth_stride: int,
+    column_stride: int,
+    NUM_EXPERTS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    NUM_COLUMNS: tl.constexpr,
+    GATHERS: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    KEEPS_UP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+    BLOCK_EXPERTS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_DEPTH: tl.constexpr,
+) -> None:
+    # Blocks of columns of the same rows run together and share the rows in the L2 cache.
+    expert, first_row, end = _find_tile(
+        ends_ptr, tl.program_id(0) // NUM_BLOCKS, NUM_EXPERTS, BLOCK_EXPERTS, BLOCK_ROWS
+    )
+    if first_row >= end:
+        return
+    rows = first_row + tl.arange(0, BLOCK_ROWS)
+    is_row = rows < end
+    # Reading the last row again is cheaper than a mask in the loop; nothing is stored for it.
+    sources = tl.minimum(rows, end - 1)
+    if GATHERS:
+        sources = tl.load(index_ptr + sources)
+    columns = (tl.program_id(0) % NUM_BLOCKS) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    is_column = columns < NUM_COLUMNS
+    depths = tl.arange(0, BLOCK_DEPTH)
+    x_ptrs = x_ptr + sources.to(tl.int64)[:, None] * DEPTH + depths[None, :]
+    weight_ptr += expert.to(tl.int64) * expert_stride
+    weight_ptrs = weight_ptr + depths[:, None] * depth_stride + columns[None, :] * column_stride
+    product = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
+    up = product
+    for start in range(0, DEPTH, BLOCK_DEPTH):
+        is_depth = depths < DEPTH - start
+        x = tl.load(x_ptrs, mask=is_depth[None, :], other=0.0)
+        weight_mask = is_depth[:, None] & is_column[None, :]
+        product = tl.dot(x, tl.load(weight_ptrs, mask=weight_mask, other=0.0), product, input_precision=PRECISION)
+        if IS_GATED:
+            up_weight = tl.load(weight_ptrs + NUM_COLUMNS * column_stride, mask=weight_mask, other=0.0)
+            up = tl.dot(x, up_weight, up, input_precision=PRECISION)
+        x_ptrs += BLOCK_DEPTH
+        weight_ptrs += BLOCK_DEPTH * depth_stride
+    dtype = out_ptr.dtype.element_ty  # pyright: ignore[reportAttributeAccessIssue] it is a pointer
+    is_inside = is_row[:, None] & is_column[None, :]
+    wide_rows = rows.to(tl.int64)[:, None]
+    if IS_GATED:
+        # Rounded first, as in the backward pass, which reads them from memory.
+        gate, up = product.to(dtype), up.to(dtype)
+        if KEEPS_UP:
+            up_ptrs = up_ptr + wide_rows * (2 * NUM_COLUMNS) + columns[None, :]
+            tl.store(up_ptrs, gate, mask=is_inside)
+            tl.store(up_ptrs + NUM_COLUMNS, up, mask=is_inside)
+        gate = gate.to(tl.float32)
+        product = gate * tl.sigmoid(gate) * up.to(tl.float32)
+    tl.store(out_ptr + wide_rows * NUM_COLUMNS + columns[None, :], product.to(dtype), mask=is_inside)
+
+
+@triton.jit
+def _outer(
+    left_ptr: tl.tensor,
+    left_index_ptr: tl.tensor,
+    right_ptr: tl.tensor,
+    right_index_ptr: tl.tensor,
+    ends_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    NUM_LEFT: tl.constexpr,
+    NUM_RIGHT: tl.constexpr,
+    GATHERS_LEFT: tl.constexpr,
+    GATHERS_RIGHT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCKS_LEFT: tl.constexpr,
+    BLOCKS_RIGHT: tl.constexpr,
+    BLOCK_LEFT: tl.constexpr,
+    BLOCK_RIGHT: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+) -> None:
+    program = tl.program_id(0)
+    expert = program // (BLOCKS_LEFT * BLOCKS_RIGHT)
+    lefts = (program // BLOCKS_RIGHT % BLOCKS_LEFT) * BLOCK_LEFT + tl.arange(0, BLOCK_LEFT)
+    rights = (program % BLOCKS_RIGHT) * BLOCK_RIGHT + tl.arange(0, BLOCK_RIGHT)
+    first_row = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
+    end = tl.load(ends_ptr + expert)
+    total = tl.zeros([BLOCK_LEFT, BLOCK_RIGHT], tl.float32)
+    for start in range(first_row, end, BLOCK_ROWS):
+        rows = start + tl.arange(0, BLOCK_ROWS)
+        is_row = rows < end
+        left_rows = tl.load(left_index_ptr + rows, mask=is_row, other=0) if GATHERS_LEFT else rows
+        right_rows = tl.load(right_index_ptr + rows, mask=is_row, other=0) if GATHERS_RIGHT else rows
+        left = tl.load(
+            left_ptr + left_rows.to(tl.int64)[:, None] * NUM_LEFT + lefts[None, :],
+            mask=is_row[:, None] & (lefts < NUM_LEFT)[None, :],
+            other=0.0,
+        )
+        right = tl.load(
+            right_ptr + right_rows.to(tl.int64)[:, None] * NUM_RIGHT + rights[None, :],
+            mask=is_row[:, None] & (rights < NUM_RIGHT)[None, :],
+            other=0.0,
+        )
+        total = tl.dot(tl.trans(left), right, total, input_precision=PRECISION)
+    dtype = out_ptr.dtype.element_ty  # pyright: ignore[reportAttributeAccessIssue] it is a pointer
+    out_ptr += expert.to(tl.int64) * NUM_LEFT * NUM_RIGHT
+    is_inside = (lefts < NUM_LEFT)[:, None] & (rights < NUM_RIGHT)[None, :]
+    tl.store(out_ptr + lefts[:, None] * NUM_RIGHT + rights[None, :], total.to(dtype), mask=is_inside)
+
+
+@triton.jit
+def _find_tile(
+    ends_ptr: tl.tensor,
+    tile: tl.tensor,
+    NUM_EXPERTS: tl.constexpr,
+    BLOCK_EXPERTS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """The tile's expert, its first row, and the end of the expert's rows; no rows (0, 0) beyond the last tile."""
+    experts = tl.arange(0, BLOCK_EXPERTS)
+    is_expert = experts < NUM_EXPERTS
+    ends = tl.load(ends_ptr + experts, mask=is_expert, other=0)
+    starts = tl.load(ends_ptr + experts - 1, mask=is_expert & (experts > 0), other=0)
+    num_tiles = tl.where(is_expert, tl.cdiv(ends - starts, BLOCK_ROWS), 0)
+    tiles_until = tl.cumsum(num_tiles, axis=0)
+    expert = tl.sum((tiles_until <= tile).to(tl.int32), axis=0)
+    is_found = experts == expert
+    end = tl.sum(tl.where(is_found, ends, 0), axis=0)
+    first_row = tl.sum(tl.where(is_found, starts + (tile - tiles_until + num_tiles) * BLOCK_ROWS, 0), axis=0)
+    return expert, first_row, end
