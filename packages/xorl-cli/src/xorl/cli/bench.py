@@ -86,7 +86,7 @@ def bench_command(
     warmup: Annotated[int, typer.Option(min=0, help="Warm-up steps before them.")] = 5,
     rounds: Annotated[int | None, typer.Option(min=1, help="Builds of each, alternating. [3 to compare, or 1]")] = None,
     peers: Annotated[
-        str, typer.Option(help="Comma-separated trainers: transformers[-liger][-fa4][-compile][-autocast].")
+        str, typer.Option(help="Comma-separated trainers: transformers[-liger][-fa4][-compile][-autocast][-grouped].")
     ] = "",
     against: AgainstOption = None,
     output: OutputOption = None,

@@ -42,7 +42,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 BASE = "transformers"
-PARTS = ("liger", "fa4", "compile", "autocast")  # the suffixes of a peer's name
+# The suffixes of a peer's name. With grouped, Liger leaves experts to the grouped products of transformers.
+PARTS = ("liger", "fa4", "compile", "autocast", "grouped")
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,8 @@ class Peer:
         def make(config: Config, architecture: Architecture, mesh: Mesh, device: torch.device) -> Engine:
             hf_config, model_class = _transformers(architecture.hf_config)
             if "liger" in self.parts:
-                patch = _liger(str(architecture.hf_config["model_type"]), sys.modules[model_class.__module__])
+                options = {"swiglu": False} if "grouped" in self.parts else {}
+                patch = _liger(str(architecture.hf_config["model_type"]), sys.modules[model_class.__module__], options)
                 patch.__enter__()
                 patched.append(patch)
             return _engine(self, hf_config, config, architecture, mesh, device)
@@ -138,15 +140,18 @@ def _transformers(values: Mapping[str, object]) -> tuple[PreTrainedConfig, type]
 
 
 @contextmanager
-def _liger(model_type: str, module: ModuleType) -> Iterator[None]:
-    """Patches `module`, transformers' code of a model family, with Liger's norms, rotary, MLP and fused loss."""
+def _liger(model_type: str, module: ModuleType, options: dict[str, bool]) -> Iterator[None]:
+    """Patches `module`, transformers' code of a model family, with Liger's norms, rotary, MLP and fused loss.
+
+    options: kernels to leave out.
+    """
     # Optional: users who compare with Liger install it.
     from liger_kernel.transformers.monkey_patch import (  # noqa: PLC0415  # pyright: ignore[reportMissingImports]
         MODEL_TYPE_TO_APPLY_LIGER_FN,
     )
 
     with _restored(module):
-        MODEL_TYPE_TO_APPLY_LIGER_FN[model_type]()  # by default, all kernels that Liger has for the family
+        MODEL_TYPE_TO_APPLY_LIGER_FN[model_type](**options)  # by default, all kernels that Liger has for the family
         yield
 
 

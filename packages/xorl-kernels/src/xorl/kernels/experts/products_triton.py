@@ -93,7 +93,9 @@ def _launch_product(rows: Rows, weight: Tensor, ends: Tensor, up: Tensor | None)
             ends,
             out if up is None else up,
             out,
-            *weight.stride(),
+            EXPERT_STRIDE=weight.stride(0),
+            DEPTH_STRIDE=weight.stride(1),
+            COLUMN_STRIDE=weight.stride(2),
             NUM_EXPERTS=num_experts,
             DEPTH=depth,
             NUM_COLUMNS=num_columns,
@@ -133,9 +135,9 @@ def _product(
     ends_ptr: tl.tensor,
     up_ptr: tl.tensor,
     out_ptr: tl.tensor,
-    expert_stride: tl.int64,  # pyright: ignore[reportInvalidTypeForm]  (Triton's way to pass a wide integer)
-    depth_stride: int,
-    column_stride: int,
+    EXPERT_STRIDE: tl.constexpr,
+    DEPTH_STRIDE: tl.constexpr,
+    COLUMN_STRIDE: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     DEPTH: tl.constexpr,
     NUM_COLUMNS: tl.constexpr,
@@ -164,21 +166,21 @@ def _product(
     columns = (tl.program_id(0) % NUM_BLOCKS) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     is_column = columns < NUM_COLUMNS
     depths = tl.arange(0, BLOCK_DEPTH)
-    x_ptrs = x_ptr + sources.to(tl.int64)[:, None] * DEPTH + depths[None, :]
-    weight_ptr += expert.to(tl.int64) * expert_stride
-    weight_ptrs = weight_ptr + depths[:, None] * depth_stride + columns[None, :] * column_stride
+    row_offsets = sources.to(tl.int64) * DEPTH
+    weight_ptr += expert.to(tl.int64) * EXPERT_STRIDE
+    up_weight_ptr = weight_ptr + NUM_COLUMNS * COLUMN_STRIDE
     product = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
     up = product
     for start in range(0, DEPTH, BLOCK_DEPTH):
-        is_depth = depths < DEPTH - start
-        x = tl.load(x_ptrs, mask=is_depth[None, :], other=0.0)
-        weight_mask = is_depth[:, None] & is_column[None, :]
-        product = tl.dot(x, tl.load(weight_ptrs, mask=weight_mask, other=0.0), product, input_precision=PRECISION)
+        at = start + depths
+        is_depth = at < DEPTH
+        x = tl.load(x_ptr + row_offsets[:, None] + at[None, :], mask=is_depth[None, :], other=0.0)
+        offsets = at[:, None] * DEPTH_STRIDE + columns[None, :] * COLUMN_STRIDE
+        mask = is_depth[:, None] & is_column[None, :]
+        product = tl.dot(x, tl.load(weight_ptr + offsets, mask=mask, other=0.0), product, input_precision=PRECISION)
         if IS_GATED:
-            up_weight = tl.load(weight_ptrs + NUM_COLUMNS * column_stride, mask=weight_mask, other=0.0)
+            up_weight = tl.load(up_weight_ptr + offsets, mask=mask, other=0.0)
             up = tl.dot(x, up_weight, up, input_precision=PRECISION)
-        x_ptrs += BLOCK_DEPTH
-        weight_ptrs += BLOCK_DEPTH * depth_stride
     dtype = out_ptr.dtype.element_ty  # pyright: ignore[reportAttributeAccessIssue] it is a pointer
     is_inside = is_row[:, None] & is_column[None, :]
     wide_rows = rows.to(tl.int64)[:, None]
