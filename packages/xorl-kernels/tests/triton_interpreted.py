@@ -384,6 +384,7 @@ def test_products_of_experts(monkeypatch, counts, depth, width, dtype, gathers):
     # up, rows that are gathered from the wrong operand, and padding, which is NaN here.
     monkeypatch.setattr(products_triton, "BLOCK_ROWS", 16)
     monkeypatch.setattr(products_triton, "BLOCK_COLUMNS", 32)
+    monkeypatch.setattr(products_triton, "OUTER_BLOCK", 16)
     monkeypatch.setattr(products_triton, "DEPTH_BYTES", 16 * dtype.itemsize)
     num_rows, num_padding = sum(counts), 3
     ends = torch.tensor(counts).cumsum(0).to(torch.int32)

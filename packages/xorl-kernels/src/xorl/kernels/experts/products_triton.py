@@ -17,10 +17,11 @@ from torch import Tensor
 from xorl.kernels.experts.products import Rows
 from xorl.kernels.fused.device import launch, power_of_2
 
-# A tile of the output, and the bytes of a row that are summed up at once; measured on Hopper.
-BLOCK_ROWS, BLOCK_COLUMNS = 128, 256
+# Tiles of the output and the bytes along which they are summed at once, chosen by measurement on Hopper.
+BLOCK_ROWS, BLOCK_COLUMNS, NUM_WARPS = 128, 256, 8
+OUTER_BLOCK, OUTER_NUM_WARPS = 128, 4
 DEPTH_BYTES = 128
-NUM_WARPS, NUM_STAGES = 8, 3
+NUM_STAGES = 4
 
 
 def gather(x: Tensor, index: Tensor) -> Rows:
@@ -46,7 +47,7 @@ def outer(left: Rows, right: Rows, ends: Tensor) -> Tensor:
     num_left, num_right = left_values.shape[1], right_values.shape[1]
     out = left_values.new_empty(len(ends), num_left, num_right)
     if out.numel():
-        blocks_left, blocks_right = math.ceil(num_left / BLOCK_ROWS), math.ceil(num_right / BLOCK_COLUMNS)
+        blocks_left, blocks_right = math.ceil(num_left / OUTER_BLOCK), math.ceil(num_right / OUTER_BLOCK)
         launch(
             _outer,
             (len(ends) * blocks_left * blocks_right,),
@@ -63,10 +64,9 @@ def outer(left: Rows, right: Rows, ends: Tensor) -> Tensor:
             PRECISION=_precision(left_values),
             BLOCKS_LEFT=blocks_left,
             BLOCKS_RIGHT=blocks_right,
-            BLOCK_LEFT=BLOCK_ROWS,
-            BLOCK_RIGHT=BLOCK_COLUMNS,
+            BLOCK=OUTER_BLOCK,
             BLOCK_ROWS=DEPTH_BYTES // left_values.element_size(),
-            num_warps=NUM_WARPS,
+            num_warps=OUTER_NUM_WARPS,
             num_stages=NUM_STAGES,
         )
     return out
@@ -211,17 +211,16 @@ def _outer(
     PRECISION: tl.constexpr,
     BLOCKS_LEFT: tl.constexpr,
     BLOCKS_RIGHT: tl.constexpr,
-    BLOCK_LEFT: tl.constexpr,
-    BLOCK_RIGHT: tl.constexpr,
+    BLOCK: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
 ) -> None:
     program = tl.program_id(0)
     expert = program // (BLOCKS_LEFT * BLOCKS_RIGHT)
-    lefts = (program // BLOCKS_RIGHT % BLOCKS_LEFT) * BLOCK_LEFT + tl.arange(0, BLOCK_LEFT)
-    rights = (program % BLOCKS_RIGHT) * BLOCK_RIGHT + tl.arange(0, BLOCK_RIGHT)
+    lefts = (program // BLOCKS_RIGHT % BLOCKS_LEFT) * BLOCK + tl.arange(0, BLOCK)
+    rights = (program % BLOCKS_RIGHT) * BLOCK + tl.arange(0, BLOCK)
     first_row = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
     end = tl.load(ends_ptr + expert)
-    total = tl.zeros([BLOCK_LEFT, BLOCK_RIGHT], tl.float32)
+    total = tl.zeros([BLOCK, BLOCK], tl.float32)
     for start in range(first_row, end, BLOCK_ROWS):
         rows = start + tl.arange(0, BLOCK_ROWS)
         is_row = rows < end
