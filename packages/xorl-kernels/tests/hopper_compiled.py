@@ -1,16 +1,10 @@
-"""Every Triton kernel, as its wrapper launches it, compiled for Hopper; test_kernels_compiled.py runs this file.
+"""Compiles every Triton kernel for Hopper, as its wrapper launches it; test_kernels_compiled.py runs this file.
 
-In a process of its own: the driver that stands in for the GPU's is Triton's for good.
+It needs its own process, because the driver that stands in for a GPU's cannot be removed again.
 """
 
-import importlib
 import math
-import re
-import subprocess
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 
@@ -18,14 +12,9 @@ import pytest
 import torch
 import triton
 from torch import Tensor
-from triton import knobs
-from triton._C.libtriton import ir
-from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas
-from triton.compiler import ASTSource, make_backend
 from triton.compiler.errors import CompilationError
-from triton.runtime import driver
 
+from hopper import all_kernels, assemble, called_by_others, full_name, lower, narrow, recorded
 from xorl.kernels import grouped_triton
 from xorl.kernels.attention import paged_triton
 from xorl.kernels.experts import products_triton, routing_triton, rows_triton
@@ -36,136 +25,16 @@ from xorl.kernels.optim import Noise, triton_lists, triton_symmetric, triton_upd
 from xorl.kernels.quant import WeightNoise, blocks_triton, fp8_triton
 from xorl.kernels.quant.fp8 import E4M3, E5M2
 
-TARGET = GPUTarget("cuda", 90, 32)
-PACKAGES = Path(__file__).parents[2]
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 FLOATS = (BF16, FP16, FP32)
-# One more than indices of 32 bits reach.
+# The first number that does not fit into a signed integer of 32 bits.
 BEYOND_INT32 = 2**31
-# Of a Hopper processor, shared by all threads of the programs on it.
+# Registers of a Hopper multiprocessor, shared by all programs on it.
 REGISTERS = 65_536
-NARROW = re.compile(r"\b(?:ld|st)\.global(?:\.\w+)*\.[bsuf](?:8|16)\b")
-
-
-class AbsentDriver:
-    """What Triton asks a driver before it compiles."""
-
-    def get_current_target(self) -> GPUTarget:
-        return TARGET
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
-@dataclass(frozen=True)
-class Launch:
-    """A kernel and what it would be compiled for."""
-
-    kernel: triton.JITFunction
-    source: ASTSource
-    num_warps: int
-    key: str
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What ptxas made of a kernel."""
-
-    ptx: str
-    registers: int
-    spilled_bytes: int
-    narrow_accesses: int
-
-
-@contextmanager
-def recorded(
-    see: Callable[[triton.JITFunction, dict[str, object]], None] | None = None,
-) -> Iterator[list[Launch]]:
-    """The launches within, none of which happens; `see(kernel, values by name)` is called at each."""
-    launches: list[Launch] = []
-
-    def record(*, fn, compile, key, **_) -> bool:
-        source = ASTSource(fn.jit_function, compile["signature"], compile["constants"], compile["configs"][0])
-        launches.append(Launch(fn.jit_function, source, compile["num_warps"], f"{fn.module}.{fn.name}{key}"))
-        return True
-
-    def observer(kernel: triton.JITFunction) -> Callable[..., None]:
-        def observe(*values: object, **options: object) -> None:
-            assert see is not None
-            names = {name: value for name, value in options.items() if name in kernel.arg_names}
-            see(kernel, kernel.signature.bind(*values, **names).arguments)
-
-        return observe
-
-    driver.set_active(AbsentDriver())
-    knobs.runtime.jit_cache_hook = record
-    for kernel in all_kernels() if see else ():
-        kernel.pre_run_hooks.append(observer(kernel))
-    try:
-        yield launches
-    finally:
-        knobs.runtime.jit_cache_hook = None
-        for kernel in all_kernels():
-            kernel.pre_run_hooks.clear()
-
-
-def lower(launch: Launch, last: str) -> object:
-    """The kernel in the representation `last` of Triton's: ttir, ttgir, llir or ptx."""
-    backend = make_backend(TARGET)
-    options = backend.parse_options({"num_warps": launch.num_warps})
-    context = ir.context()
-    ir.load_dialects(context)
-    backend.load_dialects(context)
-    form = launch.source.make_ir(
-        TARGET, options, backend.get_codegen_implementation(options), backend.get_module_map(), context
-    )
-    stages: dict[str, Callable] = {}
-    backend.add_stages(stages, options, launch.source.language)
-    metadata: dict[str, object] = {}
-    for name, stage in stages.items():
-        form = stage(form, metadata)
-        if name == last:
-            break
-    return form
-
-
-def assemble(launch: Launch, directory: Path) -> Machine:
-    """The kernel as the GPU would run it."""
-    ptx = str(lower(launch, "ptx"))
-    path = directory / "kernel.ptx"
-    path.write_text(ptx)
-    ptxas = get_ptxas(TARGET.arch).path
-    command = [ptxas, "-v", "--gpu-name=sm_90a", str(path), "-o", str(directory / "kernel.cubin")]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
-    registers = re.search(r"Used (\d+) registers", said)
-    return Machine(ptx, int(registers[1]), int(spilled[1]) + int(spilled[2]), len(NARROW.findall(ptx)))
-
-
-@cache
-def all_kernels() -> tuple[triton.JITFunction, ...]:
-    """All that is jitted, in every package."""
-    sources = sorted(path for path in PACKAGES.glob("*/src/**/*.py") if "@triton.jit" in path.read_text())
-    names = [".".join(path.with_suffix("").parts[path.parts.index("src") + 1 :]) for path in sources]
-    return tuple(
-        member
-        for module in map(importlib.import_module, names)
-        for member in vars(module).values()
-        if isinstance(member, triton.JITFunction) and member.fn.__module__ == module.__name__
-    )
-
-
-def called_by_others() -> set[triton.JITFunction]:
-    """Those that are called from within kernels; all the rest is there to be launched."""
-    named = (kernel.fn.__globals__.get(name) for kernel in all_kernels() for name in kernel.fn.__code__.co_names)
-    return {function for function in named if isinstance(function, triton.JITFunction)}
 
 
 def empty(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
-    """Memory that nobody touches, and that is therefore never taken, however much it is."""
+    """Uninitialised memory. It is never touched, so its size does not matter."""
     return torch.empty(shape, dtype=dtype)
 
 
@@ -174,7 +43,7 @@ def loss_of(num_rows: int) -> reference.RowLosses:
 
 
 def losses() -> None:
-    """Cross-entropy: no gradient, one that overwrites the logits, and one elsewhere."""
+    """Cross-entropy without a gradient, and with one that overwrites the logits or does not."""
     num_rows, vocab_size = 16, 50_304
     labels = empty(num_rows, dtype=torch.int64)
     for dtype, weight_dtype in product(FLOATS, (None, BF16, FP32)):
@@ -190,7 +59,7 @@ def losses() -> None:
 
 
 def norms() -> None:
-    """Forward and backward: with a residual and without, of the weight's dtype and of another, long rows and short."""
+    """Norms and their gradients, with and without a residual, for weights of the same or another dtype."""
     num_rows, dtypes = 8192, [*zip(FLOATS, FLOATS, strict=True), (BF16, FP32)]
     rstd = empty(num_rows, dtype=FP32)
     for width, (dtype, weight_dtype) in product((576, 4096, 16_384), dtypes):
@@ -202,7 +71,7 @@ def norms() -> None:
 
 
 def split_heads() -> None:
-    """Forward and backward: from a merged projection and from separate ones, with and without norms and positions."""
+    """Heads and their gradients from merged and separate projections, with and without norms and rotary positions."""
     num_tokens, shapes = 1100, (HeadShape(32, 8, 128), HeadShape(9, 3, 96))
     for shape, dtype, (has_norms, has_rope) in product(shapes, FLOATS, ((True, True), (True, False), (False, True))):
         weight = empty(shape.head_dim, dtype=dtype).requires_grad_() if has_norms else None
@@ -216,7 +85,7 @@ def split_heads() -> None:
 
 
 def gated() -> None:
-    """SwiGLU, both ways."""
+    """SwiGLU and its gradient."""
     for width, dtype in product((12_288, 1000), FLOATS):
         gate_up = empty(64, 2 * width, dtype=dtype)
         swiglu._swiglu(gate_up)
@@ -225,7 +94,7 @@ def gated() -> None:
 
 
 def fp8_casts() -> None:
-    """All casts, to both formats; the amax of a tensor and those of its axes."""
+    """All casts to both formats, and the largest absolute value of a tensor and of its rows and columns."""
     for shape, dtype in product(((256, 512), (37, 48)), FLOATS):
         x, amax = empty(*shape, dtype=dtype), fp8_triton.amax(empty(*shape, dtype=dtype))
         for to in (E4M3, E5M2):
@@ -238,7 +107,7 @@ def fp8_casts() -> None:
 
 
 def quantized_weights() -> None:
-    """All formats: groups of the usual size and others, from and to all dtypes, with noise and without."""
+    """All formats in all dtypes, with usual and unusual group sizes, with and without noise."""
     noises = (None, WeightNoise(0.5, torch.tensor([12345, 7])))
     for dtype in FLOATS:
         x, wide = empty(256, 4096, dtype=dtype), empty(256, dtype=FP32)
@@ -255,7 +124,7 @@ def quantized_weights() -> None:
 
 
 def updates(count: int = 5000, dtypes: tuple[torch.dtype, ...] = (FP32, BF16)) -> None:
-    """All updates: with noise and without, from the index at which 32 bits end; scaled gradients, unaligned tensors."""
+    """All updates, with and without noise and scaled gradients, for unaligned tensors and counters beyond 32 bits."""
     scalar = empty(dtype=FP32)
     noise = Noise(2**31 - 1, 2**40 + 1, torch.tensor(7))
     hyper = {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
@@ -278,7 +147,7 @@ def updates(count: int = 5000, dtypes: tuple[torch.dtype, ...] = (FP32, BF16)) -
 
 
 def symmetric_products() -> None:
-    """By rows and by columns, with something added and without."""
+    """Symmetric products of rows and of columns, with and without an added matrix."""
     for dtype, in_rows, is_added in product((BF16, FP16), (True, False), (True, False)):
         x = empty(2, 576, 1536, dtype=dtype) if in_rows else empty(2, 1536, 576, dtype=dtype).mT
         added = empty(2, 576, 576, dtype=dtype) if is_added else None
@@ -286,7 +155,7 @@ def symmetric_products() -> None:
 
 
 def paged() -> None:
-    """Of few sequences, whose keys are shared out, and of many; with a window and without."""
+    """Paged attention for few sequences, whose keys are split over programs, and many; with and without a window."""
     for dtype, count, (num_heads, kv_heads, head_dim), window in product(
         (BF16, FP16), (2, 256), ((32, 8, 128), (9, 3, 96), (4, 2, 8)), (None, 100)
     ):
@@ -296,7 +165,7 @@ def paged() -> None:
 
 
 def sums() -> None:
-    """Of gradients as they travel, of two ranks and of eight."""
+    """Sums of the gradients of two and eight ranks."""
     for dtype, num_others in product((FP32, BF16), (1, 7)):
         widened_sum.widened_sum_(
             empty(5000, dtype=FP32), empty(5000, dtype=dtype), empty(num_others, 5000, dtype=dtype)
@@ -304,7 +173,7 @@ def sums() -> None:
 
 
 def experts(num_tokens: int = 64) -> None:
-    """What experts compute between their products, with all weights and none, and the choice of experts."""
+    """The products of experts, everything between them, and the choice of experts."""
     rows, ends = empty(num_tokens, 8, dtype=torch.int32), empty(128, dtype=torch.int32)
     weights = empty(num_tokens, 8, dtype=FP32)
     for width, dtype in product((768, 3000), FLOATS):
@@ -343,8 +212,8 @@ CALLS = (
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
 def test_all_variants_pass_the_compiler(call: Callable[[], None]) -> None:
-    # Catches what Python and the interpreter let pass: variables that change their type between branches or rounds of
-    # a loop, operations that a dtype does not have, blocks of lengths that are not powers of two.
+    # Catches errors that the interpreter accepts: variables that change their type between branches or iterations,
+    # operations that a dtype does not have, and block lengths that are not powers of two.
     with recorded() as launches:
         call()
     failed: dict[str, str] = {}
@@ -357,7 +226,7 @@ def test_all_variants_pass_the_compiler(call: Callable[[], None]) -> None:
 
 
 def test_every_kernel_is_among_those_compiled() -> None:
-    # Catches a kernel that no call above launches, of which a GPU would be the first to say that it does not compile.
+    # Catches a kernel that none of the calls launches, so that only a GPU would show that it does not compile.
     with recorded() as launches:
         for call in CALLS:
             call()
@@ -369,7 +238,7 @@ def test_every_kernel_is_among_those_compiled() -> None:
 
 
 def beyond_int32() -> None:
-    """The kernels that take integers, with tensors of more elements than 32 bits count."""
+    """Launch the kernels that take integers with tensors of more than 2^31 elements."""
     rows, width = BEYOND_INT32 // 2048 + 1, 2048
     x, weight = empty(rows, width), empty(width)
     cross_entropy.cross_entropy_rows(x, empty(rows, dtype=torch.int64), None, x, loss_of(rows))
@@ -398,7 +267,7 @@ def beyond_int32() -> None:
 
 
 def test_no_integer_is_cut_to_32_bits() -> None:
-    # Catches a number of elements, an offset or a key that a kernel takes as `int`, which is one of 32 bits to Triton.
+    # Catches a number of elements, an offset or a key annotated as `int`, which Triton takes as one of 32 bits.
     too_large: set[str] = set()
     seen: set[triton.JITFunction] = set()
 
@@ -419,17 +288,8 @@ def test_no_integer_is_cut_to_32_bits() -> None:
     assert not unseen, f"launch them in beyond_int32: {unseen}"
 
 
-def full_name(kernel: triton.JITFunction) -> str:
-    return f"{kernel.module}.{kernel.__name__}"
-
-
-def narrow(kernel: triton.JITFunction) -> list[str]:
-    """The arguments of a kernel that are integers of 32 bits to Triton."""
-    return [p.name for p in kernel.params if not p.is_constexpr and p.annotation_type in ("i32", "u32")]
-
-
 def usual_sizes() -> None:
-    """Each kernel whose time counts once, with the shapes of a model of 8B parameters."""
+    """Launch each kernel whose speed matters, with the shapes of a model of 8B parameters."""
     tokens, width, hidden_width, shape = 8192, 4096, 12_288, HeadShape(32, 8, 128)
     x, weight, rstd = empty(tokens, width), empty(width), empty(tokens, dtype=FP32)
     rms_norm._add_rms_norm(x, x, weight, 1e-6)
@@ -459,10 +319,14 @@ def usual_sizes() -> None:
     triton_lists.square_sum([grad])
     widened_sum.widened_sum_(empty(count, dtype=FP32), grad, empty(1, count))
     experts(8192)
+    grad, ends = Rows(empty(tokens, 2 * 768)), empty(128, dtype=torch.int32)
+    gathered = Rows(empty(tokens, 2048), empty(8 * tokens, dtype=torch.int32))
+    products_triton.gated(gathered, empty(128, 2 * 768, 2048).transpose(1, 2), ends, keep_up=True)
+    products_triton.outer(grad, gathered, ends)
 
 
-# Warps that a processor has registers for, and loads and stores of fewer than four bytes: of single values (labels, the
-# ends of a chunk whose length is not known) where there are any.
+# By kernel: the number of warps for which a multiprocessor must have registers, and the number of loads and stores of
+# fewer than four bytes that are allowed, for single values such as labels and the ends of a chunk.
 HOT = {
     "fused.rms_norm._forward": (64, 0),
     "fused.rms_norm._backward": (16, 0),
@@ -483,19 +347,21 @@ HOT = {
     "optim.triton_lists._adamw": (28, 56),
     "optim.triton_lists._square_sum": (64, 8),
     "fused.widened_sum._widened_sum": (48, 0),
+    "experts.products_triton._product": (8, 0),
+    "experts.products_triton._outer": (8, 0),
 }
 
 
 def test_kernels_leave_room_for_warps_and_read_widely(tmp_path: Path) -> None:
-    # Catches values that are kept in memory for want of registers, warps too few to hide its latency, loads and stores
-    # that became narrow since nothing is known of an address or a mask, and casts by anything but the instruction.
+    # Catches spilled registers, too few warps to hide the latency of memory, loads and stores that are narrow because
+    # the compiler does not know an alignment, and casts that do not use the instruction.
     with recorded() as launches:
         usual_sizes()
     last = {full_name(launch.kernel): launch for launch in launches}
     for name, (wanted_warps, most_narrow) in HOT.items():
         launch = last[f"xorl.kernels.{name}"]
         machine = assemble(launch, tmp_path)
-        # Registers are given out by the eight.
+        # Registers are allocated in multiples of eight.
         registers = math.ceil(machine.registers / 8) * 8 * 32 * launch.num_warps
         warps = REGISTERS // registers * launch.num_warps
         assert machine.spilled_bytes == 0, f"{name} spills {machine.spilled_bytes} bytes"

@@ -17,10 +17,10 @@ from xorl.kernels.fused import triton_refusal
 
 
 class Rows(NamedTuple):
-    """values[index] [M, K], or the values themselves if there is no index [M]. Products that gather take the index."""
+    """values[indices] [M, K], or the values themselves if there are no indices [M]."""
 
     values: Tensor
-    index: Tensor | None = None
+    indices: Tensor | None = None
 
 
 class Products(Protocol):
@@ -29,8 +29,8 @@ class Products(Protocol):
     Padding is never read, and its output is undefined.
     """
 
-    def gather(self, x: Tensor, index: Tensor) -> Rows:
-        """The rows x[index], gathered now or by the products."""
+    def gather(self, x: Tensor, indices: Tensor) -> Rows:
+        """The rows x[indices], gathered now or by the products."""
         ...
 
     def product(self, rows: Rows, weight: Tensor, ends: Tensor) -> Tensor:

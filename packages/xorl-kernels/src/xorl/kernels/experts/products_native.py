@@ -8,14 +8,14 @@ from xorl.kernels.experts.products import Rows, between_products
 from xorl.kernels.grouped import grouped_outer, grouped_product
 
 
-def gather(x: Tensor, index: Tensor) -> Rows:
+def gather(x: Tensor, indices: Tensor) -> Rows:
     """As `Products.gather`."""
-    return Rows(x[index])
+    return Rows(x[indices])
 
 
 def product(rows: Rows, weight: Tensor, ends: Tensor) -> Tensor:
     """As `Products.product`."""
-    assert rows.index is None, "gather gathers"
+    assert rows.indices is None, "gather gathers"
     return grouped_product(rows.values, weight, ends)
 
 
@@ -27,6 +27,6 @@ def gated(rows: Rows, weight: Tensor, ends: Tensor, *, keep_up: bool) -> tuple[T
 
 def outer(left: Rows, right: Rows, ends: Tensor) -> Tensor:
     """As `Products.outer`."""
-    assert left.index is None, "gather gathers"
-    assert right.index is None, "gather gathers"
+    assert left.indices is None, "gather gathers"
+    assert right.indices is None, "gather gathers"
     return grouped_outer(left.values, right.values, ends)

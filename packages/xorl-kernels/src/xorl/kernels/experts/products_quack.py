@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import torch
-from quack.gemm_interface import gemm
+from quack.gemm_interface import gemm  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 from xorl.kernels.experts.products import Rows, between_products
 
 
-def gather(x: Tensor, index: Tensor) -> Rows:
+def gather(x: Tensor, indices: Tensor) -> Rows:
     """As `Products.gather`; the products gather."""
-    return Rows(x.contiguous(), index)
+    return Rows(x.contiguous(), indices)
 
 
 def product(rows: Rows, weight: Tensor, ends: Tensor) -> Tensor:
     """As `Products.product`."""
-    num_rows = len(rows.values if rows.index is None else rows.index)
+    num_rows = len(rows.values if rows.indices is None else rows.indices)
     out = rows.values.new_empty(num_rows, weight.shape[2])
-    gemm(rows.values, weight, out, cu_seqlens_m=_bounds(ends), A_idx=rows.index, tuned=False)
+    gemm(rows.values, weight, out, cu_seqlens_m=_bounds(ends), A_idx=rows.indices, tuned=False)
     return out
 
 
@@ -31,12 +31,12 @@ def gated(rows: Rows, weight: Tensor, ends: Tensor, *, keep_up: bool) -> tuple[T
 def outer(left: Rows, right: Rows, ends: Tensor) -> Tensor:
     """As `Products.outer`."""
     out = left.values.new_empty(len(ends), left.values.shape[1], right.values.shape[1])
-    if right.index is not None:
+    if right.indices is not None:
         # Only the first operand is gathered.
         left, right, target = right, left, out.transpose(1, 2)
     else:
         target = out
-    gemm(left.values.t(), right.values, target, cu_seqlens_k=_bounds(ends), A_idx=left.index, tuned=False)
+    gemm(left.values.t(), right.values, target, cu_seqlens_k=_bounds(ends), A_idx=left.indices, tuned=False)
     return out
 
 

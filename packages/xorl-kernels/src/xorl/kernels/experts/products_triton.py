@@ -24,9 +24,9 @@ DEPTH_BYTES = 128
 NUM_STAGES = 4
 
 
-def gather(x: Tensor, index: Tensor) -> Rows:
+def gather(x: Tensor, indices: Tensor) -> Rows:
     """As `Products.gather`; the products gather."""
-    return Rows(x.contiguous(), index)
+    return Rows(x.contiguous(), indices)
 
 
 def product(rows: Rows, weight: Tensor, ends: Tensor) -> Tensor:
@@ -52,15 +52,15 @@ def outer(left: Rows, right: Rows, ends: Tensor) -> Tensor:
             _outer,
             (len(ends) * blocks_left * blocks_right,),
             left_values,
-            _index_of(left),
+            _indices_of(left),
             right_values,
-            _index_of(right),
+            _indices_of(right),
             ends,
             out,
             NUM_LEFT=num_left,
             NUM_RIGHT=num_right,
-            GATHERS_LEFT=left.index is not None,
-            GATHERS_RIGHT=right.index is not None,
+            GATHERS_LEFT=left.indices is not None,
+            GATHERS_RIGHT=right.indices is not None,
             PRECISION=_precision(left_values),
             BLOCKS_LEFT=blocks_left,
             BLOCKS_RIGHT=blocks_right,
@@ -88,7 +88,7 @@ def _launch_product(rows: Rows, weight: Tensor, ends: Tensor, up: Tensor | None)
             _product,
             (max_tiles * num_blocks,),
             values,
-            _index_of(rows),
+            _indices_of(rows),
             weight,
             ends,
             out if up is None else up,
@@ -99,7 +99,7 @@ def _launch_product(rows: Rows, weight: Tensor, ends: Tensor, up: Tensor | None)
             NUM_EXPERTS=num_experts,
             DEPTH=depth,
             NUM_COLUMNS=num_columns,
-            GATHERS=rows.index is not None,
+            GATHERS=rows.indices is not None,
             IS_GATED=up is not None,
             KEEPS_UP=up is not None and up.numel() > 0,
             PRECISION=_precision(values),
@@ -115,11 +115,11 @@ def _launch_product(rows: Rows, weight: Tensor, ends: Tensor, up: Tensor | None)
 
 
 def _num_rows(rows: Rows) -> int:
-    return len(rows.values if rows.index is None else rows.index)
+    return len(rows.values if rows.indices is None else rows.indices)
 
 
-def _index_of(rows: Rows) -> Tensor:
-    return rows.values if rows.index is None else rows.index
+def _indices_of(rows: Rows) -> Tensor:
+    return rows.values if rows.indices is None else rows.indices
 
 
 def _precision(values: Tensor) -> str:
@@ -130,7 +130,7 @@ def _precision(values: Tensor) -> str:
 @triton.jit
 def _product(
     x_ptr: tl.tensor,
-    index_ptr: tl.tensor,
+    indices_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     ends_ptr: tl.tensor,
     up_ptr: tl.tensor,
@@ -152,9 +152,9 @@ def _product(
     BLOCK_DEPTH: tl.constexpr,
 ) -> None:
     # Blocks of columns of the same rows run together and share the rows in the L2 cache.
-    expert, first_row, end = _find_tile(
-        ends_ptr, tl.program_id(0) // NUM_BLOCKS, NUM_EXPERTS, BLOCK_EXPERTS, BLOCK_ROWS
-    )
+    # Indexed, because type checkers do not see that the result can be unpacked.
+    tile = _find_tile(ends_ptr, tl.program_id(0) // NUM_BLOCKS, NUM_EXPERTS, BLOCK_EXPERTS, BLOCK_ROWS)
+    expert, first_row, end = tile[0], tile[1], tile[2]
     if first_row >= end:
         return
     rows = first_row + tl.arange(0, BLOCK_ROWS)
@@ -162,7 +162,7 @@ def _product(
     # Reading the last row again is cheaper than a mask in the loop; nothing is stored for it.
     sources = tl.minimum(rows, end - 1)
     if GATHERS:
-        sources = tl.load(index_ptr + sources)
+        sources = tl.load(indices_ptr + sources)
     columns = (tl.program_id(0) % NUM_BLOCKS) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     is_column = columns < NUM_COLUMNS
     depths = tl.arange(0, BLOCK_DEPTH)
@@ -199,9 +199,9 @@ def _product(
 @triton.jit
 def _outer(
     left_ptr: tl.tensor,
-    left_index_ptr: tl.tensor,
+    left_indices_ptr: tl.tensor,
     right_ptr: tl.tensor,
-    right_index_ptr: tl.tensor,
+    right_indices_ptr: tl.tensor,
     ends_ptr: tl.tensor,
     out_ptr: tl.tensor,
     NUM_LEFT: tl.constexpr,
@@ -224,8 +224,8 @@ def _outer(
     for start in range(first_row, end, BLOCK_ROWS):
         rows = start + tl.arange(0, BLOCK_ROWS)
         is_row = rows < end
-        left_rows = tl.load(left_index_ptr + rows, mask=is_row, other=0) if GATHERS_LEFT else rows
-        right_rows = tl.load(right_index_ptr + rows, mask=is_row, other=0) if GATHERS_RIGHT else rows
+        left_rows = tl.load(left_indices_ptr + rows, mask=is_row, other=0) if GATHERS_LEFT else rows
+        right_rows = tl.load(right_indices_ptr + rows, mask=is_row, other=0) if GATHERS_RIGHT else rows
         left = tl.load(
             left_ptr + left_rows.to(tl.int64)[:, None] * NUM_LEFT + lefts[None, :],
             mask=is_row[:, None] & (lefts < NUM_LEFT)[None, :],
