@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -111,6 +112,18 @@ def test_a_sweep_learns_the_same_on_every_placement(layouts: Sequence[str], fold
             torch.testing.assert_close(found[layout][key], value, rtol=1e-3, atol=1e-5, msg=f"{layout} {key}")
 
 
+def bank_engine(folder: Path, layout: str, names: str) -> BankEngine:
+    """With adapters of increasing ranks, at most two of them on the device."""
+    config, device = config_of(folder, layout), torch.device("cpu")
+    dims = ParallelDims.resolve(config.train.data_parallel_mode, LAYOUTS[layout][0], shard_size=-1, replicate_size=1)
+    mesh = Mesh(dims, "cpu")
+    model = build_model(read_architecture(config.model), config.model, config.train, config.lora, mesh, device)
+    bank = AdapterBank(model.module, num_resident=2, max_rank=4, device=device, group=mesh.dp_group)
+    for seed, name in enumerate(names):
+        bank.add(name, AdapterSpec(rank=2 + seed), seed=seed)
+    return BankEngine(model, bank, device, flops=lambda name, lengths: 0.0)
+
+
 @pytest.mark.multi
 def test_ranks_may_have_tokens_of_different_adapters(folder: Path, run_ranks) -> None:
     # Catches residency that ranks must share, and an update from one rank's tokens alone.
@@ -119,27 +132,42 @@ def test_ranks_may_have_tokens_of_different_adapters(folder: Path, run_ranks) ->
         return [Document(ids, ids)]
 
     def values(layout: str, own: Sequence[Sequence[tuple[str, int]]]) -> dict[str, Tensor]:
-        config = config_of(folder, layout)
-        dims = ParallelDims.resolve(
-            config.train.data_parallel_mode, LAYOUTS[layout][0], shard_size=-1, replicate_size=1
-        )
-        mesh = Mesh(dims, "cpu")
-        device = torch.device("cpu")
-        model = build_model(read_architecture(config.model), config.model, config.train, config.lora, mesh, device)
-        bank = AdapterBank(model.module, num_resident=2, max_rank=4, device=device, group=mesh.dp_group)
-        for seed, name in enumerate("abc"):
-            bank.add(name, AdapterSpec(rank=2 + seed), seed=seed)
-        engine = BankEngine(model, bank, device, flops=lambda name, lengths: 0.0)
+        engine = bank_engine(folder, layout, "abc")
+        mesh = engine.model.mesh
         for _ in range(2):
             mine = own[mesh.dp_rank :: mesh.dp_size]
             mixed = [MixedBatch.of([(name, collate(batch(seed))) for name, seed in parts]) for parts in mine]
             losses = engine.forward_backward(mixed, cross_entropy, "abc")
             for name in "cab":
                 engine.optim_step(name, Adam(lr=1e-2), losses[name].num_trained_tokens, 1.0)
-        return {name: bank.snapshot(name).values[""].clone() for name in "abc"}
+        return {name: engine.bank.snapshot(name).values[""].clone() for name in "abc"}
 
     passes = [[("a", 1), ("b", 2)], [("c", 3)], [("b", 4)], [("c", 5), ("b", 6)]]
     [expected] = run_ranks(lambda: values("none", passes), 1)
     for measured in run_ranks(lambda: values("zero3-2", passes), 2):
         for name, value in expected.items():
             torch.testing.assert_close(measured[name], value, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.multi
+def test_padding_between_adapters_is_left_out(tmp_path: Path, run_ranks) -> None:
+    # Catches the experts of the last document left out instead of the padding, and statistics of routers that count
+    # padding or the tokens of another adapter.
+    write_config(tmp_path, hf_config("qwen3_moe"))
+
+    def run() -> None:
+        ids = {name: np.arange(length) * 7 % 64 for name, length in (("a", 5), ("b", 8))}
+        parts = [(name, collate([Document(one, one)], pad_to_multiple_of=8)) for name, one in ids.items()]
+        engine = bank_engine(tmp_path, "none", "ab")
+        alone = {part[0]: engine.forward_backward([MixedBatch.of([part])], cross_entropy, part[0]) for part in parts}
+        together = engine.forward_backward([MixedBatch.of(parts)], cross_entropy, "ab")
+        for name, one in ids.items():
+            expected = alone[name][name]
+            torch.testing.assert_close(together[name].loss_sum, expected.loss_sum)
+            assert expected.routers is not None
+            assert together[name].routers is not None
+            # Two layers, two experts a token.
+            assert expected.routers.values[:-3].sum() == 2 * 2 * len(one)
+            torch.testing.assert_close(together[name].routers.values, expected.routers.values, rtol=1e-5, atol=1e-5)
+
+    run_ranks(run, 1)

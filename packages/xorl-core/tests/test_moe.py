@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from tiny_models import hf_config
 from xorl.core.models import SPECS, Decoder
-from xorl.core.models.router_losses import RouterLossOptions, router_metrics
+from xorl.core.models.router_losses import RouterLossOptions, RouterSums
 from xorl.core.nn.kernels import LayerKernels
 from xorl.core.parallel.activations import Recompute, recompute_layers
 from xorl.kernels.layout import SequenceLayout
@@ -63,13 +63,16 @@ def test_losses_do_not_depend_on_the_split(options: RouterLossOptions, of_tokens
     assert decoder.routers is not None
     decoder.routers.options = options
     loss_of(decoder, ids, LENGTHS, of_tokens=of_tokens).backward()
-    packed, (counts, sums) = gradients(decoder), decoder.routers.take()
-    assert counts.sum(-1).tolist() == [2 * len(ids)] * 2
+    packed, sums = gradients(decoder), decoder.routers.take()
+    # Two layers, two experts a token; and all tokens are trained.
+    assert sums[:, :-3].sum(-1).tolist() == [2 * 2 * length for length in LENGTHS]
+    assert sums[:, -1].tolist() == LENGTHS
+    apart_sums = []
     for part in ids.split(LENGTHS):
         loss_of(decoder, part, [len(part)], of_tokens=of_tokens).backward()
-    apart, (apart_counts, apart_sums) = gradients(decoder), decoder.routers.take()
-    assert torch.equal(counts, apart_counts)
-    torch.testing.assert_close(sums, apart_sums, rtol=1e-5, atol=1e-5)
+        apart_sums.append(decoder.routers.take())
+    apart = gradients(decoder)
+    torch.testing.assert_close(sums, torch.cat(apart_sums), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(packed, apart, rtol=1e-4, atol=1e-4)
     if options != RouterLossOptions():
         assert packed["model.layers.0.mlp.gate.weight"].norm() > 0
@@ -85,7 +88,9 @@ def test_padding_changes_nothing(options: RouterLossOptions) -> None:
     expected = gradients(decoder), decoder.routers.take()
     padded = torch.cat([ids, torch.zeros(7, dtype=torch.int64)])
     loss_of(decoder, padded, [*LENGTHS, 7], num_padding=7).backward()
-    torch.testing.assert_close((gradients(decoder), decoder.routers.take()), expected, rtol=1e-4, atol=1e-4)
+    sums = decoder.routers.take()
+    torch.testing.assert_close((gradients(decoder), sums[:-1]), expected, rtol=1e-4, atol=1e-4)
+    assert not sums[-1].any()
 
 
 @pytest.mark.parametrize("recompute", ["none", "layer", "operation", ("mlp",), ("self_attn",)])
@@ -138,7 +143,7 @@ def test_a_module_without_roles_is_not_left_uninitialised() -> None:
 
 def test_metrics_of_routers_say_how_even_the_load_is() -> None:
     # Catches shares over all layers at once, and an entropy that is not 1 for an even load.
-    even = router_metrics(torch.full((2, 4), 5.0), torch.tensor([30.0, 6.0]), torch.tensor(10.0))
+    even = RouterSums(torch.tensor([5.0] * 8 + [30.0, 6.0, 10.0]), num_experts=4).metrics()
     assert {name: value.item() for name, value in even.items()} == pytest.approx(
         {
             "router_balance_loss": 3.0,
@@ -148,7 +153,7 @@ def test_metrics_of_routers_say_how_even_the_load_is() -> None:
             "router_dead_experts": 0.0,
         }
     )
-    one = router_metrics(torch.tensor([[8.0, 0, 0, 0], [2, 2, 2, 2]]), torch.zeros(2), torch.tensor(0.0))
+    one = RouterSums(torch.tensor([8.0, 0, 0, 0, 2, 2, 2, 2, 0, 0, 0]), num_experts=4).metrics()
     assert one["router_imbalance"] == 4.0
     assert one["router_entropy"] == pytest.approx(0.5)
     assert one["router_dead_experts"] == 3

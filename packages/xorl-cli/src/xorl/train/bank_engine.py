@@ -18,7 +18,7 @@ from xorl.core.parallel import ParallelModel
 from xorl.core.parallel.exposed import record_waits
 from xorl.data import PackedBatch
 from xorl.lora import Adam, AdapterBank
-from xorl.train.engine import OnOutput, StepLosses, Update, call_model, to_device
+from xorl.train.engine import OnOutput, StepLosses, Update, call_model, routers_of, to_device
 from xorl.train.observe.timing import StepTimer
 
 
@@ -26,7 +26,8 @@ from xorl.train.observe.timing import StepTimer
 class MixedBatch:
     """A micro-batch with the tokens of several adapters; those of each adapter are contiguous.
 
-    parts: (adapter, its micro-batch, including padding) in the order of the row. batch: the parts joined.
+    parts: (adapter, its micro-batch, including padding) in the order of the row. batch: the parts joined; its
+    `num_tokens` leaves out only the padding of the last part, which is at the end of the row.
     """
 
     parts: tuple[tuple[str, PackedBatch], ...]
@@ -44,7 +45,7 @@ class MixedBatch:
             positions=torch.cat([batch.positions for batch in batches]),
             cu_seqlens=torch.cat([batches[0].cu_seqlens[:1], *boundaries]),
             lengths=tuple(length for batch in batches for length in batch.lengths),
-            num_tokens=sum(batch.num_tokens for batch in batches),
+            num_tokens=sum(len(batch.input_ids) for batch in batches[:-1]) + batches[-1].num_tokens,
             num_trained_tokens=sum(batch.num_trained_tokens for batch in batches),
             extras={name: torch.cat([batch.extras[name] for batch in batches]) for name in batches[0].extras},
         )
@@ -54,6 +55,15 @@ class MixedBatch:
     def runs(self) -> list[tuple[str, int]]:
         """(adapter, number of tokens) along the row."""
         return [(name, len(batch.input_ids)) for name, batch in self.parts]
+
+    @property
+    def owners(self) -> list[str | None]:
+        """The adapter of each document along the row; None for padding."""
+        return [
+            name if index < len(batch.document_lengths) else None
+            for name, batch in self.parts
+            for index in range(len(batch.lengths))
+        ]
 
 
 class BankEngine:
@@ -99,6 +109,9 @@ class BankEngine:
         self.timer.start()
         rows = {name: row for row, name in enumerate(names)}
         losses = torch.zeros(len(names), dtype=torch.float64, device=self.device)
+        routers = routers_of(self.model)
+        num_sums = 0 if routers is None else routers.num_sums
+        routing = torch.zeros(len(names) + 1, num_sums, dtype=torch.float64, device=self.device)  # the last: padding
         with self._recovering(), context or nullcontext():
             for index, mixed in enumerate(pending):
                 self.bank.activate(mixed.runs)
@@ -110,12 +123,15 @@ class BankEngine:
                 per_run = output.per_token.split([num_tokens for _, num_tokens in mixed.runs])
                 for (name, _), loss in zip(mixed.runs, per_run, strict=True):
                     losses[rows[name]] += loss.double().sum()
+                if routers is not None:
+                    owners = [len(rows) if name is None else rows[name] for name in mixed.owners]
+                    routing.index_add_(0, to_device(owners, self.device).long(), routers.take())
                 if on_output is not None:
                     on_output(index, output)
-        sums = torch.cat([losses[:, None], self._counts(pending, rows)], dim=1)
+        sums = torch.cat([losses[:, None], self._counts(pending, rows), routing[:-1]], dim=1)
         dist.all_reduce(sums, group=self.model.mesh.dp_group)
         self.timer.mark("comm")
-        return {name: StepLosses.of(sums[row]) for name, row in rows.items()}
+        return {name: StepLosses.of(sums[row], routers) for name, row in rows.items()}
 
     @torch.no_grad()
     def forward(self, mixed: MixedBatch, loss_fn: LossFn) -> LossOutput:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from xorl.core.loss import IGNORE, LossFn, LossOutput
 from xorl.core.models import Decoder
-from xorl.core.models.router_losses import RouterLosses, router_metrics
+from xorl.core.models.router_losses import RouterLosses, RouterSums
 from xorl.core.optim import Fp32Accumulation, OptimizerState, gradient_scale
 from xorl.core.parallel import ParallelModel
 from xorl.core.parallel.exposed import record_waits
@@ -30,20 +29,21 @@ OnOutput = Callable[[int, LossOutput], None]
 class StepLosses:
     """Sums over the tokens of all micro-batches and all ranks: fp64 scalars on the device, not yet read back.
 
-    routers: metrics of the routers of a mixture of experts.
+    routers: of a mixture of experts; None for other models.
     """
 
     loss_sum: Tensor
     num_trained_tokens: Tensor
     num_tokens: Tensor
     flops: Tensor
-    routers: Mapping[str, Tensor] = field(default_factory=dict)
+    routers: RouterSums | None = None
 
     @classmethod
-    def of(cls, sums: Tensor, routers: Mapping[str, Tensor] = MappingProxyType({})) -> StepLosses:
-        """From the four sums as one tensor [4]."""
-        loss_sum, num_trained_tokens, num_tokens, flops = sums.unbind()
-        return cls(loss_sum, num_trained_tokens, num_tokens, flops, routers)
+    def of(cls, sums: Tensor, routers: RouterLosses | None = None) -> StepLosses:
+        """From all sums as one tensor: the first four and, with `routers`, those of the routers."""
+        loss_sum, num_trained_tokens, num_tokens, flops = sums[:4].unbind()
+        of_routers = None if routers is None else RouterSums(sums[4:], routers.num_experts)
+        return cls(loss_sum, num_trained_tokens, num_tokens, flops, of_routers)
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,10 @@ class Engine:
         """
         self.model.train()
         pending = list(batches)
+        routers = routers_of(self.model)
         self.timer.start()
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        routing = torch.zeros(0 if routers is None else routers.num_sums, dtype=torch.float64, device=self.device)
         for index, batch in enumerate(pending):
             is_last = index == len(pending) - 1
             with self._accumulation.micro_batch(), self.model.accumulation(is_last=is_last):
@@ -130,25 +132,14 @@ class Engine:
                 self.timer.end_wait()
             self.timer.mark("backward")
             loss_sum += output.sum.detach()
+            if routers is not None:
+                routing += routers.take().sum(0)
             if on_output is not None:
                 on_output(index, output)
-        counts, router_sums = self._take_routing()
-        parts = [loss_sum.reshape(1), self._counts(pending), counts.flatten(), router_sums]
-        sums = torch.cat(parts)
+        sums = torch.cat([loss_sum.reshape(1), self._counts(pending), routing])
         dist.all_reduce(sums, group=self.model.mesh.dp_group)
         self.timer.mark("comm")
-        scalars, choices, router_sums = sums.split([4, counts.numel(), router_sums.numel()])
-        routers = router_metrics(choices.view_as(counts), router_sums, scalars[1]) if counts.numel() else {}
-        return StepLosses.of(scalars, routers)
-
-    def _take_routing(self) -> tuple[Tensor, Tensor]:
-        """The choices of experts [L, E] and the sums of router losses since the last call; empty for a dense model."""
-        routers = routers_of(self.model)
-        if routers is not None:
-            counts, sums = routers.take()
-            return counts.to(self.device), sums.to(self.device)
-        empty = torch.zeros(0, dtype=torch.float64, device=self.device)
-        return empty, empty
+        return StepLosses.of(sums, routers)
 
     @torch.no_grad()
     def forward(self, batch: PackedBatch, loss_fn: LossFn) -> LossOutput:
@@ -274,9 +265,12 @@ def routers_of(model: ParallelModel) -> RouterLosses | None:
 
 
 def trained_by_document(batch: PackedBatch) -> Tensor:
-    """[N] int64, how many tokens of each document have a label."""
-    labels = batch.labels if batch.labels.ndim == 1 else batch.labels.amax(-1)
-    before = torch.cat([labels.new_zeros(1), (labels != IGNORE).cumsum(0)])
+    """[N] int64, how many tokens of each document have a label, and a weight other than 0 if there are weights."""
+    is_trained = batch.labels != IGNORE
+    if (weights := batch.extras.get("weights")) is not None:
+        is_trained &= weights != 0
+    is_trained = is_trained.view(len(batch.labels), -1).any(-1)
+    before = torch.cat([batch.labels.new_zeros(1), is_trained.cumsum(0)])
     return before[batch.cu_seqlens.long()].diff()
 
 

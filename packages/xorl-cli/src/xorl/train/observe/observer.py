@@ -200,9 +200,10 @@ class Observer:
         self.flush()
         sums = [losses.loss_sum, losses.num_trained_tokens, losses.num_tokens, losses.flops]
         outcome = [update.grad_norm.double(), update.skipped.double()]
-        scalars = queue_copy(torch.stack([*sums, *outcome, *losses.routers.values()]))
+        routers = {} if losses.routers is None else losses.routers.metrics()
+        scalars = queue_copy(torch.stack([*sums, *outcome, *routers.values()]))
         end = self.timer.clock.now()
-        self._pending = _Pending(step, lr, scalars, tuple(losses.routers), self.timer.take(), end, self._host_s)
+        self._pending = _Pending(step, lr, scalars, tuple(routers), self.timer.take(), end, self._host_s)
         self._host_s = {"data_s": 0.0, "checkpoint_s": 0.0}
         if self.device.type == "cpu":
             self.flush()  # the step is already done; later work must not count towards its time

@@ -34,64 +34,78 @@ class RouterLossOptions:
     z_coef: float = 0.0
 
 
+@dataclass(frozen=True)
+class RouterSums:
+    """Sums over documents, from which the metrics of routers are computed; they can be added up.
+
+    Attributes:
+        values: [L * E + 3] fp64: how many tokens chose each expert, the unweighted balancing loss and z-loss, and the
+            number of trained tokens.
+        num_experts: E.
+    """
+
+    values: Tensor
+    num_experts: int
+
+    def __add__(self, other: RouterSums) -> RouterSums:
+        return RouterSums(self.values + other.values, self.num_experts)
+
+    def metrics(self) -> dict[str, Tensor]:
+        """Scalars on the device.
+
+        imbalance: the choices of the most-chosen expert, divided by the mean over experts; the maximum over layers.
+        entropy: the entropy of the shares of choices, averaged over layers; 1 if all experts are chosen equally often.
+        dead_experts: the number of experts, over all layers, that no token chose.
+        """
+        counts, losses = self.values[:-3].view(-1, self.num_experts), self.values[-3:]
+        share = counts / counts.sum(-1, keepdim=True).clamp(min=1)
+        balance, z, _ = (losses / losses[2].clamp(min=1)).unbind()
+        return {
+            "router_balance_loss": balance,
+            "router_z_loss": z,
+            "router_imbalance": self.num_experts * share.max(),
+            "router_entropy": torch.special.entr(share).sum(-1).mean() / math.log(max(self.num_experts, 2)),
+            "router_dead_experts": (counts == 0).sum().double(),
+        }
+
+
 class RouterLosses:
-    """Adds the gradients of the router losses to a model's, and counts the tokens that chose each expert.
+    """Adds the gradients of the router losses to a model's, and keeps what their metrics are computed from.
 
     Attributes:
         options: the weights.
-        counts: [L, E] fp64, how many tokens chose each expert since the last `take`.
-        sums: [2] fp64, the unweighted balancing loss and z-loss since the last `take`.
+        num_experts: E.
+        num_sums: L * E + 3.
     """
 
     def __init__(self, num_layers: int, num_experts: int, options: RouterLossOptions) -> None:
         self.options = options
-        self.counts = torch.zeros(num_layers, num_experts, dtype=torch.float64, device="cpu")
-        self.sums = torch.zeros(2, dtype=torch.float64, device="cpu")
+        self.num_experts = num_experts
+        self.num_sums = num_layers * num_experts + 3
+        self._newest: tuple[Tensor, Tensor] | None = None  # [L, N, E] and [3, N]
 
     def add(self, hidden: Tensor, routings: Sequence[Routing], layout: SequenceLayout) -> Tensor:
         """Return `hidden` [T, D]; its backward pass also computes the gradients of the losses."""
-        self.counts, self.sums = self.counts.to(hidden.device), self.sums.to(hidden.device)
         counts = torch.stack([routing.counts for routing in routings])  # [L, N, E]
         probabilities = torch.stack([routing.probabilities for routing in routings])
         lengths = layout.cu_seqlens.diff().to(probabilities.dtype)
         trained = lengths if layout.num_trained is None else layout.num_trained.to(probabilities.dtype)
         weight = trained / lengths  # [N]
         share = counts.to(probabilities.dtype).mean(0) / lengths[:, None]  # [N, E]
-        balance = counts.shape[-1] * (weight * (share * probabilities.mean(0)).sum(-1)).sum()
-        z = (weight * torch.stack([routing.squared_lse for routing in routings]).mean(0)).sum()
-        with torch.no_grad():
-            self.counts += counts.sum(1)
-            self.sums += torch.stack([balance, z])
+        balance = self.num_experts * weight * (share * probabilities.mean(0)).sum(-1)  # [N]
+        z = weight * torch.stack([routing.squared_lse for routing in routings]).mean(0)
+        self._newest = counts, torch.stack([balance.detach(), z.detach(), trained])
         if not self.options.balance_coef and not self.options.z_coef:
             return hidden
-        out = _WithLoss.apply(hidden, self.options.balance_coef * balance + self.options.z_coef * z)
+        out = _WithLoss.apply(hidden, self.options.balance_coef * balance.sum() + self.options.z_coef * z.sum())
         assert isinstance(out, Tensor)
         return out
 
-    def take(self) -> tuple[Tensor, Tensor]:
-        """Return `counts` and `sums`, and reset both to zero."""
-        taken = self.counts, self.sums
-        self.counts, self.sums = torch.zeros_like(self.counts), torch.zeros_like(self.sums)
-        return taken
-
-
-def router_metrics(counts: Tensor, sums: Tensor, num_trained: Tensor) -> dict[str, Tensor]:
-    """Metrics of a step, from the choices [L, E] and loss sums [2] of all ranks; scalars on the device.
-
-    imbalance: the choices of the most-chosen expert, divided by the mean over experts; the maximum over layers.
-    entropy: the entropy of the shares of choices, averaged over layers; 1 if all experts are chosen equally often.
-    dead_experts: the number of experts, over all layers, that no token chose.
-    """
-    num_experts = counts.shape[-1]
-    share = counts / counts.sum(-1, keepdim=True).clamp(min=1)
-    balance, z = (sums / num_trained.clamp(min=1)).unbind()
-    return {
-        "router_balance_loss": balance,
-        "router_z_loss": z,
-        "router_imbalance": num_experts * share.max(),
-        "router_entropy": torch.special.entr(share).sum(-1).mean() / math.log(max(num_experts, 2)),
-        "router_dead_experts": (counts == 0).sum().double(),
-    }
+    def take(self) -> Tensor:
+        """For each document of the newest pass, the values of `RouterSums`: [N, L * E + 3] fp64. Call it once a pass."""
+        assert self._newest is not None, "after a forward pass in training mode"
+        (counts, losses), self._newest = self._newest, None
+        return torch.cat([counts.transpose(0, 1).flatten(1).double(), losses.T.double()], dim=1)
 
 
 class _WithLoss(torch.autograd.Function):
