@@ -133,6 +133,7 @@ def test_what_is_shown_loads_to_the_same(tmp_path: Path) -> None:
             "trains adapters by AdamW in fp32: set optimizer to adamw",
         ),
         ({"enable_lora": True, "enable_reentrant": True}, "enable_reentrant", "set enable_reentrant to false"),
+        ({"enable_lora": True, "freeze_router": False}, "freeze_router", "adapters do not train routers"),
         ({"enable_lora": True, "quant_format": "nf4"}, "quant_format", "unless enable_qlora is true"),
         ({"enable_qlora": True, "lora_target_modules": []}, "lora_target_modules", "the list is empty"),
         ({"muon_lr": 0.1}, "muon_lr", "unless optimizer is muon"),

@@ -13,13 +13,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from live_bytes import LiveBytes
 from tiny_models import hf_config, write_config
-from xorl.config import Config, config_from_mapping
+from xorl.config import Config, config_from_mapping, server_config_from_mapping
 from xorl.core import runtime
 from xorl.core.loss import cross_entropy
 from xorl.core.mesh import Mesh, ParallelDims
 from xorl.core.nn.moe import Router
 from xorl.core.runtime import Runtime
 from xorl.kernels.layout import SequenceLayout
+from xorl.server.worker import base
+from xorl.server.worker.base import build_base
+from xorl.server.worker.worker import Worker
 from xorl.train.model import EXPERT_OPTIONS, build_model, read_architecture, sketch_model
 
 VALUES = {
@@ -30,6 +33,8 @@ VALUES = {
     "train.freeze_router": True,
     "train.moe_checkpoint_method": "moe_act",
 }
+# Those of the service that are not the opposite of their default.
+SERVER_VALUES = {"moe_implementation": "eager"}
 
 
 def config_with(folder: Path, model_type: str, options: dict[str, object], **shape: object) -> Config:
@@ -75,6 +80,35 @@ def test_options_reach_the_routers(tmp_path: Path) -> None:
 def place() -> Iterator[Runtime]:
     yield runtime.init("cpu")
     runtime.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "options", "message"),
+    [
+        *(
+            ("qwen3", {name: SERVER_VALUES.get(name, False)}, f"^{name}: .*the model has no experts; leave it at")
+            for name in base.EXPERT_OPTIONS
+        ),
+        (
+            "mixtral",
+            {"enable_gradient_checkpointing": True, "enable_reentrant": True},
+            "^enable_reentrant: true, but .* cannot keep the routes",
+        ),
+        *(
+            ("mixtral", {"enable_lora": True, "lora_target_modules": [name]}, "^lora_target_modules: .*match no layer")
+            for name in ("w1", "experts.0.w2", "gate")
+        ),
+    ],
+)
+def test_the_service_refuses_what_does_not_fit_the_experts(
+    model_type: str, options: dict[str, object], message: str, tmp_path: Path, place: Runtime
+) -> None:
+    # Catches an option that the service accepts and ignores, and adapters that would train nothing of the experts.
+    write_config(tmp_path, hf_config(model_type))
+    values = {"config_path": str(tmp_path), "output_dir": str(tmp_path), "enable_gradient_checkpointing": False}
+    config = server_config_from_mapping({**values, "enable_mixed_precision": False, **options}).config
+    with pytest.raises(ValueError, match=message):
+        Worker(build_base(config, place))
 
 
 def test_recomputed_experts_keep_less_and_compute_the_same(tmp_path: Path, place: Runtime) -> None:

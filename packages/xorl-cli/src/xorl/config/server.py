@@ -90,7 +90,8 @@ class ServerNumericsFields(NumericsFields):
 
     router_fp32: bool = Field(
         default=True,
-        description="Compute the logits of mixture-of-experts routers in fp32. Dense models have no routers.",
+        description="Compute the logits of mixture-of-experts routers in fp32. false multiplies in the compute dtype, "
+        "as transformers does in some families.",
     )
 
 
@@ -218,7 +219,9 @@ class ObservationFields(Section):
         description="Report the gradient norm of each kind of layer with the other metrics of an optimizer step.",
     )
     log_router_stats: bool = Field(
-        default=True, description="Report how routers distribute tokens over experts. Dense models have no routers."
+        default=True,
+        description="Report how the routers of a mixture of experts distributed the tokens since the last optimizer "
+        "step, with the other metrics of the step.",
     )
 
 
@@ -328,7 +331,7 @@ class RouterFields(Section):
 
     freeze_router: bool = Field(
         default=True,
-        description="Do not train the routers of a mixture-of-experts model. Dense models have no routers.",
+        description="Do not train the routers of a mixture-of-experts model; false trains them with full weights.",
     )
 
 

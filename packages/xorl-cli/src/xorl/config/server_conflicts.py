@@ -25,15 +25,12 @@ from xorl.config.unsupported import UnsupportedValues, unsupported_values
 ALLOWED_WITHOUT_EFFECT = {"model.attention_cast_bf16"}
 SENT_BY_CLIENT = {"lr", "weight_decay", "max_grad_norm"}
 
-NO_EXPERTS = "mixture-of-experts models are not implemented"
+NO_EXPERT_ADAPTERS = "adapters on experts are not implemented"
 SHARED_BASE = "the adapters of all clients share one base, which must not change"
 
 SERVER_UNSUPPORTED: tuple[UnsupportedValues, ...] = (
-    UnsupportedValues("router_fp32", NO_EXPERTS, "leave it at true"),
-    UnsupportedValues("freeze_router", NO_EXPERTS, "leave it at true"),
-    UnsupportedValues("log_router_stats", NO_EXPERTS, "leave it at true"),
-    UnsupportedValues("moe_shared_lora", NO_EXPERTS, "leave it at false"),
-    UnsupportedValues("moe_hybrid_shared_lora", NO_EXPERTS, "leave it at false"),
+    UnsupportedValues("moe_shared_lora", NO_EXPERT_ADAPTERS, "leave it at false"),
+    UnsupportedValues("moe_hybrid_shared_lora", NO_EXPERT_ADAPTERS, "leave it at false"),
     UnsupportedValues(
         "foundation",
         "clients and inference engines read the model's own config.json",
@@ -121,6 +118,12 @@ def _adapters_use_the_default_optimizer(config: ServerConfig) -> Iterator[Confli
             yield Conflict((name, "enable_lora"), message)
 
 
+def _adapters_leave_routers(config: ServerConfig) -> Iterator[Conflict]:
+    if (config.enable_lora or config.enable_qlora) and not config.freeze_router:
+        message = "adapters do not train routers: leave freeze_router at true, or set enable_lora to false"
+        yield Conflict(("freeze_router", "enable_lora"), message)
+
+
 def _lora_ranks_are_ordered(config: ServerConfig) -> Iterator[Conflict]:
     if config.max_lora_rank is not None and config.max_lora_rank < config.lora_rank:
         yield Conflict(
@@ -149,6 +152,7 @@ def _endpoints_are_distinct(config: ServerConfig) -> Iterator[Conflict]:
 CHECKS: tuple[Callable[[ServerConfig], Iterator[Conflict]], ...] = (
     _adapter_options_have_an_effect,
     _adapters_use_the_default_optimizer,
+    _adapters_leave_routers,
     _lora_ranks_are_ordered,
     _weights_have_one_source,
     _endpoints_are_distinct,

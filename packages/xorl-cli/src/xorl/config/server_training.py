@@ -55,9 +55,11 @@ def unresolved_local_config(config: ServerConfig) -> Config:
     return Config(
         model=ModelConfig.model_validate(values["model"]),
         data=DataConfig.model_validate(values["data"] | {"datasets": [DatasetEntryConfig(path="dummy")]}),
-        # Clients send the learning rate and the clipping norm with each step.
+        # Clients send the learning rate and the clipping norm with each step, and the gradient is that of their loss:
+        # a balancing loss that config.json sets is not added to it.
         train=TrainConfig.model_validate(
-            values["train"] | {"lr": MUON_REFERENCE_LR, "max_grad_norm": None, "use_wandb": False}
+            values["train"]
+            | {"lr": MUON_REFERENCE_LR, "max_grad_norm": None, "use_wandb": False, "router_aux_loss_coef": 0.0}
         ),
         lora=LoraConfig.model_validate(values["lora"]),
     )

@@ -251,7 +251,12 @@ def sketch_model(architecture: Architecture, model: ModelConfig, train: TrainCon
     Its shapes are enough to check adapters, quantised weights and layer counts before data is prepared; ValueError
     names the option that does not fit the model.
     """
-    _check_experts(architecture.config, model, train)
+    sections = {"model": model, "train": train}
+    options: dict[str, tuple[object, object]] = {}
+    for path in EXPERT_OPTIONS:
+        section, name = path.split(".")
+        options[path] = getattr(sections[section], name), type(sections[section]).model_fields[name].default
+    check_experts(architecture.config, train, options)
     num_layers = architecture.config.num_layers
     if train.recompute_num_layers is not None and train.recompute_num_layers > num_layers:
         raise ValueError(
@@ -264,13 +269,13 @@ def sketch_model(architecture: Architecture, model: ModelConfig, train: TrainCon
     return module
 
 
-def _check_experts(config: DecoderConfig, model: ModelConfig, train: TrainConfig) -> None:
-    """Raise ValueError for options that do not fit the model's experts, or a model without any."""
+def check_experts(config: DecoderConfig, train: TrainConfig, options: Mapping[str, tuple[object, object]]) -> None:
+    """Raise ValueError for options that do not fit the model's experts, or a model without any.
+
+    options: the options that only a mixture of experts has, as (value, default).
+    """
     if not config.has_experts:
-        for option in EXPERT_OPTIONS:
-            section, name = option.split(".")
-            options = {"model": model, "train": train}[section]
-            value, default = getattr(options, name), type(options).model_fields[name].default
+        for option, (value, default) in options.items():
             if value != default:
                 raise ValueError(
                     f"{option}: {yaml_text(value)}, but the model has no experts; leave it at {yaml_text(default)}"

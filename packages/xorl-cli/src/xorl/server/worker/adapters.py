@@ -27,7 +27,7 @@ from xorl.server.worker.models import UnknownName, source_name
 from xorl.server.worker.passes import Row
 from xorl.train.adapters.files import AdapterFiles
 from xorl.train.bank_engine import BankEngine, MixedBatch
-from xorl.train.engine import OnOutput, Update
+from xorl.train.engine import OnOutput, StepLosses, Update
 
 logger = logging.getLogger(__name__)
 
@@ -62,10 +62,12 @@ class AdapterRows:
         model_ids: Sequence[str],
         on_output: OnOutput,
         whole: AbstractContextManager[None],
-    ) -> None:
-        self._engine.forward_backward([MixedBatch.of(row) for row in rows], loss_fn, model_ids, on_output, whole)
+    ) -> Mapping[str, StepLosses]:
+        mixed = [MixedBatch.of(row) for row in rows]
+        losses = self._engine.forward_backward(mixed, loss_fn, model_ids, on_output, whole)
         # Discard the timings: the service does not report them, and they would pile up without optimizer steps.
         self._engine.timer.take()
+        return losses
 
     def forward(self, rows: Sequence[Row], loss_fn: LossFn, on_output: OnOutput) -> None:
         for index, row in enumerate(rows):

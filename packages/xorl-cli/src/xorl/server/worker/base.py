@@ -20,11 +20,14 @@ from xorl.core.parallel import ParallelModel
 from xorl.core.runtime import Runtime, seed_everything
 from xorl.train.architecture import Architecture
 from xorl.train.checkpoint_model import describe_model, open_start
-from xorl.train.model import build_model, fill_base, read_architecture
+from xorl.train.model import build_model, check_experts, fill_base, read_architecture
 from xorl.train.quantization import read_options, scheme_of
 from xorl.train.startup import parallel_dims
 
 logger = logging.getLogger(__name__)
+
+# Options that only a mixture of experts has.
+EXPERT_OPTIONS = ("moe_implementation", "router_fp32", "freeze_router", "log_router_stats")
 
 
 @dataclass(frozen=True)
@@ -82,11 +85,9 @@ def _build(config: ServerConfig, runtime: Runtime) -> Base:
     local = training_config(config)
     seed_everything(local.train.seed, runtime.rank)
     architecture = read_architecture(local.model)
-    if architecture.config.has_experts:
-        raise ValueError(
-            f"model_path: {architecture.spec.architecture} is a mixture of experts, which the service does not support "
-            "yet; train it with `xorl train`, or choose a dense model"
-        )
+    fields = ServerConfig.model_fields
+    options = {name: (getattr(config, name), fields[name].default) for name in EXPERT_OPTIONS}
+    check_experts(architecture.config, local.train, options)
     mesh = Mesh(parallel_dims(local, runtime.world_size), runtime.device.type)
     quantization = read_options(local.lora, architecture.hf_config)
     source = None

@@ -20,7 +20,7 @@ from xorl.server.worker.base import Base
 from xorl.server.worker.models import UnknownName, source_name
 from xorl.server.worker.passes import Row
 from xorl.train.build import engine_over
-from xorl.train.engine import Engine, OnOutput, Update
+from xorl.train.engine import Engine, OnOutput, StepLosses, Update
 
 logger = logging.getLogger(__name__)
 
@@ -44,12 +44,13 @@ class WholeRows:
         model_ids: Sequence[str],
         on_output: OnOutput,
         whole: AbstractContextManager[None],
-    ) -> None:
-        assert len(model_ids) == 1, "one model"
+    ) -> Mapping[str, StepLosses]:
+        (model_id,) = model_ids
         with whole:
-            self._engine.forward_backward([batch for ((_, batch),) in rows], loss_fn, on_output)
+            losses = self._engine.forward_backward([batch for ((_, batch),) in rows], loss_fn, on_output)
         # Discard the timings: the service does not report them, and they would pile up without optimizer steps.
         self._engine.timer.take()
+        return {model_id: losses}
 
     def forward(self, rows: Sequence[Row], loss_fn: LossFn, on_output: OnOutput) -> None:
         try:

@@ -24,7 +24,7 @@ from xorl.server.collectives import all_or_none, gather_rows
 from xorl.server.operations import LossResult
 from xorl.server.worker.base import Base
 from xorl.server.worker.calls import PassCall, result_of
-from xorl.train.engine import OnOutput
+from xorl.train.engine import OnOutput, StepLosses
 from xorl.train.model import head_options_of
 
 Row = Sequence[tuple[str, PackedBatch]]
@@ -45,8 +45,8 @@ class RowEngine(Protocol):
         model_ids: Sequence[str],
         on_output: OnOutput,
         whole: AbstractContextManager[None],
-    ) -> None:
-        """Add the gradients of these models. All passes run within the context `whole`."""
+    ) -> Mapping[str, StepLosses]:
+        """Add the gradients of these models; returns the sums of each. All passes run within the context `whole`."""
         ...
 
     def forward(self, rows: Sequence[Row], loss_fn: LossFn, on_output: OnOutput) -> None:
@@ -68,10 +68,11 @@ class PassRunner:
     engine: RowEngine
     pad_to_multiple_of: int
 
-    def run(self, calls: Sequence[PassCall]) -> list[LossResult]:
-        """The result of each call. Collective; if it fails on any rank, no rank's gradients change.
+    def run(self, calls: Sequence[PassCall]) -> tuple[list[LossResult], Mapping[str, StepLosses]]:
+        """The result of each call and, by model, the sums of a pass with gradients.
 
-        Metrics are the same on every rank; only rank 0 has the values per token.
+        Collective; if it fails on any rank, no rank's gradients change. Metrics and sums are the same on every rank;
+        only rank 0 has the values per token.
         """
         config, mesh = self.base.config, self.base.mesh
         assert (mesh.dp_rank, mesh.dp_size) == (self.base.runtime.rank, self.base.runtime.world_size), (
@@ -114,12 +115,13 @@ class PassRunner:
                 if not calls[0].forward_only:
                     kept.enter_context(self.engine.gradients_kept(rows))
             outputs = _Outputs(rows)
+            losses: Mapping[str, StepLosses] = {}
             if calls[0].forward_only:
                 with guarded():
                     self.engine.forward(rows, loss_fn, outputs.take)
             else:
-                self.engine.forward_backward(rows, loss_fn, model_ids, outputs.take, guarded())
-        return results
+                losses = self.engine.forward_backward(rows, loss_fn, model_ids, outputs.take, guarded())
+        return results, losses
 
     def _metrics(self, outputs: _Outputs, model_ids: Sequence[str]) -> list[dict[str, float]]:
         """The metrics of each call, over all ranks."""

@@ -21,6 +21,7 @@ from msgspec.structs import replace
 
 from xorl.ckpt import CheckpointError
 from xorl.core.loss.metrics import NUM_TRAINED
+from xorl.core.models.router_losses import RouterSums
 from xorl.lora import Adam
 from xorl.server.collectives import all_or_none, gather_numbers
 from xorl.server.identifiers import CheckpointRef
@@ -67,15 +68,20 @@ class UnknownModel(UnknownName):
 
 @dataclass
 class ModelProgress:
-    """A model's number of optimizer steps, and the numbers of passes and trained tokens since the last one."""
+    """A model's number of optimizer steps, and counts since the last one: passes, trained tokens, choices of experts."""
 
     num_steps: int = 0
     num_passes: int = 0
     num_trained: float = 0.0
+    routers: RouterSums | None = None
 
     def forget_gradient(self) -> None:
         """Reset the counts of the accumulated gradient."""
-        self.num_passes, self.num_trained = 0, 0.0
+        self.num_passes, self.num_trained, self.routers = 0, 0.0, None
+
+    def add_routers(self, routers: RouterSums) -> None:
+        """Add the sums of a pass."""
+        self.routers = routers if self.routers is None else self.routers + routers
 
 
 class Worker:
@@ -184,11 +190,15 @@ class Worker:
 
     def _run_calls(self, calls: Sequence[PassCall]) -> Sequence[Result]:
         self.sampling.before_training()
-        results = self._passes.run(calls)
+        results, losses = self._passes.run(calls)
         for call, result in zip(calls, results, strict=True):
-            if not call.forward_only:
-                self._progress[call.model_id].num_passes += 1
-                self._progress[call.model_id].num_trained += result.metrics[NUM_TRAINED]
+            if call.forward_only:
+                continue
+            progress, routers = self._progress[call.model_id], losses[call.model_id].routers
+            progress.num_passes += 1
+            progress.num_trained += result.metrics[NUM_TRAINED]
+            if routers is not None and self.base.config.log_router_stats:
+                progress.add_routers(routers)
         return results
 
     def _read_sample(self, operation: Sample, operation_id: str) -> SampleCall:
@@ -269,7 +279,9 @@ class Worker:
             operation.grad_clip_norm or None,
             with_norms=config.log_gradient_norms,
         )
-        norm, is_skipped, *norms = torch.stack([update.grad_norm, update.skipped, *update.norms.values()]).tolist()
+        by_kind = {f"grad_norm/{kind}": norm / divisor for kind, norm in update.norms.items()}
+        by_name = by_kind | ({} if progress.routers is None else progress.routers.metrics())
+        norm, is_skipped, *rest = torch.stack([update.grad_norm, update.skipped, *by_name.values()]).tolist()
         progress.num_steps += not is_skipped
         num_trained = progress.num_trained
         progress.forget_gradient()
@@ -281,8 +293,7 @@ class Worker:
             "skipped": is_skipped,
             "num_trained_tokens": num_trained,
         }
-        by_kind = {f"grad_norm/{kind}": total / divisor for kind, total in zip(update.norms, norms, strict=True)}
-        return OptimResult(metrics | by_kind)
+        return OptimResult(metrics | dict(zip(by_name, rest, strict=True)))
 
     def abort_gradients(self, operation: AbortGradients, _: str) -> GradientsAborted:
         progress = self._require(operation.model_id)

@@ -1,0 +1,209 @@
+"""The service's workers with a mixture of experts: gradients, routers and their statistics, samples, checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from placement import assert_same, whole
+from tiny_models import hf_config
+from worker_ranks import (
+    VOCAB,
+    ask,
+    datum,
+    done,
+    gradients,
+    service_config,
+    shards,
+    train,
+    trained_values,
+    values,
+    worker_of,
+)
+from xorl.core.loss import cross_entropy
+from xorl.data.batch import Document, collate
+from xorl.lora import adapters
+from xorl.server.datum import Array, Datum
+from xorl.server.identifiers import CheckpointRef
+from xorl.server.operations import (
+    AbortGradients,
+    CreateModel,
+    ForwardBackward,
+    LoraSpec,
+    LossResult,
+    OptimResult,
+    OptimStep,
+    Sample,
+    SampleResult,
+    SaveWeights,
+    SaveWeightsForSampler,
+    SnapshotSampler,
+)
+from xorl.server.worker.worker import Worker
+from xorl.train.build import build_engine
+from xorl.train.model import head_options_of
+
+# A balancing loss that is not part of any client's loss, a dense layer, and padding in most rows.
+SHAPE = hf_config(
+    "qwen3_moe", num_hidden_layers=3, mlp_only_layers=[1], output_router_logits=True, router_aux_loss_coef=0.5
+)
+KINDS: dict[str, dict[str, object]] = {
+    "full": {"freeze_router": False},
+    "frozen": {"log_router_stats": False, "router_fp32": False, "moe_implementation": "eager"},
+    "lora": {"enable_lora": True, "lora_rank": 8},
+}
+STATISTICS = ("balance_loss", "z_loss", "imbalance", "entropy", "dead_experts")
+
+
+def make(folder: Path, kind: str, num_ranks: int, *model_ids: str) -> Worker:
+    worker = worker_of(service_config(folder, shape=SHAPE, **KINDS[kind], **shards(num_ranks)))
+    for model_id in model_ids:
+        done(worker, CreateModel(model_id, lora=LoraSpec(seed=42) if kind == "lora" else None))
+    return worker
+
+
+def rows(seed: int, lengths: Sequence[int]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(tokens, labels that are not shifted) of documents; some tokens are not trained."""
+    generator = np.random.default_rng(seed)
+    ids = [generator.integers(0, VOCAB, length) for length in lengths]
+    return [(row, np.where(generator.random(len(row)) < 0.3, -100, row)) for row in ids]
+
+
+def data_of(documents: Sequence[tuple[np.ndarray, np.ndarray]]) -> list[Datum]:
+    """As a client sends them: a token that is not trained has weight 0, and what follows the last one is invented."""
+    return [
+        Datum(
+            Array.of(ids.astype(np.int32)),
+            {
+                "target_tokens": Array.of(np.append(ids[1:], 0).astype(np.int64)),
+                "weights": Array.of(np.append(labels[1:] != -100, False).astype(np.float32)),
+            },
+        )
+        for ids, labels in documents
+    ]
+
+
+def local(worker: Worker, documents: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[dict[str, Tensor], list[float]]:
+    """The gradient of local training and the metrics of routers, for one micro-batch on one rank."""
+    base = worker.base
+    train = base.local.train.model_copy(update={"router_aux_loss_coef": 0.0})
+    config = base.local.model_copy(update={"train": train})
+    engine = build_engine(config, base.architecture, base.mesh, base.device)
+    packed = collate([Document(*one) for one in documents], pad_to_multiple_of=base.local.data.pad_to_multiple_of)
+    loss_fn = partial(cross_entropy, **head_options_of(config.model, train))
+    losses = engine.forward_backward([packed], loss_fn)
+    module = engine.model.module
+    adapted = adapters(module)
+    found = {name: whole(p.grad) for name, p in module.named_parameters() if p.grad is not None and not adapted}
+    for name, adapter in adapted.items():
+        found |= {f"{name}.lora_A": whole(adapter.A.grad), f"{name}.lora_B": whole(adapter.B.grad)}
+    assert losses.routers is not None
+    return found, [metric.item() for metric in losses.routers.metrics().values()]
+
+
+def statistics(worker: Worker, model_id: str) -> list[float]:
+    """Those of the routers with an optimizer step."""
+    result = done(worker, OptimStep(model_id, 1e-2))
+    assert isinstance(result, OptimResult)
+    found = {name: value for name, value in result.metrics.items() if name.startswith("router_")}
+    assert list(found) == [f"router_{name}" for name in STATISTICS] or not found
+    return list(found.values())
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_and_statistics_are_those_of_local_training_for_any_split(
+    kind: str, tmp_path: Path, run_ranks
+) -> None:
+    # Catches a loss of routers that no client asked for, a frozen router that learns, statistics of another client's
+    # tokens, of a call that was aborted, or of one call of several, and options that do not reach the model.
+    documents, other = rows(1, [9, 14, 5, 11, 7]), rows(2, [13, 6, 8])
+
+    def run(num_ranks: int) -> tuple[dict[str, Tensor], list[float], dict[str, Tensor], list[float]]:
+        worker = make(tmp_path, kind, num_ranks, "m", *(["n"] if kind == "lora" else []))
+        before = trained_values(worker, "m")
+        done(worker, ForwardBackward("m", data_of(other), "cross_entropy"), AbortGradients("m"))
+        if num_ranks == 1:
+            done(worker, ForwardBackward("m", data_of(documents), "cross_entropy"))
+        else:
+            done(worker, ForwardBackward("m", data_of(documents[:2]), "cross_entropy"))
+            done(worker, ForwardBackward("m", data_of(other), "cross_entropy", forward_only=True))
+            calls = [ForwardBackward("m", data_of(documents[2:]), "cross_entropy")]
+            if kind == "lora":
+                calls.append(ForwardBackward("n", data_of(other), "cross_entropy"))
+            assert all(isinstance(result, LossResult) for result in ask(worker, *calls))
+        # A of an adapter has no gradient yet, since B is 0.
+        found = {name: gradient for name, gradient in gradients(worker, "m").items() if gradient.any()}
+        expected, expected_statistics = local(worker, documents) if num_ranks == 1 else ({}, [])
+        of_step = statistics(worker, "m")
+        after = trained_values(worker, "m")
+        moved = {name for name, value in before.items() if not torch.equal(value, after[name])}
+        assert moved >= found.keys()
+        assert (before.keys() - moved == {name for name in before if ".gate." in name}) == (kind == "frozen")
+        return found, of_step, expected, expected_statistics
+
+    [(alone, of_step, expected, expected_statistics)] = run_ranks(lambda: run(1), 1)
+    assert ("model.layers.0.mlp.gate.weight" in expected) == (kind == "full")
+    # The service's adapters train the head too, unless a client leaves it out.
+    assert_same({name: expected.get(name, value) for name, value in alone.items()}, alone, limit=1e-5)
+    assert {name for name, value in expected.items() if value.any()} == {name for name in alone if name in expected}
+    assert of_step == pytest.approx([] if kind == "frozen" else expected_statistics, rel=1e-5)
+    (first, *of_splits), (second, *_) = run_ranks(lambda: run(2), 2)
+    # The gradient of an adapter is summed over ranks by its step.
+    split = {name: first[name] + second[name] if kind == "lora" else first[name] for name in first}
+    assert_same(alone, split, limit=1e-5)
+    assert of_splits[0] == pytest.approx(of_step, rel=1e-5)
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_samples_and_checkpoints_are_of_the_trained_model(kind: str, tmp_path: Path, run_ranks) -> None:
+    # Catches log-probabilities that training does not have, sequences that change each other's, a snapshot or a
+    # checkpoint that lacks the experts, and a restored model that trains otherwise.
+    data = [datum(8 + i, i) for i in range(5)]
+
+    def run() -> None:
+        worker = make(tmp_path, kind, 2, "m")
+        done(worker, *train("m", data), SaveWeightsForSampler("m", None, "s"))
+        prompts = [datum(length, 20 + length).tokens for length in (3, 17, 9)]
+        samples = ask(
+            worker,
+            *(
+                Sample(SnapshotSampler("m", "s"), prompt, num_samples=2, max_tokens=6, seed=i, ignore_end=True)
+                for i, prompt in enumerate(prompts)
+            ),
+        )
+        for prompt, result in zip(prompts, samples, strict=True):
+            assert isinstance(result, SampleResult), result
+            for sequence in result.sequences:
+                tokens = np.concatenate([prompt.numpy(), sequence.tokens.numpy()])
+                scored = Datum(Array.of(tokens[:-1]), {"target_tokens": Array.of(tokens[1:].astype(np.int64))})
+                loss = done(worker, ForwardBackward("m", [scored], "cross_entropy", forward_only=True))
+                assert isinstance(loss, LossResult)
+                if worker.base.runtime.is_main:
+                    expected = values(loss.fields["logprobs"][0])[len(prompt.numpy()) - 1 :]
+                    np.testing.assert_allclose(values(sequence.logprobs), expected, atol=1e-4)
+        done(worker, SaveWeights("m", "a"), *train("m", data))
+        other = make(tmp_path, kind, 2)
+        done(
+            other,
+            CreateModel("n", checkpoint=CheckpointRef("m", "weights", "a"), with_optimizer=True),
+            *train("n", data),
+        )
+        learnt = trained_values(worker, "m")
+        assert all(torch.equal(learnt[name], value) for name, value in trained_values(other, "n").items())
+        again = ask(
+            worker, Sample(SnapshotSampler("m", "s"), prompts[0], num_samples=2, max_tokens=6, seed=0, ignore_end=True)
+        )
+        assert isinstance(again[0], SampleResult)
+        assert isinstance(samples[0], SampleResult)
+        for one, same in zip(again[0].sequences, samples[0].sequences, strict=True):
+            assert one.tokens.numpy().tolist() == same.tokens.numpy().tolist()
+
+    run_ranks(run, 2)
