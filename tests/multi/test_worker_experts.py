@@ -45,6 +45,7 @@ from xorl.server.operations import (
     SaveWeightsForSampler,
     SnapshotSampler,
 )
+from xorl.server.worker.adapters import AdapterModels
 from xorl.server.worker.worker import Worker
 from xorl.train.build import build_engine
 from xorl.train.model import head_options_of
@@ -207,3 +208,25 @@ def test_samples_and_checkpoints_are_of_the_trained_model(kind: str, tmp_path: P
             assert one.tokens.numpy().tolist() == same.tokens.numpy().tolist()
 
     run_ranks(run, 2)
+
+
+@pytest.mark.multi
+def test_a_model_that_has_diverged_does_not_change_another(tmp_path: Path, run_ranks) -> None:
+    # Catches NaN of one client's tokens in the gradient or the statistics of the next client in the row.
+    data = data_of(rows(1, [9, 14, 5]))
+
+    def run() -> None:
+        worker = make(tmp_path, "lora", 1, "bad", "good")
+        assert isinstance(worker.models, AdapterModels)
+        with torch.no_grad():
+            for adapter in worker.models.bank.adapters("bad").values():
+                adapter.B.fill_(torch.nan)
+        done(worker, ForwardBackward("good", data, "cross_entropy"))
+        alone, expected = gradients(worker, "good"), worker.models.bank.snapshot("good")
+        of_step = statistics(worker, "good")
+        worker.models.bank.restore("good", expected)
+        ask(worker, *(ForwardBackward(name, data, "cross_entropy") for name in ("bad", "good")))
+        torch.testing.assert_close(gradients(worker, "good"), alone, rtol=1e-4, atol=1e-5)
+        assert statistics(worker, "good") == pytest.approx(of_step, rel=1e-5)
+
+    run_ranks(run, 1)

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from engines import fake_engines
+from tiny_models import hf_config
 from worker_ranks import datum, done, service_config, train, worker_of
 from xorl.kernels.quant.block_fp8 import quantize_block_fp8
 from xorl.server.identifiers import CheckpointRef, checkpoint_folder
@@ -27,8 +28,10 @@ from xorl.server.operations import (
     SyncWeights,
 )
 
+EXPERTS = hf_config("qwen3_moe", num_hidden_layers=3, mlp_only_layers=[0])
 KINDS: dict[str, dict[str, object]] = {
     "full": {},
+    "experts": {"shape": EXPERTS},
     "lora": {"enable_lora": True, "lora_rank": 4},
     "qlora": {"enable_lora": True, "lora_rank": 4, "enable_qlora": True, "quant_format": "nf4", "quant_group_size": 16},
 }
@@ -56,7 +59,8 @@ def described(tensors: dict[str, Tensor]) -> dict[str, dict[str, object]]:
 def test_an_endpoint_gets_what_an_export_holds_and_gradients_stay(
     kind: str, tmp_path: Path, run_ranks: Callable
 ) -> None:
-    # Catches a base that is sent without its client's adapter, and a gradient that a sync drops or counts twice.
+    # Catches a base that is sent without its client's adapter, experts that are sent as one tensor, and a gradient that
+    # a sync drops or counts twice.
     def after_step(name: str, *between: SyncWeights) -> SyncResult | None:
         """Trains, sends weights while a gradient waits, steps on it, and exports the model before and after."""
         worker = worker_of(service_config(tmp_path, output_dir=str(tmp_path / name), **SHARDED, **KINDS[kind]))
@@ -80,6 +84,7 @@ def test_an_endpoint_gets_what_an_export_holds_and_gradients_stay(
         for name in ("before", "after")
     }
     assert seen["tensors"] == exported(folders["with", "before"])
+    assert ("model.layers.2.mlp.experts.3.down_proj.weight" in seen["tensors"]) == (kind == "experts")
     assert exported(folders["with", "after"]) == exported(folders["without", "after"])
     assert exported(folders["with", "after"]) != exported(folders["with", "before"])
 
@@ -87,9 +92,9 @@ def test_an_endpoint_gets_what_an_export_holds_and_gradients_stay(
 @pytest.mark.multi
 def test_weights_are_sent_in_block_fp8(tmp_path: Path, run_ranks: Callable) -> None:
     # Catches scales under a wrong name or of other blocks, a module that is quantised although it was excluded, and an
-    # embedding, a head or a norm that is.
+    # embedding, a head, a norm or a router that is, and experts that are not.
     def run(port: int) -> SyncResult:
-        worker = worker_of(service_config(tmp_path, **SHARDED, **KINDS["qlora"]))
+        worker = worker_of(service_config(tmp_path, shape=EXPERTS, **SHARDED, **KINDS["qlora"]))
         done(worker, CreateModel("a", lora=ADAPTER), *train("a", [datum(9, 1), datum(14, 2)]))
         done(worker, SaveFullWeights("a", "e", "float32"))
         form = BlockFp8(("lm_head", "o_proj", "model.layers.1.mlp"))
@@ -109,5 +114,6 @@ def test_weights_are_sent_in_block_fp8(tmp_path: Path, run_ranks: Callable) -> N
             wanted[name] = tensor
         else:
             wanted[name], wanted[f"{name}_scale_inv"] = quantize_block_fp8(tensor, 128)
+    assert "model.layers.2.mlp.experts.3.up_proj.weight_scale_inv" in wanted
     assert seen == described(wanted)
     assert {one["dtype"] for one in seen.values()} == {"float8_e4m3fn", "float32"}

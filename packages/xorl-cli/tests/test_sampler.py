@@ -16,6 +16,7 @@ from tiny_models import hf_config
 from xorl.core.mesh import Mesh, ParallelDims
 from xorl.core.models import Decoder, spec_for
 from xorl.core.nn import LayerKernels
+from xorl.core.nn.kernels import EXPERTS
 from xorl.core.parallel import ParallelModel, ParallelPolicy, parallelize
 from xorl.kernels.attention import KeyValueCache, MixedLayout
 from xorl.kernels.layout import SequenceLayout
@@ -31,6 +32,7 @@ from xorl.server.sampler.scheduler import Continuation, SampleScheduler
 CPU = torch.device("cpu")
 VOCAB = 61
 HF_CONFIG = hf_config(vocab_size=VOCAB, max_position_embeddings=256, initializer_range=0.3)
+MIXTURE = hf_config("qwen3_moe", vocab_size=VOCAB, max_position_embeddings=256, initializer_range=0.3)
 PROMPT = tuple(range(3, 43))
 
 
@@ -69,13 +71,17 @@ def passes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.fixture
-def model() -> ParallelModel:
-    return place()
+def model(request: pytest.FixtureRequest) -> ParallelModel:
+    return place(getattr(request, "param", HF_CONFIG))
 
 
-def place(**policy: object) -> ParallelModel:
-    spec = spec_for(HF_CONFIG)
-    decoder = spec.build(spec.config_from_hf(HF_CONFIG), merge_qkv=True, kernels=LayerKernels())
+dense_or_experts = pytest.mark.parametrize("model", [HF_CONFIG, MIXTURE], ids=["dense", "experts"], indirect=True)
+
+
+def place(hf_config: dict[str, object] = HF_CONFIG, **policy: object) -> ParallelModel:
+    spec = spec_for(hf_config)
+    kernels = LayerKernels(experts=EXPERTS["native"])
+    decoder = spec.build(spec.config_from_hf(hf_config), merge_qkv=True, kernels=kernels)
     decoder.init_weights(0)
     mesh = Mesh(ParallelDims.resolve("none", 1, shard_size=-1, replicate_size=-1), "cpu")
     whole = ParallelPolicy(data_parallel_mode="none", **policy)
@@ -99,8 +105,10 @@ def prompts(lengths: list[int]) -> list[tuple[int, ...]]:
     return [tuple(torch.randint(VOCAB, (length,), generator=generator).tolist()) for length in lengths]
 
 
+@dense_or_experts
 def test_samples_are_what_the_whole_sequence_gives_again(model: ParallelModel) -> None:
-    # Catches positions, windows, blocks or rows of the cache that are off by one, for prompts of all remainders.
+    # Catches positions, windows, blocks or rows of the cache that are off by one, for prompts of all remainders, and
+    # tokens of other sequences in an expert's rows.
     requests = [
         GenerationRequest(prompt, max_tokens=21, seed=index, temperature=0.7)
         for index, prompt in enumerate(prompts([1, 2, 15, 16, 17, 33, 50]))
@@ -171,6 +179,7 @@ def test_requests_enter_and_leave_between_steps(model: ParallelModel) -> None:
     assert sampler.step() == []
 
 
+@dense_or_experts
 def test_prompt_logprobs_are_the_trainers(model: ParallelModel) -> None:
     # Catches scores that are shifted, that miss places between passes, or that the cache hides.
     sampler = make_sampler(model, max_step_tokens=11)

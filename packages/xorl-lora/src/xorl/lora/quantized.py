@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from xorl.core.models import Decoder
 from xorl.core.nn import Linear
+from xorl.core.nn.moe import ExpertLinear
 from xorl.core.parallel import local_part
 from xorl.core.parallel.fsdp import shard_groups
 from xorl.kernels.quant import QuantizedWeight, QuantScheme, adapted_quantized_linear, dequantized, quantized_linear
@@ -136,12 +137,14 @@ def quantizable_linears(
 def checkpoint_linears(model: Decoder, exclude: Sequence[str]) -> frozenset[str]:
     """The checkpoint names of the linear layers inside the decoder layers of `model`, except those in `exclude`.
 
+    They include the projections of each expert, but not routers.
+
     `exclude` is as for `quantizable_linears`; unknown names are ignored.
     """
     found = {
         part.name
         for path, module in model.named_modules()
-        if isinstance(module, Linear) and path.startswith("model.layers.")
+        if isinstance(module, (Linear, ExpertLinear)) and path.startswith("model.layers.")
         for part in model.logical[path]
     }
     return frozenset(name for name in found if not any(_matches(name, target) for target in exclude))

@@ -68,7 +68,7 @@ class UnknownModel(UnknownName):
 
 @dataclass
 class ModelProgress:
-    """A model's number of optimizer steps, and counts since the last one: passes, trained tokens, choices of experts."""
+    """A model's number of optimizer steps, and what was added up since the last one."""
 
     num_steps: int = 0
     num_passes: int = 0

@@ -102,7 +102,7 @@ class RouterLosses:
         return out
 
     def take(self) -> Tensor:
-        """For each document of the newest pass, the values of `RouterSums`: [N, L * E + 3] fp64. Call it once a pass."""
+        """The values of `RouterSums` for each document of the newest pass, [N, L * E + 3] fp64; once for each pass."""
         assert self._newest is not None, "after a forward pass in training mode"
         (counts, losses), self._newest = self._newest, None
         return torch.cat([counts.transpose(0, 1).flatten(1).double(), losses.T.double()], dim=1)

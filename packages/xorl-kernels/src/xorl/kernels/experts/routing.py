@@ -53,7 +53,7 @@ class Routing(NamedTuple):
 def sum_routing(
     logits: Tensor, probabilities: Tensor, ids: Tensor, cu_seqlens: Tensor, num_real: Tensor | None
 ) -> Routing:
-    """Sum up the routing of one layer by document.
+    """Sum up the routing of one layer by document. Values that are not finite count as 0.
 
     Args:
         logits: [T, E] fp32 or fp64; only the sums of logsumexp are differentiated by them.
@@ -75,7 +75,8 @@ def _sum_routing(
     index = _document_ids(len(ids), cu_seqlens)[:, None] * num_experts + ids
     ones = torch.ones_like(ids, dtype=torch.int32)
     lse = logits.logsumexp(-1)
-    values = torch.cat([probabilities, lse.square()[:, None]], dim=1)
+    # Of a model that has diverged, NaN would spread along the sums to later documents, which may be of other models.
+    values = torch.cat([probabilities, lse.square()[:, None]], dim=1).nan_to_num_(0, 0, 0)
     if num_real is not None:
         padding = is_padding(len(ids), num_real)
         ones, values = ones.masked_fill(padding[:, None], 0), values.masked_fill(padding[:, None], 0)
