@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -40,6 +40,20 @@ HF_CONFIG = hf_config(
 )
 
 
+MIXTURE = hf_config(
+    "qwen3_moe",
+    vocab_size=512,
+    hidden_size=256,
+    head_dim=64,
+    num_hidden_layers=3,
+    max_position_embeddings=1024,
+    num_experts=8,
+    moe_intermediate_size=128,
+    initializer_range=0.05,
+)
+SHAPES = pytest.mark.parametrize("shape", [HF_CONFIG, MIXTURE], ids=["dense", "experts"])
+
+
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[Mesh]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -48,10 +62,16 @@ def mesh() -> Iterator[Mesh]:
 
 
 def place(
-    mesh: Mesh, dtype: torch.dtype, *, compiled: bool, mode: DataParallelMode = "none", device: str = "cuda"
+    mesh: Mesh,
+    dtype: torch.dtype,
+    *,
+    compiled: bool,
+    mode: DataParallelMode = "none",
+    device: str = "cuda",
+    shape: Mapping[str, object] = HF_CONFIG,
 ) -> ParallelModel:
-    spec = spec_for(HF_CONFIG)
-    config = spec.config_from_hf(HF_CONFIG)
+    spec = spec_for(shape)
+    config = spec.config_from_hf(shape)
     attention = resolve_attention("auto", AttentionRequest("cuda", dtype, config.attention.head_dim, 40))
     kernels = choose_kernels(attention, device_type="cuda", dtype=dtype, compiled=compiled, native=(), cast_bf16=False)
     decoder = spec.build(config, merge_qkv=True, kernels=kernels)
@@ -124,18 +144,31 @@ def test_paged_attention_reads_the_cache_as_the_plain_twin(
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-4), (torch.bfloat16, 0.05)])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_sampled_logprobs_are_the_trainers(mesh: Mesh, dtype: torch.dtype, limit: float, compiled: bool) -> None:
+@SHAPES
+def test_sampled_logprobs_are_the_trainers(
+    mesh: Mesh, shape: Mapping[str, object], dtype: torch.dtype, limit: float, compiled: bool
+) -> None:
     # Catches a sampler that computes something else than training does, which no loss would show.
-    model = place(mesh, dtype, compiled=compiled)
+    model = place(mesh, dtype, compiled=compiled, shape=shape)
     sampler = Sampler(model, device=torch.device("cuda"), cache_tokens=2048, max_step_tokens=64)
     requests = [GenerationRequest(tuple(range(length)), 50, seed=length, num_samples=2) for length in (1, 33, 130)]
-    check_logprobs(model, requests, sampler.run(requests), limit)
+    check_logprobs(model, requests, sampler.run(requests), limit, share_of(shape, dtype))
+
+
+def share_of(shape: Mapping[str, object], dtype: torch.dtype) -> float:
+    """Without the tokens whose experts change by rounding: 1 % of them on a CPU."""
+    return 0.95 if shape is MIXTURE and dtype == torch.bfloat16 else 1.0
 
 
 def check_logprobs(
-    model: ParallelModel, requests: Sequence[GenerationRequest], results: Sequence[GenerationResult], limit: float
+    model: ParallelModel,
+    requests: Sequence[GenerationRequest],
+    results: Sequence[GenerationResult],
+    limit: float,
+    share: float = 1.0,
 ) -> None:
-    """The samples' log-probabilities are what the decoder without a cache gives their tokens."""
+    """This share of the samples' log-probabilities is what the decoder without a cache gives their tokens."""
+    differences = []
     for request, result in zip(requests, results, strict=True):
         for sample in result.samples:
             assert len(sample.tokens) == request.max_tokens
@@ -144,14 +177,16 @@ def check_logprobs(
             with torch.no_grad():
                 layout = SequenceLayout.from_lengths([len(tokens)], "cuda")
                 _, wanted = model.forward(tokens, layout, lambda h, w, y=labels: linear_cross_entropy(h, w, y))
-            difference = wanted[len(request.prompt) - 1 : -1].cpu() - torch.from_numpy(sample.logprobs)
-            assert difference.abs().max() <= limit
+            differences.append(wanted[len(request.prompt) - 1 : -1].cpu() - torch.from_numpy(sample.logprobs))
+    assert torch.cat(differences).abs().quantile(share) <= limit
 
 
-def test_recorded_growth_follows_the_weights(mesh: Mesh) -> None:
+@SHAPES
+def test_recorded_growth_follows_the_weights(mesh: Mesh, shape: Mapping[str, object]) -> None:
     # Catches recorded passes that go on with weights, tables or a cache of before, rows of fewer samples than were
-    # recorded, samples that begin while others grow, and a cache that was dropped and made anew.
-    model = place(mesh, torch.bfloat16, compiled=False)
+    # recorded, samples that begin while others grow, a cache that was dropped and made anew, and experts whose routes
+    # the host waits for.
+    model = place(mesh, torch.bfloat16, compiled=False, shape=shape)
     sampler = Sampler(model, device=torch.device("cuda"), cache_tokens=2048, max_running=6)
     requests = [GenerationRequest(tuple(range(5 * count)), 7 * count, seed=count) for count in range(1, 10)]
     for number in range(3):
@@ -162,7 +197,7 @@ def test_recorded_growth_follows_the_weights(mesh: Mesh) -> None:
             sampler.weights_changed(number)
         if number == 2:
             sampler.release_memory()
-        check_logprobs(model, requests, sampler.run(requests), 0.08)
+        check_logprobs(model, requests, sampler.run(requests), 0.08, share_of(shape, torch.bfloat16))
         assert sampler._decode is not None
         assert sorted(rows for rows, _ in sampler._decode._recorded) == [1, 2, 4, 8]
 

@@ -16,7 +16,6 @@ from tiny_models import hf_config
 from xorl.core.mesh import Mesh, ParallelDims
 from xorl.core.models import Decoder, spec_for
 from xorl.core.nn import LayerKernels
-from xorl.core.nn.kernels import EXPERTS
 from xorl.core.parallel import ParallelModel, ParallelPolicy, parallelize
 from xorl.kernels.attention import KeyValueCache, MixedLayout
 from xorl.kernels.layout import SequenceLayout
@@ -80,8 +79,7 @@ dense_or_experts = pytest.mark.parametrize("model", [HF_CONFIG, MIXTURE], ids=["
 
 def place(hf_config: dict[str, object] = HF_CONFIG, **policy: object) -> ParallelModel:
     spec = spec_for(hf_config)
-    kernels = LayerKernels(experts=EXPERTS["native"])
-    decoder = spec.build(spec.config_from_hf(hf_config), merge_qkv=True, kernels=kernels)
+    decoder = spec.build(spec.config_from_hf(hf_config), merge_qkv=True, kernels=LayerKernels())
     decoder.init_weights(0)
     mesh = Mesh(ParallelDims.resolve("none", 1, shard_size=-1, replicate_size=-1), "cpu")
     whole = ParallelPolicy(data_parallel_mode="none", **policy)
