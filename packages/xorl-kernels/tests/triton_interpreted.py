@@ -1,6 +1,6 @@
 """Fused kernels against their plain twins in Triton's interpreter; test_kernels_fused.py runs this file.
 
-bf16 is left to tests/gpu: in the interpreter it is not what a GPU computes.
+bf16 is tested in tests/gpu, because the interpreter does not round it as a GPU does.
 """
 
 import pytest
@@ -25,7 +25,7 @@ from xorl.kernels.testing import (
 
 allow_loops_in_interpreter()
 
-# Large enough that the gradient of two values' norm is not all cancellation.
+# Large enough that gradients of the norm of two values are not lost to cancellation.
 EPS = 0.1
 DTYPES = [torch.float32, torch.float16]
 
@@ -46,8 +46,8 @@ def loss_of(num_rows, dtype=torch.float32):
 )
 @pytest.mark.parametrize("gradient_dtype", [None, torch.float16, torch.float32], ids=str)
 def test_cross_entropy_rows(num_rows, num_columns, stride, last, dtype, weighted, gradient_dtype):
-    # Catches a wrong border of a block, a gradient that overwrites what is still to be read (None: in place), rows that
-    # are padded, and one whose last block has much larger logits than the first, read once or twice.
+    # Catches wrong block boundaries, a gradient that overwrites logits before they are read (None: in place), padded
+    # rows, and a last block with much larger logits than the first.
     buffer = torch.full((num_rows, stride), float("nan"), dtype=dtype)
     logits = buffer[:, :num_columns]
     logits.copy_(4 * randn(num_rows, num_columns))
@@ -80,7 +80,7 @@ def test_cross_entropy_rows(num_rows, num_columns, stride, last, dtype, weighted
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("num_rows", "width", "num_labels"), [(1, 3, 2), (90, 700, 4), (40, 16, 100)])
 def test_rows_are_added_at_their_labels(num_rows, width, num_labels, dtype):
-    # Catches runs of a label that end at a border of a block of rows, or go on after it, and labels outside.
+    # Catches runs of a label that end or continue at the boundary of a block of rows, and labels out of range.
     generator = torch.Generator().manual_seed(2)
     labels = torch.randint(-1, num_labels + 1, (num_rows,), generator=generator)
     rows, factors = randn(num_rows, width, dtype=dtype), randn(num_rows, seed=3)
@@ -100,8 +100,8 @@ def test_cross_entropy_rows_without_gradient_leaves_the_logits_alone():
     assert torch.equal(logits, before)
 
 
-def test_equal_logits_make_the_first_one_the_choice():
-    # Catches an accuracy of 1 for a model that says the same of every token.
+def test_of_equal_logits_the_first_is_the_prediction():
+    # Catches an accuracy of 1 for a model whose logits are all equal.
     labels = torch.tensor([0, 1, 9999])
     found = loss_of(3)
     cross_entropy.cross_entropy_rows(torch.zeros(3, 10_000), labels, None, None, found)
@@ -109,7 +109,7 @@ def test_equal_logits_make_the_first_one_the_choice():
 
 
 def test_a_vocabulary_masked_with_infinities_and_a_label_outside_of_it():
-    # Catches NaN from lanes that have seen -inf alone, and memory read beyond a row, which would pass for a loss.
+    # Catches NaN from lanes whose logits are all -inf, and a label that reads memory beyond its row.
     logits = torch.full((2, 10_000), float("-inf"))
     logits[:, 9500:9502] = 0.0
     gradient, found = torch.empty_like(logits), loss_of(2)
@@ -125,7 +125,7 @@ def test_a_vocabulary_masked_with_infinities_and_a_label_outside_of_it():
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("factor", [1.0, -0.5])
 def test_scale(dtype, factor):
-    # Catches a factor that is applied twice, not at all, or not to the last block.
+    # Catches a factor that is applied twice, never, or not to the last block.
     x = randn(7, 2501, dtype=dtype)
     wanted = x * factor
     cross_entropy.scale_(x, torch.tensor(factor))
@@ -137,7 +137,7 @@ def test_scale(dtype, factor):
 )
 @pytest.mark.parametrize(("num_rows", "width"), [(1, 2), (3, 5), (5, 2049)])
 def test_rms_norm(num_rows, width, dtype, weight_dtype):
-    # Catches a wrong gradient where rows are fewer than a program takes, or more, and widths that fill no block.
+    # Catches wrong gradients for fewer or more rows than a program takes, and for widths that fill no block.
     x, weight = randn(num_rows, width, dtype=dtype), randn(width, dtype=weight_dtype, seed=1)
     rounded = weight.to(dtype).to(weight_dtype)
     tolerance = TOLERANCES[dtype]
@@ -165,7 +165,7 @@ def rope_tables(num_tokens, head_dim):
 @pytest.mark.parametrize(("has_norms", "has_rope"), [(True, True), (False, True), (True, False), (False, False)])
 @pytest.mark.parametrize(("num_tokens", "shape"), [(1, (1, 1, 2)), (5, (3, 1, 6)), (2, (20, 4, 128))])
 def test_split_heads(num_tokens, shape, has_norms, has_rope, merged, dtype):
-    # Catches heads of keys normed by the queries' weight, halves turned the wrong way, and gradients in wrong columns.
+    # Catches keys normed with the queries' weight, halves rotated the wrong way, and gradients in wrong columns.
     shape = HeadShape(*shape)
     rope = rope_tables(num_tokens, shape.head_dim) if has_rope else None
     projected = randn(num_tokens, sum(shape.row_counts), dtype=dtype)
@@ -185,8 +185,8 @@ def test_split_heads(num_tokens, shape, has_norms, has_rope, merged, dtype):
 
 
 def test_more_rows_than_programs(monkeypatch):
-    # Catches a second row of a program that is left out, or whose share of the weights' gradient is, and borders of
-    # what is loaded ahead and of what several programs have summed.
+    # Catches a program that skips its second row or its part of the weights' gradient, and wrong boundaries of
+    # prefetched rows and of sums over several programs.
     monkeypatch.setattr(device, "NUM_PROCESSORS", 1)
     monkeypatch.setattr(partial, "MAX_ROWS", 4)
     shape, rope = HeadShape(3, 1, 2), rope_tables(19, 2)
@@ -199,7 +199,7 @@ def test_more_rows_than_programs(monkeypatch):
         lambda *inputs: run(reference.split_heads, *inputs),
         (randn(19, 10), randn(2, seed=1), randn(2, seed=2)),
     )
-    for width in (3, 700):  # rows of which the next one is loaded ahead, and rows too long for it
+    for width in (3, 700):  # with and without prefetching of the next row
         assert_matches_reference(
             lambda x, residual, weight: rms_norm.add_rms_norm(x, residual, weight, EPS),
             lambda x, residual, weight: reference.add_rms_norm(x, residual, weight, EPS),
@@ -210,7 +210,7 @@ def test_more_rows_than_programs(monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("num_rows", "width"), [(1, 1), (3, 7), (2, 2500)])
 def test_swiglu(num_rows, width, dtype):
-    # Catches gate and up taken for one another, and a block that ends within the other half.
+    # Catches swapped gate and up, and a block that reaches into the other half.
     gate_up = randn(num_rows, 2 * width, dtype=dtype)
     assert_matches_reference(swiglu.swiglu, reference.swiglu, (gate_up,))
 
@@ -218,7 +218,7 @@ def test_swiglu(num_rows, width, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_swiglu_and_the_linear_layer_after_it(has_bias, dtype):
-    # Catches a gradient of the weight made of what the layer did not compute with, and one that nobody asked for.
+    # Catches a weight gradient from values that the layer did not use, and gradients that are not needed.
     sizes = [(5, 14), (3, 7), (3,)] if has_bias else [(5, 14), (3, 7)]
     inputs = [randn(*shape, dtype=dtype, seed=seed) for seed, shape in enumerate(sizes)]
 
@@ -238,8 +238,8 @@ def test_swiglu_and_the_linear_layer_after_it(has_bias, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_what_the_gradient_of_swiglu_is_made_of_gives_its_memory_to_the_output(dtype):
-    # Catches a place that is written before it is read, and a gradient spoilt that its owner still needs.
+def test_the_gradient_of_swiglu_can_be_replaced_by_the_output(dtype):
+    # Catches elements that are written before they are read, and an overwritten gradient that is still needed.
     grad, gate_up = randn(5, 7, dtype=dtype), randn(5, 14, dtype=dtype, seed=1)
     kept = grad.clone()
     wanted = swiglu._swiglu_backward(grad, gate_up)
@@ -249,7 +249,7 @@ def test_what_the_gradient_of_swiglu_is_made_of_gives_its_memory_to_the_output(d
 
 
 def test_no_tokens():
-    # Catches an empty launch, which a driver refuses.
+    # Catches an empty launch, which the driver rejects.
     shape = HeadShape(2, 1, 4)
     weight = torch.ones(4, requires_grad=True)
     q, k, v = heads.split_heads((torch.empty(0, 16),), shape, HeadNorms(weight, weight, EPS), rope_tables(0, 4))
@@ -260,8 +260,8 @@ def test_no_tokens():
 
 @pytest.mark.parametrize("merged", [True, False])
 def test_kernels_compile_into_one_graph(merged):
-    # Catches an operator that torch.compile cannot trace, or whose shapes and strides are described wrongly, and the
-    # gated activation kept for the product after it.
+    # Catches an operator that torch.compile cannot trace, fake functions with wrong shapes or strides, and a gated
+    # activation that is kept for the product after it.
     shape = HeadShape(2, 1, 4)
     rope = rope_tables(6, 4)
 
@@ -289,7 +289,7 @@ def test_kernels_compile_into_one_graph(merged):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("num_others", "count"), [(1, 1), (1, 2048), (3, 5001)])
 def test_widened_sum(num_others, count, dtype):
-    # Catches a sum that is rounded to what is added, rows read at another's place, and a last block beyond the end.
+    # Catches a sum in the dtype of the addends, rows at wrong offsets, and a last block that exceeds the end.
     first, others = randn(count, dtype=dtype), randn(num_others, count + 7, dtype=dtype, seed=1)[:, :count]
     out = torch.full((count + 1,), float("nan"))
     assert widened_sum.widened_sum_(out[:count], first, others).data_ptr() == out.data_ptr()
@@ -303,8 +303,8 @@ def test_widened_sum(num_others, count, dtype):
     [(4, 2, 64, None, [1, 37, 130]), (8, 2, 96, 20, [5, 90]), (2, 2, 32, None, [64]), (3, 1, 16, 1, [16, 17, 33])],
 )
 def test_paged_attention(monkeypatch, heads, kv_heads, head_dim, window, totals, programs_per_processor):
-    # Catches blocks that are read in another order, a window or a last block that is off by one, query heads that read
-    # another key head, parts that are joined by wrong weights, and parts without keys.
+    # Catches blocks in the wrong order, a window or last block that is off by one, query heads with the wrong key head,
+    # wrong weights of parts, and parts without keys.
     monkeypatch.setattr(paged_triton, "PROGRAMS_PER_PROCESSOR", programs_per_processor)
     blocks = iter(torch.randperm(32, generator=torch.Generator().manual_seed(1)).tolist())
     tables = [[next(blocks) for _ in range(-(-total // 16))] for total in totals]
@@ -321,7 +321,7 @@ def test_paged_attention(monkeypatch, heads, kv_heads, head_dim, window, totals,
     layout = MixedLayout(cache, tables, [1] * len(totals), totals, "cpu")
     q = randn(len(totals), heads, head_dim)
     wanted = plain_cached_attention(q, keys, values, layout, scale=0.125, window=window)
-    # No other sequence's keys, and none past a sequence's end, may be in what it gives.
+    # Keys of other sequences, and those past a sequence's end, must not affect the result.
     read = {
         16 * table[place // 16] + place % 16
         for table, total in zip(tables, totals, strict=True)
@@ -350,8 +350,8 @@ def test_paged_attention(monkeypatch, heads, kv_heads, head_dim, window, totals,
 def test_between_the_products_of_experts(
     monkeypatch, num_tokens, num_choices, width, num_experts, num_padding, max_block
 ):
-    # Catches a weight of another choice, rows of padding that are read, a last block beyond the row, and gate and up
-    # that are swapped.
+    # Catches the weight of another choice, padding that is read, a last block that exceeds the row, and swapped gate
+    # and up.
     monkeypatch.setattr(rows_triton, "MAX_BLOCK", max_block)
     ids = randn(num_tokens, num_experts).topk(num_choices).indices
     plan = RoutePlan.of(ids, num_experts, torch.tensor(num_tokens - num_padding))
@@ -422,7 +422,7 @@ def test_products_of_experts(monkeypatch, counts, depth, width, dtype, gathers):
 
 @pytest.mark.parametrize(("num_tokens", "num_experts", "num_active"), [(5, 8, 3), (70, 60, 6), (1, 3, 3)])
 def test_the_best_experts(num_tokens, num_experts, num_active):
-    # Catches an expert that is chosen twice, ties that go to another than the first, and ids that are no experts.
+    # Catches an expert that is chosen twice, ties that the first expert does not win, and ids out of range.
     scores = randn(num_tokens, num_experts).mul(4).round()
     assert torch.equal(routing_triton.top_experts(scores, num_active), top_experts(scores, num_active))
     ids = routing_triton.top_experts(torch.full_like(scores, float("nan")), num_active)
@@ -431,7 +431,7 @@ def test_the_best_experts(num_tokens, num_experts, num_active):
 
 
 def test_groups_without_rows_are_cleared(monkeypatch):
-    # Catches a group that has rows and loses its product, and a last block that reaches into the next group.
+    # Catches a group with rows that is cleared, and a last block that reaches into the next group.
     monkeypatch.setattr(grouped_triton, "BLOCK", 16)
     out = torch.full((5, 3, 7), float("nan"))
     grouped_triton.clear_empty_groups_(out, torch.tensor([0, 4, 4, 9, 9], dtype=torch.int32))
