@@ -14,7 +14,7 @@ from xorl.core.optim import (
     gradient_scale,
     scale_and_clip_,
 )
-from xorl.core.optim.matrices import Matrix, plan_rounds
+from xorl.core.optim.matrices import Matrix, _joined, plan_rounds
 from xorl.core.optim.muon import lr_ratio
 from xorl.core.optim.newton_schulz import orthogonalisation_flops, orthogonalise
 
@@ -292,6 +292,23 @@ def test_matrices_are_shared_out_evenly_in_bounded_batches() -> None:
     assert sum(work.values()) == pytest.approx(475e12, rel=0.02)
     assert max(work.values()) < 1.05 * sum(work.values()) / 8
     assert len(rounds) < 30
+
+
+def test_experts_stay_on_the_ranks_that_hold_them() -> None:
+    # Catches experts that are sent to another rank and back, replicas that all do the same work, and one call for each
+    # expert in place of one for each parameter.
+    stacks = [(256 * 768, 2048, 768), (128 * 2048, 768, 2048)]
+    matrices = [
+        Matrix(index, num_rows, start, start + rows, columns)
+        for index, (num_rows, columns, rows) in enumerate(stacks)
+        for start in range(0, num_rows, rows)
+    ]
+    rounds = plan_rounds(matrices, 2, 4, batch_elements=1 << 40)
+    for (_, shard), batch in [item for batches in rounds for item in batches.items()]:
+        assert {matrix.shard(4) for matrix in batch} == {shard}
+        assert len(batch) * 8 in (128, 256)
+        assert len(_joined(batch)) == 1
+    assert {matrix for batches in rounds for batch in batches.values() for matrix in batch} == set(matrices)
 
 
 def test_rows_of_a_matrix_are_found_on_every_shard() -> None:

@@ -7,8 +7,9 @@ matrix has one owner among all R x S ranks. In each round, a rank processes at m
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, zip_longest
 
 import torch
@@ -20,6 +21,9 @@ from xorl.core.optim.local import flat_offset, local
 from xorl.core.optim.newton_schulz import orthogonalisation_flops
 
 Owner = tuple[int, int]
+
+# A stack has at least this many matrices for each rank if its matrices stay where they are; then the work is balanced.
+MIN_STACKED = 4
 
 
 @dataclass(frozen=True)
@@ -36,12 +40,26 @@ class Matrix:
     def shape(self) -> tuple[int, int]:
         return (self.stop - self.start, self.columns)
 
+    def shard(self, num_shards: int) -> int | None:
+        """The shard that holds all rows of this matrix, if one does."""
+        chunk = -(-self.num_rows // num_shards)
+        first, last = self.start // chunk, (self.stop - 1) // chunk
+        return first if first == last else None
+
     def rows_of(self, shard: int, num_shards: int) -> tuple[int, int]:
         """The rows of this matrix on a shard, as a range within the shard's rows of the parameter; (0, 0) if none."""
         chunk = -(-self.num_rows // num_shards)
         first, last = min(shard * chunk, self.num_rows), min((shard + 1) * chunk, self.num_rows)
         start, stop = max(self.start, first), min(self.stop, last)
         return (start - first, stop - first) if start < stop else (0, 0)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Adjacent matrices of one shape, which are the rows of `matrix` and updated by one call."""
+
+    matrix: Matrix
+    shape: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -110,15 +128,34 @@ def plan_rounds(
 ) -> list[Mapping[Owner, Sequence[Matrix]]]:
     """Assign every matrix to an owner, balancing the work, and split each owner's matrices into batches, one per round.
 
-    The plan is the same on every rank. A batch of more than one matrix has at most `batch_elements` elements.
+    A stack of many small matrices (experts) stays on the shards that hold them whole, and adjacent matrices on one
+    replica, so that nothing is moved but the matrices at the borders of shards. The plan is the same on every rank. A
+    batch of more than one matrix has at most `batch_elements` elements.
     """
-    load: list[tuple[int, Owner]] = [(0, (r, s)) for r in range(num_replicas) for s in range(num_shards)]
-    owned: dict[Owner, list[Matrix]] = {owner: [] for _, owner in load}
-    by_cost = sorted(matrices, key=lambda matrix: (-orthogonalisation_flops(*matrix.shape, 1), matrix.shape))
-    for matrix in by_cost:
-        work, owner = heapq.heappop(load)
+    work: dict[Owner, int] = {(r, s): 0 for r in range(num_replicas) for s in range(num_shards)}
+    owned: dict[Owner, list[Matrix]] = {owner: [] for owner in work}
+
+    def give(owner: Owner, matrix: Matrix) -> None:
         owned[owner].append(matrix)
-        heapq.heappush(load, (work + orthogonalisation_flops(*matrix.shape, 1), owner))
+        work[owner] += orthogonalisation_flops(*matrix.shape, 1)
+
+    num_stacked = Counter(matrix.parameter for matrix in matrices)
+    others: list[Matrix] = []
+    for matrix in matrices:
+        shard = matrix.shard(num_shards)
+        if shard is None or num_stacked[matrix.parameter] < MIN_STACKED * num_replicas * num_shards:
+            others.append(matrix)
+        else:
+            rows_of_shard = -(-matrix.num_rows // num_shards)
+            give((matrix.start % rows_of_shard * num_replicas // rows_of_shard, shard), matrix)
+    load = [(amount, owner) for owner, amount in work.items()]
+    heapq.heapify(load)
+    for matrix in sorted(others, key=lambda matrix: (-orthogonalisation_flops(*matrix.shape, 1), matrix.shape)):
+        _, owner = heapq.heappop(load)
+        give(owner, matrix)
+        heapq.heappush(load, (work[owner], owner))
+    for of_owner in owned.values():
+        of_owner.sort(key=lambda matrix: (-orthogonalisation_flops(*matrix.shape, 1), matrix.shape))
     batches = {owner: _split_into_batches(of_owner, batch_elements) for owner, of_owner in owned.items()}
     return [dict(zip(batches, row, strict=True)) for row in zip_longest(*batches.values(), fillvalue=())]
 
@@ -133,10 +170,31 @@ def _split_into_batches(matrices: Sequence[Matrix], batch_elements: int) -> list
     return batches
 
 
+def _joined(matrices: Sequence[Matrix]) -> list[Run]:
+    """The matrices in order, as runs that are as long as possible."""
+    runs: list[Run] = []
+    for matrix in matrices:
+        last = runs[-1] if runs else None
+        if last is not None and (last.matrix.parameter, last.matrix.stop, last.shape) == (
+            matrix.parameter,
+            matrix.start,
+            matrix.shape,
+        ):
+            runs[-1] = Run(replace(last.matrix, stop=matrix.stop), last.shape)
+        else:
+            runs.append(Run(matrix, matrix.shape))
+    return runs
+
+
 class Exchange:
     """The communication of one round. A piece is the part of a matrix that one shard holds, flattened.
 
     Every method is collective, and every rank must call it, even a rank without a batch or without any rows.
+
+    Attributes:
+        sent: the matrices owned by this replica, whose rows this rank sends to the owners, in order.
+        not_sent: the matrices owned by other replicas, which send the same rows.
+        runs: all matrices of the round, in the order of the pieces that `return_updates` returns.
     """
 
     def __init__(self, grid: Grid, batches: Mapping[Owner, Sequence[Matrix]]) -> None:
@@ -147,6 +205,13 @@ class Exchange:
             [matrix for shard in range(grid.num_shards) for matrix in batches[replica, shard]]
             for replica in range(grid.num_replicas)
         ]
+        self.sent = _joined(self._by_replica[grid.replica])
+        others = (of_one for replica, of_one in enumerate(self._by_replica) if replica != grid.replica)
+        self.not_sent = _joined([matrix for of_one in others for matrix in of_one])
+        self.runs = [run for of_one in self._by_replica for run in _joined(of_one)]
+        self._pieces_by_replica = [
+            sum(self.piece_size(matrix) for matrix in of_replica) for of_replica in self._by_replica
+        ]
         # Indexed by shard: the number of elements that this rank holds of that shard's batch.
         self._piece_sizes = [
             sum(self.piece_size(matrix) for matrix in batches[grid.replica, shard]) for shard in range(grid.num_shards)
@@ -155,22 +220,6 @@ class Exchange:
         self._batch_sizes = [
             sum(self.piece_size(matrix, shard) for matrix in self._batch) for shard in range(grid.num_shards)
         ]
-
-    @property
-    def sent(self) -> Sequence[Matrix]:
-        """The matrices owned by this replica, whose rows this rank sends to the owners, in order."""
-        return self._by_replica[self._grid.replica]
-
-    @property
-    def not_sent(self) -> Sequence[Matrix]:
-        """The matrices owned by other replicas, which send the same rows."""
-        others = (matrices for replica, matrices in enumerate(self._by_replica) if replica != self._grid.replica)
-        return [matrix for matrices in others for matrix in matrices]
-
-    @property
-    def matrices(self) -> Sequence[Matrix]:
-        """All matrices of the round, in the order of the pieces that `return_updates` returns."""
-        return [matrix for matrices in self._by_replica for matrix in matrices]
 
     def piece_size(self, matrix: Matrix, shard: int | None = None) -> int:
         """The number of elements of a matrix that `shard` holds; None means this rank's shard."""
@@ -213,7 +262,7 @@ class Exchange:
     def _from_replicas(self, pieces: Tensor) -> Tensor:
         if self._grid.replicas is None:
             return pieces
-        sizes = [sum(self.piece_size(matrix) for matrix in matrices) for matrices in self._by_replica]
+        sizes = self._pieces_by_replica
         padded = torch.zeros(max(sizes), dtype=pieces.dtype, device=pieces.device)
         padded[: pieces.numel()].copy_(pieces)
         gathered = torch.empty(len(sizes) * max(sizes), dtype=pieces.dtype, device=pieces.device)

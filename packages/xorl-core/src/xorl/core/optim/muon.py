@@ -13,7 +13,7 @@ from torch import Tensor
 
 from xorl.core.optim.adamw import AdamW, StepControls, count_steps_, step_controls
 from xorl.core.optim.local import local
-from xorl.core.optim.matrices import Exchange, Grid, Matrix, Owner, logical_matrices, plan_rounds
+from xorl.core.optim.matrices import Exchange, Grid, Matrix, Run, logical_matrices, plan_rounds
 from xorl.core.optim.newton_schulz import orthogonalise
 from xorl.kernels.optim import Noise, descend_, momentum_
 
@@ -116,21 +116,20 @@ class Muon(AdamW):
         dtype = self._options.compute_dtype
         if dtype is None:
             dtype = torch.bfloat16 if plan.grid.device.type == "cuda" else torch.float32
-        for batches in plan.rounds:
-            exchange = Exchange(plan.grid, batches)
-            sizes = [exchange.piece_size(matrix) for matrix in exchange.sent]
+        for exchange in plan.rounds:
+            sizes = [exchange.piece_size(run.matrix) for run in exchange.sent]
             pieces = torch.empty(sum(sizes), dtype=dtype, device=device)
-            for matrix, piece in zip(exchange.sent, pieces.split(sizes), strict=True):
-                self._momentum_(stacks[matrix.parameter], matrix, plan.grid, piece, scaling)
-            for matrix in exchange.not_sent:
-                self._momentum_(stacks[matrix.parameter], matrix, plan.grid, None, scaling)
+            for run, piece in zip(exchange.sent, pieces.split(sizes), strict=True):
+                self._momentum_(stacks[run.matrix.parameter], run.matrix, plan.grid, piece, scaling)
+            for run in exchange.not_sent:
+                self._momentum_(stacks[run.matrix.parameter], run.matrix, plan.grid, None, scaling)
             batch = exchange.collect(pieces.to(plan.grid.device))
             if batch is not None:
                 batch = orthogonalise(batch, self._options.num_steps)
             updates = exchange.return_updates(batch, dtype).to(device)
-            sizes = [exchange.piece_size(matrix) for matrix in exchange.matrices]
-            for matrix, update in zip(exchange.matrices, updates.split(sizes), strict=True):
-                self._descend_(stacks[matrix.parameter], matrix, plan.grid, update, scaling.skip)
+            sizes = [exchange.piece_size(run.matrix) for run in exchange.runs]
+            for run, update in zip(exchange.runs, updates.split(sizes), strict=True):
+                self._descend_(stacks[run.matrix.parameter], run, plan.grid, update, scaling.skip)
 
     def _plan(self, stacks: Sequence[_MatrixStack]) -> _Plan:
         keys = tuple(stack.key for stack in stacks)
@@ -139,7 +138,7 @@ class Muon(AdamW):
             grid = Grid.of(parameters[0], self._options.replicas)
             matrices = logical_matrices(parameters, [stack.row_counts for stack in stacks], grid)
             rounds = plan_rounds(matrices, grid.num_replicas, grid.num_shards, BATCH_ELEMENTS)
-            self._plans[keys] = _Plan(grid, rounds)
+            self._plans[keys] = _Plan(grid, [Exchange(grid, batches) for batches in rounds])
         return self._plans[keys]
 
     def _momentum_(
@@ -161,8 +160,8 @@ class Muon(AdamW):
             noise=stack.noise(start),
         )
 
-    def _descend_(self, stack: _MatrixStack, matrix: Matrix, grid: Grid, update: Tensor, skip: Tensor) -> None:
-        start, stop = matrix.rows_of(grid.shard, grid.num_shards)
+    def _descend_(self, stack: _MatrixStack, run: Run, grid: Grid, update: Tensor, skip: Tensor) -> None:
+        start, stop = run.matrix.rows_of(grid.shard, grid.num_shards)
         if start == stop:
             return
         lr = stack.group["lr"]
@@ -170,7 +169,7 @@ class Muon(AdamW):
             local(stack.parameter)[start:stop],
             update,
             decay=lr * stack.group["weight_decay"],
-            rate=lr * lr_ratio(self._options.adjust_lr, *matrix.shape),
+            rate=lr * lr_ratio(self._options.adjust_lr, *run.shape),
             grad_scale=None,
             skip=skip,
             noise=stack.noise(start),
@@ -196,4 +195,4 @@ class _MatrixStack:
 @dataclass(frozen=True)
 class _Plan:
     grid: Grid
-    rounds: Sequence[Mapping[Owner, Sequence[Matrix]]]
+    rounds: Sequence[Exchange]
