@@ -18,7 +18,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from xorl.ckpt import SafetensorsSource, export_hf, load_weights
 from xorl.core.mesh import Mesh, ParallelDims
 from xorl.core.models import SPECS, Decoder, spec_for
+from xorl.core.models.decoder_config import ExpertsConfig
 from xorl.core.models.recipes import WeightRecipe
+from xorl.core.models.rotary_gated import experts_config
 from xorl.core.nn import LayerKernels, Rotary
 from xorl.core.parallel import ParallelModel
 from xorl.kernels.attention import AttentionRequest, resolve_attention
@@ -316,13 +318,12 @@ def test_folders_pass_to_and_fro_bit_for_bit(tmp_path: Path, architecture: str, 
     assert (logits - again(row[None]).logits[0]).abs().max() <= LOGIT_TOLERANCE
 
 
-@pytest.mark.parametrize("architecture", SPECS)
-def test_a_config_of_ours_builds_the_same_model_there(tmp_path: Path, architecture: str):
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_a_config_of_ours_builds_the_same_model_there(tmp_path: Path, case: Case):
     """Catches a config.json written without one to start from that transformers reads as another model."""
-    case = next(case for case in CASES if case.architecture == architecture)
     model = case.make_hf_model()
     decoder, recipes = make_twin(model, backend="sdpa", merge_qkv=True)
-    hf_config = SPECS[architecture].config_to_hf(decoder.config)
+    hf_config = SPECS[case.architecture].config_to_hf(decoder.config)
     parameters = dict(decoder.named_parameters())
     export_hf(parameters, recipes, tmp_path / "ours", hf_config=hf_config)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", attn_implementation="eager")
@@ -389,3 +390,7 @@ def test_what_config_json_leaves_out_or_null_means_the_same_model(architecture, 
     has_window = getattr(theirs, "sliding_window", None) is not None
     windowed = [kind == "sliding_attention" for kind in layer_types] if layer_types else [has_window] * 2
     assert ours.windows == tuple(theirs.sliding_window if is_windowed else None for is_windowed in windowed)
+    if ours.has_experts:
+        width = getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
+        sizes = theirs.num_local_experts, theirs.num_experts_per_tok, width
+        assert experts_config(ours) == ExpertsConfig(*sizes, normalize=getattr(theirs, "norm_topk_prob", True))
