@@ -8,6 +8,7 @@ from tiny_models import hf_config
 from xorl.core.models import SPECS, training_flops
 from xorl.core.models.flops import causal_pairs
 from xorl.core.nn import LayerKernels
+from xorl.core.nn.kernels import EXPERTS
 from xorl.kernels.attention import AttentionRequest, resolve_attention
 from xorl.kernels.layout import SequenceLayout
 
@@ -16,6 +17,8 @@ HF_CONFIGS = {
     "Qwen2ForCausalLM": hf_config("qwen2", **SIZES, use_sliding_window=True, sliding_window=3, max_window_layers=1),
     "Qwen3ForCausalLM": hf_config("qwen3", **SIZES, head_dim=16),
     "GPT2LMHeadModel": hf_config("gpt2", n_layer=3),
+    "MixtralForCausalLM": hf_config("mixtral", **SIZES),
+    "Qwen3MoeForCausalLM": hf_config("qwen3_moe", **SIZES, mlp_only_layers=[1]),
 }
 
 
@@ -28,11 +31,11 @@ def test_causal_pairs_are_what_counting_gives(length, window):
 
 @pytest.mark.parametrize("architecture", HF_CONFIGS)
 def test_agrees_with_the_count_of_the_operations_that_run(architecture):
-    """Catches a forgotten matrix, such as the head, or a factor of two: MFU would be off by it."""
+    """Catches a forgotten matrix, such as the head, a factor of two, or experts that compute nothing: MFU is off."""
     spec = SPECS[architecture]
     config = spec.config_from_hf(HF_CONFIGS[architecture])
     attention = resolve_attention("eager", AttentionRequest("cpu", torch.float32, config.attention.head_dim))
-    decoder = spec.build(config, merge_qkv=True, kernels=LayerKernels(attention=attention))
+    decoder = spec.build(config, merge_qkv=True, kernels=LayerKernels(attention, experts=EXPERTS["eager"]))
     decoder.init_weights(seed=0)
     lengths = [9, 4]
     with FlopCounterMode(display=False) as counter:

@@ -21,6 +21,7 @@ SIZES: dict[str, object] = {
     "head_dim": 6,
     "max_position_embeddings": 16,
 }
+EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 5}
 CASES: list[tuple[str, dict[str, object]]] = [
     ("LlamaForCausalLM", SIZES),
     ("LlamaForCausalLM", {**SIZES, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
@@ -28,6 +29,8 @@ CASES: list[tuple[str, dict[str, object]]] = [
     ("Qwen3ForCausalLM", {**SIZES, "tie_word_embeddings": True}),
     ("Qwen3ForCausalLM", {**SIZES, "attention_bias": True}),
     ("GPT2LMHeadModel", {"vocab_size": 13, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16}),
+    ("MixtralForCausalLM", {**SIZES, "num_local_experts": 3, "intermediate_size": 5}),
+    ("Qwen3MoeForCausalLM", {**SIZES, **EXPERTS, "mlp_only_layers": [1]}),
 ]
 
 
@@ -185,14 +188,14 @@ def test_recipes_tell_shapes_on_the_meta_device(architecture, hf_config, merge_q
 @pytest.mark.parametrize(("architecture", "hf_config"), CASES)
 def test_logical_matrices_are_those_that_checkpoints_keep_apart(architecture, hf_config, merge_qkv):
     # Catches an optimizer that takes stacked projections for one matrix, or cuts them at the wrong row; embeddings,
-    # heads, norms and biases are none of a layer's matrices.
+    # heads, norms, biases and routers are none of a layer's matrices.
     spec = SPECS[architecture]
     config = spec.config_from_hf({"architectures": [architecture], **hf_config})
     with torch.device("meta"):
         model = spec.build(config, merge_qkv=merge_qkv)
     expected = {}
     for name, recipe in spec.recipes(config, merge_qkv=merge_qkv).items():
-        if name.startswith("model.layers.") and len(recipe.shape) == 2:
+        if name.startswith("model.layers.") and not name.endswith(".gate.weight") and len(recipe.shape) == 2:
             thirds = (recipe.shape[0] // 3,) * 3 if name.endswith("qkv_proj.weight") else (recipe.shape[0],)
             expected[name] = tuple(getattr(recipe, "row_counts", thirds))
     assert model.layer_matrices() == expected
