@@ -25,6 +25,7 @@ from xorl.kernels.attention.sdpa import sdpa_attention
 from xorl.kernels.layout import SequenceLayout
 
 WINDOWS = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
+BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
 FAMILIES = {
     # name: (config.json, how many layers differ from each other)
     "llama": (hf_config("llama", num_hidden_layers=3), 1),
@@ -32,6 +33,8 @@ FAMILIES = {
     "qwen3": (hf_config("qwen3", num_hidden_layers=3), 1),
     "qwen3-windows": (hf_config("qwen3", num_hidden_layers=3, **WINDOWS), 2),
     "gpt2": (hf_config("gpt2", n_layer=3), 1),
+    "mixtral": (hf_config("mixtral", num_hidden_layers=3, **BALANCED), 1),
+    "qwen3_moe": (hf_config("qwen3_moe", num_hidden_layers=3, mlp_only_layers=[0], **BALANCED), 2),
 }
 NUM_PACKS = 20
 
@@ -74,7 +77,11 @@ def gradients_of(model: Decoder, lengths: list[int]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(
     ("family", "recompute"),
-    [*((family, "none") for family in FAMILIES), *(("qwen3", kind) for kind in ("operation", "layer", ("mlp",)))],
+    [
+        *((family, "none") for family in FAMILIES),
+        *(("qwen3", kind) for kind in ("operation", "layer", ("mlp",))),
+        ("qwen3_moe", "layer"),
+    ],
 )
 def test_one_compilation_serves_all_packs_and_equal_layers(family: str, recompute: Recompute) -> None:
     # Catches a graph break (an error), a length that is compared with the first one, and a compilation for each layer.
@@ -91,11 +98,14 @@ def test_one_compilation_serves_all_packs_and_equal_layers(family: str, recomput
     assert counter.frame_count == 2 * num_kinds  # training and evaluation
 
 
-@pytest.mark.parametrize("recompute", ["none", "operation", "layer"])
-def test_gradients_of_compiled_layers_are_those_of_plain_ones(recompute: Recompute) -> None:
+@pytest.mark.parametrize(
+    ("family", "recompute"),
+    [("qwen3", "none"), ("qwen3", "operation"), ("qwen3", "layer"), ("qwen3_moe", "operation"), ("qwen3_moe", "layer")],
+)
+def test_gradients_of_compiled_layers_are_those_of_plain_ones(family: str, recompute: Recompute) -> None:
     # Catches a backward graph that recomputes something else, or attention without a gradient in the graph.
     torch._dynamo.reset()
-    hf_config, _ = FAMILIES["qwen3"]
+    hf_config, _ = FAMILIES[family]
     plain, model = model_of(hf_config, recompute, None), model_of(hf_config, recompute, "aot_eager")
     offloaded = model_of(hf_config, recompute, "aot_eager")
     offload = ActivationOffload(torch.device("cpu"), limit_bytes=0.0, min_bytes=1)
