@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tiny_models import hf_config
 from xorl.ckpt import CheckpointError
@@ -42,22 +42,27 @@ def mean_loss(model: PreTrainedModel, data: Path) -> float:
 
 @pytest.mark.multi
 @pytest.mark.parametrize(
-    ("world_size", "mode", "load_weights_mode", "init_device"),
-    [(1, "none", "broadcast", "auto"), (2, "fsdp2", "all_ranks", "meta"), (2, "ddp", "broadcast", "cpu")],
+    ("model_type", "world_size", "mode", "load_weights_mode", "init_device"),
+    [
+        ("llama", 1, "none", "broadcast", "auto"),
+        ("llama", 2, "fsdp2", "all_ranks", "meta"),
+        ("llama", 2, "ddp", "broadcast", "cpu"),
+        ("qwen3_moe", 2, "fsdp2", "broadcast", "auto"),
+    ],
 )
 def test_folder_is_loaded_trained_and_exported(
-    world_size: int, mode: str, load_weights_mode: str, init_device: str, tmp_path: Path, run_ranks
+    model_type: str, world_size: int, mode: str, load_weights_mode: str, init_device: str, tmp_path: Path, run_ranks
 ) -> None:
     # Catches weights that are loaded into the wrong place, exports that other tools read as another model, and entries
     # of model.foundation that the model, or what is exported, knows nothing of.
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig.from_dict(hf_config("llama"))).eval()
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**hf_config(model_type))).eval()
     model.save_pretrained(tmp_path / "base")
     foundation: dict[str, object] = {}
     if mode == "ddp":
         foundation = {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}, "rms_norm_eps": 1e-2}
         changed = AutoConfig.from_pretrained(tmp_path / "base", **foundation)
-        model = LlamaForCausalLM.from_pretrained(tmp_path / "base", config=changed).eval()
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", config=changed).eval()
     data = tmp_path / "data.jsonl"
     write_data(data)
     output = tmp_path / "output"
@@ -93,7 +98,7 @@ def test_folder_is_loaded_trained_and_exported(
     with torch.no_grad():
         assert evaluations[0]["eval_loss"] == pytest.approx(mean_loss(model, data), rel=1e-5)
         exported = AutoModelForCausalLM.from_pretrained(output / "checkpoints" / "global_step_12" / "hf").eval()
-        assert isinstance(exported, LlamaForCausalLM)
+        assert type(exported) is type(model)
         assert evaluations[12]["eval_loss"] == pytest.approx(mean_loss(exported, data), rel=1e-5)
     assert evaluations[12]["eval_loss"] < evaluations[0]["eval_loss"] / 2
     assert evaluations[12]["eval_token_accuracy"] > evaluations[0]["eval_token_accuracy"]

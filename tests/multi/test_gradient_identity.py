@@ -107,10 +107,13 @@ def gradient_of(
 ) -> tuple[dict[str, Tensor], float]:
     losses = engine.forward_backward(batches_of(engine, micro_batch_size), loss_fn)
     parameters = dict(engine.model.module.named_parameters())
-    scale_and_clip_(list(parameters.values()), losses.num_trained_tokens, None)
+    norm = scale_and_clip_(list(parameters.values()), losses.num_trained_tokens, None)
     gradients = {}
     for name, parameter in parameters.items():
         gradients[name] = whole(parameter.grad).float()
+    # Of gradients in half precision, that is before they are divided and rounded.
+    is_half = any(parameter.grad.dtype == torch.bfloat16 for parameter in parameters.values())
+    torch.testing.assert_close(norm, joined(gradients).norm(), rtol=1e-3 if is_half else 1e-5, atol=0)
     return gradients, float(losses.loss_sum / losses.num_trained_tokens)
 
 
@@ -122,7 +125,8 @@ def joined(tensors: dict[str, Tensor]) -> Tensor:
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if NUM_ROWS % num_ranks(layout) == 0])
 def test_gradient_does_not_depend_on_the_split(layout: str, model: str, run_ranks) -> None:
-    # Catches means of means: any division by ranks, micro-batches or per-batch token counts.
+    # Catches means of means: any division by ranks, micro-batches or per-batch token counts; and a norm of gradients
+    # that misses shards, or counts replicas.
     world_size, options = num_ranks(layout), {"model_config": MODELS[model]}
     [(reference, reference_loss)] = run_ranks(lambda: step_gradient("none", NUM_ROWS, **options), 1)
     assert all(gradient.norm() > 0 for gradient in reference.values())
@@ -292,9 +296,10 @@ def engine_with(
     optimizer: OptimizerName,
     param_dtype: torch.dtype = torch.float32,
     backend: CompileBackend | None = None,
+    model_config: Mapping[str, object] = HF_CONFIG,
 ) -> Engine:
     """States are in the dtype of the parameters."""
-    engine = engine_for(layout, param_dtype=param_dtype, backend=backend)
+    engine = engine_for(layout, param_dtype=param_dtype, backend=backend, model_config=model_config)
     mesh, module = engine.model.mesh, engine.model.module
     assert isinstance(module, Decoder)
     replicas = mesh.dp_group if layout.startswith("ddp") else None
@@ -320,9 +325,9 @@ def parameters_of(engine: Engine) -> dict[str, Tensor]:
     return {name: whole(parameter) for name, parameter in named}
 
 
-def two_steps(layout: str, optimizer: OptimizerName) -> tuple[dict[str, Tensor], float]:
+def two_steps(layout: str, optimizer: OptimizerName, model: str) -> tuple[dict[str, Tensor], float]:
     """The parameters after two steps between which the loss is looked at, and the loss then."""
-    engine = engine_with(layout, optimizer)
+    engine = engine_with(layout, optimizer, model_config=MODELS[model])
     batch = batch_of(engine)
     for _ in range(2):
         losses = engine.forward_backward([batch], cross_entropy)
@@ -334,12 +339,14 @@ def two_steps(layout: str, optimizer: OptimizerName) -> tuple[dict[str, Tensor],
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_steps_do_not_depend_on_the_placement(optimizer: OptimizerName, run_ranks) -> None:
+@pytest.mark.parametrize(
+    ("optimizer", "model"), [*((optimizer, "dense") for optimizer in OPTIMIZERS), ("muon", "experts")]
+)
+def test_steps_do_not_depend_on_the_placement(optimizer: OptimizerName, model: str, run_ranks) -> None:
     # Catches an optimizer that cannot take shards, and a forward pass with gathered parameters of before the step.
-    [(expected, expected_loss)] = run_ranks(lambda: two_steps("none", optimizer), 1)
+    [(expected, expected_loss)] = run_ranks(lambda: two_steps("none", optimizer, model), 1)
     for layout in PLACED:
-        for parameters, loss in run_ranks(lambda layout=layout: two_steps(layout, optimizer), num_ranks(layout)):
+        for parameters, loss in run_ranks(lambda layout=layout: two_steps(layout, optimizer, model), num_ranks(layout)):
             # AdamW divides by the gradient's own size, so it magnifies what is lost in summation.
             assert_same(expected, parameters, limit=1e-3)
             assert loss == pytest.approx(expected_loss, rel=1e-5)

@@ -94,8 +94,10 @@ def test_padding_changes_nothing(options: RouterLossOptions) -> None:
     padded = torch.cat([ids, torch.zeros(7, dtype=torch.int64)])
     loss_of(decoder, padded, [*LENGTHS, 7], num_padding=7).backward()
     sums = decoder.routers.take()
+    loss_of(decoder, padded[-7:], [7], num_padding=7).backward()
     torch.testing.assert_close((gradients(decoder), sums[:-1]), expected, rtol=1e-4, atol=1e-4)
     assert not sums[-1].any()
+    assert not decoder.routers.take().any()
 
 
 @pytest.mark.parametrize("recompute", ["none", "layer", "operation", ("mlp",), ("self_attn",)])
