@@ -377,6 +377,7 @@ def steps_around_a_checkpoint(
     optimizer: OptimizerName = "adamw",
     param_dtype: torch.dtype = torch.float32,
     backend: CompileBackend | None = None,
+    model: str = "dense",
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The parameters after two steps: straight on, and with a checkpoint in between that another engine continues."""
 
@@ -384,7 +385,7 @@ def steps_around_a_checkpoint(
         losses = engine.forward_backward([batch_of(engine)], cross_entropy)
         engine.optim_step(0.1, divisor=losses.num_trained_tokens)
 
-    engine, resumed = (engine_with(layout, optimizer, param_dtype, backend) for _ in range(2))
+    engine, resumed = (engine_with(layout, optimizer, param_dtype, backend, MODELS[model]) for _ in range(2))
     step(engine)
     checkpointer = Checkpointer(folder)
     checkpoint = checkpointer.save(1, engine.state(), info={}, scalars={}, rng={})
@@ -403,12 +404,15 @@ def test_state_is_saved_and_restored_to_the_bit(layout: str, backend: str | None
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("layout", ["none", "zero3-2"])
-def test_every_optimizer_continues_to_the_bit(layout: str, tmp_path: Path, run_ranks) -> None:
+@pytest.mark.parametrize(("layout", "model"), [("none", "dense"), ("zero3-2", "dense"), ("zero3-2", "experts")])
+def test_every_optimizer_continues_to_the_bit(layout: str, model: str, tmp_path: Path, run_ranks) -> None:
     # Catches state that is not saved, and random roundings that depend on more than the step.
     def every() -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
         kinds = [*((name, torch.bfloat16) for name in OPTIMIZERS), ("muon", torch.float32)]
-        return [steps_around_a_checkpoint(layout, tmp_path / f"{name}_{dtype}", name, dtype) for name, dtype in kinds]
+        return [
+            steps_around_a_checkpoint(layout, tmp_path / f"{name}_{dtype}", name, dtype, model=model)
+            for name, dtype in kinds
+        ]
 
     for results in run_ranks(every, num_ranks(layout)):
         for straight, resumed in results:
