@@ -8,8 +8,8 @@ from tiny_models import hf_config
 from xorl.core.models import SPECS, training_flops
 from xorl.core.models.flops import causal_pairs
 from xorl.core.nn import LayerKernels
-from xorl.core.nn.kernels import EXPERTS
 from xorl.kernels.attention import AttentionRequest, resolve_attention
+from xorl.kernels.experts import reference as reference_experts
 from xorl.kernels.layout import SequenceLayout
 
 SIZES = {"num_hidden_layers": 3, "max_position_embeddings": 64}
@@ -35,7 +35,7 @@ def test_agrees_with_the_count_of_the_operations_that_run(architecture):
     spec = SPECS[architecture]
     config = spec.config_from_hf(HF_CONFIGS[architecture])
     attention = resolve_attention("eager", AttentionRequest("cpu", torch.float32, config.attention.head_dim))
-    decoder = spec.build(config, merge_qkv=True, kernels=LayerKernels(attention, experts=EXPERTS["eager"]))
+    decoder = spec.build(config, merge_qkv=True, kernels=LayerKernels(attention, experts=reference_experts.experts))
     decoder.init_weights(seed=0)
     lengths = [9, 4]
     with FlopCounterMode(display=False) as counter:
