@@ -100,7 +100,7 @@ def banked(work: Work, ranks: Sequence[int]) -> Callable[[], None]:
         num_resident=len(ranks),
         max_rank=max(ranks),
         device=work.device,
-        group=work.mesh.dp_group,
+        group=work.mesh.loss.group,
     )
     names = [f"adapter{index}" for index in range(len(ranks))]
     for name, rank in zip(names, ranks, strict=True):

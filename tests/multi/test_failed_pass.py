@@ -83,7 +83,7 @@ def test_gradients_and_later_passes_know_nothing_of_it(
     # Catches half of a failed call in the next step, and a model that gathers nothing, or waits, after a failure.
     def gradients(failures: bool) -> dict[str, Tensor]:
         engine = engine_for(layout, param_dtype, recompute)
-        rank = engine.model.mesh.dp_rank
+        rank = engine.model.mesh.data.rank
         for number in range(2):
             for where in ("forward", "backward") if failures else ():
                 with pytest.raises(ValueError, match=where):

@@ -58,7 +58,7 @@ def engine_for(
 
 
 def own(engine: Engine) -> list[PackedBatch]:
-    return batches()[engine.model.mesh.dp_rank :: engine.model.mesh.dp_size]
+    return batches()[engine.model.mesh.data.rank :: engine.model.mesh.data.size]
 
 
 def gradients(layout: str, *options) -> dict[str, Tensor]:

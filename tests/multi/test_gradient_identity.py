@@ -93,7 +93,7 @@ def step_gradient(
 
 def batches_of(engine: Engine, micro_batch_size: int) -> Sequence[PackedBatch]:
     mesh = engine.model.mesh
-    own = rows()[mesh.dp_rank :: mesh.dp_size]
+    own = rows()[mesh.data.rank :: mesh.data.size]
     return [
         collate(
             list(chain.from_iterable(own[start : start + micro_batch_size])), pad_to_multiple_of=8, extra_names=EXTRAS
@@ -142,7 +142,7 @@ def policy_step(layout: str, micro_batch_size: int) -> tuple[dict[str, Tensor], 
     loss_fn = get_loss("drgrpo", {"ratio_type": "sequence"})
     engine = engine_for(layout)
     outputs = [engine.forward(batch, loss_fn).metrics for batch in batches_of(engine, micro_batch_size)]
-    metrics = read_metrics(all_reduce_metrics(combine_metrics(outputs), engine.model.mesh.dp_group))
+    metrics = read_metrics(all_reduce_metrics(combine_metrics(outputs), engine.model.mesh.loss.group))
     return *gradient_of(engine, micro_batch_size, loss_fn), metrics
 
 
@@ -302,7 +302,7 @@ def engine_with(
     engine = engine_for(layout, param_dtype=param_dtype, backend=backend, model_config=model_config)
     mesh, module = engine.model.mesh, engine.model.module
     assert isinstance(module, Decoder)
-    replicas = mesh.dp_group if layout.startswith("ddp") else None
+    replicas = mesh.loss.group if layout.startswith("ddp") else None
     engine.optimizer = build_optimizer(
         optimizer,
         module.named_parameters(),
@@ -316,7 +316,7 @@ def engine_with(
 
 
 def batch_of(engine: Engine) -> PackedBatch:
-    own = rows()[engine.model.mesh.dp_rank :: engine.model.mesh.dp_size]
+    own = rows()[engine.model.mesh.data.rank :: engine.model.mesh.data.size]
     return collate(list(chain.from_iterable(own)), pad_to_multiple_of=8)
 
 

@@ -88,7 +88,7 @@ def batches(engine: Engine, micro_batch_size: int) -> list:
         ]
         bins.append([Document(a.numpy(), b.numpy()) for a, b in zip(ids, labels, strict=True)])
     mesh = engine.model.mesh
-    own = bins[mesh.dp_rank :: mesh.dp_size]
+    own = bins[mesh.data.rank :: mesh.data.size]
     return [
         collate(list(chain.from_iterable(own[start : start + micro_batch_size])), pad_to_multiple_of=8)
         for start in range(0, len(own), micro_batch_size)
@@ -142,7 +142,7 @@ def test_recomputation_changes_no_gradient_of_adapters(folder: Path, run_ranks) 
         found = []
         for train in ({}, *RECOMPUTE.values()):
             engine = engine_of(folder, layout, {"lora_dropout": 0.3}, train)
-            torch.manual_seed(engine.model.mesh.dp_rank)
+            torch.manual_seed(engine.model.mesh.data.rank)
             found.append(gradient(engine, 4))
         return found
 
@@ -218,10 +218,10 @@ def test_files_of_adapters_are_the_same_to_the_bit_on_every_placement(
         spec = adapter_spec(config.lora, architecture.spec.adapter_targets)
         assert spec is not None
         target = tmp_path / layout
-        if engine.model.mesh.dp_rank == 0:
+        if engine.model.mesh.data.rank == 0:
             target.mkdir()
         files = AdapterFiles.of(engine.model, spec, "base", architecture.recipes(merge_qkv=True)).write(target)
-        assert len(files) == (2 if engine.model.mesh.dp_rank == 0 else 0)
+        assert len(files) == (2 if engine.model.mesh.data.rank == 0 else 0)
 
     for layout in LAYOUTS if kind == "plain" else ("none", "zero3-4"):
         run_ranks(lambda layout=layout: write(layout), LAYOUTS[layout][0])

@@ -121,7 +121,7 @@ def write_weights(folder: Path) -> None:
 
 
 def own(engine: Engine) -> list[PackedBatch]:
-    return batches()[engine.model.mesh.dp_rank :: engine.model.mesh.dp_size]
+    return batches()[engine.model.mesh.data.rank :: engine.model.mesh.data.size]
 
 
 def stored(engine: Engine) -> dict[str, Tensor]:

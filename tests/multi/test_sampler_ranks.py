@@ -71,7 +71,7 @@ def outcome(layout: str, keep_gathered: bool = False, is_distributed: bool = Fal
     layout_of_row = SequenceLayout.from_lengths([20])
     placed.forward(torch.arange(20), layout_of_row).square().sum().backward()
     placed.drop_gathered()
-    gradients = {name: whole(p.grad) / placed.mesh.dp_size for name, p in model.named_parameters()}
+    gradients = {name: whole(p.grad) / placed.mesh.data.size for name, p in model.named_parameters()}
     return Outcome(sorted(before, key=lambda result: result.request_id) + after, collectives, num_tokens, gradients)
 
 

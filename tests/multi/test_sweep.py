@@ -118,7 +118,7 @@ def bank_engine(folder: Path, layout: str, names: str) -> BankEngine:
     dims = ParallelDims.resolve(config.train.data_parallel_mode, LAYOUTS[layout][0], shard_size=-1, replicate_size=1)
     mesh = Mesh(dims, "cpu")
     model = build_model(read_architecture(config.model), config.model, config.train, config.lora, mesh, device)
-    bank = AdapterBank(model.module, num_resident=2, max_rank=4, device=device, group=mesh.dp_group)
+    bank = AdapterBank(model.module, num_resident=2, max_rank=4, device=device, group=mesh.loss.group)
     for seed, name in enumerate(names):
         bank.add(name, AdapterSpec(rank=2 + seed), seed=seed)
     return BankEngine(model, bank, device, flops=lambda name, lengths: 0.0)
@@ -135,7 +135,7 @@ def test_ranks_may_have_tokens_of_different_adapters(folder: Path, run_ranks) ->
         engine = bank_engine(folder, layout, "abc")
         mesh = engine.model.mesh
         for _ in range(2):
-            mine = own[mesh.dp_rank :: mesh.dp_size]
+            mine = own[mesh.data.rank :: mesh.data.size]
             mixed = [MixedBatch.of([(name, collate(batch(seed))) for name, seed in parts]) for parts in mine]
             losses = engine.forward_backward(mixed, cross_entropy, "abc")
             for name in "cab":

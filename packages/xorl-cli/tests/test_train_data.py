@@ -148,7 +148,7 @@ def test_data_that_are_not_shuffled_are_trained_on_in_their_order(shuffled: bool
     assert (other.hash == plan.hash) is not shuffled
     # Before, bins were shuffled all the same: a checkpoint of then goes on in its order.
     former = replace(plan, shuffle=True)
-    mesh = cast(Mesh, SimpleNamespace(dp_size=1))
+    mesh = cast(Mesh, SimpleNamespace(data=SimpleNamespace(size=1)))
     assert plan_of(config, RunData(train, None), mesh, DataIdentity.of(former)) == former
 
 

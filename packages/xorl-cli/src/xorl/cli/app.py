@@ -34,6 +34,9 @@ COMMANDS: dict[str, Entry] = {
     "bench": Entry(
         "xorl.cli.bench", "Training", "Measure the training speed of a configuration or a known model shape."
     ),
+    "verify": Entry(
+        "xorl.cli.verify", "Training", "Verify that a configuration's layout computes what one process computes."
+    ),
     "export": Entry("xorl.cli.export", "Training", "Export a checkpoint or an adapter for other tools."),
     "serve": Entry("xorl.cli.serve", "Service", "Serve training and sampling to clients, or show a service's status."),
     "data": Entry("xorl.cli.data", "Data", "Prepare and inspect training data."),

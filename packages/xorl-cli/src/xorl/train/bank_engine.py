@@ -129,7 +129,7 @@ class BankEngine:
                 if on_output is not None:
                     on_output(index, output)
         sums = torch.cat([losses[:, None], self._counts(pending, rows), routing[:-1]], dim=1)
-        dist.all_reduce(sums, group=self.model.mesh.dp_group)
+        dist.all_reduce(sums, group=self.model.mesh.loss.group)
         self.timer.mark("comm")
         return {name: StepLosses.of(sums[row], routers) for name, row in rows.items()}
 

@@ -194,7 +194,7 @@ def _muon_options(train: TrainConfig, model: ParallelModel) -> MuonOptions:
         nesterov=train.muon_nesterov,
         num_steps=train.muon_ns_steps,
         adjust_lr=train.muon_adjust_lr_fn or "original",
-        replicas=model.mesh.dp_group if train.data_parallel_mode == "ddp" else None,
+        replicas=model.mesh.loss.group if train.data_parallel_mode == "ddp" else None,
     )
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import cast
 
 from xorl.ckpt import Checkpointer, CheckpointError, CheckpointFailure, SafetensorsSource, read_manifest
+from xorl.ckpt.files import FileRecord, write_file
 from xorl.ckpt.layout import JSON, Manifest
 from xorl.ckpt.ranks import fail_together
 from xorl.core.runtime import Runtime, rng_state, set_rng_state
@@ -56,6 +57,10 @@ class SavePoints:
             return True
         interval = self.save_epochs * self.steps_per_epoch
         return interval > 0 and math.floor(step / interval + 1e-9) > math.floor((step - 1) / interval + 1e-9)
+
+
+# Written into output_dir by `xorl verify`.
+CERTIFICATE = "certificate.json"
 
 
 class Checkpoints:
@@ -116,7 +121,7 @@ class Checkpoints:
                 info={"data": data, **self._info},
                 scalars={"step": step},
                 rng=rng_state(self._runtime.device),
-                write_extra_files=None if self._adapters is None else self._adapters.write,
+                write_extra_files=self._write_extra_files,
             )
         except CheckpointFailure as error:
             advice = "This run has no checkpoint yet. Fix the cause and restart"
@@ -126,6 +131,15 @@ class Checkpoints:
         logger.info("checkpoint=%s step=%d save_s=%.2f", self.last, step, time.perf_counter() - start)
         if self._stream is not None and self._runtime.is_main:
             self._stream.write_receipt()
+
+    def _write_extra_files(self, folder: Path) -> dict[str, FileRecord]:
+        """Write the adapters, and a copy of the certificate of `xorl verify`, if there are any. Collective."""
+        files = {} if self._adapters is None else self._adapters.write(folder)
+        with fail_together(f"write {folder / CERTIFICATE}"):
+            certificate = self._checkpointer.root.parent / CERTIFICATE
+            if self._runtime.is_main and certificate.is_file():
+                files[CERTIFICATE] = write_file(folder / CERTIFICATE, certificate.read_bytes())
+        return files
 
     def export(self) -> None:
         """Export the model into the folder of the last checkpoint, if the run exports at all. Collective."""

@@ -263,8 +263,8 @@ def build_loader(config: Config, data: PackedDocuments, plan: DataPlan, mesh: Me
         data.bins,
         plan,
         micro_batch_size=config.train.micro_batch_size,
-        dp_rank=mesh.dp_rank,
-        dp_size=mesh.dp_size,
+        dp_rank=mesh.data.rank,
+        dp_size=mesh.data.size,
         pad_to_multiple_of=options.pad_to_multiple_of,
         num_workers=options.dataloader_num_workers,
         prefetch_factor=options.dataloader_prefetch_factor,
@@ -282,8 +282,8 @@ def build_stream_loader(
         stream,
         plan,
         micro_batch_size=config.train.micro_batch_size,
-        dp_rank=mesh.dp_rank,
-        dp_size=mesh.dp_size,
+        dp_rank=mesh.data.rank,
+        dp_size=mesh.data.size,
         pad_to_multiple_of=options.pad_to_multiple_of,
         num_workers=options.dataloader_num_workers,
         prefetch_factor=options.dataloader_prefetch_factor,
@@ -309,7 +309,7 @@ class StreamState:
         write: Callable[[Receipt], None],
     ) -> None:
         self._loader = loader
-        self._group = mesh.dp_group
+        self._group = mesh.data.group
         self._device = device
         self._before = StreamTally(stream, before)
         self._tally = StreamTally(stream, before)

@@ -137,7 +137,7 @@ class Engine:
             if on_output is not None:
                 on_output(index, output)
         sums = torch.cat([loss_sum.reshape(1), self._counts(pending), routing])
-        dist.all_reduce(sums, group=self.model.mesh.dp_group)
+        dist.all_reduce(sums, group=self.model.mesh.loss.group)
         self.timer.mark("comm")
         return StepLosses.of(sums, routers)
 

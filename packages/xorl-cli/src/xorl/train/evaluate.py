@@ -69,7 +69,7 @@ def evaluate(
         for batch in batches:
             output = engine.forward(batch, score_fn)
             sums += _sums(output.sum, output.metrics["correct"], batch.to(engine.device))
-    dist.all_reduce(sums, group=engine.model.mesh.dp_group)
+    dist.all_reduce(sums, group=engine.model.mesh.loss.group)
     loss, correct, trained, exact, documents = sums.tolist()
     if math.isnan(loss):
         correct = exact = math.nan

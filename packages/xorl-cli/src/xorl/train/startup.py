@@ -170,8 +170,10 @@ def start_up(config: Config, check: Callable[[Config, Architecture], object]) ->
 
     with phases("join", f"world_size={world_size()}"):
         runtime = init_runtime()
-        seed_everything(train.seed, runtime.rank)
         mesh = Mesh(parallel_dims(config, runtime.world_size), runtime.device.type)
+        logger.info("%s", mesh.describe())
+        # Ranks with different tokens draw different dropout masks.
+        seed_everything(train.seed, mesh.loss.rank)
     require_agreement("train.output_dir / load_checkpoint_path", str(resumed_path))
     if train.load_weights_mode == "dcp":
         require_agreement("model.model_path", str(config.model.model_path))
@@ -265,7 +267,7 @@ def _plans(
 
 def plan_of(config: Config, data: RunData, mesh: Mesh, saved: DataIdentity | None) -> Plan:
     """The order of the bins. Raises CheckpointError if it differs from `saved`, the order in the checkpoint."""
-    plan = plan_steps(config, data.train, mesh.dp_size, None if saved is None else saved.bins_per_step)
+    plan = plan_steps(config, data.train, mesh.data.size, None if saved is None else saved.bins_per_step)
     if isinstance(plan, DataPlan) and not plan.shuffle and saved == DataIdentity.of(replace(plan, shuffle=True)):
         logger.warning(
             "data.shuffle_merged_datasets: this checkpoint was saved by a version that shuffled packed rows even if "
@@ -303,7 +305,7 @@ def build_evaluation(startup: Startup, run: PreparedRun, *, at_start: bool) -> E
     held_out, mesh = run.data.held_out, startup.mesh
     if held_out is None:
         return None
-    bins_per_step = run.config.train.micro_batch_size * mesh.dp_size
+    bins_per_step = run.config.train.micro_batch_size * mesh.data.size
     plan = DataPlan.one_pass(held_out.documents, held_out.bins, bins_per_step=bins_per_step)
     loader = build_loader(run.config, held_out, plan, mesh, startup.architecture.config.hidden_size)
     score_fn = partial(score_tokens, **head_options_of(run.config.model, run.config.train))

@@ -221,7 +221,7 @@ def held_bytes(config: Config, architecture: Architecture, mesh: Mesh, *, by_cop
     whole, layers = (_Size.of(part, compute, dtypes.frozen.itemsize) for part in (module, module.layers))
     throughout, grown = _kept_bytes(train, whole, dtypes, mesh.dims)
     profiled = KeptDtypes.of(train.model_copy(update={"param_dtype": profiled_param_dtype(config)}), config.lora)
-    ratio = grown / profiled.trained.itemsize / mesh.dims.dp_shard
+    ratio = grown / profiled.trained.itemsize / mesh.dims.num_shards
     if train.data_parallel_mode != "fsdp2":
         return Held(throughout, ratio)
     # All layers but the one that computes and the one gathered ahead.
@@ -249,7 +249,7 @@ def kept_bytes(config: Config, architecture: Architecture, dims: ParallelDims) -
     compute = 2 if config.train.enable_mixed_precision else 4
     whole = _Size.of(_sketch(config, architecture), compute, dtypes.frozen.itemsize)
     throughout, grown = _kept_bytes(config.train, whole, dtypes, dims)
-    return throughout + whole.trained * grown / dims.dp_shard
+    return throughout + whole.trained * grown / dims.num_shards
 
 
 def _sketch(config: Config, architecture: Architecture) -> Decoder:
@@ -266,7 +266,7 @@ def _kept_bytes(train: TrainConfig, whole: _Size, dtypes: KeptDtypes, dims: Para
     state = kept if train.optimizer == "adamw" else DTYPES[train.optimizer_dtype].itemsize
     summed, grown = _gradient_bytes(train, dtypes.trained, dims)
     of_trained = kept + summed + NUM_STATES[train.optimizer] * state
-    return (whole.trained * of_trained + whole.frozen_bytes + whole.fp8_bytes) / dims.dp_shard, grown
+    return (whole.trained * of_trained + whole.frozen_bytes + whole.fp8_bytes) / dims.num_shards, grown
 
 
 def _gradient_bytes(train: TrainConfig, dtype: torch.dtype, dims: ParallelDims) -> tuple[int, int]:
@@ -279,7 +279,7 @@ def _gradient_bytes(train: TrainConfig, dtype: torch.dtype, dims: ParallelDims) 
         return dtype.itemsize, 0
     # Earlier micro-batches are summed in fp32, and the newest gradients are separate until their pass is over. Replicas
     # of shards keep the sum alone: it becomes the gradient once it was exchanged.
-    is_hsdp = train.data_parallel_mode == "fsdp2" and dims.dp_replicate > 1
+    is_hsdp = train.data_parallel_mode == "fsdp2" and dims.num_replicas > 1
     return torch.float32.itemsize, 0 if is_hsdp else dtype.itemsize
 
 

@@ -6,21 +6,34 @@ Unused axes exist with size 1, so callers never need to check whether an axis ex
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 DataParallelMode = Literal["none", "ddp", "fsdp2"]
+ContextSharding = Literal["all", "ulysses_only", "ring_only", "none"]
 
 # Outermost first. The innermost axes communicate the most, so they connect neighbouring ranks.
 AXES = ("pp", "dp_replicate", "dp_shard", "ring", "ulysses", "tp")
+CONTEXT_AXES = ("ring", "ulysses")
+_SHARDED_CONTEXT: Mapping[ContextSharding, tuple[str, ...]] = MappingProxyType(
+    {"all": CONTEXT_AXES, "ulysses_only": ("ulysses",), "ring_only": ("ring",), "none": ()}
+)
+# Groups and ranks listed in the description of a mesh.
+MAX_SHOWN = 4
 
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """The size of each parallel axis; their product is the number of processes."""
+    """The size of each parallel axis; their product is the number of processes.
+
+    context_sharding: the context-parallel axes that fsdp2 shards parameters over; over the others, it replicates them.
+    """
 
     pp: int = 1
     dp_replicate: int = 1
@@ -28,21 +41,41 @@ class ParallelDims:
     ring: int = 1
     ulysses: int = 1
     tp: int = 1
+    context_sharding: ContextSharding = "all"
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            if getattr(self, field.name) < 1:
-                raise ValueError(f"parallel size {field.name} must be at least 1, not {getattr(self, field.name)}")
+        for axis in AXES:
+            if getattr(self, axis) < 1:
+                raise ValueError(f"parallel size {axis} must be at least 1, not {getattr(self, axis)}")
 
     @property
     def world_size(self) -> int:
         """The number of processes that these degrees need."""
-        return math.prod(getattr(self, axis) for axis in AXES)
+        return self.size_of(AXES)
 
     @property
-    def dp(self) -> int:
-        """The number of data-parallel ranks; each reads different data."""
-        return self.dp_replicate * self.dp_shard
+    def shard_axes(self) -> tuple[str, ...]:
+        """The axes that parameters are sharded over."""
+        return ("dp_shard", *_SHARDED_CONTEXT[self.context_sharding])
+
+    @property
+    def replicate_axes(self) -> tuple[str, ...]:
+        """The axes whose ranks hold copies of the same parameters and different tokens."""
+        return ("dp_replicate", *(axis for axis in CONTEXT_AXES if axis not in self.shard_axes))
+
+    @property
+    def num_shards(self) -> int:
+        """The number of shards of a parameter."""
+        return self.size_of(self.shard_axes)
+
+    @property
+    def num_replicas(self) -> int:
+        """The number of copies of a shard."""
+        return self.size_of(self.replicate_axes)
+
+    def size_of(self, axes: Sequence[str]) -> int:
+        """The number of ranks along several axes."""
+        return math.prod(getattr(self, axis) for axis in axes)
 
     @classmethod
     def resolve(
@@ -56,6 +89,7 @@ class ParallelDims:
         ring: int = 1,
         ulysses: int = 1,
         tp: int = 1,
+        context_sharding: ContextSharding = "all",
     ) -> ParallelDims:
         """Resolve the options to axis sizes for `world_size` processes.
 
@@ -96,13 +130,32 @@ class ParallelDims:
                 f"train.data_parallel_replicate_size {replicate} x train.data_parallel_shard_size {shard}: "
                 "change the sizes (-1 infers a size) or the number of processes"
             )
-        return cls(pp=pp, dp_replicate=replicate, dp_shard=shard, ring=ring, ulysses=ulysses, tp=tp)
+        return cls(pp, replicate, shard, ring, ulysses, tp, context_sharding if mode == "fsdp2" else "none")
+
+
+@dataclass(frozen=True)
+class Axis:
+    """This process's place among the processes that share something, or split something among them.
+
+    group: the processes. rank, size: this process's index among them, and their number.
+    """
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
 
 
 class Mesh:
-    """The processes of the job arranged along `AXES`, and the submeshes and groups used by data parallelism.
+    """The processes of the job arranged along `AXES`, and views of them by use.
 
     Requires an initialised default process group of `dims.world_size` processes. Construction is collective.
+
+    Attributes:
+        data: the ranks that read different data; ranks with the same index read the same batches.
+        context: the ranks that share the sequences of a batch, each with its own part of the tokens.
+        loss: the ranks whose losses, counts and gradients of whole parameters are summed: data and context together.
+        fsdp: the device mesh that parameters are sharded over: (shard,), or (replicate, shard) if some ranks hold
+            copies. Its ranks are those of `loss`.
     """
 
     def __init__(self, dims: ParallelDims, device_type: str) -> None:
@@ -112,26 +165,65 @@ class Mesh:
         self.device_type = device_type
         sizes = tuple(getattr(dims, axis) for axis in AXES)
         self.device_mesh: DeviceMesh = init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
-        self._dp = self.device_mesh["dp_replicate", "dp_shard"]._flatten("dp")
+        self.data = self._view("data", "dp_replicate", "dp_shard")
+        self.context = self._view("context", *CONTEXT_AXES)
+        self.loss = self._view("loss", "dp_replicate", "dp_shard", *CONTEXT_AXES)
+        self.fsdp = self._fsdp_mesh()
 
-    @property
-    def dp_rank(self) -> int:
-        """The index of the data shard that this process reads, in [0, dp_size)."""
-        return self._dp.get_local_rank()
+    def axis(self, name: str) -> Axis:
+        """One of `AXES`."""
+        return _axis_of(self.device_mesh[name])
 
-    @property
-    def dp_size(self) -> int:
-        """The number of data shards."""
-        return self.dims.dp
+    def describe(self) -> str:
+        """The axes in use and which ranks share what; a few lines for the start of a run."""
+        used = [f"{axis} {size}" for axis in AXES if (size := getattr(self.dims, axis)) > 1]
+        lines = [f"mesh of {self.dims.world_size} ranks: {' x '.join(used) or 'one process'}"]
+        numbers = torch.arange(self.dims.world_size).view([getattr(self.dims, axis) for axis in AXES])
+        for use, axes in (
+            ("read the same batches, each its part of every sequence", CONTEXT_AXES),
+            ("shard the parameters", self.dims.shard_axes),
+            ("hold copies of the same shard", self.dims.replicate_axes),
+        ):
+            groups = _groups(numbers, axes)
+            if groups.shape[1] > 1:
+                lines.append(f"  {use}: {_shown(groups)}")
+        return "\n".join(lines)
 
-    @property
-    def dp_group(self) -> dist.ProcessGroup:
-        """The processes over which losses, counts and replicated gradients are summed."""
-        return self._dp.get_group()
+    def _view(self, name: str, *axes: str) -> Axis:
+        return _axis_of(self.device_mesh[axes]._flatten(name))
 
-    @property
-    def fsdp(self) -> DeviceMesh:
-        """The mesh that parameters are sharded over: one axis, or (replicate, shard) under HSDP."""
-        if self.dims.dp_replicate > 1:
-            return self.device_mesh["dp_replicate", "dp_shard"]
-        return self.device_mesh["dp_shard"]
+    def _fsdp_mesh(self) -> DeviceMesh:
+        shard, replicate = self.dims.shard_axes, self.dims.replicate_axes
+        others = tuple(axis for axis in AXES if axis not in (*shard, *replicate))
+        order = [AXES.index(axis) for axis in (*others, *replicate, *shard)]
+        sizes = [self.dims.size_of(axes) for axes in (others, replicate, shard)]
+        numbers = self.device_mesh.mesh.permute(order).reshape(sizes)
+        mesh = DeviceMesh(self.device_type, numbers, mesh_dim_names=("others", "replicate", "shard"))
+        return mesh["replicate", "shard"] if mesh.size(1) > 1 else mesh["shard"]
+
+
+def _axis_of(mesh: DeviceMesh) -> Axis:
+    return Axis(mesh.get_group(), mesh.get_local_rank(), mesh.size())
+
+
+def _groups(numbers: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
+    """The ranks of each group along `axes`: [number of groups, size of a group]."""
+    dims = [AXES.index(axis) for axis in axes]
+    others = [dim for dim in range(len(AXES)) if dim not in dims]
+    size = math.prod(numbers.shape[dim] for dim in dims)
+    return numbers.permute([*others, *dims]).reshape(-1, size)
+
+
+def _shown(groups: torch.Tensor) -> str:
+    """All groups, or the first ones of many: 0-3, 4-7; ranks at equal distances as first, second ... last."""
+
+    def shown(ranks: list[int]) -> str:
+        step = ranks[1] - ranks[0]
+        if ranks != list(range(ranks[0], ranks[-1] + 1, step)):
+            return " ".join(map(str, ranks[:MAX_SHOWN])) + (" ..." if len(ranks) > MAX_SHOWN else "")
+        if step == 1:
+            return f"{ranks[0]}-{ranks[-1]}"
+        return f"{ranks[0]} {ranks[1]}" if len(ranks) == 2 else f"{ranks[0]} {ranks[1]} .. {ranks[-1]}"
+
+    listed = [shown(ranks) for ranks in groups[:MAX_SHOWN].tolist()]
+    return ", ".join(listed) + (f", ... ({len(groups)} groups)" if len(groups) > MAX_SHOWN else "")

@@ -95,7 +95,7 @@ class AdapterModels:
                 device=base.device,
                 host_limit=_host_limit(base, self._sites, config.max_lora_rank),
                 folder=base.output_dir / SPILL_FOLDER / f"rank{base.runtime.rank}",
-                group=base.mesh.dp_group,
+                group=base.mesh.loss.group,
             )
             # Validate the options for adapters now, not when the first client creates one.
             self.bank.add("", self._spec(LoraSpec()))

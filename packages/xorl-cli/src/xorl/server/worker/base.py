@@ -83,12 +83,14 @@ def build_base(config: ServerConfig, runtime: Runtime) -> Base:
 
 def _build(config: ServerConfig, runtime: Runtime) -> Base:
     local = training_config(config)
-    seed_everything(local.train.seed, runtime.rank)
     architecture = read_architecture(local.model)
     fields = ServerConfig.model_fields
     options = {name: (getattr(config, name), fields[name].default) for name in EXPERT_OPTIONS}
     check_experts(architecture.config, local.train, options)
     mesh = Mesh(parallel_dims(local, runtime.world_size), runtime.device.type)
+    logger.info("%s", mesh.describe())
+    # Ranks with different tokens draw different dropout masks.
+    seed_everything(local.train.seed, mesh.loss.rank)
     quantization = read_options(local.lora, architecture.hf_config)
     source = None
     if config.load_checkpoint_path:

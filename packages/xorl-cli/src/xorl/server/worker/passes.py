@@ -75,13 +75,13 @@ class PassRunner:
         only rank 0 has the values per token.
         """
         config, mesh = self.base.config, self.base.mesh
-        assert (mesh.dp_rank, mesh.dp_size) == (self.base.runtime.rank, self.base.runtime.world_size), (
+        assert (mesh.data.rank, mesh.data.size) == (self.base.runtime.rank, self.base.runtime.world_size), (
             "data parallelism is the only axis"
         )
         examples = [example for call in calls for example in call.examples]
         assignment = assign(
             [len(example.tokens) for example in examples],
-            num_ranks=mesh.dp_size,
+            num_ranks=mesh.data.size,
             bin_len=config.sample_packing_sequence_len,
             packs=config.enable_packing,
             owners=[example.owner for example in examples],
@@ -110,7 +110,7 @@ class PassRunner:
                 rows = [
                     # Padding has no owner; assign it to the first model.
                     [(owner or model_ids[0], batch) for owner, batch in build_row(examples, members, layout)]
-                    for members in assignment.bins[mesh.dp_rank]
+                    for members in assignment.bins[mesh.data.rank]
                 ]
                 if not calls[0].forward_only:
                     kept.enter_context(self.engine.gradients_kept(rows))
@@ -127,7 +127,7 @@ class PassRunner:
         """The metrics of each call, over all ranks."""
         by_model = [outputs.metrics(model_id, self.base.device) for model_id in model_ids]
         stacked = {name: torch.stack([metrics[name] for metrics in by_model]) for name in by_model[0]}
-        reduced = all_reduce_metrics(stacked, self.base.mesh.dp_group)
+        reduced = all_reduce_metrics(stacked, self.base.mesh.loss.group)
         table = torch.stack(list(reduced.values()), dim=1).cpu()
         return [read_metrics(dict(zip(reduced, row.unbind(), strict=True))) for row in table]
 

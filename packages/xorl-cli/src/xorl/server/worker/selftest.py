@@ -37,7 +37,7 @@ def self_test(worker: Worker) -> None:
     datum = Datum(Array.of(tokens[:-1].astype(np.int32)), {"target_tokens": Array.of(tokens[1:].astype(np.int64))})
     _run(worker, CreateModel(MODEL_ID))
     # One datum for each data-parallel rank.
-    loss = _run(worker, ForwardBackward(MODEL_ID, [datum] * worker.base.mesh.dp_size, "cross_entropy"))
+    loss = _run(worker, ForwardBackward(MODEL_ID, [datum] * worker.base.mesh.data.size, "cross_entropy"))
     update = _run(worker, OptimStep(MODEL_ID, learning_rate=0.0))
     _run(worker, UnloadModel(MODEL_ID))
     assert isinstance(loss, LossResult)

@@ -40,7 +40,7 @@ class _DistributedTrainer(Trainer):
         return self._parallel.accumulation(is_last=is_last)
 
     def _reduce_(self, tensor: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
-        dist.all_reduce(tensor, op=op, group=self._parallel.mesh.dp_group)
+        dist.all_reduce(tensor, op=op, group=self._parallel.mesh.loss.group)
         return tensor
 
 

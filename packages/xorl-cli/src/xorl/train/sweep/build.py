@@ -109,7 +109,7 @@ def _build_engine(startup: Startup) -> BankEngine:
             num_resident=len(specs),
             max_rank=max(ranks),
             device=device,
-            group=mesh.dp_group,
+            group=mesh.loss.group,
         )
         for name, spec in specs.items():
             bank.add(name, spec, seed=startup.runs[name].config.train.seed)

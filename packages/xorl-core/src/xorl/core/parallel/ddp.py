@@ -38,7 +38,7 @@ def replicate(model: nn.Module, mesh: Mesh) -> Replicated:
     module = Replicated(
         model,
         device_ids=[torch.cuda.current_device()] if on_gpu else None,
-        process_group=mesh.dp_group,
+        process_group=mesh.loss.group,
         gradient_as_bucket_view=True,
     )
     module.register_comm_hook(module, _sum_gradients)

@@ -40,7 +40,7 @@ def record_waits(model: ParallelModel, recorder: WaitRecorder) -> None:
     Under DDP, the wait starts when the last bucket is ready, because all gradients have then been computed. Its end is
     not reported: the wait lasts until backward() returns, after all buckets have been reduced.
     """
-    if model.mesh.dp_size == 1:
+    if model.mesh.loss.size == 1:
         return
     if isinstance(model.forward, Replicated):
         model.forward.on_last_bucket = recorder.begin_wait

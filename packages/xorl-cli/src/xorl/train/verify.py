@@ -1,0 +1,364 @@
+"""Verifies that a layout computes what one process computes: losses, every gradient, and the norm of the gradient.
+
+The layout's ranks and one process take the same steps in fp32 from the same random weights, and each writes a `Result`
+into a folder. `compare` gives the errors by group of parameters.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib.metadata import version
+from itertools import chain
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from xorl.ckpt.layout import JSON
+from xorl.config import Config
+from xorl.core import runtime
+from xorl.core.loss import cross_entropy
+from xorl.core.mesh import AXES, Mesh
+from xorl.core.models import Decoder
+from xorl.data import PackedBatch
+from xorl.data.batch import IGNORE, Document, collate
+from xorl.train.architecture import Architecture
+from xorl.train.build import build_engine
+from xorl.train.engine import Engine
+from xorl.train.model import head_options_of, read_architecture
+from xorl.train.startup import parallel_dims
+
+# Relative to the norm. AdamW's steps depend on the signs of tiny gradients, so later losses differ more.
+TOLERANCE = 1e-5
+LATER_TOLERANCE = 1e-4
+NUM_STEPS = 3
+# Large enough that a wrong update shows in the next loss.
+LR = 1e-3
+NUM_MICRO_BATCHES = 2
+SIZE_OPTIONS: Mapping[str, str] = MappingProxyType(
+    {"dp_replicate": "data_parallel_replicate_size", "dp_shard": "data_parallel_shard_size"}
+)
+# The largest values in a model that is cut down, by their names in config.json.
+CUT: Mapping[str, int] = MappingProxyType(
+    {
+        "num_hidden_layers": 4,
+        "n_layer": 4,
+        "hidden_size": 64,
+        "n_embd": 64,
+        "intermediate_size": 96,
+        "n_inner": 96,
+        "moe_intermediate_size": 24,
+        "num_attention_heads": 8,
+        "n_head": 8,
+        "head_dim": 16,
+        "vocab_size": 384,
+        "num_experts": 16,
+        "num_local_experts": 16,
+        "num_experts_per_tok": 4,
+        "sliding_window": 24,
+    }
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a layout computed. `gradients` are of the first step, divided as the optimizer divides them."""
+
+    losses: list[float]
+    grad_norm: float
+    gradients: Mapping[str, Tensor]
+    groups: Mapping[str, str]
+    sizes: Mapping[str, int]
+
+    @classmethod
+    def read(cls, folder: Path) -> Result:
+        """Read what `measure` wrote."""
+        values = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+        return cls(gradients=load_file(folder / "gradients.safetensors"), **values)
+
+    def write(self, folder: Path) -> None:
+        """Write the files that `read` reads."""
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(
+            {name: gradient.contiguous() for name, gradient in self.gradients.items()}, folder / "gradients.safetensors"
+        )
+        values = {key: value for key, value in vars(self).items() if key != "gradients"}
+        (folder / "result.json").write_text(json.dumps(values), encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The largest relative error of one kind of value, and where it is."""
+
+    error: float
+    tolerance: float
+    where: str
+
+    @property
+    def is_within(self) -> bool:
+        # Not "not above": an error that is not a number is no agreement.
+        return self.error <= self.tolerance
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The configuration whose layout is compared with one process.
+
+    Everything is computed in fp32, with random weights. Unless `is_full`, the model has few layers and narrow widths.
+
+    Attributes:
+        architecture: the name of the model's class.
+        left_out: what of the given configuration is not compared, as "option: value".
+    """
+
+    config: Config
+    architecture: str
+    is_full: bool
+    left_out: tuple[str, ...]
+
+    @classmethod
+    def of(cls, config: Config, *, is_full: bool) -> Verification:
+        """Derive the configuration from that of a run. Raises ValueError if its model cannot be read."""
+        train, lora, model = config.train, config.lora, config.model
+        architecture = read_architecture(model, train.load_weights_mode)
+        attention = "auto" if model.attn_implementation.startswith("flash_attention") else model.attn_implementation
+        replaced: dict[str, dict[str, object]] = {
+            "train": {"enable_mixed_precision": False, "fp8": "none"},
+            "lora": {"lora_dropout": 0.0, "sweep": [], "enable_aqn": False},
+            "model": {"attn_implementation": attention},
+        }
+        left_out = tuple(
+            f"{section}.{name}: {given}"
+            for section, options in replaced.items()
+            for name, value in options.items()
+            if (given := getattr(getattr(config, section), name)) != value
+        )
+        replaced["train"] |= {
+            "param_dtype": "fp32",
+            "optimizer_dtype": "fp32",
+            "load_weights_mode": "broadcast",
+            "recompute_policy": "module" if train.recompute_policy == "auto" else train.recompute_policy,
+        }
+        replaced["lora"] |= {"adapter_path": None}
+        replaced["model"] |= {
+            "config_path": model.config_path or model.model_path,
+            "model_path": None,
+            "foundation": model.foundation if is_full else {**model.foundation, **cut_down(architecture.hf_config)},
+        }
+        sections = {"train": train, "lora": lora, "model": model}
+        update = {name: section.model_copy(update=replaced[name]) for name, section in sections.items()}
+        return cls(config.model_copy(update=update), architecture.spec.architecture, is_full, left_out)
+
+
+def cut_down(hf_config: Mapping[str, JSON]) -> dict[str, JSON]:
+    """The entries of a config.json with few layers and narrow widths; heads keep their ratio to key/value heads."""
+    found: dict[str, JSON] = {}
+    for name, most in CUT.items():
+        value = hf_config.get(name)
+        if isinstance(value, int) and value > most:
+            found[name] = most
+    heads, kv_heads = hf_config.get("num_attention_heads"), hf_config.get("num_key_value_heads")
+    if isinstance(heads, int) and isinstance(kv_heads, int):
+        found["num_key_value_heads"] = max(min(heads, CUT["num_attention_heads"]) * kv_heads // heads, 1)
+    num_layers = found.get("num_hidden_layers")
+    if isinstance(num_layers, int):
+        for name, value in hf_config.items():
+            if isinstance(value, list) and len(value) == hf_config["num_hidden_layers"]:
+                found[name] = value[:num_layers]
+    return found
+
+
+def one_process(config: Config) -> Config:
+    """The configuration of the process that the layout is compared with: no parallelism, and nothing saves memory."""
+    plain = {
+        "data_parallel_mode": "none",
+        "data_parallel_shard_size": -1,
+        "data_parallel_replicate_size": -1,
+        "enable_gradient_checkpointing": False,
+        "enable_activation_offload": False,
+        "enable_cpu_offload": False,
+        "enable_compile": False,
+        "init_device": "auto",
+        "moe_checkpoint_method": None,
+        "recompute_modules": type(config.train).model_fields["recompute_modules"].default,
+    }
+    return config.model_copy(update={"train": config.train.model_copy(update=plain)})
+
+
+def one_axis(config: Config, axis: str, size: int) -> Config:
+    """The configuration with one axis of its layout alone, on `size` ranks."""
+    sizes = {"data_parallel_shard_size": 1, "data_parallel_replicate_size": 1} | {SIZE_OPTIONS[axis]: size}
+    return config.model_copy(update={"train": config.train.model_copy(update=sizes)})
+
+
+def measure(config: Config, folder: Path, num_bins: int) -> None:
+    """Take the steps of this process's part of a layout; rank 0 writes the `Result` into `folder`. Collective."""
+    joined = runtime.init()
+    mesh = Mesh(parallel_dims(config, joined.world_size), joined.device.type)
+    runtime.seed_everything(config.train.seed, mesh.loss.rank)
+    architecture = read_architecture(config.model)
+    result = take_steps(build_engine(config, architecture, mesh, joined.device), config, architecture, num_bins)
+    if joined.is_main:
+        result.write(folder)
+    runtime.shutdown()
+
+
+def take_steps(engine: Engine, config: Config, architecture: Architecture, num_bins: int) -> Result:
+    """Train for a few steps of `num_bins` bins. Collective."""
+    module, mesh = engine.model.module, engine.model.mesh
+    assert isinstance(module, Decoder)
+    loss_fn = partial(cross_entropy, **head_options_of(config.model, config.train))
+    losses: list[float] = []
+    gradients: dict[str, Tensor] = {}
+    grad_norm = 0.0
+    for step in range(NUM_STEPS):
+        batches = batches_of(step, num_bins, architecture.config.vocab_size, config, mesh)
+        summed = engine.forward_backward(batches, loss_fn)
+        divisor = summed.num_trained_tokens
+        losses.append(float(summed.loss_sum / divisor))
+        if step == 0:
+            gradients = {
+                name: _whole(parameter.grad) / divisor.cpu().float()
+                for name, parameter in module.named_parameters()
+                if parameter.requires_grad and parameter.grad is not None
+            }
+        update = engine.optim_step(LR, divisor)
+        if step == 0:
+            grad_norm = float(update.grad_norm)
+    roles = module.parameter_roles()
+    return Result(
+        losses,
+        grad_norm,
+        gradients,
+        {name: roles[name] for name in gradients},
+        {axis: size for axis in AXES if (size := getattr(mesh.dims, axis)) > 1},
+    )
+
+
+def batches_of(step: int, num_bins: int, vocab_size: int, config: Config, mesh: Mesh) -> list[PackedBatch]:
+    """This rank's micro-batches of a step: rows of uneven documents, of which some tokens are not trained."""
+    bins = [_bin(step * num_bins + index, vocab_size) for index in range(num_bins)]
+    own = bins[mesh.data.rank :: mesh.data.size]
+    size = -(-len(own) // NUM_MICRO_BATCHES)
+    multiple = config.data.pad_to_multiple_of
+    return [
+        collate(list(chain.from_iterable(own[start : start + size])), pad_to_multiple_of=multiple)
+        for start in range(0, len(own), size)
+    ]
+
+
+def _bin(index: int, vocab_size: int) -> list[Document]:
+    generator = torch.Generator().manual_seed(index)
+    documents: list[Document] = []
+    for length in (3 + index % 7, 17, 40 + index % 5):
+        ids = torch.randint(vocab_size, (length,), generator=generator)
+        is_trained = torch.rand(length, generator=generator) < 0.2 + 0.1 * (index % 8)
+        documents.append(Document(ids.numpy(), torch.where(is_trained, ids, IGNORE).numpy()))
+    return documents
+
+
+def compare(layout: Result, whole: Result) -> dict[str, Difference]:
+    """The largest relative errors of the layout, by kind: losses, the norm, and gradients by group of parameters."""
+    found = {
+        "loss": Difference(_error(layout.losses[0], whole.losses[0]), TOLERANCE, "first step"),
+        "later losses": max(
+            (
+                Difference(_error(mine, theirs), LATER_TOLERANCE, f"step {step}")
+                for step, (mine, theirs) in enumerate(zip(layout.losses[1:], whole.losses[1:], strict=True), 2)
+            ),
+            key=_size,
+        ),
+        "gradient norm": Difference(_error(layout.grad_norm, whole.grad_norm), TOLERANCE, "first step"),
+    }
+    for name, theirs in whole.gradients.items():
+        mine = layout.gradients.get(name)
+        error = float("inf") if mine is None or mine.shape != theirs.shape else _tensor_error(mine, theirs)
+        group = f"gradients: {whole.groups[name]}"
+        difference = Difference(error, TOLERANCE, name)
+        found[group] = max(found.get(group, difference), difference, key=_size)
+    for name in layout.gradients.keys() - whole.gradients.keys():
+        found[f"gradients: {layout.groups[name]}"] = Difference(float("inf"), TOLERANCE, name)
+    return found
+
+
+def is_equal(differences: Mapping[str, Difference]) -> bool:
+    """Whether all differences are within what is allowed."""
+    return all(difference.is_within for difference in differences.values())
+
+
+@dataclass(frozen=True)
+class Report:
+    """The outcome of a verification.
+
+    differing_axes: the axes of the layout that differ from one process even if they are used alone.
+    """
+
+    verification: Verification
+    layout: Result
+    differences: Mapping[str, Difference]
+    differing_axes: Sequence[str]
+
+    def certificate(self, world_size: int) -> dict[str, JSON]:
+        """The contents of certificate.json."""
+        return {
+            "passed": is_equal(self.differences),
+            "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "xorl": version("xorl-cli"),
+            "torch": torch.__version__,
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+            "world_size": world_size,
+            "layout": dict(self.layout.sizes),
+            "architecture": self.verification.architecture,
+            "is_full": self.verification.is_full,
+            "left_out": list(self.verification.left_out),
+            "differing_axes": list(self.differing_axes),
+            "differences": {kind: asdict(difference) for kind, difference in self.differences.items()},
+        }
+
+    def text(self) -> str:
+        """The outcome as a table in Markdown, and what was left out."""
+        axes = " x ".join(f"{axis} {size}" for axis, size in self.layout.sizes.items()) or "one process"
+        size = "the whole model" if self.verification.is_full else "few layers and narrow widths"
+        lines = [
+            f"{self.verification.architecture} ({size}): {axes} compared with one process, in fp32",
+            "",
+            "| compared | largest relative error | allowed | where | |",
+            "|---|---|---|---|---|",
+        ]
+        for kind, one in self.differences.items():
+            verdict = "" if one.is_within else "**differs**"
+            lines.append(f"| {kind} | {one.error:.1e} | {one.tolerance:.0e} | {one.where} | {verdict} |")
+        if self.verification.left_out:
+            lines += ["", f"not compared: {', '.join(self.verification.left_out)}"]
+        if not is_equal(self.differences) and len(self.layout.sizes) > 1:
+            alone = ", ".join(self.differing_axes) or "none: only several axes together differ"
+            lines += ["", f"axes that differ on their own: {alone}"]
+        return "\n".join(lines)
+
+
+def _size(difference: Difference) -> float:
+    """For the maximum: an error that is not a number is the largest."""
+    return float("inf") if difference.error != difference.error else difference.error
+
+
+def _error(mine: float, theirs: float) -> float:
+    return abs(mine - theirs) / max(abs(theirs), 1e-30)
+
+
+def _tensor_error(mine: Tensor, theirs: Tensor) -> float:
+    norm = float(theirs.double().norm())
+    difference = float((mine.double() - theirs.double()).norm())
+    return difference / norm if norm else difference
+
+
+def _whole(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    found = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return found.detach().float().cpu().contiguous().clone()

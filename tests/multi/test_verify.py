@@ -1,0 +1,158 @@
+"""`xorl verify`: equal layouts pass, and each planted fault is found."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from tiny_models import hf_config, write_config
+from xorl.config import Config, config_from_mapping
+from xorl.core import runtime
+from xorl.core.mesh import Mesh
+from xorl.core.nn.rotary import Rotary
+from xorl.core.optim import clip
+from xorl.core.parallel import local_part
+from xorl.kernels.layout import SequenceLayout
+from xorl.train import engine as engine_module
+from xorl.train.build import build_engine
+from xorl.train.engine import Engine
+from xorl.train.model import read_architecture
+from xorl.train.startup import parallel_dims
+from xorl.train.verify import Result, Verification, compare, is_equal, one_process, take_steps
+
+pytestmark = pytest.mark.multi
+NUM_BINS = 8
+
+Fault = Callable[[pytest.MonkeyPatch], Callable[[Engine], None] | None]
+
+
+def run_config(folder: Path, **train: object) -> Config:
+    write_config(folder / "model", hf_config("qwen3", num_hidden_layers=6))
+    values = {
+        "model": {"config_path": str(folder / "model")},
+        "data": {"datasets": [{"path": "a"}]},
+        "train": {"output_dir": str(folder / "out"), "data_parallel_mode": "fsdp2", **train},
+    }
+    return config_from_mapping(values).config
+
+
+def wrong_divisor(patch: pytest.MonkeyPatch) -> None:
+    divide = FSDPModule.set_gradient_divide_factor
+    patch.setattr(FSDPModule, "set_gradient_divide_factor", lambda self, factor: divide(self, 2 * factor))
+
+
+def missing_all_reduce(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(engine_module, "dist", SimpleNamespace(all_reduce=lambda tensor, group: None))
+
+
+def norm_of_one_rank(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(clip, "_sharding_groups", lambda mesh, placements: ())
+
+
+def ignored_document_border(patch: pytest.MonkeyPatch) -> None:
+    def merged(cu_seqlens: torch.Tensor, positions: torch.Tensor, lengths: tuple, **others: object) -> SequenceLayout:
+        first, second, *rest = lengths
+        cut = torch.cat([cu_seqlens[:1], cu_seqlens[2:]])
+        return SequenceLayout(cut, positions, (first + second, *rest), **others)
+
+    patch.setattr(engine_module, "SequenceLayout", merged)
+
+
+def wrong_rotary_offset(patch: pytest.MonkeyPatch) -> None:
+    tables = Rotary.tables
+
+    def shifted(self: Rotary, layout: SequenceLayout, device: torch.device) -> object:
+        moved = layout.positions + (torch.arange(layout.num_tokens) >= layout.num_tokens // 2)
+        return tables(self, SequenceLayout(layout.cu_seqlens, moved, layout.lengths), device)
+
+    patch.setattr(Rotary, "tables", shifted)
+
+
+def swapped_shards_of_a_stack(patch: pytest.MonkeyPatch) -> Callable[[Engine], None]:
+    @torch.no_grad()
+    def swap(engine: Engine) -> None:
+        weight = dict(engine.model.module.named_parameters())["model.layers.0.mlp.gate_up_proj.weight"]
+        part, _ = local_part(weight)
+        part.copy_(part.flip(0))
+
+    return swap
+
+
+# The fault, and what shows it.
+FAULTS: dict[str, tuple[Fault, str]] = {
+    "none": (lambda patch: None, ""),
+    "wrong divisor": (wrong_divisor, "gradients: dense"),
+    "missing all-reduce": (missing_all_reduce, "loss"),
+    "norm of one rank": (norm_of_one_rank, "gradient norm"),
+    "ignored document border": (ignored_document_border, "gradients: dense"),
+    "wrong rotary offset": (wrong_rotary_offset, "gradients: dense"),
+    "swapped shards of a stack": (swapped_shards_of_a_stack, "gradients: dense"),
+}
+
+
+@contextmanager
+def planted(fault: Fault) -> Iterator[Callable[[Engine], None] | None]:
+    with pytest.MonkeyPatch.context() as patch:
+        yield fault(patch)
+
+
+def steps(config: Config, fault: Fault) -> Result:
+    mesh = Mesh(parallel_dims(config, runtime.world_size()), "cpu")
+    runtime.seed_everything(0)
+    architecture = read_architecture(config.model)
+    with planted(fault) as change:
+        engine = build_engine(config, architecture, mesh, torch.device("cpu"))
+        if change is not None:
+            change(engine)
+        return take_steps(engine, config, architecture, NUM_BINS)
+
+
+def test_every_planted_fault_is_found(run_ranks, tmp_path: Path) -> None:
+    # Catches a comparison that is blind to a fault, and one that finds a fault where there is none.
+    config = Verification.of(run_config(tmp_path), is_full=False).config
+    [whole] = run_ranks(lambda: steps(one_process(config), FAULTS["none"][0]), 1)
+    results = run_ranks(lambda: {name: steps(config, fault) for name, (fault, _) in FAULTS.items()}, 2)[0]
+    for name, (_, kind) in FAULTS.items():
+        differences = compare(results[name], whole)
+        assert is_equal(differences) == (name == "none"), (name, differences)
+        assert not kind or not differences[kind].is_within, (name, differences)
+    assert results["none"].sizes == {"dp_shard": 2}
+
+
+def test_a_verification_is_cut_down_and_says_what_it_leaves_out(tmp_path: Path) -> None:
+    # Catches a model that stays as large as it is, and options that are left out in silence.
+    config = run_config(tmp_path, fp8="tensorwise")
+    cut = Verification.of(config, is_full=False)
+    assert cut.left_out == ("train.enable_mixed_precision: True", "train.fp8: tensorwise")
+    assert read_architecture(cut.config.model).config.num_layers == 4
+    whole = Verification.of(config, is_full=True)
+    assert read_architecture(whole.config.model).config.num_layers == 6
+
+
+def test_the_command_writes_a_certificate_that_checkpoints_carry(run_command, tmp_path: Path) -> None:
+    # Catches ranks that are not started, an exit code that hides a difference, and a certificate that is lost.
+    config = run_config(tmp_path)
+    arguments = [
+        "configs/local/qwen3_moe_tiny.yaml",
+        *("--train.output_dir", config.train.output_dir, "--data.dataset_prepared_path", str(tmp_path / "prepared")),
+    ]
+    command = [sys.executable, "-m", "xorl.cli.verify", *arguments, "--nproc-per-node", "2"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    certificate = json.loads((Path(config.train.output_dir) / "certificate.json").read_text())
+    assert certificate["passed"]
+    assert certificate["layout"] == {"dp_replicate": 2}
+    assert "gradients: router" in certificate["differences"]
+    trained = run_command(*arguments, "--train.max_steps", "1", "--train.eval_steps", "null")
+    assert trained.returncode == 0, trained.stderr
+    carried = Path(config.train.output_dir) / "checkpoints" / "global_step_1" / "certificate.json"
+    assert json.loads(carried.read_text()) == certificate
