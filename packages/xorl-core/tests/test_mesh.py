@@ -86,7 +86,7 @@ def test_views_of_4096_ranks(sharding: ContextSharding, shard: tuple[str, ...], 
             assert (mesh.context.rank, mesh.context.size) == (index("ring", "ulysses"), 8)
             assert (mesh.loss.rank, mesh.loss.size) == (index("dp_replicate", "dp_shard", "ring", "ulysses"), 1024)
             assert mesh.fsdp.get_local_rank("shard") == index(*shard)
-            assert mesh.fsdp["shard"].size() == dims.num_shards == dims.size_of(shard)
+            assert mesh.fsdp.size(-1) == dims.num_shards == dims.size_of(shard)
             assert mesh.fsdp.get_local_rank("replicate") == index(*replicate)
             assert sorted(mesh.fsdp.mesh.flatten().tolist()) == sorted(dist.get_process_group_ranks(mesh.loss.group))
             assert mesh.axis("tp").rank == index("tp")

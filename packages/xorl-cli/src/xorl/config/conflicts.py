@@ -34,10 +34,17 @@ REQUIREMENTS: tuple[Requirement, ...] = (
             "train.enable_full_shard",
             "train.enable_forward_prefetch",
             "train.enable_cpu_offload",
+            "train.cp_fsdp_mode",
         ),
         "train.data_parallel_mode",
         "fsdp2",
         lambda config: config.train.data_parallel_mode == "fsdp2",
+    ),
+    Requirement(
+        ("train.cp_fsdp_mode",),
+        "train.ulysses_parallel_size",
+        "2 or more",
+        lambda config: config.train.ulysses_parallel_size > 1,
     ),
     Requirement(
         (

@@ -47,7 +47,7 @@ class UnsupportedValues:
         return f"{'Not supported' if self.for_good else 'Not supported yet'}: {values} ({self.reason})"
 
 
-ONE_RANK = "only data parallelism is implemented"
+ONE_RANK = "only data and Ulysses parallelism are implemented"
 ONE_RANK_INSTEAD = "leave it at 1; train.data_parallel_mode: fsdp2 shards models that do not fit on one GPU"
 
 UNSUPPORTED: tuple[UnsupportedValues, ...] = (
@@ -69,9 +69,7 @@ UNSUPPORTED: tuple[UnsupportedValues, ...] = (
     ),
     UnsupportedValues("train.pp_variable_seq_lengths", "pipeline parallelism is not implemented", "leave it at true"),
     UnsupportedValues("train.expert_parallel_size", ONE_RANK, ONE_RANK_INSTEAD),
-    UnsupportedValues("train.ulysses_parallel_size", ONE_RANK, ONE_RANK_INSTEAD),
     UnsupportedValues("train.ringattn_parallel_size", ONE_RANK, ONE_RANK_INSTEAD),
-    UnsupportedValues("train.cp_fsdp_mode", "context parallelism is not implemented", "leave it at all"),
     UnsupportedValues("train.ep_outside", "expert parallelism is not implemented", "leave it at false"),
     UnsupportedValues(
         "train.init_device",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -255,6 +256,11 @@ def write_receipt(path: Path, data: RunData, plan: Plan, streamed: Receipt | Non
         ) from error
 
 
+def padding_multiple(config: Config) -> int:
+    """Rows are padded to a multiple of this: of the option, and of the ranks that share a row."""
+    return math.lcm(config.data.pad_to_multiple_of, config.train.ulysses_parallel_size)
+
+
 def build_loader(config: Config, data: PackedDocuments, plan: DataPlan, mesh: Mesh, hidden_size: int) -> StepLoader:
     """The loader of this data-parallel rank's micro-batches. hidden_size: for the relative cost of attention."""
     options = config.data
@@ -265,7 +271,7 @@ def build_loader(config: Config, data: PackedDocuments, plan: DataPlan, mesh: Me
         micro_batch_size=config.train.micro_batch_size,
         dp_rank=mesh.data.rank,
         dp_size=mesh.data.size,
-        pad_to_multiple_of=options.pad_to_multiple_of,
+        pad_to_multiple_of=padding_multiple(config),
         num_workers=options.dataloader_num_workers,
         prefetch_factor=options.dataloader_prefetch_factor,
         pin_memory=options.dataloader_pin_memory,
@@ -284,7 +290,7 @@ def build_stream_loader(
         micro_batch_size=config.train.micro_batch_size,
         dp_rank=mesh.data.rank,
         dp_size=mesh.data.size,
-        pad_to_multiple_of=options.pad_to_multiple_of,
+        pad_to_multiple_of=padding_multiple(config),
         num_workers=options.dataloader_num_workers,
         prefetch_factor=options.dataloader_prefetch_factor,
         pin_memory=options.dataloader_pin_memory,

@@ -17,7 +17,7 @@ from xorl.core.optim import Fp32Accumulation, OptimizerState, gradient_scale
 from xorl.core.parallel import ParallelModel
 from xorl.core.parallel.exposed import record_waits
 from xorl.data import PackedBatch
-from xorl.kernels.layout import SequenceLayout
+from xorl.kernels.layout import SequenceLayout, ShardedLayout
 from xorl.lora import Adam
 from xorl.train.observe.timing import StepTimer
 
@@ -237,7 +237,12 @@ class Engine:
         return call_model(self.model, batch, loss_fn, self.device)
 
     def _counts(self, batches: Sequence[PackedBatch]) -> Tensor:
-        """Trained tokens, tokens and FLOPs of this rank's micro-batches, on the device."""
+        """Trained tokens, tokens and FLOPs of this rank's micro-batches, on the device.
+
+        Of ranks that share sequences, one counts them.
+        """
+        if self.model.mesh.context.rank > 0:
+            batches = []
         trained = sum(batch.num_trained_tokens for batch in batches)
         tokens = sum(batch.num_tokens for batch in batches)
         flops = sum(self._flops(batch.document_lengths) for batch in batches)
@@ -245,7 +250,10 @@ class Engine:
 
 
 def call_model(model: ParallelModel, batch: PackedBatch, loss_fn: LossFn, device: torch.device) -> LossOutput:
-    """The loss of one micro-batch on this rank; differentiable if gradients are enabled."""
+    """The loss of one micro-batch on this rank; differentiable if gradients are enabled.
+
+    Ranks that share the sequences of a batch pass the whole batch, and each computes the loss of its own tokens.
+    """
     batch = batch.to(device, non_blocking=True)
     is_padded = batch.num_tokens < len(batch.input_ids)
     layout = SequenceLayout(
@@ -255,8 +263,13 @@ def call_model(model: ParallelModel, batch: PackedBatch, loss_fn: LossFn, device
         num_real=batch.cu_seqlens[-2 if is_padded else -1],
         num_trained=None if routers_of(model) is None else trained_by_document(batch),
     )
+    context = model.mesh.context
+    if context.size > 1:
+        layout = ShardedLayout(layout, context.rank, context.size, context.group.group_name)
     targets = {"labels": batch.labels, "positions": batch.positions, **batch.extras}
-    return model.forward(batch.input_ids, layout, loss=lambda hidden, weight: loss_fn(hidden, weight, targets))
+    targets = {name: layout.local(values) for name, values in targets.items()}
+    input_ids = layout.local(batch.input_ids)
+    return model.forward(input_ids, layout, loss=lambda hidden, weight: loss_fn(hidden, weight, targets))
 
 
 def routers_of(model: ParallelModel) -> RouterLosses | None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from xorl.core.loss import IGNORE, LossFn, LossOutput, score_tokens
+from xorl.core.mesh import Axis
 from xorl.core.parallel import ParallelModel
 from xorl.data import PackedBatch, StepLoader
 
@@ -63,12 +64,15 @@ def evaluate(
     NaN logits have no first choice.
     """
     sums = torch.zeros(5, dtype=torch.float64, device=engine.device)
+    context = engine.model.mesh.context
     for _, batches in loader.steps():
         if check is not None:
             check()
         for batch in batches:
             output = engine.forward(batch, score_fn)
-            sums += _sums(output.sum, output.metrics["correct"], batch.to(engine.device))
+            sums += _sums(
+                output.sum, _of_whole_row(output.metrics["correct"], context), batch.to(engine.device), context
+            )
     dist.all_reduce(sums, group=engine.model.mesh.loss.group)
     loss, correct, trained, exact, documents = sums.tolist()
     if math.isnan(loss):
@@ -81,7 +85,17 @@ def evaluate(
     }
 
 
-def _sums(loss_sum: Tensor, correct: Tensor, batch: PackedBatch) -> Tensor:
+def _of_whole_row(values: Tensor, context: Axis) -> Tensor:
+    """The values [T] of all tokens of a row, from those of each rank that shares it. Collective."""
+    if context.size == 1:
+        return values
+    parts = [torch.empty_like(values) for _ in range(context.size)]
+    dist.all_gather(parts, values.contiguous(), group=context.group)
+    return torch.cat(parts)
+
+
+def _sums(loss_sum: Tensor, correct: Tensor, batch: PackedBatch, context: Axis) -> Tensor:
+    """The loss of this rank's tokens and, on one of the ranks that share a row, the counts of the row."""
     trained = batch.labels != IGNORE
     lengths = batch.cu_seqlens.diff().long()
     document = torch.repeat_interleave(torch.arange(len(batch.lengths), device=lengths.device), lengths)
@@ -89,4 +103,5 @@ def _sums(loss_sum: Tensor, correct: Tensor, batch: PackedBatch) -> Tensor:
     per_document.index_add_(0, document, torch.stack([trained, trained & ~correct], dim=1).float())
     has_trained, all_correct = per_document[:, 0] > 0, per_document[:, 1] == 0
     counts = [correct.sum(), trained.sum(), (has_trained & all_correct).sum(), has_trained.sum()]
-    return torch.stack([loss_sum.double(), *(count.double() for count in counts)])
+    is_counted = float(context.rank == 0)
+    return torch.stack([loss_sum.double(), *(count.double() * is_counted for count in counts)])

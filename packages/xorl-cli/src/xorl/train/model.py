@@ -24,6 +24,7 @@ from xorl.core.models.router_losses import RouterLossOptions
 from xorl.core.nn import LayerKernels
 from xorl.core.nn.kernels import FusedKernel, choose_kernels
 from xorl.core.nn.moe import Router
+from xorl.core.nn.ulysses import check_heads
 from xorl.core.parallel import ParallelModel, ParallelPolicy, local_part, parallelize
 from xorl.core.parallel.activations import Recompute
 from xorl.core.parallel.apply import check_parallelizable
@@ -257,6 +258,8 @@ def sketch_model(architecture: Architecture, model: ModelConfig, train: TrainCon
         section, name = path.split(".")
         options[path] = getattr(sections[section], name), type(sections[section]).model_fields[name].default
     check_experts(architecture.config, train, options)
+    attention = architecture.config.attention
+    check_heads(attention.num_heads, attention.num_kv_heads, train.ulysses_parallel_size)
     num_layers = architecture.config.num_layers
     if train.recompute_num_layers is not None and train.recompute_num_layers > num_layers:
         raise ValueError(

@@ -31,6 +31,7 @@ from xorl.core.runtime import rng_state, set_rng_state
 from xorl.kernels.layout import SequenceLayout
 from xorl.train.adapters.inject import adapter_spec, add_adapters
 from xorl.train.architecture import Architecture
+from xorl.train.data import padding_multiple
 from xorl.train.model import build_model, head_options_of
 from xorl.train.step_memory import (
     MEASURED_LAYERS,
@@ -70,11 +71,11 @@ class MicroBatch:
 
     @classmethod
     def of(cls, config: Config, longest: int) -> MicroBatch:
-        """`longest` is the longest document of the data."""
-        data = config.data
+        """`longest` is the longest document of the data. A rank that shares rows has its part of the tokens."""
+        data, multiple = config.data, padding_multiple(config)
         tokens = config.train.micro_batch_size * data.sample_packing_sequence_len
-        padded = math.ceil(tokens / data.pad_to_multiple_of) * data.pad_to_multiple_of
-        return cls(padded, min(longest, data.sample_packing_sequence_len))
+        num_tokens = math.ceil(tokens / multiple) * multiple // config.train.ulysses_parallel_size
+        return cls(num_tokens, min(longest, data.sample_packing_sequence_len, num_tokens))
 
     def layout(self, device: torch.device) -> SequenceLayout:
         """Documents of the greatest length, and one of what is left."""

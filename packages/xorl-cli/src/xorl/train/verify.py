@@ -31,6 +31,7 @@ from xorl.data import PackedBatch
 from xorl.data.batch import IGNORE, Document, collate
 from xorl.train.architecture import Architecture
 from xorl.train.build import build_engine
+from xorl.train.data import padding_multiple
 from xorl.train.engine import Engine
 from xorl.train.model import head_options_of, read_architecture
 from xorl.train.startup import parallel_dims
@@ -43,7 +44,11 @@ NUM_STEPS = 3
 LR = 1e-3
 NUM_MICRO_BATCHES = 2
 SIZE_OPTIONS: Mapping[str, str] = MappingProxyType(
-    {"dp_replicate": "data_parallel_replicate_size", "dp_shard": "data_parallel_shard_size"}
+    {
+        "dp_replicate": "data_parallel_replicate_size",
+        "dp_shard": "data_parallel_shard_size",
+        "ulysses": "ulysses_parallel_size",
+    }
 )
 # The largest values in a model that is cut down, by their names in config.json.
 CUT: Mapping[str, int] = MappingProxyType(
@@ -181,6 +186,7 @@ def one_process(config: Config) -> Config:
         "data_parallel_mode": "none",
         "data_parallel_shard_size": -1,
         "data_parallel_replicate_size": -1,
+        "ulysses_parallel_size": 1,
         "enable_gradient_checkpointing": False,
         "enable_activation_offload": False,
         "enable_cpu_offload": False,
@@ -194,7 +200,7 @@ def one_process(config: Config) -> Config:
 
 def one_axis(config: Config, axis: str, size: int) -> Config:
     """The configuration with one axis of its layout alone, on `size` ranks."""
-    sizes = {"data_parallel_shard_size": 1, "data_parallel_replicate_size": 1} | {SIZE_OPTIONS[axis]: size}
+    sizes = dict.fromkeys(SIZE_OPTIONS.values(), 1) | {SIZE_OPTIONS[axis]: size}
     return config.model_copy(update={"train": config.train.model_copy(update=sizes)})
 
 
@@ -247,7 +253,7 @@ def batches_of(step: int, num_bins: int, vocab_size: int, config: Config, mesh: 
     bins = [_bin(step * num_bins + index, vocab_size) for index in range(num_bins)]
     own = bins[mesh.data.rank :: mesh.data.size]
     size = -(-len(own) // NUM_MICRO_BATCHES)
-    multiple = config.data.pad_to_multiple_of
+    multiple = padding_multiple(config)
     return [
         collate(list(chain.from_iterable(own[start : start + size])), pad_to_multiple_of=multiple)
         for start in range(0, len(own), size)

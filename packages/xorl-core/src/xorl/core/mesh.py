@@ -199,7 +199,13 @@ class Mesh:
         sizes = [self.dims.size_of(axes) for axes in (others, replicate, shard)]
         numbers = self.device_mesh.mesh.permute(order).reshape(sizes)
         mesh = DeviceMesh(self.device_type, numbers, mesh_dim_names=("others", "replicate", "shard"))
-        return mesh["replicate", "shard"] if mesh.size(1) > 1 else mesh["shard"]
+        if mesh.size(1) == 1:
+            return mesh["shard"]
+        # Not mesh["replicate", "shard"], which torch refuses for an axis of size 1.
+        groups = [mesh.get_group("replicate"), mesh.get_group("shard")]
+        return DeviceMesh.from_group(
+            groups, self.device_type, numbers[mesh.get_local_rank("others")], mesh_dim_names=("replicate", "shard")
+        )
 
 
 def _axis_of(mesh: DeviceMesh) -> Axis:

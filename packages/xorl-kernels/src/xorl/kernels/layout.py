@@ -1,7 +1,7 @@
 """The layout of a packed row: where each document begins and ends, and each token's position in its document."""
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -80,6 +80,15 @@ class SequenceLayout:
     def num_tokens(self) -> int:
         return self.positions.shape[0]
 
+    @property
+    def whole(self) -> "SequenceLayout":
+        """The layout of the whole row, of which this may be a part."""
+        return self
+
+    def local(self, values: Tensor) -> Tensor:
+        """The values of this layout's tokens among those of the whole row [T, ..]."""
+        return values
+
     def of_layer(self, index: int) -> "SequenceLayout":
         """The layout to pass to the layer with this index. Returns `self`; `CachedLayout` selects the layer's cache."""
         return self
@@ -93,3 +102,54 @@ class SequenceLayout:
             num_real=None if self.num_real is None else self.num_real.to(device, non_blocking=non_blocking),
             num_trained=None if self.num_trained is None else self.num_trained.to(device, non_blocking=non_blocking),
         )
+
+
+class ShardedLayout(SequenceLayout):
+    """One of several equal parts of a packed row, for context parallelism.
+
+    `cu_seqlens`, `positions` and `num_real` are of this part: a document of the row has the tokens of it that lie here,
+    possibly none. `num_trained` and `max_seqlen` are of whole documents.
+
+    Args:
+        whole: the layout of the row, whose number of tokens is a multiple of `num_shards`.
+        shard, num_shards: the index of this part, and the number of parts.
+        group_name: the name of the process group of the ranks that have the parts, in order.
+    """
+
+    def __init__(self, whole: SequenceLayout, shard: int, num_shards: int, group_name: str) -> None:
+        if whole.num_tokens % num_shards:
+            raise ValueError(f"a row of {whole.num_tokens} tokens cannot be split into {num_shards} equal parts")
+        self._whole = whole
+        self.shard = shard
+        self.num_shards = num_shards
+        self.group_name = group_name
+        self.size = whole.num_tokens // num_shards
+        start = shard * self.size
+        self.start = start
+        self.cu_seqlens = (whole.cu_seqlens - start).clamp(0, self.size)
+        self.positions = whole.positions[start : start + self.size]
+        self.num_real = None if whole.num_real is None else (whole.num_real - start).clamp(0, self.size)
+        self.num_trained = whole.num_trained
+        ends = [min(max(end - start, 0), self.size) for end in whole.offsets.tolist()]
+        self.lengths = tuple(last - first for first, last in pairwise(ends))
+        self.offsets = torch.tensor(ends, dtype=torch.int64, device="cpu")
+        self.max_seqlen = whole.max_seqlen
+
+    def mark_dynamic(self) -> None:
+        """As `SequenceLayout.mark_dynamic`, for this part and the whole row."""
+        super().mark_dynamic()
+        self._whole.mark_dynamic()
+
+    @property
+    def whole(self) -> SequenceLayout:
+        """The layout of the whole row."""
+        return self._whole
+
+    def local(self, values: Tensor) -> Tensor:
+        """The rows of this part among those of the whole row [T, ..]."""
+        return values[self.start : self.start + self.size]
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> "ShardedLayout":
+        """The same part with its tensors on `device`."""
+        whole = self._whole.to(device, non_blocking=non_blocking)
+        return ShardedLayout(whole, self.shard, self.num_shards, self.group_name)

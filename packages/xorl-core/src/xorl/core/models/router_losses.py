@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from xorl.kernels.experts.routing import Routing
-from xorl.kernels.layout import SequenceLayout
+from xorl.kernels.layout import SequenceLayout, ShardedLayout
 
 
 @dataclass(frozen=True)
@@ -88,13 +88,21 @@ class RouterLosses:
         """Return `hidden` [T, D]; its backward pass also computes the gradients of the losses."""
         counts = torch.stack([routing.counts for routing in routings])  # [L, N, E]
         probabilities = torch.stack([routing.probabilities for routing in routings])
-        lengths = layout.cu_seqlens.diff().to(probabilities.dtype)
+        squared_lse = torch.stack([routing.squared_lse for routing in routings])
+        is_counted = True
+        if isinstance(layout, ShardedLayout):
+            # Of whole documents; each rank differentiates the loss by its own tokens, and one of them counts it.
+            counts, probabilities, squared_lse = (
+                _SumOverRanks.apply(value, layout.group_name) for value in (counts, probabilities, squared_lse)
+            )
+            is_counted = layout.shard == 0
+        lengths = layout.whole.cu_seqlens.diff().to(probabilities.dtype)
         trained = lengths if layout.num_trained is None else layout.num_trained.to(probabilities.dtype)
         weight = trained / lengths  # [N]
         share = counts.to(probabilities.dtype).mean(0) / lengths[:, None]  # [N, E]
         balance = self.num_experts * weight * (share * probabilities.mean(0)).sum(-1)  # [N]
-        z = weight * torch.stack([routing.squared_lse for routing in routings]).mean(0)
-        self._newest = counts, torch.stack([balance.detach(), z.detach(), trained])
+        z = weight * squared_lse.mean(0)
+        self._newest = counts * is_counted, torch.stack([balance.detach(), z.detach(), trained]) * is_counted
         if not self.options.balance_coef and not self.options.z_coef:
             return hidden
         out = _WithLoss.apply(hidden, self.options.balance_coef * balance.sum() + self.options.z_coef * z.sum())
@@ -106,6 +114,19 @@ class RouterLosses:
         assert self._newest is not None, "after a forward pass in training mode"
         (counts, losses), self._newest = self._newest, None
         return torch.cat([counts.transpose(0, 1).flatten(1).double(), losses.T.double()], dim=1)
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """The sum over the ranks of a group, whose gradient is the same on all of them: the backward pass sends nothing."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, value: Tensor, group_name: str) -> Tensor:
+        summed = torch.ops._c10d_functional.all_reduce(value.contiguous(), "sum", group_name)
+        return torch.ops._c10d_functional.wait_tensor(summed)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad, None
 
 
 class _WithLoss(torch.autograd.Function):

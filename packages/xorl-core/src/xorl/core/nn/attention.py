@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from xorl.core.nn.kernels import LayerKernels
 from xorl.core.nn.layers import HeadNorm, Linear
+from xorl.core.nn.ulysses import ulysses_attention
 from xorl.kernels.attention import CachedLayout, cached_attention
 from xorl.kernels.fused import HeadNorms, HeadShape, RopeTables
-from xorl.kernels.layout import SequenceLayout
+from xorl.kernels.layout import SequenceLayout, ShardedLayout
 
 
 class Attention(nn.Module):
@@ -73,6 +74,8 @@ class Attention(nn.Module):
         q, k, v = self.kernels.split_heads(projected, self.shape, norms, rope)  # [T, H or G, C]
         if isinstance(layout, CachedLayout):
             out = cached_attention(q, k, v, layout, scale=self.scale, window=self.window)  # [T, H, C]
+        elif isinstance(layout, ShardedLayout):
+            out = ulysses_attention(self.kernels.attention, q, k, v, layout, scale=self.scale, window=self.window)
         else:
             out = self.kernels.attention(q, k, v, layout, scale=self.scale, window=self.window)
         return self.o_proj(out.flatten(-2))

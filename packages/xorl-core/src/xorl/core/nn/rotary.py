@@ -66,7 +66,7 @@ class Rotary:
     def tables(self, layout: SequenceLayout, device: torch.device) -> RopeTables:
         """The cosines and sines for the tokens of `layout`, on `device`."""
         if self.config.kind == "dynamic" and layout.max_seqlen > self.config.trained_length:
-            inv_freq = self._inv_freq_by_token(layout, device)  # [T, C / 2]
+            inv_freq = layout.local(self._inv_freq_by_token(layout.whole, device))  # [T, C / 2]
         else:
             if device not in self._on_device:
                 self._on_device[device] = self.inv_freq.to(device)

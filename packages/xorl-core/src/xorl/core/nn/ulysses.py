@@ -1,0 +1,65 @@
+"""Ulysses context parallelism (arXiv:2309.14509): ranks exchange tokens for heads around attention.
+
+Each rank has a part of the tokens of a row and all heads. For attention it has all tokens and its share of the heads,
+so every attention function works unchanged, with documents, windows and all.
+
+Shapes: T tokens of the row, P ranks, H query heads, G key/value heads, C channels of a head.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from xorl.kernels.attention import AttentionFn
+from xorl.kernels.layout import ShardedLayout
+
+
+def ulysses_attention(
+    attention: AttentionFn,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: ShardedLayout,
+    *,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """`attention` over the whole row, from q [T / P, H, C] and k, v [T / P, G, C] of this rank's tokens: [T / P, H, C].
+
+    P divides H. If there are more ranks than key/value heads, each of these goes to several ranks. Collective.
+    """
+    num_ranks, num_heads = layout.num_shards, q.shape[1]
+    if k.shape[1] % num_ranks:
+        assert num_ranks % k.shape[1] == 0, "checked when the model was built"
+        k, v = (x.repeat_interleave(num_ranks // k.shape[1], dim=1) for x in (k, v))
+    parts = [x.unflatten(1, (num_ranks, -1)) for x in (q, k, v)]  # [T / P, P, heads of a rank, C]
+    sizes = [part.shape[2] for part in parts]
+    mine = _exchange(torch.cat(parts, dim=2).transpose(0, 1), layout)  # by the rank of the tokens
+    q, k, v = mine.flatten(0, 1).split(sizes, dim=1)
+    out = attention(q, k, v, layout.whole, scale=scale, window=window)  # [T, H / P, C]
+    whole = _exchange(out.unflatten(0, (num_ranks, -1)), layout)  # by the rank of the heads
+    return whole.transpose(0, 1).reshape(-1, num_heads, out.shape[-1])
+
+
+def check_heads(num_heads: int, num_kv_heads: int, num_ranks: int) -> None:
+    """Raise ValueError unless the heads can be shared by `num_ranks` ranks."""
+    if num_heads % num_ranks == 0 and (num_kv_heads % num_ranks == 0 or num_ranks % num_kv_heads == 0):
+        return
+    works = [
+        size
+        for size in range(1, num_heads + 1)
+        if num_heads % size == 0 and (num_kv_heads % size == 0 or size % num_kv_heads == 0)
+    ]
+    nearest = min(works, key=lambda size: (abs(size - num_ranks), size))
+    raise ValueError(
+        f"train.ulysses_parallel_size: {num_ranks} ranks cannot share {num_heads} heads with {num_kv_heads} key/value "
+        f"heads; the nearest size that works is {nearest}"
+    )
+
+
+def _exchange(x: Tensor, layout: ShardedLayout) -> Tensor:
+    """Send x[i] to rank i, and return what each rank sent: [P, ..]."""
+    sizes = [1] * layout.num_shards
+    exchanged = torch.ops._c10d_functional_autograd.all_to_all_single(x.contiguous(), sizes, sizes, layout.group_name)
+    return torch.ops._c10d_functional.wait_tensor(exchanged)
