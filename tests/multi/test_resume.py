@@ -122,6 +122,7 @@ LORA += ["--lora.merge_lora_interval=5", "--lora.reset_optimizer_on_merge=true"]
 QLORA = ["--lora.enable_qlora=true", "--lora.lora_rank=4", "--lora.enable_aqn=true", "--lora.merge_lora_interval=5"]
 EXPERTS = ["--model.config_path", "{folder}/experts", "--train.router_aux_loss_coef", "0.1"]
 EXPERTS += ["--train.enable_gradient_checkpointing", "true", "--train.moe_checkpoint_method", "moe_act"]
+ULYSSES = ["--train.ulysses_parallel_size", "2"]
 HALF = ["--train.param_dtype", "bf16", "--train.enable_mixed_precision", "true", "--train.lr", "3e-3"]
 
 
@@ -137,6 +138,7 @@ HALF = ["--train.param_dtype", "bf16", "--train.enable_mixed_precision", "true",
         ("fsdp2", 2, LORA),
         ("fsdp2", 2, QLORA),
         ("fsdp2", 2, [*EXPERTS, "--train.optimizer", "muon"]),
+        ("fsdp2", 2, ULYSSES),
     ],
     ids=[
         "none-adamw",
@@ -147,6 +149,7 @@ HALF = ["--train.param_dtype", "bf16", "--train.enable_mixed_precision", "true",
         "fsdp2-lora",
         "fsdp2-qlora",
         "fsdp2-experts",
+        "fsdp2-ulysses",
     ],
 )
 def test_killed_and_resumed_run_is_the_same_to_the_bit(
@@ -169,7 +172,11 @@ def test_killed_and_resumed_run_is_the_same_to_the_bit(
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize(("world_size", "overrides"), [(1, []), (4, []), (4, EXPERTS)], ids=["1", "4", "4-experts"])
+@pytest.mark.parametrize(
+    ("world_size", "overrides"),
+    [(1, []), (4, []), (4, EXPERTS), (4, ULYSSES)],
+    ids=["1", "4", "4-experts", "4-ulysses"],
+)
 def test_run_of_two_ranks_resumes_on_another_number(
     world_size: int, overrides: list[str], folder: Path, tmp_path: Path, run_ranks
 ) -> None:

@@ -18,7 +18,6 @@ EXAMPLES: dict[str, object] = {
     "model.deepep_num_sms": 22,
     "model.encoders": {"image": {"model_path": "a"}},
     "train.pipeline_parallel_schedule": "GPipe",
-    "train.cp_fsdp_mode": "none",
 }
 # What else is needed so that a value is wrong for no other reason.
 COMPANIONS: dict[str, dict[str, Any]] = {

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from xorl.kernels.layout import SequenceLayout
+from xorl.kernels.layout import SequenceLayout, ShardedLayout
 
 
 def test_positions_restart_in_each_document():
@@ -33,3 +33,22 @@ def test_parts_that_disagree_are_refused(cu_seqlens, positions, lengths, message
     """Catches a layout whose host lengths do not describe its tensors, which kernels would read out of bounds."""
     with pytest.raises(ValueError, match=message):
         SequenceLayout(torch.tensor(cu_seqlens, dtype=torch.int32), torch.arange(positions), lengths)
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 4, 8])
+def test_parts_of_a_row_have_each_document_token_once(num_shards: int) -> None:
+    # Catches a token that two parts have or none, and padding that becomes a document's.
+    whole = SequenceLayout.from_lengths([3, 1, 7, 4, 1])
+    whole.num_real = torch.tensor(15)
+    parts = [ShardedLayout(whole, shard, num_shards, "unused") for shard in range(num_shards)]
+    assert torch.equal(torch.cat([part.positions for part in parts]), whole.positions)
+    assert sum(part.cu_seqlens.diff() for part in parts).tolist() == [3, 1, 7, 4, 1]
+    assert [sum(lengths) for lengths in zip(*(part.lengths for part in parts), strict=True)] == [3, 1, 7, 4, 1]
+    assert sum(int(part.num_real) for part in parts) == 15
+    assert torch.equal(torch.cat([part.local(torch.arange(16)) for part in parts]), torch.arange(16))
+
+
+def test_a_row_that_cannot_be_split_equally_is_refused() -> None:
+    # Catches tokens that are dropped at the end.
+    with pytest.raises(ValueError, match="16 tokens cannot be split into 3"):
+        ShardedLayout(SequenceLayout.from_lengths([16]), 0, 3, "unused")

@@ -203,7 +203,8 @@ class ParallelFields(Section):
     )
     ulysses_parallel_size: AtLeastOne = Field(
         default=1,
-        description="Number of ranks that share a sequence by exchanging heads (Ulysses context parallelism).",
+        description="Number of ranks that share each row of tokens, and exchange tokens for heads around attention "
+        "(Ulysses context parallelism). It must divide the attention heads.",
     )
     ringattn_parallel_size: AtLeastOne = Field(
         default=1,

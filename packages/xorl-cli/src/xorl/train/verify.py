@@ -33,7 +33,7 @@ from xorl.train.architecture import Architecture
 from xorl.train.build import build_engine
 from xorl.train.data import padding_multiple
 from xorl.train.engine import Engine
-from xorl.train.model import head_options_of, read_architecture
+from xorl.train.model import head_options_of, read_architecture, sketch_model
 from xorl.train.startup import parallel_dims
 
 # Relative to the norm. AdamW's steps depend on the signs of tiny gradients, so later losses differ more.
@@ -130,9 +130,11 @@ class Verification:
 
     @classmethod
     def of(cls, config: Config, *, is_full: bool) -> Verification:
-        """Derive the configuration from that of a run. Raises ValueError if its model cannot be read."""
+        """Derive the configuration from that of a run. Raises ValueError if its model does not fit its options."""
         train, lora, model = config.train, config.lora, config.model
         architecture = read_architecture(model, train.load_weights_mode)
+        sketch_model(architecture, model, train, lora)
+        cut = {} if is_full else cut_down(architecture.hf_config, train.ulysses_parallel_size)
         attention = "auto" if model.attn_implementation.startswith("flash_attention") else model.attn_implementation
         replaced: dict[str, dict[str, object]] = {
             "train": {"enable_mixed_precision": False, "fp8": "none"},
@@ -155,23 +157,24 @@ class Verification:
         replaced["model"] |= {
             "config_path": model.config_path or model.model_path,
             "model_path": None,
-            "foundation": model.foundation if is_full else {**model.foundation, **cut_down(architecture.hf_config)},
+            "foundation": {**model.foundation, **cut},
         }
         sections = {"train": train, "lora": lora, "model": model}
         update = {name: section.model_copy(update=replaced[name]) for name, section in sections.items()}
         return cls(config.model_copy(update=update), architecture.spec.architecture, is_full, left_out)
 
 
-def cut_down(hf_config: Mapping[str, JSON]) -> dict[str, JSON]:
+def cut_down(hf_config: Mapping[str, JSON], min_heads: int) -> dict[str, JSON]:
     """The entries of a config.json with few layers and narrow widths; heads keep their ratio to key/value heads."""
     found: dict[str, JSON] = {}
-    for name, most in CUT.items():
+    num_heads = max(CUT["num_attention_heads"], min_heads)
+    for name, most in ({**CUT, "num_attention_heads": num_heads, "n_head": num_heads}).items():
         value = hf_config.get(name)
         if isinstance(value, int) and value > most:
             found[name] = most
     heads, kv_heads = hf_config.get("num_attention_heads"), hf_config.get("num_key_value_heads")
     if isinstance(heads, int) and isinstance(kv_heads, int):
-        found["num_key_value_heads"] = max(min(heads, CUT["num_attention_heads"]) * kv_heads // heads, 1)
+        found["num_key_value_heads"] = max(min(heads, num_heads) * kv_heads // heads, 1)
     num_layers = found.get("num_hidden_layers")
     if isinstance(num_layers, int):
         for name, value in hf_config.items():
