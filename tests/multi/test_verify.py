@@ -27,7 +27,7 @@ from xorl.train.build import build_engine
 from xorl.train.engine import Engine
 from xorl.train.model import read_architecture
 from xorl.train.startup import parallel_dims
-from xorl.train.verify import Result, Verification, compare, is_equal, one_process, take_steps
+from xorl.train.verify import Result, Verification, compare, is_equal, one_axis, one_process, take_steps
 
 pytestmark = pytest.mark.multi
 NUM_BINS = 8
@@ -136,6 +136,14 @@ def test_a_verification_is_cut_down_and_says_what_it_leaves_out(tmp_path: Path) 
     assert read_architecture(cut.config.model).config.num_layers == 4
     whole = Verification.of(config, is_full=True)
     assert read_architecture(whole.config.model).config.num_layers == 6
+
+
+@pytest.mark.parametrize("axis", ["dp_replicate", "dp_shard", "ulysses"])
+def test_an_axis_alone_has_all_ranks(axis: str, tmp_path: Path) -> None:
+    # Catches a fault that is attributed to an axis, found with another one.
+    config = run_config(tmp_path, data_parallel_shard_size=4, data_parallel_replicate_size=2, ulysses_parallel_size=2)
+    dims = parallel_dims(one_axis(config, axis, 2), 2)
+    assert getattr(dims, axis) == dims.world_size == 2
 
 
 def test_the_command_writes_a_certificate_that_checkpoints_carry(run_command, tmp_path: Path) -> None:

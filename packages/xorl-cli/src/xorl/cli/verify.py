@@ -72,6 +72,7 @@ class _Job:
         """Take the steps of this process's part of a variant. Imports torch."""
         loaded = load_config(self.path, self.overrides)
         import_torch()
+        from xorl.core.runtime import world_size  # noqa: PLC0415
         from xorl.train import verify  # noqa: PLC0415
 
         with loaded.citing():
@@ -80,7 +81,7 @@ class _Job:
             if variant == ONE_PROCESS:
                 config = verify.one_process(config)
             elif variant != LAYOUT:
-                config = verify.one_axis(config, variant)
+                config = verify.one_axis(config, variant, world_size())
             verify.measure(config, folder, self.num_bins)
         return 0
 

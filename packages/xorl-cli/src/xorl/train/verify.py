@@ -164,9 +164,9 @@ class Verification:
         return cls(config.model_copy(update=update), architecture.spec.architecture, is_full, left_out)
 
 
-def cut_down(hf_config: Mapping[str, JSON], min_heads: int) -> dict[str, JSON]:
+def cut_down(hf_config: Mapping[str, object], min_heads: int) -> dict[str, object]:
     """The entries of a config.json with few layers and narrow widths; heads keep their ratio to key/value heads."""
-    found: dict[str, JSON] = {}
+    found: dict[str, object] = {}
     num_heads = max(CUT["num_attention_heads"], min_heads)
     for name, most in ({**CUT, "num_attention_heads": num_heads, "n_head": num_heads}).items():
         value = hf_config.get(name)
