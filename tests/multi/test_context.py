@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from xorl.core.nn.ulysses import check_heads
 from xorl.train.build import build_engine
 from xorl.train.model import read_architecture
 from xorl.train.startup import parallel_dims
-from xorl.train.verify import Result, compare, is_equal, one_process, take_steps
+from xorl.train.verify import Result, compare, one_process, take_steps
 
 pytestmark = pytest.mark.multi
 NUM_BINS = 8
@@ -25,6 +26,7 @@ MODELS: dict[str, dict[str, object]] = {
     "llama": hf_config("llama", max_position_embeddings=20, rope_parameters=DYNAMIC),
     "qwen3": hf_config("qwen3", num_attention_heads=8, num_key_value_heads=2),
     "mistral": hf_config("mistral", sliding_window=5),
+    "gpt2": hf_config("gpt2"),
     "qwen3_moe": hf_config("qwen3_moe", output_router_logits=True, router_aux_loss_coef=0.1),
 }
 LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
@@ -43,8 +45,22 @@ LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
         {"data_parallel_mode": "fsdp2", "data_parallel_replicate_size": 2, "ulysses_parallel_size": 2},
     ),
 }
-WITH_ADAPTERS = ("llama", "qwen3")
 LORA = {"enable_lora": True, "lora_rank": 4, "lora_target_modules": "all-linear"}
+RECOMPUTE = {"enable_gradient_checkpointing": True, "recompute_policy": "operation"}
+# By name: (model, options of train, options of lora). Each runs with every layout.
+RUNS: dict[str, tuple[str, dict[str, object], dict[str, object]]] = {
+    "llama": ("llama", {}, {}),
+    "llama, LoRA": ("llama", {}, LORA),
+    "qwen3": ("qwen3", {}, {}),
+    "qwen3, LoRA": ("qwen3", {"optimizer": "muon"}, LORA),
+    "qwen3, DoRA": ("qwen3", {}, {**LORA, "use_dora": True}),
+    "qwen3, QLoRA": ("qwen3", {}, {**LORA, "enable_qlora": True, "quant_format": "nf4", "quant_group_size": 16}),
+    "qwen3, Muon": ("qwen3", {"optimizer": "muon", **RECOMPUTE}, {}),
+    "mistral": ("mistral", {}, {}),
+    "gpt2": ("gpt2", {"enable_gradient_checkpointing": True}, {}),
+    "qwen3_moe": ("qwen3_moe", {"router_z_loss_coef": 0.1}, {}),
+    "qwen3_moe, recomputed": ("qwen3_moe", {**RECOMPUTE, "moe_checkpoint_method": "moe_act"}, {}),
+}
 
 
 def run_config(folder: Path, model: str, train: dict[str, object], lora: dict[str, object]) -> Config:
@@ -57,8 +73,7 @@ def run_config(folder: Path, model: str, train: dict[str, object], lora: dict[st
     return config_from_mapping(values).config
 
 
-def steps(config: Config) -> Result:
-    mesh = Mesh(parallel_dims(config, runtime.world_size()), "cpu")
+def steps(config: Config, mesh: Mesh) -> Result:
     runtime.seed_everything(0)
     architecture = read_architecture(config.model)
     engine = build_engine(config, architecture, mesh, torch.device("cpu"))
@@ -71,27 +86,25 @@ def test_layouts_equal_one_process(run_ranks, tmp_path: Path, world_size: int) -
     # counts that are lost or doubled at the borders of parts, and sums over the wrong ranks.
     for name, shape in MODELS.items():
         write_config(tmp_path / name, shape)
-    cases = [
-        (model, layout, lora)
-        for model in MODELS
-        for layout, (num_ranks, _) in LAYOUTS.items()
-        for lora in (({}, LORA) if model in WITH_ADAPTERS else ({},))
-        if num_ranks == world_size
-    ]
-    alone = {
-        (model, bool(lora)): one_process(run_config(tmp_path, model, {"data_parallel_mode": "none"}, lora))
-        for model, _, lora in cases
-    }
-    [whole] = run_ranks(lambda: {key: steps(config) for key, config in alone.items()}, 1)
-    found = run_ranks(
-        lambda: [steps(run_config(tmp_path, model, LAYOUTS[layout][1], lora)) for model, layout, lora in cases],
-        world_size,
-    )[0]
+
+    def config_of(name: str, layout: dict[str, object]) -> Config:
+        model, train, lora = RUNS[name]
+        return run_config(tmp_path, model, {**layout, **train}, lora)
+
+    def results(layout: dict[str, object], change: Callable[[Config], Config] = lambda config: config) -> list[Result]:
+        configs = [change(config_of(name, layout)) for name in RUNS]
+        # One mesh for all, because each has groups of its own, whose connections add up.
+        mesh = Mesh(parallel_dims(configs[0], runtime.world_size()), "cpu")
+        return [steps(config, mesh) for config in configs]
+
+    [whole] = run_ranks(lambda: results({"data_parallel_mode": "none"}, one_process), 1)
+    layouts = {layout: options for layout, (num_ranks, options) in LAYOUTS.items() if num_ranks == world_size}
+    found = run_ranks(lambda: [results(options) for options in layouts.values()], world_size)[0]
     failed = []
-    for (model, layout, lora), result in zip(cases, found, strict=True):
-        differences = compare(result, whole[model, bool(lora)])
-        if not is_equal(differences):
-            failed.append((model, layout, bool(lora), {k: d for k, d in differences.items() if not d.is_within}))
+    for layout, of_layout in zip(layouts, found, strict=True):
+        for name, result, expected in zip(RUNS, of_layout, whole, strict=True):
+            differences = compare(result, expected)
+            failed += [(name, layout, kind, one) for kind, one in differences.items() if not one.is_within]
     assert not failed, "\n".join(map(str, failed))
 
 

@@ -50,19 +50,19 @@ SIZE_OPTIONS: Mapping[str, str] = MappingProxyType(
         "ulysses": "ulysses_parallel_size",
     }
 )
-# The largest values in a model that is cut down, by their names in config.json.
+# The largest values in a model that is cut down, by their names in config.json; widths fit all groups of quantisation.
 CUT: Mapping[str, int] = MappingProxyType(
     {
         "num_hidden_layers": 4,
         "n_layer": 4,
-        "hidden_size": 64,
-        "n_embd": 64,
-        "intermediate_size": 96,
-        "n_inner": 96,
-        "moe_intermediate_size": 24,
+        "hidden_size": 128,
+        "n_embd": 128,
+        "intermediate_size": 384,
+        "n_inner": 384,
+        "moe_intermediate_size": 48,
         "num_attention_heads": 8,
         "n_head": 8,
-        "head_dim": 16,
+        "head_dim": 32,
         "vocab_size": 384,
         "num_experts": 16,
         "num_local_experts": 16,
