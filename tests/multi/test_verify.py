@@ -21,7 +21,7 @@ from xorl.core.mesh import Mesh
 from xorl.core.nn.rotary import Rotary
 from xorl.core.optim import clip
 from xorl.core.parallel import local_part
-from xorl.kernels.layout import SequenceLayout
+from xorl.kernels.layout import SequenceLayout, ShardedLayout
 from xorl.train import engine as engine_module
 from xorl.train.build import build_engine
 from xorl.train.engine import Engine
@@ -87,6 +87,28 @@ def swapped_shards_of_a_stack(patch: pytest.MonkeyPatch) -> Callable[[Engine], N
     return swap
 
 
+def counts_over_the_data_axis(patch: pytest.MonkeyPatch) -> Callable[[Engine], None]:
+    def narrow(engine: Engine) -> None:
+        engine.model.mesh.loss = engine.model.mesh.data
+
+    return narrow
+
+
+def positions_of_the_part(patch: pytest.MonkeyPatch) -> None:
+    def numbered_from_zero(whole: SequenceLayout, *others: object) -> ShardedLayout:
+        layout = ShardedLayout(whole, *others)
+        layout.positions = whole.positions[: layout.size]
+        return layout
+
+    patch.setattr(engine_module, "ShardedLayout", numbered_from_zero)
+
+
+# Faults of ranks that share rows, and what shows them.
+SHARING_FAULTS: dict[str, tuple[Fault, str]] = {
+    "none": (lambda patch: None, ""),
+    "counts over the data axis": (counts_over_the_data_axis, "loss"),
+    "positions of the part": (positions_of_the_part, "gradients: dense"),
+}
 # The fault, and what shows it.
 FAULTS: dict[str, tuple[Fault, str]] = {
     "none": (lambda patch: None, ""),
@@ -120,12 +142,14 @@ def test_every_planted_fault_is_found(run_ranks, tmp_path: Path) -> None:
     # Catches a comparison that is blind to a fault, and one that finds a fault where there is none.
     config = Verification.of(run_config(tmp_path), is_full=False).config
     [whole] = run_ranks(lambda: steps(one_process(config), FAULTS["none"][0]), 1)
-    results = run_ranks(lambda: {name: steps(config, fault) for name, (fault, _) in FAULTS.items()}, 2)[0]
-    for name, (_, kind) in FAULTS.items():
-        differences = compare(results[name], whole)
-        assert is_equal(differences) == (name == "none"), (name, differences)
-        assert not kind or not differences[kind].is_within, (name, differences)
-    assert results["none"].sizes == {"dp_shard": 2}
+    for axis, faults in (("dp_shard", FAULTS), ("ulysses", SHARING_FAULTS)):
+        layout = one_axis(config, axis, 2)
+        results = run_ranks(lambda of=layout, by=faults: {name: steps(of, by[name][0]) for name in by}, 2)[0]
+        for name, (_, kind) in faults.items():
+            differences = compare(results[name], whole)
+            assert is_equal(differences) == (name == "none"), (name, differences)
+            assert not kind or not differences[kind].is_within, (name, differences)
+        assert results["none"].sizes == {axis: 2}
 
 
 def test_a_verification_is_cut_down_and_says_what_it_leaves_out(tmp_path: Path) -> None:

@@ -71,6 +71,8 @@ class Peer:
 
     def unavailable_reason(self, config: Config, architecture: Architecture) -> str | None:
         """Why this peer cannot run the configuration on this machine; None if it can."""
+        if config.train.ulysses_parallel_size > 1:
+            return "it has no context parallelism here"
         if "liger" in self.parts and find_spec("liger_kernel") is None:
             return "liger_kernel is not installed"
         if config.lora.enable_lora and find_spec("peft") is None:
