@@ -98,7 +98,7 @@ def test_a_mesh_describes_itself() -> None:
     with mesh_of(dims, 3) as mesh:
         assert mesh.describe().splitlines() == [
             "mesh of 16 ranks: dp_replicate 2 x dp_shard 4 x ulysses 2",
-            "  read the same batches, each its part of every sequence: 0-1, 2-3, 4-5, 6-7, ... (8 groups)",
+            "  share the rows of the same batches: 0-1, 2-3, 4-5, 6-7, ... (8 groups)",
             "  shard the parameters: 0 2 .. 6, 1 3 .. 7, 8 10 .. 14, 9 11 .. 15",
             "  hold copies of the same shard: 0 1 8 9, 2 3 10 11, 4 5 12 13, 6 7 14 15",
         ]

@@ -76,7 +76,7 @@ def sweep_conflicts(config: Config) -> Iterator[Conflict]:
     sweep, train = config.lora.sweep, config.train
     names = [member.name for member in sweep]
     if sweep and train.ulysses_parallel_size > 1:
-        message = "the members of a sweep share rows, which ranks cannot share as well: set it to 1"
+        message = "the rows of a sweep are shared by its members and cannot also be shared by ranks: set it to 1"
         yield Conflict(("train.ulysses_parallel_size", "lora.sweep"), message)
     for index, member in enumerate(sweep):
         path = f"lora.sweep.{index}"

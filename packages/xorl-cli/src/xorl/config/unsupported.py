@@ -47,7 +47,7 @@ class UnsupportedValues:
         return f"{'Not supported' if self.for_good else 'Not supported yet'}: {values} ({self.reason})"
 
 
-ONE_RANK = "only data and Ulysses parallelism are implemented"
+ONE_RANK = "this kind of parallelism is not implemented"
 ONE_RANK_INSTEAD = "leave it at 1; train.data_parallel_mode: fsdp2 shards models that do not fit on one GPU"
 
 UNSUPPORTED: tuple[UnsupportedValues, ...] = (

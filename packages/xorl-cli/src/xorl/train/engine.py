@@ -239,7 +239,7 @@ class Engine:
     def _counts(self, batches: Sequence[PackedBatch]) -> Tensor:
         """Trained tokens, tokens and FLOPs of this rank's micro-batches, on the device.
 
-        Of ranks that share sequences, one counts them.
+        If ranks share rows, only the first of them counts.
         """
         if self.model.mesh.context.rank > 0:
             batches = []
@@ -252,7 +252,7 @@ class Engine:
 def call_model(model: ParallelModel, batch: PackedBatch, loss_fn: LossFn, device: torch.device) -> LossOutput:
     """The loss of one micro-batch on this rank; differentiable if gradients are enabled.
 
-    Ranks that share the sequences of a batch pass the whole batch, and each computes the loss of its own tokens.
+    Ranks that share rows pass the whole batch, and each computes the loss of its own tokens.
     """
     batch = batch.to(device, non_blocking=True)
     is_padded = batch.num_tokens < len(batch.input_ids)

@@ -86,7 +86,7 @@ def evaluate(
 
 
 def _of_whole_row(values: Tensor, context: Axis) -> Tensor:
-    """The values [T] of all tokens of a row, from those of each rank that shares it. Collective."""
+    """Gather the values [T] of a whole row from the ranks that share it. Collective."""
     if context.size == 1:
         return values
     parts = [torch.empty_like(values) for _ in range(context.size)]
@@ -95,7 +95,7 @@ def _of_whole_row(values: Tensor, context: Axis) -> Tensor:
 
 
 def _sums(loss_sum: Tensor, correct: Tensor, batch: PackedBatch, context: Axis) -> Tensor:
-    """The loss of this rank's tokens and, on one of the ranks that share a row, the counts of the row."""
+    """The loss of this rank's tokens, and the counts of the whole row; only the first rank that shares it counts."""
     trained = batch.labels != IGNORE
     lengths = batch.cu_seqlens.diff().long()
     document = torch.repeat_interleave(torch.arange(len(batch.lengths), device=lengths.device), lengths)

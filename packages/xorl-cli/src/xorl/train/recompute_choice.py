@@ -71,7 +71,7 @@ class MicroBatch:
 
     @classmethod
     def of(cls, config: Config, longest: int) -> MicroBatch:
-        """`longest` is the longest document of the data. A rank that shares rows has its part of the tokens."""
+        """`longest` is the longest document of the data. A rank that shares rows has only its part of the tokens."""
         data, multiple = config.data, padding_multiple(config)
         tokens = config.train.micro_batch_size * data.sample_packing_sequence_len
         num_tokens = math.ceil(tokens / multiple) * multiple // config.train.ulysses_parallel_size

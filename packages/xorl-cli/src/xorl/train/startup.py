@@ -42,6 +42,7 @@ from xorl.train.data import (
     Plan,
     RunData,
     build_loader,
+    padding_multiple,
     plan_steps,
     prepare_data,
     with_chat_template,
@@ -190,7 +191,7 @@ def start_up(config: Config, check: Callable[[Config, Architecture], object]) ->
 
 def _prepare_data(config: Config, architecture: Architecture) -> RunData:
     data = prepare_data(config, architecture.config.vocab_size, architecture.tokenizer_folder, architecture.hf_config)
-    _check_lengths(data, architecture.config, config.data.pad_to_multiple_of)
+    _check_lengths(data, architecture.config, padding_multiple(config))
     return data
 
 

@@ -50,7 +50,7 @@ SIZE_OPTIONS: Mapping[str, str] = MappingProxyType(
         "ulysses": "ulysses_parallel_size",
     }
 )
-# The largest values in a model that is cut down, by their names in config.json; widths fit all groups of quantisation.
+# Upper limits for a model that is cut down, by key of config.json. The widths suit all groups of quantisation.
 CUT: Mapping[str, int] = MappingProxyType(
     {
         "num_hidden_layers": 4,
@@ -108,7 +108,7 @@ class Difference:
 
     @property
     def is_within(self) -> bool:
-        # Not "not above": an error that is not a number is no agreement.
+        # False for NaN.
         return self.error <= self.tolerance
 
 
@@ -353,7 +353,7 @@ class Report:
 
 
 def _size(difference: Difference) -> float:
-    """For the maximum: an error that is not a number is the largest."""
+    """The key for a maximum, in which NaN is the largest error."""
     return float("inf") if difference.error != difference.error else difference.error
 
 

@@ -135,7 +135,7 @@ class ParallelDims:
 
 @dataclass(frozen=True)
 class Axis:
-    """This process's place among the processes that share something, or split something among them.
+    """This process's place in a group of processes along one or more axes.
 
     group: the processes. rank, size: this process's index among them, and their number.
     """
@@ -180,7 +180,7 @@ class Mesh:
         lines = [f"mesh of {self.dims.world_size} ranks: {' x '.join(used) or 'one process'}"]
         numbers = torch.arange(self.dims.world_size).view([getattr(self.dims, axis) for axis in AXES])
         for use, axes in (
-            ("read the same batches, each its part of every sequence", CONTEXT_AXES),
+            ("share the rows of the same batches", CONTEXT_AXES),
             ("shard the parameters", self.dims.shard_axes),
             ("hold copies of the same shard", self.dims.replicate_axes),
         ):

@@ -38,9 +38,9 @@ TOLERANCES: Mapping[torch.dtype, Tolerance] = MappingProxyType(
 
 
 def allow_loops_in_interpreter() -> None:
-    """Let kernels loop up to a number that they load or are given.
+    """Let interpreted kernels use loop bounds that are known only at run time.
 
-    Triton 3.6's interpreter converts the number by a rule that NumPy 2.4 removed.
+    Triton 3.6's interpreter relies on a conversion of arrays to integers that NumPy 2.4 removed.
     """
     from triton.runtime import interpreter  # noqa: PLC0415 - needs Triton
 

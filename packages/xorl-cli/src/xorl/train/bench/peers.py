@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 BASE = "transformers"
-# The suffixes of a peer's name. With grouped, Liger leaves experts to the grouped products of transformers.
+# The suffixes of a peer's name. `grouped` leaves experts to the grouped products of transformers, not to Liger.
 PARTS = ("liger", "fa4", "compile", "autocast", "grouped")
 
 
@@ -72,7 +72,7 @@ class Peer:
     def unavailable_reason(self, config: Config, architecture: Architecture) -> str | None:
         """Why this peer cannot run the configuration on this machine; None if it can."""
         if config.train.ulysses_parallel_size > 1:
-            return "it has no context parallelism here"
+            return "peers run without context parallelism"
         if "liger" in self.parts and find_spec("liger_kernel") is None:
             return "liger_kernel is not installed"
         if config.lora.enable_lora and find_spec("peft") is None:

@@ -70,7 +70,7 @@ class RouterSums:
 
 
 class RouterLosses:
-    """Adds the gradients of the router losses to a model's, and keeps what their metrics are computed from.
+    """Adds the gradients of the router losses to a model's, and keeps the sums for their metrics.
 
     Attributes:
         options: the weights.
@@ -91,7 +91,7 @@ class RouterLosses:
         squared_lse = torch.stack([routing.squared_lse for routing in routings])
         is_counted = True
         if isinstance(layout, ShardedLayout):
-            # Of whole documents; each rank differentiates the loss by its own tokens, and one of them counts it.
+            # Sums over whole documents. Each rank computes the gradient for its own tokens; only the first counts them.
             counts, probabilities, squared_lse = (
                 _SumOverRanks.apply(value, layout.group_name) for value in (counts, probabilities, squared_lse)
             )
@@ -110,8 +110,8 @@ class RouterLosses:
         return out
 
     def take(self) -> Tensor:
-        """The values of `RouterSums` for each document of the newest pass, [N, L * E + 3] fp64; once for each pass."""
-        assert self._newest is not None, "after a forward pass in training mode"
+        """Return and forget the values of `RouterSums` for each document of the last pass, [N, L * E + 3] fp64."""
+        assert self._newest is not None, "call it once after each forward pass in training mode"
         (counts, losses), self._newest = self._newest, None
         return torch.cat([counts.transpose(0, 1).flatten(1).double(), losses.T.double()], dim=1)
 

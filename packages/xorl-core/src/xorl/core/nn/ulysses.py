@@ -1,7 +1,7 @@
 """Ulysses context parallelism (arXiv:2309.14509): ranks exchange tokens for heads around attention.
 
 Each rank has a part of the tokens of a row and all heads. For attention it has all tokens and its share of the heads,
-so every attention function works unchanged, with documents, windows and all.
+so every attention function works unchanged, including documents and windows.
 
 Shapes: T tokens of the row, P ranks, H query heads, G key/value heads, C channels of a head.
 """

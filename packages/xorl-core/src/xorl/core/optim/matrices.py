@@ -22,7 +22,7 @@ from xorl.core.optim.newton_schulz import orthogonalisation_flops
 
 Owner = tuple[int, int]
 
-# A stack has at least this many matrices for each rank if its matrices stay where they are; then the work is balanced.
+# A stack is large if it has at least this many matrices for each rank; keeping them in place then balances the work.
 MIN_STACKED = 4
 
 
@@ -56,7 +56,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Run:
-    """Adjacent matrices of one shape, which are the rows of `matrix` and updated by one call."""
+    """Adjacent matrices of the same shape, which one call updates; `matrix` covers the rows of all of them."""
 
     matrix: Matrix
     shape: tuple[int, int]
@@ -128,9 +128,9 @@ def plan_rounds(
 ) -> list[Mapping[Owner, Sequence[Matrix]]]:
     """Assign every matrix to an owner, balancing the work, and split each owner's matrices into batches, one per round.
 
-    A stack of many small matrices (experts) stays on the shards that hold them whole, and adjacent matrices on one
-    replica, so that nothing is moved but the matrices at the borders of shards. The plan is the same on every rank. A
-    batch of more than one matrix has at most `batch_elements` elements.
+    Matrices of large stacks (experts) stay on the shards that hold them, adjacent ones on the same replica, so only
+    matrices that cross a boundary between shards are moved. The plan is the same on every rank. A batch of more than
+    one matrix has at most `batch_elements` elements.
     """
     work: dict[Owner, int] = {(r, s): 0 for r in range(num_replicas) for s in range(num_shards)}
     owned: dict[Owner, list[Matrix]] = {owner: [] for owner in work}

@@ -54,7 +54,7 @@ class ExpertsRequest:
 
 
 def _native_refusal(request: ExpertsRequest) -> str | None:
-    # On a CPU a loop over the experts takes the place of torch's kernel: nothing is there to wait for.
+    # On a CPU, a loop over the experts replaces torch's kernel; there is no device for the host to wait for.
     if request.device_type == "cpu":
         return None
     return product_refusal(request.dtype, request.width, request.expert_width)
@@ -74,7 +74,7 @@ def _quack_refusal(request: ExpertsRequest) -> str | None:
 
 def _quack_missing() -> str | None:
     if find_spec("quack") is None:
-        return "the package quack-kernels is not installed: uv pip install 'xorl-kernels[fa4]' brings it"
+        return "the package quack-kernels is not installed: uv pip install 'xorl-kernels[fa4]'"
     return None
 
 
@@ -84,7 +84,7 @@ def _load(name: str) -> ExpertsFn:
     except ImportError:
         raise
     except Exception as error:
-        # quack-kernels fails in many ways beside a version of nvidia-cutlass-dsl that it does not know.
+        # With a version of nvidia-cutlass-dsl that it does not support, quack-kernels raises various errors.
         raise ImportError(f"{type(error).__name__}: {error}") from error
     return partial(grouped.experts, products=name)
 

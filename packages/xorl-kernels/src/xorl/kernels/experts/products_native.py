@@ -15,7 +15,7 @@ def gather(x: Tensor, indices: Tensor) -> Rows:
 
 def product(rows: Rows, weight: Tensor, ends: Tensor) -> Tensor:
     """As `Products.product`."""
-    assert rows.indices is None, "gather gathers"
+    assert rows.indices is None, "rows are gathered beforehand"
     return grouped_product(rows.values, weight, ends)
 
 
@@ -27,6 +27,6 @@ def gated(rows: Rows, weight: Tensor, ends: Tensor, *, keep_up: bool) -> tuple[T
 
 def outer(left: Rows, right: Rows, ends: Tensor) -> Tensor:
     """As `Products.outer`."""
-    assert left.indices is None, "gather gathers"
-    assert right.indices is None, "gather gathers"
+    assert left.indices is None, "rows are gathered beforehand"
+    assert right.indices is None, "rows are gathered beforehand"
     return grouped_outer(left.values, right.values, ends)

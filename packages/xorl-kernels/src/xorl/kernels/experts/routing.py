@@ -75,7 +75,7 @@ def _sum_routing(
     index = _document_ids(len(ids), cu_seqlens)[:, None] * num_experts + ids
     ones = torch.ones_like(ids, dtype=torch.int32)
     lse = logits.logsumexp(-1)
-    # Of a model that has diverged, NaN would spread along the sums to later documents, which may be of other models.
+    # The sums are cumulative: NaN from a diverged model would reach later documents, which may belong to other models.
     values = torch.cat([probabilities, lse.square()[:, None]], dim=1).nan_to_num_(0, 0, 0)
     if num_real is not None:
         padding = is_padding(len(ids), num_real)
