@@ -10,6 +10,7 @@ from tiny_models import hf_config
 from xorl.core.models import spec_for
 from xorl.core.nn import LayerKernels
 from xorl.kernels.attention import ATTENTION, AttentionRequest, resolve_attention
+from xorl.kernels.attention.documents import Documents
 from xorl.kernels.attention.native import _cudnn_length
 from xorl.kernels.attention.reference import eager_attention
 from xorl.kernels.layout import SequenceLayout
@@ -63,6 +64,39 @@ def test_backend_matches_the_plain_twin(backend, num_heads, num_kv_heads, head_d
         lambda q, k, v: eager_attention(q, k, v, **options),
         make_inputs(RAGGED, num_heads, num_kv_heads, head_dim, dtype),
     )
+
+
+@pytest.mark.parametrize("window", [None, 33, 500])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(8, 2, 128), (4, 4, 64), (6, 2, 80)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_queries_at_the_end_of_documents_get_their_rows_of_the_whole(
+    backend, dtype, num_heads, num_kv_heads, head_dim, window
+):
+    """Catches a causal mask from the first query and key on where a rank has the last queries of a document alone."""
+    attention = resolve(backend, dtype, head_dim, window)
+    lengths, num_queries = [1000, 300, 700], [130, 300, 1]
+    q, k, v = make_inputs(lengths, num_heads, num_kv_heads, head_dim, dtype)
+    rows = torch.cat([of[-n:] for of, n in zip(torch.arange(2000).split(lengths), num_queries, strict=True)]).cuda()
+    keys, queries = (SequenceLayout.from_lengths(each, "cuda") for each in (lengths, num_queries))
+    documents = [Documents(layout.cu_seqlens, layout.offsets) for layout in (queries, keys)]
+    options = {"scale": head_dim**-0.5, "window": window, "deterministic": False}
+
+    def last_queries(q, k, v):
+        out, lse = attention.forward(q[rows], k, v, *documents, **options)
+        grads = attention.backward(torch.ones_like(out), q[rows], k, v, out, lse.contiguous(), *documents, **options)
+        return out, *grads
+
+    def whole(q, k, v):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = eager_attention(*leaves, keys, scale=options["scale"], window=window)[rows]
+        grad_q, *others = torch.autograd.grad(out, leaves, torch.ones_like(out))
+        return out.detach(), grad_q[rows], *others
+
+    found, wanted = last_queries(q, k, v), whole(*(x.double() for x in (q, k, v)))
+    bound = 2e-2 if dtype == torch.bfloat16 else 1e-4
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert (mine - theirs).norm() <= bound * theirs.norm()
 
 
 @pytest.mark.parametrize("lengths", [MANY, EQUAL, ONE, [128] * 7], ids=["many", "equal", "one", "short"])

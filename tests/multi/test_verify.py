@@ -21,6 +21,7 @@ from xorl.core.mesh import Mesh
 from xorl.core.nn.rotary import Rotary
 from xorl.core.optim import clip
 from xorl.core.parallel import local_part
+from xorl.kernels.attention import ring
 from xorl.kernels.layout import SequenceLayout, ShardedLayout
 from xorl.train import engine as engine_module
 from xorl.train.build import build_engine
@@ -97,10 +98,28 @@ def counts_over_the_data_axis(patch: pytest.MonkeyPatch) -> Callable[[Engine], N
 def positions_of_the_part(patch: pytest.MonkeyPatch) -> None:
     def numbered_from_zero(whole: SequenceLayout, *others: object) -> ShardedLayout:
         layout = ShardedLayout(whole, *others)
-        layout.positions = whole.positions[: layout.size]
+        layout.positions = whole.positions[: layout.num_tokens]
         return layout
 
     patch.setattr(engine_module, "ShardedLayout", numbered_from_zero)
+
+
+def gradients_that_do_not_return(patch: pytest.MonkeyPatch) -> None:
+    returned = ring._return
+    patch.setattr(ring, "_return", lambda plan, *others: returned(plan._replace(most_fetched=0), *others))
+
+
+def mask_from_the_first_query(patch: pytest.MonkeyPatch) -> None:
+    segment = ring._segment
+
+    def shortened(*inputs: object) -> ring.Segment:
+        found = segment(*inputs)
+        count = found.rows.stop - found.rows.start
+        keys = slice(found.keys.start, found.keys.start + count)
+        return found._replace(keys=keys, key_documents=found.documents)
+
+    ring.plan_ring.cache_clear()
+    patch.setattr(ring, "_segment", shortened)
 
 
 # Faults of ranks that share rows, and what shows them.
@@ -108,6 +127,11 @@ SHARING_FAULTS: dict[str, tuple[Fault, str]] = {
     "none": (lambda patch: None, ""),
     "counts over the data axis": (counts_over_the_data_axis, "loss"),
     "positions of the part": (positions_of_the_part, "gradients: dense"),
+}
+RING_FAULTS: dict[str, tuple[Fault, str]] = {
+    **SHARING_FAULTS,
+    "keys of others without gradients": (gradients_that_do_not_return, "gradients: dense"),
+    "mask from the first query on": (mask_from_the_first_query, "loss"),
 }
 # The fault, and what shows it.
 FAULTS: dict[str, tuple[Fault, str]] = {
@@ -142,7 +166,7 @@ def test_every_planted_fault_is_found(run_ranks, tmp_path: Path) -> None:
     # Catches a comparison that is blind to a fault, and one that finds a fault where there is none.
     config = Verification.of(run_config(tmp_path), is_full=False).config
     [whole] = run_ranks(lambda: steps(one_process(config), FAULTS["none"][0]), 1)
-    for axis, faults in (("dp_shard", FAULTS), ("ulysses", SHARING_FAULTS)):
+    for axis, faults in (("dp_shard", FAULTS), ("ulysses", SHARING_FAULTS), ("ring", RING_FAULTS)):
         layout = one_axis(config, axis, 2)
         results = run_ranks(lambda of=layout, by=faults: {name: steps(of, by[name][0]) for name in by}, 2)[0]
         for name, (_, kind) in faults.items():
@@ -162,10 +186,16 @@ def test_a_verification_is_cut_down_and_says_what_it_leaves_out(tmp_path: Path) 
     assert read_architecture(whole.config.model).config.num_layers == 6
 
 
-@pytest.mark.parametrize("axis", ["dp_replicate", "dp_shard", "ulysses"])
+@pytest.mark.parametrize("axis", ["dp_replicate", "dp_shard", "ulysses", "ring"])
 def test_an_axis_alone_has_all_ranks(axis: str, tmp_path: Path) -> None:
     # Catches a fault that is attributed to an axis, found with another one.
-    config = run_config(tmp_path, data_parallel_shard_size=4, data_parallel_replicate_size=2, ulysses_parallel_size=2)
+    config = run_config(
+        tmp_path,
+        data_parallel_shard_size=4,
+        data_parallel_replicate_size=2,
+        ulysses_parallel_size=2,
+        ringattn_parallel_size=2,
+    )
     dims = parallel_dims(one_axis(config, axis, 2), 2)
     assert getattr(dims, axis) == dims.world_size == 2
 

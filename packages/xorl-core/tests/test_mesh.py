@@ -89,7 +89,7 @@ def test_views_of_4096_ranks(sharding: ContextSharding, shard: tuple[str, ...], 
             assert mesh.fsdp.size(-1) == dims.num_shards == dims.size_of(shard)
             assert mesh.fsdp.get_local_rank("replicate") == index(*replicate)
             assert sorted(mesh.fsdp.mesh.flatten().tolist()) == sorted(dist.get_process_group_ranks(mesh.loss.group))
-            assert mesh.axis("tp").rank == index("tp")
+            assert (mesh.ring.rank, mesh.ulysses.rank) == (index("ring"), index("ulysses"))
 
 
 def test_a_mesh_describes_itself() -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from xorl.kernels.attention import ATTENTION, AttentionRequest, resolve_attention
+from xorl.kernels.attention.documents import Documents
 from xorl.kernels.attention.operator import visible_pairs
 from xorl.kernels.attention.reference import causal_mask, eager_attention, eager_backward, eager_forward
 from xorl.kernels.attention.split import split_by_heads
@@ -147,8 +148,36 @@ def test_a_copied_model_calls_the_same_operators():
 @pytest.mark.parametrize("window", [None, 1, 4, 64])
 def test_the_pairs_that_count_as_work_are_those_that_see_each_other(window):
     """Catches operation counts, and with them MFU and TFLOP/s, over masked pairs or across documents."""
-    counted = sum(int(causal_mask(length, window, torch.device("cpu")).sum()) for length in LENGTHS)
+    counted = sum(int(causal_mask(length, length, window, torch.device("cpu")).sum()) for length in LENGTHS)
     assert visible_pairs(SequenceLayout.from_lengths(LENGTHS).offsets, window) == counted
+
+
+@pytest.mark.parametrize("window", [None, 3, 8, 64])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_queries_at_the_end_of_documents_get_their_rows_of_the_whole(backend, window):
+    """Catches a causal mask from the first query and key on where a rank has the last queries of a document alone."""
+    attention = resolve_attention(backend, AttentionRequest("cpu", torch.float32, 16))
+    lengths, num_queries = [7, 12, 5], [7, 4, 1]
+    q, k, v = make_inputs(lengths, 4, 2, 16, torch.float32)
+    q_rows = torch.cat([rows[-n:] for rows, n in zip(torch.arange(24).split(lengths), num_queries, strict=True)])
+    keys, queries = (SequenceLayout.from_lengths(each) for each in (lengths, num_queries))
+    documents = [Documents(layout.cu_seqlens, layout.offsets) for layout in (queries, keys)]
+    options = {"scale": 0.25, "window": window, "deterministic": False}
+    out, lse = attention.forward(q[q_rows], k, v, *documents, **options)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    whole, whole_lse = eager_attention.with_lse(*leaves, keys, scale=0.25, window=window)
+    torch.testing.assert_close(out, whole[q_rows])
+    torch.testing.assert_close(lse.t(), whole_lse[q_rows])
+    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(2))
+    wanted = torch.autograd.grad(whole[q_rows], leaves, grad)
+    with torch.no_grad():
+        found = attention.backward(grad, q[q_rows], k, v, out, lse.contiguous(), *documents, **options)
+    torch.testing.assert_close(found[0], wanted[0][q_rows])
+    torch.testing.assert_close(found[1:], wanted[1:])
+    pairs = sum(
+        int(causal_mask(n, m, window, torch.device("cpu")).sum()) for n, m in zip(num_queries, lengths, strict=True)
+    )
+    assert visible_pairs(queries.offsets, window, keys.offsets) == pairs
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -168,10 +197,10 @@ def test_a_backward_pass_split_by_heads_is_the_whole_one(num_heads, num_kv_heads
     q, k, v = make_inputs(lengths, num_heads, num_kv_heads, 16, torch.float32)
     grad_out = torch.randn(q.shape, generator=torch.Generator().manual_seed(1))
     options = {"scale": 0.3, "window": None, "deterministic": False}
-    row = (layout.cu_seqlens, layout.offsets)
+    row = (Documents(layout.cu_seqlens, layout.offsets),) * 2
     out, lse = eager_forward(q, k, v, *row, **options)
     wanted = eager_backward(grad_out, q, k, v, out, lse, *row, **options)
-    monkeypatch.setattr("xorl.kernels.attention.split.MAX_Q_ELEMENTS", sum(lengths) * 16 * heads_at_once)
+    monkeypatch.setattr("xorl.kernels.attention.split.MAX_ELEMENTS", sum(lengths) * 16 * heads_at_once)
     calls = []
 
     def counted(*tensors, **given):
@@ -189,5 +218,7 @@ def test_a_mask_that_would_take_all_memory_is_refused():
     """Catches a window on a CPU that silently takes 4 bytes for each pair of tokens."""
     q, k, v = make_inputs([40_000], 1, 1, 8, torch.float32)
     attention = resolve_attention("sdpa", AttentionRequest("cpu", torch.float32, 8, 16, False))
-    with pytest.raises(ValueError, match=r"a window of 16 tokens in a document of 40000 needs a mask of 6\.0 GiB"):
+    with pytest.raises(
+        ValueError, match=r"a window of 16 tokens in a document of 40000 tokens needs a mask of 6\.0 GiB"
+    ):
         attention(q, k, v, SequenceLayout.from_lengths([40_000]), scale=1.0, window=16)

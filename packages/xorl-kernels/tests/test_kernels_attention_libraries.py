@@ -11,6 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from xorl.kernels.attention.documents import Documents
 from xorl.kernels.attention.reference import eager_attention, eager_backward, eager_forward
 from xorl.kernels.layout import SequenceLayout
 from xorl.kernels.testing import assert_matches_reference
@@ -30,13 +31,14 @@ def attend(q, k, v, cu_seqlens_q, cu_seqlens_k, longest, scale, left, right, det
     assert window is None or right == 0
     CALLS.append((window, deterministic))
     options = {"scale": scale, "window": window, "deterministic": False}
+    documents = Documents(cu_seqlens_q, cu_seqlens_q.long())
     if backward is None:
-        return eager_forward(q, k, v, cu_seqlens_q, cu_seqlens_q.long(), **options)
+        return eager_forward(q, k, v, documents, documents, **options)
     grad_out, out, lse = backward
     assert grad_out.stride(-1) == 1
     assert lse.shape == (q.shape[1], q.shape[0])
     assert lse.is_contiguous()
-    return eager_backward(grad_out, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_q.long(), **options)
+    return eager_backward(grad_out, q, k, v, out, lse, documents, documents, **options)
 
 
 def flash_4():

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from xorl.kernels.layout import SequenceLayout, ShardedLayout
+from xorl.kernels.layout import ContextGroup, SequenceLayout, ShardedLayout
+
+SIZE = 16
 
 
 def test_positions_restart_in_each_document():
@@ -35,20 +37,28 @@ def test_parts_that_disagree_are_refused(cu_seqlens, positions, lengths, message
         SequenceLayout(torch.tensor(cu_seqlens, dtype=torch.int32), torch.arange(positions), lengths)
 
 
-@pytest.mark.parametrize("num_shards", [1, 2, 4, 8])
-def test_parts_of_a_row_have_each_document_token_once(num_shards: int) -> None:
+@pytest.mark.parametrize(("num_ring", "num_ulysses"), [(1, 1), (1, 2), (1, 8), (2, 1), (4, 1), (8, 1), (2, 4), (4, 2)])
+def test_parts_of_a_row_have_each_document_token_once(num_ring: int, num_ulysses: int) -> None:
     # Catches a token that two parts have or none, and padding that becomes a document's.
-    whole = SequenceLayout.from_lengths([3, 1, 7, 4, 1])
+    whole = SequenceLayout.from_lengths([3, 1, 7, 4, 1])  # SIZE tokens
     whole.num_real = torch.tensor(15)
-    parts = [ShardedLayout(whole, shard, num_shards, "unused") for shard in range(num_shards)]
-    assert torch.equal(torch.cat([part.positions for part in parts]), whole.positions)
+    parts = [
+        ShardedLayout(whole, ContextGroup(ring, num_ring, "a"), ContextGroup(ulysses, num_ulysses, "b"), "c")
+        for ring in range(num_ring)
+        for ulysses in range(num_ulysses)
+    ]
+    assert torch.equal(parts[0].join([part.positions for part in parts]), whole.positions)
+    for part in parts:
+        # Documents are in order, and each token is of the one that it belongs to.
+        owner = torch.arange(5).repeat_interleave(whole.cu_seqlens.diff())
+        assert torch.equal(torch.arange(5).repeat_interleave(part.cu_seqlens.diff()), part.local(owner))
+        assert torch.equal(part.local(torch.arange(SIZE)) < 15, torch.arange(SIZE // len(parts)) < part.num_real)
     assert sum(part.cu_seqlens.diff() for part in parts).tolist() == [3, 1, 7, 4, 1]
     assert [sum(lengths) for lengths in zip(*(part.lengths for part in parts), strict=True)] == [3, 1, 7, 4, 1]
     assert sum(int(part.num_real) for part in parts) == 15
-    assert torch.equal(torch.cat([part.local(torch.arange(16)) for part in parts]), torch.arange(16))
 
 
 def test_a_row_that_cannot_be_split_equally_is_refused() -> None:
     # Catches tokens that are dropped at the end.
-    with pytest.raises(ValueError, match="16 tokens cannot be split into 3"):
-        ShardedLayout(SequenceLayout.from_lengths([16]), 0, 3, "unused")
+    with pytest.raises(ValueError, match=r"16 tokens cannot be shared by .* ring of 2 and 3 .* a multiple of 12"):
+        ShardedLayout(SequenceLayout.from_lengths([16]), ContextGroup(0, 2, "a"), ContextGroup(0, 3, "b"), "c")

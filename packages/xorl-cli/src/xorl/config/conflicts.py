@@ -43,8 +43,8 @@ REQUIREMENTS: tuple[Requirement, ...] = (
     Requirement(
         ("train.cp_fsdp_mode",),
         "train.ulysses_parallel_size",
-        "2 or more",
-        lambda config: config.train.ulysses_parallel_size > 1,
+        "2 or more (or train.ringattn_parallel_size)",
+        lambda config: config.train.context_parallel_size > 1,
     ),
     Requirement(
         (

@@ -208,7 +208,8 @@ class ParallelFields(Section):
     )
     ringattn_parallel_size: AtLeastOne = Field(
         default=1,
-        description="Number of ranks that share a sequence by passing keys and values around (ring attention).",
+        description="Number of ranks that share each row of tokens, and exchange keys and values (ring attention). Can "
+        "be combined with ulysses_parallel_size, which then counts the ranks that share each part of a ring.",
     )
     cp_fsdp_mode: ContextShardingMode = Field(
         default="all",

@@ -385,6 +385,11 @@ class TrainConfig(
 ):
     """Train"""
 
+    @property
+    def context_parallel_size(self) -> int:
+        """Number of ranks that share each row of tokens."""
+        return self.ringattn_parallel_size * self.ulysses_parallel_size
+
 
 class LocalLoraFields(LoraFields):
     """LoRA"""

@@ -69,7 +69,6 @@ UNSUPPORTED: tuple[UnsupportedValues, ...] = (
     ),
     UnsupportedValues("train.pp_variable_seq_lengths", "pipeline parallelism is not implemented", "leave it at true"),
     UnsupportedValues("train.expert_parallel_size", ONE_RANK, ONE_RANK_INSTEAD),
-    UnsupportedValues("train.ringattn_parallel_size", ONE_RANK, ONE_RANK_INSTEAD),
     UnsupportedValues("train.ep_outside", "expert parallelism is not implemented", "leave it at false"),
     UnsupportedValues(
         "train.init_device",

@@ -36,6 +36,7 @@ from xorl.data.stream import (
     check_first_samples,
     open_stream,
 )
+from xorl.kernels.layout import row_multiple
 from xorl.train.architecture import Architecture
 
 logger = logging.getLogger(__name__)
@@ -258,7 +259,10 @@ def write_receipt(path: Path, data: RunData, plan: Plan, streamed: Receipt | Non
 
 def padding_multiple(config: Config) -> int:
     """Rows are padded to a multiple of this: of the option, and of the ranks that share a row."""
-    return math.lcm(config.data.pad_to_multiple_of, config.train.ulysses_parallel_size)
+    train = config.train
+    return math.lcm(
+        config.data.pad_to_multiple_of, row_multiple(train.ringattn_parallel_size, train.ulysses_parallel_size)
+    )
 
 
 def build_loader(config: Config, data: PackedDocuments, plan: DataPlan, mesh: Mesh, hidden_size: int) -> StepLoader:

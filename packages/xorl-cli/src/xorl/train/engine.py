@@ -17,7 +17,7 @@ from xorl.core.optim import Fp32Accumulation, OptimizerState, gradient_scale
 from xorl.core.parallel import ParallelModel
 from xorl.core.parallel.exposed import record_waits
 from xorl.data import PackedBatch
-from xorl.kernels.layout import SequenceLayout, ShardedLayout
+from xorl.kernels.layout import ContextGroup, SequenceLayout, ShardedLayout
 from xorl.lora import Adam
 from xorl.train.observe.timing import StepTimer
 
@@ -263,9 +263,12 @@ def call_model(model: ParallelModel, batch: PackedBatch, loss_fn: LossFn, device
         num_real=batch.cu_seqlens[-2 if is_padded else -1],
         num_trained=None if routers_of(model) is None else trained_by_document(batch),
     )
-    context = model.mesh.context
-    if context.size > 1:
-        layout = ShardedLayout(layout, context.rank, context.size, context.group.group_name)
+    mesh = model.mesh
+    if mesh.context.size > 1:
+        ring, ulysses = (
+            ContextGroup(axis.rank, axis.size, axis.group.group_name) for axis in (mesh.ring, mesh.ulysses)
+        )
+        layout = ShardedLayout(layout, ring, ulysses, mesh.context.group.group_name)
     targets = {"labels": batch.labels, "positions": batch.positions, **batch.extras}
     targets = {name: layout.local(values) for name, values in targets.items()}
     input_ids = layout.local(batch.input_ids)

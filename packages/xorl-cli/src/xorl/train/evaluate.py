@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from xorl.core.loss import IGNORE, LossFn, LossOutput, score_tokens
-from xorl.core.mesh import Axis
+from xorl.core.mesh import Axis, Mesh
 from xorl.core.parallel import ParallelModel
 from xorl.data import PackedBatch, StepLoader
+from xorl.kernels.layout import join_parts
 
 
 @dataclass(frozen=True)
@@ -64,16 +65,15 @@ def evaluate(
     NaN logits have no first choice.
     """
     sums = torch.zeros(5, dtype=torch.float64, device=engine.device)
-    context = engine.model.mesh.context
+    mesh = engine.model.mesh
     for _, batches in loader.steps():
         if check is not None:
             check()
         for batch in batches:
             output = engine.forward(batch, score_fn)
-            sums += _sums(
-                output.sum, _of_whole_row(output.metrics["correct"], context), batch.to(engine.device), context
-            )
-    dist.all_reduce(sums, group=engine.model.mesh.loss.group)
+            correct = _of_whole_row(output.metrics["correct"], mesh)
+            sums += _sums(output.sum, correct, batch.to(engine.device), mesh.context)
+    dist.all_reduce(sums, group=mesh.loss.group)
     loss, correct, trained, exact, documents = sums.tolist()
     if math.isnan(loss):
         correct = exact = math.nan
@@ -85,13 +85,13 @@ def evaluate(
     }
 
 
-def _of_whole_row(values: Tensor, context: Axis) -> Tensor:
+def _of_whole_row(values: Tensor, mesh: Mesh) -> Tensor:
     """Gather the values [T] of a whole row from the ranks that share it. Collective."""
-    if context.size == 1:
+    if mesh.context.size == 1:
         return values
-    parts = [torch.empty_like(values) for _ in range(context.size)]
-    dist.all_gather(parts, values.contiguous(), group=context.group)
-    return torch.cat(parts)
+    parts = [torch.empty_like(values) for _ in range(mesh.context.size)]
+    dist.all_gather(parts, values.contiguous(), group=mesh.context.group)
+    return join_parts(parts, mesh.ring.size, mesh.ulysses.size)
 
 
 def _sums(loss_sum: Tensor, correct: Tensor, batch: PackedBatch, context: Axis) -> Tensor:

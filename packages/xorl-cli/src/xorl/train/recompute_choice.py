@@ -74,7 +74,7 @@ class MicroBatch:
         """`longest` is the longest document of the data. A rank that shares rows has only its part of the tokens."""
         data, multiple = config.data, padding_multiple(config)
         tokens = config.train.micro_batch_size * data.sample_packing_sequence_len
-        num_tokens = math.ceil(tokens / multiple) * multiple // config.train.ulysses_parallel_size
+        num_tokens = math.ceil(tokens / multiple) * multiple // config.train.context_parallel_size
         return cls(num_tokens, min(longest, data.sample_packing_sequence_len, num_tokens))
 
     def layout(self, device: torch.device) -> SequenceLayout:

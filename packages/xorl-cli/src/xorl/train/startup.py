@@ -232,6 +232,7 @@ def parallel_dims(config: Config, world_size: int) -> ParallelDims:
         world_size,
         shard_size=train.data_parallel_shard_size,
         replicate_size=train.data_parallel_replicate_size,
+        ring=train.ringattn_parallel_size,
         ulysses=train.ulysses_parallel_size,
         context_sharding=train.cp_fsdp_mode,
     )

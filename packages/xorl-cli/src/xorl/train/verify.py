@@ -48,6 +48,7 @@ SIZE_OPTIONS: Mapping[str, str] = MappingProxyType(
         "dp_replicate": "data_parallel_replicate_size",
         "dp_shard": "data_parallel_shard_size",
         "ulysses": "ulysses_parallel_size",
+        "ring": "ringattn_parallel_size",
     }
 )
 # Upper limits for a model that is cut down, by key of config.json. The widths suit all groups of quantisation.
@@ -190,6 +191,7 @@ def one_process(config: Config) -> Config:
         "data_parallel_shard_size": -1,
         "data_parallel_replicate_size": -1,
         "ulysses_parallel_size": 1,
+        "ringattn_parallel_size": 1,
         "enable_gradient_checkpointing": False,
         "enable_activation_offload": False,
         "enable_cpu_offload": False,

@@ -153,6 +153,7 @@ class Mesh:
     Attributes:
         data: the ranks that read different data; ranks with the same index read the same batches.
         context: the ranks that share the sequences of a batch, each with its own part of the tokens.
+        ring, ulysses: the two axes of `context`; consecutive ranks of `context` are of the same ring rank.
         loss: the ranks whose losses, counts and gradients of whole parameters are summed: data and context together.
         fsdp: the device mesh that parameters are sharded over: (shard,), or (replicate, shard) if some ranks hold
             copies. Its ranks are those of `loss`.
@@ -167,12 +168,9 @@ class Mesh:
         self.device_mesh: DeviceMesh = init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
         self.data = self._view("data", "dp_replicate", "dp_shard")
         self.context = self._view("context", *CONTEXT_AXES)
+        self.ring, self.ulysses = (_axis_of(self.device_mesh[axis]) for axis in CONTEXT_AXES)
         self.loss = self._view("loss", "dp_replicate", "dp_shard", *CONTEXT_AXES)
         self.fsdp = self._fsdp_mesh()
-
-    def axis(self, name: str) -> Axis:
-        """One of `AXES`."""
-        return _axis_of(self.device_mesh[name])
 
     def describe(self) -> str:
         """The axes in use and which ranks share what; a few lines for the start of a run."""

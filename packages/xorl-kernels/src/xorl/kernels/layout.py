@@ -1,7 +1,8 @@
 """The layout of a packed row: where each document begins and ends, and each token's position in its document."""
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -104,35 +105,49 @@ class SequenceLayout:
         )
 
 
+class ContextGroup(NamedTuple):
+    """The ranks among which one kind of context parallelism splits a row, and this rank's place.
+
+    Attributes:
+        name: of torch's process group.
+    """
+
+    rank: int
+    size: int
+    name: str
+
+
 class ShardedLayout(SequenceLayout):
-    """One of several equal parts of a packed row, for context parallelism.
+    """A rank's part of a packed row, for context parallelism.
+
+    A ring of P ranks splits the row into 2 P equal segments, of which rank i holds segments i and 2 P - 1 - i, so that
+    each has as much causal attention to compute. The ranks of a Ulysses group split that into equal parts.
 
     `cu_seqlens`, `positions` and `num_real` are of this part: a document of the row has the tokens of it that lie here,
     possibly none. `num_trained` and `max_seqlen` are of whole documents.
 
     Args:
-        whole: the layout of the row, whose number of tokens is a multiple of `num_shards`.
-        shard, num_shards: the index of this part, and the number of parts.
-        group_name: the name of the process group of the ranks that have the parts, in order.
+        whole: the layout of the row, whose number of tokens is a multiple of `row_multiple`.
+        ring, ulysses: the two groups of this rank.
+        group_name: the name of the process group of all ranks that share the row: each ring rank's Ulysses ranks.
     """
 
-    def __init__(self, whole: SequenceLayout, shard: int, num_shards: int, group_name: str) -> None:
-        if whole.num_tokens % num_shards:
-            raise ValueError(f"a row of {whole.num_tokens} tokens cannot be split into {num_shards} equal parts")
+    def __init__(self, whole: SequenceLayout, ring: ContextGroup, ulysses: ContextGroup, group_name: str) -> None:
+        multiple = row_multiple(ring.size, ulysses.size)
+        if whole.num_tokens % multiple:
+            raise ValueError(
+                f"a row of {whole.num_tokens} tokens cannot be shared by a ring of {ring.size} and {ulysses.size} "
+                f"Ulysses ranks: the number must be a multiple of {multiple}"
+            )
         self._whole = whole
-        self.shard = shard
-        self.num_shards = num_shards
-        self.group_name = group_name
-        self.size = whole.num_tokens // num_shards
-        start = shard * self.size
-        self.start = start
-        self.cu_seqlens = (whole.cu_seqlens - start).clamp(0, self.size)
-        self.positions = whole.positions[start : start + self.size]
-        self.num_real = None if whole.num_real is None else (whole.num_real - start).clamp(0, self.size)
+        self.ring, self.ulysses, self.group_name = ring, ulysses, group_name
+        self._ranges = _ranges_of(whole.num_tokens, ring.rank, ring.size, ulysses.rank, ulysses.size)
+        self.cu_seqlens = self._count_before(whole.cu_seqlens)
+        self.positions = self.local(whole.positions)
+        self.num_real = None if whole.num_real is None else self._count_before(whole.num_real)
         self.num_trained = whole.num_trained
-        ends = [min(max(end - start, 0), self.size) for end in whole.offsets.tolist()]
-        self.lengths = tuple(last - first for first, last in pairwise(ends))
-        self.offsets = torch.tensor(ends, dtype=torch.int64, device="cpu")
+        self.offsets = self._count_before(whole.offsets)
+        self.lengths = tuple(self.offsets.diff().tolist())
         self.max_seqlen = whole.max_seqlen
 
     def mark_dynamic(self) -> None:
@@ -145,11 +160,63 @@ class ShardedLayout(SequenceLayout):
         """The layout of the whole row."""
         return self._whole
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first of the ranks that share the row."""
+        return self.ring.rank == self.ulysses.rank == 0
+
     def local(self, values: Tensor) -> Tensor:
         """The rows of this part among those of the whole row [T, ..]."""
-        return values[self.start : self.start + self.size]
+        parts = [values[start:stop] for start, stop in self._ranges]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """The values of the whole row [T, ..], given those of each part in the order of the ranks that share it."""
+        return join_parts(parts, self.ring.size, self.ulysses.size)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "ShardedLayout":
         """The same part with its tensors on `device`."""
         whole = self._whole.to(device, non_blocking=non_blocking)
-        return ShardedLayout(whole, self.shard, self.num_shards, self.group_name)
+        return ShardedLayout(whole, self.ring, self.ulysses, self.group_name)
+
+    def _count_before(self, indices: Tensor) -> Tensor:
+        """How many tokens of this part lie before each index of the whole row."""
+        return sum((indices - start).clamp(0, stop - start) for start, stop in self._ranges)
+
+
+def join_parts(parts: Sequence[Tensor], ring_size: int, ulysses_size: int) -> Tensor:
+    """The values of a row [T, ..], given those of each rank's part: by ring rank, and for each by Ulysses rank."""
+    num_tokens = sum(len(part) for part in parts)
+    pieces: list[tuple[int, Tensor]] = []
+    for rank, part in enumerate(parts):
+        ranges = _ranges_of(num_tokens, rank // ulysses_size, ring_size, rank % ulysses_size, ulysses_size)
+        sizes = [stop - start for start, stop in ranges]
+        pieces += [(start, piece) for (start, _), piece in zip(ranges, part.split(sizes), strict=True)]
+    return torch.cat([piece for _, piece in sorted(pieces, key=lambda piece: piece[0])])
+
+
+def row_multiple(ring_size: int, ulysses_size: int) -> int:
+    """The number of equal pieces of a row that is shared by a ring and by Ulysses ranks."""
+    return ulysses_size * (2 * ring_size if ring_size > 1 else 1)
+
+
+def ring_ranges(num_tokens: int, rank: int, size: int) -> list[tuple[int, int]]:
+    """The (start, stop) of each segment of a row that a rank of a ring holds: all of it, or two."""
+    if size == 1:
+        return [(0, num_tokens)]
+    segment = num_tokens // (2 * size)
+    return [(index * segment, (index + 1) * segment) for index in (rank, 2 * size - 1 - rank)]
+
+
+def _ranges_of(
+    num_tokens: int, ring_rank: int, ring_size: int, ulysses_rank: int, ulysses_size: int
+) -> list[tuple[int, int]]:
+    """The (start, stop) of each range of a row that a rank holds."""
+    part = num_tokens // (ring_size * ulysses_size)
+    skipped, ranges = ulysses_rank * part, []
+    for start, stop in ring_ranges(num_tokens, ring_rank, ring_size):
+        first, last = (min(start + max(edge, 0), stop) for edge in (skipped, skipped + part))
+        if first < last:
+            ranges.append((first, last))
+        skipped -= stop - start
+    return ranges

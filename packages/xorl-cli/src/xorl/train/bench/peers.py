@@ -71,7 +71,7 @@ class Peer:
 
     def unavailable_reason(self, config: Config, architecture: Architecture) -> str | None:
         """Why this peer cannot run the configuration on this machine; None if it can."""
-        if config.train.ulysses_parallel_size > 1:
+        if config.train.context_parallel_size > 1:
             return "peers run without context parallelism"
         if "liger" in self.parts and find_spec("liger_kernel") is None:
             return "liger_kernel is not installed"

@@ -95,7 +95,7 @@ class RouterLosses:
             counts, probabilities, squared_lse = (
                 _SumOverRanks.apply(value, layout.group_name) for value in (counts, probabilities, squared_lse)
             )
-            is_counted = layout.shard == 0
+            is_counted = layout.is_first
         lengths = layout.whole.cu_seqlens.diff().to(probabilities.dtype)
         trained = lengths if layout.num_trained is None else layout.num_trained.to(probabilities.dtype)
         weight = trained / lengths  # [N]

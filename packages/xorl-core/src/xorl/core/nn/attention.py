@@ -72,10 +72,19 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
         q, k, v = self.kernels.split_heads(projected, self.shape, norms, rope)  # [T, H or G, C]
+        return self.o_proj(self._attend(q, k, v, layout).flatten(-2))
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout) -> Tensor:
+        options = {"scale": self.scale, "window": self.window}
         if isinstance(layout, CachedLayout):
-            out = cached_attention(q, k, v, layout, scale=self.scale, window=self.window)  # [T, H, C]
-        elif isinstance(layout, ShardedLayout):
-            out = ulysses_attention(self.kernels.attention, q, k, v, layout, scale=self.scale, window=self.window)
-        else:
-            out = self.kernels.attention(q, k, v, layout, scale=self.scale, window=self.window)
-        return self.o_proj(out.flatten(-2))
+            return cached_attention(q, k, v, layout, **options)
+        if not isinstance(layout, ShardedLayout):
+            return self.kernels.attention(q, k, v, layout, **options)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            """Attention of all tokens of this rank's Ulysses group."""
+            if layout.ring.size > 1:
+                return self.kernels.attention.in_ring(q, k, v, layout, **options)
+            return self.kernels.attention(q, k, v, layout.whole, **options)
+
+        return attend(q, k, v) if layout.ulysses.size == 1 else ulysses_attention(attend, q, k, v, layout.ulysses)

@@ -8,37 +8,31 @@ Shapes: T tokens of the row, P ranks, H query heads, G key/value heads, C channe
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from xorl.kernels.attention import AttentionFn
-from xorl.kernels.layout import ShardedLayout
+from xorl.kernels.layout import ContextGroup
+
+HeadsAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def ulysses_attention(
-    attention: AttentionFn,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: ShardedLayout,
-    *,
-    scale: float,
-    window: int | None,
-) -> Tensor:
-    """`attention` over the whole row, from q [T / P, H, C] and k, v [T / P, G, C] of this rank's tokens: [T / P, H, C].
+def ulysses_attention(attention: HeadsAttention, q: Tensor, k: Tensor, v: Tensor, group: ContextGroup) -> Tensor:
+    """`attention` over all ranks' tokens, from q [T / P, H, C] and k, v [T / P, G, C] of this rank's: [T / P, H, C].
 
     P divides H. If there are more ranks than key/value heads, each of these goes to several ranks. Collective.
     """
-    num_ranks, num_heads = layout.num_shards, q.shape[1]
+    num_ranks, num_heads = group.size, q.shape[1]
     if k.shape[1] % num_ranks:
         assert num_ranks % k.shape[1] == 0, "checked when the model was built"
         k, v = (x.repeat_interleave(num_ranks // k.shape[1], dim=1) for x in (k, v))
     parts = [x.unflatten(1, (num_ranks, -1)) for x in (q, k, v)]  # [T / P, P, heads of a rank, C]
     sizes = [part.shape[2] for part in parts]
-    mine = _exchange(torch.cat(parts, dim=2).transpose(0, 1), layout)  # by the rank of the tokens
+    mine = _exchange(torch.cat(parts, dim=2).transpose(0, 1), group)  # by the rank of the tokens
     q, k, v = mine.flatten(0, 1).split(sizes, dim=1)
-    out = attention(q, k, v, layout.whole, scale=scale, window=window)  # [T, H / P, C]
-    whole = _exchange(out.unflatten(0, (num_ranks, -1)), layout)  # by the rank of the heads
+    out = attention(q, k, v)  # [T, H / P, C]
+    whole = _exchange(out.unflatten(0, (num_ranks, -1)), group)  # by the rank of the heads
     return whole.transpose(0, 1).reshape(-1, num_heads, out.shape[-1])
 
 
@@ -58,8 +52,8 @@ def check_heads(num_heads: int, num_kv_heads: int, num_ranks: int) -> None:
     )
 
 
-def _exchange(x: Tensor, layout: ShardedLayout) -> Tensor:
+def _exchange(x: Tensor, group: ContextGroup) -> Tensor:
     """Send x[i] to rank i, and return what each rank sent: [P, ..]."""
-    sizes = [1] * layout.num_shards
-    exchanged = torch.ops._c10d_functional_autograd.all_to_all_single(x.contiguous(), sizes, sizes, layout.group_name)
+    sizes = [1] * group.size
+    exchanged = torch.ops._c10d_functional_autograd.all_to_all_single(x.contiguous(), sizes, sizes, group.name)
     return torch.ops._c10d_functional.wait_tensor(exchanged)

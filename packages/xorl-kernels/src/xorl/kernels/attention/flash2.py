@@ -10,7 +10,8 @@ from flash_attn.flash_attn_interface import (  # pyright: ignore[reportMissingIm
 )
 from torch import Tensor
 
-from xorl.kernels.attention.operator import Gradients, PackedAttention, longest_document
+from xorl.kernels.attention.documents import Documents
+from xorl.kernels.attention.operator import Gradients, PackedAttention
 from xorl.kernels.attention.split import split_by_heads
 
 
@@ -18,8 +19,8 @@ def flash2_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens: Tensor,
-    offsets: Tensor,
+    documents: Documents,
+    key_documents: Documents,
     *,
     scale: float,
     window: int | None,
@@ -27,7 +28,7 @@ def flash2_forward(
 ) -> tuple[Tensor, Tensor]:
     """`ForwardKernel` using FlashAttention 2 (arXiv:2307.08691)."""
     out, lse, *_ = _flash_attn_varlen_forward(
-        q, k, v, cu_seqlens, cu_seqlens, **_options(offsets, scale, window), return_softmax=False
+        q, k, v, **_options(documents, key_documents, scale, window), return_softmax=False
     )
     return out, lse
 
@@ -39,8 +40,8 @@ def flash2_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    cu_seqlens: Tensor,
-    offsets: Tensor,
+    documents: Documents,
+    key_documents: Documents,
     *,
     scale: float,
     window: int | None,
@@ -58,9 +59,7 @@ def flash2_backward(
         grad_q,
         grad_k,
         grad_v,
-        cu_seqlens,
-        cu_seqlens,
-        **_options(offsets, scale, window),
+        **_options(documents, key_documents, scale, window),
         deterministic=deterministic,
     )
     return grad_q, grad_k, grad_v
@@ -69,12 +68,13 @@ def flash2_backward(
 flash_attention_2 = PackedAttention("flash_attention_2", flash2_forward, split_by_heads(flash2_backward))
 
 
-def _options(offsets: Tensor, scale: float, window: int | None) -> dict[str, object]:
+def _options(documents: Documents, key_documents: Documents, scale: float, window: int | None) -> dict[str, object]:
     """The library's arguments. Its window does not count the query itself."""
-    longest = longest_document(offsets)
     return {
-        "max_seqlen_q": longest,
-        "max_seqlen_k": longest,
+        "cu_seqlens_q": documents.cu_seqlens,
+        "cu_seqlens_k": key_documents.cu_seqlens,
+        "max_seqlen_q": documents.longest,
+        "max_seqlen_k": key_documents.longest,
         "dropout_p": 0.0,
         "softmax_scale": scale,
         "causal": True,

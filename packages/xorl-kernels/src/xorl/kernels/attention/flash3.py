@@ -7,7 +7,8 @@ import flash_attn_3._C  # noqa: F401  # pyright: ignore[reportMissingImports]  (
 import torch
 from torch import Tensor
 
-from xorl.kernels.attention.operator import Gradients, PackedAttention, longest_document
+from xorl.kernels.attention.documents import Documents
+from xorl.kernels.attention.operator import Gradients, PackedAttention
 
 # Arguments to pass as None. Versions of the library agree on the names of the arguments, but not on the defaults.
 UNUSED = [
@@ -34,8 +35,8 @@ def flash3_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens: Tensor,
-    offsets: Tensor,
+    documents: Documents,
+    key_documents: Documents,
     *,
     scale: float,
     window: int | None,
@@ -48,7 +49,7 @@ def flash3_forward(
         k=k,
         v=v,
         **dict.fromkeys(UNUSED),
-        **_options(cu_seqlens, offsets, scale, window),
+        **_options(documents, key_documents, scale, window),
         num_splits=1,
     )
     return out, lse
@@ -61,8 +62,8 @@ def flash3_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    cu_seqlens: Tensor,
-    offsets: Tensor,
+    documents: Documents,
+    key_documents: Documents,
     *,
     scale: float,
     window: int | None,
@@ -82,7 +83,7 @@ def flash3_backward(
         dv=grad_v,
         seqused_q=None,
         seqused_k=None,
-        **_options(cu_seqlens, offsets, scale, window),
+        **_options(documents, key_documents, scale, window),
         deterministic=deterministic,
     )
     return grad_q, grad_k, grad_v
@@ -91,14 +92,13 @@ def flash3_backward(
 flash_attention_3 = PackedAttention("flash_attention_3", flash3_forward, flash3_backward)
 
 
-def _options(cu_seqlens: Tensor, offsets: Tensor, scale: float, window: int | None) -> dict[str, object]:
+def _options(documents: Documents, key_documents: Documents, scale: float, window: int | None) -> dict[str, object]:
     """The library's arguments. Its window does not count the query itself."""
-    longest = longest_document(offsets)
     return {
-        "cu_seqlens_q": cu_seqlens,
-        "cu_seqlens_k": cu_seqlens,
-        "max_seqlen_q": longest,
-        "max_seqlen_k": longest,
+        "cu_seqlens_q": documents.cu_seqlens,
+        "cu_seqlens_k": key_documents.cu_seqlens,
+        "max_seqlen_q": documents.longest,
+        "max_seqlen_k": key_documents.longest,
         "softmax_scale": scale,
         "is_causal": True,
         "window_size_left": -1 if window is None else window - 1,

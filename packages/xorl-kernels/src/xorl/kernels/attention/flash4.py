@@ -11,22 +11,23 @@ from flash_attn.cute.interface import (  # pyright: ignore[reportMissingImports]
 )
 from torch import Tensor
 
-from xorl.kernels.attention.operator import Gradients, PackedAttention, longest_document
+from xorl.kernels.attention.documents import Documents
+from xorl.kernels.attention.operator import Gradients, PackedAttention
 
 
 def flash4_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens: Tensor,
-    offsets: Tensor,
+    documents: Documents,
+    key_documents: Documents,
     *,
     scale: float,
     window: int | None,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
     """`ForwardKernel` using FlashAttention 4."""
-    out, lse, *_ = _flash_attn_fwd(q, k, v, **_options(cu_seqlens, offsets, scale, window), return_lse=True)
+    out, lse, *_ = _flash_attn_fwd(q, k, v, **_options(documents, key_documents, scale, window), return_lse=True)
     return out, lse
 
 
@@ -37,8 +38,8 @@ def flash4_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    cu_seqlens: Tensor,
-    offsets: Tensor,
+    documents: Documents,
+    key_documents: Documents,
     *,
     scale: float,
     window: int | None,
@@ -52,7 +53,7 @@ def flash4_backward(
         out,
         grad_out,
         lse,
-        **_options(cu_seqlens, offsets, scale, window),
+        **_options(documents, key_documents, scale, window),
         deterministic=deterministic,
     )
 
@@ -60,14 +61,13 @@ def flash4_backward(
 flash_attention_4 = PackedAttention("flash_attention_4", flash4_forward, flash4_backward)
 
 
-def _options(cu_seqlens: Tensor, offsets: Tensor, scale: float, window: int | None) -> dict[str, object]:
+def _options(documents: Documents, key_documents: Documents, scale: float, window: int | None) -> dict[str, object]:
     """The library's arguments. Its window does not count the query itself."""
-    longest = longest_document(offsets)
     return {
-        "cu_seqlens_q": cu_seqlens,
-        "cu_seqlens_k": cu_seqlens,
-        "max_seqlen_q": longest,
-        "max_seqlen_k": longest,
+        "cu_seqlens_q": documents.cu_seqlens,
+        "cu_seqlens_k": key_documents.cu_seqlens,
+        "max_seqlen_q": documents.longest,
+        "max_seqlen_k": key_documents.longest,
         "softmax_scale": scale,
         "causal": window is None,
         "window_size_left": None if window is None else window - 1,

@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from xorl.kernels.layout import SequenceLayout
+from xorl.kernels.layout import SequenceLayout, ShardedLayout
 
 
 class AttentionFn(Protocol):
@@ -28,6 +28,12 @@ class AttentionFn(Protocol):
         self, q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, *, scale: float, window: int | None
     ) -> tuple[Tensor, Tensor]:
         """The output, and the natural log-sum-exp of each token's scaled scores, [T, H] in fp32 (fp64 for fp64)."""
+        ...
+
+    def in_ring(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: ShardedLayout, *, scale: float, window: int | None
+    ) -> Tensor:
+        """The output for the tokens of a ring rank: q, k and v are of its segments of the row. Collective."""
         ...
 
 

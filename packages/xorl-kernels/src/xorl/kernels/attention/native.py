@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 
 from xorl.kernels.attention.cudnn import CUDNN_MAX_HEAD_DIM, cudnn_backward, cudnn_forward
+from xorl.kernels.attention.documents import Documents
 from xorl.kernels.attention.interface import AttentionRequest
 from xorl.kernels.attention.limits import AMPERE, HOPPER, flash_refusal
-from xorl.kernels.attention.operator import Gradients, PackedAttention, longest_document
+from xorl.kernels.attention.operator import Gradients, PackedAttention
 from xorl.kernels.attention.split import split_by_heads
 
 # cuDNN spends tens of milliseconds planning each new length. That pays off only for lengths that recur, such as those
@@ -28,23 +29,22 @@ def native_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens: Tensor,
-    offsets: Tensor,
+    documents: Documents,
+    key_documents: Documents,
     *,
     scale: float,
     window: int | None,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
     """`ForwardKernel` using cuDNN or FlashAttention 2, which both support grouped heads."""
-    length = _cudnn_length(q, k, v, offsets, window, deterministic)
+    length = _cudnn_length(q, k, v, documents, window, deterministic)
     if length is not None:
         q, k, v = (_heads_first(x, length) for x in (q, k, v))
         out, lse = cudnn_forward(q, k, v, scale)
         return out.transpose(1, 2).flatten(0, 1), lse.transpose(0, 1).flatten(1, 2)
-    longest = longest_document(offsets)
     options = {"return_debug_mask": False, "scale": scale, **_window(window)}
     out, lse, *_ = aten._flash_attention_forward(
-        q, k, v, cu_seqlens, cu_seqlens, longest, longest, 0.0, window is None, **options
+        q, k, v, *_lengths(documents, key_documents), 0.0, window is None, **options
     )
     return out, lse
 
@@ -56,22 +56,21 @@ def native_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    cu_seqlens: Tensor,
-    offsets: Tensor,
+    documents: Documents,
+    key_documents: Documents,
     *,
     scale: float,
     window: int | None,
     deterministic: bool,
 ) -> Gradients:
     """`BackwardKernel`. In deterministic mode cuDNN is not used; FlashAttention 2 reads torch's setting itself."""
-    length = _cudnn_length(q, k, v, offsets, window, deterministic)
+    length = _cudnn_length(q, k, v, documents, window, deterministic)
     if length is not None:
         grad_out, q, k, v, out = (_heads_first(x, length) for x in (grad_out, q, k, v, out))
         lse = lse.unflatten(1, (-1, length)).transpose(0, 1)  # [N, H, L]
         gradients = cudnn_backward(grad_out, q, k, v, out, lse, scale)
         grad_q, grad_k, grad_v = (x.transpose(1, 2).flatten(0, 1) for x in gradients)
         return grad_q, grad_k, grad_v
-    longest = longest_document(offsets)
     # The operator requires a generator state, but does not read it without dropout.
     generator = torch.zeros((2,), dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
     return aten._flash_attention_backward(
@@ -81,10 +80,7 @@ def native_backward(
         v,
         out,
         lse,
-        cu_seqlens,
-        cu_seqlens,
-        longest,
-        longest,
+        *_lengths(documents, key_documents),
         0.0,
         window is None,
         *generator,
@@ -106,15 +102,19 @@ def _window(window: int | None) -> dict[str, int]:
     return {"window_size_left": -1 if window is None else window - 1, "window_size_right": 0}
 
 
+def _lengths(documents: Documents, key_documents: Documents) -> tuple[Tensor, Tensor, int, int]:
+    return documents.cu_seqlens, key_documents.cu_seqlens, documents.longest, key_documents.longest
+
+
 def _cudnn_length(
-    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, window: int | None, deterministic: bool
+    q: Tensor, k: Tensor, v: Tensor, documents: Documents, window: int | None, deterministic: bool
 ) -> int | None:
     """L if the row consists of N documents of L tokens each and cuDNN should compute it, else None.
 
     Both passes get the same answer.
     """
-    length = longest_document(offsets)
-    has_one_length = length * (len(offsets) - 1) == len(q)
+    length = documents.longest
+    has_one_length = length * (len(documents.offsets) - 1) == len(q) == len(k)
     if not has_one_length or length < CUDNN_MIN_LENGTH or length % CUDNN_LENGTH_MULTIPLE:
         return None
     if deterministic or q.shape[2] > CUDNN_MAX_HEAD_DIM or (window is not None and window < length):

@@ -2,10 +2,11 @@
 
 It does not depend on any kernel: a backend passes in its forward and backward kernels.
 
-Shapes: T tokens, N documents, H query heads, G key/value heads, C channels of a head.
+Shapes: T tokens, S tokens with keys, N documents, H query heads, G key/value heads, C channels of a head.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -13,16 +14,19 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.utils.flop_counter import register_flop_formula
 
-from xorl.kernels.layout import SequenceLayout
+from xorl.kernels.attention.documents import Documents, lse_dtype
+from xorl.kernels.attention.ring import define_ring, pairs_of_ring
+from xorl.kernels.layout import SequenceLayout, ShardedLayout
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 class ForwardKernel(Protocol):
-    """(q [T, H, C], k and v [T, G, C], ...) -> (output [T, H, C], log-sum-exp [H, T] in fp32, fp64 for fp64).
+    """(q [T, H, C], k and v [S, G, C], ...) -> (output [T, H, C], log-sum-exp [H, T] in fp32, fp64 for fp64).
 
-    There is at least one token. `cu_seqlens` (on the device) and `offsets` (on the host) are those of `SequenceLayout`.
-    With `deterministic`, the same inputs must give the same bits.
+    There is at least one token. The rows of q are the ends of the documents whose keys are given: query i of m sees the
+    first n - m + i + 1 of n keys of its document, as far as `window` allows. Without context parallelism,
+    `key_documents` is `documents`. With `deterministic`, the same inputs must give the same bits.
     """
 
     def __call__(
@@ -30,8 +34,8 @@ class ForwardKernel(Protocol):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        cu_seqlens: Tensor,
-        offsets: Tensor,
+        documents: Documents,
+        key_documents: Documents,
         *,
         scale: float,
         window: int | None,
@@ -40,11 +44,7 @@ class ForwardKernel(Protocol):
 
 
 class BackwardKernel(Protocol):
-    """The gradients of q, k and v, given the gradient of the output ([T, H, C], contiguous) and the forward results.
-
-    `k` and `v` may be a subset of the keys and values that `out` and `lse` were computed from. The result is then the
-    contribution of that subset; ring attention sums the contributions over ranks.
-    """
+    """The gradients of q, k and v, given the gradient of the output ([T, H, C], contiguous) and the forward results."""
 
     def __call__(
         self,
@@ -54,8 +54,8 @@ class BackwardKernel(Protocol):
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        cu_seqlens: Tensor,
-        offsets: Tensor,
+        documents: Documents,
+        key_documents: Documents,
         *,
         scale: float,
         window: int | None,
@@ -66,14 +66,19 @@ class BackwardKernel(Protocol):
 class PackedAttention:
     """An `AttentionFn` that calls the operators `xorl::attention_{name}` and `xorl::attention_{name}_backward`.
 
+    For rings, these are `xorl::attention_{name}_ring` and `xorl::attention_{name}_ring_backward`.
+
     Args:
         name: the name of the backend.
-        forward, backward: the kernels.
+        forward, backward: the kernels; also attributes.
     """
 
     def __init__(self, name: str, forward: ForwardKernel, backward: BackwardKernel) -> None:
         self.name = name
+        self.forward, self.backward = forward, backward
         self._operator = _define(name, forward, backward)
+        self._ring_operator = define_ring(name, forward, backward)
+        _count_flops(name)
 
     def __deepcopy__(self, memo: object) -> "PackedAttention":
         return self  # as for a function, so that a copied model calls the same operators
@@ -94,6 +99,14 @@ class PackedAttention:
         """
         deterministic = torch.are_deterministic_algorithms_enabled()
         return self._operator(q, k, v, layout.cu_seqlens, layout.offsets, scale, window, deterministic)
+
+    def in_ring(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: ShardedLayout, *, scale: float, window: int | None
+    ) -> Tensor:
+        """As `AttentionFn.in_ring`."""
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        offsets, group_name = layout.whole.offsets, layout.ring.name
+        return self._ring_operator(q, k, v, offsets, group_name, scale, window, deterministic)[0]
 
 
 class _Context(FunctionCtx):
@@ -119,7 +132,8 @@ def _define(
     ) -> tuple[Tensor, Tensor]:
         if len(q) == 0:
             return torch.empty_like(q), q.new_empty((q.shape[1], 0), dtype=lse_dtype(q.dtype)).t()
-        out, lse = forward(q, k, v, cu_seqlens, offsets, scale=scale, window=window, deterministic=deterministic)
+        documents = Documents(cu_seqlens, offsets)
+        out, lse = forward(q, k, v, documents, documents, scale=scale, window=window, deterministic=deterministic)
         return out.contiguous(), lse.contiguous().t()
 
     @torch.library.custom_op(f"xorl::attention_{name}_backward", mutates_args=())
@@ -138,6 +152,7 @@ def _define(
     ) -> tuple[Tensor, Tensor, Tensor]:
         if len(q) == 0:
             return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        documents = Documents(cu_seqlens, offsets)
         grad_q, grad_k, grad_v = backward(
             grad_out.contiguous(),
             q,
@@ -145,8 +160,8 @@ def _define(
             v,
             out,
             lse.t().contiguous(),
-            cu_seqlens,
-            offsets,
+            documents,
+            documents,
             scale=scale,
             window=window,
             deterministic=deterministic,
@@ -184,64 +199,41 @@ def _define(
         return grad_q, grad_k, grad_v, None, None, None, None, None
 
     attend.register_autograd(differentiate, setup_context=save)
-    _count_flops(name)
     return attend
 
 
 def _count_flops(name: str) -> None:
-    """Register both operators with torch's FLOP counter; only pairs of tokens that see each other count.
+    """Register the operators with torch's FLOP counter; only pairs of tokens that see each other count.
 
     The backward pass counts as twice the forward pass; the kernels' recomputation of scores does not count.
     """
-    operators = torch.ops.xorl
-
-    @register_flop_formula(getattr(operators, f"attention_{name}"), get_raw=True)
-    def _(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cu_seqlens: Tensor,
-        offsets: Tensor,
-        scale: float,
-        window: int | None,
-        *_: object,
-        **__: object,
-    ) -> int:
-        return 4 * q.shape[1] * q.shape[2] * visible_pairs(offsets, window)
-
-    @register_flop_formula(getattr(operators, f"attention_{name}_backward"), get_raw=True)
-    def _(
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        cu_seqlens: Tensor,
-        offsets: Tensor,
-        scale: float,
-        window: int | None,
-        *_: object,
-        **__: object,
-    ) -> int:
-        return 8 * q.shape[1] * q.shape[2] * visible_pairs(offsets, window)
+    for suffix, q_index, layout_index, factor in (("", 0, 3, 4), ("_backward", 1, 6, 8)):
+        operators = [getattr(torch.ops.xorl, f"attention_{name}{kind}{suffix}") for kind in ("", "_ring")]
+        count = partial(_flops, q_index=q_index, layout_index=layout_index, factor=factor)
+        register_flop_formula(operators, get_raw=True)(count)
 
 
-def visible_pairs(offsets: Tensor, window: int | None) -> int:
-    """The number of (query, key) pairs in all documents; a token sees itself and earlier tokens in its window."""
-    lengths = offsets.diff()
-    seen = lengths if window is None else lengths.clamp(max=window)
-    return int((seen * (seen + 1) // 2 + (lengths - seen) * seen).sum())
+def _flops(*inputs: object, q_index: int, layout_index: int, factor: int, **_: object) -> int:
+    """Of a call with these inputs: those from `layout_index` on are ((cu_seqlens, offsets) or (offsets, group), ..)."""
+    q, first, second, _, window = inputs[q_index], *inputs[layout_index : layout_index + 4]
+    assert isinstance(q, Tensor)
+    assert isinstance(first, Tensor)
+    assert isinstance(window, int | None)
+    is_ring = isinstance(second, str)
+    pairs = pairs_of_ring(first, second, window, visible_pairs) if is_ring else visible_pairs(second, window)
+    return factor * q.shape[1] * q.shape[2] * pairs
 
 
-def lse_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of log-sum-exps for q and k of `dtype`."""
-    return torch.promote_types(dtype, torch.float32)
+def visible_pairs(offsets: Tensor, window: int | None, key_offsets: Tensor | None = None) -> int:
+    """The number of (query, key) pairs in all documents; a token sees itself and earlier tokens in its window.
 
-
-def longest_document(offsets: Tensor) -> int:
-    """The number of tokens of the longest document. Call it inside an operator, where the compiler does not see it.
-
-    Otherwise the compiler would specialise on the first value, and recompile for the second.
+    `key_offsets` are those of the keys if there are more keys than queries; the queries are the last ones.
     """
-    return int(offsets.diff().max())
+
+    def pairs(lengths: Tensor) -> Tensor:
+        seen = lengths if window is None else lengths.clamp(max=window)
+        return seen * (seen + 1) // 2 + (lengths - seen) * seen
+
+    lengths = offsets.diff()
+    key_lengths = lengths if key_offsets is None else key_offsets.diff()
+    return int((pairs(key_lengths) - pairs(key_lengths - lengths)).sum())

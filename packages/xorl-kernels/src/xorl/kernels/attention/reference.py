@@ -1,6 +1,7 @@
 """The plain twin of all attention backends: one document at a time, full scores, softmax in fp32 (fp64 for fp64).
 
-Shapes: T tokens, L tokens of one document, H query heads, G key/value heads, R = H / G, C channels of a head.
+Shapes: T tokens, L queries and M keys of one document, H query heads, G key/value heads, R = H / G, C channels of a
+head.
 """
 
 from collections.abc import Iterator
@@ -9,15 +10,16 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from xorl.kernels.attention.operator import Gradients, PackedAttention, lse_dtype
+from xorl.kernels.attention.documents import Documents, lse_dtype
+from xorl.kernels.attention.operator import Gradients, PackedAttention
 
 
 def eager_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens: Tensor,
-    offsets: Tensor,
+    documents: Documents,
+    key_documents: Documents,
     *,
     scale: float,
     window: int | None,
@@ -26,12 +28,13 @@ def eager_forward(
     """`ForwardKernel` by the formula; its memory grows with the square of the longest document's length."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((q.shape[1], q.shape[0]), dtype=lse_dtype(q.dtype), device=q.device)
-    for rows in documents(offsets):
-        q_doc, k_doc, v_doc = (_heads_first(x[rows], k.shape[1]) for x in (q, k, v))
-        scores = _scores(q_doc * scale, k_doc, window)  # [H, L, L]
+    for rows, keys in zip(_rows(documents), _rows(key_documents), strict=True):
+        q_doc, k_doc, v_doc = (_heads_first(x, k.shape[1]) for x in (q[rows], k[keys], v[keys]))
+        scores = _scores(q_doc * scale, k_doc, len(out[rows]), window)  # [H, L, M]
         log_weights = scores.log_softmax(dim=-1)
         # Read from the diagonal, where scores are finite because a token always sees itself.
-        lse[:, rows] = scores.diagonal(dim1=1, dim2=2) - log_weights.diagonal(dim1=1, dim2=2)
+        diagonal = {"offset": scores.shape[2] - scores.shape[1], "dim1": 1, "dim2": 2}
+        lse[:, rows] = scores.diagonal(**diagonal) - log_weights.diagonal(**diagonal)
         out[rows] = _tokens_first(_group_heads(log_weights.exp_(), k_doc) @ v_doc, like=q)
     return out, lse
 
@@ -43,8 +46,8 @@ def eager_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    cu_seqlens: Tensor,
-    offsets: Tensor,
+    documents: Documents,
+    key_documents: Documents,
     *,
     scale: float,
     window: int | None,
@@ -52,33 +55,33 @@ def eager_backward(
 ) -> Gradients:
     """`BackwardKernel`: with P = exp(S - lse) and S the scaled scores, dS = P * (dO V' - rowsum(dO * O))."""
     grad_q, grad_k, grad_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    for rows in documents(offsets):
-        grad_doc, q_doc, k_doc, v_doc, out_doc = (_heads_first(x[rows], k.shape[1]) for x in (grad_out, q, k, v, out))
+    for rows, keys in zip(_rows(documents), _rows(key_documents), strict=True):
+        grad_doc, q_doc, out_doc = (_heads_first(x[rows], k.shape[1]) for x in (grad_out, q, out))
+        k_doc, v_doc = (_heads_first(x[keys], k.shape[1]) for x in (k, v))
         q_doc = q_doc * scale
-        weights = _group_heads(_scores(q_doc, k_doc, window).sub_(lse[:, rows, None]).exp_(), k_doc)  # [G, R * L, L]
-        grad_v[rows] = _tokens_first(weights.transpose(1, 2) @ grad_doc, like=v)
+        scores = _scores(q_doc, k_doc, len(out[rows]), window)
+        weights = _group_heads(scores.sub_(lse[:, rows, None]).exp_(), k_doc)  # [G, R * L, M]
+        grad_v[keys] = _tokens_first(weights.transpose(1, 2) @ grad_doc, like=v)
         delta = (grad_doc * out_doc).sum(dim=-1, keepdim=True)  # [G, R * L, 1]
         grad_scores = (grad_doc @ v_doc.transpose(1, 2)).sub_(delta).mul_(weights)
         grad_q[rows] = _tokens_first((grad_scores @ k_doc).mul_(scale), like=q)
-        grad_k[rows] = _tokens_first(grad_scores.transpose(1, 2) @ q_doc, like=k)
+        grad_k[keys] = _tokens_first(grad_scores.transpose(1, 2) @ q_doc, like=k)
     return grad_q, grad_k, grad_v
 
 
 eager_attention = PackedAttention("eager", eager_forward, eager_backward)
 
 
-def documents(offsets: Tensor) -> Iterator[slice]:
-    """The rows of each document, given the layout's `offsets`."""
-    ends = offsets.tolist()
-    return (slice(begin, end) for begin, end in pairwise(ends))
-
-
-def causal_mask(length: int, window: int | None, device: torch.device) -> Tensor:
-    """[L, L] bool: whether query i sees key j."""
-    positions = torch.arange(length, device=device)
-    distance = positions[:, None] - positions[None, :]
+def causal_mask(length: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
+    """[L, M] bool: whether query i, the (M - L + i)th token of its document, sees key j."""
+    positions = torch.arange(num_keys, device=device)
+    distance = positions[num_keys - length :, None] - positions[None, :]
     visible = distance >= 0
     return visible if window is None else visible & (distance < window)
+
+
+def _rows(documents: Documents) -> Iterator[slice]:
+    return (slice(begin, end) for begin, end in pairwise(documents.offsets.tolist()))
 
 
 def _heads_first(x: Tensor, num_kv_heads: int) -> Tensor:
@@ -92,12 +95,11 @@ def _tokens_first(x: Tensor, like: Tensor) -> Tensor:
 
 
 def _group_heads(x: Tensor, k: Tensor) -> Tensor:
-    """[H, L, L] -> [G, R * L, L]."""
+    """[H, L, M] -> [G, R * L, M]."""
     return x.view(len(k), -1, x.shape[-1])
 
 
-def _scores(q: Tensor, k: Tensor, window: int | None) -> Tensor:
-    """[H, L, L] products of (scaled) queries and keys; -inf where a query does not see a key."""
-    length = k.shape[1]
-    scores = (q @ k.transpose(1, 2)).view(-1, length, length)
-    return scores.masked_fill_(~causal_mask(length, window, q.device), float("-inf"))
+def _scores(q: Tensor, k: Tensor, length: int, window: int | None) -> Tensor:
+    """[H, L, M] products of (scaled) queries and keys; -inf where a query does not see a key."""
+    scores = (q @ k.transpose(1, 2)).view(-1, length, k.shape[1])
+    return scores.masked_fill_(~causal_mask(length, k.shape[1], window, q.device), float("-inf"))

@@ -2,13 +2,15 @@
 
 Documents of the same length may share a call.
 
-Shapes: T tokens, N documents of L tokens, H query heads, G key/value heads, C channels of a head.
+Shapes: T tokens, N documents of L queries and M keys (usually L = M), H query heads, G key/value heads, C channels of
+a head.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate, pairwise
 from types import MappingProxyType
 
 import torch
@@ -17,6 +19,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
 
 from xorl.kernels.attention.cudnn import CUDNN_MAX_HEAD_DIM, cudnn_backward, cudnn_forward, no_dropout
+from xorl.kernels.attention.documents import Documents, copy_to
 from xorl.kernels.attention.limits import HALF_DTYPES
 from xorl.kernels.attention.operator import Gradients, PackedAttention
 from xorl.kernels.attention.reference import causal_mask, eager_backward, eager_forward
@@ -27,8 +30,8 @@ FLASH_HEAD_DIM_MULTIPLE = 8
 EFFICIENT_LSE_BLOCK = 32
 # The memory-efficient kernel requires a head's channels to occupy a multiple of this many bytes.
 EFFICIENT_CHANNEL_BYTES = 16
-# The memory-efficient kernel's mask type for causal attention in which the first query sees only the first key.
-CAUSAL_FROM_TOP_LEFT = 1
+# The memory-efficient kernel's mask type for causal attention in which the last query sees all keys.
+CAUSAL_FROM_BOTTOM_RIGHT = 2
 # The memory-efficient kernel requires rows of the bias to begin at multiples of this many elements.
 EFFICIENT_BIAS_BLOCK = 16
 # The size limit for a mask that expresses a window; the mask grows with the square of the document's length.
@@ -41,19 +44,19 @@ def sdpa_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens: Tensor,
-    offsets: Tensor,
+    documents: Documents,
+    key_documents: Documents,
     *,
     scale: float,
     window: int | None,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
     """`ForwardKernel` using the kernel that torch chooses for the device, dtype and determinism."""
-    plan = _plan(tuple(offsets.diff().tolist()), q.device)
+    plan = _plan_of(documents, key_documents, q.device)
     q, k, v = (plan.sort(x) for x in (q, k, v))
     outs, lses = [], []
-    for rows, length in plan.calls:
-        call = _Call.of(q[rows], k[rows], v[rows], length, scale, window)
+    for rows, keys, lengths in plan.calls:
+        call = _Call.of(q[rows], k[keys], v[keys], lengths, scale, window)
         out, lse = KERNELS[call.kernel][0](call)
         outs.append(out.transpose(1, 2).flatten(0, 1))
         lses.append(lse.transpose(0, 1).flatten(1, 2))
@@ -67,23 +70,23 @@ def sdpa_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    cu_seqlens: Tensor,
-    offsets: Tensor,
+    documents: Documents,
+    key_documents: Documents,
     *,
     scale: float,
     window: int | None,
     deterministic: bool,
 ) -> Gradients:
     """`BackwardKernel` of `sdpa_forward`."""
-    plan = _plan(tuple(offsets.diff().tolist()), q.device)
+    plan = _plan_of(documents, key_documents, q.device)
     grad_out, q, k, v, out = (plan.sort(x) for x in (grad_out, q, k, v, out))
     lse = plan.sort(lse, dim=1)
     gradients = []
-    for rows, length in plan.calls:
-        call = _Call.of(q[rows], k[rows], v[rows], length, scale, window)
-        lse_rows = lse[:, rows].unflatten(1, (-1, length)).transpose(0, 1)  # [N, H, L]
+    for rows, keys, lengths in plan.calls:
+        call = _Call.of(q[rows], k[keys], v[keys], lengths, scale, window)
+        lse_rows = lse[:, rows].unflatten(1, (-1, lengths[0])).transpose(0, 1)  # [N, H, L]
         parts = KERNELS[call.kernel][1](
-            call, _heads_first(grad_out[rows], length), _heads_first(out[rows], length), lse_rows
+            call, _heads_first(grad_out[rows], lengths[0]), _heads_first(out[rows], lengths[0]), lse_rows
         )
         gradients.append(tuple(x.transpose(1, 2).flatten(0, 1) for x in call.sum_groups(parts, k.shape[1])))
     grad_q, grad_k, grad_v = (plan.unsort(_concatenate(parts, dim=0)) for parts in zip(*gradients, strict=True))
@@ -95,14 +98,14 @@ sdpa_attention = PackedAttention("sdpa", sdpa_forward, split_by_heads(sdpa_backw
 
 @dataclass(frozen=True)
 class _Plan:
-    """How a row is split into calls: `calls` lists (rows, length of a document).
+    """How a row is split into calls: `calls` lists (rows of q, rows of k and v, (L, M)).
 
     Each document gets its own call, unless one call per length at least halves the number of calls. That matters for
     rows of many short documents, where launches take most of the time. With one call per length, `order` sorts tokens
     by the length of their document, and `inverse` restores their order.
     """
 
-    calls: tuple[tuple[slice, int], ...]
+    calls: tuple[tuple[slice, slice, tuple[int, int]], ...]
     order: Tensor | None = None
     inverse: Tensor | None = None
 
@@ -113,40 +116,43 @@ class _Plan:
         return x if self.inverse is None else x.index_select(dim, self.inverse)
 
 
+def _plan_of(documents: Documents, key_documents: Documents, device: torch.device) -> _Plan:
+    lengths = tuple(documents.offsets.diff().tolist())
+    if key_documents is documents:
+        return _plan(lengths, device)
+    key_lengths = tuple(key_documents.offsets.diff().tolist())
+    if key_lengths == lengths:
+        return _plan(lengths, device)
+    calls = zip(_slices(lengths), _slices(key_lengths), zip(lengths, key_lengths, strict=True), strict=True)
+    return _Plan(tuple(calls))
+
+
 @lru_cache(maxsize=8)
 def _plan(lengths: tuple[int, ...], device: torch.device) -> _Plan:
     """The plan for documents of these lengths. Cached, because all layers and both passes need the same plan."""
     groups = Counter(lengths)
     if 2 * len(groups) > len(lengths):
-        return _Plan(_row_slices([(length, length) for length in lengths]))
+        return _Plan(tuple((rows, rows, (rows.stop - rows.start,) * 2) for rows in _slices(lengths)))
     rows: dict[int, list[Tensor]] = {}
     for length, tokens in zip(lengths, torch.arange(sum(lengths), device="cpu").split(list(lengths)), strict=True):
         rows.setdefault(length, []).append(tokens)
     order = torch.cat([tokens for documents in rows.values() for tokens in documents])
-    calls = _row_slices([(count * length, length) for length, count in groups.items()])
-    return _Plan(calls, _copy_to(device, order), _copy_to(device, order.argsort()))
+    slices = _slices([count * length for length, count in groups.items()])
+    calls = tuple((rows, rows, (length, length)) for rows, length in zip(slices, groups, strict=True))
+    return _Plan(calls, copy_to(device, order), copy_to(device, order.argsort()))
 
 
-def _copy_to(device: torch.device, rows: Tensor) -> Tensor:
-    """A copy on `device`, from pinned memory: with pageable memory the host would wait for all queued work."""
-    return rows.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else rows.to(device)
-
-
-def _row_slices(sizes: list[tuple[int, int]]) -> tuple[tuple[slice, int], ...]:
-    """Convert (number of rows, length of a document) of each call to (slice of rows, length of a document)."""
-    calls, start = [], 0
-    for size, length in sizes:
-        calls.append((slice(start, start + size), length))
-        start += size
-    return tuple(calls)
+def _slices(sizes: Iterable[int]) -> list[slice]:
+    """Adjacent slices of these sizes, from 0 on."""
+    return [slice(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]
 
 
 @dataclass(frozen=True)
 class _Call:
-    """The arguments of one call for N documents of L tokens, and the kernel to use: q [N, H, L, C], k, v [N, G, L, C].
+    """The arguments of one call for N documents, and the kernel to use: q [N, H, L, C], k and v [N, G, M, C].
 
-    `bias` [L, L] is added to the scores. Without one, attention is causal and limited to `window`, which is None if it
-    covers whole documents.
+    The queries are the last L of M tokens. `bias` [L, M] is added to the scores. Without one, attention is causal and
+    limited to `window`, which is None if it covers whole documents.
     """
 
     q: Tensor
@@ -158,20 +164,22 @@ class _Call:
     kernel: SDPBackend
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, v: Tensor, length: int, scale: float, window: int | None) -> "_Call":
-        """The call for q [N * L, H, C], k and v [N * L, G, C]."""
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, int], scale: float, window: int | None) -> "_Call":
+        """The call for q [N * L, H, C], k and v [N * M, G, C]; `lengths` is (L, M)."""
         num_heads = q.shape[1]
-        if window is not None and window >= length:
+        length, num_keys = lengths
+        if window is not None and window >= num_keys:
             window = None
-        # Only the memory-efficient kernel on CUDA supports windows; elsewhere a bias expresses them.
-        has_window_kernel = q.is_cuda and q.shape[-1] * q.element_size() % EFFICIENT_CHANNEL_BYTES == 0
-        bias = None if window is None or has_window_kernel else _bias(length, window, q)
-        # On CUDA, grouped heads are supported only in half precision without a window. In other cases torch would fall
+        is_plain = window is None and length == num_keys
+        # Only the memory-efficient kernel on CUDA supports other masks; elsewhere a bias expresses them.
+        has_mask_kernel = q.is_cuda and q.shape[-1] * q.element_size() % EFFICIENT_CHANNEL_BYTES == 0
+        bias = None if is_plain or has_mask_kernel else _bias(length, num_keys, window, q)
+        # On CUDA, grouped heads are supported only in half precision for plain masks. In other cases torch would fall
         # back to computing full scores, so repeat the key/value heads instead.
-        if k.shape[1] != num_heads and q.is_cuda and (window is not None or q.dtype not in HALF_DTYPES):
+        if k.shape[1] != num_heads and q.is_cuda and (not is_plain or q.dtype not in HALF_DTYPES):
             k, v = (x.repeat_interleave(num_heads // x.shape[1], dim=1) for x in (k, v))
-        q, k, v = (_heads_first(x, length) for x in (q, k, v))
-        if window is not None and bias is None:
+        q, k, v = _heads_first(q, length), _heads_first(k, num_keys), _heads_first(v, num_keys)
+        if not is_plain and bias is None:
             return cls(q, k, v, scale, window, None, SDPBackend.EFFICIENT_ATTENTION)
         options = {"scale": scale, "enable_gqa": k.shape[1] != num_heads}
         kernel = SDPBackend(torch._fused_sdp_choice(q, k, v, bias, 0.0, bias is None, **options))
@@ -180,6 +188,11 @@ class _Call:
             # torch chooses for the forward pass only, and cuDNN's backward pass does not support this call.
             kernel = SDPBackend.FLASH_ATTENTION if bias is None else SDPBackend.EFFICIENT_ATTENTION
         return cls(q, k, v, scale, window, bias, kernel)
+
+    @property
+    def needs_mask(self) -> bool:
+        """Whether the memory-efficient kernel is told the mask: torch's causal one does not suffice."""
+        return self.bias is None and (self.window is not None or self.q.shape[2] != self.k.shape[2])
 
     def sum_groups(self, gradients: Gradients, num_kv_heads: int) -> Gradients:
         """Sum the gradients of repeated key/value heads, so that they become those of the original heads."""
@@ -190,15 +203,18 @@ class _Call:
         return grad_q, grad_k, grad_v
 
 
-def _bias(length: int, window: int, like: Tensor) -> Tensor:
-    num_bytes = length**2 * like.element_size()
+def _bias(length: int, num_keys: int, window: int | None, like: Tensor) -> Tensor:
+    num_bytes = length * num_keys * like.element_size()
     if num_bytes > MAX_BIAS_BYTES:
-        raise ValueError(
-            f"attention backend sdpa: a window of {window} tokens in a document of {length} needs a mask of "
-            f"{num_bytes / 2**30:.1f} GiB on {like.device.type} with heads of {like.shape[-1]} channels; use shorter "
-            "documents or, on a GPU, a flash attention backend"
+        reason = (
+            "a document of which ranks share" if window is None else f"a window of {window} tokens in a document of"
         )
-    visible = causal_mask(length, window, like.device)
+        raise ValueError(
+            f"attention backend sdpa: {reason} {num_keys} tokens needs a mask of {num_bytes / 2**30:.1f} GiB on "
+            f"{like.device.type} with heads of {like.shape[-1]} channels; use shorter documents or, on a GPU, a flash "
+            "attention backend"
+        )
+    visible = causal_mask(length, num_keys, window, like.device)
     return torch.zeros_like(visible, dtype=like.dtype).masked_fill_(~visible, float("-inf"))
 
 
@@ -264,7 +280,7 @@ def _cut_channels(gradients: Gradients, head_dim: int) -> Gradients:
 
 
 def _efficient_forward(call: _Call) -> tuple[Tensor, Tensor]:
-    if call.bias is None and call.window is not None:
+    if call.needs_mask:
         q, k, v = (x.transpose(1, 2) for x in (call.q, call.k, call.v))  # [N, L, H, C]
         out, lse, *_ = aten._efficient_attention_forward(
             q,
@@ -276,7 +292,7 @@ def _efficient_forward(call: _Call) -> tuple[Tensor, Tensor]:
             None,
             None,
             0.0,
-            CAUSAL_FROM_TOP_LEFT,
+            CAUSAL_FROM_BOTTOM_RIGHT,
             True,
             scale=call.scale,
             window_size=call.window,
@@ -290,9 +306,8 @@ def _efficient_forward(call: _Call) -> tuple[Tensor, Tensor]:
 
 def _efficient_backward(call: _Call, grad_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
     lse = F.pad(lse, (0, -lse.shape[-1] % EFFICIENT_LSE_BLOCK), value=float("inf")).contiguous()
-    if call.bias is None and call.window is not None:
+    if call.needs_mask:
         grad_out, q, k, v, out = (x.transpose(1, 2) for x in (grad_out, call.q, call.k, call.v, out))
-        length = q.shape[1]
         gradients = aten._efficient_attention_backward(
             grad_out,
             q,
@@ -302,12 +317,12 @@ def _efficient_backward(call: _Call, grad_out: Tensor, out: Tensor, lse: Tensor)
             out,
             None,
             None,
-            length,
-            length,
+            q.shape[1],
+            k.shape[1],
             lse,
             0.0,
             *no_dropout(q.device),
-            CAUSAL_FROM_TOP_LEFT,
+            CAUSAL_FROM_BOTTOM_RIGHT,
             False,
             scale=call.scale,
             window_size=call.window,
@@ -332,12 +347,12 @@ def _efficient_backward(call: _Call, grad_out: Tensor, out: Tensor, lse: Tensor)
 
 
 def _expand_bias(call: _Call) -> Tensor | None:
-    """[N, H, L, L] with rows aligned as the kernel requires; a view, without a copy for each document and head."""
+    """[N, H, L, M] with rows aligned as the kernel requires; a view, without a copy for each document and head."""
     if call.bias is None:
         return None
-    num_documents, num_heads, length, _ = call.q.shape
-    aligned = F.pad(call.bias, (0, -length % EFFICIENT_BIAS_BLOCK))[:, :length]
-    return aligned.expand(num_documents, num_heads, length, length)
+    length, num_keys = call.bias.shape
+    aligned = F.pad(call.bias, (0, -num_keys % EFFICIENT_BIAS_BLOCK))[:, :num_keys]
+    return aligned.expand(*call.q.shape[:2], length, num_keys)
 
 
 def _cudnn_forward(call: _Call) -> tuple[Tensor, Tensor]:
@@ -359,16 +374,18 @@ def _eager_backward(call: _Call, grad_out: Tensor, out: Tensor, lse: Tensor) -> 
     grad_out, q, k, v, out = (x.transpose(1, 2).flatten(0, 1) for x in (grad_out, call.q, call.k, call.v, out))
     lse = lse.transpose(0, 1).flatten(1, 2)
     gradients = eager_backward(grad_out, q, k, v, out, lse, **_eager_options(call))
-    grad_q, grad_k, grad_v = (_heads_first(x, call.q.shape[2]) for x in gradients)
+    grad_q, grad_k, grad_v = (
+        _heads_first(x, like.shape[2]) for x, like in zip(gradients, (call.q, call.k, call.v), strict=True)
+    )
     return grad_q, grad_k, grad_v
 
 
 def _eager_options(call: _Call) -> dict:
-    num_documents, _, length, _ = call.q.shape
-    offsets = torch.arange(num_documents + 1, device="cpu") * length
+    counts = torch.arange(len(call.q) + 1, device="cpu")
+    documents, key_documents = (Documents(ends, ends) for ends in (counts * call.q.shape[2], counts * call.k.shape[2]))
     return {
-        "cu_seqlens": offsets,
-        "offsets": offsets,
+        "documents": documents,
+        "key_documents": key_documents,
         "scale": call.scale,
         "window": call.window,
         "deterministic": False,

@@ -8,15 +8,16 @@ from functools import wraps
 import torch
 from torch import Tensor
 
+from xorl.kernels.attention.documents import Documents
 from xorl.kernels.attention.operator import BackwardKernel, Gradients
 
-# FlashAttention 2 and cuDNN compute correct gradients up to this many elements of q (measured on an H100 with torch
-# 2.11). With 3 % more, the gradients of the last document are wrong or NaN.
-MAX_Q_ELEMENTS = 2**31
+# FlashAttention 2 and cuDNN compute correct gradients up to this many elements of q, or of k with a head for each of q
+# (measured on an H100 with torch 2.11). With 3 % more, the gradients of the last document are wrong or NaN.
+MAX_ELEMENTS = 2**31
 
 
 def split_by_heads(backward: BackwardKernel) -> BackwardKernel:
-    """Wrap a kernel to process a few heads at a time if q has more than MAX_Q_ELEMENTS elements."""
+    """Wrap a kernel to process a few heads at a time if q has more than MAX_ELEMENTS elements."""
 
     @wraps(backward)
     def split(
@@ -26,17 +27,17 @@ def split_by_heads(backward: BackwardKernel) -> BackwardKernel:
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        cu_seqlens: Tensor,
-        offsets: Tensor,
+        documents: Documents,
+        key_documents: Documents,
         *,
         scale: float,
         window: int | None,
         deterministic: bool,
     ) -> Gradients:
         options = {"scale": scale, "window": window, "deterministic": deterministic}
-        max_heads = max(MAX_Q_ELEMENTS // (q.shape[0] * q.shape[2]), 1)
+        max_heads = max(MAX_ELEMENTS // (max(len(q), len(k)) * q.shape[2]), 1)
         if max_heads >= q.shape[1]:
-            return backward(grad_out, q, k, v, out, lse, cu_seqlens, offsets, **options)
+            return backward(grad_out, q, k, v, out, lse, documents, key_documents, **options)
         group_size = q.shape[1] // k.shape[1]
         # A call gets whole groups if one fits. Otherwise it gets part of a group, and the calls' gradients of keys and
         # values are summed in fp32.
@@ -58,8 +59,8 @@ def split_by_heads(backward: BackwardKernel) -> BackwardKernel:
                     values,
                     out[:, heads].contiguous(),
                     lse[heads],
-                    cu_seqlens,
-                    offsets,
+                    documents,
+                    key_documents,
                     **options,
                 )
                 grad_k[:, groups] += part_k

@@ -1,0 +1,60 @@
+"""Plans of a ring: each query's keys are fetched, no others, and the ranks have equally much to compute."""
+
+import pytest
+import torch
+
+from xorl.kernels.attention.operator import visible_pairs
+from xorl.kernels.attention.ring import plan_ring
+from xorl.kernels.layout import SequenceLayout, ring_ranges
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 40])
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("lengths", [[48], [1, 47], [8] * 6, [5, 20, 3, 13, 7], [1] * 48])
+def test_each_segment_gets_its_keys_and_no_others(lengths: list[int], size: int, window: int | None) -> None:
+    # Catches a key that is missing or that no query sees, rows out of order, and ranks that disagree on what is sent.
+    offsets = tuple(SequenceLayout.from_lengths(lengths).offsets.tolist())
+    tokens = torch.arange(48)
+    plans = [plan_ring(offsets, rank, size, window, CPU) for rank in range(size)]
+    own = [torch.cat([tokens[a:b] for a, b in ring_ranges(48, rank, size)]) for rank in range(size)]
+    pairs = 0
+    for rank, plan in enumerate(plans):
+        received = [own[source][rows] for source in range(size) for rows in plans[source].sent[rank]]
+        assert [plans[source].sent_sizes[rank] for source in range(size)] == list(plan.received)
+        others = torch.cat(received) if received else tokens[:0]
+        keys = torch.cat([(others if is_received else own[rank])[rows] for is_received, rows in plan.pieces])
+        assert torch.equal(keys, keys.unique())
+        used = set(own[rank].tolist())
+        for each in plan.segments:
+            queries, seen = own[rank][each.rows], keys[each.keys]
+            used |= set(seen.tolist())
+            for q, k in zip(
+                queries.split(each.documents.offsets.diff().tolist()),
+                seen.split(each.key_documents.offsets.diff().tolist()),
+                strict=True,
+            ):
+                begin = max(offset for offset in offsets[:-1] if offset <= int(q[0]))
+                first = begin if window is None else max(begin, int(q[0]) - window + 1)
+                assert k.tolist() == list(range(first, int(q[-1]) + 1))
+            pairs += visible_pairs(each.documents.offsets, window, each.key_documents.offsets)
+        assert used == set(keys.tolist())
+        assert plan.most_fetched == max(sum(each.received) for each in plans)
+    assert pairs == visible_pairs(torch.tensor(offsets), window)
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_a_long_document_is_equally_much_work_for_all_ranks(size: int) -> None:
+    # Catches consecutive parts, of which the last has almost twice the average of work.
+    plans = [plan_ring((0, 1024), rank, size, None, CPU) for rank in range(size)]
+    work = [
+        sum(visible_pairs(each.documents.offsets, None, each.key_documents.offsets) for each in plan.segments)
+        for plan in plans
+    ]
+    assert max(work) == min(work)
+
+
+def test_documents_within_segments_are_not_exchanged() -> None:
+    # Catches an all-gather where nothing is needed.
+    assert plan_ring((0, 4, 8, 12, 16), 0, 2, None, CPU).most_fetched == 0
