@@ -105,21 +105,13 @@ def positions_of_the_part(patch: pytest.MonkeyPatch) -> None:
 
 
 def gradients_that_do_not_return(patch: pytest.MonkeyPatch) -> None:
-    returned = ring._return
-    patch.setattr(ring, "_return", lambda plan, *others: returned(plan._replace(most_fetched=0), *others))
+    returned = ring._start_return
+    patch.setattr(ring, "_start_return", lambda plan, *others: returned(plan._replace(most_fetched=0), *others))
 
 
-def mask_from_the_first_query(patch: pytest.MonkeyPatch) -> None:
-    segment = ring._segment
-
-    def shortened(*inputs: object) -> ring.Segment:
-        found = segment(*inputs)
-        count = found.rows.stop - found.rows.start
-        keys = slice(found.keys.start, found.keys.start + count)
-        return found._replace(keys=keys, key_documents=found.documents)
-
+def keys_of_others_are_missing(patch: pytest.MonkeyPatch) -> None:
     ring.plan_ring.cache_clear()
-    patch.setattr(ring, "_segment", shortened)
+    patch.setattr(ring, "_first_key", lambda offsets, start, window: start)
 
 
 # Faults of ranks that share rows, and what shows them.
@@ -131,7 +123,7 @@ SHARING_FAULTS: dict[str, tuple[Fault, str]] = {
 RING_FAULTS: dict[str, tuple[Fault, str]] = {
     **SHARING_FAULTS,
     "keys of others without gradients": (gradients_that_do_not_return, "gradients: dense"),
-    "mask from the first query on": (mask_from_the_first_query, "loss"),
+    "keys of others are missing": (keys_of_others_are_missing, "loss"),
 }
 # The fault, and what shows it.
 FAULTS: dict[str, tuple[Fault, str]] = {

@@ -7,15 +7,15 @@ backward pass, the keys are fetched again, and each rank returns its share of th
 by the rank that holds the keys. Heads are processed in several parts: while one is computed, the next is fetched and
 the gradients of the one before are returned.
 
-Shapes: T tokens of this rank, S tokens whose keys it needs, H query heads, G key/value heads, C channels of a head.
+Shapes: T tokens of this rank, S keys that its queries see, H query heads, G key/value heads, C channels of a head.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, chain, pairwise, zip_longest
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -34,41 +34,34 @@ Range = tuple[int, int]
 
 # Parts of the heads that are exchanged one after another, so that the first exchange, which nothing hides, is short.
 MAX_PARTS = 4
-# A part whose exchange has fewer elements is not worth a kernel launch of its own.
-MIN_PART_ELEMENTS = 2**21
+# A part with fewer fetched elements is not worth kernel launches of its own (measured: docs/records/context.md).
+MIN_PART_ELEMENTS = 2**23
 
 
-class Segment(NamedTuple):
-    """The queries of one segment, and the keys that they see.
+class Piece(NamedTuple):
+    """Adjacent keys: `rows` of what this rank receives, or of its own."""
 
-    Attributes:
-        rows: of this rank's queries.
-        keys: of the fetched keys.
-        documents, key_documents: within `rows` and `keys`.
-    """
-
+    is_received: bool
     rows: slice
-    keys: slice
-    documents: Documents
-    key_documents: Documents
 
 
 class RingPlan(NamedTuple):
     """What a rank sends, receives and computes for one row.
 
     Attributes:
-        segments: the two segments of this rank.
+        documents, key_documents: of this rank's queries, and of the keys that they see. A document that lies in both
+            segments of this rank is two, and its keys in the first segment occur twice.
+        pieces: the keys of `key_documents` in order.
         sent: by rank, the rows of this rank whose keys that rank needs.
-        received: by rank, how many rows it sends to this rank.
-        pieces: the fetched keys in the order of the row: (whether they are received, rows of what is received or of
-            this rank's own).
+        received_sizes: by rank, how many rows it sends to this rank.
         most_fetched: the largest number of rows that any rank receives; 0 if no rank does.
     """
 
-    segments: tuple[Segment, ...]
+    documents: Documents
+    key_documents: Documents
+    pieces: tuple[Piece, ...]
     sent: tuple[tuple[slice, ...], ...]
-    received: tuple[int, ...]
-    pieces: tuple[tuple[bool, slice], ...]
+    received_sizes: tuple[int, ...]
     most_fetched: int
 
     @property
@@ -80,37 +73,26 @@ class RingPlan(NamedTuple):
 @lru_cache(maxsize=16)
 def plan_ring(offsets: tuple[int, ...], rank: int, size: int, window: int | None, device: torch.device) -> RingPlan:
     """The plan of a rank for documents with these offsets in the row. Cached, because all layers need the same plan."""
-    num_tokens = offsets[-1]
-    held = [ring_ranges(num_tokens, index, size) for index in range(size)]
-    needed = [_merge([(_first_key(offsets, start, window), stop) for start, stop in ranges]) for ranges in held]
+    held = [ring_ranges(offsets[-1], index, size) for index in range(size)]
+    seen = [[(_first_key(offsets, start, window), stop) for start, stop in ranges] for ranges in held]
     # By rank that needs them and rank that has them: ranges of the row.
-    fetched = [[_overlaps(needed[to], held[source]) for source in range(size)] for to in range(size)]
-
-    def own_rows(start: int, stop: int) -> slice:
-        before = 0
-        for first, last in held[rank]:
-            if first <= start < last:
-                return slice(before + start - first, before + stop - first)
-            before += last - first
-        raise AssertionError("not a range of this rank")
-
-    sent = tuple(() if to == rank else tuple(own_rows(*each) for each in fetched[to][rank]) for to in range(size))
-    pieces: list[tuple[int, bool, slice]] = [(start, False, own_rows(start, stop)) for start, stop in held[rank]]
-    received, at = [], 0
-    for source in range(size):
-        before = at
-        if source != rank:
-            for start, stop in fetched[rank][source]:
-                pieces.append((start, True, slice(at, at + stop - start)))
-                at += stop - start
-        received.append(at - before)
-    totals = [sum(_length(fetched[to][source]) for source in range(size) if source != to) for to in range(size)]
+    fetched = [
+        [[] if to == source else _overlaps(_union(seen[to]), held[source]) for source in range(size)]
+        for to in range(size)
+    ]
+    own, received = _numbered(held[rank]), _numbered(list(chain(*fetched[rank])))
+    # What is at hand, in the order of the row: the first index in the row, and where the rows are.
+    at_hand = sorted(
+        [(start, Piece(False, rows)) for start, rows in own] + [(start, Piece(True, rows)) for start, rows in received]
+    )
+    sent = tuple(tuple(_rows_of(own, start, stop) for start, stop in fetched[to][rank]) for to in range(size))
     return RingPlan(
-        segments=tuple(_segment(offsets, own_rows(*each), each, needed[rank], window, device) for each in held[rank]),
-        sent=sent,
-        received=tuple(received),
-        pieces=tuple((is_received, rows) for _, is_received, rows in sorted(pieces, key=lambda piece: piece[0])),
-        most_fetched=max(totals),
+        _documents(offsets, held[rank], [start for start, _ in held[rank]], device),
+        _documents(offsets, held[rank], [first for first, _ in seen[rank]], device),
+        tuple(piece for first, stop in seen[rank] for piece in _cut(at_hand, first, stop)),
+        sent,
+        tuple(sum(stop - start for start, stop in each) for each in fetched[rank]),
+        max(sum(stop - start for start, stop in chain(*each)) for each in fetched),
     )
 
 
@@ -132,20 +114,18 @@ def define_ring(name: str, forward: ForwardKernel, backward: BackwardKernel) -> 
         window: int | None,
         deterministic: bool,
     ) -> tuple[Tensor, Tensor]:
-        group, plan = _group_and_plan(offsets, group_name, window, q.device)
+        plan, group = _plan_and_group(offsets, group_name, window, q.device)
+        documents = plan.documents, plan.key_documents
         options = {"scale": scale, "window": window, "deterministic": deterministic}
-        num_parts = _num_parts(plan, k)
-        keys_of = _Fetches(plan, group, k, v, num_parts)
-        outs, lses = [], []
-        for index, part in enumerate(q.chunk(num_parts, dim=1)):
-            keys, values = keys_of(index)
-            results = [
-                forward(part[each.rows], keys[each.keys], values[each.keys], *each[2:], **options)
-                for each in plan.segments
-            ]
-            outs.append(torch.cat([out for out, _ in results]))
-            lses.append(torch.cat([lse for _, lse in results], dim=1))
-        return torch.cat(outs, dim=1), torch.cat(lses).t()
+        results = []
+        parts = _split_heads(plan, q, k, v)
+        fetch = _start_fetch(plan, group, *parts[0][1:])
+        for (q_part, *_), following in zip_longest(parts, parts[1:]):
+            keys, values = fetch().unbind(1)
+            if following is not None:
+                fetch = _start_fetch(plan, group, *following[1:])
+            results.append(forward(q_part, keys, values, *documents, **options))
+        return torch.cat([out for out, _ in results], dim=1), torch.cat([lse for _, lse in results]).t()
 
     @torch.library.custom_op(f"xorl::attention_{name}_ring_backward", mutates_args=())
     def attend_backward(
@@ -161,40 +141,26 @@ def define_ring(name: str, forward: ForwardKernel, backward: BackwardKernel) -> 
         window: int | None,
         deterministic: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        group, plan = _group_and_plan(offsets, group_name, window, q.device)
+        plan, group = _plan_and_group(offsets, group_name, window, q.device)
+        documents = plan.documents, plan.key_documents
         options = {"scale": scale, "window": window, "deterministic": deterministic}
-        num_parts = _num_parts(plan, k)
-        keys_of = _Fetches(plan, group, k, v, num_parts)
-        parts = zip(*(x.chunk(num_parts, dim=1) for x in (grad_out, q, out, lse)), strict=True)
         grads_q: list[Tensor] = []
-        grads: list[Tensor] = []  # of keys and values, [T, 2, G / parts, C]
-        returning: Callable[[], Tensor] | None = None
-        for index, (grad_part, q_part, out_part, lse_part) in enumerate(parts):
-            keys, values = keys_of(index)
-            grad = torch.zeros((len(keys), 2, *keys.shape[1:]), dtype=lse_dtype(k.dtype), device=k.device)
-            of_segments = []
-            for each in plan.segments:
-                grad_q, grad_k, grad_v = backward(
-                    grad_part[each.rows].contiguous(),
-                    q_part[each.rows].contiguous(),
-                    keys[each.keys],
-                    values[each.keys],
-                    out_part[each.rows].contiguous(),
-                    lse_part[each.rows].t().contiguous(),
-                    *each[2:],
-                    **options,
-                )
-                of_segments.append(grad_q)
-                grad[each.keys, 0] += grad_k
-                grad[each.keys, 1] += grad_v
-            grads_q.append(torch.cat(of_segments))
-            if returning is not None:
-                grads.append(returning())
-            returning = _return(plan, group, grad, k.dtype)
-        assert returning is not None
-        grads.append(returning())
-        grad_kv = torch.cat(grads, dim=2)
-        return torch.cat(grads_q, dim=1), grad_kv[:, 0].contiguous(), grad_kv[:, 1].contiguous()
+        returns: list[Callable[[], Tensor]] = []
+        parts = _split_heads(plan, q, k, v, grad_out, out, lse)
+        fetch = _start_fetch(plan, group, *parts[0][1:3])
+        for (q_part, _, _, *others), following in zip_longest(parts, parts[1:]):
+            keys, values = fetch().unbind(1)
+            if following is not None:
+                fetch = _start_fetch(plan, group, *following[1:3])
+            grad_part, out_part, lse_part = (x.contiguous() for x in others)
+            lse_part = lse_part.t().contiguous()
+            grad_q, *grads = backward(
+                grad_part, q_part.contiguous(), keys, values, out_part, lse_part, *documents, **options
+            )
+            grads_q.append(grad_q)
+            returns.append(_start_return(plan, group, *grads))
+        grad_k, grad_v = torch.cat([finish() for finish in returns], dim=2).unbind(1)
+        return torch.cat(grads_q, dim=1), grad_k.contiguous(), grad_v.contiguous()
 
     @attend.register_fake
     def _(q: Tensor, *inputs: object) -> tuple[Tensor, Tensor]:
@@ -221,92 +187,79 @@ def define_ring(name: str, forward: ForwardKernel, backward: BackwardKernel) -> 
 
 def pairs_of_ring(offsets: Tensor, group_name: str, window: int | None, count: Callable[..., int]) -> int:
     """The number of (query, key) pairs of this rank, by `visible_pairs`."""
-    _, plan = _group_and_plan(offsets, group_name, window, torch.device("cpu"))
-    return sum(count(each.documents.offsets, window, each.key_documents.offsets) for each in plan.segments)
+    plan, _ = _plan_and_group(offsets, group_name, window, torch.device("cpu"))
+    return count(plan.documents.offsets, window, plan.key_documents.offsets)
 
 
-class _Fetches:
-    """Fetches the keys and values of each part of the heads; the next part is under way when one is handed out."""
-
-    def __init__(self, plan: RingPlan, group: dist.ProcessGroup, k: Tensor, v: Tensor, num_parts: int) -> None:
-        self._plan, self._group = plan, group
-        self._parts = list(zip(k.chunk(num_parts, dim=1), v.chunk(num_parts, dim=1), strict=True))
-        self._pending = self._start(0)
-
-    def __call__(self, index: int) -> tuple[Tensor, Tensor]:
-        """k and v [S, G / parts, C] of the part `index`; parts are asked for in order."""
-        both = self._pending()
-        if index + 1 < len(self._parts):
-            self._pending = self._start(index + 1)
-        return both[:, 0], both[:, 1]
-
-    def _start(self, index: int) -> Callable[[], Tensor]:
-        own = torch.stack(self._parts[index], dim=1)  # [T, 2, G / parts, C]
-        if not self._plan.most_fetched:
-            return lambda: own
-        sent = _rows_of(own, [rows for each in self._plan.sent for rows in each])
-        received, wait = _exchange(sent, self._plan.sent_sizes, list(self._plan.received), self._group)
-
-        def finish() -> Tensor:
-            wait()
-            return torch.cat([(received if is_received else own)[rows] for is_received, rows in self._plan.pieces])
-
-        return finish
+def _split_heads(plan: RingPlan, q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> list[tuple[Tensor, ...]]:
+    """The parts of all tensors' heads, which are processed one after another; as many on all ranks."""
+    elements = plan.most_fetched * k.shape[1] * k.shape[2]
+    most = min(MAX_PARTS, max(elements // MIN_PART_ELEMENTS, 1))
+    num_parts = max(parts for parts in range(1, most + 1) if k.shape[1] % parts == 0)
+    return list(zip(*(x.chunk(num_parts, dim=1) for x in (q, k, v, *others)), strict=True))
 
 
-def _return(plan: RingPlan, group: dist.ProcessGroup, grad: Tensor, dtype: torch.dtype) -> Callable[[], Tensor]:
-    """Start to return the gradients [S, ..] of fetched keys to the ranks that hold them.
-
-    The result waits, and returns the sums [T, ..] of the gradients of this rank's keys, in `dtype`.
-    """
-    sizes = [rows.stop - rows.start for _, rows in plan.pieces]
-    pieces = list(zip(plan.pieces, grad.split(sizes), strict=True))
-    own = torch.cat([piece for (is_received, _), piece in pieces if not is_received])  # [T, ..]
-    if not plan.most_fetched:
-        return lambda: own.to(dtype)
-    # As they were received: by rank, and for each rank in the order of the row.
-    others = sorted((rows.start, piece) for (is_received, rows), piece in pieces if is_received)
-    sent = torch.cat([piece for _, piece in others]) if others else own[:0]
-    returned, wait = _exchange(sent.to(dtype), list(plan.received), plan.sent_sizes, group)
+def _start_fetch(plan: RingPlan, group: dist.ProcessGroup, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
+    """Start to exchange keys and values; the result waits, and returns those of the plan's pieces, [S, 2, G, C]."""
+    own = torch.stack((k, v), dim=1)
+    received, wait = _exchange(
+        _concatenate(own, chain(*plan.sent)), plan.sent_sizes, list(plan.received_sizes), plan, group
+    )
 
     def finish() -> Tensor:
         wait()
-        at = 0
-        for rows in (rows for each in plan.sent for rows in each):
-            own[rows] += returned[at : at + rows.stop - rows.start]
-            at += rows.stop - rows.start
-        return own.to(dtype)
+        return torch.cat([(received if is_received else own)[rows] for is_received, rows in plan.pieces])
+
+    return finish
+
+
+def _start_return(plan: RingPlan, group: dist.ProcessGroup, grad_k: Tensor, grad_v: Tensor) -> Callable[[], Tensor]:
+    """Start to return the gradients [S, G, C] of the plan's pieces to the ranks that hold the keys.
+
+    The result waits, and returns the sums over ranks for this rank's own keys and values, [T, 2, G, C] in their dtype.
+    """
+    num_own, options = int(plan.documents.offsets[-1]), {"dtype": lse_dtype(grad_k.dtype), "device": grad_k.device}
+    own = torch.zeros((num_own, 2, *grad_k.shape[1:]), **options)
+    received = torch.zeros((sum(plan.received_sizes), 2, *grad_k.shape[1:]), **options)
+    sizes = [rows.stop - rows.start for _, rows in plan.pieces]
+    for (is_received, rows), *grads in zip(plan.pieces, grad_k.split(sizes), grad_v.split(sizes), strict=True):
+        for index, grad in enumerate(grads):
+            (received if is_received else own)[rows, index] += grad
+    returned, wait = _exchange(received.to(grad_k.dtype), list(plan.received_sizes), plan.sent_sizes, plan, group)
+
+    def finish() -> Tensor:
+        wait()
+        parts = returned.split([rows.stop - rows.start for rows in chain(*plan.sent)])
+        for rows, part in zip(chain(*plan.sent), parts, strict=True):
+            own[rows] += part
+        return own.to(grad_k.dtype)
 
     return finish
 
 
 def _exchange(
-    sent: Tensor, sent_sizes: list[int], received_sizes: list[int], group: dist.ProcessGroup
+    sent: Tensor, sent_sizes: list[int], received_sizes: list[int], plan: RingPlan, group: dist.ProcessGroup
 ) -> tuple[Tensor, Callable[[], object]]:
     """Start to send rows to each rank; returns where the others' rows arrive, and how to wait for them."""
     received = sent.new_empty((sum(received_sizes), *sent.shape[1:]))
+    if not plan.most_fetched:
+        return received, lambda: None
     work = dist.all_to_all_single(received, sent, received_sizes, sent_sizes, group=group, async_op=True)
     assert work is not None
     # `sent` lives until the exchange is over.
     return received, lambda: (work.wait(), sent)
 
 
-def _rows_of(x: Tensor, rows: list[slice]) -> Tensor:
-    return torch.cat([x[each] for each in rows]) if rows else x[:0]
+def _concatenate(x: Tensor, rows: Iterable[slice]) -> Tensor:
+    parts = [x[each] for each in rows]
+    return torch.cat(parts) if parts else x[:0]
 
 
-def _group_and_plan(
+def _plan_and_group(
     offsets: Tensor, group_name: str, window: int | None, device: torch.device
-) -> tuple[dist.ProcessGroup, RingPlan]:
+) -> tuple[RingPlan, dist.ProcessGroup]:
     group = dist.distributed_c10d._resolve_process_group(group_name)
-    return group, plan_ring(tuple(offsets.tolist()), group.rank(), group.size(), window, device)
-
-
-def _num_parts(plan: RingPlan, k: Tensor) -> int:
-    """How many parts the heads are processed in; the same on all ranks."""
-    elements = plan.most_fetched * k.shape[1] * k.shape[2]
-    most = min(MAX_PARTS, max(elements // MIN_PART_ELEMENTS, 1))
-    return max(parts for parts in range(1, most + 1) if k.shape[1] % parts == 0)
+    return plan_ring(tuple(offsets.tolist()), group.rank(), group.size(), window, device), group
 
 
 def _first_key(offsets: tuple[int, ...], start: int, window: int | None) -> int:
@@ -315,8 +268,8 @@ def _first_key(offsets: tuple[int, ...], start: int, window: int | None) -> int:
     return document if window is None else max(document, start - window + 1)
 
 
-def _merge(ranges: list[Range]) -> list[Range]:
-    """The union of two ranges that end in order."""
+def _union(ranges: list[Range]) -> list[Range]:
+    """The union of two ranges, of which the first ends before the second."""
     (first, first_stop), (second, second_stop) = ranges
     return [(min(first, second), second_stop)] if second <= first_stop else ranges
 
@@ -326,25 +279,31 @@ def _overlaps(ranges: list[Range], others: list[Range]) -> list[Range]:
     return [(start, stop) for start, stop in both if start < stop]
 
 
-def _length(ranges: list[Range]) -> int:
-    return sum(stop - start for start, stop in ranges)
+def _numbered(ranges: list[Range]) -> list[tuple[int, slice]]:
+    """The start of each range in the row, and its rows among those of all ranges."""
+    ends = accumulate((stop - start for start, stop in ranges), initial=0)
+    return [(start, slice(*rows)) for (start, _), rows in zip(ranges, pairwise(ends), strict=True)]
 
 
-def _segment(
-    offsets: tuple[int, ...], rows: slice, segment: Range, needed: list[Range], window: int | None, device: torch.device
-) -> Segment:
-    start, stop = segment
-    first = _first_key(offsets, start, window)
-    ends = [*(end for end in offsets if start < end < stop), stop]
-    starts = list(accumulate((end - begin for begin, end in needed), initial=0))
-    keys = next(
-        slice(at + first - begin, at + stop - begin)
-        for at, (begin, end) in zip(starts, needed, strict=False)
-        if begin <= first < end
-    )
+def _rows_of(numbered: list[tuple[int, slice]], start: int, stop: int) -> slice:
+    """The rows of a part of one of the ranges."""
+    first, rows = max((each for each in numbered if each[0] <= start), key=lambda each: each[0])
+    return slice(rows.start + start - first, rows.start + stop - first)
 
-    def documents(begin: int) -> Documents:
-        indices = torch.tensor([0, *(end - begin for end in ends)], dtype=torch.int64)
-        return Documents(copy_to(device, indices.int()), indices)
 
-    return Segment(rows, keys, documents(start), documents(first))
+def _cut(at_hand: list[tuple[int, Piece]], first: int, stop: int) -> Iterator[Piece]:
+    """The pieces, or parts of them, from index `first` of the row up to `stop`."""
+    for start, (is_received, rows) in at_hand:
+        begin, end = max(first - start, 0) + rows.start, min(stop - start + rows.start, rows.stop)
+        if begin < end:
+            yield Piece(is_received, slice(begin, end))
+
+
+def _documents(offsets: tuple[int, ...], segments: list[Range], firsts: list[int], device: torch.device) -> Documents:
+    """The documents of both segments; the first one of a segment begins at its entry of `firsts`."""
+    lengths: list[int] = []
+    for (start, stop), first in zip(segments, firsts, strict=True):
+        ends = [first, *(end for end in offsets if start < end < stop), stop]
+        lengths += [end - begin for begin, end in pairwise(ends)]
+    indices = torch.tensor([0, *accumulate(lengths)], dtype=torch.int64)
+    return Documents(copy_to(device, indices.int()), indices)

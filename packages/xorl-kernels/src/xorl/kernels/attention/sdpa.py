@@ -171,8 +171,10 @@ class _Call:
         if window is not None and window >= num_keys:
             window = None
         is_plain = window is None and length == num_keys
-        # Only the memory-efficient kernel on CUDA supports other masks; elsewhere a bias expresses them.
+        # Only the memory-efficient kernel on CUDA supports other masks, though not a window over more keys than queries
+        # (wrong results on an H100 with torch 2.11). A bias expresses the rest.
         has_mask_kernel = q.is_cuda and q.shape[-1] * q.element_size() % EFFICIENT_CHANNEL_BYTES == 0
+        has_mask_kernel &= window is None or length == num_keys
         bias = None if is_plain or has_mask_kernel else _bias(length, num_keys, window, q)
         # On CUDA, grouped heads are supported only in half precision for plain masks. In other cases torch would fall
         # back to computing full scores, so repeat the key/value heads instead.

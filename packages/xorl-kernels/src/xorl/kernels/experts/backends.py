@@ -92,7 +92,7 @@ def _load(name: str) -> ExpertsFn:
 EXPERTS: Registry[ExpertsRequest, ExpertsFn] = Registry(
     # Fastest first, as measured on Hopper (docs/records/experts.md).
     "experts",
-    preference=("native", "triton", "eager"),
+    preference=("quack", "native", "triton", "eager"),
 )
 EXPERTS.register(Backend("eager", load=lambda: reference.experts, refusal=lambda request: None))
 EXPERTS.register(Backend("native", load=lambda: _load("native"), refusal=_native_refusal))
