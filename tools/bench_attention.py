@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
 
 from xorl.kernels.attention import ATTENTION, AttentionRequest, resolve_attention
-from xorl.kernels.attention.operator import visible_pairs
+from xorl.kernels.attention.kernel import visible_pairs
 from xorl.kernels.layout import SequenceLayout
 
 # The shape of an 8B model's attention.

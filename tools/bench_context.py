@@ -51,6 +51,7 @@ def _synchronize(device: torch.device) -> None:
 
 def attention_of(kind: str, attention: AttentionFn, whole: SequenceLayout, size: int) -> Callable[..., Tensor]:
     """Attention (q, k, v) of this rank's tokens in the default process group, which has `size` ranks."""
+    assert dist.group.WORLD is not None
     shared, alone = ContextGroup(dist.get_rank(), size, dist.group.WORLD.group_name), ContextGroup(0, 1, "")
     ring, ulysses = (shared, alone) if kind == "ring" else (alone, shared)
     layout = ShardedLayout(whole, ring, ulysses, shared.name)

@@ -10,7 +10,7 @@ from tiny_models import hf_config
 from xorl.core.models import spec_for
 from xorl.core.nn import LayerKernels
 from xorl.kernels.attention import ATTENTION, AttentionRequest, resolve_attention
-from xorl.kernels.attention.documents import Documents
+from xorl.kernels.attention.kernel import Documents
 from xorl.kernels.attention.native import _cudnn_length
 from xorl.kernels.attention.reference import eager_attention
 from xorl.kernels.layout import SequenceLayout

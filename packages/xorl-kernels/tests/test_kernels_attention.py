@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from xorl.kernels.attention import ATTENTION, AttentionRequest, resolve_attention
-from xorl.kernels.attention.documents import Documents
-from xorl.kernels.attention.operator import visible_pairs
+from xorl.kernels.attention.kernel import Documents, visible_pairs
 from xorl.kernels.attention.reference import causal_mask, eager_attention, eager_backward, eager_forward
 from xorl.kernels.attention.split import split_by_heads
 from xorl.kernels.layout import SequenceLayout

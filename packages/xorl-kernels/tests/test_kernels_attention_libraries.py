@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from xorl.kernels.attention.documents import Documents
+from xorl.kernels.attention.kernel import Documents
 from xorl.kernels.attention.reference import eager_attention, eager_backward, eager_forward
 from xorl.kernels.layout import SequenceLayout
 from xorl.kernels.testing import assert_matches_reference

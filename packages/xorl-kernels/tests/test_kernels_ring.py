@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from xorl.kernels.attention.operator import visible_pairs
+from xorl.kernels.attention.kernel import visible_pairs
 from xorl.kernels.attention.ring import plan_ring
 from xorl.kernels.layout import SequenceLayout, ring_ranges
 

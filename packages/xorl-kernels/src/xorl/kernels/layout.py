@@ -181,7 +181,8 @@ class ShardedLayout(SequenceLayout):
 
     def _count_before(self, indices: Tensor) -> Tensor:
         """How many tokens of this part lie before each index of the whole row."""
-        return sum((indices - start).clamp(0, stop - start) for start, stop in self._ranges)
+        counts = [(indices - start).clamp(0, stop - start) for start, stop in self._ranges]
+        return counts[0] if len(counts) == 1 else counts[0] + counts[1]
 
 
 def join_parts(parts: Sequence[Tensor], ring_size: int, ulysses_size: int) -> Tensor:

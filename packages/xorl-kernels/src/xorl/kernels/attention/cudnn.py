@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from xorl.kernels.attention.operator import Gradients
+from xorl.kernels.attention.kernel import Gradients
 
 # cuDNN's backward pass supports wider heads only on Blackwell.
 CUDNN_MAX_HEAD_DIM = 128

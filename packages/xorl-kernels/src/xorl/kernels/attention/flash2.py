@@ -10,8 +10,8 @@ from flash_attn.flash_attn_interface import (  # pyright: ignore[reportMissingIm
 )
 from torch import Tensor
 
-from xorl.kernels.attention.documents import Documents
-from xorl.kernels.attention.operator import Gradients, PackedAttention
+from xorl.kernels.attention.kernel import Documents, Gradients
+from xorl.kernels.attention.operator import PackedAttention
 from xorl.kernels.attention.split import split_by_heads
 
 

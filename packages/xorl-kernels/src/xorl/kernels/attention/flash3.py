@@ -7,8 +7,8 @@ import flash_attn_3._C  # noqa: F401  # pyright: ignore[reportMissingImports]  (
 import torch
 from torch import Tensor
 
-from xorl.kernels.attention.documents import Documents
-from xorl.kernels.attention.operator import Gradients, PackedAttention
+from xorl.kernels.attention.kernel import Documents, Gradients
+from xorl.kernels.attention.operator import PackedAttention
 
 # Arguments to pass as None. Versions of the library agree on the names of the arguments, but not on the defaults.
 UNUSED = [

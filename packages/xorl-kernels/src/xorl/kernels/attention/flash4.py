@@ -11,8 +11,8 @@ from flash_attn.cute.interface import (  # pyright: ignore[reportMissingImports]
 )
 from torch import Tensor
 
-from xorl.kernels.attention.documents import Documents
-from xorl.kernels.attention.operator import Gradients, PackedAttention
+from xorl.kernels.attention.kernel import Documents, Gradients
+from xorl.kernels.attention.operator import PackedAttention
 
 
 def flash4_forward(

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 
 from xorl.kernels.attention.cudnn import CUDNN_MAX_HEAD_DIM, cudnn_backward, cudnn_forward
-from xorl.kernels.attention.documents import Documents
 from xorl.kernels.attention.interface import AttentionRequest
+from xorl.kernels.attention.kernel import Documents, Gradients
 from xorl.kernels.attention.limits import AMPERE, HOPPER, flash_refusal
-from xorl.kernels.attention.operator import Gradients, PackedAttention
+from xorl.kernels.attention.operator import PackedAttention
 from xorl.kernels.attention.split import split_by_heads
 
 # cuDNN spends tens of milliseconds planning each new length. That pays off only for lengths that recur, such as those

@@ -2,65 +2,20 @@
 
 It does not depend on any kernel: a backend passes in its forward and backward kernels.
 
-Shapes: T tokens, S tokens with keys, N documents, H query heads, G key/value heads, C channels of a head.
+Shapes: T tokens, N documents, H query heads, G key/value heads, C channels of a head.
 """
 
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.utils.flop_counter import register_flop_formula
 
-from xorl.kernels.attention.documents import Documents, lse_dtype
+from xorl.kernels.attention.kernel import BackwardKernel, Documents, ForwardKernel, Gradients, lse_dtype, visible_pairs
 from xorl.kernels.attention.ring import define_ring, pairs_of_ring
 from xorl.kernels.layout import SequenceLayout, ShardedLayout
-
-Gradients = tuple[Tensor, Tensor, Tensor]
-
-
-class ForwardKernel(Protocol):
-    """(q [T, H, C], k and v [S, G, C], ...) -> (output [T, H, C], log-sum-exp [H, T] in fp32, fp64 for fp64).
-
-    There is at least one token. The rows of q are the ends of the documents whose keys are given: query i of m sees the
-    first n - m + i + 1 of n keys of its document, as far as `window` allows. Without context parallelism,
-    `key_documents` is `documents`. With `deterministic`, the same inputs must give the same bits.
-    """
-
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        documents: Documents,
-        key_documents: Documents,
-        *,
-        scale: float,
-        window: int | None,
-        deterministic: bool,
-    ) -> tuple[Tensor, Tensor]: ...
-
-
-class BackwardKernel(Protocol):
-    """The gradients of q, k and v, given the gradient of the output ([T, H, C], contiguous) and the forward results."""
-
-    def __call__(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        documents: Documents,
-        key_documents: Documents,
-        *,
-        scale: float,
-        window: int | None,
-        deterministic: bool,
-    ) -> Gradients: ...
 
 
 class PackedAttention:
@@ -214,26 +169,14 @@ def _count_flops(name: str) -> None:
 
 
 def _flops(*inputs: object, q_index: int, layout_index: int, factor: int, **_: object) -> int:
-    """Of a call with these inputs: those from `layout_index` on are ((cu_seqlens, offsets) or (offsets, group), ..)."""
-    q, first, second, _, window = inputs[q_index], *inputs[layout_index : layout_index + 4]
+    """Of a call with these inputs; those from `layout_index` on are (cu_seqlens, offsets) or (offsets, group name)."""
+    q, first, second = inputs[q_index], *inputs[layout_index : layout_index + 2]
+    window = inputs[layout_index + 3]
     assert isinstance(q, Tensor)
     assert isinstance(first, Tensor)
     assert isinstance(window, int | None)
-    is_ring = isinstance(second, str)
-    pairs = pairs_of_ring(first, second, window, visible_pairs) if is_ring else visible_pairs(second, window)
+    if isinstance(second, Tensor):
+        pairs = visible_pairs(second, window)
+    else:
+        pairs = pairs_of_ring(first, str(second), window)
     return factor * q.shape[1] * q.shape[2] * pairs
-
-
-def visible_pairs(offsets: Tensor, window: int | None, key_offsets: Tensor | None = None) -> int:
-    """The number of (query, key) pairs in all documents; a token sees itself and earlier tokens in its window.
-
-    `key_offsets` are those of the keys if there are more keys than queries; the queries are the last ones.
-    """
-
-    def pairs(lengths: Tensor) -> Tensor:
-        seen = lengths if window is None else lengths.clamp(max=window)
-        return seen * (seen + 1) // 2 + (lengths - seen) * seen
-
-    lengths = offsets.diff()
-    key_lengths = lengths if key_offsets is None else key_offsets.diff()
-    return int((pairs(key_lengths) - pairs(key_lengths - lengths)).sum())

@@ -10,8 +10,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from xorl.kernels.attention.documents import Documents, lse_dtype
-from xorl.kernels.attention.operator import Gradients, PackedAttention
+from xorl.kernels.attention.kernel import Documents, Gradients, lse_dtype
+from xorl.kernels.attention.operator import PackedAttention
 
 
 def eager_forward(

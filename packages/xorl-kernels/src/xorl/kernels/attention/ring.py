@@ -16,18 +16,24 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from itertools import accumulate, chain, pairwise, zip_longest
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from xorl.kernels.attention.documents import Documents, copy_to, lse_dtype
+from xorl.kernels.attention.kernel import (
+    BackwardKernel,
+    Documents,
+    ForwardKernel,
+    Gradients,
+    copy_to,
+    lse_dtype,
+    visible_pairs,
+)
 from xorl.kernels.layout import ring_ranges
-
-if TYPE_CHECKING:
-    from xorl.kernels.attention.operator import BackwardKernel, ForwardKernel, Gradients
 
 RingOperator = Callable[[Tensor, Tensor, Tensor, Tensor, str, float, int | None, bool], tuple[Tensor, Tensor]]
 Range = tuple[int, int]
@@ -185,10 +191,10 @@ def define_ring(name: str, forward: ForwardKernel, backward: BackwardKernel) -> 
     return attend
 
 
-def pairs_of_ring(offsets: Tensor, group_name: str, window: int | None, count: Callable[..., int]) -> int:
-    """The number of (query, key) pairs of this rank, by `visible_pairs`."""
+def pairs_of_ring(offsets: Tensor, group_name: str, window: int | None) -> int:
+    """The number of (query, key) pairs of this rank."""
     plan, _ = _plan_and_group(offsets, group_name, window, torch.device("cpu"))
-    return count(plan.documents.offsets, window, plan.key_documents.offsets)
+    return visible_pairs(plan.documents.offsets, window, plan.key_documents.offsets)
 
 
 def _split_heads(plan: RingPlan, q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> list[tuple[Tensor, ...]]:
@@ -258,7 +264,7 @@ def _concatenate(x: Tensor, rows: Iterable[slice]) -> Tensor:
 def _plan_and_group(
     offsets: Tensor, group_name: str, window: int | None, device: torch.device
 ) -> tuple[RingPlan, dist.ProcessGroup]:
-    group = dist.distributed_c10d._resolve_process_group(group_name)
+    group = c10d._resolve_process_group(c10d.GroupName(group_name))
     return plan_ring(tuple(offsets.tolist()), group.rank(), group.size(), window, device), group
 
 

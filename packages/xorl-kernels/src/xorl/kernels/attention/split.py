@@ -8,8 +8,7 @@ from functools import wraps
 import torch
 from torch import Tensor
 
-from xorl.kernels.attention.documents import Documents
-from xorl.kernels.attention.operator import BackwardKernel, Gradients
+from xorl.kernels.attention.kernel import BackwardKernel, Documents, Gradients
 
 # FlashAttention 2 and cuDNN compute correct gradients up to this many elements of q, or of k with a head for each of q
 # (measured on an H100 with torch 2.11). With 3 % more, the gradients of the last document are wrong or NaN.
