@@ -106,5 +106,10 @@ def test_no_documents_make_no_bins_and_a_wrong_method_is_named():
     assert len(pack([], bin_len=8, method="multipack")) == 0
     with pytest.raises(DataError, match=r"'best'.*sequential, multipack"):
         pack([1], bin_len=8, method="best")
-    with pytest.raises(AssertionError):
-        pack([9], bin_len=8)
+
+
+@pytest.mark.parametrize("lengths", [[3, 9], [3, 0], [-1]])
+def test_a_document_that_does_not_fit_is_named(lengths: list[int]) -> None:
+    # Catches a bare assertion, and a bin that is longer than a row.
+    with pytest.raises(ValueError, match=r"lengths: document \d has -?\d tokens, but must have from 1 to bin_len, 8"):
+        pack(lengths, bin_len=8)

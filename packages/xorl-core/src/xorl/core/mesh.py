@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from xorl.kernels.arguments import check_choice
+
 DataParallelMode = Literal["none", "ddp", "fsdp2"]
 ContextSharding = Literal["all", "ulysses_only", "ring_only", "none"]
 
@@ -44,6 +46,7 @@ class ParallelDims:
     context_sharding: ContextSharding = "all"
 
     def __post_init__(self) -> None:
+        check_choice("context_sharding", self.context_sharding, ContextSharding)
         for axis in AXES:
             if getattr(self, axis) < 1:
                 raise ValueError(f"parallel size {axis} must be at least 1, not {getattr(self, axis)}")
@@ -96,6 +99,7 @@ class ParallelDims:
         A size of -1 is inferred. Under fsdp2, `shard_size` then takes all remaining ranks, and `replicate_size` is 1
         unless `shard_size` is given. Raises ValueError, naming the options, if the product is not the world size.
         """
+        check_choice("mode", mode, DataParallelMode)
         for option, size in (("shard", shard_size), ("replicate", replicate_size)):
             if size < 1 and size != -1:
                 raise ValueError(f"train.data_parallel_{option}_size must be -1 or at least 1, not {size}")

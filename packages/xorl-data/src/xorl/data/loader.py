@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from xorl.data.batch import Document, PackedBatch, collate
 from xorl.data.packing import Bins, StartMethod
-from xorl.data.plan import PAIR_COST, DataPlan, bin_costs, split_step
+from xorl.data.plan import PAIR_COST, DataPlan, bin_costs, check_rank, check_start, split_step
 from xorl.data.workers import iterate
 
 
@@ -54,8 +54,9 @@ class StepLoader:
         worker_start_method: StartMethod | None = None,
         pair_cost: float = PAIR_COST,
     ) -> None:
-        assert plan.num_bins == len(bins), f"the plan is for {plan.num_bins} bins, these are {len(bins)}"
-        assert 0 <= dp_rank < dp_size, (dp_rank, dp_size)
+        if plan.num_bins != len(bins):
+            raise ValueError(f"plan: it is for {plan.num_bins} bins, but there are {len(bins)}")
+        check_rank(dp_rank, dp_size)
         self._plan = plan
         self._micro_batch_size = micro_batch_size
         self._dp_rank = dp_rank
@@ -73,7 +74,7 @@ class StepLoader:
 
     def steps(self, start: int = 0) -> Iterator[tuple[int, list[PackedBatch]]]:
         """Yields (step, its micro-batches), beginning with step `start`, without reading the steps before it."""
-        assert 0 <= start <= self.num_steps, f"step {start} is not in 0..{self.num_steps}"
+        check_start(start, self.num_steps)
         batches = iterate(
             self._batches,
             sampler=_Sampler(self, start),

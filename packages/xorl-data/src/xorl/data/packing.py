@@ -74,9 +74,14 @@ def pack(
     keeps the order: a document that does not fit closes the bin. `multipack` is best-fit decreasing within groups of
     `group_size` documents, with the bins shuffled by `seed`; with a `start_method`, `num_proc` processes pack the
     groups. `none` puts every document into a separate bin.
+
+    Raises ValueError for a document that does not fit.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
-    assert not len(lengths) or (lengths.min() >= 1 and lengths.max() <= bin_len), "preparation limits every length"
+    if len(wrong := np.flatnonzero((lengths < 1) | (lengths > bin_len))):
+        raise ValueError(
+            f"lengths: document {wrong[0]} has {lengths[wrong[0]]} tokens, but must have from 1 to bin_len, {bin_len}"
+        )
     if strict_order and method != "none":
         bins = _next_fit(lengths, bin_len)
     elif method == "sequential":

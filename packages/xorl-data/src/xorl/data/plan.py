@@ -108,7 +108,8 @@ class DataPlan:
 
     def bins_of_step(self, step: int) -> np.ndarray:
         """The bins of optimizer step `step` (from 0) in global order, int64. The cost does not depend on the step."""
-        assert 0 <= step < self.num_steps, f"step {step} is not in 0..{self.num_steps - 1}"
+        if not 0 <= step < self.num_steps:
+            raise ValueError(f"step: {step} is not from 0 to {self.num_steps - 1}")
         epoch, index = divmod(step, self.steps_per_epoch)
         start = index * self.bins_per_step
         stop = min(start + self.bins_per_step, self.num_bins)
@@ -124,6 +125,18 @@ def _order_of_epoch(num_bins: int, fingerprint: str, seed: int, epoch: int) -> n
     return order
 
 
+def check_rank(dp_rank: int, dp_size: int) -> None:
+    """Raise ValueError unless there is such a data-parallel rank."""
+    if not 0 <= dp_rank < dp_size:
+        raise ValueError(f"dp_rank: {dp_rank} is not from 0 to dp_size - 1, which is {dp_size - 1}")
+
+
+def check_start(start: int, num_steps: int) -> None:
+    """Raise ValueError for a step that cannot be the first one."""
+    if not 0 <= start <= num_steps:
+        raise ValueError(f"start: {start} is not from 0 to {num_steps}, the number of steps")
+
+
 def bin_costs(lengths: np.ndarray, bins: Bins, pair_cost: float = PAIR_COST) -> np.ndarray:
     """The training cost of each bin in tokens, [num_bins]: sum(len) + pair_cost * sum(len^2) over its documents."""
     packed = lengths[bins.indices].astype(np.float64)
@@ -136,7 +149,8 @@ def split_step(costs: Sequence[float] | np.ndarray, *, dp_size: int, micro_batch
     Bins of similar cost go to the same micro-batch index on all ranks, because ranks wait for each other after each
     micro-batch. The ranks take turns receiving the most expensive bin, which also balances their sums.
     """
-    assert min(dp_size, micro_batch_size) >= 1, (dp_size, micro_batch_size)
+    if min(dp_size, micro_batch_size) < 1:
+        raise ValueError(f"dp_size and micro_batch_size must be at least 1, got {dp_size} and {micro_batch_size}")
     descending = np.argsort(-np.asarray(costs, dtype=np.float64), kind="stable")
     num_micro_batches = -(-len(descending) // (dp_size * micro_batch_size))
     rounds = np.full((num_micro_batches * micro_batch_size, dp_size), -1, dtype=np.int64)

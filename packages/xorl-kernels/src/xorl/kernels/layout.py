@@ -38,8 +38,7 @@ class SequenceLayout:
         num_real: Tensor | None = None,
         num_trained: Tensor | None = None,
     ) -> None:
-        if any(length < 1 for length in lengths):
-            raise ValueError(f"every document needs at least one token, got lengths {tuple(lengths)}")
+        _check_lengths(lengths)
         if cu_seqlens.shape != (len(lengths) + 1,):
             raise ValueError(
                 f"cu_seqlens must have shape [{len(lengths) + 1}] for {len(lengths)} documents, "
@@ -60,6 +59,7 @@ class SequenceLayout:
     @classmethod
     def from_lengths(cls, lengths: Sequence[int], device: torch.device | str = "cpu") -> "SequenceLayout":
         """The layout of documents with these lengths, in order; positions start at 0 in each document."""
+        _check_lengths(lengths)
         ends = list(accumulate(lengths, initial=0))
         positions = [torch.arange(length, dtype=torch.int64) for length in lengths]
         layout = cls(
@@ -103,6 +103,11 @@ class SequenceLayout:
             num_real=None if self.num_real is None else self.num_real.to(device, non_blocking=non_blocking),
             num_trained=None if self.num_trained is None else self.num_trained.to(device, non_blocking=non_blocking),
         )
+
+
+def _check_lengths(lengths: Sequence[int]) -> None:
+    if any(length < 1 for length in lengths):
+        raise ValueError(f"every document needs at least one token, got lengths {tuple(lengths)}")
 
 
 class ContextGroup(NamedTuple):

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from xorl.core.nn.layers import Linear
+from xorl.kernels.arguments import check_choice
 from xorl.kernels.quant.fp8 import (
     E4M3,
     E5M2,
@@ -46,8 +47,10 @@ def convert_linears(layers: nn.Module, recipe: Fp8Recipe, exclude: Sequence[str]
     Layers whose path ends in one of the names in `exclude`, as whole path components, are kept. Returns the paths of
     the replaced layers.
 
-    Raises ValueError, before anything is changed, for feature counts that fp8 matrix units do not support.
+    Raises ValueError, before anything is changed, for an unknown recipe and for feature counts that fp8 matrix units do
+    not support.
     """
+    check_choice("recipe", recipe, Fp8Recipe)
     linears = fp8_linears(layers, exclude)
     for path, linear in linears.items():
         layers.set_submodule(path, Fp8Linear(linear, recipe))

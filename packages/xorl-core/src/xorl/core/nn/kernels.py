@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from xorl.kernels.arguments import check_choice
 from xorl.kernels.attention import AttentionFn
 from xorl.kernels.attention.sdpa import sdpa_attention
 from xorl.kernels.experts import ExpertsFn, grouped
@@ -67,6 +68,8 @@ def choose_kernels(
         experts: the function of layers of experts.
         cast_bf16: round queries and keys to bf16 before attention, which still computes in `dtype`.
     """
+    for name in native:
+        check_choice("native", name, FusedKernel)
     refusal = triton_refusal(device_type)
     if refusal is None and dtype == torch.float64:
         refusal = "fused kernels compute in fp32"

@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from xorl.kernels.copies import copy_to
 from xorl.kernels.fused import RopeTables
 from xorl.kernels.layout import SequenceLayout
 
@@ -85,8 +86,7 @@ class Rotary:
                 for length in layout.lengths
             ]
         )  # [N, C / 2]
-        # Pinned, because a copy from pageable memory would wait for all work queued on the device.
-        rows = rows.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else rows.to(device)
+        rows = copy_to(device, rows)
         counts = layout.cu_seqlens.to(device).diff()
         return rows.repeat_interleave(counts, dim=0, output_size=layout.num_tokens)
 

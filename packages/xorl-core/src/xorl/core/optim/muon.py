@@ -15,6 +15,7 @@ from xorl.core.optim.adamw import AdamW, StepControls, count_steps_, step_contro
 from xorl.core.optim.local import local
 from xorl.core.optim.matrices import Exchange, Grid, Matrix, Run, logical_matrices, plan_rounds
 from xorl.core.optim.newton_schulz import orthogonalise
+from xorl.kernels.arguments import check_choice
 from xorl.kernels.optim import Noise, descend_, momentum_
 
 AdjustLr = Literal["original", "match_rms_adamw"]
@@ -45,6 +46,9 @@ class MuonOptions:
     adjust_lr: AdjustLr = "original"
     replicas: dist.ProcessGroup | None = field(default=None, compare=False)
     compute_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("adjust_lr", self.adjust_lr, AdjustLr)
 
 
 def lr_ratio(adjust_lr: AdjustLr, rows: int, columns: int) -> float:

@@ -11,6 +11,7 @@ from torch import nn
 from xorl.core.optim.adamw import AdamW, noise_key
 from xorl.core.optim.muon import Muon, MuonOptions
 from xorl.core.optim.sgd import SGD
+from xorl.kernels.arguments import check_choice
 
 OptimizerName = Literal["adamw", "sgd", "anyprecision_adamw", "muon"]
 
@@ -40,8 +41,12 @@ def build_optimizer(
         state_dtype, seed: for anyprecision_adamw and muon, the dtype of the state and the seed of stochastic rounding.
         muon: options that the optimizer `muon` requires.
 
-    Raises ValueError for a substring that matches no parameter, or if no parameter requires a gradient.
+    Raises ValueError for an unknown name, for a substring that matches no parameter, or if no parameter requires a
+    gradient.
     """
+    check_choice("name", name, OptimizerName)
+    if name == "muon" and muon is None:
+        raise ValueError("muon: the optimizer muon needs MuonOptions, which say what each parameter stacks; got None")
     trained = [(path, parameter) for path, parameter in named_parameters if parameter.requires_grad]
     decays = weight_decays(trained, weight_decay, no_decay_modules, no_decay_params)
     groups: dict[tuple[bool, float], dict[str, Any]] = {}
@@ -59,7 +64,7 @@ def build_optimizer(
     if name == "anyprecision_adamw":
         return AdamW(groups.values(), lr, state_dtype=state_dtype)
     if name == "muon":
-        assert muon is not None, "muon requires MuonOptions"
+        assert muon is not None
         return Muon(groups.values(), lr, muon, state_dtype=state_dtype)
     return SGD(groups.values(), lr)
 

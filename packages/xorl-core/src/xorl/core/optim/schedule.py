@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from xorl.kernels.arguments import check_choice
+
 DecayStyle = Literal["constant", "linear", "cosine"]
 
 
@@ -18,7 +20,7 @@ class Schedule:
     transformers: the first step of the decay uses `peak`, and the last one a value above `minimum`. So even with a
     `minimum` of 0, every step of the decay has an effect.
 
-    Raises ValueError if the warm-up would end after the decay.
+    Raises ValueError for values out of range, or if the warm-up would end after the decay.
     """
 
     num_steps: int
@@ -30,6 +32,12 @@ class Schedule:
     style: DecayStyle = "constant"
 
     def __post_init__(self) -> None:
+        check_choice("style", self.style, DecayStyle)
+        if self.num_steps < 1:
+            raise ValueError(f"num_steps must be at least 1, got {self.num_steps}")
+        for name in ("warmup_ratio", "decay_ratio"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must be from 0 to 1, got {getattr(self, name)}")
         if self.style != "constant" and self.warmup_ratio > self.decay_ratio:
             raise ValueError(
                 f"warmup_ratio {self.warmup_ratio:g} is above decay_ratio {self.decay_ratio:g}: the decay would end "
@@ -37,7 +45,9 @@ class Schedule:
             )
 
     def __call__(self, step: int) -> float:
-        """The learning rate of optimizer step `step`, counted from 1."""
+        """The learning rate of optimizer step `step`, counted from 1; raises ValueError for a step below 1."""
+        if step < 1:
+            raise ValueError(f"step must be at least 1, since steps are counted from 1; got {step}")
         warmup_steps = round(self.num_steps * self.warmup_ratio)
         if step <= warmup_steps:
             return self.start + (self.peak - self.start) * step / warmup_steps

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from xorl.core.mesh import DataParallelMode, Mesh
 from xorl.core.nn.fp8 import Fp8Recipe, convert_linears, fp8_linears
-from xorl.core.parallel.activations import Recompute, recompute_layers
+from xorl.core.parallel.activations import Recompute, RecomputeModule, recompute_layers
 from xorl.core.parallel.compile import CompileBackend, compile_layers, require_compiler
 from xorl.core.parallel.ddp import replicate
 from xorl.core.parallel.fp8 import Fp8Weights
@@ -30,6 +30,7 @@ from xorl.core.parallel.fsdp import (
 )
 from xorl.core.parallel.offload import ActivationOffload
 from xorl.core.parallel.stored import allow_integer_parameters, gather_as_stored
+from xorl.kernels.arguments import check_choice
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,14 @@ class ParallelPolicy:
     activation_offload_limit: float | None = None
 
     def __post_init__(self) -> None:
+        check_choice("data_parallel_mode", self.data_parallel_mode, DataParallelMode)
+        if self.fp8 != "none":
+            check_choice("fp8", self.fp8, Fp8Recipe)
+        if isinstance(self.recompute, str):
+            check_choice("recompute", self.recompute, Literal["none", "operation", "layer"])
+        else:
+            for module in self.recompute:
+                check_choice("recompute", module, RecomputeModule)
         if self.cpu_offload and self.data_parallel_mode != "fsdp2":
             raise ValueError(
                 f"train.enable_cpu_offload needs sharded parameters, but train.data_parallel_mode is "

@@ -20,6 +20,7 @@ from xorl.data.batch import PackedBatch, collate
 from xorl.data.errors import DataError
 from xorl.data.hashing import digest
 from xorl.data.packing import StartMethod
+from xorl.data.plan import check_rank, check_start
 from xorl.data.receipt import Counts, DatasetReceipt, Receipt
 from xorl.data.stream.files import Stream
 from xorl.data.stream.lane import RunStart, StreamBin, StreamLane
@@ -121,7 +122,7 @@ class StreamLoader:
         worker_start_method: StartMethod | None = None,
         positions: Positions | None = None,
     ) -> None:
-        assert 0 <= dp_rank < dp_size, (dp_rank, dp_size)
+        check_rank(dp_rank, dp_size)
         per_round = micro_batch_size * dp_size
         assert plan.bins_per_step % per_round == 0, f"{plan.bins_per_step} bins per step is no multiple of {per_round}"
         self._stream = stream
@@ -156,7 +157,7 @@ class StreamLoader:
 
     def steps(self, start: int = 0) -> Iterator[tuple[int, list[PackedBatch]]]:
         """Yields (step, its micro-batches), beginning with step `start`."""
-        assert 0 <= start <= self.num_steps, f"step {start} is not in 0..{self.num_steps}"
+        check_start(start, self.num_steps)
         per_step = self._plan.bins_per_step // self._dp_size
         runs = [RunStart(first, *divmod(position, 1 << _CHUNK_BITS)) for first, position in self._runs.tolist()]
         dataset = _RankBins(

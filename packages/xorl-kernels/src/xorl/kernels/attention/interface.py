@@ -18,6 +18,8 @@ class AttentionFn(Protocol):
 
     `scale` multiplies the scores. With a `window` of w, a token sees itself and the w - 1 tokens before it; with None,
     it sees all tokens before it.
+
+    Raises ValueError for shapes that do not fit each other or the layout, different dtypes, or a window below 1.
     """
 
     def __call__(

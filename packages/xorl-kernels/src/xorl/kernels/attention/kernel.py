@@ -75,11 +75,6 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def copy_to(device: torch.device, values: Tensor) -> Tensor:
-    """A copy on `device`, from pinned memory: with pageable memory the host would wait for all queued work."""
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
-
-
 def visible_pairs(offsets: Tensor, window: int | None, key_offsets: Tensor | None = None) -> int:
     """The number of (query, key) pairs in all documents; a token sees itself and earlier tokens in its window.
 

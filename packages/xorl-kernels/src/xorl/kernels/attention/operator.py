@@ -52,6 +52,7 @@ class PackedAttention:
         kernel's precision: the derivatives are sum_j P_ij k_j for q_i (attention over the keys) and sum_i P_ij q_i for
         k_j.
         """
+        _check(q, k, v, layout.num_tokens, window)
         deterministic = torch.are_deterministic_algorithms_enabled()
         return self._operator(q, k, v, layout.cu_seqlens, layout.offsets, scale, window, deterministic)
 
@@ -59,9 +60,27 @@ class PackedAttention:
         self, q: Tensor, k: Tensor, v: Tensor, layout: ShardedLayout, *, scale: float, window: int | None
     ) -> Tensor:
         """As `AttentionFn.in_ring`."""
+        _check(q, k, v, layout.whole.num_tokens // layout.ring.size, window)
         deterministic = torch.are_deterministic_algorithms_enabled()
         offsets, group_name = layout.whole.offsets, layout.ring.name
         return self._ring_operator(q, k, v, offsets, group_name, scale, window, deterministic)[0]
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, num_tokens: int, window: int | None) -> None:
+    """Raise ValueError for shapes or dtypes that kernels would misread. Compiled code has been checked before."""
+    if torch.compiler.is_compiling():
+        return
+    shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+    if not q.dim() == k.dim() == v.dim() == 3 or k.shape != v.shape or q.shape[2] != k.shape[2]:
+        raise ValueError(f"q must be [T, H, C], k and v [T, G, C]; got {shapes}")
+    if not len(q) == len(k) == num_tokens:
+        raise ValueError(f"q, k and v must have the {num_tokens} tokens of the layout; got {shapes}")
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ValueError(f"the number of query heads must be a multiple of that of key/value heads; got {shapes}")
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q, k and v must have the same dtype; got {q.dtype}, {k.dtype} and {v.dtype}")
+    if window is not None and window < 1:
+        raise ValueError(f"window must be at least 1, or None for all earlier tokens; got {window}")
 
 
 class _Context(FunctionCtx):

@@ -29,10 +29,10 @@ from xorl.kernels.attention.kernel import (
     Documents,
     ForwardKernel,
     Gradients,
-    copy_to,
     lse_dtype,
     visible_pairs,
 )
+from xorl.kernels.copies import copy_to
 from xorl.kernels.layout import ring_ranges
 
 RingOperator = Callable[[Tensor, Tensor, Tensor, Tensor, str, float, int | None, bool], tuple[Tensor, Tensor]]

@@ -19,11 +19,12 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
 
 from xorl.kernels.attention.cudnn import CUDNN_MAX_HEAD_DIM, cudnn_backward, cudnn_forward, no_dropout
-from xorl.kernels.attention.kernel import Documents, Gradients, copy_to
+from xorl.kernels.attention.kernel import Documents, Gradients
 from xorl.kernels.attention.limits import HALF_DTYPES
 from xorl.kernels.attention.operator import PackedAttention
 from xorl.kernels.attention.reference import causal_mask, eager_backward, eager_forward
 from xorl.kernels.attention.split import split_by_heads
+from xorl.kernels.copies import copy_to
 
 FLASH_HEAD_DIM_MULTIPLE = 8
 # The memory-efficient kernel reads log-sum-exps in blocks of this many tokens; the padding must be infinite.

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from xorl.kernels.arguments import check_choice
 from xorl.kernels.quant.block_fp8 import dequantize_block_fp8, quantize_block_fp8
 from xorl.kernels.quant.device import QuantFormat
 from xorl.kernels.quant.nf4 import dequantize_nf4, quantize_nf4
@@ -44,6 +45,9 @@ class QuantScheme:
 
     quant_format: QuantFormat
     group_size: int
+
+    def __post_init__(self) -> None:
+        check_choice("quant_format", self.quant_format, QuantFormat)
 
     @property
     def unit_rows(self) -> int:
