@@ -95,19 +95,20 @@ def test_a_policy_loss_needs_less_than_a_gibibyte_and_never_waits(is_frozen):
     hidden, weight = (hidden / 64).requires_grad_(), weight.requires_grad_(not is_frozen)
     targets = {
         "labels": labels,
-        "positions": torch.arange(8192, device="cuda") % 1024,
         "logprobs": randn(8192, dtype=torch.float32, seed=3) - 12.5,
         "advantages": randn(8192, dtype=torch.float32, seed=4),
     }
     loss = get_loss("drgrpo", {"beta": 0.0, "ratio_type": "sequence"})
-    loss(hidden[:256], weight, {name: values[:256] for name, values in targets.items()}).sum.backward()
+    layout = SequenceLayout.from_lengths([1024] * 8, "cuda")
+    first = {name: values[:256] for name, values in targets.items()}
+    loss(hidden[:256], weight, first, SequenceLayout.from_lengths([256], "cuda")).sum.backward()
     hidden.grad = weight.grad = None
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        output = loss(hidden, weight, targets)
+        output = loss(hidden, weight, targets, layout)
         output.sum.backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -17,6 +17,7 @@ from xorl.core.loss import LossOutput, cross_entropy
 from xorl.core.mesh import Mesh
 from xorl.core.nn.ulysses import check_heads
 from xorl.kernels.attention import ring
+from xorl.kernels.layout import SequenceLayout
 from xorl.train.build import build_engine
 from xorl.train.model import read_architecture
 from xorl.train.startup import parallel_dims
@@ -161,7 +162,7 @@ def test_a_document_does_not_change_the_others(run_ranks, tmp_path: Path, world_
         document = torch.arange(len(batch.lengths)).repeat_interleave(batch.cu_seqlens.diff())
         found: list[tuple[Tensor, Tensor]] = []
 
-        def keep(hidden: Tensor, weight: Tensor, targets: dict[str, Tensor]) -> LossOutput:
+        def keep(hidden: Tensor, weight: Tensor, targets: dict[str, Tensor], _: SequenceLayout) -> LossOutput:
             found.append((hidden, targets["document"]))
             return cross_entropy(hidden, weight, targets)
 

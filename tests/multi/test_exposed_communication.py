@@ -17,6 +17,7 @@ from xorl.core.models import Decoder, spec_for
 from xorl.core.optim import build_optimizer
 from xorl.core.parallel import ParallelPolicy, local_part, parallelize
 from xorl.data.batch import Document, collate
+from xorl.kernels.layout import SequenceLayout
 from xorl.train.engine import Engine
 
 HF_CONFIG = hf_config("gpt2", vocab_size=32, n_embd=16, n_head=2, n_positions=16)
@@ -34,7 +35,7 @@ def seconds_by_phase(mode: DataParallelMode) -> dict[str, float]:
         assert isinstance(module, Decoder)
         module.init_weights(0, local_part=local_part)
 
-    def slow_loss(hidden: Tensor, weight: Tensor, targets: Mapping[str, Tensor]) -> LossOutput:
+    def slow_loss(hidden: Tensor, weight: Tensor, targets: Mapping[str, Tensor], _: SequenceLayout) -> LossOutput:
         time.sleep(LATE_S * runtime.global_rank())
         return cross_entropy(hidden, weight, targets)
 

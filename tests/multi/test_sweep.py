@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, object], dict[str, object]]] = {
     "ddp-2": (2, {"data_parallel_mode": "ddp"}, {}),
     "zero3-2": (2, {}, {}),
     "zero2-2 recomputed": (2, {"enable_full_shard": False, "enable_gradient_checkpointing": True}, {}),
+    "ulysses-2": (2, {"ulysses_parallel_size": 2}, {}),
+    "ring-2": (2, {"ringattn_parallel_size": 2}, {}),
+    "ddp-2 ulysses-2": (4, {"ulysses_parallel_size": 2, "data_parallel_mode": "ddp"}, {}),
+    "zero3-2 ulysses-2": (4, {"ulysses_parallel_size": 2}, {}),
     "none quantised": (1, {"data_parallel_mode": "none"}, QLORA),
     "zero3-2 quantised": (2, {}, QLORA),
 }
@@ -47,8 +52,10 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def config_of(folder: Path, layout: str) -> Config:
+def config_of(folder: Path, layout: str, data: dict[str, object] | None = None, name: str | None = None) -> Config:
+    """data: further options of the section. name: of the output folder, by default that of the layout."""
     num_ranks, train, lora = LAYOUTS[layout]
+    num_sharing = 2 if train.keys() & {"ulysses_parallel_size", "ringattn_parallel_size"} else 1
     return config_from_mapping(
         {
             "model": {"config_path": str(folder)},
@@ -58,12 +65,13 @@ def config_of(folder: Path, layout: str) -> Config:
                 "sample_packing_sequence_len": 32,
                 "dataloader_num_workers": 0,
                 "pad_to_multiple_of": 8,
+                **(data or {}),
             },
             "train": {
-                "output_dir": str(folder / layout),
+                "output_dir": str(folder / (name or layout)),
                 "enable_mixed_precision": False,
                 "enable_gradient_checkpointing": False,
-                "gradient_accumulation_steps": 4 // num_ranks,
+                "gradient_accumulation_steps": 4 * num_sharing // num_ranks,
                 "max_steps": 2,
                 "lr": 0.01,
                 "log_format": "structured",
@@ -110,6 +118,59 @@ def test_a_sweep_learns_the_same_on_every_placement(layouts: Sequence[str], fold
     for layout in layouts[1:]:
         for key, value in expected.items():
             torch.testing.assert_close(found[layout][key], value, rtol=1e-3, atol=1e-5, msg=f"{layout} {key}")
+
+
+def learnt(config: Config) -> tuple[dict[str, list[dict[str, float]]], dict[str, Tensor]]:
+    """The metrics and the adapter of each member of a sweep; collective."""
+    sweep = build_sweep(config)
+    assert train_sweep(sweep) == 0
+    sweep.close()
+    files = {name: Path(config.train.output_dir) / "sweep" / name / "metrics.jsonl" for name in NAMES}
+    return (
+        {name: [json.loads(line) for line in file.read_text().splitlines()] for name, file in files.items()},
+        {name: sweep.engine.bank.snapshot(name).values[""].clone() for name in NAMES},
+    )
+
+
+@pytest.mark.multi
+def test_members_of_ranks_that_share_rows_learn_what_one_process_teaches(folder: Path, run_ranks) -> None:
+    # Catches tokens of a member that are counted by every rank that shares them, rows whose parts have other members
+    # than the row, and an evaluation of parts of documents.
+    held_out = {"test_datasets": [{"path": str(folder / "data.jsonl")}]}
+
+    def runs(*layouts: str) -> dict[str, tuple[dict[str, list[dict[str, float]]], dict[str, Tensor]]]:
+        return {layout: learnt(config_of(folder, layout, held_out)) for layout in layouts}
+
+    def runs_with_a_fault() -> dict[str, tuple[dict[str, list[dict[str, float]]], dict[str, Tensor]]]:
+        found, count = runs("ulysses-2", "ring-2"), BankEngine._counts
+
+        def as_first(self: BankEngine, *args: object) -> Tensor:
+            context = self.model.mesh.context
+            self.model.mesh.context = replace(context, rank=0)
+            try:
+                return count(self, *args)
+            finally:
+                self.model.mesh.context = context
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(BankEngine, "_counts", as_first)
+            found["every rank counts"] = learnt(config_of(folder, "ulysses-2", held_out, "fault"))
+        return found
+
+    [one] = run_ranks(lambda: runs("none"), 1)
+    two = run_ranks(runs_with_a_fault, 2)[0]
+    four = run_ranks(lambda: runs("ddp-2 ulysses-2", "zero3-2 ulysses-2"), 4)[0]
+    expected_metrics, expected = one["none"]
+    for layout, (metrics, adapters) in (two | four).items():
+        is_same = metrics == {
+            name: [pytest.approx(line, rel=1e-5) for line in lines] for name, lines in expected_metrics.items()
+        }
+        if layout == "every rank counts":
+            assert not is_same
+            continue
+        assert is_same, (layout, metrics, expected_metrics)
+        for name, value in expected.items():
+            torch.testing.assert_close(adapters[name], value, rtol=1e-4, atol=1e-5, msg=f"{layout} {name}")
 
 
 def bank_engine(folder: Path, layout: str, names: str) -> BankEngine:

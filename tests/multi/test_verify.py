@@ -24,6 +24,7 @@ from xorl.core.parallel import local_part
 from xorl.kernels.attention import ring
 from xorl.kernels.layout import SequenceLayout, ShardedLayout
 from xorl.train import engine as engine_module
+from xorl.train import rows as rows_module
 from xorl.train.build import build_engine
 from xorl.train.engine import Engine
 from xorl.train.model import read_architecture
@@ -101,7 +102,7 @@ def positions_of_the_part(patch: pytest.MonkeyPatch) -> None:
         layout.positions = whole.positions[: layout.num_tokens]
         return layout
 
-    patch.setattr(engine_module, "ShardedLayout", numbered_from_zero)
+    patch.setattr(rows_module, "ShardedLayout", numbered_from_zero)
 
 
 def gradients_that_do_not_return(patch: pytest.MonkeyPatch) -> None:

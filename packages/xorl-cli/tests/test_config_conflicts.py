@@ -232,6 +232,11 @@ def entry(**options: Any) -> dict[str, Any]:
             "none uses a single process",
         ),
         (
+            {"train": {"data_parallel_mode": "none", "ulysses_parallel_size": 2}},
+            "train.ulysses_parallel_size",
+            "none uses a single process, so ulysses_parallel_size cannot be 2: set it to 1, or the mode to fsdp2",
+        ),
+        (
             {"train": {"data_parallel_mode": "none", "data_parallel_replicate_size": 2}},
             "train.data_parallel_replicate_size",
             "none uses a single process",

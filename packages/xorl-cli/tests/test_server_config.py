@@ -241,6 +241,8 @@ def _code_of(folder: Path) -> str:
         ({"data_parallel_shard_size": 2, "data_parallel_replicate_size": -1}, 8, 8),
         ({"data_parallel_mode": "ddp", "data_parallel_replicate_size": -1}, 4, 4),
         ({"data_parallel_mode": "none"}, 4, 1),
+        ({"data_parallel_shard_size": 2, "ulysses_parallel_size": 4}, 0, 8),
+        ({"data_parallel_shard_size": -1, "ulysses_parallel_size": 2}, 8, 8),
     ],
 )
 def test_the_sizes_say_how_many_workers_start(options: dict[str, Any], num_gpus: int, expected: int) -> None:
@@ -250,8 +252,16 @@ def test_the_sizes_say_how_many_workers_start(options: dict[str, Any], num_gpus:
 
 def test_a_size_that_leaves_gpus_over_is_an_error() -> None:
     # Would catch -1 that silently takes fewer GPUs than all.
-    with pytest.raises(ValueError, match="uses all 8 GPUs, but data_parallel_replicate_size 3 does not divide 8"):
-        num_workers(loaded(data_parallel_shard_size=-1, data_parallel_replicate_size=3).config, 8)
+    for option, others, nearest in (
+        ("data_parallel_replicate_size", {}, "is 2"),
+        ("ulysses_parallel_size", {}, "is 2"),
+        ("ulysses_parallel_size", {"data_parallel_replicate_size": 3}, "change one of the sizes"),
+    ):
+        config = loaded(data_parallel_shard_size=-1, **{option: 3}, **others).config
+        with pytest.raises(
+            ValueError, match=rf"^{option}: .* all 8 GPUs, but .*{option} 3 does not divide 8.* {nearest}"
+        ):
+            num_workers(config, 8)
 
 
 def test_the_engine_is_the_one_of_local_training() -> None:

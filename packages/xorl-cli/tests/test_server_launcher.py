@@ -212,7 +212,7 @@ def test_gpus_that_stay_idle_are_told_of(tmp_path: Path, caplog, size: int, is_s
 @pytest.mark.parametrize(
     ("options", "num_gpus", "wanted"),
     [
-        ({"data_parallel_shard_size": 8}, 4, "8 workers, but this machine has 4 GPUs"),
+        ({"data_parallel_shard_size": 8}, 4, "^data_parallel_shard_size: .* is 8 workers, but this machine has 4 GPUs"),
         ({"engine_connect_host": "node0"}, 0, "engine_connect_host: with --mode auto the workers are on this host"),
     ],
 )

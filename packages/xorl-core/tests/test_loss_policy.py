@@ -10,12 +10,14 @@ from xorl.core.loss import IGNORE, LOSSES, combine_metrics, get_loss, read_metri
 from xorl.core.loss.metrics import empty_metrics, metrics_between
 from xorl.core.loss.policy import MAX_LOG_RATIO
 from xorl.core.loss.table import check_inputs
+from xorl.kernels.layout import SequenceLayout
 
 LENGTHS = (25, 1, 34, 7)
 DRIFTS = (-0.4, 0.0, 0.4, 0.0)  # of whole documents, so that their ratios are clipped too
 ENDS = [0, *accumulate(LENGTHS)]
 NUM_TOKENS, NUM_LABELS = ENDS[-1], ENDS[-2]
 VOCAB, WIDTH = 23, 8
+LAYOUT = SequenceLayout.from_lengths(LENGTHS)
 
 
 def make_inputs(dtype=torch.float64):
@@ -36,15 +38,14 @@ def make_inputs(dtype=torch.float64):
 
     targets = {"logprobs": near(), "rollout_logprobs": near(), "ref_logprobs": near()}
     targets["advantages"] = torch.randn(num_tokens, generator=generator, dtype=torch.float64)
-    targets["positions"] = torch.cat([torch.arange(length) for length in LENGTHS])
     targets["labels"] = labels
-    is_prompt = targets["positions"] < 2
+    is_prompt = LAYOUT.positions < 2
     is_prompt[ENDS[1]] = False  # a document of one token, which is trained
     targets["logprobs"][is_prompt] = 0.0
     targets["advantages"][is_prompt] = 0.0
     targets["advantages"][30] = 0.0  # drawn by the sampler, and worth nothing
     targets["logprobs"][40] = targets["advantages"][40] = 0.0  # the same, and drawn with certainty
-    targets["sequence_ratio_mask"] = (targets["positions"] >= 4).double()
+    targets["sequence_ratio_mask"] = (LAYOUT.positions >= 4).double()
     labels[NUM_LABELS:] = IGNORE
     cast = {name: x.to(dtype) if x.is_floating_point() else x for name, x in targets.items()}
     return hidden.to(dtype), head.to(dtype), cast
@@ -160,7 +161,7 @@ def test_values_and_gradients_are_those_of_the_definition(name, options, whole_l
     hidden, head, targets = make_inputs()
     leaves = [hidden.requires_grad_(), head.requires_grad_()]
     wanted, trained, now = defined(name, options, hidden, head, targets)
-    output = get_loss(name, options)(hidden, head, targets, whole_logits=whole_logits)
+    output = get_loss(name, options)(hidden, head, targets, LAYOUT, whole_logits=whole_logits)
     exact = {"rtol": 1e-10, "atol": 1e-12}
     torch.testing.assert_close(output.sum, wanted.sum(), **exact)
     torch.testing.assert_close(gradients(output.sum, leaves), gradients(wanted.sum(), leaves), **exact)
@@ -175,9 +176,9 @@ def test_without_a_mask_the_ratio_of_a_document_is_over_its_trained_tokens():
     """Catches a loss that asks for what a client with one answer a document need not say."""
     hidden, head, targets = make_inputs()
     trained = (targets["logprobs"] != 0) | (targets["advantages"] != 0)
-    wanted = LOSSES["gspo"](hidden, head, {**targets, "sequence_ratio_mask": trained.double()})
+    wanted = LOSSES["gspo"](hidden, head, {**targets, "sequence_ratio_mask": trained.double()}, LAYOUT)
     del targets["sequence_ratio_mask"]
-    assert torch.equal(LOSSES["gspo"](hidden, head, targets).per_token, wanted.per_token)
+    assert torch.equal(LOSSES["gspo"](hidden, head, targets, LAYOUT).per_token, wanted.per_token)
 
 
 @pytest.mark.parametrize(("name", "options"), CASES, ids=IDS)
@@ -186,7 +187,7 @@ def test_a_frozen_head_does_not_change_the_gradient(name, options):
     hidden, head, targets = make_inputs()
     hidden.requires_grad_()
     wanted, _, _ = defined(name, options, hidden, head, targets)
-    output = get_loss(name, options)(hidden, head, targets)
+    output = get_loss(name, options)(hidden, head, targets, LAYOUT)
     torch.testing.assert_close(gradients(output.sum, [hidden]), gradients(wanted.sum(), [hidden]), rtol=1e-10, atol=0)
 
 
@@ -197,12 +198,12 @@ def test_gradient_is_that_of_finite_differences():
     generator = torch.Generator().manual_seed(2)
     along = [torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in (hidden, head)]
     leaves = [hidden.requires_grad_(), head.requires_grad_()]
-    gradient = torch.autograd.grad(loss(*leaves, targets).sum, leaves)
+    gradient = torch.autograd.grad(loss(*leaves, targets, LAYOUT).sum, leaves)
     slope = sum(float((g * d).sum()) for g, d in zip(gradient, along, strict=True))
     step = 1e-5
     with torch.no_grad():
-        ahead = loss(hidden + step * along[0], head + step * along[1], targets).sum
-        behind = loss(hidden - step * along[0], head - step * along[1], targets).sum
+        ahead = loss(hidden + step * along[0], head + step * along[1], targets, LAYOUT).sum
+        behind = loss(hidden - step * along[0], head - step * along[1], targets, LAYOUT).sum
     assert float((ahead - behind) / (2 * step)) == pytest.approx(slope, rel=1e-7)
 
 
@@ -214,7 +215,7 @@ def test_cross_entropy_takes_any_weights(name, whole_logits):
     weights = torch.tensor([-2.0, 0.0, 0.25, 1.0]).repeat(NUM_TOKENS)[:NUM_TOKENS]
     leaves = [hidden.requires_grad_(), head.requires_grad_()]
     now = (hidden @ head.t()).log_softmax(-1).gather(1, targets["labels"].clamp(min=0)[:, None]).squeeze(1)
-    output = get_loss(name)(hidden, head, {**targets, "weights": weights}, whole_logits=whole_logits)
+    output = get_loss(name)(hidden, head, {**targets, "weights": weights}, LAYOUT, whole_logits=whole_logits)
     wanted = -(weights * now)[:NUM_LABELS].sum()
     torch.testing.assert_close(output.sum, wanted)
     torch.testing.assert_close(gradients(output.sum, leaves), gradients(wanted, leaves))
@@ -251,10 +252,10 @@ def test_cross_entropy_takes_several_labels_a_token(weighted):
 def test_metrics_of_a_part_are_those_of_its_tokens(name):
     """Catches a client whose metrics are those of its neighbours in a mixed pass."""
     hidden, head, targets = make_inputs()
-    output = LOSSES[name](hidden, head, targets)
+    output = LOSSES[name](hidden, head, targets, LAYOUT)
     parts = [metrics_between(output, start, stop) for start, stop in ((0, ENDS[1]), (ENDS[1], NUM_TOKENS))]
     first = {key: value[: ENDS[1]] for key, value in targets.items()}
-    alone = LOSSES[name](hidden[: ENDS[1]], head, first)
+    alone = LOSSES[name](hidden[: ENDS[1]], head, first, SequenceLayout.from_lengths(LENGTHS[:1]))
     assert read_metrics(parts[0]) == pytest.approx(read_metrics(alone.metrics))
     nothing = empty_metrics(output.metrics, torch.device("cpu"))
     assert read_metrics(combine_metrics([*parts, nothing])) == pytest.approx(read_metrics(output.metrics))
@@ -266,8 +267,8 @@ def test_weights_of_policy_losses_multiply_and_say_what_is_trained(name):
     hidden, head, targets = make_inputs()
     weights = torch.zeros(NUM_TOKENS, dtype=torch.float64)
     weights[2:12] = 0.5
-    halved = LOSSES[name](hidden, head, {**targets, "weights": weights})
-    whole = LOSSES[name](hidden, head, {**targets, "weights": (weights > 0).double()})
+    halved = LOSSES[name](hidden, head, {**targets, "weights": weights}, LAYOUT)
+    whole = LOSSES[name](hidden, head, {**targets, "weights": (weights > 0).double()}, LAYOUT)
     torch.testing.assert_close(halved.per_token, 0.5 * whole.per_token)
     assert read_metrics(whole.metrics)["valid_tokens:sum"] == 10
 
@@ -276,12 +277,12 @@ def test_weights_of_policy_losses_multiply_and_say_what_is_trained(name):
 def test_thresholds_may_come_with_the_tokens(name):
     """Catches thresholds of a datum that are ignored."""
     hidden, head, targets = make_inputs()
-    plain = get_loss(name, {"clip_low_threshold": 0.7, "clip_high_threshold": 1.1})(hidden, head, targets)
+    plain = get_loss(name, {"clip_low_threshold": 0.7, "clip_high_threshold": 1.1})(hidden, head, targets, LAYOUT)
     own = {"clip_low_threshold": torch.full((NUM_TOKENS,), 0.7), "clip_high_threshold": torch.full((NUM_TOKENS,), 1.1)}
-    given = LOSSES[name](hidden, head, {**targets, **{key: value.double() for key, value in own.items()}})
+    given = LOSSES[name](hidden, head, {**targets, **{key: value.double() for key, value in own.items()}}, LAYOUT)
     torch.testing.assert_close(given.per_token, plain.per_token)
     own["clip_high_threshold"][:20] = 1.5
-    mixed = LOSSES[name](hidden, head, {**targets, **{key: value.double() for key, value in own.items()}})
+    mixed = LOSSES[name](hidden, head, {**targets, **{key: value.double() for key, value in own.items()}}, LAYOUT)
     assert not torch.equal(mixed.per_token[:20], plain.per_token[:20])
     torch.testing.assert_close(mixed.per_token[20:], plain.per_token[20:])
 
@@ -295,8 +296,10 @@ def test_splitting_into_micro_batches_changes_nothing(name, options):
     def run(starts):
         leaves = [hidden.clone().requires_grad_(), head.clone().requires_grad_()]
         outputs = []
-        for rows in (slice(*pair) for pair in pairwise(starts)):
-            outputs.append(loss(leaves[0][rows], leaves[1], {key: x[rows] for key, x in targets.items()}))
+        for start, stop in pairwise(starts):
+            layout = SequenceLayout.from_lengths(LENGTHS[ENDS.index(start) : ENDS.index(stop)])
+            part = {key: x[start:stop] for key, x in targets.items()}
+            outputs.append(loss(leaves[0][start:stop], leaves[1], part, layout))
             outputs[-1].sum.backward()
         metrics = read_metrics(combine_metrics([output.metrics for output in outputs]))
         tensors = (torch.cat([output.per_token for output in outputs]), *(leaf.grad for leaf in leaves))
@@ -316,7 +319,7 @@ def test_metrics_are_those_of_the_trained_tokens():
     log_ratio = (now - targets["logprobs"])[trained]
     ratio, advantages = log_ratio.exp(), targets["advantages"][trained]
     clipped = ((ratio > 1.2) & (advantages > 0)) | ((ratio < 0.8) & (advantages < 0))
-    output = get_loss("ppo")(hidden, head, targets)
+    output = get_loss("ppo")(hidden, head, targets, LAYOUT)
     assert all(value.dtype == torch.float64 and value.dim() == 0 for value in output.metrics.values())
     wanted = {
         "loss:sum": output.sum,
@@ -330,7 +333,7 @@ def test_metrics_are_those_of_the_trained_tokens():
         "kl_sample_train_k3:mean": (ratio - 1 - log_ratio).mean(),
     }
     assert read_metrics(output.metrics) == pytest.approx({name: float(value) for name, value in wanted.items()})
-    quiet = get_loss("ppo", {"compute_kl_stats": False})(hidden, head, targets).metrics
+    quiet = get_loss("ppo", {"compute_kl_stats": False})(hidden, head, targets, LAYOUT).metrics
     assert {name for name in wanted if "kl" not in name} == set(quiet)
 
 
@@ -339,7 +342,7 @@ def test_a_micro_batch_without_trained_tokens_says_nothing():
     hidden, head, targets = make_inputs()
     padding = {**targets, "labels": torch.full_like(targets["labels"], IGNORE)}
     for name, loss in LOSSES.items():
-        output, empty = loss(hidden, head, targets), loss(hidden.requires_grad_(), head, padding)
+        output, empty = loss(hidden, head, targets, LAYOUT), loss(hidden.requires_grad_(), head, padding, LAYOUT)
         empty.sum.backward()
         assert hidden.grad is not None
         assert not hidden.grad.any(), name
@@ -353,7 +356,7 @@ def test_policies_that_parted_give_finite_gradients():
     hidden, head, targets = make_inputs(torch.float32)
     targets["logprobs"][3] = -200.0
     hidden.requires_grad_()
-    output = get_loss("importance_sampling")(hidden, head, targets)
+    output = get_loss("importance_sampling")(hidden, head, targets, LAYOUT)
     output.sum.backward()
     assert float(output.per_token[3]) == pytest.approx(-math.exp(MAX_LOG_RATIO) * float(targets["advantages"][3]))
     assert hidden.grad.isfinite().all()
@@ -364,16 +367,16 @@ def test_half_precision_gives_single_precision_losses():
     """Catches log-probabilities or losses that are rounded to the dtype of the hidden states."""
     hidden, head, targets = make_inputs(torch.float32)
     for loss in LOSSES.values():
-        output = loss(hidden.bfloat16(), head, targets)
+        output = loss(hidden.bfloat16(), head, targets, LAYOUT)
         assert output.sum.dtype == output.per_token.dtype == output.logprobs.dtype == torch.float32
 
 
 def test_old_logprobs_stand_for_the_sampled_ones():
     """Catches the other name of an input being ignored."""
     hidden, head, targets = make_inputs()
-    wanted = LOSSES["drgrpo"](hidden, head, targets)
+    wanted = LOSSES["drgrpo"](hidden, head, targets, LAYOUT)
     renamed = {"old_logprobs" if name == "logprobs" else name: x for name, x in targets.items()}
-    assert torch.equal(LOSSES["drgrpo"](hidden, head, renamed).sum, wanted.sum)
+    assert torch.equal(LOSSES["drgrpo"](hidden, head, renamed, LAYOUT).sum, wanted.sum)
 
 
 @pytest.mark.parametrize(
@@ -394,7 +397,7 @@ def test_missing_inputs_are_named(name, options, missing, message):
     loss = get_loss(name, options)
     for key in missing:
         del targets[key]
-    for check in (lambda: check_inputs(loss, list(targets)), lambda: loss(hidden, head, targets)):
+    for check in (lambda: check_inputs(loss, list(targets)), lambda: loss(hidden, head, targets, LAYOUT)):
         if message is None:
             check()
         else:
@@ -423,6 +426,13 @@ def test_what_a_loss_cannot_take_is_refused_by_name(name, options, message):
     """Catches options that are ignored, and errors that do not say what is wanted."""
     with pytest.raises(ValueError, match=message):
         get_loss(name, options)
+
+
+def test_a_loss_of_whole_documents_needs_their_layout():
+    """Catches a row of several documents that is taken as one."""
+    hidden, head, targets = make_inputs()
+    with pytest.raises(ValueError, match="needs the layout of the tokens"):
+        LOSSES["gspo"](hidden, head, targets)
 
 
 def test_numbers_stand_for_switches_and_none_for_no_limit():

@@ -84,6 +84,9 @@ def test_views_of_4096_ranks(sharding: ContextSharding, shard: tuple[str, ...], 
         with mesh_of(dims, rank) as mesh:
             assert (mesh.data.rank, mesh.data.size) == (index("dp_replicate", "dp_shard"), 128)
             assert (mesh.context.rank, mesh.context.size) == (index("ring", "ulysses"), 8)
+            first = tuple(int(at[axis]) if axis.startswith("dp") else 0 for axis in AXES)
+            assert len(mesh.readers) == 128
+            assert mesh.readers[mesh.data.rank] == torch.arange(4096).view(sizes)[first]
             assert (mesh.loss.rank, mesh.loss.size) == (index("dp_replicate", "dp_shard", "ring", "ulysses"), 1024)
             assert mesh.fsdp.get_local_rank("shard") == index(*shard)
             assert mesh.fsdp.size(-1) == dims.num_shards == dims.size_of(shard)

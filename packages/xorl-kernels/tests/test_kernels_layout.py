@@ -56,6 +56,10 @@ def test_parts_of_a_row_have_each_document_token_once(num_ring: int, num_ulysses
     assert sum(part.cu_seqlens.diff() for part in parts).tolist() == [3, 1, 7, 4, 1]
     assert [sum(lengths) for lengths in zip(*(part.lengths for part in parts), strict=True)] == [3, 1, 7, 4, 1]
     assert sum(int(part.num_real) for part in parts) == 15
+    values = torch.arange(32).view(16, 2)
+    for part in parts:
+        assert torch.equal(part.join([one.local(values) for one in parts]), values)
+    assert whole.join([whole.local(values)]) is values
 
 
 def test_a_row_that_cannot_be_split_equally_is_refused() -> None:

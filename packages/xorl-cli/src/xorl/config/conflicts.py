@@ -314,6 +314,8 @@ def _degrees_fit_the_mode(config: Config) -> Iterator[Conflict]:
     sizes = {"data_parallel_shard_size": train.data_parallel_shard_size}
     if mode == "none":
         sizes["data_parallel_replicate_size"] = train.data_parallel_replicate_size
+        sizes["ulysses_parallel_size"] = train.ulysses_parallel_size
+        sizes["ringattn_parallel_size"] = train.ringattn_parallel_size
     for name, size in sizes.items():
         if size > 1:
             yield Conflict(

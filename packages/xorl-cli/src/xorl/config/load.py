@@ -1,10 +1,11 @@
 """Loads a configuration from a file and overrides and validates it. All configurations are created here."""
 
 import difflib
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic
 
@@ -60,6 +61,15 @@ class ConfigWithOrigins(Generic[ConfigT]):
     def is_set(self, option: str) -> bool:
         """Whether an option was given explicitly."""
         return not self.origins[option].startswith(("default", "environment"))
+
+    def write_origins(self, file: Path) -> None:
+        """Write the origins for a process that reads this configuration from another file."""
+        file.write_text(json.dumps({"path": str(self.path), "origins": self.origins}), encoding="utf-8")
+
+    def with_origins(self, file: Path) -> "ConfigWithOrigins[ConfigT]":
+        """The same configuration with the origins that `write_origins` wrote."""
+        written = json.loads(file.read_text(encoding="utf-8"))
+        return replace(self, path=Path(written["path"]), origins=written["origins"])
 
     @contextmanager
     def citing(self) -> Iterator[None]:

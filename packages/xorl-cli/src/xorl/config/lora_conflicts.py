@@ -75,10 +75,6 @@ def sweep_conflicts(config: Config) -> Iterator[Conflict]:
     """Yields conflicts between the members of a sweep, and between members and other options."""
     sweep, train = config.lora.sweep, config.train
     names = [member.name for member in sweep]
-    for name in ("ulysses_parallel_size", "ringattn_parallel_size"):
-        if sweep and getattr(train, name) > 1:
-            message = "the rows of a sweep are shared by its members and cannot also be shared by ranks: set it to 1"
-            yield Conflict((f"train.{name}", "lora.sweep"), message)
     for index, member in enumerate(sweep):
         path = f"lora.sweep.{index}"
         if member.name in names[:index]:

@@ -366,7 +366,8 @@ class ServerConfig(
 def num_workers(config: ServerConfig, num_gpus: int) -> int:
     """The number of workers that the parallel sizes need.
 
-    A data-parallel size of -1 uses the rest of `num_gpus`, at least 1. Raises ValueError if that leaves GPUs unused.
+    A data-parallel size of -1 uses the rest of `num_gpus`, at least 1. Raises ValueError, starting with an option, if
+    that leaves GPUs unused.
     """
     sizes = {
         "data_parallel_shard_size": config.data_parallel_shard_size,
@@ -384,9 +385,13 @@ def num_workers(config: ServerConfig, num_gpus: int) -> int:
     if -1 not in sizes.values():
         return fixed
     if num_gpus % fixed:
-        shown = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+        named = {name: size for name, size in sizes.items() if size > 1}
+        shown = " x ".join(f"{name} {size}" for name, size in named.items())
+        option, size = next(reversed(named.items()))
+        works = [other for other in range(1, num_gpus + 1) if num_gpus % (fixed // size * other) == 0]
+        nearest = min(works, key=lambda other: (abs(other - size), other), default=None)
         raise ValueError(
-            f"a data-parallel size of -1 uses all {num_gpus} GPUs, but {shown} does not divide {num_gpus}: change one "
-            "of the sizes"
+            f"{option}: a data-parallel size of -1 uses all {num_gpus} GPUs, but {shown} does not divide {num_gpus}: "
+            + ("change one of the sizes" if nearest is None else f"the nearest {option} that does is {nearest}")
         )
     return max(num_gpus, fixed)

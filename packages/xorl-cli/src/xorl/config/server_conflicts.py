@@ -25,13 +25,10 @@ from xorl.config.unsupported import UnsupportedValues, unsupported_values
 ALLOWED_WITHOUT_EFFECT = {"model.attention_cast_bf16"}
 SENT_BY_CLIENT = {"lr", "weight_decay", "max_grad_norm"}
 
-ONE_RANK = "the service only has data parallelism"
 NO_EXPERT_ADAPTERS = "adapters on experts are not implemented"
 SHARED_BASE = "the adapters of all clients share one base, which must not change"
 
 SERVER_UNSUPPORTED: tuple[UnsupportedValues, ...] = (
-    UnsupportedValues("ulysses_parallel_size", ONE_RANK, "leave it at 1"),
-    UnsupportedValues("cp_fsdp_mode", ONE_RANK, "leave it at all"),
     UnsupportedValues("moe_shared_lora", NO_EXPERT_ADAPTERS, "leave it at false"),
     UnsupportedValues("moe_hybrid_shared_lora", NO_EXPERT_ADAPTERS, "leave it at false"),
     UnsupportedValues(

@@ -58,6 +58,7 @@ DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 5555  # to which xorl-client connects by default
 TOKEN_FILE = "api_token"
 LOCK_FILE = "lock"
+ORIGINS_FILE = "origins.json"
 POLL_EVERY_S = 0.1
 HEALTH_EVERY_S = 0.5
 SAVE_TIMEOUT_S = 1800.0  # for the orchestrator to save every model
@@ -102,7 +103,14 @@ class Plan:
             "workers",
             [
                 *(sys.executable, *CHILD, "xorl.server.ranks", str(self.num_workers), "-m", "xorl.server.worker"),
-                *(*common, "--bind", self.workers_bind, *keys),
+                *(
+                    *common,
+                    "--origins",
+                    str(self.config_file.with_name(ORIGINS_FILE)),
+                    "--bind",
+                    self.workers_bind,
+                    *keys,
+                ),
             ],
             # Idle OpenMP threads must not spin on cores that the other processes need.
             environment={"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")},
@@ -143,12 +151,15 @@ def serve(path: Path, overrides: Sequence[str], *, mode: Mode, api_host: str, ap
         check_listening("--api", api_host, api_port)
         loaded, token_file = with_token(loaded, api_host)
         folder = stack.enter_context(temporary_folder())
-        check_model(loaded.config)
+        with loaded.citing():
+            check_model(loaded.config)
         config_file = folder.path / "config.yaml"
         config_file.touch(mode=0o600)
         config_file.write_text(show(loaded, with_secrets=True), encoding="utf-8")
         gpus = count_gpus() if mode == "auto" else 0
-        plan = make_plan(loaded.config, config_file, gpus, mode=mode, api_host=api_host, api_port=api_port)
+        loaded.write_origins(config_file.with_name(ORIGINS_FILE))
+        with loaded.citing():
+            plan = make_plan(loaded.config, config_file, gpus, mode=mode, api_host=api_host, api_port=api_port)
         lock.write(f"{os.getpid()} {plan.url}\n")
         lock.flush()
         return _supervise(plan, plan.processes(lock.fileno(), folder.lock), token_file)
@@ -326,8 +337,8 @@ def _count_workers(config: ServerConfig, gpus: int) -> int:
     count = num_workers(config, gpus)
     if gpus and count > gpus:
         raise ValueError(
-            f"data_parallel_shard_size x data_parallel_replicate_size: {count} workers, but this machine has {gpus} "
-            "GPUs: reduce the sizes, or start workers on several hosts and run this with --mode connect"
+            f"data_parallel_shard_size: the product of the parallel sizes is {count} workers, but this machine has "
+            f"{gpus} GPUs: reduce the sizes, or start workers on several hosts and run this with --mode connect"
         )
     if count < gpus:
         logger.warning(

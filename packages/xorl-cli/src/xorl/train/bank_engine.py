@@ -17,9 +17,11 @@ from xorl.core.loss.output import TokenValues
 from xorl.core.parallel import ParallelModel
 from xorl.core.parallel.exposed import record_waits
 from xorl.data import PackedBatch
+from xorl.kernels.layout import SequenceLayout
 from xorl.lora import Adam, AdapterBank
 from xorl.train.engine import OnOutput, StepLosses, Update, call_model, routers_of, to_device
 from xorl.train.observe.timing import StepTimer
+from xorl.train.rows import sizes_in_part
 
 
 @dataclass(frozen=True)
@@ -114,14 +116,15 @@ class BankEngine:
         routing = torch.zeros(len(names) + 1, num_sums, dtype=torch.float64, device=self.device)  # the last: padding
         with self._recovering(), context or nullcontext():
             for index, mixed in enumerate(pending):
-                self.bank.activate(mixed.runs)
+                runs = self._own_runs(mixed)
+                self.bank.activate(runs)
                 output = call_model(self.model, mixed.batch, _isolating(loss_fn), self.device)
                 self.timer.mark("forward")
                 output.sum.backward()
                 self.timer.end_wait()
                 self.timer.mark("backward")
-                per_run = output.per_token.split([num_tokens for _, num_tokens in mixed.runs])
-                for (name, _), loss in zip(mixed.runs, per_run, strict=True):
+                per_run = output.per_token.split([num_tokens for _, num_tokens in runs])
+                for (name, _), loss in zip(runs, per_run, strict=True):
                     losses[rows[name]] += loss.double().sum()
                 if routers is not None:
                     owners = [len(rows) if name is None else rows[name] for name in mixed.owners]
@@ -138,7 +141,7 @@ class BankEngine:
         """The loss of one micro-batch on this rank, without gradients; collective where parameters are sharded."""
         self.model.train(False)
         with self._recovering():
-            self.bank.activate(mixed.runs)
+            self.bank.activate(self._own_runs(mixed))
             return call_model(self.model, mixed.batch, _isolating(loss_fn), self.device)
 
     def optim_step(
@@ -166,8 +169,18 @@ class BankEngine:
             self.model.recover()
             raise
 
+    def _own_runs(self, mixed: MixedBatch) -> list[tuple[str, int]]:
+        """(adapter, number of tokens) along this rank's part of the row; without adapters that have no tokens there."""
+        sizes = sizes_in_part([num_tokens for _, num_tokens in mixed.runs], self.model.mesh)
+        return [(name, size) for (name, _), size in zip(mixed.runs, sizes, strict=True) if size]
+
     def _counts(self, batches: Sequence[MixedBatch], rows: Mapping[str, int]) -> Tensor:
-        """Trained tokens, tokens and FLOPs of this rank's micro-batches by adapter, on the device."""
+        """Trained tokens, tokens and FLOPs of this rank's micro-batches by adapter, on the device.
+
+        If ranks share rows, only the first of them counts.
+        """
+        if self.model.mesh.context.rank > 0:
+            batches = []
         counts = [[0.0, 0.0, 0.0] for _ in rows]
         for name, batch in (part for mixed in batches for part in mixed.parts):
             count = counts[rows[name]]
@@ -183,9 +196,9 @@ def _isolating(loss_fn: LossFn) -> LossFn:
     The gradient of the head sums over the tokens of all adapters; there, zero times NaN would spread to all of them.
     """
 
-    def isolated(hidden: Tensor, weight: Tensor, targets: Mapping[str, Tensor]) -> LossOutput:
+    def isolated(hidden: Tensor, weight: Tensor, targets: Mapping[str, Tensor], layout: SequenceLayout) -> LossOutput:
         is_finite = torch.isfinite(hidden.detach()).all(dim=1)
-        output = loss_fn(torch.where(is_finite[:, None], hidden, 0), weight, targets)
+        output = loss_fn(torch.where(is_finite[:, None], hidden, 0), weight, targets, layout)
         return _with_nan(output, ~is_finite)
 
     return isolated

@@ -17,12 +17,14 @@ from xorl.core.optim import Fp32Accumulation, OptimizerState, gradient_scale
 from xorl.core.parallel import ParallelModel
 from xorl.core.parallel.exposed import record_waits
 from xorl.data import PackedBatch
-from xorl.kernels.layout import ContextGroup, SequenceLayout, ShardedLayout
+from xorl.kernels.layout import SequenceLayout
 from xorl.lora import Adam
 from xorl.train.observe.timing import StepTimer
+from xorl.train.rows import part_of
 
 OnOutput = Callable[[int, LossOutput], None]
-"""(index of a micro-batch of this rank, its loss output, on the device) -> None."""
+"""(index of a micro-batch of this rank, its loss output, on the device) -> None. If ranks share rows, the output is of
+this rank's part of the row."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,7 @@ class Engine:
         pending = list(batches)
         routers = routers_of(self.model)
         self.timer.start()
+        self.model.keep_earlier_gradients_once()
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         routing = torch.zeros(0 if routers is None else routers.num_sums, dtype=torch.float64, device=self.device)
         for index, batch in enumerate(pending):
@@ -263,16 +266,10 @@ def call_model(model: ParallelModel, batch: PackedBatch, loss_fn: LossFn, device
         num_real=batch.cu_seqlens[-2 if is_padded else -1],
         num_trained=None if routers_of(model) is None else trained_by_document(batch),
     )
-    mesh = model.mesh
-    if mesh.context.size > 1:
-        ring, ulysses = (
-            ContextGroup(axis.rank, axis.size, axis.group.group_name) for axis in (mesh.ring, mesh.ulysses)
-        )
-        layout = ShardedLayout(layout, ring, ulysses, mesh.context.group.group_name)
-    targets = {"labels": batch.labels, "positions": batch.positions, **batch.extras}
-    targets = {name: layout.local(values) for name, values in targets.items()}
+    layout = part_of(layout, model.mesh)
+    targets = {name: layout.local(values) for name, values in {"labels": batch.labels, **batch.extras}.items()}
     input_ids = layout.local(batch.input_ids)
-    return model.forward(input_ids, layout, loss=lambda hidden, weight: loss_fn(hidden, weight, targets))
+    return model.forward(input_ids, layout, loss=lambda hidden, weight: loss_fn(hidden, weight, targets, layout))
 
 
 def routers_of(model: ParallelModel) -> RouterLosses | None:

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from xorl.core.loss import IGNORE, LossFn, LossOutput, score_tokens
-from xorl.core.mesh import Axis, Mesh
+from xorl.core.mesh import Axis
 from xorl.core.parallel import ParallelModel
 from xorl.data import PackedBatch, StepLoader
-from xorl.kernels.layout import join_parts
+from xorl.train.rows import join_rows
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def evaluate(
             check()
         for batch in batches:
             output = engine.forward(batch, score_fn)
-            correct = _of_whole_row(output.metrics["correct"], mesh)
+            correct = join_rows(output.metrics["correct"], [len(batch.input_ids)], mesh)
             sums += _sums(output.sum, correct, batch.to(engine.device), mesh.context)
     dist.all_reduce(sums, group=mesh.loss.group)
     loss, correct, trained, exact, documents = sums.tolist()
@@ -83,15 +83,6 @@ def evaluate(
         "eval_accuracy": exact / documents,
         "eval_num_tokens": trained,
     }
-
-
-def _of_whole_row(values: Tensor, mesh: Mesh) -> Tensor:
-    """Gather the values [T] of a whole row from the ranks that share it. Collective."""
-    if mesh.context.size == 1:
-        return values
-    parts = [torch.empty_like(values) for _ in range(mesh.context.size)]
-    dist.all_gather(parts, values.contiguous(), group=mesh.context.group)
-    return join_parts(parts, mesh.ring.size, mesh.ulysses.size)
 
 
 def _sums(loss_sum: Tensor, correct: Tensor, batch: PackedBatch, context: Axis) -> Tensor:

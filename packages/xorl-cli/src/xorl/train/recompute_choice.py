@@ -280,8 +280,6 @@ def _fill_with_zeros(module: nn.Module) -> None:
 
 
 def _pass(model: ParallelModel, device: torch.device, batch: MicroBatch, loss_fn: LossFn) -> None:
-    ids = torch.zeros(batch.num_tokens, dtype=torch.int64, device=device)
-    output = model.forward(
-        ids, batch.layout(device), loss=lambda hidden, weight: loss_fn(hidden, weight, {"labels": ids})
-    )
+    ids, layout = torch.zeros(batch.num_tokens, dtype=torch.int64, device=device), batch.layout(device)
+    output = model.forward(ids, layout, loss=lambda hidden, weight: loss_fn(hidden, weight, {"labels": ids}, layout))
     output.sum.backward()

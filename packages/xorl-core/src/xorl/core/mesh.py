@@ -22,6 +22,7 @@ ContextSharding = Literal["all", "ulysses_only", "ring_only", "none"]
 
 # Outermost first. The innermost axes communicate the most, so they connect neighbouring ranks.
 AXES = ("pp", "dp_replicate", "dp_shard", "ring", "ulysses", "tp")
+DATA_AXES = ("dp_replicate", "dp_shard")
 CONTEXT_AXES = ("ring", "ulysses")
 _SHARDED_CONTEXT: Mapping[ContextSharding, tuple[str, ...]] = MappingProxyType(
     {"all": CONTEXT_AXES, "ulysses_only": ("ulysses",), "ring_only": ("ring",), "none": ()}
@@ -159,6 +160,7 @@ class Mesh:
         context: the ranks that share the sequences of a batch, each with its own part of the tokens.
         ring, ulysses: the two axes of `context`; consecutive ranks of `context` are of the same ring rank.
         loss: the ranks whose losses, counts and gradients of whole parameters are summed: data and context together.
+        readers: the global rank that is first among those that read the same batches, by index in `data`.
         fsdp: the device mesh that parameters are sharded over: (shard,), or (replicate, shard) if some ranks hold
             copies. Its ranks are those of `loss`.
     """
@@ -170,10 +172,12 @@ class Mesh:
         self.device_type = device_type
         sizes = tuple(getattr(dims, axis) for axis in AXES)
         self.device_mesh: DeviceMesh = init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
-        self.data = self._view("data", "dp_replicate", "dp_shard")
+        self.data = self._view("data", *DATA_AXES)
         self.context = self._view("context", *CONTEXT_AXES)
         self.ring, self.ulysses = (_axis_of(self.device_mesh[axis]) for axis in CONTEXT_AXES)
-        self.loss = self._view("loss", "dp_replicate", "dp_shard", *CONTEXT_AXES)
+        self.loss = self._view("loss", *DATA_AXES, *CONTEXT_AXES)
+        numbers = torch.arange(dims.world_size).view(sizes)
+        self.readers: tuple[int, ...] = tuple(_groups(numbers, DATA_AXES)[0].tolist())
         self.fsdp = self._fsdp_mesh()
 
     def describe(self) -> str:

@@ -90,6 +90,11 @@ class SequenceLayout:
         """The values of this layout's tokens among those of the whole row [T, ..]."""
         return values
 
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """The values of the whole row [T, ..] from those of its parts; undoes `local`. A whole row is its only part."""
+        (whole,) = parts
+        return whole
+
     def of_layer(self, index: int) -> "SequenceLayout":
         """The layout to pass to the layer with this index. Returns `self`; `CachedLayout` selects the layer's cache."""
         return self

@@ -88,24 +88,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one rank and returns its exit code."""
     parser = argparse.ArgumentParser(prog="python -m xorl.server.worker", description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="YAML file of the service")
+    parser.add_argument("--origins", type=Path, help="JSON file with the lines that errors name [those of --config]")
     parser.add_argument("--bind", help="address that rank 0 listens on [from the configuration]")
     parser.add_argument("--keys", type=Path, help="file with the keys of that channel [in output_dir]")
     overrides, rest = split_overrides(sys.argv[1:] if arguments is None else arguments)
     flags = parser.parse_args(rest)
     try:
-        config = load_server_config(flags.config, overrides).config
+        loaded = load_server_config(flags.config, overrides)
+        if flags.origins is not None:
+            loaded = loaded.with_origins(flags.origins)
+        config = loaded.config
         # All ranks do the same, so at level INFO only rank 0 logs it.
         is_quiet = global_rank() > 0 and config.log_level == "INFO"
         configure_logging(f"worker{global_rank()}", "WARNING" if is_quiet else config.log_level)
         follow_parent()
-        if flags.bind is not None:
-            run(config, flags.bind, None if flags.keys is None else ChannelKeys.load(flags.keys))
-        elif global_rank() == 0:
-            with socket_folder() as folder:
-                address = bind_address(config, folder)
-                run(config, address, channel_keys(config, address))
-        else:
-            run(config, "", None)
+        with loaded.citing():
+            if flags.bind is not None:
+                run(config, flags.bind, None if flags.keys is None else ChannelKeys.load(flags.keys))
+            elif global_rank() == 0:
+                with socket_folder() as folder:
+                    address = bind_address(config, folder)
+                    run(config, address, channel_keys(config, address))
+            else:
+                run(config, "", None)
     except ValueError as error:
         if global_rank() != 0:
             # Usually all ranks fail with the same error. Rank 0 then reports it and exits, and torchrun ends the

@@ -16,6 +16,7 @@ from xorl.config.entries import SweepMemberConfig
 from xorl.config.server_training import in_server_terms, training_config
 from xorl.core.mesh import Mesh
 from xorl.core.models import Decoder
+from xorl.core.nn.ulysses import check_heads
 from xorl.core.parallel import ParallelModel
 from xorl.core.runtime import Runtime, seed_everything
 from xorl.train.architecture import Architecture
@@ -87,6 +88,8 @@ def _build(config: ServerConfig, runtime: Runtime) -> Base:
     fields = ServerConfig.model_fields
     options = {name: (getattr(config, name), fields[name].default) for name in EXPERT_OPTIONS}
     check_experts(architecture.config, local.train, options)
+    attention = architecture.config.attention
+    check_heads(attention.num_heads, attention.num_kv_heads, local.train.ulysses_parallel_size)
     mesh = Mesh(parallel_dims(local, runtime.world_size), runtime.device.type)
     logger.info("%s", mesh.describe())
     # Ranks with different tokens draw different dropout masks.

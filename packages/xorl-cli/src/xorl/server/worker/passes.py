@@ -18,6 +18,7 @@ from torch import Tensor
 
 from xorl.core.loss import LossFn, LossOutput, all_reduce_metrics, combine_metrics, read_metrics
 from xorl.core.loss.metrics import empty_metrics, metrics_between
+from xorl.core.mesh import Mesh
 from xorl.data import PackedBatch
 from xorl.server.batching import Assignment, Example, Layout, assign, build_row, in_datum_order
 from xorl.server.collectives import all_or_none, gather_rows
@@ -26,6 +27,7 @@ from xorl.server.worker.base import Base
 from xorl.server.worker.calls import PassCall, result_of
 from xorl.train.engine import OnOutput, StepLosses
 from xorl.train.model import head_options_of
+from xorl.train.rows import join_rows, sizes_in_part
 
 Row = Sequence[tuple[str, PackedBatch]]
 """One micro-batch: the segments (model, its tokens) in order."""
@@ -61,7 +63,8 @@ Values = tuple[list[NDArray[np.float32]], list[NDArray[np.float32]] | None]
 class PassRunner:
     """Runs calls that share a pass: they have the same key and different models.
 
-    pad_to_multiple_of: for the tokens of a row, as in local training.
+    The ranks of `mesh.data` get different rows; those that share rows get the same. pad_to_multiple_of: for the tokens
+    of a row, as in local training.
     """
 
     base: Base
@@ -75,9 +78,6 @@ class PassRunner:
         only rank 0 has the values per token.
         """
         config, mesh = self.base.config, self.base.mesh
-        assert (mesh.data.rank, mesh.data.size) == (self.base.runtime.rank, self.base.runtime.world_size), (
-            "data parallelism is the only axis"
-        )
         examples = [example for call in calls for example in call.examples]
         assignment = assign(
             [len(example.tokens) for example in examples],
@@ -114,7 +114,7 @@ class PassRunner:
                 ]
                 if not calls[0].forward_only:
                     kept.enter_context(self.engine.gradients_kept(rows))
-            outputs = _Outputs(rows)
+            outputs = _Outputs(rows, mesh)
             losses: Mapping[str, StepLosses] = {}
             if calls[0].forward_only:
                 with guarded():
@@ -138,12 +138,15 @@ class PassRunner:
 
         local: `_Outputs.values` of this rank.
         """
-        sizes = [
-            sum(len(examples[index].tokens) for index in assignment.order(rank)) for rank in range(len(assignment.bins))
-        ]
-        by_rank = gather_rows(local, sizes)
-        if by_rank is None:
+        mesh = self.base.mesh
+        # Ranks that share rows all have their values; the first of them sends these.
+        sizes = [0] * self.base.runtime.world_size
+        for data_rank, reader in enumerate(mesh.readers):
+            sizes[reader] = sum(len(examples[index].tokens) for index in assignment.order(data_rank))
+        gathered = gather_rows(local if mesh.context.rank == 0 else local[:0], sizes)
+        if gathered is None:
             return None
+        by_rank = [gathered[reader] for reader in mesh.readers]
         if not is_flat:
             return in_datum_order(examples, assignment, by_rank), None
         logprobs = in_datum_order(examples, assignment, [part[:, 0] for part in by_rank])
@@ -165,27 +168,32 @@ def _results(calls: Sequence[PassCall], metrics: Sequence[dict[str, float]], val
 
 
 class _Outputs:
-    """Collects the loss outputs of this rank's rows on the device, without waiting for it."""
+    """Collects the loss outputs of this rank's rows on the device, without waiting for it.
 
-    def __init__(self, rows: Sequence[Row]) -> None:
+    If ranks share rows, the outputs are of this rank's parts of them.
+    """
+
+    def __init__(self, rows: Sequence[Row], mesh: Mesh) -> None:
         self._rows = rows
+        self._mesh = mesh
         self._logprobs: list[Tensor] = []
         self._losses: list[Tensor] = []
         self._metrics: dict[str, list[Mapping[str, Tensor]]] = {}
         self._names: tuple[str, ...] = ()
 
     def take(self, index: int, output: LossOutput) -> None:
-        """Add the output of one row, without its padding."""
+        """Add the output of one row."""
         assert output.logprobs is not None, "all losses of `get_loss` return them"
-        num_tokens = sum(batch.num_tokens for _, batch in self._rows[index])
-        self._logprobs.append(output.logprobs[:num_tokens].float())
-        self._losses.append(output.per_token[:num_tokens].float())
+        row = self._rows[index]
+        self._logprobs.append(output.logprobs.float())
+        self._losses.append(output.per_token.float())
         self._names = tuple(output.metrics)
         start = 0
-        for model_id, batch in self._rows[index]:
-            stop = start + len(batch.input_ids)
-            metrics = output.metrics if len(self._rows[index]) == 1 else metrics_between(output, start, stop)
-            self._metrics.setdefault(model_id, []).append(metrics)
+        for (model_id, _), size in zip(row, sizes_in_part(_sizes(row), self._mesh), strict=True):
+            stop = start + size
+            if size:
+                metrics = output.metrics if len(row) == 1 else metrics_between(output, start, stop)
+                self._metrics.setdefault(model_id, []).append(metrics)
             start = stop
 
     def metrics(self, model_id: str, device: torch.device) -> dict[str, Tensor]:
@@ -194,6 +202,18 @@ class _Outputs:
         return combine_metrics(parts) if parts else empty_metrics(self._names, device)
 
     def values(self, *, is_flat: bool) -> Tensor:
-        """[tokens, 2]: log-probability and loss; if not `is_flat`, log-probabilities of the K targets [tokens, K]."""
+        """[tokens, 2]: log-probability and loss; if not `is_flat`, log-probabilities of the K targets [tokens, K].
+
+        Of whole rows without their padding, one after the other. Collective among ranks that share rows.
+        """
         logprobs = torch.cat(self._logprobs)
-        return torch.stack([logprobs, torch.cat(self._losses)], dim=1) if is_flat else logprobs
+        own = torch.stack([logprobs, torch.cat(self._losses)], dim=1) if is_flat else logprobs
+        lengths = [sum(_sizes(row)) for row in self._rows]
+        whole = join_rows(own, lengths, self._mesh).split(lengths)
+        num_tokens = [sum(batch.num_tokens for _, batch in row) for row in self._rows]
+        return torch.cat([values[:count] for values, count in zip(whole, num_tokens, strict=True)])
+
+
+def _sizes(row: Row) -> list[int]:
+    """The number of tokens of each segment, with padding."""
+    return [len(batch.input_ids) for _, batch in row]

@@ -56,6 +56,7 @@ from xorl.server.worker.passes import PassRunner
 from xorl.server.worker.sampling import SampleCall, WorkerSampler
 from xorl.server.worker.saved_models import AlreadySaved, PartiallyLoaded, SavedModels
 from xorl.server.worker.syncing import WeightSyncer
+from xorl.train.data import padding_multiple
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +95,7 @@ class Worker:
         bank = self.models.bank if isinstance(self.models, AdapterModels) else None
         self.sampling = WorkerSampler(base, self.models, self.saved, bank)
         self._syncing = WeightSyncer(base, self.models)
-        self._passes = PassRunner(base, self.models.engine, base.local.data.pad_to_multiple_of)
+        self._passes = PassRunner(base, self.models.engine, padding_multiple(base.local))
         self._progress: dict[str, ModelProgress] = {}
         # The model that the current operation changes in place; if the operation fails, its state is undefined.
         self._partially_changed: str | None = None

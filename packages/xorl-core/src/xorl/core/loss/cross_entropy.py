@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from xorl.core.loss.head import full_logits
 from xorl.core.loss.metrics import token_metrics
 from xorl.core.loss.output import IGNORE, LossOutput, TokenValues
+from xorl.kernels.layout import SequenceLayout
 from xorl.kernels.linear_ce import chunk_rows, linear_cross_entropy_scores, linear_cross_entropy_sum
 
 
@@ -20,6 +21,7 @@ def cross_entropy(
     hidden: Tensor,
     head_weight: Tensor,
     targets: Mapping[str, Tensor],
+    _: SequenceLayout | None = None,
     *,
     logits_fp32: bool = True,
     whole_logits: bool = False,
@@ -44,6 +46,7 @@ def weighted_cross_entropy(
     hidden: Tensor,
     head_weight: Tensor,
     targets: Mapping[str, Tensor],
+    _: SequenceLayout | None = None,
     *,
     logits_fp32: bool = True,
     whole_logits: bool = False,
@@ -105,6 +108,7 @@ def score_tokens(
     hidden: Tensor,
     head_weight: Tensor,
     targets: Mapping[str, Tensor],
+    _: SequenceLayout | None = None,
     *,
     logits_fp32: bool = True,
     whole_logits: bool = False,

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from xorl.core.loss.policy import PolicyOptions, PolicyTokens, document_mean, exp_of_log_ratio
+from xorl.core.loss.policy import PolicyOptions, PolicyTokens, exp_of_log_ratio
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def gspo(tokens: PolicyTokens, options: GspoOptions) -> tuple[Tensor, dict[str, 
     none. Without this input, the mean is over the document's trained tokens.
     """
     in_ratio = tokens.masked("sequence_ratio_mask") != 0 if "sequence_ratio_mask" in tokens.targets else tokens.trained
-    of_document = document_mean(tokens.log_ratio().detach(), in_ratio, tokens.targets["positions"])
+    of_document = tokens.document_mean(tokens.log_ratio().detach(), in_ratio)
     ratio = exp_of_log_ratio(of_document + (tokens.logprobs - tokens.logprobs.detach()))
     loss, clipped = _clipped_loss(ratio, tokens.advantages, *_thresholds(tokens, options))
     return loss, {"clip_fraction": clipped}
@@ -182,7 +182,7 @@ def drgrpo(tokens: PolicyTokens, options: DrgrpoOptions) -> tuple[Tensor, dict[s
     """
     log_ratio = tokens.log_ratio()
     if options.ratio_type == "sequence":
-        log_ratio = document_mean(log_ratio, tokens.trained, tokens.targets["positions"])
+        log_ratio = tokens.document_mean(log_ratio, tokens.trained)
     ratio = exp_of_log_ratio(log_ratio)
     loss, clipped = _clipped_loss(ratio, tokens.advantages, 1 - options.clip_low, 1 + options.clip_high)
     means = {"clip_fraction": clipped}

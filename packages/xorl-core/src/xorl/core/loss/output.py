@@ -7,6 +7,8 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from xorl.kernels.layout import SequenceLayout
+
 IGNORE = -100
 
 
@@ -43,18 +45,24 @@ class LossOutput(NamedTuple):
     values: TokenValues | None = None
 
 
-LossFn = Callable[[Tensor, Tensor, Mapping[str, Tensor]], LossOutput]
-"""(hidden [T, D], head weight [V, D], targets by name, each [T], or [T, K] if the loss supports it) -> LossOutput."""
+LossFn = Callable[[Tensor, Tensor, Mapping[str, Tensor], SequenceLayout], LossOutput]
+"""(hidden [T, D], head weight [V, D], targets by name, each [T], or [T, K] if the loss supports it, layout of the T
+tokens) -> LossOutput. If ranks share a row, the T tokens are this rank's part of it."""
 
 
 class HeadLoss(Protocol):
-    """A `LossFn` with options for how logits are computed; see `cross_entropy`."""
+    """A `LossFn` with options for how logits are computed; see `cross_entropy`.
+
+    Only losses of whole documents need the layout.
+    """
 
     def __call__(
         self,
         hidden: Tensor,
         head_weight: Tensor,
         targets: Mapping[str, Tensor],
+        layout: SequenceLayout | None = None,
+        /,
         *,
         logits_fp32: bool = True,
         whole_logits: bool = False,

@@ -2,7 +2,7 @@
 
 Each loss is an `Objective`: a formula in the model's log-probabilities, differentiated by torch.
 
-Shapes: T tokens of one or more packed documents.
+Shapes: T tokens of one or more packed documents; if ranks share a row, those of this rank's part of it.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-import torch
 from torch import Tensor
 
+from xorl.core.loss.documents import document_mean
 from xorl.core.loss.head import token_logprobs
 from xorl.core.loss.metrics import token_metrics
 from xorl.core.loss.output import IGNORE, LossOutput, TokenValues
+from xorl.kernels.layout import SequenceLayout
 
 # Larger ratios carry no information beyond "diverged", and products of them would overflow.
 MAX_LOG_RATIO = 20.0
@@ -31,6 +32,7 @@ class PolicyTokens:
     advantages: [T].
     trained: [T] bool, whether the token is trained.
     targets: all inputs by name, not masked.
+    layout: the documents of the tokens; None if the caller gave none.
     """
 
     logprobs: Tensor
@@ -38,6 +40,7 @@ class PolicyTokens:
     advantages: Tensor
     trained: Tensor
     targets: Mapping[str, Tensor]
+    layout: SequenceLayout | None
 
     def masked(self, name: str) -> Tensor:
         """The input `name` [T], 0 for tokens that are not trained."""
@@ -46,6 +49,16 @@ class PolicyTokens:
     def log_ratio(self) -> Tensor:
         """[T], log of the ratio of the model's probability to that of the policy that sampled the token."""
         return self.logprobs - self.sampled
+
+    def document_mean(self, values: Tensor, chosen: Tensor) -> Tensor:
+        """For each token, the mean of `values` [T] over the tokens of its document in `chosen`, [T] bool: [T].
+
+        The only way to values of whole documents: other ranks may have a part of their tokens. Differentiable.
+        Raises ValueError without a layout.
+        """
+        if self.layout is None:
+            raise ValueError("a loss of whole documents needs the layout of the tokens, which tells documents apart")
+        return document_mean(values, chosen, self.layout)
 
 
 @dataclass(frozen=True)
@@ -92,11 +105,13 @@ class PolicyLoss(Generic[OptionsT]):
         hidden: Tensor,
         head_weight: Tensor,
         targets: Mapping[str, Tensor],
+        layout: SequenceLayout | None = None,
+        /,
         *,
         logits_fp32: bool = True,
         whole_logits: bool = False,
     ) -> LossOutput:
-        """Raises ValueError if `targets` lacks an input that the loss needs."""
+        """Raises ValueError if the loss needs an input that `targets` lacks, or a layout that is not given."""
         self.check_inputs(targets)
         labels, advantages = targets["labels"], targets["advantages"]
         sampled = targets["old_logprobs" if "old_logprobs" in targets else "logprobs"]
@@ -112,6 +127,7 @@ class PolicyLoss(Generic[OptionsT]):
             advantages.masked_fill(ignored, 0.0),
             ~ignored,
             targets,
+            layout,
         )
         per_token, means = self.objective(tokens, self.options)
         per_token = (per_token if weights is None else per_token * weights).masked_fill(ignored, 0.0)
@@ -139,15 +155,3 @@ class PolicyLoss(Generic[OptionsT]):
 def exp_of_log_ratio(log_ratio: Tensor) -> Tensor:
     """exp(log_ratio clamped to +-MAX_LOG_RATIO); beyond the limits, the gradient is the clamped result instead of 0."""
     return (log_ratio + (log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO) - log_ratio).detach()).exp()
-
-
-def document_mean(values: Tensor, trained: Tensor, positions: Tensor) -> Tensor:
-    """For each token, the mean of `values` over the trained tokens of its document, [T]; differentiable.
-
-    positions: [T], 0 at the first token of each document. Sums are fp64, so that their order does not matter.
-    """
-    document = (positions == 0).cumsum(0) - 1
-    sums = torch.zeros(len(values), dtype=torch.float64, device=values.device)
-    totals = sums.index_add(0, document, values.double().masked_fill(~trained, 0.0))
-    counts = sums.index_add(0, document, trained.double()).clamp(min=1.0)
-    return (totals / counts).index_select(0, document).to(values.dtype)

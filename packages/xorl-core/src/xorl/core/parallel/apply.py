@@ -101,6 +101,18 @@ class ParallelModel:
         if self.module.training != mode:
             self.module.train(mode)
 
+    @torch.no_grad()
+    def keep_earlier_gradients_once(self) -> None:
+        """Call this before the micro-batches of a call, if gradients of earlier calls may be left.
+
+        DDP sums whole gradients over its replicas, including earlier ones, which are sums already. So only the first
+        replica keeps these. With half-precision parameters, earlier gradients are set aside during passes.
+        """
+        if isinstance(self.forward, DistributedDataParallel) and not self._in_half_precision and self.mesh.loss.rank:
+            for parameter in self.module.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.zero_()
+
     @contextmanager
     def accumulation(self, *, is_last: bool) -> Iterator[None]:
         """Context manager for the passes of one micro-batch; replicas reduce gradients only in the last micro-batch.

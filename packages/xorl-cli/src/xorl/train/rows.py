@@ -1,0 +1,52 @@
+"""Rows that ranks share: the part of one that this rank computes, and whole rows from their parts.
+
+Shapes: T tokens of a row, P ranks that share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from xorl.core.mesh import Mesh
+from xorl.kernels.layout import ContextGroup, SequenceLayout, ShardedLayout
+
+
+def part_of(layout: SequenceLayout, mesh: Mesh) -> SequenceLayout:
+    """The layout of this rank's part of a row; the row itself if ranks share none.
+
+    Raises ValueError if the number of tokens is not a multiple of the number of ranks.
+    """
+    if mesh.context.size == 1:
+        return layout
+    ring, ulysses = (ContextGroup(axis.rank, axis.size, axis.group.group_name) for axis in (mesh.ring, mesh.ulysses))
+    return ShardedLayout(layout, ring, ulysses, mesh.context.group.group_name)
+
+
+def sizes_in_part(sizes: Sequence[int], mesh: Mesh) -> list[int]:
+    """How many tokens of each segment of a row are in this rank's part. sizes: of the segments, which fill the row."""
+    segment = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+    own = part_of(SequenceLayout.from_lengths(sizes), mesh).local(segment)
+    return torch.bincount(own, minlength=len(sizes)).tolist()
+
+
+def join_rows(values: Tensor, sizes: Sequence[int], mesh: Mesh) -> Tensor:
+    """The values of whole rows, from those of this rank's parts of them. Collective among ranks that share rows.
+
+    Args:
+        values: [sum of T / P, ..], the parts of the rows one after the other.
+        sizes: T of each row.
+
+    Returns [sum of T, ..], the rows one after the other; the same on every rank that shares them. No gradient.
+    """
+    context = mesh.context
+    if context.size == 1:
+        return values
+    gathered = [torch.empty_like(values) for _ in range(context.size)]
+    dist.all_gather(gathered, values.contiguous(), group=context.group)
+    layouts = [part_of(SequenceLayout.from_lengths([size]), mesh) for size in sizes]
+    by_rank = [own.split([layout.num_tokens for layout in layouts]) for own in gathered]
+    return torch.cat([layout.join(parts) for layout, parts in zip(layouts, zip(*by_rank, strict=True), strict=True)])

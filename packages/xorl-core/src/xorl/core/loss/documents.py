@@ -1,0 +1,51 @@
+"""Values of whole documents, of which several ranks may have parts.
+
+Shapes: T tokens of this rank, N documents of the row.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from xorl.kernels.layout import SequenceLayout, ShardedLayout
+
+
+def document_mean(values: Tensor, chosen: Tensor, layout: SequenceLayout) -> Tensor:
+    """For each token, the mean of `values` over the `chosen` tokens of its document, [T]; differentiable.
+
+    If no token of a document is chosen, the mean is 0. Collective, also in the backward pass, if ranks share the row.
+
+    Args:
+        values: [T].
+        chosen: [T] bool.
+        layout: of the T tokens. Sums over documents are fp64, so that the order of their tokens does not matter.
+    """
+    document = layout.local((layout.whole.positions == 0).cumsum(0) - 1)
+    terms = torch.stack([values.double().masked_fill(~chosen, 0.0), chosen.double()])
+    sums = terms.new_zeros(2, len(layout.whole.lengths)).index_add(1, document, terms)
+    if isinstance(layout, ShardedLayout):
+        summed = _SumOverParts.apply(sums, layout.group_name)
+        assert isinstance(summed, Tensor)
+        sums = summed
+    totals, counts = sums.unbind()
+    return (totals / counts.clamp(min=1.0)).index_select(0, document).to(values.dtype)
+
+
+class _SumOverParts(torch.autograd.Function):
+    """The sum over the ranks of a group. Its gradient is summed as well: each rank has the loss of its own tokens."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, value: Tensor, group_name: str) -> Tensor:
+        ctx.group_name = group_name  # pyright: ignore[reportAttributeAccessIssue]
+        return _all_reduce(value, group_name)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _all_reduce(grad, ctx.group_name), None  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _all_reduce(value: Tensor, group_name: str) -> Tensor:
+    summed = torch.ops._c10d_functional.all_reduce(value.contiguous(), "sum", group_name)
+    return torch.ops._c10d_functional.wait_tensor(summed)

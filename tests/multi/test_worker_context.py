@@ -1,0 +1,321 @@
+"""The service's workers with context parallelism: every layout answers and learns what one process does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+import xorl.core.loss.documents as documents_module
+import xorl.server.worker.passes as passes_module
+import xorl.train.bank_engine as bank_engine_module
+from placement import whole
+from tiny_models import hf_config
+from worker_ranks import LORA, ask, datum, done, service_config, trained_values, values, worker_of
+from xorl.core.mesh import Mesh
+from xorl.kernels.layout import ShardedLayout
+from xorl.lora import AdapterBank
+from xorl.server.datum import Datum
+from xorl.server.identifiers import CheckpointRef
+from xorl.server.operations import (
+    CreateModel,
+    ForwardBackward,
+    LoadWeights,
+    LoraSpec,
+    LossResult,
+    OptimResult,
+    OptimStep,
+    Sample,
+    SampleResult,
+    SaveWeights,
+    SaveWeightsForSampler,
+    SnapshotSampler,
+    UnloadModel,
+)
+from xorl.server.worker.adapters import AdapterModels
+from xorl.server.worker.selftest import self_test
+from xorl.server.worker.worker import Worker
+
+pytestmark = pytest.mark.multi
+
+ULYSSES: dict[str, object] = {"ulysses_parallel_size": 2}
+LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
+    "ulysses 2": (2, ULYSSES),
+    "ulysses 2, none": (2, {**ULYSSES, "cp_fsdp_mode": "none"}),
+    "ulysses 2, ddp": (2, {**ULYSSES, "data_parallel_mode": "ddp"}),
+    "dp 2, ulysses 2": (4, {**ULYSSES, "data_parallel_shard_size": 2}),
+    "dp 2, ulysses 2, ddp": (4, {**ULYSSES, "data_parallel_mode": "ddp", "data_parallel_replicate_size": 2}),
+    "ulysses 4": (4, {"ulysses_parallel_size": 4}),
+    "ring 2": (2, {"ringattn_parallel_size": 2}),
+    "ring 2, ulysses 2": (4, {"ringattn_parallel_size": 2, **ULYSSES}),
+}
+# The models of clients by kind; those of adapters share passes.
+TENANTS: dict[str, dict[str, LoraSpec | None]] = {
+    "full": {"a": None},
+    "lora": {"a": LoraSpec(rank=3, seed=5), "b": LoraSpec(rank=4, alpha=8.0, seed=6, train_unembed=False)},
+    "experts": {"a": LoraSpec(rank=3, seed=5), "b": LoraSpec(rank=2, seed=6)},
+}
+# Documents of a call. They fill several rows of BIN_LEN tokens, padded to 128, so that most parts of two or four ranks
+# have several documents, and most documents cross parts.
+LENGTHS = (17, 59, 1, 90, 31, 45, 11, 23, 77)
+BIN_LEN = 100
+POLICY = {"logprobs": -3.0, "advantages": 1.5}
+# (loss, its options, the inputs of a datum, numbers of targets)
+CALLS: dict[str, tuple[str, dict[str, float | str | bool | None], dict[str, float], int]] = {
+    "weighted": ("cross_entropy", {}, {"weights": 0.5}, 0),
+    "several targets": ("cross_entropy", {}, {"weights": -0.5}, 3),
+    "ppo": ("ppo", {}, POLICY, 0),
+    "gspo": ("gspo", {"clip_low_threshold": 0.3, "clip_high_threshold": 3.0}, POLICY, 0),
+    "gspo, masked": ("gspo", {}, {**POLICY, "sequence_ratio_mask": 1.0}, 0),
+    "drgrpo": (
+        "drgrpo",
+        {"ratio_type": "sequence", "clip_low": 0.9, "clip_high": 9.0},
+        {**POLICY, "ref_logprobs": -2.5},
+        0,
+    ),
+}
+# By kind, the calls of a layout. Layouts other than those that differ most compute only a few.
+ALL: dict[str, Sequence[str]] = dict.fromkeys(TENANTS, tuple(CALLS))
+FEW: dict[str, Sequence[str]] = dict.fromkeys(("full", "lora"), ("weighted", "drgrpo"))
+WITH_ALL = ("ulysses 2", "dp 2, ulysses 2", "ring 2, ulysses 2")
+
+
+@dataclass
+class Outcome:
+    """Everything that clients and checkpoints see of a worker, by name."""
+
+    metrics: dict[str, dict[str, float]] = field(default_factory=dict)
+    tokens: dict[str, list[NDArray[np.float32]]] = field(default_factory=dict)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+
+def data_of(inputs: Mapping[str, float], num_targets: int, seed: int) -> list[Datum]:
+    """Documents whose inputs differ by token; in some, the first tokens are not trained."""
+    generator = np.random.default_rng(seed)
+    data = []
+    for index, length in enumerate(LENGTHS):
+        shape = (length, num_targets) if num_targets else (length,)
+        is_trained = (np.arange(length) >= index % 3).reshape(length, *[1] * bool(num_targets))
+        noise = {key: 1 + 0.4 * generator.standard_normal(shape) for key in inputs}
+        own = {key: value * noise[key] * is_trained for key, value in inputs.items()}
+        data.append(datum(length, 31 * seed + index, num_targets, **own))
+    return data
+
+
+def summed_gradients(worker: Worker, model_id: str) -> dict[str, Tensor]:
+    """The gradient that the next step takes, over all ranks; collective."""
+    if not isinstance(worker.models, AdapterModels):
+        return {name: whole(p.grad) for name, p in worker.base.module.named_parameters() if p.grad is not None}
+    found = {name: grad.clone() for name, grad in worker.models.bank.gradients(model_id).items()}
+    for gradient in found.values():
+        dist.all_reduce(gradient)
+    return found
+
+
+def outcome(worker: Worker, kind: str, calls: Sequence[str]) -> Outcome:
+    """Train each tenant for two steps of several calls, with results of all kinds; collective."""
+    found, tenants = Outcome(), TENANTS[kind]
+
+    def record(name: str, result: object) -> None:
+        assert isinstance(result, LossResult | OptimResult), result
+        found.metrics[name] = dict(result.metrics)
+        if isinstance(result, LossResult):
+            for key, arrays in result.fields.items():
+                found.tokens[f"{name}: {key}"] = [values(array) for array in arrays]
+
+    for model_id, lora in tenants.items():
+        done(worker, CreateModel(model_id, lora=lora))
+    for step in range(2):
+        for number, call in enumerate(calls):
+            loss_fn, options, inputs, num_targets = CALLS[call]
+            asked = [
+                ForwardBackward(model_id, data_of(inputs, num_targets, 10 * step + number + index), loss_fn, options)
+                for index, model_id in enumerate(tenants)
+            ]
+            # The second model has other documents, so that rows mix both; in the second step, some ranks have none.
+            rest = slice(0, 1) if step else slice(2, None)
+            asked[1:] = [ForwardBackward(one.model_id, one.data[rest], loss_fn, options) for one in asked[1:]]
+            evaluated = [ForwardBackward(one.model_id, one.data, loss_fn, options, forward_only=True) for one in asked]
+            for of, operations in (("evaluation", evaluated), ("pass", asked)):
+                for model_id, result in zip(tenants, ask(worker, *operations), strict=True):
+                    record(f"{of} {step} {call} {model_id}", result)
+        for model_id in tenants:
+            gradients = summed_gradients(worker, model_id)
+            found.tensors |= {f"gradient {step} {model_id} {name}": value for name, value in gradients.items()}
+            update = done(
+                worker, OptimStep(model_id, 1e-2, eps=1e-2, weight_decay=0.1, grad_clip_norm=0.5 - 0.2 * step)
+            )
+            record(f"step {step} {model_id}", update)
+            learnt = trained_values(worker, model_id)
+            found.tensors |= {f"weights {step} {model_id} {name}": value for name, value in learnt.items()}
+    return found
+
+
+def continue_and_sample(worker: Worker, found: Outcome) -> None:
+    """Add what model a computes from a snapshot, and check that it goes on to the bit from a checkpoint; collective."""
+    done(worker, SaveWeights("a", "kept"), SaveWeightsForSampler("a", None, "s"))
+    source = SnapshotSampler("a", "s")
+    operation = Sample(source, datum(20, 0).tokens, num_samples=4, max_tokens=6, seed=1, prompt_logprobs=True)
+    (sampled,) = ask(worker, operation)
+    assert isinstance(sampled, SampleResult), sampled
+    assert sampled.prompt_logprobs is not None
+    found.tokens["sampled"] = [
+        values(sampled.prompt_logprobs)[1:],
+        *(values(one.tokens) for one in sampled.sequences),
+    ]
+    data = [datum(length, length) for length in LENGTHS]
+    step = [ForwardBackward("a", data, "cross_entropy"), OptimStep("a", 1e-3, eps=1e-2)]
+    done(worker, *step)
+    learnt = trained_values(worker, "a")
+    done(worker, LoadWeights("a", CheckpointRef("a", "weights", "kept"), optimizer=True), *step)
+    again = trained_values(worker, "a")
+    assert all(torch.equal(again[name], value) for name, value in learnt.items())
+    found.tensors |= {f"continued {name}": value for name, value in learnt.items()}
+
+
+def differences(measured: Outcome, expected: Outcome) -> list[str]:
+    """What differs, by more than rounding."""
+    assert measured.metrics.keys() == expected.metrics.keys()
+    assert measured.tokens.keys() == expected.tokens.keys()
+    assert measured.tensors.keys() == expected.tensors.keys()
+    found = []
+    for name, metrics in expected.metrics.items():
+        if measured.metrics[name] != pytest.approx(metrics, rel=1e-5, abs=1e-6):
+            found.append(f"{name}: {measured.metrics[name]} instead of {metrics}")
+    for name, arrays in expected.tokens.items():
+        others = measured.tokens[name]
+        same_shapes = [one.shape for one in others] == [one.shape for one in arrays]
+        if not (same_shapes and all(np.allclose(*pair, 1e-5, 1e-5) for pair in zip(others, arrays, strict=True))):
+            found.append(name)
+    for name, tensor in expected.tensors.items():
+        error = float((measured.tensors[name] - tensor).norm() / tensor.norm().clamp(min=1e-3))
+        if not error < 1e-5:
+            found.append(f"{name} differs by {error:.2e}")
+    return found
+
+
+def make(folder: Path, kind: str, options: Mapping[str, object], shape: dict[str, object] | None = None) -> Worker:
+    """A worker whose rows have padding, and fewer tokens than a call has."""
+    if kind == "experts":
+        shape = hf_config("qwen3_moe", eos_token_id=63)
+    elif shape is None:
+        # As many heads for keys as two of the ranks.
+        shape = hf_config("qwen3", eos_token_id=63)
+    extra = {} if kind == "full" else LORA
+    return worker_of(
+        service_config(
+            folder, shape=shape, sample_packing_sequence_len=BIN_LEN, output_dir=str(folder), **extra, **options
+        )
+    )
+
+
+def outcomes(folder: Path, options: Mapping[str, object], kinds: Mapping[str, Sequence[str]]) -> dict[str, Outcome]:
+    """By kind of models, what a worker makes of these calls; collective."""
+    found = {}
+    for kind, calls in kinds.items():
+        own = folder / kind
+        own.mkdir(parents=True, exist_ok=True)
+        worker = make(own, kind, options)
+        found[kind] = outcome(worker, kind, calls)
+        if len(calls) == len(CALLS):
+            continue_and_sample(worker, found[kind])
+            done(worker, *(UnloadModel(model_id) for model_id in TENANTS[kind]))
+            self_test(worker)
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_layouts_answer_and_learn_what_one_process_does(world_size: int, tmp_path: Path, run_ranks) -> None:
+    # Catches rows that ranks read twice or not at all, losses, counts and norms summed over the wrong ranks, values per
+    # token that are lost, repeated or in the order of ranks, means of a part of a document, adapters that get the
+    # tokens of others, and replicas that sum the gradients of earlier calls again.
+    def run(options: Mapping[str, object], name: str, *works: Mapping[str, Sequence[str]]) -> list[dict[str, Outcome]]:
+        return [outcomes(tmp_path / name / str(index), options, kinds) for index, kinds in enumerate(works)]
+
+    [[expected_all, expected_few]] = run_ranks(lambda: run({"data_parallel_mode": "none"}, "one", ALL, FEW), 1)
+    layouts = {layout: options for layout, (num_ranks, options) in LAYOUTS.items() if num_ranks == world_size}
+    measured = run_ranks(
+        lambda: {
+            layout: run(options, layout, ALL if layout in WITH_ALL else FEW)[0] for layout, options in layouts.items()
+        },
+        world_size,
+    )[0]
+    failed = [
+        f"{layout}, {kind}: {one}"
+        for layout, kinds in measured.items()
+        for kind, got in kinds.items()
+        for one in differences(got, (expected_all if layout in WITH_ALL else expected_few)[kind])
+    ]
+    assert not failed, "\n".join(failed)
+
+
+def metrics_over_the_data_axis(patch: pytest.MonkeyPatch) -> None:
+    # If all ranks share rows, each is alone on the data axis.
+    patch.setattr(passes_module, "all_reduce_metrics", lambda metrics, _: metrics)
+
+
+def gradients_of_one_rank(patch: pytest.MonkeyPatch) -> None:
+    create = AdapterBank.__init__
+    patch.setattr(
+        AdapterBank, "__init__", lambda self, *args, **options: create(self, *args, **{**options, "group": None})
+    )
+
+
+def means_of_parts(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(documents_module, "_all_reduce", lambda value, _: value)
+
+
+def gradients_of_means_of_one_rank(patch: pytest.MonkeyPatch) -> None:
+    summed = documents_module._SumOverParts
+    patch.setattr(summed, "backward", staticmethod(lambda ctx, grad: (grad, None)))
+
+
+def parts_in_reverse(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ShardedLayout, "join", lambda self, parts: torch.cat(list(parts)[::-1]))
+
+
+def adapters_in_wrong_places(patch: pytest.MonkeyPatch) -> None:
+    def first(sizes: Sequence[int], mesh: Mesh) -> list[int]:
+        left, found = sum(sizes) // mesh.context.size, []
+        for size in sizes:
+            found.append(min(size, left))
+            left -= found[-1]
+        return found
+
+    patch.setattr(bank_engine_module, "sizes_in_part", first)
+
+
+# A fault, and the names of what it changes.
+FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Sequence[str]]] = {
+    "none": (lambda patch: None, ()),
+    "metrics over the data axis": (metrics_over_the_data_axis, ("pass 0 weighted", "step 0")),
+    "gradients of one rank": (gradients_of_one_rank, ("step 0", "weights 0")),
+    "means of parts": (means_of_parts, ("pass 0 drgrpo", "gradient 0")),
+    "gradients of means of one rank": (gradients_of_means_of_one_rank, ("gradient 0",)),
+    "parts in reverse": (parts_in_reverse, ("pass 0 weighted a: logprobs",)),
+    "adapters in wrong places": (adapters_in_wrong_places, ("gradient 0", "evaluation 1 weighted")),
+}
+
+
+def test_faults_of_ranks_that_share_rows_are_found(tmp_path: Path, run_ranks) -> None:
+    # Catches comparisons that see nothing.
+    kinds = {"lora": FEW["lora"]}
+
+    def with_fault(name: str) -> Outcome:
+        with pytest.MonkeyPatch.context() as patch:
+            FAULTS[name][0](patch)
+            return outcomes(tmp_path / name, ULYSSES, kinds)["lora"]
+
+    [expected] = run_ranks(lambda: outcomes(tmp_path / "one", {"data_parallel_mode": "none"}, kinds)["lora"], 1)
+    by_fault = run_ranks(lambda: {name: with_fault(name) for name in FAULTS}, 2)[0]
+    for name, measured in by_fault.items():
+        found = differences(measured, expected)
+        assert all(any(one.startswith(shown) for one in found) for shown in FAULTS[name][1]), (name, found)
+        assert name != "none" or not found
