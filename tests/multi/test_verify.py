@@ -106,8 +106,16 @@ def positions_of_the_part(patch: pytest.MonkeyPatch) -> None:
 
 
 def gradients_that_do_not_return(patch: pytest.MonkeyPatch) -> None:
-    returned = ring._start_return
-    patch.setattr(ring, "_start_return", lambda plan, *others: returned(plan._replace(most_fetched=0), *others))
+    start = ring._start_return
+
+    def without_others(plan: ring.RingPlan, group_name: str, *grads: torch.Tensor) -> object:
+        sizes = [rows.stop - rows.start for _, rows in plan.pieces]
+        for (is_received, _), *parts in zip(plan.pieces, *(grad.split(sizes) for grad in grads), strict=True):
+            for part in parts:
+                part.mul_(not is_received)
+        return start(plan, group_name, *grads)
+
+    patch.setattr(ring, "_start_return", without_others)
 
 
 def keys_of_others_are_missing(patch: pytest.MonkeyPatch) -> None:

@@ -62,8 +62,7 @@ class PackedAttention:
         """As `AttentionFn.in_ring`."""
         _check(q, k, v, layout.whole.num_tokens // layout.ring.size, window)
         deterministic = torch.are_deterministic_algorithms_enabled()
-        offsets, group_name = layout.whole.offsets, layout.ring.name
-        return self._ring_operator(q, k, v, offsets, group_name, scale, window, deterministic)[0]
+        return self._ring_operator(q, k, v, layout.whole.offsets, *layout.ring, scale, window, deterministic)[0]
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, num_tokens: int, window: int | None) -> None:
@@ -181,21 +180,23 @@ def _count_flops(name: str) -> None:
 
     The backward pass counts as twice the forward pass; the kernels' recomputation of scores does not count.
     """
-    for suffix, q_index, layout_index, factor in (("", 0, 3, 4), ("_backward", 1, 6, 8)):
-        operators = [getattr(torch.ops.xorl, f"attention_{name}{kind}{suffix}") for kind in ("", "_ring")]
-        count = partial(_flops, q_index=q_index, layout_index=layout_index, factor=factor)
-        register_flop_formula(operators, get_raw=True)(count)
+    # The indices of q and of the first input that describes documents, and the FLOPs of a pair and channel.
+    for suffix, q_index, index, factor in (("", 0, 3, 4), ("_backward", 1, 6, 8)):
+        for kind, pairs_of in (("", _pairs), ("_ring", _pairs_in_ring)):
+            operator = getattr(torch.ops.xorl, f"attention_{name}{kind}{suffix}")
+            count = partial(_flops, pairs_of=pairs_of, q_index=q_index, index=index, factor=factor)
+            register_flop_formula(operator, get_raw=True)(count)
 
 
-def _flops(*inputs: object, q_index: int, layout_index: int, factor: int, **_: object) -> int:
-    """Of a call with these inputs; those from `layout_index` on are (cu_seqlens, offsets) or (offsets, group name)."""
-    q, first, second = inputs[q_index], *inputs[layout_index : layout_index + 2]
-    window = inputs[layout_index + 3]
-    assert isinstance(q, Tensor)
-    assert isinstance(first, Tensor)
-    assert isinstance(window, int | None)
-    if isinstance(second, Tensor):
-        pairs = visible_pairs(second, window)
-    else:
-        pairs = pairs_of_ring(first, str(second), window)
-    return factor * q.shape[1] * q.shape[2] * pairs
+def _flops(*inputs: Tensor, pairs_of: Callable[..., int], q_index: int, index: int, factor: int, **_: object) -> int:
+    return factor * inputs[q_index].shape[1] * inputs[q_index].shape[2] * pairs_of(*inputs[index:])
+
+
+def _pairs(cu_seqlens: Tensor, offsets: Tensor, scale: float, window: int | None, *_: object) -> int:
+    return visible_pairs(offsets, window)
+
+
+def _pairs_in_ring(
+    offsets: Tensor, rank: int, size: int, group_name: str, scale: float, window: int | None, *_: object
+) -> int:
+    return pairs_of_ring(offsets, rank, size, window)

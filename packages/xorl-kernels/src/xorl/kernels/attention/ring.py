@@ -13,14 +13,12 @@ Shapes: T tokens of this rank, S keys that its queries see, H query heads, G key
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate, chain, pairwise, zip_longest
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
@@ -35,7 +33,7 @@ from xorl.kernels.attention.kernel import (
 from xorl.kernels.copies import copy_to
 from xorl.kernels.layout import ring_ranges
 
-RingOperator = Callable[[Tensor, Tensor, Tensor, Tensor, str, float, int | None, bool], tuple[Tensor, Tensor]]
+RingOperator = Callable[[Tensor, Tensor, Tensor, Tensor, int, int, str, float, int | None, bool], tuple[Tensor, Tensor]]
 Range = tuple[int, int]
 
 # Parts of the heads that are exchanged one after another, so that the first exchange, which nothing hides, is short.
@@ -105,8 +103,8 @@ def plan_ring(offsets: tuple[int, ...], rank: int, size: int, window: int | None
 def define_ring(name: str, forward: ForwardKernel, backward: BackwardKernel) -> RingOperator:
     """Register `xorl::attention_{name}_ring` and its gradient, and return the former.
 
-    (q [T, H, C], k and v [T, G, C], offsets of the whole row, name of the ring's process group, scale, window,
-    deterministic) -> (output [T, H, C], log-sum-exp [T, H]). Collective over the ring.
+    (q [T, H, C], k and v [T, G, C], offsets of the whole row, this rank, size and process group's name of the ring,
+    scale, window, deterministic) -> (output [T, H, C], log-sum-exp [T, H]). Collective over the ring.
     """
 
     @torch.library.custom_op(f"xorl::attention_{name}_ring", mutates_args=())
@@ -115,21 +113,23 @@ def define_ring(name: str, forward: ForwardKernel, backward: BackwardKernel) -> 
         k: Tensor,
         v: Tensor,
         offsets: Tensor,
+        rank: int,
+        size: int,
         group_name: str,
         scale: float,
         window: int | None,
         deterministic: bool,
     ) -> tuple[Tensor, Tensor]:
-        plan, group = _plan_and_group(offsets, group_name, window, q.device)
+        plan = plan_ring(tuple(offsets.tolist()), rank, size, window, q.device)
         documents = plan.documents, plan.key_documents
         options = {"scale": scale, "window": window, "deterministic": deterministic}
         results = []
         parts = _split_heads(plan, q, k, v)
-        fetch = _start_fetch(plan, group, *parts[0][1:])
+        fetch = _start_fetch(plan, group_name, *parts[0][1:])
         for (q_part, *_), following in zip_longest(parts, parts[1:]):
             keys, values = fetch().unbind(1)
             if following is not None:
-                fetch = _start_fetch(plan, group, *following[1:])
+                fetch = _start_fetch(plan, group_name, *following[1:])
             results.append(forward(q_part, keys, values, *documents, **options))
         return torch.cat([out for out, _ in results], dim=1), torch.cat([lse for _, lse in results]).t()
 
@@ -142,29 +142,31 @@ def define_ring(name: str, forward: ForwardKernel, backward: BackwardKernel) -> 
         out: Tensor,
         lse: Tensor,
         offsets: Tensor,
+        rank: int,
+        size: int,
         group_name: str,
         scale: float,
         window: int | None,
         deterministic: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        plan, group = _plan_and_group(offsets, group_name, window, q.device)
+        plan = plan_ring(tuple(offsets.tolist()), rank, size, window, q.device)
         documents = plan.documents, plan.key_documents
         options = {"scale": scale, "window": window, "deterministic": deterministic}
         grads_q: list[Tensor] = []
         returns: list[Callable[[], Tensor]] = []
         parts = _split_heads(plan, q, k, v, grad_out, out, lse)
-        fetch = _start_fetch(plan, group, *parts[0][1:3])
+        fetch = _start_fetch(plan, group_name, *parts[0][1:3])
         for (q_part, _, _, *others), following in zip_longest(parts, parts[1:]):
             keys, values = fetch().unbind(1)
             if following is not None:
-                fetch = _start_fetch(plan, group, *following[1:3])
+                fetch = _start_fetch(plan, group_name, *following[1:3])
             grad_part, out_part, lse_part = (x.contiguous() for x in others)
             lse_part = lse_part.t().contiguous()
             grad_q, *grads = backward(
                 grad_part, q_part.contiguous(), keys, values, out_part, lse_part, *documents, **options
             )
             grads_q.append(grad_q)
-            returns.append(_start_return(plan, group, *grads))
+            returns.append(_start_return(plan, group_name, *grads))
         grad_k, grad_v = torch.cat([finish() for finish in returns], dim=2).unbind(1)
         return torch.cat(grads_q, dim=1), grad_k.contiguous(), grad_v.contiguous()
 
@@ -185,15 +187,15 @@ def define_ring(name: str, forward: ForwardKernel, backward: BackwardKernel) -> 
     def differentiate(ctx: FunctionCtx, grad_out: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
         options = ctx.options  # pyright: ignore[reportAttributeAccessIssue] set by `save`
         saved = ctx.saved_tensors  # pyright: ignore[reportAttributeAccessIssue] set by `save`
-        return *attend_backward(grad_out, *saved, *options), None, None, None, None, None
+        return *attend_backward(grad_out, *saved, *options), None, None, None, None, None, None, None
 
     attend.register_autograd(differentiate, setup_context=save)
     return attend
 
 
-def pairs_of_ring(offsets: Tensor, group_name: str, window: int | None) -> int:
-    """The number of (query, key) pairs of this rank."""
-    plan, _ = _plan_and_group(offsets, group_name, window, torch.device("cpu"))
+def pairs_of_ring(offsets: Tensor, rank: int, size: int, window: int | None) -> int:
+    """The number of (query, key) pairs of a rank."""
+    plan = plan_ring(tuple(offsets.tolist()), rank, size, window, torch.device("cpu"))
     return visible_pairs(plan.documents.offsets, window, plan.key_documents.offsets)
 
 
@@ -205,21 +207,21 @@ def _split_heads(plan: RingPlan, q: Tensor, k: Tensor, v: Tensor, *others: Tenso
     return list(zip(*(x.chunk(num_parts, dim=1) for x in (q, k, v, *others)), strict=True))
 
 
-def _start_fetch(plan: RingPlan, group: dist.ProcessGroup, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
+def _start_fetch(plan: RingPlan, group_name: str, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
     """Start to exchange keys and values; the result waits, and returns those of the plan's pieces, [S, 2, G, C]."""
     own = torch.stack((k, v), dim=1)
-    received, wait = _exchange(
-        _concatenate(own, chain(*plan.sent)), plan.sent_sizes, list(plan.received_sizes), plan, group
+    exchange = _start_exchange(
+        _concatenate(own, chain(*plan.sent)), plan.sent_sizes, plan.received_sizes, plan, group_name
     )
 
     def finish() -> Tensor:
-        wait()
+        received = exchange()
         return torch.cat([(received if is_received else own)[rows] for is_received, rows in plan.pieces])
 
     return finish
 
 
-def _start_return(plan: RingPlan, group: dist.ProcessGroup, grad_k: Tensor, grad_v: Tensor) -> Callable[[], Tensor]:
+def _start_return(plan: RingPlan, group_name: str, grad_k: Tensor, grad_v: Tensor) -> Callable[[], Tensor]:
     """Start to return the gradients [S, G, C] of the plan's pieces to the ranks that hold the keys.
 
     The result waits, and returns the sums over ranks for this rank's own keys and values, [T, 2, G, C] in their dtype.
@@ -231,11 +233,10 @@ def _start_return(plan: RingPlan, group: dist.ProcessGroup, grad_k: Tensor, grad
     for (is_received, rows), *grads in zip(plan.pieces, grad_k.split(sizes), grad_v.split(sizes), strict=True):
         for index, grad in enumerate(grads):
             (received if is_received else own)[rows, index] += grad
-    returned, wait = _exchange(received.to(grad_k.dtype), list(plan.received_sizes), plan.sent_sizes, plan, group)
+    exchange = _start_exchange(received.to(grad_k.dtype), plan.received_sizes, plan.sent_sizes, plan, group_name)
 
     def finish() -> Tensor:
-        wait()
-        parts = returned.split([rows.stop - rows.start for rows in chain(*plan.sent)])
+        parts = exchange().split([rows.stop - rows.start for rows in chain(*plan.sent)])
         for rows, part in zip(chain(*plan.sent), parts, strict=True):
             own[rows] += part
         return own.to(grad_k.dtype)
@@ -243,29 +244,24 @@ def _start_return(plan: RingPlan, group: dist.ProcessGroup, grad_k: Tensor, grad
     return finish
 
 
-def _exchange(
-    sent: Tensor, sent_sizes: list[int], received_sizes: list[int], plan: RingPlan, group: dist.ProcessGroup
-) -> tuple[Tensor, Callable[[], object]]:
-    """Start to send rows to each rank; returns where the others' rows arrive, and how to wait for them."""
-    received = sent.new_empty((sum(received_sizes), *sent.shape[1:]))
+def _start_exchange(
+    sent: Tensor, sent_sizes: Sequence[int], received_sizes: Sequence[int], plan: RingPlan, group_name: str
+) -> Callable[[], Tensor]:
+    """Start to send rows to each rank; the result waits, and returns the rows that they sent."""
     if not plan.most_fetched:
-        return received, lambda: None
-    work = dist.all_to_all_single(received, sent, received_sizes, sent_sizes, group=group, async_op=True)
-    assert work is not None
-    # `sent` lives until the exchange is over.
-    return received, lambda: (work.wait(), sent)
+        return lambda: sent
+    received = torch.ops._c10d_functional.all_to_all_single(sent, list(received_sizes), list(sent_sizes), group_name)
+
+    def finish() -> Tensor:
+        assert sent is not None  # it lives until the exchange is over
+        return torch.ops._c10d_functional.wait_tensor(received)
+
+    return finish
 
 
 def _concatenate(x: Tensor, rows: Iterable[slice]) -> Tensor:
     parts = [x[each] for each in rows]
     return torch.cat(parts) if parts else x[:0]
-
-
-def _plan_and_group(
-    offsets: Tensor, group_name: str, window: int | None, device: torch.device
-) -> tuple[RingPlan, dist.ProcessGroup]:
-    group = c10d._resolve_process_group(c10d.GroupName(group_name))
-    return plan_ring(tuple(offsets.tolist()), group.rank(), group.size(), window, device), group
 
 
 def _first_key(offsets: tuple[int, ...], start: int, window: int | None) -> int:
