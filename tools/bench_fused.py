@@ -116,8 +116,9 @@ def make_cases(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> list[C
     def loss(*, whole_logits: bool) -> Function:
         def call(hidden: Tensor, head_weight: Tensor) -> Tensor:
             # The plain form in the precision that other trainers use: bf16 products, then fp32.
-            options = {"logits_fp32": not whole_logits, "whole_logits": whole_logits}
-            return cross_entropy(hidden, head_weight, {"labels": labels}, **options).sum
+            targets = {"labels": labels}
+            in_fp32 = not whole_logits
+            return cross_entropy(hidden, head_weight, targets, logits_fp32=in_fp32, whole_logits=whole_logits).sum
 
         return call
 
