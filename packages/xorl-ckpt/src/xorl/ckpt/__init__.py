@@ -1,5 +1,6 @@
 """Verified distributed checkpoints, and Hugging Face weights in and out of sharded parameters."""
 
+from xorl.ckpt.background import BackgroundWriter
 from xorl.ckpt.checkpointer import Checkpointer, Stateful
 from xorl.ckpt.errors import CheckpointError, CheckpointFailure
 from xorl.ckpt.export import export_hf
@@ -9,6 +10,7 @@ from xorl.ckpt.load import load_weights
 from xorl.ckpt.reader import SafetensorsSource, WeightRecipe, WeightSource
 
 __all__ = [
+    "BackgroundWriter",
     "CheckpointError",
     "CheckpointFailure",
     "Checkpointer",

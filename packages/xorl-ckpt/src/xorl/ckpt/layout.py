@@ -4,30 +4,37 @@
     {root}/global_step_{N}/metadata.json        the manifest; written last, so a folder that has one is complete
     {root}/global_step_{N}/.metadata, *.distcp  tensors, sharded (or state.pt, gathered)
     {root}/global_step_{N}/training_state/      scalars.json, rng_rank{r}.safetensors
-    {root}/.saving_*, .deleting_*               leftovers of a crash; the next save removes them
+    {root}/.saving_{name}_{id}                  a save that is being written; its owner holds a lock on `...owner`
+    {root}/.deleting_{name}_{id}                a checkpoint that is being removed
+
+A process that dies leaves the last two behind; the next save removes them, unless their owner is alive.
 
 `latest` is a file and not a symbolic link because some file systems have no links. No function here communicates with
 other ranks: only rank 0 writes, and the checkpointer reports its errors to the others.
 """
 
 import errno
+import fcntl
 import json
 import logging
 import math
+import os
 import platform
 import re
+import secrets
 import shutil
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePosixPath
-from typing import Literal, TypeAlias, cast, get_args
+from typing import IO, Literal, TypeAlias, cast, get_args
 
 import torch
 import xxhash
 
-from xorl.ckpt.errors import CheckpointError
+from xorl.ckpt.errors import CheckpointError, CheckpointFailure
 from xorl.ckpt.files import FileRecord, check_hashes, check_sizes, sync_file, write_file
 from xorl.ckpt.regions import dtype_name
 
@@ -46,6 +53,9 @@ FORMAT_VERSION = 1
 
 _NAME = re.compile(r"(?:global_)?step_(\d+)")
 _SAVING, _DELETING = ".saving_", ".deleting_"
+_OWNER, _POINTER = ".owner", ".latest"  # files beside a folder of a save
+# The folders that this process writes, with their locked files.
+_OWNED: dict[Path, IO[str]] = {}
 # Errors that choosing another folder resolves; other errors mean a full or broken disk.
 _WRONG_FOLDER = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOENT, errno.ENAMETOOLONG}
 
@@ -206,7 +216,9 @@ def prepare_root(root: Path, option: str) -> None:
             root.mkdir(parents=True, exist_ok=True)
             sync_file(root.parent)
         # The name is unique because several hosts may run this at once.
-        Path(tempfile.mkdtemp(prefix=f"{_SAVING}probe_", dir=root)).rmdir()
+        probe = Path(tempfile.mkdtemp(prefix=f"{_SAVING}probe_", dir=root))
+        with suppress(FileNotFoundError):  # another process took it for a leftover
+            probe.rmdir()
     except OSError as error:
         if error.errno not in _WRONG_FOLDER:
             raise
@@ -215,12 +227,38 @@ def prepare_root(root: Path, option: str) -> None:
         ) from error
 
 
+def require_space(root: Path, num_bytes: int) -> None:
+    """Raise CheckpointFailure unless a checkpoint of this size fits on the disk of `root`."""
+    usage = shutil.disk_usage(root)
+    if usage.total and usage.free < num_bytes:  # some network file systems report no sizes
+        raise CheckpointFailure(
+            f"a checkpoint needs {num_bytes / 2**30:.2f} GiB, but the disk of {root} has only "
+            f"{usage.free / 2**30:.2f} GiB free; free space there"
+        )
+
+
 def create_folder(root: Path, name: str) -> Path:
-    """Remove the leftovers of crashed saves, and create the temporary folder of the checkpoint `name`."""
-    remove_leftovers(root)
-    folder = root / f"{_SAVING}{name}"
+    """Create the temporary folder of the checkpoint `name`, owned by this process until it is published or discarded.
+
+    Other processes do not remove it while this one lives.
+    """
+    folder = root / f"{_SAVING}{name}_{secrets.token_hex(4)}"
+    owner = _owner_of(folder)
+    file = owner.open("x")
+    with suppress(OSError):  # without locks, any later save may remove what this one leaves
+        # Locks of this kind are not inherited by forked processes, such as a loader's workers.
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    file.write(f"process {os.getpid()} on {platform.node()}\n")
+    file.flush()
+    _OWNED[folder] = file
     (folder / TRAINING_STATE).mkdir(parents=True)
     return folder
+
+
+def discard(folder: Path) -> None:
+    """Remove a folder from `create_folder` after an error; what cannot be removed is left to the next save."""
+    shutil.rmtree(folder, ignore_errors=True)
+    _release(folder)
 
 
 def publish(folder: Path, root: Path, manifest: Manifest) -> Path:
@@ -234,12 +272,13 @@ def publish(folder: Path, root: Path, manifest: Manifest) -> Path:
     if final.exists():
         raise CheckpointError(f"{final} appeared while this checkpoint was written; does another job save there?")
     # All writes that can fail on a full disk happen before the rename that publishes the checkpoint.
-    pointer = root / f"{_SAVING}{LATEST}"
+    pointer = folder.with_name(f"{folder.name}{_POINTER}")
     write_file(pointer, f"{final.name}\n".encode())
     folder.rename(final)
     sync_file(root)
     pointer.replace(root / LATEST)
     sync_file(root)
+    _release(folder)
     return final
 
 
@@ -249,17 +288,16 @@ def publish_named(folder: Path, final: Path, manifest: Manifest, *, replaces: bo
     With `replaces` it replaces an existing checkpoint, which stays complete until then.
     """
     _complete(folder, manifest)
-    if not final.exists():
-        folder.rename(final)
-        sync_file(final.parent)
-        return
-    if not replaces:
-        raise CheckpointError(f"{final} appeared while this checkpoint was written; does another job save there?")
-    replaced = final.with_name(f"{_DELETING}{final.name}")
-    final.rename(replaced)
+    replaced: Path | None = None
+    if final.exists():
+        if not replaces:
+            raise CheckpointError(f"{final} appeared while this checkpoint was written; does another job save there?")
+        replaced = _rename_to_delete(final)
     folder.rename(final)
     sync_file(final.parent)
-    shutil.rmtree(replaced)
+    _release(folder)
+    if replaced is not None:
+        shutil.rmtree(replaced)
 
 
 def prune(root: Path, keep_last: int) -> list[Path]:
@@ -267,20 +305,50 @@ def prune(root: Path, keep_last: int) -> list[Path]:
     latest = latest_checkpoint(root)
     old = [folder for folder in list_checkpoints(root)[:-keep_last] if folder != latest]
     for folder in old:
-        # Renamed first, because a partly deleted checkpoint must not look complete.
-        shutil.rmtree(folder.rename(root / f"{_DELETING}{folder.name}"))
+        shutil.rmtree(_rename_to_delete(folder))
     return old
 
 
 def remove_leftovers(root: Path) -> None:
-    """Remove the leftovers of interrupted saves and removals."""
+    """Remove what interrupted saves and removals left, except that of processes that are alive."""
     for leftover in root.iterdir():
-        if leftover.name.startswith((_SAVING, _DELETING)):
-            logger.warning("event=leftover_removed path=%s", leftover)
-            if leftover.is_dir():
-                shutil.rmtree(leftover)
-            else:
-                leftover.unlink()
+        if not leftover.name.startswith((_SAVING, _DELETING)):
+            continue
+        folder = leftover.with_name(leftover.name.removesuffix(_OWNER).removesuffix(_POINTER))
+        if folder in _OWNED or _is_locked(_owner_of(folder)):
+            continue
+        logger.warning("event=leftover_removed path=%s", leftover)
+        # Several processes may remove the same one.
+        if leftover.is_dir():
+            shutil.rmtree(leftover, ignore_errors=True)
+        else:
+            leftover.unlink(missing_ok=True)
+
+
+def _rename_to_delete(folder: Path) -> Path:
+    """Renamed before it is deleted, because a partly deleted checkpoint must not look complete."""
+    return folder.rename(folder.with_name(f"{_DELETING}{folder.name}_{secrets.token_hex(4)}"))
+
+
+def _owner_of(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}{_OWNER}")
+
+
+def _is_locked(owner: Path) -> bool:
+    """Whether the process that created this file still lives; False if the file system has no locks."""
+    try:
+        with owner.open("r+") as file:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno in (errno.EACCES, errno.EAGAIN)
+    return False
+
+
+def _release(folder: Path) -> None:
+    with suppress(OSError):  # the next save removes it
+        _owner_of(folder).unlink(missing_ok=True)
+    if (file := _OWNED.pop(folder, None)) is not None:
+        file.close()
 
 
 def _complete(folder: Path, manifest: Manifest) -> None:
