@@ -35,6 +35,7 @@ DecayStyle = Literal["constant", "linear", "cosine"]
 RecomputableModule = Literal["self_attn", "mlp"]
 RecomputePolicy = Literal["module", "operation", "auto"]
 ExpertCheckpointMethod = Literal["moe_act"]
+OnSaveFailure = Literal["stop", "continue"]
 LogFormat = Literal["progress_bar", "structured"]
 
 
@@ -322,7 +323,17 @@ class LocalCheckpointFields(CheckpointFields):
         default=1.0,
         description="Number of epochs between checkpoints; 0.25 saves four per epoch. 0 disables saving by epochs.",
     )
-    save_async: bool = Field(default=False, description="Write checkpoints in the background while training continues.")
+    save_async: bool = Field(
+        default=False,
+        description="Write checkpoints in the background while training continues, from a copy of this rank's part of "
+        "the state in host memory. The copies run beside the next forward and backward pass. One save is written at a "
+        "time; the last one is waited for.",
+    )
+    on_save_failure: OnSaveFailure = Field(
+        default="stop",
+        description="What a save that fails does, for example on a full disk: stop ends the run at the next step; "
+        "continue logs the error, and the next save tries again. If the last save fails, the run fails in either case.",
+    )
     save_hf_weights: bool = Field(
         default=True,
         description="At the end of training, export the model to Hugging Face safetensors in the last checkpoint.",

@@ -222,7 +222,7 @@ def _checkpoints(startup: Startup, run: PreparedRun, engine: Engine, stream: Str
     due = SavePoints(plan.num_steps, plan.steps_per_epoch, train.save_steps, train.save_epochs)
     due.warn()
     return Checkpoints(
-        startup.checkpointer,
+        startup.saves(),
         engine,
         startup.runtime,
         due=due,

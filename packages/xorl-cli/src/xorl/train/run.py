@@ -72,7 +72,7 @@ def _run_sweep(config: Config) -> int:
         change = _change(member, "loss")
         folder = sweep.startup.runs[member.name].folder
         logger.info("%-11s loss %s%s, in %s", member.name, change, ", diverged" * member.diverged, folder)
-    logger.info("checkpoint  %s", sweep.saving.last)
+    logger.info("checkpoint  %s", sweep.saving.saves.last)
     if signal_number:
         logger.info(_stopped(signal_number))
     return signal_number
@@ -89,7 +89,7 @@ def _summarise(run: Run, signal_number: int) -> None:
             f"tokens right {_change(observer, 'eval_token_accuracy')}, "
             f"whole answers right {_change(observer, 'eval_accuracy')}"
         )
-    lines.append(f"checkpoint  {run.checkpoints.last}")
+    lines.append(f"checkpoint  {run.checkpoints.saves.last}")
     lines.append(f"metrics     {run.startup.output_dir / METRICS}")
     if exported is not None and is_adapter(exported):
         lines.append(f"adapter     {exported}, for PEFT's PeftModel.from_pretrained")

@@ -54,6 +54,7 @@ from xorl.train.observe.observer import MetricsFile, Observer, Sink, StructuredL
 from xorl.train.observe.progress import Phases, ProgressBar
 from xorl.train.observe.timing import StepTimer
 from xorl.train.output_dir import MEMBERS, METRICS, RECEIPT, open_output_dir
+from xorl.train.saves import Saves
 
 logger = logging.getLogger(__name__)
 
@@ -122,6 +123,13 @@ class Startup:
     @property
     def num_steps(self) -> int:
         return self.longest.plan.num_steps
+
+    def saves(self) -> Saves:
+        """The saves of the job as its options set them."""
+        train = self.config.train
+        return Saves(
+            self.checkpointer, in_background=train.save_async, stops_on_failure=train.on_save_failure == "stop"
+        )
 
     def evaluates_at_start(self, run: PreparedRun) -> bool:
         """Whether to evaluate `run` before its first step. Collective.

@@ -157,7 +157,7 @@ def _saving(startup: Startup, engine: BankEngine) -> SweepSaving:
         )
 
     return SweepSaving(
-        startup.checkpointer,
+        startup.saves(),
         bank,
         startup.runtime,
         due=SavePoints(plan.num_steps, plan.steps_per_epoch, train.save_steps, train.save_epochs),
