@@ -68,6 +68,7 @@ def config_of(folder: Path, layout: str) -> Config:
                 "lr": 0.01,
                 "log_format": "structured",
                 "use_wandb": False,
+                "save_async": True,
                 **train,
             },
             "lora": {
