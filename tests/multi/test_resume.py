@@ -197,6 +197,34 @@ def test_run_of_two_ranks_resumes_on_another_number(
 
 
 @pytest.mark.multi
+def test_a_run_goes_back_and_the_same_command_resumes_it(folder: Path, tmp_path: Path, run_ranks) -> None:
+    # Catches a damaged newest checkpoint from which no message leads on, a later checkpoint that is lost, and a command
+    # that goes back once more after its run was killed.
+    output = tmp_path / "output"
+    split = {"mode": "fsdp2", "accumulation": 2}
+    options = ["--train.save_steps", "5", "--train.keep_last", "3"]
+    run_ranks(lambda: run(folder, output, **split, overrides=options), 2)
+    straight, checkpoints = losses(output), output / "checkpoints"
+    names = [path.name for path in Checkpointer(checkpoints).checkpoints()]
+    assert names == ["global_step_10", "global_step_15", "global_step_20"]
+    for file in ("metadata.json", "training_state/scalars.json", "__1_0.distcp"):
+        damaged = checkpoints / "global_step_20" / file
+        content = damaged.read_bytes()
+        damaged.write_bytes(content[:-2] + bytes([content[-2] ^ 1]) + content[-1:])
+        for error in run_ranks(lambda: error_of(folder, output, *options, "--train.max_steps", "25"), 2):
+            assert file in error
+            assert f"{checkpoints}/global_step_15, the checkpoint before it" in error
+        damaged.write_bytes(content)
+    options += ["--train.load_checkpoint_path", str(checkpoints / "global_step_10")]
+    run_ranks(lambda: run(folder, output, **split, overrides=options, killed_at=15), 2)
+    assert sorted(path.name for path in (checkpoints / "set_aside_1").iterdir()) == names[1:]
+    assert max(losses(output)) == 15
+    assert run_ranks(lambda: run(folder, output, **split, overrides=options), 2) == [0, 0]
+    assert losses(output) == straight
+    assert not (checkpoints / "set_aside_2").exists()
+
+
+@pytest.mark.multi
 def test_automatic_recomputation_leaves_no_trace(folder: Path, tmp_path: Path, run_ranks) -> None:
     # Catches a probe that draws random numbers, takes data, or leaves gradients behind. On a CPU it decides for none.
     chosen = ["--train.enable_gradient_checkpointing", "true", "--train.recompute_policy", "auto"]
@@ -275,7 +303,7 @@ def test_export_that_a_kill_prevented_is_made_up_for(folder: Path, tmp_path: Pat
     # Catches a run that calls itself complete and has no model for other tools.
     output = tmp_path / "output"
     assert run_ranks(lambda: error_of(folder, output, "--train.max_steps", "2"), 2) == ["no error"] * 2
-    exported = output / "checkpoints" / "global_step_2" / "hf" / "model.safetensors"
+    exported = output / "checkpoints" / "global_step_2-export" / "model.safetensors"
     assert not exported.exists()
     again = ["--train.max_steps", "2", "--train.save_hf_weights", "true"]
     for _ in range(2):
@@ -289,7 +317,7 @@ def test_export_that_a_kill_prevented_is_made_up_for(folder: Path, tmp_path: Pat
     for _ in range(2):
         assert run_ranks(lambda: error_of(folder, output, *again), 2) == ["no error"] * 2
         assert exported.read_bytes() == weights
-    [aside] = exported.parent.parent.glob("hf_damaged_*")
+    [aside] = exported.parent.parent.glob("global_step_2-export_damaged_*")
     assert (aside / "notes.txt").read_text() == "kept"
     assert len(losses(output)) == 2
 

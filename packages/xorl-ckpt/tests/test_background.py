@@ -104,7 +104,7 @@ def test_what_a_living_process_writes_stays(background, tmp_path, make_state):
     Checkpointer(tmp_path).save(1, make_state(1), name="one", background=background, write_extra_files=wait)
     writes.wait()
     Checkpointer(tmp_path).save(2, make_state(2))
-    code = "from pathlib import Path; from xorl.ckpt.layout import remove_leftovers;"
+    code = "from pathlib import Path; from xorl.ckpt.publish import remove_leftovers;"
     run_python(f"{code} remove_leftovers(Path({str(tmp_path)!r}))")
     may_write.set()
     background.finish()
@@ -113,7 +113,7 @@ def test_what_a_living_process_writes_stays(background, tmp_path, make_state):
 
 def test_what_a_killed_process_was_writing_goes(tmp_path, make_state):
     # Catches an owner that is taken for alive, and so a disk that fills with torn saves.
-    code = "import os, signal; from pathlib import Path; from xorl.ckpt.layout import create_folder;"
+    code = "import os, signal; from pathlib import Path; from xorl.ckpt.publish import create_folder;"
     run_python(f"{code} create_folder(Path({str(tmp_path)!r}), 'global_step_1'); os.kill(os.getpid(), signal.SIGKILL)")
     assert any(tmp_path.iterdir())
     Checkpointer(tmp_path).save(2, make_state())

@@ -8,12 +8,14 @@ from xorl.ckpt.hub import resolve_folder
 from xorl.ckpt.layout import read_manifest
 from xorl.ckpt.load import load_weights
 from xorl.ckpt.reader import SafetensorsSource, WeightRecipe, WeightSource
+from xorl.ckpt.retention import Retention
 
 __all__ = [
     "BackgroundWriter",
     "CheckpointError",
     "CheckpointFailure",
     "Checkpointer",
+    "Retention",
     "SafetensorsSource",
     "Stateful",
     "WeightRecipe",

@@ -18,12 +18,14 @@ from safetensors.torch import save as format_safetensors
 from torch.distributed.tensor import DTensor
 
 from xorl.ckpt import layout
+from xorl.ckpt import publish as publishing
 from xorl.ckpt.background import BackgroundWriter
 from xorl.ckpt.errors import CheckpointError
-from xorl.ckpt.files import FileRecord, check_hashes, check_sizes, share_of_files, write_file
+from xorl.ckpt.files import FileRecord, share_of_files, write_file
 from xorl.ckpt.layout import JSON, Manifest, StorageKind, TensorRecord
 from xorl.ckpt.metadata import read_metadata
 from xorl.ckpt.ranks import all_gather_text, any_rank_holds, broadcast_text, fail_together, num_ranks, this_rank
+from xorl.ckpt.retention import Retention
 from xorl.ckpt.storage import read_gathered, read_shards, write_gathered, write_shards
 
 logger = logging.getLogger(__name__)
@@ -61,8 +63,8 @@ class LoadedCheckpoint:
 class Checkpointer:
     """The checkpoints under one root.
 
-    `save` and `load` are collective over the default process group, if there is one. Each save keeps only the
-    `keep_last` newest checkpoints; None keeps all. `root_option` is the option that sets the root, for error messages.
+    `save` and `load` are collective over the default process group, if there is one. Each save removes the checkpoints
+    that `retention` does not keep; None keeps all. `root_option` is the option that sets the root, for error messages.
     """
 
     def __init__(
@@ -70,16 +72,14 @@ class Checkpointer:
         root: Path | str,
         *,
         manager: StorageKind = "dcp",
-        keep_last: int | None = None,
+        retention: Retention | None = None,
         root_option: str = "root",
     ) -> None:
         if manager not in get_args(StorageKind):
             raise ValueError(f"manager: {manager!r} is unknown; use one of {', '.join(get_args(StorageKind))}")
-        if keep_last is not None and keep_last < 1:
-            raise ValueError(f"keep_last: must be at least 1, or None to keep all checkpoints; got {keep_last}")
         self.root = _absolute(root)
         self._manager: StorageKind = manager
-        self._keep_last = keep_last
+        self._retention = retention
         self._root_option = root_option
         self._current: Path | None = None
 
@@ -122,9 +122,9 @@ class Checkpointer:
 
         def publish(folder: Path, manifest: Manifest) -> None:
             if name is not None:
-                layout.publish_named(folder, final, manifest, replaces=replaces)
+                publishing.publish_named(folder, final, manifest, replaces=replaces)
             else:
-                layout.publish(folder, self.root, manifest)
+                publishing.publish(folder, self.root, manifest)
                 self._prune()
 
         with fail_together("save a checkpoint"):
@@ -163,11 +163,11 @@ class Checkpointer:
         with fail_together("save a checkpoint"):
             folder = final
             if this_rank() == 0:
-                layout.prepare_root(self.root, self._root_option)
+                publishing.prepare_root(self.root, self._root_option)
                 if replaces or not self._exists_already(final):
-                    layout.remove_leftovers(self.root)
-                    layout.require_space(self.root, num_bytes)
-                    folder = layout.create_folder(self.root, final.name)
+                    publishing.remove_leftovers(self.root)
+                    publishing.require_space(self.root, num_bytes)
+                    folder = publishing.create_folder(self.root, final.name)
         folder = Path(broadcast_text(str(folder)))
         if folder == final:
             return
@@ -178,7 +178,7 @@ class Checkpointer:
                     publish(folder, manifest)
         except Exception:
             if this_rank() == 0:
-                layout.discard(folder)
+                publishing.discard(folder)
             raise
         self._current = final
 
@@ -221,8 +221,7 @@ class Checkpointer:
         ]
         with fail_together(f"load {path}"):
             _raise_other_model(path, problems, unexpected)
-            check_sizes(path, manifest.files)
-            check_hashes(path, manifest.files, share_of_files(manifest.files, this_rank(), num_ranks()))
+            layout.require_intact(path, manifest.files, share_of_files(manifest.files, this_rank(), num_ranks()))
 
         def copy() -> LoadedCheckpoint:
             with fail_together(f"load {path}"):
@@ -240,6 +239,11 @@ class Checkpointer:
             return LoadedCheckpoint(manifest.step, manifest.info, scalars, rng, path)
 
         return copy
+
+    @property
+    def removes_old(self) -> bool:
+        """Whether saves remove old checkpoints."""
+        return self._retention is not None
 
     def latest(self) -> Path | None:
         """The checkpoint that `auto` selects, or None if there is none. Not collective."""
@@ -306,10 +310,11 @@ class Checkpointer:
         )
 
     def _prune(self) -> None:
-        if self._keep_last is None:
+        if self._retention is None:
             return
         try:
-            for folder in layout.prune(self.root, self._keep_last):
+            steps = [step for folder in self.checkpoints() if (step := layout.step_of(folder)) is not None]
+            for folder in publishing.prune(self.root, self._retention.kept(steps)):
                 logger.info("event=checkpoint_pruned path=%s", folder)
         except OSError as error:
             # The new checkpoint is published; a failure to delete an old one should not end the run.

@@ -1,4 +1,4 @@
-"""The layout of a checkpoint and of the root that holds all of them: names, manifest, publishing, `latest`, pruning.
+"""The layout of a checkpoint and of the root that holds all of them: names, manifest, and what is there.
 
     {root}/latest                               text: the name of the checkpoint to resume from, replaced atomically
     {root}/global_step_{N}/metadata.json        the manifest; written last, so a folder that has one is complete
@@ -6,36 +6,28 @@
     {root}/global_step_{N}/training_state/      scalars.json, rng_rank{r}.safetensors
     {root}/.saving_{name}_{id}                  a save that is being written; its owner holds a lock on `...owner`
     {root}/.deleting_{name}_{id}                a checkpoint that is being removed
+    {root}/set_aside_{n}/                       later checkpoints, moved when a run went back to an earlier one
 
-A process that dies leaves the last two behind; the next save removes them, unless their owner is alive.
-
-`latest` is a file and not a symbolic link because some file systems have no links. No function here communicates with
-other ranks: only rank 0 writes, and the checkpointer reports its errors to the others.
+`latest` is a file and not a symbolic link because some file systems have no links. Nothing here writes; `publish.py`
+does.
 """
 
-import errno
-import fcntl
 import json
 import logging
 import math
-import os
 import platform
 import re
-import secrets
-import shutil
-import tempfile
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePosixPath
-from typing import IO, Literal, TypeAlias, cast, get_args
+from typing import Literal, TypeAlias, cast, get_args
 
 import torch
 import xxhash
 
-from xorl.ckpt.errors import CheckpointError, CheckpointFailure
-from xorl.ckpt.files import FileRecord, check_hashes, check_sizes, sync_file, write_file
+from xorl.ckpt.errors import CheckpointError
+from xorl.ckpt.files import FileRecord, hash_problems, size_problems
 from xorl.ckpt.regions import dtype_name
 
 logger = logging.getLogger(__name__)
@@ -52,12 +44,8 @@ FORMAT = "xorl-checkpoint"
 FORMAT_VERSION = 1
 
 _NAME = re.compile(r"(?:global_)?step_(\d+)")
-_SAVING, _DELETING = ".saving_", ".deleting_"
-_OWNER, _POINTER = ".owner", ".latest"  # files beside a folder of a save
-# The folders that this process writes, with their locked files.
-_OWNED: dict[Path, IO[str]] = {}
-# Errors that choosing another folder resolves; other errors mean a full or broken disk.
-_WRONG_FOLDER = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOENT, errno.ENAMETOOLONG}
+# Prefixes of folders that are not checkpoints.
+SAVING, DELETING, SET_ASIDE = ".saving_", ".deleting_", "set_aside_"
 
 
 def checkpoint_name(step: int) -> str:
@@ -161,16 +149,32 @@ def read_manifest(folder: Path) -> Manifest:
         hint = " (another program wrote this DCP checkpoint)" if (folder / ".metadata").exists() else ""
         raise CheckpointError(f"{folder} is not a complete xorl checkpoint: it has no {MANIFEST}{hint}") from None
     except (ValueError, TypeError, KeyError) as error:
-        raise CheckpointError(f"{path} cannot be used: {error}") from error
+        raise CheckpointError(f"{path} cannot be used: {error}\n{_advice(folder)}") from error
 
 
 def verify(folder: Path, names: Collection[str] | None = None) -> Manifest:
     """Read the manifest and check sizes and hashes of its files (or only `names`); raises CheckpointError."""
     manifest = read_manifest(folder)
     chosen = {name: record for name, record in manifest.files.items() if names is None or name in names}
-    check_sizes(folder, chosen)
-    check_hashes(folder, manifest.files, chosen)
+    require_intact(folder, chosen, chosen)
     return manifest
+
+
+def require_intact(folder: Path, files: Mapping[str, FileRecord], hashed: Iterable[str]) -> None:
+    """Check the sizes of `files` and the hashes of those in `hashed`; raises CheckpointError naming damaged ones."""
+    problems = size_problems(folder, files) or hash_problems(folder, files, hashed)
+    if problems:
+        more = "" if len(problems) <= 5 else f"\n  and {len(problems) - 5} more"
+        shown = "\n  ".join(problems[:5])
+        raise CheckpointError(f"{folder} is damaged; nothing was loaded\n  {shown}{more}\n{_advice(folder)}")
+
+
+def _advice(folder: Path) -> str:
+    """What to do about a damaged checkpoint."""
+    step = step_of(folder) or 0
+    earlier = [found for found in list_checkpoints(folder.parent) if (step_of(found) or 0) < step]
+    other = f"load {earlier[-1]}, the checkpoint before it" if earlier else "start from another checkpoint"
+    return f"Copy the folder again from its source, or {other}."
 
 
 def step_of(folder: Path) -> int | None:
@@ -195,7 +199,7 @@ def is_complete(folder: Path) -> bool:
 def latest_checkpoint(root: Path) -> Path | None:
     """The checkpoint from which `auto` resumes: the one that `latest` names, else the highest complete step."""
     complete = list_checkpoints(root)
-    named, reason = _resolve_latest(root)
+    named, reason = named_by_latest(root)
     if named is None:
         if complete:
             logger.warning("event=latest_unusable root=%s reason=%s using=%s", root, reason, complete[-1].name)
@@ -203,169 +207,20 @@ def latest_checkpoint(root: Path) -> Path | None:
     step = step_of(named) or 0
     for folder in reversed(complete):
         # A save crashed after it renamed the folder and before it replaced `latest`: this checkpoint is the newest.
-        if (step_of(folder) or 0) > step and read_manifest(folder).previous == named.name:
+        if (step_of(folder) or 0) > step and _previous(folder) == named.name:
             logger.warning("event=latest_behind root=%s using=%s", root, folder.name)
             return folder
     return named
 
 
-def prepare_root(root: Path, option: str) -> None:
-    """Create the root and check that it is writable; `option` is the option that sets it, for error messages."""
+def _previous(folder: Path) -> str | None:
     try:
-        if not root.is_dir():
-            root.mkdir(parents=True, exist_ok=True)
-            sync_file(root.parent)
-        # The name is unique because several hosts may run this at once.
-        probe = Path(tempfile.mkdtemp(prefix=f"{_SAVING}probe_", dir=root))
-        with suppress(FileNotFoundError):  # another process took it for a leftover
-            probe.rmdir()
-    except OSError as error:
-        if error.errno not in _WRONG_FOLDER:
-            raise
-        raise CheckpointError(
-            f"{option}: cannot write to {root}: {error.strerror}. Choose a writable folder."
-        ) from error
+        return read_manifest(folder).previous
+    except CheckpointError:  # reported if it is loaded
+        return None
 
 
-def require_space(root: Path, num_bytes: int) -> None:
-    """Raise CheckpointFailure unless a checkpoint of this size fits on the disk of `root`."""
-    usage = shutil.disk_usage(root)
-    if usage.total and usage.free < num_bytes:  # some network file systems report no sizes
-        raise CheckpointFailure(
-            f"a checkpoint needs {num_bytes / 2**30:.2f} GiB, but the disk of {root} has only "
-            f"{usage.free / 2**30:.2f} GiB free; free space there"
-        )
-
-
-def create_folder(root: Path, name: str) -> Path:
-    """Create the temporary folder of the checkpoint `name`, owned by this process until it is published or discarded.
-
-    Other processes do not remove it while this one lives.
-    """
-    folder = root / f"{_SAVING}{name}_{secrets.token_hex(4)}"
-    owner = _owner_of(folder)
-    file = owner.open("x")
-    with suppress(OSError):  # without locks, any later save may remove what this one leaves
-        # Locks of this kind are not inherited by forked processes, such as a loader's workers.
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    file.write(f"process {os.getpid()} on {platform.node()}\n")
-    file.flush()
-    _OWNED[folder] = file
-    (folder / TRAINING_STATE).mkdir(parents=True)
-    return folder
-
-
-def discard(folder: Path) -> None:
-    """Remove a folder from `create_folder` after an error; what cannot be removed is left to the next save."""
-    shutil.rmtree(folder, ignore_errors=True)
-    _release(folder)
-
-
-def publish(folder: Path, root: Path, manifest: Manifest) -> Path:
-    """Turn a folder from `create_folder` into the checkpoint of a step, and point `latest` to it.
-
-    Its files must be written and durable. For checkpoints with other names see `publish_named`.
-    """
-    previous, _ = _resolve_latest(root)
-    _complete(folder, replace(manifest, previous=previous.name if previous else None))
-    final = root / checkpoint_name(manifest.step)
-    if final.exists():
-        raise CheckpointError(f"{final} appeared while this checkpoint was written; does another job save there?")
-    # All writes that can fail on a full disk happen before the rename that publishes the checkpoint.
-    pointer = folder.with_name(f"{folder.name}{_POINTER}")
-    write_file(pointer, f"{final.name}\n".encode())
-    folder.rename(final)
-    sync_file(root)
-    pointer.replace(root / LATEST)
-    sync_file(root)
-    _release(folder)
-    return final
-
-
-def publish_named(folder: Path, final: Path, manifest: Manifest, *, replaces: bool) -> None:
-    """Turn a folder from `create_folder` into the checkpoint `final`; `latest` does not change.
-
-    With `replaces` it replaces an existing checkpoint, which stays complete until then.
-    """
-    _complete(folder, manifest)
-    replaced: Path | None = None
-    if final.exists():
-        if not replaces:
-            raise CheckpointError(f"{final} appeared while this checkpoint was written; does another job save there?")
-        replaced = _rename_to_delete(final)
-    folder.rename(final)
-    sync_file(final.parent)
-    _release(folder)
-    if replaced is not None:
-        shutil.rmtree(replaced)
-
-
-def prune(root: Path, keep_last: int) -> list[Path]:
-    """Remove all but the `keep_last` highest steps, except the one that `latest` names; returns the removed folders."""
-    latest = latest_checkpoint(root)
-    old = [folder for folder in list_checkpoints(root)[:-keep_last] if folder != latest]
-    for folder in old:
-        shutil.rmtree(_rename_to_delete(folder))
-    return old
-
-
-def remove_leftovers(root: Path) -> None:
-    """Remove what interrupted saves and removals left, except that of processes that are alive."""
-    for leftover in root.iterdir():
-        if not leftover.name.startswith((_SAVING, _DELETING)):
-            continue
-        folder = leftover.with_name(leftover.name.removesuffix(_OWNER).removesuffix(_POINTER))
-        if folder in _OWNED or _is_locked(_owner_of(folder)):
-            continue
-        logger.warning("event=leftover_removed path=%s", leftover)
-        # Several processes may remove the same one.
-        if leftover.is_dir():
-            shutil.rmtree(leftover, ignore_errors=True)
-        else:
-            leftover.unlink(missing_ok=True)
-
-
-def _rename_to_delete(folder: Path) -> Path:
-    """Renamed before it is deleted, because a partly deleted checkpoint must not look complete."""
-    return folder.rename(folder.with_name(f"{_DELETING}{folder.name}_{secrets.token_hex(4)}"))
-
-
-def _owner_of(folder: Path) -> Path:
-    return folder.with_name(f"{folder.name}{_OWNER}")
-
-
-def _is_locked(owner: Path) -> bool:
-    """Whether the process that created this file still lives; False if the file system has no locks."""
-    try:
-        with owner.open("r+") as file:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return error.errno in (errno.EACCES, errno.EAGAIN)
-    return False
-
-
-def _release(folder: Path) -> None:
-    with suppress(OSError):  # the next save removes it
-        _owner_of(folder).unlink(missing_ok=True)
-    if (file := _OWNED.pop(folder, None)) is not None:
-        file.close()
-
-
-def _complete(folder: Path, manifest: Manifest) -> None:
-    """Check that rank 0 sees the files of all ranks, and write the manifest."""
-    absent = [name for name in manifest.files if not (folder / name).exists()]
-    if absent:
-        raise CheckpointError(
-            f"{folder.parent} is not the same folder on every node: rank 0 does not see {', '.join(absent[:5])}. "
-            "Save checkpoints to a file system that all nodes share."
-        )
-    check_sizes(folder, manifest.files)
-    write_file(folder / MANIFEST, manifest.to_json().encode())
-    sync_file(folder / TRAINING_STATE)
-    sync_file(folder)
-
-
-def _resolve_latest(root: Path) -> tuple[Path | None, str]:
+def named_by_latest(root: Path) -> tuple[Path | None, str]:
     """The checkpoint that `latest` names; or None, and the reason, unless it is a complete checkpoint of this root."""
     try:
         name = (root / LATEST).read_text(encoding="utf-8").strip()

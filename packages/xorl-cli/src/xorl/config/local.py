@@ -334,14 +334,28 @@ class LocalCheckpointFields(CheckpointFields):
         description="What a save that fails does, for example on a full disk: stop ends the run at the next step; "
         "continue logs the error, and the next save tries again. If the last save fails, the run fails in either case.",
     )
+    keep_last: AtLeastOne | None = Field(
+        default=None, description="Number of newest checkpoints to keep; each save removes older ones. null keeps all."
+    )
+    keep_every: AtLeastOne | None = Field(
+        default=None,
+        description="Also keep the checkpoints whose step is a multiple of this number. null keeps no others.",
+    )
+    keep_best: AtLeastOne | None = Field(
+        default=None,
+        description="Also keep this many checkpoints with the lowest loss on held-out data, among those whose step was "
+        "evaluated (eval_steps). null keeps no others.",
+    )
     save_hf_weights: bool = Field(
         default=True,
-        description="At the end of training, export the model to Hugging Face safetensors in the last checkpoint.",
+        description="At the end of training, export the model to Hugging Face safetensors, beside the last checkpoint.",
     )
     load_checkpoint_path: str | None = Field(
         default=None,
         description="Checkpoint folder to resume from; auto resumes from the newest checkpoint in output_dir, if "
-        "there is one. null or empty starts from scratch, and fails if output_dir already contains checkpoints.",
+        "there is one. A checkpoint of output_dir that is not the newest goes back: later ones are moved to the folder "
+        "checkpoints/set_aside_N. If the command is repeated, the run continues from the newest checkpoint that it has "
+        "saved since. null or empty starts from scratch, and fails if output_dir already contains checkpoints.",
     )
 
 

@@ -101,6 +101,7 @@ def build_run(config: Config, *, make_engine: EngineMaker | None = None) -> Run:
     if resumed is not None:
         with phases("resume", f"path={resumed.path}"):
             start_step = checkpoints.restore(resumed.path)
+            checkpoints.saves.go_back(start_step)
     return Run(
         startup=startup,
         engine=engine,

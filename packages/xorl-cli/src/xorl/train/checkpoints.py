@@ -29,8 +29,8 @@ from xorl.train.saves import Content, Saves
 
 logger = logging.getLogger(__name__)
 
-# The folder of the exported model, in a checkpoint.
-EXPORT = "hf"
+# The exported model is beside its checkpoint, which is never written into again.
+EXPORT = "-export"
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,11 @@ class Checkpoints:
         self.due: Callable[[int], bool] = due
         self.exported: Path | None = None
 
+    def check_space(self, start_step: int, num_steps: int) -> None:
+        """See `Saves.check_space`. Collective."""
+        num_saves = sum(map(self.due, range(start_step + 1, num_steps + 1)))
+        self.saves.check_space(self._engine.state(trained_only=self._trained_only), num_saves)
+
     def save(self, step: int, *, is_final: bool = False) -> None:
         """Save the run after `step` steps; for errors and `is_final` see `Saves.save`. Collective."""
         self.saves.finish()  # its receipt has the state of the stream at that save
@@ -143,7 +148,7 @@ class Checkpoints:
         return write
 
     def export(self) -> None:
-        """Export the model into the folder of the last checkpoint, if the run exports at all. Collective."""
+        """Export the model beside the last checkpoint, if the run exports at all. Collective."""
         if self._export is None:
             return
         last = self.saves.last
@@ -151,7 +156,7 @@ class Checkpoints:
         with fail_together("set a damaged export aside"):
             if self._runtime.is_main:
                 _set_aside_damaged(last)
-        self.exported = last / EXPORT
+        self.exported = export_folder(last)
         if not self.exported.exists():
             self._export.write(self.exported)
 
@@ -207,9 +212,14 @@ def require_scale(path: Path, spec: AdapterSpec) -> None:
             )
 
 
+def export_folder(checkpoint: Path) -> Path:
+    """The folder of the model that a run exports at its end."""
+    return checkpoint.with_name(f"{checkpoint.name}{EXPORT}")
+
+
 def is_exported(checkpoint: Path) -> bool:
-    """Whether this checkpoint's folder has an exported model or adapter with all its weight files."""
-    folder = checkpoint / EXPORT
+    """Whether the exported model or adapter of this checkpoint exists, with all its weight files."""
+    folder = export_folder(checkpoint)
     try:
         source = (
             SafetensorsSource(folder, single_file=WEIGHTS_FILE) if is_adapter(folder) else SafetensorsSource(folder)
@@ -222,9 +232,9 @@ def is_exported(checkpoint: Path) -> bool:
 
 def _set_aside_damaged(checkpoint: Path) -> None:
     """Rename the folder of an incomplete export, so that a new one can be written and no file is lost."""
-    folder = checkpoint / EXPORT
+    folder = export_folder(checkpoint)
     if folder.exists() and not is_exported(checkpoint):
-        aside = Path(tempfile.mkdtemp(prefix=f"{EXPORT}_damaged_", dir=checkpoint))
+        aside = Path(tempfile.mkdtemp(prefix=f"{folder.name}_damaged_", dir=checkpoint.parent))
         folder.rename(aside)
         logger.warning("export=%s lacks weight files; renamed to %s and exported again", folder, aside)
 

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from xorl.ckpt import BackgroundWriter, Checkpointer, CheckpointError, CheckpointFailure, Stateful
 from xorl.ckpt.files import FileRecord
-from xorl.ckpt.layout import JSON
+from xorl.ckpt.layout import JSON, TensorRecord
+from xorl.ckpt.publish import require_space, set_aside_after
+from xorl.ckpt.ranks import fail_together, this_rank
 
 logger = logging.getLogger(__name__)
 
@@ -36,10 +38,14 @@ class Saves:
     Args:
         in_background: return from `save` once the state is being copied, and write it in a thread.
         stops_on_failure: raise if a save fails; otherwise only log it, unless it is the last one.
+        info: recorded in every checkpoint, beside its content's.
     """
 
-    def __init__(self, checkpointer: Checkpointer, *, in_background: bool, stops_on_failure: bool) -> None:
+    def __init__(
+        self, checkpointer: Checkpointer, *, in_background: bool, stops_on_failure: bool, info: Mapping[str, JSON]
+    ) -> None:
         self.checkpointer = checkpointer
+        self._info = info
         self._background = BackgroundWriter() if in_background else None
         self._stops_on_failure = stops_on_failure
         self._step = 0
@@ -64,7 +70,7 @@ class Saves:
             self.checkpointer.save(
                 step,
                 content.state,
-                info=content.info,
+                info={**content.info, **self._info},
                 scalars=content.scalars,
                 rng=content.rng,
                 write_extra_files=content.write_extra_files,
@@ -73,6 +79,36 @@ class Saves:
             )
         if is_final:
             self.finish(is_final=True)
+
+    def check_space(self, state: Mapping[str, Stateful], num_saves: int) -> None:
+        """Raise CheckpointFailure if not even one checkpoint fits on the disk; warn if not all will. Collective."""
+        root = self.checkpointer.root
+        num_bytes = sum(
+            TensorRecord.of(tensor).num_bytes for part in state.values() for tensor in part.state_dict().values()
+        )
+        with fail_together("check the disk"):
+            if this_rank() == 0:
+                free = require_space(root.parent, num_bytes)
+                if not self.checkpointer.removes_old and free < num_saves * num_bytes:
+                    logger.warning(
+                        "train.keep_last: the run saves %d checkpoints of %.2f GiB, but only %.2f GiB are free; set "
+                        "it to remove old ones",
+                        num_saves,
+                        num_bytes / 2**30,
+                        free / 2**30,
+                    )
+
+    def go_back(self, step: int) -> None:
+        """Set aside the checkpoints that are later than `last`, which was saved after `step` steps. Collective."""
+        root = self.checkpointer.root
+        with fail_together("set later checkpoints aside"):
+            aside = set_aside_after(root, step, self.last) if this_rank() == 0 and root.is_dir() else None
+            if aside is not None:
+                logger.warning(
+                    "went back to step=%d: later checkpoints are now in %s, and metrics.jsonl ends at this step",
+                    step,
+                    aside,
+                )
 
     @property
     def in_background(self) -> bool:

@@ -50,10 +50,11 @@ from xorl.train.data import (
 )
 from xorl.train.evaluate import EvalPoints, Evaluation
 from xorl.train.model import head_options_of, pin_checkpoint, read_architecture
-from xorl.train.observe.observer import MetricsFile, Observer, Sink, StructuredLines, is_evaluated
+from xorl.train.observe.metrics_file import MetricsFile, is_evaluated
+from xorl.train.observe.observer import Observer, Sink, StructuredLines
 from xorl.train.observe.progress import Phases, ProgressBar
 from xorl.train.observe.timing import StepTimer
-from xorl.train.output_dir import MEMBERS, METRICS, RECEIPT, open_output_dir
+from xorl.train.output_dir import MEMBERS, METRICS, RECEIPT, STARTED_FROM, open_output_dir, start_of
 from xorl.train.saves import Saves
 
 logger = logging.getLogger(__name__)
@@ -127,8 +128,12 @@ class Startup:
     def saves(self) -> Saves:
         """The saves of the job as its options set them."""
         train = self.config.train
+        resumed = None if self.resumed is None else self.resumed.path
         return Saves(
-            self.checkpointer, in_background=train.save_async, stops_on_failure=train.on_save_failure == "stop"
+            self.checkpointer,
+            in_background=train.save_async,
+            stops_on_failure=train.on_save_failure == "stop",
+            info={STARTED_FROM: start_of(self.checkpointer.root, train.load_checkpoint_path, resumed)},
         )
 
     def evaluates_at_start(self, run: PreparedRun) -> bool:

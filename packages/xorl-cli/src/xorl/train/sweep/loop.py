@@ -20,7 +20,8 @@ from xorl.train.bank_engine import BankEngine, MixedBatch
 from xorl.train.engine import StepLosses, Update
 from xorl.train.evaluate import Evaluation, evaluate
 from xorl.train.interrupt import Interrupted, Interruption
-from xorl.train.observe.observer import DivergedError, Metrics, MetricsFile, Observer, queue_copy
+from xorl.train.observe.metrics_file import Metrics, MetricsFile
+from xorl.train.observe.observer import DivergedError, Observer, queue_copy
 from xorl.train.observe.profile import Profiler
 from xorl.train.startup import Startup
 from xorl.train.sweep.saving import SweepSaving
