@@ -141,8 +141,13 @@ def prune(root: Path, keep: Collection[int]) -> list[Path]:
     latest = latest_checkpoint(root)
     old = [folder for folder in list_checkpoints(root) if step_of(folder) not in keep and folder != latest]
     for folder in old:
-        shutil.rmtree(_rename_to_delete(folder))
+        remove(folder)
     return old
+
+
+def remove(folder: Path) -> None:
+    """Delete a checkpoint."""
+    shutil.rmtree(_rename_to_delete(folder))
 
 
 def set_aside_after(root: Path, step: int, resumed: Path | None) -> Path | None:
