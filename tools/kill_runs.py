@@ -94,7 +94,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Kill:
-    """When to kill, and whom: after `delay_s`, or at the n-th `operation` of that name; the rank `victim`, None: all."""
+    """When to kill, and whom: after `delay_s`, or at the n-th `operation` of a name; the rank `victim`, None: all."""
 
     victim: int | None
     delay_s: float | None = None

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import errno
+import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -68,32 +71,69 @@ def test_shards_are_saved_as_they_were_while_the_groups_that_train_are_busy(
     assert read_manifest(tmp_path / "background" / "global_step_1").world_size == world_size
 
 
-@pytest.mark.parametrize("failing", [0, 1])
-def test_a_failure_of_one_rank_is_raised_by_all(failing: int, tmp_path: Path, run_ranks) -> None:
-    # Catches a rank that waits for ever for one that could not write, and a save after it that cannot succeed.
-    def session() -> list[str]:
-        state, background, checkpointer = make_state((2,)), BackgroundWriter(), Checkpointer(tmp_path / "all")
-        checkpointer.save(1, state, background=background)
-        background.finish()
+@contextmanager
+def failing(owner: object, attribute: str, code: int) -> Iterator[None]:
+    """Within the block, this file operation fails."""
+    original = getattr(owner, attribute)
 
-        def fails(self: object, data: object) -> int:
-            raise OSError(errno.EIO, "Input/output error")
+    def fails(*_: object, **__: object) -> None:
+        raise OSError(code, os.strerror(code))
 
-        write = HashedFile.write
-        if dist.get_rank() == failing:
-            HashedFile.write = fails
-        checkpointer.save(2, state, background=background)
-        with pytest.raises(CheckpointFailure) as raised:
-            background.finish()
-        HashedFile.write = write
-        dist.barrier()
-        names = sorted(path.name for path in checkpointer.root.iterdir())
-        dist.barrier()
-        checkpointer.save(2, state, background=background)
-        background.finish()
-        return [str(raised.value), ",".join(names), checkpointer.latest().name]
+    setattr(owner, attribute, fails)
+    try:
+        yield
+    finally:
+        setattr(owner, attribute, original)
+
+
+# A rank, what fails there, and the last checkpoint after it: a failure after the renaming loses nothing.
+FAULTS = {
+    "full disk on rank 0": (0, HashedFile, "write", errno.ENOSPC, 1),
+    "full disk on rank 1": (1, HashedFile, "write", errno.ENOSPC, 1),
+    "broken disk on rank 0": (0, os, "fsync", errno.EIO, 1),
+    "broken disk on rank 1": (1, os, "fsync", errno.EIO, 1),
+    "no new folder": (0, Path, "mkdir", errno.ENOSPC, 1),
+    "publishing": (0, Path, "rename", errno.EIO, 1),
+    "moving latest": (0, Path, "replace", errno.EIO, 2),
+}
+
+
+@pytest.mark.parametrize("in_background", [False, True], ids=["foreground", "background"])
+def test_faults_are_raised_by_all_ranks_and_earlier_checkpoints_stay(
+    in_background: bool, tmp_path: Path, run_ranks
+) -> None:
+    # Catches a rank that waits for ever for one that could not write, a checkpoint that a failed save damages, and a
+    # save after it that cannot succeed.
+    def session() -> list[list[object]]:
+        told: list[list[object]] = []
+        for fault, (rank, owner, attribute, code, latest) in FAULTS.items():
+            state, background = make_state((2,)), BackgroundWriter() if in_background else None
+            checkpointer = Checkpointer(tmp_path / fault.replace(" ", "_"))
+
+            def save(step: int, checkpointer=checkpointer, state=state, background=background) -> None:
+                checkpointer.save(step, state, background=background)
+                if background is not None:
+                    background.finish()
+
+            save(1)
+            fault_here = failing(owner, attribute, code) if dist.get_rank() == rank else nullcontext()
+            with fault_here, pytest.raises(CheckpointFailure) as raised:
+                save(2)
+            dist.barrier()
+            found = checkpointer.latest()
+            verify(checkpointer.root / "global_step_1")
+            dist.barrier()
+            save(3)
+            names = sorted(path.name for path in checkpointer.root.iterdir())
+            assert os.strerror(code) in str(raised.value)
+            told.append([str(raised.value), found.name == f"global_step_{latest}", names, checkpointer.latest().name])
+            dist.barrier()
+        return told
 
     first, second = run_ranks(session, 2)
     assert first == second
-    assert f"rank {failing}: OSError: [Errno 5]" in first[0]
-    assert first[1:] == ["global_step_1,latest", "global_step_2"]
+    for (fault, (rank, _, _, _, latest)), (text, is_latest, names, newest) in zip(FAULTS.items(), first, strict=True):
+        assert f"rank {rank}: OSError" in text, fault
+        assert is_latest, fault
+        kept = ["global_step_1", *["global_step_2"] * (latest == 2), "global_step_3", "latest"]
+        assert (names, newest) == (kept, "global_step_3"), fault

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -13,7 +14,8 @@ import torch
 from torch import Tensor
 
 from tiny_models import hf_config, write_config
-from xorl.ckpt import Checkpointer, read_manifest
+from xorl.ckpt import Checkpointer, CheckpointFailure, read_manifest
+from xorl.ckpt.files import HashedFile
 from xorl.config import load_config
 from xorl.train.checkpoints import Checkpoints
 from xorl.train.run import run_training
@@ -222,6 +224,43 @@ def test_a_run_goes_back_and_the_same_command_resumes_it(folder: Path, tmp_path:
     assert run_ranks(lambda: run(folder, output, **split, overrides=options), 2) == [0, 0]
     assert losses(output) == straight
     assert not (checkpoints / "set_aside_2").exists()
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("in_background", ["false", "true"])
+def test_a_failed_save_ends_the_run_or_not_as_configured(
+    in_background: str, folder: Path, tmp_path: Path, run_ranks
+) -> None:
+    # Catches a failure that only one rank notices, that is forgotten, or that ends a run which was to continue.
+    options = ["--train.save_async", in_background, "--train.save_steps", "5", "--train.max_steps", "20"]
+
+    def failing(output: Path, at: int, outcome: str) -> str:
+        write = HashedFile.write
+
+        def fails(file: HashedFile, data: bytes) -> int:
+            if f"global_step_{at}_" in str(file._file.name):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return write(file, data)
+
+        if os.environ["RANK"] == "1":
+            HashedFile.write = fails
+        try:
+            return error_of(folder, output, *options, "--train.on_save_failure", outcome)
+        except CheckpointFailure as failure:
+            return str(failure)
+
+    for error in run_ranks(lambda: failing(tmp_path / "stop", 10, "stop"), 2):
+        assert error.startswith("step 10: could not save a checkpoint on 1 of 2 ranks")
+        assert "rank 1: OSError: [Errno 28] No space left on device" in error
+        assert "global_step_5 is complete" in error
+    # On the CPU it is noticed within two steps.
+    assert max(losses(tmp_path / "stop")) in range(10, 16)
+    assert run_ranks(lambda: failing(tmp_path / "continue", 10, "continue"), 2) == ["no error"] * 2
+    names = [path.name for path in Checkpointer(tmp_path / "continue" / "checkpoints").checkpoints()]
+    assert names == ["global_step_5", "global_step_15", "global_step_20"]
+    assert len(losses(tmp_path / "continue")) == NUM_STEPS
+    for error in run_ranks(lambda: failing(tmp_path / "last", 20, "continue"), 2):
+        assert error.startswith("step 20: could not save a checkpoint on 1 of 2 ranks")
 
 
 @pytest.mark.multi

@@ -84,10 +84,14 @@ def create_folder(root: Path, name: str) -> Path:
     with suppress(OSError):  # without locks, any later save may remove what this one leaves
         # Locks of this kind are not inherited by forked processes, such as a loader's workers.
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    file.write(f"process {os.getpid()} on {platform.node()}\n")
-    file.flush()
     _OWNED[folder] = file
-    (folder / TRAINING_STATE).mkdir(parents=True)
+    try:
+        file.write(f"process {os.getpid()} on {platform.node()}\n")
+        file.flush()
+        (folder / TRAINING_STATE).mkdir(parents=True)
+    except OSError:
+        discard(folder)
+        raise
     return folder
 
 
@@ -217,7 +221,8 @@ def _release(folder: Path) -> None:
     with suppress(OSError):  # the next save removes it
         _owner_of(folder).unlink(missing_ok=True)
     if (file := _OWNED.pop(folder, None)) is not None:
-        file.close()
+        with suppress(OSError):  # on a full disk, its text may still be waiting to be written
+            file.close()
 
 
 def _complete(folder: Path, manifest: Manifest) -> None:
