@@ -178,6 +178,12 @@ REQUIREMENTS: tuple[Requirement, ...] = (
         lambda config: config.data.val_set_size is not None or bool(config.data.test_datasets),
     ),
     Requirement(
+        ("train.on_nonfinite",),
+        "lora.sweep",
+        "empty: a member whose step is not finite stops, and the others continue",
+        lambda config: not config.lora.sweep,
+    ),
+    Requirement(
         ("train.keep_best",),
         "lora.sweep",
         "empty: each member has a best step of its own",

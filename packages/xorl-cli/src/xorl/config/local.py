@@ -35,6 +35,7 @@ DecayStyle = Literal["constant", "linear", "cosine"]
 RecomputableModule = Literal["self_attn", "mlp"]
 RecomputePolicy = Literal["module", "operation", "auto"]
 ExpertCheckpointMethod = Literal["moe_act"]
+OnNonfinite = Literal["stop", "skip"]
 OnSaveFailure = Literal["stop", "continue"]
 LogFormat = Literal["progress_bar", "structured"]
 
@@ -231,6 +232,12 @@ class BatchFields(Section):
         default=None,
         description="Number of optimizer steps after which training ends; the learning-rate schedule spans them. null "
         "means that num_train_epochs decides.",
+    )
+    on_nonfinite: OnNonfinite = Field(
+        default="stop",
+        description="What a step does whose loss or gradient is not finite. Its update is never applied. stop ends the "
+        "run; skip continues with the next step, unless 10 steps in a row are skipped. Either way, the bins and "
+        "parameters that are not finite are listed in nonfinite.jsonl in output_dir.",
     )
     eval_steps: AtLeastOne | None = Field(
         default=None,

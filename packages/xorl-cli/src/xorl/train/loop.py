@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from xorl.train.build import Run
 from xorl.train.evaluate import Evaluation, evaluate
 from xorl.train.interrupt import Interrupted, Interruption
-from xorl.train.observe.diverged import BinLosses
+from xorl.train.observe.diverged import NonFiniteSteps
 
 
 def train(run: Run, *, saves_on_signal: bool = True) -> int:
@@ -16,10 +16,12 @@ def train(run: Run, *, saves_on_signal: bool = True) -> int:
     A signal ends the run after the current step, which is saved. A signal during an evaluation also saves the last step
     and cancels the evaluation, which the resumed run repeats first. Without `saves_on_signal`, a signal acts at once.
     After the last step the model is exported, even if an earlier process was stopped before it could do so. Raises
-    DivergedError if the loss or the gradient is not finite.
+    DivergedError if the loss or the gradient is not finite and such steps stop the run.
     """
-    engine, observer, evaluation, bin_losses = run.engine, run.observer, run.evaluation, BinLosses(run.loader)
-    saves = run.checkpoints.saves
+    engine, observer, evaluation, saves = run.engine, run.observer, run.evaluation, run.checkpoints.saves
+    skips = run.startup.config.train.on_nonfinite == "skip"
+    nonfinite = NonFiniteSteps(engine, run.loader, run.loss_fn, run.startup.output_dir, skips=skips)
+    observer.on_nonfinite = nonfinite.handle
     if evaluation is not None and evaluation.at_start:
         _evaluate(run, evaluation, run.start_step, None)
     with (
@@ -27,7 +29,6 @@ def train(run: Run, *, saves_on_signal: bool = True) -> int:
         saves.flushed(),
         run.garbage_collection,
         run.profiler,
-        bin_losses.name_bins_on_error(),
     ):
         observer.start()
         for index, batches in observer.fetched(run.loader.steps(start=run.start_step)):
@@ -36,9 +37,10 @@ def train(run: Run, *, saves_on_signal: bool = True) -> int:
             for prepare in run.before_step:
                 saves.before_change()
                 prepare(step)
-            losses = engine.forward_backward(batches, run.loss_fn, bin_losses.record_step(step))
+            batches = list(batches)
+            losses = engine.forward_backward(batches, run.loss_fn, nonfinite.record_step(step, batches))
             saves.before_change()
-            update = engine.optim_step(lr, divisor=losses.num_trained_tokens.clamp(min=1))
+            update = engine.optim_step(lr, divisor=losses.divisor)
             observer.step(step, losses, update, lr=lr)
             signal_number = 0 if interruption is None else interruption.agreed_signal()
             if interruption is not None and interruption.save_failed:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,12 +25,16 @@ ItemT = TypeVar("ItemT")
 
 
 class DivergedError(RuntimeError):
-    """The loss or gradient norm of a step is not finite. If the gradient is not finite, the update was not applied."""
+    """The loss or gradient norm of a step is not finite. Its update was not applied."""
 
     def __init__(self, step: int, reason: str) -> None:
         super().__init__(f"step {step}: {reason}")
         self.step = step
         self.reason = reason
+
+
+def _raise(step: int, reason: str) -> None:
+    raise DivergedError(step, reason)
 
 
 class Sink(Protocol):
@@ -83,8 +87,8 @@ class Observer:
     """Turns the device scalars of each step into metrics. On a GPU, one step late, so that the host never waits.
 
     sinks: the destinations of metrics; only the main process has any. world_size: for MFU per device. timer: the
-    engine's timer, for the phases of a step. A step with a non-finite loss or gradient norm raises DivergedError on
-    every rank. `first` and `last` hold the first and the last value of every metric.
+    engine's timer, for the phases of a step. A step with a non-finite loss or gradient norm is passed to `on_nonfinite`
+    (step, reason) on every rank; by default it raises DivergedError. `first` and `last` hold the first and the last value of every metric.
 
     The seconds of a step, measured by the reporting process:
 
@@ -102,7 +106,9 @@ class Observer:
     world_size: int
     sinks: list[Sink]
     timer: StepTimer
+    on_nonfinite: Callable[[int, str], None] = _raise
     _pending: _Pending | None = None
+    _nonfinite: list[tuple[int, str]] = field(default_factory=list)
     _mark: Moment = field(init=False)
     _host_s: dict[str, float] = field(init=False)
     _start: float = field(default_factory=time.perf_counter)
@@ -129,7 +135,7 @@ class Observer:
 
     def step(self, step: int, losses: StepLosses, update: Update, *, lr: float | None) -> None:
         """Record the step that was just launched and report the previous one (on a CPU, this one)."""
-        self.flush()
+        self._report()
         sums = [losses.loss_sum, losses.num_trained_tokens, losses.num_tokens, losses.flops]
         outcome = [update.grad_norm.double(), update.skipped.double()]
         routers = {} if losses.routers is None else losses.routers.metrics()
@@ -138,10 +144,20 @@ class Observer:
         self._pending = _Pending(step, lr, scalars, tuple(routers), self.timer.take(), end, self._host_s)
         self._host_s = {"data_s": 0.0, "checkpoint_s": 0.0}
         if self.device.type == "cpu":
-            self.flush()  # the step is already done; later work must not count towards its time
+            self._report()  # the step is already done; later work must not count towards its time
+        self._handle_nonfinite()
 
     def flush(self) -> None:
         """Wait for the pending step, if any, and report it."""
+        self._report()
+        self._handle_nonfinite()
+
+    def _handle_nonfinite(self) -> None:
+        steps, self._nonfinite = self._nonfinite, []
+        for step, reason in steps:
+            self.on_nonfinite(step, reason)
+
+    def _report(self) -> None:
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
@@ -173,9 +189,7 @@ class Observer:
             logger.info("phase=first_step done_s=%.2f", elapsed)
         self.write(metrics)
         if skipped or not math.isfinite(loss_sum):
-            outcome = "The update was not applied" if skipped else "The run stops"
-            reason = f"loss {metrics['loss']}, gradient norm {norm}. {outcome}, and this step is not saved"
-            raise DivergedError(pending.step, reason)
+            self._nonfinite.append((pending.step, f"loss {metrics['loss']}, gradient norm {norm}"))
 
     @contextmanager
     def pause(self) -> Iterator[None]:

@@ -154,7 +154,7 @@ def train_sweep(sweep: Sweep) -> int:
                 member.name: engine.optim_step(
                     member.name,
                     Adam(lr=rates[member.name], weight_decay=member.weight_decay),
-                    _divisor(losses[member.name]),
+                    losses[member.name].divisor,
                     config.train.max_grad_norm,
                 )
                 for member in sweep.members
@@ -182,11 +182,6 @@ def train_sweep(sweep: Sweep) -> int:
         report.flush()
         sweep.saving.export([member.name for member in sweep.members if not member.diverged])
     return 0
-
-
-def _divisor(losses: StepLosses) -> Tensor:
-    """The number of trained tokens in a member's step; NaN, which skips the update, if the loss is not finite."""
-    return torch.where(torch.isfinite(losses.loss_sum), losses.num_trained_tokens.clamp(min=1), torch.nan)
 
 
 def _save(sweep: Sweep, report: _MemberObserver, step: int, *, is_final: bool) -> None:
