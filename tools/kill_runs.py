@@ -152,11 +152,12 @@ def kill_runs(folder: Path, layouts: Sequence[Layout], num_kills: int, seed: int
                 kill = Kill(victim, delay_s=draw.uniform(0.0, durations[layout]))
             else:
                 done = operations[layout][victim or 0]
-                name = draw.choice(sorted(done))
+                phase = draw.choice(sorted({phase_of(name) for name in done}))
+                name = draw.choice(sorted(name for name in done if phase_of(name) == phase))
                 kill = Kill(victim, operation=(name, draw.randint(1, done[name])))
             was_killed, moment = _attempt(folder, output, layout, kill)
             if was_killed:
-                report.kills[layout.name, moment] += 1
+                report.kills[layout.name, phase_of(moment)] += 1
             print(f"{report.num_kills:4} {layout.name:14} {moment}", flush=True)
             if not was_killed:
                 break
@@ -295,6 +296,24 @@ def _watch_operations(output: Path, rank: int, last: tuple[str, int] | None) -> 
     watch(HashedFile, "close", lambda file: f"syncing {_kind(Path(str(file._file.name)))}")
     watch(HashedFile, "write", lambda file, _: f"writing {_kind(Path(str(file._file.name)))}")
     watch(BackgroundWriter, "start", lambda *_: "the snapshot")
+
+
+def phase_of(operation: str) -> str:
+    """The part of a save to which a file operation belongs."""
+    parts = {
+        "time": "at a random time",
+        "snapshot": "around the snapshot",
+        "metadata.json": "the manifest",
+        "renaming a save": "publishing",
+        "pointer": "latest",
+        "old checkpoint": "pruning",
+        "renaming a checkpoint": "pruning",
+        "owner": "the owner's file",
+        "creating a save": "a new folder",
+        "creating training_state": "a new folder",
+        "creating checkpoints": "a new folder",
+    }
+    return next((phase for part, phase in parts.items() if part in operation), "tensors and state")
 
 
 def _kind(path: Path) -> str:

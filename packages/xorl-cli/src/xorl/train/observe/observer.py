@@ -88,7 +88,8 @@ class Observer:
 
     sinks: the destinations of metrics; only the main process has any. world_size: for MFU per device. timer: the
     engine's timer, for the phases of a step. A step with a non-finite loss or gradient norm is passed to `on_nonfinite`
-    (step, reason) on every rank; by default it raises DivergedError. `first` and `last` hold the first and the last value of every metric.
+    (step, reason) on every rank; by default that raises DivergedError. `first` and `last` hold the first and the last
+    value of every metric.
 
     The seconds of a step, measured by the reporting process:
 
