@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 
 from xorl.ckpt.errors import CheckpointFailure
 from xorl.ckpt.regions import local_tensor, with_local
@@ -34,6 +35,8 @@ class HostMemory:
             return self._memory
         self.free()
         try:
+            # Shared with forked processes, such as a loader's workers: a private page would be copied when it is written
+            # after a fork, and the device would go on writing to the old one.
             self._memory = mmap.mmap(-1, max(num_bytes, 1))
             if pinned:
                 self._pin(self._memory)
@@ -48,11 +51,11 @@ class HostMemory:
     def free(self) -> None:
         """Return the memory to the system. No snapshot may be in use."""
         if self._is_pinned and self._memory is not None:
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(_address(self._memory)))
+            unpin_memory(_address(self._memory))
         self._memory, self._is_pinned = None, False
 
     def _pin(self, memory: mmap.mmap) -> None:
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(_address(memory), len(memory), 0))
+        pin_memory(_address(memory), len(memory))
         self._is_pinned = True
 
 
