@@ -50,6 +50,11 @@ class BackgroundWriter:
         threading.Thread(target=run, name="save-checkpoint", daemon=True).start()
 
     @property
+    def writing(self) -> Future[None] | None:
+        """The save that is being written or has ended, until `finish` is called."""
+        return self._writing
+
+    @property
     def has_failed(self) -> bool:
         """Whether the save has failed; ranks learn of it at slightly different times."""
         return self._writing is not None and self._writing.done() and self._writing.exception() is not None

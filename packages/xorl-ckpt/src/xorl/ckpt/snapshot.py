@@ -35,7 +35,7 @@ class HostMemory:
             return self._memory
         self.free()
         try:
-            # Shared with forked processes, such as a loader's workers: a private page would be copied when it is written
+            # Shared with forked processes, such as loader workers: a private page would be copied when it is written
             # after a fork, and the device would go on writing to the old one.
             self._memory = mmap.mmap(-1, max(num_bytes, 1))
             if pinned:

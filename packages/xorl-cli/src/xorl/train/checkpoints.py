@@ -19,7 +19,7 @@ from xorl.ckpt.ranks import fail_together
 from xorl.core.runtime import Runtime, rng_state, set_rng_state
 from xorl.lora import AdapterSpec
 from xorl.lora.peft import CONFIG_FILE, WEIGHTS_FILE, AdapterConfig
-from xorl.train.adapters.files import AdapterFiles
+from xorl.train.adapters.files import AdapterFiles, adapters_writer
 from xorl.train.adapters.folder import is_adapter
 from xorl.train.checkpoint_model import MODEL, OPTIONS, differing_options, require_same_base
 from xorl.train.data import DataIdentity, StreamState
@@ -187,16 +187,6 @@ class Checkpoints:
         self.saves.last = path
         logger.info("resumed=%s step=%d load_s=%.2f", path, loaded.step, time.perf_counter() - start)
         return loaded.step
-
-
-def adapters_writer(adapters: AdapterFiles | None, *, in_background: bool) -> Callable[[Path], dict[str, FileRecord]]:
-    """Writes the adapters, if any, into a folder. Collective, and so is the function that it returns.
-
-    In the background, no rank may gather shards over the groups that train, so this gathers them first.
-    """
-    if adapters is None:
-        return lambda _: {}
-    return adapters.gathered().write if in_background else adapters.write
 
 
 def require_scale(path: Path, spec: AdapterSpec) -> None:

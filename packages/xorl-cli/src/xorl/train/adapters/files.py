@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -114,6 +114,16 @@ def _made(group: TensorGroup) -> TensorGroup:
     tensors = group.make()
     copies = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()} if this_rank() == 0 else {}
     return TensorGroup(group.records, lambda: copies)
+
+
+def adapters_writer(adapters: AdapterFiles | None, *, in_background: bool) -> Callable[[Path], dict[str, FileRecord]]:
+    """Writes the adapters, if any, into a folder. Collective, and so is the function that it returns.
+
+    In the background, no rank may gather shards over the groups that train, so this gathers them first.
+    """
+    if adapters is None:
+        return lambda _: {}
+    return adapters.gathered().write if in_background else adapters.write
 
 
 def trained_base_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

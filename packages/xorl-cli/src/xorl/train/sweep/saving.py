@@ -21,10 +21,10 @@ from xorl.core.runtime import Runtime, rng_state, set_rng_state
 from xorl.lora import AdapterBank
 from xorl.lora.peft import WEIGHTS_FILE
 from xorl.lora.snapshot import AdapterSnapshot
-from xorl.train.adapters.files import AdapterFiles
+from xorl.train.adapters.files import AdapterFiles, adapters_writer
 from xorl.train.adapters.folder import is_adapter
 from xorl.train.checkpoint_model import MODEL, OPTIONS, require_same_base
-from xorl.train.checkpoints import SavePoints, adapters_writer, require_scale
+from xorl.train.checkpoints import SavePoints, require_scale
 from xorl.train.data import DataIdentity
 from xorl.train.export.folder import AdapterExport
 from xorl.train.output_dir import MEMBERS
