@@ -43,7 +43,9 @@ def background_group() -> dist.ProcessGroup | None:
 @lru_cache(maxsize=1)
 def _gloo_group(_: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """A new group, which belongs to the given default group."""
-    return dist.new_group(backend="gloo", timeout=_BACKGROUND_TIMEOUT)
+    group = dist.new_group(backend="gloo", timeout=_BACKGROUND_TIMEOUT)
+    assert isinstance(group, dist.ProcessGroup), "every rank is a member"
+    return group
 
 
 def current_group() -> dist.ProcessGroup | None:
