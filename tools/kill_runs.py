@@ -130,7 +130,7 @@ def kill_runs(folder: Path, layouts: Sequence[Layout], num_kills: int, seed: int
     """Kill runs of all layouts in turn until `num_kills` were killed; every run is then continued to its end."""
     draw, report = random.Random(seed), Report()
     prepare(folder)
-    expected: dict[int, object] = {}
+    expected: dict[int, dict[str, object]] = {}
     durations: dict[Layout, float] = {}
     operations: dict[Layout, list[Counter[str]]] = {}
     for layout in layouts:
@@ -163,16 +163,17 @@ def kill_runs(folder: Path, layouts: Sequence[Layout], num_kills: int, seed: int
                 break
         _require_ended(_attempt(folder, output, layout, None), output)
         report.runs[layout.name] += 1
-        if results(output) != expected[layout.world_size]:
-            report.problems.append(f"{output}: differs from the run that was not killed")
+        if differing := _differing(results(output), expected[layout.world_size]):
+            report.problems.append(f"{layout.name} ({output.name}): other {' and '.join(differing)}")
+            print(report.problems[-1], flush=True)
         elif leftovers := [path.name for path in (output / "checkpoints").iterdir() if path.name.startswith(".")]:
-            report.problems.append(f"{output}: left behind {leftovers}")
+            report.problems.append(f"{layout.name} ({output.name}): left behind {leftovers}")
         else:
             shutil.rmtree(output)
     return report
 
 
-def results(output: Path) -> tuple[object, ...]:
+def results(output: Path) -> dict[str, object]:
     """The loss and the gradient norm of every step, evaluations, and the hashes of all files of the last checkpoint."""
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     keys = ("step", "loss", "grad_norm", "eval_loss")
@@ -180,7 +181,12 @@ def results(output: Path) -> tuple[object, ...]:
     # .metadata has a random id.
     hashes = {name: hash_file(last / name) for name in read_manifest(last).files if name != ".metadata"}
     kept = sorted(path.name for path in (output / "checkpoints").glob("global_step_*"))
-    return [tuple(line.get(key) for key in keys) for line in lines], hashes, kept
+    metrics = [tuple(line.get(key) for key in keys) for line in lines]
+    return {"metrics": metrics, "tensors and state": hashes, "checkpoints": kept}
+
+
+def _differing(found: dict[str, object], expected: dict[str, object]) -> list[str]:
+    return [f"{part} {found[part]} instead of {expected[part]}" for part in expected if found[part] != expected[part]]
 
 
 def _attempt(folder: Path, output: Path, layout: Layout, kill: Kill | None) -> tuple[bool, str]:

@@ -16,7 +16,7 @@ import torch
 from xorl.ckpt import Checkpointer, CheckpointError, CheckpointFailure, Retention, read_manifest
 from xorl.ckpt.export import published
 from xorl.ckpt.layout import verify
-from xorl.ckpt.publish import prepare_root, set_aside_after
+from xorl.ckpt.publish import complete_interrupted, prepare_root, set_aside_after
 
 MANAGERS = pytest.mark.parametrize("manager", ["dcp", "torch"])
 
@@ -243,6 +243,10 @@ def test_crash_between_publishing_and_latest_loses_nothing(tmp_path, caplog, mak
     (tmp_path / "latest").write_text(pointer)
     assert checkpointer.latest() == tmp_path / "global_step_20"
     assert "event=latest_behind" in caplog.text
+    (tmp_path / ".saving_global_step_30_0").mkdir()
+    complete_interrupted(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_10", "global_step_20", "latest"]
+    assert (tmp_path / "latest").read_text() == "global_step_20\n"
 
 
 def test_leftovers_of_a_crash_go_at_the_next_save(tmp_path, make_state):

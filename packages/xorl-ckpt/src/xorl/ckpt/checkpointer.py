@@ -240,6 +240,20 @@ class Checkpointer:
 
         return copy
 
+    def complete_interrupted(self, resumed: Path | None) -> None:
+        """Finish what a process that died had begun: publishing, and removing old checkpoints. Not collective.
+
+        Call it on one rank before a run starts from `resumed`; failures are only logged.
+        """
+        try:
+            if self.root.is_dir():
+                publishing.complete_interrupted(self.root)
+        except OSError as error:
+            # The next save tries again, and reports the disk's problem if it lasts.
+            logger.warning("event=leftover_kept root=%s error=%s", self.root, error)
+        if resumed is not None and resumed == self.latest():  # a run that goes back starts from an old one
+            self._prune()
+
     @property
     def removes_old(self) -> bool:
         """Whether saves remove old checkpoints."""

@@ -67,8 +67,8 @@ def require_space(root: Path, num_bytes: int) -> float:
     usage = shutil.disk_usage(root)
     if usage.total and usage.free < num_bytes:  # some network file systems report no sizes
         raise CheckpointFailure(
-            f"a checkpoint needs {num_bytes / 2**30:.2f} GiB, but the disk of {root} has only "
-            f"{usage.free / 2**30:.2f} GiB free; free space there"
+            f"{os.strerror(errno.ENOSPC)} for a checkpoint: it needs {num_bytes / 2**30:.2f} GiB, but the disk of "
+            f"{root} has only {usage.free / 2**30:.2f} GiB free; free space there"
         )
     return usage.free if usage.total else math.inf
 
@@ -173,13 +173,27 @@ def set_aside_after(root: Path, step: int, resumed: Path | None) -> Path | None:
             path.rename(aside / path.name)
     sync_file(aside)
     if resumed is not None and resumed.parent == root:
-        pointer = root / f"{SAVING}{LATEST}_{secrets.token_hex(4)}"
-        write_file(pointer, f"{resumed.name}\n".encode())
-        pointer.replace(root / LATEST)
+        _point_to(resumed)
     else:
         (root / LATEST).unlink(missing_ok=True)
-    sync_file(root)
+        sync_file(root)
     return aside
+
+
+def complete_interrupted(root: Path) -> None:
+    """Finish what a process that died had begun: remove its leftovers, and let `latest` name the newest checkpoint."""
+    remove_leftovers(root)
+    newest = latest_checkpoint(root)
+    if newest is not None and newest != named_by_latest(root)[0]:
+        _point_to(newest)
+
+
+def _point_to(checkpoint: Path) -> None:
+    root = checkpoint.parent
+    pointer = root / f"{SAVING}{LATEST}_{secrets.token_hex(4)}"
+    write_file(pointer, f"{checkpoint.name}\n".encode())
+    pointer.replace(root / LATEST)
+    sync_file(root)
 
 
 def remove_leftovers(root: Path) -> None:

@@ -189,6 +189,8 @@ def start_up(config: Config, check: Callable[[Config, Architecture], object]) ->
         # Ranks with different tokens draw different dropout masks.
         seed_everything(train.seed, mesh.loss.rank)
     require_agreement("train.output_dir / load_checkpoint_path", str(resumed_path))
+    if runtime.is_main:
+        checkpointer.complete_interrupted(resumed_path)
     if train.load_weights_mode == "dcp":
         require_agreement("model.model_path", str(config.model.model_path))
     plans = _plans(configs, data, mesh, resumed)
