@@ -10,7 +10,7 @@ from concurrent.futures import Future
 import torch
 
 from xorl.ckpt.ranks import background_group, communicating_over, fail_together
-from xorl.ckpt.snapshot import HostMemory, Snapshot, take_snapshot
+from xorl.ckpt.snapshot import HostMemory, Snapshot, reserve_for, take_snapshot
 
 
 class BackgroundWriter:
@@ -24,6 +24,14 @@ class BackgroundWriter:
         self._memory = HostMemory()
         self._snapshot: Snapshot | None = None
         self._writing: Future[None] | None = None
+
+    def reserve(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Reserve memory for a copy of `tensors` before training, since page-locking takes seconds. Collective.
+
+        Raises CheckpointFailure if there is not enough host memory.
+        """
+        with fail_together("reserve host memory"):
+            reserve_for(tensors, self._memory)
 
     def start(self, tensors: Mapping[str, torch.Tensor], write: Callable[[dict[str, torch.Tensor]], object]) -> None:
         """Wait for the previous save, start to copy `tensors`, and pass the copies to `write` in a thread. Collective.

@@ -77,24 +77,27 @@ class Snapshot:
             torch.cuda.current_stream().wait_event(self.copied)
 
 
+def reserve_for(tensors: Mapping[str, torch.Tensor], memory: HostMemory) -> mmap.mmap:
+    """Reserve memory for a snapshot of `tensors`; see `HostMemory.reserve`."""
+    parts = [local_tensor(tensor) for tensor in tensors.values()]
+    return memory.reserve(sum(map(_aligned, parts)), pinned=any(part.is_cuda for part in parts))
+
+
 @torch.no_grad()
 def take_snapshot(tensors: Mapping[str, torch.Tensor], memory: HostMemory) -> Snapshot:
     """Queue the copies of this rank's parts of `tensors`; see `Snapshot`."""
     parts = {name: local_tensor(tensor) for name, tensor in tensors.items()}
     on_gpu = [part.device for part in parts.values() if part.is_cuda]
-    starts: dict[str, int] = {}
-    end = 0
-    for name, part in parts.items():
-        starts[name] = end
-        end += -(-part.nbytes // _ALIGNMENT) * _ALIGNMENT
-    held = memory.reserve(end, pinned=bool(on_gpu))
+    held = reserve_for(tensors, memory)
     copies: dict[str, torch.Tensor] = {}
+    start = 0
     for name, part in parts.items():
         # Each copy has a storage of its own: DCP would clone a view of a larger one before it writes it.
         flat = torch.empty(0, dtype=part.dtype)
         if part.numel():
-            flat = torch.frombuffer(held, dtype=part.dtype, count=part.numel(), offset=starts[name])
+            flat = torch.frombuffer(held, dtype=part.dtype, count=part.numel(), offset=start)
         copies[name] = flat.view(part.shape)
+        start += _aligned(part)
     copied = None
     if on_gpu:
         stream = torch.cuda.Stream(on_gpu[0])
@@ -110,6 +113,10 @@ def take_snapshot(tensors: Mapping[str, torch.Tensor], memory: HostMemory) -> Sn
         for name, part in parts.items():
             copies[name].copy_(part)
     return Snapshot({name: with_local(tensors[name], copy) for name, copy in copies.items()}, copied)
+
+
+def _aligned(part: torch.Tensor) -> int:
+    return -(-part.nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _address(memory: mmap.mmap) -> int:

@@ -104,10 +104,10 @@ class Checkpoints:
         self.due: Callable[[int], bool] = due
         self.exported: Path | None = None
 
-    def check_space(self, start_step: int, num_steps: int) -> None:
-        """See `Saves.check_space`. Collective."""
+    def prepare(self, start_step: int, num_steps: int) -> None:
+        """See `Saves.prepare`. Collective."""
         num_saves = sum(map(self.due, range(start_step + 1, num_steps + 1)))
-        self.saves.check_space(self._engine.state(trained_only=self._trained_only), num_saves)
+        self.saves.prepare(self._engine.state(trained_only=self._trained_only), num_saves)
 
     def save(self, step: int, *, is_final: bool = False) -> None:
         """Save the run after `step` steps; for errors and `is_final` see `Saves.save`. Collective."""

@@ -55,7 +55,7 @@ def _complete_message(train: TrainConfig, complete: Path) -> str:
 def _run(config: Config) -> int:
     run = build_run(config)
     try:
-        run.checkpoints.check_space(run.start_step, run.startup.num_steps)
+        run.checkpoints.prepare(run.start_step, run.startup.num_steps)
         signal_number = train(run)
     finally:
         run.observer.close()
@@ -66,7 +66,7 @@ def _run(config: Config) -> int:
 def _run_sweep(config: Config) -> int:
     sweep = build_sweep(config)
     try:
-        sweep.saving.check_space(sweep.start_step, sweep.startup.num_steps)
+        sweep.saving.prepare(sweep.start_step, sweep.startup.num_steps)
         signal_number = train_sweep(sweep)
     finally:
         sweep.close()

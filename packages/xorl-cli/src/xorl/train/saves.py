@@ -80,12 +80,16 @@ class Saves:
         if is_final:
             self.finish(is_final=True)
 
-    def check_space(self, state: Mapping[str, Stateful], num_saves: int) -> None:
-        """Raise CheckpointFailure if not even one checkpoint fits on the disk; warn if not all will. Collective."""
+    def prepare(self, state: Mapping[str, Stateful], num_saves: int) -> None:
+        """Before the first step, check the space on the disk and reserve host memory for copies. Collective.
+
+        Raises CheckpointFailure if not even one checkpoint fits; warns if not all will.
+        """
+        if not num_saves:
+            return
         root = self.checkpointer.root
-        num_bytes = sum(
-            TensorRecord.of(tensor).num_bytes for part in state.values() for tensor in part.state_dict().values()
-        )
+        tensors = {f"{name}.{key}": value for name, part in state.items() for key, value in part.state_dict().items()}
+        num_bytes = sum(TensorRecord.of(tensor).num_bytes for tensor in tensors.values())
         with fail_together("check the disk"):
             if this_rank() == 0:
                 free = require_space(root.parent, num_bytes)
@@ -97,6 +101,8 @@ class Saves:
                         num_bytes / 2**30,
                         free / 2**30,
                     )
+        if self._background is not None:
+            self._background.reserve(tensors)
 
     def go_back(self, step: int) -> None:
         """Set aside the checkpoints that are later than `last`, which was saved after `step` steps. Collective."""

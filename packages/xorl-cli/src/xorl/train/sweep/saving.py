@@ -96,10 +96,10 @@ class SweepSaving:
         self._exports = exports
         self.due: Callable[[int], bool] = due
 
-    def check_space(self, start_step: int, num_steps: int) -> None:
-        """See `Saves.check_space`. Collective."""
+    def prepare(self, start_step: int, num_steps: int) -> None:
+        """See `Saves.prepare`. Collective."""
         num_saves = sum(map(self.due, range(start_step + 1, num_steps + 1)))
-        self.saves.check_space({"adapters": BankState(self._bank)}, num_saves)
+        self.saves.prepare({"adapters": BankState(self._bank)}, num_saves)
 
     def save(self, step: int, *, diverged: Sequence[str], is_final: bool = False) -> None:
         """Save every member after `step` steps; for errors and `is_final` see `Saves.save`. Collective."""
