@@ -338,6 +338,36 @@ def test_what_is_later_is_set_aside_with_its_exports(tmp_path, make_state):
     assert checkpointer.latest() is None
 
 
+@pytest.mark.parametrize("last", range(1, 5))
+def test_going_back_that_is_interrupted_is_completed_the_next_time(last, tmp_path, make_state, monkeypatch):
+    # Catches a checkpoint that is lost, or a `latest` that names none, when a run is killed while it goes back.
+    checkpointer = Checkpointer(tmp_path)
+    for step in (1, 2, 3, 4):
+        checkpointer.save(step, make_state(step))
+    rename, replace, calls = Path.rename, Path.replace, []
+
+    def count(change):
+        def counted(path: Path, target: Path) -> Path:
+            calls.append(path)
+            if len(calls) == last:
+                raise KeyboardInterrupt
+            return change(path, target)
+
+        return counted
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", count(rename))
+        patched.setattr(Path, "replace", count(replace))
+        with pytest.raises(KeyboardInterrupt):
+            set_aside_after(tmp_path, 1, tmp_path / "global_step_1")
+    assert checkpointer.latest() is not None
+    set_aside_after(tmp_path, 1, tmp_path / "global_step_1")
+    complete_interrupted(tmp_path)
+    assert checkpointer.latest() == tmp_path / "global_step_1"
+    assert sorted(path.name for path in tmp_path.glob("set_aside_*/*")) == [f"global_step_{step}" for step in (2, 3, 4)]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == ["latest"]
+
+
 def test_damage_names_the_checkpoint_to_load_instead(tmp_path, make_state):
     # Catches advice that does not help, such as to resume from the newest checkpoint, which is the damaged one.
     checkpointer = Checkpointer(tmp_path)
