@@ -38,9 +38,10 @@ from xorl.core.models import spec_for
 from xorl.core.runtime import Runtime
 from xorl.data.batch import Document, collate
 from xorl.server.datum import Array, Datum
-from xorl.server.messages import Done, Operation, Work
+from xorl.server.messages import Done, Operation, Result, Work
 from xorl.server.operations import CreateModel, Failure, ForwardBackward, LoraSpec, OptimStep
 from xorl.server.worker.base import build_base
+from xorl.server.worker.saved_models import PendingSave
 from xorl.server.worker.worker import Worker
 from xorl.train.build import build_engine
 from xorl.train.model import read_architecture
@@ -140,10 +141,12 @@ def _datum(row: np.ndarray) -> Datum:
 
 
 def _run(worker: Worker, work: Work) -> None:
-    results = worker.run(work)
-    for result in results:
+    results: list[Result] = []
+    for result in worker.run(work):
         if isinstance(result, Failure):
             raise RuntimeError(result.message)
+        assert not isinstance(result, PendingSave), "nothing is saved here"
+        results.append(result)
     _encode(Done(work.ids, results))
 
 

@@ -34,7 +34,7 @@ def test_the_chat_example_trains_and_leaves_a_receipt(tmp_path: Path, run_comman
     # The tokenizer has no template of its own: the one of the data is in every export.
     exported = export_saved(str(tmp_path / "out"), str(tmp_path / "exported"))
     template = (ROOT / "configs" / "local" / "chat.jinja").read_text()
-    for folder in (tmp_path / "out" / "checkpoints" / "global_step_6" / "hf", exported):
+    for folder in (tmp_path / "out" / "checkpoints" / "global_step_6-export", exported):
         assert AutoTokenizer.from_pretrained(folder).chat_template == template
 
 
@@ -52,5 +52,5 @@ def test_an_adapter_is_exported_with_the_template_that_it_was_trained_with(tmp_p
     again = export_saved(str(adapter), str(tmp_path / "again"), merge=True)
     template = (ROOT / "configs" / "local" / "chat.jinja").read_text()
     checkpoint = tmp_path / "out" / "checkpoints" / "global_step_1"
-    for folder in (checkpoint, checkpoint / "hf", adapter, merged, again):
+    for folder in (checkpoint, checkpoint.with_name(f"{checkpoint.name}-export"), adapter, merged, again):
         assert (folder / "chat_template.jinja").read_text() == template

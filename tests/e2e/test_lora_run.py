@@ -19,6 +19,7 @@ from xorl.ckpt import read_manifest
 from xorl.ckpt.layout import verify
 from xorl.config import LoadedConfig, config_from_mapping
 from xorl.train import build_run, train
+from xorl.train.checkpoints import export_folder
 from xorl.train.export.saved import export_saved
 
 WEIGHTS = "adapter_model.safetensors"
@@ -108,7 +109,7 @@ def test_a_run_leaves_what_others_read_and_goes_on_from_it(kind: str, folder: Pa
 
     base = AutoModelForCausalLM.from_pretrained(folder / "base")
     merged = PeftModel.from_pretrained(base, checkpoint).merge_and_unload().state_dict()
-    exported = AutoModelForCausalLM.from_pretrained(checkpoint / "hf").state_dict()
+    exported = AutoModelForCausalLM.from_pretrained(export_folder(checkpoint)).state_dict()
     torch.testing.assert_close(exported, merged, rtol=0, atol=1e-5)
 
     # From the checkpoint's own base, by the command, and as the adapter alone.
@@ -146,10 +147,12 @@ def test_adapters_alone_are_enough_to_resume_and_to_export(folder: Path, tmp_pat
     folders = [last(tmp_path / name) for name in ("whole", "cut")]
     torch.testing.assert_close(*(load_file(path / WEIGHTS) for path in folders), rtol=0, atol=0)
 
-    names = sorted(path.name for path in (folders[0] / "hf").iterdir())
+    names = sorted(path.name for path in export_folder(folders[0]).iterdir())
     assert names == ["README.md", "adapter_config.json", WEIGHTS]
-    torch.testing.assert_close(load_file(folders[0] / "hf" / WEIGHTS), load_file(folders[0] / WEIGHTS), rtol=0, atol=0)
-    export_saved(str(folders[0] / "hf"), str(tmp_path / "merged"), merge=True, verify=True)
+    torch.testing.assert_close(
+        load_file(export_folder(folders[0]) / WEIGHTS), load_file(folders[0] / WEIGHTS), rtol=0, atol=0
+    )
+    export_saved(str(export_folder(folders[0])), str(tmp_path / "merged"), merge=True, verify=True)
 
 
 @pytest.mark.multi
@@ -253,7 +256,7 @@ def test_a_base_that_was_merged_into_is_exported_and_not_taken_for_another(
     merging = config_of(folder, output, {"merge_lora_interval": 2})
     run_ranks(lambda: run(merging), 2)
     merged = export_saved(str(output), str(tmp_path / "merged"), merge=True, verify=True)
-    written, wanted = (load_file(path / "model.safetensors") for path in (merged, last(output) / "hf"))
+    written, wanted = (load_file(path / "model.safetensors") for path in (merged, export_folder(last(output))))
     torch.testing.assert_close(written, wanted, rtol=0, atol=1e-6)
     with pytest.raises(ValueError, match="--verify: PEFT needs the base model"):
         export_saved(str(output), str(tmp_path / "adapter"), verify=True)
@@ -272,6 +275,6 @@ def test_adapters_over_a_quantised_base_are_for_the_base_that_they_name(
     run_ranks(lambda: run(qlora), 2)
     export_saved(str(output), str(tmp_path / "adapter"), verify=True)
     merged = export_saved(str(output), str(tmp_path / "merged"), merge=True, dtype=torch.float32, verify=True)
-    written, wanted = (load_file(path / "model.safetensors") for path in (merged, last(output) / "hf"))
+    written, wanted = (load_file(path / "model.safetensors") for path in (merged, export_folder(last(output))))
     torch.testing.assert_close(written, wanted, rtol=0, atol=1e-6)
     assert "nf4" in (merged / "README.md").read_text()

@@ -109,8 +109,8 @@ def test_each_member_is_its_own_separate_run(folder: Path, output: Path, name: s
     for one, other in zip(wanted, got, strict=True):
         for key, value in other.items():
             assert one[key] == pytest.approx(value, rel=1e-4), (one["step"], key)
-    assert alone.checkpoints.last is not None
-    values = load_file(alone.checkpoints.last / WEIGHTS)
+    assert alone.checkpoints.saves.last is not None
+    values = load_file(alone.checkpoints.saves.last / WEIGHTS)
     exported = load_file(output / "sweep" / name / "adapter" / WEIGHTS)
     assert values.keys() == exported.keys()
     for key, value in values.items():

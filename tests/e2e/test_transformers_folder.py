@@ -97,7 +97,7 @@ def test_folder_is_loaded_trained_and_exported(
     assert set(evaluations) == {0, 12}
     with torch.no_grad():
         assert evaluations[0]["eval_loss"] == pytest.approx(mean_loss(model, data), rel=1e-5)
-        exported = AutoModelForCausalLM.from_pretrained(output / "checkpoints" / "global_step_12" / "hf").eval()
+        exported = AutoModelForCausalLM.from_pretrained(output / "checkpoints" / "global_step_12-export").eval()
         assert type(exported) is type(model)
         assert evaluations[12]["eval_loss"] == pytest.approx(mean_loss(exported, data), rel=1e-5)
     assert evaluations[12]["eval_loss"] < evaluations[0]["eval_loss"] / 2
@@ -105,7 +105,7 @@ def test_folder_is_loaded_trained_and_exported(
 
     # Catches a checkpoint that does not say what it takes to export it, or is exported as another model.
     again = export_saved(str(output), str(tmp_path / "again"), verify=True)
-    hf = output / "checkpoints" / "global_step_12" / "hf"
+    hf = output / "checkpoints" / "global_step_12-export"
     written, wanted = (load_file(folder / "model.safetensors") for folder in (again, hf))
     torch.testing.assert_close(written, wanted, rtol=0, atol=0)
     assert json.loads((again / "config.json").read_text()) == json.loads((hf / "config.json").read_text())

@@ -80,4 +80,55 @@ def test_bins_of_a_step_that_diverged_are_named(
         assert f" {POISON} " in capsys.readouterr().out
     (tmp_path / "output" / "metrics.jsonl").unlink()
     told = set(run_ranks(lambda: error_of(config, None), 2))
-    assert re.fullmatch("step 1: .* None of its 8 bins has a finite loss: lower train.lr", told.pop())
+    assert re.fullmatch(r"step 1: .* None of its 8 bins has a finite loss: lower train\.lr\. .*", told.pop())
+
+
+def trained_with_skips(config: Path, *overrides: str) -> tuple[list[dict], dict[str, int]]:
+    """The metrics of a run on a model that computes NaN from a token, and the non-finite values in its weights."""
+    run = build_run(load_config(config, ["--train.on_nonfinite", "skip", *overrides]).config)
+    model = run.engine.model.module
+    with torch.no_grad():
+        model.get_submodule("model.embed_tokens").get_parameter("weight")[POISON] = math.nan
+    train(run)
+    run.observer.close()
+    lines = (run.startup.output_dir / "metrics.jsonl").read_text().splitlines()
+    bad = {name: int((~torch.isfinite(weight)).sum()) for name, weight in model.named_parameters()}
+    return [json.loads(line) for line in lines], {name: count for name, count in bad.items() if count}
+
+
+@pytest.mark.multi
+def test_steps_that_are_not_finite_are_skipped_and_reported(tmp_path: Path, run_ranks) -> None:
+    # Catches NaN that reaches the weights, a report that disturbs the steps after it, and a run that never ends.
+    with (tmp_path / "train.jsonl").open("w") as file:
+        for number in range(120):
+            ids = [(number + place) % 50 for place in range(30)]
+            file.write(json.dumps({"input_ids": [*ids, POISON if number == 30 else 0]}) + "\n")
+    write_config(tmp_path / "model", hf_config())
+    config = tmp_path / "config.yaml"
+    config.write_text(CONFIG.format(folder=tmp_path, streaming="false"))
+    options = ["--train.max_steps", "15", "--train.save_steps", "100"]
+    (metrics, bad), _ = run_ranks(lambda: trained_with_skips(config, *options), 2)
+    skipped = [record["step"] for record in metrics if record["loss"] == "nan"]
+    assert len(skipped) == 1
+    assert len(metrics) == 15
+    assert metrics[-1]["loss"] < metrics[0]["loss"]
+    # The head is tied to the embedding or not; nothing but the poisoned row is affected.
+    assert bad == {"model.embed_tokens.weight": 32}
+    [report] = [json.loads(line) for line in (tmp_path / "output" / "nonfinite.jsonl").read_text().splitlines()]
+    assert report["step"] == skipped[0]
+    assert len(report["bins"]) == 1
+    assert "model.layers.0.self_attn.qkv_proj.weight" in report["parameters"]
+    other = tmp_path / "other.yaml"
+    other.write_text(config.read_text().replace("/output", "/other"))
+    for told in run_ranks(lambda: ended(other, *options), 2):
+        assert "10 steps in a row were skipped" in told
+
+
+def ended(config: Path, *overrides: str) -> str:
+    """What ends a run that skips steps, on a model of which every loss is NaN."""
+    run = build_run(load_config(config, ["--train.on_nonfinite", "skip", *overrides]).config)
+    with torch.no_grad():
+        run.engine.model.module.get_submodule("model.norm").get_parameter("weight")[0] = math.nan
+    with pytest.raises(DivergedError) as raised:
+        train(run)
+    return str(raised.value)

@@ -272,7 +272,7 @@ def test_exports_of_a_run_and_of_its_checkpoint_are_what_it_computes_with(tmp_pa
     (tmp_path / "train.jsonl").write_text("\n".join(rows))
     (tmp_path / "run.yaml").write_text(CONFIG.format(folder=tmp_path))
     assert run_ranks(lambda: run_training(load_config(tmp_path / "run.yaml", [])), 2) == [0, 0]
-    exported = load_file(tmp_path / "out" / "checkpoints" / "global_step_3" / "hf" / "model.safetensors")
+    exported = load_file(tmp_path / "out" / "checkpoints" / "global_step_3-export" / "model.safetensors")
     folder = export_saved(str(tmp_path / "out"), str(tmp_path / "merged"), merge=True, dtype=torch.float32)
     again = load_file(folder / "model.safetensors")
     assert exported.keys() == again.keys()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -13,7 +14,8 @@ import torch
 from torch import Tensor
 
 from tiny_models import hf_config, write_config
-from xorl.ckpt import Checkpointer, read_manifest
+from xorl.ckpt import Checkpointer, CheckpointFailure, read_manifest
+from xorl.ckpt.files import HashedFile
 from xorl.config import load_config
 from xorl.train.checkpoints import Checkpoints
 from xorl.train.run import run_training
@@ -81,9 +83,10 @@ def run(
     if killed_at is not None:
         save = Checkpoints.save
 
-        def save_and_die(checkpoints: Checkpoints, step: int) -> None:
-            save(checkpoints, step)
+        def save_and_die(checkpoints: Checkpoints, step: int, *, is_final: bool) -> None:
+            save(checkpoints, step, is_final=is_final)
             if step == killed_at:
+                checkpoints.saves.finish()
                 os.kill(os.getpid(), signal.SIGKILL)
 
         Checkpoints.save = save_and_die
@@ -156,10 +159,13 @@ def test_killed_and_resumed_run_is_the_same_to_the_bit(
     mode: str, world_size: int, overrides: list[str], folder: Path, tmp_path: Path, run_ranks
 ) -> None:
     # Catches anything that a checkpoint forgets: a moment, a step count, a place in the data, a schedule, the bits by
-    # which weights in bf16 are rounded, where a gradient lies when four ranks are added to it.
+    # which weights in bf16 are rounded, where a gradient lies when four ranks are added to it. Two ranks save in the
+    # background: catches a copy that the next step has changed, and one that disturbs the training.
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     split = {"mode": mode, "accumulation": 4 // world_size, "overrides": overrides}
     assert run_ranks(lambda: run(folder, straight, **split), world_size) == [0] * world_size
+    if world_size == 2:
+        split["overrides"] = [*overrides, "--train.save_async", "true"]
     killed = run_ranks(lambda: run(folder, resumed, **split, killed_at=KILLED_AT), world_size)
     assert killed == ["no result"] * world_size
     assert max(losses(resumed)) == KILLED_AT
@@ -190,6 +196,71 @@ def test_run_of_two_ranks_resumes_on_another_number(
     assert expected.keys() == measured.keys()
     for step, (loss, norm) in expected.items():
         assert measured[step] == (pytest.approx(loss, rel=1e-6), pytest.approx(norm, rel=1e-4))
+
+
+@pytest.mark.multi
+def test_a_run_goes_back_and_the_same_command_resumes_it(folder: Path, tmp_path: Path, run_ranks) -> None:
+    # Catches a damaged newest checkpoint from which no message leads on, a later checkpoint that is lost, and a command
+    # that goes back once more after its run was killed.
+    output = tmp_path / "output"
+    split = {"mode": "fsdp2", "accumulation": 2}
+    options = ["--train.save_steps", "5", "--train.keep_last", "3"]
+    run_ranks(lambda: run(folder, output, **split, overrides=options), 2)
+    straight, checkpoints = losses(output), output / "checkpoints"
+    names = [path.name for path in Checkpointer(checkpoints).checkpoints()]
+    assert names == ["global_step_10", "global_step_15", "global_step_20"]
+    for file in ("metadata.json", "training_state/scalars.json", "__1_0.distcp"):
+        damaged = checkpoints / "global_step_20" / file
+        content = damaged.read_bytes()
+        damaged.write_bytes(content[:-2] + bytes([content[-2] ^ 1]) + content[-1:])
+        for error in run_ranks(lambda: error_of(folder, output, *options, "--train.max_steps", "25"), 2):
+            assert file in error
+            assert f"{checkpoints}/global_step_15, the checkpoint before it" in error
+        damaged.write_bytes(content)
+    options += ["--train.load_checkpoint_path", str(checkpoints / "global_step_10")]
+    run_ranks(lambda: run(folder, output, **split, overrides=options, killed_at=15), 2)
+    assert sorted(path.name for path in (checkpoints / "set_aside_1").iterdir()) == names[1:]
+    assert max(losses(output)) == 15
+    assert run_ranks(lambda: run(folder, output, **split, overrides=options), 2) == [0, 0]
+    assert losses(output) == straight
+    assert not (checkpoints / "set_aside_2").exists()
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("in_background", ["false", "true"])
+def test_a_failed_save_ends_the_run_or_not_as_configured(
+    in_background: str, folder: Path, tmp_path: Path, run_ranks
+) -> None:
+    # Catches a failure that only one rank notices, that is forgotten, or that ends a run which was to continue.
+    options = ["--train.save_async", in_background, "--train.save_steps", "5", "--train.max_steps", "20"]
+
+    def failing(output: Path, at: int, outcome: str) -> str:
+        write = HashedFile.write
+
+        def fails(file: HashedFile, data: bytes) -> int:
+            if f"global_step_{at}_" in str(file._file.name):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return write(file, data)
+
+        if os.environ["RANK"] == "1":
+            HashedFile.write = fails
+        try:
+            return error_of(folder, output, *options, "--train.on_save_failure", outcome)
+        except CheckpointFailure as failure:
+            return str(failure)
+
+    for error in run_ranks(lambda: failing(tmp_path / "stop", 10, "stop"), 2):
+        assert error.startswith("step 10: could not save a checkpoint on 1 of 2 ranks")
+        assert "rank 1: OSError: [Errno 28] No space left on device" in error
+        assert "global_step_5 is complete" in error
+    # On the CPU it is noticed within two steps.
+    assert max(losses(tmp_path / "stop")) in range(10, 16)
+    assert run_ranks(lambda: failing(tmp_path / "continue", 10, "continue"), 2) == ["no error"] * 2
+    names = [path.name for path in Checkpointer(tmp_path / "continue" / "checkpoints").checkpoints()]
+    assert names == ["global_step_5", "global_step_15", "global_step_20"]
+    assert len(losses(tmp_path / "continue")) == NUM_STEPS
+    for error in run_ranks(lambda: failing(tmp_path / "last", 20, "continue"), 2):
+        assert error.startswith("step 20: could not save a checkpoint on 1 of 2 ranks")
 
 
 @pytest.mark.multi
@@ -271,7 +342,7 @@ def test_export_that_a_kill_prevented_is_made_up_for(folder: Path, tmp_path: Pat
     # Catches a run that calls itself complete and has no model for other tools.
     output = tmp_path / "output"
     assert run_ranks(lambda: error_of(folder, output, "--train.max_steps", "2"), 2) == ["no error"] * 2
-    exported = output / "checkpoints" / "global_step_2" / "hf" / "model.safetensors"
+    exported = output / "checkpoints" / "global_step_2-export" / "model.safetensors"
     assert not exported.exists()
     again = ["--train.max_steps", "2", "--train.save_hf_weights", "true"]
     for _ in range(2):
@@ -285,7 +356,7 @@ def test_export_that_a_kill_prevented_is_made_up_for(folder: Path, tmp_path: Pat
     for _ in range(2):
         assert run_ranks(lambda: error_of(folder, output, *again), 2) == ["no error"] * 2
         assert exported.read_bytes() == weights
-    [aside] = exported.parent.parent.glob("hf_damaged_*")
+    [aside] = exported.parent.parent.glob("global_step_2-export_damaged_*")
     assert (aside / "notes.txt").read_text() == "kept"
     assert len(losses(output)) == 2
 

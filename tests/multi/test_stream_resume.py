@@ -38,6 +38,7 @@ train:
   load_checkpoint_path: auto
   log_format: structured
   use_wandb: false
+  save_async: true
 """
 BINS_PER_STEP = 12
 

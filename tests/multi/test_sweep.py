@@ -76,6 +76,7 @@ def config_of(folder: Path, layout: str, data: dict[str, object] | None = None, 
                 "lr": 0.01,
                 "log_format": "structured",
                 "use_wandb": False,
+                "save_async": True,
                 **train,
             },
             "lora": {

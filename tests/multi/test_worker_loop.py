@@ -15,11 +15,22 @@ from torch import Tensor
 
 from sockets import ipc_address
 from worker_ranks import ADAPTER, KINDS, ask, datum, done, make, service_config, shards, train, trained_values
+from xorl.ckpt.files import HashedFile
 from xorl.core import runtime
 from xorl.server.channel import BlockingServer, ChannelClient
 from xorl.server.collectives import GRACE_S
 from xorl.server.identifiers import CheckpointRef
-from xorl.server.messages import Cancel, Done, Health, HealthResult, Result, Shutdown, ShutdownResult, Work
+from xorl.server.messages import (
+    Cancel,
+    Done,
+    Health,
+    HealthResult,
+    Operation,
+    Result,
+    Shutdown,
+    ShutdownResult,
+    Work,
+)
 from xorl.server.operations import (
     BaseSampler,
     CheckpointSampler,
@@ -119,6 +130,73 @@ def test_work_is_done_once_by_all_ranks_and_answered_again(tmp_path: Path, run_r
     assert isinstance(refused, Failure)
     assert "1 to 128 of the characters" in refused.message
     assert isinstance(last, ShutdownResult)
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_a_save_in_the_background_lets_other_calls_run(kind: str, tmp_path: Path, run_ranks) -> None:
+    # Catches workers that all clients wait for while one saves, a save that is acknowledged before it is complete, and
+    # one whose model has changed before it was copied.
+    may_write = threading.Event()
+
+    async def ask_while_saving(address: str, answers: list[Result | bool]) -> None:
+        client: ChannelClient[Done] = ChannelClient(address, Done)
+        await client.start()
+
+        async def result(request_id: str, operation: Operation) -> Result:
+            return (await client.request(Work([request_id], [operation]), timeout_s=60)).results[0]
+
+        await result("1", CreateModel("m", lora=ADAPTER if kind == "lora" else None))
+        saving = asyncio.create_task(result("2", SaveWeights("m", "a")))
+        await asyncio.sleep(0)
+        answers.append(await result("3", Health()))
+        await result("4", ForwardBackward("m", [datum(4, 1)], "cross_entropy"))
+        await result("5", OptimStep("m", 1e-1))
+        answers.append(saving.done())
+        may_write.set()
+        answers += [await saving, await result("2", SaveWeights("m", "a")), await result("6", SaveWeights("m", "a"))]
+        await result("7", LoadWeights("m", CheckpointRef("m", "weights", "a"), optimizer=True))
+        answers.append(await result("8", Shutdown()))
+        await client.close()
+
+    def run() -> tuple[list[Result | bool], dict[str, Tensor]]:
+        answers: list[Result | bool] = []
+        close = HashedFile.close
+
+        def close_when_told(file: HashedFile) -> None:
+            may_write.wait(60)
+            close(file)
+
+        config = service_config(tmp_path, **KINDS[kind], save_async=True, **shards(2))
+        with ipc_address("workers") as address:
+            worker = Worker(build_base(config, runtime.init("cpu")))
+            if runtime.global_rank() > 0:
+                serve.follow(worker)
+                return answers, trained_values(worker, "m")
+            HashedFile.close = close_when_told
+            cancelled = serve.CancelledIds()
+            server = BlockingServer(address, Work | Cancel, intercept=cancelled.intercept)
+            asking = threading.Thread(target=lambda: asyncio.run(ask_while_saving(server.address, answers)))
+            asking.start()
+            serve.lead(worker, server, cancelled)
+            asking.join()
+            server.close()
+        return answers, trained_values(worker, "m")
+
+    def fresh() -> dict[str, Tensor]:
+        return trained_values(make(tmp_path, kind, **shards(2)), "m")
+
+    (answers, loaded), _ = run_ranks(run, 2)
+    health, was_saved, saved, again, taken, _ = answers
+    assert isinstance(health, HealthResult)
+    assert not was_saved
+    assert isinstance(saved, Saved)
+    assert saved.size_bytes > 0
+    assert again == saved
+    assert isinstance(taken, Failure)
+    assert taken.status == 409
+    expected, _ = run_ranks(fresh, 2)
+    assert all(torch.equal(loaded[name], value) for name, value in expected.items())
 
 
 def test_results_are_kept_within_bounds() -> None:

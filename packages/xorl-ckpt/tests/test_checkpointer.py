@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from xorl.ckpt import Checkpointer, CheckpointError, CheckpointFailure, read_manifest
+from xorl.ckpt import Checkpointer, CheckpointError, CheckpointFailure, Retention, read_manifest
 from xorl.ckpt.export import published
-from xorl.ckpt.layout import prepare_root, verify
+from xorl.ckpt.layout import verify
+from xorl.ckpt.publish import complete_interrupted, prepare_root, set_aside_after
 
 MANAGERS = pytest.mark.parametrize("manager", ["dcp", "torch"])
 
@@ -242,6 +243,10 @@ def test_crash_between_publishing_and_latest_loses_nothing(tmp_path, caplog, mak
     (tmp_path / "latest").write_text(pointer)
     assert checkpointer.latest() == tmp_path / "global_step_20"
     assert "event=latest_behind" in caplog.text
+    (tmp_path / ".saving_global_step_30_0").mkdir()
+    complete_interrupted(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_10", "global_step_20", "latest"]
+    assert (tmp_path / "latest").read_text() == "global_step_20\n"
 
 
 def test_leftovers_of_a_crash_go_at_the_next_save(tmp_path, make_state):
@@ -287,7 +292,7 @@ def test_what_a_killed_export_left_goes_with_the_next_one(tmp_path):
 
 def test_old_checkpoints_go_when_asked(tmp_path, make_state):
     # Catches pruning before publishing, and pruning of what `latest` names.
-    checkpointer = Checkpointer(tmp_path, keep_last=2)
+    checkpointer = Checkpointer(tmp_path, retention=Retention(last=2))
     for step in (1, 2, 10):
         checkpointer.save(step, make_state())
     assert [path.name for path in checkpointer.checkpoints()] == ["global_step_2", "global_step_10"]
@@ -295,7 +300,88 @@ def test_old_checkpoints_go_when_asked(tmp_path, make_state):
     assert checkpointer.latest() == tmp_path / "global_step_3"
     assert checkpointer.latest() in checkpointer.checkpoints()
     with pytest.raises(ValueError, match="keep_last"):
-        Checkpointer(tmp_path, keep_last=0)
+        Retention(last=0)
+
+
+def test_retention_keeps_the_newest_the_milestones_and_the_best():
+    # Catches a best checkpoint that goes because it is old, and a NaN that is taken for the lowest loss.
+    losses = {2: 0.5, 4: 0.3, 6: 0.3, 8: float("nan"), 99: 0.1}
+    steps = [2, 4, 6, 8, 10, 12]
+    assert Retention(last=2).kept(steps) == {10, 12}
+    assert Retention(last=1, every=4).kept(steps) == {4, 8, 12}
+    assert Retention(last=1, best=1, losses=lambda: losses).kept(steps) == {6, 12}
+    assert Retention(last=1, best=2, losses=lambda: losses).kept(steps) == {4, 6, 12}
+
+
+def test_what_is_later_is_set_aside_with_its_exports(tmp_path, make_state):
+    # Catches a later checkpoint that `auto` finds after a run went back, or that is lost.
+    checkpointer = Checkpointer(tmp_path)
+    for step in (1, 10, 20):
+        checkpointer.save(step, make_state(step))
+    for name in ("global_step_10-export", "global_step_1-hf", "global_step_30"):
+        (tmp_path / name).mkdir()
+    assert set_aside_after(tmp_path, 1, tmp_path / "global_step_1") == tmp_path / "set_aside_1"
+    names = sorted(path.name for path in (tmp_path / "set_aside_1").iterdir())
+    assert names == ["global_step_10", "global_step_10-export", "global_step_20", "global_step_30"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "global_step_1",
+        "global_step_1-hf",
+        "latest",
+        "set_aside_1",
+    ]
+    assert checkpointer.latest() == tmp_path / "global_step_1"
+    assert set_aside_after(tmp_path, 1, tmp_path / "global_step_1") is None
+    verify(tmp_path / "set_aside_1" / "global_step_20")
+    checkpointer.load(tmp_path / "global_step_1", make_state())
+    checkpointer.save(10, make_state(11))
+    assert set_aside_after(tmp_path, 0, None) == tmp_path / "set_aside_2"
+    assert checkpointer.latest() is None
+
+
+@pytest.mark.parametrize("last", range(1, 5))
+def test_going_back_that_is_interrupted_is_completed_the_next_time(last, tmp_path, make_state, monkeypatch):
+    # Catches a checkpoint that is lost, or a `latest` that names none, when a run is killed while it goes back.
+    checkpointer = Checkpointer(tmp_path)
+    for step in (1, 2, 3, 4):
+        checkpointer.save(step, make_state(step))
+    rename, replace, calls = Path.rename, Path.replace, []
+
+    def count(change):
+        def counted(path: Path, target: Path) -> Path:
+            calls.append(path)
+            if len(calls) == last:
+                raise KeyboardInterrupt
+            return change(path, target)
+
+        return counted
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", count(rename))
+        patched.setattr(Path, "replace", count(replace))
+        with pytest.raises(KeyboardInterrupt):
+            set_aside_after(tmp_path, 1, tmp_path / "global_step_1")
+    assert checkpointer.latest() is not None
+    set_aside_after(tmp_path, 1, tmp_path / "global_step_1")
+    complete_interrupted(tmp_path)
+    assert checkpointer.latest() == tmp_path / "global_step_1"
+    assert sorted(path.name for path in tmp_path.glob("set_aside_*/*")) == [f"global_step_{step}" for step in (2, 3, 4)]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == ["latest"]
+
+
+def test_damage_names_the_checkpoint_to_load_instead(tmp_path, make_state):
+    # Catches advice that does not help, such as to resume from the newest checkpoint, which is the damaged one.
+    checkpointer = Checkpointer(tmp_path)
+    for step in (1, 2, 3):
+        checkpointer.save(step, make_state(step))
+    for damaged in ("metadata.json", "training_state/scalars.json", ".metadata"):
+        file = tmp_path / "global_step_3" / damaged
+        content = file.read_bytes()
+        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        with pytest.raises(CheckpointError) as error:
+            checkpointer.load(checkpointer.resolve("auto"), make_state())
+        assert f"load {tmp_path / 'global_step_2'}, the checkpoint before it" in str(error.value)
+        assert checkpointer.load(tmp_path / "global_step_2", make_state()).step == 2
+        file.write_bytes(content)
 
 
 def test_any_folder_of_ours_is_accepted(tmp_path, monkeypatch, make_state, assert_same):

@@ -100,6 +100,8 @@ def entry(**options: Any) -> dict[str, Any]:
             "max_steps ends the run at 5",
         ),
         ({"train": {"eval_steps": 5}}, "train.eval_steps", "data.val_set_size is set, or data.test_datasets"),
+        ({"train": {"keep_best": 1, "keep_last": 1}}, "train.keep_best", "data.val_set_size is set"),
+        ({"train": {"keep_every": 5}}, "train.keep_every", "has no effect unless train.keep_last is set"),
         ({"data": {"eval_sample_packing": False}}, "data.eval_sample_packing", "has no effect unless"),
         ({"data": {"datasets": [{"path": "dummy", "split": "test"}]}}, "data.datasets.0.split", "have no split"),
         (

@@ -408,10 +408,10 @@ def test_a_python_mapping_is_checked_alike(tmp_path: Path) -> None:
     loaded = config_from_mapping(data)
     assert loaded.config.train.output_dir == str(tmp_path)
     assert (loaded.path, loaded.origins["train.lr"]) == (None, "python")
-    data["train"] |= {"save_async": True, "lrr": 1}
+    data["train"] |= {"init_device": "npu", "lrr": 1}
     with pytest.raises(ConfigError) as caught:
         config_from_mapping(data)
-    assert {problem.path for problem in caught.value.problems} == {"train.save_async", "train.lrr"}
+    assert {problem.path for problem in caught.value.problems} == {"train.init_device", "train.lrr"}
 
 
 def test_a_missing_file_is_named(write, tmp_path: Path) -> None:

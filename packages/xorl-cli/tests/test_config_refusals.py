@@ -121,7 +121,7 @@ def test_what_is_built_is_accepted(path: str, values: list[str]) -> None:
 
 def test_a_refusal_says_what_works_instead() -> None:
     # Would catch a bare "not supported".
-    message = problems_with("train.save_async", True)[0][1]
+    message = problems_with("train.ep_outside", True)[0][1]
     assert message.startswith("true is not supported yet: ")
     assert "leave it at false" in message
     assert "is not supported: the datasets library" in problems_with(f"{ENTRIES}.trust_remote_code", True)[0][1]

@@ -19,6 +19,7 @@ import torch
 
 from child import in_child
 from xorl.ckpt import Checkpointer
+from xorl.ckpt.publish import set_aside_after
 from xorl.config import Config, config_from_mapping
 from xorl.core import runtime
 from xorl.core.runtime import GarbageCollection, Runtime
@@ -27,11 +28,12 @@ from xorl.train.checkpoints import SavePoints
 from xorl.train.engine import StepLosses, Update
 from xorl.train.interrupt import Interruption
 from xorl.train.observe.devices import PEAK_BF16_FLOPS
-from xorl.train.observe.observer import DivergedError, Metrics, MetricsFile, Observer
+from xorl.train.observe.metrics_file import Metrics, MetricsFile
+from xorl.train.observe.observer import DivergedError, Observer
 from xorl.train.observe.profile import Profiler, build_profiler
 from xorl.train.observe.timing import StepTimer
 from xorl.train.observe.wandb_log import RUN_ID, WandbSink, credentials_are_missing
-from xorl.train.output_dir import open_output_dir, resume_from
+from xorl.train.output_dir import STARTED_FROM, open_output_dir, resume_from, start_of
 
 
 @pytest.mark.parametrize(
@@ -397,14 +399,36 @@ def test_metrics_that_cannot_be_written_do_not_end_a_run(tmp_path: Path, caplog:
     assert "lacks 2 lines" in caplog.text
 
 
-def test_checkpoints_that_a_run_would_come_to_are_told_before_it_begins(tmp_path: Path) -> None:
-    # Catches hours of training that end at a save, since the user had set `latest` back.
+def test_any_checkpoint_can_be_named_and_the_command_repeated(tmp_path: Path) -> None:
+    # Catches a user who is sent from one error to the next, and a repeated command that goes back a second time.
     checkpointer = Checkpointer(tmp_path)
     for step in (1, 2, 3):
         checkpointer.save(step, {})
     assert resume_from(checkpointer, "auto") == tmp_path / "global_step_3"
-    (tmp_path / "latest").write_text("global_step_1")
-    with pytest.raises(ValueError, match=r"global_step_3 is newer than what .*/latest names.* move it away"):
+    first = tmp_path / "global_step_1"
+    for option in ("global_step_1", str(first)):
+        assert resume_from(checkpointer, option) == first
+        assert start_of(tmp_path, option, first) == str(first)
+    with pytest.raises(ValueError, match="already holds checkpoints, the latest global_step_3"):
+        resume_from(checkpointer, None)
+    set_aside_after(tmp_path, 1, first)
+    again = Checkpointer(tmp_path)
+    again.save(2, {}, info={STARTED_FROM: str(first)})
+    for option in ("global_step_1", str(first), "auto"):
+        assert resume_from(again, option) == tmp_path / "global_step_2"
+        assert start_of(tmp_path, option, tmp_path / "global_step_2") == str(first)
+    shutil.rmtree(first)  # as keep_last does
+    assert resume_from(again, "global_step_1") == tmp_path / "global_step_2"
+    with pytest.raises(ValueError, match=r"train\.load_checkpoint_path: global_step_3 does not exist"):
+        resume_from(again, "global_step_3")
+
+
+def test_a_damaged_newest_checkpoint_is_named_with_the_way_back(tmp_path: Path) -> None:
+    # Catches a run that silently starts before it, and an advice that is refused in turn.
+    checkpointer = Checkpointer(tmp_path)
+    for step in (1, 2):
+        checkpointer.save(step, {})
+    (tmp_path / "global_step_2" / "metadata.json").unlink()
+    with pytest.raises(ValueError, match=r"go back with --train\.load_checkpoint_path global_step_1"):
         resume_from(checkpointer, "auto")
-    shutil.move(tmp_path / "global_step_3", tmp_path / "kept")
-    assert resume_from(checkpointer, "auto") == tmp_path / "global_step_2"
+    assert resume_from(checkpointer, "global_step_1") == tmp_path / "global_step_1"

@@ -1,5 +1,6 @@
 """Verified distributed checkpoints, and Hugging Face weights in and out of sharded parameters."""
 
+from xorl.ckpt.background import BackgroundWriter
 from xorl.ckpt.checkpointer import Checkpointer, Stateful
 from xorl.ckpt.errors import CheckpointError, CheckpointFailure
 from xorl.ckpt.export import export_hf
@@ -7,11 +8,14 @@ from xorl.ckpt.hub import resolve_folder
 from xorl.ckpt.layout import read_manifest
 from xorl.ckpt.load import load_weights
 from xorl.ckpt.reader import SafetensorsSource, WeightRecipe, WeightSource
+from xorl.ckpt.retention import Retention
 
 __all__ = [
+    "BackgroundWriter",
     "CheckpointError",
     "CheckpointFailure",
     "Checkpointer",
+    "Retention",
     "SafetensorsSource",
     "Stateful",
     "WeightRecipe",

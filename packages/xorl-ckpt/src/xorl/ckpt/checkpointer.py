@@ -18,11 +18,14 @@ from safetensors.torch import save as format_safetensors
 from torch.distributed.tensor import DTensor
 
 from xorl.ckpt import layout
+from xorl.ckpt import publish as publishing
+from xorl.ckpt.background import BackgroundWriter
 from xorl.ckpt.errors import CheckpointError
-from xorl.ckpt.files import FileRecord, check_hashes, check_sizes, share_of_files, write_file
+from xorl.ckpt.files import FileRecord, share_of_files, write_file
 from xorl.ckpt.layout import JSON, Manifest, StorageKind, TensorRecord
 from xorl.ckpt.metadata import read_metadata
 from xorl.ckpt.ranks import all_gather_text, any_rank_holds, broadcast_text, fail_together, num_ranks, this_rank
+from xorl.ckpt.retention import Retention
 from xorl.ckpt.storage import read_gathered, read_shards, write_gathered, write_shards
 
 logger = logging.getLogger(__name__)
@@ -60,8 +63,8 @@ class LoadedCheckpoint:
 class Checkpointer:
     """The checkpoints under one root.
 
-    `save` and `load` are collective over the default process group, if there is one. Each save keeps only the
-    `keep_last` newest checkpoints; None keeps all. `root_option` is the option that sets the root, for error messages.
+    `save` and `load` are collective over the default process group, if there is one. Each save removes the checkpoints
+    that `retention` does not keep; None keeps all. `root_option` is the option that sets the root, for error messages.
     """
 
     def __init__(
@@ -69,16 +72,14 @@ class Checkpointer:
         root: Path | str,
         *,
         manager: StorageKind = "dcp",
-        keep_last: int | None = None,
+        retention: Retention | None = None,
         root_option: str = "root",
     ) -> None:
         if manager not in get_args(StorageKind):
             raise ValueError(f"manager: {manager!r} is unknown; use one of {', '.join(get_args(StorageKind))}")
-        if keep_last is not None and keep_last < 1:
-            raise ValueError(f"keep_last: must be at least 1, or None to keep all checkpoints; got {keep_last}")
         self.root = _absolute(root)
         self._manager: StorageKind = manager
-        self._keep_last = keep_last
+        self._retention = retention
         self._root_option = root_option
         self._current: Path | None = None
 
@@ -93,6 +94,8 @@ class Checkpointer:
         write_extra_files: ExtraFilesWriter | None = None,
         name: str | None = None,
         replaces: bool = False,
+        background: BackgroundWriter | None = None,
+        on_published: Callable[[Path], object] | None = None,
     ) -> Path:
         """Publish `{root}/global_step_{step}` and point `latest` to it.
 
@@ -103,6 +106,11 @@ class Checkpointer:
         `write_extra_files` is called on every rank with the folder; it writes additional files into the folder and
         returns the records of those that this rank wrote. It must raise on every rank or on none.
 
+        With `background`, this returns once copying the state has started, and the files are written in a thread; the
+        same checkpoint results. Errors below are then raised by `background.finish`, and `write_extra_files` must not
+        read the state nor use process groups other than through this package. `on_published` is called on every rank
+        with the checkpoint.
+
         If any rank fails, all raise, nothing is published, and existing files are untouched. The error is a
         CheckpointError if the caller can correct it (a folder that is not writable, a value that is not a tensor),
         otherwise a CheckpointFailure (a full disk). Saving the step that this object saved or loaded last does nothing.
@@ -111,29 +119,68 @@ class Checkpointer:
         assert step >= 0, f"step is {step}; it must not be negative"
         assert name is not None or not replaces, "only a named checkpoint can be replaced"
         final = self.root / (name or layout.checkpoint_name(step))
+
+        def publish(folder: Path, manifest: Manifest) -> None:
+            if name is not None:
+                publishing.publish_named(folder, final, manifest, replaces=replaces)
+            else:
+                publishing.publish(folder, self.root, manifest)
+                self._prune()
+
         with fail_together("save a checkpoint"):
-            folder, exists = final, False
+            tensors = _flatten(_collect(state))
+            small_files = {layout.SCALARS: _json_bytes(scalars or {})} if this_rank() == 0 else {}
+            _json_bytes(info or {})  # raises if it cannot be written into the manifest
+            if rng:
+                values = {key: tensor.contiguous().cpu() for key, tensor in rng.items()}
+                small_files[layout.rng_name(this_rank())] = format_safetensors(values)
+
+        def write(tensors: Mapping[str, torch.Tensor]) -> None:
+            def fill(folder: Path) -> Manifest:
+                return self._write(folder, step, tensors, small_files, info or {}, write_extra_files)
+
+            num_bytes = sum(TensorRecord.of(tensor).num_bytes for tensor in tensors.values())
+            self._write_and_publish(final, num_bytes, fill, publish, replaces=replaces)
+            if on_published is not None:
+                on_published(final)
+
+        if background is None:
+            write(tensors)
+        else:
+            background.start(tensors, write)
+        return final
+
+    def _write_and_publish(
+        self,
+        final: Path,
+        num_bytes: int,
+        fill: Callable[[Path], Manifest],
+        publish: Callable[[Path, Manifest], None],
+        *,
+        replaces: bool,
+    ) -> None:
+        """Collective: `fill` a folder, and `publish` it as `final` on rank 0; nothing if `final` is the current one."""
+        with fail_together("save a checkpoint"):
+            folder = final
             if this_rank() == 0:
-                layout.prepare_root(self.root, self._root_option)
-                exists = not replaces and self._exists_already(final)
-                folder = final if exists else layout.create_folder(self.root, final.name)
+                publishing.prepare_root(self.root, self._root_option)
+                if replaces or not self._exists_already(final):
+                    publishing.remove_leftovers(self.root)
+                    publishing.require_space(self.root, num_bytes)
+                    folder = publishing.create_folder(self.root, final.name)
         folder = Path(broadcast_text(str(folder)))
         if folder == final:
-            return final
+            return
         try:
-            manifest = self._write(folder, step, state, info or {}, scalars or {}, rng or {}, write_extra_files)
+            manifest = fill(folder)
             with fail_together("publish a checkpoint"):
-                if this_rank() == 0 and name is not None:
-                    layout.publish_named(folder, final, manifest, replaces=replaces)
-                elif this_rank() == 0:
-                    layout.publish(folder, self.root, manifest)
-                    self._prune()
+                if this_rank() == 0:
+                    publish(folder, manifest)
         except Exception:
             if this_rank() == 0:
-                self._clean_up()
+                publishing.discard(folder)
             raise
         self._current = final
-        return final
 
     def load(
         self, path: Path | str, state: Mapping[str, Stateful], *, skip_parts: tuple[str, ...] = ()
@@ -174,8 +221,7 @@ class Checkpointer:
         ]
         with fail_together(f"load {path}"):
             _raise_other_model(path, problems, unexpected)
-            check_sizes(path, manifest.files)
-            check_hashes(path, manifest.files, share_of_files(manifest.files, this_rank(), num_ranks()))
+            layout.require_intact(path, manifest.files, share_of_files(manifest.files, this_rank(), num_ranks()))
 
         def copy() -> LoadedCheckpoint:
             with fail_together(f"load {path}"):
@@ -193,6 +239,25 @@ class Checkpointer:
             return LoadedCheckpoint(manifest.step, manifest.info, scalars, rng, path)
 
         return copy
+
+    def complete_interrupted(self, resumed: Path | None) -> None:
+        """Finish what a process that died had begun: publishing, and removing old checkpoints. Not collective.
+
+        Call it on one rank before a run starts from `resumed`; failures are only logged.
+        """
+        try:
+            if self.root.is_dir():
+                publishing.complete_interrupted(self.root)
+        except OSError as error:
+            # The next save tries again, and reports the disk's problem if it lasts.
+            logger.warning("event=leftover_kept root=%s error=%s", self.root, error)
+        if resumed is not None and resumed == self.latest():  # a run that goes back starts from an old one
+            self._prune()
+
+    @property
+    def removes_old(self) -> bool:
+        """Whether saves remove old checkpoints."""
+        return self._retention is not None
 
     def latest(self) -> Path | None:
         """The checkpoint that `auto` selects, or None if there is none. Not collective."""
@@ -235,22 +300,14 @@ class Checkpointer:
         self,
         folder: Path,
         step: int,
-        state: Mapping[str, Stateful],
+        tensors: Mapping[str, torch.Tensor],
+        small_files: Mapping[str, bytes],
         info: Mapping[str, JSON],
-        scalars: Mapping[str, JSON],
-        rng: Mapping[str, torch.Tensor],
         write_extra_files: ExtraFilesWriter | None,
     ) -> Manifest:
         """Collective: write all files except the manifest, and return it. Only rank 0's manifest is complete."""
         with fail_together("save a checkpoint"):
-            tensors = _flatten(_collect(state))
-            files: dict[str, FileRecord] = {}
-            if this_rank() == 0:
-                files[layout.SCALARS] = write_file(folder / layout.SCALARS, _json_bytes(scalars))
-                _json_bytes(info)  # raises if it cannot be written into the manifest
-            if rng:
-                content = format_safetensors({name: tensor.contiguous().cpu() for name, tensor in rng.items()})
-                files[layout.rng_name(this_rank())] = write_file(folder / layout.rng_name(this_rank()), content)
+            files = {name: write_file(folder / name, content) for name, content in small_files.items()}
         written, records = (write_shards if self._manager == "dcp" else write_gathered)(tensors, folder)
         files |= written
         if write_extra_files is not None:
@@ -266,18 +323,12 @@ class Checkpointer:
             files={name: FileRecord(**record) for text in texts for name, record in json.loads(text).items()},
         )
 
-    def _clean_up(self) -> None:
-        try:
-            layout.remove_leftovers(self.root)
-        except OSError as error:
-            # The next save retries; report the original error instead of this one.
-            logger.warning("event=leftover_kept root=%s error=%s", self.root, error)
-
     def _prune(self) -> None:
-        if self._keep_last is None:
+        if self._retention is None:
             return
         try:
-            for folder in layout.prune(self.root, self._keep_last):
+            steps = [step for folder in self.checkpoints() if (step := layout.step_of(folder)) is not None]
+            for folder in publishing.prune(self.root, self._retention.kept(steps)):
                 logger.info("event=checkpoint_pruned path=%s", folder)
         except OSError as error:
             # The new checkpoint is published; a failure to delete an old one should not end the run.

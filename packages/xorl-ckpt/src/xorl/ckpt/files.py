@@ -8,8 +8,6 @@ from typing import Self
 
 import xxhash
 
-from xorl.ckpt.errors import CheckpointError
-
 # Reads of this size run at page-cache speed; larger ones only cost memory.
 READ_BYTES = 8 << 20
 
@@ -101,8 +99,8 @@ def hash_file(path: Path) -> FileRecord:
     return FileRecord(size, hasher.hexdigest())
 
 
-def check_sizes(folder: Path, files: Mapping[str, FileRecord]) -> None:
-    """Raise CheckpointError naming every file that is missing or has the wrong size."""
+def size_problems(folder: Path, files: Mapping[str, FileRecord]) -> list[str]:
+    """A line for every file that is missing or has the wrong size."""
     problems: list[str] = []
     for name, record in files.items():
         try:
@@ -112,13 +110,13 @@ def check_sizes(folder: Path, files: Mapping[str, FileRecord]) -> None:
             continue
         if size != record.size:
             problems.append(f"{name} has {size:,} bytes, but {record.size:,} were saved")
-    _raise_damaged(folder, problems)
+    return problems
 
 
-def check_hashes(folder: Path, files: Mapping[str, FileRecord], names: Iterable[str]) -> None:
-    """Raise CheckpointError naming every file among `names` whose content differs from its record."""
+def hash_problems(folder: Path, files: Mapping[str, FileRecord], names: Iterable[str]) -> list[str]:
+    """A line for every file among `names` whose content differs from its record. Reads all of them."""
     changed = [name for name in names if hash_file(folder / name) != files[name]]
-    _raise_damaged(folder, [f"{name} has changed since it was saved (its xxh3_128 differs)" for name in changed])
+    return [f"{name} has changed since it was saved (its xxh3_128 differs)" for name in changed]
 
 
 def share_of_files(files: Mapping[str, FileRecord], rank: int, num_ranks: int) -> list[str]:
@@ -139,12 +137,3 @@ def sync_file(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _raise_damaged(folder: Path, problems: list[str]) -> None:
-    if problems:
-        more = "" if len(problems) <= 5 else f"\n  and {len(problems) - 5} more"
-        raise CheckpointError(
-            f"{folder} is damaged; nothing was loaded\n  " + "\n  ".join(problems[:5]) + more + "\n"
-            "Copy the folder again from its source, or resume from another checkpoint."
-        )

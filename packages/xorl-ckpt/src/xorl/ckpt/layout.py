@@ -1,25 +1,24 @@
-"""The layout of a checkpoint and of the root that holds all of them: names, manifest, publishing, `latest`, pruning.
+"""The layout of a checkpoint and of the root that holds all of them: names, manifest, and what is there.
 
     {root}/latest                               text: the name of the checkpoint to resume from, replaced atomically
     {root}/global_step_{N}/metadata.json        the manifest; written last, so a folder that has one is complete
     {root}/global_step_{N}/.metadata, *.distcp  tensors, sharded (or state.pt, gathered)
     {root}/global_step_{N}/training_state/      scalars.json, rng_rank{r}.safetensors
-    {root}/.saving_*, .deleting_*               leftovers of a crash; the next save removes them
+    {root}/.saving_{name}_{id}                  a save that is being written; its owner holds a lock on `...owner`
+    {root}/.deleting_{name}_{id}                a checkpoint that is being removed
+    {root}/set_aside_{n}/                       later checkpoints, moved when a run went back to an earlier one
 
-`latest` is a file and not a symbolic link because some file systems have no links. No function here communicates with
-other ranks: only rank 0 writes, and the checkpointer reports its errors to the others.
+`latest` is a file and not a symbolic link because some file systems have no links. Nothing here writes; `publish.py`
+does.
 """
 
-import errno
 import json
 import logging
 import math
 import platform
 import re
-import shutil
-import tempfile
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePosixPath
 from typing import Literal, TypeAlias, cast, get_args
@@ -28,7 +27,7 @@ import torch
 import xxhash
 
 from xorl.ckpt.errors import CheckpointError
-from xorl.ckpt.files import FileRecord, check_hashes, check_sizes, sync_file, write_file
+from xorl.ckpt.files import FileRecord, hash_problems, size_problems
 from xorl.ckpt.regions import dtype_name
 
 logger = logging.getLogger(__name__)
@@ -45,9 +44,8 @@ FORMAT = "xorl-checkpoint"
 FORMAT_VERSION = 1
 
 _NAME = re.compile(r"(?:global_)?step_(\d+)")
-_SAVING, _DELETING = ".saving_", ".deleting_"
-# Errors that choosing another folder resolves; other errors mean a full or broken disk.
-_WRONG_FOLDER = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOENT, errno.ENAMETOOLONG}
+# Prefixes of folders that are not checkpoints.
+SAVING, DELETING, SET_ASIDE = ".saving_", ".deleting_", "set_aside_"
 
 
 def checkpoint_name(step: int) -> str:
@@ -151,16 +149,32 @@ def read_manifest(folder: Path) -> Manifest:
         hint = " (another program wrote this DCP checkpoint)" if (folder / ".metadata").exists() else ""
         raise CheckpointError(f"{folder} is not a complete xorl checkpoint: it has no {MANIFEST}{hint}") from None
     except (ValueError, TypeError, KeyError) as error:
-        raise CheckpointError(f"{path} cannot be used: {error}") from error
+        raise CheckpointError(f"{path} cannot be used: {error}\n{_advice(folder)}") from error
 
 
 def verify(folder: Path, names: Collection[str] | None = None) -> Manifest:
     """Read the manifest and check sizes and hashes of its files (or only `names`); raises CheckpointError."""
     manifest = read_manifest(folder)
     chosen = {name: record for name, record in manifest.files.items() if names is None or name in names}
-    check_sizes(folder, chosen)
-    check_hashes(folder, manifest.files, chosen)
+    require_intact(folder, chosen, chosen)
     return manifest
+
+
+def require_intact(folder: Path, files: Mapping[str, FileRecord], hashed: Iterable[str]) -> None:
+    """Check the sizes of `files` and the hashes of those in `hashed`; raises CheckpointError naming damaged ones."""
+    problems = size_problems(folder, files) or hash_problems(folder, files, hashed)
+    if problems:
+        more = "" if len(problems) <= 5 else f"\n  and {len(problems) - 5} more"
+        shown = "\n  ".join(problems[:5])
+        raise CheckpointError(f"{folder} is damaged; nothing was loaded\n  {shown}{more}\n{_advice(folder)}")
+
+
+def _advice(folder: Path) -> str:
+    """What to do about a damaged checkpoint."""
+    step = step_of(folder) or 0
+    earlier = [found for found in list_checkpoints(folder.parent) if (step_of(found) or 0) < step]
+    other = f"load {earlier[-1]}, the checkpoint before it" if earlier else "start from another checkpoint"
+    return f"Copy the folder again from its source, or {other}."
 
 
 def step_of(folder: Path) -> int | None:
@@ -185,7 +199,7 @@ def is_complete(folder: Path) -> bool:
 def latest_checkpoint(root: Path) -> Path | None:
     """The checkpoint from which `auto` resumes: the one that `latest` names, else the highest complete step."""
     complete = list_checkpoints(root)
-    named, reason = _resolve_latest(root)
+    named, reason = named_by_latest(root)
     if named is None:
         if complete:
             logger.warning("event=latest_unusable root=%s reason=%s using=%s", root, reason, complete[-1].name)
@@ -193,111 +207,20 @@ def latest_checkpoint(root: Path) -> Path | None:
     step = step_of(named) or 0
     for folder in reversed(complete):
         # A save crashed after it renamed the folder and before it replaced `latest`: this checkpoint is the newest.
-        if (step_of(folder) or 0) > step and read_manifest(folder).previous == named.name:
+        if (step_of(folder) or 0) > step and _previous(folder) == named.name:
             logger.warning("event=latest_behind root=%s using=%s", root, folder.name)
             return folder
     return named
 
 
-def prepare_root(root: Path, option: str) -> None:
-    """Create the root and check that it is writable; `option` is the option that sets it, for error messages."""
+def _previous(folder: Path) -> str | None:
     try:
-        if not root.is_dir():
-            root.mkdir(parents=True, exist_ok=True)
-            sync_file(root.parent)
-        # The name is unique because several hosts may run this at once.
-        Path(tempfile.mkdtemp(prefix=f"{_SAVING}probe_", dir=root)).rmdir()
-    except OSError as error:
-        if error.errno not in _WRONG_FOLDER:
-            raise
-        raise CheckpointError(
-            f"{option}: cannot write to {root}: {error.strerror}. Choose a writable folder."
-        ) from error
+        return read_manifest(folder).previous
+    except CheckpointError:  # reported if it is loaded
+        return None
 
 
-def create_folder(root: Path, name: str) -> Path:
-    """Remove the leftovers of crashed saves, and create the temporary folder of the checkpoint `name`."""
-    remove_leftovers(root)
-    folder = root / f"{_SAVING}{name}"
-    (folder / TRAINING_STATE).mkdir(parents=True)
-    return folder
-
-
-def publish(folder: Path, root: Path, manifest: Manifest) -> Path:
-    """Turn a folder from `create_folder` into the checkpoint of a step, and point `latest` to it.
-
-    Its files must be written and durable. For checkpoints with other names see `publish_named`.
-    """
-    previous, _ = _resolve_latest(root)
-    _complete(folder, replace(manifest, previous=previous.name if previous else None))
-    final = root / checkpoint_name(manifest.step)
-    if final.exists():
-        raise CheckpointError(f"{final} appeared while this checkpoint was written; does another job save there?")
-    # All writes that can fail on a full disk happen before the rename that publishes the checkpoint.
-    pointer = root / f"{_SAVING}{LATEST}"
-    write_file(pointer, f"{final.name}\n".encode())
-    folder.rename(final)
-    sync_file(root)
-    pointer.replace(root / LATEST)
-    sync_file(root)
-    return final
-
-
-def publish_named(folder: Path, final: Path, manifest: Manifest, *, replaces: bool) -> None:
-    """Turn a folder from `create_folder` into the checkpoint `final`; `latest` does not change.
-
-    With `replaces` it replaces an existing checkpoint, which stays complete until then.
-    """
-    _complete(folder, manifest)
-    if not final.exists():
-        folder.rename(final)
-        sync_file(final.parent)
-        return
-    if not replaces:
-        raise CheckpointError(f"{final} appeared while this checkpoint was written; does another job save there?")
-    replaced = final.with_name(f"{_DELETING}{final.name}")
-    final.rename(replaced)
-    folder.rename(final)
-    sync_file(final.parent)
-    shutil.rmtree(replaced)
-
-
-def prune(root: Path, keep_last: int) -> list[Path]:
-    """Remove all but the `keep_last` highest steps, except the one that `latest` names; returns the removed folders."""
-    latest = latest_checkpoint(root)
-    old = [folder for folder in list_checkpoints(root)[:-keep_last] if folder != latest]
-    for folder in old:
-        # Renamed first, because a partly deleted checkpoint must not look complete.
-        shutil.rmtree(folder.rename(root / f"{_DELETING}{folder.name}"))
-    return old
-
-
-def remove_leftovers(root: Path) -> None:
-    """Remove the leftovers of interrupted saves and removals."""
-    for leftover in root.iterdir():
-        if leftover.name.startswith((_SAVING, _DELETING)):
-            logger.warning("event=leftover_removed path=%s", leftover)
-            if leftover.is_dir():
-                shutil.rmtree(leftover)
-            else:
-                leftover.unlink()
-
-
-def _complete(folder: Path, manifest: Manifest) -> None:
-    """Check that rank 0 sees the files of all ranks, and write the manifest."""
-    absent = [name for name in manifest.files if not (folder / name).exists()]
-    if absent:
-        raise CheckpointError(
-            f"{folder.parent} is not the same folder on every node: rank 0 does not see {', '.join(absent[:5])}. "
-            "Save checkpoints to a file system that all nodes share."
-        )
-    check_sizes(folder, manifest.files)
-    write_file(folder / MANIFEST, manifest.to_json().encode())
-    sync_file(folder / TRAINING_STATE)
-    sync_file(folder)
-
-
-def _resolve_latest(root: Path) -> tuple[Path | None, str]:
+def named_by_latest(root: Path) -> tuple[Path | None, str]:
     """The checkpoint that `latest` names; or None, and the reason, unless it is a complete checkpoint of this root."""
     try:
         name = (root / LATEST).read_text(encoding="utf-8").strip()

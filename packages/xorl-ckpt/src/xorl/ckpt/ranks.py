@@ -1,17 +1,56 @@
 """Exchanges short texts and errors between ranks.
 
-All functions use the default process group, and also work in a single process without one. Texts are sent as byte
-tensors, so that no rank unpickles data from another.
+All functions use the default process group, or the one of `communicating_over`, and also work in a single process
+without one. Texts are sent as byte tensors, so that no rank unpickles data from another.
 """
 
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import timedelta
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
 
 from xorl.ckpt.errors import CheckpointError, CheckpointFailure
+
+# Ranks wait for the slowest one to write its files; a rank that has died is noticed at once.
+_BACKGROUND_TIMEOUT = timedelta(hours=6)
+# Each thread has its own value.
+_group: ContextVar[dist.ProcessGroup | None] = ContextVar("group", default=None)
+
+
+@contextmanager
+def communicating_over(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Within the block, this thread's exchanges use a gloo group of all ranks; None means the default group.
+
+    Collectives of two threads must not share a group, because ranks could run them in different orders.
+    """
+    token = _group.set(group)
+    try:
+        yield
+    finally:
+        _group.reset(token)
+
+
+def background_group() -> dist.ProcessGroup | None:
+    """A gloo group of all ranks for work in the background; None without a process group. Collective when new."""
+    return _gloo_group(dist.group.WORLD) if is_distributed() else None
+
+
+@lru_cache(maxsize=1)
+def _gloo_group(_: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """A new group, which belongs to the given default group."""
+    group = dist.new_group(backend="gloo", timeout=_BACKGROUND_TIMEOUT)
+    assert isinstance(group, dist.ProcessGroup), "every rank is a member"
+    return group
+
+
+def current_group() -> dist.ProcessGroup | None:
+    """The group of `communicating_over` in this thread; None is the default group."""
+    return _group.get()
 
 
 def is_distributed() -> bool:
@@ -30,9 +69,11 @@ def num_ranks() -> int:
 
 
 def collective_device(preferred: torch.device | None = None) -> torch.device:
-    """A device that the default group's backends support: `preferred` if possible, else the CPU, else the GPU."""
+    """A device that the group's backends support: `preferred` if possible, else the CPU, else the GPU."""
     if not is_distributed():
         return preferred or torch.device("cpu")
+    if current_group() is not None:
+        return torch.device("cpu")
     backends = str(dist.get_backend_config())
     if preferred is not None and f"{preferred.type}:" in backends:
         return preferred
@@ -49,12 +90,12 @@ def all_gather_text(text: str) -> list[str]:
     data = torch.frombuffer(bytearray(text.encode()) or bytearray(1), dtype=torch.uint8)
     length = torch.tensor([len(text.encode())], dtype=torch.int64, device=device)
     lengths = [torch.empty_like(length) for _ in range(num_ranks())]
-    dist.all_gather(lengths, length)
+    dist.all_gather(lengths, length, group=current_group())
     sizes = [int(size.item()) for size in lengths]
     padded = torch.zeros(max(max(sizes), 1), dtype=torch.uint8, device=device)
     padded[: data.numel()].copy_(data)
     texts = [torch.empty_like(padded) for _ in range(num_ranks())]
-    dist.all_gather(texts, padded)
+    dist.all_gather(texts, padded, group=current_group())
     return [_decode(item, size) for item, size in zip(texts, sizes, strict=True)]
 
 
@@ -65,10 +106,10 @@ def broadcast_text(text: str) -> str:
     device = collective_device()
     data = torch.frombuffer(bytearray(text.encode()) or bytearray(1), dtype=torch.uint8).to(device)
     length = torch.tensor([len(text.encode())], dtype=torch.int64, device=device)
-    dist.broadcast(length, src=0)
+    dist.broadcast(length, src=0, group=current_group())
     size = int(length.item())
     received = data if this_rank() == 0 else torch.zeros(max(size, 1), dtype=torch.uint8, device=device)
-    dist.broadcast(received, src=0)
+    dist.broadcast(received, src=0, group=current_group())
     return _decode(received, size)
 
 
@@ -83,7 +124,7 @@ def any_rank_holds(held: list[bool]) -> list[bool]:
     if not is_distributed() or not held:
         return held
     flags = torch.tensor(held, dtype=torch.int32, device=collective_device())
-    dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=current_group())
     return [bool(flag) for flag in flags.tolist()]
 
 

@@ -49,6 +49,14 @@ def local_region(tensor: torch.Tensor) -> Region:
     return Region(tuple(offsets), tuple(sizes))
 
 
+def with_local(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """A tensor that is placed like `tensor`, with `local` as this rank's part, which may be on another device."""
+    if isinstance(tensor, DTensor):
+        # `DTensor.from_local` would move the part to the device of the mesh.
+        return DTensor(local, tensor._spec, requires_grad=False)
+    return local
+
+
 def gather_whole(tensor: torch.Tensor) -> torch.Tensor:
     """The full tensor on every rank of its mesh. Collective for a DTensor."""
     if isinstance(tensor, DTensor):

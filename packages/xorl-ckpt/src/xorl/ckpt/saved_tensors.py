@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 
 from xorl.ckpt.errors import CheckpointError
-from xorl.ckpt.files import check_hashes, check_sizes, share_of_files
-from xorl.ckpt.layout import read_manifest
+from xorl.ckpt.files import share_of_files
+from xorl.ckpt.layout import read_manifest, require_intact
 from xorl.ckpt.metadata import read_metadata
 from xorl.ckpt.ranks import fail_together, num_ranks, this_rank
 from xorl.ckpt.reader import WeightRecipe, source_shapes
@@ -60,8 +60,7 @@ class SavedParameters:
         """
         with fail_together(f"read {self._folder}"):
             files = self._manifest.files
-            check_sizes(self._folder, files)
-            check_hashes(self._folder, files, share_of_files(files, this_rank(), num_ranks()))
+            require_intact(self._folder, files, share_of_files(files, this_rank(), num_ranks()))
 
     def names(self) -> Collection[str]:
         return self._params_of.keys()

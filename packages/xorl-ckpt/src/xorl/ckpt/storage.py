@@ -10,15 +10,18 @@ Files are hashed as they are written. Nothing is unpickled without restriction: 
 """
 
 import io
+import json
+import math
 import os
 import pickle
 import warnings
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
@@ -29,8 +32,17 @@ from torch.distributed.checkpoint.planner import ReadItem
 from xorl.ckpt.errors import CheckpointError, CheckpointFailure
 from xorl.ckpt.files import FileRecord, HashedFile
 from xorl.ckpt.layout import GATHERED_STATE, TensorRecord
-from xorl.ckpt.ranks import describe, fail_together, is_distributed, require_same, this_rank
-from xorl.ckpt.regions import dtype_name, gather_whole, local_region, local_tensor
+from xorl.ckpt.ranks import (
+    all_gather_text,
+    collective_device,
+    current_group,
+    describe,
+    fail_together,
+    is_distributed,
+    require_same,
+    this_rank,
+)
+from xorl.ckpt.regions import Region, dtype_name, local_region, local_tensor
 
 
 def write_shards(
@@ -43,7 +55,13 @@ def write_shards(
     writer = _HashingWriter(folder)
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with _dcp_failures("write the checkpoint", CheckpointFailure), _quiet_single_process():
-        saved = dcp.save(dict(tensors), storage_writer=writer, planner=planner, no_dist=not is_distributed())
+        saved = dcp.save(
+            dict(tensors),
+            storage_writer=writer,
+            planner=planner,
+            process_group=current_group(),
+            no_dist=not is_distributed(),
+        )
     return writer.files.records, _tensor_records(saved)
 
 
@@ -66,12 +84,7 @@ def write_gathered(
     """Collective: rank 0 writes one file; returns this rank's files and the records of all tensors."""
     names = sorted(tensors)
     require_same("\n".join(names), "the ranks hold different tensors; save them as sharded checkpoints (manager 'dcp')")
-    whole: dict[str, torch.Tensor] = {}
-    for name in names:
-        # All ranks join each gather; only rank 0 keeps the result.
-        full = gather_whole(tensors[name])
-        if this_rank() == 0:
-            whole[name] = compact(full)
+    whole = _gathered(tensors, names)
     files: dict[str, FileRecord] = {}
     with fail_together("write the checkpoint"):
         if this_rank() == 0:
@@ -80,6 +93,46 @@ def write_gathered(
             files[GATHERED_STATE] = stream.record
     records = {name: TensorRecord.of(tensors[name]) for name in names}
     return files, records
+
+
+def _gathered(tensors: Mapping[str, torch.Tensor], names: Sequence[str]) -> dict[str, torch.Tensor]:
+    """Collective: the whole tensors in host memory on rank 0; nothing on other ranks.
+
+    Parts are sent over the current group, not over the groups of their meshes, so that this works in the background.
+    """
+    local = [local_region(tensors[name]) for name in names]
+    by_rank = [json.loads(text) for text in all_gather_text(json.dumps([[box.offsets, box.sizes] for box in local]))]
+    whole: dict[str, torch.Tensor] = {}
+    for index, name in enumerate(names):
+        owners: dict[Region, int] = {}  # replicas are sent once, and in the same order on every rank
+        for rank, boxes in enumerate(by_rank):
+            owners.setdefault(Region(*map(tuple, boxes[index])), rank)
+        parts = {
+            box: _to_rank_0(tensors[name], box, owner) for box, owner in owners.items() if math.prod(box.sizes) > 0
+        }
+        if this_rank() == 0:
+            full = parts.get(Region((0,) * tensors[name].ndim, tuple(tensors[name].shape)))
+            whole[name] = torch.empty(tensors[name].shape, dtype=tensors[name].dtype) if full is None else full
+            if full is None:
+                for box, part in parts.items():
+                    box.cut(whole[name]).copy_(part)
+    return whole
+
+
+def _to_rank_0(tensor: torch.Tensor, box: Region, owner: int) -> torch.Tensor:
+    """The part of `tensor` that `owner` holds, in host memory on rank 0; undefined on other ranks."""
+    if this_rank() == owner:
+        part = compact(local_tensor(tensor)).contiguous()
+        if owner != 0:
+            data = part.reshape(-1).view(torch.uint8)
+            dist.send(data.to(collective_device()), dst=0, group=current_group())
+        return part
+    num_bytes = math.prod(box.sizes) * tensor.dtype.itemsize
+    if this_rank() != 0:
+        return torch.empty(0)
+    data = torch.empty(num_bytes, dtype=torch.uint8, device=collective_device())
+    dist.recv(data, src=owner, group=current_group())
+    return data.cpu().view(tensor.dtype).view(box.sizes)
 
 
 def read_gathered(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
@@ -177,6 +230,9 @@ def _dcp_failures(action: str, kind: type[CheckpointError] | type[CheckpointFail
 @contextmanager
 def _quiet_single_process() -> Iterator[None]:
     """Hide DCP's warning that there is no process group."""
+    if is_distributed():
+        yield  # filters are shared by all threads: a save in the background must not change them
+        return
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield

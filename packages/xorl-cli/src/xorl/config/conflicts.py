@@ -172,6 +172,30 @@ REQUIREMENTS: tuple[Requirement, ...] = (
         lambda config: not config.data.streaming,
     ),
     Requirement(
+        ("train.keep_best",),
+        "data.val_set_size",
+        "set, or data.test_datasets",
+        lambda config: config.data.val_set_size is not None or bool(config.data.test_datasets),
+    ),
+    Requirement(
+        ("train.on_nonfinite",),
+        "lora.sweep",
+        "empty: a member whose step is not finite stops, and the others continue",
+        lambda config: not config.lora.sweep,
+    ),
+    Requirement(
+        ("train.keep_best",),
+        "lora.sweep",
+        "empty: each member has a best step of its own",
+        lambda config: not config.lora.sweep,
+    ),
+    Requirement(
+        ("train.keep_every", "train.keep_best"),
+        "train.keep_last",
+        "set (null keeps all checkpoints)",
+        lambda config: config.train.keep_last is not None,
+    ),
+    Requirement(
         ("train.save_epochs",),
         "data.streaming",
         "false: a stream has no known length; use train.save_steps",

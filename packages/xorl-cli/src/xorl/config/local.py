@@ -35,6 +35,8 @@ DecayStyle = Literal["constant", "linear", "cosine"]
 RecomputableModule = Literal["self_attn", "mlp"]
 RecomputePolicy = Literal["module", "operation", "auto"]
 ExpertCheckpointMethod = Literal["moe_act"]
+OnNonfinite = Literal["stop", "skip"]
+OnSaveFailure = Literal["stop", "continue"]
 LogFormat = Literal["progress_bar", "structured"]
 
 
@@ -231,6 +233,12 @@ class BatchFields(Section):
         description="Number of optimizer steps after which training ends; the learning-rate schedule spans them. null "
         "means that num_train_epochs decides.",
     )
+    on_nonfinite: OnNonfinite = Field(
+        default="stop",
+        description="What a step does whose loss or gradient is not finite. Its update is never applied. stop ends the "
+        "run; skip continues with the next step, unless 10 steps in a row are skipped. Either way, the bins and "
+        "parameters that are not finite are listed in nonfinite.jsonl in output_dir.",
+    )
     eval_steps: AtLeastOne | None = Field(
         default=None,
         description="Number of optimizer steps between evaluations on held-out data. null evaluates only before the "
@@ -322,15 +330,39 @@ class LocalCheckpointFields(CheckpointFields):
         default=1.0,
         description="Number of epochs between checkpoints; 0.25 saves four per epoch. 0 disables saving by epochs.",
     )
-    save_async: bool = Field(default=False, description="Write checkpoints in the background while training continues.")
+    save_async: bool = Field(
+        default=False,
+        description="Write checkpoints in the background while training continues, from a copy of this rank's part of "
+        "the state in host memory. The copies run beside the next forward and backward pass. One save is written at a "
+        "time; the last one is waited for.",
+    )
+    on_save_failure: OnSaveFailure = Field(
+        default="stop",
+        description="What a save that fails does, for example on a full disk: stop ends the run at the next step; "
+        "continue logs the error, and the next save tries again. If the last save fails, the run fails in either case.",
+    )
+    keep_last: AtLeastOne | None = Field(
+        default=None, description="Number of newest checkpoints to keep; each save removes older ones. null keeps all."
+    )
+    keep_every: AtLeastOne | None = Field(
+        default=None,
+        description="Also keep the checkpoints whose step is a multiple of this number. null keeps no others.",
+    )
+    keep_best: AtLeastOne | None = Field(
+        default=None,
+        description="Also keep this many checkpoints with the lowest loss on held-out data, among those whose step was "
+        "evaluated (eval_steps). null keeps no others.",
+    )
     save_hf_weights: bool = Field(
         default=True,
-        description="At the end of training, export the model to Hugging Face safetensors in the last checkpoint.",
+        description="At the end of training, export the model to Hugging Face safetensors, beside the last checkpoint.",
     )
     load_checkpoint_path: str | None = Field(
         default=None,
         description="Checkpoint folder to resume from; auto resumes from the newest checkpoint in output_dir, if "
-        "there is one. null or empty starts from scratch, and fails if output_dir already contains checkpoints.",
+        "there is one. A checkpoint of output_dir that is not the newest goes back: later ones are moved to the folder "
+        "checkpoints/set_aside_N. If the command is repeated, the run continues from the newest checkpoint that it has "
+        "saved since. null or empty starts from scratch, and fails if output_dir already contains checkpoints.",
     )
 
 

@@ -166,6 +166,11 @@ class ServerCheckpointFields(CheckpointFields):
         default=7200.0,
         description="Seconds without a call after which a training session is saved and its model unloaded.",
     )
+    save_async: bool = Field(
+        default=False,
+        description="Write checkpoints in the background while the workers run calls of other models. The call that "
+        "saves still ends once the checkpoint is complete. A save that replaces a checkpoint is not affected.",
+    )
     skip_initial_checkpoint: bool = Field(
         default=False, description="Do not save the initial state of a model as its checkpoint 000000."
     )

@@ -77,7 +77,6 @@ UNSUPPORTED: tuple[UnsupportedValues, ...] = (
         values=("npu",),
         for_good=True,
     ),
-    UnsupportedValues("train.save_async", "saving in the background is not implemented", "leave it at false"),
 )
 
 

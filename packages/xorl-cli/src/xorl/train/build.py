@@ -101,6 +101,7 @@ def build_run(config: Config, *, make_engine: EngineMaker | None = None) -> Run:
     if resumed is not None:
         with phases("resume", f"path={resumed.path}"):
             start_step = checkpoints.restore(resumed.path)
+            checkpoints.saves.go_back(start_step)
     return Run(
         startup=startup,
         engine=engine,
@@ -222,7 +223,7 @@ def _checkpoints(startup: Startup, run: PreparedRun, engine: Engine, stream: Str
     due = SavePoints(plan.num_steps, plan.steps_per_epoch, train.save_steps, train.save_epochs)
     due.warn()
     return Checkpoints(
-        startup.checkpointer,
+        startup.saves(),
         engine,
         startup.runtime,
         due=due,

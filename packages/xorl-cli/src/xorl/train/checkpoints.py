@@ -12,24 +12,25 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import cast
 
-from xorl.ckpt import Checkpointer, CheckpointError, CheckpointFailure, SafetensorsSource, read_manifest
+from xorl.ckpt import CheckpointError, SafetensorsSource, read_manifest
 from xorl.ckpt.files import FileRecord, write_file
 from xorl.ckpt.layout import JSON, Manifest
 from xorl.ckpt.ranks import fail_together
 from xorl.core.runtime import Runtime, rng_state, set_rng_state
 from xorl.lora import AdapterSpec
 from xorl.lora.peft import CONFIG_FILE, WEIGHTS_FILE, AdapterConfig
-from xorl.train.adapters.files import AdapterFiles
+from xorl.train.adapters.files import AdapterFiles, adapters_writer
 from xorl.train.adapters.folder import is_adapter
 from xorl.train.checkpoint_model import MODEL, OPTIONS, differing_options, require_same_base
 from xorl.train.data import DataIdentity, StreamState
 from xorl.train.engine import Engine
 from xorl.train.export.folder import AdapterExport, ModelExport
+from xorl.train.saves import Content, Saves
 
 logger = logging.getLogger(__name__)
 
-# The folder of the exported model, in a checkpoint.
-EXPORT = "hf"
+# The exported model is beside its checkpoint, which is never written into again.
+EXPORT = "-export"
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        checkpointer: Checkpointer,
+        saves: Saves,
         engine: Engine,
         runtime: Runtime,
         *,
@@ -91,7 +92,7 @@ class Checkpoints:
         trained_only: bool = False,
         stream: StreamState | None = None,
     ) -> None:
-        self._checkpointer = checkpointer
+        self.saves = saves
         self._engine = engine
         self._runtime = runtime
         self._export = export
@@ -101,12 +102,16 @@ class Checkpoints:
         self._trained_only = trained_only
         self._stream = stream
         self.due: Callable[[int], bool] = due
-        self.last: Path | None = None
         self.exported: Path | None = None
 
-    def save(self, step: int) -> None:
-        """Save the run after `step` steps. Collective."""
-        start = time.perf_counter()
+    def prepare(self, start_step: int, num_steps: int) -> None:
+        """See `Saves.prepare`. Collective."""
+        num_saves = sum(map(self.due, range(start_step + 1, num_steps + 1)))
+        self.saves.prepare(self._engine.state(trained_only=self._trained_only), num_saves)
+
+    def save(self, step: int, *, is_final: bool = False) -> None:
+        """Save the run after `step` steps; for errors and `is_final` see `Saves.save`. Collective."""
+        self.saves.finish()  # its receipt has the state of the stream at that save
         data: dict[str, str | int | list[list[int]] | list[int]] = {
             **asdict(self._data),
             "position": step * self._data.bins_per_step,
@@ -114,42 +119,44 @@ class Checkpoints:
         # The stream is set on all ranks or on none: the configuration decides.
         if self._stream is not None:
             data |= self._stream.state()
-        try:
-            self.last = self._checkpointer.save(
-                step,
-                self._engine.state(trained_only=self._trained_only),
-                info={"data": data, **self._info},
-                scalars={"step": step},
-                rng=rng_state(self._runtime.device),
-                write_extra_files=self._write_extra_files,
-            )
-        except CheckpointFailure as error:
-            advice = "This run has no checkpoint yet. Fix the cause and restart"
-            if self.last is not None:
-                advice = f"{self.last} is complete. Fix the cause and continue with --train.load_checkpoint_path auto"
-            raise CheckpointFailure(f"step {step}: {error}\n{advice}") from error
-        logger.info("checkpoint=%s step=%d save_s=%.2f", self.last, step, time.perf_counter() - start)
+        content = Content(
+            state=self._engine.state(trained_only=self._trained_only),
+            info={"data": data, **self._info},
+            scalars={"step": step},
+            rng=rng_state(self._runtime.device),
+            write_extra_files=self._extra_files(),
+            on_published=self._write_receipt,
+        )
+        self.saves.save(step, content, is_final=is_final)
+
+    def _write_receipt(self) -> None:
         if self._stream is not None and self._runtime.is_main:
             self._stream.write_receipt()
 
-    def _write_extra_files(self, folder: Path) -> dict[str, FileRecord]:
-        """Write the adapters, and a copy of the certificate of `xorl verify`, if there are any. Collective."""
-        files = {} if self._adapters is None else self._adapters.write(folder)
-        with fail_together(f"write {folder / CERTIFICATE}"):
-            certificate = self._checkpointer.root.parent / CERTIFICATE
-            if self._runtime.is_main and certificate.is_file():
-                files[CERTIFICATE] = write_file(folder / CERTIFICATE, certificate.read_bytes())
-        return files
+    def _extra_files(self) -> Callable[[Path], dict[str, FileRecord]]:
+        """Writes the adapters, and a copy of the certificate of `xorl verify`, if there are any. Collective."""
+        write_adapters = adapters_writer(self._adapters, in_background=self.saves.in_background)
+        certificate = self.saves.checkpointer.root.parent / CERTIFICATE
+
+        def write(folder: Path) -> dict[str, FileRecord]:
+            files = write_adapters(folder)
+            with fail_together(f"write {folder / CERTIFICATE}"):
+                if self._runtime.is_main and certificate.is_file():
+                    files[CERTIFICATE] = write_file(folder / CERTIFICATE, certificate.read_bytes())
+            return files
+
+        return write
 
     def export(self) -> None:
-        """Export the model into the folder of the last checkpoint, if the run exports at all. Collective."""
+        """Export the model beside the last checkpoint, if the run exports at all. Collective."""
         if self._export is None:
             return
-        assert self.last is not None, "the last step is always saved"
+        last = self.saves.last
+        assert last is not None, "the last step is always saved"
         with fail_together("set a damaged export aside"):
             if self._runtime.is_main:
-                _set_aside_damaged(self.last)
-        self.exported = self.last / EXPORT
+                _set_aside_damaged(last)
+        self.exported = export_folder(last)
         if not self.exported.exists():
             self._export.write(self.exported)
 
@@ -167,7 +174,7 @@ class Checkpoints:
         if trained_only:
             require_same_base(path, manifest.info, self._info)
         try:
-            loaded = self._checkpointer.load(path, self._engine.state(trained_only=trained_only))
+            loaded = self.saves.checkpointer.load(path, self._engine.state(trained_only=trained_only))
         except CheckpointError as error:
             adapters = None if self._adapters is None else self._adapters.config
             differing = differing_options(path, manifest.info, self._info, adapters)
@@ -177,7 +184,7 @@ class Checkpoints:
             raise CheckpointError(f"{message}\n{error}") from error
         if loaded.rng is not None:
             set_rng_state(loaded.rng, self._runtime.device)
-        self.last = path
+        self.saves.last = path
         logger.info("resumed=%s step=%d load_s=%.2f", path, loaded.step, time.perf_counter() - start)
         return loaded.step
 
@@ -195,9 +202,14 @@ def require_scale(path: Path, spec: AdapterSpec) -> None:
             )
 
 
+def export_folder(checkpoint: Path) -> Path:
+    """The folder of the model that a run exports at its end."""
+    return checkpoint.with_name(f"{checkpoint.name}{EXPORT}")
+
+
 def is_exported(checkpoint: Path) -> bool:
-    """Whether this checkpoint's folder has an exported model or adapter with all its weight files."""
-    folder = checkpoint / EXPORT
+    """Whether the exported model or adapter of this checkpoint exists, with all its weight files."""
+    folder = export_folder(checkpoint)
     try:
         source = (
             SafetensorsSource(folder, single_file=WEIGHTS_FILE) if is_adapter(folder) else SafetensorsSource(folder)
@@ -210,9 +222,9 @@ def is_exported(checkpoint: Path) -> bool:
 
 def _set_aside_damaged(checkpoint: Path) -> None:
     """Rename the folder of an incomplete export, so that a new one can be written and no file is lost."""
-    folder = checkpoint / EXPORT
+    folder = export_folder(checkpoint)
     if folder.exists() and not is_exported(checkpoint):
-        aside = Path(tempfile.mkdtemp(prefix=f"{EXPORT}_damaged_", dir=checkpoint))
+        aside = Path(tempfile.mkdtemp(prefix=f"{folder.name}_damaged_", dir=checkpoint.parent))
         folder.rename(aside)
         logger.warning("export=%s lacks weight files; renamed to %s and exported again", folder, aside)
 

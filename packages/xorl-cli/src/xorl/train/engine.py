@@ -40,6 +40,11 @@ class StepLosses:
     flops: Tensor
     routers: RouterSums | None = None
 
+    @property
+    def divisor(self) -> Tensor:
+        """What `optim_step` divides the gradient by; NaN, which skips the update, if the loss is not finite."""
+        return torch.where(torch.isfinite(self.loss_sum), self.num_trained_tokens.clamp(min=1), torch.nan)
+
     @classmethod
     def of(cls, sums: Tensor, routers: RouterLosses | None = None) -> StepLosses:
         """From all sums as one tensor: the first four and, with `routers`, those of the routers."""

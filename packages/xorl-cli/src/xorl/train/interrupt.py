@@ -1,9 +1,13 @@
-"""Ends a run on SIGTERM or SIGINT at a step that all ranks agree on, so that it can be saved first."""
+"""Ends a run on SIGTERM or SIGINT at a step that all ranks agree on, so that it can be saved first.
+
+Also lets all ranks learn at the same step that a save in the background has failed.
+"""
 
 from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Callable
 from types import FrameType
 
 import torch
@@ -25,12 +29,17 @@ class Interruption:
 
     An earlier second signal is ignored: schedulers often signal both the ranks and their launcher, which passes the
     signal on to the ranks.
+
+    `has_failed` tells whether a save of this rank has failed; `save_failed` is whether one of any rank had failed, as
+    of the last exchange.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, has_failed: Callable[[], bool] = lambda: False) -> None:
         self._received = 0
         self._since = 0.0
-        self._flag = torch.zeros(1, dtype=torch.int32)
+        self._has_failed = has_failed
+        self.save_failed = False
+        self._flags = torch.zeros(2, dtype=torch.int32)
         self._work: dist.Work | None = None
         self._previous: dict[int, object] = {}
 
@@ -50,8 +59,8 @@ class Interruption:
         Each call starts an exchange that the next call reads, so no rank waits for it.
         """
         signal_number = self._finish()
-        self._flag = torch.tensor([self._received], dtype=torch.int32)
-        self._work = dist.all_reduce(self._flag, op=dist.ReduceOp.MAX, async_op=True)
+        self._flags = torch.tensor([self._received, self._has_failed()], dtype=torch.int32)
+        self._work = dist.all_reduce(self._flags, op=dist.ReduceOp.MAX, async_op=True)
         return signal_number
 
     def check(self) -> None:
@@ -64,7 +73,9 @@ class Interruption:
             return 0
         self._work.wait()
         self._work = None
-        return int(self._flag.item())
+        signal_number, save_failed = self._flags.tolist()
+        self.save_failed = bool(save_failed)
+        return signal_number
 
     def _receive(self, number: int, _: FrameType | None) -> None:
         now = time.monotonic()

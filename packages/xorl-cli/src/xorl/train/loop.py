@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from xorl.train.build import Run
 from xorl.train.evaluate import Evaluation, evaluate
 from xorl.train.interrupt import Interrupted, Interruption
-from xorl.train.observe.diverged import BinLosses
+from xorl.train.observe.diverged import NonFiniteSteps
 
 
 def train(run: Run, *, saves_on_signal: bool = True) -> int:
@@ -16,30 +16,38 @@ def train(run: Run, *, saves_on_signal: bool = True) -> int:
     A signal ends the run after the current step, which is saved. A signal during an evaluation also saves the last step
     and cancels the evaluation, which the resumed run repeats first. Without `saves_on_signal`, a signal acts at once.
     After the last step the model is exported, even if an earlier process was stopped before it could do so. Raises
-    DivergedError if the loss or the gradient is not finite.
+    DivergedError if the loss or the gradient is not finite and such steps stop the run.
     """
-    engine, observer, evaluation, bin_losses = run.engine, run.observer, run.evaluation, BinLosses(run.loader)
+    engine, observer, evaluation, saves = run.engine, run.observer, run.evaluation, run.checkpoints.saves
+    skips = run.startup.config.train.on_nonfinite == "skip"
+    nonfinite = NonFiniteSteps(engine, run.loader, run.loss_fn, run.startup.output_dir, skips=skips)
+    observer.on_nonfinite = nonfinite.handle
     if evaluation is not None and evaluation.at_start:
         _evaluate(run, evaluation, run.start_step, None)
     with (
-        Interruption() if saves_on_signal else nullcontext() as interruption,
+        Interruption(saves.has_failed) if saves_on_signal else nullcontext() as interruption,
+        saves.flushed(),
         run.garbage_collection,
         run.profiler,
-        bin_losses.name_bins_on_error(),
     ):
         observer.start()
         for index, batches in observer.fetched(run.loader.steps(start=run.start_step)):
             step = index + 1
             lr = run.schedule(step)
             for prepare in run.before_step:
+                saves.before_change()
                 prepare(step)
-            losses = engine.forward_backward(batches, run.loss_fn, bin_losses.record_step(step))
-            update = engine.optim_step(lr, divisor=losses.num_trained_tokens.clamp(min=1))
+            batches = list(batches)
+            losses = engine.forward_backward(batches, run.loss_fn, nonfinite.record_step(step, batches))
+            saves.before_change()
+            update = engine.optim_step(lr, divisor=losses.divisor)
             observer.step(step, losses, update, lr=lr)
             signal_number = 0 if interruption is None else interruption.agreed_signal()
+            if interruption is not None and interruption.save_failed:
+                saves.finish()
             is_saved = bool(signal_number) or run.checkpoints.due(step)
             if is_saved:
-                _save(run, step)
+                _save(run, step, is_final=bool(signal_number) or step == run.startup.num_steps)
             if signal_number and step < run.startup.num_steps:
                 return signal_number
             if evaluation is not None and evaluation.due(step):
@@ -47,7 +55,7 @@ def train(run: Run, *, saves_on_signal: bool = True) -> int:
                     _evaluate(run, evaluation, step, interruption)
                 except Interrupted as interrupted:
                     if not is_saved:
-                        _save(run, step)
+                        _save(run, step, is_final=True)
                     return interrupted.signal_number
             run.garbage_collection.step(step)
             run.profiler.step(step)
@@ -56,9 +64,9 @@ def train(run: Run, *, saves_on_signal: bool = True) -> int:
     return 0
 
 
-def _save(run: Run, step: int) -> None:
+def _save(run: Run, step: int, *, is_final: bool) -> None:
     with run.observer.checkpoint():
-        run.checkpoints.save(step)
+        run.checkpoints.save(step, is_final=is_final)
 
 
 def _evaluate(run: Run, evaluation: Evaluation, step: int, interruption: Interruption | None) -> None:

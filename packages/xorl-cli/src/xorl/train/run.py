@@ -55,6 +55,7 @@ def _complete_message(train: TrainConfig, complete: Path) -> str:
 def _run(config: Config) -> int:
     run = build_run(config)
     try:
+        run.checkpoints.prepare(run.start_step, run.startup.num_steps)
         signal_number = train(run)
     finally:
         run.observer.close()
@@ -65,6 +66,7 @@ def _run(config: Config) -> int:
 def _run_sweep(config: Config) -> int:
     sweep = build_sweep(config)
     try:
+        sweep.saving.prepare(sweep.start_step, sweep.startup.num_steps)
         signal_number = train_sweep(sweep)
     finally:
         sweep.close()
@@ -72,7 +74,7 @@ def _run_sweep(config: Config) -> int:
         change = _change(member, "loss")
         folder = sweep.startup.runs[member.name].folder
         logger.info("%-11s loss %s%s, in %s", member.name, change, ", diverged" * member.diverged, folder)
-    logger.info("checkpoint  %s", sweep.saving.last)
+    logger.info("checkpoint  %s", sweep.saving.saves.last)
     if signal_number:
         logger.info(_stopped(signal_number))
     return signal_number
@@ -89,7 +91,7 @@ def _summarise(run: Run, signal_number: int) -> None:
             f"tokens right {_change(observer, 'eval_token_accuracy')}, "
             f"whole answers right {_change(observer, 'eval_accuracy')}"
         )
-    lines.append(f"checkpoint  {run.checkpoints.last}")
+    lines.append(f"checkpoint  {run.checkpoints.saves.last}")
     lines.append(f"metrics     {run.startup.output_dir / METRICS}")
     if exported is not None and is_adapter(exported):
         lines.append(f"adapter     {exported}, for PEFT's PeftModel.from_pretrained")

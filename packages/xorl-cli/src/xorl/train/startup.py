@@ -50,10 +50,12 @@ from xorl.train.data import (
 )
 from xorl.train.evaluate import EvalPoints, Evaluation
 from xorl.train.model import head_options_of, pin_checkpoint, read_architecture
-from xorl.train.observe.observer import MetricsFile, Observer, Sink, StructuredLines, is_evaluated
+from xorl.train.observe.metrics_file import MetricsFile, is_evaluated
+from xorl.train.observe.observer import Observer, Sink, StructuredLines
 from xorl.train.observe.progress import Phases, ProgressBar
 from xorl.train.observe.timing import StepTimer
-from xorl.train.output_dir import MEMBERS, METRICS, RECEIPT, open_output_dir
+from xorl.train.output_dir import MEMBERS, METRICS, RECEIPT, STARTED_FROM, open_output_dir, start_of
+from xorl.train.saves import Saves
 
 logger = logging.getLogger(__name__)
 
@@ -123,6 +125,17 @@ class Startup:
     def num_steps(self) -> int:
         return self.longest.plan.num_steps
 
+    def saves(self) -> Saves:
+        """The saves of the job as its options set them."""
+        train = self.config.train
+        resumed = None if self.resumed is None else self.resumed.path
+        return Saves(
+            self.checkpointer,
+            in_background=train.save_async,
+            stops_on_failure=train.on_save_failure == "stop",
+            info={STARTED_FROM: start_of(self.checkpointer.root, train.load_checkpoint_path, resumed)},
+        )
+
     def evaluates_at_start(self, run: PreparedRun) -> bool:
         """Whether to evaluate `run` before its first step. Collective.
 
@@ -176,6 +189,8 @@ def start_up(config: Config, check: Callable[[Config, Architecture], object]) ->
         # Ranks with different tokens draw different dropout masks.
         seed_everything(train.seed, mesh.loss.rank)
     require_agreement("train.output_dir / load_checkpoint_path", str(resumed_path))
+    if runtime.is_main:
+        checkpointer.complete_interrupted(resumed_path)
     if train.load_weights_mode == "dcp":
         require_agreement("model.model_path", str(config.model.model_path))
     plans = _plans(configs, data, mesh, resumed)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
 import torch
 
-from xorl.ckpt import Checkpointer, CheckpointError, Stateful, read_manifest
+from xorl.ckpt import BackgroundWriter, Checkpointer, CheckpointError, CheckpointFailure, Stateful, read_manifest
 from xorl.ckpt.layout import JSON, Manifest, is_complete
 from xorl.core.runtime import rng_state, set_rng_state
 from xorl.server.collectives import all_or_none
@@ -18,6 +21,7 @@ from xorl.server.identifiers import CheckpointKind, CheckpointRef, checkpoint_fo
 from xorl.server.operations import Saved
 from xorl.server.worker.base import Base
 from xorl.server.worker.models import SERVICE, Models, UnknownName
+from xorl.train.adapters.files import adapters_writer
 from xorl.train.export.folder import AdapterExport, ModelExport
 
 logger = logging.getLogger(__name__)
@@ -35,12 +39,43 @@ class PartiallyLoaded(RuntimeError):
     """A load failed partway: on at least one rank, the model is in neither its old nor the loaded state."""
 
 
+@dataclass(frozen=True)
+class PendingSave:
+    """A checkpoint that is being written in the background."""
+
+    ref: CheckpointRef
+    folder: Path
+    writing: Future[None]
+
+    def when_done(self, answer: Callable[[Saved | Exception], None]) -> None:
+        """Call `answer` in the thread that writes, once the checkpoint is complete or has failed."""
+
+        def ended(writing: Future[None]) -> None:
+            problem = writing.exception()
+            if isinstance(problem, Exception):
+                answer(problem)
+            else:
+                answer(_saved(self.ref, self.folder))
+
+        self.writing.add_done_callback(ended)
+
+
 class SavedModels:
     """The checkpoints of the service's models; every method is collective."""
 
     def __init__(self, base: Base, models: Models) -> None:
         self._base = base
         self._models = models
+        self._background = BackgroundWriter()
+
+    def before_change(self) -> None:
+        """Let the copy of a save in the background end before any model changes; the host does not wait."""
+        self._background.before_change()
+
+    def finish(self) -> None:
+        """Wait for the save in the background; its `PendingSave` reports how it ended."""
+        with suppress(CheckpointError, CheckpointFailure):
+            self._background.finish()
 
     def save(
         self,
@@ -52,11 +87,13 @@ class SavedModels:
         with_optimizer: bool,
         replaces: bool = False,
         user_metadata: Mapping[str, str] | None = None,
-    ) -> Saved:
+    ) -> Saved | PendingSave:
         """Write a checkpoint durably and publish it atomically. If the operation runs again, it returns the same one.
 
-        Raises AlreadySaved if the name is taken, unless `replaces`.
+        With save_async, this returns a PendingSave once copying the model has started, unless `replaces`. Raises
+        AlreadySaved if the name is taken, unless `replaces`.
         """
+        self.finish()
         folder = self._folder(ref)
         described = self._models.describe(model_id)
         if is_complete(folder) and not replaces:
@@ -74,6 +111,7 @@ class SavedModels:
                 "user_metadata": dict(user_metadata or {}),
             },
         }
+        background = self._background if self._base.local.train.save_async and not replaces else None
         files = self._models.adapter_files(model_id)
         start = time.perf_counter()
         Checkpointer(folder.parent, manager=self._base.local.train.ckpt_manager, root_option="output_dir").save(
@@ -82,10 +120,14 @@ class SavedModels:
             info=info,
             scalars={"step": num_steps},
             rng=rng_state(self._base.device),
-            write_extra_files=None if files is None else files.write,
+            write_extra_files=adapters_writer(files, in_background=background is not None),
             name=ref.name,
             replaces=replaces,
+            background=background,
         )
+        if background is not None:
+            assert background.writing is not None, "it was just started"
+            return PendingSave(ref, folder, background.writing)
         logger.info("event=saved model=%s path=%s save_s=%.2f", model_id, folder, time.perf_counter() - start)
         return _saved(ref, folder)
 

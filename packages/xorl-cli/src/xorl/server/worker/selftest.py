@@ -18,6 +18,7 @@ from xorl.server.operations import (
     OptimStep,
     UnloadModel,
 )
+from xorl.server.worker.saved_models import PendingSave
 from xorl.server.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -52,4 +53,5 @@ def _run(worker: Worker, operation: Operation) -> Result:
     (result,) = worker.run(Work([f"self-test-{type(operation).__name__}"], [operation]))
     if isinstance(result, Failure):
         raise RuntimeError(f"enable_self_test: {type(operation).__name__} failed: {result.message}")
+    assert not isinstance(result, PendingSave), "the self-test saves nothing"
     return result

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
+from functools import partial
 
 import msgspec
 
 from xorl.core.runtime import GarbageCollection
-from xorl.server.channel import BlockingServer
+from xorl.server.channel import BlockingServer, Received
 from xorl.server.collectives import broadcast_bytes
 from xorl.server.messages import Cancel, Done, Ok, Result, ShutdownResult, Work
-from xorl.server.operations import Failure
-from xorl.server.worker.worker import Worker
+from xorl.server.operations import Failure, Saved
+from xorl.server.worker.saved_models import PendingSave
+from xorl.server.worker.worker import Worker, failure_of
 
 logger = logging.getLogger(__name__)
 
@@ -88,10 +90,13 @@ def lead(worker: Worker, server: BlockingServer[Work | Cancel], cancelled: Cance
                 continue
             assert isinstance(received.message, Work), "`cancelled` intercepts Cancel"
             done = _run_missing(worker, received.message, results, cancelled)
-            received.reply(done)
+            if isinstance(done, PendingSave):
+                done.when_done(partial(_reply_to_save, received))
+            else:
+                received.reply(done)
             number += 1
             garbage.step(number)
-            if isinstance(done.results[0], ShutdownResult):
+            if isinstance(done, Done) and isinstance(done.results[0], ShutdownResult):
                 return
 
 
@@ -110,13 +115,26 @@ def follow(worker: Worker) -> None:
                 return
 
 
-def _run_missing(worker: Worker, work: Work, results: ResultCache, cancelled: CancelledIds) -> Done:
-    """Run the operations whose results are not cached, and answer with all results."""
+def _reply_to_save(received: Received[Work | Cancel], ended: Saved | Exception) -> None:
+    """Answer a save that was written in the background. If it is sent again, the checkpoint itself tells."""
+    assert isinstance(received.message, Work), "only Work saves"
+    result = failure_of(ended) if isinstance(ended, Exception) else ended
+    received.reply(Done(received.message.ids, [result]))
+
+
+def _run_missing(worker: Worker, work: Work, results: ResultCache, cancelled: CancelledIds) -> Done | PendingSave:
+    """Run the operations whose results are not cached, and answer with all results.
+
+    A save in the background is the only operation of its work.
+    """
     missing = [index for index, operation_id in enumerate(work.ids) if results.get(operation_id) is None]
     if missing:
         rest = Work([work.ids[index] for index in missing], [work.operations[index] for index in missing])
         broadcast_bytes(_encode(rest))
-        found = dict(zip(missing, worker.run(rest, cancelled), strict=True))
+        ran = worker.run(rest, cancelled)
+        if isinstance(ran[0], PendingSave):
+            return ran[0]
+        found = dict(zip(missing, [result for result in ran if not isinstance(result, PendingSave)], strict=True))
     else:
         found = {}
         logger.info("event=answered_again ids=%s", ",".join(work.ids))

@@ -54,7 +54,7 @@ from xorl.server.worker.full import WholeModel
 from xorl.server.worker.models import Models, UnknownName, source_name
 from xorl.server.worker.passes import PassRunner
 from xorl.server.worker.sampling import SampleCall, WorkerSampler
-from xorl.server.worker.saved_models import AlreadySaved, PartiallyLoaded, SavedModels
+from xorl.server.worker.saved_models import AlreadySaved, PartiallyLoaded, PendingSave, SavedModels
 from xorl.server.worker.syncing import WeightSyncer
 from xorl.train.data import padding_multiple
 
@@ -100,11 +100,14 @@ class Worker:
         # The model that the current operation changes in place; if the operation fails, its state is undefined.
         self._partially_changed: str | None = None
 
-    def run(self, work: Work, cancelled: Container[str] = ()) -> list[Result]:
+    def run(self, work: Work, cancelled: Container[str] = ()) -> Sequence[Result | PendingSave]:
         """The result of each operation on rank 0; other ranks return a list of the same length. Collective.
+
+        With save_async, the result of a save is a PendingSave, which gets its result later.
 
         cancelled: ids of cancelled operations; may grow during the call. Only rank 0's are used.
         """
+        self.saved.before_change()
         first = work.operations[0]
         # All operations of a Work have the same type; of most types there is only one.
         if isinstance(first, ForwardBackward):
@@ -302,7 +305,7 @@ class Worker:
         progress.forget_gradient()
         return GradientsAborted(operation.model_id, progress.num_steps)
 
-    def save_weights(self, operation: SaveWeights, operation_id: str) -> Saved:
+    def save_weights(self, operation: SaveWeights, operation_id: str) -> Saved | PendingSave:
         progress = self._require(operation.model_id)
         ref = CheckpointRef(operation.model_id, "weights", operation.name)
         saved = self.saved.save(
@@ -329,7 +332,7 @@ class Worker:
         self._changed(operation.model_id)
         return Loaded(operation.model_id, operation.checkpoint, num_steps)
 
-    def save_weights_for_sampler(self, operation: SaveWeightsForSampler, operation_id: str) -> Saved:
+    def save_weights_for_sampler(self, operation: SaveWeightsForSampler, operation_id: str) -> Saved | PendingSave:
         progress = self._require(operation.model_id)
         if operation.name is None:
             if operation.sampler_id is None:
@@ -375,10 +378,11 @@ class Worker:
         return HealthResult(self.base.runtime.world_size, used, total, most)
 
     def shut_down(self, _: Shutdown, __: str) -> ShutdownResult:
+        self.saved.finish()
         return ShutdownResult()
 
 
-_OPERATIONS: Mapping[type[Operation], Callable[[Worker, Any, str], Result]] = {
+_OPERATIONS: Mapping[type[Operation], Callable[[Worker, Any, str], Result | PendingSave]] = {
     CreateModel: Worker.create_model,
     UnloadModel: Worker.unload_model,
     OptimStep: Worker.optim_step,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,16 +58,43 @@ class AdapterFiles:
         config = config_of(model.module, spec, base=base, transposed=transposed & by_layer.keys(), found=by_layer)
         return cls(model, config, recipes, by_layer, chat_template)
 
-    @torch.no_grad()
     def write(self, folder: Path) -> dict[str, FileRecord]:
         """Write PEFT's two files, and the chat template if there is one, into an existing folder. Collective.
 
         Rank 0 writes, and returns the records of the files; other ranks return none. The bytes do not depend on the
         number of ranks.
         """
+        return self._content(self._groups()).write(folder)
+
+    def gathered(self) -> AdapterContent:
+        """The files' content in host memory on rank 0, to be written while the adapters change. Collective."""
+        return self._content([_made(group) for group in self._groups()])
+
+    def _content(self, groups: Sequence[TensorGroup]) -> AdapterContent:
+        return AdapterContent(groups, self.config, self.chat_template)
+
+    def _groups(self) -> list[TensorGroup]:
         # Parameters that an evaluation left gathered are rounded to the compute dtype.
         self.model.drop_gathered()
-        record = write_tensor_file(folder / WEIGHTS_FILE, self._groups())
+        groups = [_group(key, tensor) for key, tensor in adapter_tensors(self.model.module, self.by_layer).items()]
+        base = trained_base_parameters(self.model.module)
+        if base:
+            groups += [_with_prefix(group) for group in parameter_groups(base, self.recipes, dtype=torch.float32)]
+        return sorted(groups, key=lambda group: min(group.records))
+
+
+@dataclass(frozen=True)
+class AdapterContent:
+    """What `AdapterFiles` writes: the tensors, which may be gathered while they are written, and the rest."""
+
+    groups: Sequence[TensorGroup]
+    config: AdapterConfig
+    chat_template: str | None
+
+    @torch.no_grad()
+    def write(self, folder: Path) -> dict[str, FileRecord]:
+        """See `AdapterFiles.write`."""
+        record = write_tensor_file(folder / WEIGHTS_FILE, self.groups)
         files: dict[str, FileRecord] = {}
         with fail_together(f"write {folder / CONFIG_FILE}"):
             if this_rank() == 0:
@@ -80,12 +107,23 @@ class AdapterFiles:
                     files[TEMPLATE_FILE] = write_file(folder / TEMPLATE_FILE, self.chat_template.encode())
         return files
 
-    def _groups(self) -> list[TensorGroup]:
-        groups = [_group(key, tensor) for key, tensor in adapter_tensors(self.model.module, self.by_layer).items()]
-        base = trained_base_parameters(self.model.module)
-        if base:
-            groups += [_with_prefix(group) for group in parameter_groups(base, self.recipes, dtype=torch.float32)]
-        return sorted(groups, key=lambda group: min(group.records))
+
+@torch.no_grad()
+def _made(group: TensorGroup) -> TensorGroup:
+    """The group with copies of its tensors on rank 0. Collective."""
+    tensors = group.make()
+    copies = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()} if this_rank() == 0 else {}
+    return TensorGroup(group.records, lambda: copies)
+
+
+def adapters_writer(adapters: AdapterFiles | None, *, in_background: bool) -> Callable[[Path], dict[str, FileRecord]]:
+    """Writes the adapters, if any, into a folder. Collective, and so is the function that it returns.
+
+    In the background, no rank may gather shards over the groups that train, so this gathers them first.
+    """
+    if adapters is None:
+        return lambda _: {}
+    return adapters.gathered().write if in_background else adapters.write
 
 
 def trained_base_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from xorl.ckpt import Checkpointer, CheckpointError, Stateful, read_manifest
 from xorl.ckpt.files import sync_file
-from xorl.ckpt.layout import is_complete, prepare_root
+from xorl.ckpt.layout import is_complete
+from xorl.ckpt.publish import prepare_root
 from xorl.ckpt.ranks import fail_together, num_ranks, this_rank
 from xorl.ckpt.regions import gather_whole
 from xorl.ckpt.storage import compact

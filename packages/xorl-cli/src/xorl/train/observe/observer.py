@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
-import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,22 +15,26 @@ import torch
 
 from xorl.train.engine import StepLosses, Update
 from xorl.train.observe.devices import peak_flops
+from xorl.train.observe.metrics_file import Metrics
 from xorl.train.observe.timing import Moment, StepMarks, StepTimer
 
 logger = logging.getLogger(__name__)
 
 LogFormat = Literal["progress_bar", "structured"]
-Metrics = dict[str, float | int | None]
 ItemT = TypeVar("ItemT")
 
 
 class DivergedError(RuntimeError):
-    """The loss or gradient norm of a step is not finite. If the gradient is not finite, the update was not applied."""
+    """The loss or gradient norm of a step is not finite. Its update was not applied."""
 
     def __init__(self, step: int, reason: str) -> None:
         super().__init__(f"step {step}: {reason}")
         self.step = step
         self.reason = reason
+
+
+def _raise(step: int, reason: str) -> None:
+    raise DivergedError(step, reason)
 
 
 class Sink(Protocol):
@@ -41,72 +43,6 @@ class Sink(Protocol):
     def write(self, metrics: Metrics) -> None: ...
 
     def close(self) -> None: ...
-
-
-class MetricsFile:
-    """`metrics.jsonl`: one JSON object per line, unbuffered, truncated to the step that a run resumes from.
-
-    A line that cannot be written, for example on a full disk, is dropped with a warning instead of ending the run.
-    """
-
-    def __init__(self, path: Path, resume_step: int) -> None:
-        # A new run also drops the evaluation before the first step of a previous run.
-        records = _records(path) if resume_step and path.exists() else ()
-        kept = [line for line, record in records if record.get("step", 0) <= resume_step]
-        temporary = path.with_suffix(".jsonl.tmp")
-        try:
-            temporary.write_text("".join(kept))
-            os.replace(temporary, path)
-        except OSError as error:
-            temporary.unlink(missing_ok=True)
-            raise ValueError(
-                f"train.output_dir: {path} cannot be written ({error.strerror}); free space, or use another folder"
-            ) from error
-        self._path, self._num_missing = path, 0
-        self._file = path.open("ab", buffering=0)
-        self._end = path.stat().st_size
-
-    def write(self, metrics: Metrics) -> None:
-        line = (json.dumps(_json_safe(metrics)) + "\n").encode()
-        reason = "no space left"
-        try:
-            written = self._file.write(line)
-        except OSError as error:
-            written, reason = 0, str(error)
-        if written == len(line):
-            self._end += written
-            return
-        self._file.truncate(self._end)  # remove the partial line
-        if not self._num_missing:
-            logger.warning("metrics=%s cannot be written: %s; training continues", self._path, reason)
-        self._num_missing += 1
-
-    def close(self) -> None:
-        self._file.close()
-        if self._num_missing:
-            logger.warning("metrics=%s lacks %d lines that could not be written", self._path, self._num_missing)
-
-
-def _json_safe(metrics: Metrics) -> dict[str, float | int | str | None]:
-    """JSON has no NaN or infinity: such values become text, so that the line can still be parsed."""
-    return {
-        key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in metrics.items()
-    }
-
-
-def is_evaluated(path: Path, step: int) -> bool:
-    """Whether the metrics.jsonl at `path` exists and has the evaluation after step `step`."""
-    return path.exists() and any(record.get("step") == step and "eval_loss" in record for _, record in _records(path))
-
-
-def _records(path: Path) -> Iterator[tuple[str, dict[str, float]]]:
-    """The lines and their parsed content, skipping a partial line of a run that was killed while writing it."""
-    for line in path.read_text().splitlines(keepends=True):
-        try:
-            yield line, json.loads(line)
-        except json.JSONDecodeError:
-            continue
 
 
 class StructuredLines:
@@ -151,8 +87,9 @@ class Observer:
     """Turns the device scalars of each step into metrics. On a GPU, one step late, so that the host never waits.
 
     sinks: the destinations of metrics; only the main process has any. world_size: for MFU per device. timer: the
-    engine's timer, for the phases of a step. A step with a non-finite loss or gradient norm raises DivergedError on
-    every rank. `first` and `last` hold the first and the last value of every metric.
+    engine's timer, for the phases of a step. A step with a non-finite loss or gradient norm is passed to `on_nonfinite`
+    (step, reason) on every rank; by default that raises DivergedError. `first` and `last` hold the first and the last
+    value of every metric.
 
     The seconds of a step, measured by the reporting process:
 
@@ -170,7 +107,9 @@ class Observer:
     world_size: int
     sinks: list[Sink]
     timer: StepTimer
+    on_nonfinite: Callable[[int, str], None] = _raise
     _pending: _Pending | None = None
+    _nonfinite: list[tuple[int, str]] = field(default_factory=list)
     _mark: Moment = field(init=False)
     _host_s: dict[str, float] = field(init=False)
     _start: float = field(default_factory=time.perf_counter)
@@ -197,7 +136,7 @@ class Observer:
 
     def step(self, step: int, losses: StepLosses, update: Update, *, lr: float | None) -> None:
         """Record the step that was just launched and report the previous one (on a CPU, this one)."""
-        self.flush()
+        self._report()
         sums = [losses.loss_sum, losses.num_trained_tokens, losses.num_tokens, losses.flops]
         outcome = [update.grad_norm.double(), update.skipped.double()]
         routers = {} if losses.routers is None else losses.routers.metrics()
@@ -206,10 +145,20 @@ class Observer:
         self._pending = _Pending(step, lr, scalars, tuple(routers), self.timer.take(), end, self._host_s)
         self._host_s = {"data_s": 0.0, "checkpoint_s": 0.0}
         if self.device.type == "cpu":
-            self.flush()  # the step is already done; later work must not count towards its time
+            self._report()  # the step is already done; later work must not count towards its time
+        self._handle_nonfinite()
 
     def flush(self) -> None:
         """Wait for the pending step, if any, and report it."""
+        self._report()
+        self._handle_nonfinite()
+
+    def _handle_nonfinite(self) -> None:
+        steps, self._nonfinite = self._nonfinite, []
+        for step, reason in steps:
+            self.on_nonfinite(step, reason)
+
+    def _report(self) -> None:
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
@@ -241,9 +190,7 @@ class Observer:
             logger.info("phase=first_step done_s=%.2f", elapsed)
         self.write(metrics)
         if skipped or not math.isfinite(loss_sum):
-            outcome = "The update was not applied" if skipped else "The run stops"
-            reason = f"loss {metrics['loss']}, gradient norm {norm}. {outcome}, and this step is not saved"
-            raise DivergedError(pending.step, reason)
+            self._nonfinite.append((pending.step, f"loss {metrics['loss']}, gradient norm {norm}"))
 
     @contextmanager
     def pause(self) -> Iterator[None]:

@@ -25,7 +25,7 @@ from xorl.train.checkpoint_model import describe_model, recorded_options
 from xorl.train.checkpoints import SavePoints
 from xorl.train.data import DataIdentity, PackedDocuments, build_loader
 from xorl.train.model import build_model, check_model, head_options_of
-from xorl.train.observe.observer import MetricsFile
+from xorl.train.observe.metrics_file import MetricsFile
 from xorl.train.observe.profile import build_profiler
 from xorl.train.output_dir import METRICS
 from xorl.train.quantization import scheme_of
@@ -57,6 +57,7 @@ def build_sweep(config: Config) -> Sweep:
     if resumed is not None:
         with phases("resume", f"path={resumed.path}"):
             start_step, diverged = saving.restore(resumed.path)
+            saving.saves.go_back(start_step)
     if runtime.is_main:
         for run in startup.runs.values():
             run.folder.mkdir(parents=True, exist_ok=True)
@@ -157,7 +158,7 @@ def _saving(startup: Startup, engine: BankEngine) -> SweepSaving:
         )
 
     return SweepSaving(
-        startup.checkpointer,
+        startup.saves(),
         bank,
         startup.runtime,
         due=SavePoints(plan.num_steps, plan.steps_per_epoch, train.save_steps, train.save_epochs),

@@ -20,7 +20,8 @@ from xorl.train.bank_engine import BankEngine, MixedBatch
 from xorl.train.engine import StepLosses, Update
 from xorl.train.evaluate import Evaluation, evaluate
 from xorl.train.interrupt import Interrupted, Interruption
-from xorl.train.observe.observer import DivergedError, Metrics, MetricsFile, Observer, queue_copy
+from xorl.train.observe.metrics_file import Metrics, MetricsFile
+from xorl.train.observe.observer import DivergedError, Observer, queue_copy
 from xorl.train.observe.profile import Profiler
 from xorl.train.startup import Startup
 from xorl.train.sweep.saving import SweepSaving
@@ -98,8 +99,9 @@ class Sweep:
             if member.metrics is not None:
                 member.metrics.close()
 
-    def save(self, step: int) -> None:
-        self.saving.save(step, diverged=[member.name for member in self.members if member.diverged])
+    def save(self, step: int, *, is_final: bool) -> None:
+        diverged = [member.name for member in self.members if member.diverged]
+        self.saving.save(step, diverged=diverged, is_final=is_final)
 
     def steps(self) -> Iterator[tuple[int, MemberBatches]]:
         """Yield each step, counted from 1, with the micro-batches of each member that takes it."""
@@ -126,13 +128,14 @@ def train_sweep(sweep: Sweep) -> int:
     Signals and interrupted evaluations are handled as in `loop.train`. After the last step the adapters are exported.
     Raises DivergedError once every member has diverged.
     """
-    engine, observer, config = sweep.engine, sweep.observer, sweep.startup.config
+    engine, observer, config, saves = sweep.engine, sweep.observer, sweep.startup.config, sweep.saving.saves
     report = _MemberObserver(sweep)
     active = sweep.active(max(sweep.start_step, 1))
     pending = [member for member in active if member.evaluation is not None and member.evaluation.at_start]
     _evaluate(sweep, report, sweep.start_step, pending, None)
     with (
-        Interruption() as interruption,
+        Interruption(saves.has_failed) as interruption,
+        saves.flushed(),
         GarbageCollection(config.train.gc_steps, config.train.empty_cache_steps) as garbage,
         sweep.profiler,
     ):
@@ -141,16 +144,17 @@ def train_sweep(sweep: Sweep) -> int:
             if not batches:
                 # All members with steps left have diverged, so the sweep ends with the step before.
                 with observer.checkpoint():
-                    sweep.save(step - 1)
+                    sweep.save(step - 1, is_final=True)
                 break
             mixed = mix(batches, config.lora.sweep_members_per_pass or len(sweep.members))
             losses = engine.forward_backward(mixed, sweep.loss_fn, list(batches))
             rates = {member.name: member.schedule(step) for member in sweep.members if member.name in batches}
+            saves.before_change()
             updates = {
                 member.name: engine.optim_step(
                     member.name,
                     Adam(lr=rates[member.name], weight_decay=member.weight_decay),
-                    _divisor(losses[member.name]),
+                    losses[member.name].divisor,
                     config.train.max_grad_norm,
                 )
                 for member in sweep.members
@@ -158,9 +162,11 @@ def train_sweep(sweep: Sweep) -> int:
             }
             report.step(step, losses, updates, rates)
             signal_number = interruption.agreed_signal()
+            if interruption.save_failed:
+                saves.finish()
             is_saved = bool(signal_number) or sweep.saving.due(step)
             if is_saved:
-                _save(sweep, report, step)
+                _save(sweep, report, step, is_final=bool(signal_number) or step == sweep.startup.num_steps)
             if signal_number and step < sweep.startup.num_steps:
                 return signal_number
             active = sweep.active(step)
@@ -169,7 +175,7 @@ def train_sweep(sweep: Sweep) -> int:
                 _evaluate(sweep, report, step, due, interruption)
             except Interrupted as interrupted:
                 if not is_saved:
-                    _save(sweep, report, step)
+                    _save(sweep, report, step, is_final=True)
                 return interrupted.signal_number
             garbage.step(step)
             sweep.profiler.step(step)
@@ -178,15 +184,10 @@ def train_sweep(sweep: Sweep) -> int:
     return 0
 
 
-def _divisor(losses: StepLosses) -> Tensor:
-    """The number of trained tokens in a member's step; NaN, which skips the update, if the loss is not finite."""
-    return torch.where(torch.isfinite(losses.loss_sum), losses.num_trained_tokens.clamp(min=1), torch.nan)
-
-
-def _save(sweep: Sweep, report: _MemberObserver, step: int) -> None:
+def _save(sweep: Sweep, report: _MemberObserver, step: int, *, is_final: bool) -> None:
     with sweep.observer.checkpoint():
         report.flush()
-        sweep.save(step)
+        sweep.save(step, is_final=is_final)
 
 
 def _evaluate(

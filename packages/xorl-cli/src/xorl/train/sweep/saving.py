@@ -5,7 +5,6 @@ from __future__ import annotations
 import filecmp
 import logging
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import cast
 
 from torch import Tensor
 
-from xorl.ckpt import Checkpointer, CheckpointFailure, read_manifest
+from xorl.ckpt import read_manifest
 from xorl.ckpt.files import FileRecord
 from xorl.ckpt.layout import JSON
 from xorl.ckpt.ranks import fail_together, this_rank
@@ -22,13 +21,14 @@ from xorl.core.runtime import Runtime, rng_state, set_rng_state
 from xorl.lora import AdapterBank
 from xorl.lora.peft import WEIGHTS_FILE
 from xorl.lora.snapshot import AdapterSnapshot
-from xorl.train.adapters.files import AdapterFiles
+from xorl.train.adapters.files import AdapterFiles, adapters_writer
 from xorl.train.adapters.folder import is_adapter
 from xorl.train.checkpoint_model import MODEL, OPTIONS, require_same_base
 from xorl.train.checkpoints import SavePoints, require_scale
 from xorl.train.data import DataIdentity
 from xorl.train.export.folder import AdapterExport
 from xorl.train.output_dir import MEMBERS
+from xorl.train.saves import Content, Saves
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class SweepSaving:
 
     def __init__(
         self,
-        checkpointer: Checkpointer,
+        saves: Saves,
         bank: AdapterBank,
         runtime: Runtime,
         *,
@@ -85,7 +85,7 @@ class SweepSaving:
         output_dir: Path,
         exports: bool,
     ) -> None:
-        self._checkpointer = checkpointer
+        self.saves = saves
         self._bank = bank
         self._runtime = runtime
         self._data = data
@@ -95,24 +95,22 @@ class SweepSaving:
         self._output_dir = output_dir
         self._exports = exports
         self.due: Callable[[int], bool] = due
-        self.last: Path | None = None
 
-    def save(self, step: int, *, diverged: Sequence[str]) -> None:
-        """Save every member after `step` steps. Collective."""
-        start = time.perf_counter()
-        try:
-            self.last = self._checkpointer.save(
-                step,
-                {"adapters": BankState(self._bank)},
-                info={"sweep": {name: asdict(data) for name, data in self._data.items()}, **self._info},
-                scalars={"step": step, "diverged": list(diverged)},
-                rng=rng_state(self._runtime.device),
-                write_extra_files=self._write_adapters,
-            )
-        except CheckpointFailure as error:
-            advice = "Fix the cause and continue with --train.load_checkpoint_path auto"
-            raise CheckpointFailure(f"step {step}: {error}\n{advice}") from error
-        logger.info("checkpoint=%s step=%d save_s=%.2f", self.last, step, time.perf_counter() - start)
+    def prepare(self, start_step: int, num_steps: int) -> None:
+        """See `Saves.prepare`. Collective."""
+        num_saves = sum(map(self.due, range(start_step + 1, num_steps + 1)))
+        self.saves.prepare({"adapters": BankState(self._bank)}, num_saves)
+
+    def save(self, step: int, *, diverged: Sequence[str], is_final: bool = False) -> None:
+        """Save every member after `step` steps; for errors and `is_final` see `Saves.save`. Collective."""
+        content = Content(
+            state={"adapters": BankState(self._bank)},
+            info={"sweep": {name: asdict(data) for name, data in self._data.items()}, **self._info},
+            scalars={"step": step, "diverged": list(diverged)},
+            rng=rng_state(self._runtime.device),
+            write_extra_files=self._adapters_writer(),
+        )
+        self.saves.save(step, content, is_final=is_final)
 
     def restore(self, path: Path) -> tuple[int, list[str]]:
         """Load the checkpoint at `path`; returns its step and the members that had diverged. Collective.
@@ -123,10 +121,10 @@ class SweepSaving:
         for name in self._bank.names:
             if is_adapter(folder := path / ADAPTERS / name):
                 require_scale(folder, self._files(name).config.spec)
-        loaded = self._checkpointer.load(path, {"adapters": BankState(self._bank)})
+        loaded = self.saves.checkpointer.load(path, {"adapters": BankState(self._bank)})
         if loaded.rng is not None:
             set_rng_state(loaded.rng, self._runtime.device)
-        self.last = path
+        self.saves.last = path
         logger.info("resumed=%s step=%d", path, loaded.step)
         return loaded.step, list(cast(Sequence[str], loaded.scalars["diverged"]))
 
@@ -134,25 +132,32 @@ class SweepSaving:
         """Export the adapters of these members that are not exported yet. Collective."""
         if not self._exports:
             return
-        assert self.last is not None, "the last step is always saved"
+        last = self.saves.last
+        assert last is not None, "the last step is always saved"
         with fail_together("set former adapters aside"):
             if this_rank() == 0:
                 for name in self._bank.names:
-                    _set_aside_outdated(self._output_dir, name, self.last)
+                    _set_aside_outdated(self._output_dir, name, last)
         for name in names:
             if not (folder := member_adapter(self._output_dir, name)).exists():
                 AdapterExport(self._files(name), self._spec).write(folder)
 
-    def _write_adapters(self, folder: Path) -> dict[str, FileRecord]:
-        written: dict[str, FileRecord] = {}
-        for name in self._bank.names:
-            subfolder = folder / ADAPTERS / name
-            with fail_together(f"write {subfolder}"):
-                if this_rank() == 0:
-                    subfolder.mkdir(parents=True)
-            files = self._files(name).write(subfolder)
-            written |= {f"{ADAPTERS}/{name}/{file}": record for file, record in files.items()}
-        return written
+    def _adapters_writer(self) -> Callable[[Path], dict[str, FileRecord]]:
+        in_background = self.saves.in_background
+        writers = {name: adapters_writer(self._files(name), in_background=in_background) for name in self._bank.names}
+
+        def write(folder: Path) -> dict[str, FileRecord]:
+            written: dict[str, FileRecord] = {}
+            for name, write_adapter in writers.items():
+                subfolder = folder / ADAPTERS / name
+                with fail_together(f"write {subfolder}"):
+                    if this_rank() == 0:
+                        subfolder.mkdir(parents=True)
+                files = write_adapter(subfolder)
+                written |= {f"{ADAPTERS}/{name}/{file}": record for file, record in files.items()}
+            return written
+
+        return write
 
 
 def member_adapter(output_dir: Path, name: str) -> Path:

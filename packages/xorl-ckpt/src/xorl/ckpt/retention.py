@@ -1,0 +1,34 @@
+"""Which checkpoints of a run are kept when a new one is published."""
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Keeps the `last` highest steps, those divisible by `every`, and the `best` ones; None keeps none of a kind.
+
+    losses: returns the loss of each step that was evaluated; the best steps have the lowest.
+    """
+
+    last: int
+    every: int | None = None
+    best: int | None = None
+    losses: Callable[[], Mapping[int, float]] = dict
+
+    def __post_init__(self) -> None:
+        for name in ("last", "every", "best"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"keep_{name}: must be at least 1; got {value}")
+
+    def kept(self, steps: Collection[int]) -> set[int]:
+        """The steps to keep among those of existing checkpoints."""
+        kept = set(sorted(steps)[-self.last :])
+        if self.every is not None:
+            kept |= {step for step in steps if step % self.every == 0}
+        if self.best is not None:
+            losses = {step: loss for step, loss in self.losses().items() if step in steps and math.isfinite(loss)}
+            kept |= set(sorted(losses, key=lambda step: (losses[step], -step))[: self.best])
+        return kept

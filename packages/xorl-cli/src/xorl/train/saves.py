@@ -1,0 +1,167 @@
+"""Saves checkpoints for a run or a sweep, in the foreground or background, and decides what a failed save does."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from xorl.ckpt import BackgroundWriter, Checkpointer, CheckpointError, CheckpointFailure, Stateful
+from xorl.ckpt.files import FileRecord
+from xorl.ckpt.layout import JSON, TensorRecord
+from xorl.ckpt.publish import require_space, set_aside_after
+from xorl.ckpt.ranks import fail_together, this_rank
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Content:
+    """The content of a checkpoint (see `Checkpointer.save`). on_published: called on every rank once it is complete."""
+
+    state: Mapping[str, Stateful]
+    info: Mapping[str, JSON]
+    scalars: Mapping[str, JSON]
+    rng: Mapping[str, Tensor]
+    write_extra_files: Callable[[Path], Mapping[str, FileRecord]]
+    on_published: Callable[[], object] = lambda: None
+
+
+class Saves:
+    """The saves of a run, one at a time. `last` is the newest complete checkpoint.
+
+    Args:
+        in_background: return from `save` once the state is being copied, and write it in a thread.
+        stops_on_failure: raise if a save fails; otherwise only log it, unless it is the last one.
+        info: recorded in every checkpoint, beside its content's.
+    """
+
+    def __init__(
+        self, checkpointer: Checkpointer, *, in_background: bool, stops_on_failure: bool, info: Mapping[str, JSON]
+    ) -> None:
+        self.checkpointer = checkpointer
+        self._info = info
+        self._background = BackgroundWriter() if in_background else None
+        self._stops_on_failure = stops_on_failure
+        self._step = 0
+        self.last: Path | None = None
+
+    def save(self, step: int, content: Content, *, is_final: bool) -> None:
+        """Save the state after `step` steps, after the previous save has ended. Collective.
+
+        Raises CheckpointError or CheckpointFailure if this or the previous save fails and failures stop the run; a
+        final save always raises.
+        """
+        self.finish()
+        self._step = step
+        start = time.perf_counter()
+
+        def published(path: Path) -> None:
+            self.last = path
+            logger.info("checkpoint=%s step=%d save_s=%.2f", path, step, time.perf_counter() - start)
+            content.on_published()
+
+        with self._failures(is_final=is_final):
+            self.checkpointer.save(
+                step,
+                content.state,
+                info={**content.info, **self._info},
+                scalars=content.scalars,
+                rng=content.rng,
+                write_extra_files=content.write_extra_files,
+                background=self._background,
+                on_published=published,
+            )
+        if is_final:
+            self.finish(is_final=True)
+
+    def prepare(self, state: Mapping[str, Stateful], num_saves: int) -> None:
+        """Before the first step, check the space on the disk and reserve host memory for copies. Collective.
+
+        Raises CheckpointFailure if not even one checkpoint fits; warns if not all will.
+        """
+        if not num_saves:
+            return
+        root = self.checkpointer.root
+        tensors = {f"{name}.{key}": value for name, part in state.items() for key, value in part.state_dict().items()}
+        num_bytes = sum(TensorRecord.of(tensor).num_bytes for tensor in tensors.values())
+        with fail_together("check the disk"):
+            if this_rank() == 0:
+                free = require_space(root.parent, num_bytes)
+                if not self.checkpointer.removes_old and free < num_saves * num_bytes:
+                    logger.warning(
+                        "train.keep_last: the run saves %d checkpoints of %.2f GiB, but only %.2f GiB are free; set "
+                        "it to remove old ones",
+                        num_saves,
+                        num_bytes / 2**30,
+                        free / 2**30,
+                    )
+        if self._background is not None:
+            self._background.reserve(tensors)
+
+    def go_back(self, step: int) -> None:
+        """Set aside the checkpoints that are later than `last`, which was saved after `step` steps. Collective."""
+        root = self.checkpointer.root
+        with fail_together("set later checkpoints aside"):
+            aside = set_aside_after(root, step, self.last) if this_rank() == 0 and root.is_dir() else None
+            if aside is not None:
+                logger.warning(
+                    "went back to step=%d: later checkpoints are now in %s, and metrics.jsonl ends at this step",
+                    step,
+                    aside,
+                )
+
+    @property
+    def in_background(self) -> bool:
+        return self._background is not None
+
+    def has_failed(self) -> bool:
+        """Whether a save in the background has failed; call `finish` on all ranks once any of them knows."""
+        return self._background is not None and self._background.has_failed
+
+    def before_change(self) -> None:
+        """Call before the state changes: a copy to host memory ends first. The host does not wait."""
+        if self._background is not None:
+            self._background.before_change()
+
+    def finish(self, *, is_final: bool = False) -> None:
+        """Wait until the save in the background has ended; its failure is handled as in `save`. Collective."""
+        if self._background is not None:
+            with self._failures(is_final=is_final):
+                self._background.finish()
+
+    @contextmanager
+    def flushed(self) -> Iterator[None]:
+        """When the block ends, wait for the save in the background and return its memory.
+
+        A save that is being written is also completed if the block raises, but not on a second signal.
+        """
+        try:
+            yield
+        except Exception:
+            try:
+                self.finish()
+            except Exception as error:  # noqa: BLE001  (the first error is the one to report)
+                logger.error("%s", error)
+            raise
+        self.finish(is_final=True)
+        if self._background is not None:
+            self._background.close()
+
+    @contextmanager
+    def _failures(self, *, is_final: bool) -> Iterator[None]:
+        try:
+            yield
+        except (CheckpointError, CheckpointFailure) as error:
+            advice = "This run has no checkpoint yet. Fix the cause and restart"
+            if self.last is not None:
+                advice = f"{self.last} is complete. Fix the cause and continue with --train.load_checkpoint_path auto"
+            message = f"step {self._step}: {error}"
+            if self._stops_on_failure or is_final:
+                raise type(error)(f"{message}\n{advice}") from error
+            logger.error("%s\nTraining continues without this checkpoint (train.on_save_failure)", message)

@@ -1,0 +1,55 @@
+"""A save in the background copies what is on the GPU beside the work that follows, and before the next change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from xorl.ckpt import BackgroundWriter, Checkpointer
+
+pytestmark = pytest.mark.gpu
+
+
+class Tensors(dict):
+    """Named tensors as a part of a training state."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return dict(self)
+
+    def load_state_dict(self, _: dict[str, Tensor]) -> None:
+        pass
+
+
+def make_state(seed: int) -> dict[str, Tensors]:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    weight = torch.randn(4096, 2048, generator=generator, device="cuda")
+    tensors = {"weight": weight, "half": weight.bfloat16(), "turned": weight.T, "step": torch.tensor(float(seed))}
+    return {"model": Tensors(tensors)}
+
+
+def test_the_copy_ends_before_the_next_change(tmp_path: Path) -> None:
+    # Catches a copy that reads what the next step has written, in page-locked memory that is used again.
+    background, checkpointer = BackgroundWriter(), Checkpointer(tmp_path)
+    state = make_state(0)
+    for step in (1, 2, 3):
+        expected = make_state(step)["model"]
+        with torch.no_grad():
+            for name, tensor in state["model"].items():
+                if name != "turned":  # shares the memory of weight
+                    tensor.copy_(expected[name])
+            checkpointer.save(step, state, background=background)
+            busy = torch.randn(4096, 4096, device="cuda")
+            for _ in range(20):
+                busy = busy @ busy / 64
+            background.before_change()
+            for tensor in state["model"].values():
+                tensor.zero_()
+        background.finish()
+        loaded = make_state(9)
+        checkpointer.load(tmp_path / f"global_step_{step}", loaded)
+        for name, tensor in expected.items():
+            assert torch.equal(loaded["model"][name], tensor), (step, name)
+    background.close()
