@@ -482,10 +482,8 @@ def check_world_size(config: Config, world_size: int) -> None:
     if train.data_parallel_mode == "none" and world_size > 1:
         raise ValueError(f"train.data_parallel_mode: none uses a single process, got {started}; set it to ddp or fsdp2")
     model_sizes = {
-        "train.tensor_parallel_size": train.tensor_parallel_size,
-        "train.pipeline_parallel_size": train.pipeline_parallel_size,
-        "train.ulysses_parallel_size": train.ulysses_parallel_size,
-        "train.ringattn_parallel_size": train.ringattn_parallel_size,
+        f"train.{name}_parallel_size": getattr(train, f"{name}_parallel_size")
+        for name in ("tensor", "pipeline", "ulysses", "ringattn")
     }
     data_sizes = {
         "train.data_parallel_replicate_size": train.data_parallel_replicate_size,
