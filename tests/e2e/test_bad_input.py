@@ -309,12 +309,12 @@ def test_what_does_not_go_with_the_model_is_told_before_data_are_prepared(
         (
             "train.no_decay_modules: [nrom]",
             ["--train.weight_decay=0.1"],
-            "train.no_decay_modules: no trained parameter matches nrom",
+            "train.no_decay_modules: no parameter matches nrom",
         ),
         (
             "train.no_decay_params: [nobias]",
             ["--train.weight_decay=0.1", "--train.no_decay_modules=[norm]"],
-            "train.no_decay_params: no trained parameter matches nobias",
+            "train.no_decay_params: no parameter matches nobias",
         ),
         ("train.enable_cpu_offload: true", [], "the model trains on the CPU"),
         ("train.enable_activation_offload: true", [], "the model trains on the CPU"),
