@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from xorl.config.entries import SweepMemberConfig
-from xorl.config.environment import dataset_num_proc
+from xorl.config.environment import check_wandb_mode, dataset_num_proc
 from xorl.config.local import Config
 
 GROUP_SIZES = {"nvfp4": 16, "block_fp8": 128, "nf4": 64}
@@ -76,6 +76,8 @@ def _data_defaults(config: Config) -> Iterator[Default]:
 
 def _train_defaults(config: Config) -> Iterator[Default]:
     train, lora = config.train, config.lora
+    if train.use_wandb:
+        check_wandb_mode()
     if train.reshard_after_forward is not None:
         if train.reshard_after_forward != train.enable_full_shard:
             yield Default(

@@ -81,6 +81,11 @@ def resume_from(checkpointer: Checkpointer, option: str | None) -> Path | None:
 
     Raises CheckpointError if the run would later reach the step of an existing checkpoint, which is never overwritten.
     """
+    if (named := checkpointer.root / LATEST).is_dir():
+        raise CheckpointError(
+            f"{OPTION}: {named} is a folder, but runs write the name of their newest checkpoint to a file of that name; "
+            "rename it"
+        )
     latest = checkpointer.latest()
     if option == "auto":
         _require_none_ahead(checkpointer.root, latest)
