@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import resource
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -132,6 +134,16 @@ def checkpoint_that_was_half_deleted(folder: Path) -> list[str]:
     return ["--train.load_checkpoint_path", "auto", "--train.max_steps", "4"]
 
 
+def latest_that_is_a_folder(folder: Path) -> list[str]:
+    (folder / "output" / "checkpoints" / "latest").mkdir(parents=True)
+    return ["--train.load_checkpoint_path", "auto"]
+
+
+def rows_of_96_weights(folder: Path) -> list[str]:
+    write_config(folder / "model", {**MODEL, "hidden_size": 64, "head_dim": 64, "intermediate_size": 96})
+    return ["--lora.enable_qlora", "true", "--lora.quant_format", "nf4"]
+
+
 CASES: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
     "misspelt key": (misspelt_key, ["config.yaml:15", "weigth_decay", "weight_decay"]),
     "wrong type": (wrong_type, ["config.yaml:15", "train.lr", "fast"]),
@@ -155,6 +167,14 @@ CASES: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
     "checkpoint half deleted": (
         checkpoint_that_was_half_deleted,
         ["train.output_dir", "global_step_2 is not complete", "move it away"],
+    ),
+    "latest is a folder": (
+        latest_that_is_a_folder,
+        ["train.output_dir: ", "checkpoints/latest is a folder", "rename it"],
+    ),
+    "rows that a group does not divide": (
+        rows_of_96_weights,
+        ["lora.quant_group_size: ", "rows of 96 weights", "groups of 64, but into groups of 32"],
     ),
     "output not writable": (output_under_a_file, ["train.output_dir", "train.jsonl/output"]),
     "sizes do not divide": (
@@ -208,6 +228,29 @@ def test_bad_input_is_told_and_ends_with_2(case: str, folder: Path, train) -> No
     missing = [text for text in named if text not in result.stderr]
     assert not missing, f"{missing} not in:\n{result.stderr}"
     assert "Traceback" not in result.stderr
+
+
+def test_an_unknown_wandb_mode_is_told_before_anything_starts(folder: Path, train, monkeypatch) -> None:
+    # Catches a traceback of wandb, after the data is prepared and the model is loaded.
+    monkeypatch.setenv("WANDB_MODE", "of")
+    result = train("--train.use_wandb", "true")
+    assert result.returncode == 2
+    assert "WANDB_MODE must be one of online, offline, shared, disabled, got 'of'" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert "phase=" not in result.stderr
+
+
+def test_a_refusal_under_torchrun_is_told_first_and_last(folder: Path) -> None:
+    # Catches a reason that stands only inside torchrun's own traceback.
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*launcher, "-m", "xorl.cli.train", str(folder / "config.yaml"), "--train.lrr", "1"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    reason, noise = "error: ", "ChildFailedError"
+    assert ended.returncode == 1
+    assert ended.stderr.index(reason) < ended.stderr.index(noise)
+    assert ended.stderr.index("did you mean train.lr?") < ended.stderr.index(noise)
+    last = ended.stderr[ended.stderr.rindex("\n\n") :]
+    assert "did you mean train.lr?" in last, ended.stderr
 
 
 def test_run_that_is_complete_says_so_and_ends_with_0(folder: Path, train) -> None:
@@ -310,12 +353,12 @@ def test_what_does_not_go_with_the_model_is_told_before_data_are_prepared(
         (
             "train.no_decay_modules: [nrom]",
             ["--train.weight_decay=0.1"],
-            "train.no_decay_modules: no trained parameter matches nrom",
+            "train.no_decay_modules: no parameter matches nrom",
         ),
         (
             "train.no_decay_params: [nobias]",
             ["--train.weight_decay=0.1", "--train.no_decay_modules=[norm]"],
-            "train.no_decay_params: no trained parameter matches nobias",
+            "train.no_decay_params: no parameter matches nobias",
         ),
         ("train.enable_cpu_offload: true", [], "the model trains on the CPU"),
         ("train.enable_activation_offload: true", [], "the model trains on the CPU"),

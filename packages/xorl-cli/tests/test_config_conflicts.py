@@ -7,6 +7,9 @@ import pytest
 from xorl.config import Config, ConfigError, LoadedConfig, config_from_mapping
 from xorl.config.conflicts import check_world_size
 from xorl.config.data_conflicts import FORMAT_COLUMNS, FORMAT_TARGETS
+from xorl.config.document import read_document
+from xorl.config.options import ENTRIES, all_options
+from xorl.config.show import show
 from xorl.data.choose import COLUMN_KEYS, TARGETS
 
 Options = dict[str, dict[str, Any]]
@@ -35,6 +38,11 @@ def entry(**options: Any) -> dict[str, Any]:
     return {"datasets": [{"path": "a", **options}]}
 
 
+def swept(*members: dict[str, Any], **lora: Any) -> dict[str, Any]:
+    named = [{"name": f"m{index}", **member} for index, member in enumerate(members)]
+    return {"lora": {"enable_lora": True, "sweep": named, **lora}}
+
+
 @pytest.mark.parametrize(
     ("changes", "path", "message"),
     [
@@ -56,34 +64,12 @@ def entry(**options: Any) -> dict[str, Any]:
             "data.val_set_size",
             "has no effect unless data.streaming is false",
         ),
-        (
-            {"data": {"streaming": True}, "train": {"max_steps": 3, "save_epochs": 0.5}},
-            "train.save_epochs",
-            "use train.save_steps",
-        ),
-        (
-            {"data": {"streaming": True, **entry(preprocess_shards=2)}, "train": {"max_steps": 3}},
-            "data.datasets.0.preprocess_shards",
-            "data.streaming is false",
-        ),
         ({"data": {"push_dataset_to_hub": "a/b"}}, "data.push_dataset_to_hub", "needs hf_use_auth_token: true"),
-        (
-            {"data": {"num_dataset_shards_to_save": 2, "skip_prepare_dataset": True}},
-            "data.num_dataset_shards_to_save",
-            "skip_prepare_dataset is false",
-        ),
-        ({"data": {"hf_use_auth_token": True}}, "data.hf_use_auth_token", "has no effect unless a dataset is read"),
         ({"data": {"dataset_shard_num": 3}}, "data.dataset_shard_num", "needs dataset_shard_idx"),
         ({"data": {"dataset_shard_idx": 0}}, "data.dataset_shard_idx", "needs dataset_shard_num"),
         ({"data": {"dataset_shard_num": 3, "dataset_shard_idx": 3}}, "data.dataset_shard_idx", "use 0 to 2"),
         ({"data": entry(max_seq_len=32001)}, "data.datasets.0.max_seq_len", "documents must fit into a bin"),
         ({"data": {"test_datasets": [{"path": "b"}], "val_set_size": 5}}, "data.val_set_size", "a single source"),
-        (
-            {"model": {"lm_head_fp32": False}, "train": {"enable_mixed_precision": False}},
-            "model.lm_head_fp32",
-            "enable_mixed_precision is true",
-        ),
-        ({"model": {"attention_cast_bf16": True}}, "model.attention_cast_bf16", "enable_mixed_precision is false"),
         (
             {"lora": {"enable_lora": True, "lora_dropout": 0.1}, "train": {"enable_compile": True}},
             "lora.lora_dropout",
@@ -99,15 +85,133 @@ def entry(**options: Any) -> dict[str, Any]:
             "train.profile_start_step",
             "max_steps ends the run at 5",
         ),
-        ({"train": {"eval_steps": 5}}, "train.eval_steps", "data.val_set_size is set, or data.test_datasets"),
-        ({"train": {"keep_best": 1, "keep_last": 1}}, "train.keep_best", "data.val_set_size is set"),
-        ({"train": {"keep_every": 5}}, "train.keep_every", "has no effect unless train.keep_last is set"),
-        ({"data": {"eval_sample_packing": False}}, "data.eval_sample_packing", "has no effect unless"),
-        ({"data": {"datasets": [{"path": "dummy", "split": "test"}]}}, "data.datasets.0.split", "have no split"),
+        ({"train": {"optimizer": "muon", "lr": 0.0}}, "train.lr", "set lr above 0"),
         (
-            {"data": {"datasets": [{"path": "dummy", "shards": 2, "shards_idx": 0}]}},
+            {"train": {"param_dtype": "bf16", "enable_mixed_precision": False}},
+            "train.param_dtype",
+            "set enable_mixed_precision to true",
+        ),
+        (
+            {"train": {"recompute_policy": "operation", "enable_activation_offload": True}},
+            "train.enable_activation_offload",
+            "cannot be offloaded",
+        ),
+        (
+            {"train": {"enable_compile": True, "enable_reentrant": True}},
+            "train.enable_reentrant",
+            "cannot be compiled",
+        ),
+        (
+            {"train": {"fp8": "rowwise", "enable_mixed_precision": False}},
+            "train.fp8",
+            "enable_mixed_precision is true",
+        ),
+        ({"train": {"fp8": "tensorwise", "enable_cpu_offload": True}}, "train.fp8", "casts the gathered weights"),
+        (
+            {"model": {"model_path": None, "config_path": "c"}, "train": {"load_weights_mode": "dcp"}},
+            "train.load_weights_mode",
+            "unless model.model_path is set",
+        ),
+        (
+            {"train": {"load_weights_mode": "dcp"}, "lora": {"enable_lora": True, "save_lora_only": True}},
+            "train.load_weights_mode",
+            "convert it with `xorl export`",
+        ),
+        (
+            {"train": {"reshard_after_forward": True, "enable_full_shard": False}},
+            "train.reshard_after_forward",
+            "remove one of the two",
+        ),
+        (
+            {"train": {"data_parallel_mode": "none", "data_parallel_shard_size": 2}},
+            "train.data_parallel_shard_size",
+            "none uses a single process",
+        ),
+        (
+            {"train": {"data_parallel_mode": "none", "data_parallel_replicate_size": 2}},
+            "train.data_parallel_replicate_size",
+            "none uses a single process",
+        ),
+        (
+            {"train": {"data_parallel_mode": "ddp", "data_parallel_shard_size": 2}},
+            "train.data_parallel_shard_size",
+            "ddp does not shard",
+        ),
+        ({"train": {"tensor_parallel_size": 2}}, "train.tensor_parallel_size", "model.merge_qkv: false"),
+        (
+            {"train": {"lr": 1e-5, "lr_start": 1e-4, "lr_warmup_ratio": 0.1}},
+            "train.lr_start",
+            "is above lr",
+        ),
+        (
+            {"data": {"streaming": True, **entry(shards=2, shards_idx=0)}, "train": {"max_steps": 3}},
             "data.datasets.0.shards",
-            "have no shards",
+            "a stream is not split",
+        ),
+        ({"train": {"lr": 1e-5, "lr_min": 1e-4, "lr_decay_style": "linear"}}, "train.lr_min", "is above lr"),
+        (
+            {"train": {"lr_decay_style": "linear", "lr_warmup_ratio": 0.5, "lr_decay_ratio": 0.4}},
+            "train.lr_decay_ratio",
+            "would end before the warm-up",
+        ),
+        ({"train": {"enable_full_determinism": True}}, "train.enable_full_determinism", "allow_cuda_launch_blocking"),
+        (
+            {"train": {"enable_profiling": True, "profile_end_step": 1}},
+            "train.profile_end_step",
+            "must be greater than profile_start_step",
+        ),
+        (
+            {"model": {"foundation": {"rope_theta": 5.0}}, "lora": {"enable_lora": True, "save_lora_only": True}},
+            "model.foundation",
+            "with its own config.json",
+        ),
+        ({"lora": {"enable_lora": True, "lora_target_modules": []}}, "lora.lora_target_modules", "the list is empty"),
+        (
+            {"model": {"config_path": "c", "model_path": None}, "lora": {"enable_lora": True, "save_lora_only": True}},
+            "lora.save_lora_only",
+            "would not be saved anywhere",
+        ),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(changes: Options, path: str, message: str) -> None:
+    # Would catch a run in which one of two options silently wins.
+    with pytest.raises(ConfigError) as caught:
+        loaded_with(**changes)
+    found = [(problem.path, problem.message) for problem in caught.value.problems]
+    assert [at for at, text in found if message in text] == [path], found
+
+
+@pytest.mark.parametrize(
+    ("changes", "path", "message"),
+    [
+        (
+            {"data": {"streaming": True}, "train": {"max_steps": 3, "save_epochs": 0.5}},
+            "train.save_epochs",
+            "use train.save_steps",
+        ),
+        (
+            {"data": {"streaming": True, **entry(preprocess_shards=2)}, "train": {"max_steps": 3}},
+            "data.datasets.0.preprocess_shards",
+            "data.streaming is false",
+        ),
+        (
+            {"data": {"num_dataset_shards_to_save": 2, "skip_prepare_dataset": True}},
+            "data.num_dataset_shards_to_save",
+            "skip_prepare_dataset is false",
+        ),
+        ({"data": {"hf_use_auth_token": True}}, "data.hf_use_auth_token", "is a Hub id"),
+        (
+            {"model": {"lm_head_fp32": False}, "train": {"enable_mixed_precision": False}},
+            "model.lm_head_fp32",
+            "enable_mixed_precision is true",
+        ),
+        ({"model": {"attention_cast_bf16": True}}, "model.attention_cast_bf16", "enable_mixed_precision is false"),
+        ({"train": {"eval_steps": 5}}, "train.eval_steps", "data.val_set_size is set, or data.test_datasets"),
+        ({"data": {"eval_sample_packing": False}}, "data.eval_sample_packing", "unless data.val_set_size is set"),
+        (
+            {"data": {"datasets": [{"path": "dummy", "split": "test"}]}},
+            "data.datasets.0.split",
+            "rows of dummy are synthetic",
         ),
         ({"data": {"sample_packing_group_size": 9}}, "data.sample_packing_group_size", "is multipack"),
         ({"data": {"sample_packing_mp_start_method": "spawn"}}, "data.sample_packing_mp_start_method", "is multipack"),
@@ -158,44 +262,22 @@ def entry(**options: Any) -> dict[str, Any]:
         ),
         ({"train": {"optimizer_dtype": "fp32"}}, "train.optimizer_dtype", "is anyprecision_adamw or muon"),
         ({"train": {"optimizer": "sgd", "muon_momentum": 0.5}}, "train.muon_momentum", "optimizer is muon"),
-        ({"train": {"optimizer": "muon", "lr": 0.0}}, "train.lr", "set lr above 0"),
-        (
-            {"train": {"param_dtype": "bf16", "enable_mixed_precision": False}},
-            "train.param_dtype",
-            "set enable_mixed_precision to true",
-        ),
         ({"train": {"activation_gpu_limit": 2.0}}, "train.activation_gpu_limit", "enable_activation_offload is true"),
-        (
-            {"train": {"recompute_policy": "operation", "enable_activation_offload": True}},
-            "train.enable_activation_offload",
-            "cannot be offloaded",
-        ),
         (
             {"train": {"recompute_policy": "auto", "enable_activation_offload": True}},
             "train.enable_activation_offload",
-            "chooses enable_activation_offload itself",
+            "auto chooses it",
         ),
         (
             {"train": {"recompute_policy": "auto", "recompute_num_layers": 2}},
             "train.recompute_num_layers",
-            "chooses recompute_num_layers itself",
+            "auto chooses it",
         ),
         (
             {"train": {"recompute_num_layers": 2, "enable_gradient_checkpointing": False}},
             "train.recompute_num_layers",
             "enable_gradient_checkpointing is true",
         ),
-        (
-            {"train": {"enable_compile": True, "enable_reentrant": True}},
-            "train.enable_reentrant",
-            "cannot be compiled",
-        ),
-        (
-            {"train": {"fp8": "rowwise", "enable_mixed_precision": False}},
-            "train.fp8",
-            "enable_mixed_precision is true",
-        ),
-        ({"train": {"fp8": "tensorwise", "enable_cpu_offload": True}}, "train.fp8", "casts the gathered weights"),
         ({"train": {"lr_min": 1e-6}}, "train.lr_min", "is linear or cosine"),
         ({"train": {"lr_decay_ratio": 0.5}}, "train.lr_decay_ratio", "is linear or cosine"),
         ({"train": {"lr_start": 1e-6}}, "train.lr_start", "lr_warmup_ratio is above 0"),
@@ -206,97 +288,46 @@ def entry(**options: Any) -> dict[str, Any]:
             "train.load_weights_mode",
             "random weights are not read",
         ),
-        (
-            {"model": {"model_path": None, "config_path": "c"}, "train": {"load_weights_mode": "dcp"}},
-            "train.load_weights_mode",
-            "unless model.model_path is set",
-        ),
-        (
-            {"train": {"load_weights_mode": "dcp"}, "lora": {"enable_lora": True, "save_lora_only": True}},
-            "train.load_weights_mode",
-            "convert it with `xorl export`",
-        ),
         ({"train": {"profile_rank0_only": False}}, "train.profile_rank0_only", "enable_profiling is true"),
-        (
-            {"data": {"dataloader_num_workers": 0, "dataloader_prefetch_factor": 2}},
-            "data.dataloader_prefetch_factor",
-            "set dataloader_prefetch_factor to null",
-        ),
-        ({"train": {"reshard_after_forward": False}}, "train.reshard_after_forward", "set enable_full_shard to false"),
-        (
-            {"train": {"reshard_after_forward": True, "enable_full_shard": False}},
-            "train.reshard_after_forward",
-            "set enable_full_shard to true",
-        ),
-        (
-            {"train": {"data_parallel_mode": "none", "data_parallel_shard_size": 2}},
-            "train.data_parallel_shard_size",
-            "none uses a single process",
-        ),
-        (
-            {"train": {"data_parallel_mode": "none", "ulysses_parallel_size": 2}},
-            "train.ulysses_parallel_size",
-            "none uses a single process, so ulysses_parallel_size cannot be 2: set it to 1, or the mode to fsdp2",
-        ),
-        (
-            {"train": {"data_parallel_mode": "none", "data_parallel_replicate_size": 2}},
-            "train.data_parallel_replicate_size",
-            "none uses a single process",
-        ),
-        (
-            {"train": {"data_parallel_mode": "ddp", "data_parallel_shard_size": 2}},
-            "train.data_parallel_shard_size",
-            "ddp does not shard",
-        ),
-        ({"train": {"tensor_parallel_size": 2}}, "train.tensor_parallel_size", "model.merge_qkv: false"),
-        ({"train": {"lr": 1e-5, "lr_min": 1e-4, "lr_decay_style": "linear"}}, "train.lr_min", "is above lr"),
-        ({"train": {"lr": 1e-8, "lr_decay_style": "cosine"}}, "train.lr", "is above lr"),
-        ({"train": {"lr": 1e-5, "lr_start": 1e-4}}, "train.lr_start", "is above lr"),
-        (
-            {"train": {"lr_decay_style": "linear", "lr_warmup_ratio": 0.5, "lr_decay_ratio": 0.4}},
-            "train.lr_decay_ratio",
-            "would end before the warm-up",
-        ),
+        ({"train": {"lr": 1e-5, "lr_start": 1e-4}}, "train.lr_start", "lr_warmup_ratio is above 0"),
         (
             {"train": {"recompute_modules": ["mlp"], "enable_gradient_checkpointing": False}},
             "train.recompute_modules",
             "enable_gradient_checkpointing is true",
         ),
-        ({"train": {"enable_full_determinism": True}}, "train.enable_full_determinism", "allow_cuda_launch_blocking"),
+        ({"lora": {"save_lora_only": True}}, "lora.save_lora_only", "enable_lora is true"),
         (
-            {"train": {"enable_profiling": True, "profile_start_step": 5}},
-            "train.profile_start_step",
-            "must be greater than profile_start_step",
+            {"lora": {"reset_optimizer_on_merge": True}},
+            "lora.reset_optimizer_on_merge",
+            "merge_lora_interval is above 0",
         ),
-        (
-            {"train": {"enable_profiling": True, "profile_end_step": 1}},
-            "train.profile_end_step",
-            "must be greater than profile_start_step",
-        ),
-        ({"lora": {"save_lora_only": True}}, "lora.save_lora_only", "no adapter to save"),
-        ({"lora": {"reset_optimizer_on_merge": True}}, "lora.reset_optimizer_on_merge", "needs merge_lora_interval"),
         ({"lora": {"use_dora": True}}, "lora.use_dora", "enable_lora is true"),
-        (
-            {"model": {"foundation": {"rope_theta": 5.0}}, "lora": {"enable_lora": True, "save_lora_only": True}},
-            "model.foundation",
-            "with its own config.json",
-        ),
-        ({"lora": {"enable_lora": True, "lora_target_modules": []}}, "lora.lora_target_modules", "the list is empty"),
         ({"lora": {"adapter_path": "a"}}, "lora.adapter_path", "enable_lora is true"),
-        ({"lora": {"enable_lora": True, "adapter_path": "a", "lora_rank": 8}}, "lora.lora_rank", "determine it"),
+        ({"lora": {"sweep": [{"name": "a"}]}}, "lora.sweep", "enable_lora is true"),
+        ({"lora": {"enable_lora": True, "sweep_members_per_pass": 2}}, "lora.sweep_members_per_pass", "lora.sweep is"),
+        ({"lora": {"enable_lora": True, "quant_group_size": 16}}, "lora.quant_group_size", "enable_qlora is true"),
+        ({"lora": {"aqn_alpha": 0.5}}, "lora.aqn_alpha", "enable_aqn is true"),
+        (swept({}, save_lora_only=True), "lora.save_lora_only", "only saves adapters"),
+        ({"data": entry(type="text", chat_template="a.jinja")}, "data.datasets.0.chat_template", "type is chat"),
+        ({"data": entry(overflow="error", overflow_limit=0.1)}, "data.datasets.0.overflow_limit", "truncate"),
+        ({"data": {"select_columns": ["a"], **entry(type="text")}}, "data.select_columns", "tokenized or auto"),
+        ({"train": {"use_wandb": False, "wandb_name": "a"}}, "train.wandb_name", "use_wandb is true"),
+        ({"train": {"lr_min": 1e-4, "lr": 1e-5}}, "train.lr_min", "is linear or cosine"),
         (
-            {"model": {"config_path": "c", "model_path": None}, "lora": {"enable_lora": True, "save_lora_only": True}},
-            "lora.save_lora_only",
-            "would not be saved anywhere",
+            {"data": {"dataloader_num_workers": 0, "dataloader_prefetch_factor": 4}},
+            "data.dataloader_prefetch_factor",
+            "dataloader_num_workers is above 0",
         ),
+        ({"lora": {"enable_lora": True, "adapter_path": "a", "lora_rank": 8}}, "lora.lora_rank", "determine it"),
     ],
 )
-def test_options_that_contradict_each_other_are_refused(changes: Options, path: str, message: str) -> None:
-    # Would catch a run in which one of two options silently wins.
-    with pytest.raises(ConfigError) as caught:
-        loaded_with(**changes)
-    found = [(problem.path, problem.message) for problem in caught.value.problems]
-    assert [at for at, text in found if message in text] == [path], found
+def test_an_option_without_effect_is_listed_and_reset(changes: Options, path: str, message: str) -> None:
+    # Would catch an option that ends a run which it does not concern, or one that is ignored in silence.
+    loaded = loaded_with(**changes)
+    assert [option.path for option in loaded.without_effect] == [path]
+    assert message in loaded.without_effect[0].condition
+    assert path in (loaded.without_effect_line() or "")
+    assert f"no effect {loaded.without_effect[0].condition}" in show(loaded)
 
 
 @pytest.mark.parametrize(
@@ -317,7 +348,6 @@ def test_options_that_contradict_each_other_are_refused(changes: Options, path: 
         {"train": {"data_parallel_mode": "ddp", "data_parallel_replicate_size": 2}},
         {"train": {"data_parallel_shard_size": 2, "data_parallel_replicate_size": 2}},
         {"train": {"lr": 1e-8}},
-        {"train": {"weight_decay": 0.0, "no_decay_modules": ["norm"]}},
         {"train": {"load_weights_mode": "all_ranks"}},
         {"train": {"load_weights_mode": "dcp"}, "lora": {"enable_lora": True}},
         {"train": {"lr_warmup_ratio": 0.5, "lr_start": 1e-6}},
@@ -335,16 +365,9 @@ def test_options_that_agree_are_accepted(changes: Options) -> None:
     loaded_with(**changes)
 
 
-def swept(*members: dict[str, Any], **lora: Any) -> dict[str, Any]:
-    named = [{"name": f"m{index}", **member} for index, member in enumerate(members)]
-    return {"lora": {"enable_lora": True, "sweep": named, **lora}}
-
-
 @pytest.mark.parametrize(
     ("changes", "path", "message"),
     [
-        ({"lora": {"sweep": [{"name": "a"}]}}, "lora.sweep", "has no effect unless lora.enable_lora is true"),
-        ({"lora": {"enable_lora": True, "sweep_members_per_pass": 2}}, "lora.sweep_members_per_pass", "lora.sweep is"),
         (swept({}, {"name": "m0"}), "lora.sweep.1.name", "there is already a member m0"),
         (swept({"name": "../up"}), "lora.sweep.0.name", "expected string"),
         (swept({"rank": 3}), "lora.sweep.0.rank", "unknown option"),
@@ -423,3 +446,48 @@ def test_a_number_of_processes_has_to_fit_the_sizes(
     else:
         with pytest.raises(ValueError, match=rf"^train\.\w+: .*{message}"):
             check_world_size(config, world_size)
+
+
+@pytest.mark.parametrize(
+    ("changes", "resolved"),
+    [
+        ({"train": {"reshard_after_forward": False}}, {"enable_full_shard": False, "reshard_after_forward": False}),
+        ({"train": {"enable_full_shard": False}}, {"enable_full_shard": False, "reshard_after_forward": False}),
+        ({"train": {"lr": 1e-8, "lr_decay_style": "cosine"}}, {"lr_min": 1e-8}),
+        ({"train": {"enable_profiling": True, "profile_start_step": 5}}, {"profile_end_step": 6}),
+        ({"train": {"max_grad_norm": 0}}, {"max_grad_norm": None}),
+        ({"train": {"max_grad_norm": 0.5}}, {"max_grad_norm": 0.5}),
+    ],
+)
+def test_an_explicit_value_wins_over_a_default(changes: Options, resolved: dict[str, Any]) -> None:
+    # Would catch a default of one option that ends a run, or that undoes what was asked for.
+    loaded = loaded_with(**changes)
+    assert {name: getattr(loaded.config.train, name) for name in resolved} == resolved
+    assert loaded.without_effect == ()
+
+
+def test_every_default_is_accepted_where_it_is_spelled_out() -> None:
+    # Would catch a documented default that is refused, or listed as without effect, when somebody writes it down.
+    sections = {"model": {"model_path": "m"}, "data": entry(), "train": {"output_dir": "o"}, "lora": {}}
+    for option in all_options().values():
+        if option.default is not None:
+            owner = sections["data"]["datasets"][0] if option.section == ENTRIES else sections.get(option.section)
+            if owner is not None:
+                document = read_document(f"x: {option.default}", "")
+                assert document.root is not None
+                owner.setdefault(option.name, document.root.plain()["x"])
+    loaded = config_from_mapping(sections)
+    assert loaded.without_effect == ()
+    assert loaded.config == loaded_with().config
+
+
+def test_one_line_lists_the_options_without_effect_by_what_they_need() -> None:
+    # Would catch a file for several kinds of runs that fills the screen, and a file written by `show` that differs.
+    loaded = loaded_with(train={"muon_lr": 0.1, "muon_momentum": 0.5}, lora={"lora_rank": 8})
+    assert loaded.without_effect_line() == (
+        "options without effect: train.muon_lr, train.muon_momentum (unless train.optimizer is muon); "
+        "lora.lora_rank (unless lora.enable_lora is true)"
+    )
+    assert "muon_lr: 0.1" in show(loaded)
+    assert (loaded.config.train.muon_lr, loaded.config.lora.lora_rank) == (0.02, 16)
+    assert loaded_with(train={"optimizer": "muon", "muon_lr": 0.1}).without_effect_line() is None

@@ -163,7 +163,7 @@ def test_all_problems_are_reported_at_once(write) -> None:
             - pth: b.jsonl
             - c.jsonl
           dataloader_num_workers: 0
-          dataloader_prefetch_factor: 2
+          pad_to_multiple_of: 0
         train:
           lrr: 1e-5
           lr: 1e-5
@@ -172,6 +172,7 @@ def test_all_problems_are_reported_at_once(write) -> None:
           wandb_project: ${XORL_TEST_UNSET}
           enable_profiling: true
           profile_start_step: 7
+          profile_end_step: 7
         """
     )
     overrides = ("--model.foo=3", "--train.enable_compile", "--train.save_steps", "-4", "--train.use_wandb", "[")
@@ -181,13 +182,13 @@ def test_all_problems_are_reported_at_once(write) -> None:
         ("config.yaml:8", "data.datasets.0.shards_idx"),
         ("config.yaml:9", "data.datasets.1.pth"),
         ("config.yaml:10", "data.datasets.2"),
-        ("config.yaml:12", "data.dataloader_prefetch_factor"),
+        ("config.yaml:12", "data.pad_to_multiple_of"),
         ("config.yaml:13", "train.output_dir"),
         ("config.yaml:14", "train.lrr"),
         ("config.yaml:16", "train.lr"),
         ("config.yaml:17", "train.micro_batch_size"),
         ("config.yaml:18", "train.wandb_project"),
-        ("config.yaml:20", "train.profile_start_step"),
+        ("config.yaml:21", "train.profile_end_step"),
         ("--train.enable_compile", "train.enable_compile"),
         ("--train.use_wandb", "train.use_wandb"),
         ("--model.foo", "model.foo"),
@@ -388,8 +389,8 @@ def test_an_override_is_not_blamed_for_what_is_missing_beside_it(write) -> None:
         (["--trainn.lr", "1"], "--trainn.lr", "did you mean train?"),
         (["train.lr", "1"], "train.lr", "expected an override: --section.field value"),
         (["--train.lr", "${XORL_TEST_UNSET}"], "--train.lr", "XORL_TEST_UNSET is not set"),
-        (["--train.recompute_modules", "[mlp]", "--train.enable_gradient_checkpointing=false"],
-         "--train.recompute_modules", "enable_gradient_checkpointing is true"),
+        (["--train.fp8", "rowwise", "--train.enable_mixed_precision=false"],
+         "--train.fp8", "enable_mixed_precision is true"),
     ],
 )  # fmt: skip
 def test_a_wrong_override_is_cited_by_its_name(write, arguments: list[str], where: str, message: str) -> None:

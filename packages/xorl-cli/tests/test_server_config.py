@@ -124,8 +124,6 @@ def test_what_is_shown_loads_to_the_same(tmp_path: Path) -> None:
             "inference_endpoints.1",
             "listed twice",
         ),
-        ({"lora_rank": 8}, "lora_rank", "has no effect unless enable_lora is true"),
-        ({"max_lora_rank": 64}, "max_lora_rank", "has no effect unless enable_lora is true"),
         ({"enable_lora": True, "max_lora_rank": 8}, "max_lora_rank", "below lora_rank (32)"),
         (
             {"enable_lora": True, "optimizer": "sgd"},
@@ -134,12 +132,13 @@ def test_what_is_shown_loads_to_the_same(tmp_path: Path) -> None:
         ),
         ({"enable_lora": True, "enable_reentrant": True}, "enable_reentrant", "set enable_reentrant to false"),
         ({"enable_lora": True, "freeze_router": False}, "freeze_router", "adapters do not train routers"),
-        ({"enable_lora": True, "quant_format": "nf4"}, "quant_format", "unless enable_qlora is true"),
         ({"enable_qlora": True, "lora_target_modules": []}, "lora_target_modules", "the list is empty"),
-        ({"muon_lr": 0.1}, "muon_lr", "unless optimizer is muon"),
-        ({"data_parallel_mode": "ddp", "enable_forward_prefetch": True}, "enable_forward_prefetch", "is fsdp2"),
         ({"data_parallel_mode": "ddp", "data_parallel_shard_size": 2}, "data_parallel_shard_size", "does not shard"),
-        ({"reshard_after_forward": False}, "reshard_after_forward", "set enable_full_shard to false"),
+        (
+            {"reshard_after_forward": False, "enable_full_shard": True},
+            "reshard_after_forward",
+            "contradicts enable_full_shard",
+        ),
         ({"load_weights_mode": "dcp"}, "load_weights_mode", "needs load_checkpoint_path"),
         (
             {"load_weights_mode": "safetensors", "load_checkpoint_path": "a"},
@@ -156,9 +155,28 @@ def test_what_is_wrong_is_named(options: dict[str, Any], path: str, wanted: str)
     assert not re.search(r"\b(model|data|train|lora)\.\w", found[0])
 
 
-def test_queries_and_keys_may_be_said_to_be_bf16_beside_mixed_precision() -> None:
-    # Would catch a service that refuses the file which matches its numbers to an inference engine's.
-    assert not problems_with(attention_cast_bf16=True)
+@pytest.mark.parametrize(
+    ("options", "path", "condition"),
+    [
+        ({"lora_rank": 8}, "lora_rank", "unless enable_lora is true"),
+        ({"max_lora_rank": 64}, "max_lora_rank", "unless enable_lora is true"),
+        ({"enable_lora": True, "quant_format": "nf4"}, "quant_format", "unless enable_qlora is true"),
+        ({"muon_lr": 0.1}, "muon_lr", "unless optimizer is muon"),
+        ({"data_parallel_mode": "ddp", "enable_forward_prefetch": True}, "enable_forward_prefetch", "is fsdp2"),
+        ({"attention_cast_bf16": True}, "attention_cast_bf16", "unless enable_mixed_precision is false"),
+    ],
+)
+def test_an_option_without_effect_is_listed_and_reset(options: dict[str, Any], path: str, condition: str) -> None:
+    # Would catch a service that a leftover option keeps from starting, or one that is ignored in silence.
+    found = loaded(**options)
+    assert [option.path for option in found.without_effect] == [path]
+    assert condition in found.without_effect[0].condition
+    assert getattr(found.config, path) == getattr(loaded(enable_lora=options.get("enable_lora", False)).config, path)
+
+
+def test_an_explicit_value_wins_over_a_default() -> None:
+    # Would catch the default of one option that ends the service.
+    assert not loaded(reshard_after_forward=False).config.enable_full_shard
 
 
 @pytest.mark.parametrize(

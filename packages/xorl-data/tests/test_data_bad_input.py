@@ -13,6 +13,14 @@ LINES = {
     "not JSON": ('{"input_ids": [1, 2', r"line 3 is not JSON: .* at column \d+: '\{\"input_ids"),
     "words": ("hello", r"line 3 is not JSON: Expecting value at column 1: 'hello'"),
     "not an object": ("[1, 2]", r"line 3 is list, want one JSON object: '\[1, 2\]'"),
+    "a key twice": (
+        '{"input_ids": [1, 2], "labels": [1, 2], "input_ids": [3, 4]}',
+        r"line 3 has the key 'input_ids' twice in one object; remove one of the two",
+    ),
+    "a nested key twice": (
+        '{"input_ids": [{"a": 1, "a": 2}], "labels": [1]}',
+        r"line 3 has the key 'a' twice",
+    ),
     "two objects": (GOOD + GOOD, r"line 3 is not JSON: Extra data"),
     "not UTF-8": (b'{"input_ids": "1 \xff", "labels": [1]}', r"line 3 is not UTF-8"),
     "other lengths": ('{"input_ids": [1, 2], "labels": [1]}', r"line 3: labels has 1 values and input_ids has 2"),
@@ -227,3 +235,11 @@ def test_per_token_columns_that_some_datasets_lack_are_refused(tmp_path, text_op
     with pytest.raises(DataError, match=message.format(1, 0)):
         prepare([text, ids], text_options)
     assert len(prepare([ids, ids], text_options)) == 2
+
+
+def test_a_key_twice_in_an_array_is_named(tmp_path, options):
+    """Catches the last of two values that is trained on silently."""
+    path = tmp_path / "rows.json"
+    path.write_text('[{"input_ids": [1, 2]}, {"input_ids": [1], "input_ids": [2]}]')
+    with pytest.raises(DataError, match=r"rows.json, element 1 \(the first is 0\) has the key 'input_ids' twice"):
+        prepare([DatasetEntry(str(path))], options)

@@ -230,3 +230,43 @@ def test_a_template_that_writes_the_day_is_said_to_and_not_streamed(text_options
         prepare([dated], text_options)
         open_stream([dated], options, index_path=tmp_path)
     assert "writes the day" not in caplog.text
+
+
+# As DeepSeek-R1 writes conversations: the generation prompt opens the reasoning, which finished turns do not have.
+OPENS_REASONING = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if m.role == 'assistant' %}<|end|>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|><think>\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("train_on", ["assistant", "last_turn"])
+def test_a_prompt_that_opens_the_reasoning_leaves_the_mask_provable(text_options, tmp_path, write_jsonl, train_on):
+    """Catches a template that is refused, with the advice to use what is in use, although its answers stand out."""
+    (tmp_path / "r1.jinja").write_text(OPENS_REASONING)
+    other = {"role": "assistant", "content": "Again, hello"}
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"messages": [USER, ASSISTANT, USER, other]}])
+    found = texts(path, text_options, type="chat", chat_template=str(tmp_path / "r1.jinja"), train_on=train_on)
+    trained = ["Hello<|end|>", "Again, hello<|end|>"]
+    assert found == [
+        (
+            "<|user|>Hi<|assistant|>Hello<|end|><|user|>Hi<|assistant|>Again, hello<|end|>",
+            trained if train_on == "assistant" else trained[-1:],
+        )
+    ]
+
+
+def test_a_copy_with_generation_blocks_trains_what_an_unstable_template_does_not(text_options, tmp_path, write_jsonl):
+    """Catches a refusal whose advice does not work."""
+    unstable = (
+        "{% if add_generation_prompt %}!{% else %}?{% endif %}{% for m in messages %}"
+        "{% if m.role == 'assistant' %}BEFORE{{ m.content }}<|end|>AFTER"
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"messages": [USER, ASSISTANT]}])
+    template = tmp_path / "copy.jinja"
+    template.write_text(unstable.replace("BEFORE", "").replace("AFTER", ""))
+    with pytest.raises(DataError, match=r"is not stable.* write \{% generation %\} before and \{% endgeneration %\}"):
+        texts(path, text_options, type="chat", chat_template=str(template))
+    template.write_text(unstable.replace("BEFORE", "{% generation %}").replace("AFTER", "{% endgeneration %}"))
+    found = texts(path, text_options, type="chat", chat_template=str(template))
+    assert found == [("?HiHello<|end|>", ["Hello<|end|>"])]

@@ -264,7 +264,8 @@ TEMPLATES = {
     "drops": ("{{ messages[0].content }}<|end|>", r"line 1: .*own.jinja omits message 1"),
     "unstable": (
         "{% if add_generation_prompt %}!{% else %}?{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}",
-        r"line 1: .*own.jinja is not stable: its generation prompt .*'!Hi'.*set train_on to last_turn or all",
+        r"line 1: .*own.jinja is not stable: its generation prompt .*'!Hi'.*write \{% generation %\} before .* "
+        r"chat_template",
     ),
 }
 

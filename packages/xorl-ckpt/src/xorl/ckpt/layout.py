@@ -224,7 +224,7 @@ def named_by_latest(root: Path) -> tuple[Path | None, str]:
     """The checkpoint that `latest` names; or None, and the reason, unless it is a complete checkpoint of this root."""
     try:
         name = (root / LATEST).read_text(encoding="utf-8").strip()
-    except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError):
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, UnicodeDecodeError):
         return None, f"{LATEST!r} is missing or not a text file"
     folder = root / name
     if step_of(folder) is None or folder.parent != root:

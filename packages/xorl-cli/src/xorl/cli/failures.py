@@ -17,6 +17,7 @@ from xorl.cli.exit_codes import BAD_INPUT, BY_SIGNAL, DIVERGED, ERROR_PREFIX, IN
 
 ERROR_FILE = "error.json"
 INTERRUPTED_FILE = "interrupted"  # in the same folder
+REPORTED_FILE = "reported"  # in the folder above it
 MAX_OTHERS = 3  # later failures listed, with one line each
 # No process of the job sends these signals, so a rank terminated by one failed first, before any rank with a record.
 FATAL_SIGNALS = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
@@ -57,6 +58,15 @@ def record_error(file: Path, error: BaseException, *, text: str, code: int) -> N
 def record_interruption(error_file: Path) -> None:
     """Tells the other ranks of this node that a signal stopped this one, so that they do not wait for it."""
     (error_file.parent / INTERRUPTED_FILE).touch()
+
+
+def claim_report(error_file: Path) -> bool:
+    """Whether this rank is the first of its node to fail, and therefore prints its error."""
+    try:
+        (error_file.parent.parent / REPORTED_FILE).open("x").close()
+    except FileExistsError:
+        return False
+    return True
 
 
 def peer_has_failed(error_file: Path | None) -> bool:

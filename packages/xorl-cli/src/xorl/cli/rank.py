@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from xorl.cli.exit_codes import BY_SIGNAL, OK, error_text, exit_code_of, unwrap_interruption
-from xorl.cli.failures import peer_has_failed, record_error, record_interruption, record_pid, record_stop
+from xorl.cli.failures import claim_report, peer_has_failed, record_error, record_interruption, record_pid, record_stop
 from xorl.cli.signals import exit_on_sigterm_after_peer_failure, raise_on_sigterm, stop_with_parent
 from xorl.host.temporary import keep_folder
 
@@ -63,10 +63,12 @@ def run_rank(run: Callable[[], int], environment: RankEnvironment, *, folder: Pa
                 record_stop(folder, environment.rank, code)
                 return OK
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  (process boundary)
-        return _report_failure(unwrap_interruption(error), environment, with_traceback=with_traceback)
+        return _report_failure(unwrap_interruption(error), environment, folder, with_traceback=with_traceback)
 
 
-def _report_failure(error: BaseException, environment: RankEnvironment, *, with_traceback: bool) -> int:
+def _report_failure(
+    error: BaseException, environment: RankEnvironment, folder: Path | None, *, with_traceback: bool
+) -> int:
     code, text = exit_code_of(error), error_text(error, with_traceback=with_traceback)
     if isinstance(error, KeyboardInterrupt):
         if environment.error_file is not None:
@@ -75,7 +77,11 @@ def _report_failure(error: BaseException, environment: RankEnvironment, *, with_
     if environment.error_file is None:
         print(f"rank {environment.rank} of {environment.world_size}: {text}", file=sys.stderr)
     else:
-        record_error(environment.error_file, error, text=text, code=code)
+        # torchrun reports a failure as its own traceback, with the record at the end.
+        is_first = folder is None and claim_report(environment.error_file)
+        record_error(environment.error_file, error, text=text if folder else f"\n\n{text}\n", code=code)
+        if is_first:
+            print(text, file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
     # A normal interpreter exit may wait for the other ranks, which wait for this one in a collective.

@@ -1,299 +1,21 @@
-"""Checks across options: conflicts, options that need others, and parallel sizes that must fit the world size.
+"""Checks across options: conflicts, and parallel sizes that must fit the world size.
 
 Each check yields the conflicts in a configuration whose values are all valid by themselves. Defaults never conflict.
 """
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 from xorl.config.data_conflicts import DATA_CHECKS
 from xorl.config.local import Config
 from xorl.config.lora_conflicts import LORA_CHECKS, sweep_conflicts
 from xorl.config.problems import Conflict
-
-
-@dataclass(frozen=True)
-class Requirement:
-    """Options that have no effect unless `is_met`; each one that is not at its default is reported.
-
-    `switch` is the option that `is_met` depends on, and `wanted` describes its required value.
-    """
-
-    options: tuple[str, ...]
-    switch: str
-    wanted: str
-    is_met: Callable[[Config], bool]
-
-
-REQUIREMENTS: tuple[Requirement, ...] = (
-    Requirement(
-        (
-            "model.basic_modules",
-            "train.reshard_after_forward",
-            "train.enable_full_shard",
-            "train.enable_forward_prefetch",
-            "train.enable_cpu_offload",
-            "train.cp_fsdp_mode",
-        ),
-        "train.data_parallel_mode",
-        "fsdp2",
-        lambda config: config.train.data_parallel_mode == "fsdp2",
-    ),
-    Requirement(
-        ("train.cp_fsdp_mode",),
-        "train.ulysses_parallel_size",
-        "2 or more (or train.ringattn_parallel_size)",
-        lambda config: config.train.context_parallel_size > 1,
-    ),
-    Requirement(
-        (
-            "train.recompute_policy",
-            "train.recompute_modules",
-            "train.recompute_num_layers",
-            "train.enable_reentrant",
-            "train.moe_checkpoint_method",
-        ),
-        "train.enable_gradient_checkpointing",
-        "true",
-        lambda config: config.train.enable_gradient_checkpointing,
-    ),
-    Requirement(
-        ("train.recompute_modules", "train.enable_reentrant"),
-        "train.recompute_policy",
-        "module",
-        lambda config: config.train.recompute_policy == "module",
-    ),
-    Requirement(
-        ("train.moe_checkpoint_method",),
-        "train.recompute_policy",
-        "module or operation (auto chooses for all parts of a layer)",
-        lambda config: config.train.recompute_policy != "auto",
-    ),
-    Requirement(
-        ("train.moe_checkpoint_method",),
-        "train.recompute_modules",
-        "null or [self_attn] (mlp recomputes experts as a whole)",
-        lambda config: "mlp" not in (config.train.recompute_modules or ()),
-    ),
-    Requirement(
-        ("train.activation_gpu_limit",),
-        "train.enable_activation_offload",
-        "true",
-        lambda config: config.train.enable_activation_offload,
-    ),
-    Requirement(
-        ("model.lm_head_fp32",),
-        "train.enable_mixed_precision",
-        "true (without it, logits are always fp32)",
-        lambda config: config.train.enable_mixed_precision,
-    ),
-    Requirement(
-        ("model.attention_cast_bf16",),
-        "train.enable_mixed_precision",
-        "false (with it, queries and keys are bf16 already)",
-        lambda config: not config.train.enable_mixed_precision,
-    ),
-    Requirement(
-        ("train.fp8",),
-        "train.enable_mixed_precision",
-        "true",
-        lambda config: config.train.enable_mixed_precision,
-    ),
-    Requirement(
-        ("train.lr_min", "train.lr_decay_ratio"),
-        "train.lr_decay_style",
-        "linear or cosine",
-        lambda config: config.train.lr_decay_style != "constant",
-    ),
-    Requirement(
-        ("train.optimizer_dtype",),
-        "train.optimizer",
-        "anyprecision_adamw or muon",
-        lambda config: config.train.optimizer in ("anyprecision_adamw", "muon"),
-    ),
-    Requirement(
-        (
-            "train.muon_lr",
-            "train.muon_momentum",
-            "train.muon_nesterov",
-            "train.muon_ns_steps",
-            "train.muon_adjust_lr_fn",
-        ),
-        "train.optimizer",
-        "muon",
-        lambda config: config.train.optimizer == "muon",
-    ),
-    # Allowed with an explicit weight_decay: 0, so that a command line can still override it.
-    Requirement(
-        ("train.no_decay_modules", "train.no_decay_params"),
-        "train.weight_decay",
-        "above 0",
-        lambda config: config.train.weight_decay > 0 or "weight_decay" in config.train.model_fields_set,
-    ),
-    Requirement(
-        ("train.load_weights_mode",),
-        "model.model_path",
-        "set (random weights are not read)",
-        lambda config: (
-            config.model.model_path is not None or config.train.load_weights_mode not in ("all_ranks", "dcp")
-        ),
-    ),
-    Requirement(
-        ("train.lr_start",), "train.lr_warmup_ratio", "above 0", lambda config: config.train.lr_warmup_ratio > 0
-    ),
-    Requirement(
-        ("data.sample_packing_group_size", "data.sample_packing_mp_start_method"),
-        "data.sample_packing_method",
-        "multipack",
-        lambda config: config.data.sample_packing_method == "multipack",
-    ),
-    Requirement(
-        ("data.eval_sample_packing", "train.eval_steps"),
-        "data.val_set_size",
-        "set, or data.test_datasets",
-        lambda config: config.data.val_set_size is not None or bool(config.data.test_datasets),
-    ),
-    Requirement(
-        (
-            "data.val_set_size",
-            "data.dataset_shard_num",
-            "data.num_dataset_shards_to_save",
-            "data.push_dataset_to_hub",
-            "data.skip_prepare_dataset",
-            "data.shuffle_before_merging_datasets",
-            "data.sample_packing_method",
-            "data.sample_packing_sequentially",
-            "data.dataloader_drop_last",
-            "train.num_train_epochs",
-        ),
-        "data.streaming",
-        "false: a stream has no known length and is packed as it is read",
-        lambda config: not config.data.streaming,
-    ),
-    Requirement(
-        ("train.keep_best",),
-        "data.val_set_size",
-        "set, or data.test_datasets",
-        lambda config: config.data.val_set_size is not None or bool(config.data.test_datasets),
-    ),
-    Requirement(
-        ("train.on_nonfinite",),
-        "lora.sweep",
-        "empty: a member whose step is not finite stops, and the others continue",
-        lambda config: not config.lora.sweep,
-    ),
-    Requirement(
-        ("train.keep_best",),
-        "lora.sweep",
-        "empty: each member has a best step of its own",
-        lambda config: not config.lora.sweep,
-    ),
-    Requirement(
-        ("train.keep_every", "train.keep_best"),
-        "train.keep_last",
-        "set (null keeps all checkpoints)",
-        lambda config: config.train.keep_last is not None,
-    ),
-    Requirement(
-        ("train.save_epochs",),
-        "data.streaming",
-        "false: a stream has no known length; use train.save_steps",
-        lambda config: not config.data.streaming or config.train.save_epochs == 0,
-    ),
-    Requirement(
-        (
-            "lora.lora_rank",
-            "lora.lora_alpha",
-            "lora.lora_target_modules",
-            "lora.lora_dropout",
-            "lora.use_rslora",
-            "lora.use_dora",
-            "lora.rank_pattern",
-            "lora.alpha_pattern",
-            "lora.modules_to_save",
-            "lora.merge_lora_interval",
-            "lora.adapter_path",
-            "lora.sweep",
-        ),
-        "lora.enable_lora",
-        "true",
-        lambda config: config.lora.enable_lora or config.lora.enable_qlora,
-    ),
-    Requirement(
-        (
-            "lora.lora_rank",
-            "lora.lora_alpha",
-            "lora.lora_target_modules",
-            "lora.use_rslora",
-            "lora.use_dora",
-            "lora.rank_pattern",
-            "lora.alpha_pattern",
-            "lora.modules_to_save",
-        ),
-        "lora.adapter_path",
-        "null: the files of the adapter determine it",
-        lambda config: config.lora.adapter_path is None,
-    ),
-    Requirement(
-        ("lora.quant_format", "lora.quant_group_size", "lora.exclude_modules", "lora.enable_aqn"),
-        "lora.enable_qlora",
-        "true",
-        lambda config: config.lora.enable_qlora,
-    ),
-    Requirement(("lora.aqn_alpha",), "lora.enable_aqn", "true", lambda config: config.lora.enable_aqn),
-    Requirement(
-        ("lora.sweep_members_per_pass",), "lora.sweep", "a list of members", lambda config: bool(config.lora.sweep)
-    ),
-    Requirement(
-        (
-            "data.streaming",
-            "data.push_dataset_to_hub",
-            "data.skip_prepare_dataset",
-            "train.optimizer",
-            "train.no_decay_modules",
-            "train.no_decay_params",
-            "train.param_dtype",
-            "train.enable_cpu_offload",
-            "train.enable_reentrant",
-            "lora.lora_dropout",
-            "lora.use_dora",
-            "lora.modules_to_save",
-            "lora.adapter_path",
-            "lora.save_lora_only",
-            "lora.merge_lora_interval",
-            "lora.enable_aqn",
-        ),
-        "lora.sweep",
-        "empty: the members of a sweep are plain adapters trained by AdamW in fp32",
-        lambda config: not config.lora.sweep,
-    ),
-    # Allowed with an explicit enable_profiling: false, so that a command line can still override it.
-    Requirement(
-        (
-            "train.profile_start_step",
-            "train.profile_end_step",
-            "train.profile_trace_dir",
-            "train.profile_record_shapes",
-            "train.profile_profile_memory",
-            "train.profile_with_stack",
-            "train.profile_rank0_only",
-        ),
-        "train.enable_profiling",
-        "true",
-        lambda config: "enable_profiling" in config.train.model_fields_set,
-    ),
-)
+from xorl.config.requirements import local_default, unmet_requirements
 
 
 def conflicts_in(config: Config) -> Iterator[Conflict]:
-    """Yields every conflict of a configuration."""
-
-    def default_of(path: str) -> object:
-        section, name = path.split(".")
-        return type(getattr(config, section)).model_fields[name].default
-
-    yield from unmet_requirements(config, default_of)
+    """Yields every conflict of a configuration whose options without effect are at their defaults."""
+    yield from unmet_requirements(config, local_default)
     for check in CHECKS:
         yield from check(config)
 
@@ -306,26 +28,15 @@ def _model_has_a_source(config: Config) -> Iterator[Conflict]:
         )
 
 
-def unmet_requirements(config: Config, default_of: Callable[[str], object]) -> Iterator[Conflict]:
-    """Yields a conflict for each option that has no effect but is not at its default."""
-    for requirement in REQUIREMENTS:
-        if requirement.is_met(config):
-            continue
-        for path in requirement.options:
-            section_name, name = path.split(".")
-            if getattr(getattr(config, section_name), name) != default_of(path):
-                message = f"{name} has no effect unless {requirement.switch} is {requirement.wanted}"
-                yield Conflict((path, requirement.switch), message)
-
-
 def _sharding_options_agree(config: Config) -> Iterator[Conflict]:
     train = config.train
-    if train.reshard_after_forward is not None and train.reshard_after_forward != train.enable_full_shard:
-        wanted = str(train.reshard_after_forward).lower()
+    # If only one of the two is set, it determines the other.
+    is_full_shard_set = "enable_full_shard" in train.model_fields_set
+    if is_full_shard_set and train.reshard_after_forward not in (None, train.enable_full_shard):
         yield Conflict(
             ("train.reshard_after_forward", "train.enable_full_shard"),
             f"reshard_after_forward contradicts enable_full_shard, which is {str(train.enable_full_shard).lower()}: "
-            f"remove reshard_after_forward and set enable_full_shard to {wanted}",
+            "remove one of the two",
         )
 
 
@@ -357,12 +68,6 @@ def _recomputation_is_compatible(config: Config) -> Iterator[Conflict]:
             "the outputs that recompute_policy: operation keeps cannot be offloaded without compilation: set "
             "enable_compile to true, recompute_policy to module, or enable_gradient_checkpointing to false",
         )
-    for name in ("enable_activation_offload", "recompute_num_layers"):
-        if getattr(train, name) and train.recompute_policy == "auto":
-            yield Conflict(
-                (f"train.{name}", "train.recompute_policy"),
-                f"recompute_policy: auto chooses {name} itself: remove it",
-            )
     if train.enable_compile and train.enable_reentrant:
         yield Conflict(
             ("train.enable_reentrant", "train.enable_compile"),
@@ -401,7 +106,7 @@ def _fp8_is_compatible(config: Config) -> Iterator[Conflict]:
 
 def _learning_rates_are_valid(config: Config) -> Iterator[Conflict]:
     train = config.train
-    if train.lr_decay_style != "constant" and train.lr_min > train.lr:
+    if "lr_min" in train.model_fields_set and train.lr_decay_style != "constant" and train.lr_min > train.lr:
         yield Conflict(("train.lr_min", "train.lr"), f"lr_min ({train.lr_min:g}) is above lr ({train.lr:g})")
     if train.lr_start > train.lr:
         yield Conflict(("train.lr_start", "train.lr"), f"lr_start ({train.lr_start:g}) is above lr ({train.lr:g})")
@@ -440,7 +145,7 @@ def _determinism_needs_launch_blocking(config: Config) -> Iterator[Conflict]:
 
 def _profile_covers_steps(config: Config) -> Iterator[Conflict]:
     train = config.train
-    if train.profile_end_step <= train.profile_start_step:
+    if "profile_end_step" in train.model_fields_set and train.profile_end_step <= train.profile_start_step:
         yield Conflict(
             ("train.profile_end_step", "train.profile_start_step"),
             f"profile_end_step ({train.profile_end_step}) must be greater than profile_start_step "

@@ -1,6 +1,5 @@
 """Conflicts between options of the data section; other conflicts are in conflicts.py."""
 
-import re
 from collections.abc import Callable, Iterator
 
 from xorl.config.entries import DatasetEntryConfig
@@ -24,9 +23,6 @@ FORMAT_COLUMNS: dict[str, tuple[str, ...]] = {
 
 def _sources_are_complete(config: Config) -> Iterator[Conflict]:
     for path, entry in _entries(config):
-        for name in ("name", "split", "revision", "data_files", "ds_type", "shards", "preprocess_shards"):
-            if entry.path == "dummy" and getattr(entry, name) is not None:
-                yield Conflict((f"{path}.{name}", f"{path}.path"), f"synthetic rows have no {name}: remove it")
         if entry.data_files is not None and entry.ds_type is None:
             yield Conflict(
                 (f"{path}.data_files", f"{path}.ds_type"),
@@ -51,22 +47,6 @@ def _options_match_the_type(config: Config) -> Iterator[Conflict]:
                 hint = f"use {', '.join(allowed[name])}" if allowed[name] else f"this type has no {name}: remove it"
                 message = f"{wrong} is not valid for type {entry.type}; {hint}"
                 yield Conflict((f"{path}.{name}", f"{path}.type"), message)
-        for name in ("chat_template", "chat_template_kwargs"):
-            if getattr(entry, name) not in (None, {}) and entry.type != "chat":
-                message = f"type {entry.type} has no chat template: remove it"
-                yield Conflict((f"{path}.{name}", f"{path}.type"), message)
-        if entry.path == "dummy" and entry.type != "tokenized":
-            yield Conflict((f"{path}.type", f"{path}.path"), "synthetic rows are tokenized: remove type")
-
-
-def _select_columns_needs_tokenized_data(config: Config) -> Iterator[Conflict]:
-    kinds = {entry.type for _, entry in _entries(config)}
-    if config.data.select_columns is not None and not kinds & {"tokenized", "auto"}:
-        yield Conflict(
-            ("data.select_columns", "data.datasets.0.type"),
-            "select_columns selects columns of token ids, but no dataset has type tokenized; for other types, use an "
-            "entry's columns",
-        )
 
 
 def _length_limits_agree(config: Config) -> Iterator[Conflict]:
@@ -77,11 +57,6 @@ def _length_limits_agree(config: Config) -> Iterator[Conflict]:
                 (f"{path}.max_seq_len", "data.sample_packing_sequence_len"),
                 f"documents must fit into a bin, but max_seq_len ({entry.max_seq_len}) is above "
                 f"sample_packing_sequence_len ({bin_length})",
-            )
-        if entry.overflow_limit is not None and entry.overflow == "error":
-            yield Conflict(
-                (f"{path}.overflow_limit", f"{path}.overflow"),
-                "overflow: error stops at the first long document: remove overflow_limit",
             )
 
 
@@ -121,10 +96,11 @@ def _streaming_options_agree(config: Config) -> Iterator[Conflict]:
             "a stream has no known length: set train.max_steps",
         )
     for index, entry in enumerate(config.data.datasets):
-        for name in ("shards", "preprocess_shards"):
-            if getattr(entry, name) is not None:
-                path = f"data.datasets.{index}.{name}"
-                yield Conflict((path, "data.streaming"), f"{name} has no effect unless data.streaming is false")
+        if entry.shards is not None:
+            yield Conflict(
+                (f"data.datasets.{index}.shards", "data.streaming"),
+                "a stream is not split into parts: remove shards, or set data.streaming to false",
+            )
         if entry.path == "dummy":
             yield Conflict(
                 (f"data.datasets.{index}.path", "data.streaming"),
@@ -147,28 +123,12 @@ def _mixture_weights_agree(config: Config) -> Iterator[Conflict]:
                 )
 
 
-def _auth_token_has_a_use(config: Config) -> Iterator[Conflict]:
-    data = config.data
-    may_be_hub = [re.fullmatch(r"[\w.-]+/[\w.-]+", entry.path) for _, entry in _entries(config)]
-    if data.hf_use_auth_token is not None and data.push_dataset_to_hub is None and not any(may_be_hub):
-        yield Conflict(
-            ("data.hf_use_auth_token",),
-            "hf_use_auth_token has no effect unless a dataset is read from the Hub (org/name) or "
-            "data.push_dataset_to_hub is set",
-        )
-
-
 def _upload_options_agree(config: Config) -> Iterator[Conflict]:
     data = config.data
     if data.push_dataset_to_hub is not None and not data.hf_use_auth_token:
         yield Conflict(
             ("data.push_dataset_to_hub", "data.hf_use_auth_token"),
             "uploading needs hf_use_auth_token: true, and a stored token or HF_TOKEN",
-        )
-    if data.num_dataset_shards_to_save is not None and data.skip_prepare_dataset:
-        yield Conflict(
-            ("data.num_dataset_shards_to_save", "data.skip_prepare_dataset"),
-            "num_dataset_shards_to_save has no effect unless skip_prepare_dataset is false",
         )
 
 
@@ -181,16 +141,6 @@ def _held_out_data_has_one_source(config: Config) -> Iterator[Conflict]:
         )
 
 
-def _prefetching_needs_workers(config: Config) -> Iterator[Conflict]:
-    data = config.data
-    is_set = "dataloader_prefetch_factor" in data.model_fields_set
-    if data.dataloader_num_workers == 0 and is_set and data.dataloader_prefetch_factor is not None:
-        yield Conflict(
-            ("data.dataloader_prefetch_factor", "data.dataloader_num_workers"),
-            "nothing prefetches if dataloader_num_workers is 0: set dataloader_prefetch_factor to null",
-        )
-
-
 def _entries(config: Config) -> Iterator[tuple[str, DatasetEntryConfig]]:
     for name in ("datasets", "test_datasets"):
         for index, entry in enumerate(getattr(config.data, name)):
@@ -200,13 +150,10 @@ def _entries(config: Config) -> Iterator[tuple[str, DatasetEntryConfig]]:
 DATA_CHECKS: tuple[Callable[[Config], Iterator[Conflict]], ...] = (
     _sources_are_complete,
     _options_match_the_type,
-    _select_columns_needs_tokenized_data,
     _length_limits_agree,
     _shard_options_are_complete,
     _streaming_options_agree,
     _mixture_weights_agree,
-    _auth_token_has_a_use,
     _upload_options_agree,
     _held_out_data_has_one_source,
-    _prefetching_needs_workers,
 )

@@ -1,7 +1,7 @@
 """The environment variables that xorl reads.
 
 These are the variables named in a configuration, XORL_DATASET_NUM_PROC, and the API keys of services, under the names
-that their clients use.
+that their clients use. WANDB_MODE, which wandb reads, is only checked.
 """
 
 import os
@@ -9,6 +9,8 @@ import re
 from collections.abc import Callable
 
 DATASET_NUM_PROC = "XORL_DATASET_NUM_PROC"
+WANDB_MODE = "WANDB_MODE"
+WANDB_MODES = ("online", "offline", "shared", "disabled", "dryrun", "run")
 SERVICE_KEYS = ("XORL_API_KEY", "TINKER_API_KEY")
 REFERENCE = re.compile(r"\$\$\{|\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>[^{}]*))?\}|(?P<broken>\$\{)")
 
@@ -50,6 +52,16 @@ def dataset_num_proc() -> tuple[int, str]:
     # A container or scheduler may restrict this process to some of the machine's cores.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return cores, "default, the number of CPU cores"
+
+
+def check_wandb_mode() -> None:
+    """Raises ValueError if wandb does not know the value of WANDB_MODE."""
+    mode = os.environ.get(WANDB_MODE)
+    if mode and mode not in WANDB_MODES:
+        raise ValueError(
+            f"the environment variable {WANDB_MODE} must be one of {', '.join(WANDB_MODES[:4])}, got {mode!r}: change "
+            "it, or set train.use_wandb to false"
+        )
 
 
 def service_key() -> str | None:

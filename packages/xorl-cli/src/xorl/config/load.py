@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Generic
 
@@ -15,9 +17,15 @@ from xorl.config.local import Config
 from xorl.config.options import all_options, entries_of
 from xorl.config.overrides import apply_overrides_, parse_overrides
 from xorl.config.problems import ConfigError, Origin, Problem
+from xorl.config.requirements import WithoutEffect, local_default, without_effect
 from xorl.config.resolve import resolve
 from xorl.config.server import ServerConfig
-from xorl.config.server_conflicts import find_server_unsupported, server_conflicts, unknown_option_hint
+from xorl.config.server_conflicts import (
+    find_server_unsupported,
+    server_conflicts,
+    server_without_effect,
+    unknown_option_hint,
+)
 from xorl.config.server_training import resolve_server
 from xorl.config.unsupported import find_unsupported
 from xorl.config.validate import PLACEHOLDER, ConfigT, Schema, validate
@@ -29,6 +37,7 @@ SECRETS = [option.name for root in (Config, ServerConfig) for option in all_opti
 LOCAL = Schema(
     Config,
     tuple(Config.model_fields),
+    without_effect=partial(without_effect, default_of=local_default),
     conflicts=conflicts_in,
     find_unsupported=find_unsupported,
     resolve=resolve,
@@ -37,6 +46,7 @@ LOCAL = Schema(
 SERVER = Schema(
     ServerConfig,
     (),
+    without_effect=server_without_effect,
     conflicts=server_conflicts,
     find_unsupported=find_server_unsupported,
     resolve=resolve_server,
@@ -51,12 +61,20 @@ class ConfigWithOrigins(Generic[ConfigT]):
 
     `origins` maps each option to the origin of its value: `config.yaml:12`, `--train.lr`, `environment NAME` or
     `default`. `path` is None for a configuration created in Python; `overrides` are the arguments as given.
+    `without_effect` lists the options that were set but have no effect; `config` has their defaults.
     """
 
     config: ConfigT
     origins: dict[str, str]
     path: Path | None
     overrides: tuple[str, ...] = ()
+    without_effect: tuple[WithoutEffect, ...] = ()
+
+    def without_effect_line(self) -> str | None:
+        """The options without effect, and when they would have one, in one line; None if there are none."""
+        groups = groupby(self.without_effect, key=lambda option: option.condition)
+        listed = [f"{', '.join(option.path for option in options)} ({condition})" for condition, options in groups]
+        return f"options without effect: {'; '.join(listed)}" if listed else None
 
     def is_set(self, option: str) -> bool:
         """Whether an option was given explicitly."""
@@ -135,21 +153,24 @@ def _finish(
     if document.root is None:
         raise ConfigError(problems, name)
     problems += apply_overrides_(document.root, parsed)
-    config, found = validate(document.root, schema)
+    validated = validate(document.root, schema)
     # Values that could not be parsed are placeholders; problems with them are not reported.
     unread = {(problem.path, problem.origin.line) for problem in problems}
     problems += [
         problem
-        for problem in found
+        for problem in validated.problems
         if (problem.path, problem.origin.line) not in unread and (problem.path, NO_LINE) not in unread
     ]
-    if problems or config is None:
+    if problems or validated.config is None:
         raise ConfigError(problems, name)
     try:
-        resolved, reasons = schema.resolve(config)
+        resolved, reasons = schema.resolve(validated.config)
     except ValueError as error:
         raise ConfigError([Problem(Origin("environment", "environment"), "", str(error))], name) from error
-    return ConfigWithOrigins(resolved, _origins(resolved, document.root, reasons, schema.root), path, tuple(overrides))
+    for option in validated.without_effect:
+        reasons.pop(option.path, None)  # the origin is that of the value without effect
+    origins = _origins(resolved, document.root, reasons, schema.root)
+    return ConfigWithOrigins(resolved, origins, path, tuple(overrides), tuple(validated.without_effect))
 
 
 def _text_of(path: Path) -> str:

@@ -172,7 +172,9 @@ class ScheduleFields(OptimizerFields):
     """Optimizer"""
 
     lr: NonNegative = Field(default=5e-5, description="Peak learning rate.")
-    lr_min: NonNegative = Field(default=1e-7, description="Learning rate at the end of the decay.")
+    lr_min: NonNegative = Field(
+        default=1e-7, description="Learning rate at the end of the decay. The default is at most lr."
+    )
     lr_start: NonNegative = Field(default=0.0, description="Learning rate at the start of the warm-up.")
     lr_warmup_ratio: Ratio = Field(
         default=0.0,
@@ -194,10 +196,10 @@ class ScheduleFields(OptimizerFields):
     no_decay_params: list[str] = Field(
         default=[], description="Parts of parameter names, such as bias; these parameters get no weight decay."
     )
-    max_grad_norm: Annotated[float, Field(gt=0)] | None = Field(
+    max_grad_norm: NonNegative | None = Field(
         default=1.0,
-        description="Maximum norm of the gradient over all parameters; a larger gradient is scaled down to it. null "
-        "disables clipping, but the norm is still measured.",
+        description="Maximum norm of the gradient over all parameters; a larger gradient is scaled down to it. 0 and "
+        "null disable clipping, but the norm is still measured.",
     )
 
 
@@ -394,7 +396,10 @@ class ProfilingFields(Section):
 
     enable_profiling: bool = Field(default=False, description="Record a trace with torch's profiler.")
     profile_start_step: AtLeastOne = Field(default=1, description="First optimizer step to record.")
-    profile_end_step: AtLeastOne = Field(default=2, description="Optimizer step before which recording stops.")
+    profile_end_step: AtLeastOne = Field(
+        default=2,
+        description="Optimizer step before which recording stops. By default a single step is recorded.",
+    )
     profile_trace_dir: str = Field(default="./trace", description="Folder for the traces.")
     profile_record_shapes: bool = Field(default=True, description="Record input shapes.")
     profile_profile_memory: bool = Field(default=True, description="Record memory use.")

@@ -9,17 +9,8 @@ from xorl.config.problems import Conflict
 from xorl.config.resolve import member_config
 
 
-def _adapter_options_have_an_effect(config: Config) -> Iterator[Conflict]:
+def _adapters_can_be_saved_and_placed(config: Config) -> Iterator[Conflict]:
     lora = config.lora
-    if lora.save_lora_only and not (lora.enable_lora or lora.enable_qlora):
-        yield Conflict(
-            ("lora.save_lora_only", "lora.enable_lora"), "there is no adapter to save: set enable_lora or enable_qlora"
-        )
-    if lora.reset_optimizer_on_merge and lora.merge_lora_interval == 0:
-        yield Conflict(
-            ("lora.reset_optimizer_on_merge", "lora.merge_lora_interval"),
-            "reset_optimizer_on_merge needs merge_lora_interval > 0",
-        )
     if lora.save_lora_only and config.model.model_path is None:
         yield Conflict(
             ("lora.save_lora_only", "model.model_path"),
@@ -87,7 +78,8 @@ def sweep_conflicts(config: Config) -> Iterator[Conflict]:
             paths = tuple(re.sub(r"^data\.datasets\b", f"{path}.datasets", other) for other in conflict.paths)
             if any(other.startswith(path) for other in paths):
                 yield Conflict(paths, conflict.message)
-        if train.lr_decay_style != "constant" and train.lr_min > run.train.lr:
+        is_minimum_set = "lr_min" in train.model_fields_set
+        if is_minimum_set and train.lr_decay_style != "constant" and train.lr_min > run.train.lr:
             message = f"lr_min ({train.lr_min:g}) is above the lr of this member ({run.train.lr:g})"
             yield Conflict((f"{path}.lr", "train.lr_min"), message)
         if train.lr_start > run.train.lr:
@@ -103,7 +95,7 @@ def sweep_conflicts(config: Config) -> Iterator[Conflict]:
 
 
 LORA_CHECKS: tuple[Callable[[Config], Iterator[Conflict]], ...] = (
-    _adapter_options_have_an_effect,
+    _adapters_can_be_saved_and_placed,
     _adapter_only_output_needs_a_usable_base,
     _quantized_bases_exclude_fp8_and_offload,
 )

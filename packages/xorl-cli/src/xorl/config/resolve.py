@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from xorl.config.entries import SweepMemberConfig
-from xorl.config.environment import dataset_num_proc
+from xorl.config.environment import check_wandb_mode, dataset_num_proc
 from xorl.config.local import Config
 
 GROUP_SIZES = {"nvfp4": 16, "block_fp8": 128, "nf4": 64}
@@ -76,8 +76,21 @@ def _data_defaults(config: Config) -> Iterator[Default]:
 
 def _train_defaults(config: Config) -> Iterator[Default]:
     train, lora = config.train, config.lora
-    if train.reshard_after_forward is None and train.data_parallel_mode == "fsdp2":
+    if train.use_wandb:
+        check_wandb_mode()
+    if train.reshard_after_forward is not None:
+        if train.reshard_after_forward != train.enable_full_shard:
+            yield Default(
+                "train.enable_full_shard", train.reshard_after_forward, "default, train.reshard_after_forward"
+            )
+    elif train.data_parallel_mode == "fsdp2":
         yield Default("train.reshard_after_forward", train.enable_full_shard, "default, train.enable_full_shard")
+    if train.lr_decay_style != "constant" and train.lr_min > train.lr:
+        yield Default("train.lr_min", train.lr, "default, train.lr")
+    if train.enable_profiling and train.profile_end_step <= train.profile_start_step:
+        yield Default("train.profile_end_step", train.profile_start_step + 1, "default, train.profile_start_step")
+    if train.max_grad_norm == 0:
+        yield Default("train.max_grad_norm", None, "")
     if train.param_dtype is None:
         has_adapters = lora.enable_lora or lora.enable_qlora
         dtype = "bf16" if has_adapters and train.enable_mixed_precision else "fp32"

@@ -6,11 +6,13 @@ The options of the model and its training are checked as for local training, und
 import difflib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
-from xorl.config.conflicts import MODEL_CHECKS, unmet_requirements
+from xorl.config.conflicts import MODEL_CHECKS
+from xorl.config.local import Config
 from xorl.config.options import all_options, entries_of, yaml_text
 from xorl.config.problems import Conflict
+from xorl.config.requirements import WithoutEffect, unmet_requirements, value_at, without_effect
 from xorl.config.server import ServerConfig
 from xorl.config.server_training import (
     SECTIONS,
@@ -21,8 +23,6 @@ from xorl.config.server_training import (
 )
 from xorl.config.unsupported import UnsupportedValues, unsupported_values
 
-# Configurations that match an inference engine set it at any precision; with mixed precision it has no effect.
-ALLOWED_WITHOUT_EFFECT = {"model.attention_cast_bf16"}
 SENT_BY_CLIENT = {"lr", "weight_decay", "max_grad_norm"}
 
 NO_EXPERT_ADAPTERS = "adapters on experts are not implemented"
@@ -42,24 +42,41 @@ SERVER_UNSUPPORTED: tuple[UnsupportedValues, ...] = (
 )
 
 
-def server_conflicts(config: ServerConfig) -> Iterator[Conflict]:
-    """Yields every conflict of a configuration."""
+def server_without_effect(config: ServerConfig) -> tuple[ServerConfig, list[WithoutEffect]]:
+    """Returns the configuration with every option that has no effect at its default, and the list of these options."""
     local = unresolved_local_config(config)
+    _, local_options = without_effect(local, partial(_default_of, local))
+    found = [
+        WithoutEffect(SERVER_NAMES[option.path], option.value, in_server_terms(option.condition))
+        for option in local_options
+    ]
+    if not (config.enable_lora or config.enable_qlora):
+        found += [
+            WithoutEffect(name, getattr(config, name), "unless enable_lora is true")
+            for name in ("max_lora_rank", "lora_models_on_device")
+            if getattr(config, name) != _server_default(name)
+        ]
+    return config.model_copy(update={option.path: _server_default(option.path) for option in found}), found
 
-    def default_of(path: str) -> object:
-        section, name = path.split(".")
-        if path in SERVER_NAMES:
-            return ServerConfig.model_fields[SERVER_NAMES[path]].default
-        return getattr(getattr(local, section), name)  # the service does not have this option
 
-    found = [*unmet_requirements(local, default_of), *(conflict for check in MODEL_CHECKS for conflict in check(local))]
-    for conflict in found:
-        if ALLOWED_WITHOUT_EFFECT.intersection(conflict.paths):
-            continue
+def server_conflicts(config: ServerConfig) -> Iterator[Conflict]:
+    """Yields every conflict of a configuration whose options without effect are at their defaults."""
+    local = unresolved_local_config(config)
+    shared = unmet_requirements(local, partial(_default_of, local))
+    for conflict in [*shared, *(conflict for check in MODEL_CHECKS for conflict in check(local))]:
         paths = tuple(SERVER_NAMES[path] for path in conflict.paths if path in SERVER_NAMES)
         yield Conflict(paths, in_server_terms(conflict.message))
     for check in CHECKS:
         yield from check(config)
+
+
+def _default_of(local: Config, path: str) -> object:
+    """The service's default of a local option; the value itself if the service does not have the option."""
+    return _server_default(SERVER_NAMES[path]) if path in SERVER_NAMES else value_at(local, path)
+
+
+def _server_default(name: str) -> object:
+    return ServerConfig.model_fields[name].default
 
 
 @cache
@@ -98,14 +115,6 @@ def unknown_option_hint(path: str) -> str | None:
     if local.path.startswith("data."):
         return f"{name} is an option of `xorl train`; the service trains on the data that clients send"
     return f"{name} is an option of `xorl train` that the service does not have"
-
-
-def _adapter_options_have_an_effect(config: ServerConfig) -> Iterator[Conflict]:
-    if config.enable_lora or config.enable_qlora:
-        return
-    for name in ("max_lora_rank", "lora_models_on_device"):
-        if getattr(config, name) != ServerConfig.model_fields[name].default:
-            yield Conflict((name, "enable_lora"), f"{name} has no effect unless enable_lora is true")
 
 
 def _adapters_use_the_default_optimizer(config: ServerConfig) -> Iterator[Conflict]:
@@ -150,7 +159,6 @@ def _endpoints_are_distinct(config: ServerConfig) -> Iterator[Conflict]:
 
 
 CHECKS: tuple[Callable[[ServerConfig], Iterator[Conflict]], ...] = (
-    _adapter_options_have_an_effect,
     _adapters_use_the_default_optimizer,
     _adapters_leave_routers,
     _lora_ranks_are_ordered,

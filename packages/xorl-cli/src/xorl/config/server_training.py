@@ -48,7 +48,10 @@ def unresolved_local_config(config: ServerConfig) -> Config:
     values: dict[str, dict[str, object]] = {name: {} for name in SECTIONS}
     for path, option in SERVER_NAMES.items():
         section, name = path.split(".")
-        values[section][name] = getattr(config, option)
+        value = getattr(config, option)
+        # An option that is not set explicitly must not take precedence over one that is.
+        if option in config.model_fields_set or value != SECTIONS[section].model_fields[name].default:
+            values[section][name] = value
     if config.load_weights_mode == "dcp":
         # The checkpoint is loaded separately; model_path does not name one.
         values["train"]["load_weights_mode"] = "broadcast"

@@ -21,32 +21,39 @@ WIDTH = 100
 
 def show(loaded: ConfigWithOrigins[ConfigT], *, with_secrets: bool = False) -> str:
     """Returns YAML that loads to the same configuration; without `with_secrets`, secrets are masked."""
-    rows = list(_rows(loaded.config, "", "", loaded.origins, with_secrets=with_secrets))
+    rows = list(_rows(loaded, loaded.config, "", "", with_secrets=with_secrets))
     column = max((len(text) for text, origin in rows if origin and len(text) < MAX_COMMENT_COLUMN), default=0)
     return "".join(f"{text:<{column}}  # {origin}\n" if origin else f"{text}\n" for text, origin in rows)
 
 
 def _rows(
-    options: Section, path: str, indent: str, origins: dict[str, str], *, with_secrets: bool
+    loaded: ConfigWithOrigins[ConfigT], options: Section, path: str, indent: str, *, with_secrets: bool
 ) -> Iterator[tuple[str, str]]:
     """Yields (line, origin) for each option; the origin is empty for lines without a value."""
+    without_effect = {option.path: option for option in loaded.without_effect}
+
+    def row(here: str, start: str, value: object) -> tuple[str, str]:
+        if here not in without_effect:
+            return f"{start}: {yaml_text(value)}", loaded.origins[here]
+        option = without_effect[here]
+        return f"{start}: {yaml_text(option.value)}", f"{loaded.origins[here]}, no effect {option.condition}"
+
     for name in type(options).model_fields:
         here, value = f"{path}{name}", getattr(options, name)
         if isinstance(value, Section):
             yield f"{indent}{name}:", ""
-            yield from _rows(value, f"{here}.", f"{indent}  ", origins, with_secrets=with_secrets)
+            yield from _rows(loaded, value, f"{here}.", f"{indent}  ", with_secrets=with_secrets)
         elif here in OWNERS.values() and value:
             yield f"{indent}{name}:", ""
             for index, entry in enumerate(value):
                 for position, field in enumerate(type(entry).model_fields):
                     mark = "-" if position == 0 else " "
-                    text = f"{indent}  {mark} {field}: {yaml_text(getattr(entry, field))}"
-                    yield text, origins[f"{here}.{index}.{field}"]
+                    yield row(f"{here}.{index}.{field}", f"{indent}  {mark} {field}", getattr(entry, field))
         else:
             if isinstance(value, Secret):
                 # str(Secret) is a row of asterisks.
                 value = value.get_secret_value() if with_secrets else str(value)
-            yield f"{indent}{name}: {yaml_text(value)}", origins[here]
+            yield row(here, f"{indent}{name}", value)
 
 
 def documentation(query: str | None = None, root: type[Section] = Config) -> str:

@@ -29,6 +29,7 @@ from xorl.config.options import (
     yaml_text,
 )
 from xorl.config.problems import Conflict, Origin, Problem, hide_secrets
+from xorl.config.requirements import WithoutEffect
 
 # Booleans in YAML 1.1 that are strings in YAML 1.2.
 OLD_BOOLEANS = {"yes": "true", "on": "true", "no": "false", "off": "false"}
@@ -47,7 +48,8 @@ class Schema(Generic[ConfigT]):
 
     Attributes:
         sections: empty if the options have no sections.
-        conflicts: finds conflicts between values that are valid by themselves.
+        without_effect: resets options that have no effect to their defaults, and lists them.
+        conflicts: finds conflicts between values that are valid by themselves and have an effect.
         find_unsupported: yields (path, message) for values that are not supported.
         resolve: fills in defaults that depend on other options, and returns the reasons for them.
         placeholders: values for missing required options, so that the rest can still be checked.
@@ -57,6 +59,7 @@ class Schema(Generic[ConfigT]):
 
     root: type[ConfigT]
     sections: tuple[str, ...]
+    without_effect: Callable[[ConfigT], tuple[ConfigT, list[WithoutEffect]]]
     conflicts: Callable[[ConfigT], Iterable[Conflict]]
     find_unsupported: Callable[[ConfigT], Iterable[tuple[str, str]]]
     resolve: Callable[[ConfigT], tuple[ConfigT, dict[str, str]]]
@@ -65,14 +68,24 @@ class Schema(Generic[ConfigT]):
     unknown_option_hint: Callable[[str], str | None] = lambda name: None
 
 
-def validate(root: Node, schema: Schema[ConfigT]) -> tuple[ConfigT | None, list[Problem]]:
-    """Returns the configuration, or None and all problems."""
+@dataclass(frozen=True)
+class Validated(Generic[ConfigT]):
+    """A configuration whose options without effect are reset, or None and all problems."""
+
+    config: ConfigT | None
+    problems: list[Problem]
+    without_effect: list[WithoutEffect] = field(default_factory=list)
+
+
+def validate(root: Node, schema: Schema[ConfigT]) -> Validated[ConfigT]:
+    """Checks a tree of values."""
     data = root.plain()
     if data is None:
         data = {}
     if not isinstance(data, dict):
         expected = f"with the sections {', '.join(schema.sections)}" if schema.sections else "of options"
-        return None, [Problem(root.origin, "", f"expected a mapping {expected}, got a list or a single value")]
+        problem = Problem(root.origin, "", f"expected a mapping {expected}, got a list or a single value")
+        return Validated(None, [problem])
     for name in schema.sections:
         # If all options of a section are commented out, YAML parses the section as null.
         if data.get(name) is None:
@@ -84,14 +97,15 @@ def validate(root: Node, schema: Schema[ConfigT]) -> tuple[ConfigT | None, list[
         problems, failing = _problems_of(error, data, root, schema)
         config = schema.root.model_validate(_without(data, failing, schema))
     failing_options = {_dotted(path) for path in failing}
-    for conflict in schema.conflicts(config):
+    effective, without_effect = schema.without_effect(config)
+    for conflict in schema.conflicts(effective):
         if not any(_is_affected(path, failing_options) for path in conflict.paths):
             message = _with_variables(conflict.message, root)
-            problems.append(_conflict_problem(conflict.paths, message, config, root))
+            problems.append(_conflict_problem(conflict.paths, message, effective, root))
     for path, message in schema.find_unsupported(config):
         if not _is_affected(path, failing_options):
             problems.append(Problem(root.nearest(_parts(path)).origin, path, _with_variables(message, root)))
-    return (None if problems else config), problems
+    return Validated(None if problems else effective, problems, without_effect)
 
 
 def _problems_of(

@@ -146,6 +146,8 @@ def serve(path: Path, overrides: Sequence[str], *, mode: Mode, api_host: str, ap
     """
     loaded = load_server_config(path, overrides)
     configure_logging("launcher", loaded.config.log_level)
+    if (line := loaded.without_effect_line()) is not None:
+        logger.warning("%s", line)
     with ExitStack() as stack:
         lock = stack.enter_context(lock_output_dir(service_folder(loaded.config)))
         check_listening("--api", api_host, api_port)

@@ -15,7 +15,7 @@ from xorl.core.loss import LossFn, cross_entropy
 from xorl.core.mesh import Mesh
 from xorl.core.models import Decoder
 from xorl.core.optim import MuonOptions, Schedule, build_optimizer
-from xorl.core.optim.optimizer import weight_decays
+from xorl.core.optim.optimizer import require_no_decay_matches, unmatched_no_decay
 from xorl.core.parallel import ParallelModel
 from xorl.core.runtime import GarbageCollection, default_device_type
 from xorl.data import DataPlan
@@ -123,8 +123,11 @@ def _check(config: Config, architecture: Architecture) -> None:
         raise ValueError("lora.sweep: `xorl train` trains its members; this is for one adapter: leave the option out")
     train, device = config.train, torch.device(default_device_type())
     sketch = check_model(architecture, config.model, train, config.lora, device)
-    trained = [(path, parameter) for path, parameter in sketch.named_parameters() if parameter.requires_grad]
-    weight_decays(trained, train.weight_decay, train.no_decay_modules, train.no_decay_params)
+    parameters = dict(sketch.named_parameters())
+    require_no_decay_matches(parameters, train.no_decay_modules, train.no_decay_params)
+    trained = [path for path, parameter in parameters.items() if parameter.requires_grad]
+    for option, parts in unmatched_no_decay(trained, train.no_decay_modules, train.no_decay_params).items():
+        logger.info("options without effect: train.%s %s (matches only frozen parameters)", option, ", ".join(parts))
 
 
 def _with_recomputation(startup: Startup, run: PreparedRun) -> Startup:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from xorl.ckpt import Checkpointer, CheckpointError, Retention
-from xorl.ckpt.layout import MANIFEST, is_complete, read_manifest, step_of
+from xorl.ckpt.layout import LATEST, MANIFEST, is_complete, read_manifest, step_of
 from xorl.ckpt.publish import prepare_root
 from xorl.config.local import TrainConfig
 from xorl.core.runtime import global_rank
@@ -94,7 +94,12 @@ def resume_from(checkpointer: Checkpointer, option: str | None) -> Path | None:
     the same command can be repeated. Raises CheckpointError if the checkpoint does not exist, or if a run would ignore
     the checkpoints in its folder.
     """
-    root, latest = checkpointer.root, checkpointer.latest()
+    root = checkpointer.root
+    if (named := root / LATEST).is_dir():
+        raise CheckpointError(
+            f"{OPTION}: {named} is a folder, but must be a file that names the newest checkpoint; rename it"
+        )
+    latest = checkpointer.latest()
     if option == "auto":
         _require_complete(root, latest)
         return latest

@@ -31,6 +31,8 @@ def run_training(loaded: LoadedConfig) -> int:
     config = loaded.config
     is_main = global_rank() == 0
     set_up_logging(config.train.log_format, is_main=is_main)
+    if is_main and (line := loaded.without_effect_line()) is not None:
+        logger.warning("%s", line)
     try:
         with locked(Path(config.train.output_dir)) if is_main else nullcontext():
             signal_number = _run_sweep(config) if config.lora.sweep else _run(config)

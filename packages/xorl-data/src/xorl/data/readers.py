@@ -50,6 +50,23 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 _NOT_UTF8 = re.compile("[\udc80-\udcff]")
 
 
+class _DuplicateKeyError(ValueError):
+    """A JSON object has a key twice."""
+
+
+def _unique_keys(pairs: list[tuple[str, object]]) -> Row:
+    """Converts an object's pairs; Python's parser would keep the last of two values."""
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for index, key in enumerate(keys) if key in keys[:index])
+        raise _DuplicateKeyError(f"has the key {twice!r} twice in one object; remove one of the two")
+    return row
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys)
+
+
 class Chunk(Protocol):
     """Consecutive rows of one source."""
 
@@ -183,12 +200,14 @@ class LinesChunk:
         text = ""
         try:
             text = line.decode()
-            row: object = json.loads(text) if self.as_json else {"text": text.removesuffix("\r")}
+            row: object = _DECODER.decode(text) if self.as_json else {"text": text.removesuffix("\r")}
         except UnicodeDecodeError as error:
             raise DataError(f"{self.location(index)} is not UTF-8: {error.reason} at byte {error.start}") from error
         except (json.JSONDecodeError, RecursionError) as error:
             reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
             raise DataError(f"{self.location(index)} is not JSON: {reason}: {_excerpt(text)}") from error
+        except _DuplicateKeyError as error:
+            raise DataError(f"{self.location(index)} {error}: {_excerpt(text)}") from error
         if not isinstance(row, dict):
             raise DataError(f"{self.location(index)} is {type(row).__name__}, want one JSON object: {_excerpt(text)}")
         return {**row}
@@ -373,7 +392,6 @@ def _not_an_object(path: Path, number: int, element: object, selected: Sequence[
 
 def _array_elements(path: Path) -> Iterator[tuple[object, int]]:
     """Yields the elements of a top-level JSON array and their lengths in characters, without loading the whole file."""
-    decoder = json.JSONDecoder()
     # Invalid UTF-8 is read as lone surrogates, so that the error can name the element with them.
     with _decompressed(path) as raw, io.TextIOWrapper(raw, encoding="utf-8-sig", errors="surrogateescape") as file:
         text = file.read(CHUNK_BYTES)
@@ -381,7 +399,7 @@ def _array_elements(path: Path) -> Iterator[tuple[object, int]]:
         if text.startswith("]", start):
             return
         for number in count():
-            while isinstance(found := _decode_element(decoder, text, start), str):
+            while isinstance(found := _decode_element(text, start, f"{path}, element {number} (the first is 0)"), str):
                 # The element may continue beyond the text read so far, so it is an error only at the end of the file
                 # or at our limit.
                 text, start = text[start:], 0
@@ -402,10 +420,15 @@ def _array_elements(path: Path) -> Iterator[tuple[object, int]]:
                 return
 
 
-def _decode_element(decoder: json.JSONDecoder, text: str, start: int) -> tuple[object, int, int] | str:
-    """Returns (the element at `start`, its end, the offset of the comma or bracket after it), or an error message."""
+def _decode_element(text: str, start: int, location: str) -> tuple[object, int, int] | str:
+    """Returns (the element at `start`, its end, the offset of the comma or bracket after it), or an error message.
+
+    The message may be due to a text that ends too early; raises DataError for an error that more text cannot correct.
+    """
     try:
-        element, end = decoder.raw_decode(text, _skip_space(text, start))
+        element, end = _DECODER.raw_decode(text, _skip_space(text, start))
+    except _DuplicateKeyError as error:
+        raise DataError(f"{location} {error}") from error
     except json.JSONDecodeError as error:
         return f"{error.msg} near {_excerpt(text[max(0, error.pos - 20) : error.pos + 40])}"
     except RecursionError as error:

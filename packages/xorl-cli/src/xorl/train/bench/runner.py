@@ -93,6 +93,8 @@ def run_bench(loaded: LoadedConfig, options: BenchOptions, against: Mapping[str,
     imported = time.time()
     is_main = runtime.global_rank() == 0
     set_up_logging("structured", is_main=is_main)
+    if is_main and (line := loaded.without_effect_line()) is not None:
+        logger.warning("%s", line)
     config = loaded.config
     variants = [_System(XORL, config), *(_System(f"{XORL} {name}", other.config) for name, other in against.items())]
     for system in variants:

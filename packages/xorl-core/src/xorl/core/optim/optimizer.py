@@ -41,14 +41,18 @@ def build_optimizer(
         state_dtype, seed: for anyprecision_adamw and muon, the dtype of the state and the seed of stochastic rounding.
         muon: options that the optimizer `muon` requires.
 
-    Raises ValueError for an unknown name, for a substring that matches no parameter, or if no parameter requires a
-    gradient.
+    Raises ValueError for an unknown name, for a substring that matches no parameter, trained or frozen, or if no
+    parameter requires a gradient.
     """
     check_choice("name", name, OptimizerName)
     if name == "muon" and muon is None:
         raise ValueError("muon: the optimizer muon needs MuonOptions, which say what each parameter stacks; got None")
-    trained = [(path, parameter) for path, parameter in named_parameters if parameter.requires_grad]
-    decays = weight_decays(trained, weight_decay, no_decay_modules, no_decay_params)
+    named = dict(named_parameters)
+    require_no_decay_matches(named, no_decay_modules, no_decay_params)
+    trained = [(path, parameter) for path, parameter in named.items() if parameter.requires_grad]
+    if not trained:
+        raise ValueError("no parameter requires a gradient: there is nothing to train")
+    decays = [0.0 if _matches(path, no_decay_modules, no_decay_params) else weight_decay for path, _ in trained]
     groups: dict[tuple[bool, float], dict[str, Any]] = {}
     for (path, parameter), decay in zip(trained, decays, strict=True):
         is_matrix = name == "muon" and muon is not None and path in muon.matrices
@@ -69,25 +73,36 @@ def build_optimizer(
     return SGD(groups.values(), lr)
 
 
-def weight_decays(
-    trained: Sequence[tuple[str, nn.Parameter]],
-    weight_decay: float,
-    no_decay_modules: Sequence[str],
-    no_decay_params: Sequence[str],
-) -> list[float]:
-    """The weight decay of each trained parameter.
+def require_no_decay_matches(
+    paths: Iterable[str], no_decay_modules: Sequence[str], no_decay_params: Sequence[str]
+) -> None:
+    """Raise ValueError for a substring that matches none of the parameters at `paths`; see `build_optimizer`."""
+    if unmatched := unmatched_no_decay(paths, no_decay_modules, no_decay_params):
+        option, parts = next(iter(unmatched.items()))
+        raise ValueError(f"train.{option}: no parameter matches {', '.join(parts)}")
 
-    Raises ValueError for a substring that matches no parameter, or if `trained` is empty.
-    """
-    if not trained:
-        raise ValueError("no parameter requires a gradient: there is nothing to train")
-    modules, names = zip(*(path.rpartition(".")[::2] for path, _ in trained), strict=True)
-    for option, given, candidates in (("modules", no_decay_modules, modules), ("params", no_decay_params, names)):
-        if unmatched := sorted(part for part in given if not any(part in name for name in candidates)):
-            raise ValueError(f"train.no_decay_{option}: no trained parameter matches {', '.join(unmatched)}")
-    return [
-        0.0
-        if any(part in module for part in no_decay_modules) or any(part in name for part in no_decay_params)
-        else weight_decay
-        for module, name in zip(modules, names, strict=True)
-    ]
+
+def unmatched_no_decay(
+    paths: Iterable[str], no_decay_modules: Sequence[str], no_decay_params: Sequence[str]
+) -> dict[str, list[str]]:
+    """The substrings that match none of the parameters at `paths`, by option; without options that have none."""
+    modules, names = zip(*(_split(path) for path in paths), strict=True)
+    unmatched = {
+        option: sorted(part for part in given if not any(part in name for name in candidates))
+        for option, given, candidates in (
+            ("no_decay_modules", no_decay_modules, modules),
+            ("no_decay_params", no_decay_params, names),
+        )
+    }
+    return {option: parts for option, parts in unmatched.items() if parts}
+
+
+def _matches(path: str, no_decay_modules: Sequence[str], no_decay_params: Sequence[str]) -> bool:
+    module, name = _split(path)
+    return any(part in module for part in no_decay_modules) or any(part in name for part in no_decay_params)
+
+
+def _split(path: str) -> tuple[str, str]:
+    """The module path of a parameter, and the last part of its name."""
+    module, _, name = path.rpartition(".")
+    return module, name

@@ -5,7 +5,7 @@ Prefixes: a turn starts at the end of the rendering of the messages before it, w
 the end of the rendering of the messages up to it. Both renderings must be prefixes of the whole one. (3) Alignment,
 for templates that render earlier turns differently from the last one (without reasoning, or with another end token):
 the conversation is rendered again with other contents for the turn, and the part that changes belongs to the turn. The
-turn extends from the generation prompt before that part to the special token after it.
+turn extends from the generation prompt before that part, or what it begins with, to the special token after it.
 
 The result of each method is checked against the whole rendering. If all checks fail, the conversation is rejected. With
 (2) and (3) a turn ends with its last special token, and whitespace after it is not trained. If the template writes no
@@ -198,13 +198,19 @@ def _turn_start(
         # Spaces that the template writes before the content belong to the turn, as with prefixes.
         return len(whole[:first].rstrip()) + len(unprompted) - len(unprompted.rstrip())
     found = whole.rfind(prompt, 0, first)
-    if found < 0:
-        raise DataError(
-            f"{template.name} is not stable: its generation prompt for message {turn}, {prompt[-60:]!r}, is not before "
-            "that message in the whole conversation. Mark the generated text with {% generation %} in a copy of the "
-            "template, or set train_on to last_turn or all"
-        )
-    return found + len(prompt)
+    if found >= 0:
+        return found + len(prompt)
+    # The prompt may open a part that the template leaves out of finished turns, such as the model's reasoning. What
+    # follows the prompt's special tokens then depends on this message alone, from its first character on.
+    openings = (prompt[: match.end()] for match in special.finditer(prompt))
+    if any(whole.endswith(opening, 0, first) for opening in openings):
+        return first
+    raise DataError(
+        f"{template.name} is not stable: its generation prompt for message {turn}, {prompt[-60:]!r}, is not before "
+        "that message in the whole conversation, so the text that the model would generate is unknown. Save the "
+        "template as a file, write {% generation %} before and {% endgeneration %} after what it renders for the "
+        "content of assistant messages, up to their end token, and set chat_template to that file"
+    )
 
 
 def _affected_region(template: ChatTemplate, conversation: Conversation, whole: str, turn: int) -> Span:

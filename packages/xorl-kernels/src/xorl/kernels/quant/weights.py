@@ -68,7 +68,10 @@ class QuantScheme:
         """The reason why rows of this length cannot be quantised, or None. block_fp8 allows incomplete blocks."""
         if self.quant_format == "block_fp8" or in_features % self.group_size == 0:
             return None
-        return f"rows of {in_features} weights cannot be divided into groups of {self.group_size}"
+        reason = f"rows of {in_features} weights cannot be divided into groups of {self.group_size}"
+        # The largest power of two that divides the rows.
+        fitting = min(in_features & -in_features, MAX_GROUP_SIZE)
+        return f"{reason}, but into groups of {fitting}" if fitting >= MIN_GROUP_SIZE else reason
 
     def stored(self, out_features: int, in_features: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shapes and dtypes of the fields of a QuantizedWeight that are not None.

@@ -1,0 +1,116 @@
+"""The first hour of a new user: one file that carries every option, and command lines that switch between its parts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from tiny_models import hf_config
+
+BASE = """\
+model:
+  model_path: {folder}/base
+  attention_cast_bf16: false
+data:
+  datasets:
+    - path: {folder}/rows.jsonl
+  test_datasets:
+    - path: {folder}/rows.jsonl
+  dataset_prepared_path: {folder}/prepared
+  sample_packing_method: multipack
+  sample_packing_group_size: 1000
+  sample_packing_sequence_len: 32
+  dataloader_num_workers: 0
+  dataloader_prefetch_factor: 2
+  pad_to_multiple_of: 8
+train:
+  output_dir: {folder}/output
+  max_steps: 2
+  eval_steps: 1
+  save_epochs: 0
+  save_hf_weights: false
+  optimizer: adamw
+  optimizer_dtype: bf16
+  muon_lr: 0.05
+  muon_momentum: 0.9
+  muon_adjust_lr_fn: match_rms_adamw
+  lr: 1e-3
+  lr_min: 1e-5
+  lr_decay_style: constant
+  weight_decay: 0.1
+  no_decay_modules: [norm]
+  max_grad_norm: 0
+  reshard_after_forward: false
+  enable_gradient_checkpointing: true
+  enable_profiling: false
+  profile_start_step: 2
+  profile_end_step: 3
+  profile_trace_dir: {folder}/trace
+  use_wandb: false
+  wandb_project: mine
+lora:
+  enable_lora: false
+  lora_rank: 4
+  lora_alpha: 8
+  save_lora_only: true
+  enable_qlora: false
+  quant_format: nf4
+  quant_group_size: 32
+  enable_aqn: false
+  aqn_alpha: 0.5
+"""
+LORA, QLORA, MUON = (
+    ["--lora.enable_lora", "true"],
+    ["--lora.enable_qlora", "true"],
+    ["--train.optimizer", "muon"],
+)
+NO_EVALUATION = ["--data.test_datasets", "[]"]
+TWO_RANKS = ["--nproc-per-node", "2"]
+COMMAND_LINES: dict[str, list[str]] = {
+    "full weights": [],
+    "LoRA": LORA,
+    "QLoRA": [*QLORA, "--train.data_parallel_mode", "none"],
+    "QLoRA with noise": [*QLORA, "--lora.enable_aqn", "true"],
+    "muon": [*MUON, "--train.lr_decay_style", "cosine"],
+    "LoRA by muon": [*LORA, *MUON],
+    "no evaluation": NO_EVALUATION,
+    "LoRA, no evaluation, clipped": [*LORA, *NO_EVALUATION, "--train.max_grad_norm", "0.5"],
+    "replicated, profiled": ["--train.data_parallel_mode", "ddp", "--train.enable_profiling", "true"],
+    "two ranks": [*TWO_RANKS, "--train.enable_gradient_checkpointing", "false"],
+}
+WITHOUT_EFFECT = {
+    "full weights": {"train.muon_lr", "lora.lora_rank", "lora.quant_format", "lora.aqn_alpha", "train.wandb_project"},
+    "LoRA": {"train.muon_lr", "lora.quant_format", "train.no_decay_modules norm (matches only frozen parameters)"},
+    "QLoRA": {"train.muon_lr", "lora.aqn_alpha", "train.reshard_after_forward"},
+    "no evaluation": {"train.eval_steps"},
+    "replicated, profiled": {"train.reshard_after_forward"},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("first_hour")
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(Qwen3Config.from_dict(hf_config(intermediate_size=64))).save_pretrained(root / "base")
+    rows = [{"input_ids": [(index + offset) % 50 for offset in range(8 + index % 5)]} for index in range(32)]
+    (root / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (root / "config.yaml").write_text(BASE.format(folder=root))
+    return root
+
+
+@pytest.mark.parametrize("name", COMMAND_LINES)
+def test_every_command_line_runs_with_the_same_file(name: str, folder: Path, run_command) -> None:
+    # Would catch an option that has no effect and ends the run, so that each kind of run needs a file of its own.
+    output = folder / name.replace(" ", "_").replace(",", "")
+    result = run_command(str(folder / "config.yaml"), "--train.output_dir", str(output), *COMMAND_LINES[name])
+    assert result.returncode == 0, result.stderr
+    records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records if "loss" in record] == [1, 2]
+    assert any("eval_loss" in record for record in records) == ("no evaluation" not in name)
+    listed = [line for line in result.stderr.splitlines() if "options without effect: " in line]
+    assert all(option in "\n".join(listed) for option in WITHOUT_EFFECT.get(name, ())), listed
+    assert len([line for line in listed if "frozen" not in line]) == 1
