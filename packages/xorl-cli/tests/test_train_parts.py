@@ -86,7 +86,7 @@ def test_metrics_of_a_former_run_are_not_those_of_one_that_starts_afresh(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("steps_done", "trace"), [(0, ["rank0_steps_3_5"]), (2, ["rank0_steps_3_5"]), (3, ["rank0_steps_4_5"]), (4, [])]
+    ("steps_done", "trace"), [(0, ["rank0_steps_3-4"]), (2, ["rank0_steps_3-4"]), (3, ["rank0_step_4"]), (4, [])]
 )
 def test_profile_of_a_resumed_run(steps_done: int, trace: list[str], tmp_path: Path) -> None:
     # Catches a run that resumes right before the span, or within it, and records nothing.
