@@ -259,7 +259,8 @@ def test_a_copy_with_generation_blocks_trains_what_an_unstable_template_does_not
     """Catches a refusal whose advice does not work."""
     unstable = (
         "{% if add_generation_prompt %}!{% else %}?{% endif %}{% for m in messages %}"
-        "{% if m.role == 'assistant' %}BEFORE{{ m.content }}<|end|>AFTER{% else %}{{ m.content }}{% endif %}{% endfor %}"
+        "{% if m.role == 'assistant' %}BEFORE{{ m.content }}<|end|>AFTER"
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}"
     )
     path = write_jsonl(tmp_path / "rows.jsonl", [{"messages": [USER, ASSISTANT]}])
     template = tmp_path / "copy.jinja"

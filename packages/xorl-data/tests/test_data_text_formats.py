@@ -264,7 +264,7 @@ TEMPLATES = {
     "drops": ("{{ messages[0].content }}<|end|>", r"line 1: .*own.jinja omits message 1"),
     "unstable": (
         "{% if add_generation_prompt %}!{% else %}?{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}",
-        r"line 1: .*own.jinja is not stable: its generation prompt .*'!Hi'.*write \{% generation %\} before .* chat_template",
+        r"line 1: .*own.jinja is not stable: its generation prompt .*'!Hi'.*write \{% generation %\} before .*",
     ),
 }
 

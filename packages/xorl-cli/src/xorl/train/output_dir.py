@@ -83,8 +83,8 @@ def resume_from(checkpointer: Checkpointer, option: str | None) -> Path | None:
     """
     if (named := checkpointer.root / LATEST).is_dir():
         raise CheckpointError(
-            f"{OPTION}: {named} is a folder, but runs write the name of their newest checkpoint to a file of that name; "
-            "rename it"
+            f"{OPTION}: {named} is a folder, but runs write the name of their newest checkpoint to a file of that "
+            "name; rename it"
         )
     latest = checkpointer.latest()
     if option == "auto":
