@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import gzip
 import json
+import logging
 import os
 import resource
 import shutil
@@ -29,6 +30,7 @@ from xorl.train.interrupt import Interruption
 from xorl.train.observe.devices import PEAK_BF16_FLOPS
 from xorl.train.observe.observer import DivergedError, Metrics, MetricsFile, Observer
 from xorl.train.observe.profile import Profiler, build_profiler
+from xorl.train.observe.progress import progress_sink, set_up_logging
 from xorl.train.observe.timing import StepTimer
 from xorl.train.observe.wandb_log import RUN_ID, WandbSink, credentials_are_missing
 from xorl.train.output_dir import open_output_dir, resume_from
@@ -408,3 +410,41 @@ def test_checkpoints_that_a_run_would_come_to_are_told_before_it_begins(tmp_path
         resume_from(checkpointer, "auto")
     shutil.move(tmp_path / "global_step_3", tmp_path / "kept")
     assert resume_from(checkpointer, "auto") == tmp_path / "global_step_2"
+
+
+@pytest.fixture
+def own_logging() -> Iterator[None]:
+    """Restores the logger that `set_up_logging` changes."""
+    root = logging.getLogger("xorl")
+    handlers, propagate, level = root.handlers[:], root.propagate, root.level
+    yield
+    root.handlers[:], root.propagate = handlers, propagate
+    root.setLevel(level)
+
+
+@pytest.mark.usefixtures("own_logging")
+def test_progress_in_a_file_is_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    # Catches a bar of carriage returns in a log file, and one line for each of a million steps.
+    set_up_logging("progress_bar", is_main=True)
+    sink = progress_sink("progress_bar", num_steps=30, start_step=0)
+    for step in range(1, 31):
+        sink.write({"step": step, "loss": 2.0, "lr": 1e-3, "mfu": None, "time_s": 0.5})
+    sink.write({"step": 30, "eval_loss": 1.5})
+    sink.close()
+    written = capsys.readouterr().err
+    assert "\r" not in written
+    first, last, evaluation = written.splitlines()
+    assert first.startswith("step 1/30 loss=2 lr=0.001 left=")
+    assert last.startswith("step 30/30 loss=2 lr=0.001 left=0:00:00")
+    assert evaluation == "evaluation step=30 eval_loss=1.5"
+
+
+@pytest.mark.usefixtures("own_logging")
+def test_structured_lines_are_short(capsys: pytest.CaptureFixture[str]) -> None:
+    # Catches a line with every metric, in which nobody finds the loss.
+    set_up_logging("structured", is_main=True)
+    timings = {f"{phase}_s": 0.1 for phase in ("time", "forward", "backward", "comm", "optimizer", "idle", "data")}
+    progress_sink("structured", 9, 0).write(
+        {"step": 3, "loss": 2.0, "grad_norm": 1.0, "lr": 1e-3, "num_tokens": 5, "mfu": None, **timings}
+    )
+    assert capsys.readouterr().err.strip().endswith(" level=INFO step=3 loss=2 grad_norm=1 lr=0.001")
