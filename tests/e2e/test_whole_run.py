@@ -80,7 +80,7 @@ def test_two_ranks_with_every_observer_save_when_they_are_terminated(tmp_path: P
     assert "torchrun" in stderr
     assert "wandb=offline" in stderr
     assert list((tmp_path / "output" / "wandb").glob("offline-run-*"))
-    assert [file.name for file in (tmp_path / "trace").iterdir()] == ["rank0_steps_1_2.json.gz"]
+    assert [file.name for file in (tmp_path / "trace").iterdir()] == ["rank0_step_1.json.gz"]
     records = records_of(tmp_path)
     steps = [record["step"] for record in records if "loss" in record]
     assert steps == list(range(1, len(steps) + 1))

@@ -127,6 +127,18 @@ CASES = [
     Case("GPT2LMHeadModel", "scaled by layer", {"scale_attn_by_inverse_layer_idx": True}),
     Case("GPT2LMHeadModel", "unscaled, gelu", {"scale_attn_weights": False, "activation_function": "gelu"}),
 ]
+# An id of `make_rows`, whose row of the embedding gets a gradient in one family alone, and from the head if it is tied.
+PADDING = {"pad_token_id": 22}
+CASES += [
+    Case("LlamaForCausalLM", "padding", PADDING),
+    Case("Qwen2ForCausalLM", "padding, tied", {**PADDING, "tie_word_embeddings": True}),
+    Case("Qwen3ForCausalLM", "padding", {"head_dim": 16, **PADDING}),
+    Case("Qwen3ForCausalLM", "padding from the end", {"head_dim": 16, "pad_token_id": -1}),
+    Case("MistralForCausalLM", "padding", PADDING),
+    Case("Qwen3MoeForCausalLM", "padding", {**MIXTURE, **PADDING}),
+    Case("MixtralForCausalLM", "padding", {**LOCAL, **PADDING}),
+    Case("GPT2LMHeadModel", "padding", PADDING),
+]
 # What a cache could get wrong: heads, windows, positions.
 GENERATED = {"grouped heads", "one kv head", "dynamic rope", "yarn rope", "sliding window", "untied, inner width"}
 IDS = [f"{case.architecture} {case.label}" for case in CASES]

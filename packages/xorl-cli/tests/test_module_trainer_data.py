@@ -113,13 +113,25 @@ def test_forms_of_a_batch(batch, labels: Tensor) -> None:
         (IDS.float(), "float32"),
         (IDS[0], r"\[4\]"),
         ((IDS, IDS[:, 1:]), r"\[2, 3\]"),
-        (torch.zeros(1, 5, dtype=torch.int64), "context_length 4"),
+        (torch.zeros(1, 6, dtype=torch.int64), "6 token ids, more than context_length 4 and the label"),
+        ((torch.zeros(1, 5, dtype=torch.int64),) * 2, "5 token ids, more than context_length 4$"),
     ],
 )
 def test_other_batches_are_refused(batch, told: str) -> None:
     # Catches a crash deep in the model where the loader is at fault.
     with pytest.raises(ValueError, match=told):
         read_batch(batch, 4)
+
+
+def test_a_row_of_one_id_more_has_the_label_of_its_last_position() -> None:
+    # Catches rows as most tutorials cut them that are refused, or that lose their last label.
+    ids = torch.arange(10).view(2, 5)
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+    rows = read_batch({"input_ids": ids, "attention_mask": mask}, 4)
+    assert torch.equal(rows.input_ids, ids[:, :4])
+    assert rows.labels.tolist() == [[1, 2, 3, 4], [6, 7, -100, -100]]
+    assert torch.equal(rows.extras["attention_mask"], mask[:, :4])
+    assert torch.equal(read_batch(ids, 4).labels, ids[:, 1:])
 
 
 def test_labels_that_repeat_the_ids_are_refused() -> None:

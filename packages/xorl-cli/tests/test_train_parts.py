@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import gzip
 import json
+import logging
 import os
 import resource
 import shutil
@@ -31,6 +32,7 @@ from xorl.train.observe.devices import PEAK_BF16_FLOPS
 from xorl.train.observe.metrics_file import Metrics, MetricsFile
 from xorl.train.observe.observer import DivergedError, Observer
 from xorl.train.observe.profile import Profiler, build_profiler
+from xorl.train.observe.progress import progress_sink, set_up_logging
 from xorl.train.observe.timing import StepTimer
 from xorl.train.observe.wandb_log import RUN_ID, WandbSink, credentials_are_missing
 from xorl.train.output_dir import STARTED_FROM, open_output_dir, resume_from, start_of
@@ -88,7 +90,7 @@ def test_metrics_of_a_former_run_are_not_those_of_one_that_starts_afresh(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("steps_done", "trace"), [(0, ["rank0_steps_3_5"]), (2, ["rank0_steps_3_5"]), (3, ["rank0_steps_4_5"]), (4, [])]
+    ("steps_done", "trace"), [(0, ["rank0_steps_3-4"]), (2, ["rank0_steps_3-4"]), (3, ["rank0_step_4"]), (4, [])]
 )
 def test_profile_of_a_resumed_run(steps_done: int, trace: list[str], tmp_path: Path) -> None:
     # Catches a run that resumes right before the span, or within it, and records nothing.
@@ -432,3 +434,41 @@ def test_a_damaged_newest_checkpoint_is_named_with_the_way_back(tmp_path: Path) 
     with pytest.raises(ValueError, match=r"go back with --train\.load_checkpoint_path global_step_1"):
         resume_from(checkpointer, "auto")
     assert resume_from(checkpointer, "global_step_1") == tmp_path / "global_step_1"
+
+
+@pytest.fixture
+def own_logging() -> Iterator[None]:
+    """Restores the logger that `set_up_logging` changes."""
+    root = logging.getLogger("xorl")
+    handlers, propagate, level = root.handlers[:], root.propagate, root.level
+    yield
+    root.handlers[:], root.propagate = handlers, propagate
+    root.setLevel(level)
+
+
+@pytest.mark.usefixtures("own_logging")
+def test_progress_in_a_file_is_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    # Catches a bar of carriage returns in a log file, and one line for each of a million steps.
+    set_up_logging("progress_bar", is_main=True)
+    sink = progress_sink("progress_bar", num_steps=30, start_step=0)
+    for step in range(1, 31):
+        sink.write({"step": step, "loss": 2.0, "lr": 1e-3, "mfu": None, "time_s": 0.5})
+    sink.write({"step": 30, "eval_loss": 1.5})
+    sink.close()
+    written = capsys.readouterr().err
+    assert "\r" not in written
+    first, last, evaluation = written.splitlines()
+    assert first.startswith("step 1/30 loss=2 lr=0.001 left=")
+    assert last.startswith("step 30/30 loss=2 lr=0.001 left=0:00:00")
+    assert evaluation == "evaluation step=30 eval_loss=1.5"
+
+
+@pytest.mark.usefixtures("own_logging")
+def test_structured_lines_are_short(capsys: pytest.CaptureFixture[str]) -> None:
+    # Catches a line with every metric, in which nobody finds the loss.
+    set_up_logging("structured", is_main=True)
+    timings = {f"{phase}_s": 0.1 for phase in ("time", "forward", "backward", "comm", "optimizer", "idle", "data")}
+    progress_sink("structured", 9, 0).write(
+        {"step": 3, "loss": 2.0, "grad_norm": 1.0, "lr": 1e-3, "num_tokens": 5, "mfu": None, **timings}
+    )
+    assert capsys.readouterr().err.strip().endswith(" level=INFO step=3 loss=2 grad_norm=1 lr=0.001")

@@ -372,7 +372,9 @@ class LoggingFields(Section):
     """Logging"""
 
     log_format: LogFormat = Field(
-        default="progress_bar", description="Console output of a run: progress_bar, or structured (key=value lines)."
+        default="progress_bar",
+        description="Console output of a run: progress_bar (lines if it is not a terminal), or structured "
+        "(key=value lines). metrics.jsonl has all metrics in either case.",
     )
     use_wandb: bool = Field(
         default=True,

@@ -449,7 +449,10 @@ def unmet_requirements(config: Config, default_of: Callable[[str], object]) -> I
 def local_default(path: str) -> object:
     """Returns the default of an option of local training outside dataset entries."""
     section, name = path.split(".")
-    return Config.model_fields[section].annotation.model_fields[name].default
+    kind = Config.model_fields[section].annotation
+    assert isinstance(kind, type)
+    assert issubclass(kind, Section)
+    return kind.model_fields[name].default
 
 
 def entry_default(name: str) -> object:

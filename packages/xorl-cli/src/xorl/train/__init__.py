@@ -9,6 +9,7 @@ from xorl.train.evaluate import evaluate
 from xorl.train.loop import train
 from xorl.train.module.distributed import DDPTrainer, FSDPTrainer
 from xorl.train.module.loader import DataLoader
+from xorl.train.module.models import load_model
 from xorl.train.module.text import TextStream, load_tokenizer
 from xorl.train.module.trainer import StepMetrics, Trainer, next_token_loss
 from xorl.train.observe.observer import DivergedError
@@ -29,6 +30,7 @@ __all__ = [
     "cleanup_distributed",
     "evaluate",
     "get_local_rank",
+    "load_model",
     "load_tokenizer",
     "next_token_loss",
     "run_training",

@@ -51,8 +51,8 @@ from xorl.train.data import (
 from xorl.train.evaluate import EvalPoints, Evaluation
 from xorl.train.model import head_options_of, pin_checkpoint, read_architecture
 from xorl.train.observe.metrics_file import MetricsFile, is_evaluated
-from xorl.train.observe.observer import Observer, Sink, StructuredLines
-from xorl.train.observe.progress import Phases, ProgressBar
+from xorl.train.observe.observer import Observer, Sink
+from xorl.train.observe.progress import Phases, progress_sink
 from xorl.train.observe.timing import StepTimer
 from xorl.train.output_dir import MEMBERS, METRICS, RECEIPT, STARTED_FROM, open_output_dir, start_of
 from xorl.train.saves import Saves
@@ -336,8 +336,8 @@ def build_observer(startup: Startup, start_step: int, timer: StepTimer) -> Obser
     runtime, train, sinks = startup.runtime, startup.config.train, list[Sink]()
     if not runtime.is_main:
         return Observer(runtime.device, runtime.world_size, sinks, timer)
-    bar = ProgressBar(startup.num_steps, start_step) if train.log_format == "progress_bar" else StructuredLines()
-    sinks += [MetricsFile(startup.output_dir / METRICS, start_step), bar]
+    progress = progress_sink(train.log_format, startup.num_steps, start_step)
+    sinks += [MetricsFile(startup.output_dir / METRICS, start_step), progress]
     if train.use_wandb:
         # wandb takes a second to import, which runs without it need not wait for.
         from xorl.train.observe.wandb_log import WandbSink  # noqa: PLC0415

@@ -209,18 +209,25 @@ def read_batch(batch: Batch, context_length: int | None) -> TokenBatch:
 
     Given labels must already be shifted: labels[b, s] is the token after input_ids[b, s]. Without labels, they are
     derived from the ids; the last position of each row is not trained, and neither are positions whose next token is
-    padding according to `attention_mask`. Raises ValueError for anything else.
+    padding according to `attention_mask`. The last id of a row of `context_length` + 1 ids without labels is only a
+    label. Raises ValueError for anything else.
     """
     ids, labels, extras = _split_batch(batch)
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point():
         got = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
         raise ValueError(f"loader: input_ids must be integers of shape [rows, positions], got {got}")
-    if context_length is not None and ids.shape[1] > context_length:
-        raise ValueError(f"loader: a row has {ids.shape[1]} positions, more than context_length {context_length}")
+    num_labels = 0 if labels is not None else 1
+    if context_length is not None and ids.shape[1] > context_length + num_labels:
+        limit = f"context_length {context_length}" + " and the label of the last position" * num_labels
+        raise ValueError(f"loader: a row has {ids.shape[1]} token ids, more than {limit}")
     if labels is None:
         labels = F.pad(ids[:, 1:].long(), (0, 1), value=IGNORE)
         if "attention_mask" in extras:
             labels = labels.masked_fill(F.pad(extras["attention_mask"][:, 1:], (0, 1)) == 0, IGNORE)
+        if ids.shape[1] - 1 == context_length:
+            shape = ids.shape
+            ids, labels = ids[:, :-1], labels[:, :-1]
+            extras = {name: tensor[:, :-1] if tensor.shape[:2] == shape else tensor for name, tensor in extras.items()}
     elif labels.shape != ids.shape:
         raise ValueError(f"loader: labels {list(labels.shape)} and input_ids {list(ids.shape)} differ in shape")
     return TokenBatch(ids, labels.long(), extras)

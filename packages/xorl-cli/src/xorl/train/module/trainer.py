@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -99,10 +100,11 @@ class Trainer:
     loader: an iterable of micro-batches: token ids [B, S], (ids, labels), or a mapping with input_ids and labels. Given
     labels must already be shifted, and -100 is not trained; without labels, the next tokens are the labels.
     device: default: this process's GPU if there is one, else the CPU.
-    context_length: the longest accepted row; default: no limit.
+    context_length: the longest accepted row; default: no limit. A row without labels may have one id more, the label
+    of its last position.
     grad_accum_steps: micro-batches per optimizer step; the last step of an epoch takes the remaining ones.
     learning_rate: a number, or a function of the optimizer step, counted from 1, such as `xorl.core.optim.Schedule`.
-    grad_clip_norm: the maximum gradient norm over all parameters; None disables clipping.
+    grad_clip_norm: the maximum gradient norm over all parameters; None and 0 disable clipping.
     mixed_precision_policy: "bf16" runs the model under torch.autocast: fp32 parameters, matrix products in bf16.
     loss_fn: (model output, labels [B, S]) -> the SUM of the loss over the labels that are not -100.
 
@@ -128,8 +130,8 @@ class Trainer:
     ) -> None:
         if grad_accum_steps < 1:
             raise ValueError(f"grad_accum_steps must be at least 1, not {grad_accum_steps}")
-        if grad_clip_norm is not None and not grad_clip_norm > 0:
-            raise ValueError(f"grad_clip_norm must be above 0, or None for no limit, not {grad_clip_norm}")
+        if grad_clip_norm is not None and not grad_clip_norm >= 0:
+            raise ValueError(f"grad_clip_norm must be above 0, or 0 or None for no limit, not {grad_clip_norm}")
         if isinstance(optimizer_class, torch.optim.Optimizer):
             raise ValueError(
                 "optimizer_class must be a class such as torch.optim.AdamW: it is created after model placement"
@@ -161,12 +163,14 @@ class Trainer:
         """Train for `epochs` passes over the loader or `max_steps` optimizer steps, whichever ends first; collective.
 
         Both count from the start of the run, including earlier calls and the steps before a loaded checkpoint. Rank 0
-        logs a record every `log_interval` steps and after the last one; every rank returns all records.
+        logs a record every `log_interval` steps and after the last one, to standard output if the program has not set
+        up logging; every rank returns all records.
         Raises DivergedError on every rank, before the update, if the loss or the gradient is not finite.
         """
         if log_interval < 1:
             raise ValueError(f"log_interval must be at least 1, not {log_interval}")
         self._forward.train()
+        _show_records()
         records: list[StepMetrics] = []
         window = _Window()
         while max_steps is None or self.step < max_steps:
@@ -297,6 +301,14 @@ class Trainer:
         if not dist.is_initialized() or dist.get_rank() == 0:
             logger.info(key_values(asdict(metrics)))
         return metrics
+
+
+def _show_records() -> None:
+    """Write the records to standard output, line by line, unless the program has set up logging itself."""
+    if logger.hasHandlers():
+        return
+    logger.addHandler(logging.StreamHandler(sys.stdout))
+    logger.setLevel(logging.INFO)
 
 
 class _Window:

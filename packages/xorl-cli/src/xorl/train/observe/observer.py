@@ -45,15 +45,6 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
-class StructuredLines:
-    """Logs metrics as machine-readable key=value lines."""
-
-    def write(self, metrics: Metrics) -> None:
-        logger.info(key_values(metrics))
-
-    def close(self) -> None: ...
-
-
 def key_values(metrics: Mapping[str, float | int | None]) -> str:
     """The metrics as `key=value` pairs for a log line; floats with five digits."""
     return " ".join(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,6 +40,7 @@ class Profiler:
     receive: Callable[[profile], object] | None = None
     _profile: profile | None = field(default=None, init=False)
     _first_recorded: int = field(default=0, init=False)
+    _last_step: int = field(default=0, init=False)
 
     def __enter__(self) -> Profiler:
         self._begin_if_due(self.steps_done + 1)
@@ -46,6 +48,7 @@ class Profiler:
 
     def step(self, step: int) -> None:
         """Start or stop recording, if due after `step`."""
+        self._last_step = step
         if self._profile is not None and step + 1 >= self.end_step:
             self._end()
         self._begin_if_due(step + 1)
@@ -61,11 +64,15 @@ class Profiler:
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
+        else:
+            # Without a GPU, torch's profiler would log an error for that; 5 is above all its levels.
+            os.environ.setdefault("KINETO_LOG_LEVEL", "5")
         self._profile = profile(
             activities=activities,
             record_shapes=self.record_shapes,
             profile_memory=self.profile_memory,
             with_stack=self.with_stack,
+            acc_events=True,  # otherwise torch warns that only one cycle is kept; there is only one
         )
         _wait_for_gpu()
         self._profile.start()
@@ -78,7 +85,9 @@ class Profiler:
         if self.receive is not None:
             self.receive(recorded)
             return
-        path = self.trace_dir / f"rank{self.rank}_steps_{self._first_recorded}_{self.end_step}.json.gz"
+        first, last = self._first_recorded, max(self._first_recorded, self._last_step)
+        steps = f"step_{first}" if first == last else f"steps_{first}-{last}"
+        path = self.trace_dir / f"rank{self.rank}_{steps}.json.gz"
         try:
             self.trace_dir.mkdir(parents=True, exist_ok=True)
             recorded.export_chrome_trace(str(path))

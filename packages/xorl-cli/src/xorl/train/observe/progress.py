@@ -1,18 +1,33 @@
-"""The progress bar, logging that does not break it, and the phases of the start-up."""
+"""The console output of a run: progress as a bar or as lines, logging, and the phases of the start-up."""
 
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
+import torch
 from tqdm import tqdm
 
-from xorl.train.observe.observer import LogFormat, Metrics
+from xorl.train.observe.observer import LogFormat, Metrics, Sink, key_values
 
 logger = logging.getLogger(__name__)
+
+
+# Metrics of a step that the console shows; metrics.jsonl has all of them.
+SHOWN = ("loss", "grad_norm", "lr", "tokens_per_s", "mfu", "peak_memory_gib")
+SECONDS_BETWEEN_LINES = 10.0  # keeps log files short
+
+
+def progress_sink(log_format: LogFormat, num_steps: int, start_step: int) -> Sink:
+    """What shows the metrics on standard error: a progress bar on a terminal, lines elsewhere."""
+    if log_format == "structured":
+        return StructuredLines()
+    return ProgressBar(num_steps, start_step) if sys.stderr.isatty() else ProgressLines(num_steps, start_step)
 
 
 class ProgressBar:
@@ -20,25 +35,65 @@ class ProgressBar:
 
     def __init__(self, num_steps: int, start_step: int) -> None:
         self._bar = tqdm(
-            total=num_steps,
-            initial=start_step,
-            unit="step",
-            dynamic_ncols=True,
-            file=sys.stderr,
-            mininterval=0.2 if sys.stderr.isatty() else 10.0,  # keeps log files short
+            total=num_steps, initial=start_step, unit="step", dynamic_ncols=True, file=sys.stderr, mininterval=0.2
         )
 
     def write(self, metrics: Metrics) -> None:
         if "eval_loss" in metrics:
-            logger.info("evaluation %s", " ".join(f"{key}={_cell(value)}" for key, value in metrics.items()))
+            _log_evaluation(metrics)
             return
-        shown = {key: metrics[key] for key in ("loss", "lr", "tokens_per_s", "mfu", "peak_memory_gib")}
-        self._bar.set_postfix({key: _cell(value) for key, value in shown.items() if value is not None}, refresh=False)
+        shown = {key: _cell(metrics[key]) for key in SHOWN if key != "grad_norm" and metrics.get(key) is not None}
+        self._bar.set_postfix(shown, refresh=False)
         self._bar.update(1)
 
     def close(self) -> None:
         """Close the bar, leaving its last state on the screen."""
         self._bar.close()
+
+
+class ProgressLines:
+    """The progress bar for a file: a line for the first and the last step, and every few seconds in between."""
+
+    def __init__(self, num_steps: int, start_step: int) -> None:
+        self._num_steps, self._start_step = num_steps, start_step
+        self._start, self._written = time.monotonic(), -math.inf
+
+    def write(self, metrics: Metrics) -> None:
+        if "eval_loss" in metrics:
+            _log_evaluation(metrics)
+            return
+        step, now = metrics["step"], time.monotonic()
+        assert isinstance(step, int)
+        if now - self._written < SECONDS_BETWEEN_LINES and step != self._num_steps:
+            return
+        self._written = now
+        left_s = (now - self._start) / max(1, step - self._start_step) * (self._num_steps - step)
+        shown = " ".join(f"{key}={_cell(metrics[key])}" for key in SHOWN if metrics.get(key) is not None)
+        logger.info("step %d/%d %s left=%s", step, self._num_steps, shown, timedelta(seconds=round(left_s)))
+
+    def close(self) -> None: ...
+
+
+class StructuredLines:
+    """A line of key=value pairs for each step and evaluation."""
+
+    def write(self, metrics: Metrics) -> None:
+        is_step = "eval_loss" not in metrics
+        logger.info(
+            key_values(
+                {
+                    key: value
+                    for key, value in metrics.items()
+                    if value is not None and (not is_step or key in ("step", *SHOWN))
+                }
+            )
+        )
+
+    def close(self) -> None: ...
+
+
+def _log_evaluation(metrics: Metrics) -> None:
+    logger.info("evaluation %s", " ".join(f"{key}={_cell(value)}" for key, value in metrics.items()))
 
 
 class _TqdmHandler(logging.Handler):
@@ -55,6 +110,9 @@ def set_up_logging(log_format: LogFormat, *, is_main: bool) -> None:
     root.handlers[:] = [handler]
     root.propagate = False
     root.setLevel(logging.INFO if is_main else logging.WARNING)
+    if not torch.cuda.is_available():
+        # Where there is no GPU, the compiler warns that there is none.
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 
 class Phases:

@@ -4,15 +4,20 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from xorl.core.models import gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
-from xorl.core.models.decoder import Decoder
+from xorl.core.models.causal_lm import CausalLM
+from xorl.core.models.decoder import Decoder, DecoderLayer
 from xorl.core.models.decoder_config import DecoderConfig
 from xorl.core.models.flops import training_flops
+from xorl.core.models.gpt2 import GPT2
 from xorl.core.models.spec import ModelSpec
 
 __all__ = [
+    "GPT2",
     "SPECS",
+    "CausalLM",
     "Decoder",
     "DecoderConfig",
+    "DecoderLayer",
     "ModelSpec",
     "spec_for",
     "training_flops",

@@ -209,7 +209,7 @@ class DecoderTrunk(nn.Module):
 
     def __init__(self, config: DecoderConfig, *, merge_qkv: bool, kernels: LayerKernels) -> None:
         super().__init__()
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, config.padding_idx)
         self.rotary = None if config.rope is None else Rotary(config.rope, config.attention.head_dim)
         self.embed_positions = (
             Embedding(config.max_position_embeddings, config.hidden_size) if config.rope is None else None

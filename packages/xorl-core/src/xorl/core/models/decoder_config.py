@@ -98,6 +98,8 @@ class DecoderConfig:
         initializer_range: standard deviation of initial weights.
         scale_residual_init: divide initial weights of projections into the residual stream by sqrt(2 * num_layers).
         balance_coef: the weight of the routers' load-balancing loss that config.json sets; training may override it.
+        padding_idx: the id whose row of the embedding gets no gradient from the embedding, or None. A tied head still
+            trains that row.
     """
 
     vocab_size: int
@@ -111,6 +113,7 @@ class DecoderConfig:
     initializer_range: float
     scale_residual_init: bool
     balance_coef: float = 0.0
+    padding_idx: int | None = None
 
     def __post_init__(self) -> None:
         assert self.layers, "a decoder has at least one layer"

@@ -7,6 +7,7 @@ as in every family, so the recipes transpose them.
 from collections.abc import Mapping
 from dataclasses import replace
 
+from xorl.core.models.causal_lm import CausalLM
 from xorl.core.models.decoder_config import AttentionConfig, DecoderConfig, DenseConfig, LayerConfig
 from xorl.core.models.hf_config import HFConfig
 from xorl.core.models.recipes import CheckpointNames, Part, WeightRecipe, matrix, vector
@@ -142,3 +143,27 @@ SPEC = ModelSpec(
     ),
     adapter_targets=("c_attn", "c_proj", "c_fc"),
 )
+
+
+class GPT2(CausalLM):
+    """GPT-2 with random weights; by default the smallest, of 124 million parameters.
+
+    vocab_size: rows of the embedding, which is also the head. context_length: learned positions, so the longest row.
+    width: of the residual stream; it must be a multiple of num_heads. seed: of the weights.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int = 50257,
+        *,
+        context_length: int = 1024,
+        width: int = 768,
+        num_layers: int = 12,
+        num_heads: int = 12,
+        seed: int = 0,
+    ) -> None:
+        sizes = {"vocab_size": vocab_size, "n_positions": context_length, "n_embd": width}
+        config = config_from_hf({**sizes, "n_layer": num_layers, "n_head": num_heads})
+        decoder = SPEC.build(config)
+        decoder.init_weights(seed)
+        super().__init__(decoder)

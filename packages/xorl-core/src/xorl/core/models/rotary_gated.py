@@ -90,7 +90,18 @@ def read_config(
         initializer_range=hf.get("initializer_range", float, 0.02),
         scale_residual_init=False,
         balance_coef=balance_coef,
+        padding_idx=_read_padding(hf),
     )
+
+
+def _read_padding(hf: HFConfig) -> int | None:
+    """The row of pad_token_id in the embedding. Negative ids count from the end, as in transformers."""
+    if not hf.has("pad_token_id"):
+        return None
+    vocab_size, pad = hf.positive("vocab_size"), hf.get("pad_token_id", int)
+    if not -vocab_size <= pad < vocab_size:
+        raise ValueError(f"{hf.architecture}: pad_token_id: {pad} is not within vocab_size: {vocab_size}")
+    return pad % vocab_size
 
 
 def read_dense(hf: HFConfig, *, bias: bool) -> DenseConfig:
@@ -186,6 +197,7 @@ def hf_keys(config: DecoderConfig, rope_types: Mapping[str, RopeKind] = ROPE_TYP
         "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tie_word_embeddings,
         "initializer_range": config.initializer_range,
+        "pad_token_id": config.padding_idx,
     }
 
 

@@ -124,6 +124,7 @@ class Embedding(nn.Module):
     """Rows of weight [V, D] by id, in the dtype of the weight or a wider one; the caller casts to the compute dtype.
 
     Attributes:
+        padding_idx: the id of padding, whose row gets no gradient from here, as in nn.Embedding; or None.
         adapter: None, or an adapter.
     """
 
@@ -131,9 +132,10 @@ class Embedding(nn.Module):
 
     adapter: EmbeddingAdapterProtocol | None
 
-    def __init__(self, num_rows: int, width: int) -> None:
+    def __init__(self, num_rows: int, width: int, padding_idx: int | None = None) -> None:
         super().__init__()
         self.num_rows = num_rows
+        self.padding_idx = padding_idx
         self.weight = nn.Parameter(torch.empty(num_rows, width))
         self.adapter = None
 
@@ -142,7 +144,7 @@ class Embedding(nn.Module):
         if weight.device.type == "cpu":
             # The CPU kernel sums the gradients of repeated ids in the weight's dtype, where bf16 would lose small ones.
             weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
-        rows = F.embedding(ids, weight)
+        rows = F.embedding(ids, weight, self.padding_idx)
         return rows if self.adapter is None else self.adapter(ids, rows)
 
     def extra_repr(self) -> str:

@@ -203,15 +203,18 @@ def _num_trained(labels: np.ndarray | None, lengths: np.ndarray) -> np.ndarray:
     """Trained tokens per document. The first token of a document never counts, since no token before it predicts it."""
     if labels is None:
         return np.maximum(lengths - 1, 0)
-    trained = np.concatenate([np.zeros(1, np.int64), np.cumsum(labels != IGNORE)])
-    ends = np.cumsum(lengths)
-    return trained[ends] - trained[np.minimum(ends - lengths + 1, ends)]
+    trained, is_full = labels != IGNORE, lengths > 0
+    starts = (np.cumsum(lengths) - lengths)[is_full]
+    trained[starts] = False
+    counts = np.zeros(len(lengths), np.int64)
+    if len(starts):
+        counts[is_full] = np.add.reduceat(trained, starts, dtype=np.int64)
+    return counts
 
 
 def _shorten(rows: EncodedRows, kept_lengths: np.ndarray) -> EncodedRows:
-    starts = np.cumsum(rows.lengths) - rows.lengths
-    position = np.arange(len(rows.input_ids)) - np.repeat(starts, rows.lengths)
-    keep = position < np.repeat(kept_lengths, rows.lengths)
+    pieces = np.stack([kept_lengths, rows.lengths - kept_lengths], axis=1)
+    keep = np.repeat(np.tile([True, False], len(rows.lengths)), pieces.ravel())
     return replace(
         rows,
         input_ids=rows.input_ids[keep],

@@ -17,12 +17,16 @@ from xorl.data.batch import IGNORE
 from xorl.data.errors import DataError
 from xorl.data.formats.encoded import EncodedRows
 from xorl.data.formats.tokenizer import TextTokenizer
+from xorl.data.formats.windows import encode_in_windows
 from xorl.data.readers import Chunk
 from xorl.data.receipt import Counts
 
 # Encodings have a string and two numbers per token, so those of a whole chunk are not kept at once.
 _BATCH_CHARS = 1 << 20
 
+
+_PART = 1 << 16  # tokens whose bytes are compared at a time
+_NO_IDS = np.empty(0, np.int32)
 
 Span = tuple[int, int]
 
@@ -54,12 +58,16 @@ class _Encoded:
 def tokenize(texts: Sequence[Rendered], tokenizer: TextTokenizer, chunk: Chunk) -> EncodedRows:
     """Tokenizes the rows of a chunk without adding special tokens. Raises DataError if a row begins with two BOS."""
     try:
-        encoded = [_encode(texts[first:last], tokenizer) for first, last in _batches(texts)]
+        encoded = [
+            _encode_long(texts[first], tokenizer) if _is_long(texts[first]) else _encode(texts[first:last], tokenizer)
+            for first, last in _batches(texts)
+        ]
     except TypeError:
         _check_unicode(texts, chunk)
         raise
     has_labels = any(text.spans is not None for text in texts)
-    input_ids = np.concatenate([np.empty(0, np.int32), *(batch.ids for batch in encoded)])
+    # A long row is not copied.
+    input_ids = encoded[0].ids if len(encoded) == 1 else np.concatenate([_NO_IDS, *(batch.ids for batch in encoded)])
     labels = None
     if has_labels:
         labels = np.where(np.concatenate([batch.trained for batch in encoded]), input_ids, np.int32(IGNORE))
@@ -136,7 +144,7 @@ def _encode(texts: Sequence[Rendered], tokenizer: TextTokenizer) -> _Encoded:
                 ranges.append((start + low, start + high))
                 num_straddling += straddling
     if spans:
-        low, high, straddling = _ranges_of_bytes(np.array(spans), ends)
+        low, high, straddling = _ranges(np.array(spans), ends)
         ranges += zip(low.tolist(), high.tolist(), strict=True)
         num_straddling += straddling
     trained = np.zeros(len(ids), dtype=np.bool_)
@@ -145,18 +153,61 @@ def _encode(texts: Sequence[Rendered], tokenizer: TextTokenizer) -> _Encoded:
     return _Encoded(ids, trained, lengths, num_straddling)
 
 
+def _is_long(text: Rendered) -> bool:
+    return len(text.text) >= _BATCH_CHARS
+
+
+def _encode_long(text: Rendered, tokenizer: TextTokenizer) -> _Encoded:
+    """`_encode` for one text, in memory of a few times its size."""
+    ids, starts, ends = encode_in_windows(text.text, tokenizer.core, with_offsets=False)
+    trained = np.full(len(ids), text.spans is None)
+    num_straddling = 0
+    if text.spans:
+        if tokenizer.bytes_of is not None and _spells(ids, tokenizer.bytes_of, text.text):
+            spans = np.array([[_num_bytes(text.text, char) for char in span] for span in text.spans])
+            ends = tokenizer.num_bytes_of.astype(np.int32)[ids]
+            np.cumsum(ends, out=ends)
+            starts = None
+        else:
+            spans = np.array(text.spans)
+            ids, starts, ends = encode_in_windows(text.text, tokenizer.core, with_offsets=True)
+        low, high, num_straddling = _ranges(spans, ends, starts)
+        for first, last in zip(low.tolist(), high.tolist(), strict=True):
+            trained[first:last] = True
+    return _Encoded(ids, trained, [len(ids)], num_straddling)
+
+
+def _spells(ids: np.ndarray, bytes_of: Sequence[bytes], text: str) -> bool:
+    """Whether the bytes of the tokens add up to the text; compared in parts, which take less memory."""
+    expected, position = text.encode(), 0
+    for first in range(0, len(ids), _PART):
+        part = b"".join([bytes_of[token] for token in ids[first : first + _PART].tolist()])
+        if not expected.startswith(part, position):
+            return False
+        position += len(part)
+    return position == len(expected)
+
+
 def _num_bytes(text: str, num_chars: int) -> int:
     return num_chars if text.isascii() else len(text[:num_chars].encode())
 
 
-def _ranges_of_bytes(spans: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-    """The tokens [low, high) that contain any byte of each span [S, 2], and how many also contain bytes outside it.
+def _ranges(
+    spans: np.ndarray, ends: np.ndarray, starts: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """The tokens [low, high) that contain any of each span [S, 2], and how many also contain something outside it.
 
-    `ends` [T] are the end offsets of the tokens.
+    `starts` and `ends` [T] are the offsets of the tokens, in the unit of the spans. Without `starts`, each token starts
+    where the one before it ends.
     """
-    starts = np.concatenate([np.zeros(1, ends.dtype), ends])
+
+    def start_of(tokens: np.ndarray) -> np.ndarray:
+        if starts is None:
+            return np.where(tokens > 0, ends[tokens - 1], 0)
+        return np.where(tokens < len(starts), starts[np.minimum(tokens, len(starts) - 1)], ends[-1])
+
     low, high = np.searchsorted(ends, spans[:, 0], side="right"), np.searchsorted(ends, spans[:, 1], side="right")
-    cut_low, cut_high = starts[low] < spans[:, 0], starts[high] < spans[:, 1]
+    cut_low, cut_high = start_of(low) < spans[:, 0], start_of(high) < spans[:, 1]
     return low, high + cut_high, int(cut_low.sum() + cut_high.sum())
 
 
@@ -183,9 +234,12 @@ def _token_at(encoding: Encoding, char: int, num_chars: int, num_tokens: int) ->
 
 
 def _batches(texts: Sequence[Rendered]) -> list[tuple[int, int]]:
-    """Consecutive ranges of rows of about _BATCH_CHARS characters each."""
+    """Consecutive ranges of rows of about _BATCH_CHARS characters each; a longer row is a range by itself."""
     ranges, first, size = [], 0, 0
     for number, text in enumerate(texts):
+        if _is_long(text) and first < number:
+            ranges.append((first, number))
+            first, size = number, 0
         size += len(text.text)
         if size >= _BATCH_CHARS:
             ranges.append((first, number + 1))
