@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from xorl.core.mesh import Mesh
-from xorl.kernels.layout import ContextGroup, SequenceLayout, ShardedLayout
+from xorl.kernels.layout import RankGroup, SequenceLayout, ShardedLayout
 
 
 def part_of(layout: SequenceLayout, mesh: Mesh) -> SequenceLayout:
@@ -22,7 +22,7 @@ def part_of(layout: SequenceLayout, mesh: Mesh) -> SequenceLayout:
     """
     if mesh.context.size == 1:
         return layout
-    ring, ulysses = (ContextGroup(axis.rank, axis.size, axis.group.group_name) for axis in (mesh.ring, mesh.ulysses))
+    ring, ulysses = (RankGroup(axis.rank, axis.size, axis.group.group_name) for axis in (mesh.ring, mesh.ulysses))
     return ShardedLayout(layout, ring, ulysses, mesh.context.group.group_name)
 
 
