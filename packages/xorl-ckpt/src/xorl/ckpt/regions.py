@@ -53,7 +53,7 @@ class Piece:
 
     def __init__(self, tensor: torch.Tensor, rows: Sequence[tuple[int, int]], num_rows: int) -> None:
         assert sum(stop - start for start, stop in rows) == tensor.shape[0], f"{rows} are not {tensor.shape[0]} rows"
-        self.tensor = tensor.detach()
+        self.tensor = tensor
         self.rows = tuple(rows)
         self.shape = torch.Size((num_rows, *tensor.shape[1:]))
         self.dtype, self.device, self.ndim = tensor.dtype, tensor.device, tensor.ndim

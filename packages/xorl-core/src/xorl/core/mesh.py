@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from xorl.kernels.arguments import check_choice
+from xorl.kernels.layout import RankGroup
 
 DataParallelMode = Literal["none", "ddp", "fsdp2"]
 ContextSharding = Literal["all", "ulysses_only", "ring_only", "none"]
@@ -169,6 +170,11 @@ class Axis:
     group: dist.ProcessGroup
     rank: int
     size: int
+
+    @property
+    def ranks(self) -> RankGroup:
+        """The group by its name, as operators take it."""
+        return RankGroup(self.rank, self.size, self.group.group_name)
 
 
 class Mesh:
