@@ -47,7 +47,11 @@ RUNS: dict[str, tuple[str, dict[str, object], dict[str, object]]] = {
     "qwen3_moe, moe_act": ("qwen3_moe", {**RECOMPUTE, "moe_checkpoint_method": "moe_act"}, {}),
     "qwen3_moe, operation": ("qwen3_moe", {**RECOMPUTE, "recompute_policy": "operation"}, {}),
     "qwen3_moe, LoRA": ("qwen3_moe", {}, LORA),
-    "qwen3_moe, QLoRA": ("qwen3_moe", {}, {**LORA, "enable_qlora": True, "quant_format": "nf4", "quant_group_size": 16}),
+    "qwen3_moe, QLoRA": (
+        "qwen3_moe",
+        {},
+        {**LORA, "enable_qlora": True, "quant_format": "nf4", "quant_group_size": 16},
+    ),
 }
 # All layouts compute these runs; WITH_ALL_RUNS compute the others, too.
 BASIC_RUNS = ("qwen3_moe", "mixtral, Muon", "qwen3_moe, LoRA")
@@ -79,7 +83,9 @@ def test_layouts_equal_one_process(run_ranks, tmp_path: Path, world_size: int) -
         write_config(tmp_path / name, shape)
 
     def results(options: dict[str, object], names: tuple[str, ...]) -> dict[str, Result]:
-        configs = {name: run_config(tmp_path, RUNS[name][0], {**options, **RUNS[name][1]}, RUNS[name][2]) for name in names}
+        configs = {
+            name: run_config(tmp_path, RUNS[name][0], {**options, **RUNS[name][1]}, RUNS[name][2]) for name in names
+        }
         if options["data_parallel_mode"] == "none":
             configs = {name: one_process(config) for name, config in configs.items()}
         # One mesh for all, because each has groups of its own, whose connections add up.

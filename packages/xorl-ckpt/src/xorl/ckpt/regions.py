@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
     from torch.distributed.checkpoint.planner import WriteItem
 
 
@@ -83,9 +83,9 @@ class Piece:
         boxes = [box for box, _ in local_boxes(self) if 0 not in box.sizes]
         return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in boxes]
 
-    def __get_tensor_shard__(self, index: "MetadataIndex") -> torch.Tensor:
-        assert index.offset is not None
-        return next(part for box, part in local_boxes(self) if box.offsets == tuple(index.offset))
+    def at(self, offsets: Sequence[int]) -> torch.Tensor:
+        """This rank's values of the box that begins there."""
+        return next(part for box, part in local_boxes(self) if box.offsets == tuple(offsets))
 
 
 Stored: TypeAlias = torch.Tensor | Piece

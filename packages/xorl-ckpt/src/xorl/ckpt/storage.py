@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -26,8 +26,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.utils import find_state_dict_object
 
 from xorl.ckpt.errors import CheckpointError, CheckpointFailure
 from xorl.ckpt.files import FileRecord, HashedFile
@@ -42,7 +43,7 @@ from xorl.ckpt.ranks import (
     require_same,
     this_rank,
 )
-from xorl.ckpt.regions import Region, Stored, dtype_name, local_boxes
+from xorl.ckpt.regions import Piece, Region, Stored, dtype_name, local_boxes
 
 
 def write_shards(tensors: Mapping[str, Stored], folder: Path) -> tuple[dict[str, FileRecord], dict[str, TensorRecord]]:
@@ -51,7 +52,7 @@ def write_shards(tensors: Mapping[str, Stored], folder: Path) -> tuple[dict[str,
     Raises on every rank or on none.
     """
     writer = _HashingWriter(folder)
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with _dcp_failures("write the checkpoint", CheckpointFailure), _quiet_single_process():
         saved = dcp.save(
             dict(tensors),
@@ -69,7 +70,7 @@ def read_shards(tensors: Mapping[str, Stored], folder: Path, metadata: Metadata,
     Without `collective`, only this rank reads, into plain tensors.
     """
     reader = _CheckedReader(folder, metadata)
-    planner = _TensorsOnlyPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner = _LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with _dcp_failures(f"read {folder}", CheckpointError), _quiet_single_process():
         dcp.load(dict(tensors), storage_reader=reader, planner=planner, no_dist=not (collective and is_distributed()))
 
@@ -207,7 +208,30 @@ class _CheckedReader(FileSystemReader):
         return self._metadata
 
 
-class _TensorsOnlyPlanner(DefaultLoadPlanner):
+def _find(state: dict[str, Any], index: MetadataIndex) -> torch.Tensor:
+    held = state[index.fqn]
+    if isinstance(held, Piece):
+        assert index.offset is not None, "a piece is saved and loaded by boxes"
+        return held.at(index.offset)
+    return find_state_dict_object(state, index)
+
+
+class _SavePlanner(DefaultSavePlanner):
+    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
+        return _find(self.state_dict, index)
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        # DCP's method would give memory to tensors on the meta device, of which there are none, and lose pieces.
+        self.original_state_dict = self.state_dict = state_dict
+        self.metadata, self.is_coordinator = metadata, is_coordinator
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        return _find(self.state_dict, index)
+
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         # DCP's method unpickles without restriction.
         raise pickle.UnpicklingError(f"{read_item.dest_index.fqn!r} is not a tensor")
