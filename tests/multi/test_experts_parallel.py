@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from torch import Tensor
 
 from tiny_models import hf_config, write_config
-from xorl.config import Config, config_from_mapping
+from xorl.ckpt import SafetensorsSource
+from xorl.ckpt.reader import source_shapes
+from xorl.config import Config, config_from_mapping, load_config
 from xorl.core import runtime
 from xorl.core.mesh import Mesh
+from xorl.core.nn import moe
+from xorl.core.nn.dispatch import AllToAll
+from xorl.train import verify
 from xorl.train.build import build_engine
-from xorl.train.model import read_architecture
+from xorl.train.model import build_model, read_architecture
+from xorl.train.run import run_training
 from xorl.train.startup import parallel_dims
 from xorl.train.verify import Result, compare, one_process, take_steps
 
@@ -38,6 +49,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
     "dp 2, ring 2, ep 4": (4, {**FSDP, "expert_parallel_size": 4, "ringattn_parallel_size": 2}),
 }
 LORA = {"enable_lora": True, "lora_rank": 4, "lora_target_modules": "all-linear"}
+QLORA = {**LORA, "enable_qlora": True, "quant_format": "nf4", "quant_group_size": 16}
 RECOMPUTE = {"enable_gradient_checkpointing": True}
 # By name: (model, options of train, options of lora).
 RUNS: dict[str, tuple[str, dict[str, object], dict[str, object]]] = {
@@ -68,11 +80,11 @@ def run_config(folder: Path, model: str, train: dict[str, object], lora: dict[st
     return config_from_mapping(values).config
 
 
-def steps(config: Config, mesh: Mesh) -> Result:
+def take_steps_of(config: Config, mesh: Mesh, num_bins: int = NUM_BINS) -> Result:
     runtime.seed_everything(0)
     architecture = read_architecture(config.model)
     engine = build_engine(config, architecture, mesh, torch.device("cpu"))
-    return take_steps(engine, config, architecture, NUM_BINS)
+    return take_steps(engine, config, architecture, num_bins)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -90,13 +102,13 @@ def test_layouts_equal_one_process(run_ranks, tmp_path: Path, world_size: int) -
             configs = {name: one_process(config) for name, config in configs.items()}
         # One mesh for all, because each has groups of its own, whose connections add up.
         mesh = Mesh(parallel_dims(next(iter(configs.values())), runtime.world_size()), "cpu")
-        return {name: steps(config, mesh) for name, config in configs.items()}
+        return {name: take_steps_of(config, mesh) for name, config in configs.items()}
 
-    [whole] = run_ranks(lambda: results({"data_parallel_mode": "none"}, tuple(RUNS)), 1)
+    [whole] = run_ranks(lambda: results({"data_parallel_mode": "none"}, list(RUNS)), 1)
     layouts = {layout: options for layout, (num_ranks, options) in LAYOUTS.items() if num_ranks == world_size}
     found = run_ranks(
         lambda: {
-            layout: results(options, tuple(RUNS) if layout in WITH_ALL_RUNS else BASIC_RUNS)
+            layout: results(options, list(RUNS) if layout in WITH_ALL_RUNS else BASIC_RUNS)
             for layout, options in layouts.items()
         },
         world_size,
@@ -107,3 +119,112 @@ def test_layouts_equal_one_process(run_ranks, tmp_path: Path, world_size: int) -
             differences = compare(result, whole[name])
             failed += [(name, layout, kind, one) for kind, one in differences.items() if not one.is_within]
     assert not failed, "\n".join(map(str, failed))
+
+
+def test_ranks_without_tokens_and_many_micro_batches(run_ranks, tmp_path: Path) -> None:
+    # Catches a rank that waits for others because none of its experts was chosen, gradients of such experts that are
+    # missing instead of zero, and gradients that are counted once more for every micro-batch if ep equals dp.
+    write_config(tmp_path / "qwen3_moe", MODELS["qwen3_moe"])
+
+    def both(options: dict[str, object]) -> list[Result]:
+        config = run_config(tmp_path, "qwen3_moe", options, {})
+        mesh = Mesh(parallel_dims(config, runtime.world_size()), "cpu")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(verify, "NUM_MICRO_BATCHES", 16)
+            many = take_steps_of(config, mesh, 32)
+            patch.setattr(moe, "top_experts", lambda scores, count: torch.arange(count).expand(len(scores), count))
+            return [many, take_steps_of(config, mesh, 32)]
+
+    whole = run_ranks(lambda: both({"data_parallel_mode": "none"}), 1)[0]
+    for mine, theirs in zip(run_ranks(lambda: both(LAYOUTS["ep 2"][1]), 2)[0], whole, strict=True):
+        differences = compare(mine, theirs)
+        assert all(one.is_within for one in differences.values()), differences
+    unused = whole[1].gradients["model.layers.0.mlp.experts.down_proj.weight"].chunk(2)[1]
+    assert not unused.any()
+
+
+def test_padding_is_not_sent(run_ranks, tmp_path: Path) -> None:
+    # Catches padding that takes room and time on other ranks.
+    group_size = 2
+
+    def rows_received() -> int:
+        mesh = Mesh(parallel_dims(run_config(tmp_path, "", LAYOUTS["ep 2"][1], {}), group_size), "cpu")
+        assert mesh.ep is not None
+        dispatcher = AllToAll(mesh.ep.ranks)
+        ids = torch.tensor([[0, 1], [2, 3], [0, 2], [1, 3]])
+        plan = dispatcher.plan(ids, 4, torch.tensor(2))
+        x = torch.arange(4.0)[:, None].expand(4, 3)
+        received = dispatcher.dispatch(x, torch.ones(4, 2), plan)
+        back = dispatcher.combine(received.x, plan)
+        assert received.x[:, 0].tolist() == [float(mesh.ep.rank)] * 2
+        assert back.tolist() == [[0.0] * 3, [1.0] * 3, [0.0] * 3, [0.0] * 3]
+        return received.num_rows
+
+    assert run_ranks(rows_received, group_size) == [4, 4]
+
+
+@pytest.mark.parametrize("mode", ["all_ranks", "broadcast"])
+def test_each_rank_reads_its_own_experts(mode: str, run_ranks, tmp_path: Path) -> None:
+    # Catches ranks that read all experts, and experts of another rank.
+    shape = hf_config("qwen3_moe", num_experts=8)
+    folder = write_config(tmp_path / "qwen3_moe", shape)
+    architecture = read_architecture(run_config(tmp_path, "qwen3_moe", {}, {}).model)
+    generator = torch.Generator().manual_seed(0)
+    shapes = source_shapes(architecture.recipes(merge_qkv=True))
+    saved = {name: torch.randn(size, generator=generator) for name, size in shapes.items()}
+    save_file(saved, folder / "model.safetensors")
+    total = sum(tensor.nbytes for name, tensor in saved.items() if ".experts." in name)
+
+    def load(layout: dict[str, object]) -> tuple[dict[str, Tensor], float]:
+        config = run_config(tmp_path, "qwen3_moe", {**layout, "load_weights_mode": mode}, {})
+        model_config = config.model.model_copy(update={"model_path": str(folder)})
+        mesh = Mesh(parallel_dims(config, runtime.world_size()), "cpu")
+        num_bytes = 0
+        with pytest.MonkeyPatch.context() as patch:
+            read = SafetensorsSource.read
+
+            def counted(source: SafetensorsSource, name: str, *rows: int) -> Tensor:
+                nonlocal num_bytes
+                found = read(source, name, *rows)
+                num_bytes += found.nbytes * (".experts." in name)
+                return found
+
+            patch.setattr(SafetensorsSource, "read", counted)
+            model = build_model(architecture, model_config, config.train, config.lora, mesh, torch.device("cpu"))
+        gathered = {name: model.parts.gather(name, weight) for name, weight in model.module.named_parameters()}
+        return gathered, num_bytes / total
+
+    [(whole, _)] = run_ranks(lambda: load({"data_parallel_mode": "none"}), 1)
+    for rank, (found, share) in enumerate(run_ranks(lambda: load(LAYOUTS["ep 4"][1]), 4)):
+        assert found.keys() == whole.keys()
+        assert all(torch.equal(found[name], whole[name]) for name in whole)
+        assert share == (0.25 if mode == "all_ranks" else float(rank == 0))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_checkpoint_from_before_experts_were_divided_resumes(
+    world_size: int, run_ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Catches a format that forgets its past: the checkpoint was written when only FSDP2 divided parameters.
+    saved = Path(__file__).parent / "checkpoints" / "before_parts"
+    checkpoints = tmp_path / "out" / "checkpoints"
+    shutil.copytree(saved / "global_step_2", checkpoints / "global_step_2")
+    (checkpoints / "latest").write_text("global_step_2")
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("global_step_2", "*.json"))
+    (tmp_path / "model").mkdir()
+    shutil.copy(saved / "config.json", tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+
+    def resume() -> int:
+        os.chdir(tmp_path)
+        sizes = {"expert_parallel_size": world_size, "gradient_accumulation_steps": 4 // world_size}
+        options = [f"--train.{name}={size}" for name, size in sizes.items()]
+        return run_training(load_config(tmp_path / "config.yaml", [*options, "--train.load_checkpoint_path=auto"]))
+
+    assert run_ranks(resume, world_size) == [0] * world_size
+    expected = [json.loads(line) for line in (saved / "metrics.jsonl").read_text().splitlines()]
+    measured = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in measured] == [3, 4]
+    for before, now in zip(expected[2:], measured, strict=True):
+        assert now["loss"] == pytest.approx(before["loss"], rel=1e-6)
+        assert now["grad_norm"] == pytest.approx(before["grad_norm"], rel=1e-5)
