@@ -265,8 +265,10 @@ class Engine:
     def state(self, *, trained_only: bool = False) -> dict[str, Stateful]:
         """The parts of a checkpoint, by name; `trained_only` leaves out frozen parameters."""
         module, parts = self.model.module, self.model.parts
-        optimizer = OptimizerState(self.optimizer, module.named_parameters())
-        state: dict[str, Stateful] = {"model": ModelState(module, trained_only=trained_only), "optimizer": optimizer}
+        state: dict[str, Stateful] = {
+            "model": ModelState(module, trained_only=trained_only),  # first: it frees gathered parameters
+            "optimizer": OptimizerState(self.optimizer, module.named_parameters()),
+        }
         return {name: DividedState(one, parts) for name, one in state.items()} if parts else state
 
     def _call(self, batch: PackedBatch, loss_fn: LossFn) -> LossOutput:

@@ -163,6 +163,11 @@ class ParallelModel:
         """Whether the next forward pass gathers nothing: no parameter is sharded, or all are still gathered."""
         return is_gathered(self._units)
 
+    @cached_property
+    def divides_experts(self) -> bool:
+        """Whether every forward pass is collective, because other ranks hold experts that its tokens need."""
+        return bool(divided_experts(self.module))
+
     def cuda_graph_capture(self) -> AbstractContextManager[None]:
         """Context manager, inside `generation`, for capturing the forward pass of a gathered model in a CUDA graph."""
         return without_fsdp_streams(self.forward) if isinstance(self.forward, FSDPModule) else nullcontext()
