@@ -176,7 +176,8 @@ def test_each_rank_reads_its_own_experts(mode: str, run_ranks, tmp_path: Path) -
     total = sum(tensor.nbytes for name, tensor in saved.items() if ".experts." in name)
 
     def load(layout: dict[str, object]) -> tuple[dict[str, Tensor], float]:
-        config = run_config(tmp_path, "qwen3_moe", {**layout, "load_weights_mode": mode}, {})
+        config = run_config(tmp_path, "qwen3_moe", layout, {})
+        train = config.train.model_copy(update={"load_weights_mode": mode})
         model_config = config.model.model_copy(update={"model_path": str(folder)})
         mesh = Mesh(parallel_dims(config, runtime.world_size()), "cpu")
         num_bytes = 0
@@ -190,7 +191,7 @@ def test_each_rank_reads_its_own_experts(mode: str, run_ranks, tmp_path: Path) -
                 return found
 
             patch.setattr(SafetensorsSource, "read", counted)
-            model = build_model(architecture, model_config, config.train, config.lora, mesh, torch.device("cpu"))
+            model = build_model(architecture, model_config, train, config.lora, mesh, torch.device("cpu"))
         gathered = {name: model.parts.gather(name, weight) for name, weight in model.module.named_parameters()}
         return gathered, num_bytes / total
 
