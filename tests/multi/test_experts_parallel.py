@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+import fake_deepep
 from tiny_models import hf_config, write_config
 from xorl.ckpt import SafetensorsSource
 from xorl.ckpt.reader import source_shapes
@@ -20,6 +22,7 @@ from xorl.core import runtime
 from xorl.core.mesh import Mesh
 from xorl.core.nn import moe
 from xorl.core.nn.dispatch import AllToAll
+from xorl.train import model as model_module
 from xorl.train import verify
 from xorl.train.build import build_engine
 from xorl.train.model import build_model, read_architecture
@@ -229,3 +232,62 @@ def test_a_checkpoint_from_before_experts_were_divided_resumes(
     for before, now in zip(expected[2:], measured, strict=True):
         assert now["loss"] == pytest.approx(before["loss"], rel=1e-6)
         assert now["grad_norm"] == pytest.approx(before["grad_norm"], rel=1e-5)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_deepep_computes_what_one_process_computes(
+    is_async: bool, run_ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Catches an exchange without its handle, weights without gradients, a result that is used before it is there, and
+    # options that do not reach the library.
+    write_config(tmp_path / "qwen3_moe", MODELS["qwen3_moe"])
+    monkeypatch.setitem(sys.modules, "deep_ep", fake_deepep)
+    monkeypatch.setattr(model_module, "deepep_refusal", lambda device_type, dtype: None)
+
+    def result(layout: dict[str, object], **options: object) -> Result:
+        # A layer that is recomputed ends before the output of its experts is used.
+        config = run_config(tmp_path, "qwen3_moe", {**layout, "enable_gradient_checkpointing": not is_async}, {})
+        config = config.model_copy(update={"model": config.model.model_copy(update=options)})
+        found = take_steps_of(config, Mesh(parallel_dims(config, runtime.world_size()), "cpu"))
+        if options:
+            assert fake_deepep.Buffer.num_sms == 12
+            events = fake_deepep.Buffer.events
+            assert [event.num_waits for event in events] == [1] * len(events)
+            assert bool(events) == is_async
+        return found
+
+    [whole] = run_ranks(lambda: result({"data_parallel_mode": "none"}), 1)
+    options = {"ep_dispatch": "deepep", "deepep_num_sms": 12, "deepep_async_combine": is_async}
+    found = run_ranks(lambda: result(LAYOUTS["ep 2"][1], **options), 2)[0]
+    differences = compare(found, whole)
+    assert all(one.is_within for one in differences.values()), differences
+    with pytest.raises(AssertionError, match=r"model\.deepep_buffer_size_gb: DeepEP needs .* make it larger"):
+        run_ranks(lambda: result(LAYOUTS["ep 2"][1], **options, deepep_buffer_size_gb=1e-6), 2)
+
+
+def test_deepep_is_refused_where_it_cannot_run(tmp_path: Path) -> None:
+    # Catches a run that falls back to another exchange in silence.
+    write_config(tmp_path / "qwen3_moe", MODELS["qwen3_moe"])
+    config = run_config(tmp_path, "qwen3_moe", LAYOUTS["ep 2"][1], {})
+    model = config.model.model_copy(update={"ep_dispatch": "deepep"})
+    architecture = read_architecture(config.model)
+    with pytest.raises(ValueError, match=r"model\.ep_dispatch: deepep cannot run here: .* is not installed"):
+        model_module.check_model(architecture, model, config.train, config.lora, torch.device("cpu"))
+
+
+def test_sizes_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    # Catches experts that are left over, and ranks that hold none.
+    write_config(tmp_path / "qwen3_moe", MODELS["qwen3_moe"])
+    config = run_config(tmp_path, "qwen3_moe", {**FSDP, "expert_parallel_size": 3}, {})
+    architecture = read_architecture(config.model)
+    with pytest.raises(ValueError, match=r"expert_parallel_size: 3 ranks cannot share 4 experts equally; .* is 2"):
+        model_module.check_model(architecture, config.model, config.train, config.lora, torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"expert_parallel_size: 3 does not divide the 4 ranks .*dp_shard 4"):
+        parallel_dims(config, 4)
+    for options, message in (
+        ({"data_parallel_mode": "ddp"}, "ddp does not shard, so expert_parallel_size cannot be 2"),
+        ({**FSDP, "enable_compile": True}, "cannot be compiled: set enable_compile to false"),
+        ({**FSDP, "recompute_policy": "auto", **RECOMPUTE}, "auto measures the layers on one GPU"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run_config(tmp_path, "qwen3_moe", {"expert_parallel_size": 2, **options}, {})

@@ -16,13 +16,14 @@ from xorl.ckpt.reader import source_shapes
 from xorl.config.fields import LoadWeightsMode
 from xorl.config.local import LoraConfig, ModelConfig, TrainConfig
 from xorl.config.options import yaml_text
-from xorl.core.mesh import Mesh
+from xorl.core.mesh import Axis, Mesh
 from xorl.core.models import Decoder, DecoderConfig, spec_for
 from xorl.core.models.decoder_config import ExpertsConfig
 from xorl.core.models.hf_config import DROPOUT_KEYS
 from xorl.core.models.router_losses import RouterLossOptions
 from xorl.core.nn import LayerKernels
-from xorl.core.nn.dispatch import AllToAll
+from xorl.core.nn.deepep import DeepEP, deepep_refusal
+from xorl.core.nn.dispatch import AllToAll, Dispatcher
 from xorl.core.nn.kernels import FusedKernel, choose_kernels
 from xorl.core.nn.moe import Router
 from xorl.core.nn.ulysses import check_heads
@@ -173,6 +174,7 @@ def build_model(
     if train.fp8 != "none":
         emulated = " emulated=true (slower than bf16: a CPU has no fp8)" if device.type == "cpu" else ""
         logger.info("fp8 recipe=%s device=%s%s", train.fp8, device, emulated)
+    _require_dispatch(model, train, device)
     kernels = _kernels(architecture.config, model, train, device, mesh)
     with torch.device("meta"):
         module = architecture.spec.build(architecture.config, merge_qkv=model.merge_qkv, kernels=kernels)
@@ -222,8 +224,32 @@ def _kernels(
         native={name for name, is_native in native.items() if is_native},
         cast_bf16=model.attention_cast_bf16,
         experts=experts,
-        dispatcher=None if mesh.ep is None else AllToAll(mesh.ep.ranks),
+        dispatcher=None if mesh.ep is None else _dispatcher(mesh.ep, config.hidden_size, model),
     )
+
+
+def _dispatcher(axis: Axis, width: int, model: ModelConfig) -> Dispatcher:
+    """Collective with deepep."""
+    if model.ep_dispatch == "alltoall":
+        return AllToAll(axis.ranks)
+    try:
+        return DeepEP(
+            axis,
+            width=width,
+            buffer_bytes=round(model.deepep_buffer_size_gb * 1e9),
+            num_sms=model.deepep_num_sms,
+            async_combine=model.deepep_async_combine,
+        )
+    except ValueError as error:
+        raise ValueError(str(error).replace("buffer_bytes", "model.deepep_buffer_size_gb", 1)) from error
+
+
+def _require_dispatch(model: ModelConfig, train: TrainConfig, device: torch.device) -> None:
+    """Raise ValueError if tokens cannot be sent to experts in the way that is configured."""
+    if train.expert_parallel_size == 1 or model.ep_dispatch == "alltoall":
+        return
+    if (refusal := deepep_refusal(device.type, _compute_dtype(train))) is not None:
+        raise ValueError(f"model.ep_dispatch: deepep cannot run here: {refusal}; or use alltoall")
 
 
 def check_model(
@@ -247,6 +273,7 @@ def check_model(
             EXPERTS.check(model.moe_implementation or AUTO, _experts_request(architecture.config, train, device))
         except RuntimeError as error:
             raise ValueError(f"{EXPERTS_OPTION}: {error}") from error
+    _require_dispatch(model, train, device)
     check_parallelizable(sketch, _policy(model, train), device.type)
     return sketch
 

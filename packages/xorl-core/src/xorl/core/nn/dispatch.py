@@ -39,10 +39,16 @@ class Received(NamedTuple):
 class Dispatcher(Protocol):
     """Exchanges tokens among the ranks of `group`, which hold equal ranges of the experts in the order of the ranks.
 
-    All methods are collective, also for a rank without tokens, and so are their backward passes.
+    All methods but `wait` are collective, also for a rank without tokens, and so are their backward passes.
+
+    Attributes:
+        returns_late: whether `combine` returns before its result is there; `wait` must be called before it is used.
     """
 
     group: RankGroup
+
+    @property
+    def returns_late(self) -> bool: ...
 
     def plan(self, ids: Tensor, num_experts: int, num_real: Tensor | None) -> object:
         """Begin to find out who sends how much.
@@ -60,6 +66,10 @@ class Dispatcher(Protocol):
 
     def combine(self, out: Tensor, plan: object) -> Tensor:
         """Return what the experts computed from x, [R, D], and add it up: [T, D], 0 for padding; differentiable."""
+        ...
+
+    def wait(self, plan: object) -> None:
+        """Make the device wait for the result of `combine`."""
         ...
 
 
@@ -109,6 +119,8 @@ class _Plan:
 class AllToAll:
     """A `Dispatcher` by collectives of torch. The host waits once in a layer, for the numbers of rows."""
 
+    returns_late = False
+
     def __init__(self, group: RankGroup) -> None:
         self.group = group
 
@@ -129,6 +141,9 @@ class AllToAll:
         """As `Dispatcher.combine`."""
         sent, received, _ = plan.sizes()
         return _Combine.apply(out, plan, plan.tokens[: sum(sent)], sent, received, self.group)
+
+    def wait(self, plan: _Plan) -> None:
+        """Does nothing: the result is there."""
 
 
 def exchange(x: Tensor, sent: Sequence[int], received: Sequence[int], group: RankGroup) -> Tensor:

@@ -146,13 +146,17 @@ class MixtureOfExperts(nn.Module):
         logits = self.gate(x)
         probabilities = logits.softmax(-1)
         ids = top_experts(probabilities.detach(), self.num_active)
-        # Begun early: the numbers that the host waits for arrive while the device sums the routing.
         dispatcher = self.experts.dispatcher
+        # The host waits for the numbers of a plan, so it is begun early.
         plan = None if dispatcher is None else dispatcher.plan(ids, self.num_experts, layout.num_real)
         weights = probabilities.gather(-1, ids)
         if self.normalize:
             weights = weights / weights.sum(-1, keepdim=True)
-        routing = None
-        if self.training:
-            routing = sum_routing(logits, probabilities, ids, layout.cu_seqlens, layout.num_real)
-        return self.experts(x, weights, ids, layout.num_real, plan), routing
+        route = (logits, probabilities, ids, layout.cu_seqlens, layout.num_real)
+        if dispatcher is None or not dispatcher.returns_late:
+            routing = sum_routing(*route) if self.training else None
+            return self.experts(x, weights, ids, layout.num_real, plan), routing
+        out = self.experts(x, weights, ids, layout.num_real, plan)
+        routing = sum_routing(*route) if self.training else None  # while the output is on its way
+        dispatcher.wait(plan)
+        return out, routing
