@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeAlias, cast, get_args
+from typing import Any, Protocol, TypeAlias, cast, get_args
 
 import torch
 from safetensors import SafetensorError
@@ -47,7 +47,7 @@ class Stateful(Protocol):
 
     def state_dict(self) -> Mapping[str, Stored]: ...
 
-    def load_state_dict(self, state_dict: dict[str, Stored], /) -> object: ...
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> object: ...
 
 
 @dataclass(frozen=True)

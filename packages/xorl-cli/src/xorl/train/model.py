@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import nn
@@ -228,7 +229,7 @@ def _kernels(
     )
 
 
-def _dispatcher(axis: Axis, width: int, model: ModelConfig) -> Dispatcher:
+def _dispatcher(axis: Axis, width: int, model: ModelConfig) -> Dispatcher[Any]:
     """Collective with deepep."""
     if model.ep_dispatch == "alltoall":
         return AllToAll(axis.ranks)

@@ -123,7 +123,8 @@ class _Dispatch(torch.autograd.Function):
         return received, found, ids
 
     @staticmethod
-    def backward(ctx: _Context, grad_x: Tensor, grad_weights: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_x, grad_weights, _ = grads
         summed, weights, _ = ctx.buffer.combine(grad_x.contiguous(), ctx.handle, topk_weights=grad_weights.contiguous())
         return summed, weights, None, None
 
@@ -143,7 +144,8 @@ class _Combine(torch.autograd.Function):
         return summed
 
     @staticmethod
-    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        [grad] = grads
         return ctx.buffer.dispatch(grad.contiguous(), handle=ctx.handle)[0], None, None, None
 
 

@@ -10,7 +10,7 @@ D model width.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,7 +36,10 @@ class Received(NamedTuple):
     num_rows: int
 
 
-class Dispatcher(Protocol):
+PlanT = TypeVar("PlanT")
+
+
+class Dispatcher(Protocol[PlanT]):
     """Exchanges tokens among the ranks of `group`, which hold equal ranges of the experts in the order of the ranks.
 
     All methods but `wait` are collective, also for a rank without tokens, and so are their backward passes.
@@ -50,7 +53,7 @@ class Dispatcher(Protocol):
     @property
     def returns_late(self) -> bool: ...
 
-    def plan(self, ids: Tensor, num_experts: int, num_real: Tensor | None) -> object:
+    def plan(self, ids: Tensor, num_experts: int, num_real: Tensor | None) -> PlanT:
         """Begin to find out who sends how much.
 
         Args:
@@ -60,15 +63,15 @@ class Dispatcher(Protocol):
         """
         ...
 
-    def dispatch(self, x: Tensor, weights: Tensor, plan: object) -> Received:
+    def dispatch(self, x: Tensor, weights: Tensor, plan: PlanT) -> Received:
         """Send x [T, D] and weights [T, K] as planned; differentiable."""
         ...
 
-    def combine(self, out: Tensor, plan: object) -> Tensor:
+    def combine(self, out: Tensor, plan: PlanT) -> Tensor:
         """Return what the experts computed from x, [R, D], and add it up: [T, D], 0 for padding; differentiable."""
         ...
 
-    def wait(self, plan: object) -> None:
+    def wait(self, plan: PlanT) -> None:
         """Make the device wait for the result of `combine`."""
         ...
 
@@ -183,9 +186,9 @@ class _Dispatch(torch.autograd.Function):
         return exchanged, found.contiguous(), ids
 
     @staticmethod
-    def backward(ctx: _Context, grad_x: Tensor, grad_weights: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        grads = (ctx.plan.summed(exchange(grad, ctx.received, ctx.sent, ctx.group)) for grad in (grad_x, grad_weights))
-        return *grads, None, None, None, None, None
+    def backward(ctx: _Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        of_inputs = (ctx.plan.summed(exchange(grad, ctx.received, ctx.sent, ctx.group)) for grad in grads[:2])
+        return *of_inputs, None, None, None, None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -203,7 +206,8 @@ class _Combine(torch.autograd.Function):
         return plan.summed(exchange(out, received, sent, group))
 
     @staticmethod
-    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        [grad] = grads
         return exchange(grad[ctx.tokens], ctx.sent, ctx.received, ctx.group), None, None, None, None, None
 
 

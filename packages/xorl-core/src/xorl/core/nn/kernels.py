@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -49,7 +49,7 @@ class LayerKernels:
     swiglu: Callable[[Tensor], Tensor] = reference.swiglu
     swiglu_linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
     experts: ExpertsFn = grouped.experts
-    dispatcher: Dispatcher | None = None
+    dispatcher: Dispatcher[Any] | None = None
 
 
 def choose_kernels(
@@ -61,7 +61,7 @@ def choose_kernels(
     native: Collection[FusedKernel],
     cast_bf16: bool,
     experts: ExpertsFn = grouped.experts,
-    dispatcher: Dispatcher | None = None,
+    dispatcher: Dispatcher[Any] | None = None,
 ) -> LayerKernels:
     """Select the kernels for layers that compute in `dtype` on this device type, and log the selection.
 

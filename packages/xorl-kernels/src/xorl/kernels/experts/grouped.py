@@ -103,10 +103,9 @@ def _experts_backward(
     products: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if not len(choices):
-        grads = [
-            torch.zeros_like(value, memory_format=torch.contiguous_format) for value in (x, gate_up, down, weights)
-        ]
-        return grads[0], *(grads[1:3] if trains_experts else (x.new_empty(0), x.new_empty(0))), grads[3]
+        of_experts = [torch.zeros_like(w) if trains_experts else x.new_empty(0) for w in (gate_up, down)]
+        grad_x = torch.zeros_like(x, memory_format=torch.contiguous_format)
+        return grad_x, of_experts[0], of_experts[1], torch.zeros_like(weights)
     by, between = products_of(products), between_products(x)
     tokens = choices // rows.shape[1]
     gathered, grad_rows = by.gather(x, tokens), by.gather(grad, tokens)
