@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from xorl.core.parallel.copy_engine import CopyEngineAllGather, CopyEngineReduceScatter, can_use_copy_engines
@@ -173,6 +173,7 @@ def shard_groups(weight: Tensor) -> list[dist.ProcessGroup]:
     if not isinstance(weight, DTensor):
         return []
     mesh = weight.device_mesh
+    assert all(type(placement) in (Shard, Replicate) for placement in weight.placements), f"{weight.placements}"
     return [mesh.get_group(axis) for axis, placement in enumerate(weight.placements) if isinstance(placement, Shard)]
 
 
