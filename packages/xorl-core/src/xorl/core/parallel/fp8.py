@@ -54,7 +54,7 @@ class Fp8Weights:
         ]
         groups = {tuple(shard_groups(linear.weight)) for linear in linears}
         assert len(groups) <= 1, (
-            "one collective reduces the scales of all weights, so all are sharded over the same ranks"
+            "one collective reduces the scales of all weights"
         )
         self._groups = groups.pop() if groups else ()
         self._versions: list[int] = []
