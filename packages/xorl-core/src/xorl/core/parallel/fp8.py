@@ -53,9 +53,7 @@ class Fp8Weights:
             for linear in linears
         ]
         groups = {tuple(shard_groups(linear.weight)) for linear in linears}
-        assert len(groups) <= 1, (
-            "one collective reduces the scales of all weights"
-        )
+        assert len(groups) <= 1, "one collective reduces the scales of all weights"
         self._groups = groups.pop() if groups else ()
         self._versions: list[int] = []
         # Runs before FSDP2's own hook, whose streams wait for the work queued so far.
