@@ -22,7 +22,7 @@ from xorl.kernels.experts.products import Products, Rows, between_products, prod
 class Factors(NamedTuple):
     """What adapters add to the weights of experts: gate_up[e] + up_b[e] @ up_a[e] and down[e] + down_b[e] @ down_a[e].
 
-    Scales are part of the factors, which have the dtype of the input.
+    Scales are part of the factors, which have the dtype of the input. A rank of 0 adds nothing.
 
     up_a: [E, R, D].
     up_b: [E, 2F, R], the gate's rows first.
@@ -74,9 +74,15 @@ def adapted_experts(
     return out
 
 
+def _low(by: Products, rows: Rows, a: Tensor, ends: Tensor) -> Tensor:
+    """[M, R], what the first factors of adapters make of rows; empty for a rank of 0."""
+    return by.product(rows, a.transpose(1, 2), ends) if a.numel() else rows.values.new_empty(0)
+
+
 def _up(by: Products, gathered: Rows, low: Tensor, gate_up: Tensor, up_b: Tensor, ends: Tensor) -> Tensor:
     """[M, 2F], the up product with its adapter."""
-    return by.product(gathered, gate_up.transpose(1, 2), ends).add_(by.product(Rows(low), up_b.transpose(1, 2), ends))
+    up = by.product(gathered, gate_up.transpose(1, 2), ends)
+    return up.add_(by.product(Rows(low), up_b.transpose(1, 2), ends)) if low.numel() else up
 
 
 def _dropped(rows: Tensor, mask: Tensor, kept: float) -> Tensor:
@@ -108,12 +114,13 @@ def _adapted(
     by, between = products_of(products), between_products(x)
     tokens = choices // rows.shape[1]
     gathered = by.gather(x, tokens)
-    low = by.product(by.gather(x_low, tokens) if x_low.numel() else gathered, up_a.transpose(1, 2), ends)
+    low = _low(by, by.gather(x_low, tokens) if x_low.numel() else gathered, up_a, ends)
     up = _up(by, gathered, low, gate_up, up_b, ends)
     inner = between.gated(up)
-    low = by.product(Rows(_dropped(inner, mask, kept)), down_a.transpose(1, 2), ends)
     y = by.product(Rows(inner), down.transpose(1, 2), ends)
-    y += by.product(Rows(low), down_b.transpose(1, 2), ends)
+    if down_a.numel():
+        low = _low(by, Rows(_dropped(inner, mask, kept)), down_a, ends)
+        y += by.product(Rows(low), down_b.transpose(1, 2), ends)
     return between.combine(y, weights, rows, ends), x.new_empty(0) if recompute else up
 
 
@@ -169,33 +176,37 @@ def _adapted_backward(
     tokens = choices // rows.shape[1]
     gathered, grad_rows = by.gather(x, tokens), by.gather(grad, tokens)
     source = by.gather(x_low, tokens) if x_low.numel() else gathered
-    low = by.product(source, up_a.transpose(1, 2), ends)
+    low = _low(by, source, up_a, ends)
     if not up.numel():
         up = _up(by, gathered, low, gate_up, up_b, ends)
     # Before the routing weight: its gradient is the product of these and the experts' inner activations.
-    grad_low = by.product(grad_rows, down_b, ends)  # [M, S]
     grad_inner = by.product(grad_rows, down, ends)  # [M, F]
-    grad_inner += _dropped(by.product(Rows(grad_low), down_a, ends), mask, kept)
+    grad_low = x.new_empty(0)
+    if down_a.numel():
+        grad_low = by.product(grad_rows, down_b, ends)  # [M, S]
+        grad_inner += _dropped(by.product(Rows(grad_low), down_a, ends), mask, kept)
     grad_up, weighted, grad_weights = between.gated_backward(grad_inner, up, weights, choices, ends)
-    weighted = _dropped(weighted, mask, kept)
-    grad_down_b = by.outer(grad_rows, Rows(by.product(Rows(weighted), down_a.transpose(1, 2), ends)), ends)
-    grad_down_a = by.outer(Rows(grad_low), Rows(weighted), ends)
+    grad_down_a, grad_down_b = torch.zeros_like(down_a), torch.zeros_like(down_b)
+    if down_a.numel():
+        weighted = _dropped(weighted, mask, kept)
+        grad_down_a = by.outer(Rows(grad_low), Rows(weighted), ends)
+        grad_down_b = by.outer(grad_rows, Rows(_low(by, Rows(weighted), down_a, ends)), ends)
+    grad_x = by.product(Rows(grad_up), gate_up, ends)
+    if not up_a.numel():
+        grad_x, zeros = (
+            between.combine(grad_x, None, rows, ends),
+            [torch.zeros_like(one) for one in (x_low, up_a, up_b)],
+        )
+        return grad_x, zeros[0], zeros[1], zeros[2], grad_down_a, grad_down_b, grad_weights
     grad_up_b = by.outer(Rows(grad_up), Rows(low), ends)
     grad_low = by.product(Rows(grad_up), up_b, ends)  # [M, R]
     grad_up_a = by.outer(Rows(grad_low), source, ends)
-    grad_x = by.product(Rows(grad_up), gate_up, ends)
     of_low = by.product(Rows(grad_low), up_a, ends)
-    if not x_low.numel():
-        return (
-            between.combine(grad_x.add_(of_low), None, rows, ends),
-            x_low.clone(),
-            grad_up_a,
-            grad_up_b,
-            grad_down_a,
-            grad_down_b,
-            grad_weights,
-        )
-    grad_x, grad_x_low = (between.combine(each, None, rows, ends) for each in (grad_x, of_low))
+    if x_low.numel():
+        grad_x_low = between.combine(of_low, None, rows, ends)
+    else:
+        grad_x, grad_x_low = grad_x.add_(of_low), x_low.clone()
+    grad_x = between.combine(grad_x, None, rows, ends)
     return grad_x, grad_x_low, grad_up_a, grad_up_b, grad_down_a, grad_down_b, grad_weights
 
 
@@ -245,10 +256,9 @@ def _save(ctx: _Context, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
 
 def _differentiate(ctx: _Context, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     assert not any(ctx.needs_input_grad[2:4]), "the weights of experts with adapters are frozen"
-    grad_x, grad_x_low, *of_factors, grad_weights = _adapted_backward(
-        grad.contiguous(), *ctx.saved_tensors, ctx.kept, ctx.products
-    )
-    has_low = ctx.saved_tensors[1].numel() > 0
+    saved = ctx.saved_tensors  # once: recomputation unpacks them
+    grad_x, grad_x_low, *of_factors, grad_weights = _adapted_backward(grad.contiguous(), *saved, ctx.kept, ctx.products)
+    has_low = saved[1].numel() > 0
     nones = (None,) * 7
     return grad_x, grad_x_low if has_low else None, None, None, *of_factors, grad_weights, *nones
 
