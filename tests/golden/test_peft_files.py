@@ -150,7 +150,8 @@ def test_adapters_pass_to_and_fro(case: str, tmp_path: Path) -> None:
 
         transposed = [name for name in layout.modules if config.fan_in_fan_out]
         written = config_of(decoder, layout.spec, base=None, transposed=transposed)
-        tensors = {key: tensor.make().contiguous() for key, tensor in adapter_tensors(decoder).items()}
+        made = [tensors.make() for tensors in adapter_tensors(decoder)]
+        tensors = {key: tensor.contiguous() for group in made for key, tensor in group.items()}
         tensors |= {key: own[name].data for name, key in brought.items()}
         (tmp_path / "ours").mkdir()
         (tmp_path / "ours" / CONFIG_FILE).write_text(json.dumps(written.to_json()))

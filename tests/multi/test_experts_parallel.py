@@ -53,6 +53,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
 }
 LORA = {"enable_lora": True, "lora_rank": 4, "lora_target_modules": "all-linear"}
 QLORA = {**LORA, "enable_qlora": True, "quant_format": "nf4", "quant_group_size": 16}
+EXPERT_LORA = {**LORA, "lora_target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"]}
 RECOMPUTE = {"enable_gradient_checkpointing": True}
 # By name: (model, options of train, options of lora).
 RUNS: dict[str, tuple[str, dict[str, object], dict[str, object]]] = {
@@ -62,6 +63,8 @@ RUNS: dict[str, tuple[str, dict[str, object], dict[str, object]]] = {
     "qwen3_moe, moe_act": ("qwen3_moe", {**RECOMPUTE, "moe_checkpoint_method": "moe_act"}, {}),
     "qwen3_moe, operation": ("qwen3_moe", {**RECOMPUTE, "recompute_policy": "operation"}, {}),
     "qwen3_moe, LoRA": ("qwen3_moe", {}, LORA),
+    "qwen3_moe, adapted experts": ("qwen3_moe", {"optimizer": "muon"}, EXPERT_LORA),
+    "qwen3_moe, adapted experts, recomputed": ("qwen3_moe", RECOMPUTE, EXPERT_LORA),
     "qwen3_moe, QLoRA": (
         "qwen3_moe",
         {},
@@ -69,7 +72,7 @@ RUNS: dict[str, tuple[str, dict[str, object], dict[str, object]]] = {
     ),
 }
 # All layouts compute these runs; WITH_ALL_RUNS compute the others, too.
-BASIC_RUNS = ("qwen3_moe", "mixtral, Muon", "qwen3_moe, LoRA")
+BASIC_RUNS = ("qwen3_moe", "mixtral, Muon", "qwen3_moe, LoRA", "qwen3_moe, adapted experts")
 WITH_ALL_RUNS = ("ep 2", "ep 2, fsdp 2")
 
 

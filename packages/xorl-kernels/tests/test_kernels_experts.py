@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from xorl.kernels.experts import grouped, reference
+from xorl.kernels.experts.adapted import Factors
 from xorl.kernels.experts.plan import RoutePlan, _route_plan
 from xorl.kernels.experts.routing import _sum_routing, sum_documents, sum_routing, top_experts
 from xorl.kernels.layout import SequenceLayout
@@ -99,6 +100,74 @@ def test_frozen_experts_get_no_gradient() -> None:
     found = gradients(grouped.experts(*tensors, ids), [tensors[0], tensors[3]])
     assert torch.equal(found[0], expected[0])
     assert torch.equal(found[1], expected[3])
+
+
+def factors_of(shape: tuple[int, ...], dtype: torch.dtype, *, dropout: bool = False) -> list[Tensor]:
+    """up_a, up_b, down_a, down_b, and with dropout the input of the first."""
+    num_tokens, _, width, inner, num_experts = shape
+    generator = torch.Generator().manual_seed(5)
+    sizes = [(num_experts, 4, width), (num_experts, 2 * inner, 4), (num_experts, 3, inner), (num_experts, width, 3)]
+    sizes += [(num_tokens, width)] if dropout else []
+    return [
+        torch.randn(*size, generator=generator, dtype=torch.float64).mul(0.3).to(dtype).requires_grad_()
+        for size in sizes
+    ]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("dropout", [False, True])
+@pytest.mark.parametrize("kind", ["random", "none to the first", "elsewhere"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_adapted_experts_match_the_twin(shape: tuple[int, ...], kind: str, dropout: bool, recompute: bool) -> None:
+    # Catches adapters of another expert, swapped factors, and routing weights that miss what an adapter adds.
+    tensors, ids = inputs(shape, torch.float64), routes(kind, shape)
+    if kind == "elsewhere":
+        ids = torch.where(ids % 3 > 0, ids, shape[4])
+    for frozen in tensors[1:3]:
+        frozen.requires_grad_(False)
+    low_rank = factors_of(shape, torch.float64, dropout=dropout)
+    factors, num_real = Factors(*low_rank), torch.tensor(shape[0] - 2)
+    leaves = [tensors[0], tensors[3], *low_rank]
+    expected = reference.experts(*tensors, ids, num_real, factors=factors)
+    with nan_poisoned_empty():
+        out = grouped.experts(*tensors, ids, num_real, factors=factors, recompute=recompute)
+        found = gradients(out, leaves)
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+    for mine, theirs in zip(found, gradients(expected, leaves), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-11)
+    merged = [tensors[0], tensors[1] + factors.up_b @ factors.up_a, tensors[2] + factors.down_b @ factors.down_a]
+    if not dropout:
+        torch.testing.assert_close(out, grouped.experts(*merged, tensors[3], ids, num_real), rtol=1e-11, atol=1e-11)
+
+
+def test_an_adapters_dropout_is_the_same_in_both_passes() -> None:
+    # Catches a mask that is drawn again for the backward pass, and one that scales nothing.
+    shape = SHAPES[0]
+    tensors, ids = inputs(shape, torch.float64), routes("random", shape)
+    low_rank = factors_of(shape, torch.float64)
+
+    def run(*given: Tensor) -> Tensor:
+        torch.manual_seed(7)
+        frozen = [tensor.detach() for tensor in tensors[1:3]]
+        return grouped.experts(given[0], *frozen, given[1], ids, factors=Factors(*given[2:], kept=0.7))
+
+    leaves = [tensors[0], tensors[3], *low_rank]
+    direction = [torch.randn_like(leaf) for leaf in leaves]
+    grads = gradients(run(*leaves), leaves)
+    weight = torch.randn(leaves[0].shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    with torch.no_grad():
+        up, down = (
+            (run(*(leaf + sign * 1e-6 * d for leaf, d in zip(leaves, direction, strict=True))) * weight).sum()
+            for sign in (1, -1)
+        )
+    slope = sum((grad * d).sum() for grad, d in zip(grads, direction, strict=True))
+    torch.testing.assert_close((up - down) / 2e-6, slope, rtol=1e-6, atol=1e-6)
+    torch.manual_seed(0)
+    means = [
+        grouped.experts(*(t.detach() for t in tensors), ids, factors=Factors(*low_rank, kept=0.5)) for _ in range(300)
+    ]
+    whole = grouped.experts(*(t.detach() for t in tensors), ids, factors=Factors(*low_rank))
+    assert (torch.stack(means).mean(0) - whole).norm() < 0.05 * whole.norm()
 
 
 def test_the_gradient_is_that_of_finite_differences() -> None:

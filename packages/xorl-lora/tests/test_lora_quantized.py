@@ -15,7 +15,8 @@ from xorl.core.models import SPECS, Decoder
 from xorl.core.nn import Linear
 from xorl.kernels.layout import SequenceLayout
 from xorl.kernels.quant import GROUP_SIZES, QuantScheme
-from xorl.lora import AdapterSpec, adapter_parameters, init_adapters, inject
+from xorl.lora import AdapterSpec, adapter_parameters, adapters, init_adapters, inject
+from xorl.lora.linear import LowRank
 from xorl.lora.merge import fold_, merged_rows
 from xorl.lora.quantized import (
     AdaptiveNoise,
@@ -178,7 +179,10 @@ def test_merging_back_loses_no_more_than_the_format_does(quant_format):
     with torch.no_grad():
         for parameter in adapter_parameters(model).values():
             parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.3)
-    wanted = {path: merged_rows(layer) for path, layer in quantized_linears(model).items()}
+    pairs: dict[str, list[LowRank]] = {}
+    for adapter in adapters(model).values():
+        pairs.setdefault(adapter.path, []).append(adapter.pair)
+    wanted = {path: merged_rows(layer, pairs.get(path, [])) for path, layer in quantized_linears(model).items()}
     fold_(model)
     for path, layer in quantized_linears(model).items():
         plain = Linear(layer.in_features, layer.out_features, bias=False)

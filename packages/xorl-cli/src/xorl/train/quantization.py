@@ -110,6 +110,8 @@ def base_targets(
     """The arguments of `load_weights`: targets, recipes and source. Quantised weights need different ones."""
     parameters: dict[str, Tensor | Piece | RowTarget] = dict(base_parameters(module))
     for name, part in parameter_parts(module).items():
+        if name not in parameters:  # an adapter's
+            continue
         parameters[name] = Piece(module.get_parameter(name), part.rows, part.num_rows)
     if quantization is None:
         return parameters, recipes, source

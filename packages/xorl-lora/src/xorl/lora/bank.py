@@ -114,6 +114,8 @@ class AdapterBank:
         )
         if embeddings := [site.name for site in sites if not site.is_linear]:
             raise ValueError(f"targets: a bank adapts only linear layers, but {', '.join(embeddings)} is an embedding")
+        if experts := [site.name for site in sites if site.members]:
+            raise ValueError(f"targets: a bank cannot adapt experts yet, but {experts[0]} names them; leave it out")
         self._model = model
         self._max_rank = max_rank
         self._group = group

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from xorl.core.models.initial import fill_normal_, fill_uniform_, key_of
 from xorl.core.nn import Embedding, Linear
+from xorl.core.nn.moe import ExpertLinear, Experts, MixtureOfExperts
 from xorl.core.parallel import copy_shard_, local_part
+from xorl.lora.experts import ExpertLowRank, ExpertsAdapter
 from xorl.lora.linear import (
     EmbeddingAdapter,
     LinearAdapter,
@@ -32,13 +34,14 @@ class Adapter:
     Attributes:
         name: the adapted layer's name in a checkpoint. A module that stacks several layers has an adapter for each.
         pair: its parameters; DTensors if the model is sharded.
-        layer: the adapted module; the adapter covers its output features [pair.start, pair.stop).
+        layer: the adapted module; the adapter covers its output features [pair.start, pair.stop); of experts, those of
+            each expert.
         path: the full name of that module, without wrappers.
     """
 
     name: str
     pair: LowRank
-    layer: Linear | Embedding
+    layer: Linear | Embedding | ExpertLinear
     path: str
 
     @property
@@ -76,6 +79,11 @@ class Adapter:
         """Whether it adapts an embedding."""
         return isinstance(self.layer, Embedding)
 
+    @property
+    def members(self) -> tuple[str, ...]:
+        """The names of all layers that it adapts: of each expert, or its own."""
+        return self.pair.members if isinstance(self.pair, ExpertLowRank) else (self.name,)
+
     def parameters(self) -> dict[str, nn.Parameter]:
         """Its parameters by the suffixes of their names in state dicts."""
         found = {"lora_A": self.A, "lora_B": self.B}
@@ -101,13 +109,48 @@ def inject(model: nn.Module, spec: AdapterSpec, *, seed: int = 0) -> tuple[str, 
     if both := sorted(saved.keys() & {site.name for site in sites}):
         raise ValueError(f"modules_to_save: {', '.join(both)} is also an adapter target; choose one of the two")
     model.requires_grad_(False)
-    for path, group in groupby(sites, key=lambda site: site.path):
-        _adapt_(model, path, list(group), spec)
+    # The projections of a layer's experts share one adapter module, because one kernel computes them.
+    for (owner, path), group in groupby(sites, key=lambda site: (_owner(site), None if site.members else site.path)):
+        if path is None:
+            _adapt_experts_(model, owner, list(group), spec)
+        else:
+            _adapt_(model, path, list(group), spec)
     for module in saved.values():
         module.requires_grad_(True)
     if not any(adapter.A.is_meta for adapter in adapters(model).values()):
         init_adapters(model, seed=seed)
     return tuple(site.name for site in sites)
+
+
+def _owner(site: Site) -> str:
+    return site.path.rpartition(".")[0]
+
+
+def _adapt_experts_(model: nn.Module, path: str, sites: list[Site], spec: AdapterSpec) -> None:
+    experts, mixture = model.get_submodule(path), model.get_submodule(path.rpartition(".")[0])
+    assert isinstance(experts, Experts)
+    assert isinstance(mixture, MixtureOfExperts)
+    pairs: list[ExpertLowRank] = []
+    for site in sites:
+        projection = site.path.rpartition(".")[2]
+        layer = experts.get_submodule(projection)
+        assert isinstance(layer, ExpertLinear)
+        names = (site.name, *site.members)
+        pairs.append(
+            ExpertLowRank(
+                site.name,
+                members=site.members,
+                projection=projection,
+                layer=layer,
+                rank=spec.rank_of(*names),
+                alpha=spec.alpha_of(*names),
+                scale=spec.scale_of(*names),
+                part=(site.start, site.stop),
+                num_active=mixture.num_active,
+                device=layer.weight.device,
+            )
+        )
+    experts.adapter = ExpertsAdapter(pairs, spec.dropout, experts).train(experts.training)
 
 
 def _adapt_(model: nn.Module, path: str, sites: list[Site], spec: AdapterSpec) -> None:
@@ -154,12 +197,16 @@ def init_adapters(model: nn.Module, *, seed: int, generation: int = 0) -> None:
     for adapter in adapters(model).values():
         drawn, zero = (adapter.B, adapter.A) if adapter.is_embedding else (adapter.A, adapter.B)
         leaf = "lora_B" if adapter.is_embedding else "lora_A"
-        key = key_of(seed, f"{adapter.name}.{leaf}{suffix}", drawn.shape)
         part, offset = local_part(drawn)
+        shape = tuple(drawn.shape)
+        if isinstance(adapter.pair, ExpertLowRank) and "A" in adapter.pair.parts:
+            whole = adapter.pair.parts["A"]
+            shape, offset = (whole.num_rows, shape[1]), (whole.rows[0][0] + offset[0], offset[1])
+        key = key_of(seed, f"{adapter.name}.{leaf}{suffix}", shape)
         if adapter.is_embedding:
-            fill_normal_(part, std=1.0, key=key, shape=drawn.shape, offset=offset)
+            fill_normal_(part, std=1.0, key=key, shape=shape, offset=offset)
         else:
-            fill_uniform_(part, bound=initial_bound(drawn.shape[1]), key=key, shape=drawn.shape, offset=offset)
+            fill_uniform_(part, bound=initial_bound(shape[1]), key=key, shape=shape, offset=offset)
         zero.zero_()
         if adapter.magnitude_offset is not None:
             adapter.magnitude_offset.zero_()
@@ -167,12 +214,18 @@ def init_adapters(model: nn.Module, *, seed: int, generation: int = 0) -> None:
 
 def adapters(model: nn.Module) -> dict[str, Adapter]:
     """The adapters in `model` by the names of the adapted layers in checkpoints, in module order."""
-    return {
-        pair.name: Adapter(pair.name, pair, layer, without_wrappers(path))
-        for path, layer in model.named_modules()
-        if isinstance(layer, (Linear, Embedding)) and (adapter := adapter_of(layer)) is not None
-        for pair in adapter.pairs()
-    }
+    found: dict[str, Adapter] = {}
+    for path, layer in model.named_modules():
+        if isinstance(layer, Experts) and isinstance(layer.adapter, ExpertsAdapter):
+            for pair in layer.adapter.pairs():
+                projection = layer.get_submodule(pair.projection)
+                assert isinstance(projection, ExpertLinear)
+                of_projection = f"{without_wrappers(path)}.{pair.projection}"
+                found[pair.name] = Adapter(pair.name, pair, projection, of_projection)
+        elif isinstance(layer, (Linear, Embedding)) and (adapter := adapter_of(layer)) is not None:
+            for pair in adapter.pairs():
+                found[pair.name] = Adapter(pair.name, pair, layer, without_wrappers(path))
+    return found
 
 
 def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

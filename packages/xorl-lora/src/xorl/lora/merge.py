@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from xorl.core.nn import Embedding, Linear
+from xorl.core.nn.moe import ExpertLinear, Experts
 from xorl.core.parallel import copy_shard_, local_part
+from xorl.lora.experts import ExpertLowRank, fold_expert_pair_
 from xorl.lora.inject import Adapter, adapters
-from xorl.lora.linear import LowRank, TorchEmbedding, TorchLinear, adapter_of
+from xorl.lora.linear import LowRank, TorchEmbedding, TorchLinear
 from xorl.lora.quantized import QuantizedLinear, gather_rows, local_rows, read_rows, write_rows_
 
 
@@ -30,6 +32,8 @@ def merge_(model: nn.Module) -> None:
     """
     fold_(model)
     for path, layer in list(model.named_modules()):
+        if isinstance(layer, Experts):
+            layer.adapter = None
         if isinstance(layer, (Linear, Embedding)) and layer.adapter is not None:
             layer.adapter = None
             if isinstance(layer, (TorchLinear, TorchEmbedding)):
@@ -49,28 +53,30 @@ def fold_(model: nn.Module) -> None:
     found = adapters(model)
     if not found:
         raise ValueError(f"{type(model).__name__} has no adapters to merge")
-    for layer in {id(adapter.layer): adapter.layer for adapter in found.values()}.values():
+    pairs: dict[nn.Module, list[LowRank]] = {}
+    for adapter in found.values():
+        pairs.setdefault(adapter.layer, []).append(adapter.pair)
+    for layer, of_layer in pairs.items():
+        assert isinstance(layer, (Linear, Embedding, ExpertLinear))
         if isinstance(layer, QuantizedLinear):
-            write_rows_(layer, merged_rows(layer))
+            write_rows_(layer, merged_rows(layer, of_layer))
         else:
             part, _ = local_part(layer.weight)
-            part.copy_(merged_rows(layer))
+            part.copy_(merged_rows(layer, of_layer))
 
 
 @torch.no_grad()
-def merged_rows(layer: Linear | Embedding, pairs: Sequence[LowRank] | None = None) -> Tensor:
-    """This rank's rows [N, I] of the weight of `layer` with its adapters merged in, in fp32 (fp64 for fp64).
-
-    `pairs` are the adapters to merge, such as one adapter of a bank; None means the layer's own.
+def merged_rows(layer: Linear | Embedding | ExpertLinear, pairs: Sequence[LowRank]) -> Tensor:
+    """This rank's rows [N, I] of the weight of `layer` with the adapters `pairs` merged in, in fp32 (fp64 for fp64).
 
     W + scale * B @ A (arXiv:2106.09685), with rows scaled to the trained norms under DoRA (arXiv:2402.09353).
     """
     rows, first = _base_rows(layer)
-    if pairs is None:
-        adapter = adapter_of(layer)
-        pairs = [] if adapter is None else adapter.pairs()
     for pair in pairs:
-        if isinstance(layer, Embedding):
+        if isinstance(pair, ExpertLowRank):
+            a, b = full_tensor(pair.A).to(rows.dtype), full_tensor(pair.B).to(rows.dtype)
+            fold_expert_pair_(rows, pair, a, b, layer.weight.shape[0] // len(pair.held), first)
+        elif isinstance(layer, Embedding):
             a, b = full_tensor(pair.A).to(rows.dtype), full_tensor(pair.B).to(rows.dtype)
             rows.addmm_(a[:, first : first + len(rows)].t(), b.t(), alpha=pair.scale)
         else:
@@ -78,7 +84,7 @@ def merged_rows(layer: Linear | Embedding, pairs: Sequence[LowRank] | None = Non
     return rows
 
 
-def _base_rows(layer: Linear | Embedding) -> tuple[Tensor, int]:
+def _base_rows(layer: Linear | Embedding | ExpertLinear) -> tuple[Tensor, int]:
     """A copy of this rank's rows of the weight, in fp32 (fp64 for fp64), and the index of the first row."""
     if isinstance(layer, QuantizedLinear):
         return read_rows(layer), local_rows(layer)[0]

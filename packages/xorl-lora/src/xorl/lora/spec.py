@@ -70,18 +70,18 @@ class AdapterSpec:
                 except re.error as error:
                     raise ValueError(f"{option}: {pattern!r} is not a valid regular expression: {error}") from error
 
-    def rank_of(self, name: str) -> int:
-        """The rank of the adapter on the layer `name`."""
-        return _by_pattern(self.rank_pattern, name, self.rank)
+    def rank_of(self, *names: str) -> int:
+        """The rank of the adapter on a layer, of which a pattern may match any of `names`."""
+        return _by_pattern(self.rank_pattern, names, self.rank)
 
-    def alpha_of(self, name: str) -> float:
-        """The alpha of the adapter on the layer `name`."""
-        return _by_pattern(self.alpha_pattern, name, self.alpha)
+    def alpha_of(self, *names: str) -> float:
+        """The alpha of the adapter on a layer."""
+        return _by_pattern(self.alpha_pattern, names, self.alpha)
 
-    def scale_of(self, name: str) -> float:
-        """The factor on the output of the adapter on the layer `name`."""
-        rank = self.rank_of(name)
-        return self.alpha_of(name) / (math.sqrt(rank) if self.use_rslora else rank)
+    def scale_of(self, *names: str) -> float:
+        """The factor on the output of the adapter on a layer."""
+        rank = self.rank_of(*names)
+        return self.alpha_of(*names) / (math.sqrt(rank) if self.use_rslora else rank)
 
     def check_patterns(self, names: Sequence[str]) -> None:
         """Raise ValueError for a pattern that matches none of the adapted layers."""
@@ -96,8 +96,9 @@ def matches_name(name: str, target: str) -> bool:
     return name == target or name.endswith(f".{target}")
 
 
-def _by_pattern(patterns: Mapping[str, ValueT], name: str, default: ValueT) -> ValueT:
-    return next((value for pattern, value in patterns.items() if matches_pattern(pattern, name)), default)
+def _by_pattern(patterns: Mapping[str, ValueT], names: Sequence[str], default: ValueT) -> ValueT:
+    matching = (value for pattern, value in patterns.items() if any(matches_pattern(pattern, name) for name in names))
+    return next(matching, default)
 
 
 def matches_pattern(pattern: str, name: str) -> bool:

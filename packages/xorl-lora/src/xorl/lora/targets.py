@@ -15,6 +15,7 @@ from torch import nn
 from xorl.core.models import Decoder
 from xorl.core.models.recipes import LogicalModule
 from xorl.core.nn import Embedding, Linear
+from xorl.core.nn.moe import ExpertLinear
 from xorl.lora.spec import AdapterSpec, matches_name
 
 # The name parts that torch.compile, activation checkpointing and FSDP add for the modules that they wrap.
@@ -23,15 +24,17 @@ WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_
 
 @dataclass(frozen=True)
 class Site:
-    """A layer that can be adapted: a whole module, or one of the layers that a module stacks.
+    """A layer that can be adapted: a whole module, a layer that a module stacks, or one projection of all experts.
 
     Attributes:
         name: the layer's name in a checkpoint, which targets refer to.
         path: the full name of the module that computes it.
-        start, stop: its range in the output features of that module.
+        start, stop: its range in the output features of that module; of experts, in those of one expert.
         is_linear: whether it is a linear layer; an embedding otherwise.
         is_head: whether it computes the logits of xorl's decoder.
         refusal: why it cannot have an adapter, or None.
+        members: for a projection of experts, the names in a checkpoint of the experts' layers; `name` is theirs without
+            the number of the expert.
     """
 
     name: str
@@ -41,13 +44,16 @@ class Site:
     is_linear: bool
     is_head: bool
     refusal: str | None
+    members: tuple[str, ...] = ()
 
 
 def sites_of(model: nn.Module) -> dict[str, Site]:
-    """Every linear layer and embedding of `model` by its name in checkpoints, in module order."""
+    """Every linear layer, embedding and projection of experts by its name in checkpoints, in module order."""
     sites: dict[str, Site] = {}
     for parent_path, parent in model.named_modules():
         for child_name, module in parent.named_children():
+            if isinstance(module, ExpertLinear) and isinstance(model, Decoder):
+                sites |= _expert_sites(model, f"{parent_path}.{child_name}", module)
             if not isinstance(module, (nn.Linear, Linear, nn.Embedding, Embedding)):
                 continue
             path = f"{parent_path}.{child_name}".removeprefix(".")
@@ -70,20 +76,48 @@ def sites_of(model: nn.Module) -> dict[str, Site]:
     return sites
 
 
+def _expert_sites(model: Decoder, path: str, module: ExpertLinear) -> dict[str, Site]:
+    layers = model.logical[path]
+    num_projections = _num_projections([layer.name for layer in layers])
+    num_experts = len(layers) // num_projections
+    sites: dict[str, Site] = {}
+    start = 0
+    for projection in layers[:num_projections]:
+        index = len(sites)
+        members = tuple(layers[expert * num_projections + index].name for expert in range(num_experts))
+        # The number of the expert is the part of the name that is a number and not that of the layer.
+        parts = projection.name.split(".")
+        number = max(at for at, part in enumerate(parts) if part.isdigit())
+        name = ".".join(parts[:number] + parts[number + 1 :])
+        stop = start + projection.num_rows
+        sites[name] = Site(name, path, start, stop, is_linear=True, is_head=False, refusal=None, members=members)
+        start = stop
+    return sites
+
+
+def _num_projections(names: Sequence[str]) -> int:
+    """How many of the layers, which are in the order of the experts, belong to one expert."""
+    return len({name.rpartition(".")[2] for name in names})
+
+
 def resolve(spec: AdapterSpec, model: nn.Module) -> tuple[Site, ...]:
     """The sites of `model` that get an adapter, in module order.
 
     "all-linear" selects every linear layer that supports an adapter, including the output head, except that of xorl's
-    decoder. It skips layers whose weight another module uses (a tied head), subclasses of nn.Linear (which may compute
-    something else), and layers inside torch's attention and encoder layers (which read the weight without calling the
-    layer). The name of a layer that stacks several selects all of them.
+    decoder and experts, which must be named. It skips layers whose weight another module uses (a tied head), subclasses
+    of nn.Linear (which may compute something else), and layers inside torch's attention and encoder layers (which read
+    the weight without calling the layer). The name of a layer that stacks several selects all of them.
 
     Raises ValueError for a name that matches nothing, listing the existing names; for a named layer that does not
     support an adapter; and if no layer is left to adapt.
     """
     sites = sites_of(model)
     if spec.targets == "all-linear":
-        found = [site for site in sites.values() if site.is_linear and not site.is_head and site.refusal is None]
+        found = [
+            site
+            for site in sites.values()
+            if site.is_linear and not site.is_head and not site.members and site.refusal is None
+        ]
         if not found:
             refused = [f"{site.name} ({site.refusal})" for site in sites.values() if site.refusal is not None]
             raise ValueError(
@@ -92,26 +126,40 @@ def resolve(spec: AdapterSpec, model: nn.Module) -> tuple[Site, ...]:
             )
     else:
         found = _named(sites, spec.targets, model)
-    spec.check_patterns([site.name for site in found])
+    spec.check_patterns([name for site in found for name in (site.name, *site.members)])
     embedded = [site.name for site in found if not site.is_linear]
     if spec.use_dora and embedded:
         raise ValueError(f"use_dora supports only linear layers, but targets name embeddings: {', '.join(embedded)}")
+    if spec.use_dora and (experts := [site.name for site in found if site.members]):
+        raise ValueError(
+            f"use_dora needs the norms of the adapted rows in every step, which would merge each expert: targets name "
+            f"{experts[0]}; leave out the experts, or use_dora"
+        )
     return tuple(found)
 
 
 def _named(sites: dict[str, Site], targets: Sequence[str], model: nn.Module) -> list[Site]:
     def matches(site: Site, target: str) -> bool:
-        return matches_name(site.name, target) or matches_name(without_wrappers(site.path), target)
+        names = (site.name, without_wrappers(site.path), *site.members)
+        return any(matches_name(name, target) for name in names)
 
     unmatched = [target for target in targets if not any(matches(site, target) for site in sites.values())]
     if unmatched:
         known = sorted({site.name.rpartition(".")[2] for site in sites.values()})
         raise ValueError(f"targets {unmatched} match no layer of {type(model).__name__}; its layers are named {known}")
     found = [site for site in sites.values() if any(matches(site, target) for target in targets)]
+    for site in found:
+        left_out = [one for one in site.members if not any(_selects(target, site, one) for target in targets)]
+        if left_out:
+            raise ValueError(f"targets name some of the experts only: all of a layer are adapted, also {left_out[0]}")
     blocked = [f"{site.name} ({site.refusal})" for site in found if site.refusal is not None]
     if blocked:
         raise ValueError(f"targets {list(targets)} name layers that cannot be adapted: {'; '.join(blocked[:5])}")
     return found
+
+
+def _selects(target: str, site: Site, member: str) -> bool:
+    return any(matches_name(name, target) for name in (site.name, without_wrappers(site.path), member))
 
 
 def modules_to_save(spec: AdapterSpec, model: nn.Module) -> dict[str, nn.Module]:

@@ -21,7 +21,7 @@ from xorl.lora import Adapter, AdapterSpec, adapters
 from xorl.lora.inject import base_parameters
 from xorl.lora.peft import CONFIG_FILE, WEIGHTS_FILE, AdapterConfig, adapter_tensors, config_of
 from xorl.lora.peft.layout import PREFIX
-from xorl.lora.peft.model import FileTensor
+from xorl.lora.peft.model import FileTensors
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,12 @@ class AdapterFiles:
     def _groups(self) -> list[TensorGroup]:
         # Parameters that an evaluation left gathered are rounded to the compute dtype.
         self.model.drop_gathered()
-        groups = [_group(key, tensor) for key, tensor in adapter_tensors(self.model.module, self.by_layer).items()]
+        names = {parameter: name for name, parameter in self.model.module.named_parameters()}
+
+        def gather(parameter: Tensor) -> Tensor:
+            return self.model.parts.gather(names.get(parameter, ""), parameter)
+
+        groups = [_group(tensors) for tensors in adapter_tensors(self.model.module, self.by_layer, gather)]
         base = trained_base_parameters(self.model.module)
         if base:
             groups += [_with_prefix(group) for group in parameter_groups(base, self.recipes, dtype=torch.float32)]
@@ -131,11 +136,8 @@ def trained_base_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in base_parameters(module).items() if parameter.requires_grad}
 
 
-def _group(key: str, tensor: FileTensor) -> TensorGroup:
-    def make() -> dict[str, Tensor]:
-        return {key: tensor.make()}
-
-    return TensorGroup({key: TensorRecord(tensor.shape, "float32")}, make)
+def _group(tensors: FileTensors) -> TensorGroup:
+    return TensorGroup({key: TensorRecord(shape, "float32") for key, shape in tensors.shapes.items()}, tensors.make)
 
 
 def _with_prefix(group: TensorGroup) -> TensorGroup:

@@ -14,7 +14,8 @@ from xorl.core.models import Decoder, DecoderConfig, training_flops
 from xorl.core.models.flops import matmul_parameters
 from xorl.core.nn import Linear
 from xorl.core.parallel import ParallelModel
-from xorl.lora import AdapterSpec, adapter_parameters, adapters, init_adapters, inject
+from xorl.lora import Adapter, AdapterSpec, adapter_parameters, adapters, init_adapters, inject
+from xorl.lora.experts import ExpertLowRank
 from xorl.lora.merge import fold_
 from xorl.train.adapters.folder import AdapterFolder, open_adapter
 
@@ -86,7 +87,7 @@ def flops_of(config: DecoderConfig, module: Decoder) -> Callable[[Sequence[int]]
     See `training_flops`.
     """
     linear_adapters = [adapter for adapter in adapters(module).values() if not adapter.is_embedding]
-    num_added = sum(adapter.A.numel() + adapter.B.numel() for adapter in linear_adapters)
+    num_added = sum(map(_num_used, linear_adapters))
     trained = sum(
         layer.weight.numel()
         for layer in module.modules()
@@ -100,6 +101,14 @@ def flops_of(config: DecoderConfig, module: Decoder) -> Callable[[Sequence[int]]
         return training_flops(config, lengths, num_frozen=num_frozen, num_added=num_added)
 
     return flops
+
+
+def _num_used(adapter: Adapter) -> int:
+    """The elements of an adapter that a token is multiplied with."""
+    total = adapter.A.numel() + adapter.B.numel()
+    if not isinstance(adapter.pair, ExpertLowRank):
+        return total
+    return total // len(adapter.pair.held) * adapter.pair.num_active
 
 
 class AdapterMerging:

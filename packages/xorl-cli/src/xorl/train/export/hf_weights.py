@@ -18,6 +18,7 @@ from xorl.ckpt.export import parameter_groups
 from xorl.ckpt.layout import TensorRecord
 from xorl.ckpt.tensor_file import TensorGroup
 from xorl.core.nn import Embedding, Linear
+from xorl.core.nn.moe import ExpertLinear
 from xorl.core.parallel import ParallelModel
 from xorl.kernels.quant.block_fp8 import quantize_block_fp8
 from xorl.lora import Adapter, adapters
@@ -53,7 +54,9 @@ class ExportWeights:
         self.params: dict[str, Tensor] = {name: parameters[name] for name in recipes}
         self._dtype = dtype
         self._pairs: dict[str, list[LowRank]] = {}
-        self._computed: dict[str, Linear | Embedding] = {}  # layers whose exported weight is not a parameter
+        self._computed: dict[
+            str, Linear | Embedding | ExpertLinear
+        ] = {}  # layers whose exported weight is not a parameter
         for adapter in (adapters(module) if merged_adapters is None else merged_adapters).values():
             name = f"{adapter.path}.weight"
             self._computed[name] = adapter.layer
@@ -73,7 +76,7 @@ class ExportWeights:
         rows = merged_rows(layer, self._pairs.get(name, ()))
         if isinstance(layer, QuantizedLinear):
             return gather_rows(layer, rows if self._dtype is None else rows.to(self._dtype))
-        return _gather_like(layer.weight, rows, self._dtype)
+        return self._parts.gather(name, _gather_like(layer.weight, rows, self._dtype))
 
 
 def _gather_like(weight: Tensor, rows: Tensor, dtype: torch.dtype | None) -> Tensor:

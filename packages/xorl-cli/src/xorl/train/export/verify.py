@@ -5,7 +5,10 @@ Checks that the tensor names match theirs, that no adapter is zero, and that the
 
 from __future__ import annotations
 
+import json
 import logging
+import math
+import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,10 +22,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from xorl.ckpt import SafetensorsSource, WeightSource, load_weights
+from xorl.core.models.recipes import ExpertNames
 from xorl.kernels.layout import SequenceLayout
 from xorl.lora import inject
-from xorl.lora.peft import WEIGHTS_FILE
-from xorl.lora.peft.layout import InMemoryTensors
+from xorl.lora.peft import CONFIG_FILE, WEIGHTS_FILE
+from xorl.lora.peft.layout import PREFIX, InMemoryTensors
 from xorl.train.adapters.folder import AdapterFolder, load_adapter
 from xorl.train.export.card import Figures
 from xorl.train.export.source import SavedModel, weights_at
@@ -35,6 +39,7 @@ LIMITS: Mapping[torch.dtype, float] = MappingProxyType({torch.float32: 1e-4, tor
 
 # The name of this entry in the model card.
 ADAPTED_MODULES = "adapted modules, none of them zero"
+EXPERT = re.compile(r"\.experts\.(\d+)\.(\w+)$")
 
 
 class VerificationError(RuntimeError):
@@ -98,6 +103,13 @@ def verify_adapter(folder: Path, saved: SavedModel, dtype: torch.dtype) -> Figur
     ids, expected = _xorl_logits(replace(saved, base=named_base))
     with _quiet_transformers():
         base = AutoModelForCausalLM.from_pretrained(saved.base_path, dtype=torch.float32)
+        if any(EXPERT.search(name) for name in saved.adapter.layout.modules):
+            return {
+                "transformers": transformers.__version__,
+                "modules merged by their names, experts included": _merge_by_names(base, folder, saved),
+                ADAPTED_MODULES: num_modules,
+                **_compare(_logits_of(base, ids), expected, dtype),
+            }
         model = peft.PeftModel.from_pretrained(base, folder)
     loaded = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
     with SafetensorsSource(folder, single_file=WEIGHTS_FILE) as source:
@@ -113,6 +125,46 @@ def verify_adapter(folder: Path, saved: SavedModel, dtype: torch.dtype) -> Figur
         ADAPTED_MODULES: num_modules,
         **_compare(_logits_of(model, ids), expected, dtype),
     }
+
+
+def _merge_by_names(model: nn.Module, folder: Path, saved: SavedModel) -> int:
+    """Merge an adapter's file into a model of transformers, which keeps all experts of a layer in one tensor.
+
+    PEFT has no name for an adapter on a single expert, so this reads the file as inference engines do, by the names of
+    the checkpoint. Returns the number of modules.
+    """
+    config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    architecture = saved.architecture
+    names = architecture.spec.checkpoint_names.experts
+    assert names is not None, "only a mixture of experts has adapters on experts"
+    num_modules = 0
+    with SafetensorsSource(folder, single_file=WEIGHTS_FILE) as source:
+        for key in sorted(source.names()):
+            name = key.removeprefix(PREFIX)
+            if ".lora_" not in name:  # a module that was trained whole
+                model.get_parameter(name).data.copy_(source.read(key))
+            if not name.endswith(".lora_A.weight"):
+                continue
+            module = name.removesuffix(".lora_A.weight")
+            a, b = source.read(key).float(), source.read(key.replace(".lora_A.", ".lora_B.")).float()
+            patterns = config["alpha_pattern"].items()
+            matching = (value for end, value in patterns if re.fullmatch(rf"(.*\.)?({end})", module))
+            alpha = next(matching, config["lora_alpha"])
+            scale = alpha / (math.sqrt(len(a)) if config["use_rslora"] else len(a))
+            _weight_of(model, module, names).data.add_(b @ a, alpha=scale)
+            num_modules += 1
+    return num_modules
+
+
+def _weight_of(model: nn.Module, module: str, names: ExpertNames) -> Tensor:
+    """The weight of a module of the checkpoint in a model of transformers, sharing its memory."""
+    if (found := EXPERT.search(module)) is None:
+        return model.get_parameter(f"{module}.weight")
+    layer, index, projection = module[: found.start()].rpartition(".")[0], int(found[1]), found[2]
+    if projection == names.down:
+        return model.get_parameter(f"{layer}.mlp.experts.down_proj")[index]
+    gate, up = model.get_parameter(f"{layer}.mlp.experts.gate_up_proj")[index].chunk(2)
+    return gate if projection == names.gate else up
 
 
 def _xorl_logits(saved: SavedModel) -> tuple[Tensor, Tensor]:
@@ -188,11 +240,17 @@ def _check_keys(written: set[str], expected: set[str]) -> int:
 
 
 def _check_nonzero(source: WeightSource, adapter: AdapterFolder) -> int:
-    """The number of adapted modules. Raises VerificationError if either matrix of an adapter is zero in `source`."""
+    """The number of adapted modules. Raises VerificationError if either matrix of an adapter is zero in `source`.
+
+    The adapter of an expert that no token chose is zero, so those of a layer's experts count together.
+    """
     modules = adapter.layout.modules
-    zero = [
-        name for name, module in modules.items() if not (source.read(module.a).any() and source.read(module.b).any())
-    ]
+    trained: dict[str, bool] = {}
+    for name, module in modules.items():
+        together = EXPERT.sub(r".experts.\2", name)
+        is_nonzero = bool(source.read(module.a).any() and source.read(module.b).any())
+        trained[together] = trained.get(together, False) or is_nonzero
+    zero = [name for name, is_trained in trained.items() if not is_trained]
     if zero:
         raise VerificationError(
             f"{len(zero)} of {len(modules)} adapters are zero and have no effect: {', '.join(zero[:3])}; check that "

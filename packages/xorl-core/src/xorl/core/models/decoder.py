@@ -19,7 +19,7 @@ from xorl.core.models.router_losses import RouterLosses, RouterLossOptions
 from xorl.core.nn import Attention, Embedding, GatedMLP, LayerKernels, LayerNorm, Linear, PlainMLP, RMSNorm, Rotary
 from xorl.core.nn.moe import Experts, MixtureOfExperts, Routing
 from xorl.core.nn.parts import parameter_parts
-from xorl.core.nn.roles import DeclaresRoles, Role
+from xorl.core.nn.roles import DeclaresRoles, Role, StacksMatrices
 from xorl.kernels.fused import RopeTables
 from xorl.kernels.layout import SequenceLayout
 
@@ -83,6 +83,12 @@ class Decoder(nn.Module):
             for path, module in self.named_modules()
             if isinstance(module, (Attention, GatedMLP, Experts))
             for name, rows in module.stacked_rows.items()
+        }
+        stacked |= {
+            f"{path}.{name}": tuple(rows)
+            for path, module in self.named_modules()
+            if isinstance(module, StacksMatrices)
+            for name, rows in module.matrix_rows.items()
         }
         matrices = {name for name, role in self.parameter_roles().items() if role in ("dense", "expert", "adapter")}
         return {

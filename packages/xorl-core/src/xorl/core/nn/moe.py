@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from xorl.core.nn.kernels import LayerKernels
 from xorl.core.nn.parts import Part
 from xorl.core.nn.roles import Role
+from xorl.kernels.experts.adapted import Factors
 from xorl.kernels.experts.routing import Routing, sum_routing, top_experts
 from xorl.kernels.layout import SequenceLayout
 
@@ -51,6 +52,7 @@ class ExpertLinear(nn.Module):
 
     Attributes:
         num_experts: of those that this rank holds.
+        held: their indices.
         parts: the rows of the weight of all experts, if this rank does not hold them all.
     """
 
@@ -58,7 +60,7 @@ class ExpertLinear(nn.Module):
 
     def __init__(self, num_experts: int, held: range, in_features: int, out_features: int) -> None:
         super().__init__()
-        self.num_experts = len(held)
+        self.num_experts, self.held = len(held), held
         self.weight = nn.Parameter(torch.empty(len(held) * out_features, in_features))
         rows = ((held.start * out_features, held.stop * out_features),)
         part = Part(num_experts * out_features, rows, sharded_over=("ep",))
@@ -72,16 +74,28 @@ class ExpertLinear(nn.Module):
         return f"{self.num_experts} x [{self.weight.shape[0] // self.num_experts}, {self.weight.shape[1]}]"
 
 
+class ExpertsAdapterProtocol(Protocol):
+    """Adapters on the experts of a layer."""
+
+    def __call__(self, x: Tensor) -> Factors:
+        """What the kernel adds for the input x [T, D]."""
+        ...
+
+
 class Experts(nn.Module):
     """The gated feed-forward blocks of all experts; gate and up are one matrix, with the gate's rows first.
 
     Attributes:
+        adapter: None, or adapters of the experts, whose own weights are frozen then.
         dispatcher: sends tokens to experts on other ranks; None if this rank holds all of them.
         recompute: compute gate, up and activation again in the backward pass instead of keeping them.
     """
 
+    adapter: ExpertsAdapterProtocol | None
+
     def __init__(self, width: int, expert_width: int, num_experts: int, *, kernels: LayerKernels) -> None:
         super().__init__()
+        self.adapter = None
         self.kernel = kernels.experts
         self.dispatcher = kernels.dispatcher
         self.recompute = False
@@ -106,12 +120,25 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, weights: Tensor, ids: Tensor, num_real: Tensor | None, plan: object = None) -> Tensor:
         """[T, D]. plan: of the dispatcher, if there is one."""
-        gate_up, down = self.gate_up_proj.stacked(x.dtype), self.down_proj.stacked(x.dtype)
         if self.dispatcher is None:
-            return self.kernel(x, gate_up, down, weights, ids, num_real, recompute=self.recompute)
+            return self._compute(x, weights, ids, num_real, None)
         x, weights, ids, num_rows = self.dispatcher.dispatch(x, weights, plan)
-        out = self.kernel(x, gate_up, down, weights, ids, num_rows=num_rows, recompute=self.recompute)
-        return self.dispatcher.combine(out, plan)
+        return self.dispatcher.combine(self._compute(x, weights, ids, None, num_rows), plan)
+
+    def _compute(
+        self, x: Tensor, weights: Tensor, ids: Tensor, num_real: Tensor | None, num_rows: int | None
+    ) -> Tensor:
+        return self.kernel(
+            x,
+            self.gate_up_proj.stacked(x.dtype),
+            self.down_proj.stacked(x.dtype),
+            weights,
+            ids,
+            num_real,
+            num_rows=num_rows,
+            recompute=self.recompute,
+            factors=None if self.adapter is None else self.adapter(x),
+        )
 
 
 class MixtureOfExperts(nn.Module):

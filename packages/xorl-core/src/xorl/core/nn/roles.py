@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal, Protocol, runtime_checkable
 
 Role = Literal["dense", "expert", "router", "bias", "norm", "embedding", "head", "adapter"]
@@ -14,3 +14,11 @@ class DeclaresRoles(Protocol):
     """A module that owns parameters. `roles` maps their names to roles."""
 
     roles: ClassVar[Mapping[str, Role]]
+
+
+@runtime_checkable
+class StacksMatrices(Protocol):
+    """A module whose parameters stack several matrices. `matrix_rows` maps their names to the rows of each."""
+
+    @property
+    def matrix_rows(self) -> Mapping[str, Sequence[int]]: ...

@@ -40,7 +40,7 @@ LOW_RANK_RATIO = 16
 # The attention operators of xorl.kernels: xorl::attention_{backend}.
 ATTENTION_PREFIX = "xorl::attention_"
 # Products with quantised weights.
-KEPT_XORL_OPERATORS = frozenset({"xorl::quantized_linear", "xorl::experts"})
+KEPT_XORL_OPERATORS = frozenset({"xorl::quantized_linear", "xorl::experts", "xorl::adapted_experts"})
 # Always kept: a recomputed score may differ in its last bit, which could send the token to other experts.
 ROUTING_OPERATOR = "xorl::top_experts"
 # torch logs this for every compiled checkpoint with a policy, and has no option to turn it off. Our in-place operators,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from xorl.kernels.experts import grouped, reference
+from xorl.kernels.experts.adapted import Factors
 from xorl.kernels.fused import triton_refusal
 from xorl.kernels.grouped import product_refusal
 from xorl.kernels.registry import Backend, Registry
@@ -31,6 +32,7 @@ class ExpertsFn(Protocol):
         *,
         num_rows: int | None = None,
         recompute: bool = False,
+        factors: Factors | None = None,
     ) -> Tensor:
         """[T, D]."""
         ...

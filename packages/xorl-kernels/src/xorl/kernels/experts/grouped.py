@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from xorl.kernels.experts.adapted import Factors, adapted_experts
 from xorl.kernels.experts.plan import RoutePlan
 from xorl.kernels.experts.products import Rows, between_products, products_of
 
@@ -31,6 +32,7 @@ def experts(
     *,
     num_rows: int | None = None,
     recompute: bool = False,
+    factors: Factors | None = None,
     products: str = "native",
 ) -> Tensor:
     """As `reference.experts` with silu; [T, D].
@@ -44,8 +46,22 @@ def experts(
         num_real: 0-d integer tensor; the output of tokens from this index on, which are padding, is 0.
         num_rows: how many choices have an expert, if the host knows it; the others then need no memory.
         recompute: compute the up product again in the backward pass instead of keeping it.
+        factors: of adapters; the weights of the experts must be frozen then.
         products: the implementation of the products: native, triton or quack.
     """
+    if factors is not None:
+        return adapted_experts(
+            x,
+            gate_up,
+            down,
+            weights,
+            ids,
+            num_real,
+            factors,
+            num_rows=num_rows,
+            recompute=recompute,
+            products=products,
+        )
     plan = RoutePlan.of(ids, len(gate_up), num_real, num_rows)
     out, _ = _experts(x, gate_up, down, weights, *plan, recompute, products)
     return out

@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from xorl.kernels.experts.adapted import Factors
+
 
 def experts(
     x: Tensor,
@@ -25,6 +27,7 @@ def experts(
     num_rows: int | None = None,
     activation: Callable[[Tensor], Tensor] = F.silu,
     recompute: bool = False,
+    factors: Factors | None = None,
 ) -> Tensor:
     """sum_k weights[t, k] * down[e] @ (activation(gate[e] @ x[t]) * (up[e] @ x[t])), e = ids[t, k]; [T, D].
 
@@ -40,10 +43,21 @@ def experts(
         num_rows: how many choices have an expert; this form does not need it.
         activation: of the gate.
         recompute: compute everything again in the backward pass, and keep only the arguments.
+        factors: of adapters.
     """
     if recompute:
-        again = partial(experts, activation=activation)
-        out = checkpoint(again, x, gate_up, down, weights, ids, num_real, use_reentrant=False, preserve_rng_state=False)
+        again = partial(experts, activation=activation, factors=factors)
+        out = checkpoint(
+            again,
+            x,
+            gate_up,
+            down,
+            weights,
+            ids,
+            num_real,
+            use_reentrant=False,
+            preserve_rng_state=factors is not None and factors.kept < 1,
+        )
         assert isinstance(out, Tensor)
         return out
     out = torch.zeros(x.shape, dtype=weights.dtype, device=x.device)
@@ -52,7 +66,15 @@ def experts(
         is_real = torch.arange(len(x), device=x.device) < num_real
     for expert in range(len(gate_up)):
         tokens, choices = torch.where((ids == expert) & is_real[:, None])
-        gate, up = F.linear(x[tokens], gate_up[expert]).chunk(2, dim=-1)
-        y = F.linear(activation(gate) * up, down[expert])
+        product = F.linear(x[tokens], gate_up[expert])
+        if factors is not None:
+            adapted = x if factors.x is None else factors.x
+            product = product + F.linear(F.linear(adapted[tokens], factors.up_a[expert]), factors.up_b[expert])
+        gate, up = product.chunk(2, dim=-1)
+        inner = activation(gate) * up
+        y = F.linear(inner, down[expert])
+        if factors is not None:
+            kept = F.dropout(inner, 1 - factors.kept, training=factors.kept < 1)
+            y = y + F.linear(F.linear(kept, factors.down_a[expert]), factors.down_b[expert])
         out = out.index_add(0, tokens, y.to(out.dtype) * weights[tokens, choices, None])
     return out.to(x.dtype)

@@ -1,0 +1,163 @@
+"""Adapters on experts: gradients beside those of merged weights, files, merging, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import Tensor
+
+from xorl.core.models import Decoder, spec_for
+from xorl.core.optim import MuonOptions, build_optimizer
+from xorl.kernels.layout import SequenceLayout
+from xorl.lora import AdapterBank, AdapterSpec, adapter_parameters, adapters, inject, merge_
+from xorl.lora.merge import fold_
+from xorl.lora.peft import InMemoryTensors, adapter_tensors, config_of, load_adapters, read_layout
+
+SHAPE: dict[str, object] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "vocab_size": 40,
+    "hidden_size": 24,
+    "intermediate_size": 20,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [1],
+    "max_position_embeddings": 64,
+}
+TARGETS = ("q_proj", "gate_proj", "up_proj", "down_proj")
+LAYER = "model.layers.0.mlp.experts"
+
+
+def decoder_of(spec: AdapterSpec | None, *, dtype: torch.dtype = torch.float64) -> Decoder:
+    """With adapters that are not zero."""
+    family = spec_for(SHAPE)
+    decoder = family.build(family.config_from_hf(SHAPE))
+    decoder.init_weights(0)
+    decoder.to(dtype)
+    decoder.compute_dtype = dtype
+    if spec is not None:
+        inject(decoder, spec, seed=1)
+        generator = torch.Generator().manual_seed(2)
+        for parameter in adapter_parameters(decoder).values():
+            parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64).mul(0.2).to(dtype)
+    return decoder
+
+
+def logits(decoder: Decoder) -> Tensor:
+    ids = torch.arange(30) * 7 % 40
+    return decoder(ids, SequenceLayout.from_lengths([13, 17]))
+
+
+def test_gradients_are_those_of_merged_weights() -> None:
+    # Catches adapters of other experts, gate and up that are swapped, and scales that are lost.
+    spec = AdapterSpec(rank=3, alpha=5.0, targets=TARGETS, rank_pattern={"up_proj": 2}, use_rslora=True)
+    decoder = decoder_of(spec)
+    assert [one for one in adapters(decoder) if "experts" in one][:3] == [
+        f"{LAYER}.{name}" for name in ("gate_proj", "up_proj", "down_proj")
+    ]
+    merged = copy.deepcopy(decoder)
+    merge_(merged)
+    assert not adapters(merged)
+    torch.testing.assert_close(logits(decoder), logits(merged), rtol=1e-5, atol=1e-5)  # a merge is in fp64 here too
+    merged.requires_grad_(True)
+    for each in (decoder, merged):
+        each.train()
+        logits(each).square().sum().backward()
+    experts = merged.model.layers[0].mlp.experts
+    grad = experts.gate_up_proj.weight.grad.unflatten(0, (5, -1))
+    for name, rows in (("gate_proj", slice(0, 12)), ("up_proj", slice(12, 24))):
+        pair = adapters(decoder)[f"{LAYER}.{name}"].pair
+        a, b = pair.A.unflatten(0, (5, -1)), pair.B.unflatten(0, (5, -1))
+        expected_a = pair.scale * b.transpose(1, 2) @ grad[:, rows]
+        expected_b = pair.scale * grad[:, rows] @ a.transpose(1, 2)
+        for found, expected in ((pair.A.grad, expected_a), (pair.B.grad, expected_b)):
+            assert found is not None
+            assert (found - expected.flatten(0, 1)).norm() < 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("targets", [("gate_proj",), ("down_proj",), ("experts.up_proj", "q_proj")])
+def test_some_projections_alone(targets: tuple[str, ...]) -> None:
+    # Catches a projection without an adapter that gets one, and products with a rank of 0.
+    decoder = decoder_of(AdapterSpec(rank=4, targets=targets))
+    merged = copy.deepcopy(decoder)
+    merge_(merged)
+    torch.testing.assert_close(logits(decoder), logits(merged), rtol=1e-5, atol=1e-5)
+    logits(decoder).sum().backward()
+    grads = [parameter.grad for parameter in adapter_parameters(decoder).values()]
+    assert all(grad is not None and grad.any() for grad in grads)
+    is_dense_adapted = any("layers.1.mlp.gate_proj" in name for name in adapters(decoder))
+    assert is_dense_adapted == (targets == ("gate_proj",))
+
+
+def test_files_have_a_pair_for_each_expert_and_load_again() -> None:
+    # Catches experts that change places in a file, and a file that fits only the run that wrote it.
+    spec = AdapterSpec(rank=3, alpha=6.0, targets=TARGETS, alpha_pattern={"experts.down_proj": 2.0})
+    decoder = decoder_of(spec, dtype=torch.float32)
+    tensors = {key: tensor for group in adapter_tensors(decoder) for key, tensor in group.make().items()}
+    shapes = {key: shape for group in adapter_tensors(decoder) for key, shape in group.shapes.items()}
+    assert {key: tuple(tensor.shape) for key, tensor in tensors.items()} == shapes
+    pair = adapters(decoder)[f"{LAYER}.up_proj"].pair
+    key = f"base_model.model.{LAYER}.3.up_proj.lora_B.weight"
+    assert torch.equal(tensors[key], pair.B.unflatten(0, (5, -1))[3])
+    config = config_of(decoder, spec, base=None)
+    layout = read_layout(config, InMemoryTensors(tensors))
+    other = decoder_of(layout.spec, dtype=torch.float32)
+    load_adapters(other, layout, InMemoryTensors(tensors))
+    for name, parameter in adapter_parameters(decoder).items():
+        assert torch.equal(adapter_parameters(other)[name], parameter)
+    torch.testing.assert_close(logits(other), logits(decoder), rtol=0, atol=0)
+
+
+def test_merging_repeatedly_keeps_what_was_learnt() -> None:
+    # Catches a merge that leaves the adapter's part in the base twice.
+    decoder = decoder_of(AdapterSpec(rank=2, targets=TARGETS))
+    before = logits(decoder)
+    fold_(decoder)
+    for name, parameter in adapter_parameters(decoder).items():
+        if name.endswith("lora_B"):
+            parameter.data.zero_()
+    torch.testing.assert_close(logits(decoder), before, rtol=1e-5, atol=1e-5)
+
+
+def test_dropout_is_drawn_in_training_only() -> None:
+    # Catches an evaluation with noise, and an adapter whose dropout option is ignored.
+    decoder = decoder_of(AdapterSpec(rank=2, targets=("gate_proj", "down_proj"), dropout=0.5))
+    plain = decoder_of(AdapterSpec(rank=2, targets=("gate_proj", "down_proj")))
+    decoder.eval()
+    assert torch.equal(logits(decoder), logits(plain.eval()))
+    decoder.train()
+    assert not torch.equal(logits(decoder), logits(decoder))
+
+
+def test_muon_sees_the_matrices_of_each_expert() -> None:
+    # Catches all experts' factors that are orthogonalised as one matrix.
+    decoder = decoder_of(AdapterSpec(rank=2, targets=("down_proj",)), dtype=torch.float32)
+    matrices: Mapping[str, tuple[int, ...]] = decoder.layer_matrices()
+    name = f"{LAYER}.adapter.down_proj"
+    assert matrices[f"{name}.A"] == (2,) * 5
+    assert matrices[f"{name}.B"] == (24,) * 5
+    assert matrices["model.layers.1.mlp.down_proj.adapter.down_proj.A"] == (2,)
+    logits(decoder).sum().backward()
+    options = MuonOptions({key: rows for key, rows in matrices.items() if "adapter" in key})
+    build_optimizer("muon", decoder.named_parameters(), lr=1e-3, weight_decay=0.0, muon=options).step()
+
+
+def test_what_does_not_work_is_refused() -> None:
+    # Catches an adapter on one expert that trains all, and norms of rows that were never computed.
+    with pytest.raises(ValueError, match=re.escape("targets name some of the experts only")):
+        decoder_of(AdapterSpec(targets=("experts.0.gate_proj",)))
+    with pytest.raises(ValueError, match=r"use_dora needs the norms .* model.layers.0.mlp.experts.down_proj"):
+        decoder_of(AdapterSpec(targets=("experts.down_proj",), use_dora=True))
+    with pytest.raises(ValueError, match="a bank cannot adapt experts yet"):
+        AdapterBank(decoder_of(None), targets=["down_proj"], num_resident=1, max_rank=2, device="cpu")
+    assert not any("experts" in name for name in adapters(decoder_of(AdapterSpec(targets="all-linear"))))
