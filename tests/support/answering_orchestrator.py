@@ -168,7 +168,8 @@ class AnsweringOrchestrator:
                 return self.saved(CheckpointRef(operation.model_id, "external_weights", operation.name))
             case SaveWeightsForSampler(name=None):
                 self.samplers[operation.sampler_id] = None
-                return Saved(None, operation.sampler_id)
+                hidden = CheckpointRef(operation.model_id, "sampler_weights", f"unnamed-{len(self.samplers)}")
+                return Saved(hidden, operation.sampler_id)
             case SaveWeightsForSampler():
                 return self.saved(CheckpointRef(operation.model_id, "sampler_weights", operation.name))
 

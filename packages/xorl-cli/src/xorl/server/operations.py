@@ -110,9 +110,10 @@ class LoadWeights(Message, frozen=True):
 
 
 class SaveWeightsForSampler(Message, frozen=True):
-    """Save a model's weights to sample from: in a checkpoint of this name, or in memory if name is None.
+    """Save a model's weights to sample from, in a checkpoint of this name.
 
-    sampler_id: the sampling session that will use them, if the client requested one; required if name is None.
+    sampler_id: the sampling session that will use them, if the client requested one instead of a name. The API then
+    sends name None, and the orchestrator names the checkpoint.
     """
 
     model_id: str
@@ -152,20 +153,13 @@ class NamedSampler(Message, frozen=True):
     name: str
 
 
-class SnapshotSampler(Message, frozen=True):
-    """Sample from weights that SaveWeightsForSampler kept in memory for sampler_id."""
-
-    model_id: str
-    sampler_id: str
-
-
 class CheckpointSampler(Message, frozen=True):
     """Sample from a checkpoint of the kinds sampler_weights or weights."""
 
     checkpoint: CheckpointRef
 
 
-SamplerRef = BaseSampler | SessionSampler | NamedSampler | SnapshotSampler | CheckpointSampler
+SamplerRef = BaseSampler | SessionSampler | NamedSampler | CheckpointSampler
 
 
 class Sample(Message, frozen=True):
@@ -303,9 +297,9 @@ class GradientsAborted(Message, frozen=True):
 
 
 class Saved(Message, frozen=True):
-    """Result of the Save operations. checkpoint is None for weights kept in memory under sampler_id."""
+    """Result of the Save operations. sampler_id: the sampling session that uses the weights, if they have no name."""
 
-    checkpoint: CheckpointRef | None
+    checkpoint: CheckpointRef
     sampler_id: str | None = None
     size_bytes: int = 0
     num_files: int = 0

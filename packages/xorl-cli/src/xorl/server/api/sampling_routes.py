@@ -74,7 +74,7 @@ async def get_sampler(request: Request, sampling_session_id: str) -> Response:
         {
             "sampler_id": session.sampling_session_id,
             "base_model": session.base_model,
-            "model_path": None if session.checkpoint is None else session.checkpoint.uri("tinker"),
+            "model_path": session.checkpoint.uri("tinker") if session.checkpoint and session.name else None,
         }
     )
 

@@ -16,6 +16,7 @@ from xorl.server.orchestrator.apply_result import apply_save
 from xorl.server.orchestrator.operation_properties import EVICTION, INTERNAL_PREFIX, RECOVERY_PREFIX
 from xorl.server.orchestrator.registry import ModelRecord, stored
 from xorl.server.orchestrator.state import State
+from xorl.server.orchestrator.unnamed import expire_excess
 from xorl.server.orchestrator.workers import Incarnation
 
 logger = logging.getLogger(__name__)
@@ -108,7 +109,7 @@ class Eviction:
         result = await _run_internal(save, workers)
         if not isinstance(result, Saved):
             return result if isinstance(result, Failure) else Failure("server", 500, f"not saved: {result}")
-        apply_save(state, model, save, result, workers.name, is_internal=True)
+        apply_save(state, model, save, result, is_internal=True)
         await state.journal.settle(model.lane, [stored(model)])
         await self.delete_obsolete(model)
         return None
@@ -135,7 +136,10 @@ class Eviction:
                     return failure
                 await _run_internal(UnloadModel(model.model_id), workers)
             model.state, model.workers = "released", None
-            await self._state.journal.put([stored(model), *self._state.registry.drop_snapshots(model.model_id)])
+            records = [stored(model)]
+            if self._state.registry.client_has_left(model):
+                records += expire_excess(self._state.registry, model.model_id, time.time(), num_kept=0)
+            await self._state.journal.put(records)
         logger.info("event=released model=%s", model.model_id)
         return None
 

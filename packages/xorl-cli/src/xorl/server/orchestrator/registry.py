@@ -91,25 +91,18 @@ class ModelRecord(msgspec.Struct):
 
 
 class SamplerRecord(msgspec.Struct):
-    """A sampling session: of the base, of a checkpoint, or of a model's weights in the workers' memory (`snapshot_of`).
-
-    workers: the incarnation that holds those weights; None once it has dropped them.
-    version: the version of the weights, as sent to endpoints.
-    """
+    """A sampling session: of the base, or of a checkpoint."""
 
     sampling_session_id: str
     session_id: str | None
     base_model: str
     created: float
     checkpoint: CheckpointRef | None = None
-    snapshot_of: str | None = None
-    workers: str | None = None
     name: str | None = None
-    version: str | None = None
 
 
 class CheckpointRecord(msgspec.Struct):
-    """A checkpoint's metadata. expires: when to delete it. version: as in SamplerRecord.
+    """A checkpoint's metadata. expires: when to delete it. version: of the weights, as sent to endpoints.
 
     is_initial: the service saved it when the model was created; the client's first save of that name replaces it.
     """
@@ -166,13 +159,6 @@ class Registry:
         """The models that need a checkpoint to be restored, for their boundary, their creation or their tail."""
         existing = [model for model in self.models.values() if model.exists]
         return [model for model in existing if checkpoint in (model.restore_checkpoint, *model.loads)]
-
-    def drop_snapshots(self, model_id: str) -> list[Record]:
-        """Record that the workers dropped a model with its in-memory sampler weights; returns the records to write."""
-        lost = [one for one in self.samplers.values() if one.snapshot_of == model_id and one.workers is not None]
-        for sampler in lost:
-            sampler.workers = None
-        return [stored(sampler) for sampler in lost]
 
     def models_of(self, session_id: str) -> list[ModelRecord]:
         """The models of a session, in order of creation."""

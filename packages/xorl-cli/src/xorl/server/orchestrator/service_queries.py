@@ -186,7 +186,7 @@ async def create_sampling_session(state: State, query: CreateSamplingSession) ->
                 return refused
         registry.samplers[sampling_session_id] = record
         await state.journal.put([stored(record)])
-    elif record.snapshot_of is not None or record.checkpoint != query.checkpoint:
+    elif record.checkpoint != query.checkpoint:
         reason = "was created before with other weights: use a new number; a retry must send the same content"
         return Rejected(400, f"sampling session {sampling_session_id} {reason}")
     return _sampling_session(record)
