@@ -236,6 +236,14 @@ def test_every_call_of_one_client(service: Service) -> None:
             session = training.model_id.partition(":")[0]
             assert training.model_id in rest.get_session(session).result().training_run_ids
             assert session in rest.list_sessions().result().sessions
+            (summary,) = rest.search_sessions(types.SessionSearchRequest(session_id=session)).result().sessions
+            assert (summary.status.type, summary.checkpoints_count > 0) == ("active", True)
+            with pytest.raises(Exception, match="every client of this service can already read"):
+                rest.publish_checkpoint_from_tinker_path(path).result()
+            with pytest.raises(Exception, match="no projects to copy weights between"):
+                rest.copy_weights(path, "project").result()
+            with pytest.raises(Exception, match="its objective is not published"):
+                training.forward_backward(data, "stable_reinforce").result()
             training.save_state("two").result()
             rest.delete_checkpoint_from_tinker_path(path).result()
             left = {one.checkpoint_id for one in rest.list_user_checkpoints().result().checkpoints}

@@ -149,6 +149,39 @@ class GetModel(Message, frozen=True):
     model_id: str
 
 
+class SearchSessions(Message, frozen=True):
+    """Ask for the sessions that match, newest first; answered by FoundSessions. None and {} match all.
+
+    session_id, display_name: a session that matches either one matches; every word must be in the name, in any case.
+    statuses: as in FoundSession. before: creation and id of the last session of the page before.
+    """
+
+    limit: int
+    session_id: str | None = None
+    display_name: str | None = None
+    user_metadata: dict[str, str] = msgspec.field(default_factory=dict)
+    statuses: tuple[str, ...] | None = None
+    before: tuple[float, str] | None = None
+
+
+class FoundSession(Message, frozen=True):
+    """A session that was found. status: active, its client's reason to finish it, or None without a client."""
+
+    session_id: str
+    created: float
+    status: str | None
+    num_checkpoints: int
+    display_name: str | None
+    user_metadata: dict[str, str]
+
+
+class FoundSessions(Message, frozen=True):
+    """Answer to SearchSessions: one page. has_more: whether more sessions match."""
+
+    sessions: list[FoundSession]
+    has_more: bool
+
+
 class ModelInfo(Message, frozen=True):
     """A model. lora: None for full weights."""
 
@@ -341,6 +374,7 @@ Request = (
     | FinishSession
     | GetSession
     | ListSessions
+    | SearchSessions
     | GetModel
     | CreateSamplingSession
     | GetSampler
@@ -371,6 +405,7 @@ Answer = (
     | SessionCreated
     | SessionInfo
     | Sessions
+    | FoundSessions
     | ModelInfo
     | SamplingSession
     | CheckpointInfo

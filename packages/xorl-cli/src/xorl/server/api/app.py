@@ -20,6 +20,7 @@ from xorl.server.api import (
     endpoint_routes,
     future_routes,
     sampling_routes,
+    search_routes,
     status_routes,
     training_routes,
 )
@@ -42,6 +43,7 @@ ROUTERS = (
     training_routes.router,
     sampling_routes.router,
     control_routes.router,
+    search_routes.router,
     checkpoint_routes.router,
     checkpoint_routes.files_router,
     endpoint_routes.router,
@@ -87,6 +89,30 @@ async def update_hosted_weights(request: Request) -> Response:
         "inference server with add_inference_endpoint and sync_inference_weights"
     )
     return await _refuse(request, Refusal(400, reason))
+
+
+_NOT_SERVED = {
+    "copy_weights": "this service has no projects to copy weights between; every client can train and sample from any "
+    "checkpoint by its path, and PUT .../ttl keeps it longer",
+    "publish": "every client of this service can already read any checkpoint by its path, so none can be published or "
+    "made private",
+    "project": "this service has no projects",
+    "trace_export": "this service records no traces; see its log and /metrics",
+    "create_custom_loss": "forward_backward_custom computes a loss in the client; this service runs no graphs",
+    "join_sampling_session": "sampling sessions here do not count their clients; a clone samples without it",
+}
+
+
+@unsupported.post("/copy_weights")
+@unsupported.post("/create_custom_loss")
+@unsupported.post("/join_sampling_session")
+@unsupported.api_route("/training_runs/{model_id}/checkpoints/{kind}/{name}/publish", methods=["POST", "DELETE"])
+@unsupported.put("/sessions/{session_id}/project")
+@unsupported.get("/sessions/{session_id}/trace_export")
+async def not_served(request: Request) -> Response:
+    """Refuse a call of the clients that has no meaning here."""
+    path = request.url.path.rpartition("/")[2]
+    return await _refuse(request, Refusal(400, f"{path}: {_NOT_SERVED[path]}"))
 
 
 @unsupported.post("/{path:path}")

@@ -13,7 +13,7 @@ from xorl.server.addresses import read_published
 from xorl.server.channel import ChannelKeys, ChannelServer, Limits
 from xorl.server.messages import Cancel, Poll, Rejected, Submit, Tombstone
 from xorl.server.operations import Failure, Message
-from xorl.server.orchestrator import checkpoint_queries, service_queries, waiting
+from xorl.server.orchestrator import checkpoint_queries, service_queries, session_search, waiting
 from xorl.server.orchestrator.admission import Admission
 from xorl.server.orchestrator.commit import JournalError
 from xorl.server.orchestrator.housekeeping import Housekeeping
@@ -47,6 +47,7 @@ from xorl.server.queries import (
     ListTrainingRuns,
     RemoveEndpoint,
     Request,
+    SearchSessions,
     SetCheckpointTtl,
     SetSyncQuantization,
 )
@@ -65,6 +66,7 @@ QUERIES: dict[type[Message], Callable[[State, Any], Awaitable[Message]]] = {
     FinishSession: service_queries.finish_session,
     GetSession: service_queries.get_session,
     ListSessions: service_queries.list_sessions,
+    SearchSessions: session_search.search_sessions,
     GetModel: service_queries.get_model,
     CreateSamplingSession: service_queries.create_sampling_session,
     GetSampler: service_queries.get_sampler,

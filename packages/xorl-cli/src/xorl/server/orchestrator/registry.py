@@ -21,6 +21,7 @@ class SessionRecord(msgspec.Struct):
     user_metadata: dict[str, str] = msgspec.field(default_factory=dict)
     display_name: str | None = None
     is_finished: bool = False
+    finish_reason: str = "success"
 
 
 class ModelRecord(msgspec.Struct):

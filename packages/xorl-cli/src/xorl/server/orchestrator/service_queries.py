@@ -127,7 +127,7 @@ async def finish_session(state: State, query: FinishSession) -> Ok | Rejected:
     session = state.registry.sessions.get(query.session_id)
     if session is None:
         return _no_session(query.session_id)
-    session.is_finished, session.last_active = True, time.time()
+    session.is_finished, session.finish_reason, session.last_active = True, query.reason, time.time()
     await state.journal.put([stored(session)])
     return Ok()
 
