@@ -165,9 +165,11 @@ SamplerRef = BaseSampler | SessionSampler | NamedSampler | CheckpointSampler
 class Sample(Message, frozen=True):
     """Continue a prompt num_samples times, and return log-probabilities. P: number of prompt tokens.
 
-    prompt: int32 [P]. max_tokens: None fills the context. top_k: None considers all tokens. seed: the seed of the first
-    sample; sample i uses seed + i; None draws a seed. stop_ids: single tokens. ignore_end: do not stop at the model's
-    end token. topk_*: the number of most likely tokens to return at each position.
+    prompt: int32 [P]. num_continued: how many of the prompt's last tokens are the beginning of the same sample, drawn
+    with the same seed; it continues as if all had been sampled at once. max_tokens: None fills the context. top_k: None
+    considers all tokens. seed: the seed of the first sample; sample i uses seed + i; None draws a seed. stop_ids:
+    single tokens. ignore_end: do not stop at the model's end token. topk_*: the number of most likely tokens to return
+    at each position.
     target_prompt_tokens: int64 [P - 1, K], more tokens whose log-probabilities to return at positions 1, 2, ... of the
     prompt; -1 marks an empty cell.
     """
@@ -175,6 +177,7 @@ class Sample(Message, frozen=True):
     sampler: SamplerRef
     prompt: Array
     num_samples: int = 1
+    num_continued: int = 0
     max_tokens: int | None = None
     temperature: float = 1.0
     top_k: int | None = None

@@ -11,7 +11,7 @@ import msgspec
 
 from xorl.server.identifiers import CheckpointRef
 from xorl.server.messages import Accepted, Cancel, Finished, Ok, Pending, Poll, Rejected, Submit, Tombstone, Unknown
-from xorl.server.operations import BlockFp8, Endpoint, LoraSpec, Message
+from xorl.server.operations import BaseSampler, BlockFp8, CheckpointSampler, Endpoint, LoraSpec, Message
 
 
 class GetService(Message, frozen=True):
@@ -222,6 +222,30 @@ class SamplingSession(Message, frozen=True):
     name: str | None
 
 
+class ListServedModels(Message, frozen=True):
+    """Ask for the models that can be sampled from by name; answered by ServedModels."""
+
+
+class FindServedModel(Message, frozen=True):
+    """Ask for the weights of such a name now; answered by ServedModel."""
+
+    name: str
+
+
+class ServedModel(Message, frozen=True):
+    """A model that can be sampled from by name. created: when its weights were saved."""
+
+    name: str
+    created: float
+    sampler: BaseSampler | CheckpointSampler
+
+
+class ServedModels(Message, frozen=True):
+    """Answer to ListServedModels: the base first, then the newest first."""
+
+    models: list[ServedModel]
+
+
 class ListCheckpoints(Message, frozen=True):
     """Ask for the checkpoints of one model, or of all; answered by CheckpointList. limit: None returns all."""
 
@@ -378,6 +402,8 @@ Request = (
     | GetModel
     | CreateSamplingSession
     | GetSampler
+    | ListServedModels
+    | FindServedModel
     | ListCheckpoints
     | DeleteCheckpoint
     | SetCheckpointTtl
@@ -408,6 +434,8 @@ Answer = (
     | FoundSessions
     | ModelInfo
     | SamplingSession
+    | ServedModel
+    | ServedModels
     | CheckpointInfo
     | CheckpointList
     | WeightsInfo

@@ -19,6 +19,7 @@ from xorl.server.api import (
     control_routes,
     endpoint_routes,
     future_routes,
+    openai_routes,
     sampling_routes,
     search_routes,
     status_routes,
@@ -42,6 +43,7 @@ ROUTERS = (
     future_routes.router,
     training_routes.router,
     sampling_routes.router,
+    openai_routes.router,
     control_routes.router,
     search_routes.router,
     checkpoint_routes.router,
@@ -134,14 +136,14 @@ async def _on_refusal(request: Request, problem: Exception) -> Response:
     assert isinstance(problem, Refusal)
     if problem.status >= 500:
         logger.warning("event=request_refused path=%s status=%d why=%r", request.url.path, problem.status, str(problem))
-    return problem.response()
+    return problem.response(request.url.path)
 
 
 async def _on_http_error(request: Request, problem: Exception) -> Response:
     assert isinstance(problem, HTTPException)
     # The catch-all route for POST turns other methods on unknown paths into a 405.
     if problem.status_code in (404, 405):
-        return Refusal(404, f"this service has no {request.method} {request.url.path[:200]}").response()
+        return Refusal(404, f"this service has no {request.method} {request.url.path[:200]}").response(request.url.path)
     return Refusal(problem.status_code, str(problem.detail)).response()
 
 
@@ -159,4 +161,4 @@ async def _on_unexpected_error(request: Request, problem: Exception) -> Response
     # The traceback goes to the log only. Clients retry a poll that fails with 5xx forever, so a poll gets 400.
     logger.error("event=request_failed path=%s", request.url.path, exc_info=problem)
     status = 400 if request.url.path.endswith("/retrieve_future") else 500
-    return Refusal(status, "the service failed on this request, see its log").response()
+    return Refusal(status, "the service failed on this request, see its log").response(request.url.path)

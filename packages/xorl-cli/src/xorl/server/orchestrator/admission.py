@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from xorl.server.identifiers import seed_of
 from xorl.server.messages import Accepted, Ok, Rejected, Submit, Tombstone
 from xorl.server.operations import (
+    CheckpointSampler,
     CreateModel,
     Failure,
     LoraSpec,
@@ -270,6 +271,8 @@ class Admission:
             if sampler.checkpoint is not None:
                 note_use(self._state.registry, sampler.checkpoint, time.time())
             return sampler.session_id or name
+        if isinstance(operation.sampler, CheckpointSampler):
+            note_use(self._state.registry, operation.sampler.checkpoint, time.time())
         return submit.session_id or "samples"
 
 

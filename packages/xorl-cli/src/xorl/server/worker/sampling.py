@@ -114,6 +114,7 @@ class WorkerSampler:
             room if operation.max_tokens is None else operation.max_tokens,
             seed=_seed_of(operation_id) if operation.seed is None else operation.seed,
             num_samples=operation.num_samples,
+            num_continued=operation.num_continued,
             temperature=operation.temperature,
             top_k=operation.top_k,
             top_p=operation.top_p,
