@@ -3,8 +3,10 @@
 import time
 
 from asynchronous import in_a_loop
-from orchestrated import options, over_http, running
-from xorl.server.queries import CreateSession, FinishSession
+from orchestrated import SESSION, forward_backward, options, over_http, running, serving
+from xorl.server.identifiers import CheckpointRef
+from xorl.server.operations import CreateModel, Failure, LoraSpec
+from xorl.server.queries import CreateSession, FinishSession, GetSession, GetStatus, GetTrainingRun, ListTrainingRuns
 
 
 @in_a_loop
@@ -43,3 +45,37 @@ async def test_sessions_are_found_by_name_metadata_and_status_page_by_page(tmp_p
         assert pages == [["s4", "s3"], ["s2", "s1"], ["s0"]]
         for refused in ({"project_ids": ["p"]}, {"owner": {"type": "user", "owner_urns": ["u"]}}, {"limit": 0}):
             assert (await http.post("/api/v1/sessions/search", json=refused)).status_code == 400
+
+
+@in_a_loop
+async def test_clients_that_are_gone_are_shown_as_such(tmp_path):
+    """Catches a list of sessions in which those that run cannot be told from those whose clients died."""
+    async with serving(options(tmp_path)) as (client, _):
+        for name in ("running", "dead"):
+            await client.orchestrator.answer(CreateSession(name))
+        await client.do(CreateModel("alone", lora=LoraSpec(rank=8)), session=None)
+        registry = client.orchestrator.state.registry
+        registry.sessions["dead"].last_active -= 200
+        status = await client.orchestrator.answer(GetStatus())
+        assert {one.session_id: one.is_gone for one in status.sessions} == {
+            "running": False,
+            "dead": True,
+            "alone": False,
+        }
+        registry.models["alone"].last_active -= 1000
+        status = await client.orchestrator.answer(GetStatus())
+        assert [one.session_id for one in status.sessions if one.is_gone] == ["dead", "alone"]
+
+
+@in_a_loop
+async def test_a_model_whose_creation_failed_is_no_training_run(tmp_path):
+    """Catches a list of runs with one for each attempt that was refused, for example of a rank that is too high."""
+    async with serving(options(tmp_path)) as (client, _):
+        await client.create()
+        failing = CreateModel(f"{SESSION}:train:1", checkpoint=CheckpointRef("nobody", "weights", "none"))
+        assert isinstance(await client.do(failing), Failure)
+        ask = client.orchestrator.answer
+        assert [run.model_id for run in (await ask(ListTrainingRuns())).runs] == [f"{SESSION}:train:0"]
+        assert (await ask(GetSession(SESSION))).model_ids == [f"{SESSION}:train:0"]
+        assert (await ask(GetTrainingRun(failing.model_id))).status == 404
+        await client.do(forward_backward(1), 1)

@@ -16,7 +16,7 @@ def decode(tokens):
         ("plain", (), "plain"),
         ("grün, 東京", (), "grün, 東京"),
         ("say stop! now", ("stop!",), "say "),
-        ("sto sto stopp", ("stop!",), "sto sto stopp"),
+        ("sto sto stop", ("stop!",), "sto sto stop"),
         ("a END b", ("b", "END"), "a "),
     ],
 )

@@ -41,12 +41,13 @@ class GetStatus(Message, frozen=True):
 
 
 class SessionStatus(Message, frozen=True):
-    """The status of a session, or of a model without one."""
+    """The status of a session, or of a model without one. is_gone: its client has gone silent and waits for nothing."""
 
     session_id: str
     models: list[str]
     num_requests: int
     last_active: float
+    is_gone: bool = False
 
 
 class ErrorSeen(Message, frozen=True):

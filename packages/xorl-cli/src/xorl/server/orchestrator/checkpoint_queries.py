@@ -130,7 +130,8 @@ async def _runs(state: State, model_id: str | None = None) -> list[TrainingRun]:
     newest: dict[str, dict[str, CheckpointFolder]] = {}
     for found in await _scan(state, model_id):
         newest.setdefault(found.checkpoint.model_id, {}).setdefault(found.checkpoint.kind, found)
-    names = {*newest, *state.registry.models}
+    created = {name for name, model in state.registry.models.items() if model.state not in ("creating", "failed")}
+    names = {*newest, *created}
     runs = [_run(state, name, newest.get(name, {})) for name in names if model_id in (None, name)]
     return sorted(runs, key=lambda run: run.last_active, reverse=True)
 

@@ -25,11 +25,11 @@ from xorl.server.operations import (
     UnloadModel,
 )
 from xorl.server.orchestrator import catalogue
-from xorl.server.orchestrator.eviction import Eviction, silence_limit_s
+from xorl.server.orchestrator.eviction import Eviction
 from xorl.server.orchestrator.lane import Ticket
 from xorl.server.orchestrator.operation_properties import SYNC_AFTER_STEP, estimated_size, saved_as
 from xorl.server.orchestrator.recovery import RecoveryError, restore
-from xorl.server.orchestrator.registry import ModelRecord, checkpoint_key, stored
+from xorl.server.orchestrator.registry import ModelRecord, checkpoint_key, silence_limit_s, stored
 from xorl.server.orchestrator.state import OpenRequest, State
 from xorl.server.orchestrator.unnamed import KEPT_S, expire_excess, is_unnamed
 from xorl.server.orchestrator.workers import Incarnation

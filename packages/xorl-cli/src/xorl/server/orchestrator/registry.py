@@ -10,6 +10,11 @@ from xorl.server.identifiers import CheckpointKind, CheckpointRef
 from xorl.server.operations import CreateModel, LoraSpec
 from xorl.server.orchestrator.journal import Journal, Record, decoded
 
+# Clients with a session send a heartbeat every ten seconds, and warn their user after this long without an answer.
+SESSION_SILENCE_S = 120.0
+# A client without heartbeats may be busy with its last result.
+SESSIONLESS_SILENCE_S = 600.0
+
 
 class SessionRecord(msgspec.Struct):
     """A client's session. Times are seconds since 1970."""
@@ -165,6 +170,11 @@ class Registry:
         """The models of a session, in order of creation."""
         found = [model for model in self.models.values() if model.session_id == session_id]
         return sorted(found, key=lambda model: model.created)
+
+
+def silence_limit_s(model: ModelRecord) -> float:
+    """After how many seconds of silence a model's client counts as gone."""
+    return SESSION_SILENCE_S if model.session_id is not None else SESSIONLESS_SILENCE_S
 
 
 def checkpoint_key(checkpoint: CheckpointRef) -> str:

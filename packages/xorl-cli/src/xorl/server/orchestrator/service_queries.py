@@ -8,7 +8,13 @@ import time
 from xorl.server.identifiers import sampling_session_id_of
 from xorl.server.messages import Ok, Rejected
 from xorl.server.operations import LoraSpec
-from xorl.server.orchestrator.registry import SamplerRecord, SessionRecord, stored
+from xorl.server.orchestrator.registry import (
+    SESSION_SILENCE_S,
+    SESSIONLESS_SILENCE_S,
+    SamplerRecord,
+    SessionRecord,
+    stored,
+)
 from xorl.server.orchestrator.state import State
 from xorl.server.queries import (
     CreateSamplingSession,
@@ -212,18 +218,24 @@ def _session_statuses(state: State) -> list[SessionStatus]:
     queued: dict[str, int] = {}
     for request in state.open.values():
         queued[request.ticket.client] = queued.get(request.ticket.client, 0) + 1
+
+    def status(name: str, models: list[str], last_active: float, silence_s: float) -> SessionStatus:
+        num_requests = queued.get(name, 0)
+        is_gone = not num_requests and time.time() - last_active > silence_s
+        return SessionStatus(name, models, num_requests, last_active, is_gone)
+
     shown = [
-        SessionStatus(
+        status(
             session.session_id,
             [model.model_id for model in registry.models_of(session.session_id) if model.exists],
-            queued.get(session.session_id, 0),
             session.last_active,
+            SESSION_SILENCE_S,
         )
         for session in registry.sessions.values()
         if not session.is_finished
     ]
     shown += [
-        SessionStatus(model.model_id, [model.model_id], queued.get(model.model_id, 0), model.last_active)
+        status(model.model_id, [model.model_id], model.last_active, SESSIONLESS_SILENCE_S)
         for model in registry.models.values()
         if model.session_id is None and model.exists
     ]
@@ -240,7 +252,7 @@ def _session_info(state: State, session: SessionRecord) -> SessionInfo:
         session.session_id,
         session.created,
         session.last_active,
-        [model.model_id for model in state.registry.models_of(session.session_id)],
+        [m.model_id for m in state.registry.models_of(session.session_id) if m.state not in ("creating", "failed")],
         samplers,
         session.tags,
         session.user_metadata,

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 
-from xorl.server.orchestrator.eviction import SESSION_SILENCE_S
 from xorl.server.orchestrator.operation_properties import RESERVED_PREFIXES
-from xorl.server.orchestrator.registry import SessionRecord
+from xorl.server.orchestrator.registry import SESSION_SILENCE_S, SessionRecord
 from xorl.server.orchestrator.state import State
 from xorl.server.queries import FoundSession, FoundSessions, SearchSessions
 
