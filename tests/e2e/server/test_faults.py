@@ -200,7 +200,8 @@ def test_a_full_disk_refuses_what_is_written_and_nothing_else(service: Service) 
     try:
         saved = caller.post("save_weights", model_id=caller.model_id, seq_id=1, path="full")
         failure = caller.result(saved["request_id"])
-        assert "StorageLimitError" in failure["error"]
+        assert failure["error"].startswith("StorageLimitError: ")
+        assert failure["category"] == "user"
         assert caller.loss(caller.forward_backward(2)) > 0
     finally:
         ballast.unlink()

@@ -1,0 +1,1 @@
+subprocess.Popen(["bash","/tmp/cb/serve.sh"]); wait(14,150)
