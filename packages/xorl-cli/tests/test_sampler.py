@@ -159,6 +159,11 @@ def test_sample_i_has_the_seed_plus_i(model: ParallelModel) -> None:
     singles = make_sampler(model).run([GenerationRequest(PROMPT, 12, seed=7 + index) for index in range(3)])
     assert [sample.tokens for sample in three.samples] == [single.samples[0].tokens for single in singles]
     assert len({sample.tokens for sample in three.samples}) == 3
+    sampler, parts = make_sampler(model), ()
+    for size in (1, 4, 7):  # a sample in parts draws on, and does not begin its random numbers again
+        part = GenerationRequest((*PROMPT, *parts), size, seed=7, num_continued=len(parts))
+        parts += sampler.run([part])[0].samples[0].tokens
+    assert parts == three.samples[0].tokens
 
 
 def test_requests_enter_and_leave_between_steps(model: ParallelModel) -> None:

@@ -1,1 +1,0 @@
-subprocess.Popen(["bash","/tmp/cb/serve.sh"]); wait(14,150)
