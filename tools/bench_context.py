@@ -25,7 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from xorl.core.nn.ulysses import ulysses_attention
 from xorl.kernels.attention import AttentionFn, AttentionRequest, resolve_attention
-from xorl.kernels.layout import ContextGroup, SequenceLayout, ShardedLayout
+from xorl.kernels.layout import RankGroup, SequenceLayout, ShardedLayout
 
 # The shape of an 8B model's attention.
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -52,7 +52,7 @@ def _synchronize(device: torch.device) -> None:
 def attention_of(kind: str, attention: AttentionFn, whole: SequenceLayout, size: int) -> Callable[..., Tensor]:
     """Attention (q, k, v) of this rank's tokens in the default process group, which has `size` ranks."""
     assert dist.group.WORLD is not None
-    shared, alone = ContextGroup(dist.get_rank(), size, dist.group.WORLD.group_name), ContextGroup(0, 1, "")
+    shared, alone = RankGroup(dist.get_rank(), size, dist.group.WORLD.group_name), RankGroup(0, 1, "")
     ring, ulysses = (shared, alone) if kind == "ring" else (alone, shared)
     layout = ShardedLayout(whole, ring, ulysses, shared.name)
     options = {"scale": HEAD_DIM**-0.5, "window": None}
@@ -61,7 +61,7 @@ def attention_of(kind: str, attention: AttentionFn, whole: SequenceLayout, size:
     return partial(_ulysses, attention=partial(attention, layout=whole, **options), group=ulysses)
 
 
-def _ulysses(q: Tensor, k: Tensor, v: Tensor, *, attention: Callable[..., Tensor], group: ContextGroup) -> Tensor:
+def _ulysses(q: Tensor, k: Tensor, v: Tensor, *, attention: Callable[..., Tensor], group: RankGroup) -> Tensor:
     return ulysses_attention(attention, q, k, v, group)
 
 

@@ -8,8 +8,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
-from xorl.core.optim import MuonOptions, OptimizerName, build_optimizer
+from xorl.core.optim import MuonOptions, OptimizerName, build_optimizer, gradient_norms, gradient_scale
 
 # Rows that two and four ranks cut unevenly, and one matrix of which some ranks hold nothing.
 SHAPES = {"wide": (5, 24), "tall": (26, 6), "square": (7, 7), "fused": (22, 10), "last": (26, 6), "vector": (11,)}
@@ -90,3 +91,52 @@ def test_replicas_and_shards_of_bf16_weights_stay_alike(run_ranks) -> None:
             torch.testing.assert_close(state, results[0][index], rtol=0, atol=0)
             assert all(bool(tensor.isfinite().all()) for tensor in state.values())
             assert {int(state[f"{key}.step"]) for key in SHAPES} == {NUM_STEPS - 1}
+
+
+@pytest.mark.multi
+def test_the_norm_is_the_same_whatever_has_a_gradient(run_ranks) -> None:
+    # Catches a rank that has no gradients and leaves the others waiting, reductions in an order that depends on which
+    # gradients a rank has, and one reduction for each set of parameters.
+    def norms() -> tuple[list[float], int]:
+        # Two ways of sharding: over all four ranks, and over two, of which the others hold other rows.
+        mesh, rank = init_device_mesh("cpu", (2, 2), mesh_dim_names=("others", "shard")), dist.get_rank()
+        first = nn.Parameter(distribute_tensor(torch.zeros(8, 2), mesh, [Replicate(), Shard(0)]))
+        second = nn.Parameter(distribute_tensor(torch.zeros(8, 2), mesh["shard"], [Shard(0)]))
+        divided = {second: (mesh.get_group("others"),)}
+        if rank in (0, 2):
+            first.grad = torch.ones_like(first)
+        if rank == 1:
+            second.grad = torch.full_like(second, 2.0)
+        num_reductions = 0
+        with pytest.MonkeyPatch.context() as patch:
+            reduce = dist.all_reduce
+
+            def counted(tensor: Tensor, group: dist.ProcessGroup) -> None:
+                nonlocal num_reductions
+                num_reductions += 1
+                reduce(tensor, group=group)
+
+            patch.setattr(dist, "all_reduce", counted)
+            found = gradient_norms([[first], [second], [first, second]], divided)
+        scale, _ = gradient_scale([first, second], 1.0, None, divided=divided)
+        return [*found.tolist(), scale.item()], num_reductions
+
+    # 4 rows of 2 ones, of which ranks 0 and 2 hold copies; 4 rows of 2 twos on one rank of four.
+    for found, num_reductions in run_ranks(norms, 4):
+        assert found == pytest.approx([8**0.5, 32**0.5, 40**0.5, 40**0.5])
+        assert num_reductions == 3
+
+
+@pytest.mark.multi
+def test_a_placement_that_cannot_be_summed_is_an_error(run_ranks) -> None:
+    # Catches rows that are taken for copies: this placement is none of torch's Shard.
+    def norm() -> str:
+        mesh = init_device_mesh("cpu", (2,))
+        parameter = DTensor.from_local(torch.ones(2, 2), mesh, [_StridedShard(0, split_factor=2)], run_check=False)
+        try:
+            gradient_norms([[parameter]])
+        except AssertionError as error:
+            return str(error)
+        return "no error"
+
+    assert all("cannot be summed" in message for message in run_ranks(norm, 2))

@@ -18,9 +18,11 @@ from tiny_models import hf_config, write_config
 from xorl.config import Config, config_from_mapping
 from xorl.core import runtime
 from xorl.core.mesh import Mesh
+from xorl.core.nn import dispatch
 from xorl.core.nn.rotary import Rotary
 from xorl.core.optim import clip
 from xorl.core.parallel import local_part
+from xorl.core.parallel.parts import Parts
 from xorl.kernels.attention import ring
 from xorl.kernels.layout import SequenceLayout, ShardedLayout
 from xorl.train import engine as engine_module
@@ -33,6 +35,7 @@ from xorl.train.verify import Result, Verification, compare, is_equal, one_axis,
 
 pytestmark = pytest.mark.multi
 NUM_BINS = 8
+NUM_EXPERTS = 4
 
 Fault = Callable[[pytest.MonkeyPatch], Callable[[Engine], None] | None]
 
@@ -123,6 +126,73 @@ def keys_of_others_are_missing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ring, "_first_key", lambda offsets, start, window: start)
 
 
+def expert_gradients_times_ranks(patch: pytest.MonkeyPatch) -> None:
+    combine = dispatch._Combine.backward
+
+    def doubled(ctx: object, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        first, *others = combine(ctx, grad)
+        return 2 * first, *others
+
+    patch.setattr(dispatch._Combine, "backward", staticmethod(doubled))
+
+
+def norm_without_other_experts(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Parts, "divided", lambda self, model: {})
+
+
+def norm_of_whole_parameters_twice(patch: pytest.MonkeyPatch) -> None:
+    def all_of_them(self: Parts, model: torch.nn.Module) -> dict:
+        return {parameter: (self._mesh.axis("ep").group,) for parameter in model.parameters()}
+
+    patch.setattr(Parts, "divided", all_of_them)
+
+
+def tokens_that_do_not_return(patch: pytest.MonkeyPatch) -> None:
+    summed = dispatch._Plan.summed
+
+    def of_the_first_rank(self: dispatch._Plan, values: torch.Tensor) -> torch.Tensor:
+        self.rows[:, 1:] = len(values)
+        return summed(self, values)
+
+    patch.setattr(dispatch._Plan, "summed", of_the_first_rank)
+
+
+def routers_without_gradients(patch: pytest.MonkeyPatch) -> None:
+    backward = dispatch._Dispatch.backward
+
+    def without(ctx: object, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        grad_x, grad_weights, *others = backward(ctx, *grads)
+        assert grad_weights is not None
+        return grad_x, torch.zeros_like(grad_weights), *others
+
+    patch.setattr(dispatch._Dispatch, "backward", staticmethod(without))
+
+
+def experts_under_other_numbers(patch: pytest.MonkeyPatch) -> Callable[[Engine], None]:
+    @torch.no_grad()
+    def swap(engine: Engine) -> None:
+        for name, parameter in engine.model.module.named_parameters():
+            if name in engine.model.parts and engine.model.mesh.axis("ep").rank == 1:
+                part, _ = local_part(parameter)
+                part.copy_(
+                    part.unflatten(0, (engine.model.module.config.layers[0].ffn.num_experts // 2, -1))
+                    .flip(0)
+                    .flatten(0, 1)
+                )
+
+    return swap
+
+
+# Faults of ranks that share experts, and what shows them.
+EXPERT_FAULTS: dict[str, tuple[Fault, str]] = {
+    "none": (lambda patch: None, ""),
+    "gradients of experts times the ranks": (expert_gradients_times_ranks, "gradients: expert"),
+    "norm without other experts": (norm_without_other_experts, "gradient norm"),
+    "norm of whole parameters twice": (norm_of_whole_parameters_twice, "gradient norm"),
+    "tokens that do not return": (tokens_that_do_not_return, "loss"),
+    "routers without gradients": (routers_without_gradients, "gradients: router"),
+    "experts under other numbers": (experts_under_other_numbers, "loss"),
+}
 # Faults of ranks that share rows, and what shows them.
 SHARING_FAULTS: dict[str, tuple[Fault, str]] = {
     "none": (lambda patch: None, ""),
@@ -175,6 +245,21 @@ def test_every_planted_fault_is_found(run_ranks, tmp_path: Path) -> None:
             assert is_equal(differences) == (name == "none"), (name, differences)
             assert not kind or not differences[kind].is_within, (name, differences)
         assert results["none"].sizes == {axis: 2}
+
+
+def test_every_planted_fault_of_divided_experts_is_found(run_ranks, tmp_path: Path) -> None:
+    # Catches a comparison that is blind to what only ranks with different experts can get wrong.
+    config = run_config(tmp_path)
+    write_config(tmp_path / "model", hf_config("qwen3_moe", num_experts=NUM_EXPERTS))
+    config = Verification.of(config, is_full=False).config
+    [whole] = run_ranks(lambda: steps(one_process(config), FAULTS["none"][0]), 1)
+    layout = one_axis(config, "ep", 2)
+    results = run_ranks(lambda: {name: steps(layout, fault) for name, (fault, _) in EXPERT_FAULTS.items()}, 2)[0]
+    for name, (_, kind) in EXPERT_FAULTS.items():
+        differences = compare(results[name], whole)
+        assert is_equal(differences) == (name == "none"), (name, differences)
+        assert not kind or not differences[kind].is_within, (name, differences)
+    assert results["none"].sizes == {"dp_shard": 2, "ep": 2}
 
 
 def test_a_verification_is_cut_down_and_says_what_it_leaves_out(tmp_path: Path) -> None:

@@ -62,8 +62,10 @@ KINDS: dict[str, dict[str, object]] = {
 STATISTICS = ("balance_loss", "z_loss", "imbalance", "entropy", "dead_experts")
 
 
-def make(folder: Path, kind: str, num_ranks: int, *model_ids: str) -> Worker:
-    worker = worker_of(service_config(folder, shape=SHAPE, **KINDS[kind], **shards(num_ranks)))
+def make(folder: Path, kind: str, num_ranks: int, *model_ids: str, divided: bool = False) -> Worker:
+    """divided: each rank has its own experts."""
+    options = {**KINDS[kind], **shards(num_ranks), "expert_parallel_size": num_ranks if divided else 1}
+    worker = worker_of(service_config(folder, shape=SHAPE, **options))
     for model_id in model_ids:
         done(worker, CreateModel(model_id, lora=LoraSpec(seed=42) if kind == "lora" else None))
     return worker
@@ -118,16 +120,18 @@ def statistics(worker: Worker, model_id: str) -> list[float]:
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "divided"), [("full", False), ("full", True), ("frozen", False), ("lora", False), ("lora", True)]
+)
 def test_gradients_and_statistics_are_those_of_local_training_for_any_split(
-    kind: str, tmp_path: Path, run_ranks
+    kind: str, divided: bool, tmp_path: Path, run_ranks
 ) -> None:
     # Catches a loss of routers that no client asked for, a frozen router that learns, statistics of another client's
     # tokens, of a call that was aborted, or of one call of several, and options that do not reach the model.
     documents, other = rows(1, [9, 14, 5, 11, 7]), rows(2, [13, 6, 8])
 
     def run(num_ranks: int) -> tuple[dict[str, Tensor], list[float], dict[str, Tensor], list[float]]:
-        worker = make(tmp_path, kind, num_ranks, "m", *(["n"] if kind == "lora" else []))
+        worker = make(tmp_path, kind, num_ranks, "m", *(["n"] if kind == "lora" else []), divided=divided)
         before = trained_values(worker, "m")
         done(worker, ForwardBackward("m", data_of(other), "cross_entropy"), AbortGradients("m"))
         if num_ranks == 1:
@@ -163,14 +167,14 @@ def test_gradients_and_statistics_are_those_of_local_training_for_any_split(
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("kind", ["full", "lora"])
-def test_samples_and_checkpoints_are_of_the_trained_model(kind: str, tmp_path: Path, run_ranks) -> None:
+@pytest.mark.parametrize(("kind", "divided"), [("full", False), ("full", True), ("lora", True)])
+def test_samples_and_checkpoints_are_of_the_trained_model(kind: str, divided: bool, tmp_path: Path, run_ranks) -> None:
     # Catches log-probabilities that training does not have, sequences that change each other's, a snapshot or a
     # checkpoint that lacks the experts, and a restored model that trains otherwise.
     data = [datum(8 + i, i) for i in range(5)]
 
     def run() -> None:
-        worker = make(tmp_path, kind, 2, "m")
+        worker = make(tmp_path, kind, 2, "m", divided=divided)
         done(worker, *train("m", data), SaveWeightsForSampler("m", "s", sampler_id="s"))
         prompts = [datum(length, 20 + length).tokens for length in (3, 17, 9)]
         samples = ask(
@@ -198,7 +202,7 @@ def test_samples_and_checkpoints_are_of_the_trained_model(kind: str, tmp_path: P
                     expected = values(loss.fields["logprobs"][0])[len(prompt.numpy()) - 1 :]
                     np.testing.assert_allclose(values(sequence.logprobs), expected, atol=1e-4)
         done(worker, SaveWeights("m", "a"), *train("m", data))
-        other = make(tmp_path, kind, 2)
+        other = make(tmp_path, kind, 2, divided=divided)
         done(
             other,
             CreateModel("n", checkpoint=CheckpointRef("m", "weights", "a"), with_optimizer=True),

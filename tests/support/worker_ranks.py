@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from placement import whole
 from tiny_models import hf_config
 from xorl.config import ServerConfig, server_config_from_mapping
 from xorl.core import runtime
@@ -88,8 +87,8 @@ def gradients(worker: Worker, model_id: str) -> dict[str, Tensor]:
     if isinstance(worker.models, AdapterModels):
         return {name: grad.clone() for name, grad in worker.models.bank.gradients(model_id).items()}
     assert isinstance(worker.models, WholeModel)
-    named = worker.base.module.named_parameters()
-    return {name: whole(p.grad) for name, p in named if p.grad is not None}
+    named, gather = worker.base.module.named_parameters(), worker.base.model.parts.gather
+    return {name: gather(name, p.grad).clone() for name, p in named if p.grad is not None}
 
 
 def trained_values(worker: Worker, model_id: str) -> dict[str, Tensor]:
@@ -98,7 +97,8 @@ def trained_values(worker: Worker, model_id: str) -> dict[str, Tensor]:
         snapshot = worker.models.bank.snapshot(model_id)
         return {name: snapshot.tensors()[name] for name, _ in snapshot.names}
     worker.base.model.drop_gathered()
-    return {name: whole(value) for name, value in worker.base.module.named_parameters()}
+    gather = worker.base.model.parts.gather
+    return {name: gather(name, value).clone() for name, value in worker.base.module.named_parameters()}
 
 
 def datum(length: int, seed: int = 0, num_targets: int = 0, **fields: object) -> Datum:

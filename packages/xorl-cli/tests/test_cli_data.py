@@ -140,7 +140,7 @@ def test_a_stream_is_looked_at_without_preparing(data, tmp_path: Path) -> None:
         (["stats", "--documents", "5"], "--documents: only for streams"),
         (["inspect", "--bin", "999"], "--bin 999: there are"),
         (["inspect", "--data.val_set_size", "null", "--held-out"], "--held-out: there is no held-out data"),
-        (["prepare", "--data.datasets.0.type", "text"], "type text has no chat template: remove it"),
+        (["prepare", "--data.datasets.0.type", "text"], "line 1: column 'text' does not exist"),
         (["prepare", "--model.tokenizer_path", "configs/models"], "model.tokenizer_path: "),
         (["prepare", "--data.sample_packing_sequence_len", "8"], "configs/local/chat.yaml:14: data.datasets[0]: "),
         (

@@ -154,7 +154,7 @@ def test_all_problems_are_reported_at_once(write) -> None:
         """\
         model:
           model_path: a
-          ep_dispatch: deepep
+          encoders: {image: {model_path: b}}
         data:
           datasets:
             - path: a.jsonl
@@ -178,7 +178,7 @@ def test_all_problems_are_reported_at_once(write) -> None:
     overrides = ("--model.foo=3", "--train.enable_compile", "--train.save_steps", "-4", "--train.use_wandb", "[")
     problems = problems_of(path, *overrides)
     assert [(where, at) for where, at, _ in problems] == [
-        ("config.yaml:3", "model.ep_dispatch"),
+        ("config.yaml:3", "model.encoders"),
         ("config.yaml:8", "data.datasets.0.shards_idx"),
         ("config.yaml:9", "data.datasets.1.pth"),
         ("config.yaml:10", "data.datasets.2"),

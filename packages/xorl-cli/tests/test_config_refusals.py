@@ -14,8 +14,6 @@ from xorl.config.unsupported import UNSUPPORTED, UnsupportedValues, unsupported_
 
 # A refused value of each option whose row says "anything but the default", where it cannot be guessed from the type.
 EXAMPLES: dict[str, object] = {
-    "model.ep_dispatch": "deepep",
-    "model.deepep_num_sms": 22,
     "model.encoders": {"image": {"model_path": "a"}},
     "train.pipeline_parallel_schedule": "GPipe",
 }
@@ -121,9 +119,9 @@ def test_what_is_built_is_accepted(path: str, values: list[str]) -> None:
 
 def test_a_refusal_says_what_works_instead() -> None:
     # Would catch a bare "not supported".
-    message = problems_with("train.ep_outside", True)[0][1]
-    assert message.startswith("true is not supported yet: ")
-    assert "leave it at false" in message
+    message = problems_with("train.pp_variable_seq_lengths", False)[0][1]
+    assert message.startswith("false is not supported yet: ")
+    assert "leave it at true" in message
     assert "is not supported: the datasets library" in problems_with(f"{ENTRIES}.trust_remote_code", True)[0][1]
 
 

@@ -29,8 +29,6 @@ OPTIONS = all_options(ServerConfig)
 
 # A refused value of each option whose row says "anything but the default", where it cannot be guessed from the type.
 REFUSED: dict[str, Any] = {
-    "ep_dispatch": "deepep",
-    "deepep_num_sms": 22,
     "foundation": {"num_hidden_layers": 2},
     "encoders": {"image": {"model_path": "a"}},
     "pipeline_parallel_schedule": "GPipe",
@@ -334,7 +332,7 @@ def test_the_page_about_the_service_is_sound(tmp_path: Path) -> None:
         ("lora_rank: ${XORL_TEST_KEY}", ()),
         ("qlora_exclude_modules: ${XORL_TEST_KEY}", ()),
         ("log_level: ${XORL_TEST_LEVEL}", ()),
-        ("ep_dispatch: ${XORL_TEST_DISPATCH}", ()),
+        ("pipeline_parallel_schedule: ${XORL_TEST_SCHEDULE}", ()),
         ("max_sessions: ${XORL_TEST_NUMBER}", ()),
         ("max_sessions: '${XORL_TEST_NUMBER}'", ()),
         ("inference_endpoints: [{host: '${XORL_TEST_KEY}', port: 1}, {host: '${XORL_TEST_KEY}', port: 1}]", ()),
@@ -345,13 +343,13 @@ def test_no_error_shows_a_secret_or_what_a_variable_holds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, overrides: tuple[str, ...]
 ) -> None:
     # Catches a key that lands in a terminal, a log or a bug report because it was refused.
-    for name, value in {"KEY": "corp-zebra-012", "LEVEL": "zebra", "DISPATCH": "deepep", "NUMBER": "-7707"}.items():
+    for name, value in {"KEY": "corp-zebra-012", "LEVEL": "zebra", "SCHEDULE": "GPipe", "NUMBER": "-7707"}.items():
         monkeypatch.setenv(f"XORL_TEST_{name}", value)
     file = tmp_path / "server.yaml"
     file.write_text(f"model_path: m\n{text}\n" if ": " in text and text[0] != "{" else text)
     with pytest.raises(ConfigError) as caught:
         load_server_config(file, overrides)
-    assert not re.search("zebra|7707|deepep is", str(caught.value))
+    assert not re.search("zebra|7707|GPipe is", str(caught.value))
     if "${XORL_TEST_" in text and "api_token" not in text:
         assert "${XORL_TEST_" in "".join(problem.message for problem in caught.value.problems)
 

@@ -32,17 +32,19 @@ VALUES = {
     "train.router_z_loss_coef": 0.5,
     "train.freeze_router": True,
     "train.moe_checkpoint_method": "moe_act",
+    "train.expert_parallel_size": 2,
 }
 # Those of the service that are not the opposite of their default.
-SERVER_VALUES = {"moe_implementation": "eager"}
+SERVER_VALUES = {"moe_implementation": "eager", "expert_parallel_size": 2}
 
 
 def config_with(folder: Path, model_type: str, options: dict[str, object], **shape: object) -> Config:
     write_config(folder, hf_config(model_type, num_hidden_layers=4, **shape))
+    mode = "fsdp2" if "train.expert_parallel_size" in options else "none"
     values: dict[str, dict[str, object]] = {
         "model": {"config_path": str(folder)},
         "data": {"datasets": [{"path": "a"}]},
-        "train": {"output_dir": "o", "data_parallel_mode": "none", "enable_mixed_precision": False},
+        "train": {"output_dir": "o", "data_parallel_mode": mode, "enable_mixed_precision": False},
     }
     for path, value in options.items():
         section, name = path.split(".")

@@ -72,6 +72,23 @@ def test_experts_match_the_twin(shape: tuple[int, ...], num_padding: int, kind: 
         torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-11)
 
 
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.99])
+@pytest.mark.parametrize("knows_rows", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_choices_without_an_expert_add_nothing(shape: tuple[int, ...], knows_rows: bool, share: float) -> None:
+    # Catches rows of experts on other ranks that are read, and gradients of their weights that are left undefined.
+    tensors, num_experts = inputs(shape, torch.float64), shape[4]
+    is_absent = torch.rand(shape[:2], generator=torch.Generator().manual_seed(2)) < (1 if share > 0.9 else share)
+    ids = torch.where(is_absent, num_experts, routes("random", shape))
+    expected = reference.experts(*tensors, ids)
+    with nan_poisoned_empty():
+        out = grouped.experts(*tensors, ids, num_rows=int((~is_absent).sum()) if knows_rows else None)
+        found = gradients(out, tensors)
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+    for mine, theirs in zip(found, gradients(expected, tensors), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-11)
+
+
 def test_frozen_experts_get_no_gradient() -> None:
     # Catches products for gradients that nothing reads, and a gradient of x that depends on them.
     shape = SHAPES[0]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from xorl.kernels.layout import ContextGroup, SequenceLayout, ShardedLayout
+from xorl.kernels.layout import RankGroup, SequenceLayout, ShardedLayout
 
 SIZE = 16
 
@@ -43,7 +43,7 @@ def test_parts_of_a_row_have_each_document_token_once(num_ring: int, num_ulysses
     whole = SequenceLayout.from_lengths([3, 1, 7, 4, 1])  # SIZE tokens
     whole.num_real = torch.tensor(15)
     parts = [
-        ShardedLayout(whole, ContextGroup(ring, num_ring, "a"), ContextGroup(ulysses, num_ulysses, "b"), "c")
+        ShardedLayout(whole, RankGroup(ring, num_ring, "a"), RankGroup(ulysses, num_ulysses, "b"), "c")
         for ring in range(num_ring)
         for ulysses in range(num_ulysses)
     ]
@@ -65,4 +65,4 @@ def test_parts_of_a_row_have_each_document_token_once(num_ring: int, num_ulysses
 def test_a_row_that_cannot_be_split_equally_is_refused() -> None:
     # Catches tokens that are dropped at the end.
     with pytest.raises(ValueError, match=r"16 tokens cannot be shared by .* ring of 2 and 3 .* a multiple of 12"):
-        ShardedLayout(SequenceLayout.from_lengths([16]), ContextGroup(0, 2, "a"), ContextGroup(0, 3, "b"), "c")
+        ShardedLayout(SequenceLayout.from_lengths([16]), RankGroup(0, 2, "a"), RankGroup(0, 3, "b"), "c")

@@ -8,6 +8,7 @@ from xorl.ckpt.hub import resolve_folder
 from xorl.ckpt.layout import read_manifest
 from xorl.ckpt.load import load_weights
 from xorl.ckpt.reader import SafetensorsSource, WeightRecipe, WeightSource
+from xorl.ckpt.regions import Piece
 from xorl.ckpt.retention import Retention
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointFailure",
     "Checkpointer",
+    "Piece",
     "Retention",
     "SafetensorsSource",
     "Stateful",

@@ -7,9 +7,8 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 
-import torch
-
 from xorl.ckpt.ranks import background_group, communicating_over, fail_together
+from xorl.ckpt.regions import Stored
 from xorl.ckpt.snapshot import HostMemory, Snapshot, reserve_for, take_snapshot
 
 
@@ -25,7 +24,7 @@ class BackgroundWriter:
         self._snapshot: Snapshot | None = None
         self._writing: Future[None] | None = None
 
-    def reserve(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def reserve(self, tensors: Mapping[str, Stored]) -> None:
         """Reserve memory for a copy of `tensors` before training, since page-locking takes seconds. Collective.
 
         Raises CheckpointFailure if there is not enough host memory.
@@ -33,7 +32,7 @@ class BackgroundWriter:
         with fail_together("reserve host memory"):
             reserve_for(tensors, self._memory)
 
-    def start(self, tensors: Mapping[str, torch.Tensor], write: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    def start(self, tensors: Mapping[str, Stored], write: Callable[[dict[str, Stored]], object]) -> None:
         """Wait for the previous save, start to copy `tensors`, and pass the copies to `write` in a thread. Collective.
 
         Call `before_change` before the tensors change. Raises the error of the previous save, if it failed, and

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeAlias, cast, get_args
+from typing import Any, Protocol, TypeAlias, cast, get_args
 
 import torch
 from safetensors import SafetensorError
@@ -25,6 +25,7 @@ from xorl.ckpt.files import FileRecord, share_of_files, write_file
 from xorl.ckpt.layout import JSON, Manifest, StorageKind, TensorRecord
 from xorl.ckpt.metadata import read_metadata
 from xorl.ckpt.ranks import all_gather_text, any_rank_holds, broadcast_text, fail_together, num_ranks, this_rank
+from xorl.ckpt.regions import Piece, Stored
 from xorl.ckpt.retention import Retention
 from xorl.ckpt.storage import read_gathered, read_shards, write_gathered, write_shards
 
@@ -39,14 +40,14 @@ ExtraFilesWriter: TypeAlias = Callable[[Path], Mapping[str, FileRecord]]
 class Stateful(Protocol):
     """A part of a training state, for example a `torch.nn.Module`.
 
-    `state_dict` must be flat and hold only tensors or DTensors that share storage with the object: loading copies into
-    them in place, and then passes them to `load_state_dict`. A plain tensor must be the same on every rank. Neither
-    method may run a collective.
+    `state_dict` must be flat and hold only tensors, DTensors or `Piece`s that share storage with the object: loading
+    copies into them in place, and then passes them to `load_state_dict`. A plain tensor must be the same on every rank.
+    Neither method may run a collective.
     """
 
-    def state_dict(self) -> Mapping[str, torch.Tensor]: ...
+    def state_dict(self) -> Mapping[str, Stored]: ...
 
-    def load_state_dict(self, state_dict: dict[str, torch.Tensor], /) -> object: ...
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> object: ...
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ class Checkpointer:
                 values = {key: tensor.contiguous().cpu() for key, tensor in rng.items()}
                 small_files[layout.rng_name(this_rank())] = format_safetensors(values)
 
-        def write(tensors: Mapping[str, torch.Tensor]) -> None:
+        def write(tensors: Mapping[str, Stored]) -> None:
             def fill(folder: Path) -> Manifest:
                 return self._write(folder, step, tensors, small_files, info or {}, write_extra_files)
 
@@ -300,7 +301,7 @@ class Checkpointer:
         self,
         folder: Path,
         step: int,
-        tensors: Mapping[str, torch.Tensor],
+        tensors: Mapping[str, Stored],
         small_files: Mapping[str, bytes],
         info: Mapping[str, JSON],
         write_extra_files: ExtraFilesWriter | None,
@@ -340,8 +341,8 @@ def _absolute(path: Path | str) -> Path:
     return Path(os.path.abspath(path))
 
 
-def _collect(state: Mapping[str, Stateful]) -> dict[str, dict[str, torch.Tensor]]:
-    parts: dict[str, dict[str, torch.Tensor]] = {}
+def _collect(state: Mapping[str, Stateful]) -> dict[str, dict[str, Stored]]:
+    parts: dict[str, dict[str, Stored]] = {}
     for name, part in state.items():
         if not name or "." in name:
             raise CheckpointError(
@@ -349,33 +350,35 @@ def _collect(state: Mapping[str, Stateful]) -> dict[str, dict[str, torch.Tensor]
             )
         parts[name] = {}
         for key, value in part.state_dict().items():
-            if not isinstance(value, torch.Tensor):
+            if not isinstance(value, (torch.Tensor, Piece)):
                 kind = type(value).__name__
                 raise CheckpointError(
                     f"state: {name}.{key} is of type {kind}; only tensors can be saved (numbers go to scalars)"
                 )
-            partial = isinstance(value, DTensor) and any(placement.is_partial() for placement in value.placements)
-            if value.layout != torch.strided or value.is_meta or partial:
+            held = value.tensor if isinstance(value, Piece) else value
+            partial = isinstance(held, DTensor) and any(placement.is_partial() for placement in held.placements)
+            if held.layout != torch.strided or held.is_meta or partial:
                 raise CheckpointError(
                     f"state: {name}.{key} is sparse, on the meta device or a partial sum; it cannot be saved"
                 )
-            parts[name][key] = value.detach()
+            parts[name][key] = value if isinstance(value, Piece) else value.detach()
     return parts
 
 
-def _flatten(parts: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+def _flatten(parts: Mapping[str, Mapping[str, Stored]]) -> dict[str, Stored]:
     """Flatten to `{part}.{key}`, which is unambiguous because part names contain no dots."""
     return {f"{name}.{key}": tensor for name, part in parts.items() for key, tensor in part.items()}
 
 
-def _describe_meshes(tensors: Mapping[str, torch.Tensor]) -> list[dict[str, list[str] | list[int]]]:
+def _describe_meshes(tensors: Mapping[str, Stored]) -> list[dict[str, list[str] | list[int]]]:
     """The names and axis sizes of the distinct device meshes over which the tensors are sharded."""
-    meshes = {tensor.device_mesh for tensor in tensors.values() if isinstance(tensor, DTensor)}
+    held = [tensor.tensor if isinstance(tensor, Piece) else tensor for tensor in tensors.values()]
+    meshes = {tensor.device_mesh for tensor in held if isinstance(tensor, DTensor)}
     described = {(tuple(mesh.mesh_dim_names or ()), tuple(mesh.shape)) for mesh in meshes}
     return [{"axes": list(names), "sizes": list(sizes)} for names, sizes in sorted(described)]
 
 
-def _differences(tensors: Mapping[str, torch.Tensor], saved: Mapping[str, TensorRecord]) -> dict[str, list[str]]:
+def _differences(tensors: Mapping[str, Stored], saved: Mapping[str, TensorRecord]) -> dict[str, list[str]]:
     missing = [name for name in tensors if name not in saved]
     changed: list[str] = []
     for name, tensor in tensors.items():

@@ -28,7 +28,7 @@ import xxhash
 
 from xorl.ckpt.errors import CheckpointError
 from xorl.ckpt.files import FileRecord, hash_problems, size_problems
-from xorl.ckpt.regions import dtype_name
+from xorl.ckpt.regions import Stored, dtype_name
 
 logger = logging.getLogger(__name__)
 
@@ -66,8 +66,8 @@ class TensorRecord:
     dtype: str
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> "TensorRecord":
-        """The record of a tensor or DTensor."""
+    def of(cls, tensor: Stored) -> "TensorRecord":
+        """The record of a tensor, in whatever form it is held."""
         return cls(tuple(tensor.shape), dtype_name(tensor.dtype))
 
     @property

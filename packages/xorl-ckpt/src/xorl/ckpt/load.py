@@ -30,7 +30,7 @@ from xorl.ckpt.ranks import (
     this_rank,
 )
 from xorl.ckpt.reader import WeightRecipe, WeightSource, source_shapes
-from xorl.ckpt.regions import dtype_name, local_region, local_tensor
+from xorl.ckpt.regions import Piece, Stored, dtype_name, local_region, local_tensor
 from xorl.ckpt.transfer import stream_buckets
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class RowTarget(Protocol):
 class _ParameterTarget:
     """The RowTarget of a parameter: stores the rows, cast to its dtype."""
 
-    def __init__(self, parameter: torch.Tensor) -> None:
+    def __init__(self, parameter: Stored) -> None:
         self._local = local_tensor(parameter)
         self._region = local_region(parameter)
         self.shape = tuple(parameter.shape)
@@ -118,7 +118,7 @@ class _Bucket:
 
 @torch.no_grad()
 def load_weights(
-    params: Mapping[str, torch.Tensor | RowTarget],
+    params: Mapping[str, Stored | RowTarget],
     recipes: Mapping[str, WeightRecipe],
     source: WeightSource | None,
     *,
@@ -151,7 +151,8 @@ def load_weights(
         elif this_rank() == 0 or not broadcasting:
             raise CheckpointError(f"load_weights_mode {mode!r}: rank {this_rank()} was given no weights to read")
     targets = {
-        name: _ParameterTarget(param) if isinstance(param, torch.Tensor) else param for name, param in params.items()
+        name: _ParameterTarget(param) if isinstance(param, (torch.Tensor, Piece)) else param
+        for name, param in params.items()
     }
     if broadcasting:
         buckets = _broadcast(targets, recipes, source, dtypes, bucket_bytes)
@@ -173,7 +174,7 @@ def load_weights(
     return report
 
 
-def _check_parameters(params: Mapping[str, torch.Tensor | RowTarget], recipes: Mapping[str, WeightRecipe]) -> None:
+def _check_parameters(params: Mapping[str, Stored | RowTarget], recipes: Mapping[str, WeightRecipe]) -> None:
     problems: list[str] = []
     for name, param in params.items():
         if name not in recipes:
@@ -182,7 +183,7 @@ def _check_parameters(params: Mapping[str, torch.Tensor | RowTarget], recipes: M
             problems.append(
                 f"{name}: its shape is {list(param.shape)}, but its recipe builds {list(recipes[name].shape)}"
             )
-        elif isinstance(param, torch.Tensor) and (param.is_meta or param.ndim == 0):
+        elif isinstance(param, (torch.Tensor, Piece)) and (param.device.type == "meta" or param.ndim == 0):
             problems.append(f"{name}: it is on the meta device or 0-dimensional; parameters need storage and rows")
     if problems:
         raise CheckpointError("the model's parameters cannot be loaded\n  " + _list_first(problems, "\n  "))
@@ -225,10 +226,14 @@ def _stored_dtype(recipe: WeightRecipe, source: WeightSource) -> torch.dtype:
 
 
 def _check_dtypes(
-    params: Mapping[str, torch.Tensor | RowTarget], recipes: Mapping[str, WeightRecipe], source: WeightSource
+    params: Mapping[str, Stored | RowTarget], recipes: Mapping[str, WeightRecipe], source: WeightSource
 ) -> None:
     """Raise if floating-point parameters would be read from quantised codes, whose scales are unknown here."""
-    plain = [name for name, param in params.items() if isinstance(param, torch.Tensor) and param.is_floating_point()]
+    plain = [
+        name
+        for name, param in params.items()
+        if isinstance(param, (torch.Tensor, Piece)) and param.dtype.is_floating_point
+    ]
     stored = {name: source.dtype(name) for parameter in plain for name in recipes[parameter].sources}
     codes = [f"{name} ({dtype_name(dtype)})" for name, dtype in stored.items() if dtype not in _WEIGHT_DTYPES]
     if codes:

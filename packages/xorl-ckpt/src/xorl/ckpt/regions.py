@@ -1,10 +1,16 @@
 """Which part of a global tensor this rank holds. Only this file queries DTensor for it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+    from torch.distributed.checkpoint.planner import WriteItem
 
 
 @dataclass(frozen=True)
@@ -34,23 +40,102 @@ class Region:
         return rows
 
 
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+class Piece:
+    """Some rows of a global tensor, of which other ranks hold the rest. Their boxes decide what is saved and loaded.
+
+    torch's distributed checkpoint calls the methods with underscores.
+
+    Attributes:
+        tensor: the rows, which may be sharded further: a DTensor then, whose whole is these rows.
+        rows: ranges [start, stop) of the rows of the global tensor, in the order in which `tensor` holds them.
+        shape: of the global tensor.
+    """
+
+    def __init__(self, tensor: torch.Tensor, rows: Sequence[tuple[int, int]], num_rows: int) -> None:
+        assert sum(stop - start for start, stop in rows) == tensor.shape[0], f"{rows} are not {tensor.shape[0]} rows"
+        self.tensor = tensor
+        self.rows = tuple(rows)
+        self.shape = torch.Size((num_rows, *tensor.shape[1:]))
+        self.dtype, self.device, self.ndim = tensor.dtype, tensor.device, tensor.ndim
+
+    def size(self) -> torch.Size:
+        """The shape of the global tensor."""
+        return self.shape
+
+    def __create_write_items__(self, name: str, _: object) -> list["WriteItem"]:
+        # DCP, which calls this, has imported them.
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties  # noqa: PLC0415
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType  # noqa: PLC0415
+
+        properties = TensorProperties.create_from_tensor(local_tensor(self))
+        return [
+            WriteItem(
+                MetadataIndex(name, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, self.shape),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list["ChunkStorageMetadata"]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata  # noqa: PLC0415
+
+        boxes = [box for box, _ in local_boxes(self) if 0 not in box.sizes]
+        return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in boxes]
+
+    def at(self, offsets: Sequence[int]) -> torch.Tensor:
+        """This rank's values of the box that begins there."""
+        return next(part for box, part in local_boxes(self) if box.offsets == tuple(offsets))
+
+
+Stored: TypeAlias = torch.Tensor | Piece
+
+
+def local_tensor(tensor: Stored) -> torch.Tensor:
     """This rank's local storage of the tensor, which may be written in place."""
+    tensor = tensor.tensor if isinstance(tensor, Piece) else tensor
     if isinstance(tensor, DTensor):
         return tensor.to_local().detach()
     return tensor.detach()
 
 
-def local_region(tensor: torch.Tensor) -> Region:
-    """The region that `local_tensor` covers."""
+def local_boxes(tensor: Stored) -> list[tuple[Region, torch.Tensor]]:
+    """The regions that `local_tensor` covers, with the view of it that lies in each."""
+    local = local_tensor(tensor)
+    if not isinstance(tensor, Piece):
+        return [(local_region(tensor), local)]
+    inner = local_region(tensor.tensor)
+    first, last = inner.rows
+    found: list[tuple[Region, torch.Tensor]] = []
+    held = 0  # the rows of the ranges so far
+    for start, stop in tensor.rows:
+        begin, end = max(first, held), min(last, held + stop - start)
+        if begin < end:
+            box = Region((start + begin - held, *inner.offsets[1:]), (end - begin, *inner.sizes[1:]))
+            found.append((box, local[begin - first : end - first]))
+        held += stop - start
+    return found or [(Region((0,) * len(inner.sizes), (0, *inner.sizes[1:])), local)]
+
+
+def local_region(tensor: Stored) -> Region:
+    """The region that `local_tensor` covers, which must be a single one."""
+    if isinstance(tensor, Piece):
+        [(region, _)] = local_boxes(tensor)
+        return region
     if not isinstance(tensor, DTensor):
         return Region((0,) * tensor.ndim, tuple(tensor.shape))
     sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return Region(tuple(offsets), tuple(sizes))
 
 
-def with_local(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+def with_local(tensor: Stored, local: torch.Tensor) -> Stored:
     """A tensor that is placed like `tensor`, with `local` as this rank's part, which may be on another device."""
+    if isinstance(tensor, Piece):
+        return Piece(_like(tensor.tensor, local), tensor.rows, tensor.shape[0])
+    return _like(tensor, local)
+
+
+def _like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, DTensor):
         # `DTensor.from_local` would move the part to the device of the mesh.
         return DTensor(local, tensor._spec, requires_grad=False)

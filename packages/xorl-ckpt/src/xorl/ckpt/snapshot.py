@@ -12,7 +12,7 @@ import torch
 from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 
 from xorl.ckpt.errors import CheckpointFailure
-from xorl.ckpt.regions import local_tensor, with_local
+from xorl.ckpt.regions import Stored, local_tensor, with_local
 
 # Parts start at multiples of this many bytes, which suits every dtype.
 _ALIGNMENT = 64
@@ -63,7 +63,7 @@ class HostMemory:
 class Snapshot:
     """Tensors in host memory, sharded like the originals; on a GPU, valid once `wait` returns."""
 
-    tensors: dict[str, torch.Tensor]
+    tensors: dict[str, Stored]
     copied: torch.cuda.Event | None
 
     def wait(self) -> None:
@@ -77,14 +77,14 @@ class Snapshot:
             torch.cuda.current_stream().wait_event(self.copied)
 
 
-def reserve_for(tensors: Mapping[str, torch.Tensor], memory: HostMemory) -> mmap.mmap:
+def reserve_for(tensors: Mapping[str, Stored], memory: HostMemory) -> mmap.mmap:
     """Reserve memory for a snapshot of `tensors`; see `HostMemory.reserve`."""
     parts = [local_tensor(tensor) for tensor in tensors.values()]
     return memory.reserve(sum(map(_aligned, parts)), pinned=any(part.is_cuda for part in parts))
 
 
 @torch.no_grad()
-def take_snapshot(tensors: Mapping[str, torch.Tensor], memory: HostMemory) -> Snapshot:
+def take_snapshot(tensors: Mapping[str, Stored], memory: HostMemory) -> Snapshot:
     """Queue the copies of this rank's parts of `tensors`; see `Snapshot`."""
     parts = {name: local_tensor(tensor) for name, tensor in tensors.items()}
     on_gpu = [part.device for part in parts.values() if part.is_cuda]

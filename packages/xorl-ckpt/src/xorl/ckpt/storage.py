@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -26,8 +26,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.utils import find_state_dict_object
 
 from xorl.ckpt.errors import CheckpointError, CheckpointFailure
 from xorl.ckpt.files import FileRecord, HashedFile
@@ -42,18 +43,16 @@ from xorl.ckpt.ranks import (
     require_same,
     this_rank,
 )
-from xorl.ckpt.regions import Region, dtype_name, local_region, local_tensor
+from xorl.ckpt.regions import Piece, Region, Stored, dtype_name, local_boxes
 
 
-def write_shards(
-    tensors: Mapping[str, torch.Tensor], folder: Path
-) -> tuple[dict[str, FileRecord], dict[str, TensorRecord]]:
+def write_shards(tensors: Mapping[str, Stored], folder: Path) -> tuple[dict[str, FileRecord], dict[str, TensorRecord]]:
     """Collective: write DCP files; returns this rank's files and the records of all tensors.
 
     Raises on every rank or on none.
     """
     writer = _HashingWriter(folder)
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with _dcp_failures("write the checkpoint", CheckpointFailure), _quiet_single_process():
         saved = dcp.save(
             dict(tensors),
@@ -65,21 +64,19 @@ def write_shards(
     return writer.files.records, _tensor_records(saved)
 
 
-def read_shards(
-    tensors: Mapping[str, torch.Tensor], folder: Path, metadata: Metadata, *, collective: bool = True
-) -> None:
+def read_shards(tensors: Mapping[str, Stored], folder: Path, metadata: Metadata, *, collective: bool = True) -> None:
     """Copy DCP files into `tensors` in place. `metadata` is the result of `read_metadata` for the folder.
 
     Without `collective`, only this rank reads, into plain tensors.
     """
     reader = _CheckedReader(folder, metadata)
-    planner = _TensorsOnlyPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner = _LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with _dcp_failures(f"read {folder}", CheckpointError), _quiet_single_process():
         dcp.load(dict(tensors), storage_reader=reader, planner=planner, no_dist=not (collective and is_distributed()))
 
 
 def write_gathered(
-    tensors: Mapping[str, torch.Tensor], folder: Path
+    tensors: Mapping[str, Stored], folder: Path
 ) -> tuple[dict[str, FileRecord], dict[str, TensorRecord]]:
     """Collective: rank 0 writes one file; returns this rank's files and the records of all tensors."""
     names = sorted(tensors)
@@ -95,47 +92,52 @@ def write_gathered(
     return files, records
 
 
-def _gathered(tensors: Mapping[str, torch.Tensor], names: Sequence[str]) -> dict[str, torch.Tensor]:
+def _gathered(tensors: Mapping[str, Stored], names: Sequence[str]) -> dict[str, torch.Tensor]:
     """Collective: the whole tensors in host memory on rank 0; nothing on other ranks.
 
     Parts are sent over the current group, not over the groups of their meshes, so that this works in the background.
     """
-    local = [local_region(tensors[name]) for name in names]
-    by_rank = [json.loads(text) for text in all_gather_text(json.dumps([[box.offsets, box.sizes] for box in local]))]
+    local = [dict(local_boxes(tensors[name])) for name in names]
+    shown = [[[box.offsets, box.sizes] for box in boxes] for boxes in local]
+    by_rank = [json.loads(text) for text in all_gather_text(json.dumps(shown))]
     whole: dict[str, torch.Tensor] = {}
     for index, name in enumerate(names):
         owners: dict[Region, int] = {}  # replicas are sent once, and in the same order on every rank
-        for rank, boxes in enumerate(by_rank):
-            owners.setdefault(Region(*map(tuple, boxes[index])), rank)
+        for rank, of_rank in enumerate(by_rank):
+            for box in of_rank[index]:
+                owners.setdefault(Region(*map(tuple, box)), rank)
+        dtype, shape = tensors[name].dtype, tuple(tensors[name].shape)
         parts = {
-            box: _to_rank_0(tensors[name], box, owner) for box, owner in owners.items() if math.prod(box.sizes) > 0
+            box: _to_rank_0(local[index].get(box), dtype, box, owner)
+            for box, owner in owners.items()
+            if math.prod(box.sizes) > 0
         }
         if this_rank() == 0:
-            full = parts.get(Region((0,) * tensors[name].ndim, tuple(tensors[name].shape)))
-            whole[name] = torch.empty(tensors[name].shape, dtype=tensors[name].dtype) if full is None else full
+            full = parts.get(Region((0,) * len(shape), shape))
+            whole[name] = torch.empty(shape, dtype=dtype) if full is None else full
             if full is None:
                 for box, part in parts.items():
                     box.cut(whole[name]).copy_(part)
     return whole
 
 
-def _to_rank_0(tensor: torch.Tensor, box: Region, owner: int) -> torch.Tensor:
-    """The part of `tensor` that `owner` holds, in host memory on rank 0; undefined on other ranks."""
+def _to_rank_0(part: torch.Tensor | None, dtype: torch.dtype, box: Region, owner: int) -> torch.Tensor:
+    """The values of `box`, which `owner` passes as `part`, in host memory on rank 0; undefined on other ranks."""
     if this_rank() == owner:
-        part = compact(local_tensor(tensor)).contiguous()
+        assert part is not None
+        part = compact(part).contiguous()
         if owner != 0:
             data = part.reshape(-1).view(torch.uint8)
             dist.send(data.to(collective_device()), dst=0, group=current_group())
         return part
-    num_bytes = math.prod(box.sizes) * tensor.dtype.itemsize
     if this_rank() != 0:
         return torch.empty(0)
-    data = torch.empty(num_bytes, dtype=torch.uint8, device=collective_device())
+    data = torch.empty(math.prod(box.sizes) * dtype.itemsize, dtype=torch.uint8, device=collective_device())
     dist.recv(data, src=owner, group=current_group())
-    return data.cpu().view(tensor.dtype).view(box.sizes)
+    return data.cpu().view(dtype).view(box.sizes)
 
 
-def read_gathered(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
+def read_gathered(tensors: Mapping[str, Stored], folder: Path) -> None:
     """Copy this rank's part into `tensors` in place; the file is memory-mapped, so only that part is read."""
     path = folder / GATHERED_STATE
     try:
@@ -147,7 +149,8 @@ def read_gathered(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
     for name, tensor in tensors.items():
         if name not in whole or whole[name].shape != tensor.shape or whole[name].dtype != tensor.dtype:
             raise CheckpointError(f"{path} cannot be used: {name!r} differs from the manifest of {folder.name}")
-        local_tensor(tensor).copy_(local_region(tensor).cut(whole[name]))
+        for box, part in local_boxes(tensor):
+            part.copy_(box.cut(whole[name]))
 
 
 def compact(tensor: torch.Tensor) -> torch.Tensor:
@@ -205,7 +208,30 @@ class _CheckedReader(FileSystemReader):
         return self._metadata
 
 
-class _TensorsOnlyPlanner(DefaultLoadPlanner):
+def _find(state: dict[str, Any], index: MetadataIndex) -> torch.Tensor:
+    held = state[index.fqn]
+    if isinstance(held, Piece):
+        assert index.offset is not None, "a piece is saved and loaded by boxes"
+        return held.at(index.offset)
+    return find_state_dict_object(state, index)
+
+
+class _SavePlanner(DefaultSavePlanner):
+    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
+        return _find(self.state_dict, index)
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        # DCP's method would give memory to tensors on the meta device, of which there are none, and lose pieces.
+        self.original_state_dict = self.state_dict = state_dict
+        self.metadata, self.is_coordinator = metadata, is_coordinator
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        return _find(self.state_dict, index)
+
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         # DCP's method unpickles without restriction.
         raise pickle.UnpicklingError(f"{read_item.dest_index.fqn!r} is not a tensor")

@@ -46,7 +46,10 @@ def _degrees_fit_the_mode(config: Config) -> Iterator[Conflict]:
     if mode == "fsdp2":
         return
     meaning = {"none": "none uses a single process", "ddp": "ddp does not shard"}[mode]
-    sizes = {"data_parallel_shard_size": train.data_parallel_shard_size}
+    sizes = {
+        "data_parallel_shard_size": train.data_parallel_shard_size,
+        "expert_parallel_size": train.expert_parallel_size,
+    }
     if mode == "none":
         sizes["data_parallel_replicate_size"] = train.data_parallel_replicate_size
         sizes["ulysses_parallel_size"] = train.ulysses_parallel_size
@@ -78,6 +81,23 @@ def _recomputation_is_compatible(config: Config) -> Iterator[Conflict]:
             ("lora.lora_dropout", "train.enable_compile"),
             "torch cannot compile recomputed layers that draw random numbers: set enable_gradient_checkpointing or "
             "enable_compile to false, or lora_dropout to 0",
+        )
+
+
+def _expert_parallelism_is_compatible(config: Config) -> Iterator[Conflict]:
+    train = config.train
+    if train.expert_parallel_size == 1:
+        return
+    if train.enable_compile:
+        yield Conflict(
+            ("train.enable_compile", "train.expert_parallel_size"),
+            "how many tokens a rank gets is known only while a layer runs, so layers with experts on other ranks "
+            "cannot be compiled: set enable_compile to false",
+        )
+    if train.enable_gradient_checkpointing and train.recompute_policy == "auto":
+        yield Conflict(
+            ("train.recompute_policy", "train.expert_parallel_size"),
+            "auto measures the layers on one GPU, but experts are on several: set it to module or operation",
         )
 
 
@@ -165,6 +185,7 @@ MODEL_CHECKS: tuple[Callable[[Config], Iterator[Conflict]], ...] = (
     _sharding_options_agree,
     _degrees_fit_the_mode,
     _recomputation_is_compatible,
+    _expert_parallelism_is_compatible,
     _tensor_parallelism_needs_separate_qkv,
     _fp8_is_compatible,
     _bf16_parameters_need_mixed_precision,

@@ -199,7 +199,10 @@ class ParallelFields(Section):
         "of to sample_packing_sequence_len.",
     )
     expert_parallel_size: AtLeastOne = Field(
-        default=1, description="Number of ranks that share the experts of a mixture-of-experts model."
+        default=1,
+        description="Number of ranks that share the experts of a mixture of experts; tokens are sent to the ranks of "
+        "their experts. It must divide the number of experts, and the number of ranks over which FSDP2 shards "
+        "parameters; each expert is sharded over the quotient of these.",
     )
     ulysses_parallel_size: AtLeastOne = Field(
         default=1,
@@ -223,7 +226,9 @@ class ParallelFields(Section):
         "enable_full_shard.",
     )
     ep_outside: bool = Field(
-        default=False, description="Place the expert axis outside the mesh over which FSDP2 shards the experts."
+        default=False,
+        description="Which ranks are neighbours: true, those over which FSDP2 shards the same experts; false, those "
+        "that share the experts.",
     )
 
 

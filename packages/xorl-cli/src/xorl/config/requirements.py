@@ -78,6 +78,18 @@ REQUIREMENTS: tuple[Requirement, ...] = (
         lambda config: config.train.context_parallel_size > 1,
     ),
     Requirement(
+        ("train.ep_outside", "model.ep_dispatch"),
+        "train.expert_parallel_size",
+        "2 or more",
+        lambda config: config.train.expert_parallel_size > 1,
+    ),
+    Requirement(
+        ("model.deepep_buffer_size_gb", "model.deepep_num_sms", "model.deepep_async_combine"),
+        "model.ep_dispatch",
+        "deepep",
+        lambda config: config.model.ep_dispatch == "deepep",
+    ),
+    Requirement(
         (
             "train.recompute_policy",
             "train.recompute_modules",

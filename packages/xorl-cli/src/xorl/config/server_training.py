@@ -5,8 +5,9 @@ This file defines the correspondence between options, and the defaults that depe
 
 import re
 
+from xorl.config.data import DataConfig
 from xorl.config.entries import DatasetEntryConfig
-from xorl.config.local import Config, DataConfig, LoraConfig, ModelConfig, TrainConfig
+from xorl.config.local import Config, LoraConfig, ModelConfig, TrainConfig
 from xorl.config.resolve import resolve
 from xorl.config.server import MUON_REFERENCE_LR, ServerConfig
 

@@ -51,8 +51,6 @@ ONE_RANK = "this kind of parallelism is not implemented"
 ONE_RANK_INSTEAD = "leave it at 1; train.data_parallel_mode: fsdp2 shards models that do not fit on one GPU"
 
 UNSUPPORTED: tuple[UnsupportedValues, ...] = (
-    UnsupportedValues("model.ep_dispatch", "expert parallelism is not implemented", "leave it at alltoall"),
-    UnsupportedValues("model.deepep_*", "expert parallelism is not implemented", "leave it out"),
     UnsupportedValues(
         "model.encoders", "models of other modalities are not implemented", "leave it at {}", for_good=True
     ),
@@ -68,8 +66,6 @@ UNSUPPORTED: tuple[UnsupportedValues, ...] = (
         "train.pipeline_parallel_schedule", "pipeline parallelism is not implemented", "leave it at 1F1B"
     ),
     UnsupportedValues("train.pp_variable_seq_lengths", "pipeline parallelism is not implemented", "leave it at true"),
-    UnsupportedValues("train.expert_parallel_size", ONE_RANK, ONE_RANK_INSTEAD),
-    UnsupportedValues("train.ep_outside", "expert parallelism is not implemented", "leave it at false"),
     UnsupportedValues(
         "train.init_device",
         "xorl only runs on CUDA GPUs and on CPUs",

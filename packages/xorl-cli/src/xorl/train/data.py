@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from xorl.config import Config
+from xorl.config.data import DataConfig
 from xorl.config.entries import DatasetEntryConfig
-from xorl.config.local import DataConfig
 from xorl.core.mesh import Mesh
 from xorl.data import DataPlan, DatasetEntry, PrepareOptions, StepLoader, pack, prepare, split_documents
 from xorl.data.documents import PreparedDocuments

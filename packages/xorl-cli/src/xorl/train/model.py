@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,12 +17,14 @@ from xorl.ckpt.reader import source_shapes
 from xorl.config.fields import LoadWeightsMode
 from xorl.config.local import LoraConfig, ModelConfig, TrainConfig
 from xorl.config.options import yaml_text
-from xorl.core.mesh import Mesh
+from xorl.core.mesh import Axis, Mesh
 from xorl.core.models import Decoder, DecoderConfig, spec_for
 from xorl.core.models.decoder_config import ExpertsConfig
 from xorl.core.models.hf_config import DROPOUT_KEYS
 from xorl.core.models.router_losses import RouterLossOptions
 from xorl.core.nn import LayerKernels
+from xorl.core.nn.deepep import DeepEP, deepep_refusal
+from xorl.core.nn.dispatch import AllToAll, Dispatcher
 from xorl.core.nn.kernels import FusedKernel, choose_kernels
 from xorl.core.nn.moe import Router
 from xorl.core.nn.ulysses import check_heads
@@ -57,6 +60,7 @@ EXPERT_OPTIONS = (
     "train.router_z_loss_coef",
     "train.freeze_router",
     "train.moe_checkpoint_method",
+    "train.expert_parallel_size",
 )
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16})
 
@@ -171,7 +175,8 @@ def build_model(
     if train.fp8 != "none":
         emulated = " emulated=true (slower than bf16: a CPU has no fp8)" if device.type == "cpu" else ""
         logger.info("fp8 recipe=%s device=%s%s", train.fp8, device, emulated)
-    kernels = _kernels(architecture.config, model, train, device)
+    _require_dispatch(model, train, device)
+    kernels = _kernels(architecture.config, model, train, device, mesh)
     with torch.device("meta"):
         module = architecture.spec.build(architecture.config, merge_qkv=model.merge_qkv, kernels=kernels)
     module.compute_dtype = _compute_dtype(train)
@@ -194,7 +199,9 @@ def build_model(
     return parallelize(module, mesh, _policy(model, train), device=device, fill=fill)
 
 
-def _kernels(config: DecoderConfig, model: ModelConfig, train: TrainConfig, device: torch.device) -> LayerKernels:
+def _kernels(
+    config: DecoderConfig, model: ModelConfig, train: TrainConfig, device: torch.device, mesh: Mesh
+) -> LayerKernels:
     try:
         attention = resolve_attention(model.attn_implementation, _attention_request(config, train, device))
     except RuntimeError as error:
@@ -218,7 +225,32 @@ def _kernels(config: DecoderConfig, model: ModelConfig, train: TrainConfig, devi
         native={name for name, is_native in native.items() if is_native},
         cast_bf16=model.attention_cast_bf16,
         experts=experts,
+        dispatcher=None if mesh.ep is None else _dispatcher(mesh.ep, config.hidden_size, model),
     )
+
+
+def _dispatcher(axis: Axis, width: int, model: ModelConfig) -> Dispatcher[Any]:
+    """Collective with deepep."""
+    if model.ep_dispatch == "alltoall":
+        return AllToAll(axis.ranks)
+    try:
+        return DeepEP(
+            axis,
+            width=width,
+            buffer_bytes=round(model.deepep_buffer_size_gb * 1e9),
+            num_sms=model.deepep_num_sms,
+            async_combine=model.deepep_async_combine,
+        )
+    except ValueError as error:
+        raise ValueError(str(error).replace("buffer_bytes", "model.deepep_buffer_size_gb", 1)) from error
+
+
+def _require_dispatch(model: ModelConfig, train: TrainConfig, device: torch.device) -> None:
+    """Raise ValueError if tokens cannot be sent to experts in the way that is configured."""
+    if train.expert_parallel_size == 1 or model.ep_dispatch == "alltoall":
+        return
+    if (refusal := deepep_refusal(device.type, _compute_dtype(train))) is not None:
+        raise ValueError(f"model.ep_dispatch: deepep cannot run here: {refusal}; or use alltoall")
 
 
 def check_model(
@@ -242,6 +274,7 @@ def check_model(
             EXPERTS.check(model.moe_implementation or AUTO, _experts_request(architecture.config, train, device))
         except RuntimeError as error:
             raise ValueError(f"{EXPERTS_OPTION}: {error}") from error
+    _require_dispatch(model, train, device)
     check_parallelizable(sketch, _policy(model, train), device.type)
     return sketch
 
@@ -284,6 +317,13 @@ def check_experts(config: DecoderConfig, train: TrainConfig, options: Mapping[st
                     f"{option}: {yaml_text(value)}, but the model has no experts; leave it at {yaml_text(default)}"
                 )
         return
+    num_experts = min(layer.ffn.num_experts for layer in config.layers if isinstance(layer.ffn, ExpertsConfig))
+    if num_experts % (num_ranks := train.expert_parallel_size):
+        works = [size for size in range(1, num_experts + 1) if num_experts % size == 0]
+        raise ValueError(
+            f"train.expert_parallel_size: {num_ranks} ranks cannot share {num_experts} experts equally; the nearest "
+            f"size that works is {min(works, key=lambda size: (abs(size - num_ranks), size))}"
+        )
     if train.fp8 != "none":
         raise ValueError(f"train.fp8: {train.fp8}, but products of experts have no fp8 kernel yet; use none")
     if train.enable_gradient_checkpointing and train.enable_reentrant:

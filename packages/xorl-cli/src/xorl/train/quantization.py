@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from xorl.ckpt import WeightRecipe, WeightSource
+from xorl.ckpt import Piece, WeightRecipe, WeightSource
 from xorl.ckpt.load import RowTarget
 from xorl.config.local import LoraConfig
 from xorl.core.models import Decoder
+from xorl.core.nn.parts import parameter_parts
 from xorl.kernels.quant import QuantScheme, quant_refusal
 from xorl.lora.inject import base_parameters
 from xorl.lora.prequantized import read_quantization, stored_parameters, stored_recipes, stored_source
@@ -105,9 +106,11 @@ def base_targets(
     recipes: Mapping[str, WeightRecipe],
     source: WeightSource,
     quantization: Quantization | None,
-) -> tuple[dict[str, Tensor | RowTarget], Mapping[str, WeightRecipe], WeightSource]:
+) -> tuple[dict[str, Tensor | Piece | RowTarget], Mapping[str, WeightRecipe], WeightSource]:
     """The arguments of `load_weights`: targets, recipes and source. Quantised weights need different ones."""
-    parameters: dict[str, Tensor | RowTarget] = dict(base_parameters(module))
+    parameters: dict[str, Tensor | Piece | RowTarget] = dict(base_parameters(module))
+    for name, part in parameter_parts(module).items():
+        parameters[name] = Piece(module.get_parameter(name), part.rows, part.num_rows)
     if quantization is None:
         return parameters, recipes, source
     if quantization.is_stored:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from xorl.core.mesh import Mesh
-from xorl.kernels.layout import ContextGroup, SequenceLayout, ShardedLayout
+from xorl.kernels.layout import SequenceLayout, ShardedLayout
 
 
 def part_of(layout: SequenceLayout, mesh: Mesh) -> SequenceLayout:
@@ -22,8 +22,7 @@ def part_of(layout: SequenceLayout, mesh: Mesh) -> SequenceLayout:
     """
     if mesh.context.size == 1:
         return layout
-    ring, ulysses = (ContextGroup(axis.rank, axis.size, axis.group.group_name) for axis in (mesh.ring, mesh.ulysses))
-    return ShardedLayout(layout, ring, ulysses, mesh.context.group.group_name)
+    return ShardedLayout(layout, mesh.ring.ranks, mesh.ulysses.ranks, mesh.context.ranks.name)
 
 
 def sizes_in_part(sizes: Sequence[int], mesh: Mesh) -> list[int]:

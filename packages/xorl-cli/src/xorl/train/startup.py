@@ -250,6 +250,8 @@ def parallel_dims(config: Config, world_size: int) -> ParallelDims:
         ring=train.ringattn_parallel_size,
         ulysses=train.ulysses_parallel_size,
         context_sharding=train.cp_fsdp_mode,
+        ep=train.expert_parallel_size,
+        ep_outside=train.ep_outside,
     )
 
 

@@ -19,7 +19,6 @@ from types import MappingProxyType
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from xorl.ckpt.layout import JSON
 from xorl.config import Config
@@ -49,6 +48,7 @@ SIZE_OPTIONS: Mapping[str, str] = MappingProxyType(
         "dp_shard": "data_parallel_shard_size",
         "ulysses": "ulysses_parallel_size",
         "ring": "ringattn_parallel_size",
+        "ep": "expert_parallel_size",
     }
 )
 # Upper limits for a model that is cut down, by key of config.json. The widths suit all groups of quantisation.
@@ -192,6 +192,8 @@ def one_process(config: Config) -> Config:
         "data_parallel_replicate_size": -1,
         "ulysses_parallel_size": 1,
         "ringattn_parallel_size": 1,
+        "expert_parallel_size": 1,
+        "ep_outside": False,
         "enable_gradient_checkpointing": False,
         "enable_activation_offload": False,
         "enable_cpu_offload": False,
@@ -206,6 +208,8 @@ def one_process(config: Config) -> Config:
 def one_axis(config: Config, axis: str, size: int) -> Config:
     """The configuration with one axis of its layout alone, on `size` ranks."""
     sizes = dict.fromkeys(SIZE_OPTIONS.values(), 1) | {SIZE_OPTIONS[axis]: size}
+    if axis == "ep":  # its ranks also shard the other parameters
+        sizes["data_parallel_shard_size"] = size
     return config.model_copy(update={"train": config.train.model_copy(update=sizes)})
 
 
@@ -236,7 +240,7 @@ def take_steps(engine: Engine, config: Config, architecture: Architecture, num_b
         losses.append(float(summed.loss_sum / divisor))
         if step == 0:
             gradients = {
-                name: _whole(parameter.grad) / divisor.cpu().float()
+                name: engine.model.parts.gather(name, parameter.grad).float().cpu().clone() / divisor.cpu().float()
                 for name, parameter in module.named_parameters()
                 if parameter.requires_grad and parameter.grad is not None
             }
@@ -249,7 +253,7 @@ def take_steps(engine: Engine, config: Config, architecture: Architecture, num_b
         grad_norm,
         gradients,
         {name: roles[name] for name in gradients},
-        {axis: size for axis in AXES if (size := getattr(mesh.dims, axis)) > 1},
+        {axis: size for axis in (*AXES, "ep") if (size := getattr(mesh.dims, axis)) > 1},
     )
 
 
@@ -367,9 +371,3 @@ def _tensor_error(mine: Tensor, theirs: Tensor) -> float:
     norm = float(theirs.double().norm())
     difference = float((mine.double() - theirs.double()).norm())
     return difference / norm if norm else difference
-
-
-def _whole(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    found = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return found.detach().float().cpu().contiguous().clone()

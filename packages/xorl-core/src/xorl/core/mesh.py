@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from xorl.kernels.arguments import check_choice
+from xorl.kernels.layout import RankGroup
 
 DataParallelMode = Literal["none", "ddp", "fsdp2"]
 ContextSharding = Literal["all", "ulysses_only", "ring_only", "none"]
@@ -36,6 +37,9 @@ class ParallelDims:
     """The size of each parallel axis; their product is the number of processes.
 
     context_sharding: the context-parallel axes that fsdp2 shards parameters over; over the others, it replicates them.
+    ep: the number of ranks that share the experts. It divides the ranks that shard the parameters, which hold the
+        experts as a second grid of `ep` x `num_expert_shards`.
+    ep_outside: ranks that shard the same experts are neighbours; False: ranks that share the experts are.
     """
 
     pp: int = 1
@@ -45,12 +49,20 @@ class ParallelDims:
     ulysses: int = 1
     tp: int = 1
     context_sharding: ContextSharding = "all"
+    ep: int = 1
+    ep_outside: bool = False
 
     def __post_init__(self) -> None:
         check_choice("context_sharding", self.context_sharding, ContextSharding)
-        for axis in AXES:
+        for axis in (*AXES, "ep"):
             if getattr(self, axis) < 1:
                 raise ValueError(f"parallel size {axis} must be at least 1, not {getattr(self, axis)}")
+        if self.num_shards % self.ep:
+            sizes = " x ".join(f"{axis} {getattr(self, axis)}" for axis in self.shard_axes)
+            raise ValueError(
+                f"train.expert_parallel_size: {self.ep} does not divide the {self.num_shards} ranks that shard the "
+                f"parameters ({sizes}); change it, or the sizes"
+            )
 
     @property
     def world_size(self) -> int:
@@ -77,6 +89,11 @@ class ParallelDims:
         """The number of copies of a shard."""
         return self.size_of(self.replicate_axes)
 
+    @property
+    def num_expert_shards(self) -> int:
+        """The number of shards of the experts that one rank of the expert axis holds."""
+        return self.num_shards // self.ep
+
     def size_of(self, axes: Sequence[str]) -> int:
         """The number of ranks along several axes."""
         return math.prod(getattr(self, axis) for axis in axes)
@@ -94,6 +111,8 @@ class ParallelDims:
         ulysses: int = 1,
         tp: int = 1,
         context_sharding: ContextSharding = "all",
+        ep: int = 1,
+        ep_outside: bool = False,
     ) -> ParallelDims:
         """Resolve the options to axis sizes for `world_size` processes.
 
@@ -111,6 +130,8 @@ class ParallelDims:
                 f"{pp} x ringattn {ring} x ulysses {ulysses} x tensor {tp} = {others})"
             )
         dp_size = world_size // others
+        if ep > 1 and mode != "fsdp2":
+            raise ValueError(f"train.expert_parallel_size: {ep} needs train.data_parallel_mode fsdp2, not {mode}")
         if mode == "none" and dp_size > 1:
             raise ValueError(
                 f"train.data_parallel_mode none runs one data-parallel rank, but {dp_size} were started: "
@@ -135,7 +156,8 @@ class ParallelDims:
                 f"train.data_parallel_replicate_size {replicate} x train.data_parallel_shard_size {shard}: "
                 "change the sizes (-1 infers a size) or the number of processes"
             )
-        return cls(pp, replicate, shard, ring, ulysses, tp, context_sharding if mode == "fsdp2" else "none")
+        sharding = context_sharding if mode == "fsdp2" else "none"
+        return cls(pp, replicate, shard, ring, ulysses, tp, sharding, ep, ep_outside)
 
 
 @dataclass(frozen=True)
@@ -148,6 +170,11 @@ class Axis:
     group: dist.ProcessGroup
     rank: int
     size: int
+
+    @property
+    def ranks(self) -> RankGroup:
+        """The group by its name, as operators take it."""
+        return RankGroup(self.rank, self.size, self.group.group_name)
 
 
 class Mesh:
@@ -163,6 +190,9 @@ class Mesh:
         readers: the global rank that is first among those that read the same batches, by index in `data`.
         fsdp: the device mesh that parameters are sharded over: (shard,), or (replicate, shard) if some ranks hold
             copies. Its ranks are those of `loss`.
+        ep: the ranks among which the experts are divided; each holds an equal range of them. None: every rank holds
+            all experts.
+        expert_fsdp: like `fsdp`, for the experts that this rank holds. The same if there is no `ep`.
     """
 
     def __init__(self, dims: ParallelDims, device_type: str) -> None:
@@ -178,7 +208,17 @@ class Mesh:
         self.loss = self._view("loss", *DATA_AXES, *CONTEXT_AXES)
         numbers = torch.arange(dims.world_size).view(sizes)
         self.readers: tuple[int, ...] = tuple(_groups(numbers, DATA_AXES)[0].tolist())
-        self.fsdp = self._fsdp_mesh()
+        self.fsdp = self._sharding_mesh()
+        self.ep: Axis | None = None
+        self.expert_fsdp = self.fsdp
+        if dims.ep > 1:
+            self.expert_fsdp, self.ep = self._expert_meshes()
+
+    def axis(self, name: str) -> Axis:
+        """This process's place along an axis that parts of parameters name (`xorl.core.nn.parts`)."""
+        found = {"ep": self.ep}.get(name)
+        assert found is not None, f"no parameter is divided along {name}"
+        return found
 
     def describe(self) -> str:
         """The axes in use and which ranks share what; a few lines for the start of a run."""
@@ -193,25 +233,50 @@ class Mesh:
             groups = _groups(numbers, axes)
             if groups.shape[1] > 1:
                 lines.append(f"  {use}: {_shown(groups)}")
+        if self.dims.ep > 1:
+            experts = self._expert_ranks().flatten(0, 1)  # [replicas, shards of the experts, ep]
+            lines.append(f"  share the experts: {_shown(experts.flatten(0, 1))}")
+            if self.dims.num_expert_shards > 1:
+                lines.append(f"  shard the same experts: {_shown(experts.transpose(1, 2).flatten(0, 1))}")
         return "\n".join(lines)
 
     def _view(self, name: str, *axes: str) -> Axis:
         return _axis_of(self.device_mesh[axes]._flatten(name))
 
-    def _fsdp_mesh(self) -> DeviceMesh:
+    def _ranks(self) -> torch.Tensor:
+        """[others, replicas, shards]: the ranks by what they hold of the parameters."""
         shard, replicate = self.dims.shard_axes, self.dims.replicate_axes
         others = tuple(axis for axis in AXES if axis not in (*shard, *replicate))
         order = [AXES.index(axis) for axis in (*others, *replicate, *shard)]
         sizes = [self.dims.size_of(axes) for axes in (others, replicate, shard)]
-        numbers = self.device_mesh.mesh.permute(order).reshape(sizes)
+        return self.device_mesh.mesh.permute(order).reshape(sizes)
+
+    def _expert_ranks(self) -> torch.Tensor:
+        """[others, replicas, shards of the experts, ep]: the ranks by what they hold of the experts."""
+        dims = self.dims
+        if dims.ep_outside:
+            return self._ranks().unflatten(2, (dims.ep, dims.num_expert_shards)).transpose(2, 3)
+        return self._ranks().unflatten(2, (dims.num_expert_shards, dims.ep))
+
+    def _sharding_mesh(self) -> DeviceMesh:
+        numbers = self._ranks()
         mesh = DeviceMesh(self.device_type, numbers, mesh_dim_names=("others", "replicate", "shard"))
-        if mesh.size(1) == 1:
-            return mesh["shard"]
-        # Not mesh["replicate", "shard"], which torch refuses for an axis of size 1.
-        groups = [mesh.get_group("replicate"), mesh.get_group("shard")]
-        return DeviceMesh.from_group(
-            groups, self.device_type, numbers[mesh.get_local_rank("others")], mesh_dim_names=("replicate", "shard")
-        )
+        return self._replicated(mesh, numbers[mesh.get_local_rank("others")], "shard")
+
+    def _expert_meshes(self) -> tuple[DeviceMesh, Axis]:
+        numbers = self._expert_ranks()
+        names = ("others", "replicate", "expert_shard", "ep")
+        mesh = DeviceMesh(self.device_type, numbers, mesh_dim_names=names)
+        own = numbers[mesh.get_local_rank("others"), :, :, mesh.get_local_rank("ep")]
+        return self._replicated(mesh, own, "expert_shard"), _axis_of(mesh["ep"])
+
+    def _replicated(self, mesh: DeviceMesh, numbers: torch.Tensor, shard: str) -> DeviceMesh:
+        """(shard,), or (replicate, shard) if there are replicas, with the ranks `numbers` [replicas, shards]."""
+        if len(numbers) == 1:
+            return mesh[shard]
+        # Not mesh["replicate", shard], which torch refuses for an axis of size 1.
+        groups = [mesh.get_group("replicate"), mesh.get_group(shard)]
+        return DeviceMesh.from_group(groups, self.device_type, numbers, mesh_dim_names=("replicate", shard))
 
 
 def _axis_of(mesh: DeviceMesh) -> Axis:

@@ -115,8 +115,8 @@ def _check_lengths(lengths: Sequence[int]) -> None:
         raise ValueError(f"every document needs at least one token, got lengths {tuple(lengths)}")
 
 
-class ContextGroup(NamedTuple):
-    """The ranks among which one kind of context parallelism splits a row, and this rank's place.
+class RankGroup(NamedTuple):
+    """The ranks that share something, such as a row, and this rank's place among them.
 
     Attributes:
         name: of torch's process group.
@@ -142,7 +142,7 @@ class ShardedLayout(SequenceLayout):
         group_name: the name of the process group of all ranks that share the row: each ring rank's Ulysses ranks.
     """
 
-    def __init__(self, whole: SequenceLayout, ring: ContextGroup, ulysses: ContextGroup, group_name: str) -> None:
+    def __init__(self, whole: SequenceLayout, ring: RankGroup, ulysses: RankGroup, group_name: str) -> None:
         multiple = row_multiple(ring.size, ulysses.size)
         if whole.num_tokens % multiple:
             raise ValueError(

@@ -10,6 +10,7 @@ Shapes: T tokens, I input features, O output features, N rows of a weight that t
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from itertools import accumulate, pairwise
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from xorl.core.models import Decoder
 from xorl.core.nn import Linear
 from xorl.core.nn.moe import ExpertLinear
+from xorl.core.nn.parts import parameter_parts
 from xorl.core.parallel import local_part
 from xorl.core.parallel.fsdp import shard_groups
 from xorl.kernels.quant import QuantizedWeight, QuantScheme, adapted_quantized_linear, dequantized, quantized_linear
@@ -301,7 +303,11 @@ def dense_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 def num_parameters(model: nn.Module) -> int:
     """The number of parameters of `model`, in which each element of a quantised weight counts as one."""
     quantized = sum(layer.out_features * layer.in_features for layer in quantized_linears(model).values())
-    return quantized + sum(parameter.numel() for _, parameter in dense_parameters(model))
+    parts = parameter_parts(model)
+    return quantized + sum(
+        parts[name].num_rows * math.prod(parameter.shape[1:]) if name in parts else parameter.numel()
+        for name, parameter in dense_parameters(model)
+    )
 
 
 class AdaptiveNoise:

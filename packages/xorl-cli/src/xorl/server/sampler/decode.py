@@ -57,8 +57,9 @@ class DecodePass:
         self._decoder = decoder
         self._keep_gathered = keep_gathered
         self._cache = cache
-        # fp8 training frees its converted weights and allocates new ones at other addresses.
-        self._can_record = model.fp8_weights is None
+        # fp8 training frees its converted weights and allocates new ones at other addresses. Where experts are divided,
+        # the host waits in every pass, and all ranks take part in it.
+        self._can_record = model.fp8_weights is None and not model.divides_experts
         room = power_of_2(max_samples)
         max_blocks = -(-max_tokens // cache.block_size)
         # Pinned, so that the copy to the device overlaps with the host's work.

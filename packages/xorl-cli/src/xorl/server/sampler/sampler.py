@@ -249,22 +249,23 @@ class Sampler:
         """Compute the spans and draw the next token of each sample that needs one; returns (Drawn, row) by span.
 
         Decode spans run first, in a separate pass: they do not depend on the others, and starting samples may share
-        blocks that they write. But if parameters are gathered during a pass, all ranks take part in it, so each rank
-        makes exactly one pass with all its spans.
+        blocks that they write. But if parameters are gathered or tokens exchanged during a pass, all ranks take part in
+        it, so each rank makes exactly one pass with all its spans.
         """
         if self._cache is None:
             self._cache, self._decode = self._allocate()
-        gathers_nothing = self._model.is_gathered and (self._keep_gathered or not self._model.is_sharded)
+        stays_gathered = self._model.is_gathered and (self._keep_gathered or not self._model.is_sharded)
+        computes_alone = stays_gathered and not self._model.divides_experts
         decoding = [span for span in spans if span.is_decode]
         others = [span for span in spans if not span.is_decode]
-        if self._decode is None or (others and not gathers_nothing):
+        if self._decode is None or (others and not computes_alone):
             decoding, others = [], list(spans)
         drawn: dict[TokenSpan, tuple[Drawn, int]] = {}
         if decoding and self._decode is not None:
             drawn |= self._decode_spans(decoding, self._decode)
         if others:
             drawn |= self._forward(others, self._cache)
-        if not spans and not gathers_nothing:
+        if not spans and not computes_alone:
             self._forward_dummy()
         return drawn
 

@@ -28,7 +28,13 @@ from xorl.train.startup import parallel_dims
 logger = logging.getLogger(__name__)
 
 # Options that only a mixture of experts has.
-EXPERT_OPTIONS = ("moe_implementation", "router_fp32", "freeze_router", "log_router_stats")
+EXPERT_OPTIONS = (
+    "moe_implementation",
+    "router_fp32",
+    "freeze_router",
+    "log_router_stats",
+    "expert_parallel_size",
+)
 
 
 @dataclass(frozen=True)

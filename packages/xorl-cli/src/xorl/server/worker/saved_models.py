@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -14,8 +15,9 @@ from typing import cast
 import torch
 
 from xorl.ckpt import BackgroundWriter, Checkpointer, CheckpointError, CheckpointFailure, Stateful, read_manifest
-from xorl.ckpt.layout import JSON, Manifest, is_complete
+from xorl.ckpt.layout import JSON, Manifest, TensorRecord, is_complete
 from xorl.core.runtime import rng_state, set_rng_state
+from xorl.lora.quantized import num_parameters
 from xorl.server.collectives import all_or_none
 from xorl.server.identifiers import CheckpointKind, CheckpointRef, checkpoint_folder
 from xorl.server.operations import Saved
@@ -134,15 +136,15 @@ class SavedModels:
     def estimated_bytes(self, model_id: str) -> dict[CheckpointKind, int]:
         """The estimated size of a checkpoint of a model, by kind."""
         parts = self._models.state(model_id, with_optimizer=False).values()
-        tensors = [tensor for part in parts for tensor in part.state_dict().values()]
-        values = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        tensors = [TensorRecord.of(tensor) for part in parts for tensor in part.state_dict().values()]
+        values = sum(tensor.num_bytes for tensor in tensors)
         # AdamW's two moments in fp32; other optimizers keep less.
-        moments = 2 * sum(tensor.numel() * torch.float32.itemsize + HEADER_BYTES for tensor in tensors)
+        moments = 2 * sum(math.prod(tensor.shape) * torch.float32.itemsize + HEADER_BYTES for tensor in tensors)
         if self._models.adapter_files(model_id) is not None:
             values *= 2  # adapters are also written in PEFT's format
         values += len(tensors) * HEADER_BYTES
         # In bf16, the default dtype of exports.
-        exported = torch.bfloat16.itemsize * sum(p.numel() for p in self._base.model.module.parameters())
+        exported = torch.bfloat16.itemsize * num_parameters(self._base.module)
         return {"weights": values + moments, "sampler_weights": values, "external_weights": exported}
 
     def describe(self, ref: CheckpointRef) -> Mapping[str, JSON]:

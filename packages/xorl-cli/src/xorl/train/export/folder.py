@@ -43,7 +43,7 @@ class ModelExport:
         # Parameters that an evaluation left gathered are rounded to the compute dtype, or exist in fp8 only.
         self.model.drop_gathered()
         adapters = None if self.adapters is None else self.adapters.by_layer
-        weights = ExportWeights(self.model.module, self.recipes, self.dtype, adapters)
+        weights = ExportWeights(self.model, self.recipes, self.dtype, adapters)
         export_hf(
             weights.params,
             self.recipes,

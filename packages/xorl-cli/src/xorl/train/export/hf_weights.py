@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from xorl.ckpt import WeightRecipe
@@ -42,11 +42,13 @@ class ExportWeights:
 
     def __init__(
         self,
-        module: nn.Module,
+        model: ParallelModel,
         recipes: Mapping[str, WeightRecipe],
         dtype: torch.dtype | None,
         merged_adapters: Mapping[str, Adapter] | None = None,
     ) -> None:
+        module = model.module
+        self._parts = model.parts
         parameters = base_parameters(module)
         self.params: dict[str, Tensor] = {name: parameters[name] for name in recipes}
         self._dtype = dtype
@@ -66,7 +68,8 @@ class ExportWeights:
         layer = self._computed.get(name)
         if layer is None:
             weight = self.params[name]
-            return _gather_like(weight, weight.to_local() if isinstance(weight, DTensor) else weight, self._dtype)
+            rows = weight.to_local() if isinstance(weight, DTensor) else weight
+            return self._parts.gather(name, _gather_like(weight, rows, self._dtype))
         rows = merged_rows(layer, self._pairs.get(name, ()))
         if isinstance(layer, QuantizedLinear):
             return gather_rows(layer, rows if self._dtype is None else rows.to(self._dtype))
@@ -97,7 +100,7 @@ def hf_groups(
     """
     # Parameters that an evaluation left gathered are rounded to the compute dtype, or exist in fp8 only.
     model.drop_gathered()
-    weights = ExportWeights(model.module, recipes, dtype, merged_adapters)
+    weights = ExportWeights(model, recipes, dtype, merged_adapters)
     return parameter_groups(weights.params, recipes, dtype=dtype, gather=weights.gather, device=device)
 
 

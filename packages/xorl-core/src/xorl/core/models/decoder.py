@@ -18,6 +18,7 @@ from xorl.core.models.recipes import LogicalModule, RowTarget
 from xorl.core.models.router_losses import RouterLosses, RouterLossOptions
 from xorl.core.nn import Attention, Embedding, GatedMLP, LayerKernels, LayerNorm, Linear, PlainMLP, RMSNorm, Rotary
 from xorl.core.nn.moe import Experts, MixtureOfExperts, Routing
+from xorl.core.nn.parts import parameter_parts
 from xorl.core.nn.roles import DeclaresRoles, Role
 from xorl.kernels.fused import RopeTables
 from xorl.kernels.layout import SequenceLayout
@@ -165,17 +166,21 @@ class Decoder(nn.Module):
             if isinstance(module, Linear)
             for name in module.stored
         }
-        parameters = dict(self.named_parameters())
+        parameters, parts = dict(self.named_parameters()), parameter_parts(self)
         for name, role in self.parameter_roles().items():
             if role == "adapter" or name in stored:
                 continue
             parameter = parameters[name]
             part, offset = local_part(parameter)
+            shape = tuple(parameter.shape)
+            if name in parts:
+                [(first, _)] = parts[name].rows
+                shape, offset = (parts[name].num_rows, *shape[1:]), (first + offset[0], *offset[1:])
             if role in ("bias", "norm"):
                 part.fill_(0.0 if role == "bias" else 1.0)
                 continue
-            key = key_of(seed, name, parameter.shape)
-            fill_normal_(part, std=self._std(name), key=key, shape=parameter.shape, offset=offset, device=device)
+            key = key_of(seed, name, shape)
+            fill_normal_(part, std=self._std(name), key=key, shape=shape, offset=offset, device=device)
 
     def _std(self, name: str) -> float:
         std = self.config.initializer_range

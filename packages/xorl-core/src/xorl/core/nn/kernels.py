@@ -6,11 +6,12 @@ import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from xorl.core.nn.dispatch import Dispatcher
 from xorl.kernels.arguments import check_choice
 from xorl.kernels.attention import AttentionFn
 from xorl.kernels.attention.sdpa import sdpa_attention
@@ -37,6 +38,7 @@ class LayerKernels:
     Attributes:
         add: adds a layer's last output to the residual stream.
         experts: computes the experts of a layer.
+        dispatcher: sends tokens to the ranks of their experts; None: every rank holds all experts.
         swiglu_linear: swiglu fused with the next linear layer, if that saves work in the backward pass; else None.
     """
 
@@ -47,6 +49,7 @@ class LayerKernels:
     swiglu: Callable[[Tensor], Tensor] = reference.swiglu
     swiglu_linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
     experts: ExpertsFn = grouped.experts
+    dispatcher: Dispatcher[Any] | None = None
 
 
 def choose_kernels(
@@ -58,6 +61,7 @@ def choose_kernels(
     native: Collection[FusedKernel],
     cast_bf16: bool,
     experts: ExpertsFn = grouped.experts,
+    dispatcher: Dispatcher[Any] | None = None,
 ) -> LayerKernels:
     """Select the kernels for layers that compute in `dtype` on this device type, and log the selection.
 
@@ -66,6 +70,7 @@ def choose_kernels(
         compiled: whether the layers will be compiled.
         native: operations that always use the plain form, including its rounding.
         experts: the function of layers of experts.
+        dispatcher: sends tokens to experts of other ranks; None: every rank holds all experts.
         cast_bf16: round queries and keys to bf16 before attention, which still computes in `dtype`.
     """
     for name in native:
@@ -79,7 +84,7 @@ def choose_kernels(
     # Only compiled layers need opaque operators: the compiler would fuse plain ones and change their rounding.
     plain = _with_opaque(attention, native) if compiled and native else LayerKernels(attention)
     kernels = _with_fused(plain, fused, compiled=compiled) if fused else plain
-    kernels = replace(kernels, experts=experts)
+    kernels = replace(kernels, experts=experts, dispatcher=dispatcher)
     if cast_bf16:
         kernels = replace(kernels, split_heads=_round_to_bf16(kernels.split_heads))
     return kernels

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from xorl.core.nn.kernels import LayerKernels
+from xorl.core.nn.parts import Part
 from xorl.core.nn.roles import Role
 from xorl.kernels.experts.routing import Routing, sum_routing, top_experts
 from xorl.kernels.layout import SequenceLayout
@@ -44,17 +45,24 @@ class Router(nn.Module):
 
 
 class ExpertLinear(nn.Module):
-    """The weights of one projection of all experts, [E * out, in]: the rows of each expert are adjacent.
+    """The weights of one projection of the experts `held`, [experts * out, in]: the rows of each are adjacent.
 
     It has no forward: the kernels multiply with all experts at once.
+
+    Attributes:
+        num_experts: of those that this rank holds.
+        parts: the rows of the weight of all experts, if this rank does not hold them all.
     """
 
     roles: ClassVar[Mapping[str, Role]] = MappingProxyType({"weight": "expert"})
 
-    def __init__(self, num_experts: int, in_features: int, out_features: int) -> None:
+    def __init__(self, num_experts: int, held: range, in_features: int, out_features: int) -> None:
         super().__init__()
-        self.num_experts = num_experts
-        self.weight = nn.Parameter(torch.empty(num_experts * out_features, in_features))
+        self.num_experts = len(held)
+        self.weight = nn.Parameter(torch.empty(len(held) * out_features, in_features))
+        rows = ((held.start * out_features, held.stop * out_features),)
+        part = Part(num_experts * out_features, rows, sharded_over=("ep",))
+        self.parts: Mapping[str, Part] = {} if len(held) == num_experts else {"weight": part}
 
     def stacked(self, dtype: torch.dtype) -> Tensor:
         """[E, out, in] in `dtype`."""
@@ -68,15 +76,23 @@ class Experts(nn.Module):
     """The gated feed-forward blocks of all experts; gate and up are one matrix, with the gate's rows first.
 
     Attributes:
+        dispatcher: sends tokens to experts on other ranks; None if this rank holds all of them.
         recompute: compute gate, up and activation again in the backward pass instead of keeping them.
     """
 
     def __init__(self, width: int, expert_width: int, num_experts: int, *, kernels: LayerKernels) -> None:
         super().__init__()
         self.kernel = kernels.experts
+        self.dispatcher = kernels.dispatcher
         self.recompute = False
-        self.gate_up_proj = ExpertLinear(num_experts, width, 2 * expert_width)
-        self.down_proj = ExpertLinear(num_experts, expert_width, width)
+        held = range(num_experts)
+        if self.dispatcher is not None:
+            group = self.dispatcher.group
+            count = num_experts // group.size
+            assert count * group.size == num_experts, "checked before the model is built"
+            held = range(group.rank * count, (group.rank + 1) * count)
+        self.gate_up_proj = ExpertLinear(num_experts, held, width, 2 * expert_width)
+        self.down_proj = ExpertLinear(num_experts, held, expert_width, width)
 
     @property
     def stacked_rows(self) -> Mapping[str, Sequence[int]]:
@@ -88,16 +104,14 @@ class Experts(nn.Module):
             "down_proj": (down.weight.shape[0] // down.num_experts,) * down.num_experts,
         }
 
-    def forward(self, x: Tensor, weights: Tensor, ids: Tensor, num_real: Tensor | None) -> Tensor:
-        return self.kernel(
-            x,
-            self.gate_up_proj.stacked(x.dtype),
-            self.down_proj.stacked(x.dtype),
-            weights,
-            ids,
-            num_real,
-            recompute=self.recompute,
-        )
+    def forward(self, x: Tensor, weights: Tensor, ids: Tensor, num_real: Tensor | None, plan: object = None) -> Tensor:
+        """[T, D]. plan: of the dispatcher, if there is one."""
+        gate_up, down = self.gate_up_proj.stacked(x.dtype), self.down_proj.stacked(x.dtype)
+        if self.dispatcher is None:
+            return self.kernel(x, gate_up, down, weights, ids, num_real, recompute=self.recompute)
+        x, weights, ids, num_rows = self.dispatcher.dispatch(x, weights, plan)
+        out = self.kernel(x, gate_up, down, weights, ids, num_rows=num_rows, recompute=self.recompute)
+        return self.dispatcher.combine(out, plan)
 
 
 class MixtureOfExperts(nn.Module):
@@ -121,6 +135,7 @@ class MixtureOfExperts(nn.Module):
         kernels: LayerKernels,
     ) -> None:
         super().__init__()
+        self.num_experts = num_experts
         self.num_active = num_active
         self.normalize = normalize
         self.gate = Router(width, num_experts)
@@ -131,10 +146,17 @@ class MixtureOfExperts(nn.Module):
         logits = self.gate(x)
         probabilities = logits.softmax(-1)
         ids = top_experts(probabilities.detach(), self.num_active)
+        dispatcher = self.experts.dispatcher
+        # The host waits for the numbers of a plan, so it is begun early.
+        plan = None if dispatcher is None else dispatcher.plan(ids, self.num_experts, layout.num_real)
         weights = probabilities.gather(-1, ids)
         if self.normalize:
             weights = weights / weights.sum(-1, keepdim=True)
-        out = self.experts(x, weights, ids, layout.num_real)
-        if not self.training:
-            return out, None
-        return out, sum_routing(logits, probabilities, ids, layout.cu_seqlens, layout.num_real)
+        route = (logits, probabilities, ids, layout.cu_seqlens, layout.num_real)
+        if dispatcher is None or not dispatcher.returns_late:
+            routing = sum_routing(*route) if self.training else None
+            return self.experts(x, weights, ids, layout.num_real, plan), routing
+        out = self.experts(x, weights, ids, layout.num_real, plan)
+        routing = sum_routing(*route) if self.training else None  # while the output is on its way
+        dispatcher.wait(plan)
+        return out, routing

@@ -13,12 +13,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from xorl.kernels.layout import ContextGroup
+from xorl.kernels.layout import RankGroup
 
 HeadsAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def ulysses_attention(attention: HeadsAttention, q: Tensor, k: Tensor, v: Tensor, group: ContextGroup) -> Tensor:
+def ulysses_attention(attention: HeadsAttention, q: Tensor, k: Tensor, v: Tensor, group: RankGroup) -> Tensor:
     """`attention` over all ranks' tokens, from q [T / P, H, C] and k, v [T / P, G, C] of this rank's: [T / P, H, C].
 
     P divides H. If there are more ranks than key/value heads, each of these goes to several ranks. Collective.
@@ -52,7 +52,7 @@ def check_heads(num_heads: int, num_kv_heads: int, num_ranks: int) -> None:
     )
 
 
-def _exchange(x: Tensor, group: ContextGroup) -> Tensor:
+def _exchange(x: Tensor, group: RankGroup) -> Tensor:
     """Send x[i] to rank i, and return what each rank sent: [P, ..]."""
     sizes = [1] * group.size
     exchanged = torch.ops._c10d_functional_autograd.all_to_all_single(x.contiguous(), sizes, sizes, group.name)

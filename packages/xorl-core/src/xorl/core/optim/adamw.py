@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -37,7 +38,11 @@ class AdamW(torch.optim.Optimizer):
         self._state_dtype = state_dtype
         for group in self.param_groups:
             if "keys" in group:
-                group["offsets"] = [flat_offset(parameter) for parameter in group["params"]]
+                first_rows = group.get("first_rows", [0] * len(group["params"]))
+                group["offsets"] = [
+                    flat_offset(parameter) + first * math.prod(parameter.shape[1:])
+                    for parameter, first in zip(group["params"], first_rows, strict=True)
+                ]
 
     @torch.no_grad()
     def materialise(self) -> None:

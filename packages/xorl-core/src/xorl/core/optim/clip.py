@@ -2,40 +2,80 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from xorl.core.optim.local import local
 from xorl.kernels.optim import scale_, square_sum
 
+Divided = Mapping[Tensor, Sequence[dist.ProcessGroup]]
+UNDIVIDED: Divided = MappingProxyType({})
+
 
 @torch.no_grad()
 def gradient_scale(
-    parameters: Sequence[Tensor], divisor: Tensor | float, max_norm: float | None, norm: Tensor | None = None
+    parameters: Sequence[Tensor],
+    divisor: Tensor | float,
+    max_norm: float | None,
+    norm: Tensor | None = None,
+    *,
+    divided: Divided = UNDIVIDED,
 ) -> tuple[Tensor, Tensor]:
     """Return (norm, scale): the norm of the gradients divided by `divisor`, and the number to divide gradients by.
 
     The norm is the 2-norm over all parameters and all their shards, accumulated in fp32, before clipping. Dividing by
     the scale also clips to `max_norm`; None or 0 disables clipping. If the norm of the undivided gradients is already
     known, pass it as `norm`. Both results are fp32 scalars on the gradients' device, the same on every rank. The
-    gradients are not changed. Collective if gradients are sharded; does not synchronise with the host.
+    gradients are not changed. Collective if parameters are sharded, also on a rank where none has a gradient; does not
+    synchronise with the host. For `divided` see `gradient_norms`.
     """
-    grads = [p.grad for p in parameters if p.grad is not None]
-    if not grads:
-        zero = torch.zeros((), device=parameters[0].device)
-        return zero, zero + 1
-    norm = _total_norm(grads) if norm is None else norm
+    [norm] = gradient_norms([parameters], divided) if norm is None else [norm]
     # This synchronises only if gradients are in host memory, where the host has already waited for them.
     scale = divisor.to(norm) if isinstance(divisor, Tensor) else torch.full_like(norm, divisor)
     norm = norm / scale
     if max_norm:
         scale = scale * torch.clamp((norm + 1e-6) / max_norm, min=1.0)
     return norm, scale
+
+
+@torch.no_grad()
+def gradient_norms(sets: Sequence[Sequence[Tensor]], divided: Divided = UNDIVIDED) -> Tensor:
+    """The 2-norms of the gradients of several sets of parameters, in fp32: [number of sets].
+
+    Every element counts once, wherever it is held; a parameter without a gradient counts 0. Collective if any parameter
+    is sharded: one reduction for each way of sharding, on every rank in the same order, whatever has gradients.
+
+    divided: for each parameter of which the ranks of further process groups hold other rows, these groups.
+    """
+    by_groups: dict[tuple[dist.ProcessGroup, ...], list[list[Tensor]]] = {}
+    # Query the mesh once per placement, not per parameter: there are few placements and many parameters.
+    of_placement: dict[tuple[DeviceMesh, tuple[Placement, ...]], tuple[dist.ProcessGroup, ...]] = {}
+    for index, parameters in enumerate(sets):
+        for parameter in parameters:
+            groups: tuple[dist.ProcessGroup, ...] = ()
+            if isinstance(parameter, DTensor):
+                placement = (parameter.device_mesh, parameter.placements)
+                if placement not in of_placement:
+                    of_placement[placement] = _sharding_groups(*placement)
+                groups = of_placement[placement]
+            by_set = by_groups.setdefault((*groups, *divided.get(parameter, ())), [[] for _ in sets])
+            if parameter.grad is not None:
+                by_set[index].append(local(parameter.grad))
+    device = next(local(parameter).device for parameters in sets for parameter in parameters)
+    total = torch.zeros(len(sets), device=device)
+    # Parameters are in the same order on every rank, so all ranks issue these reductions in the same order.
+    for groups, by_set in by_groups.items():
+        squares = torch.stack([square_sum(grads) if grads else total.new_zeros(()) for grads in by_set])
+        for group in groups:
+            dist.all_reduce(squares, group=group)
+        total = total + squares
+    return total.sqrt()
 
 
 @torch.no_grad()
@@ -59,26 +99,7 @@ def _scale_(grads: Sequence[Tensor], scale: Tensor) -> None:
         torch._foreach_mul_([grad for grad in grads if grad.dtype != torch.bfloat16], scale)
 
 
-def _total_norm(grads: Sequence[Tensor]) -> Tensor:
-    # Query the mesh once per placement, not per gradient: there are few placements and many gradients.
-    by_placement: dict[tuple[DeviceMesh, tuple[Placement, ...]] | None, list[Tensor]] = {}
-    for grad in grads:
-        placement = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None
-        by_placement.setdefault(placement, []).append(local(grad))
-    by_axes: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
-    for placement, parts in by_placement.items():
-        by_axes.setdefault(() if placement is None else _sharding_groups(*placement), []).extend(parts)
-    total = torch.zeros((), device=local(grads[0]).device)
-    # Parameters are in the same order on every rank, so all ranks issue these reductions in the same order.
-    for groups, parts in by_axes.items():
-        square = square_sum(parts)
-        for group in groups:
-            dist.all_reduce(square, group=group)
-        total = total + square
-    return total.sqrt()
-
-
 def _sharding_groups(mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[dist.ProcessGroup, ...]:
     """The groups that a gradient is sharded over. Replicas are left out, so that no element counts twice."""
-    assert not any(isinstance(placement, Partial) for placement in placements), "gradients must be reduced first"
+    assert all(type(placement) in (Shard, Replicate) for placement in placements), f"{placements} cannot be summed"
     return tuple(mesh.get_group(axis) for axis, placement in enumerate(placements) if isinstance(placement, Shard))

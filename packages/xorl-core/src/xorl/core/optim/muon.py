@@ -10,6 +10,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from xorl.core.optim.adamw import AdamW, StepControls, count_steps_, step_controls
 from xorl.core.optim.local import local
@@ -101,8 +103,13 @@ class Muon(AdamW):
                 for parameter, counts, key, offset in rows
                 if parameter.grad is not None
             ]
-        if stacks:
-            self._step_matrices(stacks)
+        # Each way of sharding has a grid of its own. The order is the same on every rank.
+        by_mesh: dict[DeviceMesh | None, list[_MatrixStack]] = {}
+        for stack in stacks:
+            mesh = stack.parameter.device_mesh if isinstance(stack.parameter, DTensor) else None
+            by_mesh.setdefault(mesh, []).append(stack)
+        for alike in by_mesh.values():
+            self._step_matrices(alike)
 
     def _new_state(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
         if "matrices" not in group:

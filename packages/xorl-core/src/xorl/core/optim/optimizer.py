@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -27,6 +28,7 @@ def build_optimizer(
     state_dtype: torch.dtype = torch.bfloat16,
     seed: int = 0,
     muon: MuonOptions | None = None,
+    first_rows: Mapping[str, int] = MappingProxyType({}),
 ) -> torch.optim.Optimizer:
     """Build an optimizer over the parameters that require gradients. Shard or replicate the model first.
 
@@ -40,6 +42,8 @@ def build_optimizer(
             parameter that matches either has no weight decay.
         state_dtype, seed: for anyprecision_adamw and muon, the dtype of the state and the seed of stochastic rounding.
         muon: options that the optimizer `muon` requires.
+        first_rows: for parameters that are some rows of a larger one, which ranks divide: the index of the first, on
+            which stochastic rounding depends.
 
     Raises ValueError for an unknown name, for a substring that matches no parameter, trained or frozen, or if no
     parameter requires a gradient.
@@ -61,6 +65,7 @@ def build_optimizer(
         group["params"].append(parameter)
         if name in ("anyprecision_adamw", "muon"):
             group.setdefault("keys", []).append(noise_key(seed, path))
+            group.setdefault("first_rows", []).append(first_rows.get(path, 0))
         if is_matrix and muon is not None:
             group.setdefault("matrices", []).append(tuple(muon.matrices[path]))
     if name == "adamw":

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from xorl.core.mesh import DataParallelMode, Mesh
 from xorl.core.nn.fp8 import Fp8Recipe, convert_linears, fp8_linears
+from xorl.core.nn.moe import Experts
 from xorl.core.parallel.activations import Recompute, RecomputeModule, recompute_layers
 from xorl.core.parallel.compile import CompileBackend, compile_layers, require_compiler
 from xorl.core.parallel.ddp import replicate
@@ -29,6 +30,7 @@ from xorl.core.parallel.fsdp import (
     without_fsdp_streams,
 )
 from xorl.core.parallel.offload import ActivationOffload
+from xorl.core.parallel.parts import Parts
 from xorl.core.parallel.stored import allow_integer_parameters, gather_as_stored
 from xorl.kernels.arguments import check_choice
 
@@ -146,6 +148,11 @@ class ParallelModel:
     def _units(self) -> list[FSDPModule]:
         return [module for module in self.module.modules() if isinstance(module, FSDPModule)]
 
+    @cached_property
+    def parts(self) -> Parts:
+        """The parameters of which other ranks hold rows that FSDP2 does not gather."""
+        return Parts(self.module, self.mesh)
+
     @property
     def is_sharded(self) -> bool:
         """Whether forward passes gather parameters."""
@@ -155,6 +162,11 @@ class ParallelModel:
     def is_gathered(self) -> bool:
         """Whether the next forward pass gathers nothing: no parameter is sharded, or all are still gathered."""
         return is_gathered(self._units)
+
+    @cached_property
+    def divides_experts(self) -> bool:
+        """Whether every forward pass is collective, because other ranks hold experts that its tokens need."""
+        return bool(divided_experts(self.module))
 
     def cuda_graph_capture(self) -> AbstractContextManager[None]:
         """Context manager, inside `generation`, for capturing the forward pass of a gathered model in a CUDA graph."""
@@ -206,9 +218,9 @@ def parallelize(
     5. Shard or replicate around the layers, so that a recomputed forward runs while its unit's parameters are gathered.
 
     Parameters on the meta device get memory on `device` after sharding, for this rank's part only. `fill` then sets
-    their values, before DDP wraps the model. Each of `model.layers` is a unit of recomputation and of sharding.
-    `model.lm_head` is also a unit of sharding; if it is None, the head is tied, and the loss reads `model.head_weight`,
-    which the embedding owns.
+    their values, before DDP wraps the model. Each of `model.layers` is a unit of recomputation and of sharding. Experts
+    are units of sharding too, if ranks hold different ones, and so is `model.lm_head`; if that is None, the head is
+    tied, and the loss reads `model.head_weight`, which the embedding owns.
 
     Raises ValueError, before anything is changed, if `check_parallelizable` does.
     """
@@ -232,19 +244,21 @@ def parallelize(
         ActivationOffload(device, limit_bytes=policy.activation_offload_limit).install(list(layers))
     if policy.data_parallel_mode == "fsdp2":
         last = [model.lm_head] if isinstance(model.lm_head, nn.Module) else []
-        units = sharding_units(model, policy.unit_modules, [*layers, *last])
+        experts = divided_experts(model)
+        units = sharding_units(model, policy.unit_modules, [*layers, *last, *experts])
         with allow_integer_parameters():
             shard(
                 model,
                 mesh.fsdp,
                 units,
                 kept=last,
+                meshes=dict.fromkeys(experts, mesh.expert_fsdp),
                 param_dtype=policy.param_dtype,
                 reshard_after_forward=policy.reshard_after_forward,
                 cpu_offload=policy.cpu_offload,
             )
         if policy.forward_prefetch:
-            prefetch_forward([*layers, *last])
+            prefetch_forward([unit for layer in layers for unit in (layer, *divided_experts(layer))] + last)
     if any(parameter.is_meta for parameter in model.parameters()):
         model.to_empty(device="cpu" if policy.cpu_offload else device)
         fill(model)
@@ -254,6 +268,11 @@ def parallelize(
     is_replica = policy.data_parallel_mode == "ddp" and any(weight.requires_grad for weight in model.parameters())
     forward = replicate(model, mesh) if is_replica else model
     return ParallelModel(model, forward, mesh, fp8_weights)
+
+
+def divided_experts(model: nn.Module) -> list[nn.Module]:
+    """The experts of all layers if ranks hold different ones: units of their own, whose shards are on fewer ranks."""
+    return [module for module in model.modules() if isinstance(module, Experts) and module.dispatcher is not None]
 
 
 def check_parallelizable(model: nn.Module, policy: ParallelPolicy, device_type: str) -> None:

@@ -32,6 +32,7 @@ class CopyEngineAllGather(AllGather):
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group = group
         self._window = symmetric_memory.empty(2, HALF_BYTES, dtype=torch.uint8, device=device)
         self._peers = symmetric_memory.rendezvous(self._window, group)
         self._half = 0
@@ -49,6 +50,7 @@ class CopyEngineAllGather(AllGather):
         `input_tensor` must be this rank's part of `output_tensor`. With async_op, the caller needs a handle, so NCCL
         gathers instead.
         """
+        assert group == self._group, "the window is shared with the ranks of another group"
         if async_op:
             return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=True)
         rank, num_ranks = self._peers.rank, self._peers.world_size
@@ -85,6 +87,7 @@ class CopyEngineReduceScatter(ReduceScatter):
         from xorl.kernels.fused.widened_sum import widened_sum_  # noqa: PLC0415
 
         self._sum_ = widened_sum_
+        self._group = group
         self._dtype = dtype
         self._window = symmetric_memory.empty(2, HALF_BYTES // dtype.itemsize, dtype=dtype, device=device)
         self._peers = symmetric_memory.rendezvous(self._window, group)
@@ -110,6 +113,7 @@ class CopyEngineReduceScatter(ReduceScatter):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Set `output_tensor` [n] to the sum over all ranks of this rank's part of their `input_tensor` [ranks x n]."""
+        assert group == self._group, "the window is shared with the ranks of another group"
         assert op == dist.ReduceOp.SUM
         assert not async_op
         assert (input_tensor.dtype, output_tensor.dtype) == (self._dtype, torch.float32)

@@ -52,7 +52,9 @@ class Fp8Weights:
             _gather_in_fp8(linear, sharded[linear]) if linear in sharded else _allocate_fp8_copy(linear)
             for linear in linears
         ]
-        self._groups = shard_groups(linears[0].weight) if linears else []
+        groups = {tuple(shard_groups(linear.weight)) for linear in linears}
+        assert len(groups) <= 1, "one collective reduces the scales of all weights"
+        self._groups = groups.pop() if groups else ()
         self._versions: list[int] = []
         # Runs before FSDP2's own hook, whose streams wait for the work queued so far.
         model.register_forward_pre_hook(lambda *_: self.refresh(), prepend=True)

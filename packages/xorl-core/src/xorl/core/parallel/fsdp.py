@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from xorl.core.parallel.copy_engine import CopyEngineAllGather, CopyEngineReduceScatter, can_use_copy_engines
@@ -27,20 +28,23 @@ def shard(
     param_dtype: torch.dtype | None,
     reshard_after_forward: bool,
     kept: Sequence[nn.Module] = (),
+    meshes: Mapping[nn.Module, DeviceMesh] = MappingProxyType({}),
     cpu_offload: bool = False,
 ) -> None:
     """Shard each of `units`, innermost first, and then the rest of `model` over `mesh`, in place.
 
-    `kept` are units that stay gathered after the forward pass, because the backward pass starts with them. A unit's
-    parameters are gathered together, in param_dtype (None: their own dtype). Gradients are summed, in fp32. cpu_offload
-    keeps parameters, gradients and optimizer state in host memory.
+    `kept` are units that stay gathered after the forward pass, because the backward pass starts with them; `meshes` are
+    those of units that are sharded over other ranks. A unit's parameters are gathered together, in param_dtype (None:
+    their own dtype). Gradients are summed, in fp32. cpu_offload keeps parameters, gradients and optimizer state in host
+    memory.
     """
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     # Memory can be pinned only if there is a GPU.
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
     for unit in units:
         reshards = reshard_after_forward and unit not in kept
-        fully_shard(unit, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshards)
+        unit_mesh = meshes.get(unit, mesh)
+        fully_shard(unit, mesh=unit_mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshards)
     # The root holds the embedding, which a tied head also reads.
     fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=False)
     for module in model.modules():
@@ -48,8 +52,10 @@ def shard(
             # By default, FSDP2 divides by the number of ranks. Without force_sum it uses PREMUL_SUM, which gloo lacks.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    if has_copy_engines(mesh):
-        _use_copy_engines(model, mesh.get_group(mesh.ndim - 1), param_dtype)
+    for one in dict.fromkeys([mesh, *meshes.values()]):
+        if has_copy_engines(one):
+            sharded = [unit for unit in (*units, model) if meshes.get(unit, mesh) is one]
+            _use_copy_engines(sharded, one.get_group(one.ndim - 1), param_dtype)
 
 
 def has_copy_engines(mesh: DeviceMesh) -> bool:
@@ -57,18 +63,18 @@ def has_copy_engines(mesh: DeviceMesh) -> bool:
     return mesh.device_type == "cuda" and can_use_copy_engines(mesh.get_group(mesh.ndim - 1))
 
 
-def _use_copy_engines(model: nn.Module, group: dist.ProcessGroup, param_dtype: torch.dtype | None) -> None:
+def _use_copy_engines(units: Sequence[nn.Module], group: dist.ProcessGroup, param_dtype: torch.dtype | None) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     all_gather = CopyEngineAllGather(group, device)
     # Gradients have the compute dtype. Without param_dtype, there may be several dtypes; NCCL then reduces.
-    trained = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
+    trained = {parameter.dtype for unit in units for parameter in unit.parameters() if parameter.requires_grad}
     dtypes = trained if param_dtype is None else {param_dtype}
     reduce_scatter = CopyEngineReduceScatter(group, device, dtypes.pop()) if len(dtypes) == 1 else None
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_custom_all_gather(all_gather)
-            if reduce_scatter is not None:
-                module.set_custom_reduce_scatter(reduce_scatter)
+    for unit in units:
+        assert isinstance(unit, FSDPModule)
+        unit.set_custom_all_gather(all_gather)
+        if reduce_scatter is not None:
+            unit.set_custom_reduce_scatter(reduce_scatter)
 
 
 def prefetch_forward(units: Sequence[nn.Module]) -> None:
@@ -167,6 +173,7 @@ def shard_groups(weight: Tensor) -> list[dist.ProcessGroup]:
     if not isinstance(weight, DTensor):
         return []
     mesh = weight.device_mesh
+    assert all(type(placement) in (Shard, Replicate) for placement in weight.placements), f"{weight.placements}"
     return [mesh.get_group(axis) for axis, placement in enumerate(weight.placements) if isinstance(placement, Shard)]
 
 

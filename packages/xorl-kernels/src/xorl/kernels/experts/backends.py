@@ -29,6 +29,7 @@ class ExpertsFn(Protocol):
         ids: Tensor,
         num_real: Tensor | None = None,
         *,
+        num_rows: int | None = None,
         recompute: bool = False,
     ) -> Tensor:
         """[T, D]."""

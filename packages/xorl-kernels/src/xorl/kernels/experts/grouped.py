@@ -6,7 +6,7 @@ fixed order, never added atomically: a repeated run computes the same bits. The 
 implementations (`products`). Between them, one Triton kernel each reads and writes every row once (`rows_triton`);
 without Triton, and in fp64, plain torch does (`rows`).
 
-Shapes: T tokens, K experts per token, M = T * K rows, D model width, F width of an expert, E experts.
+Shapes: T tokens, K experts per token, M rows (T * K, or fewer), D model width, F width of an expert, E experts.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ def experts(
     ids: Tensor,
     num_real: Tensor | None = None,
     *,
+    num_rows: int | None = None,
     recompute: bool = False,
     products: str = "native",
 ) -> Tensor:
@@ -39,12 +40,13 @@ def experts(
         gate_up: [E, 2F, D], in the dtype of x.
         down: [E, D, F], in the dtype of x.
         weights: [T, K] fp32.
-        ids: [T, K] integers in [0, E).
+        ids: [T, K] integers in [0, E]; E is a choice without an expert, which adds nothing.
         num_real: 0-d integer tensor; the output of tokens from this index on, which are padding, is 0.
+        num_rows: how many choices have an expert, if the host knows it; the others then need no memory.
         recompute: compute the up product again in the backward pass instead of keeping it.
         products: the implementation of the products: native, triton or quack.
     """
-    plan = RoutePlan.of(ids, len(gate_up), num_real)
+    plan = RoutePlan.of(ids, len(gate_up), num_real, num_rows)
     out, _ = _experts(x, gate_up, down, weights, *plan, recompute, products)
     return out
 
@@ -61,6 +63,8 @@ def _experts(
     recompute: bool,
     products: str,
 ) -> tuple[Tensor, Tensor]:
+    if not len(choices):  # no product has to support an empty operand
+        return torch.zeros_like(x, memory_format=torch.contiguous_format), x.new_empty(0)
     by = products_of(products)
     tokens = choices // rows.shape[1]
     up, gated = by.gated(by.gather(x, tokens), gate_up.transpose(1, 2), ends, keep_up=not recompute)
@@ -98,6 +102,10 @@ def _experts_backward(
     trains_experts: bool,
     products: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if not len(choices):
+        of_experts = [torch.zeros_like(w) if trains_experts else x.new_empty(0) for w in (gate_up, down)]
+        grad_x = torch.zeros_like(x, memory_format=torch.contiguous_format)
+        return grad_x, of_experts[0], of_experts[1], torch.zeros_like(weights)
     by, between = products_of(products), between_products(x)
     tokens = choices // rows.shape[1]
     gathered, grad_rows = by.gather(x, tokens), by.gather(grad, tokens)

@@ -14,11 +14,11 @@ from torch import Tensor
 class RoutePlan(NamedTuple):
     """The rows that experts compute, in the order of the experts. All tensors are on the device of the tokens.
 
-    Rows of one expert are adjacent and in the order of their tokens. Padding has no expert: its rows come last, and
-    nothing reads them.
+    Rows of one expert are adjacent and in the order of their tokens. Choices without an expert, such as those of
+    padding, come last, and nothing reads their rows.
 
     choices: [M] int32, the choice t * K + k of each row.
-    rows: [T, K] int32, the row of each choice.
+    rows: [T, K] int32, the row of each choice; from the last end on if it has no expert.
     ends: [E] int32, the end of each expert's rows; experts may have none.
     """
 
@@ -27,16 +27,20 @@ class RoutePlan(NamedTuple):
     ends: Tensor
 
     @classmethod
-    def of(cls, ids: Tensor, num_experts: int, num_real: Tensor | None = None) -> RoutePlan:
+    def of(
+        cls, ids: Tensor, num_experts: int, num_real: Tensor | None = None, num_rows: int | None = None
+    ) -> RoutePlan:
         """The plan for the chosen experts.
 
         Args:
-            ids: [T, K] integers in [0, E), a token's choices all different.
+            ids: [T, K] integers in [0, E], a token's choices all different; E is a choice without an expert.
             num_experts: E.
             num_real: 0-d integer tensor on the device; tokens from this index on are padding. None: there is no
                 padding.
+            num_rows: how many choices have an expert, if the host knows it: M is then this number, not T * K.
         """
-        return cls(*_route_plan(ids, num_experts, num_real))
+        choices, rows, ends = _route_plan(ids, num_experts, num_real)
+        return cls(choices if num_rows is None else choices[:num_rows], rows, ends)
 
 
 @torch.library.custom_op("xorl::route_plan", mutates_args=())

@@ -22,6 +22,7 @@ def experts(
     ids: Tensor,
     num_real: Tensor | None = None,
     *,
+    num_rows: int | None = None,
     activation: Callable[[Tensor], Tensor] = F.silu,
     recompute: bool = False,
 ) -> Tensor:
@@ -34,8 +35,9 @@ def experts(
         gate_up: [E, 2F, D], in the dtype of x; the rows of the gate come before those of up.
         down: [E, D, F], in the dtype of x.
         weights: [T, K] fp32 (fp64 for fp64). The sum over k is in this dtype and is rounded to that of x once.
-        ids: [T, K] integers in [0, E).
+        ids: [T, K] integers in [0, E]; E is a choice without an expert, which adds nothing.
         num_real: 0-d integer tensor; the output of tokens from this index on, which are padding, is 0.
+        num_rows: how many choices have an expert; this form does not need it.
         activation: of the gate.
         recompute: compute everything again in the backward pass, and keep only the arguments.
     """

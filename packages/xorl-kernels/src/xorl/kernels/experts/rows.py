@@ -2,7 +2,7 @@
 
 Everything is computed in fp32 (fp64 for fp64) and rounded once.
 
-Shapes: T tokens, K experts per token, M = T * K rows, D model width, F width of an expert, E experts.
+Shapes: T tokens, K experts per token, M rows (T * K, or fewer), D model width, F width of an expert, E experts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def gated(up: Tensor) -> Tensor:
 def gated_backward(
     grad: Tensor, up: Tensor, weights: Tensor, choices: Tensor, ends: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The backward pass of weight * gated(up). Rows from the last end on are padding, whose weights get 0.
+    """The backward pass of weight * gated(up). Rows from the last end on are padding; weights without a row get 0.
 
     Args:
         grad: [M, F], without the routing weights; it may be overwritten.
@@ -38,7 +38,7 @@ def gated_backward(
     sigmoid = torch.sigmoid(gate)
     output = gate * sigmoid * value
     is_padding = torch.arange(len(choices), device=choices.device) >= ends[-1]
-    grad_weights = torch.empty_like(weights)
+    grad_weights = torch.zeros_like(weights)
     grad_weights.view(-1)[choices.long()] = (unweighted * output).sum(-1).masked_fill_(is_padding, 0)
     weighted = unweighted * weight
     grad_gate = weighted * value * sigmoid * (1 + gate * (1 - sigmoid))
@@ -47,20 +47,24 @@ def gated_backward(
 
 
 def combine(y: Tensor, weights: Tensor | None, rows: Tensor, ends: Tensor) -> Tensor:
-    """sum_k weights[t, k] * y[rows[t, k]], in the order of k; 0 for padding. [M, D] to [T, D] in the dtype of y.
+    """sum_k weights[t, k] * y[rows[t, k]] over the rows before the last end, in the order of k; in the dtype of y.
 
     Args:
         y: [M, D].
         weights: [T, K], in fp32 or fp64; None for ones.
-        rows: [T, K] int32.
-        ends: [E] int32; tokens whose rows come after the last end are padding.
+        rows: [T, K] int32; those from the last end on add nothing.
+        ends: [E] int32.
+
+    Returns [T, D].
     """
     wide = _wide(y)
     total = torch.zeros(len(rows), y.shape[1], dtype=wide.dtype, device=y.device)
     for choice in range(rows.shape[1]):
-        part = wide[rows[:, choice]]
-        total += part if weights is None else part * weights[:, choice, None]
-    return total.masked_fill_((rows[:, 0] >= ends[-1])[:, None], 0).to(y.dtype)
+        index, has_row = rows[:, choice], rows[:, choice] < ends[-1]
+        part = wide[torch.where(has_row, index, 0)] if len(y) else torch.zeros_like(total)
+        part = part if weights is None else part * weights[:, choice, None]
+        total += part.masked_fill_(~has_row[:, None], 0)
+    return total.to(y.dtype)
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """What a layer of experts computes between its products, one kernel each. Plain twins: the functions of `rows`.
 
-Shapes: T tokens, K experts per token, M = T * K rows, D model width, F width of an expert, E experts.
+Shapes: T tokens, K experts per token, M rows (T * K, or fewer), D model width, F width of an expert, E experts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def gated_backward(
     """As `rows.gated_backward`; overwrites `grad`, contiguous, with the second result."""
     assert grad.is_contiguous(), "the kernel overwrites it row by row"
     up, weights = up.contiguous(), weights.contiguous()
-    grad_up, grad_weights = torch.empty_like(up), torch.empty_like(weights)
+    grad_up, grad_weights = torch.empty_like(up), torch.zeros_like(weights)
     num_rows, width = grad.shape
     if num_rows:
         launch(
@@ -127,11 +127,12 @@ def _combine(
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_inside = columns < WIDTH
-    is_real = tl.load(rows_ptr + token * NUM_CHOICES) < tl.load(end_ptr)
+    end = tl.load(end_ptr)
     total = tl.zeros([BLOCK], tl.float32)
     for choice in tl.static_range(NUM_CHOICES):
-        row = tl.load(rows_ptr + token * NUM_CHOICES + choice).to(tl.int64)
-        part = tl.load(y_ptr + row * WIDTH + columns, mask=is_inside & is_real, other=0.0).to(tl.float32)
+        row = tl.load(rows_ptr + token * NUM_CHOICES + choice)
+        has_row = is_inside & (row < end)
+        part = tl.load(y_ptr + row.to(tl.int64) * WIDTH + columns, mask=has_row, other=0.0).to(tl.float32)
         if HAS_WEIGHTS:
             part *= tl.load(weights_ptr + token * NUM_CHOICES + choice)
         total += part
