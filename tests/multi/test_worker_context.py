@@ -25,6 +25,7 @@ from xorl.lora import AdapterBank
 from xorl.server.datum import Datum
 from xorl.server.identifiers import CheckpointRef
 from xorl.server.operations import (
+    CheckpointSampler,
     CreateModel,
     ForwardBackward,
     LoadWeights,
@@ -36,7 +37,6 @@ from xorl.server.operations import (
     SampleResult,
     SaveWeights,
     SaveWeightsForSampler,
-    SnapshotSampler,
     UnloadModel,
 )
 from xorl.server.worker.adapters import AdapterModels
@@ -160,8 +160,8 @@ def outcome(worker: Worker, kind: str, calls: Sequence[str]) -> Outcome:
 
 def continue_and_sample(worker: Worker, found: Outcome) -> None:
     """Add what model a computes from a snapshot, and check that it goes on to the bit from a checkpoint; collective."""
-    done(worker, SaveWeights("a", "kept"), SaveWeightsForSampler("a", None, "s"))
-    source = SnapshotSampler("a", "s")
+    done(worker, SaveWeights("a", "kept"), SaveWeightsForSampler("a", "s", sampler_id="s"))
+    source = CheckpointSampler(CheckpointRef("a", "sampler_weights", "s"))
     operation = Sample(source, datum(20, 0).tokens, num_samples=4, max_tokens=6, seed=1, prompt_logprobs=True)
     (sampled,) = ask(worker, operation)
     assert isinstance(sampled, SampleResult), sampled

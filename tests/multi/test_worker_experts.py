@@ -33,6 +33,7 @@ from xorl.server.datum import Array, Datum
 from xorl.server.identifiers import CheckpointRef
 from xorl.server.operations import (
     AbortGradients,
+    CheckpointSampler,
     CreateModel,
     ForwardBackward,
     LoraSpec,
@@ -43,7 +44,6 @@ from xorl.server.operations import (
     SampleResult,
     SaveWeights,
     SaveWeightsForSampler,
-    SnapshotSampler,
 )
 from xorl.server.worker.adapters import AdapterModels
 from xorl.server.worker.worker import Worker
@@ -175,12 +175,19 @@ def test_samples_and_checkpoints_are_of_the_trained_model(kind: str, divided: bo
 
     def run() -> None:
         worker = make(tmp_path, kind, 2, "m", divided=divided)
-        done(worker, *train("m", data), SaveWeightsForSampler("m", None, "s"))
+        done(worker, *train("m", data), SaveWeightsForSampler("m", "s", sampler_id="s"))
         prompts = [datum(length, 20 + length).tokens for length in (3, 17, 9)]
         samples = ask(
             worker,
             *(
-                Sample(SnapshotSampler("m", "s"), prompt, num_samples=2, max_tokens=6, seed=i, ignore_end=True)
+                Sample(
+                    CheckpointSampler(CheckpointRef("m", "sampler_weights", "s")),
+                    prompt,
+                    num_samples=2,
+                    max_tokens=6,
+                    seed=i,
+                    ignore_end=True,
+                )
                 for i, prompt in enumerate(prompts)
             ),
         )
@@ -204,7 +211,15 @@ def test_samples_and_checkpoints_are_of_the_trained_model(kind: str, divided: bo
         learnt = trained_values(worker, "m")
         assert all(torch.equal(learnt[name], value) for name, value in trained_values(other, "n").items())
         again = ask(
-            worker, Sample(SnapshotSampler("m", "s"), prompts[0], num_samples=2, max_tokens=6, seed=0, ignore_end=True)
+            worker,
+            Sample(
+                CheckpointSampler(CheckpointRef("m", "sampler_weights", "s")),
+                prompts[0],
+                num_samples=2,
+                max_tokens=6,
+                seed=0,
+                ignore_end=True,
+            ),
         )
         assert isinstance(again[0], SampleResult)
         assert isinstance(samples[0], SampleResult)

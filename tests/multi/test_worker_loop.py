@@ -206,10 +206,10 @@ def test_results_are_kept_within_bounds() -> None:
         results.add(str(number), OptimResult({"step": float(number)}))
     results.add("failed", Failure("server", 500, ""))
     assert [results.get(name) is not None for name in ("0", "1", "2", "failed")] == [False, True, True, False]
-    small = serve.ResultCache(max_bytes=10)
-    small.add("a", Saved(None, "x" * 100))
+    small, ref = serve.ResultCache(max_bytes=10), CheckpointRef("m", "sampler_weights", "s")
+    small.add("a", Saved(ref, "x" * 100))
     assert small.get("a") is not None
-    small.add("b", Saved(None, "y" * 100))
+    small.add("b", Saved(ref, "y" * 100))
     assert [small.get(name) is not None for name in "ab"] == [False, True]
 
 
@@ -410,7 +410,7 @@ def test_samples_that_one_rank_cannot_draw_fail_on_all_at_once(
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_weights_that_one_rank_cannot_keep_are_kept_by_none(kind: str, tmp_path: Path, run_ranks) -> None:
     # Catches ranks that part: what one of them then forgets as its oldest weights, another one still samples from.
-    kept = SaveWeightsForSampler("m", None, sampler_id="s")
+    kept = [SaveWeightsForSampler("m", name, sampler_id="s") for name in ("first", "second")]
 
     def run() -> list[bool]:
         config = service_config(tmp_path, **KINDS[kind], data_parallel_shard_size=2)
@@ -419,10 +419,9 @@ def test_weights_that_one_rank_cannot_keep_are_kept_by_none(kind: str, tmp_path:
         keep = worker.models.snapshot
         if runtime.global_rank() == 1:
             worker.models.snapshot = failing_once_done(keep)
-        ask(worker, kept)
-        found = [worker.models.has_source("m#s")]
+        ask(worker, kept[0])
         worker.models.snapshot = keep
-        done(worker, kept)
-        return [*found, worker.models.has_source("m#s")]
+        done(worker, kept[1])
+        return [worker.models.has_source(f"xorl://m/sampler_weights/{name}") for name in ("first", "second")]
 
     assert run_ranks(run, 2) == [[False, True]] * 2

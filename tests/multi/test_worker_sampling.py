@@ -26,7 +26,6 @@ from xorl.server.operations import (
     SampleResult,
     SaveWeights,
     SaveWeightsForSampler,
-    SnapshotSampler,
 )
 from xorl.server.sampler.sampler import BLOCK_SIZE
 from xorl.server.worker import adapters
@@ -34,6 +33,10 @@ from xorl.server.worker.adapters import AdapterModels
 from xorl.server.worker.worker import Worker
 
 ADAPTERS = {"enable_lora": True, "lora_rank": 4}
+
+
+def saved_by(model_id: str, name: str) -> CheckpointSampler:
+    return CheckpointSampler(CheckpointRef(model_id, "sampler_weights", name))
 
 
 def tokens(length: int) -> Array:
@@ -107,10 +110,10 @@ def test_a_model_that_has_diverged_fails_alone(tmp_path: Path, run_ranks) -> Non
             for adapter in worker.models.bank.adapters("diverged").values():
                 adapter.B.fill_(torch.nan)
         for model in ("sound", "diverged"):
-            done(worker, SaveWeightsForSampler(model, None, "s"))
+            done(worker, SaveWeightsForSampler(model, "s", sampler_id="s"))
         sound, diverged = (
             Sample(sampler, tokens(20), max_tokens=8, seed=3, topk_sample_logprobs=2, prompt_logprobs=True)
-            for sampler in (SnapshotSampler("sound", "s"), SnapshotSampler("diverged", "s"))
+            for sampler in (saved_by("sound", "s"), saved_by("diverged", "s"))
         )
         (alone,) = ask(worker, sound)
         greedy = Sample(diverged.sampler, tokens(20), max_tokens=1, temperature=0.0)
@@ -141,7 +144,7 @@ def test_weights_saved_anew_under_a_name_are_those_that_are_sampled(
     def run() -> None:
         worker = worker_of(service_config(tmp_path, **(ADAPTERS if kind == "lora" else {})))
 
-        def sample(sampler: CheckpointSampler | SnapshotSampler) -> tuple[list[float], int]:
+        def sample(sampler: CheckpointSampler) -> tuple[list[float], int]:
             (result,) = ask(worker, Sample(sampler, tokens(40), max_tokens=4, temperature=0.0, ignore_end=True))
             assert isinstance(result, SampleResult), result
             return result.sequences[0].logprobs.numpy().tolist(), result.num_cached_tokens
@@ -151,13 +154,13 @@ def test_weights_saved_anew_under_a_name_are_those_that_are_sampled(
         before, _ = sample(named)
         assert sample(named) == (before, 32)
         if kind == "lora":
-            done(worker, SaveWeightsForSampler("m", None, "other"))
+            done(worker, SaveWeightsForSampler("m", "other", sampler_id="other"))
             assert not worker.models.has_source(named.checkpoint.uri("xorl"))
         done(worker, SaveWeights("m", "w", overwrite=True))
         after, num_cached = sample(named)
         assert num_cached == 0
-        done(worker, SaveWeightsForSampler("m", None, "s"))
-        wanted, _ = sample(SnapshotSampler("m", "s"))
+        done(worker, SaveWeightsForSampler("m", "s", sampler_id="s"))
+        wanted, _ = sample(saved_by("m", "s"))
         np.testing.assert_allclose(after, wanted, atol=1e-5)
         assert np.abs(np.subtract(after, before)).max() > 1e-3
 
@@ -172,10 +175,10 @@ def test_checkpoints_that_are_sampled_leave_what_a_client_keeps(tmp_path: Path, 
         worker = make(tmp_path, "full")
         for name in ("teacher", "reference"):
             done(worker, *train("m", [datum(9)]), SaveWeightsForSampler("m", name))
-        done(worker, *train("m", [datum(9)]), SaveWeightsForSampler("m", None, "policy"))
-        saved = [CheckpointSampler(CheckpointRef("m", "sampler_weights", name)) for name in ("teacher", "reference")]
+        done(worker, *train("m", [datum(9)]), SaveWeightsForSampler("m", "policy", sampler_id="policy"))
+        saved = [saved_by("m", name) for name in ("teacher", "reference")]
         found = []
-        for sampler in [SnapshotSampler("m", "policy"), *saved] * 2:
+        for sampler in [saved_by("m", "policy"), *saved] * 2:
             result = done(worker, Sample(sampler, tokens(5), max_tokens=1, prompt_logprobs=True))
             assert isinstance(result, SampleResult)
             assert result.prompt_logprobs is not None
@@ -208,13 +211,18 @@ def test_samples_are_of_the_weights_that_were_asked_for(kind: str, num_ranks: in
     def run() -> None:
         worker = make(tmp_path, kind, **shards(num_ranks))
         base = sample(worker, BaseSampler())
-        done(worker, *train("m", data), SaveWeightsForSampler("m", None, "s1"), SaveWeightsForSampler("m", "named"))
+        done(
+            worker,
+            *train("m", data),
+            SaveWeightsForSampler("m", "s1", sampler_id="s1"),
+            SaveWeightsForSampler("m", "named"),
+        )
         learnt = trained(worker)
-        first = sample(worker, SnapshotSampler("m", "s1"))
-        done(worker, *train("m", data), SaveWeightsForSampler("m", None, "s2"))
+        first = sample(worker, saved_by("m", "s1"))
+        done(worker, *train("m", data), SaveWeightsForSampler("m", "s2", sampler_id="s2"))
         later = trained(worker)
-        second = sample(worker, SnapshotSampler("m", "s2"))
-        assert sample(worker, SnapshotSampler("m", "s1")) == first
+        second = sample(worker, saved_by("m", "s2"))
+        assert sample(worker, saved_by("m", "s1")) == first
         assert sample(worker, BaseSampler()) == base
         reference = CheckpointRef("m", "sampler_weights", "named")
         assert sample(worker, CheckpointSampler(reference))[0] == first[0]
@@ -223,7 +231,7 @@ def test_samples_are_of_the_weights_that_were_asked_for(kind: str, num_ranks: in
             np.testing.assert_allclose(first[1], learnt, atol=1e-4)
             np.testing.assert_allclose(second[1], later, atol=1e-4)
             assert len({tuple(np.round(x[1], 3)) for x in (base, first, second)}) == 3
-        for bad in (SnapshotSampler("m", "no"), CheckpointSampler(CheckpointRef("m", "sampler_weights", "no"))):
+        for bad in (saved_by("m", "no"), CheckpointSampler(CheckpointRef("m", "weights", "no"))):
             (failure,) = ask(worker, Sample(bad, prompt, max_tokens=1))
             assert isinstance(failure, Failure)
             assert failure.status == 404
@@ -231,14 +239,19 @@ def test_samples_are_of_the_weights_that_were_asked_for(kind: str, num_ranks: in
             worker,
             *(
                 Sample(ref, prompt, max_tokens=2 + i, seed=i)
-                for i, ref in enumerate((BaseSampler(), SnapshotSampler("m", "s1"), SnapshotSampler("m", "no")))
+                for i, ref in enumerate((BaseSampler(), saved_by("m", "s1"), saved_by("m", "no")))
             ),
         )
         assert [type(result) for result in together] == [SampleResult, SampleResult, Failure]
         done(worker, SaveWeights("m", "w"))
         weights = CheckpointSampler(CheckpointRef("m", "weights", "w"))
         assert sample(worker, weights)[0] == second[0]
-        done(worker, *train("m", data), SaveWeightsForSampler("m", None, "s3"), SaveWeights("m", "w", overwrite=True))
-        assert sample(worker, weights) == sample(worker, SnapshotSampler("m", "s3"))
+        done(
+            worker,
+            *train("m", data),
+            SaveWeightsForSampler("m", "s3", sampler_id="s3"),
+            SaveWeights("m", "w", overwrite=True),
+        )
+        assert sample(worker, weights) == sample(worker, saved_by("m", "s3"))
 
     run_ranks(run, num_ranks)

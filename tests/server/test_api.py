@@ -10,8 +10,10 @@ import msgspec
 import numpy as np
 import pytest
 import zstandard
+from starlette.requests import Request
 
 from answering_orchestrator import FAILING_LOSS, STUCK_LOSS, VOCAB
+from xorl.server.api.context import dialect_of
 from xorl.server.api.protobuf import MESSAGES, parse
 from xorl.server.api.responses import json_response
 from xorl.server.api.results import tensor_json
@@ -464,6 +466,21 @@ def test_prometheus_reads_both_processes(client, orchestrator):
     assert 'xorl_http_requests_total{path="/api/v1/healthz",status="200"}' in text
     assert "some-id" not in text
     assert "bad name" not in text
+
+
+@pytest.mark.parametrize(
+    ("headers", "dialect"),
+    [
+        ({"x-sdk-version": "0.38.0"}, "tinker"),
+        ({"user-agent": "AsyncTinker/Python 0.30.4"}, "tinker"),
+        ({"user-agent": "python-httpx/0.28.1"}, "xorl"),
+        ({}, "xorl"),
+    ],
+)
+def test_every_release_of_tinker_is_answered_with_its_own_paths(headers, dialect):
+    """Catches a release that cannot sample from what it saved: it refuses paths that do not begin with tinker://."""
+    encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
+    assert dialect_of(Request({"type": "http", "headers": encoded})) == dialect
 
 
 def test_the_api_loads_no_torch():

@@ -53,6 +53,7 @@ def test_what_is_not_built_is_refused_by_name(service):
     [
         ("update_serverless_weights", 400, "add_inference_endpoint and sync_inference_weights"),
         ("update_dedicated_endpoint", 400, "add_inference_endpoint and sync_inference_weights"),
+        ("create_custom_loss", 400, "forward_backward_custom computes a loss in the client"),
         ("no_such_call", 404, "no POST /api/v1/no_such_call"),
     ],
 )
@@ -67,3 +68,25 @@ def test_a_call_that_is_not_served_leaves_no_gap(service, path, status, says):
     assert (orchestrator.submits, orchestrator.tombstones) == ([], [("m", 3)])
     assert client.post(f"/api/v1/{path}", content=b"no JSON").status_code == status
     assert client.get(f"/api/v1/{path}").status_code == 404
+
+
+def test_what_has_no_meaning_here_is_refused_with_the_reason(service):
+    """Catches a client that is told of a wrong address, when it asks for what a service of one key cannot have."""
+    client, orchestrator = service
+    checkpoint = "api/v1/training_runs/m/checkpoints/weights/one"
+    for method, path, says in (
+        ("POST", "api/v1/copy_weights", "no projects to copy weights between"),
+        ("POST", f"{checkpoint}/publish", "can already read any checkpoint"),
+        ("DELETE", f"{checkpoint}/publish", "can already read any checkpoint"),
+        ("PUT", "api/v1/sessions/s/project", "has no projects"),
+        ("GET", "api/v1/sessions/s/trace_export", "records no traces"),
+        ("POST", "api/v1/join_sampling_session", "a clone samples without it"),
+    ):
+        answer = client.request(method, f"/{path}")
+        assert (answer.status_code, says in answer.json()["detail"]) == (400, True), answer.text
+        assert answer.headers["x-should-retry"] == "false"
+    datum = {"model_input": {"input_ids": [1]}, "loss_fn_inputs": {"target_tokens": [1]}}
+    call = {"model_id": "m", "seq_id": 1, "forward_backward_input": {"data": [datum], "loss_fn": "stable_reinforce"}}
+    answer = client.post("/api/v1/forward_backward", json=call)
+    assert (answer.status_code, "its objective is not published" in answer.json()["detail"]) == (400, True)
+    assert orchestrator.tombstones == [("m", 1)]

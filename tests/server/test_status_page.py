@@ -31,6 +31,8 @@ def test_the_page_shows_the_service_and_runs_nothing_that_clients_have_named(tmp
     """Catches a page that stays empty, and a model whose name is markup."""
     with served(tmp_path / "outputs") as (url, orchestrator):
         orchestrator.sessions["<img src=x onerror=alert(1)>"] = CreateSession()
+        orchestrator.gone.add("dead")
+        orchestrator.sessions["dead"] = CreateSession()
         orchestrator.errors.append(ErrorSeen(time.time() - 130, "m", "optim_step", "<script>alert(1)</script>"))
         shown, body = rendered(url, tmp_path / "profile")
     assert shown["model"] == ["tiny"]
@@ -38,6 +40,7 @@ def test_the_page_shows_the_service_and_runs_nothing_that_clients_have_named(tmp
     assert shown["tokens"] == ["1,235"]
     assert (shown["queue"], shown["running"], shown["workers"]) == (["4"], ["1"], ["2"])
     assert shown["sessions"][:2] == ["<img", "src=x"]
+    assert "client is gone" in " ".join(shown["sessions"])
     assert "rank 0: 1.0 of 2.0 GiB" in " ".join(shown["memory"])
     assert " ".join(shown["errors"]) == "2 min ago optim_step m <script>alert(1)</script>"
     assert "<img" not in body

@@ -98,6 +98,7 @@ class AnsweringOrchestrator:
     """Keeps what was asked of it in `submits`, `tombstones`, `cancelled` and `quantizations`, for tests to look at."""
 
     def __init__(self, output_dir, tokenizer="tokenizer"):
+        self.gone = set()
         self.output_dir, self.tokenizer = output_dir, tokenizer
         self.submits, self.tombstones, self.cancelled, self.quantizations, self.keys = [], [], [], [], {}
         self.results, self.sessions, self.models, self.samplers = {}, {}, {}, {}
@@ -168,7 +169,8 @@ class AnsweringOrchestrator:
                 return self.saved(CheckpointRef(operation.model_id, "external_weights", operation.name))
             case SaveWeightsForSampler(name=None):
                 self.samplers[operation.sampler_id] = None
-                return Saved(None, operation.sampler_id)
+                hidden = CheckpointRef(operation.model_id, "sampler_weights", f"unnamed-{len(self.samplers)}")
+                return Saved(hidden, operation.sampler_id)
             case SaveWeightsForSampler():
                 return self.saved(CheckpointRef(operation.model_id, "sampler_weights", operation.name))
 
@@ -194,7 +196,7 @@ class AnsweringOrchestrator:
         )
 
     async def on_GetStatus(self, _: GetStatus):
-        sessions = [SessionStatus(one, [], 3, time.time() - 5) for one in self.sessions]
+        sessions = [SessionStatus(one, [], 3, time.time() - 5, one in self.gone) for one in self.sessions]
         sessions += [SessionStatus(one, [one], 0, time.time() - 9) for one in self.models]
         return Status(
             started=time.time() - 100,

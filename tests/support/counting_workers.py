@@ -23,6 +23,7 @@ from xorl.server.identifiers import CheckpointKind, CheckpointRef, checkpoint_fo
 from xorl.server.messages import CANCELLED, Cancel, Done, Health, HealthResult, Ok, Work
 from xorl.server.operations import (
     AbortGradients,
+    CheckpointSampler,
     CreateModel,
     Failure,
     ForwardBackward,
@@ -154,6 +155,8 @@ class CountingWorkers:
             case CreateModel():
                 self.created.append(operation)
                 return self._create(operation)
+            case Sample(sampler=CheckpointSampler(ref)) if not checkpoint_folder(self.output_dir, ref).is_dir():
+                return Failure("user", 404, f"no checkpoint {ref}")
             case Sample():
                 ends = time.monotonic() + self.token_s * (operation.max_tokens or 1)
                 while time.monotonic() < ends and not self._stopping.is_set():
@@ -186,8 +189,7 @@ class CountingWorkers:
                 ref = CheckpointRef(operation.model_id, "weights", operation.name)
                 return self._save(ref, model, overwrite=operation.overwrite)
             case SaveWeightsForSampler():
-                if operation.name is None:
-                    return Saved(None, operation.sampler_id)
+                assert operation.name is not None
                 ref = CheckpointRef(operation.model_id, "sampler_weights", operation.name)
                 return self._save(ref, model, overwrite=False)
             case SaveFullWeights():

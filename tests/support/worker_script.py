@@ -15,6 +15,7 @@ from worker_ranks import ask, datum, done, service_config, values, worker_of
 from xorl.core import runtime
 from xorl.server.identifiers import CheckpointRef
 from xorl.server.operations import (
+    CheckpointSampler,
     CreateModel,
     Failure,
     ForwardBackward,
@@ -27,7 +28,6 @@ from xorl.server.operations import (
     SampleResult,
     SaveWeights,
     SaveWeightsForSampler,
-    SnapshotSampler,
 )
 from xorl.server.worker.worker import Worker
 
@@ -77,9 +77,9 @@ def run(folder: Path, kind: str, device_type: Literal["cpu", "cuda"]) -> Found:
         done(worker, CreateModel("other", lora=LoraSpec(rank=4, seed=9)))
         calls.append(ForwardBackward("other", data[::2], "cross_entropy"))
     second = ask(worker, *calls)
-    done(worker, OptimStep("m", 1e-3, eps=1e-3), SaveWeightsForSampler("m", None, "s"))
+    done(worker, OptimStep("m", 1e-3, eps=1e-3), SaveWeightsForSampler("m", "s", sampler_id="s"))
     third = loss(done(worker, ForwardBackward("m", data[:1], "cross_entropy", forward_only=True)))
-    sampled = sample(worker, SnapshotSampler("m", "s"))
+    sampled = sample(worker, CheckpointSampler(CheckpointRef("m", "sampler_weights", "s")))
     done(worker, LoadWeights("m", CheckpointRef("m", "weights", "a"), optimizer=True), call)
     again = done(worker, OptimStep("m", 1e-3, eps=1e-3))
     assert isinstance(again, OptimResult)
@@ -103,7 +103,7 @@ def loss(result: object) -> LossResult:
     return result
 
 
-def sample(worker: Worker, source: SnapshotSampler) -> list[float]:
+def sample(worker: Worker, source: CheckpointSampler) -> list[float]:
     """The log-probabilities of the first datum's tokens; some are sampled behind them, too."""
     operation = Sample(source, datum(20, 0).tokens, num_samples=3, max_tokens=8, seed=1, prompt_logprobs=True)
     (result,) = ask(worker, operation)

@@ -46,8 +46,7 @@ class PlainDecodePass:
     """`DecodePass` by the layout that a CPU has, with padding rows as in a recorded pass."""
 
     def __init__(self, model: ParallelModel, cache: KeyValueCache, **_: object) -> None:
-        self._model = model
-        self._cache = cache
+        self._model, self._cache = model, cache
 
     def num_rows(self, num_samples: int) -> int:
         return num_samples + 2
@@ -159,6 +158,11 @@ def test_sample_i_has_the_seed_plus_i(model: ParallelModel) -> None:
     singles = make_sampler(model).run([GenerationRequest(PROMPT, 12, seed=7 + index) for index in range(3)])
     assert [sample.tokens for sample in three.samples] == [single.samples[0].tokens for single in singles]
     assert len({sample.tokens for sample in three.samples}) == 3
+    parts = ()
+    for size in (1, 4, 7):  # a sample in parts draws on, and does not begin its random numbers again
+        part = GenerationRequest((*PROMPT, *parts), size, seed=7, num_continued=len(parts))
+        parts += make_sampler(model).run([part])[0].samples[0].tokens
+    assert parts == three.samples[0].tokens
 
 
 def test_requests_enter_and_leave_between_steps(model: ParallelModel) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from xorl.server.addresses import (
 )
 from xorl.server.channel import ChannelKeys
 from xorl.server.launcher import check_model
+from xorl.server.machine import check_machine
 from xorl.server.supervise import ProcessFailed, Supervised
 
 SLEEP = "import time; time.sleep(60)"
@@ -243,6 +245,29 @@ def test_a_model_that_is_none_is_named_before_anything_starts(tmp_path: Path, te
         config = loaded(tmp_path, **({"model_path": str(tmp_path)} if option == "model_path" else options)).config
         with pytest.raises(ValueError, match=f"^{option}: .*{wanted}"):
             check_model(config)
+
+
+@pytest.mark.parametrize(
+    ("options", "num_gpus", "wanted"),
+    [
+        ({"attn_implementation": "native"}, 0, "attn_implementation: native needs a GPU, and this machine has none"),
+        ({"attn_implementation": "flash_attention_3"}, 1, "flash_attn_3 is not installed: set attn_implementation to"),
+        ({"load_checkpoint_path": "/nowhere"}, 0, "load_checkpoint_path: /nowhere is not a folder"),
+        ({"model_path": "{folder}"}, 0, r"model_path: .* has no weights \(\*.safetensors\)"),
+        ({"attn_implementation": "sdpa"}, 0, None),
+    ],
+)
+def test_what_this_machine_lacks_is_named_before_anything_starts(
+    tmp_path: Path, options: dict[str, str], num_gpus: int, wanted: str | None
+) -> None:
+    # Would catch a launcher that needs half a minute, and workers that load a model, to find that there is no GPU.
+    named: dict[str, str | None] = {name: value.format(folder=tmp_path) for name, value in options.items()}
+    if "model_path" not in named:
+        named |= {"model_path": None, "config_path": str(tmp_path)}
+    config = loaded(tmp_path, **named).config
+    refused = nullcontext() if wanted is None else pytest.raises(ValueError, match=wanted)
+    with refused:
+        check_machine(config, num_gpus)
 
 
 def test_workers_beyond_this_machine_have_keys(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 from service import QUICKSTART, Serve, Service, launch
 
 HERE = Path(__file__).parent
-CLIENTS = ("tinker", "xorl_client")
+CLIENTS = ("openai", "tinker", "xorl_client")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -12,6 +12,7 @@ import sys
 import textwrap
 import time
 import uuid
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import httpx
@@ -199,12 +200,114 @@ def test_a_full_disk_refuses_what_is_written_and_nothing_else(service: Service) 
     try:
         saved = caller.post("save_weights", model_id=caller.model_id, seq_id=1, path="full")
         failure = caller.result(saved["request_id"])
-        assert "StorageLimitError" in failure["error"]
+        assert failure["error"].startswith("StorageLimitError: ")
+        assert failure["category"] == "user"
         assert caller.loss(caller.forward_backward(2)) > 0
     finally:
         ballast.unlink()
     saved = caller.post("save_weights", model_id=caller.model_id, seq_id=3, path="full")
     assert caller.result(saved["request_id"])["path"].endswith("/weights/full")
+
+
+POLICY_LOOP = """
+    import sys
+    import tinker
+    import torch
+    from tinker import types
+
+    service = tinker.ServiceClient(base_url=sys.argv[1], api_key=sys.argv[2])
+    training = service.create_lora_training_client(sys.argv[3], rank=4, seed=2)
+    prompt = types.ModelInput.from_ints([40, 41])
+    previous = None
+    for step in range(int(sys.argv[4])):
+        sampler = training.save_weights_and_get_sampling_client()
+        params = types.SamplingParams(max_tokens=8, seed=100 * step, stop=[])
+        drawn = [list(one.tokens) for one in sampler.sample(prompt, 8, params).result().sequences]
+        futures = [sampler.sample(prompt, 8, params) for _ in range(4)]
+        print("sampling", flush=True)
+        sys.stdin.readline()
+        samples = [future.result().sequences for future in [*futures, sampler.sample(prompt, 8, params)]]
+        assert all([list(one.tokens) for one in again] == drawn for again in samples), "these are other weights"
+        if previous is not None:
+            # What asynchronous loops do: the weights before are sampled again.
+            again = previous[0].sample(prompt, 8, previous[1]).result().sequences
+            assert [list(one.tokens) for one in again] == previous[2], "these are other weights"
+        previous = sampler, params, drawn
+        data = []
+        for one in samples[0]:
+            tokens = [40, 41, *map(int, one.tokens)]
+            inputs = {
+                "target_tokens": torch.tensor(tokens[1:]),
+                "logprobs": torch.tensor([0.0, *one.logprobs]),
+                "advantages": torch.tensor([0.0, *(float(token % 2) - 0.5 for token in one.tokens)]),
+            }
+            data.append(types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs))
+        trained = training.forward_backward(data, "importance_sampling")
+        stepped = training.optim_step(types.AdamParams(learning_rate=0.02)).result()
+        # Each ratio is one, so the samples are of the weights that are trained.
+        total = sum(float(datum.loss_fn_inputs["advantages"].to_torch().sum()) for datum in data)
+        assert abs(trained.result().metrics["loss:sum"] + total) < 0.02
+        assert stepped.metrics["optimizer_step"] == step + 1
+        print("stepped", flush=True)
+"""
+VICTIMS = ("a worker", "orchestrator", "API", "everything")
+
+
+class PolicyLoop:
+    """A loop of reinforcement learning in a process of its own, with the SDK as it is; waits in each step."""
+
+    def __init__(self, service: Service, num_steps: int) -> None:
+        arguments = [service.url, service.key, MODEL, str(num_steps)]
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(POLICY_LOOP), *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def wait_for(self, line: str) -> None:
+        assert self.process.stdout is not None
+        said = self.process.stdout.readline().strip()
+        assert said == line, said + (self.process.communicate()[1] if not said else "")
+
+    def go_on(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+
+
+@pytest.fixture(scope="module")
+def policy_loop(service: Service) -> Iterator[PolicyLoop]:
+    loop = PolicyLoop(service, len(VICTIMS))
+    yield loop
+    loop.process.kill()
+    loop.process.wait()
+
+
+@pytest.mark.parametrize("victim", VICTIMS)
+def test_a_loop_of_reinforcement_learning_goes_on_whoever_is_killed(
+    service: Service, policy_loop: PolicyLoop, victim: str
+) -> None:
+    # Catches sampler weights without a name that are gone with a process: the loop then ends at its next sample.
+    policy_loop.wait_for("sampling")
+    if victim == "everything":
+        kill_everything(service)
+        service.start()
+    elif victim == "a worker":
+        os.kill(service.worker_pids()[-1], signal.SIGKILL)
+    else:
+        service.kill(victim)
+    policy_loop.go_on()
+    policy_loop.wait_for("stepped")
+
+
+def kill_everything(service: Service) -> None:
+    assert service.process is not None
+    workers, others = service.worker_pids(), [service.pids(name)[-1] for name in ("orchestrator", "API")]
+    for pid in (service.process.pid, *others, *workers):
+        os.kill(pid, signal.SIGKILL)
+    service.process.wait()
 
 
 def test_everything_is_killed_at_once_and_begins_again_where_it_was(service: Service, plain: list[float]) -> None:
@@ -213,11 +316,7 @@ def test_everything_is_killed_at_once_and_begins_again_where_it_was(service: Ser
     losses = rounds(caller, 2)
     long = caller.post("forward_backward", **caller.body(7, num=2000))["request_id"]
     behind = caller.forward_backward(8, shift=5)
-    assert service.process is not None
-    workers, others = service.worker_pids(), [service.pids(name)[-1] for name in ("orchestrator", "API")]
-    for pid in (service.process.pid, *others, *workers):
-        os.kill(pid, signal.SIGKILL)
-    service.process.wait()
+    kill_everything(service)
     service.start()
     caller.http = httpx.Client(base_url=service.url, timeout=60, trust_env=False)
     assert caller.loss(long) == pytest.approx(2000 * plain[4], rel=NEAR)

@@ -46,6 +46,7 @@ from xorl.server.addresses import (
     workers_file,
 )
 from xorl.server.channel.wire import is_loopback
+from xorl.server.machine import check_machine
 from xorl.server.orchestrator.options import read_model_config
 from xorl.server.process import GRACE_S, configure_logging, is_running
 from xorl.server.supervise import BAD_INPUT, ProcessFailed, Supervised
@@ -158,7 +159,11 @@ def serve(path: Path, overrides: Sequence[str], *, mode: Mode, api_host: str, ap
         config_file = folder.path / "config.yaml"
         config_file.touch(mode=0o600)
         config_file.write_text(show(loaded, with_secrets=True), encoding="utf-8")
-        gpus = count_gpus() if mode == "auto" else 0
+        gpus = 0
+        if mode == "auto":
+            gpus = count_gpus()
+            with loaded.citing():
+                check_machine(loaded.config, gpus)
         loaded.write_origins(config_file.with_name(ORIGINS_FILE))
         with loaded.citing():
             plan = make_plan(loaded.config, config_file, gpus, mode=mode, api_host=api_host, api_port=api_port)

@@ -110,9 +110,10 @@ class LoadWeights(Message, frozen=True):
 
 
 class SaveWeightsForSampler(Message, frozen=True):
-    """Save a model's weights to sample from: in a checkpoint of this name, or in memory if name is None.
+    """Save a model's weights to sample from, in a checkpoint of this name.
 
-    sampler_id: the sampling session that will use them, if the client requested one; required if name is None.
+    sampler_id: the sampling session that will use them, if the client requested one instead of a name. The API then
+    sends name None, and the orchestrator names the checkpoint.
     """
 
     model_id: str
@@ -152,28 +153,23 @@ class NamedSampler(Message, frozen=True):
     name: str
 
 
-class SnapshotSampler(Message, frozen=True):
-    """Sample from weights that SaveWeightsForSampler kept in memory for sampler_id."""
-
-    model_id: str
-    sampler_id: str
-
-
 class CheckpointSampler(Message, frozen=True):
     """Sample from a checkpoint of the kinds sampler_weights or weights."""
 
     checkpoint: CheckpointRef
 
 
-SamplerRef = BaseSampler | SessionSampler | NamedSampler | SnapshotSampler | CheckpointSampler
+SamplerRef = BaseSampler | SessionSampler | NamedSampler | CheckpointSampler
 
 
 class Sample(Message, frozen=True):
     """Continue a prompt num_samples times, and return log-probabilities. P: number of prompt tokens.
 
-    prompt: int32 [P]. max_tokens: None fills the context. top_k: None considers all tokens. seed: the seed of the first
-    sample; sample i uses seed + i; None draws a seed. stop_ids: single tokens. ignore_end: do not stop at the model's
-    end token. topk_*: the number of most likely tokens to return at each position.
+    prompt: int32 [P]. num_continued: how many of the prompt's last tokens are the beginning of the same sample, drawn
+    with the same seed; it continues as if all had been sampled at once. max_tokens: None fills the context. top_k: None
+    considers all tokens. seed: the seed of the first sample; sample i uses seed + i; None draws a seed. stop_ids:
+    single tokens. ignore_end: do not stop at the model's end token. topk_*: the number of most likely tokens to return
+    at each position.
     target_prompt_tokens: int64 [P - 1, K], more tokens whose log-probabilities to return at positions 1, 2, ... of the
     prompt; -1 marks an empty cell.
     """
@@ -181,6 +177,7 @@ class Sample(Message, frozen=True):
     sampler: SamplerRef
     prompt: Array
     num_samples: int = 1
+    num_continued: int = 0
     max_tokens: int | None = None
     temperature: float = 1.0
     top_k: int | None = None
@@ -303,9 +300,9 @@ class GradientsAborted(Message, frozen=True):
 
 
 class Saved(Message, frozen=True):
-    """Result of the Save operations. checkpoint is None for weights kept in memory under sampler_id."""
+    """Result of the Save operations. sampler_id: the sampling session that uses the weights, if they have no name."""
 
-    checkpoint: CheckpointRef | None
+    checkpoint: CheckpointRef
     sampler_id: str | None = None
     size_bytes: int = 0
     num_files: int = 0

@@ -11,7 +11,7 @@ import msgspec
 
 from xorl.server.identifiers import CheckpointRef
 from xorl.server.messages import Accepted, Cancel, Finished, Ok, Pending, Poll, Rejected, Submit, Tombstone, Unknown
-from xorl.server.operations import BlockFp8, Endpoint, LoraSpec, Message
+from xorl.server.operations import BaseSampler, BlockFp8, CheckpointSampler, Endpoint, LoraSpec, Message
 
 
 class GetService(Message, frozen=True):
@@ -41,12 +41,13 @@ class GetStatus(Message, frozen=True):
 
 
 class SessionStatus(Message, frozen=True):
-    """The status of a session, or of a model without one."""
+    """The status of a session, or of a model without one. is_gone: its client has gone silent and waits for nothing."""
 
     session_id: str
     models: list[str]
     num_requests: int
     last_active: float
+    is_gone: bool = False
 
 
 class ErrorSeen(Message, frozen=True):
@@ -149,6 +150,39 @@ class GetModel(Message, frozen=True):
     model_id: str
 
 
+class SearchSessions(Message, frozen=True):
+    """Ask for the sessions that match, newest first; answered by FoundSessions. None and {} match all.
+
+    session_id, display_name: a session that matches either one matches; every word must be in the name, in any case.
+    statuses: as in FoundSession. before: creation and id of the last session of the page before.
+    """
+
+    limit: int
+    session_id: str | None = None
+    display_name: str | None = None
+    user_metadata: dict[str, str] = msgspec.field(default_factory=dict)
+    statuses: tuple[str, ...] | None = None
+    before: tuple[float, str] | None = None
+
+
+class FoundSession(Message, frozen=True):
+    """A session that was found. status: active, its client's reason to finish it, or None without a client."""
+
+    session_id: str
+    created: float
+    status: str | None
+    num_checkpoints: int
+    display_name: str | None
+    user_metadata: dict[str, str]
+
+
+class FoundSessions(Message, frozen=True):
+    """Answer to SearchSessions: one page. has_more: whether more sessions match."""
+
+    sessions: list[FoundSession]
+    has_more: bool
+
+
 class ModelInfo(Message, frozen=True):
     """A model. lora: None for full weights."""
 
@@ -187,6 +221,30 @@ class SamplingSession(Message, frozen=True):
     base_model: str
     checkpoint: CheckpointRef | None
     name: str | None
+
+
+class ListServedModels(Message, frozen=True):
+    """Ask for the models that can be sampled from by name; answered by ServedModels."""
+
+
+class FindServedModel(Message, frozen=True):
+    """Ask for the weights of such a name now; answered by ServedModel."""
+
+    name: str
+
+
+class ServedModel(Message, frozen=True):
+    """A model that can be sampled from by name. created: when its weights were saved."""
+
+    name: str
+    created: float
+    sampler: BaseSampler | CheckpointSampler
+
+
+class ServedModels(Message, frozen=True):
+    """Answer to ListServedModels: the base first, then the newest first."""
+
+    models: list[ServedModel]
 
 
 class ListCheckpoints(Message, frozen=True):
@@ -341,9 +399,12 @@ Request = (
     | FinishSession
     | GetSession
     | ListSessions
+    | SearchSessions
     | GetModel
     | CreateSamplingSession
     | GetSampler
+    | ListServedModels
+    | FindServedModel
     | ListCheckpoints
     | DeleteCheckpoint
     | SetCheckpointTtl
@@ -371,8 +432,11 @@ Answer = (
     | SessionCreated
     | SessionInfo
     | Sessions
+    | FoundSessions
     | ModelInfo
     | SamplingSession
+    | ServedModel
+    | ServedModels
     | CheckpointInfo
     | CheckpointList
     | WeightsInfo

@@ -19,7 +19,9 @@ from xorl.server.api import (
     control_routes,
     endpoint_routes,
     future_routes,
+    openai_routes,
     sampling_routes,
+    search_routes,
     status_routes,
     training_routes,
 )
@@ -41,7 +43,9 @@ ROUTERS = (
     future_routes.router,
     training_routes.router,
     sampling_routes.router,
+    openai_routes.router,
     control_routes.router,
+    search_routes.router,
     checkpoint_routes.router,
     checkpoint_routes.files_router,
     endpoint_routes.router,
@@ -89,6 +93,30 @@ async def update_hosted_weights(request: Request) -> Response:
     return await _refuse(request, Refusal(400, reason))
 
 
+_NOT_SERVED = {
+    "copy_weights": "this service has no projects to copy weights between; every client can train and sample from any "
+    "checkpoint by its path, and PUT .../ttl keeps it longer",
+    "publish": "every client of this service can already read any checkpoint by its path, so none can be published or "
+    "made private",
+    "project": "this service has no projects",
+    "trace_export": "this service records no traces; see its log and /metrics",
+    "create_custom_loss": "forward_backward_custom computes a loss in the client; this service runs no graphs",
+    "join_sampling_session": "sampling sessions here do not count their clients; a clone samples without it",
+}
+
+
+@unsupported.post("/copy_weights")
+@unsupported.post("/create_custom_loss")
+@unsupported.post("/join_sampling_session")
+@unsupported.api_route("/training_runs/{model_id}/checkpoints/{kind}/{name}/publish", methods=["POST", "DELETE"])
+@unsupported.put("/sessions/{session_id}/project")
+@unsupported.get("/sessions/{session_id}/trace_export")
+async def not_served(request: Request) -> Response:
+    """Refuse a call of the clients that has no meaning here."""
+    path = request.url.path.rpartition("/")[2]
+    return await _refuse(request, Refusal(400, f"{path}: {_NOT_SERVED[path]}"))
+
+
 @unsupported.post("/{path:path}")
 async def unknown(request: Request) -> Response:
     """Refuse every POST that no other route matches."""
@@ -108,14 +136,14 @@ async def _on_refusal(request: Request, problem: Exception) -> Response:
     assert isinstance(problem, Refusal)
     if problem.status >= 500:
         logger.warning("event=request_refused path=%s status=%d why=%r", request.url.path, problem.status, str(problem))
-    return problem.response()
+    return problem.response(request.url.path)
 
 
 async def _on_http_error(request: Request, problem: Exception) -> Response:
     assert isinstance(problem, HTTPException)
     # The catch-all route for POST turns other methods on unknown paths into a 405.
     if problem.status_code in (404, 405):
-        return Refusal(404, f"this service has no {request.method} {request.url.path[:200]}").response()
+        return Refusal(404, f"this service has no {request.method} {request.url.path[:200]}").response(request.url.path)
     return Refusal(problem.status_code, str(problem.detail)).response()
 
 
@@ -133,4 +161,4 @@ async def _on_unexpected_error(request: Request, problem: Exception) -> Response
     # The traceback goes to the log only. Clients retry a poll that fails with 5xx forever, so a poll gets 400.
     logger.error("event=request_failed path=%s", request.url.path, exc_info=problem)
     status = 400 if request.url.path.endswith("/retrieve_future") else 500
-    return Refusal(status, "the service failed on this request, see its log").response()
+    return Refusal(status, "the service failed on this request, see its log").response(request.url.path)

@@ -99,8 +99,9 @@ def api_of(request: Request) -> Api:
 
 
 def dialect_of(request: Request) -> Dialect:
-    """The dialect of the answer: only the tinker client sends a header with its version."""
-    return "tinker" if "x-sdk-version" in request.headers else "xorl"
+    """The dialect of the answer. Only newer releases of tinker send their version; all send their name."""
+    is_tinker = "x-sdk-version" in request.headers or "Tinker/" in request.headers.get("user-agent", "")
+    return "tinker" if is_tinker else "xorl"
 
 
 def is_protobuf(request: Request) -> bool:

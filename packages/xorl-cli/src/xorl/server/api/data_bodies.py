@@ -17,6 +17,10 @@ from xorl.server.operations import ForwardBackward, OptimStep
 
 _DTYPE_NAMES: dict[int, Dtype] = {1: "float32", 2: "int64", 3: "int32", 4: "bfloat16"}
 _NO_REPLAY = "routed_experts: replaying a sampler's routing is not supported, send the data without it"
+NO_STABLE_REINFORCE = (
+    "stable_reinforce is not supported: its objective is not published, so a loss of that name would be another one. "
+    "Train with another loss_fn, such as ppo, cispo or gspo"
+)
 LossOptions = dict[str, float | str | bool | None]
 
 
@@ -213,6 +217,8 @@ def _forward_backward(
 ) -> ForwardBackward:
     if not data:
         raise ValueError("data is empty")
+    if loss_fn == "stable_reinforce":
+        raise ValueError(NO_STABLE_REINFORCE)
     for name, value in options.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"loss option {name!r} must be finite, got {value}")

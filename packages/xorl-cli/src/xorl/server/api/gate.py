@@ -83,7 +83,7 @@ class Gate:
             refusal = self._refusal(Request(scope))
             if refusal is not None:
                 self._metrics.refused.inc()
-                await refusal.response()(scope, receive, observe)
+                await refusal.response(scope["path"])(scope, receive, observe)
             else:
                 await self._app(scope, receive, observe)
         except asyncio.CancelledError:

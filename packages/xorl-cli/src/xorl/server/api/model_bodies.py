@@ -155,7 +155,7 @@ class SaveWeightsBody(msgspec.Struct, frozen=True):
 
 
 class SaveForSamplerBody(msgspec.Struct, frozen=True):
-    """The body of /save_weights_for_sampler. path and name are synonyms; without either, weights are kept in memory."""
+    """The body of /save_weights_for_sampler. path and name are synonyms; without them, it begins a sampling session."""
 
     model_id: str = "default"
     path: str | None = None
@@ -176,7 +176,9 @@ class SaveForSamplerBody(msgspec.Struct, frozen=True):
         sampler_id = None
         if name is None:
             if self.sampling_session_seq_id is None:
-                raise ValueError("name is missing: set it, or sampling_session_seq_id to keep the weights in memory")
+                raise ValueError(
+                    "name is missing: set it, or sampling_session_seq_id for a sampling session with the weights"
+                )
             sampler_id = sampling_session_id_of(session_of(self.model_id), self.sampling_session_seq_id)
         return SaveWeightsForSampler(
             check_model_id(self.model_id),

@@ -52,12 +52,19 @@ class Refusal(Exception):
         """Whether clients must not retry the request."""
         return (400 <= self.status < 500 and self.status not in (408, 429)) or self.status == 507
 
-    def response(self) -> Response:
-        """The response. xorl-client shows its `detail`, tinker the whole body."""
+    def response(self, path: str = "") -> Response:
+        """The response. xorl-client shows its `detail`, tinker the body, OpenAI's client the `error` under /v1."""
         headers = {"x-should-retry": "false" if self.is_final else "true"}
         if self.status in (429, 503):
             headers["retry-after"] = "1"
-        return json_response({"detail": self.message}, self.status, headers)
+        content: JSON = openai_error(self) if path.startswith("/v1/") else {"detail": self.message}
+        return json_response(content, self.status, headers)
+
+
+def openai_error(refusal: Refusal) -> dict[str, JSON]:
+    """The body of a refusal for OpenAI's client."""
+    kind = "invalid_request_error" if refusal.status < 500 else "server_error"
+    return {"error": {"message": refusal.message, "type": kind, "param": None, "code": refusal.status}}
 
 
 @contextmanager

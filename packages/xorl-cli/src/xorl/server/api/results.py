@@ -125,13 +125,13 @@ def sample_json(result: SampleResult) -> JSON:
 
 
 def saved_json(result: Saved, dialect: Dialect) -> JSON:
-    """The checkpoint's path, or the sampling session for weights kept in memory."""
-    if result.checkpoint is None:
+    """The checkpoint's path, or the sampling session of weights without a name."""
+    if result.sampler_id is not None:
         return {"type": "save_weights_for_sampler", "path": None, "sampling_session_id": result.sampler_id}
     return {
         "type": _SAVED_TYPES[result.checkpoint.kind],
         "path": result.checkpoint.uri(dialect),
-        "sampling_session_id": result.sampler_id,
+        "sampling_session_id": None,
         "size_bytes": result.size_bytes,
     }
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from xorl.server.api.data_bodies import ModelInputJson
+from xorl.server.api.data_bodies import NO_STABLE_REINFORCE, ModelInputJson
 from xorl.server.api.tensors import ByteBudget, TensorJson, array_of_json, tokens_array
 from xorl.server.identifiers import parse_uri
 from xorl.server.operations import BaseSampler, CheckpointSampler, NamedSampler, Sample, SamplerRef, SessionSampler
@@ -48,10 +48,7 @@ class SampleBody(msgspec.Struct, frozen=True):
     def operation(self, vocab_size: int | None, budget: ByteBudget) -> Sample:
         """The operation, validated; raises ValueError."""
         if self.record_stability_info:
-            raise ValueError(
-                "record_stability_info is not supported, nor is its loss stable_reinforce: leave it out and train with "
-                "another loss_fn, such as ppo, cispo or gspo"
-            )
+            raise ValueError(f"record_stability_info: {NO_STABLE_REINFORCE}")
         for name in ("prompt_alt_tokens_k", "prompt_logprobs_last_n"):
             if getattr(self, name):
                 raise ValueError(f"{name} is not supported, leave it out")

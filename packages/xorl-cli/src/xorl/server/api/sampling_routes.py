@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
 
 import msgspec
 import numpy as np
@@ -17,10 +16,10 @@ from xorl.server.api.model_bodies import checkpoint_of
 from xorl.server.api.responses import JSON, Refusal, json_response, refuse_invalid
 from xorl.server.api.results import likely_tokens
 from xorl.server.api.sampling_bodies import GenerateBody, SampleBody
+from xorl.server.api.sampling_calls import sample, while_connected
 from xorl.server.api.tensors import ByteBudget
 from xorl.server.datum import Array
 from xorl.server.identifiers import SeqId, sampling_session_id_of
-from xorl.server.messages import Cancel, Ok
 from xorl.server.operations import SampledSequence, SampleResult, TopLogprobs
 from xorl.server.queries import CreateSamplingSession, GetSampler, SamplingSession, ServiceInfo
 
@@ -74,7 +73,7 @@ async def get_sampler(request: Request, sampling_session_id: str) -> Response:
         {
             "sampler_id": session.sampling_session_id,
             "base_model": session.base_model,
-            "model_path": None if session.checkpoint is None else session.checkpoint.uri("tinker"),
+            "model_path": session.checkpoint.uri("tinker") if session.checkpoint and session.name else None,
         }
     )
 
@@ -104,13 +103,11 @@ async def generate(request: Request) -> Response:
         raise Refusal(400, "the body must have either text or input_ids")
     ids = given.input_ids or await api.text.encode(info.tokenizer, given.text or "")
     with refuse_invalid():
-        sample = given.operation(ids, info.vocab_size)
-    request_id = await api.orchestrator.submit(sample, "xorl")
-    result = await _while_connected(request, api.orchestrator.result(request_id, SampleResult))
-    if result is None:
-        # The client does not know the id, so it cannot fetch the result.
-        await api.orchestrator.ask(Cancel(request_id), Ok)
+        operation = given.operation(ids, info.vocab_size)
+    answer = await while_connected(request, sample(api, operation))
+    if answer is None:
         return Response(status_code=_CLIENT_LEFT)
+    request_id, result = answer
     sequences = result.sequences or [_NOTHING_SAMPLED] * given.sampling_params.n
     texts = await asyncio.gather(*(api.text.decode(info.tokenizer, one.tokens.numpy().tolist()) for one in sequences))
     answers = [
@@ -118,23 +115,6 @@ async def generate(request: Request) -> Response:
         for index, (sequence, text) in enumerate(zip(sequences, texts, strict=True))
     ]
     return json_response(answers[0] if given.sampling_params.n == 1 else answers)
-
-
-async def _while_connected(request: Request, answer: Coroutine[None, None, SampleResult]) -> SampleResult | None:
-    """Wait for the answer; cancel it and return None if the client closes its connection first."""
-    answering, disconnecting = asyncio.ensure_future(answer), asyncio.ensure_future(_disconnect(request))
-    try:
-        await asyncio.wait([answering, disconnecting], return_when=asyncio.FIRST_COMPLETED)
-        return answering.result() if answering.done() else None
-    finally:
-        answering.cancel()
-        disconnecting.cancel()
-
-
-async def _disconnect(request: Request) -> None:
-    """Wait until the client closes its connection. The request's body must have been read."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 def _generated(

@@ -57,6 +57,7 @@ async def status_json(request: Request) -> Response:
                     "models": session.models,
                     "num_requests": session.num_requests,
                     "last_active": iso(session.last_active),
+                    "is_gone": session.is_gone,
                 }
                 for session in status.sessions
             ],

@@ -1,16 +1,23 @@
-"""Converts text to tokens and back for /generate; loads the served model's tokenizer on first use."""
+"""Converts text to tokens and back, and conversations to prompts; loads the served model's tokenizer on first use."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer
 
 from xorl.server.api.responses import Refusal
 
+if TYPE_CHECKING:
+    from xorl.data.formats import TextTokenizer
+
 logger = logging.getLogger(__name__)
+
+Message = dict[str, object]
 
 
 class TextCoder:
@@ -18,25 +25,83 @@ class TextCoder:
 
     def __init__(self) -> None:
         self._loaded: dict[str, Tokenizer | None] = {}
+        self._chat_tokenizers: dict[str, TextTokenizer] = {}
         self._loading = asyncio.Lock()
 
     async def encode(self, tokenizer: str, text: str) -> list[int]:
         """Token ids of `text`, including the tokenizer's special tokens. Raises Refusal(501) without a tokenizer."""
-        coder = await self._tokenizer(tokenizer)
-        if coder is None:
-            raise Refusal(501, f"the tokenizer {tokenizer}, which text needs, cannot be loaded: send input_ids")
-        return coder.encode(text).ids
+        return (await self.require(tokenizer)).encode(text).ids
 
     async def decode(self, tokenizer: str, ids: list[int]) -> str | None:
         """The text of `ids` without special tokens. None if there is no tokenizer: clients may need only the ids."""
         coder = await self._tokenizer(tokenizer)
         return None if coder is None else coder.decode(ids)
 
+    async def encode_chat(
+        self, tokenizer: str, messages: Sequence[Message], variables: Mapping[str, object], *, asks_for_answer: bool
+    ) -> list[int]:
+        """Token ids of a conversation, rendered with the tokenizer's chat template and these variables.
+
+        asks_for_answer: end with the template's prompt for an answer. Raises Refusal: 501 without a tokenizer or a
+        template, 400 if the template rejects the messages.
+        """
+        coder = await self.require(tokenizer)
+        async with self._loading:
+            if tokenizer not in self._chat_tokenizers:
+                self._chat_tokenizers[tokenizer] = await asyncio.to_thread(_load_chat_tokenizer, tokenizer)
+        chat_tokenizer = self._chat_tokenizers[tokenizer]
+        # The template writes its special tokens itself.
+        text = await asyncio.to_thread(_render, chat_tokenizer, messages, variables, asks_for_answer)
+        return coder.encode(text, add_special_tokens=False).ids
+
+    async def require(self, tokenizer: str) -> Tokenizer:
+        """The tokenizer. Raises Refusal(501) if it cannot be loaded."""
+        coder = await self._tokenizer(tokenizer)
+        if coder is None:
+            raise Refusal(501, f"the tokenizer {tokenizer}, which text needs, cannot be loaded: send token ids")
+        return coder
+
     async def _tokenizer(self, name: str) -> Tokenizer | None:
         async with self._loading:
             if name not in self._loaded:
                 self._loaded[name] = await asyncio.to_thread(_load, name)
             return self._loaded[name]
+
+
+class TextStream:
+    """The text of a sample that grows: the part that no further token can change, without what follows a stop string.
+
+    decode: the text of token ids.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str], stops: Sequence[str]) -> None:
+        self._decode = decode
+        self._stops = stops
+        self._tokens: list[int] = []
+        self._num_sent = 0
+
+    def add(self, tokens: Sequence[int], *, is_last: bool) -> str:
+        """Add tokens; returns the new text."""
+        self._tokens += tokens
+        text, is_stopped = until_stop(self._decode(self._tokens), self._stops)
+        if not is_last and not is_stopped:
+            # The bytes of a character may be in several tokens, and a stop string may have begun.
+            text = text.rstrip("\ufffd")
+            text = text[: len(text) - max((_overlap(text, stop) for stop in self._stops), default=0)]
+        new = text[self._num_sent :]
+        self._num_sent += len(new)
+        return new
+
+
+def until_stop(text: str, stops: Sequence[str]) -> tuple[str, bool]:
+    """The text before the first stop string, and whether there is one."""
+    found = [position for stop in stops if (position := text.find(stop)) >= 0]
+    return (text[: min(found)], True) if found else (text, False)
+
+
+def _overlap(text: str, stop: str) -> int:
+    """The length of the longest end of `text` with which `stop` begins."""
+    return next((n for n in range(min(len(text), len(stop)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 def _load(name: str) -> Tokenizer | None:
@@ -46,3 +111,33 @@ def _load(name: str) -> Tokenizer | None:
     except Exception:  # the library raises no narrower type
         logger.exception("event=no_tokenizer name=%s", name)
         return None
+
+
+def _load_chat_tokenizer(name: str) -> TextTokenizer:
+    # Loads torch and transformers, without which this process starts.
+    from xorl.data.errors import DataError  # noqa: PLC0415
+    from xorl.data.formats import load_tokenizer  # noqa: PLC0415
+
+    try:
+        return load_tokenizer(Path(name))
+    except DataError as problem:
+        raise Refusal(501, f"conversations need the model's tokenizer: {problem}") from None
+
+
+def _render(
+    tokenizer: TextTokenizer, messages: Sequence[Message], variables: Mapping[str, object], asks_for_answer: bool
+) -> str:
+    # As in `_load_chat_tokenizer`.
+    from xorl.data.errors import DataError  # noqa: PLC0415
+    from xorl.data.formats.template import TemplateRefusal, load_template  # noqa: PLC0415
+
+    try:
+        template = load_template("tokenizer_path", None, tokenizer, with_tools=False, kwargs=variables)
+        unknown = sorted(variables.keys() - template.variables)
+        if unknown:
+            raise Refusal(400, f"chat_template_kwargs: the model's chat template has no variable {unknown[0]!r}")
+        return template.render(messages, None, add_generation_prompt=asks_for_answer)
+    except DataError as problem:
+        raise Refusal(501, f"conversations need a chat template: {problem}") from None
+    except TemplateRefusal as problem:
+        raise Refusal(400, f"messages: the model's chat template refuses them: {problem}") from None

@@ -131,7 +131,6 @@ async def save_full_weights(request: Request) -> Response:
     request_id, ordered = await submit_operation(request, read)
     saved = await api.orchestrator.result(request_id, Saved)
     assert isinstance(ordered.operation, SaveFullWeights)
-    assert saved.checkpoint is not None, "an export is a checkpoint"
     folder = checkpoint_folder(Path((await api.orchestrator.info()).output_dir), saved.checkpoint)
     num_shards = len(list(folder.glob("*.safetensors")))
     path = saved.checkpoint.uri("xorl")
@@ -159,7 +158,7 @@ async def kill_session(request: Request) -> Response:
     if given.save_checkpoint:
         save = SaveWeights(model_id, f"killed-{secrets.token_hex(4)}")
         saved = await api.orchestrator.run(save, Saved)
-        path = None if saved.checkpoint is None else saved.checkpoint.uri("xorl")
+        path = saved.checkpoint.uri("xorl")
     await api.orchestrator.run(UnloadModel(model_id), Unloaded)
     message = f"model {model_id} was unloaded"
     return json_response({"success": True, "message": message, "checkpoint_path": path})

@@ -12,13 +12,24 @@ from msgspec.structs import replace
 
 from xorl.server.identifiers import seed_of
 from xorl.server.messages import Accepted, Ok, Rejected, Submit, Tombstone
-from xorl.server.operations import CreateModel, Failure, LoraSpec, ModelCreated, ModelOperation, Sample, SessionSampler
+from xorl.server.operations import (
+    CheckpointSampler,
+    CreateModel,
+    Failure,
+    LoraSpec,
+    ModelCreated,
+    ModelOperation,
+    Sample,
+    SaveWeightsForSampler,
+    SessionSampler,
+)
 from xorl.server.orchestrator.commit import JournalError
 from xorl.server.orchestrator.journal import Submission, Written
 from xorl.server.orchestrator.lane import Ticket
 from xorl.server.orchestrator.operation_properties import (
     INTERNAL_PREFIX,
-    RECOVERY_PREFIX,
+    RESERVED_PREFIXES,
+    UNNAMED_PREFIX,
     cost_of,
     decode_result,
     encode,
@@ -28,6 +39,7 @@ from xorl.server.orchestrator.operation_properties import (
 from xorl.server.orchestrator.registry import ModelRecord, stored
 from xorl.server.orchestrator.service_queries import session_limit_refusal
 from xorl.server.orchestrator.state import State
+from xorl.server.orchestrator.unnamed import note_use
 
 logger = logging.getLogger(__name__)
 
@@ -120,11 +132,13 @@ class Admission:
                 f"request {submit.seq_id} of model {model.model_id} was already accepted or skipped; the next number "
                 f"is {state.scheduler.next_seq(model.lane)}",
             )
-        checkpoint = saved_as(operation)
-        if checkpoint is not None and checkpoint.name.startswith(RECOVERY_PREFIX):
+        if isinstance(operation, SaveWeightsForSampler) and operation.name is None:
+            operation = replace(operation, name=f"{UNNAMED_PREFIX}{submit.request_id}")
+        elif (checkpoint := saved_as(operation)) is not None and checkpoint.name.startswith(RESERVED_PREFIXES):
             if submit.seq_id is not None:
                 await self.reject(Tombstone(model.model_id, submit.seq_id))
-            raise Refused(400, f"names that begin with {RECOVERY_PREFIX} are reserved for the service; choose another")
+            prefixes = " or ".join(RESERVED_PREFIXES)
+            raise Refused(400, f"names that begin with {prefixes} are reserved for the service; choose another")
         return await self._journal_and_queue(
             _submission(submit.request_id, operation, model.client, model.lane, submit=submit)
         )
@@ -254,7 +268,11 @@ class Admission:
             sampler = self._state.registry.samplers.get(name)
             if sampler is None:
                 raise Refused(404, f"there is no sampling session {name}")
+            if sampler.checkpoint is not None:
+                note_use(self._state.registry, sampler.checkpoint, time.time())
             return sampler.session_id or name
+        if isinstance(operation.sampler, CheckpointSampler):
+            note_use(self._state.registry, operation.sampler.checkpoint, time.time())
         return submit.session_id or "samples"
 
 

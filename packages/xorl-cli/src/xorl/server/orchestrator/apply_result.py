@@ -40,6 +40,7 @@ from xorl.server.orchestrator.operation_properties import (
 )
 from xorl.server.orchestrator.registry import CheckpointRecord, ModelRecord, SamplerRecord, checkpoint_key, stored
 from xorl.server.orchestrator.state import State
+from xorl.server.orchestrator.unnamed import KEPT_S, NUM_ADAPTERS, NUM_WHOLE_MODELS, expire_excess, is_unnamed
 
 
 def apply_result(
@@ -47,13 +48,15 @@ def apply_result(
 ) -> Outcome:
     """Update the records for the result of a request. workers: the incarnation that ran it, for `seconds`."""
     now, model = time.time(), state.model_of(ticket)
+    if isinstance(result, Saved) and isinstance(operation, SaveWeightsForSampler):
+        result = replace(result, sampler_id=operation.sampler_id)
     if model is None:
         return Outcome(ticket.request_id, encode(result), now)
     records: list[Record] = []
     tail = None if isinstance(result, Failure) else tail_of(operation)
     cuts: Literal["settled", "all"] | None = None
     if isinstance(result, Failure):
-        records = _apply_failure(state, model, operation, result)
+        _apply_failure(model, operation, result)
     elif tail is not None:
         _apply_training(model, operation, result, seconds)
         model.tail_bytes += ticket.size
@@ -61,32 +64,20 @@ def apply_result(
         _apply_creation(state, model, result, workers)
     elif isinstance(result, Unloaded):
         model.state, model.workers, cuts = "unloaded", None, "all"
-        records = state.registry.drop_snapshots(model.model_id)
+        records = expire_excess(state.registry, model.model_id, now, num_kept=0)
     elif isinstance(result, Saved):
         cuts = "settled" if isinstance(operation, SaveWeights) else None
         model.save_s = seconds if cuts else model.save_s
         is_internal = ticket.request_id.startswith(INTERNAL_PREFIX)
-        records = apply_save(state, model, operation, result, workers, is_internal=is_internal)
+        records = apply_save(state, model, operation, result, is_internal=is_internal)
     records += state.leave_order(ticket)
     return Outcome(ticket.request_id, encode(result), now, tail, cuts, model.lane, records)
 
 
 def apply_save(
-    state: State, model: ModelRecord, operation: Operation, result: Saved, workers: str | None, *, is_internal: bool
+    state: State, model: ModelRecord, operation: Operation, result: Saved, *, is_internal: bool
 ) -> list[Record]:
-    """Update the model's record after a save; returns the records of the checkpoint or snapshot."""
-    if isinstance(operation, SaveWeightsForSampler) and operation.sampler_id is not None:
-        sampler = SamplerRecord(
-            operation.sampler_id,
-            model.session_id,
-            state.options.model_name,
-            time.time(),
-            snapshot_of=model.model_id,
-            workers=workers,
-            version=weights_version(model),
-        )
-        state.registry.samplers[sampler.sampling_session_id] = sampler
-        return [stored(sampler)]
+    """Update the model's record after a save; returns the records of the checkpoint and its sampling session."""
     checkpoint = saved_as(operation)
     if checkpoint is None:
         return []
@@ -100,7 +91,9 @@ def apply_save(
     if checkpoint.name.startswith(RECOVERY_PREFIX):
         model.num_recoveries += 1
         return []
-    now = time.time()
+    now, ttl_s = time.time(), operation.ttl_s
+    if is_unnamed(checkpoint) and ttl_s is None:
+        ttl_s = KEPT_S
     record = CheckpointRecord(
         checkpoint,
         now,
@@ -108,12 +101,18 @@ def apply_save(
         model.lora,
         model.num_steps,
         {} if isinstance(operation, SaveFullWeights) else operation.user_metadata,
-        None if operation.ttl_s is None else now + operation.ttl_s,
+        None if ttl_s is None else now + ttl_s,
         weights_version(model),
         is_initial=is_internal,
     )
     state.registry.checkpoints[record.key] = record
-    return [stored(record)]
+    records = [stored(record)]
+    if isinstance(operation, SaveWeightsForSampler) and operation.sampler_id is not None:
+        sampler = SamplerRecord(operation.sampler_id, model.session_id, state.options.model_name, now, checkpoint)
+        state.registry.samplers[sampler.sampling_session_id] = sampler
+        num_kept = NUM_ADAPTERS if state.options.enable_lora else NUM_WHOLE_MODELS
+        records += [stored(sampler), *expire_excess(state.registry, model.model_id, now, num_kept=num_kept)]
+    return records
 
 
 def _apply_creation(state: State, model: ModelRecord, result: ModelCreated, workers: str | None) -> None:
@@ -140,12 +139,10 @@ def _apply_training(model: ModelRecord, operation: Operation, result: Result, se
         model.num_steps = result.num_steps
 
 
-def _apply_failure(state: State, model: ModelRecord, operation: Operation, failure: Failure) -> list[Record]:
+def _apply_failure(model: ModelRecord, operation: Operation, failure: Failure) -> None:
     if isinstance(operation, CreateModel):
         model.state = "failed"
     elif isinstance(operation, SaveWeights) and saved_as(operation) == model.boundary:
         model.is_overwriting = False
-    if not failure.model_given_up:
-        return []
-    model.workers = None
-    return state.registry.drop_snapshots(model.model_id)
+    if failure.model_given_up:
+        model.workers = None

@@ -19,9 +19,10 @@ from xorl.server.orchestrator.admission import Admission
 from xorl.server.orchestrator.catalogue import CheckpointFolder
 from xorl.server.orchestrator.commit import JournalError
 from xorl.server.orchestrator.eviction import save_dependents
-from xorl.server.orchestrator.operation_properties import RECOVERY_PREFIX
+from xorl.server.orchestrator.operation_properties import RESERVED_PREFIXES, UNNAMED_PREFIX
 from xorl.server.orchestrator.registry import CheckpointRecord, checkpoint_key, deleted, stored
 from xorl.server.orchestrator.state import State
+from xorl.server.orchestrator.unnamed import is_unnamed
 from xorl.server.queries import (
     CheckpointInfo,
     CheckpointList,
@@ -40,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 
 async def list_checkpoints(state: State, query: ListCheckpoints) -> CheckpointList:
-    """Checkpoints, newest first, without the service's recovery checkpoints."""
+    """Checkpoints, newest first, without those under the service's own names."""
     found = await _scan(state, query.model_id)
     stop = None if query.limit is None else query.offset + query.limit
     return CheckpointList([_info(state, one) for one in found[query.offset : stop]], len(found))
@@ -129,7 +130,8 @@ async def _runs(state: State, model_id: str | None = None) -> list[TrainingRun]:
     newest: dict[str, dict[str, CheckpointFolder]] = {}
     for found in await _scan(state, model_id):
         newest.setdefault(found.checkpoint.model_id, {}).setdefault(found.checkpoint.kind, found)
-    names = {*newest, *state.registry.models}
+    created = {name for name, model in state.registry.models.items() if model.state not in ("creating", "failed")}
+    names = {*newest, *created}
     runs = [_run(state, name, newest.get(name, {})) for name in names if model_id in (None, name)]
     return sorted(runs, key=lambda run: run.last_active, reverse=True)
 
@@ -156,7 +158,7 @@ async def _scan(state: State, model_id: str | None) -> list[CheckpointFolder]:
     return [
         one
         for one in found
-        if not one.checkpoint.name.startswith(RECOVERY_PREFIX) and not state.is_unavailable(one.checkpoint)
+        if not one.checkpoint.name.startswith(RESERVED_PREFIXES) and not state.is_unavailable(one.checkpoint)
     ]
 
 
@@ -168,12 +170,17 @@ def _info(state: State, found: CheckpointFolder) -> CheckpointInfo:
 async def adopt(state: State) -> None:
     """Add records for checkpoints in the output folder that are missing in the journal, for example in a new one.
 
-    The records come from the checkpoints' manifests. Exports have no manifest and are skipped.
+    The records come from the checkpoints' manifests. Exports have no manifest and are skipped. Weights that were saved
+    without a name are deleted, since no sampling session uses them, unless their save has not ended.
     """
     folder, known = state.options.folder, state.registry.checkpoints
     for ref in await asyncio.to_thread(catalogue.list_refs, folder):
-        is_recovery = ref.name.startswith(RECOVERY_PREFIX)
-        if ref.kind != "external_weights" and not is_recovery and checkpoint_key(ref) not in known:
+        if is_unnamed(ref) and checkpoint_key(ref) not in known:
+            if ref.name.removeprefix(UNNAMED_PREFIX) not in state.open:
+                await asyncio.to_thread(catalogue.delete, folder, ref)
+            continue
+        is_own = ref.name.startswith(RESERVED_PREFIXES)
+        if ref.kind != "external_weights" and not is_own and checkpoint_key(ref) not in known:
             found = await asyncio.to_thread(catalogue.find, folder, ref)
             record = None if found is None else await asyncio.to_thread(_record_from_manifest, state, found)
             if record is not None:

@@ -14,23 +14,15 @@ from xorl.server.orchestrator import catalogue, waiting
 from xorl.server.orchestrator.admission import Admission
 from xorl.server.orchestrator.apply_result import apply_save
 from xorl.server.orchestrator.operation_properties import EVICTION, INTERNAL_PREFIX, RECOVERY_PREFIX
-from xorl.server.orchestrator.registry import ModelRecord, stored
+from xorl.server.orchestrator.registry import ModelRecord, silence_limit_s, stored
 from xorl.server.orchestrator.state import State
+from xorl.server.orchestrator.unnamed import expire_excess
 from xorl.server.orchestrator.workers import Incarnation
 
 logger = logging.getLogger(__name__)
 
-# Clients with a session send a heartbeat every ten seconds, and warn their user after this long without an answer.
-SESSION_SILENCE_S = 120.0
-# A client without heartbeats may be busy with its last result.
-SESSIONLESS_SILENCE_S = 600.0
 # How often `save_dependents` checks whether a model still needs the checkpoint.
 DEPENDENT_POLL_S = 1.0
-
-
-def silence_limit_s(model: ModelRecord) -> float:
-    """After how many seconds of silence a model's client counts as gone."""
-    return SESSION_SILENCE_S if model.session_id is not None else SESSIONLESS_SILENCE_S
 
 
 def recovery_save(model: ModelRecord) -> SaveWeights:
@@ -108,7 +100,7 @@ class Eviction:
         result = await _run_internal(save, workers)
         if not isinstance(result, Saved):
             return result if isinstance(result, Failure) else Failure("server", 500, f"not saved: {result}")
-        apply_save(state, model, save, result, workers.name, is_internal=True)
+        apply_save(state, model, save, result, is_internal=True)
         await state.journal.settle(model.lane, [stored(model)])
         await self.delete_obsolete(model)
         return None
@@ -135,7 +127,10 @@ class Eviction:
                     return failure
                 await _run_internal(UnloadModel(model.model_id), workers)
             model.state, model.workers = "released", None
-            await self._state.journal.put([stored(model), *self._state.registry.drop_snapshots(model.model_id)])
+            records = [stored(model)]
+            if self._state.registry.client_has_left(model):
+                records += expire_excess(self._state.registry, model.model_id, time.time(), num_kept=0)
+            await self._state.journal.put(records)
         logger.info("event=released model=%s", model.model_id)
         return None
 

@@ -13,9 +13,10 @@ from xorl.server.orchestrator.admission import Admission
 from xorl.server.orchestrator.commit import JournalError
 from xorl.server.orchestrator.journal import PRUNED_AT_ONCE, Retention
 from xorl.server.orchestrator.operation_properties import EVICTION
-from xorl.server.orchestrator.registry import deleted, stored
+from xorl.server.orchestrator.registry import checkpoint_key, deleted, stored
 from xorl.server.orchestrator.runner import stop_if_broken
 from xorl.server.orchestrator.state import State
+from xorl.server.orchestrator.unnamed import KEPT_S, is_unnamed, unnamed_of
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +110,7 @@ class Housekeeping:
 
     async def _delete_old_records(self, now: float) -> None:
         """Delete the records of sessions long unused, of their samplers, and of samplers whose weights are gone."""
-        registry, current = self._state.registry, self._state.workers.incarnation
+        registry = self._state.registry
         used = {model.session_id for model in registry.models.values() if model.exists}
         sessions = [
             session
@@ -123,8 +124,9 @@ class Housekeeping:
             for sampler in registry.samplers.values()
             if sampler.session_id in ended
             or (
-                sampler.snapshot_of is not None
-                and current not in (None, sampler.workers)
+                sampler.checkpoint is not None
+                and is_unnamed(sampler.checkpoint)
+                and checkpoint_key(sampler.checkpoint) not in registry.checkpoints
                 and now - sampler.created > SAMPLERS_KEPT_S
             )
         ]
@@ -144,7 +146,10 @@ class Housekeeping:
         if num_pruned >= PRUNED_AT_ONCE:
             self._pruned = -math.inf
         active = [*state.registry.sessions.values(), *models]
-        await state.journal.put([stored(record) for record in active if record.last_active > now - 2 * PRUNE_EVERY_S])
+        records = [stored(record) for record in active if record.last_active > now - 2 * PRUNE_EVERY_S]
+        postponed = now + KEPT_S - 2 * PRUNE_EVERY_S
+        records += [stored(one) for one in unnamed_of(state.registry) if (one.expires or 0.0) > postponed]
+        await state.journal.put(records)
         await self._delete_old_records(now)
         if self._expiring is None or self._expiring.done():
             # In a separate task, since it may wait for saves.

@@ -22,7 +22,6 @@ from xorl.server.operations import (
     Sample,
     SampleResult,
     SamplerRef,
-    SnapshotSampler,
     SyncResult,
     SyncWeights,
 )
@@ -236,9 +235,6 @@ class Inference:
         match sampler:
             case BaseSampler():
                 return _RequiredWeights()
-            case SnapshotSampler():
-                version = self._registry.samplers[sampler.sampler_id].version
-                return None if version is None else _RequiredWeights(version=version)
             case CheckpointSampler(checkpoint=checkpoint):
                 record = self._registry.checkpoints.get(checkpoint_key(checkpoint))
                 if record is None or record.version is None:

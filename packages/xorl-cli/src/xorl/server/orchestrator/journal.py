@@ -29,7 +29,7 @@ T = TypeVar("T")
 # Raise it whenever these tables change, or the form or meaning of their contents: the operations and results of
 # `operations`, and the records of `registry` and `inference`. Other messages between processes may change without it;
 # an upgraded service then continues with its requests and models.
-JOURNAL_VERSION = 3
+JOURNAL_VERSION = 4
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS requests(
   number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, key TEXT, body_hash BLOB NOT NULL,

@@ -39,6 +39,8 @@ SYNC_AFTER_STEP = "SyncAfterStep"
 # Names of checkpoints that the service creates itself.
 INITIAL_NAME = "000000"
 RECOVERY_PREFIX = "recovery-"
+UNNAMED_PREFIX = "unnamed-"
+RESERVED_PREFIXES = (RECOVERY_PREFIX, UNNAMED_PREFIX)
 # Prefix of the ids of internal requests.
 INTERNAL_PREFIX = "own-"
 

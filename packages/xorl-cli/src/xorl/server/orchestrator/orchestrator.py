@@ -13,7 +13,7 @@ from xorl.server.addresses import read_published
 from xorl.server.channel import ChannelKeys, ChannelServer, Limits
 from xorl.server.messages import Cancel, Poll, Rejected, Submit, Tombstone
 from xorl.server.operations import Failure, Message
-from xorl.server.orchestrator import checkpoint_queries, service_queries, waiting
+from xorl.server.orchestrator import checkpoint_queries, served_models, service_queries, session_search, waiting
 from xorl.server.orchestrator.admission import Admission
 from xorl.server.orchestrator.commit import JournalError
 from xorl.server.orchestrator.housekeeping import Housekeeping
@@ -32,6 +32,7 @@ from xorl.server.queries import (
     CreateSession,
     DeleteCheckpoint,
     DisconnectEndpoints,
+    FindServedModel,
     FinishSession,
     GetModel,
     GetSampler,
@@ -43,10 +44,12 @@ from xorl.server.queries import (
     Heartbeat,
     ListCheckpoints,
     ListEndpoints,
+    ListServedModels,
     ListSessions,
     ListTrainingRuns,
     RemoveEndpoint,
     Request,
+    SearchSessions,
     SetCheckpointTtl,
     SetSyncQuantization,
 )
@@ -65,9 +68,12 @@ QUERIES: dict[type[Message], Callable[[State, Any], Awaitable[Message]]] = {
     FinishSession: service_queries.finish_session,
     GetSession: service_queries.get_session,
     ListSessions: service_queries.list_sessions,
+    SearchSessions: session_search.search_sessions,
     GetModel: service_queries.get_model,
     CreateSamplingSession: service_queries.create_sampling_session,
     GetSampler: service_queries.get_sampler,
+    ListServedModels: served_models.list_served_models,
+    FindServedModel: served_models.find_served_model,
     ListCheckpoints: checkpoint_queries.list_checkpoints,
     SetCheckpointTtl: checkpoint_queries.set_ttl,
     GetWeightsInfo: checkpoint_queries.weights_info,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 
 from msgspec.structs import replace
 
@@ -20,17 +21,17 @@ from xorl.server.operations import (
     SamplerRef,
     SaveWeights,
     SessionSampler,
-    SnapshotSampler,
     SyncWeights,
     UnloadModel,
 )
 from xorl.server.orchestrator import catalogue
-from xorl.server.orchestrator.eviction import Eviction, silence_limit_s
+from xorl.server.orchestrator.eviction import Eviction
 from xorl.server.orchestrator.lane import Ticket
 from xorl.server.orchestrator.operation_properties import SYNC_AFTER_STEP, estimated_size, saved_as
 from xorl.server.orchestrator.recovery import RecoveryError, restore
-from xorl.server.orchestrator.registry import ModelRecord, SamplerRecord, checkpoint_key, stored
+from xorl.server.orchestrator.registry import ModelRecord, checkpoint_key, silence_limit_s, stored
 from xorl.server.orchestrator.state import OpenRequest, State
+from xorl.server.orchestrator.unnamed import KEPT_S, expire_excess, is_unnamed
 from xorl.server.orchestrator.workers import Incarnation
 
 
@@ -73,7 +74,7 @@ class Preflight:
         Raises CannotRun if it cannot run, and CheckpointInUse if it would overwrite a checkpoint of other models.
         """
         if isinstance(operation, Sample):
-            return self.resolve_sampler(operation, workers)
+            return self.resolve_sampler(operation)
         model = self._state.model_of(ticket)
         if model is None or not model.exists:
             raise CannotRun(Failure("user", 410, "the model was unloaded or recreated before this ran"))
@@ -108,12 +109,9 @@ class Preflight:
             return complete
         return operation
 
-    def resolve_sampler(self, operation: Sample, workers: Incarnation | None) -> Sample:
-        """The sample with its weights resolved. Raises CannotRun if they no longer exist.
-
-        With `workers` None, the workers need not hold the weights, since an inference endpoint may.
-        """
-        sampler = self._resolve(operation.sampler, workers)
+    def resolve_sampler(self, operation: Sample) -> Sample:
+        """The sample with its weights resolved. Raises CannotRun if they no longer exist."""
+        sampler = self._resolve(operation.sampler)
         if isinstance(sampler, CheckpointSampler):
             self._require_checkpoint(sampler.checkpoint)
         return replace(operation, sampler=sampler)
@@ -140,7 +138,8 @@ class Preflight:
             return
         await workers.run(Work([f"make-way-{secrets.token_hex(8)}"], [UnloadModel(model.model_id)]))
         model.replaces = False
-        await self._state.journal.put([stored(model), *self._state.registry.drop_snapshots(model.model_id)])
+        records = expire_excess(self._state.registry, model.model_id, time.time(), num_kept=0)
+        await self._state.journal.put([stored(model), *records])
 
     async def _ensure_loaded(self, model: ModelRecord, workers: Incarnation) -> None:
         """Restore a model that the workers do not hold."""
@@ -156,8 +155,6 @@ class Preflight:
             raise CannotRun(Failure("user", 409, message))
         await self._free_base(model, workers)
         try:
-            # Restoring begins by unloading the model, which also drops its in-memory sampler weights.
-            await state.journal.put(state.registry.drop_snapshots(model.model_id))
             num_replayed = await restore(model, state.journal, workers)
         except RecoveryError as problem:
             raise CannotRun(Failure("server", 500, str(problem))) from None
@@ -218,7 +215,18 @@ class Preflight:
             reason = "is being deleted" if checkpoint in state.deleting else "has expired"
             raise CannotRun(Failure("user", 404, f"{checkpoint.uri('xorl')} {reason}"))
 
-    def _resolve(self, sampler: SamplerRef, workers: Incarnation | None) -> SamplerRef:
+    def _require_kept(self, sampling_session_id: str, checkpoint: CheckpointRef) -> None:
+        """Raise CannotRun if a sampling session's weights were saved without a name and are no longer kept."""
+        record = self._state.registry.checkpoints.get(checkpoint_key(checkpoint))
+        if is_unnamed(checkpoint) and (record is None or record.has_expired(time.time())):
+            message = (
+                f"the weights of sampling session {sampling_session_id} are no longer kept: they were saved without a "
+                f"name, and model {checkpoint.model_id} has newer ones, was unloaded, or did not use them for "
+                f"{KEPT_S / 3600:.0f} hours. Save its weights for sampling again, under a name if they must persist"
+            )
+            raise CannotRun(Failure("user", 404, message))
+
+    def _resolve(self, sampler: SamplerRef) -> SamplerRef:
         registry = self._state.registry
         if isinstance(sampler, SessionSampler):
             name = sampler.sampling_session_id
@@ -226,7 +234,10 @@ class Preflight:
             if record is None:
                 message = f"sampling session {name} and its weights no longer exist: create it again"
                 raise CannotRun(Failure("user", 404, message))
-            return _weights_of(record, workers)
+            if record.checkpoint is None:
+                return BaseSampler()
+            self._require_kept(name, record.checkpoint)
+            return CheckpointSampler(record.checkpoint)
         if not isinstance(sampler, NamedSampler):
             return sampler
         named = [
@@ -239,19 +250,3 @@ class Preflight:
         if not named:
             raise CannotRun(Failure("user", 404, f"there are no sampler weights named {sampler.name}"))
         return CheckpointSampler(max(named, key=lambda record: record.created).checkpoint)
-
-
-def _weights_of(record: SamplerRecord, workers: Incarnation | None) -> SamplerRef:
-    if record.checkpoint is not None:
-        return CheckpointSampler(record.checkpoint)
-    if record.snapshot_of is None:
-        return BaseSampler()
-    if workers is not None and record.workers != workers.name:
-        message = (
-            f"the weights of sampling session {record.sampling_session_id} were only in the workers' memory and are "
-            f"gone: the workers were restarted, or model {record.snapshot_of} was removed from them (unloaded, idle, "
-            "or after a step or a load that failed half way). Save its weights for sampling again, under a name if "
-            "they must persist"
-        )
-        raise CannotRun(Failure("user", 404, message))
-    return SnapshotSampler(record.snapshot_of, record.sampling_session_id)

@@ -10,6 +10,11 @@ from xorl.server.identifiers import CheckpointKind, CheckpointRef
 from xorl.server.operations import CreateModel, LoraSpec
 from xorl.server.orchestrator.journal import Journal, Record, decoded
 
+# Clients with a session send a heartbeat every ten seconds, and warn their user after this long without an answer.
+SESSION_SILENCE_S = 120.0
+# A client without heartbeats may be busy with its last result.
+SESSIONLESS_SILENCE_S = 600.0
+
 
 class SessionRecord(msgspec.Struct):
     """A client's session. Times are seconds since 1970."""
@@ -21,6 +26,7 @@ class SessionRecord(msgspec.Struct):
     user_metadata: dict[str, str] = msgspec.field(default_factory=dict)
     display_name: str | None = None
     is_finished: bool = False
+    finish_reason: str = "success"
 
 
 class ModelRecord(msgspec.Struct):
@@ -91,25 +97,18 @@ class ModelRecord(msgspec.Struct):
 
 
 class SamplerRecord(msgspec.Struct):
-    """A sampling session: of the base, of a checkpoint, or of a model's weights in the workers' memory (`snapshot_of`).
-
-    workers: the incarnation that holds those weights; None once it has dropped them.
-    version: the version of the weights, as sent to endpoints.
-    """
+    """A sampling session: of the base, or of a checkpoint."""
 
     sampling_session_id: str
     session_id: str | None
     base_model: str
     created: float
     checkpoint: CheckpointRef | None = None
-    snapshot_of: str | None = None
-    workers: str | None = None
     name: str | None = None
-    version: str | None = None
 
 
 class CheckpointRecord(msgspec.Struct):
-    """A checkpoint's metadata. expires: when to delete it. version: as in SamplerRecord.
+    """A checkpoint's metadata. expires: when to delete it. version: of the weights, as sent to endpoints.
 
     is_initial: the service saved it when the model was created; the client's first save of that name replaces it.
     """
@@ -167,17 +166,15 @@ class Registry:
         existing = [model for model in self.models.values() if model.exists]
         return [model for model in existing if checkpoint in (model.restore_checkpoint, *model.loads)]
 
-    def drop_snapshots(self, model_id: str) -> list[Record]:
-        """Record that the workers dropped a model with its in-memory sampler weights; returns the records to write."""
-        lost = [one for one in self.samplers.values() if one.snapshot_of == model_id and one.workers is not None]
-        for sampler in lost:
-            sampler.workers = None
-        return [stored(sampler) for sampler in lost]
-
     def models_of(self, session_id: str) -> list[ModelRecord]:
         """The models of a session, in order of creation."""
         found = [model for model in self.models.values() if model.session_id == session_id]
         return sorted(found, key=lambda model: model.created)
+
+
+def silence_limit_s(model: ModelRecord) -> float:
+    """After how many seconds of silence a model's client counts as gone."""
+    return SESSION_SILENCE_S if model.session_id is not None else SESSIONLESS_SILENCE_S
 
 
 def checkpoint_key(checkpoint: CheckpointRef) -> str:

@@ -204,7 +204,7 @@ class Runner:
         try:
             assert isinstance(operation, Sample)
             _refuse_cancelled(request)
-            operation = self._preflight.resolve_sampler(operation, None)
+            operation = self._preflight.resolve_sampler(operation)
             sampling = state.inference.sample(operation, state.workers.max_context_length)
             request.endpoint_task = asyncio.create_task(sampling)
             result = await request.endpoint_task

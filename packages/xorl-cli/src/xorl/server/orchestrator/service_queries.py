@@ -8,7 +8,13 @@ import time
 from xorl.server.identifiers import sampling_session_id_of
 from xorl.server.messages import Ok, Rejected
 from xorl.server.operations import LoraSpec
-from xorl.server.orchestrator.registry import SamplerRecord, SessionRecord, stored
+from xorl.server.orchestrator.registry import (
+    SESSION_SILENCE_S,
+    SESSIONLESS_SILENCE_S,
+    SamplerRecord,
+    SessionRecord,
+    stored,
+)
 from xorl.server.orchestrator.state import State
 from xorl.server.queries import (
     CreateSamplingSession,
@@ -127,7 +133,7 @@ async def finish_session(state: State, query: FinishSession) -> Ok | Rejected:
     session = state.registry.sessions.get(query.session_id)
     if session is None:
         return _no_session(query.session_id)
-    session.is_finished, session.last_active = True, time.time()
+    session.is_finished, session.finish_reason, session.last_active = True, query.reason, time.time()
     await state.journal.put([stored(session)])
     return Ok()
 
@@ -186,7 +192,7 @@ async def create_sampling_session(state: State, query: CreateSamplingSession) ->
                 return refused
         registry.samplers[sampling_session_id] = record
         await state.journal.put([stored(record)])
-    elif record.snapshot_of is not None or record.checkpoint != query.checkpoint:
+    elif record.checkpoint != query.checkpoint:
         reason = "was created before with other weights: use a new number; a retry must send the same content"
         return Rejected(400, f"sampling session {sampling_session_id} {reason}")
     return _sampling_session(record)
@@ -212,18 +218,24 @@ def _session_statuses(state: State) -> list[SessionStatus]:
     queued: dict[str, int] = {}
     for request in state.open.values():
         queued[request.ticket.client] = queued.get(request.ticket.client, 0) + 1
+
+    def status(name: str, models: list[str], last_active: float, silence_s: float) -> SessionStatus:
+        num_requests = queued.get(name, 0)
+        is_gone = not num_requests and time.time() - last_active > silence_s
+        return SessionStatus(name, models, num_requests, last_active, is_gone)
+
     shown = [
-        SessionStatus(
+        status(
             session.session_id,
             [model.model_id for model in registry.models_of(session.session_id) if model.exists],
-            queued.get(session.session_id, 0),
             session.last_active,
+            SESSION_SILENCE_S,
         )
         for session in registry.sessions.values()
         if not session.is_finished
     ]
     shown += [
-        SessionStatus(model.model_id, [model.model_id], queued.get(model.model_id, 0), model.last_active)
+        status(model.model_id, [model.model_id], model.last_active, SESSIONLESS_SILENCE_S)
         for model in registry.models.values()
         if model.session_id is None and model.exists
     ]
@@ -240,7 +252,7 @@ def _session_info(state: State, session: SessionRecord) -> SessionInfo:
         session.session_id,
         session.created,
         session.last_active,
-        [model.model_id for model in state.registry.models_of(session.session_id)],
+        [m.model_id for m in state.registry.models_of(session.session_id) if m.state not in ("creating", "failed")],
         samplers,
         session.tags,
         session.user_metadata,

@@ -29,6 +29,8 @@ class GenerationRequest:
         prompt: P token ids, at least one.
         max_tokens: the maximum number of tokens of a sample; 0 only scores the prompt.
         num_samples: the number of samples.
+        num_continued: how many of the prompt's last tokens are the beginning of the sample. Its random numbers and its
+            stop strings continue from there.
         temperature: divides the logits. Values below 1e-6 count as 0, which takes the most likely token (the lowest id
             of equals).
         top_k: sample among the k most likely tokens; None: among all.
@@ -50,6 +52,7 @@ class GenerationRequest:
     max_tokens: int
     seed: int = 0
     num_samples: int = 1
+    num_continued: int = 0
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float = 1.0
@@ -66,6 +69,12 @@ class GenerationRequest:
             ("prompt", bool(self.prompt), self.prompt, "at least one token"),
             ("max_tokens", self.max_tokens >= 0, self.max_tokens, "0 or more"),
             ("num_samples", self.num_samples >= 1, self.num_samples, "1 or more"),
+            (
+                "num_continued",
+                0 <= self.num_continued < len(self.prompt),
+                self.num_continued,
+                "fewer than the prompt's",
+            ),
             ("temperature", 0 <= self.temperature < math.inf, self.temperature, "finite and 0 or more"),
             ("top_k", self.top_k is None or self.top_k >= 1, self.top_k, "1 or more, or None for all"),
             ("top_p", 0 < self.top_p <= 1, self.top_p, "above 0 and at most 1"),

@@ -363,7 +363,8 @@ class Sampler:
             top = drawn.top_tokens[row, :num_top].int().numpy(), drawn.top_logprobs[row, :num_top].numpy()
             continuation.top_tokens.append(top)
         if any(_ends_with(continuation, sequence) for sequence in request.stop) or (
-            request.is_end is not None and request.is_end(continuation.tokens[len(request.prompt) :])
+            request.is_end is not None
+            and request.is_end(continuation.tokens[len(request.prompt) - request.num_continued :])
         ):
             continuation.finish_reason = "stop"
         elif continuation.num_sampled == request.max_tokens:
@@ -434,7 +435,8 @@ def _runs(spans: Sequence[TokenSpan]) -> list[tuple[str | None, int]]:
 
 def _rule(continuation: Continuation) -> DrawRule:
     request = continuation.request
-    number = uniform_number(request.seed + continuation.index, continuation.num_sampled)
+    position = request.num_continued + continuation.num_sampled
+    number = uniform_number(request.seed + continuation.index, position)
     return DrawRule(request.temperature, request.top_k, request.top_p, number)
 
 

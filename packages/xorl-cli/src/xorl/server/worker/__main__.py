@@ -19,6 +19,7 @@ from pathlib import Path
 
 from xorl.config import ServerConfig, load_server_config
 from xorl.config.overrides import split_overrides
+from xorl.config.server_training import in_server_terms
 from xorl.core.runtime import global_rank, init, num_hosts, shutdown
 from xorl.host.temporary import temporary_folder
 from xorl.server.addresses import bind_address, channel_keys, publish
@@ -116,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             # Usually all ranks fail with the same error. Rank 0 then reports it and exits, and torchrun ends the
             # others before they report it again.
             time.sleep(ERROR_DELAY_S)
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write(f"error: {in_server_terms(str(error))}\n")
         return BAD_INPUT
     return 0
 

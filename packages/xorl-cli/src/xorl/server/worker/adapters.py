@@ -23,7 +23,7 @@ from xorl.lora.targets import Site, resolve, sites_of
 from xorl.server.identifiers import seed_of
 from xorl.server.operations import LoraSpec
 from xorl.server.worker.base import Base
-from xorl.server.worker.models import UnknownName, source_name
+from xorl.server.worker.models import UnknownName
 from xorl.server.worker.passes import Row
 from xorl.train.adapters.files import AdapterFiles
 from xorl.train.bank_engine import BankEngine, MixedBatch
@@ -132,8 +132,6 @@ class AdapterModels:
         self._model(model_id)
         del self._models[model_id]
         self.bank.remove(model_id)
-        for source in [source for source in self._sources if source.startswith(source_name(model_id, ""))]:
-            self._forget(source)
 
     def describe(self, model_id: str) -> dict[str, JSON]:
         """The adapter's spec and seed, and the parts of the decoder that it trains, as clients name them."""
@@ -182,12 +180,10 @@ class AdapterModels:
             chat_template=base.architecture.chat_template,
         )
 
-    def snapshot(self, model_id: str, sampler_id: str) -> None:
+    def snapshot(self, model_id: str, source: str) -> None:
         """Copy the adapter's values to another name in the bank."""
         self._model(model_id)
-        source = source_name(model_id, sampler_id)
-        if source in self._sources:
-            self._forget(source)
+        self.release_source(source)
         self._make_room()
         self.bank.copy(model_id, source)
         self._sources[source] = None

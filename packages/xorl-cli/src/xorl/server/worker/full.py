@@ -17,7 +17,7 @@ from xorl.core.parallel import local_part
 from xorl.lora import Adam
 from xorl.server.operations import LoraSpec
 from xorl.server.worker.base import Base
-from xorl.server.worker.models import UnknownName, source_name
+from xorl.server.worker.models import UnknownName
 from xorl.server.worker.passes import Row
 from xorl.train.build import engine_over
 from xorl.train.engine import Engine, OnOutput, StepLosses, Update
@@ -64,7 +64,7 @@ class WholeRows:
 class WholeModel:
     """One client's model (see `models.Models`). Sources to sample from are copies of its weights in host memory.
 
-    A snapshot is copied only when the model changes; until then it shares the model's weights.
+    A source that was saved from the model is copied only when the model changes; until then it shares its weights.
     """
 
     max_per_pass = 1
@@ -99,7 +99,7 @@ class WholeModel:
         self._reset_optimizer()
 
     def remove(self, model_id: str) -> None:
-        """Remove the model and its snapshots; the next model starts from the base's weights."""
+        """Remove the model, and all sources, which may share its weights; the next model starts from the base's."""
         self._require(model_id)
         self._engine.zero_grad()
         self._model_id = None
@@ -137,7 +137,7 @@ class WholeModel:
             self._reset_optimizer()
 
     def before_loading(self, model_id: str) -> None:
-        """Copy the weights for snapshots that share them."""
+        """Copy the weights for sources that share them."""
         self._require(model_id)
         # Set even if the load fails later on some ranks, so that all ranks agree.
         self._is_base = False
@@ -146,10 +146,9 @@ class WholeModel:
     def adapter_files(self, model_id: str) -> None:
         self._require(model_id)
 
-    def snapshot(self, model_id: str, sampler_id: str) -> None:
+    def snapshot(self, model_id: str, source: str) -> None:
         """Keep the current weights; copied when the model changes."""
         self._require(model_id)
-        source = source_name(model_id, sampler_id)
         self.release_source(source)
         self._make_room()
         self._sources[source] = None
@@ -168,10 +167,6 @@ class WholeModel:
         del has_optimizer  # the optimizer's state is a separate part of the checkpoint, which is not read
         if saved.get("lora") is not None:
             raise ValueError("the checkpoint holds an adapter, but this service trains full weights")
-        # Evict other checkpoints first: they can be read again, and snapshots exist only here.
-        checkpoints = [held for held in self._sources if not held.startswith(source_name(self._model_id or "", ""))]
-        if checkpoints and len(self._sources) >= NUM_SOURCES:
-            self.release_source(checkpoints[0])
         # Evict before reading, so that a rank that fails to read has evicted the same sources as the others.
         self._make_room()
         current = self._copy()

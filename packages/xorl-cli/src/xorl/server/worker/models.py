@@ -19,13 +19,13 @@ SERVICE = "service"
 
 
 class UnknownName(ValueError):
-    """The model, snapshot or checkpoint does not exist."""
+    """The model or checkpoint does not exist."""
 
 
 class Models(Protocol):
     """The models of a worker, by id. Methods that change or read a model are collective.
 
-    A source is a set of weights to sample from: a snapshot of a model, kept in memory, or a loaded checkpoint.
+    A source is a set of weights to sample from: a checkpoint's, in memory, under the checkpoint's URI.
 
     Methods raise UnknownName for an id that does not exist and ValueError for the client's errors, on all ranks.
     """
@@ -55,7 +55,7 @@ class Models(Protocol):
         ...
 
     def remove(self, model_id: str) -> None:
-        """Remove a model and its snapshots."""
+        """Remove a model."""
         ...
 
     def describe(self, model_id: str) -> dict[str, JSON]:
@@ -90,8 +90,8 @@ class Models(Protocol):
         """The adapter, for writing it or merging it into the base; None for full weights."""
         ...
 
-    def snapshot(self, model_id: str, sampler_id: str) -> None:
-        """Keep the model's current weights in memory as the source `source_name(model_id, sampler_id)`."""
+    def snapshot(self, model_id: str, source: str) -> None:
+        """Keep the model's current weights in memory as a source, as if they had been loaded from its checkpoint."""
         ...
 
     def has_source(self, source: str) -> bool:
@@ -116,8 +116,3 @@ class Models(Protocol):
     def sampling_from(self, sources: Sequence[str | None]) -> AbstractContextManager[Sequence[str | None]]:
         """Within the context, forward passes use these sources (None: the base); yields the adapter of each."""
         ...
-
-
-def source_name(model_id: str, sampler_id: str) -> str:
-    """The name of the source for a sampler's snapshot of a model."""
-    return f"{model_id}#{sampler_id}"

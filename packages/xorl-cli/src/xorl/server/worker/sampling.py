@@ -1,4 +1,4 @@
-"""Samples with the embedded sampler from the base, from snapshots of models, and from checkpoints."""
+"""Samples with the embedded sampler from the base and from checkpoints, which may still be in memory."""
 
 from __future__ import annotations
 
@@ -29,12 +29,11 @@ from xorl.server.operations import (
     SampledSequence,
     SampleResult,
     SamplerRef,
-    SnapshotSampler,
     TopLogprobs,
 )
 from xorl.server.sampler import GenerationRequest, GenerationResult, LikelyTokens, Sampler, cache_bytes_per_token
 from xorl.server.worker.base import Base
-from xorl.server.worker.models import Models, UnknownName, source_name
+from xorl.server.worker.models import Models
 from xorl.server.worker.saved_models import SavedModels
 
 # The default size of the KV cache: this share of the device's memory, but at most this many full contexts.
@@ -75,18 +74,10 @@ class WorkerSampler:
     def source_of(self, ref: SamplerRef) -> str | None:
         """The source to sample from; None is the base. Collective: reads a checkpoint that is not in memory.
 
-        Raises UnknownName if the snapshot or checkpoint does not exist.
+        Raises UnknownName if the checkpoint does not exist.
         """
         if isinstance(ref, BaseSampler):
             return None
-        if isinstance(ref, SnapshotSampler):
-            source = source_name(ref.model_id, ref.sampler_id)
-            if not self._models.has_source(source):
-                raise UnknownName(
-                    f"the weights of sampler {ref.sampler_id!r} are no longer in the workers' memory, which keeps only "
-                    "the newest ones: save them again, under a name to keep them"
-                )
-            return source
         if not isinstance(ref, CheckpointSampler):
             raise ValueError(f"the orchestrator must resolve a {type(ref).__name__} before workers can sample from it")
         source = ref.checkpoint.uri("xorl")
@@ -123,6 +114,7 @@ class WorkerSampler:
             room if operation.max_tokens is None else operation.max_tokens,
             seed=_seed_of(operation_id) if operation.seed is None else operation.seed,
             num_samples=operation.num_samples,
+            num_continued=operation.num_continued,
             temperature=operation.temperature,
             top_k=operation.top_k,
             top_p=operation.top_p,

@@ -51,7 +51,7 @@ from xorl.server.worker.adapters import AdapterModels
 from xorl.server.worker.base import Base
 from xorl.server.worker.calls import PassCall, read_call
 from xorl.server.worker.full import WholeModel
-from xorl.server.worker.models import Models, UnknownName, source_name
+from xorl.server.worker.models import Models, UnknownName
 from xorl.server.worker.passes import PassRunner
 from xorl.server.worker.sampling import SampleCall, WorkerSampler
 from xorl.server.worker.saved_models import AlreadySaved, PartiallyLoaded, PendingSave, SavedModels
@@ -133,10 +133,7 @@ class Worker:
         assert isinstance(cause, Exception)
         failure = failure_of(cause, is_server=True)
         self._forget(model_id)
-        advice = (
-            f"model {model_id} is rebuilt as it was before this call, which may be retried; weights that were kept in "
-            "memory for its samplers must be saved again"
-        )
+        advice = f"model {model_id} is rebuilt as it was before this call, which may be retried"
         return replace(failure, message=f"{failure.message}; {advice}", model_given_up=True)
 
     def _read(self, work: Work, read: Callable[[Any, str], ReadT]) -> list[ReadT | Failure]:
@@ -227,7 +224,7 @@ class Worker:
         del self._progress[model_id]
 
     def _changed(self, model_id: str) -> None:
-        """Notify the sampler that a model's weights changed. Snapshots of adapters are copies and do not change."""
+        """Notify the sampler that a model's weights changed. Sources of adapters are copies and do not change."""
         if self.models.lora(model_id) is None:
             self.sampling.weights_changed()
 
@@ -334,18 +331,7 @@ class Worker:
 
     def save_weights_for_sampler(self, operation: SaveWeightsForSampler, operation_id: str) -> Saved | PendingSave:
         progress = self._require(operation.model_id)
-        if operation.name is None:
-            if operation.sampler_id is None:
-                raise ValueError("save_weights_for_sampler needs a name or a sampler_id")
-            source = source_name(operation.model_id, operation.sampler_id)
-            try:
-                with all_or_none("keeping the weights"):
-                    self.models.snapshot(operation.model_id, operation.sampler_id)
-            except BaseException:
-                self.models.release_source(source)
-                raise
-            self.sampling.weights_changed(source)
-            return Saved(None, operation.sampler_id)
+        assert operation.name is not None, "the orchestrator names every checkpoint"
         ref = CheckpointRef(operation.model_id, "sampler_weights", operation.name)
         saved = self.saved.save(
             operation.model_id,
@@ -356,6 +342,15 @@ class Worker:
             user_metadata=operation.user_metadata,
         )
         self.sampling.checkpoint_saved(ref)
+        if operation.sampler_id is not None:
+            # The client samples from these weights next, and they need not be read back for that.
+            source = ref.uri("xorl")
+            try:
+                with all_or_none("keeping the weights"):
+                    self.models.snapshot(operation.model_id, source)
+            except BaseException:
+                self.models.release_source(source)
+                raise
         return saved
 
     def save_full_weights(self, operation: SaveFullWeights, _: str) -> Saved:
