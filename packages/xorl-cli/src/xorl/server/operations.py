@@ -280,7 +280,8 @@ class Unloaded(Message, frozen=True):
 class LossResult(Message, frozen=True):
     """Result of ForwardBackward: fields by name (logprobs, elementwise_loss), each with one array per datum, in order.
 
-    Arrays are float32, with the shape of the datum's target_tokens. metrics: named `name:reduction`, where reduction is
+    Arrays are float32, with the shape of the datum's target_tokens. With the loss parameter return_routed_experts there
+    is also routed_experts, int32 [T, layers, experts per token], 0 in layers without experts. metrics: named `name:reduction`, where reduction is
     sum, mean, min or max; always includes `loss:sum`.
     """
 
