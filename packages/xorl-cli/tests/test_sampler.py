@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -52,13 +53,18 @@ class PlainDecodePass:
     def num_rows(self, num_samples: int) -> int:
         return num_samples + 2
 
-    def logits(self, tokens: list[int], tables: list[list[int]], totals: list[int], choice: object) -> Tensor:
+    def logits(
+        self, tokens: list[int], tables: list[list[int]], totals: list[int], choice: object, *, records: bool
+    ) -> tuple[Tensor, Tensor | None]:
         spare = self._cache.num_blocks - 1
         tables, totals = [*tables, [spare], [spare]], [*totals, 1, 1]
         layout = MixedLayout(self._cache, tables, [1] * len(tables), totals, CPU)
-        with self._model.generation(keep_gathered=False):
+        decoder = self._model.module
+        assert isinstance(decoder, Decoder)
+        routers = decoder.routers if records else None
+        with self._model.generation(keep_gathered=False), nullcontext() if routers is None else routers.recording():
             logits = self._model.forward(torch.tensor([*tokens, 0, 0]), layout, loss=wide_logits)
-        return logits[: len(tokens)]
+            return logits[: len(tokens)], None if routers is None else routers.take_routes()
 
 
 @pytest.fixture(autouse=True, params=["in one pass", "decode apart"])

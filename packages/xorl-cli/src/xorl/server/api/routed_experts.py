@@ -83,7 +83,9 @@ def record_base64(*parts: Array | None) -> str:
 
 
 def record_json(*parts: Array | None) -> JSON:
-    """Parts of a record, one after the other, in a form that `RecordJson` reads."""
+    """Parts of a record, one after the other, in a form that `RecordJson` reads; None without any."""
     shapes = [part.shape for part in parts if part is not None]
+    if not shapes:
+        return None
     shape = [sum(rows for rows, *_ in shapes), *shapes[0][1:]]
     return {"data": record_base64(*parts), "shape": shape, "dtype": "int32"}

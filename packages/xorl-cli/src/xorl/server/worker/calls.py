@@ -119,8 +119,8 @@ def result_of(
     call: PassCall,
     logprobs: Sequence[NDArray[np.float32]],
     losses: Sequence[NDArray[np.float32]] | None,
+    routes: Sequence[Array],
     metrics: Mapping[str, float],
-    routes: Sequence[Array] = (),
 ) -> LossResult:
     """The result of a call: the values of each datum, in the order of the data.
 

@@ -92,8 +92,8 @@ class RoutedLayers:
             f"{len(self.layers)} with experts"
         )
 
-    def of_all_layers(self, routes: NDArray[np.generic]) -> Array:
-        """Experts [R, L, K] as int16 [R, layers, K], 0 in dense layers."""
-        values = np.zeros((len(routes), self.num_layers, self.num_active), np.int16)
+    def of_all_layers(self, routes: NDArray[np.generic], dtype: type[np.int16 | np.int32]) -> Array:
+        """Experts [R, L, K] as [R, layers, K] in `dtype`, 0 in dense layers."""
+        values = np.zeros((len(routes), self.num_layers, self.num_active), dtype)
         values[:, list(self.layers)] = routes
         return Array.of(values)

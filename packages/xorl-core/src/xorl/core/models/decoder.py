@@ -223,7 +223,7 @@ def _apply_head(hidden: Tensor, weight: Tensor, loss: Callable[[Tensor, Tensor],
 
 
 class DecoderTrunk(nn.Module):
-    """The decoder without its head: token ids [T] -> normed hidden states [T, D], and the routes of layers with experts."""
+    """The decoder without its head: token ids [T] -> normed hidden states [T, D], and routes of layers with experts."""
 
     def __init__(self, config: DecoderConfig, *, merge_qkv: bool, kernels: LayerKernels) -> None:
         super().__init__()

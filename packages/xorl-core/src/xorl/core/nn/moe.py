@@ -154,9 +154,7 @@ class MixtureOfExperts(nn.Module):
         self.gate = Router(width, num_experts)
         self.experts = Experts(width, expert_width, num_experts, kernels=kernels)
 
-    def forward(
-        self, x: Tensor, layout: SequenceLayout, recorded: Tensor | None = None
-    ) -> tuple[Tensor, LayerRoutes]:
+    def forward(self, x: Tensor, layout: SequenceLayout, recorded: Tensor | None = None) -> tuple[Tensor, LayerRoutes]:
         """Returns the output [T, D], which is 0 for padding, and the routes.
 
         recorded: [T, K] integers, the experts to send tokens to, all different; -1 for tokens that choose themselves.
