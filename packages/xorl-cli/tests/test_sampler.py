@@ -455,6 +455,51 @@ def test_decode_spans_depend_on_no_other_span_of_the_step() -> None:
     assert step() == [(1, 10, 11, True), (0, 12, 13, True)]
 
 
+@pytest.mark.parametrize("model", [MIXTURE], indirect=True)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"max_step_tokens": 7}, {"cache_tokens": 9 * 16, "max_running": 3}],
+    ids=["at once", "in parts", "preempted"],
+)
+def test_the_routes_of_a_sample_are_those_of_the_whole_sequence(model: ParallelModel, options: dict[str, int]) -> None:
+    # Catches rows of another token, of a token that was found in the cache, or that was computed twice.
+    decoder = model.module
+    assert isinstance(decoder, Decoder)
+    assert decoder.routers is not None
+    asked = {"prompt_routes": True, "sample_routes": True}
+    requests = [
+        GenerationRequest(PROMPT, 30, num_samples=3),
+        *(GenerationRequest(prompt, 9, num_samples=2, **asked) for prompt in [PROMPT, *prompts([1, 17, 33])]),
+        GenerationRequest(PROMPT, 20, seed=5, num_samples=3, **asked),
+        GenerationRequest(PROMPT, 0, **asked),
+    ]
+    sampler = make_sampler(model, **options)
+    alone, joined = sampler.run(requests), GenerationResult.of_shares(sampler.run(requests[-2].shares(2)))
+    assert alone[0].prompt_routes is None
+    assert all(sample.routes is None for sample in alone[0].samples)
+    for request, result in zip([*requests[1:], requests[-2]], [*alone[1:], joined], strict=True):
+        assert result.prompt_routes is not None
+        assert len(result.samples) == (request.num_samples if request.max_tokens else 0)
+        rows = [((), result.prompt_routes)]
+        for sample in result.samples:
+            assert sample.routes is not None
+            assert len(sample.routes) == len(sample.tokens)
+            rows.append((sample.tokens, np.concatenate([result.prompt_routes, sample.routes])))
+        for tokens, routes in rows:
+            whole = (*request.prompt, *tokens)
+            layout = SequenceLayout.from_lengths([len(whole)])
+            with model.generation(keep_gathered=False), decoder.routers.recording():
+                model.forward(torch.tensor(whole), layout)
+                expected = decoder.routers.take_routes()
+            np.testing.assert_array_equal(routes, expected[:-1])
+
+
+def test_routes_of_a_dense_model_are_refused() -> None:
+    # Catches a record without layers.
+    with pytest.raises(ValueError, match="routed_experts: the model has no experts"):
+        make_sampler(place()).submit(GenerationRequest(PROMPT, 1, sample_routes=True))
+
+
 def test_shares_are_the_request_s_own_samples(model: ParallelModel) -> None:
     # Catches shares that draw what others draw, in another order, or score the prompt each.
     request = GenerationRequest(PROMPT, 6, seed=4, num_samples=7, prompt_logprobs=True)

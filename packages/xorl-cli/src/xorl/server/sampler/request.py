@@ -96,7 +96,7 @@ class GenerationRequest:
         return self.prompt_logprobs or self.top_prompt_logprobs > 0 or self.target_tokens is not None
 
     def shares(self, num_shares: int) -> list[GenerationRequest]:
-        """Split the request into requests for parts of its samples, in order; only the first returns the prompt's values."""
+        """Split the request into requests for parts of its samples, in order; only the first is of the prompt too."""
         bounds = [self.num_samples * index // num_shares for index in range(num_shares + 1)]
         without_prompt: dict[str, Any] = {
             "prompt_logprobs": False,
