@@ -80,7 +80,7 @@ class ForwardJson(msgspec.Struct, frozen=True):
     loss_fn_params: LossOptions | None = None
     loss_fn_config: LossOptions | None = None
     routed_experts: list[Record | None] | None = None
-    routed_expert_logits: msgspec.Raw | None = None
+    routed_expert_logits: object = None
 
 
 class ForwardBody(msgspec.Struct, frozen=True):
@@ -96,7 +96,7 @@ class ForwardBody(msgspec.Struct, frozen=True):
         given = self.forward_backward_input or self.forward_input
         if given is None:
             raise ValueError("the body must have forward_backward_input, or forward_input for /forward")
-        if given.routed_expert_logits is not None and bytes(given.routed_expert_logits) != b"null":
+        if given.routed_expert_logits is not None:
             raise ValueError(
                 "routed_expert_logits is not supported: experts are weighted by the trainer's own scores, so that the "
                 "routers keep their gradients; send routed_experts alone"
