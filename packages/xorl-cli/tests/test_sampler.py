@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Iterator
-from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -13,26 +12,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tiny_models import hf_config
-from xorl.core.mesh import Mesh, ParallelDims
-from xorl.core.models import Decoder, spec_for
-from xorl.core.nn import LayerKernels
-from xorl.core.parallel import ParallelModel, ParallelPolicy, parallelize
-from xorl.kernels.attention import KeyValueCache, MixedLayout
+from sampling import CPU, HF_CONFIG, MIXTURE, VOCAB, PlainDecodePass, make_sampler, place
+from xorl.core.models import Decoder
+from xorl.core.parallel import ParallelModel
 from xorl.kernels.layout import SequenceLayout
-from xorl.kernels.linear_ce import linear_cross_entropy, wide_logits
+from xorl.kernels.linear_ce import linear_cross_entropy
 from xorl.lora import AdapterBank, AdapterSpec
-from xorl.server.sampler import GenerationRequest, GenerationResult, Sampler
+from xorl.server.sampler import GenerationRequest, GenerationResult
 from xorl.server.sampler import sampler as sampler_module
 from xorl.server.sampler.blocks import BlockPool, block_keys
 from xorl.server.sampler.decode import DecodePass
 from xorl.server.sampler.draw import DrawRule, draw, uniform_number
 from xorl.server.sampler.scheduler import Continuation, SampleScheduler
 
-CPU = torch.device("cpu")
-VOCAB = 61
-HF_CONFIG = hf_config(vocab_size=VOCAB, max_position_embeddings=256, initializer_range=0.3)
-MIXTURE = hf_config("qwen3_moe", vocab_size=VOCAB, max_position_embeddings=256, initializer_range=0.3)
 PROMPT = tuple(range(3, 43))
 
 
@@ -41,30 +33,6 @@ def one_rank() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
-
-
-class PlainDecodePass:
-    """`DecodePass` by the layout that a CPU has, with padding rows as in a recorded pass."""
-
-    def __init__(self, model: ParallelModel, cache: KeyValueCache, **_: object) -> None:
-        self._model = model
-        self._cache = cache
-
-    def num_rows(self, num_samples: int) -> int:
-        return num_samples + 2
-
-    def logits(
-        self, tokens: list[int], tables: list[list[int]], totals: list[int], choice: object, *, records: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        spare = self._cache.num_blocks - 1
-        tables, totals = [*tables, [spare], [spare]], [*totals, 1, 1]
-        layout = MixedLayout(self._cache, tables, [1] * len(tables), totals, CPU)
-        decoder = self._model.module
-        assert isinstance(decoder, Decoder)
-        routers = decoder.routers if records else None
-        with self._model.generation(keep_gathered=False), nullcontext() if routers is None else routers.recording():
-            logits = self._model.forward(torch.tensor([*tokens, 0, 0]), layout, loss=wide_logits)
-            return logits[: len(tokens)], None if routers is None else routers.take_routes()
 
 
 @pytest.fixture(autouse=True, params=["in one pass", "decode apart"])
@@ -81,19 +49,6 @@ def model(request: pytest.FixtureRequest) -> ParallelModel:
 
 
 dense_or_experts = pytest.mark.parametrize("model", [HF_CONFIG, MIXTURE], ids=["dense", "experts"], indirect=True)
-
-
-def place(hf_config: dict[str, object] = HF_CONFIG, **policy: object) -> ParallelModel:
-    spec = spec_for(hf_config)
-    decoder = spec.build(spec.config_from_hf(hf_config), merge_qkv=True, kernels=LayerKernels())
-    decoder.init_weights(0)
-    mesh = Mesh(ParallelDims.resolve("none", 1, shard_size=-1, replicate_size=-1), "cpu")
-    whole = ParallelPolicy(data_parallel_mode="none", **policy)
-    return parallelize(decoder, mesh, whole, device=CPU, fill=lambda module: None)
-
-
-def make_sampler(model: ParallelModel, **options: object) -> Sampler:
-    return Sampler(model, device=CPU, **{"cache_tokens": 1024, **options})
 
 
 def logprobs_without_cache(model: ParallelModel, tokens: tuple[int, ...], temperature: float = 1.0) -> Tensor:
@@ -122,10 +77,10 @@ def test_samples_are_what_the_whole_sequence_gives_again(model: ParallelModel) -
         assert len(sample.tokens) == 21
         assert sample.finish_reason == "length"
         logprobs = logprobs_without_cache(model, request.prompt + sample.tokens, 0.7)
-        for place, token in enumerate(sample.tokens):
-            row = logprobs[len(request.prompt) - 1 + place]
-            assert sample.logprobs[place] == pytest.approx(row[token].item(), abs=1e-4)
-            share = uniform_number(request.seed, place)
+        for index, token in enumerate(sample.tokens):
+            row = logprobs[len(request.prompt) - 1 + index]
+            assert sample.logprobs[index] == pytest.approx(row[token].item(), abs=1e-4)
+            share = uniform_number(request.seed, index)
             sums = row.double().exp().cumsum(0)
             assert (sums[token - 1] if token else 0) - 1e-5 <= share <= sums[token] + 1e-5
 
@@ -455,51 +410,6 @@ def test_decode_spans_depend_on_no_other_span_of_the_step() -> None:
     assert step() == [(1, 10, 11, True), (0, 12, 13, True)]
 
 
-@pytest.mark.parametrize("model", [MIXTURE], indirect=True)
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"max_step_tokens": 7}, {"cache_tokens": 9 * 16, "max_running": 3}],
-    ids=["at once", "in parts", "preempted"],
-)
-def test_the_routes_of_a_sample_are_those_of_the_whole_sequence(model: ParallelModel, options: dict[str, int]) -> None:
-    # Catches rows of another token, of a token that was found in the cache, or that was computed twice.
-    decoder = model.module
-    assert isinstance(decoder, Decoder)
-    assert decoder.routers is not None
-    asked = {"prompt_routes": True, "sample_routes": True}
-    requests = [
-        GenerationRequest(PROMPT, 30, num_samples=3),
-        *(GenerationRequest(prompt, 9, num_samples=2, **asked) for prompt in [PROMPT, *prompts([1, 17, 33])]),
-        GenerationRequest(PROMPT, 20, seed=5, num_samples=3, **asked),
-        GenerationRequest(PROMPT, 0, **asked),
-    ]
-    sampler = make_sampler(model, **options)
-    alone, joined = sampler.run(requests), GenerationResult.of_shares(sampler.run(requests[-2].shares(2)))
-    assert alone[0].prompt_routes is None
-    assert all(sample.routes is None for sample in alone[0].samples)
-    for request, result in zip([*requests[1:], requests[-2]], [*alone[1:], joined], strict=True):
-        assert result.prompt_routes is not None
-        assert len(result.samples) == (request.num_samples if request.max_tokens else 0)
-        rows = [((), result.prompt_routes)]
-        for sample in result.samples:
-            assert sample.routes is not None
-            assert len(sample.routes) == len(sample.tokens)
-            rows.append((sample.tokens, np.concatenate([result.prompt_routes, sample.routes])))
-        for tokens, routes in rows:
-            whole = (*request.prompt, *tokens)
-            layout = SequenceLayout.from_lengths([len(whole)])
-            with model.generation(keep_gathered=False), decoder.routers.recording():
-                model.forward(torch.tensor(whole), layout)
-                expected = decoder.routers.take_routes()
-            np.testing.assert_array_equal(routes, expected[:-1])
-
-
-def test_routes_of_a_dense_model_are_refused() -> None:
-    # Catches a record without layers.
-    with pytest.raises(ValueError, match="routed_experts: the model has no experts"):
-        make_sampler(place()).submit(GenerationRequest(PROMPT, 1, sample_routes=True))
-
-
 def test_shares_are_the_request_s_own_samples(model: ParallelModel) -> None:
     # Catches shares that draw what others draw, in another order, or score the prompt each.
     request = GenerationRequest(PROMPT, 6, seed=4, num_samples=7, prompt_logprobs=True)
@@ -541,7 +451,7 @@ def test_looking_whether_a_pass_can_be_recorded_warns_of_nothing(monkeypatch: py
 
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: set_mode(mode) if mode == "error" else None)
     decode = object.__new__(DecodePass)
-    monkeypatch.setattr(decode, "_pass", lambda num_rows: None)
+    monkeypatch.setattr(decode, "_pass", lambda num_rows, records: (None, None))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert decode._recording_refusal(1) is None
+        assert decode._recording_refusal(1, records=False) is None

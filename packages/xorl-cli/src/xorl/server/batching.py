@@ -22,7 +22,7 @@ from xorl.data.batch import IGNORE, padding_batch
 from xorl.data.packing import best_fit_decreasing
 from xorl.data.plan import PAIR_COST, split_step
 
-NumberT = TypeVar("NumberT", bound=np.generic)
+ValueT = TypeVar("ValueT", bound=np.generic)
 Bin = tuple[int, ...]
 """The indices of the data in one micro-batch of one rank, in row order; an empty bin is a row of padding."""
 
@@ -262,13 +262,13 @@ def in_datum_order(
 
 
 def rows_in_datum_order(
-    examples: Sequence[Example], assignment: Assignment, by_rank: Sequence[NDArray[NumberT]]
-) -> list[NDArray[NumberT]]:
+    examples: Sequence[Example], assignment: Assignment, by_rank: Sequence[NDArray[ValueT]]
+) -> list[NDArray[ValueT]]:
     """Return each datum's rows [n, ..], in the order of the data.
 
     by_rank: for each rank, the rows of its data's tokens (no padding) in row order.
     """
-    found: dict[int, NDArray[NumberT]] = {}
+    found: dict[int, NDArray[ValueT]] = {}
     for rank, values in enumerate(by_rank):
         start = 0
         for index in assignment.order(rank):

@@ -45,7 +45,7 @@ def record_array(record: Record, budget: ByteBudget, what: str) -> Array:
         raise ValueError(f"{what}: {problem}") from None
 
 
-def _values(record: Record) -> NDArray[np.generic]:
+def _values(record: Record) -> NDArray[np.integer]:
     if isinstance(record, str):
         return _decoded(record, "int32")
     if isinstance(record, RecordJson):
@@ -65,7 +65,7 @@ def _values(record: Record) -> NDArray[np.generic]:
     return np.array(record, np.int64) if record else np.zeros(0, np.int64)
 
 
-def _decoded(text: str, dtype: str) -> NDArray[np.generic]:
+def _decoded(text: str, dtype: str) -> NDArray[np.integer]:
     try:
         data = base64.b64decode(text, validate=True)
     except binascii.Error as problem:
