@@ -207,6 +207,7 @@ def test_records_that_do_not_fit_are_refused(tmp_path: Path, run_ranks) -> None:
         free = losses(worker, [one])
         whole = np.zeros((6, NUM_LAYERS, NUM_ACTIVE), np.int16)
         whole[:, [0, 2]] = RECORD
+        whole[0, 1] = -1  # what a dense layer has there does not matter
         forms = (RECORD, whole, RECORD.ravel(), whole.ravel())
         found = [losses(worker, with_records([one], [form])).metrics["loss:sum"] for form in forms]
         assert found == [found[0]] * len(forms)

@@ -64,7 +64,7 @@ def test_all_forms_of_a_record_mean_the_same(client, orchestrator, path: str, fo
         ([[[1, 2]], [[1]]], "all tokens must have the same number of layers"),
         ([[[1, 2]], []], "all tokens must have the same number of layers"),
         ([[1, 2]], r"routed_experts\[0\]\[0\]"),
-        ([[[1, -2]]], "-2 is not the index of an expert"),
+        ([[[1, -(2**40)]]], "is not the index of an expert"),
         ([[[1, 2**15]]], "32768 is not the index of an expert"),
         (array(text("<i4"), dtype="float32"), "dtype must be one of uint8, .* got 'float32'"),
         (array(text("<i4"), shape=[3, 2, 3]), r"shape must be \[tokens, layers, experts per token\] of the 12 values"),

@@ -17,7 +17,7 @@ from xorl.server.api.tensors import ByteBudget
 from xorl.server.datum import Array
 
 _DTYPES = ("uint8", "int8", "int16", "uint16", "int32", "uint32", "int64")
-_MOST = np.iinfo(np.int16).max
+_RANGE = np.iinfo(np.int16)
 
 
 class RecordJson(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -37,7 +37,7 @@ def record_array(record: Record, budget: ByteBudget, what: str) -> Array:
     try:
         values = _values(record)
         budget.take([values.size], 2)
-        outside = values[(values < 0) | (values > _MOST)]
+        outside = values[(values < _RANGE.min) | (values > _RANGE.max)]
         if outside.size:
             raise ValueError(f"{outside.flat[0]} is not the index of an expert")
         return Array.of(values.astype(np.int16))
