@@ -6,8 +6,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,7 +17,7 @@ import torch.distributed as dist
 from tiny_models import hf_config
 from xorl.core import runtime
 from xorl.core.mesh import DataParallelMode, Mesh, ParallelDims
-from xorl.core.models import spec_for
+from xorl.core.models import Decoder, spec_for
 from xorl.core.nn.kernels import choose_kernels
 from xorl.core.parallel import ParallelModel, ParallelPolicy, parallelize
 from xorl.kernels.attention import AttentionRequest, DecodeLayout, KeyValueCache, MixedLayout, resolve_attention
@@ -199,7 +201,65 @@ def test_recorded_growth_follows_the_weights(mesh: Mesh, shape: Mapping[str, obj
             sampler.release_memory()
         check_logprobs(model, requests, sampler.run(requests), 0.08, share_of(shape, torch.bfloat16))
         assert sampler._decode is not None
-        assert sorted(rows for rows, _ in sampler._decode._recorded) == [1, 2, 4, 8]
+        assert sorted(rows for rows, *_ in sampler._decode._recorded) == [1, 2, 4, 8]
+
+
+def test_recorded_growth_returns_routes_that_replay(mesh: Mesh) -> None:
+    # Catches routes of another replay of a recorded pass, or of its padding rows, passes that are recorded without
+    # routes, and a replay that is not what was sampled.
+    model = place(mesh, torch.bfloat16, compiled=False, shape=MIXTURE)
+    decoder = model.module
+    assert isinstance(decoder, Decoder)
+    sampler = Sampler(model, device=torch.device("cuda"), cache_tokens=2048, max_running=6)
+    plain = [GenerationRequest(tuple(range(5 * count)), 7 * count, seed=count) for count in range(1, 6)]
+    asked = [replace(request, prompt_routes=True, sample_routes=True) for request in plain]
+    results = sampler.run(asked)
+    for result, same in zip(results, sampler.run(plain), strict=True):
+        assert result.samples[0].tokens == same.samples[0].tokens
+        assert same.samples[0].routes is None
+    assert sampler._decode is not None
+    assert {records for *_, records in sampler._decode._recorded} == {False, True}
+    differences = []
+    for request, result in zip(asked, results, strict=True):
+        [sample] = result.samples
+        assert sample.routes is not None
+        assert result.prompt_routes is not None
+        routes = torch.from_numpy(np.concatenate([result.prompt_routes, sample.routes])).cuda()
+        tokens = torch.tensor(request.prompt + sample.tokens, device="cuda")
+        layout = SequenceLayout.from_lengths([len(tokens) - 1], "cuda")
+        with torch.no_grad():
+            _, found = model.forward(
+                tokens[:-1], layout, lambda h, w, y=tokens[1:]: linear_cross_entropy(h, w, y), recorded=routes
+            )
+        differences.append(found[len(request.prompt) - 1 :].cpu() - torch.from_numpy(sample.logprobs))
+    # With the sampler's routes, no token changes its experts by rounding, so that the limit holds for all.
+    assert torch.cat(differences).abs().max() <= 0.08
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_replaying_its_own_routes_is_the_same_on_a_gpu(mesh: Mesh, compiled: bool) -> None:
+    # Catches an operation that waits for the device, and routes in another order than the router's.
+    model = place(mesh, torch.bfloat16, compiled=compiled, shape=MIXTURE)
+    decoder = model.module
+    assert isinstance(decoder, Decoder)
+    assert decoder.routers is not None
+    model.train()
+    layout = SequenceLayout.from_lengths([300, 212], "cuda")
+    ids = torch.randint(512, (512,), generator=torch.Generator().manual_seed(0)).cuda()
+    found = []
+    routes = None
+    for _ in range(2):
+        with decoder.routers.recording():
+            loss = model.forward(ids, layout, lambda h, w: linear_cross_entropy(h, w, ids)[0].sum(), recorded=routes)
+            routes = decoder.routers.take_routes().to(torch.int16)
+        sums = decoder.routers.take().sum(0)
+        loss.backward()
+        found.append([loss.detach(), *(p.grad.clone() for p in decoder.parameters() if p.grad is not None)])
+        decoder.zero_grad()
+    assert sums[-5:-3].tolist() == [512 * 3 * 2, 0]
+    for first, second in zip(*found, strict=True):
+        # The compiler may fuse what it compiles for records in another way.
+        assert torch.equal(first, second) or (compiled and (first - second).norm() <= 1e-2 * first.norm())
 
 
 def test_recorded_growth_is_each_adapters(mesh: Mesh) -> None:
@@ -234,7 +294,7 @@ def sample_on_all_gpus() -> None:
     for number in range(3):
         results = sampler.run(requests)
         assert sampler._decode is not None
-        assert {rows for rows, _ in sampler._decode._recorded} == {1, 2, 4}
+        assert {rows for rows, *_ in sampler._decode._recorded} == {1, 2, 4}
         check_logprobs(model, requests, results, 0.08)
         layout = SequenceLayout.from_lengths([20], device)
         model.forward(torch.arange(20, device=device), layout).float().square().sum().backward()

@@ -207,7 +207,6 @@ BAD_DATA = {
         call([{**datum(), "model_input": {"chunks": [{"type": "image", "data": "", "format": "png"}]}}]),
         "only tokens are supported",
     ),
-    "replay": (call([{**datum(), "routed_experts": [[0]]}]), "routed_experts"),
     "infinite option": (call([datum()], loss_fn_params={"beta": 1e999}), "400"),
     "nothing": ({"model_id": "m", "seq_id": 1}, "forward_backward_input"),
 }

@@ -328,7 +328,8 @@ def samples_of(call):
         tokens = ((prompt[-1] + 1 + index + np.arange(count)) % VOCAB).astype(np.int32)
         top = top_of(tokens, call.topk_sample_logprobs)
         logprobs = Array.of((-tokens / 64).astype(np.float32))
-        sequences.append(SampledSequence(Array.of(tokens), logprobs, "length", top))
+        routes = routes_of(tokens - 1) if call.routed_experts else None
+        sequences.append(SampledSequence(Array.of(tokens), logprobs, "length", top, routed_experts=routes))
     logprobs = (-prompt / 64).astype(np.float32)
     logprobs[0] = np.nan
     targets = call.target_prompt_tokens
@@ -338,7 +339,15 @@ def samples_of(call):
         topk_prompt_logprobs=top_of(prompt[1:], call.topk_prompt_logprobs),
         target_prompt_logprobs=None if targets is None else asked_about(targets.numpy()),
         num_cached_tokens=1,
+        prompt_routed_experts=routes_of(prompt[:-1]) if call.routed_experts else None,
     )
+
+
+def routes_of(tokens):
+    """The experts of tokens, which are made of these, in three layers of which the second is dense."""
+    routes = tokens[:, None, None] + np.array([[0, 1], [0, 0], [1, 2]])
+    routes[:, 1] = 0
+    return Array.of(routes.astype(np.int16))
 
 
 def asked_about(targets):

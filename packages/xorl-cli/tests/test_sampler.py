@@ -12,26 +12,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tiny_models import hf_config
-from xorl.core.mesh import Mesh, ParallelDims
-from xorl.core.models import Decoder, spec_for
-from xorl.core.nn import LayerKernels
-from xorl.core.parallel import ParallelModel, ParallelPolicy, parallelize
-from xorl.kernels.attention import KeyValueCache, MixedLayout
+from sampling import CPU, HF_CONFIG, MIXTURE, VOCAB, PlainDecodePass, make_sampler, place
+from xorl.core.models import Decoder
+from xorl.core.parallel import ParallelModel
 from xorl.kernels.layout import SequenceLayout
-from xorl.kernels.linear_ce import linear_cross_entropy, wide_logits
+from xorl.kernels.linear_ce import linear_cross_entropy
 from xorl.lora import AdapterBank, AdapterSpec
-from xorl.server.sampler import GenerationRequest, GenerationResult, Sampler
+from xorl.server.sampler import GenerationRequest, GenerationResult
 from xorl.server.sampler import sampler as sampler_module
 from xorl.server.sampler.blocks import BlockPool, block_keys
 from xorl.server.sampler.decode import DecodePass
 from xorl.server.sampler.draw import DrawRule, draw, uniform_number
 from xorl.server.sampler.scheduler import Continuation, SampleScheduler
 
-CPU = torch.device("cpu")
-VOCAB = 61
-HF_CONFIG = hf_config(vocab_size=VOCAB, max_position_embeddings=256, initializer_range=0.3)
-MIXTURE = hf_config("qwen3_moe", vocab_size=VOCAB, max_position_embeddings=256, initializer_range=0.3)
 PROMPT = tuple(range(3, 43))
 
 
@@ -40,24 +33,6 @@ def one_rank() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
-
-
-class PlainDecodePass:
-    """`DecodePass` by the layout that a CPU has, with padding rows as in a recorded pass."""
-
-    def __init__(self, model: ParallelModel, cache: KeyValueCache, **_: object) -> None:
-        self._model, self._cache = model, cache
-
-    def num_rows(self, num_samples: int) -> int:
-        return num_samples + 2
-
-    def logits(self, tokens: list[int], tables: list[list[int]], totals: list[int], choice: object) -> Tensor:
-        spare = self._cache.num_blocks - 1
-        tables, totals = [*tables, [spare], [spare]], [*totals, 1, 1]
-        layout = MixedLayout(self._cache, tables, [1] * len(tables), totals, CPU)
-        with self._model.generation(keep_gathered=False):
-            logits = self._model.forward(torch.tensor([*tokens, 0, 0]), layout, loss=wide_logits)
-        return logits[: len(tokens)]
 
 
 @pytest.fixture(autouse=True, params=["in one pass", "decode apart"])
@@ -74,19 +49,6 @@ def model(request: pytest.FixtureRequest) -> ParallelModel:
 
 
 dense_or_experts = pytest.mark.parametrize("model", [HF_CONFIG, MIXTURE], ids=["dense", "experts"], indirect=True)
-
-
-def place(hf_config: dict[str, object] = HF_CONFIG, **policy: object) -> ParallelModel:
-    spec = spec_for(hf_config)
-    decoder = spec.build(spec.config_from_hf(hf_config), merge_qkv=True, kernels=LayerKernels())
-    decoder.init_weights(0)
-    mesh = Mesh(ParallelDims.resolve("none", 1, shard_size=-1, replicate_size=-1), "cpu")
-    whole = ParallelPolicy(data_parallel_mode="none", **policy)
-    return parallelize(decoder, mesh, whole, device=CPU, fill=lambda module: None)
-
-
-def make_sampler(model: ParallelModel, **options: object) -> Sampler:
-    return Sampler(model, device=CPU, **{"cache_tokens": 1024, **options})
 
 
 def logprobs_without_cache(model: ParallelModel, tokens: tuple[int, ...], temperature: float = 1.0) -> Tensor:
@@ -115,10 +77,10 @@ def test_samples_are_what_the_whole_sequence_gives_again(model: ParallelModel) -
         assert len(sample.tokens) == 21
         assert sample.finish_reason == "length"
         logprobs = logprobs_without_cache(model, request.prompt + sample.tokens, 0.7)
-        for place, token in enumerate(sample.tokens):
-            row = logprobs[len(request.prompt) - 1 + place]
-            assert sample.logprobs[place] == pytest.approx(row[token].item(), abs=1e-4)
-            share = uniform_number(request.seed, place)
+        for index, token in enumerate(sample.tokens):
+            row = logprobs[len(request.prompt) - 1 + index]
+            assert sample.logprobs[index] == pytest.approx(row[token].item(), abs=1e-4)
+            share = uniform_number(request.seed, index)
             sums = row.double().exp().cumsum(0)
             assert (sums[token - 1] if token else 0) - 1e-5 <= share <= sums[token] + 1e-5
 
@@ -494,7 +456,7 @@ def test_looking_whether_a_pass_can_be_recorded_warns_of_nothing(monkeypatch: py
 
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: set_mode(mode) if mode == "error" else None)
     decode = object.__new__(DecodePass)
-    monkeypatch.setattr(decode, "_pass", lambda num_rows: None)
+    monkeypatch.setattr(decode, "_pass", lambda num_rows, records: (None, None))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert decode._recording_refusal(1) is None
+        assert decode._recording_refusal(1, records=False) is None

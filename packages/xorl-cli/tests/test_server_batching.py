@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -94,6 +96,24 @@ def test_padding_and_targets_that_a_datum_lacks_are_not_asked() -> None:
     assert (padding.num_tokens, padding.num_trained_tokens, padding.lengths) == (0, 0, (8,))
     assert padding.labels.shape == (8, 3)
     assert padding.labels.eq(IGNORE).all()
+
+
+def test_records_are_in_the_rows_of_their_tokens() -> None:
+    # Catches a record that packing moves or loses, and padding that all goes to one expert.
+    records = [np.arange(length * 6, dtype=np.int16).reshape(length, 3, 2) for length in (3, 4)]
+    examples = [replace(example(3), routes=records[0]), example(2), replace(example(4), routes=records[1])]
+    layout = Layout.of(examples, 8)
+    ((_, row),) = build_row(examples, (0, 1, 2), layout)
+    assert row.routes is not None
+    free = np.full((7, 3, 2), -1)
+    np.testing.assert_array_equal(row.routes, np.concatenate([records[0], free[:2], records[1], free]))
+    for members in ((1,), ()):
+        ((_, other),) = build_row(examples, members, layout)
+        assert other.routes is not None
+        assert other.routes.shape == (8, 3, 2)
+        assert other.routes.eq(-1).all()
+    ((_, without),) = build_row(examples[1:2], (0,), Layout.of(examples[1:2], 8))
+    assert without.routes is None
 
 
 @given(LENGTHS.filter(bool), st.integers(1, 4), st.sampled_from([0, 1, 3]))

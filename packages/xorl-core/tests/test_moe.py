@@ -36,7 +36,13 @@ def make_ids(num_tokens: int, seed: int = 0) -> Tensor:
 
 
 def loss_of(
-    decoder: Decoder, ids: Tensor, lengths: list[int], *, num_padding: int = 0, of_tokens: bool = True
+    decoder: Decoder,
+    ids: Tensor,
+    lengths: list[int],
+    *,
+    num_padding: int = 0,
+    of_tokens: bool = True,
+    recorded: Tensor | None = None,
 ) -> Tensor:
     """The summed loss of tokens (of_tokens) and routers, without those of the padding, which is the last document."""
     plain = SequenceLayout.from_lengths(lengths)
@@ -44,7 +50,9 @@ def loss_of(
     labels = torch.where(torch.arange(len(ids)) < end, ids, -100) if of_tokens else torch.full_like(ids, -100)
     trained = torch.tensor(lengths) if not num_padding else torch.tensor([*lengths[:-1], 0])
     layout = SequenceLayout(plain.cu_seqlens, plain.positions, plain.lengths, torch.tensor(end), trained)
-    return decoder(ids, layout, lambda hidden, weight: linear_cross_entropy(hidden, weight, labels)[0].sum())
+    return decoder(
+        ids, layout, lambda hidden, weight: linear_cross_entropy(hidden, weight, labels)[0].sum(), recorded=recorded
+    )
 
 
 def gradients(decoder: Decoder) -> dict[str, Tensor]:
@@ -70,7 +78,7 @@ def test_losses_do_not_depend_on_the_split(options: RouterLossOptions, of_tokens
     loss_of(decoder, ids, LENGTHS, of_tokens=of_tokens).backward()
     packed, sums = gradients(decoder), decoder.routers.take()
     # Two layers, two experts a token; and all tokens are trained.
-    assert sums[:, :-3].sum(-1).tolist() == [2 * 2 * length for length in LENGTHS]
+    assert sums[:, :-5].sum(-1).tolist() == [2 * 2 * length for length in LENGTHS]
     assert sums[:, -1].tolist() == LENGTHS
     apart_sums = []
     for part in ids.split(LENGTHS):
@@ -138,6 +146,91 @@ def test_a_backward_pass_chooses_no_experts(recompute: Recompute, compiled: bool
     assert "xorl::top_experts" not in operations
 
 
+def record(decoder: Decoder, ids: Tensor, lengths: list[int]) -> Tensor:
+    """The experts of each token, [T, 2, 2], of a pass without gradients."""
+    assert decoder.routers is not None
+    decoder.eval()
+    with torch.no_grad(), decoder.routers.recording():
+        decoder(ids, SequenceLayout.from_lengths(lengths))
+        routes = decoder.routers.take_routes()
+    decoder.train()
+    return routes
+
+
+@pytest.mark.parametrize("recompute", ["none", "layer", "operation"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_replaying_its_own_routes_changes_no_bit(recompute: Recompute, compiled: bool) -> None:
+    # Catches weights of other experts or in another order, and routes that recomputation chooses again.
+    torch._dynamo.reset()
+    decoder, ids = make_decoder(), make_ids(sum(LENGTHS))
+    recompute_layers(decoder.layers, recompute, reentrant=False, compiled=compiled)
+    if compiled:
+        compile_layers(list(decoder.layers), backend="aot_eager", device_type="cpu")
+    assert decoder.routers is not None
+    decoder.routers.options = RouterLossOptions(balance_coef=0.1, z_coef=0.1)
+    with decoder.routers.recording():
+        losses = [loss_of(decoder, ids, LENGTHS)]
+        routes = decoder.routers.take_routes().to(torch.int16)
+    assert routes.shape == (sum(LENGTHS), 2, 2)
+    losses[0].backward()
+    found = [(gradients(decoder), decoder.routers.take())]
+    # Of the second document, nothing is recorded; of the last, nothing of its last token.
+    routes[9] = routes[-1] = -1
+    losses.append(loss_of(decoder, ids, LENGTHS, recorded=routes))
+    losses[1].backward()
+    found.append((gradients(decoder), decoder.routers.take()))
+    assert torch.equal(losses[0], losses[1])
+    assert all(torch.equal(found[1][0][name], gradient) for name, gradient in found[0][0].items())
+    assert torch.equal(found[0][1][:, :-5], found[1][1][:, :-5])
+    assert found[0][1][:, -5:-3].tolist() == [[0, 0]] * 4
+    assert found[1][1][:, -5:-3].tolist() == [[2 * 2 * length, 0] for length in (9, 0, 14, 4)]
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_replayed_experts_are_weighted_by_the_routers_own_scores(normalize: bool) -> None:
+    # Catches weights that are 0 for experts that the router would not have chosen, or normalised over others.
+    decoder = make_decoder(norm_topk_prob=normalize)
+    block, layout = decoder.layers[0].mlp, SequenceLayout.from_lengths([3, 2])
+    x = torch.randn(5, block.gate.weight.shape[1], generator=torch.Generator().manual_seed(1))
+    worst = block.gate(x).argsort(-1)[:, :2]
+    recorded = torch.cat([worst[:3], torch.full((2, 2), -1)]).to(torch.int16)
+    out, routes = block(x, layout, recorded)
+    scores = block.gate(x).softmax(-1)
+    ids = torch.cat([worst[:3], scores.topk(2).indices[3:]])
+    weights = scores.gather(-1, ids)
+    weights = weights / weights.sum(-1, keepdim=True) if normalize else weights
+    gate_up, down = block.experts.gate_up_proj.stacked(x.dtype), block.experts.down_proj.stacked(x.dtype)
+    gate, up = torch.einsum("td,tkfd->tkf", x, gate_up[ids]).chunk(2, dim=-1)
+    outputs = torch.einsum("tkf,tkdf->tkd", nn.functional.silu(gate) * up, down[ids])
+    expected = (weights[:, :, None] * outputs).sum(1)
+    torch.testing.assert_close(out, expected)
+    assert torch.equal(routes.ids, ids)
+    assert routes.replayed is not None
+    assert routes.replayed.tolist() == [[6, 6], [0, 0]]
+    # The router learns from experts that it would not have chosen.
+    [gradient] = torch.autograd.grad(out.square().sum(), block.gate.weight, retain_graph=True)
+    [wanted] = torch.autograd.grad(expected.square().sum(), block.gate.weight)
+    assert (gradient - wanted).norm() < 1e-4 * wanted.norm()
+
+
+def test_a_record_that_is_shifted_by_a_token_changes_the_loss() -> None:
+    # Catches a record that is not used.
+    decoder, ids = make_decoder(), make_ids(sum(LENGTHS))
+    assert decoder.routers is not None
+    routes, loss = record(decoder, ids, LENGTHS), loss_of(decoder, ids, LENGTHS)
+    decoder.routers.take()
+    assert torch.equal(loss_of(decoder, ids, LENGTHS, recorded=routes), loss)
+    decoder.routers.take()
+    assert (loss_of(decoder, ids, LENGTHS, recorded=routes.roll(1, 0)) - loss).abs() > 1e-3
+    sums = RouterSums(decoder.routers.take().sum(0), num_experts=4)
+    own = routes.roll(1, 0)[:, 0]
+    # In the first layer, the routers choose as before.
+    first = sum(len(set(new.tolist()) - set(old.tolist())) for new, old in zip(own, routes[:, 0], strict=True))
+    assert sums.values[-5] == 2 * 2 * len(ids)
+    assert first <= sums.values[-4] <= first + 2 * len(ids)
+    assert sums.replay_metrics()["router_changed_routes"] == sums.values[-4] / sums.values[-5]
+
+
 @pytest.mark.parametrize("is_one_token", [False, True])
 def test_a_document_does_not_change_its_neighbours(is_one_token: bool) -> None:
     # Catches experts with a capacity or without tokens, and rows that are mixed up in the sort.
@@ -148,7 +241,7 @@ def test_a_document_does_not_change_its_neighbours(is_one_token: bool) -> None:
     changed = ids[24].repeat(14) if is_one_token else make_ids(14, seed=5)
     before, _ = decoder(ids, layout), decoder.routers.take()
     after, sums = decoder(torch.cat([ids[:10], changed, ids[24:]]), layout), decoder.routers.take()
-    counts = sums.sum(0)[:-3].view(-1, 8)
+    counts = sums.sum(0)[:-5].view(-1, 8)
     if is_one_token:
         assert counts.amax(-1).min() >= 15
         assert (counts == 0).any()
@@ -231,7 +324,7 @@ def test_a_module_without_roles_is_not_left_uninitialised() -> None:
 
 def test_metrics_of_routers_say_how_even_the_load_is() -> None:
     # Catches shares over all layers at once, and an entropy that is not 1 for an even load.
-    even = RouterSums(torch.tensor([5.0] * 8 + [30.0, 6.0, 10.0]), num_experts=4).metrics()
+    even = RouterSums(torch.tensor([5.0] * 8 + [0, 0] + [30.0, 6.0, 10.0]), num_experts=4).metrics()
     assert {name: value.item() for name, value in even.items()} == pytest.approx(
         {
             "router_balance_loss": 3.0,
@@ -241,7 +334,7 @@ def test_metrics_of_routers_say_how_even_the_load_is() -> None:
             "router_dead_experts": 0.0,
         }
     )
-    one = RouterSums(torch.tensor([8.0, 0, 0, 0, 2, 2, 2, 2, 0, 0, 0]), num_experts=4).metrics()
+    one = RouterSums(torch.tensor([8.0, 0, 0, 0, 2, 2, 2, 2, 0, 0, 0, 0, 0]), num_experts=4).metrics()
     assert one["router_imbalance"] == 4.0
     assert one["router_entropy"] == pytest.approx(0.5)
     assert one["router_dead_experts"] == 3

@@ -9,7 +9,14 @@ from torch import Tensor
 from xorl.kernels.experts import grouped, reference
 from xorl.kernels.experts.adapted import Factors
 from xorl.kernels.experts.plan import RoutePlan, _route_plan
-from xorl.kernels.experts.routing import _sum_routing, sum_documents, sum_routing, top_experts
+from xorl.kernels.experts.routing import (
+    _sum_routing,
+    count_replayed,
+    replay_experts,
+    sum_documents,
+    sum_routing,
+    top_experts,
+)
 from xorl.kernels.layout import SequenceLayout
 from xorl.kernels.testing import nan_poisoned_empty
 
@@ -271,3 +278,15 @@ def test_of_equal_scores_the_lowest_expert_wins() -> None:
     scores = torch.tensor([[0.5, 0.9, 0.5, 0.9, 0.1], [0.2, 0.2, 0.2, 0.2, 0.2]])
     assert top_experts(scores, 3).tolist() == [[1, 3, 0], [0, 1, 2]]
     torch.library.opcheck(top_experts, (scores, 3))
+
+
+def test_recorded_experts_replace_the_choice_and_are_counted() -> None:
+    # Catches an order of experts that counts as a difference, padding that is counted, and tokens without a record.
+    ids = torch.tensor([[0, 1], [2, 3], [4, 0], [1, 2], [3, 4], [0, 1]])
+    recorded = torch.tensor([[1, 0], [-1, -1], [4, 1], [3, 0], [-1, -1], [2, 3]], dtype=torch.int16)
+    chosen = [[1, 0], [2, 3], [4, 1], [3, 0], [3, 4], [2, 3]]
+    assert replay_experts(ids, recorded).tolist() == chosen
+    assert replay_experts(ids, recorded).dtype == torch.int64
+    cu_seqlens = torch.tensor([0, 2, 2, 4, 6], dtype=torch.int32)
+    assert count_replayed(ids, recorded, cu_seqlens, None).tolist() == [[2, 0], [0, 0], [4, 3], [2, 2]]
+    assert count_replayed(ids, recorded, cu_seqlens, torch.tensor(4)).tolist() == [[2, 0], [0, 0], [4, 3], [0, 0]]

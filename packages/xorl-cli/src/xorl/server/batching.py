@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from xorl.data.batch import IGNORE, padding_batch
 from xorl.data.packing import best_fit_decreasing
 from xorl.data.plan import PAIR_COST, split_step
 
+ValueT = TypeVar("ValueT", bound=np.generic)
 Bin = tuple[int, ...]
 """The indices of the data in one micro-batch of one rank, in row order; an empty bin is a row of padding."""
 
@@ -37,12 +39,14 @@ class Example:
         targets: [n] or [n, K] int64: the token that each token predicts (already shifted); IGNORE for no target.
         fields: other inputs of the loss, by name: [n] or [n, K] fp32.
         owner: the model that it belongs to. A row keeps the data of one owner together.
+        routes: recorded experts, [n, layers with experts, experts per token] int16; -1 for tokens without a record.
     """
 
     tokens: NDArray[np.int64]
     targets: NDArray[np.int64]
     fields: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
     owner: str = ""
+    routes: NDArray[np.int16] | None = None
 
     @property
     def num_targets(self) -> int:
@@ -156,18 +160,21 @@ class Layout:
         num_targets: the largest K of any datum; 0 if all targets are [n].
         fields: the names of the loss's other inputs, which every row has.
         pad_to_multiple_of: the number of tokens of a row is padded to a multiple of this.
+        routes: (layers with experts, experts per token) if any datum has recorded experts; otherwise None.
     """
 
     num_targets: int
     fields: tuple[str, ...]
     pad_to_multiple_of: int
+    routes: tuple[int, int] | None = None
 
     @classmethod
     def of(cls, examples: Sequence[Example], pad_to_multiple_of: int) -> Layout:
         num_targets = max(example.num_targets for example in examples)
         is_flat = all(example.targets.ndim == 1 for example in examples)
         names = sorted({name for example in examples for name in example.fields})
-        return cls(0 if is_flat else num_targets, tuple(names), pad_to_multiple_of)
+        routes = next((example.routes.shape[1:] for example in examples if example.routes is not None), None)
+        return cls(0 if is_flat else num_targets, tuple(names), pad_to_multiple_of, routes)
 
 
 def build_row(examples: Sequence[Example], members: Bin, layout: Layout) -> list[tuple[str, PackedBatch]]:
@@ -190,7 +197,12 @@ def _padding(layout: Layout) -> PackedBatch:
     batch = padding_batch(layout.pad_to_multiple_of)
     shape = (len(batch.labels), layout.num_targets) if layout.num_targets else (len(batch.labels),)
     extras = {name: torch.zeros(shape, dtype=torch.float32) for name in layout.fields}
-    return replace(batch, labels=torch.full(shape, IGNORE), extras=extras)
+    routes = None if layout.routes is None else torch.from_numpy(_free_routes(len(batch.labels), layout.routes))
+    return replace(batch, labels=torch.full(shape, IGNORE), extras=extras, routes=routes)
+
+
+def _free_routes(num_tokens: int, shape: tuple[int, int]) -> NDArray[np.int16]:
+    return np.full((num_tokens, *shape), -1, dtype=np.int16)
 
 
 def _segment(examples: Sequence[Example], layout: Layout, num_padding: int) -> PackedBatch:
@@ -203,6 +215,7 @@ def _segment(examples: Sequence[Example], layout: Layout, num_padding: int) -> P
     input_ids = np.zeros(total, dtype=np.int64)
     labels = np.full((total, *width), IGNORE, dtype=np.int64)
     extras = {name: np.zeros((total, *width), dtype=np.float32) for name in layout.fields}
+    routes = None if layout.routes is None else _free_routes(total, layout.routes)
     for example, stop in zip(examples, ends.tolist(), strict=False):
         span = slice(stop - len(example.tokens), stop)
         input_ids[span] = example.tokens
@@ -213,6 +226,8 @@ def _segment(examples: Sequence[Example], layout: Layout, num_padding: int) -> P
         for name, values in extras.items():
             given = example.fields.get(name)
             values[inner] = NEUTRAL[name] if given is None else given.reshape(targets.shape)
+        if routes is not None and example.routes is not None:
+            routes[span] = example.routes
     trained = labels != IGNORE
     if "weights" in extras:
         trained &= extras["weights"] != 0
@@ -225,6 +240,7 @@ def _segment(examples: Sequence[Example], layout: Layout, num_padding: int) -> P
         num_tokens=sum(lengths),
         num_trained_tokens=int(np.count_nonzero(trained.reshape(total, -1).any(axis=1))),
         extras={name: torch.from_numpy(values) for name, values in extras.items()},
+        routes=None if routes is None else torch.from_numpy(routes),
     )
 
 
@@ -237,17 +253,28 @@ def in_datum_order(
 
     by_rank: for each rank, the values of its data's tokens (no padding) in row order: [tokens] or [tokens, K].
     """
-    found: list[NDArray[np.float32] | None] = [None] * len(examples)
+    found = rows_in_datum_order(examples, assignment, by_rank)
+    for index, (example, part) in enumerate(zip(examples, found, strict=True)):
+        shape = example.targets.shape
+        columns = part[:, : shape[1] if len(shape) == 2 else 1] if part.ndim == 2 else part
+        found[index] = np.ascontiguousarray(columns).reshape(shape)
+    return found
+
+
+def rows_in_datum_order(
+    examples: Sequence[Example], assignment: Assignment, by_rank: Sequence[NDArray[ValueT]]
+) -> list[NDArray[ValueT]]:
+    """Return each datum's rows [n, ..], in the order of the data.
+
+    by_rank: for each rank, the rows of its data's tokens (no padding) in row order.
+    """
+    found: dict[int, NDArray[ValueT]] = {}
     for rank, values in enumerate(by_rank):
         start = 0
         for index in assignment.order(rank):
-            shape = examples[index].targets.shape
-            stop = start + shape[0]
-            part = values[start:stop]
-            if part.ndim == 2:
-                part = part[:, : shape[1] if len(shape) == 2 else 1]
-            found[index] = np.ascontiguousarray(part).reshape(shape)
+            stop = start + len(examples[index].tokens)
+            found[index] = values[start:stop]
             start = stop
-        assert start == len(values), "a rank returns one value for each token of its data"
-    assert all(values is not None for values in found), "each datum is on exactly one rank"
-    return [values for values in found if values is not None]
+        assert start == len(values), "a rank returns one row for each token of its data"
+    assert len(found) == len(examples), "each datum is on exactly one rank"
+    return [found[index] for index in range(len(examples))]

@@ -14,10 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NoReturn
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 
 from xorl.ckpt.ranks import all_gather_text
 
@@ -106,23 +104,23 @@ def broadcast_bytes(data: bytes | None) -> bytes:
     return buffer.numpy().tobytes() if data is None else data
 
 
-def gather_rows(values: torch.Tensor, sizes: Sequence[int]) -> list[NDArray[np.float32]] | None:
+def gather_rows(values: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor] | None:
     """Collective: on rank 0, return the rows [sizes[rank], ...] of every rank; elsewhere, None.
 
-    values: [sizes[this rank], ...] fp32, on any device. sizes: the same on every rank.
+    values: [sizes[this rank], ...] on any device; not of 16 bits. sizes: the same on every rank.
     """
     own = values.cpu()
     rank = dist.get_rank()
     assert len(own) == sizes[rank], "a rank computes the rows assigned to it"
     if dist.get_world_size() == 1:
-        return [own.numpy()]
-    padded = torch.zeros((max(*sizes, 1), *own.shape[1:]), dtype=torch.float32)
+        return [own]
+    padded = torch.zeros((max(*sizes, 1), *own.shape[1:]), dtype=own.dtype)
     padded[: len(own)] = own
     received = [torch.empty_like(padded) for _ in sizes] if rank == 0 else None
     dist.gather(padded, received, dst=0)
     if received is None:
         return None
-    return [rows[:size].numpy() for rows, size in zip(received, sizes, strict=True)]
+    return [rows[:size] for rows, size in zip(received, sizes, strict=True)]
 
 
 def gather_numbers(numbers: Sequence[int]) -> list[list[int]]:

@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-Dtype = Literal["int32", "int64", "float32", "bfloat16"]
-ITEM_BYTES: dict[Dtype, int] = {"int32": 4, "int64": 8, "float32": 4, "bfloat16": 2}
+Dtype = Literal["int16", "int32", "int64", "float32", "bfloat16"]
+ITEM_BYTES: dict[Dtype, int] = {"int16": 2, "int32": 4, "int64": 8, "float32": 4, "bfloat16": 2}
 
 
 class Array(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -34,10 +34,10 @@ class Array(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def of(cls, values: NDArray[np.generic]) -> Array:
-        """Create an array from int32, int64 or float32 values; other dtypes raise ValueError."""
+        """Create an array from int16, int32, int64 or float32 values; other dtypes raise ValueError."""
         dtype = values.dtype.name
-        if dtype not in ("int32", "int64", "float32"):
-            raise ValueError(f"the dtype of an array must be int32, int64 or float32, got {dtype}")
+        if dtype not in ("int16", "int32", "int64", "float32"):
+            raise ValueError(f"the dtype of an array must be int16, int32, int64 or float32, got {dtype}")
         return cls(dtype, values.shape, np.ascontiguousarray(values).astype(values.dtype.newbyteorder("<")).tobytes())
 
     def numpy(self) -> NDArray[np.generic]:
@@ -55,11 +55,15 @@ class Datum(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     target_tokens[i] follows tokens[:i + 1]), weights, advantages, logprobs, clip_low_threshold and any other input
     that the client names. All are dense; all but the tokens are float32.
 
+    routed_experts: recorded experts to replay, int16 [T or T - 1, layers, experts per token], or flat if the client did
+    not send a shape. The layers are all layers, or all with experts. With T - 1 rows, the last token has no record.
+
     Raises ValueError, on construction and on decoding, if the lengths differ.
     """
 
     tokens: Array
     arrays: dict[str, Array]
+    routed_experts: Array | None = None
 
     def __post_init__(self) -> None:
         if self.tokens.dtype != "int32" or len(self.tokens.shape) != 1 or not self.tokens.shape[0]:
@@ -73,3 +77,9 @@ class Datum(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                     f"{name} of a datum of {self.tokens.shape[0]} tokens must have one value, or one row of values, "
                     f"for each token; got shape {list(array.shape)}"
                 )
+        routes = self.routed_experts
+        if routes is not None and (routes.dtype != "int16" or len(routes.shape) not in (1, 3)):
+            raise ValueError(
+                "the routed_experts of a datum must be int16 [tokens, layers, experts per token], or flat; got "
+                f"{routes.dtype} {list(routes.shape)}"
+            )

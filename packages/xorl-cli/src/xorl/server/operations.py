@@ -171,7 +171,7 @@ class Sample(Message, frozen=True):
     single tokens. ignore_end: do not stop at the model's end token. topk_*: the number of most likely tokens to return
     at each position.
     target_prompt_tokens: int64 [P - 1, K], more tokens whose log-probabilities to return at positions 1, 2, ... of the
-    prompt; -1 marks an empty cell.
+    prompt; -1 marks an empty cell. routed_experts: return the experts of each token.
     """
 
     sampler: SamplerRef
@@ -190,6 +190,7 @@ class Sample(Message, frozen=True):
     topk_prompt_logprobs: int = 0
     topk_sample_logprobs: int = 0
     target_prompt_tokens: Array | None = None
+    routed_experts: bool = False
 
 
 class Endpoint(Message, frozen=True):
@@ -277,8 +278,9 @@ class Unloaded(Message, frozen=True):
 class LossResult(Message, frozen=True):
     """Result of ForwardBackward: fields by name (logprobs, elementwise_loss), each with one array per datum, in order.
 
-    Arrays are float32, with the shape of the datum's target_tokens. metrics: named `name:reduction`, where reduction is
-    sum, mean, min or max; always includes `loss:sum`.
+    Arrays are float32, with the shape of the datum's target_tokens. With the loss parameter return_routed_experts there
+    is also routed_experts, int32 [T, layers, experts per token], 0 in layers without experts. metrics: named
+    `name:reduction`, where reduction is sum, mean, min or max; always includes `loss:sum`.
     """
 
     loss_fn_output_type: str
@@ -328,20 +330,25 @@ class TopLogprobs(Message, frozen=True):
 
 
 class SampledSequence(Message, frozen=True):
-    """One sample: tokens int32 [N], logprobs float32 [N]. versions: of the weights at its first and last token."""
+    """One sample: tokens int32 [N], logprobs float32 [N]. versions: of the weights at its first and last token.
+
+    routed_experts: int16 [N, layers, experts per token], of the token before each of these; 0 in dense layers.
+    """
 
     tokens: Array
     logprobs: Array
     stop_reason: Literal["stop", "length"]
     top_logprobs: TopLogprobs | None = None
     versions: tuple[int, int] = (0, 0)
+    routed_experts: Array | None = None
 
 
 class SampleResult(Message, frozen=True):
     """Result of Sample: sequences in the order of their seeds. P: number of prompt tokens.
 
     prompt_logprobs: float32 [P], NaN for the first token. topk_prompt_logprobs: for the P - 1 tokens after the first.
-    target_prompt_logprobs: float32 [P - 1, K], NaN in empty cells.
+    target_prompt_logprobs: float32 [P - 1, K], NaN in empty cells. prompt_routed_experts: int16, of the prompt's first
+    P - 1 tokens, as in the sequences.
     """
 
     sequences: list[SampledSequence]
@@ -349,6 +356,7 @@ class SampleResult(Message, frozen=True):
     topk_prompt_logprobs: TopLogprobs | None = None
     target_prompt_logprobs: Array | None = None
     num_cached_tokens: int = 0
+    prompt_routed_experts: Array | None = None
 
 
 class EndpointSynced(Message, frozen=True):

@@ -37,8 +37,9 @@ class MixedBatch:
 
     @classmethod
     def of(cls, parts: Sequence[tuple[str, PackedBatch]]) -> MixedBatch:
-        """Join at least one micro-batch, each of another adapter; all must have the same extras."""
+        """Join at least one micro-batch, each of another adapter; all have the same extras, and all or none routes."""
         batches = [batch for _, batch in parts]
+        routes = [batch.routes for batch in batches if batch.routes is not None]
         starts = accumulate((len(batch.input_ids) for batch in batches), initial=0)
         boundaries = [batch.cu_seqlens[1:] + start for batch, start in zip(batches, starts, strict=False)]
         joined = PackedBatch(
@@ -50,6 +51,7 @@ class MixedBatch:
             num_tokens=sum(len(batch.input_ids) for batch in batches[:-1]) + batches[-1].num_tokens,
             num_trained_tokens=sum(batch.num_trained_tokens for batch in batches),
             extras={name: torch.cat([batch.extras[name] for batch in batches]) for name in batches[0].extras},
+            routes=torch.cat(routes) if routes else None,
         )
         return cls(tuple(parts), joined)
 

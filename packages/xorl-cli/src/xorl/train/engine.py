@@ -304,7 +304,11 @@ def call_model(model: ParallelModel, batch: PackedBatch, loss_fn: LossFn, device
     layout = part_of(layout, model.mesh)
     targets = {name: layout.local(values) for name, values in {"labels": batch.labels, **batch.extras}.items()}
     input_ids = layout.local(batch.input_ids)
-    return model.forward(input_ids, layout, loss=lambda hidden, weight: loss_fn(hidden, weight, targets, layout))
+    # Other modules than decoders take no recorded experts.
+    options = {} if batch.routes is None else {"recorded": layout.local(batch.routes)}
+    return model.forward(
+        input_ids, layout, loss=lambda hidden, weight: loss_fn(hidden, weight, targets, layout), **options
+    )
 
 
 def routers_of(model: ParallelModel) -> RouterLosses | None:

@@ -34,6 +34,9 @@ class PackedBatch:
     last document: its labels are IGNORE and `num_tokens` does not count it. `extras` have one value per token, aligned
     with `input_ids` (not shifted), 0 in the padding. For losses with several labels per token, labels and extras are
     [T, K].
+
+    `routes`, if given, are the experts that replace the routers' choice in each layer that has any; -1 for tokens that
+    are routed freely, such as padding.
     """
 
     input_ids: Tensor  # [T] int64
@@ -44,6 +47,7 @@ class PackedBatch:
     num_tokens: int
     num_trained_tokens: int
     extras: dict[str, Tensor] = field(default_factory=dict)  # each [T]
+    routes: Tensor | None = None  # [T, layers with experts, experts per token] int16
 
     @property
     def document_lengths(self) -> tuple[int, ...]:
@@ -64,6 +68,7 @@ class PackedBatch:
             positions=move(self.positions),
             cu_seqlens=move(self.cu_seqlens),
             extras={name: move(tensor) for name, tensor in self.extras.items()},
+            routes=None if self.routes is None else move(self.routes),
         )
 
 

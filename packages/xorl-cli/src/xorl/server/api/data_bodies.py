@@ -10,13 +10,13 @@ import msgspec
 import numpy as np
 
 from xorl.server.api import protobuf
+from xorl.server.api.routed_experts import Record, record_array
 from xorl.server.api.tensors import ByteBudget, TensorJson, array_of_bytes, array_of_json, tokens_array
 from xorl.server.datum import Array, Datum, Dtype
 from xorl.server.identifiers import SeqId, check_model_id
 from xorl.server.operations import ForwardBackward, OptimStep
 
 _DTYPE_NAMES: dict[int, Dtype] = {1: "float32", 2: "int64", 3: "int32", 4: "bfloat16"}
-_NO_REPLAY = "routed_experts: replaying a sampler's routing is not supported, send the data without it"
 NO_STABLE_REINFORCE = (
     "stable_reinforce is not supported: its objective is not published, so a loss of that name would be another one. "
     "Train with another loss_fn, such as ppo, cispo or gspo"
@@ -52,33 +52,39 @@ class ModelInputJson(msgspec.Struct, frozen=True):
 
 
 class DatumJson(msgspec.Struct, frozen=True):
-    """One sequence and the inputs of its loss."""
+    """One sequence, the inputs of its loss, and the experts to send its tokens to."""
 
     model_input: ModelInputJson
     loss_fn_inputs: dict[str, TensorJson | list[float]] = {}
-    routed_experts: msgspec.Raw | None = None
+    routed_experts: Record | None = None
 
-    def datum(self, index: int, vocab_size: int | None, budget: ByteBudget) -> Datum:
-        """The datum, validated; ValueError names it by its index."""
-        if self.routed_experts is not None and bytes(self.routed_experts) != b"null":
-            raise ValueError(_NO_REPLAY)
+    def datum(self, index: int, vocab_size: int | None, budget: ByteBudget, record: Record | None = None) -> Datum:
+        """The datum, validated; ValueError names it by its index. record: if it is not in the datum."""
+        if self.routed_experts is not None and record is not None:
+            raise ValueError(f"routed_experts of datum {index} are given twice: in the datum and for the whole call")
+        record = self.routed_experts if record is None else record
+        routes = None if record is None else record_array(record, budget, f"data[{index}].routed_experts")
         arrays: dict[str, Array] = {}
         for name, given in self.loss_fn_inputs.items():
             dtype = "int64" if name == "target_tokens" else "float32"
             tensor = given if isinstance(given, TensorJson) else TensorJson(given, dtype)
             arrays[name] = array_of_json(tensor, budget, f"data[{index}].loss_fn_inputs[{name!r}]")
-        return _datum(index, self.model_input.tokens(vocab_size, f"data[{index}].model_input"), arrays, vocab_size)
+        tokens = self.model_input.tokens(vocab_size, f"data[{index}].model_input")
+        return _datum(index, tokens, arrays, vocab_size, routes)
 
 
 class ForwardJson(msgspec.Struct, frozen=True):
-    """The data and the loss of one call; loss_fn_params and loss_fn_config are synonyms."""
+    """The data and the loss of one call; loss_fn_params and loss_fn_config are synonyms.
+
+    routed_experts: one record or null for each datum, for clients that do not send them within the data.
+    """
 
     data: list[DatumJson]
     loss_fn: str = "causallm_loss"
     loss_fn_params: LossOptions | None = None
     loss_fn_config: LossOptions | None = None
-    routed_experts: msgspec.Raw | None = None
-    routed_expert_logits: msgspec.Raw | None = None
+    routed_experts: list[Record | None] | None = None
+    routed_expert_logits: object = None
 
 
 class ForwardBody(msgspec.Struct, frozen=True):
@@ -94,10 +100,18 @@ class ForwardBody(msgspec.Struct, frozen=True):
         given = self.forward_backward_input or self.forward_input
         if given is None:
             raise ValueError("the body must have forward_backward_input, or forward_input for /forward")
-        for replay in (given.routed_experts, given.routed_expert_logits):
-            if replay is not None and bytes(replay) != b"null":
-                raise ValueError(_NO_REPLAY)
-        data = [datum.datum(index, vocab_size, budget) for index, datum in enumerate(given.data)]
+        if given.routed_expert_logits is not None:
+            raise ValueError(
+                "routed_expert_logits is not supported: experts are weighted by the trainer's own scores, so that the "
+                "routers keep their gradients; send routed_experts alone"
+            )
+        records = given.routed_experts or [None] * len(given.data)
+        if len(records) != len(given.data):
+            raise ValueError(
+                f"routed_experts has {len(records)} records for {len(given.data)} datums: send one for each, or null"
+            )
+        pairs = zip(given.data, records, strict=True)
+        data = [datum.datum(index, vocab_size, budget, record) for index, (datum, record) in enumerate(pairs)]
         options = given.loss_fn_params or given.loss_fn_config or {}
         return _forward_backward(self.model_id, data, given.loss_fn, options, forward_only)
 
@@ -193,7 +207,9 @@ def _datum_of_protobuf(index: int, datum: Any, vocab_size: int | None, budget: B
     return _datum(index, tokens, arrays, vocab_size)
 
 
-def _datum(index: int, tokens: Array, arrays: Mapping[str, Array], vocab_size: int | None) -> Datum:
+def _datum(
+    index: int, tokens: Array, arrays: Mapping[str, Array], vocab_size: int | None, routes: Array | None = None
+) -> Datum:
     targets = arrays.get("target_tokens")
     if targets is not None:
         if targets.dtype != "int64":
@@ -207,7 +223,7 @@ def _datum(index: int, tokens: Array, arrays: Mapping[str, Array], vocab_size: i
         if array.dtype == "int64":
             floats[name] = Array.of(array.numpy().astype(np.float32))
     try:
-        return Datum(tokens, floats if targets is None else {"target_tokens": targets, **floats})
+        return Datum(tokens, floats if targets is None else {"target_tokens": targets, **floats}, routes)
     except ValueError as problem:
         raise ValueError(f"data[{index}]: {problem}") from None
 

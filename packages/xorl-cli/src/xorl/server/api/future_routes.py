@@ -59,9 +59,11 @@ async def cancel_future(request: Request) -> Response:
 
 
 def _finished(request: Request, answer: Finished) -> Response:
-    takes_protobuf = "application/x-protobuf" in request.headers.get("accept", "")
-    if takes_protobuf and isinstance(answer.result, LossResult | SampleResult):
-        return Response(result_protobuf(answer.result), media_type="application/x-protobuf")
+    takes_protobuf, result = "application/x-protobuf" in request.headers.get("accept", ""), answer.result
+    # tinker's message of samples has no field for their experts, which its clients cannot request.
+    has_routes = isinstance(result, SampleResult) and result.prompt_routed_experts is not None
+    if takes_protobuf and isinstance(result, LossResult | SampleResult) and not has_routes:
+        return Response(result_protobuf(result), media_type="application/x-protobuf")
     return json_response(result_json(answer.result, answer.dialect))
 
 

@@ -10,6 +10,7 @@ from google.protobuf.message import Message as ProtobufMessage
 
 from xorl.server.api.protobuf import DTYPES, MESSAGES
 from xorl.server.api.responses import JSON, Floats
+from xorl.server.api.routed_experts import record_json
 from xorl.server.datum import Array
 from xorl.server.identifiers import Dialect
 from xorl.server.operations import (
@@ -98,12 +99,15 @@ def likely_tokens(top: TopLogprobs) -> list[list[tuple[int, float]]]:
 
 def tensor_json(array: Array) -> JSON:
     """A tensor as flat values with dtype and shape."""
-    dtype = "int64" if array.dtype in ("int32", "int64") else "float32"
+    dtype = "int64" if array.dtype in ("int16", "int32", "int64") else "float32"
     return {"data": Floats(array.numpy().reshape(-1).tolist()), "dtype": dtype, "shape": list(array.shape)}
 
 
 def sample_json(result: SampleResult) -> JSON:
-    """Samples for clients that do not accept protobuf. The most likely tokens are pairs (id, log-probability)."""
+    """Samples for clients that do not accept protobuf. The most likely tokens are pairs (id, log-probability).
+
+    routed_experts: of all tokens of prompt and sample but the last, which was not computed.
+    """
     prompt = None if result.prompt_logprobs is None else result.prompt_logprobs.numpy().tolist()
     top_prompt, targets = _top_pairs(result.topk_prompt_logprobs), _target_logprobs(result)
     return {
@@ -114,6 +118,7 @@ def sample_json(result: SampleResult) -> JSON:
                 "tokens": sequence.tokens.numpy().tolist(),
                 "logprobs": sequence.logprobs.numpy().tolist(),
                 "topk_logprobs": _top_pairs(sequence.top_logprobs),
+                "routed_experts": record_json(result.prompt_routed_experts, sequence.routed_experts),
             }
             for sequence in result.sequences
         ],

@@ -44,6 +44,7 @@ class SampleBody(msgspec.Struct, frozen=True):
     prompt_alt_tokens_k: int = 0
     prompt_logprobs_last_n: int | None = None
     record_stability_info: bool | None = None
+    return_routed_experts: bool = False
 
     def operation(self, vocab_size: int | None, budget: ByteBudget) -> Sample:
         """The operation, validated; raises ValueError."""
@@ -81,6 +82,7 @@ class SampleBody(msgspec.Struct, frozen=True):
                 topk_prompt_logprobs=self.topk_prompt_logprobs,
                 topk_sample_logprobs=self.topk_sample_logprobs,
                 target_prompt_tokens=targets,
+                routed_experts=self.return_routed_experts,
             )
         )
 
@@ -141,8 +143,8 @@ class GenerateBody(msgspec.Struct, frozen=True):
         for name in _UNSUPPORTED:
             if getattr(params, name) != getattr(defaults, name):
                 raise ValueError(f"sampling_params.{name} is not supported, leave it out")
-        if self.return_routed_experts or self.stream:
-            raise ValueError("return_routed_experts and stream are not supported, leave them out")
+        if self.stream:
+            raise ValueError("stream is not supported, leave it out")
         if not prompt_ids:
             raise ValueError("the prompt is empty")
         strings = (params.stop,) if isinstance(params.stop, str) else tuple(params.stop or ())
@@ -165,6 +167,7 @@ class GenerateBody(msgspec.Struct, frozen=True):
                 prompt_logprobs=scores_prompt,
                 topk_prompt_logprobs=self.top_logprobs_num if scores_prompt else 0,
                 topk_sample_logprobs=self.top_logprobs_num if self.return_logprob else 0,
+                routed_experts=self.return_routed_experts,
             )
         )
 
@@ -200,6 +203,6 @@ def validated(sample: Sample) -> Sample:
         if not is_valid:
             raise ValueError(f"{name} must be {requirement}, got {getattr(sample, name)}")
     scores_prompt = sample.prompt_logprobs or sample.topk_prompt_logprobs or sample.target_prompt_tokens is not None
-    if sample.max_tokens == 0 and not scores_prompt:
+    if sample.max_tokens == 0 and not scores_prompt and not sample.routed_experts:
         raise ValueError("max_tokens is 0 and the prompt is not scored: request prompt log-probabilities or tokens")
     return sample

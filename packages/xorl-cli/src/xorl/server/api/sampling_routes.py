@@ -15,6 +15,7 @@ from xorl.server.api.gate import decode
 from xorl.server.api.model_bodies import checkpoint_of
 from xorl.server.api.responses import JSON, Refusal, json_response, refuse_invalid
 from xorl.server.api.results import likely_tokens
+from xorl.server.api.routed_experts import record_base64
 from xorl.server.api.sampling_bodies import GenerateBody, SampleBody
 from xorl.server.api.sampling_calls import sample, while_connected
 from xorl.server.api.tensors import ByteBudget
@@ -143,6 +144,8 @@ def _generated(
             meta["input_token_logprobs"] = [[logprob, token, None] for logprob, token in pairs][start:]
             if result.topk_prompt_logprobs is not None:
                 meta["input_top_logprobs"] = [None, *_top_rows(result.topk_prompt_logprobs)][start:]
+    if given.return_routed_experts:
+        meta["routed_experts"] = record_base64(result.prompt_routed_experts, sequence.routed_experts)
     return {"text": text, "output_ids": tokens, "meta_info": meta}
 
 

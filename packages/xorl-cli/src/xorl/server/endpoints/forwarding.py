@@ -79,6 +79,8 @@ def _refusal(operation: Sample, context_length: int | None) -> str | None:
         return "target_prompt_tokens: engines accept only one list of tokens for all positions"
     if operation.num_continued:
         return "num_continued: engines have random numbers of their own, which cannot be continued"
+    if operation.routed_experts:
+        return "routed_experts: the workers record them"
     if operation.max_tokens is None and context_length is None:
         return "max_tokens: required if the model's context length is unknown"
     if operation.max_tokens == 0:

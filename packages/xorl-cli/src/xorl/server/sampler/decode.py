@@ -13,6 +13,7 @@ import logging
 import warnings
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -69,6 +70,7 @@ class DecodePass:
         self._device_tables = self._tables.to(device)
         # Recorded passes share their working memory, except for their outputs.
         self._logits = torch.empty(room if self._can_record else 0, decoder.config.vocab_size, device=device)
+        self._routes: dict[int, Tensor] = {}  # by number of rows
         self._memory = torch.cuda.graph_pool_handle()
         self._recorded: OrderedDict[Hashable, torch.cuda.CUDAGraph] = OrderedDict()
         self._weights: list[Tensor] = []
@@ -79,35 +81,43 @@ class DecodePass:
         return power_of_2(num_samples) if self._is_recorded() else num_samples
 
     def logits(
-        self, tokens: Sequence[int], tables: Sequence[Sequence[int]], totals: Sequence[int], choice: Hashable
-    ) -> Tensor:
-        """Logits [N, V] fp32 for the tokens after the newest ones; valid until the next call.
+        self,
+        tokens: Sequence[int],
+        tables: Sequence[Sequence[int]],
+        totals: Sequence[int],
+        choice: Hashable,
+        *,
+        records: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits [N, V] fp32 for the tokens after the newest ones, and routes of these; valid until the next call.
 
         Args:
             tokens: the newest token of each sample.
             tables: the blocks of each sample, with room for its newest token.
             totals: the number of tokens of each sample.
             choice: identifies the adapters of the pass; recorded passes are replayed only for the same choice.
+            records: whether to return the routes, [N, layers with experts, experts per token].
         """
         num_samples = len(tokens)
         num_rows = self.num_rows(num_samples)
         self._copy_inputs(tokens, tables, totals, num_rows)
         if not self._is_recorded():
-            return self._pass(num_rows)
+            return self._pass(num_rows, records=records)
         if not self._recorded or [weight.data_ptr() for weight in self._weights] != self._addresses:
             self._discard_recordings()
-        key = (num_rows, choice)
+        key = (num_rows, choice, records)
         if key in self._recorded:
             self._recorded.move_to_end(key)
-        elif (reason := self._recording_refusal(num_rows)) is None:
-            self._record(key, num_rows)
+        elif (reason := self._recording_refusal(num_rows, records=records)) is None:
+            self._record(key, num_rows, records=records)
         else:
             logger.warning("event=generation_not_recorded rows=%d why=%s", num_rows, reason)
             self._can_record = False
             self._recorded.clear()
-            return self._pass(num_rows)[:num_samples]
+            logits, routes = self._pass(num_rows, records=records)
+            return logits[:num_samples], routes
         self._recorded[key].replay()
-        return self._logits[:num_samples]
+        return self._logits[:num_samples], self._routes[num_rows] if records else None
 
     def _is_recorded(self) -> bool:
         """Whether the next pass is replayed, or recorded first if it has not been."""
@@ -138,26 +148,33 @@ class DecodePass:
         self._device_numbers.copy_(self._numbers, non_blocking=True)
         self._device_tables[:longest].copy_(self._tables[:longest], non_blocking=True)
 
-    def _pass(self, num_rows: int) -> Tensor:
+    def _pass(self, num_rows: int, *, records: bool) -> tuple[Tensor, Tensor | None]:
         tokens, positions = self._device_numbers[:, :num_rows].unbind()
         layout = DecodeLayout(self._cache, self._device_tables[:, :num_rows], positions)
-        with self._model.generation(keep_gathered=self._keep_gathered):
-            return self._model.forward(tokens, layout, loss=wide_logits)
+        routers = self._decoder.routers if records else None
+        with (
+            self._model.generation(keep_gathered=self._keep_gathered),
+            nullcontext() if routers is None else routers.recording(),
+        ):
+            logits = self._model.forward(tokens, layout, loss=wide_logits)
+            return logits, None if routers is None else routers.take_routes()
 
-    def _recording_refusal(self, num_rows: int) -> str | None:
+    def _recording_refusal(self, num_rows: int, *, records: bool) -> str | None:
         """The reason why a pass cannot be recorded (the host waits for the device in it), or None if it can.
 
         Checked before each recording, since a recording that fails midway leaves torch's allocator and random number
         generators in recording mode.
         """
         # The first pass compiles kernels and creates cached values such as the rotary embedding's frequencies.
-        self._pass(num_rows)
+        _, routes = self._pass(num_rows, records=records)
+        if routes is not None and num_rows not in self._routes:
+            self._routes[num_rows] = torch.empty_like(routes)
         with warnings.catch_warnings():
             # Torch's warning about this mode, which users of the service cannot act on.
             warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype feature")
             torch.cuda.set_sync_debug_mode("error")
         try:
-            self._pass(num_rows)
+            self._pass(num_rows, records=records)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as problem:
@@ -166,7 +183,7 @@ class DecodePass:
             torch.cuda.set_sync_debug_mode("default")
         return None
 
-    def _record(self, key: Hashable, num_rows: int) -> None:
+    def _record(self, key: Hashable, num_rows: int, *, records: bool) -> None:
         graph = torch.cuda.CUDAGraph()
         with (
             # Restores the current stream even if recording fails.
@@ -174,7 +191,10 @@ class DecodePass:
             self._model.cuda_graph_capture(),
             torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"),
         ):
-            self._logits[:num_rows].copy_(self._pass(num_rows))
+            logits, routes = self._pass(num_rows, records=records)
+            self._logits[:num_rows].copy_(logits)
+            if routes is not None:
+                self._routes[num_rows].copy_(routes)
         self._recorded[key] = graph
         if len(self._recorded) > MAX_RECORDED:
             self._recorded.popitem(last=False)

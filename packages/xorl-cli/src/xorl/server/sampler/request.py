@@ -1,6 +1,7 @@
 """The sampler's requests and results, independent of the model.
 
-Shapes: P tokens of the prompt, N tokens of a sample, K scored tokens per position.
+Shapes: P tokens of the prompt, N tokens of a sample, K scored tokens per position. Routes are [.., layers with experts,
+experts per token].
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ class GenerationRequest:
         prompt_logprobs: whether to return the log-probabilities of the prompt's tokens.
         top_prompt_logprobs, top_sample_logprobs: how many of the most likely tokens to return at each position.
         target_tokens: [P - 1, K] int64 or None: tokens to score at the prompt's positions 1, 2, ...; -1 scores none.
+        prompt_routes, sample_routes: whether to return the experts of the tokens that predict the prompt, and of those
+            that predict a sample.
 
     Raises ValueError for invalid values.
     """
@@ -63,6 +66,8 @@ class GenerationRequest:
     top_prompt_logprobs: int = 0
     top_sample_logprobs: int = 0
     target_tokens: NDArray[np.int64] | None = None
+    prompt_routes: bool = False
+    sample_routes: bool = False
 
     def __post_init__(self) -> None:
         checks: tuple[tuple[str, bool, object, str], ...] = (
@@ -91,7 +96,7 @@ class GenerationRequest:
                 f"target_tokens must be [{len(self.prompt) - 1}, K], a row for each token of the prompt but the first, "
                 f"got {list(targets.shape)}"
             )
-        if self.max_tokens == 0 and not self.scores_prompt:
+        if self.max_tokens == 0 and not self.scores_prompt and not self.prompt_routes:
             raise ValueError("max_tokens is 0 and the prompt is not scored: request prompt log-probabilities or tokens")
 
     @property
@@ -100,11 +105,16 @@ class GenerationRequest:
         return self.prompt_logprobs or self.top_prompt_logprobs > 0 or self.target_tokens is not None
 
     def shares(self, num_shares: int) -> list[GenerationRequest]:
-        """Split the request into requests for parts of its samples, in order; only the first scores the prompt."""
+        """Split the request into requests for parts of its samples, in order; only the first is of the prompt too."""
         bounds = [self.num_samples * index // num_shares for index in range(num_shares + 1)]
-        unscored: dict[str, Any] = {"prompt_logprobs": False, "top_prompt_logprobs": 0, "target_tokens": None}
+        without_prompt: dict[str, Any] = {
+            "prompt_logprobs": False,
+            "top_prompt_logprobs": 0,
+            "target_tokens": None,
+            "prompt_routes": False,
+        }
         return [
-            replace(self, seed=self.seed + start, num_samples=stop - start, **(unscored if start else {}))
+            replace(self, seed=self.seed + start, num_samples=stop - start, **(without_prompt if start else {}))
             for start, stop in pairwise(bounds)
         ]
 
@@ -127,6 +137,7 @@ class GeneratedSample:
         top_logprobs: if requested.
         versions: the versions of the weights (`Sampler.weights_changed`) that sampled the first and the last token;
             they differ if the weights changed in between.
+        routes: [N, ..] int16, of the token before each of the sample's tokens, if requested.
     """
 
     tokens: tuple[int, ...]
@@ -134,6 +145,7 @@ class GeneratedSample:
     finish_reason: Literal["stop", "length"]
     top_logprobs: LikelyTokens | None
     versions: tuple[int, int]
+    routes: NDArray[np.int16] | None
 
 
 @dataclass(frozen=True)
@@ -147,6 +159,7 @@ class GenerationResult:
         top_prompt_logprobs: at P - 1 positions, those of the tokens 1, 2, ...
         target_logprobs: [P - 1, K] fp32, NaN where nothing was scored.
         num_cached_tokens: how many of the prompt's tokens the first sample found in the cache.
+        prompt_routes: [P - 1, ..] int16, of the prompt's tokens without its last, if requested.
     """
 
     request_id: int
@@ -155,6 +168,7 @@ class GenerationResult:
     top_prompt_logprobs: LikelyTokens | None
     target_logprobs: NDArray[np.float32] | None
     num_cached_tokens: int
+    prompt_routes: NDArray[np.int16] | None
 
     @classmethod
     def of_shares(cls, results: Sequence[GenerationResult]) -> GenerationResult:

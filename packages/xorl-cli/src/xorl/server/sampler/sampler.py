@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from itertools import chain, count
 
 import numpy as np
@@ -25,6 +26,7 @@ from xorl.server.sampler.blocks import BlockPool
 from xorl.server.sampler.decode import DecodePass
 from xorl.server.sampler.draw import Drawn, DrawRule, draw, uniform_number
 from xorl.server.sampler.request import GeneratedSample, GenerationRequest, GenerationResult, LikelyTokens
+from xorl.server.sampler.routes import add_routes, continuation_of, need_routes, prompt_routes, sample_routes
 from xorl.server.sampler.scheduler import Continuation, SampleScheduler, TokenSpan
 from xorl.server.sampler.score import PromptScores
 
@@ -121,10 +123,7 @@ class Sampler:
             self._pending[request_id] = []
             return request_id
         num_samples = request.num_samples if request.max_tokens else 1
-        continuations = [
-            Continuation(request_id, index, request, list(request.prompt), request.scores_prompt and index == 0)
-            for index in range(num_samples)
-        ]
+        continuations = [continuation_of(request_id, index, request) for index in range(num_samples)]
         if request.scores_prompt:
             self._scores[request_id] = PromptScores(request)
         self._pending[request_id] = continuations
@@ -217,6 +216,8 @@ class Sampler:
         most = max(request.top_prompt_logprobs, request.top_sample_logprobs)
         if most > config.vocab_size:
             raise ValueError(f"{most} most likely tokens were requested from a vocabulary of {config.vocab_size}")
+        if (request.prompt_routes or request.sample_routes) and self._decoder.routers is None:
+            raise ValueError("routed_experts: the model has no experts; leave them out")
         if request.adapter is not None and (self._bank is None or request.adapter not in self._bank.names):
             known = ", ".join(map(repr, self._bank.names if self._bank is not None else ()))
             raise ValueError(f"adapter: there is no {request.adapter!r}; there are {known or 'none'}")
@@ -275,12 +276,14 @@ class Sampler:
             runs = _runs(spans)
             adapter, length = runs.pop()
             choice = self._bank.activate([*runs, (adapter, length + decode.num_rows(len(spans)) - len(spans))])
-        logits = decode.logits(
+        logits, routes = decode.logits(
             [span.continuation.tokens[span.start] for span in spans],
             [span.continuation.blocks for span in spans],
             [span.stop for span in spans],
             choice,
+            records=need_routes(spans),
         )
+        add_routes(spans, routes)
         return self._draw(logits, spans)
 
     def _forward(self, spans: Sequence[TokenSpan], cache: KeyValueCache) -> Mapping[TokenSpan, tuple[Drawn, int]]:
@@ -294,12 +297,18 @@ class Sampler:
         tokens = [token for span in spans for token in span.continuation.tokens[span.start : span.stop]]
         if self._bank is not None:
             self._bank.activate(_runs(spans))
-        with self._model.generation(keep_gathered=self._keep_gathered):
-            return self._model.forward(
+        routers = self._decoder.routers if need_routes(spans) else None
+        with (
+            self._model.generation(keep_gathered=self._keep_gathered),
+            nullcontext() if routers is None else routers.recording(),
+        ):
+            drawn = self._model.forward(
                 torch.tensor(tokens, device=self._device),
                 layout,
                 loss=lambda hidden, weight: self._score_and_draw(hidden, weight, spans, layout.offsets.tolist()),
             )
+            add_routes(spans, None if routers is None else routers.take_routes())
+        return drawn
 
     def _forward_dummy(self) -> None:
         """Compute a dummy token, to take part in the collectives of a pass in which this rank has no work."""
@@ -380,6 +389,7 @@ class Sampler:
             top_prompt_logprobs=None if scores is None else scores.top_prompt_logprobs,
             target_logprobs=None if scores is None else scores.target_logprobs,
             num_cached_tokens=continuations[0].num_cache_hits or 0,
+            prompt_routes=prompt_routes(continuations[0]),
         )
 
     def _allocate(self) -> tuple[KeyValueCache, DecodePass | None]:
@@ -458,4 +468,5 @@ def _sample(continuation: Continuation) -> GeneratedSample:
         finish_reason=continuation.finish_reason,
         top_logprobs=top,
         versions=(continuation.versions[0], continuation.versions[-1]),
+        routes=sample_routes(continuation),
     )

@@ -32,10 +32,32 @@ class Continuation:
     top_tokens: list[tuple[NDArray[np.int32], NDArray[np.float32]]] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     finish_reason: Literal["stop", "length"] | None = None
+    # Routes of the tokens from `first_routed` on that were computed; None if they are not needed.
+    routes: list[NDArray[np.int16]] | None = None
+    first_routed: int = 0
 
     @property
     def num_sampled(self) -> int:
         return len(self.tokens) - len(self.request.prompt)
+
+    @property
+    def num_shareable(self) -> int:
+        """How many of the first tokens need not be computed if they are in the cache.
+
+        The last one is always computed, since the next one is drawn from it. The cache holds no routes.
+        """
+        known = len(self.tokens) - 1
+        return known if self.routes is None else min(known, self.num_routed)
+
+    @property
+    def num_routed(self) -> int:
+        """How many of the first tokens have routes, or need none."""
+        return self.first_routed + sum(map(len, self.routes or ()))
+
+    def add_routes(self, routes: NDArray[np.int16], start: int) -> None:
+        """Add the routes of computed tokens from `start` on. A token that is computed again keeps its first ones."""
+        if self.routes is not None and start + len(routes) > self.num_routed:
+            self.routes.append(routes[self.num_routed - start :])
 
 
 class TokenSpan(NamedTuple):
@@ -141,8 +163,7 @@ class SampleScheduler:
         block_size = self._pool.block_size
         found: list[int] = []
         if not continuation.scores_prompt:
-            # The last token is always computed, since the next one is drawn from it.
-            known = continuation.tokens[:-1]
+            known = continuation.tokens[: continuation.num_shareable]
             keys = list(block_keys(known, block_size, self._root(continuation.request.adapter)))
             found = self._pool.find(keys)
             continuation.keys = keys[: len(found)]

@@ -6,10 +6,10 @@ Shapes: T tokens of a row, K targets at each token.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -19,12 +19,15 @@ from torch import Tensor
 from xorl.core.loss import LossFn, LossOutput, all_reduce_metrics, combine_metrics, read_metrics
 from xorl.core.loss.metrics import empty_metrics, metrics_between
 from xorl.core.mesh import Mesh
+from xorl.core.models.router_losses import RouterLosses
 from xorl.data import PackedBatch
-from xorl.server.batching import Assignment, Example, Layout, assign, build_row, in_datum_order
+from xorl.server.batching import Assignment, Example, Layout, assign, build_row, in_datum_order, rows_in_datum_order
 from xorl.server.collectives import all_or_none, gather_rows
+from xorl.server.datum import Array
 from xorl.server.operations import LossResult
 from xorl.server.worker.base import Base
 from xorl.server.worker.calls import PassCall, result_of
+from xorl.server.worker.routes import RoutedLayers
 from xorl.train.engine import OnOutput, StepLosses
 from xorl.train.model import head_options_of
 from xorl.train.rows import join_rows, sizes_in_part
@@ -56,7 +59,12 @@ class RowEngine(Protocol):
         ...
 
 
-Values = tuple[list[NDArray[np.float32]], list[NDArray[np.float32]] | None]
+class Values(NamedTuple):
+    """Values per token of all data of a pass. losses: None if there are several targets. routes: if recorded."""
+
+    logprobs: Sequence[NDArray[np.float32]]
+    losses: Sequence[NDArray[np.float32]] | None
+    routes: Sequence[Array]
 
 
 @dataclass(frozen=True)
@@ -64,12 +72,13 @@ class PassRunner:
     """Runs calls that share a pass: they have the same key and different models.
 
     The ranks of `mesh.data` get different rows; those that share rows get the same. pad_to_multiple_of: for the tokens
-    of a row, as in local training.
+    of a row, as in local training. routed: of a mixture of experts.
     """
 
     base: Base
     engine: RowEngine
     pad_to_multiple_of: int
+    routed: RoutedLayers | None
 
     def run(self, calls: Sequence[PassCall]) -> tuple[list[LossResult], Mapping[str, StepLosses]]:
         """The result of each call and, by model, the sums of a pass with gradients.
@@ -100,7 +109,7 @@ class PassRunner:
                 # Queue this on the device before the host waits for the metrics.
                 local = outputs.values(is_flat=is_flat)
                 metrics = self._metrics(outputs, model_ids)
-                values = self._values(local, examples, assignment, is_flat=is_flat)
+                values = self._values(local, outputs.routes(), examples, assignment, is_flat=is_flat)
                 results.extend(_results(calls, metrics, values))
 
         loss_fn = partial(calls[0].loss, **head_options_of(self.base.local.model, self.base.local.train))
@@ -114,7 +123,9 @@ class PassRunner:
                 ]
                 if not calls[0].forward_only:
                     kept.enter_context(self.engine.gradients_kept(rows))
-            outputs = _Outputs(rows, mesh)
+            routers = self.base.module.routers if any(call.returns_routes for call in calls) else None
+            kept.enter_context(nullcontext() if routers is None else routers.recording())
+            outputs = _Outputs(rows, mesh, routers)
             losses: Mapping[str, StepLosses] = {}
             if calls[0].forward_only:
                 with guarded():
@@ -132,37 +143,53 @@ class PassRunner:
         return [read_metrics(dict(zip(reduced, row.unbind(), strict=True))) for row in table]
 
     def _values(
-        self, local: Tensor, examples: Sequence[Example], assignment: Assignment, *, is_flat: bool
+        self,
+        local: Tensor,
+        routes: Tensor | None,
+        examples: Sequence[Example],
+        assignment: Assignment,
+        *,
+        is_flat: bool,
     ) -> Values | None:
-        """(log-probabilities, losses) of each datum on rank 0; None on others. No losses if there are several targets.
+        """The values of each datum on rank 0; None on others.
 
-        local: `_Outputs.values` of this rank.
+        local, routes: `_Outputs.values` and `_Outputs.routes` of this rank.
         """
+        gathered = self._gather(local, examples, assignment)
+        routes_of = [] if routes is None else self._gather(routes, examples, assignment)
+        if gathered is None or routes_of is None:
+            return None
+        found: list[Array] = []
+        if routes_of:
+            assert self.routed is not None
+            by_datum = rows_in_datum_order(examples, assignment, routes_of)
+            found = [self.routed.of_all_layers(one, np.int32) for one in by_datum]
+        if not is_flat:
+            return Values(in_datum_order(examples, assignment, gathered), None, found)
+        logprobs = in_datum_order(examples, assignment, [part[:, 0] for part in gathered])
+        return Values(logprobs, in_datum_order(examples, assignment, [part[:, 1] for part in gathered]), found)
+
+    def _gather(self, local: Tensor, examples: Sequence[Example], assignment: Assignment) -> list[NDArray[Any]] | None:
+        """Rows of tokens by data rank on rank 0; None on others."""
         mesh = self.base.mesh
         # Ranks that share rows all have their values; the first of them sends these.
         sizes = [0] * self.base.runtime.world_size
         for data_rank, reader in enumerate(mesh.readers):
             sizes[reader] = sum(len(examples[index].tokens) for index in assignment.order(data_rank))
         gathered = gather_rows(local if mesh.context.rank == 0 else local[:0], sizes)
-        if gathered is None:
-            return None
-        by_rank = [gathered[reader] for reader in mesh.readers]
-        if not is_flat:
-            return in_datum_order(examples, assignment, by_rank), None
-        logprobs = in_datum_order(examples, assignment, [part[:, 0] for part in by_rank])
-        return logprobs, in_datum_order(examples, assignment, [part[:, 1] for part in by_rank])
+        return None if gathered is None else [gathered[reader].numpy() for reader in mesh.readers]
 
 
 def _results(calls: Sequence[PassCall], metrics: Sequence[dict[str, float]], values: Values | None) -> list[LossResult]:
     results: list[LossResult] = []
     start = 0
     for call, call_metrics in zip(calls, metrics, strict=True):
-        logprobs: Sequence[NDArray[np.float32]] = ()
-        losses: Sequence[NDArray[np.float32]] | None = ()
         part = slice(start, start + len(call.examples))
+        of_call = Values((), (), ())
         if values is not None:
-            logprobs, losses = values[0][part], None if values[1] is None else values[1][part]
-        results.append(result_of(call, logprobs, losses, call_metrics))
+            losses = None if values.losses is None else values.losses[part]
+            of_call = Values(values.logprobs[part], losses, values.routes[part])
+        results.append(result_of(call, *of_call, call_metrics))
         start = part.stop
     return results
 
@@ -170,12 +197,14 @@ def _results(calls: Sequence[PassCall], metrics: Sequence[dict[str, float]], val
 class _Outputs:
     """Collects the loss outputs of this rank's rows on the device, without waiting for it.
 
-    If ranks share rows, the outputs are of this rank's parts of them.
+    If ranks share rows, the outputs are of this rank's parts of them. routers: of passes whose routes are recorded.
     """
 
-    def __init__(self, rows: Sequence[Row], mesh: Mesh) -> None:
+    def __init__(self, rows: Sequence[Row], mesh: Mesh, routers: RouterLosses | None) -> None:
         self._rows = rows
         self._mesh = mesh
+        self._routers = routers
+        self._routes: list[Tensor] = []
         self._logprobs: list[Tensor] = []
         self._losses: list[Tensor] = []
         self._metrics: dict[str, list[Mapping[str, Tensor]]] = {}
@@ -187,6 +216,8 @@ class _Outputs:
         row = self._rows[index]
         self._logprobs.append(output.logprobs.float())
         self._losses.append(output.per_token.float())
+        if self._routers is not None:
+            self._routes.append(self._routers.take_routes().int())
         self._names = tuple(output.metrics)
         start = 0
         for (model_id, _), size in zip(row, sizes_in_part(_sizes(row), self._mesh), strict=True):
@@ -207,7 +238,14 @@ class _Outputs:
         Of whole rows without their padding, one after the other. Collective among ranks that share rows.
         """
         logprobs = torch.cat(self._logprobs)
-        own = torch.stack([logprobs, torch.cat(self._losses)], dim=1) if is_flat else logprobs
+        return self._whole(torch.stack([logprobs, torch.cat(self._losses)], dim=1) if is_flat else logprobs)
+
+    def routes(self) -> Tensor | None:
+        """[tokens, layers with experts, K] int32, like `values`; None if they are not recorded."""
+        return None if self._routers is None else self._whole(torch.cat(self._routes))
+
+    def _whole(self, own: Tensor) -> Tensor:
+        """Values of whole rows without their padding, from those of this rank's parts."""
         lengths = [sum(_sizes(row)) for row in self._rows]
         whole = join_rows(own, lengths, self._mesh).split(lengths)
         num_tokens = [sum(batch.num_tokens for _, batch in row) for row in self._rows]

@@ -34,6 +34,7 @@ from xorl.server.operations import (
 from xorl.server.sampler import GenerationRequest, GenerationResult, LikelyTokens, Sampler, cache_bytes_per_token
 from xorl.server.worker.base import Base
 from xorl.server.worker.models import Models
+from xorl.server.worker.routes import RoutedLayers
 from xorl.server.worker.saved_models import SavedModels
 
 # The default size of the KV cache: this share of the device's memory, but at most this many full contexts.
@@ -58,6 +59,7 @@ class WorkerSampler:
         self._base = base
         self._models = models
         self._saved = saved
+        self._routed = RoutedLayers.of(base.architecture.config)
         self._sampler = Sampler(
             base.model,
             device=base.device,
@@ -125,6 +127,8 @@ class WorkerSampler:
             top_prompt_logprobs=operation.topk_prompt_logprobs,
             top_sample_logprobs=operation.topk_sample_logprobs,
             target_tokens=None if targets is None else targets.numpy().astype(np.int64),
+            prompt_routes=operation.routed_experts,
+            sample_routes=operation.routed_experts,
         )
         # `submit` validates it; `run` submits it again, split for the ranks.
         self._sampler.cancel(self._sampler.submit(request))
@@ -163,7 +167,7 @@ class WorkerSampler:
                 self._base.model.recover()
                 raise
         return [
-            _result(GenerationResult.of_shares([found[request_id] for request_id in ids]))
+            _result(GenerationResult.of_shares([found[request_id] for request_id in ids]), self._routed)
             if found.keys() >= {*ids}
             else CANCELLED
             for ids in pending
@@ -239,7 +243,7 @@ def _ids(value: object) -> list[int]:
     return [token for token in value if isinstance(token, int)] if isinstance(value, list) else []
 
 
-def _result(sampled: GenerationResult) -> SampleResult | Failure:
+def _result(sampled: GenerationResult, routed: RoutedLayers | None) -> SampleResult | Failure:
     if _has_diverged(sampled):
         # Not a fault of the service, and a retry would give the same.
         return Failure(
@@ -256,6 +260,7 @@ def _result(sampled: GenerationResult) -> SampleResult | Failure:
                 sample.finish_reason,
                 _top(sample.top_logprobs),
                 sample.versions,
+                _routes(sample.routes, routed),
             )
             for sample in sampled.samples
         ],
@@ -263,6 +268,7 @@ def _result(sampled: GenerationResult) -> SampleResult | Failure:
         topk_prompt_logprobs=_top(sampled.top_prompt_logprobs),
         target_prompt_logprobs=_optional(sampled.target_logprobs),
         num_cached_tokens=sampled.num_cached_tokens,
+        prompt_routed_experts=_routes(sampled.prompt_routes, routed),
     )
 
 
@@ -277,6 +283,10 @@ def _has_diverged(sampled: GenerationResult) -> bool:
 
 def _optional(values: NDArray[np.float32] | None) -> Array | None:
     return None if values is None else Array.of(values.astype(np.float32))
+
+
+def _routes(routes: NDArray[np.int16] | None, routed: RoutedLayers | None) -> Array | None:
+    return None if routes is None or routed is None else routed.of_all_layers(routes, np.int16)
 
 
 def _top(top: LikelyTokens | None) -> TopLogprobs | None:

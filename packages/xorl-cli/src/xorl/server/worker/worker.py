@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 from msgspec.structs import replace
+from torch import Tensor
 
 from xorl.ckpt import CheckpointError
 from xorl.core.loss.metrics import NUM_TRAINED
@@ -53,6 +54,7 @@ from xorl.server.worker.calls import PassCall, read_call
 from xorl.server.worker.full import WholeModel
 from xorl.server.worker.models import Models, UnknownName
 from xorl.server.worker.passes import PassRunner
+from xorl.server.worker.routes import RoutedLayers
 from xorl.server.worker.sampling import SampleCall, WorkerSampler
 from xorl.server.worker.saved_models import AlreadySaved, PartiallyLoaded, PendingSave, SavedModels
 from xorl.server.worker.syncing import WeightSyncer
@@ -75,14 +77,22 @@ class ModelProgress:
     num_passes: int = 0
     num_trained: float = 0.0
     routers: RouterSums | None = None
+    has_replayed: bool = False
 
     def forget_gradient(self) -> None:
         """Reset the counts of the accumulated gradient."""
-        self.num_passes, self.num_trained, self.routers = 0, 0.0, None
+        self.num_passes, self.num_trained, self.routers, self.has_replayed = 0, 0.0, None, False
 
-    def add_routers(self, routers: RouterSums) -> None:
+    def add_routers(self, routers: RouterSums, *, has_replayed: bool) -> None:
         """Add the sums of a pass."""
         self.routers = routers if self.routers is None else self.routers + routers
+        self.has_replayed |= has_replayed
+
+    def router_metrics(self) -> dict[str, Tensor]:
+        """The metrics of the sums, with those of replayed routes if there were any."""
+        if self.routers is None:
+            return {}
+        return self.routers.metrics() | (self.routers.replay_metrics() if self.has_replayed else {})
 
 
 class Worker:
@@ -95,7 +105,8 @@ class Worker:
         bank = self.models.bank if isinstance(self.models, AdapterModels) else None
         self.sampling = WorkerSampler(base, self.models, self.saved, bank)
         self._syncing = WeightSyncer(base, self.models)
-        self._passes = PassRunner(base, self.models.engine, padding_multiple(base.local))
+        self._routed = RoutedLayers.of(base.architecture.config)
+        self._passes = PassRunner(base, self.models.engine, padding_multiple(base.local), self._routed)
         self._progress: dict[str, ModelProgress] = {}
         # The model that the current operation changes in place; if the operation fails, its state is undefined.
         self._partially_changed: str | None = None
@@ -170,7 +181,8 @@ class Worker:
         self._require(operation.model_id)
         config = self.base.config
         vocab_size = self.base.architecture.config.vocab_size
-        call = read_call(operation, bin_len=config.sample_packing_sequence_len, vocab_size=vocab_size)
+        bin_len = config.sample_packing_sequence_len
+        call = read_call(operation, bin_len=bin_len, vocab_size=vocab_size, routed=self._routed)
         most = self.base.architecture.config.max_position_embeddings
         longest = max(len(example.tokens) for example in call.examples)
         if longest > most and self.base.architecture.config.rope is None:
@@ -199,7 +211,8 @@ class Worker:
             progress.num_passes += 1
             progress.num_trained += result.metrics[NUM_TRAINED]
             if routers is not None and self.base.config.log_router_stats:
-                progress.add_routers(routers)
+                has_replayed = any(example.routes is not None for example in call.examples)
+                progress.add_routers(routers, has_replayed=has_replayed)
         return results
 
     def _read_sample(self, operation: Sample, operation_id: str) -> SampleCall:
@@ -281,7 +294,7 @@ class Worker:
             with_norms=config.log_gradient_norms,
         )
         by_kind = {f"grad_norm/{kind}": norm / divisor for kind, norm in update.norms.items()}
-        by_name = by_kind | ({} if progress.routers is None else progress.routers.metrics())
+        by_name = by_kind | progress.router_metrics()
         norm, is_skipped, *rest = torch.stack([update.grad_norm, update.skipped, *by_name.values()]).tolist()
         progress.num_steps += not is_skipped
         num_trained = progress.num_trained

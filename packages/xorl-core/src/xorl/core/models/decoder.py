@@ -17,7 +17,7 @@ from xorl.core.models.initial import fill_normal_, key_of
 from xorl.core.models.recipes import LogicalModule, RowTarget
 from xorl.core.models.router_losses import RouterLosses, RouterLossOptions
 from xorl.core.nn import Attention, Embedding, GatedMLP, LayerKernels, LayerNorm, Linear, PlainMLP, RMSNorm, Rotary
-from xorl.core.nn.moe import Experts, MixtureOfExperts, Routing
+from xorl.core.nn.moe import Experts, LayerRoutes, MixtureOfExperts
 from xorl.core.nn.parts import parameter_parts
 from xorl.core.nn.roles import DeclaresRoles, Role, StacksMatrices
 from xorl.kernels.fused import RopeTables
@@ -110,11 +110,18 @@ class Decoder(nn.Module):
         return roles
 
     @overload
-    def forward(self, input_ids: Tensor, layout: SequenceLayout, loss: None = None) -> Tensor: ...
+    def forward(
+        self, input_ids: Tensor, layout: SequenceLayout, loss: None = None, *, recorded: Tensor | None = None
+    ) -> Tensor: ...
 
     @overload
     def forward(
-        self, input_ids: Tensor, layout: SequenceLayout, loss: Callable[[Tensor, Tensor], ResultT]
+        self,
+        input_ids: Tensor,
+        layout: SequenceLayout,
+        loss: Callable[[Tensor, Tensor], ResultT],
+        *,
+        recorded: Tensor | None = None,
     ) -> ResultT: ...
 
     def forward(
@@ -122,15 +129,21 @@ class Decoder(nn.Module):
         input_ids: Tensor,
         layout: SequenceLayout,
         loss: Callable[[Tensor, Tensor], ResultT] | None = None,
+        *,
+        recorded: Tensor | None = None,
     ) -> ResultT | Tensor:
         """Logits [T, V] of input_ids [T], or the result of `loss(hidden [T, D], head_weight [V, D])` if given.
 
         The loss is called inside `forward`, because FSDP2 gathers the head's weight only there. With an adapter on the
         head, both arguments of the loss are wider than D.
+
+        recorded: [T, L, K] integers, the experts to send tokens to in each of the L layers with experts, all of a token
+        different; -1 for tokens that choose themselves.
         """
-        hidden, routings = self.model(input_ids, layout, self.compute_dtype)
-        if self.routers is not None and routings:
-            hidden = self.routers.add(hidden, routings, layout)
+        by_layer = None if recorded is None else recorded.transpose(0, 1).contiguous()
+        hidden, routes = self.model(input_ids, layout, self.compute_dtype, by_layer)
+        if self.routers is not None:
+            hidden = self.routers.add(hidden, routes, layout)
         if self.lm_head is not None:
             return self.lm_head(hidden, loss)
         return _apply_head(hidden, self.head_weight, loss)
@@ -216,7 +229,7 @@ def _apply_head(hidden: Tensor, weight: Tensor, loss: Callable[[Tensor, Tensor],
 
 
 class DecoderTrunk(nn.Module):
-    """The decoder without its head: token ids [T] -> normed hidden states [T, D]; in training, also all routings."""
+    """The decoder without its head: token ids [T] -> normed hidden states [T, D], and routes of layers with experts."""
 
     def __init__(self, config: DecoderConfig, *, merge_qkv: bool, kernels: LayerKernels) -> None:
         super().__init__()
@@ -231,8 +244,9 @@ class DecoderTrunk(nn.Module):
         self.norm = _norm(config, kernels)
 
     def forward(
-        self, input_ids: Tensor, layout: SequenceLayout, compute_dtype: torch.dtype
-    ) -> tuple[Tensor, list[Routing]]:
+        self, input_ids: Tensor, layout: SequenceLayout, compute_dtype: torch.dtype, recorded: Tensor | None
+    ) -> tuple[Tensor, list[LayerRoutes]]:
+        """recorded: [L, T, K], as for `Decoder.forward`."""
         if input_ids.shape != (layout.num_tokens,):
             raise ValueError(
                 f"input_ids must be one packed row of the layout's {layout.num_tokens} tokens, "
@@ -248,26 +262,32 @@ class DecoderTrunk(nn.Module):
                 )
             hidden = hidden + self.embed_positions(layout.positions).to(compute_dtype)
         rope = None if self.rotary is None else self.rotary.tables(layout, input_ids.device)
-        routings: list[Routing] = []
+        routes: list[LayerRoutes] = []
         for index, layer in enumerate(self.layers):
             if torch.is_grad_enabled() and not hidden.requires_grad:
                 # This may be the first trained layer above frozen ones. Its input must require a gradient like those of
                 # later layers: they share compiled code, and reentrant recomputation gives no gradients otherwise.
                 hidden.requires_grad_(any(parameter.requires_grad for parameter in layer.parameters()))
-            output = layer(hidden, layout.of_layer(index), rope)
+            if recorded is None or not layer.has_experts:
+                output = layer(hidden, layout.of_layer(index), rope)
+            else:
+                output = layer(hidden, layout.of_layer(index), rope, recorded[len(routes)])
             if isinstance(output, tuple):
-                hidden, routing = output
-                routings.append(routing)
+                hidden, layer_routes = output
+                routes.append(layer_routes)
             else:
                 hidden = output
         _, normed = self.norm(hidden)
-        return normed, routings
+        return normed, routes
 
 
 class DecoderLayer(nn.Module):
     """Attention and feed-forward, with pre-norms and residual connections, [T, D] -> [T, D].
 
-    A layer with experts returns its routing too, in training.
+    A layer with experts returns its routes too.
+
+    Attributes:
+        has_experts: whether this is a layer with experts.
     """
 
     def __init__(self, config: DecoderConfig, index: int, *, merge_qkv: bool, kernels: LayerKernels) -> None:
@@ -290,18 +310,19 @@ class DecoderLayer(nn.Module):
         )
         self.post_attention_layernorm = _norm(config, kernels)
         self.mlp = _feed_forward(config.hidden_size, config.layers[index].ffn, kernels)
+        self.has_experts = isinstance(self.mlp, MixtureOfExperts)
 
     def forward(
-        self, hidden: Tensor, layout: SequenceLayout, rope: RopeTables | None
-    ) -> Tensor | tuple[Tensor, Routing]:
+        self, hidden: Tensor, layout: SequenceLayout, rope: RopeTables | None, recorded: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, LayerRoutes]:
+        """recorded: of a layer with experts, as for `MixtureOfExperts.forward`."""
         hidden, normed = self.input_layernorm(hidden)
         attended = self.self_attn(normed, layout, rope)
         hidden, normed = self.post_attention_layernorm(attended, residual=hidden)
         if not isinstance(self.mlp, MixtureOfExperts):
             return self.add(hidden, self.mlp(normed))
-        out, routing = self.mlp(normed, layout)
-        hidden = self.add(hidden, out)
-        return hidden if routing is None else (hidden, routing)
+        out, routes = self.mlp(normed, layout, recorded)
+        return self.add(hidden, out), routes
 
 
 def _feed_forward(

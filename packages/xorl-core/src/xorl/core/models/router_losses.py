@@ -1,4 +1,4 @@
-"""Losses and statistics of routers: how evenly they spread tokens over experts.
+"""Losses, statistics and records of routers: where they send tokens, and how evenly.
 
 Both losses are sums over documents, so they do not depend on how a batch is split. As in the token loss, a document
 has a weight equal to its number of trained tokens.
@@ -9,14 +9,15 @@ Shapes: L layers with experts, N documents, E experts, K experts per token.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from xorl.kernels.experts.routing import Routing
+from xorl.core.nn.moe import LayerRoutes
 from xorl.kernels.layout import SequenceLayout, ShardedLayout
 
 
@@ -39,8 +40,9 @@ class RouterSums:
     """Sums over documents, from which the metrics of routers are computed; they can be added up.
 
     Attributes:
-        values: [L * E + 3] fp64: how many tokens chose each expert, the unweighted balancing loss and z-loss, and the
-            number of trained tokens.
+        values: [L * E + 5] fp64: how many tokens chose each expert, how many choices were replayed and how many of
+            these the routers would not have made, the unweighted balancing loss and z-loss, and the number of trained
+            tokens.
         num_experts: E.
     """
 
@@ -57,7 +59,7 @@ class RouterSums:
         entropy: the entropy of the shares of choices, averaged over layers; 1 if all experts are chosen equally often.
         dead_experts: the number of experts, over all layers, that no token chose.
         """
-        counts, losses = self.values[:-3].view(-1, self.num_experts), self.values[-3:]
+        counts, losses = self.values[:-5].view(-1, self.num_experts), self.values[-3:]
         share = counts / counts.sum(-1, keepdim=True).clamp(min=1)
         balance, z, _ = (losses / losses[2].clamp(min=1)).unbind()
         return {
@@ -68,6 +70,11 @@ class RouterSums:
             "router_dead_experts": (counts == 0).sum().double(),
         }
 
+    def replay_metrics(self) -> dict[str, Tensor]:
+        """Scalars on the device. changed_routes: the share of replayed choices that the routers would not have made."""
+        replayed, changed = self.values[-5:-3].unbind()
+        return {"router_changed_routes": changed / replayed.clamp(min=1)}
+
 
 class RouterLosses:
     """Adds the gradients of the router losses to a model's, and keeps the sums for their metrics.
@@ -75,17 +82,24 @@ class RouterLosses:
     Attributes:
         options: the weights.
         num_experts: E.
-        num_sums: L * E + 3.
+        num_sums: L * E + 5.
     """
 
     def __init__(self, num_layers: int, num_experts: int, options: RouterLossOptions) -> None:
         self.options = options
         self.num_experts = num_experts
-        self.num_sums = num_layers * num_experts + 3
-        self._newest: tuple[Tensor, Tensor] | None = None  # [L, N, E] and [3, N]
+        self.num_sums = num_layers * num_experts + 5
+        self._records = False
+        self._newest: tuple[Tensor, Tensor, Tensor] | None = None  # [L, N, E], [2, N] and [3, N]
+        self._ids: Tensor | None = None  # [T, L, K]
 
-    def add(self, hidden: Tensor, routings: Sequence[Routing], layout: SequenceLayout) -> Tensor:
-        """Return `hidden` [T, D]; its backward pass also computes the gradients of the losses."""
+    def add(self, hidden: Tensor, routes: Sequence[LayerRoutes], layout: SequenceLayout) -> Tensor:
+        """Return `hidden` [T, D]; in training, its backward pass also computes the gradients of the losses."""
+        if self._records:
+            self._ids = torch.stack([layer.ids for layer in routes], dim=1)
+        routings = [layer.sums for layer in routes if layer.sums is not None]
+        if not routings:
+            return hidden
         counts = torch.stack([routing.counts for routing in routings])  # [L, N, E]
         probabilities = torch.stack([routing.probabilities for routing in routings])
         squared_lse = torch.stack([routing.squared_lse for routing in routings])
@@ -102,7 +116,11 @@ class RouterLosses:
         share = counts.to(probabilities.dtype).mean(0) / lengths[:, None]  # [N, E]
         balance = self.num_experts * weight * (share * probabilities.mean(0)).sum(-1)  # [N]
         z = weight * squared_lse.mean(0)
-        self._newest = counts * is_counted, torch.stack([balance.detach(), z.detach(), trained]) * is_counted
+        # Unlike the sums over whole documents, every rank counts the replayed choices of its own tokens.
+        replayed = [layer.replayed for layer in routes if layer.replayed is not None]
+        replayed = torch.stack(replayed).sum(0).T if replayed else counts.new_zeros(2, len(lengths))
+        losses = torch.stack([balance.detach(), z.detach(), trained])
+        self._newest = counts * is_counted, replayed, losses * is_counted
         if not self.options.balance_coef and not self.options.z_coef:
             return hidden
         out = _WithLoss.apply(hidden, self.options.balance_coef * balance.sum() + self.options.z_coef * z.sum())
@@ -110,10 +128,25 @@ class RouterLosses:
         return out
 
     def take(self) -> Tensor:
-        """Return and forget the values of `RouterSums` for each document of the last pass, [N, L * E + 3] fp64."""
+        """Return and forget the values of `RouterSums` for each document of the last pass, [N, L * E + 5] fp64."""
         assert self._newest is not None, "call it once after each forward pass in training mode"
-        (counts, losses), self._newest = self._newest, None
-        return torch.cat([counts.transpose(0, 1).flatten(1).double(), losses.T.double()], dim=1)
+        (counts, replayed, losses), self._newest = self._newest, None
+        return torch.cat([counts.transpose(0, 1).flatten(1).double(), replayed.T.double(), losses.T.double()], dim=1)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Context manager for passes whose routes are taken."""
+        self._records = True
+        try:
+            yield
+        finally:
+            self._records, self._ids = False, None
+
+    def take_routes(self) -> Tensor:
+        """Return and forget the experts of each token in the last pass within `recording`, [T, L, K] int64."""
+        assert self._ids is not None, "call it once after each forward pass within `recording`"
+        ids, self._ids = self._ids, None
+        return ids
 
 
 class _SumOverRanks(torch.autograd.Function):

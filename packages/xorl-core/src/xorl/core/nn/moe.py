@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from xorl.core.nn.kernels import LayerKernels
 from xorl.core.nn.parts import Part
 from xorl.core.nn.roles import Role
 from xorl.kernels.experts.adapted import Factors
-from xorl.kernels.experts.routing import Routing, sum_routing, top_experts
+from xorl.kernels.experts.routing import Routing, count_replayed, replay_experts, sum_routing, top_experts
 from xorl.kernels.layout import SequenceLayout
 
 
@@ -141,6 +141,19 @@ class Experts(nn.Module):
         )
 
 
+class LayerRoutes(NamedTuple):
+    """Where one layer sent its tokens.
+
+    ids: [T, K] int64, the experts of each token.
+    sums: the input of the router losses, in training.
+    replayed: [N, 2] int32 (`count_replayed`), in training with recorded experts.
+    """
+
+    ids: Tensor
+    sums: Routing | None
+    replayed: Tensor | None
+
+
 class MixtureOfExperts(nn.Module):
     """For each token, the sum of weight * expert(x) over its K most probable experts in softmax(router(x)).
 
@@ -168,22 +181,41 @@ class MixtureOfExperts(nn.Module):
         self.gate = Router(width, num_experts)
         self.experts = Experts(width, expert_width, num_experts, kernels=kernels)
 
-    def forward(self, x: Tensor, layout: SequenceLayout) -> tuple[Tensor, Routing | None]:
-        """Returns the output [T, D], which is 0 for padding, and in training the input of the router losses."""
+    def forward(self, x: Tensor, layout: SequenceLayout, recorded: Tensor | None = None) -> tuple[Tensor, LayerRoutes]:
+        """Returns the output [T, D], which is 0 for padding, and the routes.
+
+        recorded: [T, K] integers, the experts to send tokens to, all different; -1 for tokens that choose themselves.
+        """
         logits = self.gate(x)
         probabilities = logits.softmax(-1)
-        ids = top_experts(probabilities.detach(), self.num_active)
+        ids = own = top_experts(probabilities.detach(), self.num_active)
+        if recorded is not None:
+            ids = replay_experts(own, recorded)
         dispatcher = self.experts.dispatcher
         # The host waits for the numbers of a plan, so it is begun early.
         plan = None if dispatcher is None else dispatcher.plan(ids, self.num_experts, layout.num_real)
         weights = probabilities.gather(-1, ids)
         if self.normalize:
             weights = weights / weights.sum(-1, keepdim=True)
-        route = (logits, probabilities, ids, layout.cu_seqlens, layout.num_real)
         if dispatcher is None or not dispatcher.returns_late:
-            routing = sum_routing(*route) if self.training else None
-            return self.experts(x, weights, ids, layout.num_real, plan), routing
+            routes = self._routes(logits, probabilities, ids, own, recorded, layout)
+            return self.experts(x, weights, ids, layout.num_real, plan), routes
         out = self.experts(x, weights, ids, layout.num_real, plan)
-        routing = sum_routing(*route) if self.training else None  # while the output is on its way
+        routes = self._routes(logits, probabilities, ids, own, recorded, layout)  # while the output is on its way
         dispatcher.wait(plan)
-        return out, routing
+        return out, routes
+
+    def _routes(
+        self,
+        logits: Tensor,
+        probabilities: Tensor,
+        ids: Tensor,
+        own: Tensor,
+        recorded: Tensor | None,
+        layout: SequenceLayout,
+    ) -> LayerRoutes:
+        if not self.training:
+            return LayerRoutes(ids, None, None)
+        place = layout.cu_seqlens, layout.num_real
+        replayed = None if recorded is None else count_replayed(own, recorded, *place)
+        return LayerRoutes(ids, sum_routing(logits, probabilities, ids, *place), replayed)

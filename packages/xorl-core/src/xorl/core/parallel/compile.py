@@ -35,8 +35,9 @@ def compile_layers(layers: Sequence[nn.Module], *, backend: CompileBackend, devi
         inductor.deterministic = torch.are_deterministic_algorithms_enabled()
     # Do not split layer graphs at DDP bucket boundaries: most buckets are larger than a layer.
     torch._dynamo.config.optimize_ddp = False
-    # The limit applies to the function that all layers share. If all differ, each compiles for training and evaluation.
-    limit = max(torch._dynamo.config.recompile_limit, 2 * len(layers))
+    # The limit applies to the function that all layers share. If all differ, each compiles for training and evaluation,
+    # with and without recorded experts.
+    limit = max(torch._dynamo.config.recompile_limit, 4 * len(layers))
     torch._dynamo.config.recompile_limit = limit
     for layer in layers:
         layer.forward = _mark_dynamic(torch.compile(layer.forward, fullgraph=True, backend=backend))

@@ -66,6 +66,32 @@ def sum_routing(
     return Routing(counts, sums, squared_lse)
 
 
+def replay_experts(ids: Tensor, recorded: Tensor) -> Tensor:
+    """The experts of each token, [T, K] int64: the recorded ones, or `ids` for tokens without a record.
+
+    Args:
+        ids: [T, K] int64, the router's own choice.
+        recorded: [T, K] integers, a token's all different; -1 for tokens without a record.
+    """
+    return torch.where(recorded[:, :1] >= 0, recorded.to(ids.dtype), ids)
+
+
+def count_replayed(ids: Tensor, recorded: Tensor, cu_seqlens: Tensor, num_real: Tensor | None) -> Tensor:
+    """[N, 2] int32: how many choices of each document were recorded, and how many the router would not have made.
+
+    Arguments as for `replay_experts` and `sum_routing`.
+    """
+    num_tokens, num_active = ids.shape
+    has_record = recorded[:, 0] >= 0
+    if num_real is not None:
+        has_record = has_record & ~is_padding(num_tokens, num_real)
+    num_same = (recorded[:, :, None] == ids[:, None, :]).sum((1, 2))
+    counts = torch.stack([torch.full_like(num_same, num_active), num_active - num_same], dim=1).to(torch.int32)
+    counts = counts.masked_fill(~has_record[:, None], 0)
+    documents = _document_ids(num_tokens, cu_seqlens)
+    return counts.new_zeros(len(cu_seqlens) - 1, 2).index_add_(0, documents, counts)
+
+
 @torch.library.custom_op("xorl::sum_routing", mutates_args=())
 def _sum_routing(
     logits: Tensor, probabilities: Tensor, ids: Tensor, cu_seqlens: Tensor, num_real: Tensor | None

@@ -1,0 +1,76 @@
+"""The experts that a sampler returns with its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from sampling import MIXTURE, PlainDecodePass, make_sampler, place
+from xorl.core.models import Decoder
+from xorl.kernels.layout import SequenceLayout
+from xorl.server.sampler import GenerationRequest, GenerationResult
+from xorl.server.sampler import sampler as sampler_module
+
+PROMPT = tuple(range(3, 43))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("passes", ["in one pass", "decode apart"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"max_step_tokens": 7}, {"cache_tokens": 9 * 16, "max_running": 3}],
+    ids=["at once", "in parts", "preempted"],
+)
+def test_the_routes_of_a_sample_are_those_of_the_whole_sequence(
+    passes: str, options: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Catches rows of another token, of a token that was found in the cache, or that was computed twice.
+    if passes == "decode apart":
+        monkeypatch.setattr(sampler_module, "decode_refusal", lambda request: None)
+        monkeypatch.setattr(sampler_module, "DecodePass", PlainDecodePass)
+    model = place(MIXTURE)
+    decoder = model.module
+    assert isinstance(decoder, Decoder)
+    assert decoder.routers is not None
+    asked = {"prompt_routes": True, "sample_routes": True}
+    requests = [
+        GenerationRequest(PROMPT, 30, num_samples=3),
+        *(GenerationRequest(prompt, 9, num_samples=2, **asked) for prompt in [PROMPT, (7,), PROMPT[:17], PROMPT[5:38]]),
+        GenerationRequest(PROMPT, 20, seed=5, num_samples=3, **asked),
+        GenerationRequest(PROMPT, 0, **asked),
+    ]
+    sampler = make_sampler(model, **options)
+    alone, joined = sampler.run(requests), GenerationResult.of_shares(sampler.run(requests[-2].shares(2)))
+    assert alone[0].prompt_routes is None
+    assert all(sample.routes is None for sample in alone[0].samples)
+    for request, result in zip([*requests[1:], requests[-2]], [*alone[1:], joined], strict=True):
+        assert result.prompt_routes is not None
+        assert len(result.samples) == (request.num_samples if request.max_tokens else 0)
+        rows = [((), result.prompt_routes)]
+        for sample in result.samples:
+            assert sample.routes is not None
+            assert len(sample.routes) == len(sample.tokens)
+            rows.append((sample.tokens, np.concatenate([result.prompt_routes, sample.routes])))
+        for tokens, routes in rows:
+            whole = (*request.prompt, *tokens)
+            layout = SequenceLayout.from_lengths([len(whole)])
+            with model.generation(keep_gathered=False), decoder.routers.recording():
+                model.forward(torch.tensor(whole), layout)
+                expected = decoder.routers.take_routes()
+            np.testing.assert_array_equal(routes, expected[:-1])
+
+
+def test_routes_of_a_dense_model_are_refused() -> None:
+    # Catches a record without layers.
+    with pytest.raises(ValueError, match="routed_experts: the model has no experts"):
+        make_sampler(place()).submit(GenerationRequest(PROMPT, 1, sample_routes=True))
