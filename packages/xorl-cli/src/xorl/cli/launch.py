@@ -14,11 +14,12 @@ from types import FrameType
 
 from xorl.cli.exit_codes import BY_SIGNAL, exit_code_text
 from xorl.cli.failures import failure_of, recorded_pids, recorded_stop, report
+from xorl.cli.signals import exit_if_stuck
+from xorl.host.signals import STOP_SIGNALS
 from xorl.host.temporary import temporary_folder
 
 DEFAULT_PORT = 29500  # torchrun's
 RANK_FOLDER_FLAG = "--rank-folder"
-FORWARDED = (signal.SIGTERM, signal.SIGINT)
 LEFT_TO_TORCH = (signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -123,9 +124,9 @@ def _plan_static(flags: LaunchFlags, nproc: int, nnodes: int) -> LaunchPlan:
 def launch(plan: LaunchPlan, command: Sequence[str]) -> int:
     """Runs `python -u *command` as every rank of this node, waits, and returns the job's exit code.
 
-    Prints the first failure of the job and returns its exit code. SIGTERM and SIGINT are forwarded to the ranks, which
-    may take some time to save; a second signal ends them. RANK_FOLDER_FLAG tells a rank where to leave notes for the
-    launcher.
+    Prints the first failure of the job and returns its exit code. SIGTERM, SIGINT and SIGUSR1 are forwarded to the
+    ranks, which may take some time to save; a second signal ends them. RANK_FOLDER_FLAG tells a rank where to leave
+    notes for the launcher.
     """
     # torch takes seconds to import, so the configuration is validated before.
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException  # noqa: PLC0415
@@ -187,7 +188,7 @@ def _forwarding_signals(
 
     def forward(number: int, frame: FrameType | None) -> None:
         forwarded.append(number)
-        for other in FORWARDED:
+        for other in STOP_SIGNALS:
             signal.signal(other, lambda number, frame: stop(number))
         pids = recorded_pids(notes)
         if len(pids) < num_ranks:
@@ -197,11 +198,12 @@ def _forwarding_signals(
                 os.kill(pid, number)
 
     # torch's launcher does not restore the handlers that it replaces.
-    previous = {number: signal.getsignal(number) for number in (*FORWARDED, *LEFT_TO_TORCH)}
-    for number in FORWARDED:
+    previous = {number: signal.getsignal(number) for number in (*STOP_SIGNALS, *LEFT_TO_TORCH)}
+    for number in STOP_SIGNALS:
         signal.signal(number, forward)
     try:
-        yield
+        with exit_if_stuck(lambda: bool(forwarded)):  # torch waits in native code for the other hosts
+            yield
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

@@ -343,6 +343,12 @@ class LocalCheckpointFields(CheckpointFields):
         description="What a save that fails does, for example on a full disk: stop ends the run at the next step; "
         "continue logs the error, and the next save tries again. If the last save fails, the run fails in either case.",
     )
+    max_time: Positive | None = Field(
+        default=None,
+        description="Seconds after the start of the process by which the run has saved and ended, such as the time "
+        "limit of a batch job. It stops early enough for two more steps and a save, and exits with code 142; the same "
+        "command continues it. null means no limit.",
+    )
     keep_last: AtLeastOne | None = Field(
         default=None, description="Number of newest checkpoints to keep; each save removes older ones. null keeps all."
     )

@@ -13,8 +13,9 @@ from xorl.train.observe.diverged import NonFiniteSteps
 def train(run: Run, *, saves_on_signal: bool = True) -> int:
     """Train from `run.start_step` to the last step. Collective. Returns the signal that ended it early, or 0.
 
-    A signal ends the run after the current step, which is saved. A signal during an evaluation also saves the last step
-    and cancels the evaluation, which the resumed run repeats first. Without `saves_on_signal`, a signal acts at once.
+    A signal, or the approach of `train.max_time`, ends the run after the current step, which is saved. During an
+    evaluation it also saves the last step and cancels the evaluation, which the resumed run repeats first. Without
+    `saves_on_signal`, a signal acts at once.
     After the last step the model is exported, even if an earlier process was stopped before it could do so. Raises
     DivergedError if the loss or the gradient is not finite and such steps stop the run.
     """
@@ -25,7 +26,9 @@ def train(run: Run, *, saves_on_signal: bool = True) -> int:
     if evaluation is not None and evaluation.at_start:
         _evaluate(run, evaluation, run.start_step, None)
     with (
-        Interruption(saves.has_failed) if saves_on_signal else nullcontext() as interruption,
+        Interruption(saves.has_failed, run.startup.deadline(saves))
+        if saves_on_signal
+        else nullcontext() as interruption,
         saves.flushed(),
         run.garbage_collection,
         run.profiler,

@@ -12,6 +12,7 @@ from xorl.config.local import TrainConfig
 from xorl.core.runtime import global_rank, shutdown
 from xorl.train.adapters.folder import is_adapter
 from xorl.train.build import Run, build_run
+from xorl.train.interrupt import OUT_OF_TIME
 from xorl.train.loop import train
 from xorl.train.observe.observer import Observer
 from xorl.train.observe.progress import set_up_logging
@@ -109,8 +110,8 @@ def _summarise(run: Run, signal_number: int) -> None:
 
 
 def _stopped(signal_number: int) -> str:
-    name = signal.Signals(signal_number).name
-    return f"next        stopped by {name}: continue with --train.load_checkpoint_path auto"
+    cause = "train.max_time" if signal_number == OUT_OF_TIME else signal.Signals(signal_number).name
+    return f"next        stopped by {cause}: continue with --train.load_checkpoint_path auto"
 
 
 def _change(source: Observer | Member, key: str) -> str:

@@ -48,6 +48,7 @@ from xorl.train.data import (
     with_chat_template,
     write_receipt,
 )
+from xorl.train.deadline import Deadline
 from xorl.train.evaluate import EvalPoints, Evaluation
 from xorl.train.model import head_options_of, pin_checkpoint, read_architecture
 from xorl.train.observe.metrics_file import MetricsFile, is_evaluated
@@ -135,6 +136,11 @@ class Startup:
             stops_on_failure=train.on_save_failure == "stop",
             info={STARTED_FROM: start_of(self.checkpointer.root, train.load_checkpoint_path, resumed)},
         )
+
+    def deadline(self, saves: Saves) -> Callable[[], bool]:
+        """Whether the job must end now to be saved before `train.max_time`. Call it once in each step."""
+        limit_s = self.config.train.max_time
+        return (lambda: False) if limit_s is None else Deadline(limit_s, lambda: saves.longest_s).is_due
 
     def evaluates_at_start(self, run: PreparedRun) -> bool:
         """Whether to evaluate `run` before its first step. Collective.

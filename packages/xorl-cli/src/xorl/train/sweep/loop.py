@@ -134,7 +134,7 @@ def train_sweep(sweep: Sweep) -> int:
     pending = [member for member in active if member.evaluation is not None and member.evaluation.at_start]
     _evaluate(sweep, report, sweep.start_step, pending, None)
     with (
-        Interruption(saves.has_failed) as interruption,
+        Interruption(saves.has_failed, sweep.startup.deadline(saves)) as interruption,
         saves.flushed(),
         GarbageCollection(config.train.gc_steps, config.train.empty_cache_steps) as garbage,
         sweep.profiler,
