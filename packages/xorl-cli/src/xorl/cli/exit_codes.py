@@ -7,6 +7,7 @@
 | 2 | invalid configuration, data, checkpoint or command line; the message says what to change |
 | 3 | training diverged: the loss or the gradient is not finite |
 | 4 | another run or service writes to the output_dir |
+| 5 | the run stalled: no rank made progress; the message has the stacks of all ranks |
 | 130 | interrupted by SIGINT (Ctrl-C); the same command continues |
 | 138 | interrupted by SIGUSR1; the same command continues |
 | 142 | stopped before train.max_time; the same command continues |
@@ -18,6 +19,7 @@ import signal
 import traceback
 from types import TracebackType
 
+from xorl.host.failures import StalledError
 from xorl.host.lock import FolderInUseError
 
 OK = 0
@@ -25,13 +27,14 @@ FAILURE = 1
 BAD_INPUT = 2
 DIVERGED = 3
 FOLDER_IN_USE = 4
+STALLED = 5
 BY_SIGNAL = 128
 INTERRUPTED = BY_SIGNAL + signal.SIGINT
 TERMINATED = BY_SIGNAL + signal.SIGTERM
 
 ERROR_PREFIX = "error: "  # precedes a message that is printed without its traceback
 
-EXPLAINED = (BAD_INPUT, DIVERGED, FOLDER_IN_USE)  # by the error's message
+EXPLAINED = (BAD_INPUT, DIVERGED, FOLDER_IN_USE, STALLED)  # by the error's message
 
 DESCRIPTIONS: dict[int, str] = {
     OK: "done",
@@ -39,6 +42,7 @@ DESCRIPTIONS: dict[int, str] = {
     BAD_INPUT: "bad input",
     DIVERGED: "training diverged",
     FOLDER_IN_USE: "another run or service writes to the output_dir",
+    STALLED: "the run stalled",
     INTERRUPTED: "interrupted by SIGINT",
     BY_SIGNAL + signal.SIGUSR1: "interrupted by SIGUSR1",
     BY_SIGNAL + signal.SIGALRM: "stopped before train.max_time",
@@ -68,6 +72,8 @@ def exit_code_of(error: BaseException) -> int:
         return DIVERGED
     if isinstance(error, FolderInUseError):
         return FOLDER_IN_USE
+    if isinstance(error, StalledError):
+        return STALLED
     return BAD_INPUT if is_bad_input(error) else FAILURE
 
 

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from xorl.cli.exit_codes import BY_SIGNAL, OK, error_text, exit_code_of, unwrap_interruption
 from xorl.cli.failures import claim_report, peer_has_failed, record_error, record_interruption, record_pid, record_stop
@@ -67,12 +68,17 @@ def run_rank(run: Callable[[], int], environment: RankEnvironment, *, folder: Pa
                 record_stop(folder, environment.rank, code)
                 return OK
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  (process boundary)
-        return _report_failure(unwrap_interruption(error), environment, folder, with_traceback=with_traceback)
+        return end_rank(unwrap_interruption(error), environment, folder, with_traceback=with_traceback)
 
 
-def _report_failure(
-    error: BaseException, environment: RankEnvironment, folder: Path | None, *, with_traceback: bool
-) -> int:
+def end_alone(error: BaseException, *, with_traceback: bool) -> NoReturn:
+    """Ends the only process of a job from any thread, as `run_alone` would if it had raised `error`."""
+    print(error_text(error, with_traceback=with_traceback), file=sys.stderr, flush=True)
+    os._exit(exit_code_of(error))
+
+
+def end_rank(error: BaseException, environment: RankEnvironment, folder: Path | None, *, with_traceback: bool) -> int:
+    """Records or prints the error of a rank; ends the process, from any thread, unless it was interrupted."""
     code, text = exit_code_of(error), error_text(error, with_traceback=with_traceback)
     if isinstance(error, KeyboardInterrupt):
         if environment.error_file is not None:

@@ -23,6 +23,7 @@ def train(run: Run, *, saves_on_signal: bool = True) -> int:
     skips = run.startup.config.train.on_nonfinite == "skip"
     nonfinite = NonFiniteSteps(engine, run.loader, run.loss_fn, run.startup.output_dir, skips=skips)
     observer.on_nonfinite = nonfinite.handle
+    at = run.startup.position
     if evaluation is not None and evaluation.at_start:
         _evaluate(run, evaluation, run.start_step, None)
     with (
@@ -34,14 +35,17 @@ def train(run: Run, *, saves_on_signal: bool = True) -> int:
         run.profiler,
     ):
         observer.start()
+        at.move("data", run.start_step + 1)
         for index, batches in observer.fetched(run.loader.steps(start=run.start_step)):
             step = index + 1
             lr = run.schedule(step)
+            at.move("forward and backward", step)
             for prepare in run.before_step:
                 saves.before_change()
                 prepare(step)
             batches = list(batches)
             losses = engine.forward_backward(batches, run.loss_fn, nonfinite.record_step(step, batches))
+            at.move("update")
             saves.before_change()
             update = engine.optim_step(lr, divisor=losses.divisor)
             observer.step(step, losses, update, lr=lr)
@@ -62,19 +66,28 @@ def train(run: Run, *, saves_on_signal: bool = True) -> int:
                     return interrupted.signal_number
             run.garbage_collection.step(step)
             run.profiler.step(step)
+            at.move("data", step + 1)
         observer.flush()
+        at.move("export")
         run.checkpoints.export()
     return 0
 
 
 def _save(run: Run, step: int, *, is_final: bool) -> None:
+    run.startup.position.move("save")
     with run.observer.checkpoint():
         run.checkpoints.save(step, is_final=is_final)
 
 
 def _evaluate(run: Run, evaluation: Evaluation, step: int, interruption: Interruption | None) -> None:
     """Score the held-out data. Raises Interrupted if a signal arrives meanwhile."""
-    check = None if interruption is None else interruption.check
+    position = run.startup.position
+
+    def check() -> None:
+        position.move("evaluation")
+        if interruption is not None:
+            interruption.check()
+
     with run.observer.pause():
         scores = evaluate(run.engine, evaluation.loader, evaluation.score_fn, check)
         run.observer.write({"step": step, **scores})

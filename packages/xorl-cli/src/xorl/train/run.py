@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -20,12 +21,15 @@ from xorl.train.output_dir import METRICS, locked
 from xorl.train.startup import RunComplete
 from xorl.train.sweep.build import build_sweep
 from xorl.train.sweep.loop import Member, train_sweep
+from xorl.train.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
 
-def run_training(loaded: LoadedConfig) -> int:
+def run_training(loaded: LoadedConfig, end: Callable[[Exception], object] | None = None) -> int:
     """Run this rank's part of the training. Returns 0, or 128 + the signal that stopped the run after a checkpoint.
+
+    A thread calls `end`, which must end the process, if the job hangs or another rank is lost; None does not watch.
 
     Raises ValueError for bad input, and DivergedError if the loss or the gradient is not finite.
     """
@@ -34,9 +38,13 @@ def run_training(loaded: LoadedConfig) -> int:
     set_up_logging(config.train.log_format, is_main=is_main)
     if is_main and (line := loaded.without_effect_line()) is not None:
         logger.warning("%s", line)
+    watchdog = None if end is None else Watchdog(end)
     try:
-        with locked(Path(config.train.output_dir)) if is_main else nullcontext():
-            signal_number = _run_sweep(config) if config.lora.sweep else _run(config)
+        with (
+            locked(Path(config.train.output_dir)) if is_main else nullcontext(),
+            nullcontext() if watchdog is None else watchdog.explaining(),
+        ):
+            signal_number = _run_sweep(config, watchdog) if config.lora.sweep else _run(config, watchdog)
             shutdown()
     except RunComplete as complete:
         logger.info("complete=%s: %s", complete.path, _complete_message(config.train, complete.path))
@@ -55,8 +63,8 @@ def _complete_message(train: TrainConfig, complete: Path) -> str:
     )
 
 
-def _run(config: Config) -> int:
-    run = build_run(config)
+def _run(config: Config, watchdog: Watchdog | None) -> int:
+    run = build_run(config, watchdog=watchdog)
     try:
         run.checkpoints.prepare(run.start_step, run.startup.num_steps)
         signal_number = train(run)
@@ -66,8 +74,8 @@ def _run(config: Config) -> int:
     return signal_number
 
 
-def _run_sweep(config: Config) -> int:
-    sweep = build_sweep(config)
+def _run_sweep(config: Config, watchdog: Watchdog | None) -> int:
+    sweep = build_sweep(config, watchdog=watchdog)
     try:
         sweep.saving.prepare(sweep.start_step, sweep.startup.num_steps)
         signal_number = train_sweep(sweep)
