@@ -1,25 +1,32 @@
 """Starts the ranks of a job on this node with torch.distributed's launcher."""
 
+import json
 import logging
 import os
+import platform
 import shlex
 import signal
 import sys
+import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 
-from xorl.cli.exit_codes import BY_SIGNAL, exit_code_text
+from xorl.cli.exit_codes import BY_SIGNAL, ERROR_PREFIX, FAILURE, exit_code_text
 from xorl.cli.failures import failure_of, recorded_pids, recorded_stop, report
 from xorl.cli.signals import exit_if_stuck
+from xorl.host.failures import LostRankError
 from xorl.host.signals import STOP_SIGNALS
 from xorl.host.temporary import temporary_folder
 
 DEFAULT_PORT = 29500  # torchrun's
 RANK_FOLDER_FLAG = "--rank-folder"
+RENDEZVOUS_S = 600  # how long the launchers of all hosts wait for each other
+TELL_S = 5.0  # how long the other hosts have to read why this one failed
 LEFT_TO_TORCH = (signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -129,8 +136,10 @@ def launch(plan: LaunchPlan, command: Sequence[str]) -> int:
     notes for the launcher.
     """
     # torch takes seconds to import, so the configuration is validated before.
+    from torch.distributed import DistError  # noqa: PLC0415
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException  # noqa: PLC0415
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: PLC0415
+    from torch.distributed.elastic.rendezvous import RendezvousError  # noqa: PLC0415
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch  # noqa: PLC0415
 
     def stop(number: int) -> None:
@@ -149,7 +158,7 @@ def launch(plan: LaunchPlan, command: Sequence[str]) -> int:
             role="rank",
             rdzv_backend=plan.rdzv_backend,
             rdzv_endpoint=plan.rdzv_endpoint,
-            rdzv_configs={} if plan.node_rank is None else {"rank": plan.node_rank},
+            rdzv_configs={} if plan.node_rank is None else {"rank": plan.node_rank, "timeout": RENDEZVOUS_S},
             max_restarts=0,
             logs_specs=DefaultLogsSpecs(log_dir=str(notes / "records")),
             local_addr="localhost" if plan.is_standalone else None,
@@ -169,11 +178,16 @@ def launch(plan: LaunchPlan, command: Sequence[str]) -> int:
                 code = BY_SIGNAL + forwarded[0]
                 text = exit_code_text(code)
             print(text, file=sys.stderr)
+            _tell_other_hosts(plan, text)
             return code
         except SignalException as error:
             code = BY_SIGNAL + error.sigval
             print(exit_code_text(code), file=sys.stderr)
+            _tell_other_hosts(plan, exit_code_text(code))
             return code
+        except (DistError, RendezvousError) as error:
+            print(_rendezvous_failure(plan, error), file=sys.stderr)
+            return FAILURE
         return recorded_stop(notes)
 
 
@@ -207,6 +221,35 @@ def _forwarding_signals(
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def _rendezvous_failure(plan: LaunchPlan, error: Exception) -> str:
+    """The message of a launcher that did not find the other hosts."""
+    own = "this host" if plan.node_rank is None else f"node {plan.node_rank}"
+    return (
+        f"{ERROR_PREFIX}{own} of {plan.nnodes} did not meet the others at {plan.rdzv_endpoint} within {RENDEZVOUS_S} "
+        "s. Start the same command on every host, with an address of node 0 that all hosts reach (--master-addr or "
+        f"--rdzv-endpoint) and a port that no firewall closes\n{str(error).splitlines()[0]}"
+    )
+
+
+def _tell_other_hosts(plan: LaunchPlan, text: str) -> None:
+    """Publishes why this host ends in the job's store, which the ranks of the other hosts watch."""
+    if plan.nnodes == 1 or plan.rdzv_backend != "static":
+        return  # with other backends, only the ranks know the address of the store
+    # torch takes seconds to import, so the configuration is validated before.
+    from torch.distributed import TCPStore  # noqa: PLC0415
+
+    from xorl.core.join import FAILED  # noqa: PLC0415
+
+    address, _, port = plan.rdzv_endpoint.rpartition(":")
+    failure = json.dumps([LostRankError.__name__, f"node {plan.node_rank} ({platform.node()}) ended: {text}"])
+    with suppress(RuntimeError):  # the store has ended with its host
+        timeout = timedelta(seconds=TELL_S)
+        store = TCPStore(address, int(port), is_master=False, timeout=timeout, wait_for_workers=False)
+        store.compare_set(FAILED, "", failure)
+        if plan.node_rank == 0:
+            time.sleep(TELL_S)  # the store is in this process
 
 
 def _quieten_launcher() -> None:

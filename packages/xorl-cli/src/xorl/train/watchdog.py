@@ -110,8 +110,9 @@ class Watchdog:
             if (lost := _lost_address(error)) is not None:
                 raise self._cause(lost, str(error).splitlines()[0]) from error
             if self._peers.num_hosts > 1:
-                text = str(error).splitlines()[0] if str(error) else ""
-                self._fail(f"{self._peers.places[self._rank]} ended with {type(error).__name__}: {text}", LostRankError)
+                kind = "" if type(error).__module__.startswith("xorl.") else f"{type(error).__name__}: "
+                text = kind + (str(error).splitlines() or [""])[0]
+                self._fail(f"{self._peers.places[self._rank]} ended: {text}", LostRankError)
             raise
         finally:
             self.stop()

@@ -119,8 +119,8 @@ def could_not_connect(peers: Peers, rank: int, error: Exception) -> JoinError:
     """The error of a rank that could not connect to the others."""
     others = [place for place in peers.places if place.network != peers.places[rank].network] or peers.places
     return JoinError(
-        f"{peers.places[rank]} could not connect to all other ranks within {CONNECT_S:g} s. It tried "
-        f"{_listed(others)}. {interface_advice()}: {str(error).splitlines()[0]}"
+        f"{peers.places[rank]} could not connect to all other ranks, for which it has {CONNECT_S:g} s. "
+        f"It tried {_listed(others)}. {interface_advice()}: {str(error).splitlines()[0]}"
     )
 
 
