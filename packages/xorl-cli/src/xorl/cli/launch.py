@@ -6,6 +6,7 @@ import os
 import platform
 import shlex
 import signal
+import socket
 import sys
 import time
 import uuid
@@ -244,7 +245,8 @@ def _tell_other_hosts(plan: LaunchPlan, text: str) -> None:
 
     address, _, port = plan.rdzv_endpoint.rpartition(":")
     failure = json.dumps([LostRankError.__name__, f"node {plan.node_rank} ({platform.node()}) ended: {text}"])
-    with suppress(RuntimeError):  # the store has ended with its host
+    with suppress(RuntimeError, OSError):  # the store has ended with its host
+        socket.create_connection((address, int(port)), TELL_S).close()  # torch would log a failure with its stack
         timeout = timedelta(seconds=TELL_S)
         store = TCPStore(address, int(port), is_master=False, timeout=timeout, wait_for_workers=False)
         store.compare_set(FAILED, "", failure)

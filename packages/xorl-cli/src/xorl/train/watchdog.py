@@ -87,13 +87,16 @@ class Watchdog:
         self._peers: Peers | None = None
         self._store: dist.Store | None = None
         self._rank = 0
+        self._round_s = time.monotonic()
 
     def start(self, peers: Peers | None, rank: int) -> None:
         """Begin to watch. `peers` is None for a process without others."""
         store = dist.HashStore() if peers is None else peers.store.clone()
         store.set_timeout(timedelta(seconds=max(10.0, self._interval_s)))
         self._peers, self._store, self._rank = peers, store, rank
-        threading.Thread(target=self._watch, name="xorl-watchdog", daemon=True).start()
+        self._round_s = time.monotonic()
+        for target in (self._watch, self._watch_store):
+            threading.Thread(target=target, name="xorl-watchdog", daemon=True).start()
 
     def stop(self) -> None:
         """Stop watching, after the last collective: until then the others expect signs of life."""
@@ -111,8 +114,9 @@ class Watchdog:
                 raise self._cause(lost, str(error).splitlines()[0]) from error
             if self._peers.num_hosts > 1:
                 kind = "" if type(error).__module__.startswith("xorl.") else f"{type(error).__name__}: "
-                text = kind + (str(error).splitlines() or [""])[0]
-                self._fail(f"{self._peers.places[self._rank]} ended: {text}", LostRankError)
+                text = kind + (str(error).splitlines() or [type(error).__name__])[0]
+                place = str(self._peers.places[self._rank])
+                self._fail(text if text.startswith(place) else f"{place} ended: {text}", LostRankError)
             raise
         finally:
             self.stop()
@@ -154,7 +158,7 @@ class Watchdog:
                 return None
             kind, text = json.loads(self._store.get(FAILED))
         except RuntimeError:
-            return LostRankError(f"{self._name(0)} was lost: the job's store, on its host, does not answer")
+            return self._lost_store()
         return (StalledError if kind == StalledError.__name__ else LostRankError)(text)
 
     def _watch(self) -> None:
@@ -162,6 +166,7 @@ class Watchdog:
         beat, view = 0, _View(self._num_ranks, time.monotonic())
         while not self._stopped.wait(self._interval_s):
             beat += 1
+            self._round_s = time.monotonic()
             try:
                 self._publish(beat)
                 if self._rank == 0 or beat > 1:
@@ -177,6 +182,17 @@ class Watchdog:
                 time.sleep(self._interval_s + 1)  # the others read it from the store, which may end with this host
             self._end(failure)
             return
+
+    def _watch_store(self) -> None:
+        """End this rank if the store does not answer: operations on a host that vanished may never return."""
+        while not self._stopped.wait(self._interval_s):
+            # A stall ends after the stacks have been collected, within a few rounds.
+            if time.monotonic() - self._round_s > self._lost_s + GRACE_S + 10 * self._interval_s:
+                self._end(self._lost_store())
+                return
+
+    def _lost_store(self) -> LostRankError:
+        return LostRankError(f"{self._name(0)} was lost: the job's store, on its host, does not answer")
 
     def _publish(self, beat: int) -> None:
         assert self._store is not None
