@@ -215,7 +215,7 @@ def _open(path: Path) -> _OpenFile:
 
 def _read_into(buffer: torch.Tensor, descriptor: int, offset: int) -> None:
     """Fill a buffer of bytes from a file. Raises OSError if the file ends before."""
-    view = memoryview(buffer.numpy())
+    view = buffer.numpy().data
     while view:
         num_read = os.preadv(descriptor, [view], offset)
         if not num_read:

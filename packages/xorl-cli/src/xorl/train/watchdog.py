@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -91,7 +91,7 @@ class Watchdog:
 
     def start(self, peers: Peers | None, rank: int) -> None:
         """Begin to watch. `peers` is None for a process without others."""
-        store = dist.HashStore() if peers is None else peers.store.clone()
+        store = dist.HashStore() if peers is None else peers.store.clone()  # pyright: ignore[reportAttributeAccessIssue]
         store.set_timeout(timedelta(seconds=max(10.0, self._interval_s)))
         self._peers, self._store, self._rank = peers, store, rank
         self._round_s = time.monotonic()
@@ -215,7 +215,8 @@ class Watchdog:
             last = view.reports.get(silent[0], "the start")
             self._fail(
                 f"{names}: no sign of life for {self._lost_s:g} s, last at {last}. The host was lost, or native code "
-                "keeps the process from answering",
+                "keeps the process from answering. Run the same command again on all hosts; it continues from the "
+                "newest checkpoint",
                 LostRankError,
             )
         elif self._rank == 0 and now - view.moved_s > self._stall_s:
@@ -261,7 +262,7 @@ class _View:
         self.reports = dict(reports)
 
 
-def awaited(reports: Mapping[int, Report], answered: Sequence[int] | set[int]) -> list[int]:
+def awaited(reports: Mapping[int, Report], answered: Collection[int]) -> list[int]:
     """The ranks that the others wait for: those that do not answer, else those that have begun the fewest collectives,
     else those that have moved least. Empty if all ranks are equal.
     """
@@ -280,7 +281,8 @@ def _num_collectives() -> int:
     """The number of collectives that this rank has begun in all its process groups."""
     if not dist.is_initialized():
         return 0
-    return sum(group._get_sequence_number_for_group() for group in list(dist.distributed_c10d._world.pg_map))
+    groups = list(dist.distributed_c10d._world.pg_map)
+    return sum(group._get_sequence_number_for_group() for group in groups)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _main_stack() -> str:

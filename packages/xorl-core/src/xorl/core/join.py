@@ -73,14 +73,18 @@ def meet(rank: int, world_size: int, *, arrive_s: float = ARRIVE_S) -> Peers:
     failed meanwhile, or if ranks on several hosts announce addresses that only their own host can reach.
     """
     endpoint = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    # torchrun's store exists before the ranks do; without it, rank 0 starts one when it arrives.
+    limit_s = CONNECT_S if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else arrive_s
     try:
-        store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timedelta(seconds=CONNECT_S)))
+        store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timedelta(seconds=limit_s)))
     except RuntimeError as error:
         raise JoinError(
             f"rank {rank} on host {platform.node()} could not reach the job's store at {endpoint} (MASTER_ADDR and "
-            f"MASTER_PORT) within {CONNECT_S:g} s. Check that this address is one of the host of rank 0, and that no "
+            f"MASTER_PORT) within {limit_s:g} s. Check that this address is one of the host of rank 0, and that no "
             f"firewall closes the port: {error}"
         ) from error
+    if (restart := os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) != "0":
+        store = dist.PrefixStore(f"restart_{restart}", store)  # what earlier ranks wrote is still there
     own = Place(rank, platform.node(), _network(), _gloo_address())
     store.set(_key(rank), json.dumps(asdict(own)))
     store.add(_ARRIVED, 1)

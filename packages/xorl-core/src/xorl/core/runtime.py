@@ -1,6 +1,6 @@
 """Process set-up: rank, device, process group, random seeds, determinism and garbage collection.
 
-The only module that reads torchrun's environment variables.
+With `join`, the only modules that read torchrun's environment variables.
 """
 
 from __future__ import annotations
