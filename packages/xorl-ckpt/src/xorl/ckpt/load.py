@@ -37,9 +37,10 @@ logger = logging.getLogger(__name__)
 
 LoadMode: TypeAlias = Literal["broadcast", "all_ranks"]
 
-# Large enough for broadcasts and copies at full speed, small enough that pinning a few buckets takes no time. A file of
-# 1.6 GB in the page cache is loaded onto two H200 at 13 GB/s with buckets of 10 MiB, and at 11 GB/s with 128 MiB.
-BUCKET_BYTES = 32 << 20
+# Large enough for broadcasts and copies at full speed: a file of 1.6 GB in the page cache is loaded onto two H200 at 13
+# GB/s with buckets of 10 MiB, and at 11 GB/s with 128 MiB. Small enough that malloc uses the memory of rows again; from
+# 32 MiB on, glibc returns it to the system, and new pages cost as much as all copies together.
+BUCKET_BYTES = 8 << 20
 PROGRESS_S = 5.0
 _WEIGHT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 # Tensors in a bucket start at multiples of this many bytes, after a first byte that is 0 if rank 0 could read them.

@@ -1,11 +1,11 @@
 """Times loading a model's weights from the disk: xorl's ways, from_pretrained, and parallel reads of the same files.
 
-    uv run tools/bench_load.py --model FOLDER [--ranks 2] [--rounds 3] [--record docs/records/loading.md]
+    uv run tools/bench_base_weights.py --model FOLDER [--ranks 2] [--rounds 3] [--record docs/records/base_weights.md]
 
 Each measurement runs in processes of its own, after the files have been dropped from the page cache (`cold`) or read
 into it (`warm`). The weights stay in bf16. The seconds are those of `load_weights` on the slowest rank, and of the
-whole call of from_pretrained. The host memory is the growth of a rank's peak resident memory; on a CPU it includes the
-weights. A GPU is used if there is one.
+whole call of from_pretrained, which may leave weights on a CPU mapped. CPU seconds are those of a rank. The host memory
+is the growth of a rank's peak resident memory; on a CPU it includes the weights. A GPU is used if there is one.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 BLOCK_BYTES = 16 << 20
 READERS = (1, 2, 4, 8)
 CACHES = ("cold", "warm")
-# Returns the seconds, and what must stay in memory until it is measured.
-Load = Callable[[], tuple[float, object]]
+# Returns the seconds, those of the CPU, and what must stay in memory until it is measured.
+Load = Callable[[], tuple[float, float, object]]
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -44,9 +45,9 @@ def drop_from_cache(folder: Path) -> None:
         os.close(descriptor)
 
 
-def read_in_parallel(folder: Path, num_threads: int) -> tuple[float, None]:
+def read_in_parallel(folder: Path, num_threads: int) -> tuple[float, float, None]:
     """Read all files, each thread the next block, and drop what was read."""
-    start = time.perf_counter()
+    start, start_cpu = time.perf_counter(), time.process_time()
     blocks = ((file, offset) for file in files_of(folder) for offset in range(0, file.stat().st_size, BLOCK_BYTES))
     lock, descriptors = threading.Lock(), {file: os.open(file, os.O_RDONLY) for file in files_of(folder)}
 
@@ -64,12 +65,13 @@ def read_in_parallel(folder: Path, num_threads: int) -> tuple[float, None]:
         thread.start()
     for thread in threads:
         thread.join()
-    return time.perf_counter() - start, None
+    return time.perf_counter() - start, time.process_time() - start_cpu, None
 
 
 def load_with_xorl(folder: Path, mode: str) -> Load:
     """Build the model as a run with adapters does, and time the part that loads its base."""
-    from xorl.config import config_from_mapping  # noqa: PLC0415  (the reads need none of this)
+    from xorl.ckpt.load import LoadReport  # noqa: PLC0415  (the reads need none of this)
+    from xorl.config import config_from_mapping  # noqa: PLC0415
     from xorl.core import runtime  # noqa: PLC0415
     from xorl.core.mesh import Mesh  # noqa: PLC0415
     from xorl.train import model as xorl_model  # noqa: PLC0415
@@ -90,19 +92,20 @@ def load_with_xorl(folder: Path, mode: str) -> Load:
     ).config
     mesh = Mesh(parallel_dims(config, place.world_size), place.device.type)
     architecture = xorl_model.read_architecture(config.model)
-    reports: list[float] = []
+    figures: list[tuple[float, float]] = []
     load_weights = xorl_model.load_weights
 
-    def timed(*arguments: object, **options: object) -> object:
+    def timed(*arguments: Any, **options: Any) -> LoadReport:  # noqa: ANN401
+        start_cpu = time.process_time()
         report = load_weights(*arguments, **options)
-        reports.append(report.seconds)
+        figures.append((report.seconds, time.process_time() - start_cpu))
         return report
 
-    xorl_model.load_weights = timed
+    xorl_model.load_weights = timed  # pyright: ignore[reportAttributeAccessIssue]
 
-    def load() -> tuple[float, object]:
+    def load() -> tuple[float, float, object]:
         model = xorl_model.build_model(architecture, config.model, config.train, config.lora, mesh, place.device)
-        return reports[0], model
+        return *figures[0], model
 
     return load
 
@@ -114,13 +117,13 @@ def load_with_transformers(folder: Path) -> Load:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
-    def load() -> tuple[float, object]:
-        start = time.perf_counter()
+    def load() -> tuple[float, float, object]:
+        start, start_cpu = time.perf_counter(), time.process_time()
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, device_map=device)
         # Weights that are only mapped have not been loaded yet: read a byte of each page.
         for parameter in model.parameters():
             parameter.view(-1)[::2048].sum().item()
-        return time.perf_counter() - start, model
+        return time.perf_counter() - start, time.process_time() - start_cpu, model
 
     return load
 
@@ -135,8 +138,8 @@ def measure(name: str, folder: Path) -> None:
     }
     load = loads[kind]()
     before = peak_rss_gib()
-    seconds, kept = load()
-    figures = [seconds, peak_rss_gib() - before]
+    seconds, cpu_seconds, kept = load()
+    figures = [seconds, cpu_seconds, peak_rss_gib() - before]
     if kind == "xorl":
         import torch  # noqa: PLC0415
         import torch.distributed as dist  # noqa: PLC0415
@@ -155,8 +158,8 @@ def peak_rss_gib() -> float:
     return int(line.split()[1]) / 2**20
 
 
-def run(name: str, folder: Path, num_ranks: int) -> tuple[float, float]:
-    """Measure in new processes; returns the seconds and the GiB of host memory."""
+def run(name: str, folder: Path, num_ranks: int) -> tuple[float, float, float]:
+    """Measure in new processes; returns the seconds, the seconds of the CPU, and the GiB of host memory."""
     launcher = [sys.executable]
     if num_ranks > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
@@ -164,8 +167,8 @@ def run(name: str, folder: Path, num_ranks: int) -> tuple[float, float]:
     result = subprocess.run(command, check=False, capture_output=True, text=True)
     if result.returncode:
         raise RuntimeError(f"{name} failed:\n{result.stderr}")
-    seconds, gib = json.loads(result.stdout.splitlines()[-1])
-    return seconds, gib
+    seconds, cpu_seconds, gib = json.loads(result.stdout.splitlines()[-1])
+    return seconds, cpu_seconds, gib
 
 
 def table(folder: Path, num_ranks: int, rounds: int) -> list[str]:
@@ -177,7 +180,7 @@ def table(folder: Path, num_ranks: int, rounds: int) -> list[str]:
         cases += [
             (f"xorl, {num_ranks} ranks, {mode}", f"xorl:{mode}", num_ranks) for mode in ("broadcast", "all_ranks")
         ]
-    found: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    found: dict[tuple[str, str], list[tuple[float, float, float]]] = {}
     for _ in range(rounds):  # in turns, so that all meet the same state of the machine
         for label, name, ranks in cases:
             for cache in CACHES:
@@ -187,17 +190,18 @@ def table(folder: Path, num_ranks: int, rounds: int) -> list[str]:
                     read_in_parallel(folder, 1)
                 found.setdefault((label, cache), []).append(run(name, folder, ranks))
                 print(label, cache, found[label, cache][-1], file=sys.stderr, flush=True)
-    lines = ["| load | cold, GB/s | warm, GB/s | host memory, GiB |", "|---|---|---|---|"]
+    lines = ["| load | cold, GB/s | warm, GB/s | CPU seconds | host memory, GiB |", "|---|---|---|---|---|"]
     for label, _, _ in cases:
-        rates = [total / 1e9 / statistics.median(seconds for seconds, _ in found[label, cache]) for cache in CACHES]
-        memory = max(gib for cache in CACHES for _, gib in found[label, cache])
-        lines.append(f"| {label} | {rates[0]:.2f} | {rates[1]:.2f} | {memory:.2f} |")
+        rates = [total / 1e9 / statistics.median(seconds for seconds, _, _ in found[label, cache]) for cache in CACHES]
+        all_runs = [figures for cache in CACHES for figures in found[label, cache]]
+        cpu_s, gib = statistics.median(cpu for _, cpu, _ in all_runs), max(gib for _, _, gib in all_runs)
+        lines.append(f"| {label} | {rates[0]:.2f} | {rates[1]:.2f} | {cpu_s:.2f} | {gib:.2f} |")
     return [f"{total / 1e9:.2f} GB in {len(files_of(folder))} files, medians of {rounds} rounds.", "", *lines]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the table, and append it to a record."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Time loading the weights of a model.")
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
@@ -218,7 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         versions = (
             f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}"
         )
-        command = f"uv run tools/bench_load.py --model FOLDER --ranks {options.ranks} --rounds {options.rounds}"
+        command = f"uv run tools/bench_base_weights.py --model FOLDER --ranks {options.ranks} --rounds {options.rounds}"
         with options.record.open("a", encoding="utf-8") as file:
             file.write(f"\n## {device}, {datetime.now(UTC):%Y-%m-%d}\n\n    {command}\n\n{versions}. {text}\n")
 
