@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from xorl.train import build, loop, startup
 from xorl.train.deadline import Deadline
 from xorl.train.engine import Engine
 from xorl.train.saves import Saves
+from xorl.train.watchdog import Watchdog
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = """\
@@ -102,6 +104,22 @@ def test_a_run_saves_before_max_time(tmp_path: Path, run_command) -> None:
     assert "stopped by train.max_time: continue with" in ended.stderr
     steps = [line[0] for line in told(tmp_path)]
     assert (tmp_path / "output" / "checkpoints" / "latest").read_text().strip() == f"global_step_{max(steps)}"
+
+
+def test_a_run_that_hangs_ends_with_its_exit_code(tmp_path: Path, run_command) -> None:
+    # Catches a watchdog that no run starts, and one whose report nobody prints.
+    def hang(*_: object) -> None:
+        time.sleep(60)
+
+    def prepare() -> None:
+        os.chdir(ROOT)
+        Watchdog.__init__.__kwdefaults__.update(stall_s=1.0, interval_s=0.2)
+        Engine.forward_backward = hang
+
+    ended = run_command(*config_in(tmp_path), prepare=prepare)
+    assert ended.returncode == 5, ended.stderr
+    assert "error: no rank has made progress for 1 s\nrank 0: step 1, forward and backward\n" in ended.stderr
+    assert "in hang" in ended.stderr
 
 
 def test_a_deadline_leaves_room_for_two_steps_and_a_save() -> None:

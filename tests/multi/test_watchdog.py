@@ -33,7 +33,8 @@ def watched(
 
         watchdog = Watchdog(end, stall_s=stall_s, lost_s=lost_s, interval_s=0.1)
         places = tuple(join.Place(other, f"host-{other}", str(other), f"10.0.0.{other}") for other in range(num_ranks))
-        watchdog.start(join.Peers(dist.distributed_c10d._get_default_store(), places), rank)
+        peers = join.Peers(dist.distributed_c10d._get_default_store(), places)
+        watchdog.start(peers if num_ranks > 1 else None, rank)
         watchdog.position.move("data", 3)
         try:
             with watchdog.explaining():
@@ -63,6 +64,14 @@ def test_a_stall_names_the_rank_that_the_others_wait_for(tmp_path: Path, run_ran
     assert f"the others wait for {name}\n{name}: step 3, data\n" in text
     assert "in read_slowly" in text.partition("\nrank 1:\n")[2]
     assert "in all_reduce" in text.partition("\nranks 0, 2:\n")[2]
+
+
+def test_a_stall_of_a_single_process_says_where_it_is(tmp_path: Path, run_ranks) -> None:
+    # Catches a loader that hangs without anyone who says so.
+    run_ranks(watched(tmp_path, lambda rank, _: read_slowly(), stall_s=1.0), 1)
+    text = (tmp_path / "ended_0").read_text()
+    assert text.startswith("StalledError: no rank has made progress for 1 s\nrank 0: step 3, data\n\nrank 0:\n")
+    assert "in read_slowly" in text
 
 
 def test_a_rank_without_a_sign_of_life_is_named(tmp_path: Path, run_ranks, monkeypatch) -> None:
