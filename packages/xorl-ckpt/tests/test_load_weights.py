@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+import threading
+import time
+
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from xorl.ckpt import CheckpointError, SafetensorsSource, load_weights
+from xorl.ckpt import CheckpointError, SafetensorsSource, load, load_weights
+from xorl.ckpt.transfer import stream_buckets
 
 
 @pytest.fixture
@@ -36,6 +41,30 @@ def test_every_value_arrives_whatever_the_bucket(mode, dtype, bucket_bytes, sour
     torch.testing.assert_close(params, expected(hf_tensors, dtype), rtol=0, atol=0)
     assert report.num_tensors == 6
     assert report.bytes_read == sum(tensor.nbytes for tensor in hf_tensors.values())
+
+
+def test_several_threads_read_and_buckets_arrive_in_order():
+    # Catches a disk that is read by one thread, and a bucket that is handed over before an earlier one.
+    together = threading.Barrier(2)
+
+    def fill(index: int, buffer: torch.Tensor) -> None:
+        together.wait(timeout=30)
+        time.sleep(0.01 * (index % 2 == 0))
+        buffer.fill_(index)
+
+    buckets = stream_buckets([8] * 6, fill, torch.device("cpu"))
+    assert [int(bucket[0]) for bucket in buckets] == list(range(6))
+
+
+def test_progress_says_how_much_is_left(source, recipes, caplog, monkeypatch):
+    # Catches minutes without a word, and bytes that are counted twice.
+    monkeypatch.setattr(load, "PROGRESS_S", 0.0)
+    with caplog.at_level(logging.INFO, "xorl.ckpt.load"):
+        load_weights(empty_params(recipes), recipes, source, mode="all_ranks", bucket_bytes=64)
+    lines = [line for line in caplog.messages if line.startswith("event=weights_loading gib=")]
+    assert len(lines) > 3
+    assert lines[-1].endswith("left_s=0")
+    assert all(" of=0.00 gib_per_s=" in line for line in lines)
 
 
 def test_parameters_of_a_module_are_filled_in_place(source, hf_tensors, recipes):

@@ -19,6 +19,7 @@ from xorl.cli.rank import RankEnvironment, run_alone
 from xorl.cli.version import version_command
 from xorl.config import ConfigError, config_from_mapping
 from xorl.config.conflicts import check_world_size
+from xorl.host.lock import FolderInUseError
 
 SOUND = """\
 model: {model_path: no-such-model}
@@ -238,6 +239,8 @@ def raising_beside(interruption: type[KeyboardInterrupt], error: Exception) -> i
         (lambda: raising(RuntimeError("no")), 1, "RuntimeError: no"),
         (lambda: raising(Diverged("step 5: loss nan")), 3, "error: step 5: loss nan"),
         (lambda: raising(KeyboardInterrupt), 130, "interrupted by SIGINT"),
+        (lambda: raising(FolderInUseError("o: another run")), 4, "error: o: another run"),
+        (lambda: raising(Terminated(signal.SIGUSR1)), 138, "interrupted by SIGUSR1"),
         (lambda: raising(Terminated), 143, "interrupted by SIGTERM"),
         (lambda: raising_beside(Terminated, RuntimeError("no lock")), 143, "interrupted by SIGTERM"),
     ],

@@ -328,6 +328,8 @@ def test_first_signal_is_agreed_on_one_step_later_and_a_later_one_acts(monkeypat
             monkeypatch.setattr(interrupt, "REPEATED_S", 0.0)
             os.kill(os.getpid(), signal.SIGTERM)
             assert received == [signal.SIGTERM]
+        with Interruption(is_out_of_time=lambda: True) as interruption:
+            assert [interruption.agreed_signal() for _ in range(2)] == [0, interrupt.OUT_OF_TIME]
     finally:
         signal.signal(signal.SIGTERM, previous)
         runtime.shutdown()

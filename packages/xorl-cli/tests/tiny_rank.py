@@ -102,6 +102,12 @@ def wait_for_an_interrupted_peer(rank: int) -> int:
     return sleep(rank)
 
 
+def hear_nothing(rank: int) -> int:
+    # As in native code: another thread receives the signal, and Python runs no handler.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    return sleep(rank)
+
+
 def sleep(rank: int) -> int:
     Path(f"ready_{rank}").touch()
     time.sleep(LONG_S)
@@ -151,6 +157,7 @@ MODES: dict[str, Callable[[int], int]] = {
         hang_after_a_failure,
         fail_on_every_rank,
         wait_for_an_interrupted_peer,
+        hear_nothing,
         sleep,
         save_when_told,
         fail_in_a_library,

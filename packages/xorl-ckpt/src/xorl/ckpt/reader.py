@@ -4,10 +4,13 @@ SafetensorsSource reads a folder in Hugging Face's layout: `model.safetensors`, 
 """
 
 import json
+import math
+import os
+import threading
 from collections.abc import Collection, Mapping
-from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -38,7 +41,10 @@ STORED_DTYPES = {
 
 
 class WeightSource(Protocol):
-    """Named tensors that can be read in part. Methods raise CheckpointErrors that name the file and the tensor."""
+    """Named tensors that can be read in part, by several threads at once.
+
+    Methods raise CheckpointErrors that name the file and the tensor.
+    """
 
     def names(self) -> Collection[str]: ...
 
@@ -88,17 +94,18 @@ def source_shapes(recipes: Mapping[str, WeightRecipe]) -> dict[str, tuple[int, .
 
 
 class SafetensorsSource:
-    """The safetensors files of one folder. Files are memory-mapped on first use; `close` (or `with`) closes them.
+    """The safetensors files of one folder. Files are opened on first use; `close` (or `with`) closes them.
 
-    `single_file` is the name of the file to read if there is no index.
+    Rows are read, not memory-mapped, so several threads reach the speed of the disk, and the pages of the files do not
+    count as memory of this process. `single_file` is the name of the file to read if there is no index.
     """
 
     def __init__(self, folder: Path, *, single_file: str = SINGLE_FILE) -> None:
         """Raises CheckpointError if the folder has no safetensors files or an invalid index."""
         self._folder = Path(folder)
         self._single_file = single_file
-        self._stack = ExitStack()
-        self._opened: dict[str, Any] = {}
+        self._opened: dict[str, _OpenFile] = {}
+        self._lock = threading.Lock()
         self._files = self._list_tensors()
 
     def __enter__(self) -> Self:
@@ -108,35 +115,41 @@ class SafetensorsSource:
         self.close()
 
     def close(self) -> None:
+        for opened in self._opened.values():
+            os.close(opened.descriptor)
         self._opened.clear()
-        self._stack.close()
 
     def names(self) -> Collection[str]:
         return self._files.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._slice(name).get_shape())
+        return self._tensor(name)[1].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        stored = self._slice(name).get_dtype()
+        stored = self._tensor(name)[1].dtype
         if stored not in STORED_DTYPES:
             raise CheckpointError(f"{self._location(name)} has the dtype {stored}, which is not supported")
         return STORED_DTYPES[stored]
 
     def read(self, name: str, start: int | None = None, stop: int | None = None) -> torch.Tensor:
-        piece = self._slice(name)
+        dtype = self.dtype(name)
+        descriptor, stored = self._tensor(name)
+        if not stored.shape and (start, stop) != (None, None):
+            raise CheckpointError(f"{self._location(name)} cannot be read: it has no rows")
+        first, last, _ = slice(start, stop).indices(stored.shape[0]) if stored.shape else (0, 1, 1)
+        row_bytes = math.prod(stored.shape[1:]) * dtype.itemsize
+        rows = torch.empty(max(last - first, 0) * row_bytes, dtype=torch.uint8)
         try:
-            if start is None and stop is None:
-                return self._file(self._files[name]).get_tensor(name)
-            return piece[start:stop]
-        except (SafetensorError, OSError, IndexError) as error:
+            _read_into(rows, descriptor, stored.offset + first * row_bytes)
+        except OSError as error:
             raise CheckpointError(f"{self._location(name)} cannot be read: {error}") from error
+        return rows.view(dtype).view(max(last - first, 0), *stored.shape[1:]) if stored.shape else rows.view(dtype)[0]
 
     def _list_tensors(self) -> Mapping[str, str]:
         """The file of each tensor."""
         folder = self._folder
         if (folder / self._single_file).is_file():
-            return dict.fromkeys(self._file(self._single_file).keys(), self._single_file)
+            return dict.fromkeys(self._file(self._single_file).tensors, self._single_file)
         if self._single_file == SINGLE_FILE and (folder / INDEX_FILE).is_file():
             return _read_index(folder)
         found = sorted(path.name for path in folder.iterdir())[:8] if folder.is_dir() else []
@@ -149,26 +162,65 @@ class SafetensorsSource:
     def _location(self, name: str) -> str:
         return f"{self._folder / self._files[name]}: tensor {name!r}"
 
-    def _slice(self, name: str) -> Any:  # noqa: ANN401  (safetensors has no types)
+    def _tensor(self, name: str) -> tuple[int, "_StoredTensor"]:
+        """The descriptor of its file, and where it is in it."""
         if name not in self._files:
             raise CheckpointError(f"{self._folder} contains no tensor {name!r}")
-        try:
-            return self._file(self._files[name]).get_slice(name)
-        except SafetensorError as error:
-            raise CheckpointError(
-                f"{self._location(name)} cannot be read, though the index lists it: {error}"
-            ) from error
+        opened = self._file(self._files[name])
+        if name not in opened.tensors:
+            raise CheckpointError(f"{self._location(name)} cannot be read, though the index lists it")
+        return opened.descriptor, opened.tensors[name]
 
-    def _file(self, file: str) -> Any:  # noqa: ANN401
-        if file not in self._opened:
-            path = self._folder / file
-            try:
-                self._opened[file] = self._stack.enter_context(safe_open(path, framework="pt", device="cpu"))
-            except FileNotFoundError:
-                raise CheckpointError(f"{path} is missing, although {INDEX_FILE} lists it") from None
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
-        return self._opened[file]
+    def _file(self, file: str) -> "_OpenFile":
+        with self._lock:
+            if file not in self._opened:
+                path = self._folder / file
+                try:
+                    self._opened[file] = _open(path)
+                except FileNotFoundError:
+                    raise CheckpointError(f"{path} is missing, although {INDEX_FILE} lists it") from None
+                except (SafetensorError, OSError) as error:
+                    raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
+            return self._opened[file]
+
+
+@dataclass(frozen=True)
+class _StoredTensor:
+    """A tensor in a file: its dtype as safetensors names it, and the offset of its first byte."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True)
+class _OpenFile:
+    descriptor: int
+    tensors: Mapping[str, _StoredTensor]
+
+
+def _open(path: Path) -> _OpenFile:
+    with safe_open(path, framework="pt", device="cpu"):
+        pass  # checks the header and the size of the file
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
+    header = json.loads(os.pread(descriptor, length, 8))
+    tensors = {
+        name: _StoredTensor(entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
+    return _OpenFile(descriptor, tensors)
+
+
+def _read_into(buffer: torch.Tensor, descriptor: int, offset: int) -> None:
+    """Fill a buffer of bytes from a file. Raises OSError if the file ends before."""
+    view = buffer.numpy().data
+    while view:
+        num_read = os.preadv(descriptor, [view], offset)
+        if not num_read:
+            raise OSError(f"the file ends {len(view)} bytes too early")
+        view, offset = view[num_read:], offset + num_read
 
 
 def _read_index(folder: Path) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """Reads the tensors of a checkpoint, unsharded and one at a time, for exports that build no training state."""
 
+import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
@@ -44,7 +45,9 @@ class SavedParameters:
                 self._params_of.setdefault(source, []).append(name)
         self._shapes = source_shapes(recipes)
         self._metadata = read_metadata(folder, self._manifest.files) if self._manifest.storage == "dcp" else None
-        self._cached: tuple[str, torch.Tensor] | None = None
+        # Several threads read neighbouring rows; two parameters, as one ends while the next begins.
+        self._cached: dict[str, torch.Tensor] = {}
+        self._lock = threading.Lock()
         self._dense = dense
 
     @classmethod
@@ -80,11 +83,14 @@ class SavedParameters:
         return (parts[0] if len(parts) == 1 else torch.cat(parts, join_dim or 0))[start:stop]
 
     def _parameter(self, name: str) -> torch.Tensor:
-        if self._cached is None or self._cached[0] != name:
-            values = self._read_saved(name) if self._dense is None else self._dense(name, self._read_saved)
-            assert values is not None, "__init__ checked that all parameters are saved"
-            self._cached = name, values
-        return self._cached[1]
+        with self._lock:
+            if name not in self._cached:
+                values = self._read_saved(name) if self._dense is None else self._dense(name, self._read_saved)
+                assert values is not None, "__init__ checked that all parameters are saved"
+                for oldest in list(self._cached)[:-1]:
+                    del self._cached[oldest]
+                self._cached[name] = values
+            return self._cached[name]
 
     def _read_saved(self, name: str) -> torch.Tensor | None:
         record = self._manifest.tensors.get(f"{self._part}.{name}")

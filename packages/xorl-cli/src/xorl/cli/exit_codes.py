@@ -6,8 +6,12 @@
 | 1 | failure of xorl, a library or the machine; the traceback is printed unless a message explains it |
 | 2 | invalid configuration, data, checkpoint or command line; the message says what to change |
 | 3 | training diverged: the loss or the gradient is not finite |
-| 130 | interrupted by SIGINT (Ctrl-C) |
-| 143 | interrupted by SIGTERM |
+| 4 | another run or service writes to the output_dir |
+| 5 | the run stalled: no rank made progress; the message has the stacks of all ranks |
+| 130 | interrupted by SIGINT (Ctrl-C); the same command continues |
+| 138 | interrupted by SIGUSR1; the same command continues |
+| 142 | stopped before train.max_time; the same command continues |
+| 143 | interrupted by SIGTERM; the same command continues |
 | 128 + n | a rank was terminated by signal n, such as 137 if the system ran out of memory |
 """
 
@@ -15,22 +19,33 @@ import signal
 import traceback
 from types import TracebackType
 
+from xorl.host.failures import StalledError
+from xorl.host.lock import FolderInUseError
+
 OK = 0
 FAILURE = 1
 BAD_INPUT = 2
 DIVERGED = 3
+FOLDER_IN_USE = 4
+STALLED = 5
 BY_SIGNAL = 128
 INTERRUPTED = BY_SIGNAL + signal.SIGINT
 TERMINATED = BY_SIGNAL + signal.SIGTERM
 
 ERROR_PREFIX = "error: "  # precedes a message that is printed without its traceback
 
+EXPLAINED = (BAD_INPUT, DIVERGED, FOLDER_IN_USE, STALLED)  # by the error's message
+
 DESCRIPTIONS: dict[int, str] = {
     OK: "done",
     FAILURE: "failed",
     BAD_INPUT: "bad input",
     DIVERGED: "training diverged",
+    FOLDER_IN_USE: "another run or service writes to the output_dir",
+    STALLED: "the run stalled",
     INTERRUPTED: "interrupted by SIGINT",
+    BY_SIGNAL + signal.SIGUSR1: "interrupted by SIGUSR1",
+    BY_SIGNAL + signal.SIGALRM: "stopped before train.max_time",
     TERMINATED: "interrupted by SIGTERM",
 }
 
@@ -40,17 +55,25 @@ class Diverged(RuntimeError):
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM was received. Like Ctrl-C, it unwinds the stack so that resources are released."""
+    """SIGTERM or SIGUSR1 was received. Like Ctrl-C, it unwinds the stack so that resources are released."""
+
+    def __init__(self, signal_number: int = signal.SIGTERM) -> None:
+        super().__init__()
+        self.signal_number = signal_number
 
 
 def exit_code_of(error: BaseException) -> int:
     """Returns the exit code for an error."""
     if isinstance(error, Terminated):
-        return TERMINATED
+        return BY_SIGNAL + error.signal_number
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
     if isinstance(error, Diverged):
         return DIVERGED
+    if isinstance(error, FolderInUseError):
+        return FOLDER_IN_USE
+    if isinstance(error, StalledError):
+        return STALLED
     return BAD_INPUT if is_bad_input(error) else FAILURE
 
 
@@ -85,7 +108,7 @@ def error_text(error: BaseException, *, with_traceback: bool = False) -> str:
     """Returns the text to print for an error: its message if that explains it, otherwise its traceback."""
     if isinstance(error, KeyboardInterrupt):
         return DESCRIPTIONS[exit_code_of(error)]
-    is_explained = exit_code_of(error) in (BAD_INPUT, DIVERGED) or is_known_failure(error)
+    is_explained = exit_code_of(error) in EXPLAINED or is_known_failure(error)
     if is_explained and not with_traceback:
         return f"{ERROR_PREFIX}{error}"
     return "".join(traceback.format_exception(error)).rstrip()

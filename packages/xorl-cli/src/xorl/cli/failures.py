@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from xorl.cli.exit_codes import BAD_INPUT, BY_SIGNAL, DIVERGED, ERROR_PREFIX, INTERRUPTED, TERMINATED, exit_code_text
+from xorl.cli.exit_codes import BY_SIGNAL, DIVERGED, ERROR_PREFIX, EXPLAINED, exit_code_text
+from xorl.host.signals import STOP_SIGNALS
 
 ERROR_FILE = "error.json"
 INTERRUPTED_FILE = "interrupted"  # in the same folder
@@ -113,7 +114,7 @@ def failure_of(rank: int, exit_code: int, record: Mapping[str, object] | None, s
     # seen_s is truncated to a second. A fatal signal in the same second as a record must sort before the record, any
     # other exit code after it.
     time_ns = seen_s * NANOSECONDS - (NANOSECONDS if -exit_code in FATAL_SIGNALS else -NANOSECONDS)
-    return Failure(rank, code, text, text, time_ns, was_stopped=code in (INTERRUPTED, TERMINATED))
+    return Failure(rank, code, text, text, time_ns, was_stopped=code - BY_SIGNAL in STOP_SIGNALS)
 
 
 def report(failures: Sequence[Failure], world_size: int) -> tuple[str, int]:
@@ -122,10 +123,10 @@ def report(failures: Sequence[Failure], world_size: int) -> tuple[str, int]:
     first, others = ordered[0], [failure for failure in ordered[1:] if not failure.was_stopped]
     if first.was_stopped:
         return exit_code_text(first.code), first.code
-    if first.code in (BAD_INPUT, DIVERGED) or first.text.startswith(ERROR_PREFIX):
+    if first.code in EXPLAINED or first.text.startswith(ERROR_PREFIX):
         is_shared = any(other.text == first.text for other in others) or world_size == 1
         lines = [first.text if is_shared else f"{first.text}\n(rank {first.rank} of {world_size})"]
-        is_user_error = first.code in (BAD_INPUT, DIVERGED)
+        is_user_error = first.code in EXPLAINED
         others = [o for o in others if o.text != first.text and not (is_user_error and o.code == first.code)]
     else:
         lines = [f"rank {first.rank} of {world_size} failed first, with exit code {first.code}:", "", first.text]

@@ -1,24 +1,33 @@
 """Starts the ranks of a job on this node with torch.distributed's launcher."""
 
+import json
 import logging
 import os
+import platform
 import shlex
 import signal
+import socket
 import sys
+import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 
-from xorl.cli.exit_codes import BY_SIGNAL, exit_code_text
+from xorl.cli.exit_codes import BY_SIGNAL, ERROR_PREFIX, FAILURE, exit_code_text
 from xorl.cli.failures import failure_of, recorded_pids, recorded_stop, report
+from xorl.cli.signals import exit_if_stuck
+from xorl.host.failures import LostRankError
+from xorl.host.signals import STOP_SIGNALS
 from xorl.host.temporary import temporary_folder
 
 DEFAULT_PORT = 29500  # torchrun's
 RANK_FOLDER_FLAG = "--rank-folder"
-FORWARDED = (signal.SIGTERM, signal.SIGINT)
+RENDEZVOUS_S = 600  # how long the launchers of all hosts wait for each other
+TELL_S = 5.0  # how long the other hosts have to read why this one failed
 LEFT_TO_TORCH = (signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -123,13 +132,15 @@ def _plan_static(flags: LaunchFlags, nproc: int, nnodes: int) -> LaunchPlan:
 def launch(plan: LaunchPlan, command: Sequence[str]) -> int:
     """Runs `python -u *command` as every rank of this node, waits, and returns the job's exit code.
 
-    Prints the first failure of the job and returns its exit code. SIGTERM and SIGINT are forwarded to the ranks, which
-    may take some time to save; a second signal ends them. RANK_FOLDER_FLAG tells a rank where to leave notes for the
-    launcher.
+    Prints the first failure of the job and returns its exit code. SIGTERM, SIGINT and SIGUSR1 are forwarded to the
+    ranks, which may take some time to save; a second signal ends them. RANK_FOLDER_FLAG tells a rank where to leave
+    notes for the launcher.
     """
     # torch takes seconds to import, so the configuration is validated before.
+    from torch.distributed import DistError  # noqa: PLC0415
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException  # noqa: PLC0415
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: PLC0415
+    from torch.distributed.elastic.rendezvous import RendezvousError  # noqa: PLC0415
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch  # noqa: PLC0415
 
     def stop(number: int) -> None:
@@ -148,7 +159,7 @@ def launch(plan: LaunchPlan, command: Sequence[str]) -> int:
             role="rank",
             rdzv_backend=plan.rdzv_backend,
             rdzv_endpoint=plan.rdzv_endpoint,
-            rdzv_configs={} if plan.node_rank is None else {"rank": plan.node_rank},
+            rdzv_configs={} if plan.node_rank is None else {"rank": plan.node_rank, "timeout": RENDEZVOUS_S},
             max_restarts=0,
             logs_specs=DefaultLogsSpecs(log_dir=str(notes / "records")),
             local_addr="localhost" if plan.is_standalone else None,
@@ -168,11 +179,16 @@ def launch(plan: LaunchPlan, command: Sequence[str]) -> int:
                 code = BY_SIGNAL + forwarded[0]
                 text = exit_code_text(code)
             print(text, file=sys.stderr)
+            _tell_other_hosts(plan, text)
             return code
         except SignalException as error:
             code = BY_SIGNAL + error.sigval
             print(exit_code_text(code), file=sys.stderr)
+            _tell_other_hosts(plan, exit_code_text(code))
             return code
+        except (DistError, RendezvousError) as error:
+            print(_rendezvous_failure(plan, error), file=sys.stderr)
+            return FAILURE
         return recorded_stop(notes)
 
 
@@ -187,7 +203,7 @@ def _forwarding_signals(
 
     def forward(number: int, frame: FrameType | None) -> None:
         forwarded.append(number)
-        for other in FORWARDED:
+        for other in STOP_SIGNALS:
             signal.signal(other, lambda number, frame: stop(number))
         pids = recorded_pids(notes)
         if len(pids) < num_ranks:
@@ -197,14 +213,45 @@ def _forwarding_signals(
                 os.kill(pid, number)
 
     # torch's launcher does not restore the handlers that it replaces.
-    previous = {number: signal.getsignal(number) for number in (*FORWARDED, *LEFT_TO_TORCH)}
-    for number in FORWARDED:
+    previous = {number: signal.getsignal(number) for number in (*STOP_SIGNALS, *LEFT_TO_TORCH)}
+    for number in STOP_SIGNALS:
         signal.signal(number, forward)
     try:
-        yield
+        with exit_if_stuck(lambda: bool(forwarded)):  # torch waits in native code for the other hosts
+            yield
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def _rendezvous_failure(plan: LaunchPlan, error: Exception) -> str:
+    """The message of a launcher that did not find the other hosts."""
+    own = "this host" if plan.node_rank is None else f"node {plan.node_rank}"
+    return (
+        f"{ERROR_PREFIX}{own} of {plan.nnodes} did not meet the others at {plan.rdzv_endpoint} within {RENDEZVOUS_S} "
+        "s. Start the same command on every host, with an address of node 0 that all hosts reach (--master-addr or "
+        f"--rdzv-endpoint) and a port that no firewall closes\n{str(error).splitlines()[0]}"
+    )
+
+
+def _tell_other_hosts(plan: LaunchPlan, text: str) -> None:
+    """Publishes why this host ends in the job's store, which the ranks of the other hosts watch."""
+    if plan.nnodes == 1 or plan.rdzv_backend != "static":
+        return  # with other backends, only the ranks know the address of the store
+    # torch takes seconds to import, so the configuration is validated before.
+    from torch.distributed import TCPStore  # noqa: PLC0415
+
+    from xorl.core.join import FAILED  # noqa: PLC0415
+
+    address, _, port = plan.rdzv_endpoint.rpartition(":")
+    failure = json.dumps([LostRankError.__name__, f"node {plan.node_rank} ({platform.node()}) ended: {text}"])
+    with suppress(RuntimeError, OSError):  # the store has ended with its host
+        socket.create_connection((address, int(port)), TELL_S).close()  # torch would log a failure with its stack
+        timeout = timedelta(seconds=TELL_S)
+        store = TCPStore(address, int(port), is_master=False, timeout=timeout, wait_for_workers=False)
+        store.compare_set(FAILED, "", failure)
+        if plan.node_rank == 0:
+            time.sleep(TELL_S)  # the store is in this process
 
 
 def _quieten_launcher() -> None:

@@ -5,10 +5,12 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from xorl.cli.exit_codes import BY_SIGNAL, OK, error_text, exit_code_of, unwrap_interruption
 from xorl.cli.failures import claim_report, peer_has_failed, record_error, record_interruption, record_pid, record_stop
-from xorl.cli.signals import exit_on_sigterm_after_peer_failure, raise_on_sigterm, stop_with_parent
+from xorl.cli.signals import exit_if_stuck, raise_on_signal
+from xorl.host.parent import die_with_parent
 from xorl.host.temporary import keep_folder
 
 
@@ -34,7 +36,7 @@ class RankEnvironment:
 def run_alone(run: Callable[[], int], *, with_traceback: bool) -> int:
     """Runs a single-rank job in this process, prints its error, if any, and returns the exit code."""
     try:
-        with raise_on_sigterm():
+        with raise_on_signal() as is_handled, exit_if_stuck(is_handled):
             return run()
     except (Exception, KeyboardInterrupt) as raised:  # noqa: BLE001  (process boundary)
         error = unwrap_interruption(raised)
@@ -51,24 +53,32 @@ def run_rank(run: Callable[[], int], environment: RankEnvironment, *, folder: Pa
     as a failure and kill the ranks that are still saving.
     """
     try:
-        with raise_on_sigterm(), exit_on_sigterm_after_peer_failure(lambda: peer_has_failed(environment.error_file)):
+        with (
+            raise_on_signal() as is_handled,
+            exit_if_stuck(is_handled, lambda: peer_has_failed(environment.error_file)),
+        ):
             if folder is None:
                 return run()
             with keep_folder(folder) as launcher:
+                die_with_parent(launcher)
                 record_pid(folder, environment.rank)
-                with stop_with_parent(launcher):
-                    code = run()
+                code = run()
                 if code <= BY_SIGNAL:
                     return code
                 record_stop(folder, environment.rank, code)
                 return OK
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  (process boundary)
-        return _report_failure(unwrap_interruption(error), environment, folder, with_traceback=with_traceback)
+        return end_rank(unwrap_interruption(error), environment, folder, with_traceback=with_traceback)
 
 
-def _report_failure(
-    error: BaseException, environment: RankEnvironment, folder: Path | None, *, with_traceback: bool
-) -> int:
+def end_alone(error: BaseException, *, with_traceback: bool) -> NoReturn:
+    """Ends the only process of a job from any thread, as `run_alone` would if it had raised `error`."""
+    print(error_text(error, with_traceback=with_traceback), file=sys.stderr, flush=True)
+    os._exit(exit_code_of(error))
+
+
+def end_rank(error: BaseException, environment: RankEnvironment, folder: Path | None, *, with_traceback: bool) -> int:
+    """Records or prints the error of a rank; ends the process, from any thread, unless it was interrupted."""
     code, text = exit_code_of(error), error_text(error, with_traceback=with_traceback)
     if isinstance(error, KeyboardInterrupt):
         if environment.error_file is not None:

@@ -3,29 +3,35 @@
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from xorl.cli.exit_codes import TERMINATED, Terminated
+from xorl.cli.exit_codes import BY_SIGNAL, Terminated
+from xorl.host.signals import REPEATED_S, STOP_SIGNALS
 
-PARENT_CHECK_S = 1.0
-# Time for cleanup before a rank is killed: while it waits in torch for dead ranks, no Python signal handler runs.
+RAISED = tuple(number for number in STOP_SIGNALS if number != signal.SIGINT)  # Python itself raises for SIGINT
+# Time for cleanup, and for native code to return to Python, which alone runs handlers.
 CLEAN_UP_S = 5.0
 
 
 @contextmanager
-def raise_on_sigterm() -> Iterator[None]:
-    """While entered, SIGTERM raises Terminated in the main thread."""
+def raise_on_signal() -> Iterator[Callable[[], bool]]:
+    """While entered, SIGTERM and SIGUSR1 raise Terminated in the main thread.
+
+    Yields a function that tells whether other code handles SIGTERM by now.
+    """
 
     def terminate(number: int, frame: FrameType | None) -> None:
-        raise Terminated
+        raise Terminated(number)
 
-    previous = signal.signal(signal.SIGTERM, terminate)
+    previous = {number: signal.signal(number, terminate) for number in RAISED}
     try:
-        yield
+        yield lambda: signal.getsignal(signal.SIGTERM) is not terminate
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def import_torch() -> None:
@@ -35,7 +41,7 @@ def import_torch() -> None:
     process running with a partially imported numpy.
     """
     received: list[int] = []
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
 
     def note(number: int, frame: FrameType | None) -> None:
         received.append(number)
@@ -56,47 +62,39 @@ def import_torch() -> None:
 
 
 @contextmanager
-def stop_with_parent(parent: int) -> Iterator[None]:
-    """While entered, sends SIGTERM to this process when its parent ends, so that no rank outlives its launcher.
+def exit_if_stuck(
+    may_take_long: Callable[[], bool], has_failed_peer: Callable[[], bool] = lambda: False
+) -> Iterator[None]:
+    """While entered, a signal to stop ends the process even if its main thread never returns to Python.
 
-    `parent` is the launcher's process id; the launcher may have ended before this is entered. A rank that does not exit
-    within CLEAN_UP_S is ended, unless the training loop handles the signal in order to save.
-    """
-    handler = signal.getsignal(signal.SIGTERM)
-    exited = threading.Event()
+    Python runs signal handlers in the main thread only, which may wait in native code for another process. Here, a
+    thread receives the signals through the interpreter's wakeup file descriptor, and ends the process
 
-    def watch() -> None:
-        while os.getppid() == parent:
-            if exited.wait(PARENT_CHECK_S):
-                return
-        os.kill(os.getpid(), signal.SIGTERM)
-        if not exited.wait(CLEAN_UP_S) and signal.getsignal(signal.SIGTERM) is handler:
-            os._exit(TERMINATED)
-
-    threading.Thread(target=watch, name="xorl-parent", daemon=True).start()
-    try:
-        yield
-    finally:
-        exited.set()
-
-
-@contextmanager
-def exit_on_sigterm_after_peer_failure(has_failed_peer: Callable[[], bool]) -> Iterator[None]:
-    """While entered, SIGTERM ends the process immediately if another rank of the job has failed.
-
-    The main thread may be stuck in a collective, where Python runs no signal handlers, and the job cannot save without
-    the failed rank. A thread receives the signal through the interpreter's wakeup file descriptor.
+    - at once if `has_failed_peer()`: a rank waits for one that is gone, and cannot save without it;
+    - CLEAN_UP_S after the first signal, unless `may_take_long()` by then: the process has heard it and is saving;
+    - CLEAN_UP_S after a second signal.
     """
     receiver, sender = os.pipe()
     os.set_blocking(sender, False)
+    exited = threading.Event()
+
+    def end_later(number: int, *, is_repeated: bool) -> None:
+        if not exited.wait(CLEAN_UP_S) and (is_repeated or not may_take_long()):
+            os._exit(BY_SIGNAL + number)
 
     def watch() -> None:
-        while True:
-            numbers = os.read(receiver, 64)
-            if not numbers:
-                return
-            if signal.SIGTERM in numbers and has_failed_peer():
-                os._exit(TERMINATED)
+        first_s: float | None = None
+        while numbers := os.read(receiver, 64):
+            for number in STOP_SIGNALS:
+                if number not in numbers:
+                    continue
+                if has_failed_peer():
+                    os._exit(BY_SIGNAL + number)
+                now = time.monotonic()
+                first_s = now if first_s is None else first_s
+                is_repeated = now - first_s >= REPEATED_S
+                arguments = {"is_repeated": is_repeated}
+                threading.Thread(target=end_later, args=(number,), kwargs=arguments, daemon=True).start()
 
     previous = signal.set_wakeup_fd(sender, warn_on_full_buffer=False)
     thread = threading.Thread(target=watch, name="xorl-signals", daemon=True)
@@ -104,6 +102,7 @@ def exit_on_sigterm_after_peer_failure(has_failed_peer: Callable[[], bool]) -> I
     try:
         yield
     finally:
+        exited.set()
         signal.set_wakeup_fd(previous)
         os.close(sender)
         thread.join()

@@ -6,6 +6,8 @@ The configuration is validated before torch is imported.
 import faulthandler
 import os
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -14,12 +16,13 @@ import typer
 from xorl.cli.arguments import OverridesCommand, run_module
 from xorl.cli.exit_codes import Diverged
 from xorl.cli.launch import LaunchFlags, launch, plan_launch
-from xorl.cli.rank import RankEnvironment, run_alone, run_rank
+from xorl.cli.rank import RankEnvironment, end_alone, end_rank, run_alone, run_rank
 from xorl.cli.signals import import_torch
 from xorl.config import LoadedConfig, load_config
 from xorl.config.conflicts import check_world_size
 
 MODULE = "xorl.cli.train"
+EndProcess = Callable[[BaseException], object]
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.")]
 TracebackFlag = Annotated[bool, typer.Option("--traceback", help="Also show the traceback of input errors.")]
 
@@ -52,10 +55,12 @@ def train_command(
     let_idle_threads_sleep()
     environment = RankEnvironment.read()
     if environment is None:
-        code = run_alone(lambda: _start(config, overrides, flags, traceback), with_traceback=traceback)
+        end: EndProcess = partial(end_alone, with_traceback=traceback)
+        code = run_alone(lambda: _start(config, overrides, flags, traceback, end), with_traceback=traceback)
     else:
+        end = partial(end_rank, environment=environment, folder=rank_folder, with_traceback=traceback)
         code = run_rank(
-            lambda: _run_as_rank(config, overrides, flags, environment.world_size),
+            lambda: _run_as_rank(config, overrides, flags, environment.world_size, end),
             environment,
             folder=rank_folder,
             with_traceback=traceback,
@@ -63,7 +68,7 @@ def train_command(
     raise typer.Exit(code)
 
 
-def _start(path: Path, overrides: tuple[str, ...], flags: LaunchFlags, with_traceback: bool) -> int:
+def _start(path: Path, overrides: tuple[str, ...], flags: LaunchFlags, with_traceback: bool, end: EndProcess) -> int:
     """Launches the ranks, or runs a single one in this process."""
     loaded = load_config(path, overrides)
     if flags.nproc_per_node is not None:
@@ -74,13 +79,13 @@ def _start(path: Path, overrides: tuple[str, ...], flags: LaunchFlags, with_trac
     with loaded.citing():
         check_world_size(loaded.config, plan.world_size if plan else 1)
     if plan is None:
-        return _train(loaded)
+        return _train(loaded, end)
     arguments = [str(path), *overrides, *(["--traceback"] if with_traceback else [])]
     print(f"launching: {plan.torchrun_line(arguments)}", file=sys.stderr, flush=True)
     return launch(plan, ["-m", MODULE, *arguments])
 
 
-def _run_as_rank(path: Path, overrides: tuple[str, ...], flags: LaunchFlags, world_size: int) -> int:
+def _run_as_rank(path: Path, overrides: tuple[str, ...], flags: LaunchFlags, world_size: int, end: EndProcess) -> int:
     """Runs as one rank of a job that another launcher started."""
     if flags.given():
         raise ValueError(
@@ -89,7 +94,7 @@ def _run_as_rank(path: Path, overrides: tuple[str, ...], flags: LaunchFlags, wor
     loaded = load_config(path, overrides)
     with loaded.citing():
         check_world_size(loaded.config, world_size)
-    return _train(loaded)
+    return _train(loaded, end)
 
 
 def let_idle_threads_sleep() -> None:
@@ -109,15 +114,15 @@ def num_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def _train(loaded: LoadedConfig) -> int:
-    """Trains as one rank. Imports torch."""
+def _train(loaded: LoadedConfig, end: EndProcess) -> int:
+    """Trains as one rank; `end` is for the thread of the watchdog. Imports torch."""
     import_torch()
     from xorl.train import DivergedError, run_training  # noqa: PLC0415
 
     faulthandler.enable()  # prints the Python stack if native code crashes
     try:
         with loaded.citing():
-            return run_training(loaded)
+            return run_training(loaded, end)
     except DivergedError as error:
         raise Diverged(str(error)) from error
 

@@ -8,12 +8,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from xorl.config.checkpoint_fields import LocalCheckpointFields
 from xorl.config.data import DataConfig
 from xorl.config.entries import SweepMemberConfig
 from xorl.config.fields import (
     AtLeastOne,
     AtLeastZero,
-    CheckpointFields,
     LoraFields,
     LossFields,
     MemoryFields,
@@ -35,7 +35,6 @@ RecomputableModule = Literal["self_attn", "mlp"]
 RecomputePolicy = Literal["module", "operation", "auto"]
 ExpertCheckpointMethod = Literal["moe_act"]
 OnNonfinite = Literal["stop", "skip"]
-OnSaveFailure = Literal["stop", "continue"]
 LogFormat = Literal["progress_bar", "structured"]
 
 
@@ -196,56 +195,6 @@ class LocalMemoryFields(MemoryFields):
         default=500,
         description="Number of optimizer steps between Python garbage collections; no others run in between. 0 leaves "
         "garbage collection to Python.",
-    )
-
-
-class LocalCheckpointFields(CheckpointFields):
-    """Checkpointing"""
-
-    output_dir: str = Field(
-        min_length=1,
-        description="Folder for checkpoints, exported models and metrics. All nodes must see the same folder.",
-    )
-    save_steps: AtLeastZero = Field(
-        default=0, description="Number of optimizer steps between checkpoints. 0 disables saving by steps."
-    )
-    save_epochs: NonNegative = Field(
-        default=1.0,
-        description="Number of epochs between checkpoints; 0.25 saves four per epoch. 0 disables saving by epochs.",
-    )
-    save_async: bool = Field(
-        default=False,
-        description="Write checkpoints in the background while training continues, from a copy of this rank's part of "
-        "the state in host memory. The copies run beside the next forward and backward pass. One save is written at a "
-        "time; the last one is waited for.",
-    )
-    on_save_failure: OnSaveFailure = Field(
-        default="stop",
-        description="What a save that fails does, for example on a full disk: stop ends the run at the next step; "
-        "continue logs the error, and the next save tries again. If the last save fails, the run fails in either case.",
-    )
-    keep_last: AtLeastOne | None = Field(
-        default=None, description="Number of newest checkpoints to keep; each save removes older ones. null keeps all."
-    )
-    keep_every: AtLeastOne | None = Field(
-        default=None,
-        description="Also keep the checkpoints whose step is a multiple of this number. null keeps no others.",
-    )
-    keep_best: AtLeastOne | None = Field(
-        default=None,
-        description="Also keep this many checkpoints with the lowest loss on held-out data, among those whose step was "
-        "evaluated (eval_steps). null keeps no others.",
-    )
-    save_hf_weights: bool = Field(
-        default=True,
-        description="At the end of training, export the model to Hugging Face safetensors, beside the last checkpoint.",
-    )
-    load_checkpoint_path: str | None = Field(
-        default=None,
-        description="Checkpoint folder to resume from; auto resumes from the newest checkpoint in output_dir, if "
-        "there is one. A checkpoint of output_dir that is not the newest goes back: later ones are moved to the folder "
-        "checkpoints/set_aside_N. If the command is repeated, the run continues from the newest checkpoint that it has "
-        "saved since. null or empty starts from scratch, and fails if output_dir already contains checkpoints.",
     )
 
 

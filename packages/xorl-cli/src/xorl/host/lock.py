@@ -17,6 +17,10 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.1
 
 
+class FolderInUseError(ValueError):
+    """Another process holds the lock."""
+
+
 def lock_within(
     timeout_s: float,
     file: IO[Any],
@@ -34,8 +38,8 @@ def lock_within(
         advice: what the user can do if the lock is not released.
         may_end: whether the holder may still end, so that waiting makes sense; None means always.
 
-    Raises ValueError with the holder and `advice` if the lock is not released in time, and OSError if the file system
-    does not support locks.
+    Raises FolderInUseError with the holder and `advice` if the lock is not released in time, and OSError if the file
+    system does not support locks.
     """
     deadline = time.monotonic() + timeout_s
     has_warned = False
@@ -46,7 +50,7 @@ def lock_within(
         except BlockingIOError:
             message = describe_holder()
         if time.monotonic() > deadline or not (may_end is None or may_end()):
-            raise ValueError(f"{message}: {advice}")
+            raise FolderInUseError(f"{message}: {advice}")
         if not has_warned:
             logger.warning("%s; waiting %.0f s", message, timeout_s)
         has_warned = True

@@ -45,6 +45,7 @@ from xorl.train.startup import (
     longest_document,
     start_up,
 )
+from xorl.train.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -74,13 +75,13 @@ class Run:
 EngineMaker = Callable[[Config, Architecture, Mesh, torch.device], Engine]
 
 
-def build_run(config: Config, *, make_engine: EngineMaker | None = None) -> Run:
+def build_run(config: Config, *, make_engine: EngineMaker | None = None, watchdog: Watchdog | None = None) -> Run:
     """Build this process's part of the job. Collective; the data is prepared before this process joins the others.
 
-    make_engine replaces `build_engine`. Raises ValueError for errors that the user can correct, RunComplete if the run
-    has already taken all its steps.
+    make_engine replaces `build_engine`; watchdog watches this process from the time it joins the others. Raises
+    ValueError for errors that the user can correct, RunComplete if the run has already taken all its steps.
     """
-    startup = start_up(config, _check)
+    startup = start_up(config, _check, watchdog)
     [run] = startup.runs.values()
     runtime = startup.runtime
     if runtime.is_main and not isinstance(run.data.train, Stream):

@@ -1,4 +1,4 @@
-"""Ends a run on SIGTERM or SIGINT at a step that all ranks agree on, so that it can be saved first.
+"""Ends a run on a signal, or before `train.max_time`, at a step that all ranks agree on, so that it is saved first.
 
 Also lets all ranks learn at the same step that a save in the background has failed.
 """
@@ -13,7 +13,10 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-REPEATED_S = 3.0
+from xorl.host.signals import REPEATED_S, STOP_SIGNALS
+
+# Stands for `train.max_time` where a signal's number says why a run ended.
+OUT_OF_TIME = signal.SIGALRM
 
 
 class Interrupted(Exception):
@@ -27,24 +30,25 @@ class Interrupted(Exception):
 class Interruption:
     """Catches the first signal while entered. A second one, at least REPEATED_S later, has its usual effect.
 
-    An earlier second signal is ignored: schedulers often signal both the ranks and their launcher, which passes the
-    signal on to the ranks.
-
     `has_failed` tells whether a save of this rank has failed; `save_failed` is whether one of any rank had failed, as
-    of the last exchange.
+    of the last exchange. `is_out_of_time` tells whether the run must end now, as if it had received OUT_OF_TIME; it is
+    called once for each exchange.
     """
 
-    def __init__(self, has_failed: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self, has_failed: Callable[[], bool] = lambda: False, is_out_of_time: Callable[[], bool] = lambda: False
+    ) -> None:
         self._received = 0
         self._since = 0.0
         self._has_failed = has_failed
+        self._is_out_of_time = is_out_of_time
         self.save_failed = False
         self._flags = torch.zeros(2, dtype=torch.int32)
         self._work: dist.Work | None = None
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> Interruption:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in STOP_SIGNALS:
             self._previous[number] = signal.signal(number, self._receive)
         return self
 
@@ -59,6 +63,8 @@ class Interruption:
         Each call starts an exchange that the next call reads, so no rank waits for it.
         """
         signal_number = self._finish()
+        if self._is_out_of_time():
+            self._received = self._received or OUT_OF_TIME
         self._flags = torch.tensor([self._received, self._has_failed()], dtype=torch.int32)
         self._work = dist.all_reduce(self._flags, op=dist.ReduceOp.MAX, async_op=True)
         return signal_number

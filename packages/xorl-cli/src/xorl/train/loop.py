@@ -13,8 +13,9 @@ from xorl.train.observe.diverged import NonFiniteSteps
 def train(run: Run, *, saves_on_signal: bool = True) -> int:
     """Train from `run.start_step` to the last step. Collective. Returns the signal that ended it early, or 0.
 
-    A signal ends the run after the current step, which is saved. A signal during an evaluation also saves the last step
-    and cancels the evaluation, which the resumed run repeats first. Without `saves_on_signal`, a signal acts at once.
+    A signal, or the approach of `train.max_time`, ends the run after the current step, which is saved. During an
+    evaluation it also saves the last step and cancels the evaluation, which the resumed run repeats first. Without
+    `saves_on_signal`, a signal acts at once.
     After the last step the model is exported, even if an earlier process was stopped before it could do so. Raises
     DivergedError if the loss or the gradient is not finite and such steps stop the run.
     """
@@ -22,23 +23,29 @@ def train(run: Run, *, saves_on_signal: bool = True) -> int:
     skips = run.startup.config.train.on_nonfinite == "skip"
     nonfinite = NonFiniteSteps(engine, run.loader, run.loss_fn, run.startup.output_dir, skips=skips)
     observer.on_nonfinite = nonfinite.handle
+    at = run.startup.position
     if evaluation is not None and evaluation.at_start:
         _evaluate(run, evaluation, run.start_step, None)
     with (
-        Interruption(saves.has_failed) if saves_on_signal else nullcontext() as interruption,
+        Interruption(saves.has_failed, run.startup.deadline(saves))
+        if saves_on_signal
+        else nullcontext() as interruption,
         saves.flushed(),
         run.garbage_collection,
         run.profiler,
     ):
         observer.start()
+        at.move("data", run.start_step + 1)
         for index, batches in observer.fetched(run.loader.steps(start=run.start_step)):
             step = index + 1
             lr = run.schedule(step)
+            at.move("forward and backward", step)
             for prepare in run.before_step:
                 saves.before_change()
                 prepare(step)
             batches = list(batches)
             losses = engine.forward_backward(batches, run.loss_fn, nonfinite.record_step(step, batches))
+            at.move("update")
             saves.before_change()
             update = engine.optim_step(lr, divisor=losses.divisor)
             observer.step(step, losses, update, lr=lr)
@@ -59,19 +66,28 @@ def train(run: Run, *, saves_on_signal: bool = True) -> int:
                     return interrupted.signal_number
             run.garbage_collection.step(step)
             run.profiler.step(step)
+            at.move("data", step + 1)
         observer.flush()
+        at.move("export")
         run.checkpoints.export()
     return 0
 
 
 def _save(run: Run, step: int, *, is_final: bool) -> None:
+    run.startup.position.move("save")
     with run.observer.checkpoint():
         run.checkpoints.save(step, is_final=is_final)
 
 
 def _evaluate(run: Run, evaluation: Evaluation, step: int, interruption: Interruption | None) -> None:
     """Score the held-out data. Raises Interrupted if a signal arrives meanwhile."""
-    check = None if interruption is None else interruption.check
+    position = run.startup.position
+
+    def check() -> None:
+        position.move("evaluation")
+        if interruption is not None:
+            interruption.check()
+
     with run.observer.pause():
         scores = evaluate(run.engine, evaluation.loader, evaluation.score_fn, check)
         run.observer.write({"step": step, **scores})

@@ -29,15 +29,15 @@ RECEIPT, METRICS, MEMBERS = "data_receipt.json", "metrics.jsonl", "sweep"
 # In a checkpoint's manifest: the path of the checkpoint that its run was told to start from, or null.
 STARTED_FROM = "started_from"
 LOCK_FILE = ".lock"
-# Long enough for the ranks of a killed launcher to notice, save and end, and for the loaders of a killed rank to end.
-LOCK_TIMEOUT_S = 30.0
+# Far longer than the processes of a killed launcher or rank take to end.
+LOCK_TIMEOUT_S = 10.0
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Lock `folder`: two runs in it would delete each other's checkpoints and truncate each other's metrics.
 
-    Raises ValueError if another run holds the lock. On a file system without locks it only logs a warning.
+    Raises FolderInUseError if another run holds the lock. On a file system without locks it only logs a warning.
     """
     prepare_root(folder, OPTION)
     path = folder / LOCK_FILE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from xorl.config.local import TrainConfig
 from xorl.core.runtime import global_rank, shutdown
 from xorl.train.adapters.folder import is_adapter
 from xorl.train.build import Run, build_run
+from xorl.train.interrupt import OUT_OF_TIME
 from xorl.train.loop import train
 from xorl.train.observe.observer import Observer
 from xorl.train.observe.progress import set_up_logging
@@ -19,12 +21,15 @@ from xorl.train.output_dir import METRICS, locked
 from xorl.train.startup import RunComplete
 from xorl.train.sweep.build import build_sweep
 from xorl.train.sweep.loop import Member, train_sweep
+from xorl.train.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
 
-def run_training(loaded: LoadedConfig) -> int:
+def run_training(loaded: LoadedConfig, end: Callable[[Exception], object] | None = None) -> int:
     """Run this rank's part of the training. Returns 0, or 128 + the signal that stopped the run after a checkpoint.
+
+    A thread calls `end`, which must end the process, if the job hangs or another rank is lost; None does not watch.
 
     Raises ValueError for bad input, and DivergedError if the loss or the gradient is not finite.
     """
@@ -33,9 +38,13 @@ def run_training(loaded: LoadedConfig) -> int:
     set_up_logging(config.train.log_format, is_main=is_main)
     if is_main and (line := loaded.without_effect_line()) is not None:
         logger.warning("%s", line)
+    watchdog = None if end is None else Watchdog(end)
     try:
-        with locked(Path(config.train.output_dir)) if is_main else nullcontext():
-            signal_number = _run_sweep(config) if config.lora.sweep else _run(config)
+        with (
+            locked(Path(config.train.output_dir)) if is_main else nullcontext(),
+            nullcontext() if watchdog is None else watchdog.explaining(),
+        ):
+            signal_number = _run_sweep(config, watchdog) if config.lora.sweep else _run(config, watchdog)
             shutdown()
     except RunComplete as complete:
         logger.info("complete=%s: %s", complete.path, _complete_message(config.train, complete.path))
@@ -54,8 +63,8 @@ def _complete_message(train: TrainConfig, complete: Path) -> str:
     )
 
 
-def _run(config: Config) -> int:
-    run = build_run(config)
+def _run(config: Config, watchdog: Watchdog | None) -> int:
+    run = build_run(config, watchdog=watchdog)
     try:
         run.checkpoints.prepare(run.start_step, run.startup.num_steps)
         signal_number = train(run)
@@ -65,8 +74,8 @@ def _run(config: Config) -> int:
     return signal_number
 
 
-def _run_sweep(config: Config) -> int:
-    sweep = build_sweep(config)
+def _run_sweep(config: Config, watchdog: Watchdog | None) -> int:
+    sweep = build_sweep(config, watchdog=watchdog)
     try:
         sweep.saving.prepare(sweep.start_step, sweep.startup.num_steps)
         signal_number = train_sweep(sweep)
@@ -109,8 +118,8 @@ def _summarise(run: Run, signal_number: int) -> None:
 
 
 def _stopped(signal_number: int) -> str:
-    name = signal.Signals(signal_number).name
-    return f"next        stopped by {name}: continue with --train.load_checkpoint_path auto"
+    cause = "train.max_time" if signal_number == OUT_OF_TIME else signal.Signals(signal_number).name
+    return f"next        stopped by {cause}: continue with --train.load_checkpoint_path auto"
 
 
 def _change(source: Observer | Member, key: str) -> str:

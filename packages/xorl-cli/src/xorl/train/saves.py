@@ -32,8 +32,14 @@ class Content:
     on_published: Callable[[], object] = lambda: None
 
 
+# Before the first save, it is expected to be as fast as a slow disk on the network.
+ASSUMED_BYTES_PER_S = 200e6
+
+
 class Saves:
     """The saves of a run, one at a time. `last` is the newest complete checkpoint.
+
+    `longest_s` is how long the slowest save so far took or, before the first one, how long it is expected to take.
 
     Args:
         in_background: return from `save` once the state is being copied, and write it in a thread.
@@ -50,6 +56,7 @@ class Saves:
         self._stops_on_failure = stops_on_failure
         self._step = 0
         self.last: Path | None = None
+        self.longest_s = 0.0
 
     def save(self, step: int, content: Content, *, is_final: bool) -> None:
         """Save the state after `step` steps, after the previous save has ended. Collective.
@@ -62,8 +69,10 @@ class Saves:
         start = time.perf_counter()
 
         def published(path: Path) -> None:
+            seconds = time.perf_counter() - start
+            self.longest_s = seconds if self.last is None else max(self.longest_s, seconds)
             self.last = path
-            logger.info("checkpoint=%s step=%d save_s=%.2f", path, step, time.perf_counter() - start)
+            logger.info("checkpoint=%s step=%d save_s=%.2f", path, step, seconds)
             content.on_published()
 
         with self._failures(is_final=is_final):
@@ -90,6 +99,7 @@ class Saves:
         root = self.checkpointer.root
         tensors = {f"{name}.{key}": value for name, part in state.items() for key, value in part.state_dict().items()}
         num_bytes = sum(TensorRecord.of(tensor).num_bytes for tensor in tensors.values())
+        self.longest_s = num_bytes / ASSUMED_BYTES_PER_S
         with fail_together("check the disk"):
             if this_rank() == 0:
                 free = require_space(root.parent, num_bytes)

@@ -15,6 +15,7 @@ from xorl.ckpt import Checkpointer, CheckpointError, read_manifest
 from xorl.ckpt.layout import Manifest
 from xorl.config import Config
 from xorl.config.resolve import member_config
+from xorl.core.join import meet
 from xorl.core.loss import score_tokens
 from xorl.core.mesh import Mesh, ParallelDims
 from xorl.core.models import DecoderConfig
@@ -24,9 +25,11 @@ from xorl.core.runtime import (
     all_ranks_agree,
     enable_determinism,
     global_rank,
+    is_launched,
     on_any_rank,
     refuse_launch_blocking,
     seed_everything,
+    set_timeouts,
     world_size,
 )
 from xorl.core.runtime import init as init_runtime
@@ -48,6 +51,7 @@ from xorl.train.data import (
     with_chat_template,
     write_receipt,
 )
+from xorl.train.deadline import Deadline
 from xorl.train.evaluate import EvalPoints, Evaluation
 from xorl.train.model import head_options_of, pin_checkpoint, read_architecture
 from xorl.train.observe.metrics_file import MetricsFile, is_evaluated
@@ -56,6 +60,7 @@ from xorl.train.observe.progress import Phases, progress_sink
 from xorl.train.observe.timing import StepTimer
 from xorl.train.output_dir import MEMBERS, METRICS, RECEIPT, STARTED_FROM, open_output_dir, start_of
 from xorl.train.saves import Saves
+from xorl.train.watchdog import COLLECTIVE_TIMEOUT, Position, Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +108,7 @@ class Startup:
     """The state of a job just before its model is built.
 
     resumed: None starts from scratch. architecture: of the base. runs: a run under the name "", or the members of a
-    sweep under theirs.
+    sweep under theirs. position: this rank's, for the watchdog.
     """
 
     config: Config
@@ -115,6 +120,7 @@ class Startup:
     mesh: Mesh
     runs: Mapping[str, PreparedRun]
     phases: Phases
+    position: Position
 
     @property
     def longest(self) -> PreparedRun:
@@ -135,6 +141,11 @@ class Startup:
             stops_on_failure=train.on_save_failure == "stop",
             info={STARTED_FROM: start_of(self.checkpointer.root, train.load_checkpoint_path, resumed)},
         )
+
+    def deadline(self, saves: Saves) -> Callable[[], bool]:
+        """Whether the job must end now to be saved before `train.max_time`. Call it once in each step."""
+        limit_s = self.config.train.max_time
+        return (lambda: False) if limit_s is None else Deadline(limit_s, lambda: saves.longest_s).is_due
 
     def evaluates_at_start(self, run: PreparedRun) -> bool:
         """Whether to evaluate `run` before its first step. Collective.
@@ -157,13 +168,16 @@ class Startup:
             raise RunComplete(self.resumed.path)
 
 
-def start_up(config: Config, check: Callable[[Config, Architecture], object]) -> Startup:
+def start_up(
+    config: Config, check: Callable[[Config, Architecture], object], watchdog: Watchdog | None = None
+) -> Startup:
     """Take every step before the model is built. Collective.
 
     `check` raises ValueError for everything that can be refused without the data, whose preparation may take hours.
     The data is prepared before this process joins the others, so that they do not time out while they wait.
     """
-    train, phases = config.train, Phases()
+    train, position = config.train, Position() if watchdog is None else watchdog.position
+    phases = Phases(position.move)
     if train.enable_full_determinism:
         enable_determinism()
     elif not train.allow_cuda_launch_blocking:
@@ -183,8 +197,12 @@ def start_up(config: Config, check: Callable[[Config, Architecture], object]) ->
         trained = {name: with_chat_template(architecture, run_config.data) for name, run_config in configs.items()}
 
     with phases("join", f"world_size={world_size()}"):
-        runtime = init_runtime()
+        peers = meet(global_rank(), world_size()) if is_launched() else None
+        if watchdog is not None:
+            watchdog.start(peers, global_rank())
+        runtime = init_runtime(timeout_s=COLLECTIVE_TIMEOUT.total_seconds(), peers=peers)
         mesh = Mesh(parallel_dims(config, runtime.world_size), runtime.device.type)
+        set_timeouts(COLLECTIVE_TIMEOUT)
         logger.info("%s", mesh.describe())
         # Ranks with different tokens draw different dropout masks.
         seed_everything(train.seed, mesh.loss.rank)
@@ -201,7 +219,7 @@ def start_up(config: Config, check: Callable[[Config, Architecture], object]) ->
         for name, run_config in configs.items()
     }
     require_agreement("data", "; ".join(map(_data_summary, runs.values())))
-    return Startup(config, output_dir, checkpointer, resumed, architecture, runtime, mesh, runs, phases)
+    return Startup(config, output_dir, checkpointer, resumed, architecture, runtime, mesh, runs, phases, position)
 
 
 def _prepare_data(config: Config, architecture: Architecture) -> RunData:

@@ -1,6 +1,6 @@
 """Process set-up: rank, device, process group, random seeds, determinism and garbage collection.
 
-The only module that reads torchrun's environment variables.
+With `join`, the only modules that read torchrun's environment variables.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from typing import Literal
 import numpy as np
 import torch
 import torch.distributed as dist
+
+from xorl.core.join import CONNECT_S, Peers, could_not_connect, meet
 
 
 @dataclass(frozen=True)
@@ -61,11 +63,19 @@ def default_device_type() -> Literal["cpu", "cuda"]:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def init(device_type: Literal["auto", "cpu", "cuda"] = "auto", *, timeout_s: float = 1800.0) -> Runtime:
+def is_launched() -> bool:
+    """Whether torchrun, or another launcher that sets its variables, started this process."""
+    return "MASTER_ADDR" in os.environ and "RANK" in os.environ
+
+
+def init(
+    device_type: Literal["auto", "cpu", "cuda"] = "auto", *, timeout_s: float = 1800.0, peers: Peers | None = None
+) -> Runtime:
     """Choose the device and join the default process group (NCCL on GPUs, gloo on CPU); collective.
 
-    Without torchrun the process joins a group of size one, so later code needs no special case.
-    Raises RuntimeError if the host has fewer GPUs than processes.
+    Without torchrun the process joins a group of size one, so later code needs no special case. `peers` is the result
+    of `join.meet`, which this calls otherwise. Raises RuntimeError if the host has fewer GPUs than processes, and
+    JoinError if the ranks cannot reach each other.
     """
     if device_type == "auto":
         device_type = default_device_type()
@@ -80,15 +90,35 @@ def init(device_type: Literal["auto", "cpu", "cuda"] = "auto", *, timeout_s: flo
         device = torch.device("cuda", local_rank())
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        launched = "MASTER_ADDR" in os.environ and "RANK" in os.environ
-        dist.init_process_group(
-            "cuda:nccl,cpu:gloo" if device_type == "cuda" else "gloo",
-            store=None if launched else dist.HashStore(),
-            rank=global_rank() if launched else 0,
-            world_size=world_size() if launched else 1,
-            timeout=timedelta(seconds=timeout_s),
-        )
+        backend, timeout = "cuda:nccl,cpu:gloo" if device_type == "cuda" else "gloo", timedelta(seconds=timeout_s)
+        if is_launched():
+            _join(peers or meet(global_rank(), world_size()), backend, timeout)
+        else:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     return Runtime(dist.get_rank(), local_rank(), dist.get_world_size(), device)
+
+
+def _join(peers: Peers, backend: str, timeout: timedelta) -> None:
+    """Join the default process group; `timeout` limits its operations, and CONNECT_S how long the ranks connect."""
+    rank = global_rank()
+    try:
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("default_pg", peers.store),
+            rank=rank,
+            world_size=len(peers.places),
+            timeout=timedelta(seconds=CONNECT_S),
+        )
+    except RuntimeError as error:
+        raise could_not_connect(peers, rank, error) from error
+    peers.store.set_timeout(timeout)
+    set_timeouts(timeout)
+
+
+def set_timeouts(timeout: timedelta) -> None:
+    """Limit the operations of all process groups of this process that exist by now."""
+    for group in dist.distributed_c10d._world.pg_map:
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def use_expandable_segments() -> None:

@@ -15,6 +15,7 @@ import xxhash
 
 from xorl.data.errors import DataError
 from xorl.data.hashing import permutation
+from xorl.data.orphans import exit_with_parent
 
 PackingMethod = Literal["sequential", "multipack", "none"]
 StartMethod = Literal["fork", "spawn", "forkserver"]
@@ -171,8 +172,8 @@ def _pack_groups(
     if start_method is None or num_proc <= 1 or len(groups) <= 1:
         packed = [best_fit_decreasing(group, bin_len) for group in groups]
     else:
-        context = multiprocessing.get_context(start_method)
-        with ProcessPoolExecutor(min(num_proc, len(groups)), mp_context=context) as pool:
+        context, num_proc = multiprocessing.get_context(start_method), min(num_proc, len(groups))
+        with ProcessPoolExecutor(num_proc, mp_context=context, initializer=exit_with_parent) as pool:
             packed = list(pool.map(partial(best_fit_decreasing, bin_len=bin_len), groups))
     return [
         [start + index for index in members] for start, group in zip(starts, packed, strict=True) for members in group

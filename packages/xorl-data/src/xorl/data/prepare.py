@@ -14,7 +14,6 @@ import secrets
 import shutil
 import signal
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
@@ -22,7 +21,6 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from multiprocessing.connection import wait as wait_for
 from pathlib import Path
 
 from xorl.data.choose import choose_format, overflow_limits
@@ -41,6 +39,7 @@ from xorl.data.invariants import (
 )
 from xorl.data.lock import exclusive, remove_if_dead
 from xorl.data.mixture import Share, check_repetitions, check_shares
+from xorl.data.orphans import exit_with_parent
 from xorl.data.readers import Chunk
 from xorl.data.receipt import Counts, DatasetReceipt, Receipt
 from xorl.data.saved import SavedStore, is_saved_folder, saved_files
@@ -413,11 +412,4 @@ def _become_worker() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # The garbage collector would write to every page shared with the parent, and so copy it.
     gc.freeze()
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "runs in a child process"
-
-    def watch() -> None:
-        wait_for([parent.sentinel])
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
+    exit_with_parent()

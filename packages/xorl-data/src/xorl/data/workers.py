@@ -12,6 +12,7 @@ from weakref import WeakSet
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from xorl.data.orphans import exit_with_parent
 from xorl.data.packing import StartMethod
 
 Item = TypeVar("Item")
@@ -38,7 +39,7 @@ def iterate(
         batch_size=None,
         sampler=sampler,
         collate_fn=_identity,
-        worker_init_fn=_ignore_sigterm,
+        worker_init_fn=_become_worker,
         num_workers=num_workers,
         prefetch_factor=prefetch_factor if num_workers else None,
         pin_memory=pin_memory,
@@ -52,9 +53,11 @@ def iterate(
     return items
 
 
-def _ignore_sigterm(_: int) -> None:
-    """Ignores SIGTERM, which schedulers send to every process: the trainer needs batches until it has saved."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+def _become_worker(_: int) -> None:
+    """Ignores what schedulers send to every process: the trainer needs batches until it has saved."""
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    exit_with_parent()
 
 
 def _identity(item: Item) -> Item:

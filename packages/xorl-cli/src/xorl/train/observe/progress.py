@@ -6,7 +6,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -116,14 +116,16 @@ def set_up_logging(log_format: LogFormat, *, is_main: bool) -> None:
 
 
 class Phases:
-    """Logs the start and the duration of each start-up phase."""
+    """Logs the start and the duration of each start-up phase, and calls `on_start` with its name."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_start: Callable[[str], object] = lambda name: None) -> None:
+        self._on_start = on_start
         self.seconds: dict[str, float] = {}
 
     @contextmanager
     def __call__(self, name: str, detail: str = "") -> Iterator[None]:
         logger.info("phase=%s %s", name, detail)
+        self._on_start(name)
         start = time.perf_counter()
         yield
         self.seconds[name] = time.perf_counter() - start

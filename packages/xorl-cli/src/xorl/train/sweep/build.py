@@ -32,16 +32,18 @@ from xorl.train.quantization import scheme_of
 from xorl.train.startup import Startup, build_evaluation, build_observer, build_schedule, start_up
 from xorl.train.sweep.loop import Member, Sweep
 from xorl.train.sweep.saving import SweepSaving, is_exported
+from xorl.train.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
 
-def build_sweep(config: Config) -> Sweep:
+def build_sweep(config: Config, *, watchdog: Watchdog | None = None) -> Sweep:
     """Build this process's part of the job. Collective; the data is prepared before this process joins the others.
 
-    Raises ValueError for errors that the user can correct, RunComplete if every member has already taken all its steps.
+    `watchdog` watches this process from the time it joins the others. Raises ValueError for errors that the user can
+    correct, RunComplete if every member has already taken all its steps.
     """
-    startup = start_up(config, _check)
+    startup = start_up(config, _check, watchdog)
     runtime, phases, architecture = startup.runtime, startup.phases, startup.architecture
     evaluated_at_start = {name for name, run in startup.runs.items() if startup.evaluates_at_start(run)}
     if (resumed := startup.resumed) is not None:

@@ -129,25 +129,28 @@ def train_sweep(sweep: Sweep) -> int:
     Raises DivergedError once every member has diverged.
     """
     engine, observer, config, saves = sweep.engine, sweep.observer, sweep.startup.config, sweep.saving.saves
-    report = _MemberObserver(sweep)
+    report, at = _MemberObserver(sweep), sweep.startup.position
     active = sweep.active(max(sweep.start_step, 1))
     pending = [member for member in active if member.evaluation is not None and member.evaluation.at_start]
     _evaluate(sweep, report, sweep.start_step, pending, None)
     with (
-        Interruption(saves.has_failed) as interruption,
+        Interruption(saves.has_failed, sweep.startup.deadline(saves)) as interruption,
         saves.flushed(),
         GarbageCollection(config.train.gc_steps, config.train.empty_cache_steps) as garbage,
         sweep.profiler,
     ):
         observer.start()
+        at.move("data", sweep.start_step + 1)
         for step, batches in observer.fetched(sweep.steps()):
             if not batches:
                 # All members with steps left have diverged, so the sweep ends with the step before.
                 with observer.checkpoint():
                     sweep.save(step - 1, is_final=True)
                 break
+            at.move("forward and backward", step)
             mixed = mix(batches, config.lora.sweep_members_per_pass or len(sweep.members))
             losses = engine.forward_backward(mixed, sweep.loss_fn, list(batches))
+            at.move("update")
             rates = {member.name: member.schedule(step) for member in sweep.members if member.name in batches}
             saves.before_change()
             updates = {
@@ -179,12 +182,15 @@ def train_sweep(sweep: Sweep) -> int:
                 return interrupted.signal_number
             garbage.step(step)
             sweep.profiler.step(step)
+            at.move("data", step + 1)
         report.flush()
+        at.move("export")
         sweep.saving.export([member.name for member in sweep.members if not member.diverged])
     return 0
 
 
 def _save(sweep: Sweep, report: _MemberObserver, step: int, *, is_final: bool) -> None:
+    sweep.startup.position.move("save")
     with sweep.observer.checkpoint():
         report.flush()
         sweep.save(step, is_final=is_final)
@@ -196,7 +202,13 @@ def _evaluate(
     """Score the held-out data of these members. Raises Interrupted if a signal arrives meanwhile."""
     if not members:
         return
-    check = None if interruption is None else interruption.check
+    position = sweep.startup.position
+
+    def check() -> None:
+        position.move("evaluation")
+        if interruption is not None:
+            interruption.check()
+
     with sweep.observer.pause():
         report.flush()
         for member in members:

@@ -1,0 +1,18 @@
+"""exit_with_parent: worker processes end as soon as the process that started them does, even if it was killed."""
+
+import multiprocessing
+import os
+import threading
+from multiprocessing.connection import wait
+
+
+def exit_with_parent() -> None:
+    """Ends this process, started by multiprocessing, when its parent ends. Both hold the parent's locks until then."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "runs in a child process"
+
+    def watch() -> None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, name="xorl-parent", daemon=True).start()

@@ -1,0 +1,169 @@
+"""Training over two hosts, each a network namespace with an address of its own and two ranks, as `xorl train` does it.
+
+Skipped where namespaces may not be made.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 120.0
+CONFIG = """\
+model: {{config_path: {root}/configs/quickstart}}
+data:
+  datasets: [{{path: {root}/configs/quickstart/heldout.jsonl}}]
+  select_columns: [input_ids, labels]
+  dataset_prepared_path: {folder}/prepared
+  sample_packing_sequence_len: 128
+  dataloader_num_workers: 0
+train:
+  output_dir: {folder}/output
+  max_steps: 1000000
+  save_steps: 20
+  save_epochs: 0
+  keep_last: 2
+  enable_mixed_precision: false
+  load_checkpoint_path: auto
+  log_format: structured
+  use_wandb: false
+"""
+
+
+@dataclass(frozen=True)
+class Host:
+    """A network namespace with a host name and an address."""
+
+    namespace: str
+    name: str
+    address: str
+    node_rank: int
+
+    def start(self, folder: Path, *, num_ranks: int, is_connected: bool = True) -> subprocess.Popen[str]:
+        """Starts this host's part of the job; unless `is_connected`, gloo is not told which interface to use."""
+        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0"} if is_connected else dict(os.environ)
+        train = [sys.executable, "-m", "xorl.cli.train", str(folder / "config.yaml")]
+        ranks = ["--nproc-per-node", str(num_ranks), "--nnodes", "2", "--node-rank", str(self.node_rank)]
+        script = f'hostname {self.name}; exec "$@"'
+        command = ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "sh", "-c", script, "sh", *train, *ranks]
+        return subprocess.Popen(
+            [*command, "--master-addr", "10.77.0.1"], stderr=subprocess.PIPE, text=True, env=environment, cwd=folder
+        )
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[tuple[Host, Host]]:
+    """Two hosts with a cable between them."""
+    made = tuple(
+        Host(f"xorl-{secrets.token_hex(3)}", f"host-{index}", f"10.77.0.{index + 1}", index) for index in (0, 1)
+    )
+    try:
+        for host in made:
+            _ip("netns", "add", host.namespace)
+        ends = [part for host in made for part in ("eth0", "netns", host.namespace)]
+        _ip("link", "add", *ends[:3], "type", "veth", "peer", *ends[3:])
+        for host in made:
+            _ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", "eth0")
+            for interface in ("lo", "eth0"):
+                _ip("-n", host.namespace, "link", "set", interface, "up")
+        subprocess.run(["unshare", "--uts", "true"], check=True, capture_output=True)
+        yield made
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"network namespaces may not be made here: {getattr(error, 'stderr', None) or error}")
+    finally:
+        for host in made:
+            subprocess.run(["ip", "netns", "delete", host.namespace], check=False, capture_output=True)
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+
+
+@pytest.fixture
+def job(hosts: tuple[Host, Host], tmp_path: Path) -> Iterator[Callable[..., list[subprocess.Popen[str]]]]:
+    """Starts a job on both hosts; what is left of it ends with the test."""
+    started: list[subprocess.Popen[str]] = []
+    (tmp_path / "config.yaml").write_text(CONFIG.format(root=ROOT, folder=tmp_path))
+
+    def start(**options: object) -> list[subprocess.Popen[str]]:
+        launchers = [host.start(tmp_path, **options) for host in hosts]  # pyright: ignore[reportArgumentType]
+        started.extend(launchers)
+        return launchers
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+    _, stderr = process.communicate(timeout=LIMIT_S)
+    return process.returncode, stderr
+
+
+def wait_for_step(folder: Path, step: int, processes: list[subprocess.Popen[str]]) -> None:
+    metrics = folder / "output" / "metrics.jsonl"
+    deadline = time.monotonic() + LIMIT_S
+    while not metrics.exists() or last_step(metrics) < step:
+        for process in processes:
+            assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def last_step(metrics: Path) -> int:
+    lines = metrics.read_text().splitlines()
+    return json.loads(lines[-1])["step"] if lines and lines[-1].endswith("}") else 0
+
+
+@pytest.mark.multi
+def test_a_lost_host_is_named_and_both_hosts_continue_and_stop_together(tmp_path: Path, job) -> None:
+    # Catches a host that goes on, or ends with a traceback of gloo, when another one is lost; a job that does not
+    # resume on two hosts; and a signal to one host that the other does not hear of.
+    launchers = job(num_ranks=2)
+    wait_for_step(tmp_path, 25, launchers)
+    launchers[1].kill()
+    killed = time.monotonic()
+    code, stderr = ended(launchers[0])
+    assert time.monotonic() - killed < 40, stderr
+    assert code == 1
+    assert "Traceback" not in stderr
+    assert (
+        "error: the connection to rank 2 on host host-1 (10.77.0.2), rank 3 on host host-1 (10.77.0.2) was lost"
+        in stderr
+    )
+    assert "run the same command again on all hosts" in stderr
+
+    saved = int((tmp_path / "output" / "checkpoints" / "latest").read_text().strip().rpartition("_")[2])
+    assert saved >= 20
+    launchers = job(num_ranks=2)
+    wait_for_step(tmp_path, last_step(tmp_path / "output" / "metrics.jsonl") + 3, launchers)
+    launchers[1].send_signal(signal.SIGTERM)
+    results = [ended(launcher) for launcher in launchers]
+    assert [code for code, _ in results] == [143, 143], results
+    latest = (tmp_path / "output" / "checkpoints" / "latest").read_text().strip()
+    assert latest == f"global_step_{last_step(tmp_path / 'output' / 'metrics.jsonl')}"
+
+
+@pytest.mark.multi
+def test_ranks_that_cannot_reach_each_other_say_which_address_was_tried(job) -> None:
+    # Catches hosts that wait for each other for half an hour, since a host name resolves to a loopback address.
+    for code, stderr in map(ended, job(num_ranks=1, is_connected=False)):
+        assert code == 1, stderr
+        assert (
+            "rank 0 on host host-0 (127.0.0.1), rank 1 on host host-1 (127.0.0.1): only processes of the same host"
+            in stderr
+        )
+        assert "set GLOO_SOCKET_IFNAME, and NCCL_SOCKET_IFNAME for GPUs" in stderr
+        assert "Traceback" not in stderr
