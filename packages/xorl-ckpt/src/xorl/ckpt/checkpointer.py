@@ -116,8 +116,10 @@ class Checkpointer:
         otherwise a CheckpointFailure (a full disk). Saving the step that this object saved or loaded last does nothing.
         Saving any other existing step is a CheckpointError: an existing checkpoint is never overwritten.
         """
-        assert step >= 0, f"step is {step}; it must not be negative"
-        assert name is not None or not replaces, "only a named checkpoint can be replaced"
+        if step < 0:
+            raise ValueError(f"step: {step} is negative")
+        if replaces and name is None:
+            raise ValueError("replaces: only a checkpoint with a name can be replaced")
         final = self.root / (name or layout.checkpoint_name(step))
 
         def publish(folder: Path, manifest: Manifest) -> None:

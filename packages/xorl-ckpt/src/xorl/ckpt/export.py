@@ -64,11 +64,11 @@ class _Shard:
 def export_hf(
     params: Mapping[str, torch.Tensor],
     recipes: Mapping[str, WeightRecipe],
-    folder: Path,
+    folder: Path | str,
     *,
     hf_config: Mapping[str, object],
     dtype: torch.dtype | None = None,
-    tokenizer_folder: Path | None = None,
+    tokenizer_folder: Path | str | None = None,
     chat_template: str | None = None,
     max_shard_bytes: float = MAX_SHARD_BYTES,
     model_card: str | None = None,
@@ -89,7 +89,7 @@ def export_hf(
             temporary,
             groups,
             hf_config=hf_config,
-            tokenizer_folder=tokenizer_folder,
+            tokenizer_folder=None if tokenizer_folder is None else Path(tokenizer_folder),
             chat_template=chat_template,
             max_shard_bytes=max_shard_bytes,
             model_card=model_card,
@@ -99,7 +99,7 @@ def export_hf(
 
 
 @contextmanager
-def published(folder: Path) -> Iterator[Path]:
+def published(folder: Path | str) -> Iterator[Path]:
     """Collective: yields a temporary sibling folder on every rank, and renames it to `folder` when the block ends.
 
     Only rank 0 creates and renames it. The block may run collectives; it must raise on every rank or on none. Raises

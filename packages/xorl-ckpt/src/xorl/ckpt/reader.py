@@ -93,7 +93,7 @@ class SafetensorsSource:
     `single_file` is the name of the file to read if there is no index.
     """
 
-    def __init__(self, folder: Path, *, single_file: str = SINGLE_FILE) -> None:
+    def __init__(self, folder: Path | str, *, single_file: str = SINGLE_FILE) -> None:
         """Raises CheckpointError if the folder has no safetensors files or an invalid index."""
         self._folder = Path(folder)
         self._single_file = single_file

@@ -11,6 +11,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Generic
 
+from xorl.config.arguments import naming_options
 from xorl.config.conflicts import conflicts_in
 from xorl.config.document import Node, ParsedDocument, node_of, read_document
 from xorl.config.local import Config
@@ -91,9 +92,10 @@ class ConfigWithOrigins(Generic[ConfigT]):
 
     @contextmanager
     def citing(self) -> Iterator[None]:
-        """A context that adds the option's line in the file to a ValueError whose message starts with an option."""
+        """A context in which errors of the libraries name options, and ValueErrors that start with one its line."""
         try:
-            yield
+            with naming_options():
+                yield
         except ValueError as error:
             origin = self._origin(re.split(r"[^\w.\[\]]", str(error), maxsplit=1)[0])
             if self.path is None or not origin.startswith(f"{self.path}:"):

@@ -127,7 +127,7 @@ def quantizable_linears(
         if excluded and len(excluded) < len(parts) and not is_excluded:
             raise ValueError(
                 f"{option}: {excluded[0]} shares one matrix with {', '.join(sorted(set(parts) - set(excluded)))}: "
-                "name all of them, or for attention set model.merge_qkv to false"
+                "name all of them, or for attention set merge_qkv=False"
             )
         if not excluded and not is_excluded:
             kept.append(path)
@@ -157,7 +157,7 @@ def _matches(name: str, target: str) -> bool:
     return matches_name(name, target) or name.startswith(f"{target}.")
 
 
-def quantize_linears(model: nn.Module, paths: Sequence[str], scheme: QuantScheme, option: str) -> None:
+def quantize_linears(model: nn.Module, paths: Sequence[str], scheme: QuantScheme, option: str = "group_size") -> None:
     """Replace the layers at `paths` of `model`, in place, by uninitialised quantised ones.
 
     Raises ValueError, starting with `option`, before anything is changed, if a layer does not fit the scheme.
@@ -171,7 +171,7 @@ def quantize_linears(model: nn.Module, paths: Sequence[str], scheme: QuantScheme
     if refused:
         raise ValueError(
             f"{option}: {len(refused)} layers do not fit {scheme.quant_format}: {'; '.join(refused[:3])}; choose a "
-            "group size that divides their rows, or list them in lora.exclude_modules"
+            "group size that divides their rows, or name them in exclude"
         )
     parts = _stacked_rows(model)
     for path, linear in linears.items():

@@ -50,7 +50,8 @@ class AdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Update every parameter that has a gradient; elementwise, so each rank updates only its own shards."""
-        assert closure is None, "closures are not supported"
+        if closure is not None:
+            raise ValueError("closure: closures are not supported; compute the gradients before the step")
         self.materialise()
         for group in self.param_groups:
             self._step_group(group)

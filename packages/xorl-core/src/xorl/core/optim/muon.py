@@ -88,7 +88,8 @@ class Muon(AdamW):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:
         """Update every parameter that has a gradient; the same ones must have one on every rank. Collective."""
-        assert closure is None, "closures are not supported"
+        if closure is not None:
+            raise ValueError("closure: closures are not supported; compute the gradients before the step")
         self.materialise()
         stacks: list[_MatrixStack] = []
         for group in self.param_groups:

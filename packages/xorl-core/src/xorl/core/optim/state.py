@@ -62,7 +62,8 @@ class OptimizerState:
         for group in groups:
             group["lr"] = 0.0
             for parameter in group["params"]:
-                assert parameter.grad is None, "create the state before the first backward pass"
+                if parameter.grad is not None:
+                    raise ValueError("optimizer: create its state before the first backward pass")
                 parameter.grad = torch.zeros_like(parameter)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)

@@ -81,8 +81,7 @@ class ParallelPolicy:
                 check_choice("recompute", module, RecomputeModule)
         if self.cpu_offload and self.data_parallel_mode != "fsdp2":
             raise ValueError(
-                f"train.enable_cpu_offload needs sharded parameters, but train.data_parallel_mode is "
-                f"{self.data_parallel_mode}: use fsdp2, which also works in one process"
+                f"cpu_offload: needs sharded parameters, but data_parallel_mode is {self.data_parallel_mode}: use fsdp2, which also works in one process"
             )
 
 
@@ -283,7 +282,7 @@ def _check_head_unit(head: nn.Module, units: Sequence[nn.Module]) -> None:
     inner = {module for module in head.modules() if module is not head}
     if within := sorted({type(unit).__name__ for unit in units if unit in inner}):
         raise ValueError(
-            f"model.basic_modules: {', '.join(within)} is also part of the model's head, which must be a single unit: "
+            f"unit_modules: {', '.join(within)} is also part of the model's head, which must be a single unit: "
             "leave it out, or put no adapter on lm_head"
         )
 
@@ -293,8 +292,8 @@ def _check_compiled_layers(layers: nn.ModuleList, units: Sequence[nn.Module]) ->
     inner = {module for layer in layers for module in layer.modules() if module is not layer}
     if within := sorted({type(unit).__name__ for unit in units if unit in inner}):
         raise ValueError(
-            f"model.basic_modules: {', '.join(within)} is inside a layer, but train.enable_compile compiles each "
-            "layer to one graph: leave it out, or set train.enable_compile: false"
+            f"unit_modules: {', '.join(within)} is inside a layer, but compile_backend compiles each "
+            "layer to one graph: leave it out, or set compile_backend=None"
         )
 
 
@@ -304,6 +303,6 @@ def _check_tied_head(model: nn.Module, units: Sequence[nn.Module]) -> None:
     for unit in units:
         if any(parameter is head_weight for parameter in unit.parameters()):
             raise ValueError(
-                f"model.basic_modules: {type(unit).__name__} owns the weight of the model's tied head, which is also "
+                f"unit_modules: {type(unit).__name__} owns the weight of the model's tied head, which is also "
                 "used outside of that module: leave it out"
             )

@@ -204,13 +204,11 @@ def sharding_units(model: nn.Module, names: Sequence[str], always: Sequence[nn.M
             found.append((path.count("."), module))
     if unmatched := sorted(name for name, modules in named.items() if not modules):
         known = sorted({type(module).__name__ for module in model.modules() if any(True for _ in module.parameters())})
-        raise ValueError(
-            f"model.basic_modules: no module is named {', '.join(unmatched)}; the model has {', '.join(known)}"
-        )
+        raise ValueError(f"unit_modules: no module is named {', '.join(unmatched)}; the model has {', '.join(known)}")
     for modules in named.values():
         if not any(map(_has_forward, modules)):
             raise ValueError(
-                f"model.basic_modules: {type(modules[0]).__name__} has no forward function, so it cannot be "
+                f"unit_modules: {type(modules[0]).__name__} has no forward function, so it cannot be "
                 "a separate unit: leave it out"
             )
     return [module for _, module in sorted(found, key=lambda item: -item[0])]
