@@ -81,3 +81,14 @@ def test_an_error_of_a_library_cites_the_line(tmp_path: Path) -> None:
     )
     with pytest.raises(ValueError, match=r"config.yaml:4: data.val_set_size: 5 of 2"), load_config(file).citing():
         raise ValueError("val_set_size: 5 of 2 documents cannot be held out")
+
+
+def test_a_configuration_is_loaded_by_text_and_with_a_mapping_of_options(tmp_path: Path) -> None:
+    # Catches a caller in Python who has to write a command line.
+    file = tmp_path / "config.yaml"
+    file.write_text("model: {model_path: m}\ndata: {datasets: [{path: d}]}\ntrain: {output_dir: o}\n")
+    loaded = load_config(str(file), {"train.lr": 3e-4, "data.select_columns": ["input_ids"], "train.max_steps": None})
+    assert loaded.config.train.lr == 3e-4
+    assert list(loaded.config.data.select_columns or ()) == ["input_ids"]
+    with pytest.raises(ValueError, match=r"train.lrr"):
+        load_config(file, {"train.lrr": 1})

@@ -7,6 +7,7 @@ from xorl.ckpt.export import export_hf
 from xorl.ckpt.hub import resolve_folder
 from xorl.ckpt.layout import read_manifest
 from xorl.ckpt.load import load_weights
+from xorl.ckpt.optimizer import OptimizerState
 from xorl.ckpt.reader import SafetensorsSource, WeightRecipe, WeightSource
 from xorl.ckpt.retention import Retention
 
@@ -15,6 +16,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointFailure",
     "Checkpointer",
+    "OptimizerState",
     "Retention",
     "SafetensorsSource",
     "Stateful",

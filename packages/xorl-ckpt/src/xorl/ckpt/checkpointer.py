@@ -24,6 +24,7 @@ from xorl.ckpt.errors import CheckpointError
 from xorl.ckpt.files import FileRecord, share_of_files, write_file
 from xorl.ckpt.layout import JSON, Manifest, StorageKind, TensorRecord
 from xorl.ckpt.metadata import read_metadata
+from xorl.ckpt.optimizer import OptimizerState
 from xorl.ckpt.ranks import all_gather_text, any_rank_holds, broadcast_text, fail_together, num_ranks, this_rank
 from xorl.ckpt.retention import Retention
 from xorl.ckpt.storage import read_gathered, read_shards, write_gathered, write_shards
@@ -86,7 +87,7 @@ class Checkpointer:
     def save(
         self,
         step: int,
-        state: Mapping[str, Stateful],
+        state: Mapping[str, Stateful | torch.optim.Optimizer],
         *,
         info: Mapping[str, JSON] | None = None,
         scalars: Mapping[str, JSON] | None = None,
@@ -101,6 +102,9 @@ class Checkpointer:
 
         With a `name`, the checkpoint is `{root}/{name}` instead, and `latest` does not change. `replaces` allows an
         existing checkpoint of that name; it stays complete until the new one replaces it.
+
+        A part of the state is a `Stateful`, such as a module, or an optimizer of torch, whose state is named by the
+        parameters of the modules in the same state and saved with the numbers of its parameter groups.
 
         `info` goes into the manifest and `scalars` into a file; both are rank 0's. `rng` is saved per rank.
         `write_extra_files` is called on every rank with the folder; it writes additional files into the folder and
@@ -130,7 +134,7 @@ class Checkpointer:
                 self._prune()
 
         with fail_together("save a checkpoint"):
-            tensors = _flatten(_collect(state))
+            tensors = _flatten(_collect(_stateful(state)))
             small_files = {layout.SCALARS: _json_bytes(scalars or {})} if this_rank() == 0 else {}
             _json_bytes(info or {})  # raises if it cannot be written into the manifest
             if rng:
@@ -185,7 +189,11 @@ class Checkpointer:
         self._current = final
 
     def load(
-        self, path: Path | str, state: Mapping[str, Stateful], *, skip_parts: tuple[str, ...] = ()
+        self,
+        path: Path | str,
+        state: Mapping[str, Stateful | torch.optim.Optimizer],
+        *,
+        skip_parts: tuple[str, ...] = (),
     ) -> LoadedCheckpoint:
         """Copy a checkpoint into `state`; any number of ranks and either manager may have saved it.
 
@@ -198,7 +206,11 @@ class Checkpointer:
         return self.prepare_load(path, state, skip_parts=skip_parts)()
 
     def prepare_load(
-        self, path: Path | str, state: Mapping[str, Stateful], *, skip_parts: tuple[str, ...] = ()
+        self,
+        path: Path | str,
+        state: Mapping[str, Stateful | torch.optim.Optimizer],
+        *,
+        skip_parts: tuple[str, ...] = (),
     ) -> Callable[[], LoadedCheckpoint]:
         """Run the checks of `load` without changing anything; returns a function that copies the values.
 
@@ -207,7 +219,8 @@ class Checkpointer:
         path = _absolute(path)
         with fail_together(f"load {path}"):
             manifest = layout.read_manifest(path)
-            parts = _collect(state)
+            stateful = _stateful(state)
+            parts = _collect(stateful)
             tensors = _flatten(parts)
             problems = _differences(tensors, manifest.tensors)
         given = set(all_gather_text(f"{path} (manifest {manifest.digest()})"))
@@ -233,7 +246,7 @@ class Checkpointer:
             if metadata is not None:
                 read_shards(tensors, path, metadata)
             with fail_together(f"load {path}"):
-                for name, part in state.items():
+                for name, part in stateful.items():
                     part.load_state_dict(parts[name])
                 scalars = cast(dict[str, JSON], json.loads((path / layout.SCALARS).read_text(encoding="utf-8")))
                 rng = _read_rng(path, manifest)
@@ -340,6 +353,20 @@ class Checkpointer:
 def _absolute(path: Path | str) -> Path:
     """Absolute and normalised: the working directory may change, and paths are compared."""
     return Path(os.path.abspath(path))
+
+
+def _stateful(state: Mapping[str, Stateful | torch.optim.Optimizer]) -> dict[str, Stateful]:
+    """The state with the state of each optimizer named by the parameters of the modules in it."""
+    modules = {name: part for name, part in state.items() if isinstance(part, torch.nn.Module)}
+    named = [
+        (f"{name}.{path}" if len(modules) > 1 else path, parameter)
+        for name, module in modules.items()
+        for path, parameter in module.named_parameters()
+    ]
+    return {
+        name: OptimizerState(part, named, with_groups=True) if isinstance(part, torch.optim.Optimizer) else part
+        for name, part in state.items()
+    }
 
 
 def _collect(state: Mapping[str, Stateful]) -> dict[str, dict[str, torch.Tensor]]:

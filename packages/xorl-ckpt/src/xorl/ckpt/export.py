@@ -20,7 +20,15 @@ from xorl.ckpt.errors import CheckpointError
 from xorl.ckpt.files import sync_file
 from xorl.ckpt.layout import TensorRecord
 from xorl.ckpt.ranks import fail_together, this_rank
-from xorl.ckpt.reader import INDEX_FILE, SINGLE_FILE, SafetensorsSource, WeightRecipe, WeightSource, source_shapes
+from xorl.ckpt.reader import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    SafetensorsSource,
+    SameTensor,
+    WeightRecipe,
+    WeightSource,
+    source_shapes,
+)
 from xorl.ckpt.regions import dtype_name, gather_whole
 from xorl.ckpt.tensor_file import TensorGroup, write_tensor_file
 
@@ -63,7 +71,7 @@ class _Shard:
 @torch.no_grad()
 def export_hf(
     params: Mapping[str, torch.Tensor],
-    recipes: Mapping[str, WeightRecipe],
+    recipes: Mapping[str, WeightRecipe] | None,
     folder: Path | str,
     *,
     hf_config: Mapping[str, object],
@@ -76,11 +84,14 @@ def export_hf(
 ) -> Path:
     """Collective: write safetensors, their index, config.json and the tokenizer's files; returns the folder.
 
-    A `dtype` of None keeps each parameter's dtype. `hf_config` is written unchanged except for its dtype, which is set
-    to that of the weights. `chat_template` replaces the tokenizer's template. Tied weights are not written, as they are
-    not in `params`. `model_card` becomes README.md. For `gather` see `parameter_groups`. Raises CheckpointError, before
-    anything is written, if the folder exists and is not empty.
+    Without recipes, the parameters are written under their own names. A `dtype` of None keeps each parameter's dtype.
+    `hf_config` is written unchanged except for its dtype, which is set to that of the weights. `chat_template` replaces
+    the tokenizer's template. Tied weights are not written, as they are not in `params`. `model_card` becomes README.md.
+    For `gather` see `parameter_groups`. Raises CheckpointError, before anything is written, if the folder exists and is
+    not empty.
     """
+    if recipes is None:
+        recipes = {name: SameTensor(name, tuple(param.shape)) for name, param in params.items()}
     with fail_together(f"export to {folder}"):
         groups = parameter_groups(params, recipes, dtype=dtype, gather=gather)
     folder = Path(folder).absolute()

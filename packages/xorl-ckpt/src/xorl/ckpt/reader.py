@@ -6,6 +6,7 @@ SafetensorsSource reads a folder in Hugging Face's layout: `model.safetensors`, 
 import json
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -73,6 +74,25 @@ class WeightRecipe(Protocol):
     def read(self, source: WeightSource, start: int, stop: int) -> torch.Tensor: ...
 
     def split(self, tensor: torch.Tensor) -> Mapping[str, torch.Tensor]: ...
+
+
+@dataclass(frozen=True)
+class SameTensor:
+    """The recipe of a parameter that a file holds under its own name, in its own shape."""
+
+    name: str
+    shape: tuple[int, ...]
+    join_dim: None = None
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (self.name,)
+
+    def read(self, source: WeightSource, start: int, stop: int) -> torch.Tensor:
+        return source.read(self.name, start, stop)
+
+    def split(self, tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        return {self.name: tensor}
 
 
 def source_shapes(recipes: Mapping[str, WeightRecipe]) -> dict[str, tuple[int, ...]]:

@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from xorl.ckpt import OptimizerState
 from xorl.core.loss import IGNORE, LossFn, LossOutput
 from xorl.core.models import Decoder
 from xorl.core.models.router_losses import RouterLosses, RouterSums
-from xorl.core.optim import Fp32Accumulation, OptimizerState, gradient_scale
+from xorl.core.optim import Fp32Accumulation, gradient_scale
 from xorl.core.parallel import ParallelModel
 from xorl.core.parallel.exposed import record_waits
 from xorl.data import PackedBatch

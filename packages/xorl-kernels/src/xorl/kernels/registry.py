@@ -55,7 +55,7 @@ class Registry(Generic[RequestT, FunctionT]):
 
     def register(self, backend: Backend[RequestT, FunctionT]) -> None:
         if backend.name in (AUTO, *self._backends):
-            raise ValueError(f"name: there is already a {self.kind} backend {backend.name!r}; choose another name")
+            raise ValueError(f"name: there is already the {self.kind} backend {backend.name!r}; choose another name")
         self._backends[backend.name] = backend
 
     def resolve(self, name: str, request: RequestT) -> FunctionT:

@@ -11,6 +11,7 @@ from xorl.lora.inject import (
     load_adapter_state_dict,
 )
 from xorl.lora.merge import merge_
+from xorl.lora.quantized import quantize_
 from xorl.lora.spec import AdapterSpec
 
 __all__ = [
@@ -25,4 +26,5 @@ __all__ = [
     "inject",
     "load_adapter_state_dict",
     "merge_",
+    "quantize_",
 ]

@@ -18,6 +18,7 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from xorl.core.models import Decoder
 from xorl.core.nn import Linear
@@ -26,7 +27,9 @@ from xorl.core.parallel import local_part
 from xorl.core.parallel.fsdp import shard_groups
 from xorl.kernels.quant import QuantizedWeight, QuantScheme, adapted_quantized_linear, dequantized, quantized_linear
 from xorl.kernels.quant.nvfp4 import nvfp4_global_scale
-from xorl.lora.spec import matches_name
+from xorl.lora.linear import TorchLinear
+from xorl.lora.spec import AdapterSpec, matches_name
+from xorl.lora.targets import resolve
 
 
 class QuantizedLinear(Linear):
@@ -177,6 +180,43 @@ def quantize_linears(model: nn.Module, paths: Sequence[str], scheme: QuantScheme
     for path, linear in linears.items():
         assert isinstance(linear, Linear)
         model.set_submodule(path, QuantizedLinear(linear, scheme, parts.get(path, ())))
+
+
+@torch.no_grad()
+def quantize_(
+    model: nn.Module, scheme: QuantScheme, *, targets: Sequence[str] | str = "all-linear", exclude: Sequence[str] = ()
+) -> tuple[str, ...]:
+    """Quantise the current values of linear layers of any module, in place and frozen; returns the layers' paths.
+
+    `targets` are as for `AdapterSpec`; `exclude` names layers to leave as they are, in the same way. Call it before the
+    model is sharded, and before adapters are added with `inject`.
+
+    Raises ValueError, before anything is changed, for a name that matches nothing, and for layers that have an adapter,
+    are on the meta device or do not fit the scheme.
+    """
+    sites = resolve(AdapterSpec(targets="all-linear" if targets == "all-linear" else tuple(targets)), model)
+    if unknown := [name for name in exclude if not any(matches_name(site.name, name) for site in sites)]:
+        raise ValueError(f"exclude: no layer among the targets is named {', '.join(unknown)}")
+    paths = dict.fromkeys(site.path for site in sites if not any(matches_name(site.name, name) for name in exclude))
+    layers = {path: model.get_submodule(path) for path in paths}
+    for path, layer in layers.items():
+        if not isinstance(layer, (nn.Linear, Linear)) or isinstance(layer, QuantizedLinear):
+            raise ValueError(f"targets: {path} is a {type(layer).__name__}; only linear layers can be quantised")
+        if isinstance(layer, Linear) and layer.adapter is not None:
+            raise ValueError(f"targets: {path} has an adapter; quantise a model before adapters are added to it")
+        if isinstance(layer.weight, DTensor):
+            raise ValueError(f"targets: {path} is sharded; quantise a model before it is sharded")
+        if layer.weight.is_meta:
+            raise ValueError(f"targets: {path} is on the meta device, without values to quantise")
+        if (refusal := scheme.shape_refusal(layer.in_features)) is not None:
+            raise ValueError(f"group_size: {path} does not fit {scheme.quant_format}: {refusal}; exclude it")
+    parts = _stacked_rows(model)
+    for path, layer in layers.items():
+        plain = layer if isinstance(layer, Linear) else TorchLinear(layer)
+        quantized = QuantizedLinear(plain, scheme, parts.get(path, ()))
+        write_rows_(quantized, plain.weight)
+        model.set_submodule(path, quantized)
+    return tuple(paths)
 
 
 def _stacked_rows(model: nn.Module) -> dict[str, tuple[int, ...]]:

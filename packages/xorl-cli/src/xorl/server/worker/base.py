@@ -12,8 +12,8 @@ from torch import nn
 
 from xorl.ckpt.layout import JSON
 from xorl.config import Config, ServerConfig
-from xorl.config.entries import SweepMemberConfig
 from xorl.config.arguments import in_options
+from xorl.config.entries import SweepMemberConfig
 from xorl.config.server_training import in_server_terms, training_config
 from xorl.core.mesh import Mesh
 from xorl.core.models import Decoder

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from xorl.core.optim.local import flat_offset, local
+from xorl.core.shards import flat_offset, local
 from xorl.kernels.optim import Noise, adamw_
 
 BETAS = (0.9, 0.999)

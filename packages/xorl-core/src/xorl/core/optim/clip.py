@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 
-from xorl.core.optim.local import local
+from xorl.core.shards import local
 from xorl.kernels.optim import scale_, square_sum
 
 

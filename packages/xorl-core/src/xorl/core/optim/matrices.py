@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from xorl.core.optim.local import flat_offset, local
 from xorl.core.optim.newton_schulz import orthogonalisation_flops
+from xorl.core.shards import flat_offset, local
 
 Owner = tuple[int, int]
 

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from xorl.core.optim.adamw import AdamW, StepControls, count_steps_, step_controls
-from xorl.core.optim.local import local
 from xorl.core.optim.matrices import Exchange, Grid, Matrix, Run, logical_matrices, plan_rounds
 from xorl.core.optim.newton_schulz import orthogonalise
+from xorl.core.shards import local
 from xorl.kernels.arguments import check_choice
 from xorl.kernels.optim import Noise, descend_, momentum_
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from xorl.core.optim.adamw import step_controls
-from xorl.core.optim.local import local
+from xorl.core.shards import local
 from xorl.kernels.optim import descend_
 
 

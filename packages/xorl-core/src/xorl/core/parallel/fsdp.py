@@ -14,9 +14,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from xorl.core.parallel.copy_engine import CopyEngineAllGather, CopyEngineReduceScatter, can_use_copy_engines
+from xorl.core.shards import local_part
 
 
 def shard(
@@ -168,14 +168,6 @@ def shard_groups(weight: Tensor) -> list[dist.ProcessGroup]:
         return []
     mesh = weight.device_mesh
     return [mesh.get_group(axis) for axis, placement in enumerate(weight.placements) if isinstance(placement, Shard)]
-
-
-def local_part(parameter: Tensor) -> tuple[Tensor, Sequence[int]]:
-    """This rank's part of `parameter`, sharing its memory, and the index of its first element in the whole."""
-    if not isinstance(parameter, DTensor):
-        return parameter, (0,) * parameter.dim()
-    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    return parameter.to_local(), offset
 
 
 @torch.no_grad()

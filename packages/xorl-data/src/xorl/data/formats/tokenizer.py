@@ -102,7 +102,7 @@ class TextTokenizer:
 
 
 def load_tokenizer(folder: Path | str) -> TextTokenizer:
-    """Loads the tokenizer in `folder`. Raises DataError, naming the argument tokenizer_folder, if there is no usable one."""
+    """Loads the tokenizer in `folder`. Raises DataError if there is no usable one."""
     folder = Path(folder)
     # Each process encodes in one thread; dataset_num_proc sets the number of processes.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -30,6 +30,7 @@ def config_of(
     spec: AdapterSpec,
     *,
     base: str | None,
+    task_type: str | None = "CAUSAL_LM",
     transposed: Collection[str] = (),
     found: Mapping[str, Adapter] | None = None,
 ) -> AdapterConfig:
@@ -37,7 +38,8 @@ def config_of(
 
     Targets, ranks and alphas are those of the existing adapters, under the shortest unambiguous names. `transposed` are
     the linear layers whose weight is stored as [in, out] in the base's files; these must be all adapted linear layers,
-    or none. `found` overrides the adapters, for those of a bank.
+    or none. `task_type` is None for modules that are no language models. `found` overrides the adapters, for those of a
+    bank.
     """
     found = adapters(model) if found is None else found
     linear = {name for name, adapter in found.items() if not adapter.is_embedding}
@@ -61,7 +63,7 @@ def config_of(
     )
     for name, adapter in found.items():
         assert written.scale_of(name) == adapter.scale, f"the written config would change the scale of {name}"
-    return AdapterConfig(written, base, fan_in_fan_out=bool(fan_in_fan_out))
+    return AdapterConfig(written, base, task_type, fan_in_fan_out=bool(fan_in_fan_out))
 
 
 def adapter_tensors(model: nn.Module, found: Mapping[str, Adapter] | None = None) -> dict[str, FileTensor]:

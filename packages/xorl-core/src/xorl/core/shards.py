@@ -1,6 +1,7 @@
-"""The local part of a tensor that may be sharded."""
+"""This rank's part of a tensor that may be sharded."""
 
 import math
+from collections.abc import Sequence
 from typing import cast
 
 from torch import Tensor
@@ -11,6 +12,14 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 def local(tensor: Tensor) -> Tensor:
     """This rank's shard of a DTensor, sharing its memory; a plain tensor is returned as it is."""
     return cast(DTensor, tensor).to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def local_part(tensor: Tensor) -> tuple[Tensor, Sequence[int]]:
+    """This rank's part of `tensor`, sharing its memory, and the index of its first element in the whole."""
+    if not isinstance(tensor, DTensor):
+        return tensor, (0,) * tensor.dim()
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tensor.to_local(), offset
 
 
 def flat_offset(tensor: Tensor) -> int:
