@@ -1,5 +1,7 @@
 """Verified distributed checkpoints, and Hugging Face weights in and out of sharded parameters."""
 
+from importlib.metadata import version
+
 from xorl.ckpt.background import BackgroundWriter
 from xorl.ckpt.checkpointer import Checkpointer, Stateful
 from xorl.ckpt.errors import CheckpointError, CheckpointFailure
@@ -26,4 +28,7 @@ __all__ = [
     "load_weights",
     "read_manifest",
     "resolve_folder",
+    "__version__",
 ]
+
+__version__ = version("xorl-ckpt")

@@ -1,5 +1,7 @@
 """LoRA for any torch module and for xorl's decoder: trains small matrices beside the frozen weights."""
 
+from importlib.metadata import version
+
 from xorl.lora.bank import Adam, AdapterBank
 from xorl.lora.inject import (
     Adapter,
@@ -27,4 +29,7 @@ __all__ = [
     "load_adapter_state_dict",
     "merge_",
     "quantize_",
+    "__version__",
 ]
+
+__version__ = version("xorl-lora")
