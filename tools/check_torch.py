@@ -40,7 +40,7 @@ def main() -> int:
 
 
 def _run(distribution: Distribution, which: str, tests: tuple[str, ...]) -> int:
-    """Runs tests in an environment with the oldest or the newest torch, and prints one line, and output if it failed."""
+    """Runs tests with the oldest or the newest torch, and prints one line, followed by all output if a test failed."""
     requirements = ["torch" if which == "newest" else oldest_torch(distribution), *TEST_TOOLS]
     command = [uv(), "run", "--isolated", "--no-project", "--with-editable", str(distribution.folder)]
     command += [argument for requirement in requirements for argument in ("--with", requirement)]

@@ -1,6 +1,7 @@
 """Checks that the six wheels and sdists build and are fit to publish: `uv run tools/check_wheels.py`.
 
-twine checks their metadata. The wheels are installed in a temporary environment that borrows third-party packages from this one.
+twine checks their metadata. The wheels are installed in a temporary environment that borrows third-party packages from
+this one.
 """
 
 import email
@@ -12,6 +13,7 @@ import zipfile
 from pathlib import Path
 
 from packaging.requirements import Requirement
+
 from workspace import ROOT, Distribution, distributions, uv
 
 IMPORT_ALL = """

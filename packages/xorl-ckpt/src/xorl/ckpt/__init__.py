@@ -24,11 +24,11 @@ __all__ = [
     "Stateful",
     "WeightRecipe",
     "WeightSource",
+    "__version__",
     "export_hf",
     "load_weights",
     "read_manifest",
     "resolve_folder",
-    "__version__",
 ]
 
 __version__ = version("xorl-ckpt")

@@ -15,7 +15,6 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as parse_safetensors
 from safetensors.torch import save as format_safetensors
-from torch.distributed.tensor import DTensor
 
 from xorl.ckpt import layout
 from xorl.ckpt import publish as publishing
@@ -23,11 +22,10 @@ from xorl.ckpt.background import BackgroundWriter
 from xorl.ckpt.errors import CheckpointError
 from xorl.ckpt.files import FileRecord, share_of_files, write_file
 from xorl.ckpt.layout import JSON, Manifest, StorageKind, TensorRecord
-from xorl.ckpt.metadata import read_metadata
 from xorl.ckpt.optimizer import OptimizerState
 from xorl.ckpt.ranks import all_gather_text, any_rank_holds, broadcast_text, fail_together, num_ranks, this_rank
+from xorl.ckpt.regions import is_dtensor
 from xorl.ckpt.retention import Retention
-from xorl.ckpt.storage import read_gathered, read_shards, write_gathered, write_shards
 
 logger = logging.getLogger(__name__)
 
@@ -238,6 +236,10 @@ class Checkpointer:
             _raise_other_model(path, problems, unexpected)
             layout.require_intact(path, manifest.files, share_of_files(manifest.files, this_rank(), num_ranks()))
 
+        # torch's distributed checkpoints take a second to import.
+        from xorl.ckpt.metadata import read_metadata  # noqa: PLC0415
+        from xorl.ckpt.storage import read_gathered, read_shards  # noqa: PLC0415
+
         def copy() -> LoadedCheckpoint:
             with fail_together(f"load {path}"):
                 metadata = read_metadata(path, manifest.files) if manifest.storage == "dcp" else None
@@ -321,6 +323,8 @@ class Checkpointer:
         write_extra_files: ExtraFilesWriter | None,
     ) -> Manifest:
         """Collective: write all files except the manifest, and return it. Only rank 0's manifest is complete."""
+        from xorl.ckpt.storage import write_gathered, write_shards  # noqa: PLC0415 - takes a second
+
         with fail_together("save a checkpoint"):
             files = {name: write_file(folder / name, content) for name, content in small_files.items()}
         written, records = (write_shards if self._manager == "dcp" else write_gathered)(tensors, folder)
@@ -383,7 +387,7 @@ def _collect(state: Mapping[str, Stateful]) -> dict[str, dict[str, torch.Tensor]
                 raise CheckpointError(
                     f"state: {name}.{key} is of type {kind}; only tensors can be saved (numbers go to scalars)"
                 )
-            partial = isinstance(value, DTensor) and any(placement.is_partial() for placement in value.placements)
+            partial = is_dtensor(value) and any(placement.is_partial() for placement in value.placements)
             if value.layout != torch.strided or value.is_meta or partial:
                 raise CheckpointError(
                     f"state: {name}.{key} is sparse, on the meta device or a partial sum; it cannot be saved"
@@ -399,7 +403,7 @@ def _flatten(parts: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, torch
 
 def _describe_meshes(tensors: Mapping[str, torch.Tensor]) -> list[dict[str, list[str] | list[int]]]:
     """The names and axis sizes of the distinct device meshes over which the tensors are sharded."""
-    meshes = {tensor.device_mesh for tensor in tensors.values() if isinstance(tensor, DTensor)}
+    meshes = {tensor.device_mesh for tensor in tensors.values() if is_dtensor(tensor)}
     described = {(tuple(mesh.mesh_dim_names or ()), tuple(mesh.shape)) for mesh in meshes}
     return [{"axes": list(names), "sizes": list(sizes)} for names, sizes in sorted(described)]
 

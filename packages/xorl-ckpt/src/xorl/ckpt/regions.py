@@ -1,10 +1,15 @@
 """Which part of a global tensor this rank holds. Only this file queries DTensor for it."""
 
+from __future__ import annotations
+
+import sys
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True)
@@ -34,32 +39,40 @@ class Region:
         return rows
 
 
+def is_dtensor(tensor: torch.Tensor) -> TypeGuard[DTensor]:
+    """Whether `tensor` is a DTensor. There is none before torch's module of them is imported, which takes a second."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's local storage of the tensor, which may be written in place."""
-    if isinstance(tensor, DTensor):
+    if is_dtensor(tensor):
         return tensor.to_local().detach()
     return tensor.detach()
 
 
 def local_region(tensor: torch.Tensor) -> Region:
     """The region that `local_tensor` covers."""
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return Region((0,) * tensor.ndim, tuple(tensor.shape))
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # noqa: PLC0415 - see is_dtensor
+
     sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return Region(tuple(offsets), tuple(sizes))
 
 
 def with_local(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """A tensor that is placed like `tensor`, with `local` as this rank's part, which may be on another device."""
-    if isinstance(tensor, DTensor):
+    if is_dtensor(tensor):
         # `DTensor.from_local` would move the part to the device of the mesh.
-        return DTensor(local, tensor._spec, requires_grad=False)
+        return type(tensor)(local, tensor._spec, requires_grad=False)
     return local
 
 
 def gather_whole(tensor: torch.Tensor) -> torch.Tensor:
     """The full tensor on every rank of its mesh. Collective for a DTensor."""
-    if isinstance(tensor, DTensor):
+    if is_dtensor(tensor):
         return tensor.full_tensor().detach()
     return tensor.detach()
 

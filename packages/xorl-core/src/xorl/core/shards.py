@@ -1,31 +1,64 @@
 """This rank's part of a tensor that may be sharded."""
 
-import math
-from collections.abc import Sequence
-from typing import cast
+from __future__ import annotations
 
+import math
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeGuard
+
+import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Whether `tensor` is a DTensor. There is none before torch's module of them is imported, which takes a second."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's shard of a DTensor, sharing its memory; a plain tensor is returned as it is."""
-    return cast(DTensor, tensor).to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def local_part(tensor: Tensor) -> tuple[Tensor, Sequence[int]]:
     """This rank's part of `tensor`, sharing its memory, and the index of its first element in the whole."""
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return tensor, (0,) * tensor.dim()
-    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    _, offset = _shape_and_offset(tensor)
     return tensor.to_local(), offset
 
 
 def flat_offset(tensor: Tensor) -> int:
     """The row-major index in the whole tensor of this rank's first element. Only rows may be sharded."""
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return 0
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    shape, offset = _shape_and_offset(tensor)
     assert tuple(shape[1:]) == tuple(tensor.shape[1:]), f"only rows may be sharded, not {tensor.placements}"
     return offset[0] * math.prod(tensor.shape[1:]) if offset else 0
+
+
+def shard_groups(weight: Tensor) -> list[dist.ProcessGroup]:
+    """The process groups over which the rows of `weight` are sharded; empty if it is not sharded."""
+    if not is_dtensor(weight):
+        return []
+    mesh = weight.device_mesh
+    return [mesh.get_group(axis) for axis, placement in enumerate(weight.placements) if placement.is_shard()]
+
+
+@torch.no_grad()
+def copy_shard_(parameter: Tensor, full: Tensor) -> None:
+    """Copy this rank's part of `full`, the whole tensor, into `parameter`, sharded or not. Not collective."""
+    part, offset = local_part(parameter)
+    part.copy_(full[tuple(slice(start, start + size) for start, size in zip(offset, part.shape, strict=True))])
+
+
+def _shape_and_offset(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # noqa: PLC0415 - see is_dtensor
+
+    return compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)

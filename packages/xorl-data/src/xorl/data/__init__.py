@@ -19,10 +19,10 @@ __all__ = [
     "PackedBatch",
     "PrepareOptions",
     "StepLoader",
+    "__version__",
     "pack",
     "prepare",
     "split_documents",
-    "__version__",
 ]
 
 __version__ = version("xorl-data")

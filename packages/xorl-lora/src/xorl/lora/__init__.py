@@ -21,6 +21,7 @@ __all__ = [
     "Adapter",
     "AdapterBank",
     "AdapterSpec",
+    "__version__",
     "adapter_parameters",
     "adapter_state_dict",
     "adapters",
@@ -29,7 +30,6 @@ __all__ = [
     "load_adapter_state_dict",
     "merge_",
     "quantize_",
-    "__version__",
 ]
 
 __version__ = version("xorl-lora")

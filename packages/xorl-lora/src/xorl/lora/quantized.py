@@ -18,13 +18,11 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from xorl.core.models import Decoder
 from xorl.core.nn import Linear
 from xorl.core.nn.moe import ExpertLinear
-from xorl.core.parallel import local_part
-from xorl.core.parallel.fsdp import shard_groups
+from xorl.core.shards import is_dtensor, local_part, shard_groups
 from xorl.kernels.quant import QuantizedWeight, QuantScheme, adapted_quantized_linear, dequantized, quantized_linear
 from xorl.kernels.quant.nvfp4 import nvfp4_global_scale
 from xorl.lora.linear import TorchLinear
@@ -204,7 +202,7 @@ def quantize_(
             raise ValueError(f"targets: {path} is a {type(layer).__name__}; only linear layers can be quantised")
         if isinstance(layer, Linear) and layer.adapter is not None:
             raise ValueError(f"targets: {path} has an adapter; quantise a model before adapters are added to it")
-        if isinstance(layer.weight, DTensor):
+        if is_dtensor(layer.weight):
             raise ValueError(f"targets: {path} is sharded; quantise a model before it is sharded")
         if layer.weight.is_meta:
             raise ValueError(f"targets: {path} is on the meta device, without values to quantise")

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 
-from xorl.core.shards import local
+from xorl.core.shards import is_dtensor, local
 from xorl.kernels.optim import scale_, square_sum
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Placement
 
 
 @torch.no_grad()
@@ -63,7 +66,7 @@ def _total_norm(grads: Sequence[Tensor]) -> Tensor:
     # Query the mesh once per placement, not per gradient: there are few placements and many gradients.
     by_placement: dict[tuple[DeviceMesh, tuple[Placement, ...]] | None, list[Tensor]] = {}
     for grad in grads:
-        placement = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None
+        placement = (grad.device_mesh, grad.placements) if is_dtensor(grad) else None
         by_placement.setdefault(placement, []).append(local(grad))
     by_axes: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
     for placement, parts in by_placement.items():
@@ -80,5 +83,5 @@ def _total_norm(grads: Sequence[Tensor]) -> Tensor:
 
 def _sharding_groups(mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[dist.ProcessGroup, ...]:
     """The groups that a gradient is sharded over. Replicas are left out, so that no element counts twice."""
-    assert not any(isinstance(placement, Partial) for placement in placements), "gradients must be reduced first"
-    return tuple(mesh.get_group(axis) for axis, placement in enumerate(placements) if isinstance(placement, Shard))
+    assert not any(placement.is_partial() for placement in placements), "gradients must be reduced first"
+    return tuple(mesh.get_group(axis) for axis, placement in enumerate(placements) if placement.is_shard())

@@ -8,15 +8,13 @@ from itertools import pairwise
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.distributed.tensor import DTensor, Shard
 
 from xorl.core.parallel.copy_engine import CopyEngineAllGather, CopyEngineReduceScatter, can_use_copy_engines
-from xorl.core.shards import local_part
 
 
 def shard(
@@ -160,21 +158,6 @@ def sharded_parameters(model: nn.Module) -> dict[tuple[nn.Module, str], FSDPPara
         for parameter in [] if group is None else group.fsdp_params:
             found[parameter._module_info.module, parameter._module_info.param_name] = parameter
     return found
-
-
-def shard_groups(weight: Tensor) -> list[dist.ProcessGroup]:
-    """The process groups over which the rows of `weight` are sharded; empty if it is not sharded."""
-    if not isinstance(weight, DTensor):
-        return []
-    mesh = weight.device_mesh
-    return [mesh.get_group(axis) for axis, placement in enumerate(weight.placements) if isinstance(placement, Shard)]
-
-
-@torch.no_grad()
-def copy_shard_(parameter: Tensor, full: Tensor) -> None:
-    """Copy this rank's part of `full`, the whole tensor, into `parameter`, sharded or not. Not collective."""
-    part, offset = local_part(parameter)
-    part.copy_(full[tuple(slice(start, start + size) for start, size in zip(offset, part.shape, strict=True))])
 
 
 def sharding_units(model: nn.Module, names: Sequence[str], always: Sequence[nn.Module]) -> list[nn.Module]:

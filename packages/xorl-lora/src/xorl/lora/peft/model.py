@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from xorl.core.models.recipes import WeightSource
-from xorl.core.parallel import copy_shard_
+from xorl.core.shards import copy_shard_
 from xorl.lora.inject import Adapter, adapters
 from xorl.lora.merge import full_tensor, magnitude, set_magnitude_
 from xorl.lora.peft.config import AdapterConfig, shared_value, shortest_names
