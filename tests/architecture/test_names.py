@@ -56,4 +56,6 @@ def test_a_package_only_re_exports(file: Path) -> None:
     # Would catch logic that hides in `__init__.py` and runs whenever anything below is imported.
     body = ast.parse(file.read_text(encoding="utf-8")).body
     other = [f"line {statement.lineno}" for statement in body if not is_re_export(statement)]
-    assert not other, f"{file.relative_to(PACKAGES)} holds more than a docstring, `from ... import`, tables, __all__ and __version__"
+    assert not other, (
+        f"{file.relative_to(PACKAGES)} holds more than a docstring, `from ... import`, tables, __all__ and __version__"
+    )
