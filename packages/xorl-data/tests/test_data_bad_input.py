@@ -199,8 +199,8 @@ def test_options_that_cannot_be_are_refused(tmp_path, options, make_rows, write_
         ({"dataset_shard_num": 2}, "set both dataset_shard_num and dataset_shard_idx"),
         ({"dataset_shard_num": 2, "dataset_shard_idx": 5}, "dataset_shard_idx: 5 is not in 0..1"),
         ({"dataset_shard_num": 20, "dataset_shard_idx": 19}, "leave shard 19 empty"),
-        ({"bin_len": 0}, "sample_packing_sequence_len: 0"),
-        ({"prepared_path": tmp_path / "rows.jsonl"}, "dataset_prepared_path: .* cannot be created"),
+        ({"bin_len": 0}, "bin_len: 0, want at least 1"),
+        ({"prepared_path": tmp_path / "rows.jsonl"}, "prepared_path: .* cannot be created"),
     ):
         with pytest.raises(DataError, match=message):
             prepare([entry], PrepareOptions(**{**vars(options), **changes}))

@@ -196,8 +196,9 @@ def quantize_(
     if unknown := [name for name in exclude if not any(matches_name(site.name, name) for site in sites)]:
         raise ValueError(f"exclude: no layer among the targets is named {', '.join(unknown)}")
     paths = dict.fromkeys(site.path for site in sites if not any(matches_name(site.name, name) for name in exclude))
-    layers = {path: model.get_submodule(path) for path in paths}
-    for path, layer in layers.items():
+    layers: dict[str, nn.Linear | Linear] = {}
+    for path in paths:
+        layer = model.get_submodule(path)
         if not isinstance(layer, (nn.Linear, Linear)) or isinstance(layer, QuantizedLinear):
             raise ValueError(f"targets: {path} is a {type(layer).__name__}; only linear layers can be quantised")
         if isinstance(layer, Linear) and layer.adapter is not None:
@@ -208,6 +209,7 @@ def quantize_(
             raise ValueError(f"targets: {path} is on the meta device, without values to quantise")
         if (refusal := scheme.shape_refusal(layer.in_features)) is not None:
             raise ValueError(f"group_size: {path} does not fit {scheme.quant_format}: {refusal}; exclude it")
+        layers[path] = layer
     parts = _stacked_rows(model)
     for path, layer in layers.items():
         plain = layer if isinstance(layer, Linear) else TorchLinear(layer)
