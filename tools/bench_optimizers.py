@@ -27,7 +27,7 @@ from xorl.core.mesh import Mesh, ParallelDims
 from xorl.core.models import Decoder, spec_for
 from xorl.core.optim import MuonOptions, OptimizerName, build_optimizer, gradient_scale
 from xorl.core.optim.newton_schulz import orthogonalisation_flops
-from xorl.core.parallel import ParallelPolicy, local_part, parallelize
+from xorl.core.parallel import ParallelPolicy, parallelize
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 OPTIMIZERS: tuple[OptimizerName, ...] = ("adamw", "anyprecision_adamw", "sgd", "muon")
@@ -74,7 +74,7 @@ def build_model(hf_config: Mapping[str, object], param_dtype: torch.dtype, devic
 
     def fill(module: nn.Module) -> None:
         assert module is model
-        model.init_weights(0, local_part=local_part)
+        model.init_weights(0)
 
     mesh = Mesh(ParallelDims.resolve("fsdp2", runtime.world_size()), device.type)
     parallelize(model, mesh, ParallelPolicy(), device=device, fill=fill)

@@ -25,7 +25,7 @@ from xorl.core import runtime
 from xorl.core.mesh import Mesh, ParallelDims
 from xorl.core.models import Decoder, spec_for
 from xorl.core.nn import LayerKernels
-from xorl.core.parallel import ParallelModel, ParallelPolicy, local_part, parallelize
+from xorl.core.parallel import ParallelModel, ParallelPolicy, parallelize
 from xorl.core.runtime import Runtime
 from xorl.lora.quantized import checkpoint_linears
 from xorl.train.export.hf_weights import hf_groups, in_block_fp8
@@ -55,7 +55,7 @@ def place(shape: dict[str, object], place: Runtime, dtype: torch.dtype) -> Paral
 
     def fill(unfilled: nn.Module) -> None:
         assert isinstance(unfilled, Decoder)
-        unfilled.init_weights(0, local_part=local_part, device=place.device)
+        unfilled.init_weights(0, device=place.device)
 
     return parallelize(module, mesh, ParallelPolicy(data_parallel_mode=mode), device=place.device, fill=fill)
 

@@ -2,7 +2,7 @@
 
 For each one, uv creates a temporary environment with the distribution, its locked dependencies and the test tools. In
 it, the other distributions must be absent, everything that the sources import (also inside functions) must be present,
-the first example of the README must run, and the tests must pass. Failed tests are run a second time, because flaky
+every example of the README must run, and the tests must pass. Failed tests are run a second time, because flaky
 tests are a matter of the full test run. `--ran` is the report of that run (`pytest --junitxml`): tests that were slow
 in it are skipped, because their imports are checked anyway.
 """
@@ -73,17 +73,17 @@ def _in_own_environment(name: str, ran: Path | None) -> int:
 
 
 def _inside(distribution: Distribution, ran: Path | None) -> int:
-    """Checks the environment and the imports, and runs the README's first example and the tests."""
+    """Checks the environment and the imports, and runs the README's examples and the tests."""
     problems = _wrong_neighbours(distribution) + _unmet_imports(distribution)
     if problems:
         print("\n".join(problems))
         return 1
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-c", _first_example(distribution)]
+        command = [sys.executable, "-c", _examples(distribution)]
         example = subprocess.run(command, cwd=folder, text=True, capture_output=True, check=False)
     if example.returncode:
         print(f"{example.stdout}{example.stderr}")
-        print(f"the first example of {distribution.folder.relative_to(ROOT)}/README.md failed")
+        print(f"an example of {distribution.folder.relative_to(ROOT)}/README.md failed")
         return 1
     tests = distribution.folder / "tests"
     left_out = () if ran is None else _that_took_long(ran, str(tests.relative_to(ROOT)))
@@ -158,10 +158,14 @@ def _wrong_neighbours(distribution: Distribution) -> list[str]:
     return problems
 
 
-def _first_example(distribution: Distribution) -> str:
-    """Returns the first Python block of a README."""
-    block = PYTHON_BLOCK.search((distribution.folder / "README.md").read_text(encoding="utf-8"))
-    return block.group(1) if block else "raise SystemExit('README.md shows no Python example')"
+def _examples(distribution: Distribution) -> str:
+    """Returns a program that runs all Python blocks of a README, each with names of its own."""
+    blocks = PYTHON_BLOCK.findall((distribution.folder / "README.md").read_text(encoding="utf-8"))
+    lines = [
+        f"exec(compile({block!r}, 'README.md, example {number}', 'exec'), {{'__name__': '__main__'}})"
+        for number, block in enumerate(blocks, 1)
+    ]
+    return "\n".join(lines) or "raise SystemExit('README.md shows no Python example')"
 
 
 if __name__ == "__main__":

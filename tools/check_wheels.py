@@ -1,6 +1,7 @@
-"""Checks that the six wheels build and work together: `uv run tools/check_wheels.py`.
+"""Checks that the six wheels and sdists build and are fit to publish: `uv run tools/check_wheels.py`.
 
-They are installed in a temporary environment that borrows third-party packages from this one.
+twine checks their metadata. The wheels are installed in a temporary environment that borrows third-party packages from
+this one.
 """
 
 import email
@@ -10,6 +11,8 @@ import sysconfig
 import tempfile
 import zipfile
 from pathlib import Path
+
+from packaging.requirements import Requirement
 
 from workspace import ROOT, Distribution, distributions, uv
 
@@ -28,21 +31,22 @@ def main() -> int:
     members = distributions()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name).resolve()
-        subprocess.run([uv(), "build", "--all-packages", "--wheel", "--quiet", "--out-dir", name], cwd=ROOT, check=True)
+        subprocess.run([uv(), "build", "--all-packages", "--quiet", "--out-dir", name], cwd=ROOT, check=True)
         wheels = sorted(folder.glob("*.whl"))
         problems = _wrong_set(wheels, members)
         for member in () if problems else members.values():
             problems += _wrong_content(_wheel_of(member, wheels), member, members)
+        problems += _wrong_metadata(folder)
         problems = problems or _wrong_install(folder, wheels, members)
     print(
         "\n".join(problems)
-        or f"ok   {len(members)} wheels of version {_version(members)} build, fit together and import"
+        or f"ok   {len(members)} wheels and sdists of version {_version(members)} build, fit together and import"
     )
     return 1 if problems else 0
 
 
 def _version(members: dict[str, Distribution]) -> str:
-    """Returns the version of all members, or a list if they differ."""
+    """Returns the version of all members, or a list of them if they differ."""
     return ", ".join(sorted({member.version for member in members.values()}))
 
 
@@ -51,16 +55,22 @@ def _wheel_of(member: Distribution, wheels: list[Path]) -> Path:
     return next(wheel for wheel in wheels if wheel.name.startswith(member.name.replace("-", "_") + "-"))
 
 
+def _wrong_metadata(folder: Path) -> list[str]:
+    """Returns what an index would refuse or show badly."""
+    files = sorted(map(str, [*folder.glob("*.whl"), *folder.glob("*.tar.gz")]))
+    check = [sys.executable, "-m", "twine", "--no-color", "check", "--strict", *files]
+    result = subprocess.run(check, text=True, capture_output=True, check=False)
+    return [(result.stdout + result.stderr).strip()] if result.returncode else []
+
+
 def _wrong_set(wheels: list[Path], members: dict[str, Distribution]) -> list[str]:
-    """Compares the built wheels with the members, which must have a single version."""
+    """Compares the built wheels with the members."""
     built = {wheel.name.split("-")[0].replace("_", "-") for wheel in wheels}
-    problems = [f"built {sorted(built)}, expected {sorted(members)}"] if built != set(members) else []
-    versions = _version(members)
-    return problems + ([f"the members have several versions: {versions}"] if "," in versions else [])
+    return [f"built {sorted(built)}, expected {sorted(members)}"] if built != set(members) else []
 
 
 def _wrong_content(wheel: Path, member: Distribution, members: dict[str, Distribution]) -> list[str]:
-    """Compares a wheel with the sources, and its requirements with the version of the members."""
+    """Compares a wheel with the sources, and its requirements with the versions of the members."""
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         metadata = next(name for name in names if name.endswith(".dist-info/METADATA"))
@@ -73,9 +83,12 @@ def _wrong_content(wheel: Path, member: Distribution, members: dict[str, Distrib
     for module in member.modules:
         marker = f"{module.replace('.', '/')}/py.typed"
         problems += [] if marker in names else [f"{wheel.name}: lacks {marker}"]
-    for requirement in headers.get_all("Requires-Dist", []):
-        if requirement.startswith("xorl-") and requirement not in {f"{name}=={member.version}" for name in members}:
-            problems.append(f"{wheel.name}: requires {requirement!r}, not the version =={member.version}")
+    for requirement in map(Requirement, headers.get_all("Requires-Dist", [])):
+        sibling = members.get(requirement.name)
+        if sibling is not None and sibling.version not in requirement.specifier:
+            problems.append(f"{wheel.name}: requires {requirement}, but {sibling.name} is {sibling.version}")
+        if sibling is not None and any(part.operator == "==" for part in requirement.specifier):
+            problems.append(f"{wheel.name}: requires {requirement}; want a range, so that each can be released alone")
     return problems
 
 

@@ -21,7 +21,7 @@ from xorl.core.mesh import Mesh, ParallelDims
 from xorl.core.models import Decoder, spec_for
 from xorl.core.nn import LayerKernels
 from xorl.core.optim import build_optimizer
-from xorl.core.parallel import ParallelPolicy, local_part, parallelize
+from xorl.core.parallel import ParallelPolicy, parallelize
 from xorl.data import PackedBatch
 from xorl.data.batch import Document, collate
 from xorl.kernels.attention import AttentionRequest, resolve_attention
@@ -94,7 +94,7 @@ def _engine(device: torch.device, hidden_size: int, num_layers: int) -> Engine:
 
     def fill(module: nn.Module) -> None:
         assert isinstance(module, Decoder)
-        module.init_weights(0, local_part=local_part)
+        module.init_weights(0)
 
     mesh = Mesh(ParallelDims.resolve("fsdp2", runtime.world_size()), device.type)
     policy = ParallelPolicy(param_dtype=dtype, activation_offload_limit=0.5e9 if on_gpu else None)

@@ -1,6 +1,10 @@
 """Each distribution is complete: a README that opens with a short example, a type marker per part, and tests."""
 
 import re
+import subprocess
+import sys
+import tomllib
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -8,6 +12,7 @@ import pytest
 PACKAGES = Path(__file__).resolve().parents[2] / "packages"
 NAMES = ("xorl-kernels", "xorl-data", "xorl-ckpt", "xorl-core", "xorl-lora", "xorl-cli")
 MAX_EXAMPLE_LINES = 7
+SLOW = ("torch.distributed.tensor", "torch.distributed.checkpoint", "torch.distributed.fsdp", "huggingface_hub")
 
 
 def test_the_distributions_are_those_that_are_checked() -> None:
@@ -23,6 +28,25 @@ def test_a_readme_opens_with_a_short_example(name: str) -> None:
     assert examples, "no ```python block"
     lines = [line for line in examples[0].splitlines() if line.strip()]
     assert 1 <= len(lines) <= MAX_EXAMPLE_LINES
+
+
+@pytest.mark.parametrize("part", ["xorl.kernels.attention", "xorl.core.models", "xorl.data", "xorl.ckpt", "xorl.lora"])
+def test_imports_leave_out_what_is_needed_later(part: str) -> None:
+    # Would catch an import that takes a second more than torch alone, for features that most programs never use.
+    code = f"import {part}, sys; print(*(name for name in {SLOW} if name in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_distribution_says_its_version_and_changes(name: str) -> None:
+    # Would catch a distribution that cannot be published or whose version a user cannot ask for.
+    project = tomllib.loads((PACKAGES / name / "pyproject.toml").read_text())["project"]
+    assert import_module(name.replace("-", ".")).__version__ == project["version"]
+    assert f"## {project['version']}\n" in (PACKAGES / name / "CHANGELOG.md").read_text()
+    assert project["keywords"]
+    assert "Typing :: Typed" in project["classifiers"]
+    assert not [one for one in project["dependencies"] if re.match(r"(torch|xorl-\w+)==", one)]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -35,11 +35,11 @@ def test_a_model_family_is_named_in_its_own_file_and_the_table_alone(family: str
 
 
 def is_re_export(statement: ast.stmt) -> bool:
-    """Says whether a statement is a docstring, an absolute import, `__all__` or a table in capitals."""
+    """Says whether a statement is a docstring, an absolute import, `__all__`, `__version__` or a table in capitals."""
     match statement:
         case ast.Expr(value=ast.Constant(value=str())) | ast.ImportFrom(level=0):
             return True
-        case ast.Assign(targets=[ast.Name(id="__all__")]):
+        case ast.Assign(targets=[ast.Name(id="__all__" | "__version__")]):
             return True
         case ast.AnnAssign(target=ast.Name(id=name), value=ast.Dict() | ast.Tuple()):
             return name.isupper()
@@ -56,4 +56,6 @@ def test_a_package_only_re_exports(file: Path) -> None:
     # Would catch logic that hides in `__init__.py` and runs whenever anything below is imported.
     body = ast.parse(file.read_text(encoding="utf-8")).body
     other = [f"line {statement.lineno}" for statement in body if not is_re_export(statement)]
-    assert not other, f"{file.relative_to(PACKAGES)} holds more than a docstring, `from ... import`, tables and __all__"
+    assert not other, (
+        f"{file.relative_to(PACKAGES)} holds more than a docstring, `from ... import`, tables, __all__ and __version__"
+    )

@@ -80,7 +80,7 @@ def test_what_was_uploaded_is_read_back_and_streamed(address: str, tmp_path: Pat
     # Catches a mistake in how the Hub's library is called, a stream that lists its files for every block, and an upload
     # refused for want of a token that is told by a traceback of another library.
     found = used(tmp_path, address)
-    assert "data.push_dataset_to_hub: the Hub rejects the upload to org/name" in found["error"]
+    assert "repo_id: the Hub rejects the upload to org/name" in found["error"]
     assert found["same"], found
     assert found["streamed"] == list(range(60))
     assert found["after"]["tree"] <= found["before"]["tree"] + 2

@@ -43,7 +43,7 @@ def test_objects_are_read_by_name_pattern_and_folder(bucket, tmp_path) -> None:
 
     bucket.put_object(Bucket="corpus", Key="web/train-1.jsonl", Body=lines(ROWS[::-1]))
     assert documents_of(DatasetEntry("s3://corpus/web/train-1.jsonl"), options) == ROWS[::-1]
-    with pytest.raises(DataError, match=r"data.datasets\[0\].path: s3://corpus/none does not exist"):
+    with pytest.raises(DataError, match=r"entries\[0\].path: s3://corpus/none does not exist"):
         prepare([DatasetEntry("s3://corpus/none")], options)
 
 

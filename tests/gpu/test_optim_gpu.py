@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from xorl.ckpt import OptimizerState
 from xorl.core import runtime
-from xorl.core.optim import MuonOptions, OptimizerName, OptimizerState, build_optimizer, gradient_scale
+from xorl.core.optim import MuonOptions, OptimizerName, build_optimizer, gradient_scale
 from xorl.core.optim.newton_schulz import orthogonalise
 
 pytestmark = pytest.mark.gpu

@@ -15,7 +15,7 @@ from xorl.core.loss import LossOutput, cross_entropy
 from xorl.core.mesh import DataParallelMode, Mesh, ParallelDims
 from xorl.core.models import Decoder, spec_for
 from xorl.core.optim import build_optimizer
-from xorl.core.parallel import ParallelPolicy, local_part, parallelize
+from xorl.core.parallel import ParallelPolicy, parallelize
 from xorl.data.batch import Document, collate
 from xorl.kernels.layout import SequenceLayout
 from xorl.train.engine import Engine
@@ -33,7 +33,7 @@ def seconds_by_phase(mode: DataParallelMode) -> dict[str, float]:
 
     def fill(module: torch.nn.Module) -> None:
         assert isinstance(module, Decoder)
-        module.init_weights(0, local_part=local_part)
+        module.init_weights(0)
 
     def slow_loss(hidden: Tensor, weight: Tensor, targets: Mapping[str, Tensor], _: SequenceLayout) -> LossOutput:
         time.sleep(LATE_S * runtime.global_rank())

@@ -270,7 +270,7 @@ def test_unit_with_the_weight_of_the_head_is_refused(unit: str, run_ranks) -> No
         return str(caught.value)
 
     [message] = run_ranks(error, 1)
-    assert message.startswith("model.basic_modules: ")
+    assert message.startswith("unit_modules: ")
 
 
 @pytest.mark.multi
@@ -282,7 +282,7 @@ def test_unit_within_a_compiled_layer_is_refused(run_ranks) -> None:
         return str(caught.value)
 
     [message] = run_ranks(error, 1)
-    assert message.startswith("model.basic_modules: GatedMLP ")
+    assert message.startswith("unit_modules: GatedMLP ")
 
 
 PLACED = ["ddp-2", "zero3-2", "zero2-2", "hsdp-2x2", "offload-2"]

@@ -21,7 +21,7 @@ from xorl.core.loss import cross_entropy
 from xorl.core.mesh import Mesh, ParallelDims
 from xorl.core.models import Decoder, spec_for
 from xorl.core.optim import build_optimizer
-from xorl.core.parallel import ParallelPolicy, local_part, parallelize
+from xorl.core.parallel import ParallelPolicy, parallelize
 from xorl.data import PackedBatch
 from xorl.data.batch import Document, collate
 from xorl.kernels.quant import QuantScheme
@@ -92,7 +92,7 @@ def engine_for(
         assert isinstance(module, Decoder)
         targets = quantized_rows(module)
         if weights is None:
-            module.init_weights(0, local_part=local_part, device=CPU, targets=targets)
+            module.init_weights(0, device=CPU, targets=targets)
         else:
             dense = {name: p for name, p in dense_parameters(module) if ".adapter." not in name}
             recipes = spec.recipes(config, merge_qkv=True)

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from xorl.core.mesh import Mesh, ParallelDims
 from xorl.core.models import Decoder
-from xorl.core.parallel import ParallelModel, ParallelPolicy, local_part, parallelize
+from xorl.core.parallel import ParallelModel, ParallelPolicy, parallelize
 
 LAYOUTS = {
     # name: (mode, ranks, shard size, replicate size, reshard after forward)
@@ -51,7 +51,7 @@ def place(model: Decoder, layout: str, recompute: str = "none", **policy: object
 
     def fill(module: torch.nn.Module) -> None:
         assert isinstance(module, Decoder)
-        module.init_weights(0, local_part=local_part, device=torch.device("cpu"))
+        module.init_weights(0, device=torch.device("cpu"))
 
     whole_policy = ParallelPolicy(
         data_parallel_mode=mode,

@@ -20,7 +20,7 @@ from xorl.core import runtime
 from xorl.core.mesh import Mesh, ParallelDims
 from xorl.core.models import Decoder, spec_for
 from xorl.core.nn import LayerKernels
-from xorl.core.parallel import ParallelPolicy, local_part, parallelize
+from xorl.core.parallel import ParallelPolicy, parallelize
 from xorl.kernels.quant.block_fp8 import quantize_block_fp8
 from xorl.lora.quantized import checkpoint_linears
 from xorl.train.export.hf_weights import hf_groups, in_block_fp8
@@ -61,7 +61,7 @@ def main() -> None:
 
     def fill(unfilled: nn.Module) -> None:
         assert isinstance(unfilled, Decoder)
-        unfilled.init_weights(0, local_part=local_part, device=device)
+        unfilled.init_weights(0, device=device)
 
     mesh = Mesh(ParallelDims.resolve("fsdp2", 1), "cuda")
     model = parallelize(module, mesh, ParallelPolicy(), device=device, fill=fill)

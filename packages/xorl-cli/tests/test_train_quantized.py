@@ -228,10 +228,10 @@ def test_random_weights_are_quantised_as_they_are_drawn(tmp_path, mesh):
 @pytest.mark.parametrize(
     ("stored", "lora", "told"),
     [
-        (None, {"quant_group_size": 24}, r"lora.quant_group_size: 24 is not a valid group size for nvfp4"),
+        (None, {"quant_group_size": 24}, r"group_size: 24 is not a valid group size for nvfp4"),
         (None, {"quant_format": "nf4", "quant_group_size": 256}, r"lora.quant_group_size: .*rows of 128 weights"),
         (None, {"exclude_modules": ["c_attn"]}, r"lora.exclude_modules: no module is named c_attn"),
-        (None, {"exclude_modules": ["q_proj"]}, r"lora.exclude_modules: .*model.merge_qkv"),
+        (None, {"exclude_modules": ["q_proj"]}, r"lora.exclude_modules: .*merge_qkv=False"),
         (None, {"exclude_modules": ["model.layers.*"]}, r"lora.exclude_modules: no linear layer is left"),
         ("nf4", {"enable_qlora": False}, r"the weights are quantised \(nf4 .*lora.quant_format: nf4"),
         ("nf4", {"quant_format": "nvfp4"}, r"lora.quant_format: nvfp4, but the checkpoint .*set it to nf4"),

@@ -3,12 +3,14 @@
 from collections.abc import Callable
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch import nn
 
-from xorl.core.mesh import ParallelDims
+from xorl.core.mesh import Mesh, ParallelDims
 from xorl.core.nn.fp8 import convert_linears
 from xorl.core.optim import MuonOptions, Schedule, build_optimizer
-from xorl.core.parallel import ParallelPolicy
+from xorl.core.parallel import ParallelPolicy, parallelize
 
 
 def optimizer(name: str, **options: object) -> object:
@@ -38,3 +40,44 @@ def test_wrong_arguments_are_refused_by_name(call: Callable[[], object], message
     # Catches SGD in place of AdamW, ranks that train apart, and a schedule of another shape.
     with pytest.raises(ValueError, match=message):
         call()
+
+
+class Foreign(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x).relu()
+        return x
+
+
+class Named(Foreign):
+    @property
+    def layers(self) -> nn.ModuleList:
+        return self.blocks
+
+
+def test_a_module_of_another_kind_is_placed_or_told_what_it_lacks() -> None:
+    # Catches an AttributeError for a module that is not a decoder of this package.
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        check_foreign_modules()
+    finally:
+        dist.destroy_process_group()
+
+
+def check_foreign_modules() -> None:
+    mesh = Mesh(ParallelDims(), "cpu")
+    policy, cpu = ParallelPolicy(data_parallel_mode="none", recompute="layer"), torch.device("cpu")
+    with pytest.raises(ValueError, match=r"model: Foreign has no `layers`, the nn.ModuleList"):
+        parallelize(Foreign(), mesh, policy, device=cpu)
+    with torch.device("meta"), pytest.raises(ValueError, match="fill: parameters are on the meta device"):
+        parallelize(Named(), mesh, policy, device=cpu)
+    module = Named()
+    expected = module(x := torch.randn(3, 4))
+    placed = parallelize(module, mesh, policy, device=cpu)
+    torch.testing.assert_close(placed.forward(x), expected, rtol=0, atol=0)
+    placed.forward(x).sum().backward()
+    assert all(parameter.grad is not None for parameter in module.parameters())

@@ -150,7 +150,7 @@ def test_conversion_takes_linear_layers_and_leaves_what_is_excluded():
     assert list(after) == list(before)
     assert all(after[name] is parameter for name, parameter in before.items())
     odd = nn.Sequential(Linear(48, 64, bias=False), Linear(64, 40, bias=False))
-    with pytest.raises(ValueError, match=r"train.fp8: .* multiples of 16, .* 1 \[40, 64\]; set train.fp8 to none"):
+    with pytest.raises(ValueError, match=r"fp8: .* multiples of 16, .* 1 \[40, 64\]; set fp8=\"none\""):
         convert_linears(odd, "rowwise")
     assert type(odd[0]) is Linear
 

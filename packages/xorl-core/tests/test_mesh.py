@@ -35,12 +35,12 @@ def test_sizes_resolve(mode: str, world: int, shard: int, replicate: int, expect
 @pytest.mark.parametrize(
     ("mode", "world", "sizes", "named"),
     [
-        ("none", 2, {}, "data_parallel_mode none"),
-        ("fsdp2", 4, {"shard_size": 3}, "data_parallel_shard_size 3"),
-        ("fsdp2", 4, {"replicate_size": 3}, "data_parallel_replicate_size 3"),
-        ("ddp", 4, {"shard_size": 2}, "data_parallel_shard_size 2"),
+        ("none", 2, {}, "mode: none"),
+        ("fsdp2", 4, {"shard_size": 3}, "shard_size 3"),
+        ("fsdp2", 4, {"replicate_size": 3}, "replicate_size 3"),
+        ("ddp", 4, {"shard_size": 2}, "shard_size: 2"),
         ("fsdp2", 4, {"tp": 3}, "tensor 3"),
-        ("fsdp2", 4, {"shard_size": 0}, "data_parallel_shard_size"),
+        ("fsdp2", 4, {"shard_size": 0}, "shard_size"),
     ],
 )
 def test_sizes_that_do_not_fit_name_the_option(mode: str, world: int, sizes: dict[str, int], named: str) -> None:

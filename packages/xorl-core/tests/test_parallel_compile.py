@@ -168,7 +168,7 @@ def test_what_was_compiled_is_found_by_the_next_process(tmp_path: Path) -> None:
 def test_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     # Catches a failure deep within code generation, minutes after the start.
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(ValueError, match=r"train\.enable_compile: .* no-such-compiler was not found; install it"):
+    with pytest.raises(ValueError, match=r"compile_backend: .* no-such-compiler was not found; install it"):
         compile_layers([torch.nn.Linear(2, 2)], backend="inductor", device_type="cpu")
 
 

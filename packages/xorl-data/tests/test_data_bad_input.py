@@ -29,7 +29,10 @@ LINES = {
         r"line 3: column 'input_ids' does not exist; the columns are: ids, labels",
     ),
     "null ids": ('{"input_ids": null, "labels": [1]}', r"line 3: column 'input_ids' is null"),
-    "no labels": ('{"input_ids": [1, 2]}', r"line 3: the row has no labels, but other rows have them.*\[input_ids\]"),
+    "no labels": (
+        '{"input_ids": [1, 2]}',
+        r"line 3: the row has no labels, but other rows have them.*columns=.*input_ids",
+    ),
     "floats": (
         '{"input_ids": [1, 2.5], "labels": [1, 2]}',
         r"line 3: input_ids contains 2.5 \(float\), want .* integers",
@@ -90,7 +93,7 @@ def test_a_bad_row_of_a_table_is_named(tmp_path, options):
 def test_a_missing_file_names_the_path_and_the_option(tmp_path, options, make_rows, write_jsonl):
     """Catches an error from deep inside that does not say which entry is wrong."""
     good = write_jsonl(tmp_path / "rows.jsonl", make_rows(3))
-    with pytest.raises(DataError, match=r"data.datasets\[1\].path: .*missing.jsonl does not exist"):
+    with pytest.raises(DataError, match=r"entries\[1\].path: .*missing.jsonl does not exist"):
         prepare([DatasetEntry(str(good)), DatasetEntry(str(tmp_path / "missing.jsonl"))], options)
     with pytest.raises(DataError, match=r"data.test_datasets\[0\].path: /no/such/folder does not exist"):
         prepare([DatasetEntry("/no/such/folder")], options, option="data.test_datasets")
@@ -130,13 +133,13 @@ def test_data_that_trains_nothing_stops(tmp_path, options, write_jsonl):
     """Catches the run whose loss reads 0.0 and that 'succeeds'."""
     masked = {"input_ids": [1, 2, 3], "labels": [1, -100, -100]}
     path = str(write_jsonl(tmp_path / "rows.jsonl", [masked] * 5))
-    with pytest.raises(DataError, match=rf"data.datasets\[0\]: no token of {path} is trained: none of its 5 samples"):
+    with pytest.raises(DataError, match=rf"entries\[0\]: no token of {path} is trained: none of its 5 samples"):
         prepare([DatasetEntry(path)], options)
     (tmp_path / "empty.jsonl").write_text("\n\n")
-    with pytest.raises(DataError, match=r"data.datasets\[0\]: .*empty.jsonl is empty"):
+    with pytest.raises(DataError, match=r"entries\[0\]: .*empty.jsonl is empty"):
         prepare([DatasetEntry(str(tmp_path / "empty.jsonl"))], options)
     path = str(write_jsonl(tmp_path / "long.jsonl", [{"input_ids": list(range(100))}] * 5))
-    with pytest.raises(DataError, match=r".* has no documents: of 5 samples 5 are longer than data.sample_packing"):
+    with pytest.raises(DataError, match=r".* has no documents: of 5 samples 5 are longer than bin_len"):
         prepare([DatasetEntry(path, overflow="drop")], options)
 
 
@@ -152,9 +155,7 @@ def test_more_than_one_percent_without_trained_tokens_stops_unless_explained(tmp
         prepare([DatasetEntry(many)], options)
     late = {"input_ids": list(range(70)), "labels": [-100] * 69 + [69]}
     cut = str(write_jsonl(tmp_path / "cut.jsonl", [good] * 90 + [late] * 10))
-    with pytest.raises(
-        DataError, match=r"10 of them lost theirs when they were cut .*raise data.sample_packing_sequence_len \(64\)"
-    ):
+    with pytest.raises(DataError, match=r"10 of them lost theirs when they were cut .*raise bin_len \(64\)"):
         prepare([DatasetEntry(cut)], options)
     assert prepare([DatasetEntry(cut, max_seq_len=64)], options).receipt.total.untrained_by_overflow == 10
     # The same documents are in the cache now, and still nobody set max_seq_len.
@@ -173,7 +174,7 @@ ENTRIES = [
     ({"split": "validation"}, r"\[0\].split: files have no split 'validation'"),
     ({"revision": "main"}, r"\[0\].revision: 'main' applies only to Hub datasets"),
     ({"data_files": "x.jsonl"}, r"\[0\].data_files: path is the file"),
-    ({"columns": ("labels",)}, r"data.select_columns: \['labels'\] does not include input_ids"),
+    ({"columns": ("labels",)}, r"columns: \['labels'\] does not include input_ids"),
     (
         {"columns": ("input_ids", "label")},
         r"line 1: column 'label' does not exist; the columns are: input_ids, labels \(",
@@ -195,19 +196,19 @@ def test_options_that_cannot_be_are_refused(tmp_path, options, make_rows, write_
     """Catches contradictions that would surface as a crash much later."""
     entry = DatasetEntry(str(write_jsonl(tmp_path / "rows.jsonl", make_rows(10))))
     for changes, message in (
-        ({"dataset_shard_num": 2}, "set both data.dataset_shard_num and data.dataset_shard_idx"),
+        ({"dataset_shard_num": 2}, "set both dataset_shard_num and dataset_shard_idx"),
         ({"dataset_shard_num": 2, "dataset_shard_idx": 5}, "dataset_shard_idx: 5 is not in 0..1"),
         ({"dataset_shard_num": 20, "dataset_shard_idx": 19}, "leave shard 19 empty"),
-        ({"bin_len": 0}, "sample_packing_sequence_len: 0"),
-        ({"prepared_path": tmp_path / "rows.jsonl"}, "dataset_prepared_path: .* cannot be created"),
+        ({"bin_len": 0}, "bin_len: 0, want at least 1"),
+        ({"prepared_path": tmp_path / "rows.jsonl"}, "prepared_path: .* cannot be created"),
     ):
         with pytest.raises(DataError, match=message):
             prepare([entry], PrepareOptions(**{**vars(options), **changes}))
-    with pytest.raises(DataError, match=r"data.datasets is empty"):
+    with pytest.raises(DataError, match=r"entries is empty"):
         prepare([], options)
     documents = prepare([entry], options)
     for size in (10, 0, -1, 1.5, 0.0, 1.0, True):
-        with pytest.raises(DataError, match=r"data.val_set_size"):
+        with pytest.raises(DataError, match=r"val_set_size"):
             split_documents(documents, size, seed=0)
 
 
@@ -215,9 +216,7 @@ def test_a_selected_column_that_is_not_one_number_per_token_is_refused(tmp_path,
     """Catches select_columns that keeps a column nobody can use."""
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"input_ids": [1, 2], "text": "hi", "weight": [1.0]}) + "\n")
-    with pytest.raises(
-        DataError, match=r"text contains 'hi' .*numbers, one per token; or remove it from data.select_columns"
-    ):
+    with pytest.raises(DataError, match=r"text contains 'hi' .*numbers, one per token; or leave it out of columns"):
         prepare([DatasetEntry(str(path), columns=("input_ids", "text"))], options)
     with pytest.raises(DataError, match="weight has 1 values and input_ids has 2"):
         prepare([DatasetEntry(str(path), columns=("input_ids", "weight"))], options)
@@ -229,7 +228,7 @@ def test_per_token_columns_that_some_datasets_lack_are_refused(tmp_path, text_op
         str(write_jsonl(tmp_path / "ids.jsonl", [{"input_ids": [1, 2], "w": [0.5, 1.0]}])), columns=("input_ids", "w")
     )
     text = DatasetEntry(str(write_jsonl(tmp_path / "text.jsonl", [{"text": "abc"}])), type="text")
-    message = r"data.select_columns: data.datasets\[{}\] has .* columns w, and data.datasets\[{}\] does not"
+    message = r"columns: entries\[{}\] has .* columns w, and entries\[{}\] does not"
     with pytest.raises(DataError, match=message.format(0, 1)):
         prepare([ids, text], text_options)
     with pytest.raises(DataError, match=message.format(1, 0)):

@@ -221,7 +221,7 @@ def test_a_template_that_writes_the_day_is_said_to_and_not_streamed(text_options
     prepare([today], text_options)
     assert "the chat template writes the current date" in caplog.text
     with pytest.raises(
-        DataError, match=r"data.datasets\[0\].chat_template: the template writes the current date.*strftime_now: 2026"
+        DataError, match=r"entries\[0\].chat_template: the template writes the current date.*strftime_now: 2026"
     ):
         open_stream([today], options, index_path=tmp_path)
     caplog.clear()

@@ -13,7 +13,7 @@ LONG = {"input_ids": list(range(1, 21)), "labels": [-100, *range(2, 21)]}
 # Of 100 rows two are too long for a bin of 16.
 ROWS = [*[SHORT] * 98, LONG, LONG]
 OVERFLOWS = {
-    "truncate": ({}, r"2 of the 100 samples of .* longer than data.sample_packing_sequence_len = 16 and would be cut"),
+    "truncate": ({}, r"2 of the 100 samples of .* longer than bin_len = 16 and would be cut"),
     "truncate on purpose": ({"max_seq_len": 16}, None),
     "drop": ({"overflow": "drop"}, r"would be dropped, and 40 of 334 tokens lost: more than 1.00%"),
     "drop at a length": ({"overflow": "drop", "max_seq_len": 16}, r"would be dropped"),

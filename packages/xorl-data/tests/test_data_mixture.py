@@ -92,10 +92,10 @@ def test_what_a_mixture_repeats_is_not_held_out_and_trained_on(entries, options,
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (({"weight": 1, "num_epochs": 1}, {}, {}), r"data.datasets\[0\]: set weight or num_epochs, not both"),
-        (({"weight": 1}, {}, {"weight": 1}), r"data.datasets\[1\].weight: not set, but other entries have"),
-        (({"num_epochs": 0}, {}, {}), r"data.datasets\[0\].num_epochs: 0, want a number above 0"),
-        (({"weight": -1}, {"weight": 1}, {"weight": 1}), r"data.datasets\[0\].weight: -1"),
+        (({"weight": 1, "num_epochs": 1}, {}, {}), r"entries\[0\]: set weight or num_epochs, not both"),
+        (({"weight": 1}, {}, {"weight": 1}), r"entries\[1\].weight: not set, but other entries have"),
+        (({"num_epochs": 0}, {}, {}), r"entries\[0\].num_epochs: 0, want a number above 0"),
+        (({"weight": -1}, {"weight": 1}, {"weight": 1}), r"entries\[0\].weight: -1"),
     ],
 )
 def test_shares_that_contradict_each_other_are_refused(entries, options, changes, words):

@@ -78,9 +78,7 @@ def test_several_files_hold_the_same_documents(corpus, options, rows_of):
         sizes = [path.stat().st_size for path in folder.glob("input_ids*")]
         assert sum(sizes) == 4 * expected.lengths.sum()
         assert max(sizes) <= sum(sizes) / num_files + 2 * 4 * expected.lengths.max()
-    with pytest.raises(
-        DataError, match=r"data\.num_dataset_shards_to_save: 61 files are more than the 60 documents; set it to 60"
-    ):
+    with pytest.raises(DataError, match=r"num_files: 61 files are more than the 60 documents; set it to 60"):
         prepare([entry], replace(options, num_files=61))
     assert [path for path in options.prepared_path.iterdir() if path.name.startswith(".")] == []
 
@@ -145,9 +143,7 @@ def test_a_push_that_fails_says_so_and_is_made_up_for(corpus, options, tmp_path,
     documents = prepare([corpus[1]], options)
     works = hub.upload_folder
     hub.upload_folder = lambda **_: (_ for _ in ()).throw(OSError("no route"))
-    with pytest.raises(
-        push_module.DataFailure, match=r"data\.push_dataset_to_hub: the upload to org/name failed: no route"
-    ):
+    with pytest.raises(push_module.DataFailure, match=r"repo_id: the upload to org/name failed: no route"):
         push_module.push_documents(documents, "org/name", options.prepared_path, token=True)
     hub.upload_folder = works
     push_module.push_documents(documents, "org/name", options.prepared_path, token=True)

@@ -59,9 +59,7 @@ def test_the_hash_names_the_order_and_not_where_it_ends():
 
 def test_too_few_bins_for_one_step_say_what_to_change():
     """Catches a run of zero steps that 'succeeds'."""
-    with pytest.raises(
-        DataError, match=r"^train.gradient_accumulation_steps: .*takes 8 bins .*fills only 3, .*drop_last"
-    ):
+    with pytest.raises(DataError, match=r"^bins_per_step: .*takes 8 bins.*fills only 3, .*drop_last"):
         make_plan(num_bins=3)
     assert make_plan(num_bins=3, drop_last=False).num_steps == 1
     with pytest.raises(DataError, match="no bins"):
@@ -104,8 +102,8 @@ def test_accumulation_is_rescaled_or_the_sizes_that_work_are_named():
     assert rescale_accumulation(64, micro_batch_size=2, dp_size=32) == 1
     with pytest.raises(
         DataError,
-        match=r"^train.load_checkpoint_path: .*64 bins .*size 3 .*data-parallel size 1, 2, 4, 8, 16, 32 ",
+        match=r"^64 bins .*dp_size 3 .*dp_size 1, 2, 4, 8, 16, 32 ",
     ):
         rescale_accumulation(64, micro_batch_size=2, dp_size=3)
-    with pytest.raises(DataError, match=r"train.micro_batch_size 1, 2, 4, 8, 16 on this size"):
+    with pytest.raises(DataError, match=r"micro_batch_size 1, 2, 4, 8, 16 on this size"):
         rescale_accumulation(64, micro_batch_size=3, dp_size=4)

@@ -251,13 +251,11 @@ def test_skipping_loads_without_looking_at_the_source(tmp_path, options, make_ro
     folder = options.prepared_path / published(options)[0]
     direct = prepare(entries, replace(skipping, prepared_path=folder))
     assert len(direct) == 10
-    with pytest.raises(DataError, match=r"(?s)data.datasets\[0\]: .* has no prepared dataset for .*but limit=32"):
+    with pytest.raises(DataError, match=r"(?s)entries\[0\]: .* has no prepared dataset for .*but limit=32"):
         prepare([replace(entries[0], max_seq_len=16)], skipping)
     with pytest.raises(DataError, match="is not a folder"):
         prepare(entries, replace(skipping, prepared_path=tmp_path / "none"))
-    with pytest.raises(
-        DataError, match=r"has a document of \d+ tokens, more than data.sample_packing_sequence_len = 8"
-    ):
+    with pytest.raises(DataError, match=r"has a document of \d+ tokens, more than bin_len = 8"):
         prepare([DatasetEntry("x")], replace(skipping, prepared_path=folder, bin_len=8))
 
 
@@ -374,7 +372,7 @@ def test_a_full_disk_is_told_and_leaves_nothing(tmp_path, options, make_rows, wr
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (512, limits[1]))
     try:
-        with pytest.raises(DataFailure, match=r"data\.dataset_prepared_path"):
+        with pytest.raises(DataFailure, match=r"prepared_path"):
             prepare([DatasetEntry(path=str(path))], options)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

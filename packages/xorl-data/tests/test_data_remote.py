@@ -170,10 +170,10 @@ def test_data_files_are_below_the_address_or_stand_for_themselves(web, corpus, o
 @pytest.mark.parametrize(
     ("entry", "words"),
     [
-        ({"path": "{url}/none.jsonl"}, r"data.datasets\[0\].path: .*none.jsonl is not a file, and a web server cannot"),
+        ({"path": "{url}/none.jsonl"}, r"entries\[0\].path: .*none.jsonl is not a file, and a web server cannot"),
         ({"path": "{url}", "data_files": "none.jsonl", "ds_type": "json"}, r"data_files: .*none.jsonl is not a file"),
-        ({"path": "{url}/rows.jsonl", "revision": "v1"}, r"data.datasets\[0\].revision: 'v1' applies only to Hub"),
-        ({"path": "{url}/rows.jsonl", "split": "test"}, r"data.datasets\[0\].split"),
+        ({"path": "{url}/rows.jsonl", "revision": "v1"}, r"entries\[0\].revision: 'v1' applies only to Hub"),
+        ({"path": "{url}/rows.jsonl", "split": "test"}, r"entries\[0\].split"),
         ({"path": "ftp://host/rows.jsonl"}, r"ftp:// is not one of s3://, gs://"),
         ({"path": ".", "data_files": ["{url}/rows.jsonl", "b.json"], "ds_type": "json"}, r"must be URLs of one scheme"),
     ],

@@ -49,7 +49,7 @@ def test_a_saved_dataset_and_a_saved_split_are_read(tmp_path, options, make_rows
     assert rows_of(prepare([DatasetEntry(str(tmp_path / "one"))], options)) == rows
     assert rows_of(prepare([DatasetEntry(str(tmp_path / "splits"))], options)) == rows
     assert rows_of(prepare([DatasetEntry(str(tmp_path / "splits"), split="test")], options)) == held_out
-    with pytest.raises(DataError, match=r"data.datasets\[0\].split: .* no split 'dev'; it has train, test"):
+    with pytest.raises(DataError, match=r"entries\[0\].split: .* no split 'dev'; it has train, test"):
         prepare([DatasetEntry(str(tmp_path / "splits"), split="dev")], options)
 
 
@@ -61,22 +61,22 @@ def test_a_hub_dataset_is_read_through_datasets(tmp_path, make_rows, write_jsonl
     write_jsonl(tmp_path / "repo" / "test.jsonl", rows[:4])
 
     def load(**changes):
-        return load_hub_source(DatasetEntry(str(tmp_path / "repo"), **changes), option="data.datasets[0]", token=None)
+        return load_hub_source(DatasetEntry(str(tmp_path / "repo"), **changes), option="entries[0]", token=None)
 
     assert read(load()) == rows
     assert read(load(split="test")) == rows[:4]
     assert read(load(split="train[:3]")) == rows[:3]
     assert load().identity() == load().identity() != load(split="train[:3]").identity()
-    with pytest.raises(DataError, match=r"data.datasets\[0\]: .* \(split dev\) cannot be loaded: .*train.*test"):
+    with pytest.raises(DataError, match=r"entries\[0\]: .* \(split dev\) cannot be loaded: .*train.*test"):
         load(split="dev")
 
 
 def test_an_unreachable_hub_is_the_environment_and_a_bare_name_a_missing_path(monkeypatch):
     """Catches half a minute of retries for a misspelt file name, and a network failure reported as bad input."""
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    with pytest.raises(DataError, match=r"data.datasets\[0\].path: no-such-file does not exist"):
+    with pytest.raises(DataError, match=r"entries\[0\].path: no-such-file does not exist"):
         load_source(DatasetEntry("no-such-file"))
-    with pytest.raises((RuntimeError, DataError), match=r"data.datasets\[0\].path: nobody-xyz/nothing"):
+    with pytest.raises((RuntimeError, DataError), match=r"entries\[0\].path: nobody-xyz/nothing"):
         load_source(DatasetEntry("nobody-xyz/nothing"))
 
 
@@ -91,11 +91,9 @@ def test_data_files_are_names_or_globs_in_the_folder(tmp_path, make_rows, write_
 
     assert read(load_source(entry("sub/*.data"))) == rows
     assert read(load_source(entry(["sub/part2.data", "**/part0.data"]))) == rows[4:6] + rows[:2]
-    with pytest.raises(DataError, match=r"data.datasets\[0\].data_files: 'sub/\*.json' matches no file"):
+    with pytest.raises(DataError, match=r"entries\[0\].data_files: 'sub/\*.json' matches no file"):
         load_source(entry("sub/*.json"))
-    with pytest.raises(
-        DataError, match=r"the name of .*part2.data does not show its type; set data.datasets\[0\].ds_type"
-    ):
+    with pytest.raises(DataError, match=r"the name of .*part2.data does not show its type; set entries\[0\].ds_type"):
         load_source(entry("sub/part2.data", ds_type=None))
 
 
@@ -181,4 +179,4 @@ def test_a_hub_file_of_another_type_than_ds_type_is_refused():
     # Catches a ds_type that is accepted and ignored because the Hub's library goes by the file's name.
     entry = DatasetEntry(path="org/name", data_files=["a.jsonl", "b.csv"], ds_type="json")
     with pytest.raises(DataError, match=r"ds_type: json, but the name of b\.csv"):
-        load_source(entry, option="data.datasets[0]")
+        load_source(entry, option="entries[0]")

@@ -171,7 +171,7 @@ def rows_in(stream):
     for place in range(blocks.blocks_per_cycle):
         entry, number = blocks.block(place % blocks.num_lanes, place // blocks.num_lanes)
         file, inner = files.BlockTable(stream.entries[entry])[number]
-        for chunk in lane.block_chunks(file, inner, None, "data.datasets[0]"):
+        for chunk in lane.block_chunks(file, inner, None, "entries[0]"):
             seen.update(row["input_ids"][0] * 1000 + row["input_ids"][1] for row in chunk.rows())
     return seen
 
@@ -358,7 +358,7 @@ def test_the_beginning_of_a_stream_is_judged_and_no_more(tmp_path, corpus, small
     with pytest.raises(DataError, match=r"no token of .* is trained"):
         check_first_samples(stream)
     check_first_samples(stream, strict=False)
-    assert "this would stop a run: data.datasets[0]: no token of" in caplog.text
+    assert "this would stop a run: entries[0]: no token of" in caplog.text
 
 
 def test_a_tokenizer_that_is_not_the_models_stops_a_stream(tmp_path, text_options, write_jsonl):

@@ -284,17 +284,15 @@ def test_what_a_tokenizer_lacks_is_said(text_options, tmp_path, write_jsonl, wri
     """Catches an error of transformers in place of what to set."""
     path = str(write_jsonl(tmp_path / "rows.jsonl", [CHAT]))
     bare = replace(text_options, tokenizer_folder=write_tokenizer(tmp_path / "bare", template=None))
-    with pytest.raises(
-        DataError, match=r"model.tokenizer_path: .*bare has no chat template. Set .*\[0\].chat_template"
-    ):
+    with pytest.raises(DataError, match=r"tokenizer_folder: .*bare has no chat template. Set .*\[0\].chat_template"):
         prepare([DatasetEntry(path, type="chat")], bare)
-    with pytest.raises(DataError, match=r"model.tokenizer_path: .* has no tokenizer that can be loaded"):
+    with pytest.raises(DataError, match=r"tokenizer_folder: .* has no tokenizer that can be loaded"):
         prepare([DatasetEntry(path, type="chat")], replace(text_options, tokenizer_folder=tmp_path / "none"))
     (tmp_path / "weights").mkdir()
     (tmp_path / "weights" / "config.json").write_text('{"model_type": "qwen3"}')
-    with pytest.raises(DataError, match=r"model.tokenizer_path: .*weights has no tokenizer; set"):
+    with pytest.raises(DataError, match=r"tokenizer_folder: .*weights has no tokenizer; set"):
         prepare([DatasetEntry(path, type="auto")], replace(text_options, tokenizer_folder=tmp_path / "weights"))
-    with pytest.raises(DataError, match=r"model.tokenizer_path: .*needs a tokenizer"):
+    with pytest.raises(DataError, match=r"tokenizer_folder: .*needs a tokenizer"):
         prepare([DatasetEntry(path, type="chat")], replace(text_options, tokenizer_folder=None))
     with pytest.raises(
         DataError, match=r"chat_template: no.jinja is not a file .*the tokenizer's templates are: default"

@@ -40,5 +40,8 @@ def test_unknown_names_and_lengths_are_refused() -> None:
     # Catches another format than the one that was meant, and a crash that names nothing.
     with pytest.raises(ValueError, match="quant_format: 'nf5' is not one of 'nf4', 'nvfp4', 'block_fp8'"):
         QuantScheme("nf5", 64)
+    for quant_format, group_size in (("nvfp4", 64), ("nf4", 24), ("nf4", 2048), ("block_fp8", 512)):
+        with pytest.raises(ValueError, match=f"group_size: {group_size} is not a valid .* {quant_format}; use"):
+            QuantScheme(quant_format, group_size)
     with pytest.raises(ValueError, match=r"at least one token, got lengths \(3, -1\)"):
         SequenceLayout.from_lengths([3, -1])

@@ -441,3 +441,30 @@ def test_any_module_takes_a_bank():
     torch.testing.assert_close(y[0], expected[0])
     assert not torch.allclose(y[1], expected[1])
     assert not adapters(model)
+
+
+@pytest.mark.parametrize("runs", [[("a", 5), ("b", 4)], [("a", 5), ("b", 6)], [("a", 9)], [(None, 3), ("b", 8)]])
+def test_a_batch_of_another_number_of_rows_is_refused(runs):
+    """Catches uninitialised memory for rows that no run names, and rows that a wrong adapter computes."""
+    model = nn.Sequential(nn.Linear(16, 16))
+    expected = model(x := torch.randn(10, 16))
+    bank = AdapterBank(model, num_resident=2, max_rank=4, device="cpu")
+    bank.add("a", AdapterSpec(rank=2))
+    bank.add("b", AdapterSpec(rank=2))
+    torch.testing.assert_close(model(x), expected)
+    bank.activate(runs)
+    with pytest.raises(ValueError, match=rf"runs: AdapterBank.activate assigned {sum(n for _, n in runs)} .* got 10"):
+        model(x)
+    with pytest.raises(ValueError, match="runs: every run needs at least one token"):
+        bank.activate([("a", 10), ("b", 0)])
+
+
+def test_paths_of_a_bank_may_be_text(tmp_path):
+    """Catches a str that has no method of a Path."""
+    bank = AdapterBank(
+        nn.Sequential(nn.Linear(8, 8)), num_resident=1, max_rank=2, device="cpu", folder=str(tmp_path / "evicted")
+    )
+    bank.add("a", AdapterSpec(rank=2))
+    bank.save("a", str(tmp_path / "a.safetensors"))
+    bank.load("b", str(tmp_path / "a.safetensors"))
+    assert bank.names == ("a", "b")

@@ -15,7 +15,6 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as parse_safetensors
 from safetensors.torch import save as format_safetensors
-from torch.distributed.tensor import DTensor
 
 from xorl.ckpt import layout
 from xorl.ckpt import publish as publishing
@@ -23,11 +22,10 @@ from xorl.ckpt.background import BackgroundWriter
 from xorl.ckpt.errors import CheckpointError
 from xorl.ckpt.files import FileRecord, share_of_files, write_file
 from xorl.ckpt.layout import JSON, Manifest, StorageKind, TensorRecord
-from xorl.ckpt.metadata import read_metadata
+from xorl.ckpt.optimizer import OptimizerState
 from xorl.ckpt.ranks import all_gather_text, any_rank_holds, broadcast_text, fail_together, num_ranks, this_rank
-from xorl.ckpt.regions import Piece, Stored
+from xorl.ckpt.regions import Piece, Stored, is_dtensor
 from xorl.ckpt.retention import Retention
-from xorl.ckpt.storage import read_gathered, read_shards, write_gathered, write_shards
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +85,7 @@ class Checkpointer:
     def save(
         self,
         step: int,
-        state: Mapping[str, Stateful],
+        state: Mapping[str, Stateful | torch.optim.Optimizer],
         *,
         info: Mapping[str, JSON] | None = None,
         scalars: Mapping[str, JSON] | None = None,
@@ -103,6 +101,9 @@ class Checkpointer:
         With a `name`, the checkpoint is `{root}/{name}` instead, and `latest` does not change. `replaces` allows an
         existing checkpoint of that name; it stays complete until the new one replaces it.
 
+        A part of the state is a `Stateful`, such as a module, or an optimizer of torch, whose state is named by the
+        parameters of the modules in the same state and saved with the numbers of its parameter groups.
+
         `info` goes into the manifest and `scalars` into a file; both are rank 0's. `rng` is saved per rank.
         `write_extra_files` is called on every rank with the folder; it writes additional files into the folder and
         returns the records of those that this rank wrote. It must raise on every rank or on none.
@@ -117,8 +118,10 @@ class Checkpointer:
         otherwise a CheckpointFailure (a full disk). Saving the step that this object saved or loaded last does nothing.
         Saving any other existing step is a CheckpointError: an existing checkpoint is never overwritten.
         """
-        assert step >= 0, f"step is {step}; it must not be negative"
-        assert name is not None or not replaces, "only a named checkpoint can be replaced"
+        if step < 0:
+            raise ValueError(f"step: {step} is negative")
+        if replaces and name is None:
+            raise ValueError("replaces: only a checkpoint with a name can be replaced")
         final = self.root / (name or layout.checkpoint_name(step))
 
         def publish(folder: Path, manifest: Manifest) -> None:
@@ -129,7 +132,7 @@ class Checkpointer:
                 self._prune()
 
         with fail_together("save a checkpoint"):
-            tensors = _flatten(_collect(state))
+            tensors = _flatten(_collect(_stateful(state)))
             small_files = {layout.SCALARS: _json_bytes(scalars or {})} if this_rank() == 0 else {}
             _json_bytes(info or {})  # raises if it cannot be written into the manifest
             if rng:
@@ -184,7 +187,11 @@ class Checkpointer:
         self._current = final
 
     def load(
-        self, path: Path | str, state: Mapping[str, Stateful], *, skip_parts: tuple[str, ...] = ()
+        self,
+        path: Path | str,
+        state: Mapping[str, Stateful | torch.optim.Optimizer],
+        *,
+        skip_parts: tuple[str, ...] = (),
     ) -> LoadedCheckpoint:
         """Copy a checkpoint into `state`; any number of ranks and either manager may have saved it.
 
@@ -197,7 +204,11 @@ class Checkpointer:
         return self.prepare_load(path, state, skip_parts=skip_parts)()
 
     def prepare_load(
-        self, path: Path | str, state: Mapping[str, Stateful], *, skip_parts: tuple[str, ...] = ()
+        self,
+        path: Path | str,
+        state: Mapping[str, Stateful | torch.optim.Optimizer],
+        *,
+        skip_parts: tuple[str, ...] = (),
     ) -> Callable[[], LoadedCheckpoint]:
         """Run the checks of `load` without changing anything; returns a function that copies the values.
 
@@ -206,7 +217,8 @@ class Checkpointer:
         path = _absolute(path)
         with fail_together(f"load {path}"):
             manifest = layout.read_manifest(path)
-            parts = _collect(state)
+            stateful = _stateful(state)
+            parts = _collect(stateful)
             tensors = _flatten(parts)
             problems = _differences(tensors, manifest.tensors)
         given = set(all_gather_text(f"{path} (manifest {manifest.digest()})"))
@@ -224,6 +236,10 @@ class Checkpointer:
             _raise_other_model(path, problems, unexpected)
             layout.require_intact(path, manifest.files, share_of_files(manifest.files, this_rank(), num_ranks()))
 
+        # torch's distributed checkpoints take a second to import.
+        from xorl.ckpt.metadata import read_metadata  # noqa: PLC0415
+        from xorl.ckpt.storage import read_gathered, read_shards  # noqa: PLC0415
+
         def copy() -> LoadedCheckpoint:
             with fail_together(f"load {path}"):
                 metadata = read_metadata(path, manifest.files) if manifest.storage == "dcp" else None
@@ -232,7 +248,7 @@ class Checkpointer:
             if metadata is not None:
                 read_shards(tensors, path, metadata)
             with fail_together(f"load {path}"):
-                for name, part in state.items():
+                for name, part in stateful.items():
                     part.load_state_dict(parts[name])
                 scalars = cast(dict[str, JSON], json.loads((path / layout.SCALARS).read_text(encoding="utf-8")))
                 rng = _read_rng(path, manifest)
@@ -307,6 +323,8 @@ class Checkpointer:
         write_extra_files: ExtraFilesWriter | None,
     ) -> Manifest:
         """Collective: write all files except the manifest, and return it. Only rank 0's manifest is complete."""
+        from xorl.ckpt.storage import write_gathered, write_shards  # noqa: PLC0415 - takes a second
+
         with fail_together("save a checkpoint"):
             files = {name: write_file(folder / name, content) for name, content in small_files.items()}
         written, records = (write_shards if self._manager == "dcp" else write_gathered)(tensors, folder)
@@ -341,6 +359,20 @@ def _absolute(path: Path | str) -> Path:
     return Path(os.path.abspath(path))
 
 
+def _stateful(state: Mapping[str, Stateful | torch.optim.Optimizer]) -> dict[str, Stateful]:
+    """The state with the state of each optimizer named by the parameters of the modules in it."""
+    modules = {name: part for name, part in state.items() if isinstance(part, torch.nn.Module)}
+    named = [
+        (f"{name}.{path}" if len(modules) > 1 else path, parameter)
+        for name, module in modules.items()
+        for path, parameter in module.named_parameters()
+    ]
+    return {
+        name: OptimizerState(part, named, with_groups=True) if isinstance(part, torch.optim.Optimizer) else part
+        for name, part in state.items()
+    }
+
+
 def _collect(state: Mapping[str, Stateful]) -> dict[str, dict[str, Stored]]:
     parts: dict[str, dict[str, Stored]] = {}
     for name, part in state.items():
@@ -356,7 +388,7 @@ def _collect(state: Mapping[str, Stateful]) -> dict[str, dict[str, Stored]]:
                     f"state: {name}.{key} is of type {kind}; only tensors can be saved (numbers go to scalars)"
                 )
             held = value.tensor if isinstance(value, Piece) else value
-            partial = isinstance(held, DTensor) and any(placement.is_partial() for placement in held.placements)
+            partial = is_dtensor(held) and any(placement.is_partial() for placement in held.placements)
             if held.layout != torch.strided or held.is_meta or partial:
                 raise CheckpointError(
                     f"state: {name}.{key} is sparse, on the meta device or a partial sum; it cannot be saved"
@@ -373,7 +405,7 @@ def _flatten(parts: Mapping[str, Mapping[str, Stored]]) -> dict[str, Stored]:
 def _describe_meshes(tensors: Mapping[str, Stored]) -> list[dict[str, list[str] | list[int]]]:
     """The names and axis sizes of the distinct device meshes over which the tensors are sharded."""
     held = [tensor.tensor if isinstance(tensor, Piece) else tensor for tensor in tensors.values()]
-    meshes = {tensor.device_mesh for tensor in held if isinstance(tensor, DTensor)}
+    meshes = {tensor.device_mesh for tensor in held if is_dtensor(tensor)}
     described = {(tuple(mesh.mesh_dim_names or ()), tuple(mesh.shape)) for mesh in meshes}
     return [{"axes": list(names), "sizes": list(sizes)} for names, sizes in sorted(described)]
 

@@ -20,7 +20,15 @@ from xorl.ckpt.errors import CheckpointError
 from xorl.ckpt.files import sync_file
 from xorl.ckpt.layout import TensorRecord
 from xorl.ckpt.ranks import fail_together, this_rank
-from xorl.ckpt.reader import INDEX_FILE, SINGLE_FILE, SafetensorsSource, WeightRecipe, WeightSource, source_shapes
+from xorl.ckpt.reader import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    SafetensorsSource,
+    SameTensor,
+    WeightRecipe,
+    WeightSource,
+    source_shapes,
+)
 from xorl.ckpt.regions import dtype_name, gather_whole
 from xorl.ckpt.tensor_file import TensorGroup, write_tensor_file
 
@@ -63,12 +71,12 @@ class _Shard:
 @torch.no_grad()
 def export_hf(
     params: Mapping[str, torch.Tensor],
-    recipes: Mapping[str, WeightRecipe],
-    folder: Path,
+    recipes: Mapping[str, WeightRecipe] | None,
+    folder: Path | str,
     *,
     hf_config: Mapping[str, object],
     dtype: torch.dtype | None = None,
-    tokenizer_folder: Path | None = None,
+    tokenizer_folder: Path | str | None = None,
     chat_template: str | None = None,
     max_shard_bytes: float = MAX_SHARD_BYTES,
     model_card: str | None = None,
@@ -76,11 +84,14 @@ def export_hf(
 ) -> Path:
     """Collective: write safetensors, their index, config.json and the tokenizer's files; returns the folder.
 
-    A `dtype` of None keeps each parameter's dtype. `hf_config` is written unchanged except for its dtype, which is set
-    to that of the weights. `chat_template` replaces the tokenizer's template. Tied weights are not written, as they are
-    not in `params`. `model_card` becomes README.md. For `gather` see `parameter_groups`. Raises CheckpointError, before
-    anything is written, if the folder exists and is not empty.
+    Without recipes, the parameters are written under their own names. A `dtype` of None keeps each parameter's dtype.
+    `hf_config` is written unchanged except for its dtype, which is set to that of the weights. `chat_template` replaces
+    the tokenizer's template. Tied weights are not written, as they are not in `params`. `model_card` becomes README.md.
+    For `gather` see `parameter_groups`. Raises CheckpointError, before anything is written, if the folder exists and is
+    not empty.
     """
+    if recipes is None:
+        recipes = {name: SameTensor(name, tuple(param.shape)) for name, param in params.items()}
     with fail_together(f"export to {folder}"):
         groups = parameter_groups(params, recipes, dtype=dtype, gather=gather)
     folder = Path(folder).absolute()
@@ -89,7 +100,7 @@ def export_hf(
             temporary,
             groups,
             hf_config=hf_config,
-            tokenizer_folder=tokenizer_folder,
+            tokenizer_folder=None if tokenizer_folder is None else Path(tokenizer_folder),
             chat_template=chat_template,
             max_shard_bytes=max_shard_bytes,
             model_card=model_card,
@@ -99,7 +110,7 @@ def export_hf(
 
 
 @contextmanager
-def published(folder: Path) -> Iterator[Path]:
+def published(folder: Path | str) -> Iterator[Path]:
     """Collective: yields a temporary sibling folder on every rank, and renames it to `folder` when the block ends.
 
     Only rank 0 creates and renames it. The block may run collectives; it must raise on every rank or on none. Raises

@@ -4,9 +4,6 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
-
 from xorl.ckpt.errors import CheckpointError, CheckpointFailure
 from xorl.ckpt.export import TOKENIZER_FILES
 
@@ -34,6 +31,15 @@ def resolve_folder(
         raise CheckpointError(f"{text} is a file; pass the folder of a model")
     if isinstance(id_or_path, Path) or text.startswith(("/", "./", "../", "~")) or text.count("/") > 1 or not text:
         raise CheckpointError(f"there is no folder {text!r}")
+    # Takes half a second, and local folders do not need it.
+    from huggingface_hub import snapshot_download  # noqa: PLC0415
+    from huggingface_hub.errors import (  # noqa: PLC0415
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+    )
+
     try:
         # Only the top level of the repository: folders below it hold other formats of the same weights.
         found = snapshot_download(text, revision=revision, allow_patterns=list(patterns), ignore_patterns=["*/*"])

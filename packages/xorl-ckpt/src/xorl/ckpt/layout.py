@@ -140,8 +140,9 @@ class Manifest:
         return cls(**content)
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path | str) -> Manifest:
     """The manifest of a checkpoint; raises CheckpointError if the folder is not a complete xorl checkpoint."""
+    folder = Path(folder)
     path = folder / MANIFEST
     try:
         return Manifest.from_json(path.read_text(encoding="utf-8"))

@@ -29,7 +29,7 @@ from xorl.ckpt.ranks import (
     require_same,
     this_rank,
 )
-from xorl.ckpt.reader import WeightRecipe, WeightSource, source_shapes
+from xorl.ckpt.reader import SameTensor, WeightRecipe, WeightSource, source_shapes
 from xorl.ckpt.regions import Piece, Stored, dtype_name, local_region, local_tensor
 from xorl.ckpt.transfer import stream_buckets
 
@@ -121,20 +121,22 @@ class _Bucket:
 @torch.no_grad()
 def load_weights(
     params: Mapping[str, Stored | RowTarget],
-    recipes: Mapping[str, WeightRecipe],
+    recipes: Mapping[str, WeightRecipe] | None,
     source: WeightSource | None,
     *,
-    mode: LoadMode,
+    mode: LoadMode = "all_ranks",
     ignore: Callable[[str], bool] | None = None,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> LoadReport:
     """Collective: fill every parameter by its recipe, cast to the parameter's dtype, and pass RowTargets their rows.
 
-    Recipes must be the same on every rank and may include parameters that this rank does not have. In broadcast mode
-    only rank 0 needs a `source`. Raises CheckpointError on every rank, before anything is written, if names or shapes
-    differ, if no recipe uses a tensor of the source and `ignore(name)` is false, or if a floating-point parameter
-    would be read from integers or fp8 values.
+    Without recipes, the source holds the parameters under their own names. Recipes must be the same on every rank and
+    may include parameters that this rank does not have. In broadcast mode only rank 0 needs a `source`. Raises
+    CheckpointError on every rank, before anything is written, if names or shapes differ, if no recipe uses a tensor of
+    the source and `ignore(name)` is false, or if a floating-point parameter would be read from integers or fp8 values.
     """
+    if recipes is None:
+        recipes = {name: SameTensor(name, tuple(param.shape)) for name, param in params.items()}
     started = time.monotonic()
     broadcasting = mode == "broadcast" and num_ranks() > 1
     if this_rank() != 0 and broadcasting:
@@ -143,7 +145,7 @@ def load_weights(
     ignored: tuple[str, ...] = ()
     with fail_together("load the weights"):
         if mode not in get_args(LoadMode):
-            raise CheckpointError(f"load_weights_mode: {mode!r} is unknown; use one of {', '.join(get_args(LoadMode))}")
+            raise CheckpointError(f"mode: {mode!r} is unknown; use one of {', '.join(get_args(LoadMode))}")
         _check_parameters(params, recipes)
         if source is not None:
             wanted = recipes if broadcasting else {name: recipes[name] for name in params}
@@ -151,7 +153,7 @@ def load_weights(
             _check_dtypes(params, recipes, source)
             dtypes = {name: _stored_dtype(recipe, source) for name, recipe in wanted.items()}
         elif this_rank() == 0 or not broadcasting:
-            raise CheckpointError(f"load_weights_mode {mode!r}: rank {this_rank()} was given no weights to read")
+            raise CheckpointError(f"source: None with mode={mode!r}: rank {this_rank()} was given no weights to read")
     targets = {
         name: _ParameterTarget(param) if isinstance(param, (torch.Tensor, Piece)) else param
         for name, param in params.items()

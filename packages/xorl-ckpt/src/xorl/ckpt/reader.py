@@ -81,6 +81,25 @@ class WeightRecipe(Protocol):
     def split(self, tensor: torch.Tensor) -> Mapping[str, torch.Tensor]: ...
 
 
+@dataclass(frozen=True)
+class SameTensor:
+    """The recipe of a parameter that a file holds under its own name, in its own shape."""
+
+    name: str
+    shape: tuple[int, ...]
+    join_dim: None = None
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (self.name,)
+
+    def read(self, source: WeightSource, start: int, stop: int) -> torch.Tensor:
+        return source.read(self.name, start, stop)
+
+    def split(self, tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        return {self.name: tensor}
+
+
 def source_shapes(recipes: Mapping[str, WeightRecipe]) -> dict[str, tuple[int, ...]]:
     """The shapes of the source tensors that these recipes expect; they must include all parts of shared sources."""
     shapes: dict[str, tuple[int, ...]] = {}
@@ -100,7 +119,7 @@ class SafetensorsSource:
     count as memory of this process. `single_file` is the name of the file to read if there is no index.
     """
 
-    def __init__(self, folder: Path, *, single_file: str = SINGLE_FILE) -> None:
+    def __init__(self, folder: Path | str, *, single_file: str = SINGLE_FILE) -> None:
         """Raises CheckpointError if the folder has no safetensors files or an invalid index."""
         self._folder = Path(folder)
         self._single_file = single_file

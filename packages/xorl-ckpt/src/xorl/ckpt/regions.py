@@ -1,16 +1,18 @@
 """Which part of a global tensor this rank holds. Only this file queries DTensor for it."""
 
+from __future__ import annotations
+
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, TypeGuard
 
 import torch
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
     from torch.distributed.checkpoint.planner import WriteItem
+    from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,12 @@ class Region:
         return rows
 
 
+def is_dtensor(tensor: torch.Tensor) -> TypeGuard[DTensor]:
+    """Whether `tensor` is a DTensor. There is none before torch's module of them is imported, which takes a second."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
 class Piece:
     """Some rows of a global tensor, of which other ranks hold the rest. Their boxes decide what is saved and loaded.
 
@@ -62,7 +70,7 @@ class Piece:
         """The shape of the global tensor."""
         return self.shape
 
-    def __create_write_items__(self, name: str, _: object) -> list["WriteItem"]:
+    def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
         # DCP, which calls this, has imported them.
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties  # noqa: PLC0415
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType  # noqa: PLC0415
@@ -77,7 +85,7 @@ class Piece:
             for chunk in self.__create_chunk_list__()
         ]
 
-    def __create_chunk_list__(self) -> list["ChunkStorageMetadata"]:
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata  # noqa: PLC0415
 
         boxes = [box for box, _ in local_boxes(self) if 0 not in box.sizes]
@@ -94,7 +102,7 @@ Stored: TypeAlias = torch.Tensor | Piece
 def local_tensor(tensor: Stored) -> torch.Tensor:
     """This rank's local storage of the tensor, which may be written in place."""
     tensor = tensor.tensor if isinstance(tensor, Piece) else tensor
-    if isinstance(tensor, DTensor):
+    if is_dtensor(tensor):
         return tensor.to_local().detach()
     return tensor.detach()
 
@@ -122,8 +130,10 @@ def local_region(tensor: Stored) -> Region:
     if isinstance(tensor, Piece):
         [(region, _)] = local_boxes(tensor)
         return region
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return Region((0,) * tensor.ndim, tuple(tensor.shape))
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # noqa: PLC0415 - see is_dtensor
+
     sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return Region(tuple(offsets), tuple(sizes))
 
@@ -136,15 +146,15 @@ def with_local(tensor: Stored, local: torch.Tensor) -> Stored:
 
 
 def _like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    if isinstance(tensor, DTensor):
+    if is_dtensor(tensor):
         # `DTensor.from_local` would move the part to the device of the mesh.
-        return DTensor(local, tensor._spec, requires_grad=False)
+        return type(tensor)(local, tensor._spec, requires_grad=False)
     return local
 
 
 def gather_whole(tensor: torch.Tensor) -> torch.Tensor:
     """The full tensor on every rank of its mesh. Collective for a DTensor."""
-    if isinstance(tensor, DTensor):
+    if is_dtensor(tensor):
         return tensor.full_tensor().detach()
     return tensor.detach()
 

@@ -3,7 +3,7 @@
 import difflib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,11 +11,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import Generic
 
+from xorl.config.arguments import naming_options
 from xorl.config.conflicts import conflicts_in
 from xorl.config.document import Node, ParsedDocument, node_of, read_document
 from xorl.config.local import Config
 from xorl.config.options import all_options, entries_of
-from xorl.config.overrides import apply_overrides_, parse_overrides
+from xorl.config.overrides import Overrides, apply_overrides_, arguments_of, parse_overrides
 from xorl.config.problems import ConfigError, Origin, Problem
 from xorl.config.requirements import WithoutEffect, local_default, without_effect
 from xorl.config.resolve import resolve
@@ -91,9 +92,10 @@ class ConfigWithOrigins(Generic[ConfigT]):
 
     @contextmanager
     def citing(self) -> Iterator[None]:
-        """A context that adds the option's line in the file to a ValueError whose message starts with an option."""
+        """A context in which errors of the libraries name options, and ValueErrors that start with one its line."""
         try:
-            yield
+            with naming_options():
+                yield
         except ValueError as error:
             origin = self._origin(re.split(r"[^\w.\[\]]", str(error), maxsplit=1)[0])
             if self.path is None or not origin.startswith(f"{self.path}:"):
@@ -112,31 +114,33 @@ LoadedConfig = ConfigWithOrigins[Config]
 LoadedServerConfig = ConfigWithOrigins[ServerConfig]
 
 
-def load_config(path: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
-    """Reads the YAML file of a local run, applies `--section.field value` overrides and validates the result.
+def load_config(path: Path | str, overrides: Overrides = ()) -> LoadedConfig:
+    """Reads the YAML file of a local run, applies overrides and validates the result.
+
+    `overrides` are arguments, `--section.field` and its value, or a mapping of options to values.
 
     Raises ConfigError, which lists every problem with its location.
     """
     return _load(path, overrides, LOCAL)
 
 
-def load_server_config(path: Path, overrides: Sequence[str] = ()) -> LoadedServerConfig:
+def load_server_config(path: Path | str, overrides: Overrides = ()) -> LoadedServerConfig:
     """Like `load_config`, for the YAML file of a service and `--server.field value` overrides."""
     return _load(path, overrides, SERVER)
 
 
-def config_from_mapping(data: Mapping[str, object], overrides: Sequence[str] = ()) -> LoadedConfig:
+def config_from_mapping(data: Mapping[str, object], overrides: Overrides = ()) -> LoadedConfig:
     """Validates a configuration created in Python by the same rules. Raises ConfigError."""
     return _finish(ParsedDocument(node_of(data, Origin("python", "python"))), None, overrides, LOCAL)
 
 
-def server_config_from_mapping(data: Mapping[str, object], overrides: Sequence[str] = ()) -> LoadedServerConfig:
+def server_config_from_mapping(data: Mapping[str, object], overrides: Overrides = ()) -> LoadedServerConfig:
     """Validates a service's configuration created in Python by the same rules. Raises ConfigError."""
     return _finish(ParsedDocument(node_of(data, Origin("python", "python"))), None, overrides, SERVER)
 
 
-def _load(path: Path, overrides: Sequence[str], schema: Schema[ConfigT]) -> ConfigWithOrigins[ConfigT]:
-    name = str(path)
+def _load(path: Path | str, overrides: Overrides, schema: Schema[ConfigT]) -> ConfigWithOrigins[ConfigT]:
+    path, name = Path(path), str(path)
     document = read_document(_text_of(path), name, SECRETS)
     root = document.root or Node(None, Origin("file", f"{name}:1", "", 1))
     is_unreadable = document.root is None and bool(document.problems)
@@ -145,9 +149,11 @@ def _load(path: Path, overrides: Sequence[str], schema: Schema[ConfigT]) -> Conf
 
 
 def _finish(
-    document: ParsedDocument, path: Path | None, overrides: Sequence[str], schema: Schema[ConfigT]
+    document: ParsedDocument, path: Path | None, overrides: Overrides, schema: Schema[ConfigT]
 ) -> ConfigWithOrigins[ConfigT]:
     name = "the configuration" if path is None else str(path)
+    if isinstance(overrides, Mapping):
+        overrides = arguments_of(overrides, schema.prefix)
     parsed, problems = parse_overrides(overrides, schema.prefix, SECRETS)
     problems = [*document.problems, *problems]
     if document.root is None:

@@ -3,11 +3,16 @@
 Values are YAML and follow the same rules as in the file. A later override of the same option wins.
 """
 
-from collections.abc import Collection, Sequence
+import json
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from xorl.config.document import Node, read_value
 from xorl.config.problems import Origin, Problem, hide_secrets
+
+# Arguments, or options and their values.
+Overrides: TypeAlias = Sequence[str] | Mapping[str, object]
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,11 @@ class Override:
     def origin(self) -> Origin:
         """The position that a report cites."""
         return Origin("override", f"--{self.name}", self.shown)
+
+
+def arguments_of(overrides: Mapping[str, object], prefix: str = "") -> tuple[str, ...]:
+    """The arguments that set options, by their paths, to values of Python."""
+    return tuple(f"--{prefix}{path}={json.dumps(value, default=str)}" for path, value in overrides.items())
 
 
 def is_override(argument: str) -> bool:

@@ -18,7 +18,7 @@ from xorl.config import Config
 from xorl.config.data import DataConfig
 from xorl.config.entries import DatasetEntryConfig
 from xorl.core.mesh import Mesh
-from xorl.data import DataPlan, DatasetEntry, PrepareOptions, StepLoader, pack, prepare, split_documents
+from xorl.data import DataError, DataPlan, DatasetEntry, PrepareOptions, StepLoader, pack, prepare, split_documents
 from xorl.data.documents import PreparedDocuments
 from xorl.data.formats import load_tokenizer
 from xorl.data.formats.template import load_template
@@ -182,9 +182,12 @@ def plan_steps(config: Config, data: PackedDocuments | Stream, dp_size: int, res
     train = config.train
     bins_per_step = train.micro_batch_size * train.gradient_accumulation_steps * dp_size
     if resumed_bins_per_step is not None and resumed_bins_per_step != bins_per_step:
-        accumulation = rescale_accumulation(
-            resumed_bins_per_step, micro_batch_size=train.micro_batch_size, dp_size=dp_size
-        )
+        try:
+            accumulation = rescale_accumulation(
+                resumed_bins_per_step, micro_batch_size=train.micro_batch_size, dp_size=dp_size
+            )
+        except DataError as error:
+            raise DataError(f"train.load_checkpoint_path: in its run, {error}") from error
         logger.warning(
             "train.gradient_accumulation_steps is %d instead of %d: a resumed run keeps the %d bins per step of its "
             "checkpoint for any number of ranks and any train.micro_batch_size",
@@ -359,6 +362,7 @@ def _stream(config: Config, model: _ModelLimits) -> Stream:
         [_entry(entry, data) for entry in data.datasets],
         options,
         index_path=Path(data.dataset_prepared_path) / "streams",
+        option="data.datasets",
         token=data.hf_use_auth_token,
     )
     check_first_samples(stream, strict=model.strict)

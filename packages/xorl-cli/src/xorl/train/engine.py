@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from xorl.ckpt import Piece, Stateful
+from xorl.ckpt import OptimizerState, Piece, Stateful
 from xorl.core.loss import IGNORE, LossFn, LossOutput
 from xorl.core.models import Decoder
 from xorl.core.models.router_losses import RouterLosses, RouterSums
 from xorl.core.nn.parts import Part
-from xorl.core.optim import Fp32Accumulation, OptimizerState, gradient_norms, gradient_scale
+from xorl.core.optim import Fp32Accumulation, gradient_norms, gradient_scale
 from xorl.core.parallel import ParallelModel
 from xorl.core.parallel.exposed import record_waits
 from xorl.data import PackedBatch

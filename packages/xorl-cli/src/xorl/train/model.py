@@ -28,7 +28,7 @@ from xorl.core.nn.dispatch import AllToAll, Dispatcher
 from xorl.core.nn.kernels import FusedKernel, choose_kernels
 from xorl.core.nn.moe import Router
 from xorl.core.nn.ulysses import check_heads
-from xorl.core.parallel import ParallelModel, ParallelPolicy, local_part, parallelize
+from xorl.core.parallel import ParallelModel, ParallelPolicy, parallelize
 from xorl.core.parallel.activations import Recompute
 from xorl.core.parallel.apply import check_parallelizable
 from xorl.kernels.attention import ATTENTION, AttentionRequest, resolve_attention
@@ -414,7 +414,7 @@ def fill_base(
     """
     if model.model_path is None and source is None:
         targets = quantized_rows(module)
-        module.init_weights(train.seed, local_part=local_part, device=device, targets=targets)
+        module.init_weights(train.seed, device=device, targets=targets)
         logger.info("weights=random seed=%d parameters=%d", train.seed, num_parameters(module))
         return
     assert train.load_weights_mode not in ("auto", "safetensors"), "resolved by the configuration"

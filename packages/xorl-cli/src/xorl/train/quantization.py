@@ -57,8 +57,6 @@ def read_options(lora: LoraConfig, hf_config: Mapping[str, object]) -> Quantizat
         return None
     assert lora.quant_group_size is not None, "resolved by the configuration"
     scheme = QuantScheme(lora.quant_format, lora.quant_group_size)
-    if (refusal := scheme.group_refusal()) is not None:
-        raise ValueError(f"lora.quant_group_size: {refusal}")
     if stored is None:
         return Quantization(scheme, tuple(lora.exclude_modules or ()), is_stored=False, is_explicit=True)
     if scheme.quant_format != stored.scheme.quant_format:

@@ -122,19 +122,19 @@ class ParallelDims:
         check_choice("mode", mode, DataParallelMode)
         for option, size in (("shard", shard_size), ("replicate", replicate_size)):
             if size < 1 and size != -1:
-                raise ValueError(f"train.data_parallel_{option}_size must be -1 or at least 1, not {size}")
+                raise ValueError(f"{option}_size: must be -1 or at least 1, not {size}")
         others = pp * ring * ulysses * tp
         if world_size % others:
             raise ValueError(
-                f"{world_size} processes cannot be divided by the model-parallel sizes (train.pipeline_parallel_size "
-                f"{pp} x ringattn {ring} x ulysses {ulysses} x tensor {tp} = {others})"
+                f"{world_size} processes cannot be divided by the model-parallel sizes (pp={pp} "
+                f"x ring {ring} x Ulysses {ulysses} x tensor {tp} = {others})"
             )
         dp_size = world_size // others
         if ep > 1 and mode != "fsdp2":
             raise ValueError(f"train.expert_parallel_size: {ep} needs train.data_parallel_mode fsdp2, not {mode}")
         if mode == "none" and dp_size > 1:
             raise ValueError(
-                f"train.data_parallel_mode none runs one data-parallel rank, but {dp_size} were started: "
+                f"mode: none runs one data-parallel rank, but {dp_size} were started: "
                 "use ddp or fsdp2, or start one process"
             )
         if mode == "ddp":
@@ -147,13 +147,11 @@ class ParallelDims:
             shard = shard_size
             replicate = dp_size // shard if replicate_size == -1 else replicate_size
         if mode == "ddp" and shard != 1:
-            raise ValueError(
-                f"train.data_parallel_shard_size {shard_size} needs train.data_parallel_mode fsdp2, not ddp"
-            )
+            raise ValueError(f'shard_size: {shard_size} needs mode="fsdp2", not ddp')
         if shard * replicate != dp_size:
             raise ValueError(
                 f"{dp_size} data-parallel ranks ({world_size} processes / {others}) are not "
-                f"train.data_parallel_replicate_size {replicate} x train.data_parallel_shard_size {shard}: "
+                f"replicate_size {replicate} x shard_size {shard}: "
                 "change the sizes (-1 infers a size) or the number of processes"
             )
         sharding = context_sharding if mode == "fsdp2" else "none"

@@ -160,7 +160,7 @@ def use_compile_cache(torch_default: str) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(
-            f"train.enable_compile: cannot create the compile cache {folder} ({error.strerror}); set "
+            f"compile_backend: cannot create the compile cache {folder} ({error.strerror}); set "
             "TORCHINDUCTOR_CACHE_DIR to a writable folder"
         ) from error
     return folder
@@ -228,7 +228,7 @@ def refuse_launch_blocking() -> None:
     if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
         raise ValueError(
             "CUDA_LAUNCH_BLOCKING is set, so every GPU kernel waits for the previous one: "
-            "unset it, or allow it with train.allow_cuda_launch_blocking: true"
+            "unset it, or leave out refuse_launch_blocking()"
         )
 
 

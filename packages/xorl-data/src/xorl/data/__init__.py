@@ -1,5 +1,7 @@
 """xorl.data: formats, packing and a seekable loader for training language models."""
 
+from importlib.metadata import version
+
 from xorl.data.batch import PackedBatch
 from xorl.data.documents import split_documents
 from xorl.data.entry import DatasetEntry
@@ -17,7 +19,10 @@ __all__ = [
     "PackedBatch",
     "PrepareOptions",
     "StepLoader",
+    "__version__",
     "pack",
     "prepare",
     "split_documents",
 ]
+
+__version__ = version("xorl-data")

@@ -79,6 +79,8 @@ def collate(
 
     The padding is a separate document. Without documents, returns a padding batch of `pad_to_multiple_of` tokens.
     """
+    if pad_to_multiple_of < 1:
+        raise ValueError(f"pad_to_multiple_of: {pad_to_multiple_of}, want at least 1")
     if not documents:
         return padding_batch(pad_to_multiple_of, extra_names)
     lengths = [len(document.input_ids) for document in documents]
@@ -115,7 +117,8 @@ def collate(
 
 def padding_batch(length: int, extras: tuple[str, ...] = ()) -> PackedBatch:
     """A batch of one padding document of `length` tokens, for a rank that has no bins in a short step."""
-    assert length >= 1, f"a padding batch needs at least one token, not {length}"
+    if length < 1:
+        raise ValueError(f"length: a padding batch needs at least one token, not {length}")
     return PackedBatch(
         input_ids=torch.zeros(length, dtype=torch.int64),
         labels=torch.full((length,), IGNORE, dtype=torch.int64),

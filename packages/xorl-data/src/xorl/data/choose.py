@@ -69,11 +69,11 @@ def choose_format(
     kind = _resolve_type(entry, option, source)
     _check_options(entry, kind, option)
     limit = entry.max_seq_len if entry.max_seq_len is not None else bin_len
-    limit_option = f"{option}.max_seq_len" if entry.max_seq_len is not None else "data.sample_packing_sequence_len"
+    limit_option = f"{option}.max_seq_len" if entry.max_seq_len is not None else "bin_len"
     if kind == "tokenized":
         return TokenizedFormat(limit, entry.overflow, limit_option, columns=entry.columns, vocab_size=vocab_size)
     if tokenizer_folder is None:
-        raise DataError(f"model.tokenizer_path: {option} is of type {kind}, which needs a tokenizer; set its folder")
+        raise DataError(f"tokenizer_folder: {option} is of type {kind}, which needs a tokenizer; set its folder")
     tokenizer = load_tokenizer(tokenizer_folder)
     columns = dict(entry.column_names)
     if kind == "text":
@@ -85,7 +85,7 @@ def choose_format(
     if kind == "prompt_completion":
         train_on = "all" if entry.train_on == "all" else "completion"
         if not tokenizer.eos_text:
-            raise DataError(f"model.tokenizer_path: the tokenizer has no eos_token, which {kind} samples end with")
+            raise DataError(f"tokenizer_folder: the tokenizer has no eos_token, which {kind} samples end with")
         return PromptCompletionFormat(limit, entry.overflow, limit_option, tokenizer, columns, vocab_size, train_on)
     target = entry.train_on if entry.train_on in ("last_turn", "all") else "assistant"
     chat = ChatFormat(
@@ -108,9 +108,7 @@ def _resolve_type(entry: DatasetEntry, option: str, source: RowSource | None) ->
     if entry.type != "auto":
         return entry.type
     if source is None:
-        raise DataError(
-            f"{option}.type: auto reads the data, which data.skip_prepare_dataset forbids; set the actual type"
-        )
+        raise DataError(f"{option}.type: auto reads the data, which skip_prepare=True forbids; set the actual type")
     rows = next((rows for chunk in source.chunks(None) if (rows := chunk.rows())), None)
     if rows is None:
         raise DataError(f"{option}: {entry.path} is empty: it has no samples")
@@ -147,7 +145,7 @@ def _check_options(entry: DatasetEntry, kind: FormatName, option: str) -> None:
             raise DataError(f"{option}.{name}: type {kind} has no template; remove it")
     unknown = [name for name in entry.column_names if name not in COLUMN_KEYS[kind]]
     if unknown:
-        wanted = ", ".join(COLUMN_KEYS[kind]) or "none; data.select_columns selects token columns"
+        wanted = ", ".join(COLUMN_KEYS[kind]) or "none; columns=[...] selects token columns"
         raise DataError(f"{option}.columns: {unknown[0]!r} is not valid for type {kind}; valid names: {wanted}")
     if kind == "prompt_completion" and entry.column_names:
         column_sets = [{*parts, answer} for parts, answer in COLUMN_SETS]

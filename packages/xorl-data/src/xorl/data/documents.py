@@ -112,7 +112,7 @@ def merge(
         start, stop = shard_range(len(rows), num_shards, shard_index)
         if start == stop:
             raise DataError(
-                f"data.dataset_shard_num: {num_shards} shards of {len(rows)} documents leave shard {shard_index} empty"
+                f"dataset_shard_num: {num_shards} shards of {len(rows)} documents leave shard {shard_index} empty"
             )
         rows = rows[start:stop]
     shuffled = shuffle_before_merging or shuffle_merged
@@ -145,7 +145,7 @@ def split_documents(
     valid = 0 < val_set_size < 1 if is_fraction else val_set_size > 0
     if isinstance(val_set_size, bool) or not valid or num_held_out >= total:
         raise DataError(
-            f"data.val_set_size: {val_set_size} of {total} documents cannot be held out; want an integer from 1 to "
+            f"val_set_size: {val_set_size} of {total} documents cannot be held out; want an integer from 1 to "
             f"{total - 1}, or a fraction between 0 and 1 that leaves documents to train on"
         )
     drawn = permutation(total, "held out", seed, documents.fingerprint)[:num_held_out]

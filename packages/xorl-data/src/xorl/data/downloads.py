@@ -115,8 +115,7 @@ def _download(file: RemoteFile, storage: Storage, folder: Path, option: str) -> 
         if (folder / _RECORD).is_file():  # another process took over and completed the download
             return
         raise DataFailure(
-            f"{file.url} cannot be written to {partial_folder}: {error}; "
-            "data.dataset_prepared_path sets the parent folder"
+            f"{file.url} cannot be written to {partial_folder}: {error}; prepared_path sets the parent folder"
         ) from error
 
 

@@ -17,10 +17,10 @@ ENTRY_TYPES: tuple[EntryType, ...] = get_args(EntryType)
 
 @dataclass(frozen=True)
 class DatasetEntry:
-    """One entry of `data.datasets` or `data.test_datasets`; each field is the option of the same name.
+    """One dataset; each field is what the command calls the option of the same name.
 
-    `columns` is `data.select_columns`: None reads input_ids, and labels and attention_mask if they exist; other names
-    become per-token extras. `column_names` is the entry's `columns` option.
+    `columns`: None reads input_ids, and labels and attention_mask if they exist; other names
+    become per-token extras. `column_names` is the command's `columns`.
     """
 
     path: str
@@ -54,9 +54,7 @@ def check_entry(entry: DatasetEntry, option: str) -> None:
     if entry.overflow not in OVERFLOWS:
         raise DataError(f"{option}.overflow: {entry.overflow!r} is not one of {', '.join(OVERFLOWS)}")
     if entry.columns is not None and "input_ids" not in entry.columns:
-        raise DataError(
-            f"data.select_columns: {list(entry.columns)} does not include input_ids, which every dataset needs; add it"
-        )
+        raise DataError(f"columns: {list(entry.columns)} does not include input_ids, which every dataset needs; add it")
     if (entry.shards is None) != (entry.shards_idx is None):
         raise DataError(f"{option}: shards and shards_idx go together, got {entry.shards} and {entry.shards_idx}")
     if entry.preprocess_shards is not None and entry.shards is not None:

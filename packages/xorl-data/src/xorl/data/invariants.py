@@ -81,7 +81,7 @@ def check_counts(counts: Counts, name: str, fmt: Format, option: str, limits: Ov
         raise DataError(
             f"{option}: in {counts.misaligned} of the {counts.samples} samples of {name} most labels {problem}. "
             "Provide labels that are aligned with input_ids (-100 where a token is not trained), or ignore the column "
-            "with data.select_columns: [input_ids]"
+            'with columns=["input_ids"]'
         )
 
 
@@ -166,7 +166,7 @@ def check_extras(columns: Sequence[tuple[str, tuple[str, ...]]]) -> None:
         if names != columns[0][1]:
             (without, _), (having, extra) = sorted(((option, names), columns[0]), key=lambda pair: len(pair[1]))
             raise DataError(
-                f"data.select_columns: {having} has the per-token columns {', '.join(extra)}, and {without} does not; "
+                f"columns: {having} has the per-token columns {', '.join(extra)}, and {without} does not; "
                 "deselect them, or add them to every dataset"
             )
 
@@ -208,9 +208,8 @@ def check_special_tokens(tokenizer: TextTokenizer, model: Mapping[str, tuple[int
             continue
         shown = wanted[0] if len(wanted) == 1 else list(wanted)
         raise DataError(
-            f"model.tokenizer_path: the {name}_token of the tokenizer in {tokenizer.folder} is "
+            f"tokenizer_folder: the {name}_token of the tokenizer in {tokenizer.folder} is "
             f"{tokenizer.special[f'{name}_token']!r}, id {tokenizer_id}, but the model's config.json has "
             f"{name}_token_id {shown} ({', '.join(repr(tokenizer.core.id_to_token(token)) for token in wanted)}). Use "
-            f"the model's tokenizer, or set {name}_token_id to the tokenizer's id in a copy of config.json "
-            "(model.config_path)"
+            f"the model's tokenizer, or set {name}_token_id to the tokenizer's id in a copy of the config.json"
         )

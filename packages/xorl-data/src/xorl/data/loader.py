@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from xorl.data.batch import Document, PackedBatch, collate
 from xorl.data.packing import Bins, StartMethod
-from xorl.data.plan import PAIR_COST, DataPlan, bin_costs, check_rank, check_start, split_step
+from xorl.data.plan import PAIR_COST, DataPlan, bin_costs, check_loading, check_start, split_step
 from xorl.data.workers import iterate
 
 
@@ -56,7 +56,7 @@ class StepLoader:
     ) -> None:
         if plan.num_bins != len(bins):
             raise ValueError(f"plan: it is for {plan.num_bins} bins, but there are {len(bins)}")
-        check_rank(dp_rank, dp_size)
+        check_loading(dp_rank, dp_size, micro_batch_size, pad_to_multiple_of)
         self._plan = plan
         self._micro_batch_size = micro_batch_size
         self._dp_rank = dp_rank

@@ -45,7 +45,7 @@ def check_repetitions(sizes: Sequence[int], shares: Sequence[Share], option: str
             raise DataError(
                 f"{option}[{index}].num_epochs: with {share.num_epochs:g} times {size} {unit}, the order of an epoch "
                 f"does not fit into memory; want {max(1, _MAX_REPEATED // size)} or less. To train for longer, set "
-                "train.num_train_epochs or train.max_steps"
+                "num_epochs or max_steps of the plan"
             )
 
 

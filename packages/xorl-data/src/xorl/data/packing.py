@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import xxhash
@@ -76,13 +76,17 @@ def pack(
     `group_size` documents, with the bins shuffled by `seed`; with a `start_method`, `num_proc` processes pack the
     groups. `none` puts every document into a separate bin.
 
-    Raises ValueError for a document that does not fit.
+    Raises ValueError for a document that does not fit, an unknown method and a group without documents.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     if len(wrong := np.flatnonzero((lengths < 1) | (lengths > bin_len))):
         raise ValueError(
             f"lengths: document {wrong[0]} has {lengths[wrong[0]]} tokens, but must have from 1 to bin_len, {bin_len}"
         )
+    if method not in get_args(PackingMethod):
+        raise DataError(f"method: {method!r} is not one of {', '.join(get_args(PackingMethod))}")
+    if group_size < 1:
+        raise DataError(f"group_size: {group_size}, want at least 1")
     if strict_order and method != "none":
         bins = _next_fit(lengths, bin_len)
     elif method == "sequential":
@@ -90,10 +94,8 @@ def pack(
     elif method == "multipack":
         bins = _pack_groups(lengths, bin_len, group_size, start_method, num_proc)
         bins = [bins[index] for index in permutation(len(bins), "bins", seed)]
-    elif method == "none":
-        bins = [[index] for index in range(len(lengths))]
     else:
-        raise DataError(f"data.sample_packing_method: {method!r} is not one of sequential, multipack")
+        bins = [[index] for index in range(len(lengths))]
     sizes = np.fromiter(map(len, bins), dtype=np.int64, count=len(bins))
     indices = np.fromiter((index for members in bins for index in members), dtype=np.int64, count=len(lengths))
     return Bins(indices, np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)]), int(lengths.sum()), bin_len)
@@ -165,8 +167,6 @@ class OpenBins:
 def _pack_groups(
     lengths: np.ndarray, bin_len: int, group_size: int, start_method: StartMethod | None, num_proc: int
 ) -> list[list[int]]:
-    if group_size < 1:
-        raise DataError(f"data.sample_packing_group_size: {group_size}, want at least 1")
     starts = range(0, len(lengths), group_size)
     groups = [lengths[start : start + group_size] for start in starts]
     if start_method is None or num_proc <= 1 or len(groups) <= 1:

@@ -44,17 +44,16 @@ class DataPlan:
         if self.bins_per_step < 1:
             raise DataError(f"bins_per_step: {self.bins_per_step}, want at least 1")
         if self.num_epochs < 1:
-            raise DataError(f"train.num_train_epochs: {self.num_epochs}, want at least 1")
+            raise DataError(f"num_epochs: {self.num_epochs}, want at least 1")
         if self.max_steps is not None and self.max_steps < 1:
-            raise DataError(f"train.max_steps: {self.max_steps}, want at least 1")
+            raise DataError(f"max_steps: {self.max_steps}, want at least 1")
         if self.num_bins < 1:
             raise DataError("there are no bins to train on")
         if self.drop_last and self.num_bins < self.bins_per_step:
             raise DataError(
-                f"train.gradient_accumulation_steps: one optimizer step takes {self.bins_per_step} bins (this option "
-                f"times train.micro_batch_size times the data-parallel size), but the data fills only {self.num_bins}, "
-                "so data.dataloader_drop_last: true leaves no step; lower one of these, lower "
-                "data.sample_packing_sequence_len, add data, or set data.dataloader_drop_last: false"
+                f"bins_per_step: one optimizer step takes {self.bins_per_step} bins, but the data fills only "
+                f"{self.num_bins}, so drop_last=True leaves no step; lower it, lower bin_len, add data, or "
+                "set drop_last=False"
             )
 
     @classmethod
@@ -125,8 +124,12 @@ def _order_of_epoch(num_bins: int, fingerprint: str, seed: int, epoch: int) -> n
     return order
 
 
-def check_rank(dp_rank: int, dp_size: int) -> None:
-    """Raise ValueError unless there is such a data-parallel rank."""
+def check_loading(dp_rank: int, dp_size: int, micro_batch_size: int, pad_to_multiple_of: int) -> None:
+    """Raise ValueError unless there is such a data-parallel rank and its micro-batches have a size."""
+    if micro_batch_size < 1:
+        raise ValueError(f"micro_batch_size: {micro_batch_size}, want at least 1")
+    if pad_to_multiple_of < 1:
+        raise ValueError(f"pad_to_multiple_of: {pad_to_multiple_of}, want at least 1")
     if not 0 <= dp_rank < dp_size:
         raise ValueError(f"dp_rank: {dp_rank} is not from 0 to dp_size - 1, which is {dp_size - 1}")
 
@@ -168,12 +171,12 @@ def rescale_accumulation(bins_per_step: int, *, micro_batch_size: int, dp_size: 
         return bins_per_step // per_round
     sizes = [n for n in range(1, bins_per_step + 1) if bins_per_step % (n * micro_batch_size) == 0]
     micro_sizes = [n for n in range(1, bins_per_step + 1) if bins_per_step % (n * dp_size) == 0]
-    micro_batches = f"train.micro_batch_size {_join_sizes(micro_sizes)} on this size" if micro_sizes else ""
-    ranks = f"data-parallel size {_join_sizes(sizes)} with train.micro_batch_size {micro_batch_size}" if sizes else ""
+    micro_batches = f"micro_batch_size {_join_sizes(micro_sizes)} on this size" if micro_sizes else ""
+    ranks = f"dp_size {_join_sizes(sizes)} with micro_batch_size {micro_batch_size}" if sizes else ""
     raise DataError(
-        f"train.load_checkpoint_path: its run has {bins_per_step} bins per step, which is not a multiple of "
-        f"data-parallel size {dp_size} times train.micro_batch_size {micro_batch_size} = {per_round}; use "
-        + (" or ".join(filter(None, (ranks, micro_batches))) or "train.micro_batch_size 1 on a size that divides it")
+        f"{bins_per_step} bins per step are not a multiple of dp_size {dp_size} times micro_batch_size "
+        f"{micro_batch_size} = {per_round}; use "
+        + (" or ".join(filter(None, (ranks, micro_batches))) or "micro_batch_size 1 on a size that divides it")
     )
 
 

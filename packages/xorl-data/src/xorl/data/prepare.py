@@ -25,7 +25,7 @@ from pathlib import Path
 
 from xorl.data.choose import choose_format, overflow_limits
 from xorl.data.documents import PreparedDocuments, merge
-from xorl.data.entry import DatasetEntry
+from xorl.data.entry import DatasetEntry, check_entry
 from xorl.data.errors import DataError, DataFailure
 from xorl.data.formats import EncodedDocuments, Format, TokenizedFormat
 from xorl.data.hashing import JSON, digest, hash_files
@@ -68,12 +68,12 @@ _REPORT_EVERY_S = 10.0
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """The options of `data` that preparation uses. `bin_len` (sample_packing_sequence_len) limits document lengths.
+    """How documents are prepared. `bin_len` limits their lengths.
 
     With `vocab_size` None, ids are not checked; `dummy` requires it. Text and conversations require `tokenizer_folder`;
     its special tokens must agree with `model_special_ids`, the result of invariants.special_ids. `token` is passed to
     `datasets` for the Hub. Without `strict`, counts that would stop a run are only logged, so that the data can be
-    inspected.
+    inspected. Both paths may be given as str.
     """
 
     bin_len: int
@@ -93,13 +93,16 @@ class PrepareOptions:
     token: str | bool | None = None
     strict: bool = True
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prepared_path", Path(self.prepared_path))
+        if self.tokenizer_folder is not None:
+            object.__setattr__(self, "tokenizer_folder", Path(self.tokenizer_folder))
 
-def prepare(
-    entries: Sequence[DatasetEntry], options: PrepareOptions, *, option: str = "data.datasets"
-) -> PreparedDocuments:
+
+def prepare(entries: Sequence[DatasetEntry], options: PrepareOptions, *, option: str = "entries") -> PreparedDocuments:
     """Returns the documents of `entries`, merged in the order given by `options`; a second call loads the cache.
 
-    `option` is the path of the entries in the configuration, for error messages. Raises DataError for unusable data or
+    `option` is what error messages call the entries. Raises DataError for unusable data or
     options, DataFailure if the environment fails.
     """
     _check_options(entries, options, option)
@@ -127,18 +130,19 @@ def _check_options(entries: Sequence[DatasetEntry], options: PrepareOptions, opt
     if not entries:
         raise DataError(f"{option} is empty; name at least one dataset")
     if options.bin_len < 1:
-        raise DataError(f"data.sample_packing_sequence_len: {options.bin_len}, want at least 1")
+        raise DataError(f"bin_len: {options.bin_len}, want at least 1")
     num, index = options.dataset_shard_num, options.dataset_shard_idx
     if (num is None) != (index is None):
-        raise DataError(f"set both data.dataset_shard_num and data.dataset_shard_idx, got {num} and {index}")
+        raise DataError(f"set both dataset_shard_num and dataset_shard_idx, got {num} and {index}")
     if num is not None and index is not None and not 0 <= index < num:
-        raise DataError(f"data.dataset_shard_idx: {index} is not in 0..{num - 1} (data.dataset_shard_num: {num})")
+        raise DataError(f"dataset_shard_idx: {index} is not in 0..{num - 1} (dataset_shard_num={num})")
     check_shares([Share(entry.weight, entry.num_epochs) for entry in entries], option)
     for number, entry in enumerate(entries):
+        check_entry(entry, f"{option}[{number}]")
         if entry.max_seq_len is not None and not 1 <= entry.max_seq_len <= options.bin_len:
             raise DataError(
                 f"{option}[{number}].max_seq_len: {entry.max_seq_len}, want 1 to {options.bin_len}, the bin length "
-                "(data.sample_packing_sequence_len), because a longer sample would not fit into a bin"
+                "(bin_len), because a longer sample would not fit into a bin"
             )
 
 
@@ -209,7 +213,7 @@ def _prepare_parts(
         else:
             make_prepared_folder(options.prepared_path)
             if not os.access(options.prepared_path, os.W_OK):
-                raise DataError(f"data.dataset_prepared_path: {options.prepared_path} is not writable")
+                raise DataError(f"prepared_path: {options.prepared_path} is not writable")
             with exclusive(lock, f"prepare dataset={part_source.name}"):
                 if not (folder / MANIFEST).is_file():
                     all_cached = False
@@ -227,11 +231,9 @@ def _open_prepared_path(entry: DatasetEntry, options: PrepareOptions) -> tuple[D
     The dataset then replaces all entries. Returns None for a folder that contains published folders. Raises DataError
     if it does not exist, or has a document that does not fit into a bin.
     """
-    path, option, limit_option = options.prepared_path, "data.dataset_prepared_path", "data.sample_packing_sequence_len"
+    path, option, limit_option = options.prepared_path, "prepared_path", "bin_len"
     if not path.is_dir():
-        raise DataError(
-            f"{option}: {path} is not a folder, but data.skip_prepare_dataset loads the prepared data from it"
-        )
+        raise DataError(f"{option}: {path} is not a folder, but skip_prepare=True loads the prepared data from it")
     fmt = TokenizedFormat(options.bin_len, "error", limit_option, entry.columns, options.vocab_size)
     if is_saved_folder(path):
         files = saved_files(path, entry.split, option=option)
@@ -242,7 +244,7 @@ def _open_prepared_path(entry: DatasetEntry, options: PrepareOptions) -> tuple[D
         if summary.longest > fmt.limit:
             raise DataError(
                 f"{option}: {path} has a document of {summary.longest} tokens, more than {limit_option} = {fmt.limit}; "
-                f"raise {limit_option}, or set data.skip_prepare_dataset: false"
+                f"raise {limit_option}, or set skip_prepare=False"
             )
     else:
         return None
@@ -333,8 +335,7 @@ def _publish(
         if (folder / MANIFEST).is_file():
             return
         raise DataFailure(
-            f"the prepared dataset cannot be written to {temporary}: {error}; "
-            "data.dataset_prepared_path sets the parent folder"
+            f"the prepared dataset cannot be written to {temporary}: {error}; prepared_path sets the parent folder"
         ) from error
     finally:
         if writer is not None:
@@ -359,7 +360,7 @@ def _write_all(source: Source, fmt: Format, writer: FlatStoreWriter, num_proc: i
                 raise DataError(
                     f"the rows from {with_labels[1]} on have labels, the rows from {unlabelled[1]} on have none; give "
                     "every row labels (-100 where a token is not trained), or ignore the column with "
-                    "data.select_columns: [input_ids]"
+                    'columns=["input_ids"]'
                 )
             if documents.largest_id > largest[0]:
                 largest = documents.largest_id, counts.samples + documents.largest_id_row
@@ -400,7 +401,7 @@ def _encode_all(source: Source, fmt: Format, num_proc: int) -> Generator[tuple[C
                 yield first, future.result()
         except BrokenProcessPool as error:
             raise DataFailure(
-                f"a worker process died during preparation, probably out of memory; lower data.dataset_num_proc "
+                f"a worker process died during preparation, probably out of memory; lower num_proc "
                 f"({num_proc}) and start again"
             ) from error
         finally:

@@ -23,7 +23,7 @@ from xorl.data.sources import shard_range
 
 logger = logging.getLogger(__name__)
 
-_OPTION = "data.push_dataset_to_hub"
+_OPTION = "repo_id"
 # Documents per Parquet row group.
 _GROUP = 1000
 
@@ -31,7 +31,7 @@ _GROUP = 1000
 def push_documents(
     documents: PreparedDocuments,
     repo_id: str,
-    prepared_path: Path,
+    prepared_path: Path | str,
     *,
     token: str | bool | None,
     num_files: int = 1,
@@ -41,6 +41,7 @@ def push_documents(
     Each content is uploaded once per repository: one process uploads, and records it in a file below `prepared_path`.
     Raises DataError if the Hub rejects the upload, DataFailure if the network or the disk fails.
     """
+    prepared_path = Path(prepared_path)
     key = digest("pushed", documents.fingerprint, repo_id, num_files)
     done = prepared_path / "pushed" / f"{key}.json"
     done.parent.mkdir(parents=True, exist_ok=True)

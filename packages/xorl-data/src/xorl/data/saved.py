@@ -88,7 +88,7 @@ class SavedStore:
                     if mixed or documents.counts.masked_tokens or documents.counts.empty:
                         raise DataError(
                             f"{chunk.location(0)} and the rows after it have padding, empty samples, or a mix of "
-                            "samples with and without labels; set data.skip_prepare_dataset: false"
+                            "samples with and without labels; set skip_prepare=False"
                         )
                     labelled = documents.has_labels
                     yield documents
@@ -131,7 +131,7 @@ def _columns(batch: pa.RecordBatch, fmt: TokenizedFormat, file: Path) -> tuple[n
         if not is_list or not is_number or column.null_count or values.null_count:
             raise DataError(
                 f"{file}: column {name!r} is {column.type}, want lists of numbers without nulls; "
-                "data.skip_prepare_dataset: false accepts more types"
+                "skip_prepare=False accepts more types"
             )
         columns[name] = as_numpy(values)
         if name == "input_ids":

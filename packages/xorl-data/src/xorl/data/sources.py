@@ -58,7 +58,7 @@ class Source(Protocol):
 def load_source(
     entry: DatasetEntry,
     *,
-    option: str = "data.datasets[0]",
+    option: str = "entries[0]",
     token: str | bool | None = None,
     downloads: Path = Path("last_prepared_dataset") / DOWNLOADS,
 ) -> Source:
@@ -103,9 +103,7 @@ def locate_files(entry: DatasetEntry, *, option: str, token: str | bool | None) 
         files = [file for file in found if file is not None]
     unsized = [file.url for file in files if file.size is None]
     if unsized:
-        raise DataError(
-            f"{option}.path: the server does not report the size of {unsized[0]}; set data.streaming: false"
-        )
+        raise DataError(f"{option}.path: the server does not report the size of {unsized[0]}; call prepare() instead")
     ds_type = type_of([PurePosixPath(file.name) for file in files], entry, option)
     return [LocatedFile(file.url, file.size or 0, file.version or "") for file in files], ds_type
 

@@ -106,7 +106,7 @@ def find_prepared(root: Path, request: Mapping[str, JSON], option: str) -> Path:
     ]
     raise DataError(
         f"{option}: {root} has no prepared dataset for {request['path']} with these options, and "
-        "data.skip_prepare_dataset forbids preparing one. It has:\n" + ("\n".join(lines) or "  nothing")
+        "skip_prepare=True forbids preparing one. It has:\n" + ("\n".join(lines) or "  nothing")
     )
 
 
@@ -240,7 +240,7 @@ class FlatStoreWriter:
         if num_files > 1:
             if len(lengths) < num_files:
                 raise DataError(
-                    f"data.num_dataset_shards_to_save: {num_files} files are more than the {len(lengths)} documents; "
+                    f"num_files: {num_files} files are more than the {len(lengths)} documents; "
                     f"set it to {len(lengths)} or less"
                 )
             bounds = _even_cuts(offsets, num_files)
@@ -320,11 +320,11 @@ class SyntheticStore:
 
 
 def make_prepared_folder(path: Path) -> None:
-    """Creates a folder in data.dataset_prepared_path. Raises DataError if that fails."""
+    """Creates a folder in `prepared_path`. Raises DataError if that fails."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise DataError(f"data.dataset_prepared_path: {path} cannot be created: {error.strerror}") from error
+        raise DataError(f"prepared_path: {path} cannot be created: {error.strerror}") from error
 
 
 def fsync(path: Path) -> None:

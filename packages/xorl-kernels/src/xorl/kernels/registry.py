@@ -54,7 +54,8 @@ class Registry(Generic[RequestT, FunctionT]):
         return tuple(self._backends)
 
     def register(self, backend: Backend[RequestT, FunctionT]) -> None:
-        assert backend.name not in self._backends, f"{self.kind} backend {backend.name!r} is registered twice"
+        if backend.name in (AUTO, *self._backends):
+            raise ValueError(f"name: there is already the {self.kind} backend {backend.name!r}; choose another name")
         self._backends[backend.name] = backend
 
     def resolve(self, name: str, request: RequestT) -> FunctionT:

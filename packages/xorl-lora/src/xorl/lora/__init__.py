@@ -1,5 +1,7 @@
 """LoRA for any torch module and for xorl's decoder: trains small matrices beside the frozen weights."""
 
+from importlib.metadata import version
+
 from xorl.lora.bank import Adam, AdapterBank
 from xorl.lora.inject import (
     Adapter,
@@ -11,6 +13,7 @@ from xorl.lora.inject import (
     load_adapter_state_dict,
 )
 from xorl.lora.merge import merge_
+from xorl.lora.quantized import quantize_
 from xorl.lora.spec import AdapterSpec
 
 __all__ = [
@@ -18,6 +21,7 @@ __all__ = [
     "Adapter",
     "AdapterBank",
     "AdapterSpec",
+    "__version__",
     "adapter_parameters",
     "adapter_state_dict",
     "adapters",
@@ -25,4 +29,7 @@ __all__ = [
     "inject",
     "load_adapter_state_dict",
     "merge_",
+    "quantize_",
 ]
+
+__version__ = version("xorl-lora")

@@ -22,7 +22,7 @@ from xorl.core.models.initial import fill_uniform_, key_of
 from xorl.core.optim import gradient_scale
 from xorl.kernels.grouped_linear import TokenGroups
 from xorl.kernels.optim import adamw_
-from xorl.lora.bank_layer import BankedLinear
+from xorl.lora.bank_layer import ActiveRows, BankedLinear
 from xorl.lora.bank_slots import Slots
 from xorl.lora.inject import Adapter, adapters, new_pair
 from xorl.lora.linear import initial_bound
@@ -100,7 +100,7 @@ class AdapterBank:
         max_rank: int,
         device: torch.device | str,
         host_limit: int | None = None,
-        folder: Path | None = None,
+        folder: Path | str | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         if num_resident < 1:
@@ -119,7 +119,7 @@ class AdapterBank:
         self._model = model
         self._max_rank = max_rank
         self._group = group
-        self._store = SnapshotStore(host_limit=host_limit, folder=folder)
+        self._store = SnapshotStore(host_limit=host_limit, folder=None if folder is None else Path(folder))
         model.requires_grad_(False)
         # One extra slot, which stays zero, for tokens without an adapter.
         self._slots = Slots(model, sites, num_slots=num_resident + 1, max_rank=max_rank, device=device)
@@ -128,8 +128,8 @@ class AdapterBank:
         self._entries: dict[str, _Entry] = {}
         self._resident: OrderedDict[str, int] = OrderedDict()
         groups = TokenGroups.of([(self._base_slot, 0)], num_resident + 1)
-        self._groups = TokenGroups(*(tensor.to(device) for tensor in groups))
-        self._slots.attach(self._groups)
+        self._rows = ActiveRows(TokenGroups(*(tensor.to(device) for tensor in groups)))
+        self._slots.attach(self._rows)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -214,13 +214,16 @@ class AdapterBank:
     def activate(self, runs: Sequence[tuple[str | None, int]]) -> Hashable:
         """Assign the tokens of the next forward passes to adapters: (adapter, number of tokens) along the row.
 
-        None means no adapter. The assignment holds until the next call, which must come after the backward pass.
-        Gradients accumulate until `step` or `zero_grad`. Returns a key: passes with equal keys launch the same kernels
-        on the same memory.
+        None means no adapter. The assignment holds until the next call, which must come after the backward pass; before
+        the first call, no token has one. Gradients accumulate until `step` or `zero_grad`. Returns a key: passes with
+        equal keys launch the same kernels on the same memory.
 
-        Raises ValueError for an unknown adapter, for one whose tokens are not adjacent, and for more adapters than fit
-        on the device at once.
+        Raises ValueError for an unknown adapter, for one whose tokens are not adjacent, for a run without tokens, and
+        for more adapters than fit on the device at once. A pass over another number of tokens raises it too, except in
+        compiled code.
         """
+        if wrong := [(name, length) for name, length in runs if length < 1]:
+            raise ValueError(f"runs: every run needs at least one token, got {wrong[0]}")
         wanted = [name for name, _ in runs if name is not None]
         if len(set(wanted)) > self._base_slot:
             raise ValueError(
@@ -235,9 +238,10 @@ class AdapterBank:
         single = numbered[0][0] if len(numbered) == 1 else None
         self._slots.select(single, frozenset(segment for name in wanted for segment in self._entries[name].segments))
         if single is None:
-            for target, source in zip(self._groups, TokenGroups.of(numbered, self._base_slot + 1), strict=True):
+            for target, source in zip(self._rows.groups, TokenGroups.of(numbered, self._base_slot + 1), strict=True):
                 on_gpu = target.device.type == "cuda"
                 target.copy_(source.pin_memory() if on_gpu else source, non_blocking=on_gpu)
+        self._rows.num_rows = sum(length for _, length in runs)
         return self._slots.selected
 
     @torch.no_grad()
@@ -335,13 +339,13 @@ class AdapterBank:
         stored = self._store.get(name)
         return AdapterSnapshot(stored.spec, stored.step, stored.names, {kind: stored.values[kind] for kind in kinds})
 
-    def save(self, name: str, path: Path) -> None:
+    def save(self, name: str, path: Path | str) -> None:
         """Write one adapter with its optimizer state to a file, atomically."""
-        self.snapshot(name).write(path)
+        self.snapshot(name).write(Path(path))
 
-    def load(self, name: str, path: Path) -> None:
+    def load(self, name: str, path: Path | str) -> None:
         """Load an adapter from a file that `save` wrote, bit for bit. Raises ValueError if it does not fit."""
-        self.restore(name, AdapterSnapshot.read(path))
+        self.restore(name, AdapterSnapshot.read(Path(path)))
 
     def _load(self, name: str, keep: Sequence[str] = ()) -> int:
         """Load an adapter to the device without evicting any in `keep`, and return its slot."""

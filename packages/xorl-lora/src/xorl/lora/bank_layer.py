@@ -7,6 +7,7 @@ the sum over its parts), T tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -60,23 +61,36 @@ class SlotPair(NamedTuple):
     scale: Tensor
 
 
+@dataclass
+class ActiveRows:
+    """The rows of the next forward passes, shared by all layers of a bank, which updates it in place.
+
+    Attributes:
+        groups: the slot of each row; only read if several adapters are active.
+        num_rows: the number of rows on the host; None before the first `activate`.
+    """
+
+    groups: TokenGroups
+    num_rows: int | None = None
+
+
 class BankedLinear(nn.Module):
     """y + scale * (x @ A.T) @ B.T on the output of a linear layer, with A and B of each token's adapter.
 
     One grouped product computes all As and another all Bs, whatever the number of adapters, in the dtype of x. All
-    layers of a bank share `groups`, which the bank updates in place before each forward pass with several adapters.
-    Leading dims of x are flattened to the T tokens of `groups`.
+    layers of a bank share `rows`, which the bank updates in place before each forward pass. Leading dims of x are
+    flattened to its T tokens; another number raises ValueError, except in compiled code.
 
     Attributes:
         single: set by the bank if all tokens belong to one adapter. The layer then computes the same as a model with
-            that adapter, without reading `groups` or other slots. () if no token's adapter is on this layer.
+            that adapter, without reading the groups or other slots. () if no token's adapter is on this layer.
     """
 
-    def __init__(self, pairs: Sequence[StackedPair], groups: TokenGroups) -> None:
+    def __init__(self, pairs: Sequence[StackedPair], rows: ActiveRows) -> None:
         super().__init__()
         self.stacked = nn.ModuleList(pairs)
-        self.groups = groups
-        self.single: tuple[SlotPair, ...] | None = None
+        self.rows = rows
+        self.single: tuple[SlotPair, ...] | None = ()
 
     def pairs(self) -> list[StackedPair]:
         """The pairs in the order of their output features."""
@@ -87,6 +101,7 @@ class BankedLinear(nn.Module):
         return pairs
 
     def forward(self, x: Tensor, layer: Linear) -> Tensor:
+        self._check_rows(x)
         if self.single is not None:
             if not self.single:
                 return layer.base(x)
@@ -95,8 +110,8 @@ class BankedLinear(nn.Module):
             return added.view(*x.shape[:-1], layer.out_features)
         y = layer.base(x)
         down, up = self._factors(x.dtype, layer.out_features)
-        low = grouped_linear(x.reshape(-1, layer.in_features), down, self.groups)  # [T, R]
-        return grouped_linear(low, up, self.groups, y.reshape(-1, layer.out_features)).view(y.shape)
+        low = grouped_linear(x.reshape(-1, layer.in_features), down, self.rows.groups)  # [T, R]
+        return grouped_linear(low, up, self.rows.groups, y.reshape(-1, layer.out_features)).view(y.shape)
 
     def operands(self, x: Tensor, layer: Linear) -> tuple[Tensor, Tensor]:
         """x [T, I + S * R] and the weight [O, I + S * R], whose product is the output.
@@ -105,6 +120,7 @@ class BankedLinear(nn.Module):
         weight is extended by the Bs of all slots. If a slot's B is not finite, its columns of the weight are replaced
         by zeros, because zero times NaN would affect all tokens; the columns of its own tokens become NaN instead.
         """
+        self._check_rows(x)
         if self.single is not None:
             if not self.single:
                 return x, layer.dense_weight(x.dtype)
@@ -112,10 +128,10 @@ class BankedLinear(nn.Module):
             low = F.linear(x, down)
             return torch.cat([x, low], dim=1), torch.cat([layer.dense_weight(x.dtype), up], dim=1)
         down, up = self._factors(x.dtype, layer.out_features)
-        low = grouped_linear(x, down, self.groups)  # [T, R]
+        low = grouped_linear(x, down, self.rows.groups)  # [T, R]
         num_slots, _, rank = up.shape
         tokens = torch.arange(x.shape[0], device=x.device, dtype=torch.int32)
-        slots = self.groups.order[torch.searchsorted(self.groups.ends, tokens, right=True)]
+        slots = self.rows.groups.order[torch.searchsorted(self.rows.groups.ends, tokens, right=True)]
         bounds = up.detach().amin(dim=(1, 2)), up.detach().amax(dim=(1, 2))
         is_finite = torch.isfinite(bounds[0]) & torch.isfinite(bounds[1])  # [S]
         low = torch.where(is_finite[slots][:, None], low, torch.nan)
@@ -124,6 +140,16 @@ class BankedLinear(nn.Module):
         spread = torch.where(is_token_slot, low[:, None, :], 0).reshape(-1, num_slots * rank)
         ups = up.transpose(0, 1).reshape(-1, num_slots * rank)
         return torch.cat([x, spread], dim=1), torch.cat([layer.dense_weight(x.dtype), ups], dim=1)
+
+    def _check_rows(self, x: Tensor) -> None:
+        # Compiled code would be compiled again for each number of rows.
+        if torch.compiler.is_compiling() or self.rows.num_rows is None:
+            return
+        if (num_rows := x.shape[:-1].numel()) != self.rows.num_rows:
+            raise ValueError(
+                f"runs: AdapterBank.activate assigned {self.rows.num_rows} rows to adapters, but "
+                f"{self.stacked[0].name} got {num_rows}; activate the rows of the batch first"
+            )
 
     def _factors(self, dtype: torch.dtype, out_features: int) -> tuple[Tensor, Tensor]:
         """(scale * A [S, R, I], B [S, O, R]) of the layer."""

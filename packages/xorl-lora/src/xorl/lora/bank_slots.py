@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from xorl.core.nn import Linear
-from xorl.kernels.grouped_linear import TokenGroups
-from xorl.lora.bank_layer import BankedLinear, SlotPair, StackedPair
+from xorl.lora.bank_layer import ActiveRows, BankedLinear, SlotPair, StackedPair
 from xorl.lora.linear import TorchLinear
 from xorl.lora.snapshot import GRAD, STATES, VALUE, AdapterSnapshot, NamedShapes, bounds_of
 from xorl.lora.spec import AdapterSpec
@@ -70,7 +69,7 @@ class Slots:
         self.steps = torch.zeros(num_slots, device=device)
         self._scales = torch.zeros(len(self.segments), num_slots, device=device)
 
-    def attach(self, groups: TokenGroups) -> None:
+    def attach(self, rows: ActiveRows) -> None:
         """Set the adapters of each layer to leaves that, like their gradients, share the slots' memory."""
         by_layer: dict[Linear, list[StackedPair]] = {}
         for index, (segment, scale) in enumerate(zip(self.segments, self._scales, strict=True)):
@@ -79,7 +78,7 @@ class Slots:
             by_layer.setdefault(segment.layer, []).append(StackedPair(segment.site.name, part, a, b, scale))
             self._indices.setdefault(segment.layer, []).append(index)
         for layer, pairs in by_layer.items():
-            layer.adapter = BankedLinear(pairs, groups)
+            layer.adapter = BankedLinear(pairs, rows)
 
     def select(self, slot: int | None, segments: frozenset[int]) -> None:
         """Assign all tokens to the adapter in `slot`, or, if None, to adapters by groups. `segments` are in use.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from xorl.core.models.initial import fill_normal_, fill_uniform_, key_of
 from xorl.core.nn import Embedding, Linear
 from xorl.core.nn.moe import ExpertLinear, Experts, MixtureOfExperts
-from xorl.core.parallel import copy_shard_, local_part
+from xorl.core.shards import copy_shard_, local_part
 from xorl.lora.experts import ExpertLowRank, ExpertsAdapter
 from xorl.lora.linear import (
     EmbeddingAdapter,

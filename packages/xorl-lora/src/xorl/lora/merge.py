@@ -12,11 +12,10 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from xorl.core.nn import Embedding, Linear
 from xorl.core.nn.moe import ExpertLinear, Experts
-from xorl.core.parallel import copy_shard_, local_part
+from xorl.core.shards import copy_shard_, is_dtensor, local_part
 from xorl.lora.experts import ExpertLowRank, fold_expert_pair_
 from xorl.lora.inject import Adapter, adapters
 from xorl.lora.linear import LowRank, TorchEmbedding, TorchLinear
@@ -132,7 +131,7 @@ def _base_norms(adapter: Adapter) -> Tensor:
 
 def full_tensor(tensor: Tensor) -> Tensor:
     """The whole tensor, on every rank; collective if it is sharded."""
-    return cast(DTensor, tensor).full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if is_dtensor(tensor) else tensor
 
 
 def _plain_module(layer: TorchLinear | TorchEmbedding) -> nn.Module:

@@ -142,7 +142,7 @@ def stored_recipes(model: nn.Module, recipes: Mapping[str, WeightRecipe]) -> dic
         unit = layer.scheme.unit_rows
         if len(recipe.row_counts) > 1 and any(count % unit for count in recipe.row_counts):
             raise ValueError(
-                f"model.merge_qkv: {path} stacks matrices of {', '.join(map(str, recipe.row_counts))} rows, "
+                f"merge_qkv: {path} stacks matrices of {', '.join(map(str, recipe.row_counts))} rows, "
                 f"which are not multiples of the checkpoint's block size {unit}: set it to false"
             )
         units = tuple(math.ceil(count / unit) for count in recipe.row_counts)

@@ -24,11 +24,12 @@ from xorl.core.models import Decoder
 from xorl.core.nn import Linear
 from xorl.core.nn.moe import ExpertLinear
 from xorl.core.nn.parts import parameter_parts
-from xorl.core.parallel import local_part
-from xorl.core.parallel.fsdp import shard_groups
+from xorl.core.shards import is_dtensor, local_part, shard_groups
 from xorl.kernels.quant import QuantizedWeight, QuantScheme, adapted_quantized_linear, dequantized, quantized_linear
 from xorl.kernels.quant.nvfp4 import nvfp4_global_scale
-from xorl.lora.spec import matches_name
+from xorl.lora.linear import TorchLinear
+from xorl.lora.spec import AdapterSpec, matches_name
+from xorl.lora.targets import resolve
 
 
 class QuantizedLinear(Linear):
@@ -129,7 +130,7 @@ def quantizable_linears(
         if excluded and len(excluded) < len(parts) and not is_excluded:
             raise ValueError(
                 f"{option}: {excluded[0]} shares one matrix with {', '.join(sorted(set(parts) - set(excluded)))}: "
-                "name all of them, or for attention set model.merge_qkv to false"
+                "name all of them, or for attention set merge_qkv=False"
             )
         if not excluded and not is_excluded:
             kept.append(path)
@@ -159,7 +160,7 @@ def _matches(name: str, target: str) -> bool:
     return matches_name(name, target) or name.startswith(f"{target}.")
 
 
-def quantize_linears(model: nn.Module, paths: Sequence[str], scheme: QuantScheme, option: str) -> None:
+def quantize_linears(model: nn.Module, paths: Sequence[str], scheme: QuantScheme, option: str = "group_size") -> None:
     """Replace the layers at `paths` of `model`, in place, by uninitialised quantised ones.
 
     Raises ValueError, starting with `option`, before anything is changed, if a layer does not fit the scheme.
@@ -173,12 +174,51 @@ def quantize_linears(model: nn.Module, paths: Sequence[str], scheme: QuantScheme
     if refused:
         raise ValueError(
             f"{option}: {len(refused)} layers do not fit {scheme.quant_format}: {'; '.join(refused[:3])}; choose a "
-            "group size that divides their rows, or list them in lora.exclude_modules"
+            "group size that divides their rows, or name them in exclude"
         )
     parts = _stacked_rows(model)
     for path, linear in linears.items():
         assert isinstance(linear, Linear)
         model.set_submodule(path, QuantizedLinear(linear, scheme, parts.get(path, ())))
+
+
+@torch.no_grad()
+def quantize_(
+    model: nn.Module, scheme: QuantScheme, *, targets: Sequence[str] | str = "all-linear", exclude: Sequence[str] = ()
+) -> tuple[str, ...]:
+    """Quantise the current values of linear layers of any module, in place and frozen; returns the layers' paths.
+
+    `targets` are as for `AdapterSpec`; `exclude` names layers to leave as they are, in the same way. Call it before the
+    model is sharded, and before adapters are added with `inject`.
+
+    Raises ValueError, before anything is changed, for a name that matches nothing, and for layers that have an adapter,
+    are on the meta device or do not fit the scheme.
+    """
+    sites = resolve(AdapterSpec(targets="all-linear" if targets == "all-linear" else tuple(targets)), model)
+    if unknown := [name for name in exclude if not any(matches_name(site.name, name) for site in sites)]:
+        raise ValueError(f"exclude: no layer among the targets is named {', '.join(unknown)}")
+    paths = dict.fromkeys(site.path for site in sites if not any(matches_name(site.name, name) for name in exclude))
+    layers: dict[str, nn.Linear | Linear] = {}
+    for path in paths:
+        layer = model.get_submodule(path)
+        if not isinstance(layer, (nn.Linear, Linear)) or isinstance(layer, QuantizedLinear):
+            raise ValueError(f"targets: {path} is a {type(layer).__name__}; only linear layers can be quantised")
+        if isinstance(layer, Linear) and layer.adapter is not None:
+            raise ValueError(f"targets: {path} has an adapter; quantise a model before adapters are added to it")
+        if is_dtensor(layer.weight):
+            raise ValueError(f"targets: {path} is sharded; quantise a model before it is sharded")
+        if layer.weight.is_meta:
+            raise ValueError(f"targets: {path} is on the meta device, without values to quantise")
+        if (refusal := scheme.shape_refusal(layer.in_features)) is not None:
+            raise ValueError(f"group_size: {path} does not fit {scheme.quant_format}: {refusal}; exclude it")
+        layers[path] = layer
+    parts = _stacked_rows(model)
+    for path, layer in layers.items():
+        plain = layer if isinstance(layer, Linear) else TorchLinear(layer)
+        quantized = QuantizedLinear(plain, scheme, parts.get(path, ()))
+        write_rows_(quantized, plain.weight)
+        model.set_submodule(path, quantized)
+    return tuple(paths)
 
 
 def _stacked_rows(model: nn.Module) -> dict[str, tuple[int, ...]]:

@@ -68,9 +68,7 @@ def sites_of(model: nn.Module) -> dict[str, Site]:
                     start + (part.num_rows if is_linear else module.weight.shape[1]),
                     is_linear=is_linear,
                     is_head=isinstance(model, Decoder) and module is model.lm_head,
-                    refusal=refusal
-                    if part.is_whole
-                    else f"{path} contains only a part of it: set model.merge_qkv to true",
+                    refusal=refusal if part.is_whole else f"{path} contains only a part of it: set merge_qkv=True",
                 )
                 start += part.num_rows
     return sites

@@ -12,6 +12,7 @@ from torch import nn
 
 from xorl.ckpt.layout import JSON
 from xorl.config import Config, ServerConfig
+from xorl.config.arguments import in_options
 from xorl.config.entries import SweepMemberConfig
 from xorl.config.server_training import in_server_terms, training_config
 from xorl.core.mesh import Mesh
@@ -85,7 +86,7 @@ def build_base(config: ServerConfig, runtime: Runtime) -> Base:
     try:
         return _build(config, runtime)
     except ValueError as error:
-        raise ValueError(in_server_terms(str(error))) from error
+        raise ValueError(in_server_terms(in_options(str(error)))) from error
 
 
 def _build(config: ServerConfig, runtime: Runtime) -> Base:

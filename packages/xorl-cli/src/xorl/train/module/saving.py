@@ -15,14 +15,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from xorl.ckpt import Checkpointer, CheckpointError, Stateful, read_manifest
+from xorl.ckpt import Checkpointer, CheckpointError, OptimizerState, Stateful, read_manifest
 from xorl.ckpt.files import sync_file
 from xorl.ckpt.layout import is_complete
 from xorl.ckpt.publish import prepare_root
 from xorl.ckpt.ranks import fail_together, num_ranks, this_rank
 from xorl.ckpt.regions import gather_whole
 from xorl.ckpt.storage import compact
-from xorl.core.optim import OptimizerState
 from xorl.core.parallel import copy_shard_
 from xorl.core.runtime import rng_state, set_rng_state
 from xorl.train.engine import ModelState

@@ -20,14 +20,11 @@ from xorl.core.nn import Attention, Embedding, GatedMLP, LayerKernels, LayerNorm
 from xorl.core.nn.moe import Experts, LayerRoutes, MixtureOfExperts
 from xorl.core.nn.parts import parameter_parts
 from xorl.core.nn.roles import DeclaresRoles, Role, StacksMatrices
+from xorl.core.shards import local_part
 from xorl.kernels.fused import RopeTables
 from xorl.kernels.layout import SequenceLayout
 
 ResultT = TypeVar("ResultT")
-
-
-def _unsharded_part(parameter: Tensor) -> tuple[Tensor, Sequence[int]]:
-    return parameter, (0,) * parameter.dim()
 
 
 class Decoder(nn.Module):
@@ -153,11 +150,10 @@ class Decoder(nn.Module):
         self,
         seed: int,
         *,
-        local_part: Callable[[Tensor], tuple[Tensor, Sequence[int]]] = _unsharded_part,
         device: torch.device | None = None,
         targets: Mapping[str, RowTarget] = MappingProxyType({}),
     ) -> None:
-        """Initialise every parameter, except those of adapters, in place and on its device.
+        """Initialise every parameter, except those of adapters, in place and on its device; each rank its own shards.
 
         Weights are normal with standard deviation `initializer_range`, norms one and biases zero. If the config sets
         scale_residual_init, those of projections into the residual stream are divided by sqrt(2 * num_layers). A value
@@ -166,8 +162,6 @@ class Decoder(nn.Module):
 
         Args:
             seed: any integer.
-            local_part: parameter -> (this process's part, the index of its first element). The default is for unsharded
-                parameters.
             device: where values are computed; None means on each parameter's device.
             targets: by name of each weight that is stored in another format (`Linear.stored`), such as a quantised one:
                 the target that receives its values. With targets, the call is collective.

@@ -291,7 +291,7 @@ class CheckpointView:
             return
         raise ValueError(
             f"{head} differs from {embedding}, but the model's config.json ties them (tie_word_embeddings: "
-            "true); untie them with model.foundation: {tie_word_embeddings: false}, or remove the wrong one"
+            "true); untie them with tie_word_embeddings=False, or remove the wrong one"
         )
 
     def names(self) -> Collection[str]:

@@ -71,9 +71,9 @@ def fp8_linears(layers: nn.Module, exclude: Sequence[str] = ROUTERS) -> dict[str
     ]
     if refused:
         raise ValueError(
-            f"train.fp8: fp8 matrix units need feature counts that are multiples of {FEATURE_MULTIPLE}, but "
+            f"fp8: its matrix units need feature counts that are multiples of {FEATURE_MULTIPLE}, but "
             f"{len(refused)} linear layers have other sizes: {', '.join(refused[:4])}; "
-            "set train.fp8 to none for this model"
+            'set fp8="none" for this model'
         )
     return linears
 

@@ -47,7 +47,7 @@ def check_heads(num_heads: int, num_kv_heads: int, num_ranks: int) -> None:
     ]
     nearest = min(works, key=lambda size: (abs(size - num_ranks), size))
     raise ValueError(
-        f"train.ulysses_parallel_size: {num_ranks} ranks cannot share {num_heads} heads with {num_kv_heads} key/value "
+        f"ulysses: {num_ranks} ranks cannot share {num_heads} heads with {num_kv_heads} key/value "
         f"heads; the nearest size that works is {nearest}"
     )
 

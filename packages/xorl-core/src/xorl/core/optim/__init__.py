@@ -5,13 +5,11 @@ from xorl.core.optim.clip import gradient_norms, gradient_scale, scale_and_clip_
 from xorl.core.optim.muon import MuonOptions
 from xorl.core.optim.optimizer import OptimizerName, build_optimizer
 from xorl.core.optim.schedule import Schedule
-from xorl.core.optim.state import OptimizerState
 
 __all__ = [
     "Fp32Accumulation",
     "MuonOptions",
     "OptimizerName",
-    "OptimizerState",
     "Schedule",
     "build_optimizer",
     "gradient_norms",

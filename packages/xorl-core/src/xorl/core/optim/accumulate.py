@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from xorl.core.optim.local import local
+from xorl.core.shards import local
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 

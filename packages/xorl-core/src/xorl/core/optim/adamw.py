@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from xorl.core.optim.local import flat_offset, local
+from xorl.core.shards import flat_offset, local
 from xorl.kernels.optim import Noise, adamw_
 
 BETAS = (0.9, 0.999)
@@ -55,7 +55,8 @@ class AdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Update every parameter that has a gradient; elementwise, so each rank updates only its own shards."""
-        assert closure is None, "closures are not supported"
+        if closure is not None:
+            raise ValueError("closure: closures are not supported; compute the gradients before the step")
         self.materialise()
         for group in self.param_groups:
             self._step_group(group)

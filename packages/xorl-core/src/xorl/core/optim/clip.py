@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from xorl.core.optim.local import local
+from xorl.core.shards import is_dtensor, local, sharded_axes
 from xorl.kernels.optim import scale_, square_sum
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Placement
 
 Divided = Mapping[Tensor, Sequence[dist.ProcessGroup]]
 UNDIVIDED: Divided = MappingProxyType({})
@@ -59,7 +62,7 @@ def gradient_norms(sets: Sequence[Sequence[Tensor]], divided: Divided = UNDIVIDE
     for index, parameters in enumerate(sets):
         for parameter in parameters:
             groups: tuple[dist.ProcessGroup, ...] = ()
-            if isinstance(parameter, DTensor):
+            if is_dtensor(parameter):
                 placement = (parameter.device_mesh, parameter.placements)
                 if placement not in of_placement:
                     of_placement[placement] = _sharding_groups(*placement)
@@ -101,5 +104,4 @@ def _scale_(grads: Sequence[Tensor], scale: Tensor) -> None:
 
 def _sharding_groups(mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[dist.ProcessGroup, ...]:
     """The groups that a gradient is sharded over. Replicas are left out, so that no element counts twice."""
-    assert all(type(placement) in (Shard, Replicate) for placement in placements), f"{placements} cannot be summed"
-    return tuple(mesh.get_group(axis) for axis, placement in enumerate(placements) if isinstance(placement, Shard))
+    return tuple(mesh.get_group(axis) for axis in sharded_axes(placements))

@@ -15,10 +15,9 @@ from itertools import groupby, zip_longest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from xorl.core.optim.local import flat_offset, local
 from xorl.core.optim.newton_schulz import orthogonalisation_flops
+from xorl.core.shards import flat_offset, is_dtensor, local
 
 Owner = tuple[int, int]
 
@@ -84,14 +83,14 @@ class Grid:
     @classmethod
     def of(cls, parameter: Tensor, replicas: dist.ProcessGroup | None) -> Grid:
         """The grid of `parameter`; if it is not a DTensor, `replicas` is the group of ranks with the same values."""
-        if not isinstance(parameter, DTensor):
+        if not is_dtensor(parameter):
             num_replicas = 1 if replicas is None else replicas.size()
             replica = 0 if replicas is None else replicas.rank()
             return cls(None, replicas, 1, num_replicas, 0, replica, parameter.device)
         mesh = parameter.device_mesh
-        assert parameter.placements in ((Shard(0),), (Replicate(), Shard(0))), (
-            f"only rows may be sharded, not {parameter.placements}"
-        )
+        *others, last = parameter.placements
+        is_supported = last.is_shard(0) and (not others or [other.is_replicate() for other in others] == [True])
+        assert is_supported, f"only rows may be sharded, not {parameter.placements}"
         is_gpu = mesh.device_type == "cuda"
         device = torch.device("cuda", torch.cuda.current_device()) if is_gpu else torch.device(mesh.device_type)
         *replica_axis, shard_axis = range(mesh.ndim)

@@ -11,12 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from xorl.core.optim.adamw import AdamW, StepControls, count_steps_, step_controls
-from xorl.core.optim.local import local
 from xorl.core.optim.matrices import Exchange, Grid, Matrix, Run, logical_matrices, plan_rounds
 from xorl.core.optim.newton_schulz import orthogonalise
+from xorl.core.shards import is_dtensor, local
 from xorl.kernels.arguments import check_choice
 from xorl.kernels.optim import Noise, descend_, momentum_
 
@@ -90,7 +89,8 @@ class Muon(AdamW):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:
         """Update every parameter that has a gradient; the same ones must have one on every rank. Collective."""
-        assert closure is None, "closures are not supported"
+        if closure is not None:
+            raise ValueError("closure: closures are not supported; compute the gradients before the step")
         self.materialise()
         stacks: list[_MatrixStack] = []
         for group in self.param_groups:
@@ -106,7 +106,7 @@ class Muon(AdamW):
         # Each way of sharding has a grid of its own. The order is the same on every rank.
         by_mesh: dict[DeviceMesh | None, list[_MatrixStack]] = {}
         for stack in stacks:
-            mesh = stack.parameter.device_mesh if isinstance(stack.parameter, DTensor) else None
+            mesh = stack.parameter.device_mesh if is_dtensor(stack.parameter) else None
             by_mesh.setdefault(mesh, []).append(stack)
         for alike in by_mesh.values():
             self._step_matrices(alike)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from xorl.core.optim.adamw import step_controls
-from xorl.core.optim.local import local
+from xorl.core.shards import local
 from xorl.kernels.optim import descend_
 
 
@@ -32,7 +32,8 @@ class SGD(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Update every parameter that has a gradient; elementwise, so each rank updates only its own shards."""
-        assert closure is None, "closures are not supported"
+        if closure is not None:
+            raise ValueError("closure: closures are not supported; compute the gradients before the step")
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             if not parameters:

@@ -1,7 +1,7 @@
 """Data parallelism, recomputation, compilation and offloading of a model."""
 
 from xorl.core.parallel.apply import ParallelModel, ParallelPolicy, parallelize
-from xorl.core.parallel.fsdp import copy_shard_, local_part
+from xorl.core.shards import copy_shard_, local_part
 
 __all__ = [
     "ParallelModel",

@@ -83,8 +83,8 @@ class ParallelPolicy:
                 check_choice("recompute", module, RecomputeModule)
         if self.cpu_offload and self.data_parallel_mode != "fsdp2":
             raise ValueError(
-                f"train.enable_cpu_offload needs sharded parameters, but train.data_parallel_mode is "
-                f"{self.data_parallel_mode}: use fsdp2, which also works in one process"
+                f"cpu_offload: needs sharded parameters, but data_parallel_mode is {self.data_parallel_mode}: use "
+                "fsdp2, which also works in one process"
             )
 
 
@@ -205,9 +205,12 @@ def parallelize(
     policy: ParallelPolicy,
     *,
     device: torch.device,
-    fill: Callable[[nn.Module], None],
+    fill: Callable[[nn.Module], None] | None = None,
 ) -> ParallelModel:
     """Apply `policy` to `model`, in place, and return it with the module to call.
+
+    `model` is any module with `layers`, an nn.ModuleList of its repeated layers, which may be a property.
+    Recomputation, compilation and offloading need layers that are called with positional arguments.
 
     The steps, in order:
 
@@ -219,14 +222,16 @@ def parallelize(
 
     Parameters on the meta device get memory on `device` after sharding, for this rank's part only. `fill` then sets
     their values, before DDP wraps the model. Each of `model.layers` is a unit of recomputation and of sharding. Experts
-    are units of sharding too, if ranks hold different ones, and so is `model.lm_head`; if that is None, the head is
-    tied, and the loss reads `model.head_weight`, which the embedding owns.
+    are units of sharding too, if ranks hold different ones, and so is `model.lm_head`, if there is one; if the head is
+    tied, the loss reads `model.head_weight`, which the embedding owns.
 
-    Raises ValueError, before anything is changed, if `check_parallelizable` does.
+    Raises ValueError, before anything is changed, if `check_parallelizable` does, and without `fill` if parameters are
+    on the meta device.
     """
     check_parallelizable(model, policy, device.type)
-    layers = model.layers
-    assert isinstance(layers, nn.ModuleList)
+    if fill is None and any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError("fill: parameters are on the meta device; pass a function that sets their values")
+    layers, head = layers_of(model), getattr(model, "lm_head", None)
     if policy.fp8 != "none":
         convert_linears(layers, policy.fp8)
     compiled = policy.compile_backend is not None
@@ -243,7 +248,7 @@ def parallelize(
     if policy.activation_offload_limit is not None:
         ActivationOffload(device, limit_bytes=policy.activation_offload_limit).install(list(layers))
     if policy.data_parallel_mode == "fsdp2":
-        last = [model.lm_head] if isinstance(model.lm_head, nn.Module) else []
+        last = [head] if isinstance(head, nn.Module) else []
         experts = divided_experts(model)
         units = sharding_units(model, policy.unit_modules, [*layers, *last, *experts])
         with allow_integer_parameters():
@@ -259,7 +264,7 @@ def parallelize(
             )
         if policy.forward_prefetch:
             prefetch_forward([unit for layer in layers for unit in (layer, *divided_experts(layer))] + last)
-    if any(parameter.is_meta for parameter in model.parameters()):
+    if fill is not None and any(parameter.is_meta for parameter in model.parameters()):
         model.to_empty(device="cpu" if policy.cpu_offload else device)
         fill(model)
     gather_as_stored(model)
@@ -280,8 +285,7 @@ def check_parallelizable(model: nn.Module, policy: ParallelPolicy, device_type: 
 
     Changes nothing, and needs no device or other ranks; the model may be on the meta device.
     """
-    layers = model.layers
-    assert isinstance(layers, nn.ModuleList)
+    layers, head = layers_of(model), getattr(model, "lm_head", None)
     if policy.fp8 != "none":
         fp8_linears(layers)
     if policy.compile_backend is not None:
@@ -289,12 +293,23 @@ def check_parallelizable(model: nn.Module, policy: ParallelPolicy, device_type: 
     if policy.data_parallel_mode != "fsdp2":
         return
     units = sharding_units(model, policy.unit_modules, list(layers))
-    if isinstance(model.lm_head, nn.Module):
-        _check_head_unit(model.lm_head, units)
+    if isinstance(head, nn.Module):
+        _check_head_unit(head, units)
     else:
         _check_tied_head(model, units)
     if policy.compile_backend is not None:
         _check_compiled_layers(layers, units)
+
+
+def layers_of(model: nn.Module) -> nn.ModuleList:
+    """The repeated layers of `model`; raises ValueError if it does not name them."""
+    layers = getattr(model, "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        raise ValueError(
+            f"model: {type(model).__name__} has no `layers`, the nn.ModuleList of its repeated layers, which are "
+            "placed one by one; add it, for example as a property that returns the list of an inner module"
+        )
+    return layers
 
 
 def _check_head_unit(head: nn.Module, units: Sequence[nn.Module]) -> None:
@@ -302,7 +317,7 @@ def _check_head_unit(head: nn.Module, units: Sequence[nn.Module]) -> None:
     inner = {module for module in head.modules() if module is not head}
     if within := sorted({type(unit).__name__ for unit in units if unit in inner}):
         raise ValueError(
-            f"model.basic_modules: {', '.join(within)} is also part of the model's head, which must be a single unit: "
+            f"unit_modules: {', '.join(within)} is also part of the model's head, which must be a single unit: "
             "leave it out, or put no adapter on lm_head"
         )
 
@@ -312,17 +327,17 @@ def _check_compiled_layers(layers: nn.ModuleList, units: Sequence[nn.Module]) ->
     inner = {module for layer in layers for module in layer.modules() if module is not layer}
     if within := sorted({type(unit).__name__ for unit in units if unit in inner}):
         raise ValueError(
-            f"model.basic_modules: {', '.join(within)} is inside a layer, but train.enable_compile compiles each "
-            "layer to one graph: leave it out, or set train.enable_compile: false"
+            f"unit_modules: {', '.join(within)} is inside a layer, but compile_backend compiles each "
+            "layer to one graph: leave it out, or set compile_backend=None"
         )
 
 
 def _check_tied_head(model: nn.Module, units: Sequence[nn.Module]) -> None:
     """Raise ValueError for a unit that owns the tied head's weight, which it would free before the head runs."""
-    head_weight = model.head_weight
+    head_weight = getattr(model, "head_weight", None)
     for unit in units:
         if any(parameter is head_weight for parameter in unit.parameters()):
             raise ValueError(
-                f"model.basic_modules: {type(unit).__name__} owns the weight of the model's tied head, which is also "
+                f"unit_modules: {type(unit).__name__} owns the weight of the model's tied head, which is also "
                 "used outside of that module: leave it out"
             )

@@ -46,7 +46,7 @@ def compile_layers(layers: Sequence[nn.Module], *, backend: CompileBackend, devi
 def require_compiler(backend: CompileBackend, device_type: str) -> None:
     """Raise ValueError if the compiler that `backend` needs is not installed."""
     if backend == "inductor" and (missing := runtime.missing_compiler(device_type)) is not None:
-        raise ValueError(f"train.enable_compile: {missing}; install it, or set the option to false")
+        raise ValueError(f"compile_backend: {missing}; install it, or set compile_backend=None")
 
 
 def _mark_dynamic(compiled: Callable[..., object]) -> Callable[..., object]:

@@ -18,7 +18,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
 from xorl.core.nn.fp8 import Fp8Linear
-from xorl.core.parallel.fsdp import shard_groups, sharded_parameters
+from xorl.core.parallel.fsdp import sharded_parameters
+from xorl.core.shards import shard_groups
 from xorl.kernels.quant.fp8 import E4M3, cast_into_
 
 

@@ -9,13 +9,11 @@ from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from xorl.core.parallel.copy_engine import CopyEngineAllGather, CopyEngineReduceScatter, can_use_copy_engines
 
@@ -168,30 +166,6 @@ def sharded_parameters(model: nn.Module) -> dict[tuple[nn.Module, str], FSDPPara
     return found
 
 
-def shard_groups(weight: Tensor) -> list[dist.ProcessGroup]:
-    """The process groups over which the rows of `weight` are sharded; empty if it is not sharded."""
-    if not isinstance(weight, DTensor):
-        return []
-    mesh = weight.device_mesh
-    assert all(type(placement) in (Shard, Replicate) for placement in weight.placements), f"{weight.placements}"
-    return [mesh.get_group(axis) for axis, placement in enumerate(weight.placements) if isinstance(placement, Shard)]
-
-
-def local_part(parameter: Tensor) -> tuple[Tensor, Sequence[int]]:
-    """This rank's part of `parameter`, sharing its memory, and the index of its first element in the whole."""
-    if not isinstance(parameter, DTensor):
-        return parameter, (0,) * parameter.dim()
-    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    return parameter.to_local(), offset
-
-
-@torch.no_grad()
-def copy_shard_(parameter: Tensor, full: Tensor) -> None:
-    """Copy this rank's part of `full`, the whole tensor, into `parameter`, sharded or not. Not collective."""
-    part, offset = local_part(parameter)
-    part.copy_(full[tuple(slice(start, start + size) for start, size in zip(offset, part.shape, strict=True))])
-
-
 def sharding_units(model: nn.Module, names: Sequence[str], always: Sequence[nn.Module]) -> list[nn.Module]:
     """`always`, and the modules whose class or last path component is in `names`, innermost first.
 
@@ -211,13 +185,11 @@ def sharding_units(model: nn.Module, names: Sequence[str], always: Sequence[nn.M
             found.append((path.count("."), module))
     if unmatched := sorted(name for name, modules in named.items() if not modules):
         known = sorted({type(module).__name__ for module in model.modules() if any(True for _ in module.parameters())})
-        raise ValueError(
-            f"model.basic_modules: no module is named {', '.join(unmatched)}; the model has {', '.join(known)}"
-        )
+        raise ValueError(f"unit_modules: no module is named {', '.join(unmatched)}; the model has {', '.join(known)}")
     for modules in named.values():
         if not any(map(_has_forward, modules)):
             raise ValueError(
-                f"model.basic_modules: {type(modules[0]).__name__} has no forward function, so it cannot be "
+                f"unit_modules: {type(modules[0]).__name__} has no forward function, so it cannot be "
                 "a separate unit: leave it out"
             )
     return [module for _, module in sorted(found, key=lambda item: -item[0])]

@@ -27,8 +27,9 @@ def allow_integer_parameters() -> Iterator[None]:
     the flag of the original. This replaces nn.Parameter in FSDP2's module by a function that checks the dtype.
     """
 
-    def make_parameter(data: Tensor) -> nn.Parameter:
-        return nn.Parameter(data, requires_grad=data.is_floating_point())
+    # From 2.12 on, FSDP2 also passes requires_grad.
+    def make_parameter(data: Tensor, requires_grad: bool = True) -> nn.Parameter:
+        return nn.Parameter(data, requires_grad=requires_grad and data.is_floating_point())
 
     _fsdp_param.nn = SimpleNamespace(Parameter=make_parameter, Module=nn.Module)
     try:

@@ -145,7 +145,7 @@ def load_template(
         if name not in templates:
             others = f" named default; its templates are: {', '.join(templates)}" if templates else ""
             raise DataError(
-                f"model.tokenizer_path: {owner} has no chat template{others}. Set {option} to a Jinja template file, "
+                f"tokenizer_folder: {owner} has no chat template{others}. Set {option} to a Jinja template file, "
                 "or use the tokenizer of a chat model"
             )
         return ChatTemplate(templates[name], tokenizer.special, f"{owner}, chat template", kwargs)

@@ -178,7 +178,7 @@ def _encode_rows(rows: Sequence[Row], chunk: Chunk, fmt: TokenizedFormat) -> Enc
         raise DataError(
             f"{chunk.location(labelled.index(False))}: the row has no labels, but other rows have them. Every token of "
             f"a row without labels would be trained; give every row labels ({IGNORE} where a token is not trained), or "
-            "ignore the column with data.select_columns: [input_ids]"
+            'ignore the column with columns=["input_ids"]'
         )
     flat = EncodedRows(
         input_ids=_concatenate([ids for ids, _, _, _ in encoded], np.int32),
@@ -207,7 +207,11 @@ def _encode_row(
         if value is None:
             if name in optional:
                 continue
-            option = "data.select_columns selects it" if fmt.columns is not None else "type: tokenized needs it"
+            option = (
+                f"columns=[{', '.join(fmt.columns)}] selects it"
+                if fmt.columns is not None
+                else "type: tokenized needs it"
+            )
             present = ", ".join(row) or "none"
             problem = "is null" if name in row else f"does not exist; the columns are: {present}"
             raise DataError(f"{chunk.location(index)}: column {name!r} {problem} ({option})")
@@ -238,7 +242,7 @@ def _numbers(value: object, name: str, index: int, chunk: Chunk) -> np.ndarray:
     if not isinstance(value, list) or not kinds <= allowed:
         wanted = "integers" if name in COLUMNS else "numbers, one per token"
         offender = next((v for v in value if type(v) not in allowed), value) if isinstance(value, list) else value
-        hint = "" if name in COLUMNS else "; or remove it from data.select_columns"
+        hint = "" if name in COLUMNS else "; or leave it out of columns=[...]"
         if name == "input_ids" and isinstance(offender, str):
             hint = "; for text, set the entry's type to text, chat, prompt_completion or auto"
         shown = repr(offender)

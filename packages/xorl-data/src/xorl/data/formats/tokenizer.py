@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from xorl.data.errors import DataError
 from xorl.data.hashing import digest
 
-_OPTION = "model.tokenizer_path"
+_OPTION = "tokenizer_folder"
 # Byte-level vocabularies write bytes as characters: printable Latin-1 as itself, other bytes from U+0100 on.
 _PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
 _BYTE_OF_CHAR = {chr(byte): byte for byte in _PRINTABLE} | {
@@ -101,8 +101,9 @@ class TextTokenizer:
         return _load_same, (self.folder, self.content)
 
 
-def load_tokenizer(folder: Path) -> TextTokenizer:
-    """Loads the tokenizer in `folder`. Raises DataError, naming model.tokenizer_path, if there is no usable one."""
+def load_tokenizer(folder: Path | str) -> TextTokenizer:
+    """Loads the tokenizer in `folder`. Raises DataError if there is no usable one."""
+    folder = Path(folder)
     # Each process encodes in one thread; dataset_num_proc sets the number of processes.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # Importing transformers takes seconds, and only text formats need it.

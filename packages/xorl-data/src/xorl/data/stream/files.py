@@ -78,6 +78,12 @@ class StreamOptions:
     seed: int = 0
     shuffle: bool = True
 
+    def __post_init__(self) -> None:
+        if self.tokenizer_folder is not None:
+            object.__setattr__(self, "tokenizer_folder", Path(self.tokenizer_folder))
+        if self.bin_len < 1:
+            raise DataError(f"bin_len: {self.bin_len}, want at least 1")
+
 
 @dataclass(frozen=True)
 class Stream:
@@ -120,8 +126,8 @@ def open_stream(
     entries: Sequence[DatasetEntry],
     options: StreamOptions,
     *,
-    index_path: Path,
-    option: str = "data.datasets",
+    index_path: Path | str,
+    option: str = "entries",
     token: str | bool | None = None,
 ) -> Stream:
     """Opens the stream of `entries`. The row-group boundaries of Parquet files are cached in the folder `index_path`.
@@ -133,9 +139,8 @@ def open_stream(
         raise DataError(f"{option} is empty; name at least one dataset")
     shares = [Share(entry.weight, entry.num_epochs) for entry in entries]
     check_shares(shares, option)
-    opened = [
-        _open_entry(entry, options, f"{option}[{index}]", index_path, token) for index, entry in enumerate(entries)
-    ]
+    folder = Path(index_path)
+    opened = [_open_entry(entry, options, f"{option}[{index}]", folder, token) for index, entry in enumerate(entries)]
     check_repetitions([entry.num_blocks for entry in opened], shares, option, "blocks of about 1 MiB")
     check_extras([(entry.option, entry.format.extras) for entry in opened])
     return Stream(tuple(opened), options)
@@ -145,7 +150,7 @@ def _open_entry(
     entry: DatasetEntry, options: StreamOptions, option: str, index_path: Path, token: str | bool | None
 ) -> StreamEntry:
     if entry.path == DUMMY:
-        raise DataError(f"{option}.path: dummy cannot be streamed; set data.streaming: false")
+        raise DataError(f"{option}.path: dummy cannot be streamed; call prepare() instead")
     if entry.shards is not None:
         raise DataError(
             f"{option}.shards: a stream cannot be divided into shards, because its rows are not counted; remove shards "

@@ -20,7 +20,7 @@ from xorl.data.batch import PackedBatch, collate
 from xorl.data.errors import DataError
 from xorl.data.hashing import digest
 from xorl.data.packing import StartMethod
-from xorl.data.plan import check_rank, check_start
+from xorl.data.plan import check_loading, check_start
 from xorl.data.receipt import Counts, DatasetReceipt, Receipt
 from xorl.data.stream.files import Stream
 from xorl.data.stream.lane import RunStart, StreamBin, StreamLane
@@ -52,7 +52,7 @@ class StreamPlan:
     def over(cls, stream: Stream, *, bins_per_step: int, max_steps: int) -> StreamPlan:
         """The plan over `stream`."""
         if bins_per_step < 1 or max_steps < 1:
-            raise DataError(f"bins_per_step {bins_per_step} and train.max_steps {max_steps} must be at least 1")
+            raise DataError(f"bins_per_step {bins_per_step} and max_steps {max_steps} must be at least 1")
         options = stream.options
         lanes = StreamOrder(stream).num_lanes
         return cls(stream.fingerprint, lanes, options.seed, options.shuffle, bins_per_step, max_steps)
@@ -122,9 +122,13 @@ class StreamLoader:
         worker_start_method: StartMethod | None = None,
         positions: Positions | None = None,
     ) -> None:
-        check_rank(dp_rank, dp_size)
+        check_loading(dp_rank, dp_size, micro_batch_size, pad_to_multiple_of)
         per_round = micro_batch_size * dp_size
-        assert plan.bins_per_step % per_round == 0, f"{plan.bins_per_step} bins per step is no multiple of {per_round}"
+        if plan.bins_per_step % per_round:
+            raise ValueError(
+                f"micro_batch_size: {micro_batch_size} times dp_size {dp_size} does not divide the plan's "
+                f"{plan.bins_per_step} bins_per_step"
+            )
         self._stream = stream
         self._plan = plan
         self._micro_batch_size = micro_batch_size
@@ -137,7 +141,10 @@ class StreamLoader:
         self._start_method: StartMethod | None = worker_start_method
         self._runs = np.zeros((plan.num_lanes, 2), dtype=np.int64)
         if positions is not None:
-            self._runs[:] = np.asarray(positions, dtype=np.int64).reshape(-1, 2)
+            starts = np.asarray(positions, dtype=np.int64)
+            if starts.shape != self._runs.shape:
+                raise ValueError(f"positions: want {list(self._runs.shape)}, a pair for each lane; got {starts.shape}")
+            self._runs[:] = starts
         self.tally = StreamTally(stream)
 
     @property

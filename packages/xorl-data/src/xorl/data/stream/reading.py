@@ -57,7 +57,7 @@ def block_chunks(file: StreamFile, block: int, selected: Sequence[str] | None, o
             if codec is None or file.ds_type not in ("json", "text"):
                 raise DataError(
                     f"{option}.path: {file.path}: only lines (also .gz, .bz2, .zst) and Parquet can be streamed from a "
-                    "URL; convert the file, or set data.streaming: false to download it"
+                    "URL; convert the file, or call prepare() instead to download it"
                 )
             with pa.CompressedInputStream(pa.PythonFile(opened, mode="r"), codec) as stream:
                 as_json = file.ds_type == "json"
@@ -124,8 +124,8 @@ class RemoteReader(io.RawIOBase):
         offset, blocks = self._storage.read(self._file, start, stop)
         if offset != start:
             raise DataError(
-                f"{self._file.url}: the server does not support range requests, so the file cannot be streamed; set "
-                "data.streaming: false to download it"
+                f"{self._file.url}: the server does not support range requests, so the file cannot be streamed; call "
+                "prepare() instead to download it"
             )
         return b"".join(blocks)
 

@@ -1,6 +1,6 @@
 """Attention over packed rows: the interface, and the backends by name."""
 
-from xorl.kernels.attention.backends import ATTENTION, resolve_attention
+from xorl.kernels.attention.backends import ATTENTION, register_attention, resolve_attention
 from xorl.kernels.attention.cached import (
     CachedLayout,
     DecodeLayout,
@@ -10,6 +10,7 @@ from xorl.kernels.attention.cached import (
     decode_refusal,
 )
 from xorl.kernels.attention.interface import AttentionFn, AttentionRequest
+from xorl.kernels.attention.operator import PackedAttention
 
 __all__ = [
     "ATTENTION",
@@ -19,7 +20,9 @@ __all__ = [
     "DecodeLayout",
     "KeyValueCache",
     "MixedLayout",
+    "PackedAttention",
     "cached_attention",
     "decode_refusal",
+    "register_attention",
     "resolve_attention",
 ]

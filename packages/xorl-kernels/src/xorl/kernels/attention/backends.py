@@ -1,4 +1,4 @@
-"""The attention backends. To add one, add a file to this folder and register it here."""
+"""The attention backends of this package, and the registration of others."""
 
 import os
 from collections.abc import Callable
@@ -11,6 +11,8 @@ import torch
 from xorl.kernels.attention.interface import AttentionFn, AttentionRequest
 from xorl.kernels.attention.limits import AMPERE, BLACKWELL, HOPPER, MAX_HEAD_DIM, flash_refusal, installed_version
 from xorl.kernels.attention.native import native_attention, native_refusal
+from xorl.kernels.attention.operator import PackedAttention
+from xorl.kernels.attention.plain import FunctionAttention, PlainAttention
 from xorl.kernels.attention.reference import eager_attention
 from xorl.kernels.attention.sdpa import sdpa_attention
 from xorl.kernels.registry import Backend, Registry
@@ -34,6 +36,25 @@ def resolve_attention(name: str, request: AttentionRequest) -> AttentionFn:
         RuntimeError: the backend cannot run the request; the message gives the reason and the backends that can.
     """
     return ATTENTION.resolve(name, request)
+
+
+def register_attention(
+    name: str,
+    function: PlainAttention | PackedAttention,
+    *,
+    refusal: Callable[[AttentionRequest], str | None] = lambda request: None,
+) -> None:
+    """Add a backend, which `resolve_attention` then finds by its name; "auto" never chooses it.
+
+    Args:
+        function: a plain function `(q, k, v, layout, *, scale, window) -> [T, H, C]` that autograd differentiates, or a
+            `PackedAttention` with kernels for both passes, which also gives the log-sum-exp and works in rings.
+        refusal: returns the reason why the backend cannot serve a request, or None if it can.
+
+    Raises ValueError if there is a backend of that name.
+    """
+    attention = function if isinstance(function, PackedAttention) else FunctionAttention(name, function)
+    ATTENTION.register(Backend(name, load=lambda: attention, refusal=refusal))
 
 
 def _flash_2_missing() -> str | None:

@@ -52,7 +52,7 @@ class PackedAttention:
         kernel's precision: the derivatives are sum_j P_ij k_j for q_i (attention over the keys) and sum_i P_ij q_i for
         k_j.
         """
-        _check(q, k, v, layout.num_tokens, window)
+        check_inputs(q, k, v, layout.num_tokens, window)
         deterministic = torch.are_deterministic_algorithms_enabled()
         return self._operator(q, k, v, layout.cu_seqlens, layout.offsets, scale, window, deterministic)
 
@@ -60,12 +60,12 @@ class PackedAttention:
         self, q: Tensor, k: Tensor, v: Tensor, layout: ShardedLayout, *, scale: float, window: int | None
     ) -> Tensor:
         """As `AttentionFn.in_ring`."""
-        _check(q, k, v, layout.whole.num_tokens // layout.ring.size, window)
+        check_inputs(q, k, v, layout.whole.num_tokens // layout.ring.size, window)
         deterministic = torch.are_deterministic_algorithms_enabled()
         return self._ring_operator(q, k, v, layout.whole.offsets, *layout.ring, scale, window, deterministic)[0]
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, num_tokens: int, window: int | None) -> None:
+def check_inputs(q: Tensor, k: Tensor, v: Tensor, num_tokens: int, window: int | None) -> None:
     """Raise ValueError for shapes or dtypes that kernels would misread. Compiled code has been checked before."""
     if torch.compiler.is_compiling():
         return

@@ -26,9 +26,11 @@ from xorl.kernels.quant.noise import WeightNoise
 from xorl.kernels.quant.nvfp4 import dequantize_nvfp4, quantize_nvfp4
 
 GROUP_SIZES: Mapping[QuantFormat, int] = MappingProxyType({"nf4": 64, "nvfp4": 16, "block_fp8": 128})
-# Kernels load whole groups into registers, and block lengths there are powers of two.
-MIN_GROUP_SIZE, MAX_GROUP_SIZE = 16, 1024
-MAX_BLOCK = 256
+# The smallest and the largest group. Kernels load whole groups into registers, and block lengths there are powers of
+# two; NVFP4 is defined with groups of 16.
+_GROUP_LIMITS: Mapping[QuantFormat, tuple[int, int]] = MappingProxyType(
+    {"nf4": (16, 1024), "nvfp4": (16, 16), "block_fp8": (16, 256)}
+)
 
 
 class QuantizedWeight(NamedTuple):
@@ -41,28 +43,29 @@ class QuantizedWeight(NamedTuple):
 
 @dataclass(frozen=True)
 class QuantScheme:
-    """A format, and the number of weights of a row that share a scale; for block_fp8, the side of a square block."""
+    """A format, and the number of weights of a row that share a scale; for block_fp8, the side of a square block.
+
+    Raises ValueError for an unknown format and a group size that the format does not have.
+    """
 
     quant_format: QuantFormat
     group_size: int
 
     def __post_init__(self) -> None:
         check_choice("quant_format", self.quant_format, QuantFormat)
+        smallest, largest = _GROUP_LIMITS[self.quant_format]
+        size = self.group_size
+        if not smallest <= size <= largest or size.bit_count() != 1:
+            sizes = f"a power of two from {smallest} to {largest}, usually" if smallest < largest else "only"
+            raise ValueError(
+                f"group_size: {size} is not a valid group size for {self.quant_format}; use {sizes} "
+                f"{GROUP_SIZES[self.quant_format]}"
+            )
 
     @property
     def unit_rows(self) -> int:
         """Rows that are quantised together."""
         return self.group_size if self.quant_format == "block_fp8" else 1
-
-    def group_refusal(self) -> str | None:
-        """The reason why this group size is invalid, or None."""
-        largest = MAX_BLOCK if self.quant_format == "block_fp8" else MAX_GROUP_SIZE
-        if MIN_GROUP_SIZE <= self.group_size <= largest and self.group_size.bit_count() == 1:
-            return None
-        return (
-            f"{self.group_size} is not a valid group size for {self.quant_format}; use a power of two from "
-            f"{MIN_GROUP_SIZE} to {largest}, usually {GROUP_SIZES[self.quant_format]}"
-        )
 
     def shape_refusal(self, in_features: int) -> str | None:
         """The reason why rows of this length cannot be quantised, or None. block_fp8 allows incomplete blocks."""
@@ -70,8 +73,9 @@ class QuantScheme:
             return None
         reason = f"rows of {in_features} weights cannot be divided into groups of {self.group_size}"
         # The largest power of two that divides the rows.
-        fitting = min(in_features & -in_features, MAX_GROUP_SIZE)
-        return f"{reason}, but into groups of {fitting}" if fitting >= MIN_GROUP_SIZE else reason
+        smallest, largest = _GROUP_LIMITS[self.quant_format]
+        fitting = min(in_features & -in_features, largest)
+        return f"{reason}, but into groups of {fitting}" if fitting >= smallest else reason
 
     def stored(self, out_features: int, in_features: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shapes and dtypes of the fields of a QuantizedWeight that are not None.
@@ -101,7 +105,8 @@ class QuantScheme:
         if self.quant_format == "nf4":
             return QuantizedWeight(*quantize_nf4(weight, self.group_size), None)
         if self.quant_format == "nvfp4":
-            assert global_scale is not None, "nvfp4 needs a global scale"
+            if global_scale is None:
+                raise ValueError("global_scale: nvfp4 needs one, fp32 [rows]; got None")
             codes, scales = quantize_nvfp4(weight, global_scale, self.group_size)
             return QuantizedWeight(codes, scales.view(torch.uint8), global_scale)
         codes, scales = quantize_block_fp8(weight, self.group_size)

@@ -45,7 +45,6 @@ _IGNORED = frozenset(
         "revision",
         "runtime_config",
         "target_modules",
-        "task_type",
     ]
 )
 # Initialisations that change the base's weights, so that the adapter only fits the changed base.
@@ -62,11 +61,13 @@ class AdapterConfig:
         spec: the adapters. Its targets are "all-linear" if the file has a pattern; the names of the tensors determine
             the adapted modules (`AdapterLayout.spec`).
         base: the base model's Hub id or folder; None if unknown.
+        task_type: what PEFT wraps the base as, such as "CAUSAL_LM"; None for modules that are no language models.
         fan_in_fan_out: weights of adapted linear layers are stored as [in, out] in the base's files.
     """
 
     spec: AdapterSpec
     base: str | None = None
+    task_type: str | None = None
     fan_in_fan_out: bool = False
 
     @classmethod
@@ -106,6 +107,7 @@ class AdapterConfig:
         return cls(
             spec,
             base=str(content.get("base_model_name_or_path") or "") or None,
+            task_type=str(content.get("task_type") or "") or None,
             fan_in_fan_out=bool(content.get("fan_in_fan_out", False)),
         )
 
@@ -114,7 +116,7 @@ class AdapterConfig:
         spec = self.spec
         return {
             "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
+            "task_type": self.task_type,
             "base_model_name_or_path": self.base,
             "r": spec.rank,
             "lora_alpha": _compact(spec.alpha),

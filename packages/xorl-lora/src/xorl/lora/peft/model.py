@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from xorl.core.models.recipes import WeightSource
-from xorl.core.parallel import copy_shard_
+from xorl.core.shards import copy_shard_
 from xorl.lora.experts import ExpertLowRank
 from xorl.lora.inject import Adapter, adapters
 from xorl.lora.merge import full_tensor, magnitude, set_magnitude_
@@ -34,6 +34,7 @@ def config_of(
     spec: AdapterSpec,
     *,
     base: str | None,
+    task_type: str | None = "CAUSAL_LM",
     transposed: Collection[str] = (),
     found: Mapping[str, Adapter] | None = None,
 ) -> AdapterConfig:
@@ -41,7 +42,8 @@ def config_of(
 
     Targets, ranks and alphas are those of the existing adapters, under the shortest unambiguous names. `transposed` are
     the linear layers whose weight is stored as [in, out] in the base's files; these must be all adapted linear layers,
-    or none. `found` overrides the adapters, for those of a bank.
+    or none. `task_type` is None for modules that are no language models. `found` overrides the adapters, for those of a
+    bank.
     """
     adapted = adapters(model) if found is None else found
     found = {name: adapter for adapter in adapted.values() for name in adapter.members}
@@ -68,7 +70,7 @@ def config_of(
     )
     for name, adapter in found.items():
         assert written.scale_of(name) == adapter.scale, f"the written config would change the scale of {name}"
-    return AdapterConfig(written, base, fan_in_fan_out=bool(fan_in_fan_out))
+    return AdapterConfig(written, base, task_type, fan_in_fan_out=bool(fan_in_fan_out))
 
 
 def adapter_tensors(

@@ -1,0 +1,51 @@
+"""An attention function of a user's own, written in plain torch, as a backend."""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from xorl.kernels.attention.operator import check_inputs
+from xorl.kernels.layout import SequenceLayout, ShardedLayout
+
+
+class PlainAttention(Protocol):
+    """The formula of `AttentionFn.__call__`, in operations that autograd differentiates."""
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, *, scale: float, window: int | None
+    ) -> Tensor: ...
+
+
+class FunctionAttention:
+    """An `AttentionFn` that calls `function` and computes nothing else: no log-sum-exp, and no rings of ranks."""
+
+    def __init__(self, name: str, function: PlainAttention) -> None:
+        self.name = name
+        self.function = function
+
+    def __deepcopy__(self, memo: object) -> "FunctionAttention":
+        return self  # as for a function
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, *, scale: float, window: int | None
+    ) -> Tensor:
+        check_inputs(q, k, v, layout.num_tokens, window)
+        out = self.function(q, k, v, layout, scale=scale, window=window)
+        if out.shape != q.shape or out.dtype != q.dtype:
+            raise ValueError(
+                f"function: {self.name} must return {list(q.shape)} in {q.dtype}, but returned {list(out.shape)} in "
+                f"{out.dtype}"
+            )
+        return out
+
+    def with_lse(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, *, scale: float, window: int | None
+    ) -> tuple[Tensor, Tensor]:
+        """Raises RuntimeError: the function returns no log-sum-exp."""
+        raise RuntimeError(f"attention backend {self.name!r} returns no log-sum-exp; register a PackedAttention for it")
+
+    def in_ring(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: ShardedLayout, *, scale: float, window: int | None
+    ) -> Tensor:
+        """Raises RuntimeError: a ring needs the log-sum-exp."""
+        raise RuntimeError(f"attention backend {self.name!r} cannot share rows in a ring; register a PackedAttention")

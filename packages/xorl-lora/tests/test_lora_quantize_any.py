@@ -1,0 +1,75 @@
+"""QLoRA on modules that are not xorl's: quantised in place, trained, merged, described for PEFT."""
+
+import pytest
+import torch
+from torch import nn
+
+from xorl.kernels.quant import QuantScheme
+from xorl.lora import AdapterSpec, adapter_parameters, inject, quantize_
+from xorl.lora.peft import AdapterConfig, config_of
+from xorl.lora.quantized import QuantizedLinear
+
+
+def module() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 8))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "tolerance"),
+    [(QuantScheme("nf4", 16), 0.12), (QuantScheme("nvfp4", 16), 0.15), (QuantScheme("block_fp8", 16), 0.04)],
+)
+def test_any_module_is_quantised_and_trains_adapters(scheme, tolerance) -> None:
+    # Catches quantisation that only a decoder's layers support, or that loses the current values.
+    plain, x = module(), torch.randn(32, 64)
+    model = module()
+    assert quantize_(model, scheme) == ("0", "2")
+    assert all(isinstance(model[index], QuantizedLinear) for index in (0, 2))
+    expected = plain(x)
+    assert (model(x) - expected).norm() / expected.norm() < tolerance
+    inject(model, AdapterSpec(rank=4))
+    optimizer = torch.optim.Adam(adapter_parameters(model).values(), lr=1e-2)
+    losses = []
+    for _ in range(20):
+        loss = model(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] / 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"scheme": QuantScheme("nf4", 32)}, "group_size: 2 does not fit nf4: rows of 48 .* into groups of 16"),
+        ({"exclude": ["head"]}, "exclude: no layer among the targets is named head"),
+        ({"targets": ["5"]}, r"targets \['5'\] match no layer"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_changes(options, message) -> None:
+    # Catches a model that is half quantised.
+    model = module()
+    with pytest.raises(ValueError, match=message):
+        quantize_(model, **{"scheme": QuantScheme("nf4", 16), **options})
+    assert all(type(model[index]) is nn.Linear for index in (0, 2))
+
+
+def test_layers_may_be_left_out() -> None:
+    # Catches an exclusion without effect.
+    model = module()
+    assert quantize_(model, QuantScheme("nf4", 16), exclude=["2"]) == ("0",)
+    assert type(model[2]) is nn.Linear
+    inject(model, AdapterSpec(rank=2))
+    with pytest.raises(ValueError, match="targets: 2 has an adapter"):
+        quantize_(model, QuantScheme("nf4", 16), targets=["2"])
+
+
+def test_the_task_of_an_adapter_is_a_parameter() -> None:
+    # Catches a module that is no language model described as one.
+    model = module()
+    inject(model, spec := AdapterSpec(rank=2))
+    assert config_of(model, spec, base=None).to_json()["task_type"] == "CAUSAL_LM"
+    content = config_of(model, spec, base=None, task_type=None).to_json()
+    assert content["task_type"] is None
+    assert AdapterConfig.from_json({**content, "task_type": "SEQ_CLS"}).task_type == "SEQ_CLS"
