@@ -101,7 +101,7 @@ def load_with_xorl(folder: Path, mode: str) -> Load:
         figures.append((report.seconds, time.process_time() - start_cpu))
         return report
 
-    xorl_model.load_weights = timed  # pyright: ignore[reportAttributeAccessIssue]
+    xorl_model.load_weights = timed
 
     def load() -> tuple[float, float, object]:
         model = xorl_model.build_model(architecture, config.model, config.train, config.lora, mesh, place.device)

@@ -76,7 +76,7 @@ class AdapterFiles:
     def _groups(self) -> list[TensorGroup]:
         # Parameters that an evaluation left gathered are rounded to the compute dtype.
         self.model.drop_gathered()
-        names = {parameter: name for name, parameter in self.model.module.named_parameters()}
+        names: dict[Tensor, str] = {parameter: name for name, parameter in self.model.module.named_parameters()}
 
         def gather(parameter: Tensor) -> Tensor:
             return self.model.parts.gather(names.get(parameter, ""), parameter)

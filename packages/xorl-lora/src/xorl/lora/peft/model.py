@@ -125,7 +125,7 @@ def load_adapters(model: nn.Module, layout: AdapterLayout, source: WeightSource)
     """
     found = adapters(model)
     names = {name for adapter in found.values() for name in adapter.members}
-    if names != layout.modules.keys():
+    if names != set(layout.modules):
         differing = sorted(names ^ layout.modules.keys())
         raise ValueError(
             f"the adapters of the model and the file differ: only one of them has {', '.join(differing[:5])}"
