@@ -80,5 +80,5 @@ def test_the_memory_of_a_long_row_stays_within_ten_times_its_text(text_options, 
     arguments = [str(path), str(text_options.tokenizer_folder), str(tmp_path / "prepared")]
     done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    # Windows have a size of their own, which such a small text does not hide.
-    assert int(done.stdout) < 10 * num_bytes + (24 << 20)
+    # Windows, and the imports of the first document, have a size of their own, which such a small text does not hide.
+    assert int(done.stdout) < 10 * num_bytes + (32 << 20)
