@@ -107,7 +107,7 @@ def test_an_adapter_of_the_hub_is_not_exported_into_its_cache(tmp_path: Path, mo
     def snapshot(*_: object, **__: object) -> str:
         raise AssertionError("the Hub is not asked before there is a place to write to")
 
-    monkeypatch.setattr("xorl.ckpt.hub.snapshot_download", snapshot)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
     result = CliRunner().invoke(app, ["org/adapter", "--merge"])
     assert result.exit_code == 2, result.stderr
     assert (

@@ -199,5 +199,5 @@ def test_sizes_that_heads_cannot_be_shared_by_name_the_nearest_that_works() -> N
     # Catches a run that fails in its first step.
     for num_ranks in (1, 2, 4, 8):
         check_heads(8, 4, num_ranks)
-    with pytest.raises(ValueError, match=r"ulysses_parallel_size: 3 .* 8 heads with 4 .* works is 2"):
+    with pytest.raises(ValueError, match=r"ulysses: 3 .* 8 heads with 4 .* works is 2"):
         check_heads(8, 4, 3)

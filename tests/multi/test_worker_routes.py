@@ -139,7 +139,10 @@ def replay_others(
 def check_samples(worker: Worker) -> None:
     """Records of the sampler, fed back, give its log-probabilities."""
     prompts = [datum(length, 20 + length).tokens for length in (1, 17, 9)]
-    asked = [Sample(BaseSampler(), one, 3, 6, seed=5, ignore_end=True, routed_experts=True) for one in prompts]
+    asked = [
+        Sample(BaseSampler(), one, num_samples=3, max_tokens=6, seed=5, ignore_end=True, routed_experts=True)
+        for one in prompts
+    ]
     for prompt, result in zip(prompts, from_main(ask(worker, *asked)), strict=True):
         assert isinstance(result, SampleResult), result
         assert result.prompt_routed_experts is not None

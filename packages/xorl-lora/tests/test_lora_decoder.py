@@ -173,7 +173,7 @@ def test_modules_to_save_train_whole():
     ("architecture", "merge_qkv", "options", "message"),
     [
         ("Qwen3ForCausalLM", True, {"targets": ("gate",)}, r"match no layer of Decoder; its layers are .*'gate_proj'"),
-        ("GPT2LMHeadModel", False, {"targets": ("c_attn",)}, "set model.merge_qkv to true"),
+        ("GPT2LMHeadModel", False, {"targets": ("c_attn",)}, "set merge_qkv=True"),
         (
             "Qwen3ForCausalLM",
             True,

@@ -333,9 +333,9 @@ class LoraFields(Section):
     lora_target_modules: Literal["all-linear"] | list[str] | None = Field(
         default=None,
         description="Layers that get an adapter, by the last parts of their names in the checkpoint, such as q_proj "
-        "or 0.self_attn.q_proj; embed_tokens and lm_head can be listed too. gate_proj, up_proj and down_proj (w1, w3 "
-        "and w2 of Mixtral) are also those of all experts. all-linear means every linear layer except the head and "
-        "experts. null means the linear projections that the architecture defines as targets.",
+        "or 0.self_attn.q_proj; embed_tokens and lm_head can be listed too. The names of an expert's layers, such as "
+        "gate_proj, mean all experts. all-linear means every linear layer except the head and experts. null means the "
+        "linear projections that the architecture defines as targets.",
     )
     enable_qlora: bool = Field(
         default=False,

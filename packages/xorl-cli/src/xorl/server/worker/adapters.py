@@ -287,9 +287,14 @@ def _available_sites(base: Base) -> list[Site]:
         targets = [*base.architecture.spec.adapter_targets, *head]
     spec = AdapterSpec(targets=targets if isinstance(targets, str) else tuple(targets))
     try:
-        return list(resolve(spec, base.module))
+        sites = list(resolve(spec, base.module))
     except ValueError as error:
         raise ValueError(f"lora_target_modules: {error}") from error
+    if experts := [site.name for site in sites if site.members]:
+        raise ValueError(
+            f"lora_target_modules: the service cannot adapt experts yet, but they name {experts[0]}; leave them out"
+        )
+    return sites
 
 
 def _host_limit(base: Base, sites: Sequence[Site], max_rank: int) -> int:
