@@ -21,5 +21,5 @@ def test_first_example_of_the_readme_runs():
 
 def test_example_of_losses_runs(capsys):
     """Catches a renamed loss, option or metric that the README still shows."""
-    assert run_example("hidden")["hidden"].grad.isfinite().all()
+    assert run_example("read_metrics")["hidden"].grad.isfinite().all()
     assert "tensor" in capsys.readouterr().out
