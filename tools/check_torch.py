@@ -1,6 +1,7 @@
 """Runs the libraries' CPU tests on the oldest and the newest torch: `uv run tools/check_torch.py [--quick] [NAME ...]`.
 
-The oldest is the lower bound in a distribution's pyproject.toml, the newest what the package index has. Each run has a
+The oldest is the lower bound in a distribution's pyproject.toml, the newest NEWEST: raise it for a new release, so that
+one never changes what CI says of a commit. Each run has a
 temporary environment, without the lock, so the newest versions of all other dependencies are tested as well. `--quick`
 is for CI: of each distribution only the tests of what depends on private parts of torch.
 """
@@ -14,6 +15,7 @@ import time
 
 from workspace import ROOT, Distribution, distributions, uv
 
+NEWEST = "torch~=2.15.0"
 LIBRARIES = ("xorl-kernels", "xorl-data", "xorl-ckpt", "xorl-core", "xorl-lora")
 TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis")
 # The tests of files that use private parts of torch, and run in seconds.
@@ -41,7 +43,7 @@ def main() -> int:
 
 def _run(distribution: Distribution, which: str, tests: tuple[str, ...]) -> int:
     """Runs tests with the oldest or the newest torch, and prints one line, followed by all output if a test failed."""
-    requirements = ["torch" if which == "newest" else oldest_torch(distribution), *TEST_TOOLS]
+    requirements = [NEWEST if which == "newest" else oldest_torch(distribution), *TEST_TOOLS]
     command = [uv(), "run", "--isolated", "--no-project", "--with-editable", str(distribution.folder)]
     command += [argument for requirement in requirements for argument in ("--with", requirement)]
     folder = distribution.folder / "tests"
