@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from pydantic import Secret
 
+from xorl.cli import exit_codes
 from xorl.config import LoadedServerConfig, server_config_from_mapping
 from xorl.server import launcher
 from xorl.server.addresses import (
@@ -155,8 +156,8 @@ def test_a_public_address_needs_a_key(tmp_path: Path) -> None:
     assert (own[0].config.api_token, own[1]) == (Secret("tml-0123456789ab"), None)
 
 
-def test_one_service_has_an_output_folder(tmp_path: Path) -> None:
-    # Would catch two services that write one journal.
+def test_one_service_has_an_output_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Would catch two services that write one journal, and a supervisor that takes the second one's end for bad input.
     folder = tmp_path / "out" / "service"
     folder.mkdir(parents=True)
     with launcher.lock_output_dir(folder) as lock:
@@ -164,6 +165,9 @@ def test_one_service_has_an_output_folder(tmp_path: Path) -> None:
         lock.flush()
         with pytest.raises(ValueError, match=r"output_dir: another service has locked .*http://127.0.0.1:5555"):
             launcher.lock_output_dir(folder)
+        with monkeypatch.context() as patch:
+            patch.setattr(launcher, "serve", lambda *_, **__: launcher.lock_output_dir(folder))
+            assert launcher.main(["--config", "service.yaml"]) == exit_codes.FOLDER_IN_USE
     launcher.lock_output_dir(folder).close()
 
 

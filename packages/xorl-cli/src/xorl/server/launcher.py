@@ -34,7 +34,7 @@ from xorl.config import LoadedServerConfig, ServerConfig, load_server_config
 from xorl.config.overrides import split_overrides
 from xorl.config.server import TOKEN_PREFIX, num_workers
 from xorl.config.show import show
-from xorl.host.lock import lock_within
+from xorl.host.lock import FolderInUseError, lock_within
 from xorl.host.temporary import temporary_folder
 from xorl.server.addresses import (
     KEYS_FILE,
@@ -59,6 +59,8 @@ DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 5555  # to which xorl-client connects by default
 TOKEN_FILE = "api_token"
 LOCK_FILE = "lock"
+# The exit code if another service has locked the output_dir, as in `xorl.cli.exit_codes`.
+FOLDER_IN_USE = 4
 ORIGINS_FILE = "origins.json"
 POLL_EVERY_S = 0.1
 HEALTH_EVERY_S = 0.5
@@ -445,7 +447,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return serve(flags.config, overrides, mode=flags.mode, api_host=flags.api_host, api_port=flags.api_port)
     except ValueError as error:
         sys.stderr.write(f"error: {error}\n")
-        return BAD_INPUT
+        return FOLDER_IN_USE if isinstance(error, FolderInUseError) else BAD_INPUT
 
 
 if __name__ == "__main__":
