@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from xorl.config.options import all_options
+
 PACKAGES = Path(__file__).resolve().parents[2] / "packages"
 MODELS = PACKAGES / "xorl-core" / "src" / "xorl" / "core" / "models"
 SOURCES = sorted(PACKAGES.glob("*/src/**/*.py"))
@@ -32,6 +34,21 @@ def test_a_model_family_is_named_in_its_own_file_and_the_table_alone(family: str
     ]
     assert not elsewhere
     assert all(file.exists() for file in own)
+
+
+@pytest.mark.parametrize("library", ["core", "kernels", "data", "ckpt", "lora"])
+def test_libraries_name_arguments_and_not_options(library: str) -> None:
+    # Would catch an error that a user of the library alone cannot act on: `xorl.config.arguments` makes options of it.
+    options = set(all_options())
+    named = [
+        f"{file.relative_to(PACKAGES)}:{node.lineno}: {option}"
+        for file in (PACKAGES / f"xorl-{library}" / "src").rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        for option in re.findall(r"\b(?:model|data|train|lora)\.\w+", node.value)
+        if option in options
+    ]
+    assert not named
 
 
 def is_re_export(statement: ast.stmt) -> bool:

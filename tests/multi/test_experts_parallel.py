@@ -264,7 +264,7 @@ def test_deepep_computes_what_one_process_computes(
     found = run_ranks(lambda: result(LAYOUTS["ep 2"][1], **options), 2)[0]
     differences = compare(found, whole)
     assert all(one.is_within for one in differences.values()), differences
-    with pytest.raises(AssertionError, match=r"model\.deepep_buffer_size_gb: DeepEP needs .* make it larger"):
+    with pytest.raises(AssertionError, match=r"buffer_bytes: DeepEP needs .* make it larger"):
         run_ranks(lambda: result(LAYOUTS["ep 2"][1], **options, deepep_buffer_size_gb=1e-6), 2)
 
 
@@ -285,7 +285,7 @@ def test_sizes_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     architecture = read_architecture(config.model)
     with pytest.raises(ValueError, match=r"expert_parallel_size: 3 ranks cannot share 4 experts equally; .* is 2"):
         model_module.check_model(architecture, config.model, config.train, config.lora, torch.device("cpu"))
-    with pytest.raises(ValueError, match=r"expert_parallel_size: 3 does not divide the 4 ranks .*dp_shard 4"):
+    with pytest.raises(ValueError, match=r"ep: 3 does not divide the 4 ranks .*dp_shard 4"):
         parallel_dims(config, 4)
     for options, message in (
         ({"data_parallel_mode": "ddp"}, "ddp does not shard, so expert_parallel_size cannot be 2"),

@@ -34,9 +34,11 @@ OPTIONS: Mapping[str, str] = MappingProxyType(
         "tokenizer_folder": "model.tokenizer_path",
         "val_set_size": "data.val_set_size",
         # xorl-core
+        "buffer_bytes": "model.deepep_buffer_size_gb",
         "compile_backend": "train.enable_compile",
         "cpu_offload": "train.enable_cpu_offload",
         "data_parallel_mode": "train.data_parallel_mode",
+        "ep": "train.expert_parallel_size",
         "fp8": "train.fp8",
         "mode": "train.data_parallel_mode",
         "pp": "train.pipeline_parallel_size",

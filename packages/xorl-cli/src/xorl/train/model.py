@@ -233,16 +233,13 @@ def _dispatcher(axis: Axis, width: int, model: ModelConfig) -> Dispatcher[Any]:
     """Collective with deepep."""
     if model.ep_dispatch == "alltoall":
         return AllToAll(axis.ranks)
-    try:
-        return DeepEP(
-            axis,
-            width=width,
-            buffer_bytes=round(model.deepep_buffer_size_gb * 1e9),
-            num_sms=model.deepep_num_sms,
-            async_combine=model.deepep_async_combine,
-        )
-    except ValueError as error:
-        raise ValueError(str(error).replace("buffer_bytes", "model.deepep_buffer_size_gb", 1)) from error
+    return DeepEP(
+        axis,
+        width=width,
+        buffer_bytes=round(model.deepep_buffer_size_gb * 1e9),
+        num_sms=model.deepep_num_sms,
+        async_combine=model.deepep_async_combine,
+    )
 
 
 def _require_dispatch(model: ModelConfig, train: TrainConfig, device: torch.device) -> None:

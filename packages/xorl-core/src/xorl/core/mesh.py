@@ -60,8 +60,8 @@ class ParallelDims:
         if self.num_shards % self.ep:
             sizes = " x ".join(f"{axis} {getattr(self, axis)}" for axis in self.shard_axes)
             raise ValueError(
-                f"train.expert_parallel_size: {self.ep} does not divide the {self.num_shards} ranks that shard the "
-                f"parameters ({sizes}); change it, or the sizes"
+                f"ep: {self.ep} does not divide the {self.num_shards} ranks that shard the parameters ({sizes}); "
+                "change it, or the sizes"
             )
 
     @property
@@ -131,7 +131,7 @@ class ParallelDims:
             )
         dp_size = world_size // others
         if ep > 1 and mode != "fsdp2":
-            raise ValueError(f"train.expert_parallel_size: {ep} needs train.data_parallel_mode fsdp2, not {mode}")
+            raise ValueError(f'ep: {ep} needs mode="fsdp2", not {mode}')
         if mode == "none" and dp_size > 1:
             raise ValueError(
                 f"mode: none runs one data-parallel rank, but {dp_size} were started: "
