@@ -41,7 +41,7 @@ def assert_bitwise(got, wanted):
 
 
 def noise(device):
-    return WeightNoise(0.5, torch.tensor([12345, 7], device=device))
+    return WeightNoise(0.5, torch.tensor([12345, 7, 0], device=device))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -108,7 +108,7 @@ def fp8_casts() -> None:
 
 def quantized_weights() -> None:
     """All formats in all dtypes, with usual and unusual group sizes, with and without noise."""
-    noises = (None, WeightNoise(0.5, torch.tensor([12345, 7])))
+    noises = (None, WeightNoise(0.5, torch.tensor([12345, 7, 0])))
     for dtype in FLOATS:
         x, wide = empty(256, 4096, dtype=dtype), empty(256, dtype=FP32)
         for size in (16, 64, 1024):
@@ -252,7 +252,7 @@ def beyond_int32() -> None:
     amax = fp8_triton.amax(x)
     fp8_triton.transpose(fp8_triton.cast_tensorwise_both(x, amax, E4M3)[0])
     fp8_triton.cast_axiswise(x, E4M3)
-    wide, noise = empty(rows, dtype=FP32), WeightNoise(0.5, torch.tensor([12345, 7]))
+    wide, noise = empty(rows, dtype=FP32), WeightNoise(0.5, torch.tensor([12345, 7, 0]))
     blocks_triton.dequantize_nf4(*blocks_triton.quantize_nf4(x, 16), BF16, noise)
     blocks_triton.dequantize_nvfp4(*blocks_triton.quantize_nvfp4(x, wide, 16), wide, BF16, noise)
     blocks_triton.dequantize_block_fp8(*blocks_triton.quantize_block_fp8(x, 16), 16, BF16, noise)

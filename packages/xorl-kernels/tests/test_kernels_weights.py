@@ -190,7 +190,7 @@ NOISY = {
 def test_noise_is_normal_half_a_step_large_and_a_function_of_seed_and_step():
     # Catches noise of another size, noise that repeats in the next step or layer, and noise that is not reproduced.
     x = torch.randn(256, 512, generator=torch.Generator().manual_seed(0))
-    pairs = normal_pairs(WeightNoise(1.0, torch.tensor([3, 1])), 1 << 16, CPU)
+    pairs = normal_pairs(WeightNoise(1.0, torch.tensor([3, 1, 0])), 1 << 16, CPU)
     for moment, wanted in ((1, 0.0), (2, 1.0), (3, 0.0), (4, 3.0)):
         assert (pairs.double() ** moment).mean().item() == pytest.approx(wanted, abs=0.06)
     for quant_format, (dequantise, half_step) in NOISY.items():
@@ -198,13 +198,20 @@ def test_noise_is_normal_half_a_step_large_and_a_function_of_seed_and_step():
         plain = dequantise(*stored, torch.float32)
         seen = []
         for key, step in ((3, 1), (3, 2), (4, 1), (3, 1)):
-            noisy = dequantise(*stored, torch.float32, WeightNoise(0.5, torch.tensor([key, step])))
+            noisy = dequantise(*stored, torch.float32, WeightNoise(0.5, torch.tensor([key, step, 0])))
             seen.append((noisy - plain) / (0.5 * by_element))
         assert torch.equal(seen[0], seen[3]), quant_format
         for index, noise in enumerate(seen[:3]):
             assert noise.std().item() == pytest.approx(1.0, abs=0.01), quant_format
             for other in seen[:index]:
                 assert (noise * other).mean().item() == pytest.approx(0.0, abs=0.02)
+
+
+def test_part_of_a_weight_has_the_noise_that_it_has_in_the_whole():
+    # Catches noise of experts that depends on how many ranks share them.
+    whole = normal_pairs(WeightNoise(1.0, torch.tensor([3, 1, 0])), 64, CPU)
+    part = normal_pairs(WeightNoise(1.0, torch.tensor([3, 1, 24])), 40, CPU)
+    assert torch.equal(part, whole[48:])
 
 
 def test_what_cannot_run_is_refused_by_name():

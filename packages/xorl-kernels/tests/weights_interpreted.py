@@ -33,7 +33,7 @@ def assert_bitwise(got, wanted):
 
 
 def noise():
-    return WeightNoise(0.5, torch.tensor([12345, 7]))
+    return WeightNoise(0.5, torch.tensor([12345, 7, 1000]))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

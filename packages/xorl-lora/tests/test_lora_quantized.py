@@ -137,7 +137,7 @@ def test_layers_compile_into_one_graph_that_keeps_no_weight(quant_format):
         return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
     for layer in layers:
-        layer.noise, layer.noise_alpha = torch.tensor([len(graphs), 3]), 0.5
+        layer.noise, layer.noise_alpha = torch.tensor([len(graphs), 3, 0]), 0.5
         layer.train()
         wanted = layer(x)
         (wanted_grad,) = torch.autograd.grad(wanted.sum(), x)

@@ -13,7 +13,7 @@ from xorl.lora.inject import (
     load_adapter_state_dict,
 )
 from xorl.lora.merge import merge_
-from xorl.lora.quantized import quantize_
+from xorl.lora.quantize import quantize_
 from xorl.lora.spec import AdapterSpec
 
 __all__ = [

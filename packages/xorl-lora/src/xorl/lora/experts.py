@@ -48,7 +48,7 @@ class ExpertLowRank(LowRank):
         num_active: int,
         device: torch.device,
     ) -> None:
-        in_features = layer.weight.shape[1]
+        in_features = layer.in_features
         super().__init__(
             name,
             rank=rank,
@@ -105,7 +105,7 @@ class ExpertsAdapter(nn.Module):
         self.dropout = nn.Dropout(dropout) if dropout else None
         self.kept = 1 - dropout
         self._num_experts = experts.gate_up_proj.num_experts
-        self._width, self._inner = experts.gate_up_proj.weight.shape[1], experts.down_proj.weight.shape[1]
+        self._width, self._inner = experts.gate_up_proj.in_features, experts.down_proj.in_features
 
     def pairs(self) -> list[ExpertLowRank]:
         """The pairs in the order of the layer's rows."""

@@ -19,7 +19,7 @@ from xorl.core.shards import copy_shard_, is_dtensor, local_part
 from xorl.lora.experts import ExpertLowRank, fold_expert_pair_
 from xorl.lora.inject import Adapter, adapters
 from xorl.lora.linear import LowRank, TorchEmbedding, TorchLinear
-from xorl.lora.quantized import QuantizedLinear, gather_rows, local_rows, read_rows, write_rows_
+from xorl.lora.quantized import QuantizedLayer, gather_rows, local_rows, read_rows, write_rows_
 
 
 def merge_(model: nn.Module) -> None:
@@ -57,7 +57,7 @@ def fold_(model: nn.Module) -> None:
         pairs.setdefault(adapter.layer, []).append(adapter.pair)
     for layer, of_layer in pairs.items():
         assert isinstance(layer, (Linear, Embedding, ExpertLinear))
-        if isinstance(layer, QuantizedLinear):
+        if isinstance(layer, QuantizedLayer):
             write_rows_(layer, merged_rows(layer, of_layer))
         else:
             part, _ = local_part(layer.weight)
@@ -73,8 +73,9 @@ def merged_rows(layer: Linear | Embedding | ExpertLinear, pairs: Sequence[LowRan
     rows, first = _base_rows(layer)
     for pair in pairs:
         if isinstance(pair, ExpertLowRank):
+            assert isinstance(layer, ExpertLinear)
             a, b = full_tensor(pair.A).to(rows.dtype), full_tensor(pair.B).to(rows.dtype)
-            fold_expert_pair_(rows, pair, a, b, layer.weight.shape[0] // len(pair.held), first)
+            fold_expert_pair_(rows, pair, a, b, layer.out_features, first)
         elif isinstance(layer, Embedding):
             a, b = full_tensor(pair.A).to(rows.dtype), full_tensor(pair.B).to(rows.dtype)
             rows.addmm_(a[:, first : first + len(rows)].t(), b.t(), alpha=pair.scale)
@@ -85,7 +86,7 @@ def merged_rows(layer: Linear | Embedding | ExpertLinear, pairs: Sequence[LowRan
 
 def _base_rows(layer: Linear | Embedding | ExpertLinear) -> tuple[Tensor, int]:
     """A copy of this rank's rows of the weight, in fp32 (fp64 for fp64), and the index of the first row."""
-    if isinstance(layer, QuantizedLinear):
+    if isinstance(layer, QuantizedLayer):
         return read_rows(layer), local_rows(layer)[0]
     part, offset = local_part(layer.weight)
     return part.to(torch.promote_types(part.dtype, torch.float32), copy=True), offset[0] if offset else 0
@@ -122,7 +123,7 @@ def set_magnitude_(adapter: Adapter, values: Tensor) -> None:
 
 def _base_norms(adapter: Adapter) -> Tensor:
     layer = adapter.layer
-    if isinstance(layer, QuantizedLinear):
+    if isinstance(layer, QuantizedLayer):
         norms = gather_rows(layer, torch.linalg.vector_norm(read_rows(layer), dim=1))
     else:
         norms = full_tensor(torch.linalg.vector_norm(layer.weight.float(), dim=1))

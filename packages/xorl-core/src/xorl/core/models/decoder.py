@@ -19,7 +19,7 @@ from xorl.core.models.router_losses import RouterLosses, RouterLossOptions
 from xorl.core.nn import Attention, Embedding, GatedMLP, LayerKernels, LayerNorm, Linear, PlainMLP, RMSNorm, Rotary
 from xorl.core.nn.moe import Experts, LayerRoutes, MixtureOfExperts
 from xorl.core.nn.parts import parameter_parts
-from xorl.core.nn.roles import DeclaresRoles, Role, StacksMatrices
+from xorl.core.nn.roles import DeclaresRoles, Role, StacksMatrices, StoresWeight
 from xorl.core.shards import local_part
 from xorl.kernels.fused import RopeTables
 from xorl.kernels.layout import SequenceLayout
@@ -100,8 +100,8 @@ class Decoder(nn.Module):
         for path, module in self.named_modules():
             for name, _ in module.named_parameters(recurse=False):
                 assert isinstance(module, DeclaresRoles), f"{path}: {type(module).__name__} declares no roles"
-                is_stored = isinstance(module, Linear) and name in module.stored
-                role = "dense" if is_stored else module.roles.get(name)
+                is_stored = isinstance(module, StoresWeight) and name in module.stored
+                role = module.roles.get("weight" if is_stored else name)
                 assert role is not None, f"{path}: {type(module).__name__} declares no role for {name}"
                 roles[f"{path}.{name}"] = role
         return roles
@@ -163,7 +163,7 @@ class Decoder(nn.Module):
         Args:
             seed: any integer.
             device: where values are computed; None means on each parameter's device.
-            targets: by name of each weight that is stored in another format (`Linear.stored`), such as a quantised one:
+            targets: by name of each weight that is stored in another format (`StoresWeight`), such as a quantised one:
                 the target that receives its values. With targets, the call is collective.
         """
         for name, target in targets.items():
@@ -176,7 +176,7 @@ class Decoder(nn.Module):
         stored = {
             f"{path}.{name}"
             for path, module in self.named_modules()
-            if isinstance(module, Linear)
+            if isinstance(module, StoresWeight)
             for name in module.stored
         }
         parameters, parts = dict(self.named_parameters()), parameter_parts(self)

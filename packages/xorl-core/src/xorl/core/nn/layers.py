@@ -68,8 +68,7 @@ class Linear(nn.Module):
 
     Attributes:
         adapter: None, or an adapter. The layer's own parameters keep their names.
-        stored: in subclasses with a frozen weight in another format, the names of the parameters that hold it,
-            including `weight`. Code that knows the format sets their values. They are gathered in their own dtype.
+        stored: see `StoresWeight`; empty, except in subclasses with a weight in another format.
     """
 
     roles: ClassVar[Mapping[str, Role]] = MappingProxyType({"weight": "dense", "bias": "bias"})

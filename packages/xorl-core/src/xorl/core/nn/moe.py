@@ -17,6 +17,7 @@ from xorl.core.nn.kernels import LayerKernels
 from xorl.core.nn.parts import Part
 from xorl.core.nn.roles import Role
 from xorl.kernels.experts.adapted import Factors
+from xorl.kernels.experts.quantized import QuantizedExperts
 from xorl.kernels.experts.routing import Routing, count_replayed, replay_experts, sum_routing, top_experts
 from xorl.kernels.layout import SequenceLayout
 
@@ -48,30 +49,36 @@ class Router(nn.Module):
 class ExpertLinear(nn.Module):
     """The weights of one projection of the experts `held`, [experts * out, in]: the rows of each are adjacent.
 
-    It has no forward: the kernels multiply with all experts at once.
+    It has no forward: the kernels multiply with all experts at once. Subclasses that store the weight differently
+    override `stacked`.
 
     Attributes:
         num_experts: of those that this rank holds.
         held: their indices.
+        in_features, out_features: of one expert.
         parts: the rows of the weight of all experts, if this rank does not hold them all.
+        stored: see `StoresWeight`; empty, except in subclasses with a weight in another format.
     """
 
     roles: ClassVar[Mapping[str, Role]] = MappingProxyType({"weight": "expert"})
 
+    stored: ClassVar[tuple[str, ...]] = ()
+
     def __init__(self, num_experts: int, held: range, in_features: int, out_features: int) -> None:
         super().__init__()
         self.num_experts, self.held = len(held), held
+        self.in_features, self.out_features = in_features, out_features
         self.weight = nn.Parameter(torch.empty(len(held) * out_features, in_features))
         rows = ((held.start * out_features, held.stop * out_features),)
         part = Part(num_experts * out_features, rows, sharded_over=("ep",))
         self.parts: Mapping[str, Part] = {} if len(held) == num_experts else {"weight": part}
 
-    def stacked(self, dtype: torch.dtype) -> Tensor:
-        """[E, out, in] in `dtype`."""
+    def stacked(self, dtype: torch.dtype) -> Tensor | QuantizedExperts:
+        """[E, out, in] in `dtype`, or what a kernel dequantises to it."""
         return self.weight.to(dtype).unflatten(0, (self.num_experts, -1))
 
     def extra_repr(self) -> str:
-        return f"{self.num_experts} x [{self.weight.shape[0] // self.num_experts}, {self.weight.shape[1]}]"
+        return f"{self.num_experts} x [{self.out_features}, {self.in_features}]"
 
 
 class ExpertsAdapterProtocol(Protocol):
@@ -112,10 +119,9 @@ class Experts(nn.Module):
     def stacked_rows(self) -> Mapping[str, Sequence[int]]:
         """By name of each projection that stacks several matrices: the number of rows of each of them."""
         gate_up, down = self.gate_up_proj, self.down_proj
-        half = gate_up.weight.shape[0] // (2 * gate_up.num_experts)
         return {
-            "gate_up_proj": (half,) * (2 * gate_up.num_experts),
-            "down_proj": (down.weight.shape[0] // down.num_experts,) * down.num_experts,
+            "gate_up_proj": (gate_up.out_features // 2,) * (2 * gate_up.num_experts),
+            "down_proj": (down.out_features,) * down.num_experts,
         }
 
     def forward(self, x: Tensor, weights: Tensor, ids: Tensor, num_real: Tensor | None, plan: object = None) -> Tensor:

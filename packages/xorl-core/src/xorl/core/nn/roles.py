@@ -17,6 +17,17 @@ class DeclaresRoles(Protocol):
 
 
 @runtime_checkable
+class StoresWeight(Protocol):
+    """A module whose frozen weight may be in another format, such as quantised.
+
+    `stored` names the parameters that hold it then, including `weight`. Code that knows the format sets their values.
+    They are gathered in their own dtype, and have the role of the weight.
+    """
+
+    stored: ClassVar[tuple[str, ...]]
+
+
+@runtime_checkable
 class StacksMatrices(Protocol):
     """A module whose parameters stack several matrices. `matrix_rows` maps their names to the rows of each."""
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
-from xorl.core.nn.layers import Linear
+from xorl.core.nn.roles import StoresWeight
 from xorl.core.parallel.fsdp import sharded_parameters
 
 
@@ -39,14 +39,14 @@ def allow_integer_parameters() -> Iterator[None]:
 
 
 def gather_as_stored(model: nn.Module) -> None:
-    """Make FSDP2 gather the parameters named in `Linear.stored` in their own dtype. Call it after initialisation.
+    """Make FSDP2 gather the parameters of weights in other formats in their own dtype. Call it after initialisation.
 
     FSDP2 would cast every parameter of a unit to its mixed-precision dtype, even bytes. It calls `fsdp_pre_all_gather`
     on the local tensor of a sharded parameter to get the tensors to gather, and `fsdp_post_all_gather` with the result;
     here both pass the values through.
     """
     for (module, name), parameter in sharded_parameters(model).items():
-        if isinstance(module, Linear) and name in module.stored:
+        if isinstance(module, StoresWeight) and name in module.stored:
             _gather_uncast(parameter)
 
 

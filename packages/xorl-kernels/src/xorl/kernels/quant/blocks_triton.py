@@ -134,7 +134,7 @@ def _tiles(num_groups: int, group_size: int) -> tuple[tuple[int], dict[str, int]
 
 def _noise_arguments(noise: WeightNoise | None, placeholder: Tensor) -> tuple[Tensor, float, bool]:
     """The kernel's arguments for the noise; `placeholder` replaces the tensor if there is no noise."""
-    return (placeholder, 0.0, False) if noise is None else (noise.key_and_step, noise.alpha, True)
+    return (placeholder, 0.0, False) if noise is None else (noise.state, noise.alpha, True)
 
 
 @triton.jit
@@ -164,9 +164,10 @@ def _magnitude(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _normals(pair: tl.tensor, key_ptr: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+def _normals(pair: tl.tensor, state_ptr: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
     """The two numbers of `noise.normal_pairs` for each pair's int64 index."""
-    low, high = draw(pair, tl.load(key_ptr + 1), tl.load(key_ptr))  # pyright: ignore[reportGeneralTypeIssues]
+    pair += tl.load(state_ptr + 2)
+    low, high = draw(pair, tl.load(state_ptr + 1), tl.load(state_ptr))  # pyright: ignore[reportGeneralTypeIssues]
     radius = tl.sqrt(-2.0 * tl.log((low.to(tl.float32) + 0.5) * _UNIFORM))
     quarter = (high + 0x20000000) >> 30
     x = (high - (quarter << 30)).to(tl.int32, bitcast=True).to(tl.float32) * _TURN
@@ -220,7 +221,7 @@ def _dequantize_nf4(
     values_ptr: tl.tensor,
     out_ptr: tl.tensor,
     num_groups: int,
-    key_ptr: tl.tensor,
+    state_ptr: tl.tensor,
     alpha: float,
     HAS_NOISE: tl.constexpr,
     TILE_GROUPS: tl.constexpr,
@@ -234,7 +235,7 @@ def _dequantize_nf4(
     first = tl.load(values_ptr + (code >> 4)) * absmax
     second = tl.load(values_ptr + (code & 0xF)) * absmax
     if HAS_NOISE:
-        one, other = _normals(byte, key_ptr)  # pyright: ignore[reportGeneralTypeIssues]
+        one, other = _normals(byte, state_ptr)  # pyright: ignore[reportGeneralTypeIssues]
         noise_scale = alpha * _NF4_STEP * absmax
         first, second = first + noise_scale * one, second + noise_scale * other
     _store_pairs(out_ptr, group, first, second, num_groups, TILE_GROUPS, HALF_GROUP)
@@ -315,7 +316,7 @@ def _dequantize_nvfp4(
     out_ptr: tl.tensor,
     num_groups: int,
     groups_per_row: int,
-    key_ptr: tl.tensor,
+    state_ptr: tl.tensor,
     alpha: float,
     HAS_NOISE: tl.constexpr,
     TILE_GROUPS: tl.constexpr,
@@ -331,7 +332,7 @@ def _dequantize_nvfp4(
     first = _fp4_value(code) * (step * 16384.0)
     second = _fp4_value(code >> 4) * (step * 16384.0)
     if HAS_NOISE:
-        one, other = _normals(byte, key_ptr)  # pyright: ignore[reportGeneralTypeIssues]
+        one, other = _normals(byte, state_ptr)  # pyright: ignore[reportGeneralTypeIssues]
         noise_scale = alpha * _FP4_STEP * step
         first, second = first + noise_scale * one, second + noise_scale * other
     _store_pairs(out_ptr, group, first, second, num_groups, TILE_GROUPS, HALF_GROUP)
@@ -367,7 +368,7 @@ def _dequantize_block_fp8(
     out_ptr: tl.tensor,
     num_rows: int,
     num_columns: int,
-    key_ptr: tl.tensor,
+    state_ptr: tl.tensor,
     alpha: float,
     HAS_NOISE: tl.constexpr,
     G: tl.constexpr,
@@ -383,7 +384,7 @@ def _dequantize_block_fp8(
     scale = tl.load(scales_ptr + (tile * TILE_ROWS // G) * num_blocks + block)
     values = code * scale
     if HAS_NOISE:
-        one, other = _normals(offset >> 1, key_ptr)  # pyright: ignore[reportGeneralTypeIssues]
+        one, other = _normals(offset >> 1, state_ptr)  # pyright: ignore[reportGeneralTypeIssues]
         values += alpha * _FP8_STEP * scale * tl.where(offset & 1 == 0, one, other)
     dtype = out_ptr.dtype.element_ty  # pyright: ignore[reportAttributeAccessIssue] it is a pointer's
     tl.store(out_ptr + offset, values.to(dtype), mask=inside)

@@ -29,18 +29,19 @@ class WeightNoise:
 
     Attributes:
         alpha: the relative size of the noise.
-        key_and_step: int64 [2] on the weight's device: a key in [0, 2**31), derived from the weight and the run's seed,
-            and the optimizer step. They are a tensor so that layers that differ only in them share compiled code.
+        state: int64 [3] on the weight's device: a key in [0, 2**31), derived from the weight and the run's seed, the
+            optimizer step, and the index of the first pair of elements, if other ranks hold the pairs before it. They
+            are a tensor so that layers that differ only in them share compiled code.
     """
 
     alpha: float
-    key_and_step: Tensor
+    state: Tensor
 
 
 def normal_pairs(noise: WeightNoise, num_pairs: int, device: torch.device) -> Tensor:
     """Independent standard normal numbers, fp32 [2 * num_pairs], by the Box-Muller transform of each pair of words."""
-    key, step = noise.key_and_step.to(device).unbind()
-    low, high = _draw(key, step, num_pairs)
+    key, step, first = noise.state.to(device).unbind()
+    low, high = _draw(key, step, first, num_pairs)
     radius = low.float().add_(0.5).mul_(UNIFORM).log_().mul_(-2.0).sqrt_()
     quarter = (high + (1 << 29)) >> 30  # the nearest multiple of a quarter turn, 0 to 4
     x = (high - (quarter << 30)).float().mul_(TURN)  # the remaining angle, at most an eighth of a turn
@@ -54,9 +55,9 @@ def normal_pairs(noise: WeightNoise, num_pairs: int, device: torch.device) -> Te
     return torch.stack((radius * one, radius * other), dim=-1).flatten()
 
 
-def _draw(key: Tensor, step: Tensor, num_pairs: int) -> tuple[Tensor, Tensor]:
+def _draw(key: Tensor, step: Tensor, first: Tensor, num_pairs: int) -> tuple[Tensor, Tensor]:
     """The two random words of each pair, int64 [num_pairs] each, drawn as for stochastic rounding."""
-    index = torch.arange(num_pairs, device=key.device)
+    index = torch.arange(num_pairs, device=key.device) + first
     mask = 0xFFFFFFFF
     # The index's upper half changes the key, so that weights of more than 2**32 pairs do not repeat words.
     keys = ((index >> 32) * KEY_STEP + key) & mask

@@ -35,7 +35,7 @@ def quantized_linear(
 ) -> Tensor:
     """x [T, I] times the transposed weight: [T, O] in the dtype of x, differentiable in x.
 
-    `noise` and `noise_alpha` are the `key_and_step` and `alpha` of a WeightNoise to add to the weight. None adds none.
+    `noise` and `noise_alpha` are the `state` and `alpha` of a WeightNoise to add to the weight. None adds none.
     """
     weight = dequantized(
         codes,
