@@ -25,7 +25,7 @@ def weight_rows(name: str, linear: Linear, scheme: QuantScheme, repeats: int) ->
     scale = nvfp4_global_scale(weight.abs().amax()).expand(num_out).contiguous()
     quantized: QuantizedWeight = scheme.quantize(weight, scale)
     stored = sum(part.numel() * part.element_size() for part in quantized if part is not None)
-    place = torch.tensor([1, 1], device=device)
+    state = torch.tensor([1, 1, 0], device=device)
     arguments = (*quantized, scheme.quant_format, scheme.group_size, num_out, torch.bfloat16)
 
     def row(what: str, function: object) -> Row:
@@ -34,7 +34,7 @@ def weight_rows(name: str, linear: Linear, scheme: QuantScheme, repeats: int) ->
         moved = stored + 2 * weight.numel()
         return Row(name, f"{scheme.quant_format}, {what}", milliseconds, 1e-6 * moved / milliseconds, "GB/s")
 
-    noise = WeightNoise(1.0, place)
+    noise = WeightNoise(1.0, state)
     return [
         row("quantise", lambda: scheme.quantize(weight, scale)),
         row("dequantise", lambda: scheme.dequantize(quantized, num_out, torch.bfloat16)),

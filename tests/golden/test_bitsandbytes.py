@@ -13,7 +13,7 @@ from xorl.config import config_from_mapping
 from xorl.core import runtime
 from xorl.core.mesh import Mesh, ParallelDims
 from xorl.kernels.quant.nf4 import dequantize_nf4, quantize_nf4
-from xorl.lora.quantized import quantized_linears
+from xorl.lora.quantized import quantized_layers
 from xorl.train.model import build_model, read_architecture
 
 pytestmark = pytest.mark.skipif(
@@ -70,7 +70,7 @@ def test_a_checkpoint_of_bitsandbytes_has_the_weights_that_it_has_there(nested: 
         model = build_model(architecture, config.model, config.train, config.lora, mesh, place.device).module
     finally:
         runtime.shutdown()
-    layers = quantized_linears(model)
+    layers = quantized_layers(model)
     assert len(layers) == 8
     # Its own product on a CPU rounds more than its weights, so these are compared.
     stacked = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}

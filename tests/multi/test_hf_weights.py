@@ -13,7 +13,7 @@ from tiny_models import hf_config, write_config
 from xorl.config import Config, config_from_mapping
 from xorl.core.mesh import Mesh, ParallelDims
 from xorl.lora import Adapter, AdapterBank, AdapterSpec, adapter_parameters, adapters, load_adapter_state_dict
-from xorl.lora.quantized import QuantizedLinear, read_rows
+from xorl.lora.quantized import QuantizedLayer, read_rows
 from xorl.train.build import build_engine
 from xorl.train.export.hf_weights import hf_groups
 from xorl.train.model import read_architecture
@@ -78,7 +78,7 @@ def sent(folder: Path, kind: str, num_ranks: int) -> tuple[dict[str, Tensor], di
     wanted: dict[str, Tensor] = {}
     for native, recipe in recipes.items():
         layer = model.module.get_submodule(native.rpartition(".")[0])
-        dense = read_rows(layer) if isinstance(layer, QuantizedLinear) else getattr(layer, native.rpartition(".")[2])
+        dense = read_rows(layer) if isinstance(layer, QuantizedLayer) else getattr(layer, native.rpartition(".")[2])
         wanted |= {name: part.detach().clone() for name, part in recipe.split(dense).items()}
     for name, adapter in (adapters(model.module) if found is None else found).items():
         wanted[f"{name}.weight"] += adapter.scale * adapter.B.detach() @ adapter.A.detach()

@@ -27,12 +27,11 @@ from xorl.data.batch import Document, collate
 from xorl.kernels.quant import QuantScheme
 from xorl.lora import AdapterSpec, adapter_parameters, init_adapters, inject
 from xorl.lora.merge import fold_
+from xorl.lora.quantize import quantizable_layers, quantize_layers
 from xorl.lora.quantized import (
     AdaptiveNoise,
     dense_parameters,
-    quantizable_linears,
-    quantize_linears,
-    quantized_linears,
+    quantized_layers,
     quantized_rows,
 )
 from xorl.train.engine import Engine
@@ -85,7 +84,7 @@ def engine_for(
     with torch.device("meta"):
         model = spec.build(config, merge_qkv=True)
     model.compute_dtype = dtype
-    quantize_linears(model, quantizable_linears(model, (), "exclude"), SCHEMES[quant_format], "format")
+    quantize_layers(model, quantizable_layers(model, (), "exclude"), SCHEMES[quant_format], "format")
     inject(model, AdapterSpec(rank=4, alpha=8.0))
 
     def fill(module: torch.nn.Module) -> None:
@@ -128,7 +127,7 @@ def stored(engine: Engine) -> dict[str, Tensor]:
     """The bytes of all quantised weights."""
     return {
         f"{path}.{name}": whole(getattr(layer, name))
-        for path, layer in quantized_linears(engine.model.module).items()
+        for path, layer in quantized_layers(engine.model.module).items()
         for name in layer.stored
         if getattr(layer, name) is not None
     }

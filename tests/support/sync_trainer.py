@@ -22,7 +22,7 @@ from xorl.core.models import Decoder, spec_for
 from xorl.core.nn import LayerKernels
 from xorl.core.parallel import ParallelPolicy, parallelize
 from xorl.kernels.quant.block_fp8 import quantize_block_fp8
-from xorl.lora.quantized import checkpoint_linears
+from xorl.lora.quantize import checkpoint_linears
 from xorl.train.export.hf_weights import hf_groups, in_block_fp8
 from xorl.train.sync import ReceiverAddress, SyncOptions, Timeouts, WeightSender, match_sglang_nccl
 

@@ -18,7 +18,7 @@ from xorl.kernels.quant import GROUP_SIZES as KERNEL_GROUP_SIZES
 from xorl.kernels.quant.block_fp8 import quantize_block_fp8
 from xorl.kernels.quant.nf4 import quantize_nf4
 from xorl.kernels.quant.nvfp4 import nvfp4_global_scale, quantize_nvfp4
-from xorl.lora.quantized import QuantizedRows, quantized_linears
+from xorl.lora.quantized import QuantizedRows, quantized_layers
 from xorl.train.model import build_model, read_architecture
 
 CPU = torch.device("cpu")
@@ -159,7 +159,7 @@ def test_a_quantised_checkpoint_is_read_as_it_is(quant_format, merge_qkv, tmp_pa
         quant_format=quant_format,
         exclude_modules=["model.layers.1.mlp.down_proj"],
     )
-    assert len(quantized_linears(stored)) == (11 if not merge_qkv else 7)
+    assert len(quantized_layers(stored)) == (11 if not merge_qkv else 7)
     assert dict(stored.named_parameters()).keys() == dict(made.named_parameters()).keys()
     for name, parameter in made.named_parameters():
         assert torch.equal(dict(stored.named_parameters())[name], parameter), name
@@ -171,7 +171,7 @@ def test_modelopts_own_file_says_it_too(tmp_path, mesh):
     write_config(tmp_path, HF_CONFIG)
     stored = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": SKIPPED, "kv_cache_quant_algo": None}
     (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": stored}))
-    assert len(quantized_linears(build(tmp_path, mesh))) == 7
+    assert len(quantized_layers(build(tmp_path, mesh))) == 7
     (tmp_path / "hf_quant_config.json").write_text("[]")
     with pytest.raises(ValueError, match=r"model.model_path: .*hf_quant_config.json: the key 'quantization'"):
         build(tmp_path, mesh)
@@ -180,7 +180,7 @@ def test_modelopts_own_file_says_it_too(tmp_path, mesh):
 def test_scales_that_are_quantised_in_turn_are_read(tmp_path, mesh):
     # Catches a table, an offset or a block of the nested scales that is another's.
     dense = write_model(tmp_path, "nf4", nested=True)
-    layer = quantized_linears(build(tmp_path, mesh, quant_format="nf4"))["model.layers.0.self_attn.qkv_proj"]
+    layer = quantized_layers(build(tmp_path, mesh, quant_format="nf4"))["model.layers.0.self_attn.qkv_proj"]
     names = [f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv"]
     absmax = torch.cat([quantize_nf4(dense[name], 64)[1] for name in names])
     assert torch.allclose(layer.weight_scale, (absmax * 2048).round().clamp(1, 255) / 2048, atol=1e-9)
@@ -206,7 +206,7 @@ def test_one_weight_at_a_time_is_held_as_it_was(random, tmp_path, mesh, monkeypa
 
     monkeypatch.setattr(QuantizedRows, "put", counted_put)
     monkeypatch.setattr(QuantizedRows, "finish", counted_finish)
-    assert len(quantized_linears(build(tmp_path, mesh, random=random, quant_format="nf4"))) == 8
+    assert len(quantized_layers(build(tmp_path, mesh, random=random, quant_format="nf4"))) == 8
     assert (max(counts), held) == (1, [])
 
 
@@ -216,7 +216,7 @@ def test_random_weights_are_quantised_as_they_are_drawn(tmp_path, mesh):
     model = build(
         tmp_path, mesh, random=True, quant_format="nf4", modules_to_save=["o_proj"], lora_target_modules=["q_proj"]
     )
-    layers = quantized_linears(model)
+    layers = quantized_layers(model)
     assert len(layers) == 6
     weight = layers["model.layers.0.mlp.down_proj"].dense_weight(torch.float32)
     assert weight.std().item() == pytest.approx(0.05, rel=0.05)

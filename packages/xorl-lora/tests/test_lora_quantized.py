@@ -18,14 +18,13 @@ from xorl.kernels.quant import GROUP_SIZES, QuantScheme
 from xorl.lora import AdapterSpec, adapter_parameters, adapters, init_adapters, inject
 from xorl.lora.linear import LowRank
 from xorl.lora.merge import fold_, merged_rows
+from xorl.lora.quantize import quantizable_layers, quantize_layers
 from xorl.lora.quantized import (
     AdaptiveNoise,
     QuantizedLinear,
     dense_parameters,
     num_parameters,
-    quantizable_linears,
-    quantize_linears,
-    quantized_linears,
+    quantized_layers,
     quantized_rows,
     read_rows,
     write_rows_,
@@ -62,7 +61,7 @@ def decoder(quant_format=None, *, merge_qkv: bool = True, exclude=()) -> Decoder
     with torch.device("meta"):
         model = spec.build(spec.config_from_hf(CONFIG), merge_qkv=merge_qkv)
     if quant_format is not None:
-        quantize_linears(model, quantizable_linears(model, exclude, "exclude"), scheme_of(quant_format), "format")
+        quantize_layers(model, quantizable_layers(model, exclude, "exclude"), scheme_of(quant_format), "format")
     model.to_empty(device="cpu")
     model.init_weights(0, targets=quantized_rows(model))
     return model
@@ -104,11 +103,11 @@ def test_a_base_of_8_billion_parameters_takes_what_its_formats_say(quant_format,
     spec = SPECS["Qwen3ForCausalLM"]
     with torch.device("meta"):
         model = spec.build(spec.config_from_hf({**CONFIG, **shape, **heads}), merge_qkv=True).bfloat16()
-    quantize_linears(model, quantizable_linears(model, (), "exclude"), scheme_of(quant_format), "format")
+    quantize_layers(model, quantizable_layers(model, (), "exclude"), scheme_of(quant_format), "format")
     assert num_parameters(model) == 8_190_735_360, "half as many where two codes are a byte"
     sizes = {name: parameter.numel() * parameter.element_size() for name, parameter in model.named_parameters()}
     assert sum(sizes.values()) / 2**30 == pytest.approx(gib, abs=1e-3)
-    num_weights = sum(layer.out_features * layer.in_features for layer in quantized_linears(model).values())
+    num_weights = sum(layer.out_features * layer.in_features for layer in quantized_layers(model).values())
     stored = sum(sizes.values()) - sum(sizes[name] for name, _ in dense_parameters(model))
     assert stored / num_weights <= (1.001 if quant_format == "block_fp8" else 0.57)
 
@@ -151,8 +150,8 @@ def test_layers_compile_into_one_graph_that_keeps_no_weight(quant_format):
 def test_a_decoder_trains_over_quantised_layers_as_over_their_dequantised_weights(quant_format):
     # Catches adapters that miss the quantised layers, initial values that depend on quantising, and other gradients.
     model, plain = decoder(quant_format), decoder()
-    assert len(quantized_linears(model)) == 8
-    for path, layer in quantized_linears(model).items():
+    assert len(quantized_layers(model)) == 8
+    for path, layer in quantized_layers(model).items():
         with torch.no_grad():
             weight = plain.get_submodule(path).weight
             assert (layer.dense_weight(torch.float32) - weight).norm() < 0.12 * weight.norm()
@@ -182,9 +181,9 @@ def test_merging_back_loses_no_more_than_the_format_does(quant_format):
     pairs: dict[str, list[LowRank]] = {}
     for adapter in adapters(model).values():
         pairs.setdefault(adapter.path, []).append(adapter.pair)
-    wanted = {path: merged_rows(layer, pairs.get(path, [])) for path, layer in quantized_linears(model).items()}
+    wanted = {path: merged_rows(layer, pairs.get(path, [])) for path, layer in quantized_layers(model).items()}
     fold_(model)
-    for path, layer in quantized_linears(model).items():
+    for path, layer in quantized_layers(model).items():
         plain = Linear(layer.in_features, layer.out_features, bias=False)
         with torch.no_grad():
             plain.weight.copy_(wanted[path])
@@ -241,14 +240,14 @@ def test_a_copy_and_a_state_dict_hold_all_of_it():
 )
 def test_layers_are_left_out_by_name(exclude, merge_qkv, left):
     # Catches a name of a checkpoint that is not found in fused layers, or that leaves out more than it says.
-    assert len(quantized_linears(decoder("nf4", exclude=exclude, merge_qkv=merge_qkv))) == left
+    assert len(quantized_layers(decoder("nf4", exclude=exclude, merge_qkv=merge_qkv))) == left
 
 
 def test_the_head_may_be_left_out_where_it_is_the_embedding():
     # Catches a configuration that suits a family and is refused for its small models, whose heads are tied.
     spec = SPECS["Qwen3ForCausalLM"]
     model = spec.build(spec.config_from_hf({**CONFIG, "tie_word_embeddings": True}), merge_qkv=True)
-    assert len(quantizable_linears(model, ("lm_head",), "exclude")) == 8
+    assert len(quantizable_layers(model, ("lm_head",), "exclude")) == 8
 
 
 @pytest.mark.parametrize(
@@ -264,10 +263,10 @@ def test_shapes_that_do_not_fit_are_refused_before_anything_changes():
     # Catches groups that run over the ends of rows.
     spec = SPECS["Qwen3ForCausalLM"]
     model = spec.build(spec.config_from_hf({**CONFIG, "intermediate_size": 72}), merge_qkv=True)
-    paths = quantizable_linears(model, (), "exclude")
+    paths = quantizable_layers(model, (), "exclude")
     with pytest.raises(ValueError, match=r"group_size: 2 layers do not fit nf4: model.layers.0.mlp.down_proj"):
-        quantize_linears(model, paths, QuantScheme("nf4", 64))
-    assert not quantized_linears(model)
+        quantize_layers(model, paths, QuantScheme("nf4", 64))
+    assert not quantized_layers(model)
 
 
 def chain(seed: int, num_tokens: int) -> Tensor:

@@ -21,7 +21,7 @@ from xorl.core.runtime import GarbageCollection, default_device_type
 from xorl.data import DataPlan
 from xorl.data.stream import Stream, StreamPlan
 from xorl.lora import adapters
-from xorl.lora.quantized import AdaptiveNoise, quantized_linears
+from xorl.lora.quantized import AdaptiveNoise, quantized_layers
 from xorl.train.adapters.files import AdapterFiles
 from xorl.train.adapters.inject import AdapterMerging, adapter_spec, flops_of
 from xorl.train.architecture import Architecture
@@ -255,6 +255,6 @@ def _before_step(config: Config, engine: Engine) -> tuple[Callable[[int], None],
             resets_optimizer=lora.reset_optimizer_on_merge,
         )
         calls.append(merging.before)
-    if lora.enable_aqn and quantized_linears(model):
+    if lora.enable_aqn and quantized_layers(model):
         calls.append(AdaptiveNoise(model, alpha=lora.aqn_alpha, seed=config.train.seed).set_step)
     return tuple(calls)

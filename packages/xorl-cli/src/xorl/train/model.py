@@ -188,7 +188,6 @@ def build_model(
         assert unfilled is module
         if fill_ is None:
             _fill(module, architecture, model, train, start, quantization, device)
-            log_quantized(module)
         else:
             fill_(module)
 
@@ -413,12 +412,15 @@ def fill_base(
         targets = quantized_rows(module)
         module.init_weights(train.seed, device=device, targets=targets)
         logger.info("weights=random seed=%d parameters=%d", train.seed, num_parameters(module))
+        log_quantized(module, None if quantization is None else quantization.from_plain_weights())
         return
     assert train.load_weights_mode not in ("auto", "safetensors"), "resolved by the configuration"
     option = f"{MODEL_PATH}: " if source is None else ""
     if source is None and train.load_weights_mode == "dcp":
         source = _starting_checkpoint(model).weights()
-    elif source is None:
+    if source is not None:  # a checkpoint of xorl, whatever the config.json says of the original
+        quantization = None if quantization is None else quantization.from_plain_weights()
+    else:
         assert model.model_path is not None
         folder = folder_of(MODEL_PATH, model.model_path)
         try:
@@ -433,6 +435,7 @@ def fill_base(
     except CheckpointError as error:
         raise CheckpointError(f"{option}{error}") from error
     logger.info("weights=%s mode=%s %s", model.model_path, train.load_weights_mode, report)
+    log_quantized(module, quantization)
 
 
 def _compute_dtype(train: TrainConfig) -> torch.dtype:

@@ -4,42 +4,50 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from xorl.ckpt import Piece, WeightRecipe, WeightSource
 from xorl.ckpt.load import RowTarget
+from xorl.ckpt.reader import source_shapes
 from xorl.config.local import LoraConfig
 from xorl.core.models import Decoder
+from xorl.core.nn.moe import ExpertLinear
 from xorl.core.nn.parts import parameter_parts
 from xorl.kernels.quant import QuantScheme, quant_refusal
 from xorl.lora.inject import base_parameters
 from xorl.lora.prequantized import read_quantization, stored_parameters, stored_recipes, stored_source
-from xorl.lora.quantized import quantizable_linears, quantize_linears, quantized_linears, quantized_rows
+from xorl.lora.quantize import quantizable_layers, quantize_layers
+from xorl.lora.quantized import quantized_layers, quantized_rows
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """How base weights are quantised, and which are not.
+    """How the weights of the base are quantised, in the model and in its checkpoint.
 
     Attributes:
+        scheme: of the model's frozen layers; None if they are not quantised, so that quantised weights are dequantised.
         exclude: names and patterns of the layers that are not quantised.
-        is_stored: the checkpoint's weights are quantised already.
         is_explicit: `exclude` is the user's; otherwise it is from the checkpoint's config and may name unknown layers.
+        stored: the scheme of the checkpoint; None if it is not quantised.
     """
 
-    scheme: QuantScheme
+    scheme: QuantScheme | None
     exclude: tuple[str, ...]
-    is_stored: bool
     is_explicit: bool
+    stored: QuantScheme | None
+
+    def from_plain_weights(self) -> Quantization:
+        """The same quantisation of weights from another source, which are not quantised there."""
+        return replace(self, stored=None)
 
 
 def read_options(lora: LoraConfig, hf_config: Mapping[str, object]) -> Quantization | None:
-    """The quantisation that `lora` selects; None if base weights are not quantised.
+    """The quantisation that `lora` selects; None if neither the base's weights nor those that are read are quantised.
 
     Raises ValueError for options that do not suit the weights described by `hf_config`.
     """
@@ -48,17 +56,11 @@ def read_options(lora: LoraConfig, hf_config: Mapping[str, object]) -> Quantizat
     except ValueError as error:
         raise ValueError(f"model.model_path: the model's config.json has {error}") from error
     if not lora.enable_qlora:
-        if stored is not None:
-            raise ValueError(
-                f"model.model_path: the weights are quantised ({_described(stored.scheme)}); train adapters over them "
-                f"with lora.enable_qlora: true and lora.quant_format: {stored.scheme.quant_format}, or start from the "
-                "original model"
-            )
-        return None
+        return None if stored is None else Quantization(None, (), is_explicit=False, stored=stored.scheme)
     assert lora.quant_group_size is not None, "resolved by the configuration"
     scheme = QuantScheme(lora.quant_format, lora.quant_group_size)
     if stored is None:
-        return Quantization(scheme, tuple(lora.exclude_modules or ()), is_stored=False, is_explicit=True)
+        return Quantization(scheme, tuple(lora.exclude_modules or ()), is_explicit=True, stored=None)
     if scheme.quant_format != stored.scheme.quant_format:
         raise ValueError(
             f"lora.quant_format: {scheme.quant_format}, but the checkpoint is quantised ({_described(stored.scheme)}): "
@@ -74,11 +76,13 @@ def read_options(lora: LoraConfig, hf_config: Mapping[str, object]) -> Quantizat
             "lora.exclude_modules: the checkpoint is quantised already, and its config lists the excluded modules; "
             "leave the option out"
         )
-    return Quantization(scheme, stored.exclude, is_stored=True, is_explicit=False)
+    return Quantization(scheme, stored.exclude, is_explicit=False, stored=stored.scheme)
 
 
 def require_device(quantization: Quantization, device: torch.device) -> None:
     """Raise ValueError if `device` cannot compute with such weights."""
+    if quantization.scheme is None:
+        return
     quant_format = quantization.scheme.quant_format
     if (refusal := quant_refusal(quant_format, device)) is not None:
         raise ValueError(f"lora.quant_format: {quant_format} cannot run here: {refusal}")
@@ -89,14 +93,16 @@ def _described(scheme: QuantScheme) -> str:
 
 
 def quantize_base(module: Decoder, quantization: Quantization) -> None:
-    """Quantise the frozen linear layers of a model on the meta device, in place."""
-    named = quantizable_linears(
+    """Quantise the frozen linear layers and experts of a model on the meta device, in place."""
+    if quantization.scheme is None:
+        return
+    named = quantizable_layers(
         module, quantization.exclude, "lora.exclude_modules", ignore_unknown=not quantization.is_explicit
     )
     paths = [path for path in named if not module.get_parameter(f"{path}.weight").requires_grad]
     if not paths:
         raise ValueError("lora.exclude_modules: no linear layer is left to quantise; use enable_lora without qlora")
-    quantize_linears(module, paths, quantization.scheme, "lora.quant_group_size")
+    quantize_layers(module, paths, quantization.scheme, "lora.quant_group_size")
 
 
 def base_targets(
@@ -113,12 +119,19 @@ def base_targets(
         parameters[name] = Piece(module.get_parameter(name), part.rows, part.num_rows)
     if quantization is None:
         return parameters, recipes, source
-    if quantization.is_stored:
+    if quantization.stored is not None:
         try:
             stored = stored_recipes(module, recipes)
         except ValueError as error:
             raise ValueError(f"model.model_path: {error}") from error
-        return parameters, stored, stored_source(module, recipes, source)
+        quantized = stored_source(module, recipes, source, quantization.stored, source_shapes(recipes))
+        if quantized.num_dequantized:
+            logger.info(
+                "dequantized modules=%d of_checkpoint=%s",
+                quantized.num_dequantized,
+                _described(quantization.stored).replace(" ", "_"),
+            )
+        return parameters, stored, quantized
     for name in stored_parameters(module):
         parameters.pop(name)
     return parameters | quantized_rows(module), recipes, source
@@ -126,24 +139,30 @@ def base_targets(
 
 def scheme_of(module: nn.Module) -> QuantScheme | None:
     """The scheme of a model's quantised base weights; None if they are not quantised."""
-    return next((layer.scheme for layer in quantized_linears(module).values()), None)
+    return next((layer.scheme for layer in quantized_layers(module).values()), None)
 
 
-def log_quantized(module: Decoder) -> None:
-    """Log the memory of a quantised base over all ranks."""
-    layers = quantized_linears(module)
-    if not layers:
+def log_quantized(module: Decoder, quantization: Quantization | None) -> None:
+    """Log which layers of the base are quantised, by whom, and how much memory the base takes over all ranks."""
+    layers = quantized_layers(module)
+    if not layers or quantization is None:
         return
-    if module.config.has_experts:
-        logger.warning("quantized: the experts are not quantised; they stay in the dtype of the base")
-    stored = stored_parameters(module).values()
-    num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in stored)
-    num_weights = sum(layer.out_features * layer.in_features for layer in layers.values())
-    base = sum(parameter.numel() * parameter.element_size() for parameter in base_parameters(module).values())
+    experts = [one for one in module.modules() if isinstance(one, ExpertLinear)]
+    if plain := sum(not one.stored for one in experts):
+        logger.warning("quantized: %d of %d projections of experts are not quantised", plain, len(experts))
+    parts, stored = parameter_parts(module), stored_parameters(module)
+    sizes = {
+        name: parameter.numel() // len(parameter) * (parts[name].num_rows if name in parts else len(parameter))
+        for name, parameter in base_parameters(module).items()
+    }
+    num_bytes = {name: count * module.get_parameter(name).element_size() for name, count in sizes.items()}
+    num_weights = sum(layer.whole_rows * layer.in_features for layer in layers.values())
     logger.info(
-        "quantized layers=%d format=%s bytes_per_weight=%.4f base_gib=%.3f",
+        "quantized layers=%d of_experts=%d format=%s by=%s bytes_per_weight=%.4f base_gib=%.3f",
         len(layers),
+        len(experts) - plain,
         _described(next(iter(layers.values())).scheme).replace(" ", "_"),
-        num_bytes / num_weights,
-        base / 2**30,
+        "xorl" if quantization.stored is None else "the_checkpoint",
+        sum(num_bytes[name] for name in stored) / num_weights,
+        sum(num_bytes.values()) / 2**30,
     )

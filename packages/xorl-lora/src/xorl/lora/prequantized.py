@@ -13,18 +13,29 @@ import json
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from xorl.core.models.recipes import Rows, WeightRecipe, WeightSource
-from xorl.kernels.quant import QuantScheme
-from xorl.lora.quantized import quantized_linears
+from xorl.kernels.quant import QuantFormat, QuantizedWeight, QuantScheme
+from xorl.lora.quantized import quantized_layers
 
 QUANTIZATION_KEY = "quantization_config"
 # ModelOpt's own file, used if config.json does not contain its settings.
 MODELOPT_FILE = "hf_quant_config.json"
+# The tensors of a module in a checkpoint, by the fields of a QuantizedWeight.
+_TENSORS: Mapping[QuantFormat, Mapping[str, str]] = MappingProxyType(
+    {
+        "block_fp8": {"codes": "weight", "scales": "weight_scale_inv"},
+        "nvfp4": {"codes": "weight", "scales": "weight_scale", "global_scale": "weight_scale_2"},
+        "nf4": {"codes": "weight", "scales": "weight.absmax"},
+    }
+)
+# The parameters of a quantised layer, by these fields.
+_PARAMETERS = MappingProxyType({"codes": "weight", "scales": "weight_scale", "global_scale": "weight_global_scale"})
 # Suffixes of the tensors that a format stores beside a weight, including those of quantised activations.
 STATE = ".weight.quant_state.bitsandbytes__nf4"
 EXTRA = (
@@ -121,7 +132,7 @@ def stored_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that hold quantised weights of `model`, by name."""
     return {
         f"{path}.{name}": parameter
-        for path, layer in quantized_linears(model).items()
+        for path, layer in quantized_layers(model).items()
         for name in layer.stored
         if (parameter := getattr(layer, name)) is not None
     }
@@ -133,7 +144,7 @@ def stored_recipes(model: nn.Module, recipes: Mapping[str, WeightRecipe]) -> dic
     Raises ValueError if the blocks of a weight do not align with the matrices that it stacks.
     """
     result = dict(recipes)
-    for path, layer in quantized_linears(model).items():
+    for path, layer in quantized_layers(model).items():
         recipe = result.pop(f"{path}.weight")
         if not isinstance(recipe, Rows):
             raise ValueError(
@@ -156,47 +167,89 @@ def stored_recipes(model: nn.Module, recipes: Mapping[str, WeightRecipe]) -> dic
 
 
 class StoredSource:
-    """A `WeightSource` of a quantised checkpoint, with each module's weight in the layout of a `QuantizedLinear`.
+    """A `WeightSource` of a quantised checkpoint, with weights as quantised layers store them, or dequantised.
 
     Codes are named `{module}.weight`, scales `{module}.weight_scale` and `{module}.weight_global_scale`; they are read
-    by units of rows (see `QuantScheme.stored`). Other tensors of quantised modules are hidden; the rest is unchanged.
+    by units of rows (see `QuantScheme.stored`). Dequantised weights are fp32. Other tensors of quantised modules are
+    hidden; the rest is unchanged.
     """
 
-    def __init__(self, source: WeightSource, scheme: QuantScheme, shapes: Mapping[str, tuple[int, int]]) -> None:
-        """shapes: [O, I] of each quantised module, by its name in the checkpoint."""
+    def __init__(
+        self,
+        source: WeightSource,
+        scheme: QuantScheme,
+        stored: Mapping[str, tuple[int, int]],
+        dense: Mapping[str, tuple[int, int]] = MappingProxyType({}),
+    ) -> None:
+        """stored, dense: [O, I] of the modules to read as they are, and to dequantise, by their names in `source`.
+
+        Modules that the checkpoint does not quantise may be in `dense`, too.
+        """
         self._source = source
         self._scheme = scheme
-        self._shapes = dict(shapes)
-        present = set(source.names())
-        fields = {"codes": "weight", "scales": "weight_scale", "global_scale": "weight_global_scale"}
+        present, tensors = set(source.names()), _TENSORS[scheme.quant_format]
+        quantized = {module for module in dense if f"{module}.{tensors['scales']}" in present}
+        self._shapes = {**stored, **{module: dense[module] for module in quantized}}
+        # A tensor that is missing in the checkpoint is missing here, too.
         self._stored = {
-            f"{module}.{fields[field]}": (module, field, shape, dtype)
-            for module, (rows, columns) in self._shapes.items()
-            if f"{module}.weight" in present
+            f"{module}.{_PARAMETERS[field]}": (module, field, shape, dtype)
+            for module, (rows, columns) in stored.items()
             for field, (shape, dtype) in scheme.stored(rows, columns).items()
+            if f"{module}.{tensors[field]}" in present
         }
+        self._dequantized = {f"{module}.weight": module for module in quantized}
         self._names = {name for name in present if not name.endswith(EXTRA)} | self._stored.keys()
         self._states: dict[str, Mapping[str, object]] = {}
+
+    @property
+    def num_dequantized(self) -> int:
+        """The number of modules that are dequantised."""
+        return len(self._dequantized)
 
     def names(self) -> Collection[str]:
         return self._names
 
     def shape(self, name: str) -> tuple[int, ...]:
+        if name in self._dequantized:
+            return self._described(self._dequantized[name], self._shapes[self._dequantized[name]])
         if name not in self._stored:
             return self._source.shape(name)
         module, field, shape, _ = self._stored[name]
-        # Report the actual shape of a tensor in another layout, so that the caller's shape check rejects it.
+        return self._described(module, shape) if field == "codes" else shape
+
+    def _described(self, module: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """`shape`, or that of a tensor of codes in another layout, so that the caller's shape check rejects it."""
         actual = self._source.shape(f"{module}.weight")
-        return shape if field != "codes" or math.prod(actual) == self._num_codes(module) else actual
+        return shape if math.prod(actual) == self._num_codes(module) else actual
 
     def dtype(self, name: str) -> torch.dtype:
+        if name in self._dequantized:
+            return torch.float32
         return self._stored[name][3] if name in self._stored else self._source.dtype(name)
 
     def read(self, name: str, start: int | None = None, stop: int | None = None) -> Tensor:
+        if name in self._dequantized:
+            return self._dense(self._dequantized[name], start, stop)
         if name not in self._stored:
             return self._source.read(name, start, stop)
         module, field, shape, _ = self._stored[name]
-        start, stop = start or 0, shape[0] if stop is None else stop
+        return self._field(module, field, start or 0, shape[0] if stop is None else stop)
+
+    def _dense(self, module: str, start: int | None, stop: int | None) -> Tensor:
+        """Rows [start, stop) of a weight, dequantised."""
+        rows, columns = self._shapes[module]
+        start, stop = start or 0, rows if stop is None else stop
+        if start == stop:
+            return torch.empty(0, columns)
+        unit = self._scheme.unit_rows
+        first, last = start // unit, math.ceil(stop / unit)
+        fields = {field: self._field(module, field, first, last) for field in self._scheme.stored(rows, columns)}
+        weight = QuantizedWeight(fields["codes"], fields["scales"], fields.get("global_scale"))
+        dense = self._scheme.dequantize(weight, min(last * unit, rows) - first * unit, torch.float32)
+        return dense[start - first * unit : stop - first * unit]
+
+    def _field(self, module: str, field: str, start: int, stop: int) -> Tensor:
+        """Units [start, stop) of a field of a QuantizedWeight."""
         if self._scheme.quant_format == "nf4":
             return self._nf4(module, field, start, stop)
         if self._scheme.quant_format == "nvfp4":
@@ -248,13 +301,27 @@ class StoredSource:
         return values * largest[blocks] + float(cast(float, state["nested_offset"]))
 
 
-def stored_source(model: nn.Module, recipes: Mapping[str, WeightRecipe], source: WeightSource) -> StoredSource:
-    """Wrap `source`, a quantised checkpoint under the names of `recipes`, for use with `stored_recipes`."""
-    shapes: dict[str, tuple[int, int]] = {}
-    layers = quantized_linears(model)
-    for path, layer in layers.items():
+def stored_source(
+    model: nn.Module,
+    recipes: Mapping[str, WeightRecipe],
+    source: WeightSource,
+    scheme: QuantScheme,
+    shapes: Mapping[str, tuple[int, ...]],
+) -> StoredSource:
+    """Wrap `source`, a checkpoint quantised by `scheme` under the names of `recipes`, for use with `stored_recipes`.
+
+    Weights of the model's quantised layers are read as they are, all others are dequantised. `shapes` are those of all
+    tensors that the recipes read.
+    """
+    stored: dict[str, tuple[int, int]] = {}
+    for path, layer in quantized_layers(model).items():
         recipe = recipes[f"{path}.weight"]
         assert isinstance(recipe, Rows), "checked in stored_recipes"
         for name, count in zip(recipe.sources, recipe.row_counts, strict=True):
-            shapes[name.removesuffix(".weight")] = (count, layer.in_features)
-    return StoredSource(source, next(iter(layers.values())).scheme, shapes)
+            stored[name.removesuffix(".weight")] = (count, layer.in_features)
+    dense = {
+        module: (shape[0], shape[1])
+        for name, shape in shapes.items()
+        if len(shape) == 2 and name.endswith(".weight") and (module := name.removesuffix(".weight")) not in stored
+    }
+    return StoredSource(source, scheme, stored, dense)

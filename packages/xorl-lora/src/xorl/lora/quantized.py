@@ -1,7 +1,7 @@
 """Layers with a frozen quantised weight (QLoRA, arXiv:2305.14314): linear layers, and projections of experts.
 
 Each product, forward and backward, dequantises the weight and discards the result. Adapters work as on any other layer.
-`QuantizedRows` loads a weight by ranges of rows, sharded or whole. `quantize` selects the layers of a model and replaces
+`QuantizedRows` loads a weight by ranges of rows, sharded or whole. `quantize` selects a model's layers and replaces
 them.
 
 Shapes: T tokens, I input features, O output features, N rows of a weight that this rank holds; of experts, O counts
@@ -142,12 +142,13 @@ class QuantizedExpertLinear(QuantizedLayer, ExpertLinear):
 
     def stacked(self, dtype: torch.dtype) -> QuantizedExperts:
         """What a kernel dequantises to [E, O / E, I], in the dtype of its input."""
-        return QuantizedExperts(
-            self._fields(), self.scheme, self.num_rows, self._noise_in_training(), self.noise_alpha
-        )
+        noise = self._noise_in_training()
+        return QuantizedExperts(self._fields(), self.scheme, self.num_experts, self.num_rows, noise, self.noise_alpha)
 
 
-def shape_refusal(layer: nn.Linear | Linear | ExpertLinear, scheme: QuantScheme, part_rows: Sequence[int]) -> str | None:
+def shape_refusal(
+    layer: nn.Linear | Linear | ExpertLinear, scheme: QuantScheme, part_rows: Sequence[int]
+) -> str | None:
     """The reason why the weight of `layer`, which stacks matrices of `part_rows`, cannot be quantised, or None."""
     if (refusal := scheme.shape_refusal(layer.in_features)) is not None:
         return refusal
@@ -301,9 +302,7 @@ class AdaptiveNoise:
 
     def __init__(self, model: nn.Module, *, alpha: float, seed: int) -> None:
         layers = quantized_layers(model)
-        states = [
-            [_key(seed, path), 0, layer.first_row * layer.in_features // 2] for path, layer in layers.items()
-        ]
+        states = [[_key(seed, path), 0, layer.first_row * layer.in_features // 2] for path, layer in layers.items()]
         device = next((layer.weight.device for layer in layers.values()), torch.device("cpu"))
         self._noise = torch.tensor(states, dtype=torch.int64, device=device).reshape(-1, 3)
         for layer, noise in zip(layers.values(), self._noise, strict=True):

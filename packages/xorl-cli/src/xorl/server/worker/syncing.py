@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from xorl.lora.quantized import checkpoint_linears
+from xorl.lora.quantize import checkpoint_linears
 from xorl.server.operations import EndpointSynced, SyncResult, SyncWeights
 from xorl.server.worker.base import Base
 from xorl.server.worker.models import Models

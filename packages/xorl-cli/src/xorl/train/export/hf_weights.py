@@ -25,7 +25,7 @@ from xorl.lora import Adapter, adapters
 from xorl.lora.inject import base_parameters
 from xorl.lora.linear import LowRank
 from xorl.lora.merge import merged_rows
-from xorl.lora.quantized import QuantizedLinear, gather_rows, quantized_linears
+from xorl.lora.quantized import QuantizedLayer, gather_rows, quantized_layers
 
 BLOCK_SIZE = 128  # rows and columns; the only size that inference engines have kernels for
 
@@ -61,9 +61,10 @@ class ExportWeights:
             name = f"{adapter.path}.weight"
             self._computed[name] = adapter.layer
             self._pairs.setdefault(name, []).append(adapter.pair)
-        for path, layer in quantized_linears(module).items():
+        for path, layer in quantized_layers(module).items():
+            assert isinstance(layer, (Linear, ExpertLinear))
             self._computed[f"{path}.weight"] = layer
-            self.params[f"{path}.weight"] = torch.empty(layer.out_features, layer.in_features, device="meta")
+            self.params[f"{path}.weight"] = torch.empty(layer.whole_rows, layer.in_features, device="meta")
 
     @torch.no_grad()
     def gather(self, name: str) -> Tensor:
@@ -74,8 +75,12 @@ class ExportWeights:
             rows = weight.to_local() if isinstance(weight, DTensor) else weight
             return self._parts.gather(name, _gather_like(weight, rows, self._dtype))
         rows = merged_rows(layer, self._pairs.get(name, ()))
-        if isinstance(layer, QuantizedLinear):
-            return gather_rows(layer, rows if self._dtype is None else rows.to(self._dtype))
+        if isinstance(layer, QuantizedLayer):
+            held = gather_rows(layer, rows if self._dtype is None else rows.to(self._dtype))
+            if layer.whole_rows == layer.num_rows:
+                return held
+            # Ranks divide the units in which the weight is stored.
+            return self._parts.gather(name, held.unflatten(0, (-1, layer.scheme.unit_rows))).flatten(0, 1)
         return self._parts.gather(name, _gather_like(layer.weight, rows, self._dtype))
 
 
