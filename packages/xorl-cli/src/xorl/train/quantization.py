@@ -18,9 +18,16 @@ from xorl.core.nn.moe import ExpertLinear
 from xorl.core.nn.parts import parameter_parts
 from xorl.kernels.quant import QuantScheme, quant_refusal
 from xorl.lora.inject import base_parameters
-from xorl.lora.prequantized import read_quantization, stored_parameters, stored_recipes, stored_source
+from xorl.lora.prequantized import (
+    dequantized_source,
+    read_quantization,
+    stored_parameters,
+    stored_recipes,
+    stored_source,
+)
 from xorl.lora.quantize import quantizable_layers, quantize_layers
 from xorl.lora.quantized import quantized_layers, quantized_rows
+from xorl.train.architecture import Architecture
 
 logger = logging.getLogger(__name__)
 
@@ -135,6 +142,17 @@ def base_targets(
     for name in stored_parameters(module):
         parameters.pop(name)
     return parameters | quantized_rows(module), recipes, source
+
+
+def dense_source(source: WeightSource, architecture: Architecture, dtype: torch.dtype = torch.float32) -> WeightSource:
+    """`source`, a checkpoint of `architecture`, dequantised if it is quantised; `dtype` is what it says of such weights.
+
+    Raises ValueError, starting with the key of config.json, for unsupported formats.
+    """
+    stored = read_quantization(architecture.hf_config)
+    if stored is None:
+        return source
+    return dequantized_source(source, stored.scheme, source_shapes(architecture.recipes(merge_qkv=False)), dtype)
 
 
 def scheme_of(module: nn.Module) -> QuantScheme | None:

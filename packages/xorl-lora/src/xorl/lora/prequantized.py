@@ -180,10 +180,13 @@ class StoredSource:
         scheme: QuantScheme,
         stored: Mapping[str, tuple[int, int]],
         dense: Mapping[str, tuple[int, int]] = MappingProxyType({}),
+        *,
+        dense_dtype: torch.dtype = torch.float32,
     ) -> None:
         """stored, dense: [O, I] of the modules to read as they are, and to dequantise, by their names in `source`.
 
-        Modules that the checkpoint does not quantise may be in `dense`, too.
+        Modules that the checkpoint does not quantise may be in `dense`, too. `dense_dtype` is what `dtype` returns for
+        dequantised weights, for callers that write them.
         """
         self._source = source
         self._scheme = scheme
@@ -198,6 +201,7 @@ class StoredSource:
             if f"{module}.{tensors[field]}" in present
         }
         self._dequantized = {f"{module}.weight": module for module in quantized}
+        self._dense_dtype = dense_dtype
         self._names = {name for name in present if not name.endswith(EXTRA)} | self._stored.keys()
         self._states: dict[str, Mapping[str, object]] = {}
 
@@ -224,7 +228,7 @@ class StoredSource:
 
     def dtype(self, name: str) -> torch.dtype:
         if name in self._dequantized:
-            return torch.float32
+            return self._dense_dtype
         return self._stored[name][3] if name in self._stored else self._source.dtype(name)
 
     def read(self, name: str, start: int | None = None, stop: int | None = None) -> Tensor:
@@ -319,9 +323,25 @@ def stored_source(
         assert isinstance(recipe, Rows), "checked in stored_recipes"
         for name, count in zip(recipe.sources, recipe.row_counts, strict=True):
             stored[name.removesuffix(".weight")] = (count, layer.in_features)
-    dense = {
-        module: (shape[0], shape[1])
-        for name, shape in shapes.items()
-        if len(shape) == 2 and name.endswith(".weight") and (module := name.removesuffix(".weight")) not in stored
-    }
+    dense = {module: shape for module, shape in _matrices(shapes).items() if module not in stored}
     return StoredSource(source, scheme, stored, dense)
+
+
+def dequantized_source(
+    source: WeightSource, scheme: QuantScheme, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
+) -> StoredSource:
+    """Wrap `source`, a checkpoint quantised by `scheme`, to read all weights dequantised.
+
+    `shapes` are those of the dequantised tensors by name, and `dtype` is the one to name for them.
+    """
+    return StoredSource(source, scheme, {}, _matrices(shapes), dense_dtype=dtype)
+
+
+def _matrices(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, int]]:
+    """[O, I] of the modules whose weight is a matrix."""
+    suffix = ".weight"
+    return {
+        name.removesuffix(suffix): (shape[0], shape[1])
+        for name, shape in shapes.items()
+        if len(shape) == 2 and name.endswith(suffix)
+    }

@@ -5,14 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from xorl.ckpt import CheckpointError, SafetensorsSource, WeightSource, read_manifest, resolve_folder
 from xorl.ckpt.export import TEMPLATE_FILE
 from xorl.ckpt.layout import is_complete
 from xorl.kernels.quant import QuantScheme
 from xorl.lora.peft import CONFIG_FILE, WEIGHTS_FILE
+from xorl.lora.prequantized import QUANTIZATION_KEY
 from xorl.train.adapters.folder import AdapterFolder, check_shapes, is_adapter, open_adapter
 from xorl.train.architecture import CONFIG_PATTERNS, Architecture, folder_of, read_config
 from xorl.train.checkpoint_model import find_checkpoint, read_description
+from xorl.train.quantization import dense_source
 
 
 @dataclass(frozen=True)
@@ -79,17 +83,29 @@ def open_saved(path: str, base: str | None = None, *, merge: bool = False) -> Sa
     base_folder = folder_of("--base", base, CONFIG_PATTERNS)
     architecture = replace(read_config("--base", base_folder / "config.json", base_folder), chat_template=template)
     weights = weights_at("--base", base, architecture)
+    # Exported weights are not quantised.
+    dense_config = {key: value for key, value in architecture.hf_config.items() if key != QUANTIZATION_KEY}
+    architecture = replace(architecture, hf_config=dense_config)
     _check_fits(adapter, base, weights)
     return SavedModel(folder, architecture, weights, base, adapter, step, scheme)
 
 
 def weights_at(option: str, path: str, architecture: Architecture) -> WeightSource:
-    """The weights in the folder or Hub repository `path`, given as `option`, named as in the model's recipes."""
+    """The weights in the folder or Hub repository `path`, given as `option`, named as in the model's recipes.
+
+    Quantised weights are dequantised.
+    """
     try:
-        source = SafetensorsSource(resolve_folder(path))
+        folder = resolve_folder(path)
+        source = SafetensorsSource(folder)
     except CheckpointError as error:
         raise CheckpointError(f"{option}: {error}") from error
-    return architecture.spec.checkpoint_view(architecture.config, source)
+    view = architecture.spec.checkpoint_view(architecture.config, source)
+    described = read_config(option, folder / "config.json", folder)
+    try:
+        return dense_source(view, described, torch.bfloat16)
+    except ValueError as error:
+        raise ValueError(f"{option}: the model's config.json has {error}") from error
 
 
 def _check_fits(adapter: AdapterFolder, base: str, weights: WeightSource) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from xorl.ckpt import CheckpointError, SafetensorsSource, load_weights
 from xorl.core.models import CausalLM
 from xorl.train.architecture import CONFIG_PATTERNS, folder_of, read_config
+from xorl.train.quantization import dense_source
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +27,7 @@ def load_model(id_or_path: str | Path, *, from_scratch: bool = False, seed: int 
         return CausalLM(decoder)
     try:
         source = architecture.spec.checkpoint_view(architecture.config, SafetensorsSource(folder))
+        source = dense_source(source, architecture)
         recipes = architecture.recipes(merge_qkv=True)
         report = load_weights(dict(decoder.named_parameters()), recipes, source, mode="all_ranks")
     except (CheckpointError, ValueError) as error:
