@@ -145,7 +145,7 @@ def base_targets(
 
 
 def dense_source(source: WeightSource, architecture: Architecture, dtype: torch.dtype = torch.float32) -> WeightSource:
-    """`source`, a checkpoint of `architecture`, dequantised if it is quantised; `dtype` is what it says of such weights.
+    """`source`, a checkpoint of `architecture`, dequantised if it is quantised; `dtype` is what it says of them.
 
     Raises ValueError, starting with the key of config.json, for unsupported formats.
     """
