@@ -27,7 +27,7 @@ from xorl.core.models import Decoder, spec_for
 from xorl.core.nn import LayerKernels
 from xorl.core.parallel import ParallelModel, ParallelPolicy, parallelize
 from xorl.core.runtime import Runtime
-from xorl.lora.quantized import checkpoint_linears
+from xorl.lora.quantize import checkpoint_linears
 from xorl.train.export.hf_weights import hf_groups, in_block_fp8
 from xorl.train.sync import (
     ReceiverAddress,

@@ -80,7 +80,8 @@ class QuantizedLayer(nn.Module):
         return QuantizedWeight(self.weight, self.weight_scale, self.weight_global_scale)
 
     def _arguments(self) -> tuple[Tensor, Tensor, Tensor | None, str, int, int]:
-        return *self._fields(), self.scheme.quant_format, self.scheme.group_size, self.num_rows
+        codes, scales, global_scale = self._fields()
+        return codes, scales, global_scale, self.scheme.quant_format, self.scheme.group_size, self.num_rows
 
     def _noise_in_training(self) -> Tensor | None:
         return self.noise if self.training else None
