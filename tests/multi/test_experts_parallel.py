@@ -35,7 +35,12 @@ NUM_BINS = 8
 
 MODELS: dict[str, dict[str, object]] = {
     "qwen3_moe": hf_config(
-        "qwen3_moe", num_hidden_layers=3, mlp_only_layers=[1], output_router_logits=True, router_aux_loss_coef=0.1
+        "qwen3_moe",
+        moe_intermediate_size=32,
+        num_hidden_layers=3,
+        mlp_only_layers=[1],
+        output_router_logits=True,
+        router_aux_loss_coef=0.1,
     ),
     "mixtral": hf_config("mixtral"),
 }
@@ -65,11 +70,8 @@ RUNS: dict[str, tuple[str, dict[str, object], dict[str, object]]] = {
     "qwen3_moe, LoRA": ("qwen3_moe", {}, LORA),
     "qwen3_moe, adapted experts": ("qwen3_moe", {"optimizer": "muon"}, EXPERT_LORA),
     "qwen3_moe, adapted experts, recomputed": ("qwen3_moe", RECOMPUTE, EXPERT_LORA),
-    "qwen3_moe, QLoRA": (
-        "qwen3_moe",
-        {},
-        {**LORA, "enable_qlora": True, "quant_format": "nf4", "quant_group_size": 16},
-    ),
+    "qwen3_moe, QLoRA": ("qwen3_moe", {}, QLORA),
+    "qwen3_moe, QLoRA, adapted experts": ("qwen3_moe", RECOMPUTE, {**QLORA, **EXPERT_LORA}),
 }
 # All layouts compute these runs; WITH_ALL_RUNS compute the others, too.
 BASIC_RUNS = ("qwen3_moe", "mixtral, Muon", "qwen3_moe, LoRA", "qwen3_moe, adapted experts")

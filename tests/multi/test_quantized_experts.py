@@ -27,7 +27,9 @@ from xorl.train.verify import Result, compare, one_process, take_steps
 
 pytestmark = pytest.mark.multi
 
-SHAPE = hf_config("qwen3_moe", moe_intermediate_size=32, num_hidden_layers=2, mlp_only_layers=[1], num_experts=8)
+SHAPE = hf_config(
+    "qwen3_moe", head_dim=32, intermediate_size=64, moe_intermediate_size=32, mlp_only_layers=[1], num_experts=8
+)
 FORMATS = {"nf4": 16, "nvfp4": 16, "block_fp8": 32}
 ONE = {"data_parallel_mode": "none"}
 FSDP = {"data_parallel_mode": "fsdp2"}

@@ -60,7 +60,7 @@ CUT: Mapping[str, int] = MappingProxyType(
         "n_embd": 128,
         "intermediate_size": 384,
         "n_inner": 384,
-        "moe_intermediate_size": 48,
+        "moe_intermediate_size": 128,
         "num_attention_heads": 8,
         "n_head": 8,
         "head_dim": 32,
