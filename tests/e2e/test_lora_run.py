@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,13 +12,22 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from tiny_models import hf_config
 from xorl.ckpt import read_manifest
 from xorl.ckpt.layout import verify
 from xorl.config import LoadedConfig, config_from_mapping
+from xorl.kernels.quant.block_fp8 import quantize_block_fp8
 from xorl.train import build_run, train
 from xorl.train.checkpoints import export_folder
 from xorl.train.export.saved import export_saved
@@ -33,13 +43,21 @@ KINDS: dict[str, dict[str, object]] = {
     },
 }
 
+# Of the models in `folder`.
+EXPERT_TARGETS: dict[str, dict[str, object]] = {
+    "base": {},
+    "mixture": {"lora_target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"]},
+}
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`base`, a model of transformers, and `data.jsonl`, in which a token is the one before plus one."""
+    """`base` and `mixture`, models of transformers, and `data.jsonl`, in which a token is the one before plus one."""
     root = tmp_path_factory.mktemp("lora")
     torch.manual_seed(0)
     Qwen3ForCausalLM(Qwen3Config.from_dict(hf_config())).save_pretrained(root / "base")
+    mixture = hf_config("qwen3_moe", moe_intermediate_size=32, num_key_value_heads=4, head_dim=16)
+    Qwen3MoeForCausalLM(Qwen3MoeConfig.from_dict(mixture)).save_pretrained(root / "mixture")
     with (root / "data.jsonl").open("w") as file:
         for index in range(32):
             file.write(json.dumps({"input_ids": [(index + offset) % 50 for offset in range(6 + index % 7)]}) + "\n")
@@ -266,15 +284,48 @@ def test_a_base_that_was_merged_into_is_exported_and_not_taken_for_another(
 
 
 @pytest.mark.multi
+@pytest.mark.parametrize("base", ["base", "mixture"])
 def test_adapters_over_a_quantised_base_are_for_the_base_that_they_name(
-    folder: Path, tmp_path: Path, run_ranks
+    base: str, folder: Path, tmp_path: Path, run_ranks
 ) -> None:
-    # Catches an adapter that is held against the quantised weights of its checkpoint, which PEFT has not.
+    # Catches an adapter that is held against the quantised weights of its checkpoint, which PEFT has not, and experts
+    # that are exported as bytes.
     output = tmp_path / "output"
-    qlora = config_of(folder, output, {"enable_qlora": True, "quant_format": "nf4", "quant_group_size": 16})
+    lora = {"enable_qlora": True, "quant_format": "nf4", "quant_group_size": 16, **EXPERT_TARGETS[base]}
+    qlora = config_of(folder, output, lora, base=base)
     run_ranks(lambda: run(qlora), 2)
     export_saved(str(output), str(tmp_path / "adapter"), verify=True)
     merged = export_saved(str(output), str(tmp_path / "merged"), merge=True, dtype=torch.float32, verify=True)
     written, wanted = (load_file(path / "model.safetensors") for path in (merged, export_folder(last(output))))
     torch.testing.assert_close(written, wanted, rtol=0, atol=1e-6)
     assert "nf4" in (merged / "README.md").read_text()
+
+
+@pytest.mark.parametrize("enable_qlora", [True, False])
+def test_adapters_on_a_quantised_checkpoint_are_merged_into_it(
+    enable_qlora: bool, folder: Path, tmp_path: Path, run_ranks
+) -> None:
+    # Catches codes that are exported as weights, a config.json that still says they are quantised, and a model that is
+    # not the one that was trained.
+    stored = tmp_path / "stored"
+    shutil.copytree(folder / "mixture", stored)
+    content = json.loads((stored / "config.json").read_text())
+    blocks = {"quant_method": "fp8", "weight_block_size": [16, 16], "modules_to_not_convert": ["lm_head"]}
+    (stored / "config.json").write_text(json.dumps({**content, "quantization_config": blocks}))
+    tensors = load_file(stored / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        tensors[name], tensors[f"{name}_scale_inv"] = quantize_block_fp8(tensors[name], 16)
+    save_file(tensors, stored / "model.safetensors")
+    lora: dict[str, object] = {"save_lora_only": True, **EXPERT_TARGETS["mixture"]}
+    if enable_qlora:
+        lora |= {"enable_qlora": True, "quant_format": "block_fp8", "quant_group_size": 16}
+    loaded = config_of(folder, tmp_path / "output", lora, base=str(stored))
+    run_ranks(lambda: run(loaded), 1)
+    merged = export_saved(str(tmp_path / "output"), str(tmp_path / "merged"), merge=True, verify=True)
+    assert "quantization_config" not in json.loads((merged / "config.json").read_text())
+    written = load_file(merged / "model.safetensors")
+    assert {tensor.dtype for name, tensor in written.items() if name.endswith("_proj.weight")} == {torch.bfloat16}
+    further = config_of(folder, tmp_path / "further", {"enable_lora": False}, max_steps=1, base=str(merged))
+    run_ranks(lambda: run(further), 1)
+    measured, wanted = (eval_losses(tmp_path / name) for name in ("further", "output"))
+    assert measured[0] == pytest.approx(wanted[NUM_STEPS], rel=1e-2)

@@ -63,7 +63,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ids = torch.randint(0, 64, (length,), generator=generator).tolist()
             file.write(json.dumps({"input_ids": ids, "labels": [-100, *ids[1:]]}) + "\n")
     write_config(folder / "model", hf_config(tie_word_embeddings=True, initializer_range=0.02))
-    write_config(folder / "experts", hf_config("qwen3_moe", mlp_only_layers=[0], initializer_range=0.02))
+    experts = {"mlp_only_layers": [0], "moe_intermediate_size": 32}
+    write_config(folder / "experts", hf_config("qwen3_moe", **experts, initializer_range=0.02))
     return folder
 
 
@@ -128,6 +129,7 @@ EXPERTS = ["--model.config_path", "{folder}/experts", "--train.router_aux_loss_c
 EXPERTS += ["--train.enable_gradient_checkpointing", "true", "--train.moe_checkpoint_method", "moe_act"]
 ULYSSES = ["--train.ulysses_parallel_size", "2"]
 DIVIDED = [*EXPERTS, "--train.optimizer", "muon", "--train.expert_parallel_size"]
+EXPERT_QLORA = [*QLORA, *EXPERTS, "--lora.lora_target_modules", '["q_proj","up_proj","down_proj"]']
 HALF = ["--train.param_dtype", "bf16", "--train.enable_mixed_precision", "true", "--train.lr", "3e-3"]
 
 
@@ -145,6 +147,8 @@ HALF = ["--train.param_dtype", "bf16", "--train.enable_mixed_precision", "true",
         ("fsdp2", 2, [*EXPERTS, "--train.optimizer", "muon"]),
         ("fsdp2", 2, ULYSSES),
         ("fsdp2", 2, [*DIVIDED, "2"]),
+        ("none", 1, EXPERT_QLORA),
+        ("fsdp2", 2, [*EXPERT_QLORA, "--train.expert_parallel_size", "2"]),
     ],
     ids=[
         "none-adamw",
@@ -157,6 +161,8 @@ HALF = ["--train.param_dtype", "bf16", "--train.enable_mixed_precision", "true",
         "fsdp2-experts",
         "fsdp2-ulysses",
         "fsdp2-ep",
+        "none-qlora-experts",
+        "fsdp2-qlora-ep",
     ],
 )
 def test_killed_and_resumed_run_is_the_same_to_the_bit(
