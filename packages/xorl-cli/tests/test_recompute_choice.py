@@ -37,6 +37,7 @@ from xorl.train.step_memory import (
 
 GIB = 2**30
 SHAPE = hf_config(num_hidden_layers=4)
+EXPERT_TARGETS = ["q_proj", "gate_proj", "up_proj", "down_proj"]
 BF16 = {"param_dtype": "bf16", "enable_mixed_precision": True}
 
 
@@ -211,20 +212,24 @@ def test_gradients_are_counted_as_they_are_held(
 
 @pytest.mark.parametrize("setting", ["none", "operation", "layer", "layer in 5", "operation in 5"])
 @pytest.mark.parametrize(
-    "options",
+    ("model_type", "options"),
     [
-        {},
-        {"gradient_accumulation_steps": 2},
-        {**BF16, "gradient_accumulation_steps": 2},
-        {"ce_mode": "eager"},
-        {"lora": {"enable_lora": True, "lora_rank": 8}},
-        {"lora": {"enable_lora": True, "enable_qlora": True, "lora_rank": 8}},
+        ("qwen3", {}),
+        ("qwen3", {"gradient_accumulation_steps": 2}),
+        ("qwen3", {**BF16, "gradient_accumulation_steps": 2}),
+        ("qwen3", {"ce_mode": "eager"}),
+        ("qwen3", {"lora": {"enable_lora": True, "lora_rank": 8}}),
+        ("qwen3", {"lora": {"enable_lora": True, "enable_qlora": True, "lora_rank": 8}}),
+        ("qwen3_moe", {"lora": {"enable_qlora": True, "lora_rank": 8, "lora_target_modules": EXPERT_TARGETS}}),
     ],
-    ids=["full", "accumulated", "bf16", "eager", "lora", "qlora"],
+    ids=["full", "accumulated", "bf16", "eager", "lora", "qlora", "qlora-experts"],
 )
-def test_the_peak_of_a_step_is_predicted(options: dict, setting: str, place: Runtime, tmp_path: Path) -> None:
+def test_the_peak_of_a_step_is_predicted(
+    model_type: str, options: dict, setting: str, place: Runtime, tmp_path: Path
+) -> None:
     # Catches activations and gradients that are counted as if all existed at the same time, and a phase that is missed.
-    shape = hf_config(num_hidden_layers=9, hidden_size=64, intermediate_size=128)
+    sizes = {"moe_intermediate_size": 32} if model_type == "qwen3_moe" else {}
+    shape = hf_config(model_type, num_hidden_layers=9, hidden_size=64, intermediate_size=128, **sizes)
     config = config_with(tmp_path, shape=shape, data_parallel_mode="none", optimizer="sgd", **options)
     architecture, mesh = read_architecture(config.model), Mesh(ParallelDims.resolve("none", 1), "cpu")
     batch, num_layers = MicroBatch(192, 192), architecture.config.num_layers

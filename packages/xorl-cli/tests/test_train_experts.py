@@ -20,6 +20,7 @@ from xorl.core.mesh import Mesh, ParallelDims
 from xorl.core.nn.moe import Router
 from xorl.core.runtime import Runtime
 from xorl.kernels.layout import SequenceLayout
+from xorl.lora.quantized import QuantizedExpertLinear, quantized_layers
 from xorl.server.worker import base
 from xorl.server.worker.base import build_base
 from xorl.server.worker.worker import Worker
@@ -115,6 +116,24 @@ def test_the_service_refuses_what_does_not_fit_the_experts(
     config = server_config_from_mapping({**values, "enable_mixed_precision": False, **options}).config
     with pytest.raises(ValueError, match=message):
         Worker(build_base(config, place))
+
+
+@pytest.mark.parametrize(
+    ("exclude", "of_experts"), [(None, 4), (["experts"], 0), (["model.layers.1.mlp.experts", "o_proj"], 2)]
+)
+def test_the_base_of_the_service_has_quantised_experts(
+    exclude: list[str] | None, of_experts: int, tmp_path: Path, place: Runtime, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Catches experts that the service loads as they are, and a log that says nothing of them.
+    caplog.set_level("INFO")
+    write_config(tmp_path, hf_config("qwen3_moe", moe_intermediate_size=32))
+    values = {"config_path": str(tmp_path), "output_dir": str(tmp_path), "enable_mixed_precision": False}
+    qlora = {"enable_qlora": True, "quant_format": "nvfp4", "qlora_exclude_modules": exclude}
+    config = server_config_from_mapping({**values, **qlora, "enable_gradient_checkpointing": False}).config
+    layers = quantized_layers(build_base(config, place).module).values()
+    assert sum(isinstance(layer, QuantizedExpertLinear) for layer in layers) == of_experts
+    assert f"of_experts={of_experts} format=nvfp4_in_groups_of_16 by=xorl" in caplog.text
+    assert (f"{4 - of_experts} of 4 projections of experts are not quantised" in caplog.text) == (exclude is not None)
 
 
 def test_recomputed_experts_keep_less_and_compute_the_same(tmp_path: Path, place: Runtime) -> None:
