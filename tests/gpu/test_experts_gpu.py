@@ -8,7 +8,10 @@ from torch import Tensor
 
 from xorl.kernels.experts import EXPERTS, ExpertsFn, ExpertsRequest, reference, rows, rows_triton
 from xorl.kernels.experts.plan import RoutePlan
+from xorl.kernels.experts.quantized import QuantizedExperts
 from xorl.kernels.experts.routing import top_experts
+from xorl.kernels.quant import GROUP_SIZES, QuantFormat, QuantScheme
+from xorl.kernels.quant.nvfp4 import nvfp4_global_scale
 from xorl.kernels.testing import nan_poisoned_empty
 
 pytestmark = pytest.mark.gpu
@@ -95,6 +98,33 @@ def test_experts_repeat_to_the_bit_and_never_wait(name: str, recompute: bool) ->
         torch.cuda.set_sync_debug_mode("default")
     for one, other in zip(first, second, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("quant_format", list(GROUP_SIZES))
+@pytest.mark.parametrize("name", ["native", "triton", "quack"])
+def test_quantised_experts_keep_no_dense_weight(name: str, quant_format: QuantFormat) -> None:
+    # Catches dequantised weights that each layer keeps for its backward pass, and gradients through other weights.
+    experts = resolve(name, SHAPES[2], BF16)
+    (x, *dense, weights), ids = inputs(SHAPES[2], BF16)
+    scheme = QuantScheme(quant_format, GROUP_SIZES[quant_format])
+    stored = []
+    for weight in dense:
+        rows_of_all = weight.detach().flatten(0, 1)
+        scale = nvfp4_global_scale(rows_of_all.abs().amax()).expand(len(rows_of_all)).contiguous()
+        stored.append(QuantizedExperts(scheme.quantize(rows_of_all, scale), scheme, len(weight), len(rows_of_all)))
+    dequantised = [weight.dense(BF16) for weight in stored]
+    expected = experts(x, dequantised[0], dequantised[1], weights, ids)
+    grad = torch.randn_like(expected)
+    wanted = expected, *torch.autograd.grad(expected, (x, weights), grad)
+    del dequantised
+    before = torch.cuda.memory_allocated()
+    out = experts(x, stored[0], stored[1], weights, ids)
+    kept = torch.cuda.memory_allocated() - before
+    num_rows, inner = ids.numel(), SHAPES[2][3]
+    # The product with gate and up, the output, and the plan.
+    assert kept <= 2 * num_rows * 2 * inner + 2 * out.numel() + 64 * num_rows + (1 << 20)
+    for mine, theirs in zip((out, *torch.autograd.grad(out, (x, weights), grad)), wanted, strict=True):
+        assert (mine - theirs).norm() <= 1e-2 * theirs.norm()
 
 
 def test_each_kernel_matches_its_twin() -> None:
