@@ -339,9 +339,9 @@ class LoraFields(Section):
     )
     enable_qlora: bool = Field(
         default=False,
-        description="Quantize the linear layers of the base model and train adapters on them (QLoRA). Implies "
-        "enable_lora. Weights are quantized while they are read; checkpoints that are already quantized are used as "
-        "they are.",
+        description="Quantize the linear layers and experts of the base model and train adapters on them (QLoRA). "
+        "Implies enable_lora. Weights are quantized while they are read; checkpoints that are already quantized are "
+        "used as they are. If it is false, these are dequantized.",
     )
     quant_format: QuantFormat = Field(
         default="nvfp4",

@@ -301,9 +301,9 @@ class LocalLoraFields(LoraFields):
     )
     exclude_modules: list[str] | None = Field(
         default=None,
-        description="Modules that are not quantized, by the last parts of their names in the checkpoint, or by "
-        "patterns with * for whole names. null means those listed in the checkpoint's config. Embeddings, the head "
-        "and norms are never quantized.",
+        description="Modules that are not quantized, by parts of their names in the checkpoint, such as experts or "
+        "0.self_attn.o_proj, or by patterns with * for whole names. null means those listed in the checkpoint's "
+        "config. Routers, embeddings, the head and norms are never quantized.",
     )
     enable_aqn: bool = Field(
         default=False,

@@ -319,9 +319,9 @@ class ServerLoraFields(LoraFields):
     )
     qlora_exclude_modules: list[str] | None = Field(
         default=None,
-        description="Modules that are not quantized, by the last parts of their names in the checkpoint, or by "
-        "patterns with * for whole names. null means those listed in the checkpoint's config. Embeddings, the head "
-        "and norms are never quantized.",
+        description="Modules that are not quantized, by parts of their names in the checkpoint, such as experts or "
+        "0.self_attn.o_proj, or by patterns with * for whole names. null means those listed in the checkpoint's "
+        "config. Routers, embeddings, the head and norms are never quantized.",
     )
     moe_shared_lora: bool = Field(default=False, description="Share one adapter between the experts of a layer.")
     moe_hybrid_shared_lora: bool = Field(
