@@ -28,12 +28,14 @@ from xorl.server.operations import (
     SyncWeights,
 )
 
-EXPERTS = hf_config("qwen3_moe", num_hidden_layers=3, mlp_only_layers=[0])
+EXPERTS = hf_config("qwen3_moe", num_hidden_layers=3, mlp_only_layers=[0], moe_intermediate_size=32)
+QLORA = {"enable_lora": True, "lora_rank": 4, "enable_qlora": True, "quant_format": "nf4", "quant_group_size": 16}
 KINDS: dict[str, dict[str, object]] = {
     "full": {},
     "experts": {"shape": EXPERTS},
     "lora": {"enable_lora": True, "lora_rank": 4},
-    "qlora": {"enable_lora": True, "lora_rank": 4, "enable_qlora": True, "quant_format": "nf4", "quant_group_size": 16},
+    "qlora": QLORA,
+    "qlora-experts": {**QLORA, "shape": EXPERTS, "expert_parallel_size": 2},
 }
 SHARDED = {"data_parallel_shard_size": 2}
 ADAPTER = LoraSpec(rank=3, alpha=8.0, seed=5)
@@ -84,7 +86,7 @@ def test_an_endpoint_gets_what_an_export_holds_and_gradients_stay(
         for name in ("before", "after")
     }
     assert seen["tensors"] == exported(folders["with", "before"])
-    assert ("model.layers.2.mlp.experts.3.down_proj.weight" in seen["tensors"]) == (kind == "experts")
+    assert ("model.layers.2.mlp.experts.3.down_proj.weight" in seen["tensors"]) == ("experts" in kind)
     assert exported(folders["with", "after"]) == exported(folders["without", "after"])
     assert exported(folders["with", "after"]) != exported(folders["with", "before"])
 
