@@ -23,9 +23,9 @@ from xorl.core.optim import gradient_scale
 from xorl.kernels.grouped_linear import TokenGroups
 from xorl.kernels.optim import adamw_
 from xorl.lora.bank_layer import ActiveRows, BankedLinear
-from xorl.lora.bank_slots import Slots
-from xorl.lora.inject import Adapter, adapters, new_pair
-from xorl.lora.linear import initial_bound
+from xorl.lora.bank_slots import Segment, Slots
+from xorl.lora.inject import Adapter, adapters, new_expert_pair, new_pair
+from xorl.lora.linear import LowRank, initial_bound
 from xorl.lora.snapshot import GRAD, STATES, VALUE, AdapterSnapshot, SnapshotStore
 from xorl.lora.spec import AdapterSpec
 from xorl.lora.targets import resolve, without_wrappers
@@ -72,10 +72,11 @@ class _Entry:
 
 
 class AdapterBank:
-    """Adapters by name on the linear layers of `model`, which the bank freezes.
+    """Adapters by name on the linear layers and the experts of `model`, which the bank freezes.
 
     At most `num_resident` adapters are on the device; with gradients and optimizer state they take 16 bytes per value.
-    Adapters are loaded to the device when needed, evicting the least recently used one.
+    Adapters are loaded to the device when needed, evicting the least recently used one. With expert parallelism each
+    process holds the adapters of all experts, and computes those of its own.
 
     Args:
         model: already sharded or replicated, and not run yet; nn.Linear layers are replaced by layers that support
@@ -114,8 +115,6 @@ class AdapterBank:
         )
         if embeddings := [site.name for site in sites if not site.is_linear]:
             raise ValueError(f"targets: a bank adapts only linear layers, but {', '.join(embeddings)} is an embedding")
-        if experts := [site.name for site in sites if site.members]:
-            raise ValueError(f"targets: a bank cannot adapt experts yet, but {experts[0]} names them; leave it out")
         self._model = model
         self._max_rank = max_rank
         self._group = group
@@ -166,9 +165,11 @@ class AdapterBank:
         slot = self._assign_slot(name, entry)
         try:
             for segment in (self._slots.segments[index] for index in entry.segments):
-                part, _ = self._slots.views(VALUE, slot, segment, spec)
+                view, _ = self._slots.views(VALUE, slot, segment, spec)
+                part = torch.empty(view.shape[:-1].numel(), view.shape[-1], device=view.device)
                 key = key_of(seed, f"{segment.site.name}.lora_A", part.shape)
                 fill_uniform_(part, bound=initial_bound(part.shape[1]), key=key, shape=part.shape, offset=(0, 0))
+                view.copy_(part.view(view.shape))
         except BaseException:
             self.remove(name)
             raise
@@ -320,14 +321,15 @@ class AdapterBank:
     def adapters(self, name: str) -> dict[str, Adapter]:
         """One adapter by the names of its layers, in the form that `xorl.lora.adapters` returns for a model.
 
-        The values share memory with the bank until the adapter is evicted: use them before other calls.
+        The values may share memory with the bank until the adapter is evicted: use them before other calls.
         """
         slot, entry = self._load(name), self._entries[name]
         found: dict[str, Adapter] = {}
         for segment in (self._slots.segments[index] for index in entry.segments):
             site = segment.site
-            pair = new_pair(site, entry.spec, segment.layer.in_features, torch.device("meta"))
-            pair.A, pair.B = (nn.Parameter(view) for view in self._slots.views(VALUE, slot, segment, entry.spec))
+            pair = self._pair_of(segment, entry.spec)
+            views = self._slots.views(VALUE, slot, segment, entry.spec)
+            pair.A, pair.B = (nn.Parameter(view.reshape(-1, view.shape[-1])) for view in views)
             found[site.name] = Adapter(site.name, pair, segment.layer, without_wrappers(site.path))
         return found
 
@@ -405,6 +407,16 @@ class AdapterBank:
         if outside := [name for name in chosen if name not in numbered]:
             raise ValueError(f"targets: {', '.join(outside[:5])} is not among the bank's targets")
         for name in chosen:
-            if spec.rank_of(name) > self._max_rank:
-                raise ValueError(f"rank of {name} is {spec.rank_of(name)}, above the bank's max_rank {self._max_rank}")
+            rank = spec.rank_of(*self._slots.segments[numbered[name]].site.names)
+            if rank > self._max_rank:
+                raise ValueError(f"rank of {name} is {rank}, above the bank's max_rank {self._max_rank}")
         return tuple(numbered[name] for name in chosen)
+
+    def _pair_of(self, segment: Segment, spec: AdapterSpec) -> LowRank:
+        """The parameters of the adapter on a segment, without memory."""
+        device = torch.device("meta")
+        if not segment.site.members:
+            return new_pair(segment.site, spec, segment.in_features, device)
+        pair = new_expert_pair(segment.site, spec, self._model, device)
+        pair.held, pair.parts = range(len(segment.site.members)), {}
+        return pair
