@@ -23,8 +23,12 @@ MEMBERS = {
     "attention": AdapterSpec(rank=5, targets=("q_proj",)),
     "ranks": AdapterSpec(rank=3, targets=("up_proj", "down_proj"), rank_pattern={"up_proj": 6}, use_rslora=True),
     "down": AdapterSpec(rank=8, targets=("down_proj",), alpha_pattern={"experts.down_proj": 3.0}),
+    "gate": AdapterSpec(rank=2, targets=("gate_proj",)),
+    "up": AdapterSpec(rank=7, targets=("up_proj", "v_proj")),
+    "large": AdapterSpec(rank=8, targets=TARGETS),
+    "both": AdapterSpec(rank=1, targets=("gate_proj", "down_proj"), use_rslora=True),
 }
-LENGTHS = (9, 2, 14, 5)
+LENGTHS = (9, 2, 14, 5, 7, 3, 11, 6)
 
 
 def decoder() -> Decoder:
@@ -35,7 +39,7 @@ def decoder() -> Decoder:
 
 
 def bank_over(model: nn.Module, **options) -> AdapterBank:
-    return AdapterBank(model, **{"targets": TARGETS, "num_resident": 4, "max_rank": 8, "device": "cpu", **options})
+    return AdapterBank(model, **{"targets": TARGETS, "num_resident": 8, "max_rank": 8, "device": "cpu", **options})
 
 
 def as_if_trained(parameters: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
@@ -83,7 +87,7 @@ def run_mixed(bank: AdapterBank, model: Decoder, names: Sequence[str]) -> Tensor
 
 
 @pytest.mark.parametrize(
-    "batches", [[("all", "attention", "ranks", "down")], [("down", "all"), ("ranks", "attention")]], ids=str
+    "batches", [[tuple(MEMBERS)], [("up", "down", "all"), ("large", "both"), ("ranks", "attention", "gate")]], ids=len
 )
 def test_each_gradient_of_a_mixed_batch_is_that_of_a_run_alone(batches: list[tuple[str, ...]]) -> None:
     # Catches tokens that meet another adapter's experts, ranks and scales that leak, and gradients in the wrong slot.
@@ -104,7 +108,7 @@ def test_each_gradient_of_a_mixed_batch_is_that_of_a_run_alone(batches: list[tup
         assert gradients.keys() == parameters.keys()
         for key, parameter in parameters.items():
             assert parameter.grad is not None
-            difference = gradients[key].reshape(parameter.shape) - parameter.grad
+            difference = gradients[key] - parameter.grad
             assert difference.norm() <= 1e-5 * parameter.grad.norm(), (name, key)
     assert total.abs() < 1e-3
 
@@ -124,7 +128,7 @@ def test_a_row_of_one_adapter_is_a_run_of_a_model_with_it() -> None:
         gradients = bank.gradients(name)
         for key, parameter in parameters.items():
             assert parameter.grad is not None
-            difference = gradients[key].reshape(parameter.shape) - parameter.grad
+            difference = gradients[key] - parameter.grad
             assert difference.norm() <= 1e-5 * parameter.grad.norm(), (name, key)
         files = [
             {key: tensor for group in groups for key, tensor in group.make().items()}

@@ -137,8 +137,15 @@ class AdapterBank:
 
     @property
     def num_resident(self) -> int:
-        """The number of adapters that fit on the device, and so into one pass."""
+        """The number of adapters that fit on the device, and so into one pass of all ranks."""
         return self._base_slot
+
+    @property
+    def num_per_pass(self) -> int:
+        """The number of adapters in one pass of this rank, whatever those of other ranks are."""
+        if not self._slots.divides_experts or self._group is None:
+            return self._base_slot
+        return self._base_slot // dist.get_world_size(self._group)
 
     @property
     def resident(self) -> tuple[str, ...]:
@@ -219,17 +226,17 @@ class AdapterBank:
         the first call, no token has one. Gradients accumulate until `step` or `zero_grad`. Returns a key: passes with
         equal keys launch the same kernels on the same memory.
 
+        Where adapted experts are divided among ranks, this is collective, and the adapters of all ranks count.
+
         Raises ValueError for an unknown adapter, for one whose tokens are not adjacent, for a run without tokens, and
         for more adapters than fit on the device at once. A pass over another number of tokens raises it too, except in
         compiled code.
         """
         if wrong := [(name, length) for name, length in runs if length < 1]:
             raise ValueError(f"runs: every run needs at least one token, got {wrong[0]}")
-        wanted = [name for name, _ in runs if name is not None]
-        if len(set(wanted)) > self._base_slot:
-            raise ValueError(
-                f"{len(set(wanted))} adapters in one pass, but the bank holds only {self._base_slot} at once"
-            )
+        wanted = self._agreed([name for name, _ in runs if name is not None])
+        if len(wanted) > self._base_slot:
+            raise ValueError(f"{len(wanted)} adapters in one pass, but the bank holds only {self._base_slot} at once")
         for name in wanted:
             self._entry(name)
         for name in wanted:
@@ -238,10 +245,16 @@ class AdapterBank:
         numbered = [(self._base_slot if name is None else self._resident[name], length) for name, length in runs]
         single = numbered[0][0] if len(numbered) == 1 else None
         self._slots.select(single, frozenset(segment for name in wanted for segment in self._entries[name].segments))
-        if single is None:
+        if single is None or self._slots.divides_experts:
             for target, source in zip(self._rows.groups, TokenGroups.of(numbered, self._base_slot + 1), strict=True):
                 on_gpu = target.device.type == "cuda"
                 target.copy_(source.pin_memory() if on_gpu else source, non_blocking=on_gpu)
+        if self._slots.divides_experts:
+            passing = torch.tensor([*(self._resident[name] for name in wanted), self._base_slot])
+            places = torch.zeros(self._base_slot + 1, dtype=torch.int64)
+            places[passing] = torch.arange(len(passing))
+            device = self._rows.groups.ends.device
+            self._rows.passing, self._rows.places = passing.to(device), places.to(device)
         self._rows.num_rows = sum(length for _, length in runs)
         return self._slots.selected
 
@@ -314,9 +327,10 @@ class AdapterBank:
             raise
 
     def gradients(self, name: str) -> dict[str, Tensor]:
-        """Views of this rank's accumulated gradients of one adapter, by `{layer}.lora_A` and `{layer}.lora_B`."""
+        """Views or copies of this rank's accumulated gradients of one adapter, by `{layer}.lora_A` and so on."""
         entry = self._entry(name)
-        return self._slots.tensors(GRAD, self._load(name), entry.spec, entry.segments)
+        found = self._slots.tensors(GRAD, self._load(name), entry.spec, entry.segments)
+        return {key: found[key].reshape(shape) for key, shape in self._slots.names(entry.spec, entry.segments)}
 
     def adapters(self, name: str) -> dict[str, Adapter]:
         """One adapter by the names of its layers, in the form that `xorl.lora.adapters` returns for a model.
@@ -348,6 +362,15 @@ class AdapterBank:
     def load(self, name: str, path: Path | str) -> None:
         """Load an adapter from a file that `save` wrote, bit for bit. Raises ValueError if it does not fit."""
         self.restore(name, AdapterSnapshot.read(Path(path)))
+
+    def _agreed(self, names: Sequence[str]) -> list[str]:
+        """The different names; where experts are divided, those of all ranks in the same order on each. Collective."""
+        if not self._slots.divides_experts:
+            return list(dict.fromkeys(names))
+        assert self._group is not None
+        of_ranks: list[Sequence[str]] = [()] * dist.get_world_size(self._group)
+        dist.all_gather_object(of_ranks, names, group=self._group)
+        return sorted({name for of_rank in of_ranks for name in of_rank})
 
     def _load(self, name: str, keep: Sequence[str] = ()) -> int:
         """Load an adapter to the device without evicting any in `keep`, and return its slot."""

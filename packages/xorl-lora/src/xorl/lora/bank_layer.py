@@ -75,10 +75,15 @@ class ActiveRows:
     Attributes:
         groups: the slot of each row; only read if several adapters are active.
         num_rows: the number of rows on the host; None before the first `activate`.
+        passing: with expert parallelism, the slots [N] of the adapters that any rank has tokens of, in an order on
+            which the ranks agree; the last is that of the base.
+        places: the index in `passing` of each slot, [S].
     """
 
     groups: TokenGroups
     num_rows: int | None = None
+    passing: Tensor | None = None
+    places: Tensor | None = None
 
     def check(self, x: Tensor, name: str) -> None:
         """Raises ValueError if the input of the layer `name` has another number of rows, except in compiled code."""
@@ -181,10 +186,11 @@ class BankedExperts(nn.Module):
     """The adapters of a bank on the experts of a layer, as `xorl.lora.experts.ExpertsAdapter` for each token's adapter.
 
     The experts of a layer and their adapters are multiplied by one grouped product each: a group is an expert for the
-    base, and an expert and a slot for the adapters.
+    base, and an expert and a slot for the adapters. With expert parallelism, tokens of other ranks arrive with the
+    index of their adapter in `ActiveRows.passing` in place of the slot, which may differ between ranks.
 
     Attributes:
-        single: as that of a BankedLinear.
+        single: as that of a BankedLinear, but None with expert parallelism.
     """
 
     def __init__(self, pairs: Sequence[StackedPair], rows: ActiveRows, experts: Experts) -> None:
@@ -192,6 +198,7 @@ class BankedExperts(nn.Module):
         self.stacked = nn.ModuleList(pairs)
         self.rows = rows
         self.single: tuple[SlotPair, ...] | None = ()
+        self.is_divided = experts.dispatcher is not None
         self._held = experts.gate_up_proj.held
         self._sizes = {
             name: (layer.weight.shape[0] // layer.num_experts, layer.weight.shape[1])
@@ -201,37 +208,51 @@ class BankedExperts(nn.Module):
     def slots(self, x: Tensor) -> tuple[Tensor, int] | None:
         """As `ExpertsAdapterProtocol.slots`."""
         self.rows.check(x, self.stacked[0].name)
-        return None if self.single is not None else (self.rows.slots(len(x)), len(self.stacked[0].scale))
+        if self.single is not None:
+            return None
+        slots = self.rows.slots(len(x))
+        if self.rows.places is not None:
+            slots = self.rows.places[slots]
+        return slots, self._num_slots
+
+    @property
+    def _num_slots(self) -> int:
+        if self.single is not None:
+            return 1
+        return len(self.stacked[0].scale) if self.rows.passing is None else len(self.rows.passing)
 
     def forward(self, x: Tensor) -> Factors | None:
         """What the kernel adds, for the input x [T, D]; None if no adapter is on this layer."""
         if self.single == ():
             return None
         up, down = (self._factors(x, projection) for projection in ("gate_up_proj", "down_proj"))
-        return Factors(*up, *down, num_slots=len(self.stacked[0].scale) if self.single is None else 1)
+        return Factors(*up, *down, num_slots=self._num_slots)
 
     def _factors(self, x: Tensor, projection: str) -> tuple[Tensor, Tensor]:
         """A [E * S, R, I] and B [E * S, O, R] of a projection and the experts of this rank."""
         out_features, in_features = self._sizes[projection]
         chosen = [index for index, pair in enumerate(self.stacked) if pair.projection == projection]
-        pairs: Sequence[StackedPair | SlotPair] = [*self.stacked] if self.single is None else self.single
         if not chosen:
-            num_groups = len(self._held) * (len(self.stacked[0].scale) if self.single is None else 1)
+            num_groups = len(self._held) * self._num_slots
             return x.new_empty(num_groups, 0, in_features), x.new_empty(num_groups, out_features, 0)
+        stacked: Sequence[StackedPair] = [*self.stacked]
         downs: list[Tensor] = []
         ups: list[Tensor] = []
-        parts: list[tuple[int, int]] = []
         for index in chosen:
-            pair, part = pairs[index], self.stacked[index]
-            parts.append((part.start, part.stop))
-            if isinstance(pair, StackedPair):
-                a, b = pair.scaled_a(x.dtype).transpose(0, 1), pair.B.to(x.dtype).transpose(0, 1)
+            if self.single is None:
+                pair = stacked[index]
+                a, b = self._passing(pair.scaled_a(x.dtype)), self._passing(pair.B.to(x.dtype))
             else:
-                a, b = _scaled(pair.A, pair.scale[None, None, None], x.dtype)[:, None], pair.B.to(x.dtype)[:, None]
-            downs.append(a[self._held.start : self._held.stop])
-            ups.append(b[self._held.start : self._held.stop])
+                slot = self.single[index]
+                a, b = _scaled(slot.A, slot.scale[None, None, None], x.dtype)[None], slot.B.to(x.dtype)[None]
+            downs.append(a[:, self._held.start : self._held.stop].transpose(0, 1))
+            ups.append(b[:, self._held.start : self._held.stop].transpose(0, 1))
+        parts = [(stacked[index].start, stacked[index].stop) for index in chosen]
         a, b = join_parts(downs, ups, parts, out_features)
         return a.flatten(0, 1), b.flatten(0, 1)
+
+    def _passing(self, stacked: Tensor) -> Tensor:
+        return stacked if self.rows.passing is None else stacked.index_select(0, self.rows.passing)
 
 
 def _scaled(a: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -81,6 +81,10 @@ class Slots:
         self._indices: dict[Linear | Experts, list[int]] = {}
         self._slot_pairs: dict[int, dict[Linear | Experts, tuple[SlotPair, ...]]] = {}
         self.selected: tuple[int | None, frozenset[int]] | None = None
+        # Whether ranks compute the experts of each other's tokens.
+        self.divides_experts = any(
+            isinstance(segment.owner, Experts) and segment.owner.dispatcher is not None for segment in self.segments
+        )
         # Cached by `kind_of`: the names of the kinds, and the length and kind index of each segment.
         self._kinds: dict[Callable[[str], str], tuple[list[str], Tensor, Tensor]] = {}
         self.steps = torch.zeros(num_slots, device=device)
@@ -116,6 +120,9 @@ class Slots:
             }
         for owner, indices in self._indices.items():
             assert isinstance(owner.adapter, (BankedLinear, BankedExperts))
+            if isinstance(owner.adapter, BankedExperts) and owner.adapter.is_divided:
+                owner.adapter.single = None  # the other ranks' tokens may have other adapters
+                continue
             is_head = self.segments[indices[0]].site.is_head
             is_skipped = not segments or (is_head and not any(index in segments for index in indices))
             owner.adapter.single = () if is_skipped else None if slot is None else self._slot_pairs[slot][owner]
