@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -122,14 +122,10 @@ class BankedLinear(nn.Module):
 
     def pairs(self) -> list[StackedPair]:
         """The pairs in the order of their output features."""
-        pairs: list[StackedPair] = []
-        for pair in self.stacked:
-            assert isinstance(pair, StackedPair)
-            pairs.append(pair)
-        return pairs
+        return [cast(StackedPair, pair) for pair in self.stacked]
 
     def forward(self, x: Tensor, layer: Linear) -> Tensor:
-        self.rows.check(x, self.stacked[0].name)
+        self.rows.check(x, self.pairs()[0].name)
         if self.single is not None:
             if not self.single:
                 return layer.base(x)
@@ -148,7 +144,7 @@ class BankedLinear(nn.Module):
         weight is extended by the Bs of all slots. If a slot's B is not finite, its columns of the weight are replaced
         by zeros, because zero times NaN would affect all tokens; the columns of its own tokens become NaN instead.
         """
-        self.rows.check(x, self.stacked[0].name)
+        self.rows.check(x, self.pairs()[0].name)
         if self.single is not None:
             if not self.single:
                 return x, layer.dense_weight(x.dtype)
@@ -205,9 +201,13 @@ class BankedExperts(nn.Module):
             for name, layer in (("gate_up_proj", experts.gate_up_proj), ("down_proj", experts.down_proj))
         }
 
+    def pairs(self) -> list[StackedPair]:
+        """The pairs in the order of the layer's rows."""
+        return [cast(StackedPair, pair) for pair in self.stacked]
+
     def slots(self, x: Tensor) -> tuple[Tensor, int] | None:
         """As `ExpertsAdapterProtocol.slots`."""
-        self.rows.check(x, self.stacked[0].name)
+        self.rows.check(x, self.pairs()[0].name)
         if self.single is not None:
             return None
         slots = self.rows.slots(len(x))
@@ -219,7 +219,7 @@ class BankedExperts(nn.Module):
     def _num_slots(self) -> int:
         if self.single is not None:
             return 1
-        return len(self.stacked[0].scale) if self.rows.passing is None else len(self.rows.passing)
+        return len(self.pairs()[0].scale) if self.rows.passing is None else len(self.rows.passing)
 
     def forward(self, x: Tensor) -> Factors | None:
         """What the kernel adds, for the input x [T, D]; None if no adapter is on this layer."""
@@ -231,11 +231,11 @@ class BankedExperts(nn.Module):
     def _factors(self, x: Tensor, projection: str) -> tuple[Tensor, Tensor]:
         """A [E * S, R, I] and B [E * S, O, R] of a projection and the experts of this rank."""
         out_features, in_features = self._sizes[projection]
-        chosen = [index for index, pair in enumerate(self.stacked) if pair.projection == projection]
+        stacked = self.pairs()
+        chosen = [index for index, pair in enumerate(stacked) if pair.projection == projection]
         if not chosen:
             num_groups = len(self._held) * self._num_slots
             return x.new_empty(num_groups, 0, in_features), x.new_empty(num_groups, out_features, 0)
-        stacked: Sequence[StackedPair] = [*self.stacked]
         downs: list[Tensor] = []
         ups: list[Tensor] = []
         for index in chosen:
