@@ -219,8 +219,8 @@ def _adapted(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The output and what the backward pass needs. `x_low` and `mask` are empty without dropout."""
     if not len(choices):
-        nothing = (x.new_empty(0) for _ in range(3))
-        return torch.zeros_like(x, memory_format=torch.contiguous_format), *nothing
+        zeros = torch.zeros_like(x, memory_format=torch.contiguous_format)
+        return zeros, x.new_empty(0), x.new_empty(0), x.new_empty(0)
     factors, plan, forms = (up_a, up_b, down_a, down_b), RoutePlan(choices, rows, ends), (gate_up_form, down_form)
     layer = _Layer(x, x_low, gate_up, down, factors, plan, num_experts, forms, products)
     up_low = layer.up_low()
