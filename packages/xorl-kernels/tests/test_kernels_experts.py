@@ -178,16 +178,16 @@ def test_slots_match_separate_passes(shape: tuple[int, ...], kind: str, recomput
     num_slots, num_real = 4, torch.tensor(shape[0] - 2)
     slots = torch.randint(num_slots - 1, (shape[0],), generator=torch.Generator().manual_seed(4))
     low_rank = factors_of(shape, torch.float64, num_slots=num_slots)
-    factors = Factors(*low_rank, slots=slots, num_slots=num_slots)
+    factors, groups = Factors(*low_rank, num_slots=num_slots), ids * num_slots + slots[:, None]
     leaves = [tensors[0], tensors[3], *low_rank]
     with nan_poisoned_empty():
-        out = grouped.experts(*tensors, ids, num_real, factors=factors, recompute=recompute)
+        out = grouped.experts(*tensors, groups, num_real, factors=factors, recompute=recompute)
         found = gradients(out, leaves)
     separate = torch.zeros_like(out)
     for slot in range(num_slots):
         alone = reference.experts(*tensors, ids, num_real, factors=Factors(*(f[slot::num_slots] for f in low_rank)))
         separate = torch.where((slots == slot)[:, None], alone, separate)
-    expected = reference.experts(*tensors, ids, num_real, factors=factors)
+    expected = reference.experts(*tensors, groups, num_real, factors=factors)
     for one in (out, expected):
         torch.testing.assert_close(one, separate, rtol=1e-12, atol=1e-12)
     for mine, theirs in zip(found, gradients(separate, leaves), strict=True):
@@ -210,7 +210,7 @@ def test_quantised_experts_match_dense_ones(
     for index, name in enumerate(("gate_up", "down")):
         if quantized in ("both", name):
             rows = dense[index].flatten(0, 1)
-            noise = torch.tensor([3, 1, 0]) if index else None
+            noise = torch.tensor([3, 1], dtype=torch.int64) if index else None
             global_scale = torch.rand(len(rows)) * 0.01 + 0.01 if quant_format == "nvfp4" else None
             weight = QuantizedExperts(scheme.quantize(rows, global_scale), scheme, shape[4], len(rows), noise, 0.01)
             given[index], dense[index] = weight, weight.dense(torch.float32)
