@@ -11,7 +11,8 @@ from xorl.kernels.experts.adapted import Factors
 from xorl.kernels.experts.plan import RoutePlan
 from xorl.kernels.experts.quantized import QuantizedExperts
 from xorl.kernels.experts.routing import top_experts
-from xorl.kernels.quant import QuantFormat, QuantScheme
+from xorl.kernels.quant import GROUP_SIZES, QuantFormat, QuantScheme
+from xorl.kernels.quant.nvfp4 import nvfp4_global_scale
 from xorl.kernels.testing import nan_poisoned_empty
 
 pytestmark = pytest.mark.gpu

@@ -210,7 +210,7 @@ def test_quantised_experts_match_dense_ones(
     for index, name in enumerate(("gate_up", "down")):
         if quantized in ("both", name):
             rows = dense[index].flatten(0, 1)
-            noise = torch.tensor([3, 1], dtype=torch.int64) if index else None
+            noise = torch.tensor([3, 1, 0]) if index else None
             global_scale = torch.rand(len(rows)) * 0.01 + 0.01 if quant_format == "nvfp4" else None
             weight = QuantizedExperts(scheme.quantize(rows, global_scale), scheme, shape[4], len(rows), noise, 0.01)
             given[index], dense[index] = weight, weight.dense(torch.float32)

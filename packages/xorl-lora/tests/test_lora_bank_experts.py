@@ -13,8 +13,11 @@ from tiny_models import hf_config
 from xorl.core.loss import cross_entropy
 from xorl.core.models import Decoder, spec_for
 from xorl.kernels.layout import SequenceLayout
+from xorl.kernels.quant import QuantFormat, QuantScheme
 from xorl.lora import Adam, AdapterBank, AdapterSpec, adapter_parameters, inject
 from xorl.lora.peft import adapter_tensors
+from xorl.lora.quantize import quantizable_layers, quantize_layers
+from xorl.lora.quantized import quantized_rows
 
 SIZES = hf_config("qwen3_moe", vocab_size=37, hidden_size=24, num_experts=5, num_experts_per_tok=2)
 TARGETS = ("q_proj", "v_proj", "gate_proj", "up_proj", "down_proj")
@@ -175,3 +178,37 @@ def test_training_together_is_training_alone(tmp_path: Path) -> None:
         for tensors in (bank.snapshot(name).tensors(), other.snapshot(name).tensors()):
             for key, parameter in parameters.items():
                 torch.testing.assert_close(tensors[key], parameter.detach(), rtol=1e-4, atol=2e-6, msg=key)
+
+
+@pytest.mark.parametrize("quant_format", ["nf4", "nvfp4", "block_fp8"])
+def test_a_bank_over_quantised_experts_trains_as_an_adapter_alone(quant_format: QuantFormat) -> None:
+    # Catches sizes that are read from the shape of the codes.
+    sizes = {**SIZES, "hidden_size": 32, "moe_intermediate_size": 32}
+    family = spec_for(sizes)
+    spec = AdapterSpec(rank=4, alpha=8.0, targets=TARGETS)
+    ids, layout = torch.arange(24) % 37, SequenceLayout.from_lengths([10, 14])
+
+    def base() -> Decoder:
+        with torch.device("meta"):
+            model = family.build(family.config_from_hf(sizes))
+        quantize_layers(model, quantizable_layers(model, (), "exclude"), QuantScheme(quant_format, 16))
+        model.to_empty(device="cpu")
+        model.init_weights(0, targets=quantized_rows(model))
+        return model.train()
+
+    def loss_of(model: Decoder) -> Tensor:
+        return model(ids, layout, lambda hidden, head: cross_entropy(hidden, head, {"labels": ids.roll(-1)}).sum)
+
+    alone, banked = base(), base()
+    inject(alone, spec, seed=3)
+    bank = bank_over(banked)
+    bank.add("one", spec, seed=3)
+    optimizer = torch.optim.AdamW(adapter_parameters(alone).values(), lr=1e-2, weight_decay=0.0)
+    for _ in range(2):
+        bank.activate([("one", len(ids))])
+        losses = [loss_of(model) for model in (alone, banked)]
+        torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-5)
+        for loss in losses:
+            loss.backward()
+        optimizer.step()
+        bank.step("one", Adam(lr=1e-2, weight_decay=0.0), divisor=1)

@@ -197,7 +197,7 @@ class BankedExperts(nn.Module):
         self.is_divided = experts.dispatcher is not None
         self._held = experts.gate_up_proj.held
         self._sizes = {
-            name: (layer.weight.shape[0] // layer.num_experts, layer.weight.shape[1])
+            name: (layer.out_features, layer.in_features)
             for name, layer in (("gate_up_proj", experts.gate_up_proj), ("down_proj", experts.down_proj))
         }
 

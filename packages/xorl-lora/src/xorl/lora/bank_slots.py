@@ -52,7 +52,7 @@ class Segment:
     @property
     def in_features(self) -> int:
         """The number of input features, I."""
-        return self.layer.weight.shape[1] if isinstance(self.layer, ExpertLinear) else self.layer.in_features
+        return self.layer.in_features
 
     @property
     def experts(self) -> tuple[int, ...]:
@@ -262,7 +262,7 @@ def _segments(model: nn.Module, sites: Sequence[Site], padded_rank: int) -> list
         if isinstance(layer, ExpertLinear):
             owner = model.get_submodule(site.path.rpartition(".")[0])
             assert isinstance(owner, Experts)
-            sizes = len(site.members) * layer.weight.shape[1], len(site.members) * (site.stop - site.start)
+            sizes = len(site.members) * layer.in_features, len(site.members) * (site.stop - site.start)
         else:
             if isinstance(layer, nn.Linear):
                 layer = owner = TorchLinear(layer)

@@ -303,8 +303,8 @@ def _host_limit(base: Base, sites: Sequence[Site], max_rank: int) -> int:
     widths = 0
     for site in sites:
         layer = base.module.get_submodule(site.path)
-        num_inputs = layer.weight.shape[1] if isinstance(layer, ExpertLinear) else cast(Linear, layer).in_features
-        widths += (num_inputs + site.stop - site.start) * max(len(site.members), 1)
+        assert isinstance(layer, (Linear, ExpertLinear))
+        widths += (layer.in_features + site.stop - site.start) * max(len(site.members), 1)
     num_bytes = 3 * 4 * max_rank * widths
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return int(HOST_SHARE * total / base.runtime.world_size / num_bytes)

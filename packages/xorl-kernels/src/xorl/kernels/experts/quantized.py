@@ -18,7 +18,7 @@ class QuantizedExperts(NamedTuple):
 
     weight: of [E * O, I], as `scheme` stores it.
     num_experts, num_rows: E and E * O.
-    noise: None, or the `key_and_step` of a WeightNoise.
+    noise: None, or the `state` of a WeightNoise.
     noise_alpha: the `alpha` of that noise.
     """
 
