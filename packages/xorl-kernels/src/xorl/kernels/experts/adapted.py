@@ -17,7 +17,7 @@ from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F
 
 from xorl.kernels.experts.plan import RoutePlan
-from xorl.kernels.experts.products import Products, Rows, between_products, products_of
+from xorl.kernels.experts.products import Products, Rows, between_products, narrow_products, products_of
 from xorl.kernels.experts.quantized import ExpertsWeight, QuantizedExperts, StoredExperts, num_experts_of
 
 
@@ -112,7 +112,8 @@ class _Layer:
         forms: tuple[str, str],
         products: str,
     ) -> None:
-        self.by: Products = products_of(products)
+        self._by: Products = products_of(products)
+        self._by_narrow = narrow_products(x)
         self.between = between_products(x)
         self.plan = plan
         self.tokens = plan.choices // plan.rows.shape[1]
@@ -132,19 +133,23 @@ class _Layer:
 
     def gather(self, x: Tensor) -> Rows:
         """The rows [M, ...] of tokens."""
-        return self.by.gather(x, self.tokens)
+        return self._by.gather(x, self.tokens)
 
     def product(self, rows: Rows, weight: Tensor) -> Tensor:
-        """rows [M, I] times weight [G, I, N] of their experts, of their experts' adapters or of all: [M, N]."""
-        return self.by.product(rows, weight, self._ends(weight))
+        """rows [M, I] times weight [E, I, N] of their experts: [M, N]."""
+        return self._by.product(rows, weight, self._ends(weight))
 
-    def add_product(self, out: Tensor, rows: Rows, weight: Tensor) -> None:
-        """Add `product` to `out` [M, N]."""
-        self.by.add_product(out, rows, weight, self._ends(weight))
+    def low_product(self, rows: Rows, factor: Tensor) -> Tensor:
+        """rows [M, I] times factor [G, I, N] of their experts' adapters or of all: [M, N]."""
+        return self._by_narrow.product(rows, factor, self._ends(factor))
+
+    def add_low_product(self, out: Tensor, rows: Rows, factor: Tensor) -> None:
+        """Add `low_product` to `out` [M, N]."""
+        self._by_narrow.add_product(out, rows, factor, self._ends(factor))
 
     def outer(self, left: Rows, right: Rows, like: Tensor) -> Tensor:
-        """The gradient of a weight: left.T @ right for each of the matrices `like` [G, N, K]."""
-        return self.by.outer(left, right, self._ends(like))
+        """The gradient of a factor: left.T @ right for each of the matrices `like` [G, N, K]."""
+        return self._by_narrow.outer(left, right, self._ends(like))
 
     def combine(self, rows: Tensor, weights: Tensor | None) -> Tensor:
         """The weighted sum over the choices of each token, [T, ...]."""
@@ -156,7 +161,7 @@ class _Layer:
             return self.x.new_empty(0)
         if is_shared(self.up_a):
             return F.linear(self.x_low, self.up_a[0])
-        return self.product(self.gather(self.x_low), self.up_a.transpose(1, 2))
+        return self.low_product(self.gather(self.x_low), self.up_a.transpose(1, 2))
 
     def low_rows(self, low: Tensor) -> Rows:
         """A result of `up_low` as rows [M, R]."""
@@ -166,7 +171,7 @@ class _Layer:
         """[M, 2F], the up product with its adapter, of which `low` is a result of `up_low`."""
         up = self.product(self.gather(self.x), self.gate_up().transpose(1, 2))
         if low.numel():
-            self.add_product(up, self.low_rows(low), self.up_b.transpose(1, 2))
+            self.add_low_product(up, self.low_rows(low), self.up_b.transpose(1, 2))
         return up
 
     def down_low(self, inner: Tensor, weights: Tensor) -> Tensor:
@@ -176,7 +181,7 @@ class _Layer:
         """
         if not self.down_a.numel():
             return inner.new_empty(0)
-        low = self.product(Rows(inner), self.down_a.transpose(1, 2))
+        low = self.low_product(Rows(inner), self.down_a.transpose(1, 2))
         return self.combine(low, weights) if is_shared(self.down_b) else low
 
     def _ends(self, weight: Tensor) -> Tensor:
@@ -229,7 +234,7 @@ def _adapted(
     y = layer.product(Rows(inner), layer.down().transpose(1, 2))
     down_low = layer.down_low(_dropped(inner, mask, kept), weights)
     if down_low.numel() and not is_shared(down_b):
-        layer.add_product(y, Rows(down_low), down_b.transpose(1, 2))
+        layer.add_low_product(y, Rows(down_low), down_b.transpose(1, 2))
     out = layer.combine(y, weights)
     if down_low.numel() and is_shared(down_b):
         out.addmm_(down_low, down_b[0].t())
@@ -307,11 +312,11 @@ def _adapted_backward(
     grad_down_low = Rows(x.new_empty(0))  # [M, Q]
     if down_low.numel():
         shared = is_shared(down_b)
-        grad_down_low = layer.gather(grad @ down_b[0]) if shared else Rows(layer.product(grad_rows, down_b))
+        grad_down_low = layer.gather(grad @ down_b[0]) if shared else Rows(layer.low_product(grad_rows, down_b))
         if mask.numel():
-            grad_inner += _dropped(layer.product(grad_down_low, down_a), mask, kept)
+            grad_inner += _dropped(layer.low_product(grad_down_low, down_a), mask, kept)
         else:
-            layer.add_product(grad_inner, grad_down_low, down_a)
+            layer.add_low_product(grad_inner, grad_down_low, down_a)
     grad_up, weighted, grad_weights = layer.between.gated_backward(grad_inner, up, weights, choices, ends)
     # For a rank of 0 the gradients of factors have no elements.
     grad_up_a, grad_up_b, grad_down_a, grad_down_b = map(torch.empty_like, factors)
@@ -327,7 +332,7 @@ def _adapted_backward(
     of_tokens = None  # [T, D], of the input of the adapters
     if up_low.numel():
         grad_up_b = layer.outer(Rows(grad_up), layer.low_rows(up_low), up_b)
-        of_low = layer.product(Rows(grad_up), up_b)  # [M, R]
+        of_low = layer.low_product(Rows(grad_up), up_b)  # [M, R]
         if is_shared(up_a):
             summed = layer.combine(of_low, None)
             grad_up_a = (summed.t() @ layer.x_low)[None]
@@ -335,9 +340,9 @@ def _adapted_backward(
         else:
             grad_up_a = layer.outer(Rows(of_low), layer.gather(layer.x_low), up_a)
             if x_low.numel():
-                of_tokens = layer.combine(layer.product(Rows(of_low), up_a), None)
+                of_tokens = layer.combine(layer.low_product(Rows(of_low), up_a), None)
             else:
-                layer.add_product(grad_x, Rows(of_low), up_a)
+                layer.add_low_product(grad_x, Rows(of_low), up_a)
     grad_x = layer.combine(grad_x, None)
     if of_tokens is not None and x_low.numel():
         grad_x_low = of_tokens

@@ -37,10 +37,6 @@ class Products(Protocol):
         """rows[m] @ weight[e] for the rows of expert e: [M, K] and [E, K, N] to [M, N]."""
         ...
 
-    def add_product(self, out: Tensor, rows: Rows, weight: Tensor, ends: Tensor) -> None:
-        """Add `product` to `out` [M, N], whose padding stays undefined."""
-        ...
-
     def gated(self, rows: Rows, weight: Tensor, ends: Tensor, *, keep_up: bool) -> tuple[Tensor, Tensor]:
         """The product with [E, D, 2F], the gate first, and silu(gate) * up: [M, 2F] and [M, F].
 
@@ -53,15 +49,33 @@ class Products(Protocol):
         ...
 
 
+class NarrowProducts(Products, Protocol):
+    """Products of rows with few features, which have little to compute and much to read and write."""
+
+    def add_product(self, out: Tensor, rows: Rows, weight: Tensor, ends: Tensor) -> None:
+        """Add `product` to `out` [M, N], whose padding stays undefined."""
+        ...
+
+
 def products_of(name: str) -> Products:
     """The module of the implementation `name`."""
     return cast("Products", import_module(f"xorl.kernels.experts.products_{name}"))
 
 
+def narrow_products(x: Tensor) -> NarrowProducts:
+    """The fastest module for rows with few features."""
+    name = "native" if _is_plain(x) else "triton"
+    return cast("NarrowProducts", import_module(f"xorl.kernels.experts.products_{name}"))
+
+
 def between_products(x: Tensor) -> ModuleType:
     """The module that computes everything between the products: `rows_triton` where Triton runs, else `rows`."""
-    if x.dtype == torch.float64 or triton_refusal(x.device.type) is not None:
+    if _is_plain(x):
         return plain
     from xorl.kernels.experts import rows_triton  # noqa: PLC0415 - needs Triton
 
     return rows_triton
+
+
+def _is_plain(x: Tensor) -> bool:
+    return x.dtype == torch.float64 or triton_refusal(x.device.type) is not None

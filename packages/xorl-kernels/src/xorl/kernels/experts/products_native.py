@@ -20,7 +20,7 @@ def product(rows: Rows, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def add_product(out: Tensor, rows: Rows, weight: Tensor, ends: Tensor) -> None:
-    """As `Products.add_product`."""
+    """As `NarrowProducts.add_product`."""
     out += product(rows, weight, ends)
 
 
