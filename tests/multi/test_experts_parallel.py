@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,8 @@ from xorl.core import runtime
 from xorl.core.mesh import Mesh
 from xorl.core.nn import moe
 from xorl.core.nn.dispatch import AllToAll
+from xorl.core.parallel import ParallelModel
+from xorl.core.shards import local_part
 from xorl.train import model as model_module
 from xorl.train import verify
 from xorl.train.build import build_engine
@@ -65,6 +68,8 @@ RUNS: dict[str, tuple[str, dict[str, object], dict[str, object]]] = {
     "qwen3_moe, LoRA": ("qwen3_moe", {}, LORA),
     "qwen3_moe, adapted experts": ("qwen3_moe", {"optimizer": "muon"}, EXPERT_LORA),
     "qwen3_moe, adapted experts, recomputed": ("qwen3_moe", RECOMPUTE, EXPERT_LORA),
+    "qwen3_moe, shared adapters": ("qwen3_moe", {"optimizer": "muon"}, {**EXPERT_LORA, "moe_shared_lora": True}),
+    "qwen3_moe, outer factors shared": ("qwen3_moe", RECOMPUTE, {**EXPERT_LORA, "moe_hybrid_shared_lora": True}),
     "qwen3_moe, QLoRA": (
         "qwen3_moe",
         {},
@@ -72,7 +77,13 @@ RUNS: dict[str, tuple[str, dict[str, object], dict[str, object]]] = {
     ),
 }
 # All layouts compute these runs; WITH_ALL_RUNS compute the others, too.
-BASIC_RUNS = ("qwen3_moe", "mixtral, Muon", "qwen3_moe, LoRA", "qwen3_moe, adapted experts")
+BASIC_RUNS = (
+    "qwen3_moe",
+    "mixtral, Muon",
+    "qwen3_moe, LoRA",
+    "qwen3_moe, adapted experts",
+    "qwen3_moe, outer factors shared",
+)
 WITH_ALL_RUNS = ("ep 2", "ep 2, fsdp 2")
 
 
@@ -90,13 +101,29 @@ def take_steps_of(config: Config, mesh: Mesh, num_bins: int = NUM_BINS) -> Resul
     runtime.seed_everything(0)
     architecture = read_architecture(config.model)
     engine = build_engine(config, architecture, mesh, torch.device("cpu"))
+    draw_adapters(engine.model)
     return take_steps(engine, config, architecture, num_bins)
+
+
+@torch.no_grad()
+def draw_adapters(model: ParallelModel) -> None:
+    """Draw B of all adapters, which would be zero and let no gradient reach A: the same whatever the layout."""
+    for name, parameter in model.module.named_parameters():
+        if not name.endswith(".B"):
+            continue
+        part, offset = local_part(parameter)
+        row, column = offset or (0, 0)
+        num_rows = model.parts[name].num_rows if name in model.parts else parameter.shape[0]
+        row += model.parts[name].rows[0][0] if name in model.parts else 0
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        whole = torch.randn(num_rows, parameter.shape[1], generator=generator) * 0.1
+        part.copy_(whole[row : row + len(part), column : column + part.shape[1]])
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_layouts_equal_one_process(run_ranks, tmp_path: Path, world_size: int) -> None:
     # Catches gradients that are doubled or divided over the ranks, tokens that get lost, norms of some experts, and a
-    # router without gradients.
+    # router without gradients, and factors of all experts whose gradients are summed over some ranks only.
     for name, shape in MODELS.items():
         write_config(tmp_path / name, shape)
 

@@ -62,6 +62,8 @@ def test_targets_are_the_family_s_own_where_none_are_named() -> None:
         ({"alpha_pattern": {"(": 4.0}}, r"^lora\.alpha_pattern: '\(' is not a valid regular expression"),
         ({"modules_to_save": ["head"]}, r"^lora\.modules_to_save: 'head' matches no module"),
         ({"use_dora": True, "lora_target_modules": ["embed_tokens"]}, r"^lora\.use_dora: .*embed_tokens"),
+        ({"moe_shared_lora": True}, r"^lora\.moe_shared_lora: the targets name no layer of experts"),
+        ({"moe_hybrid_shared_lora": True}, r"^lora\.moe_hybrid_shared_lora: the targets name no layer of experts"),
     ],
 )
 def test_an_error_begins_with_the_option_at_fault(lora: dict, message: str) -> None:

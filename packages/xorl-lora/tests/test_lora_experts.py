@@ -299,7 +299,7 @@ def test_dropout_on_shared_factors_is_drawn_in_training_only(sharing: ExpertShar
 
 def test_sharing_without_adapted_experts_is_refused() -> None:
     # Catches an option that is ignored.
-    with pytest.raises(ValueError, match="expert_sharing is 'all', but targets name no layer of experts"):
+    with pytest.raises(ValueError, match="expert_sharing: the targets name no layer of experts"):
         decoder_of(AdapterSpec(targets=("q_proj",), expert_sharing="all"))
     with pytest.raises(ValueError, match=re.escape("expert_sharing must be one of ('none', 'outer', 'all')")):
         AdapterSpec(expert_sharing="some")  # pyright: ignore[reportArgumentType]

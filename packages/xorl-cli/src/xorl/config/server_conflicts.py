@@ -25,7 +25,7 @@ from xorl.config.unsupported import UnsupportedValues, unsupported_values
 
 SENT_BY_CLIENT = {"lr", "weight_decay", "max_grad_norm"}
 
-NO_EXPERT_ADAPTERS = "adapters on experts are not implemented"
+NO_EXPERT_ADAPTERS = "the service cannot adapt experts, which local training can"
 SHARED_BASE = "the adapters of all clients share one base, which must not change"
 
 SERVER_UNSUPPORTED: tuple[UnsupportedValues, ...] = (

@@ -126,7 +126,7 @@ def resolve(spec: AdapterSpec, model: nn.Module) -> tuple[Site, ...]:
         found = _named(sites, spec.targets, model)
     if spec.expert_sharing != "none" and not any(site.members for site in found):
         raise ValueError(
-            f"expert_sharing is {spec.expert_sharing!r}, but targets name no layer of experts; name them, such as "
+            "expert_sharing: the targets name no layer of experts, which could share factors: add some, such as "
             "gate_proj, or share nothing"
         )
     spec.check_patterns([name for site in found for name in (site.name, *site.members)])

@@ -17,6 +17,7 @@ from xorl.core.parallel import ParallelModel
 from xorl.lora import Adapter, AdapterSpec, adapter_parameters, adapters, init_adapters, inject
 from xorl.lora.experts import ExpertLowRank
 from xorl.lora.merge import fold_
+from xorl.lora.spec import ExpertSharing
 from xorl.train.adapters.folder import AdapterFolder, open_adapter
 
 logger = logging.getLogger(__name__)
@@ -53,7 +54,15 @@ def adapter_spec(lora: LoraConfig, default_targets: tuple[str, ...]) -> AdapterS
         rank_pattern=lora.rank_pattern,
         alpha_pattern=lora.alpha_pattern,
         modules_to_save=tuple(lora.modules_to_save),
+        expert_sharing=expert_sharing(lora),
     )
+
+
+def expert_sharing(lora: LoraConfig) -> ExpertSharing:
+    """What the options share between the experts of a layer."""
+    if lora.moe_shared_lora:
+        return "all"
+    return "outer" if lora.moe_hybrid_shared_lora else "none"
 
 
 def add_adapters(module: Decoder, lora: LoraConfig, default_targets: tuple[str, ...]) -> None:
@@ -78,7 +87,9 @@ def add_adapters(module: Decoder, lora: LoraConfig, default_targets: tuple[str, 
             raise ValueError(f"lora.adapter_path: {lora.adapter_path}: {error}") from error
         message = str(error)
         field = re.split(r"\W", message, maxsplit=1)[0]
-        raise ValueError(f"lora.{OPTIONS.get(field, field)}: {message.removeprefix(f'{field}: ')}") from error
+        sharing = "moe_shared_lora" if lora.moe_shared_lora else "moe_hybrid_shared_lora"
+        options = {**OPTIONS, "expert_sharing": sharing}
+        raise ValueError(f"lora.{options.get(field, field)}: {message.removeprefix(f'{field}: ')}") from error
 
 
 def flops_of(config: DecoderConfig, module: Decoder) -> Callable[[Sequence[int]], int]:
@@ -105,10 +116,15 @@ def flops_of(config: DecoderConfig, module: Decoder) -> Callable[[Sequence[int]]
 
 def _num_used(adapter: Adapter) -> int:
     """The elements of an adapter that a token is multiplied with."""
-    total = adapter.A.numel() + adapter.B.numel()
-    if not isinstance(adapter.pair, ExpertLowRank):
-        return total
-    return total // len(adapter.pair.held) * adapter.pair.num_active
+    pair = adapter.pair
+    if not isinstance(pair, ExpertLowRank):
+        return adapter.A.numel() + adapter.B.numel()
+    # An outer factor that experts share is applied once, before the token goes to experts or after it comes back.
+    outer = "B" if pair.projection == "down_proj" else "A"
+    return sum(
+        pair.factor(leaf).numel() // pair.count(leaf) * (1 if leaf == outer and leaf in pair.shared else pair.num_active)
+        for leaf in ("A", "B")
+    )
 
 
 class AdapterMerging:
