@@ -9,6 +9,7 @@ from torch import Tensor
 from xorl.kernels.experts import grouped, reference
 from xorl.kernels.experts.adapted import Factors
 from xorl.kernels.experts.plan import RoutePlan, _route_plan
+from xorl.kernels.experts.quantized import QuantizedExperts
 from xorl.kernels.experts.routing import (
     _sum_routing,
     count_replayed,
@@ -18,6 +19,7 @@ from xorl.kernels.experts.routing import (
     top_experts,
 )
 from xorl.kernels.layout import SequenceLayout
+from xorl.kernels.quant import GROUP_SIZES, QuantFormat, QuantScheme
 from xorl.kernels.testing import nan_poisoned_empty
 
 # T, K, D, F, E: all different, so that no transposed or swapped operand fits.
@@ -109,30 +111,46 @@ def test_frozen_experts_get_no_gradient() -> None:
     assert torch.equal(found[1], expected[3])
 
 
-def factors_of(shape: tuple[int, ...], dtype: torch.dtype, *, dropout: bool = False) -> list[Tensor]:
+# The leading dimensions of up_a, up_b, down_a and down_b that are 1.
+SHARINGS = {"none": (), "outer": (0, 3), "inner": (1, 2), "all": (0, 1, 2, 3)}
+
+
+def factors_of(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    *,
+    dropout: bool = False,
+    sharing: str = "none",
+    num_slots: int = 1,
+) -> list[Tensor]:
     """up_a, up_b, down_a, down_b, and with dropout the input of the first."""
     num_tokens, _, width, inner, num_experts = shape
     generator = torch.Generator().manual_seed(5)
-    sizes = [(num_experts, 4, width), (num_experts, 2 * inner, 4), (num_experts, 3, inner), (num_experts, width, 3)]
-    sizes += [(num_tokens, width)] if dropout else []
+    groups = [1 if index in SHARINGS[sharing] else num_experts * num_slots for index in range(4)]
+    sizes = [(4, width), (2 * inner, 4), (3, inner), (width, 3)]
+    whole = [(count, *size) for count, size in zip(groups, sizes, strict=True)]
+    whole += [(num_tokens, width)] if dropout else []
     return [
         torch.randn(*size, generator=generator, dtype=torch.float64).mul(0.3).to(dtype).requires_grad_()
-        for size in sizes
+        for size in whole
     ]
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("dropout", [False, True])
+@pytest.mark.parametrize("sharing", SHARINGS)
 @pytest.mark.parametrize("kind", ["random", "none to the first", "elsewhere"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_adapted_experts_match_the_twin(shape: tuple[int, ...], kind: str, dropout: bool, recompute: bool) -> None:
+def test_adapted_experts_match_the_twin(
+    shape: tuple[int, ...], kind: str, sharing: str, dropout: bool, recompute: bool
+) -> None:
     # Catches adapters of another expert, swapped factors, and routing weights that miss what an adapter adds.
     tensors, ids = inputs(shape, torch.float64), routes(kind, shape)
     if kind == "elsewhere":
         ids = torch.where(ids % 3 > 0, ids, shape[4])
     for frozen in tensors[1:3]:
         frozen.requires_grad_(False)
-    low_rank = factors_of(shape, torch.float64, dropout=dropout)
+    low_rank = factors_of(shape, torch.float64, dropout=dropout, sharing=sharing)
     factors, num_real = Factors(*low_rank), torch.tensor(shape[0] - 2)
     leaves = [tensors[0], tensors[3], *low_rank]
     expected = reference.experts(*tensors, ids, num_real, factors=factors)
@@ -145,6 +163,67 @@ def test_adapted_experts_match_the_twin(shape: tuple[int, ...], kind: str, dropo
     merged = [tensors[0], tensors[1] + factors.up_b @ factors.up_a, tensors[2] + factors.down_b @ factors.down_a]
     if not dropout:
         torch.testing.assert_close(out, grouped.experts(*merged, tensors[3], ids, num_real), rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("kind", ["random", "same", "elsewhere"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_slots_match_separate_passes(shape: tuple[int, ...], kind: str, recompute: bool) -> None:
+    # Catches tokens with another slot's adapter, and gradients of slots without tokens that are left undefined.
+    tensors, ids = inputs(shape, torch.float64), routes(kind, shape)
+    if kind == "elsewhere":
+        ids = torch.where(ids % 3 > 0, ids, shape[4])
+    for frozen in tensors[1:3]:
+        frozen.requires_grad_(False)
+    num_slots, num_real = 4, torch.tensor(shape[0] - 2)
+    slots = torch.randint(num_slots - 1, (shape[0],), generator=torch.Generator().manual_seed(4))
+    low_rank = factors_of(shape, torch.float64, num_slots=num_slots)
+    factors = Factors(*low_rank, slots=slots, num_slots=num_slots)
+    leaves = [tensors[0], tensors[3], *low_rank]
+    with nan_poisoned_empty():
+        out = grouped.experts(*tensors, ids, num_real, factors=factors, recompute=recompute)
+        found = gradients(out, leaves)
+    separate = torch.zeros_like(out)
+    for slot in range(num_slots):
+        alone = reference.experts(*tensors, ids, num_real, factors=Factors(*(f[slot::num_slots] for f in low_rank)))
+        separate = torch.where((slots == slot)[:, None], alone, separate)
+    expected = reference.experts(*tensors, ids, num_real, factors=factors)
+    for one in (out, expected):
+        torch.testing.assert_close(one, separate, rtol=1e-12, atol=1e-12)
+    for mine, theirs in zip(found, gradients(separate, leaves), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("quant_format", ["nf4", "nvfp4", "block_fp8"])
+@pytest.mark.parametrize("quantized", ["both", "gate_up", "down"])
+@pytest.mark.parametrize("has_factors", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_quantised_experts_match_dense_ones(
+    quant_format: QuantFormat, quantized: str, has_factors: bool, recompute: bool
+) -> None:
+    # Catches weights that are dequantised with another projection's scales, and what the backward pass forgets.
+    shape = (19, 2, 128, 128, 3)
+    tensors, ids = inputs(shape, torch.float32), routes("random", shape)
+    scheme = QuantScheme(quant_format, GROUP_SIZES[quant_format])
+    given: list[Tensor | QuantizedExperts] = [tensor.detach() for tensor in tensors[1:3]]
+    dense = [tensor.detach() for tensor in tensors[1:3]]
+    for index, name in enumerate(("gate_up", "down")):
+        if quantized in ("both", name):
+            rows = dense[index].flatten(0, 1)
+            noise = torch.tensor([3, 1], dtype=torch.int64) if index else None
+            global_scale = torch.rand(len(rows)) * 0.01 + 0.01 if quant_format == "nvfp4" else None
+            weight = QuantizedExperts(scheme.quantize(rows, global_scale), scheme, shape[4], len(rows), noise, 0.01)
+            given[index], dense[index] = weight, weight.dense(torch.float32)
+    low_rank = factors_of(shape, torch.float32) if has_factors else []
+    factors = Factors(*low_rank) if has_factors else None
+    leaves = [tensors[0], tensors[3], *low_rank]
+    expected = grouped.experts(leaves[0], *dense, leaves[1], ids, factors=factors)
+    grads = gradients(expected, leaves)
+    for implementation in (grouped.experts, reference.experts):
+        out = implementation(leaves[0], *given, leaves[1], ids, factors=factors, recompute=recompute)
+        torch.testing.assert_close(out, expected)
+        for mine, theirs in zip(gradients(out, leaves), grads, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
 
 
 def test_an_adapters_dropout_is_the_same_in_both_passes() -> None:

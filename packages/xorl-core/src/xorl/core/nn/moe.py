@@ -17,6 +17,7 @@ from xorl.core.nn.kernels import LayerKernels
 from xorl.core.nn.parts import Part
 from xorl.core.nn.roles import Role
 from xorl.kernels.experts.adapted import Factors
+from xorl.kernels.experts.quantized import ExpertsWeight
 from xorl.kernels.experts.routing import Routing, count_replayed, replay_experts, sum_routing, top_experts
 from xorl.kernels.layout import SequenceLayout
 
@@ -66,8 +67,8 @@ class ExpertLinear(nn.Module):
         part = Part(num_experts * out_features, rows, sharded_over=("ep",))
         self.parts: Mapping[str, Part] = {} if len(held) == num_experts else {"weight": part}
 
-    def stacked(self, dtype: torch.dtype) -> Tensor:
-        """[E, out, in] in `dtype`."""
+    def stacked(self, dtype: torch.dtype) -> ExpertsWeight:
+        """[E, out, in] in `dtype`, or what the kernels dequantise."""
         return self.weight.to(dtype).unflatten(0, (self.num_experts, -1))
 
     def extra_repr(self) -> str:

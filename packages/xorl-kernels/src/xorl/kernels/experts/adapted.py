@@ -1,10 +1,10 @@
-"""Experts with a low-rank adapter on each of them, by grouped products with an explicit backward pass.
+"""Experts with low-rank adapters or quantised weights, by grouped products with an explicit backward pass.
 
 The adapters' products are grouped like those of the experts, so no weight is ever merged. The base is frozen: only the
 input, the routing weights and the adapters get gradients. Otherwise as `grouped`.
 
-Shapes: T tokens, K experts per token, M rows (T * K, or fewer), D model width, F width of an expert, E experts, R and S
-ranks of the adapters of the up and the down projection.
+Shapes: T tokens, K experts per token, M rows (T * K, or fewer), D model width, F width of an expert, E experts, S slots
+(adapters that are mixed in one pass), R and Q ranks of the adapters of the up and the down projection.
 """
 
 from __future__ import annotations
@@ -14,22 +14,27 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
+from torch.nn import functional as F
 
 from xorl.kernels.experts.plan import RoutePlan
 from xorl.kernels.experts.products import Products, Rows, between_products, products_of
+from xorl.kernels.experts.quantized import ExpertsWeight, QuantizedExperts, StoredExperts, num_experts_of
 
 
 class Factors(NamedTuple):
     """What adapters add to the weights of experts: gate_up[e] + up_b[e] @ up_a[e] and down[e] + down_b[e] @ down_a[e].
 
-    Scales are part of the factors, which have the dtype of the input. A rank of 0 adds nothing.
+    Scales are part of the factors, which have the dtype of the input. A rank of 0 adds nothing. The first dimension of
+    a factor is E * S, with the factors of expert e and slot s at e * S + s, or 1 if all experts and slots share one.
 
-    up_a: [E, R, D].
-    up_b: [E, 2F, R], the gate's rows first.
-    down_a: [E, S, F].
-    down_b: [E, D, S].
+    up_a: [E * S, R, D]; a shared one is multiplied with tokens, not with each of their choices.
+    up_b: [E * S, 2F, R], the gate's rows first.
+    down_a: [E * S, Q, F].
+    down_b: [E * S, D, Q]; a shared one is multiplied after the sum over a token's choices.
     x: [T, D], what the adapters of the up projection are applied to if it is not the input itself (dropout).
     kept: probability that an element of the down projection's input is kept for its adapter (dropout).
+    slots: [T] integers, each token's slot; None: S is 1.
+    num_slots: S.
     """
 
     up_a: Tensor
@@ -38,12 +43,26 @@ class Factors(NamedTuple):
     down_b: Tensor
     x: Tensor | None = None
     kept: float = 1.0
+    slots: Tensor | None = None
+    num_slots: int = 1
+
+
+def no_factors(x: Tensor, gate_up: ExpertsWeight) -> Factors:
+    """Factors of rank 0 for the input x [T, D] and weights of these sizes."""
+    if isinstance(gate_up, QuantizedExperts):
+        num_experts, num_outputs = gate_up.num_experts, gate_up.num_rows // gate_up.num_experts
+    else:
+        num_experts, num_outputs = gate_up.shape[:2]
+    width = x.shape[1]
+    sizes = (0, width), (num_outputs, 0), (0, num_outputs // 2), (width, 0)
+    up_a, up_b, down_a, down_b = (x.new_empty(num_experts, *size) for size in sizes)
+    return Factors(up_a, up_b, down_a, down_b)
 
 
 def adapted_experts(
     x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: ExpertsWeight,
+    down: ExpertsWeight,
     weights: Tensor,
     ids: Tensor,
     num_real: Tensor | None,
@@ -54,19 +73,26 @@ def adapted_experts(
     products: str,
 ) -> Tensor:
     """As `grouped.experts`, with adapters; [T, D]."""
-    plan = RoutePlan.of(ids, len(gate_up), num_real, num_rows)
+    num_experts = num_experts_of(gate_up)
+    if factors.slots is not None:
+        ids = ids * factors.num_slots + factors.slots[:, None]
+    plan = RoutePlan.of(ids, num_experts * factors.num_slots, num_real, num_rows)
     mask = x.new_empty(0, dtype=torch.bool)
     if factors.kept < 1:
-        mask = torch.rand(len(plan.choices), down.shape[2], device=x.device) < factors.kept
+        mask = torch.rand(len(plan.choices), factors.down_a.shape[2], device=x.device) < factors.kept
+    stored_gate_up, stored_down = StoredExperts.of(gate_up), StoredExperts.of(down)
     out, _ = _adapted(
         x,
         x.new_empty(0) if factors.x is None else factors.x,
-        gate_up,
-        down,
+        stored_gate_up.tensors,
+        stored_down.tensors,
         *factors[:4],
         weights,
         mask,
         *plan,
+        num_experts,
+        stored_gate_up.form,
+        stored_down.form,
         factors.kept,
         recompute,
         products,
@@ -74,15 +100,82 @@ def adapted_experts(
     return out
 
 
-def _low(by: Products, rows: Rows, a: Tensor, ends: Tensor) -> Tensor:
-    """[M, R], what the first factors of adapters make of rows; empty for a rank of 0."""
-    return by.product(rows, a.transpose(1, 2), ends) if a.numel() else rows.values.new_empty(0)
+class _Layer:
+    """The grouped products of a layer, given what both passes have as arguments."""
+
+    def __init__(
+        self,
+        x: Tensor,
+        x_low: Tensor,
+        gate_up: list[Tensor],
+        down: list[Tensor],
+        factors: tuple[Tensor, Tensor, Tensor, Tensor],
+        plan: RoutePlan,
+        num_experts: int,
+        forms: tuple[str, str],
+        products: str,
+    ) -> None:
+        self.by: Products = products_of(products)
+        self.between = between_products(x)
+        self.plan = plan
+        self.tokens = plan.choices // plan.rows.shape[1]
+        self.up_a, self.up_b, self.down_a, self.down_b = factors
+        self.x, self.x_low = x, x_low if x_low.numel() else x
+        self._stored = StoredExperts(gate_up, forms[0]), StoredExperts(down, forms[1])
+        self._num_experts = num_experts
+
+    def gate_up(self) -> Tensor:
+        """[E, 2F, D], dequantised for each call."""
+        num_rows = self._num_experts * self.up_b.shape[1]
+        return self._stored[0].dense(self._num_experts, num_rows, self.x.dtype)
+
+    def down(self) -> Tensor:
+        """[E, D, F], dequantised for each call."""
+        return self._stored[1].dense(self._num_experts, self._num_experts * self.x.shape[1], self.x.dtype)
+
+    def gather(self, x: Tensor) -> Rows:
+        """The rows [M, ...] of tokens."""
+        return self.by.gather(x, self.tokens)
+
+    def product(self, rows: Rows, weight: Tensor) -> Tensor:
+        """rows [M, I] times weight [G, I, N] of their experts, of their experts' adapters or of all: [M, N]."""
+        return self.by.product(rows, weight, self._ends(weight))
+
+    def outer(self, left: Rows, right: Rows, like: Tensor) -> Tensor:
+        """The gradient of a weight: left.T @ right for each of the matrices `like` [G, N, K]."""
+        return self.by.outer(left, right, self._ends(like))
+
+    def combine(self, rows: Tensor, weights: Tensor | None) -> Tensor:
+        """The weighted sum over the choices of each token, [T, ...]."""
+        return self.between.combine(rows, weights, self.plan.rows, self.plan.ends)
+
+    def up(self, low: Rows | None) -> Tensor:
+        """[M, 2F], the up product with its adapter."""
+        up = self.product(self.gather(self.x), self.gate_up().transpose(1, 2))
+        return up if low is None else up.add_(self.product(low, self.up_b.transpose(1, 2)))
+
+    def up_low(self) -> Rows | None:
+        """[M, R], what the first factors of the up projection's adapters make of the tokens; None for a rank of 0."""
+        if not self.up_a.numel():
+            return None
+        if is_shared(self.up_a):
+            return self.gather(F.linear(self.x_low, self.up_a[0]))
+        return Rows(self.product(self.gather(self.x_low), self.up_a.transpose(1, 2)))
+
+    def down_low(self, inner: Tensor) -> Tensor:
+        """[M, Q], what the first factors of the down projection's adapters make of [M, F]."""
+        return self.product(Rows(inner), self.down_a.transpose(1, 2))
+
+    def _ends(self, weight: Tensor) -> Tensor:
+        # The plan's groups are the slots of each expert, so those of an expert are adjacent, as are all of them.
+        ends = self.plan.ends
+        step = len(ends) // len(weight)
+        return ends if step == 1 else ends[step - 1 :: step].contiguous()
 
 
-def _up(by: Products, gathered: Rows, low: Tensor, gate_up: Tensor, up_b: Tensor, ends: Tensor) -> Tensor:
-    """[M, 2F], the up product with its adapter."""
-    up = by.product(gathered, gate_up.transpose(1, 2), ends)
-    return up.add_(by.product(Rows(low), up_b.transpose(1, 2), ends)) if low.numel() else up
+def is_shared(factor: Tensor) -> bool:
+    """Whether all experts and slots share this factor."""
+    return len(factor) == 1
 
 
 def _dropped(rows: Tensor, mask: Tensor, kept: float) -> Tensor:
@@ -93,8 +186,8 @@ def _dropped(rows: Tensor, mask: Tensor, kept: float) -> Tensor:
 def _adapted(
     x: Tensor,
     x_low: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: list[Tensor],
+    down: list[Tensor],
     up_a: Tensor,
     up_b: Tensor,
     down_a: Tensor,
@@ -104,6 +197,9 @@ def _adapted(
     choices: Tensor,
     rows: Tensor,
     ends: Tensor,
+    num_experts: int,
+    gate_up_form: str,
+    down_form: str,
     kept: float,
     recompute: bool,
     products: str,
@@ -111,25 +207,26 @@ def _adapted(
     """`x_low` and `mask` are empty without dropout."""
     if not len(choices):
         return torch.zeros_like(x, memory_format=torch.contiguous_format), x.new_empty(0)
-    by, between = products_of(products), between_products(x)
-    tokens = choices // rows.shape[1]
-    gathered = by.gather(x, tokens)
-    low = _low(by, by.gather(x_low, tokens) if x_low.numel() else gathered, up_a, ends)
-    up = _up(by, gathered, low, gate_up, up_b, ends)
-    inner = between.gated(up)
-    y = by.product(Rows(inner), down.transpose(1, 2), ends)
-    if down_a.numel():
-        low = _low(by, Rows(_dropped(inner, mask, kept)), down_a, ends)
-        y += by.product(Rows(low), down_b.transpose(1, 2), ends)
-    return between.combine(y, weights, rows, ends), x.new_empty(0) if recompute else up
+    factors, plan, forms = (up_a, up_b, down_a, down_b), RoutePlan(choices, rows, ends), (gate_up_form, down_form)
+    layer = _Layer(x, x_low, gate_up, down, factors, plan, num_experts, forms, products)
+    up = layer.up(layer.up_low())
+    inner = layer.between.gated(up)
+    y = layer.product(Rows(inner), layer.down().transpose(1, 2))
+    low = layer.down_low(_dropped(inner, mask, kept)) if down_a.numel() else None
+    if low is not None and not is_shared(down_b):
+        y += layer.product(Rows(low), down_b.transpose(1, 2))
+    out = layer.combine(y, weights)
+    if low is not None and is_shared(down_b):
+        out.addmm_(layer.combine(low, weights), down_b[0].t())
+    return out, x.new_empty(0) if recompute else up
 
 
 @_adapted.register_fake
 def _(
     x: Tensor,
     x_low: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: list[Tensor],
+    down: list[Tensor],
     up_a: Tensor,
     up_b: Tensor,
     down_a: Tensor,
@@ -139,11 +236,14 @@ def _(
     choices: Tensor,
     rows: Tensor,
     ends: Tensor,
+    num_experts: int,
+    gate_up_form: str,
+    down_form: str,
     kept: float,
     recompute: bool,
     products: str,
 ) -> tuple[Tensor, Tensor]:
-    up = x.new_empty(0) if recompute else x.new_empty(choices.shape[0], gate_up.shape[1])
+    up = x.new_empty(0) if recompute else x.new_empty(choices.shape[0], up_b.shape[1])
     return torch.empty_like(x, memory_format=torch.contiguous_format), up
 
 
@@ -152,8 +252,8 @@ def _adapted_backward(
     grad: Tensor,
     x: Tensor,
     x_low: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: list[Tensor],
+    down: list[Tensor],
     up_a: Tensor,
     up_b: Tensor,
     down_a: Tensor,
@@ -164,6 +264,9 @@ def _adapted_backward(
     rows: Tensor,
     ends: Tensor,
     up: Tensor,
+    num_experts: int,
+    gate_up_form: str,
+    down_form: str,
     kept: float,
     products: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -172,41 +275,52 @@ def _adapted_backward(
         given = (x, x_low, up_a, up_b, down_a, down_b, weights)
         zeros = [torch.zeros_like(tensor, memory_format=torch.contiguous_format) for tensor in given]
         return zeros[0], zeros[1], zeros[2], zeros[3], zeros[4], zeros[5], zeros[6]
-    by, between = products_of(products), between_products(x)
-    tokens = choices // rows.shape[1]
-    gathered, grad_rows = by.gather(x, tokens), by.gather(grad, tokens)
-    source = by.gather(x_low, tokens) if x_low.numel() else gathered
-    low = _low(by, source, up_a, ends)
+    factors, plan, forms = (up_a, up_b, down_a, down_b), RoutePlan(choices, rows, ends), (gate_up_form, down_form)
+    layer = _Layer(x, x_low, gate_up, down, factors, plan, num_experts, forms, products)
+    low = layer.up_low()
     if not up.numel():
-        up = _up(by, gathered, low, gate_up, up_b, ends)
+        up = layer.up(low)
+    grad_rows = layer.gather(grad)
     # Before the routing weight: its gradient is the product of these and the experts' inner activations.
-    grad_inner = by.product(grad_rows, down, ends)  # [M, F]
-    grad_low = x.new_empty(0)
+    grad_inner = layer.product(grad_rows, layer.down())  # [M, F]
+    grad_low: Rows | None = None  # [M, Q]
     if down_a.numel():
-        grad_low = by.product(grad_rows, down_b, ends)  # [M, S]
-        grad_inner += _dropped(by.product(Rows(grad_low), down_a, ends), mask, kept)
-    grad_up, weighted, grad_weights = between.gated_backward(grad_inner, up, weights, choices, ends)
-    grad_down_a, grad_down_b = torch.zeros_like(down_a), torch.zeros_like(down_b)
-    if down_a.numel():
+        shared = is_shared(down_b)
+        grad_low = layer.gather(grad @ down_b[0]) if shared else Rows(layer.product(grad_rows, down_b))
+        grad_inner += _dropped(layer.product(grad_low, down_a), mask, kept)
+    grad_up, weighted, grad_weights = layer.between.gated_backward(grad_inner, up, weights, choices, ends)
+    # For a rank of 0 the gradients of factors have no elements.
+    grad_up_a, grad_up_b, grad_down_a, grad_down_b = map(torch.empty_like, factors)
+    if grad_low is not None:
         weighted = _dropped(weighted, mask, kept)
-        grad_down_a = by.outer(Rows(grad_low), Rows(weighted), ends)
-        grad_down_b = by.outer(grad_rows, Rows(_low(by, Rows(weighted), down_a, ends)), ends)
-    grad_x = by.product(Rows(grad_up), gate_up, ends)
-    if not up_a.numel():
-        grad_x, zeros = (
-            between.combine(grad_x, None, rows, ends),
-            [torch.zeros_like(one) for one in (x_low, up_a, up_b)],
-        )
-        return grad_x, zeros[0], zeros[1], zeros[2], grad_down_a, grad_down_b, grad_weights
-    grad_up_b = by.outer(Rows(grad_up), Rows(low), ends)
-    grad_low = by.product(Rows(grad_up), up_b, ends)  # [M, R]
-    grad_up_a = by.outer(Rows(grad_low), source, ends)
-    of_low = by.product(Rows(grad_low), up_a, ends)
-    if x_low.numel():
-        grad_x_low = between.combine(of_low, None, rows, ends)
-    else:
-        grad_x, grad_x_low = grad_x.add_(of_low), x_low.clone()
-    grad_x = between.combine(grad_x, None, rows, ends)
+        grad_down_a = layer.outer(grad_low, Rows(weighted), down_a)
+        down_low = layer.down_low(weighted)
+        if is_shared(down_b):
+            grad_down_b = (grad.t() @ layer.combine(down_low, None))[None]
+        else:
+            grad_down_b = layer.outer(grad_rows, Rows(down_low), down_b)
+    grad_x = layer.product(Rows(grad_up), layer.gate_up())
+    grad_x_low = torch.zeros_like(x_low, memory_format=torch.contiguous_format)
+    of_tokens = None  # [T, D], of the input of the adapters
+    if low is not None:
+        grad_up_b = layer.outer(Rows(grad_up), low, up_b)
+        of_low = layer.product(Rows(grad_up), up_b)  # [M, R]
+        if is_shared(up_a):
+            summed = layer.combine(of_low, None)
+            grad_up_a = (summed.t() @ layer.x_low)[None]
+            of_tokens = summed @ up_a[0]
+        else:
+            grad_up_a = layer.outer(Rows(of_low), layer.gather(layer.x_low), up_a)
+            of_rows = layer.product(Rows(of_low), up_a)
+            if x_low.numel():
+                of_tokens = layer.combine(of_rows, None)
+            else:
+                grad_x += of_rows
+    grad_x = layer.combine(grad_x, None)
+    if of_tokens is not None and x_low.numel():
+        grad_x_low = of_tokens
+    elif of_tokens is not None:
+        grad_x += of_tokens
     return grad_x, grad_x_low, grad_up_a, grad_up_b, grad_down_a, grad_down_b, grad_weights
 
 
@@ -215,8 +329,8 @@ def _(
     grad: Tensor,
     x: Tensor,
     x_low: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: list[Tensor],
+    down: list[Tensor],
     up_a: Tensor,
     up_b: Tensor,
     down_a: Tensor,
@@ -227,6 +341,9 @@ def _(
     rows: Tensor,
     ends: Tensor,
     up: Tensor,
+    num_experts: int,
+    gate_up_form: str,
+    down_form: str,
     kept: float,
     products: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -243,24 +360,35 @@ def _(
 
 class _Context(FunctionCtx):
     saved_tensors: tuple[Tensor, ...]
-    needs_input_grad: tuple[bool, ...]
-    kept: float
-    products: str
+    num_stored: tuple[int, int]
+    options: tuple[int, str, str, float, str]
+    has_low: bool
 
 
 def _save(ctx: _Context, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    ctx.kept, ctx.products = inputs[13], inputs[15]
-    ctx.save_for_backward(*inputs[:13], output[1])
+    x, x_low, gate_up, down, *others = inputs
+    ctx.num_stored, ctx.has_low = (len(gate_up), len(down)), x_low.numel() > 0
+    num_experts, gate_up_form, down_form, kept, _, products = inputs[13:]
+    ctx.options = num_experts, gate_up_form, down_form, kept, products
+    ctx.save_for_backward(x, x_low, *gate_up, *down, *others[:9], output[1])
     ctx.mark_non_differentiable(output[1])
 
 
-def _differentiate(ctx: _Context, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    assert not any(ctx.needs_input_grad[2:4]), "the weights of experts with adapters are frozen"
-    saved = ctx.saved_tensors  # once: recomputation unpacks them
-    grad_x, grad_x_low, *of_factors, grad_weights = _adapted_backward(grad.contiguous(), *saved, ctx.kept, ctx.products)
-    has_low = saved[1].numel() > 0
-    nones = (None,) * 7
-    return grad_x, grad_x_low if has_low else None, None, None, *of_factors, grad_weights, *nones
+def _differentiate(ctx: _Context, grad: Tensor, _: Tensor) -> tuple[Tensor | list[None] | None, ...]:
+    saved = list(ctx.saved_tensors)  # once: recomputation unpacks them
+    of_gate_up, of_down = ctx.num_stored
+    middle = 2 + of_gate_up
+    grad_x, grad_x_low, *of_factors, grad_weights = _adapted_backward(
+        grad.contiguous(),
+        *saved[:2],
+        saved[2:middle],
+        saved[middle : middle + of_down],
+        *saved[middle + of_down :],
+        *ctx.options,
+    )
+    frozen = [None] * of_gate_up, [None] * of_down
+    nones = (None,) * 10  # the mask, the plan and what are no tensors
+    return grad_x, grad_x_low if ctx.has_low else None, *frozen, *of_factors, grad_weights, *nones
 
 
 _adapted.register_autograd(_differentiate, setup_context=_save)

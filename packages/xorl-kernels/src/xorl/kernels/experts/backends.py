@@ -13,6 +13,7 @@ from torch import Tensor
 
 from xorl.kernels.experts import grouped, reference
 from xorl.kernels.experts.adapted import Factors
+from xorl.kernels.experts.quantized import ExpertsWeight
 from xorl.kernels.fused import triton_refusal
 from xorl.kernels.grouped import product_refusal
 from xorl.kernels.registry import Backend, Registry
@@ -24,8 +25,8 @@ class ExpertsFn(Protocol):
     def __call__(
         self,
         x: Tensor,
-        gate_up: Tensor,
-        down: Tensor,
+        gate_up: ExpertsWeight,
+        down: ExpertsWeight,
         weights: Tensor,
         ids: Tensor,
         num_real: Tensor | None = None,

@@ -15,17 +15,18 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from xorl.kernels.experts.adapted import Factors, adapted_experts
+from xorl.kernels.experts.adapted import Factors, adapted_experts, no_factors
 from xorl.kernels.experts.plan import RoutePlan
 from xorl.kernels.experts.products import Rows, between_products, products_of
+from xorl.kernels.experts.quantized import ExpertsWeight
 
 Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def experts(
     x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: ExpertsWeight,
+    down: ExpertsWeight,
     weights: Tensor,
     ids: Tensor,
     num_real: Tensor | None = None,
@@ -39,32 +40,32 @@ def experts(
 
     Args:
         x: [T, D].
-        gate_up: [E, 2F, D], in the dtype of x.
-        down: [E, D, F], in the dtype of x.
+        gate_up: [E, 2F, D], in the dtype of x or quantised.
+        down: [E, D, F], as gate_up.
         weights: [T, K] fp32.
         ids: [T, K] integers in [0, E]; E is a choice without an expert, which adds nothing.
         num_real: 0-d integer tensor; the output of tokens from this index on, which are padding, is 0.
         num_rows: how many choices have an expert, if the host knows it; the others then need no memory.
         recompute: compute the up product again in the backward pass instead of keeping it.
-        factors: of adapters; the weights of the experts must be frozen then.
+        factors: of adapters. With these, or quantised weights, the weights of the experts must be frozen.
         products: the implementation of the products: native, triton or quack.
     """
-    if factors is not None:
-        return adapted_experts(
-            x,
-            gate_up,
-            down,
-            weights,
-            ids,
-            num_real,
-            factors,
-            num_rows=num_rows,
-            recompute=recompute,
-            products=products,
-        )
-    plan = RoutePlan.of(ids, len(gate_up), num_real, num_rows)
-    out, _ = _experts(x, gate_up, down, weights, *plan, recompute, products)
-    return out
+    if factors is None and isinstance(gate_up, Tensor) and isinstance(down, Tensor):
+        plan = RoutePlan.of(ids, len(gate_up), num_real, num_rows)
+        out, _ = _experts(x, gate_up, down, weights, *plan, recompute, products)
+        return out
+    return adapted_experts(
+        x,
+        gate_up,
+        down,
+        weights,
+        ids,
+        num_real,
+        no_factors(x, gate_up) if factors is None else factors,
+        num_rows=num_rows,
+        recompute=recompute,
+        products=products,
+    )
 
 
 @torch.library.custom_op("xorl::experts", mutates_args=())

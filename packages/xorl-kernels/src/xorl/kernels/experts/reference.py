@@ -13,13 +13,14 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from xorl.kernels.experts.adapted import Factors
+from xorl.kernels.experts.adapted import Factors, is_shared
+from xorl.kernels.experts.quantized import ExpertsWeight, dense
 
 
 def experts(
     x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: ExpertsWeight,
+    down: ExpertsWeight,
     weights: Tensor,
     ids: Tensor,
     num_real: Tensor | None = None,
@@ -35,8 +36,8 @@ def experts(
 
     Args:
         x: [T, D].
-        gate_up: [E, 2F, D], in the dtype of x; the rows of the gate come before those of up.
-        down: [E, D, F], in the dtype of x.
+        gate_up: [E, 2F, D], in the dtype of x or quantised; the rows of the gate come before those of up.
+        down: [E, D, F], as gate_up.
         weights: [T, K] fp32 (fp64 for fp64). The sum over k is in this dtype and is rounded to that of x once.
         ids: [T, K] integers in [0, E]; E is a choice without an expert, which adds nothing.
         num_real: 0-d integer tensor; the output of tokens from this index on, which are padding, is 0.
@@ -60,6 +61,7 @@ def experts(
         )
         assert isinstance(out, Tensor)
         return out
+    gate_up, down = dense(gate_up, x.dtype), dense(down, x.dtype)
     out = torch.zeros(x.shape, dtype=weights.dtype, device=x.device)
     is_real = torch.ones(len(x), dtype=torch.bool, device=x.device)
     if num_real is not None:
@@ -69,12 +71,25 @@ def experts(
         product = F.linear(x[tokens], gate_up[expert])
         if factors is not None:
             adapted = x if factors.x is None else factors.x
-            product = product + F.linear(F.linear(adapted[tokens], factors.up_a[expert]), factors.up_b[expert])
+            product = product + _low_rank(adapted[tokens], tokens, expert, factors, factors.up_a, factors.up_b)
         gate, up = product.chunk(2, dim=-1)
         inner = activation(gate) * up
         y = F.linear(inner, down[expert])
         if factors is not None:
             kept = F.dropout(inner, 1 - factors.kept, training=factors.kept < 1)
-            y = y + F.linear(F.linear(kept, factors.down_a[expert]), factors.down_b[expert])
+            y = y + _low_rank(kept, tokens, expert, factors, factors.down_a, factors.down_b)
         out = out.index_add(0, tokens, y.to(out.dtype) * weights[tokens, choices, None])
     return out.to(x.dtype)
+
+
+def _low_rank(rows: Tensor, tokens: Tensor, expert: int, factors: Factors, a: Tensor, b: Tensor) -> Tensor:
+    """What the adapters of an expert add to its product with rows [N, I] of `tokens`; [N, O]."""
+    added = rows.new_zeros(len(rows), b.shape[1])
+    for slot in range(factors.num_slots):
+        index = expert * factors.num_slots + slot
+        low = F.linear(rows, a[0 if is_shared(a) else index])
+        of_slot = F.linear(low, b[0 if is_shared(b) else index])
+        if factors.slots is None:
+            return of_slot
+        added = torch.where((factors.slots[tokens] == slot)[:, None], of_slot, added)
+    return added
