@@ -203,8 +203,7 @@ class ExpertsAdapter(nn.Module):
         downs, ups = zip(*(pair.stacked(x.dtype, shared) for pair in pairs), strict=True)
         down, up = join_parts(downs, ups, [(pair.start, pair.stop) for pair in pairs], out_features)
         missing = -down.shape[1] % RANK_MULTIPLE
-        down, up = (F.pad(down, (0, 0, 0, missing)), F.pad(up, (0, missing))) if missing else (down, up)
-        return down.expand(self._num_experts, -1, -1), up.expand(self._num_experts, -1, -1)
+        return (F.pad(down, (0, 0, 0, missing)), F.pad(up, (0, missing))) if missing else (down, up)
 
 
 def fold_expert_pair_(rows: Tensor, pair: ExpertLowRank, a: Tensor, b: Tensor, block: int, first: int) -> None:
