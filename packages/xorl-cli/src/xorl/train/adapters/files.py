@@ -20,8 +20,7 @@ from xorl.core.parallel import ParallelModel
 from xorl.lora import Adapter, AdapterSpec, adapters
 from xorl.lora.inject import base_parameters
 from xorl.lora.peft import CONFIG_FILE, WEIGHTS_FILE, AdapterConfig, adapter_tensors, config_of
-from xorl.lora.peft.layout import PREFIX
-from xorl.lora.peft.model import FileTensors
+from xorl.lora.peft.layout import PREFIX, FileTensors
 
 
 @dataclass(frozen=True)

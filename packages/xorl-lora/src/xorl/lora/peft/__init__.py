@@ -4,6 +4,7 @@ from xorl.lora.peft.config import CONFIG_FILE, AdapterConfig
 from xorl.lora.peft.layout import WEIGHTS_FILE, InMemoryTensors, differences, read_layout
 from xorl.lora.peft.merged import MergedWeights
 from xorl.lora.peft.model import adapter_tensors, config_of, load_adapters
+from xorl.lora.peft.views import per_expert
 
 __all__ = [
     "CONFIG_FILE",
@@ -15,5 +16,6 @@ __all__ = [
     "config_of",
     "differences",
     "load_adapters",
+    "per_expert",
     "read_layout",
 ]

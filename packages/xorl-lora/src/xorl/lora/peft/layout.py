@@ -5,7 +5,7 @@ Module names are those of the base model in transformers, without fused layers. 
 
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, cast
 
@@ -83,6 +83,17 @@ class AdapterLayout:
         return {
             key: value for key, value in patterns.items() if any(matches_pattern(key, name) for name in self.modules)
         }
+
+
+@dataclass(frozen=True)
+class FileTensors:
+    """fp32 tensors of a file that are made together: their shapes by name.
+
+    `make` returns their values on every rank, and is collective if the model is sharded.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    make: Callable[[], Mapping[str, Tensor]]
 
 
 class InMemoryTensors:
