@@ -107,7 +107,7 @@ class AdapterConfig:
         form_settings = {key: content[key] for key in _FORM_SETTINGS[form] if key in content}
         content = recorded_settings(content)
         of_forms = {key for keys in _FORM_SETTINGS.values() for key in keys}
-        known = {*_UNSUPPORTED, *_IGNORED, *of_forms, *cls(AdapterSpec()).to_json()}
+        known = {*_UNSUPPORTED, *_IGNORED, *of_forms, "expert_sharing", *cls(AdapterSpec()).to_json()}
         unknown = sorted(key for key, value in content.items() if key not in known and value)
         if unknown:
             logger.warning(
