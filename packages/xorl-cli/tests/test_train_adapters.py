@@ -27,7 +27,7 @@ def decoder() -> Decoder:
 
 def with_adapters(**lora: object) -> Decoder:
     model = decoder()
-    add_adapters(model, LoraConfig.model_validate({"enable_lora": True, **lora}), FAMILY.adapter_targets)
+    add_adapters(model, LoraConfig.model_validate({"enable_lora": True, **lora}), FAMILY)
     return model
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from xorl.lora.peft import (
     MergedWeights,
     adapter_tensors,
     config_of,
+    in_form,
     load_adapters,
     per_expert,
     read_layout,
@@ -138,6 +140,21 @@ def test_a_file_merges_into_the_weights_that_the_model_computes_with(form: Exper
             expected = 1.5 * b[min(expert, len(b) - 1)] @ a[min(expert, len(a) - 1)]
             found = merged.read(f"model.layers.1.mlp.experts.{expert}.{leaf}.weight")
             torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("to", [form for form in FORMS if form[1] == "outer"])
+@pytest.mark.parametrize("form", get_args(ExpertForm))
+def test_forms_are_converted(form: ExpertForm, to: tuple[ExpertForm, ExpertSharing]) -> None:
+    # Catches an export in another form that loses the sharing, or repeats what was one.
+    spec = spec_of("outer")
+    decoder = decoder_of(spec)
+    config, groups = in_form(*read(*written(decoder, spec, form)), to[0])
+    tensors = {key: tensor for group in groups for key, tensor in group.make().items()}
+    expected, directly = written(decoder, spec, to[0])
+    assert config.to_json() == expected
+    assert tensors.keys() == directly.keys()
+    for key, tensor in directly.items():
+        assert torch.equal(tensors[key], tensor), key
 
 
 def test_names_and_orders_are_those_of_peft_and_sglang() -> None:

@@ -211,13 +211,15 @@ def _checkpoints(startup: Startup, run: PreparedRun, engine: Engine, stream: Str
     files = None
     # The engine of a benchmark's peer has none of our adapters.
     if adapters(engine.model.module):
-        spec = adapter_spec(lora, architecture.spec.adapter_targets)
+        spec = adapter_spec(lora, architecture.spec)
         assert spec is not None, "a model only has adapters if the configuration enables them"
         base = config.model.model_path
         if lora.merge_lora_interval:
             # No other tool can load this base; a name that is no model says so, to people and to `check_name`.
             base = f"{base or config.model.config_path} (with adapters merged into it while training)"
-        files = _adapter_files(engine.model, spec, base, recipes, architecture.chat_template, lora.moe_lora_format)
+        files = AdapterFiles.of(
+            engine.model, spec, base, recipes, chat_template=architecture.chat_template, form=lora.moe_lora_format
+        )
     export: ModelExport | AdapterExport | None = None
     if train.save_hf_weights and lora.save_lora_only:
         assert files is not None, "the configuration was checked"
@@ -240,22 +242,6 @@ def _checkpoints(startup: Startup, run: PreparedRun, engine: Engine, stream: Str
         trained_only=lora.save_lora_only,
         stream=stream,
     )
-
-
-def _adapter_files(
-    model: ParallelModel,
-    spec: AdapterSpec,
-    base: str | None,
-    recipes: Mapping[str, WeightRecipe],
-    chat_template: str | None,
-    form: ExpertForm | None,
-) -> AdapterFiles:
-    try:
-        return AdapterFiles.of(model, spec, base, recipes, chat_template=chat_template, form=form)
-    except ValueError as error:
-        if not str(error).startswith("form: "):
-            raise
-        raise ValueError(f"lora.moe_lora_format: {str(error).removeprefix('form: ')}") from error
 
 
 def _before_step(config: Config, engine: Engine) -> tuple[Callable[[int], None], ...]:

@@ -25,8 +25,8 @@ from xorl.lora.spec import ExpertSharing
 RANK_MULTIPLE = 8
 
 
-# By what experts share and the module of a projection: which of its factors are shared.
-_SHARED: Mapping[tuple[ExpertSharing, str], Collection[Leaf]] = MappingProxyType(
+# By what experts share and the module of a projection: which of its factors are shared. None if it is not here.
+SHARED: Mapping[tuple[ExpertSharing, str], Collection[Leaf]] = MappingProxyType(
     {
         ("outer", "gate_up_proj"): ("A",),
         ("outer", "down_proj"): ("B",),
@@ -89,7 +89,7 @@ class ExpertLowRank(LowRank):
         self.held = layer.held
         self.num_active = num_active
         self.sharing: ExpertSharing = sharing
-        self.shared = _SHARED.get((sharing, projection), ())
+        self.shared = SHARED.get((sharing, projection), ())
         pair = SharedPair()
         for leaf, shape in self._shapes(in_features).items():
             shared = nn.Parameter(torch.empty(*shape, dtype=torch.float32, device=device))

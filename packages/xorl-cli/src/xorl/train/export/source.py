@@ -58,6 +58,8 @@ def open_saved(path: str, base: str | None = None, *, merge: bool = False) -> Sa
     step = None if manifest is None else manifest.step
     description = None if manifest is None else read_description(folder, manifest)
     scheme = None if description is None else description.scheme
+    if adapter is not None and description is not None:
+        adapter = _for_family(adapter, description.architecture)
     trained = None if description is None else description.weights_in(folder)
     if description is not None and trained is not None:
         changed_its_base = adapter is not None and adapter.base != description.base_path
@@ -79,6 +81,7 @@ def open_saved(path: str, base: str | None = None, *, merge: bool = False) -> Sa
     base_folder = folder_of("--base", base, CONFIG_PATTERNS)
     architecture = replace(read_config("--base", base_folder / "config.json", base_folder), chat_template=template)
     weights = weights_at("--base", base, architecture)
+    adapter = _for_family(adapter, architecture)
     _check_fits(adapter, base, weights)
     return SavedModel(folder, architecture, weights, base, adapter, step, scheme)
 
@@ -90,6 +93,11 @@ def weights_at(option: str, path: str, architecture: Architecture) -> WeightSour
     except CheckpointError as error:
         raise CheckpointError(f"{option}: {error}") from error
     return architecture.spec.checkpoint_view(architecture.config, source)
+
+
+def _for_family(adapter: AdapterFolder, architecture: Architecture) -> AdapterFolder:
+    """The adapter with the names that experts have in the family's checkpoints."""
+    return open_adapter(adapter.option, str(adapter.folder), architecture.spec.checkpoint_names.experts)
 
 
 def _check_fits(adapter: AdapterFolder, base: str, weights: WeightSource) -> None:

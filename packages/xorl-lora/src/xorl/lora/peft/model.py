@@ -15,7 +15,7 @@ from xorl.lora.linear import Leaf, LowRank
 from xorl.lora.merge import full_tensor, magnitude, set_magnitude_
 from xorl.lora.peft.config import AdapterConfig, ExpertForm, shared_value, shortest_names
 from xorl.lora.peft.forms import ExpertFactor, ExpertFactors, chosen_form, expert_tensors, settings_of
-from xorl.lora.peft.layout import AdapterLayout, FileTensors, keys_of
+from xorl.lora.peft.layout import AdapterLayout, FileTensors, keys_of, read_shared
 from xorl.lora.spec import AdapterSpec
 from xorl.lora.targets import modules_to_save, sites_of
 
@@ -189,11 +189,4 @@ def _read(adapter: Adapter, leaf: Leaf, layout: AdapterLayout, source: WeightSou
         return source.read(key(adapter.name))
     if leaf not in pair.shared:
         return torch.cat([source.read(key(member)) for member in pair.held_members])
-    first = source.read(key(pair.members[0]))
-    # The other forms than SGLang's hold a copy for each expert.
-    for member in pair.members[1:] if layout.config.form != "sglang" else ():
-        if not torch.equal(source.read(key(member)), first):
-            raise ValueError(
-                f"{member}: lora_{leaf} differs from that of {pair.members[0]}, but the experts of the layer share it"
-            )
-    return first
+    return read_shared(layout, source, pair.members, leaf)
