@@ -138,7 +138,11 @@ def test_gradients_are_those_of_peft(sharing: ExpertSharing, tmp_path: Path) -> 
     decoder = decoder_of(model_of("qwen3_moe"))
     # Of rank 2r like PEFT's, so that PEFT can express them: gate and up use different halves.
     spec = AdapterSpec(
-        rank=rank, alpha=6.0, targets=names, expert_sharing=sharing, rank_pattern={names[2]: 2 * rank},
+        rank=rank,
+        alpha=6.0,
+        targets=names,
+        expert_sharing=sharing,
+        rank_pattern={names[2]: 2 * rank},
         alpha_pattern={names[2]: 12.0},
     )
     inject(decoder, spec)

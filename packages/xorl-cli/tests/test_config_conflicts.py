@@ -171,16 +171,6 @@ def swept(*members: dict[str, Any], **lora: Any) -> dict[str, Any]:
             "lora.save_lora_only",
             "would not be saved anywhere",
         ),
-        (
-            {"lora": {"enable_lora": True, "moe_shared_lora": True, "moe_hybrid_shared_lora": True}},
-            "lora.moe_shared_lora",
-            "set one to false",
-        ),
-        (
-            {"lora": {"enable_lora": True, "moe_shared_lora": True, "moe_lora_format": "sglang"}},
-            "lora.moe_lora_format",
-            "only holds adapters whose outer factors are shared",
-        ),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(changes: Options, path: str, message: str) -> None:

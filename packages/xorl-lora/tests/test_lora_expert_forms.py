@@ -211,9 +211,9 @@ def test_some_projections_alone_in_the_form_of_peft(targets: tuple[str, ...]) ->
 def test_stacks_without_a_mark_are_told_by_their_shapes() -> None:
     # Catches a file of another program that is refused, or read as if its experts shared what they do not.
     tensors = {
-        f"{EXPERTS}.{name}.lora_{leaf}.weight": torch.randn(E, 4 if leaf == "A" else P, I if leaf == "A" else 4)
-        for name, P, I in (("gate_proj", F, D), ("w3", F, D), ("w2", D, F))
-        for leaf in "AB"
+        f"{EXPERTS}.{name}.lora_{leaf}.weight": torch.randn(E, *shape)
+        for name, outputs, inputs in (("gate_proj", F, D), ("w3", F, D), ("w2", D, F))
+        for leaf, shape in (("A", (4, inputs)), ("B", (outputs, 4)))
     }
     content: dict[str, object] = {"peft_type": "LORA", "r": 4, "lora_alpha": 6, "target_modules": ["gate_proj"]}
     layout, source = read(content, tensors)

@@ -64,7 +64,9 @@ def export_command(
     A checkpoint becomes a model. A checkpoint with an adapter becomes only the adapter, or with --merge the model with
     the adapter merged in. One tensor is in memory at a time; --verify loads the whole model.
     """
-    raise typer.Exit(run_alone(lambda: _export(path, output, merge, dtype, base, verify, moe_lora_format), with_traceback=traceback))
+    raise typer.Exit(
+        run_alone(lambda: _export(path, output, merge, dtype, base, verify, moe_lora_format), with_traceback=traceback)
+    )
 
 
 def _export(

@@ -18,7 +18,6 @@ from torch.nn import functional as F
 from xorl.core.nn import Embedding, Linear
 from xorl.core.nn.roles import Role
 
-
 Leaf: TypeAlias = Literal["A", "B"]
 
 

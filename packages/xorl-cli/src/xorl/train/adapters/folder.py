@@ -55,8 +55,9 @@ def is_adapter(folder: Path) -> bool:
 def open_adapter(option: str, path: str, experts: ExpertNames | None = None) -> AdapterFolder:
     """Open the adapter in a folder or a Hub repository. Not collective: every rank reads it.
 
-    `experts` are the names of experts in the base's checkpoint, which PEFT's form does not have. The hashes of an xorl checkpoint are checked. Raises ValueError, which begins with `option` and names the file, if
-    there is no adapter, or it is incomplete or of an unsupported kind; CheckpointFailure if the Hub cannot be reached.
+    `experts` are the names of experts in the base's checkpoint, which PEFT's form does not have. The hashes of an xorl
+    checkpoint are checked. Raises ValueError, which begins with `option` and names the file, if there is no adapter, or
+    it is incomplete or of an unsupported kind; CheckpointFailure if the Hub cannot be reached.
     """
     try:
         folder = resolve_folder(path, patterns=(CONFIG_FILE, WEIGHTS_FILE))
@@ -68,19 +69,28 @@ def open_adapter(option: str, path: str, experts: ExpertNames | None = None) -> 
         source = SafetensorsSource(folder, single_file=WEIGHTS_FILE)
     except (CheckpointError, CheckpointFailure) as error:
         raise type(error)(f"{option}: {error}") from error
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(content, dict):
-            raise ValueError("it is not a mapping")
-        config = AdapterConfig.from_json(content)
-    except ValueError as error:
-        raise ValueError(f"{option}: {file}: {error}") from error
+    config = read_adapter_config(option, folder)
     try:
         config, tensors = per_expert(config, source, experts)
         layout = read_layout(config, tensors)
     except ValueError as error:
         raise ValueError(f"{option}: {folder / WEIGHTS_FILE}: {error}") from error
     return AdapterFolder(option, folder, layout, tensors, source)
+
+
+def read_adapter_config(option: str, folder: Path) -> AdapterConfig:
+    """The configuration of the adapter in a folder.
+
+    Raises ValueError, which begins with `option` and names the file, if it is not valid.
+    """
+    file = folder / CONFIG_FILE
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError("it is not a mapping")
+        return AdapterConfig.from_json(content)
+    except ValueError as error:
+        raise ValueError(f"{option}: {file}: {error}") from error
 
 
 def load_adapter(module: nn.Module, adapter: AdapterFolder, recipes: Mapping[str, WeightRecipe]) -> None:

@@ -132,8 +132,9 @@ def _num_used(adapter: Adapter) -> int:
     # An outer factor that experts share is applied once, before the token goes to experts or after it comes back.
     outer = "B" if pair.projection == "down_proj" else "A"
     return sum(
-        pair.factor(leaf).numel() // pair.count(leaf) * (1 if leaf == outer and leaf in pair.shared else pair.num_active)
+        pair.factor(leaf).numel() // pair.count(leaf) * (1 if is_early else pair.num_active)
         for leaf in ("A", "B")
+        for is_early in [leaf == outer and leaf in pair.shared]
     )
 
 

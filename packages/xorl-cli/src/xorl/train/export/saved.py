@@ -38,8 +38,8 @@ def export_saved(
 
     A checkpoint of a full model is written in Hugging Face format. An adapter, or a checkpoint with one, is written in
     PEFT format, or with `merge` as a full model: merged into the base in fp32 and rounded once to `dtype` (None: the
-    base's stored dtype). `form` is that of adapters on experts; None keeps that of PATH. With `verify`, the folder only appears after transformers or PEFT has loaded it and its
-    logits were compared.
+    base's stored dtype). `form` is that of adapters on experts; None keeps that of PATH. With `verify`, the folder only
+    appears after transformers or PEFT has loaded it and its logits were compared.
 
     Raises ValueError for errors that the user can correct, VerificationError if the result is wrong.
     """
@@ -57,18 +57,20 @@ def export_saved(
     suffix = "adapter" if as_adapter else "merged" if merge else "hf"
     folder = Path(output) if output else saved.folder.with_name(f"{saved.folder.name}-{suffix}")
     with published(folder) as temporary:
-        narrowest = _write_adapter(temporary, saved, dtype, form) if as_adapter else _write_model(temporary, saved, dtype)
+        if as_adapter:
+            narrowest = _write_adapter(temporary, saved, dtype, form)
+        else:
+            narrowest = _write_model(temporary, saved, dtype)
         figures = None
         if verify:
             figures = (verify_adapter if as_adapter else verify_model)(temporary, saved, narrowest)
-        write_file(temporary / CARD_FILE, _card(folder.name, saved, as_adapter, narrowest, figures).encode())
+        card = _card(folder.name, saved, as_adapter, narrowest, figures, form)
+        write_file(temporary / CARD_FILE, card.encode())
     logger.info("exported=%s", folder)
     return folder
 
 
-def _write_adapter(
-    folder: Path, saved: SavedModel, dtype: torch.dtype | None, form: ExpertForm | None
-) -> torch.dtype:
+def _write_adapter(folder: Path, saved: SavedModel, dtype: torch.dtype | None, form: ExpertForm | None) -> torch.dtype:
     """Write PEFT's two files, and the chat template if it is not the base's; returns the narrowest dtype in them."""
     adapter = saved.adapter
     assert adapter is not None, "the caller checked it"
@@ -112,7 +114,14 @@ def _write_model(folder: Path, saved: SavedModel, dtype: torch.dtype | None) -> 
     return min(stored.values(), key=lambda each: each.itemsize)
 
 
-def _card(title: str, saved: SavedModel, as_adapter: bool, dtype: torch.dtype, figures: Figures | None) -> str:
+def _card(
+    title: str,
+    saved: SavedModel,
+    as_adapter: bool,
+    dtype: torch.dtype,
+    figures: Figures | None,
+    form: ExpertForm | None,
+) -> str:
     facts: dict[str, str | int | float] = {
         "architecture": saved.architecture.spec.architecture,
         "weights": str(dtype).removeprefix("torch."),
@@ -126,4 +135,12 @@ def _card(title: str, saved: SavedModel, as_adapter: bool, dtype: torch.dtype, f
             facts["base while training"] = f"{saved.scheme.quant_format} in groups of {saved.scheme.group_size}"
         if not as_adapter:
             facts["adapter"] = MERGED_ADAPTER
-    return model_card(title, base=saved.base_path, is_adapter=as_adapter, facts=facts, verified=figures)
+        form = form or layout.config.form
+    return model_card(
+        title,
+        base=saved.base_path,
+        is_adapter=as_adapter,
+        facts=facts,
+        verified=figures,
+        form=form or "per_expert",
+    )

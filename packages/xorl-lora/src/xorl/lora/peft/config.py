@@ -107,7 +107,7 @@ class AdapterConfig:
         form_settings = {key: content[key] for key in _FORM_SETTINGS[form] if key in content}
         content = recorded_settings(content)
         of_forms = {key for keys in _FORM_SETTINGS.values() for key in keys}
-        known = {*_UNSUPPORTED, *_IGNORED, *of_forms, "expert_sharing", *cls(AdapterSpec()).to_json()}
+        known = {*_UNSUPPORTED, *_IGNORED, *of_forms, "expert_sharing", "gate_up_ranks", *cls(AdapterSpec()).to_json()}
         unknown = sorted(key for key, value in content.items() if key not in known and value)
         if unknown:
             logger.warning(
@@ -165,6 +165,19 @@ def recorded_settings(content: Mapping[str, object]) -> Mapping[str, object]:
     if not isinstance(own, Mapping):
         raise ValueError(f"xorl must be a mapping of settings, got {own!r}")
     return {**content, **own}
+
+
+def gate_up_ranks(form_settings: Mapping[str, object]) -> dict[str, dict[Literal["gate", "up"], int]] | None:
+    """By name of PEFT's parameter, the ranks of the two adapters that xorl joined in one; None in files of others."""
+    own = form_settings.get("xorl")
+    if not isinstance(own, Mapping):
+        return None
+    found: dict[str, dict[Literal["gate", "up"], int]] = {}
+    for name, ranks in _pairs(own, "gate_up_ranks"):
+        if not isinstance(ranks, (list, tuple)) or len(ranks) != 2:
+            raise ValueError(f"gate_up_ranks must have the ranks of gate and up, got {ranks!r} for {name}")
+        found[name] = {"gate": _integer(name, ranks[0]), "up": _integer(name, ranks[1])}
+    return found
 
 
 def _form_of(content: Mapping[str, object]) -> ExpertForm:

@@ -42,12 +42,11 @@ def in_form(layout: AdapterLayout, source: WeightSource, form: ExpertForm) -> tu
     # Sorted by layer and, in it, by the rows of the projections: gate, up, down.
     order = list(ROLES)
     stems = sorted(members, key=lambda stem: (stem.rpartition(".")[0], order.index(stem.rpartition(".")[2])))
-    experts = [_factors(layout, source, tuple(members[stem][expert] for expert in sorted(members[stem]))) for stem in stems]
+    numbered = [members[stem] for stem in stems]
+    experts = [_factors(layout, source, tuple(of[expert] for expert in sorted(of))) for of in numbered]
     of_experts = {member for each in experts for member in each.members}
     spec = layout.config.spec
-    others = {
-        name: (spec.rank_of(name), spec.alpha_of(name)) for name in layout.modules if name not in of_experts
-    }
+    others = {name: (spec.rank_of(name), spec.alpha_of(name)) for name in layout.modules if name not in of_experts}
     config = replace(layout.config, form=form, form_settings=settings_of(form, spec, experts, others))
     taken = {key for name in of_experts for key in (layout.modules[name].a, layout.modules[name].b)}
     kept = [

@@ -157,13 +157,14 @@ def _two_that_differ(
 def _settings_of_parameters(
     spec: AdapterSpec, experts: Sequence[ExpertFactors], others: Mapping[str, tuple[int, float]]
 ) -> dict[str, object]:
-    """PEFT's settings, and those of `spec` under a key of xorl's own."""
+    """PEFT's settings, and under a key of xorl's own those of `spec` and the ranks of gate and up."""
     taken = [name for name in others if name.rpartition(".")[2] in ROLES]
     if taken:
         raise ValueError(
             f"form: PEFT takes the name of {taken[0]} for that of experts, so it cannot adapt both: use per_expert"
         )
     values = dict(others)
+    ranks: dict[str, list[int]] = {}
     for parameter, group in groupby(experts, key=lambda each: each.parameter):
         parts = list(group)
         if len({part.scale for part in parts}) > 1:
@@ -172,13 +173,13 @@ def _settings_of_parameters(
                 f"{' and '.join(f'{part.scale:g}' for part in parts)}: give them one rank and alpha, or use per_expert"
             )
         rank = sum(part.rank for part in parts)
+        if parts[0].role != "down":
+            of_roles = {part.role: part.rank for part in parts}
+            ranks[parameter] = [of_roles.get("gate", 0), of_roles.get("up", 0)]
         values[parameter] = rank, parts[0].scale * (math.sqrt(rank) if spec.use_rslora else rank)
     rank, rank_pattern = shared_value({name: rank for name, (rank, _) in values.items()})
     alpha, alpha_pattern = shared_value({name: alpha for name, (_, alpha) in values.items()})
-    targets = spec.targets
-    if isinstance(targets, str):
-        names = [*others, *(member for each in experts for member in each.members)]
-        targets = shortest_names(names, names)
+    targets = shortest_names(others, others) if isinstance(spec.targets, str) else spec.targets
     return {
         "r": rank,
         "lora_alpha": alpha,
@@ -193,8 +194,9 @@ def _settings_of_parameters(
             "lora_alpha": spec.alpha,
             "rank_pattern": dict(spec.rank_pattern),
             "alpha_pattern": dict(spec.alpha_pattern),
-            "target_modules": sorted(targets),
+            "target_modules": spec.targets if isinstance(spec.targets, str) else sorted(spec.targets),
             "expert_sharing": spec.expert_sharing,
+            "gate_up_ranks": ranks,
         },
     }
 
@@ -205,9 +207,7 @@ def expert_tensors(form: ExpertForm, experts: Iterable[ExpertFactors]) -> list[F
         layers = [list(group) for _, group in groupby(experts, key=lambda each: each.experts)]
         return [tensors for layer in layers for tensors in _of_parameters(layer)]
     make = _of_stack if form == "sglang" else _of_each
-    return [
-        make(each, leaf, factor) for each in experts for leaf, factor in (("lora_A", each.a), ("lora_B", each.b))
-    ]
+    return [make(each, leaf, factor) for each in experts for leaf, factor in (("lora_A", each.a), ("lora_B", each.b))]
 
 
 def _of_each(factors: ExpertFactors, leaf: str, factor: ExpertFactor) -> FileTensors:

@@ -9,12 +9,13 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from xorl.core.models.recipes import ExpertNames, WeightSource
-from xorl.lora.peft.config import AdapterConfig
+from xorl.lora.peft.config import AdapterConfig, gate_up_ranks
 from xorl.lora.peft.forms import MODULE, PARAMETERS, ROLES, SGLANG_NAMES, ExpertRole
 from xorl.lora.peft.layout import PREFIX
 from xorl.lora.spec import ExpertSharing, ValueT, matches_name
@@ -132,13 +133,12 @@ def _leaf_of(experts: str, role: ExpertRole) -> str:
     return {"gate": _NAMES.gate, "up": _NAMES.up, "down": _NAMES.down}[role] if is_usual else SGLANG_NAMES[role]
 
 
-def _of_wrappers(
-    config: AdapterConfig, source: WeightSource, names: ExpertNames
-) -> tuple[AdapterConfig, WeightSource]:
+def _of_wrappers(config: AdapterConfig, source: WeightSource, names: ExpertNames) -> tuple[AdapterConfig, WeightSource]:
     """PEFT's form: in files of PEFT, the adapters of gate and up have the same A; in those of xorl, each its own."""
     wrappers = [found for key in sorted(source.names()) if (found := _WRAPPER.fullmatch(key))]
     nested = {found["layer"] for found in wrappers if found["inner"]}
-    is_own = "xorl" in config.form_settings
+    own = gate_up_ranks(config.form_settings)
+    outer = config.spec if own is None else AdapterConfig.from_json({**config.to_json(), "xorl": None}).spec
     cuts: dict[str, _Cut] = {}
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
@@ -147,21 +147,17 @@ def _of_wrappers(
         parameter = _parameter_of(config, layer, is_inner=bool(found["inner"]), is_nested=layer in nested)
         stem = {role: f"{layer}.{names.expert}.{leaf}" for role, leaf in _leaves(names).items()}
         roles = [role for role in stem if PARAMETERS[role] == parameter]
-        rank = config.spec.rank_of(f"{layer}.{MODULE}.{parameter}")
-        of_roles = dict.fromkeys(roles, (0, rank))
-        if is_own:
-            targets = config.spec.targets
-            assert not isinstance(targets, str), "xorl names the targets"
-            roles = [role for role in roles if any(matches_name(stem[role].format(0), one) for one in targets)]
-            of_roles, rank = _columns({role: config.spec.rank_of(stem[role].format(0)) for role in roles})
+        rank = outer.rank_of(f"{layer}.{MODULE}.{parameter}")
+        of_roles: dict[ExpertRole, tuple[int, int]] = dict.fromkeys(roles, (0, rank))
+        if own is not None and parameter == "gate_up_proj":
+            of_roles = _columns(own.get(f"{layer}.{MODULE}.{parameter}", {}))
         shape = source.shape(key)
         stacked = shape[0 if found["leaf"] == "A" else 1]
-        if len(shape) != 2 or not rank or stacked % rank:
+        if len(shape) != 2 or stacked % rank:
             raise ValueError(f"{key} is {list(shape)}, which is no multiple of the rank {rank} of {parameter}")
         count = stacked // rank
-        for role in roles:
-            start, stop = of_roles[role]
-            ranks[stem[role]], alphas[stem[role]] = rank, config.spec.alpha_of(f"{layer}.{MODULE}.{parameter}")
+        for role, (start, stop) in of_roles.items():
+            ranks[stem[role]], alphas[stem[role]] = rank, outer.alpha_of(f"{layer}.{MODULE}.{parameter}")
             num_rows = shape[0] // 2 if parameter == "gate_up_proj" else shape[0]
             row = num_rows if role == "up" else 0
             for expert in range(count):
@@ -172,7 +168,7 @@ def _of_wrappers(
                 else:
                     size = (num_rows, stop - start)
                     cuts[name] = _Cut(key, size, (row, row + num_rows), (start, stop), expert, count)
-    if not is_own:
+    if own is None:
         config = _with_patterns(config, ranks, alphas)
     return config, PerExpert(source, cuts)
 
@@ -181,14 +177,15 @@ def _leaves(names: ExpertNames) -> dict[ExpertRole, str]:
     return {"gate": names.gate, "up": names.up, "down": names.down}
 
 
-def _columns(ranks: Mapping[ExpertRole, int]) -> tuple[dict[ExpertRole, tuple[int, int]], int]:
-    """The columns of each projection in the adapter of a parameter, and its rank."""
+def _columns(ranks: Mapping[Literal["gate", "up"], int]) -> dict[ExpertRole, tuple[int, int]]:
+    """The columns of each projection in the adapter of the parameter that stacks them."""
     columns: dict[ExpertRole, tuple[int, int]] = {}
     total = 0
     for role, rank in ranks.items():
-        columns[role] = total, total + rank
-        total += rank
-    return columns, total
+        if rank:
+            columns[role] = total, total + rank
+            total += rank
+    return columns
 
 
 def _parameter_of(config: AdapterConfig, layer: str, *, is_inner: bool, is_nested: bool) -> str:
