@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from tiny_models import hf_config
 from xorl.cli.export import app
 from xorl.config import LoadedConfig, config_from_mapping
-from xorl.lora import adapters
+from xorl.lora import adapter_parameters
 from xorl.train import build_run, train
 from xorl.train.checkpoints import export_folder
 from xorl.train.export.saved import export_saved
@@ -91,10 +91,7 @@ def run(loaded: LoadedConfig) -> dict[str, tuple[int, ...]]:
     built = build_run(loaded.config)
     assert train(built) == 0
     built.observer.close()
-    found = adapters(built.engine.model.module)
-    return {
-        f"{name}.{leaf}": tuple(one.shape) for name, each in found.items() for leaf, one in each.parameters().items()
-    }
+    return {name: tuple(one.shape) for name, one in adapter_parameters(built.engine.model.module).items()}
 
 
 def metrics(output: Path) -> list[dict[str, float]]:
@@ -175,10 +172,10 @@ def test_a_run_that_is_resumed_on_other_ranks_computes_the_same(
 
 def test_a_resume_with_other_sharing_is_refused(folder: Path, tmp_path: Path, run_ranks) -> None:
     # Catches a message about names of parameters that does not name the option.
-    options = {"data_parallel_mode": "none", "max_steps": 1}
-    run_ranks(lambda: run(config_of(folder, tmp_path / "output", "qwen3_moe", ALL, **options)), 1)
+    alone = {"data_parallel_mode": "none"}
+    run_ranks(lambda: run(config_of(folder, tmp_path / "output", "qwen3_moe", ALL, **alone, max_steps=1)), 1)
     checkpoint = str(tmp_path / "output" / "checkpoints" / "global_step_1")
-    other = config_of(folder, tmp_path / "other", "qwen3_moe", OUTER, **options, load_checkpoint_path=checkpoint)
+    other = config_of(folder, tmp_path / "other", "qwen3_moe", OUTER, **alone, load_checkpoint_path=checkpoint)
 
     def refused() -> None:
         with pytest.raises(ValueError, match=r"lora\.moe_hybrid_shared_lora: false, now true"):

@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
     "hsdp 2, ep 2": (4, {**FSDP, "expert_parallel_size": 2, "data_parallel_replicate_size": 2}),
     "dp 2, ulysses 2, ep 2": (4, {**FSDP, "expert_parallel_size": 2, "ulysses_parallel_size": 2}),
     "dp 2, ring 2, ep 4": (4, {**FSDP, "expert_parallel_size": 4, "ringattn_parallel_size": 2}),
+    "ddp 2": (2, {"data_parallel_mode": "ddp"}),
+    "fsdp 2": (2, FSDP),
+    "ulysses 2": (2, {**FSDP, "ulysses_parallel_size": 2}),
+    "hsdp 2": (4, {**FSDP, "data_parallel_replicate_size": 2}),
 }
 LORA = {"enable_lora": True, "lora_rank": 4, "lora_target_modules": "all-linear"}
 QLORA = {**LORA, "enable_qlora": True, "quant_format": "nf4", "quant_group_size": 16}
@@ -76,7 +81,8 @@ RUNS: dict[str, tuple[str, dict[str, object], dict[str, object]]] = {
         {**LORA, "enable_qlora": True, "quant_format": "nf4", "quant_group_size": 16},
     ),
 }
-# All layouts compute these runs; WITH_ALL_RUNS compute the others, too.
+SHARED_RUNS = ("qwen3_moe, shared adapters", "qwen3_moe, outer factors shared")
+# Layouts with expert parallelism compute these runs, and others SHARED_RUNS; WITH_ALL_RUNS compute the others, too.
 BASIC_RUNS = (
     "qwen3_moe",
     "mixtral, Muon",
@@ -85,6 +91,13 @@ BASIC_RUNS = (
     "qwen3_moe, outer factors shared",
 )
 WITH_ALL_RUNS = ("ep 2", "ep 2, fsdp 2")
+
+
+def runs_of(layout: str, options: dict[str, object]) -> tuple[str, ...]:
+    """The runs that a layout computes."""
+    if "expert_parallel_size" not in options:
+        return SHARED_RUNS
+    return tuple(RUNS) if layout in WITH_ALL_RUNS else BASIC_RUNS
 
 
 def run_config(folder: Path, model: str, train: dict[str, object], lora: dict[str, object]) -> Config:
@@ -127,7 +140,7 @@ def test_layouts_equal_one_process(run_ranks, tmp_path: Path, world_size: int) -
     for name, shape in MODELS.items():
         write_config(tmp_path / name, shape)
 
-    def results(options: dict[str, object], names: tuple[str, ...]) -> dict[str, Result]:
+    def results(options: dict[str, object], names: Sequence[str]) -> dict[str, Result]:
         configs = {
             name: run_config(tmp_path, RUNS[name][0], {**options, **RUNS[name][1]}, RUNS[name][2]) for name in names
         }
@@ -140,10 +153,7 @@ def test_layouts_equal_one_process(run_ranks, tmp_path: Path, world_size: int) -
     [whole] = run_ranks(lambda: results({"data_parallel_mode": "none"}, list(RUNS)), 1)
     layouts = {layout: options for layout, (num_ranks, options) in LAYOUTS.items() if num_ranks == world_size}
     found = run_ranks(
-        lambda: {
-            layout: results(options, list(RUNS) if layout in WITH_ALL_RUNS else BASIC_RUNS)
-            for layout, options in layouts.items()
-        },
+        lambda: {layout: results(options, runs_of(layout, options)) for layout, options in layouts.items()},
         world_size,
     )[0]
     failed = []

@@ -145,10 +145,10 @@ def _of_wrappers(config: AdapterConfig, source: WeightSource, names: ExpertNames
     for found in wrappers:
         key, layer = found[0], found["layer"]
         parameter = _parameter_of(config, layer, is_inner=bool(found["inner"]), is_nested=layer in nested)
-        stem = {role: f"{layer}.{names.expert}.{leaf}" for role, leaf in _leaves(names).items()}
-        roles = [role for role in stem if PARAMETERS[role] == parameter]
+        stem: dict[ExpertRole, str] = {role: f"{layer}.{names.expert}.{leaf}" for role, leaf in _leaves(names).items()}
+        roles: list[ExpertRole] = [role for role in stem if PARAMETERS[role] == parameter]
         rank = outer.rank_of(f"{layer}.{MODULE}.{parameter}")
-        of_roles: dict[ExpertRole, tuple[int, int]] = dict.fromkeys(roles, (0, rank))
+        of_roles: dict[ExpertRole, tuple[int, int]] = {role: (0, rank) for role in roles}
         if own is not None and parameter == "gate_up_proj":
             of_roles = _columns(own.get(f"{layer}.{MODULE}.{parameter}", {}))
         shape = source.shape(key)
