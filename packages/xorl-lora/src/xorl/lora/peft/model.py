@@ -16,7 +16,7 @@ from xorl.lora.merge import full_tensor, magnitude, set_magnitude_
 from xorl.lora.peft.config import AdapterConfig, ExpertForm, shared_value, shortest_names
 from xorl.lora.peft.forms import ExpertFactor, ExpertFactors, chosen_form, expert_tensors, settings_of
 from xorl.lora.peft.layout import AdapterLayout, FileTensors, keys_of, read_shared
-from xorl.lora.spec import AdapterSpec
+from xorl.lora.spec import AdapterSpec, ExpertSharing
 from xorl.lora.targets import modules_to_save, sites_of
 
 
@@ -87,18 +87,20 @@ def adapter_tensors(
     model: nn.Module,
     found: Mapping[str, Adapter] | None = None,
     gather: Callable[[Tensor], Tensor] = full_tensor,
-    form: ExpertForm = "per_expert",
+    form: ExpertForm | None = None,
 ) -> list[FileTensors]:
     """The tensors of the adapters in `model`, or of `found` (from a bank), by their names in a file.
 
     Modules trained whole are not included. `gather` takes a parameter, maybe sharded, and returns its whole value.
-    `form` is that of adapters on experts, which `config_of` chose.
+    `form` is that of adapters on experts, as for `config_of`.
     """
     tensors: list[FileTensors] = []
     experts: list[ExpertFactors] = []
+    sharing: ExpertSharing = "none"
     for name, adapter in (adapters(model) if found is None else found).items():
         if isinstance(adapter.pair, ExpertLowRank):
             experts.append(_expert_factors(adapter, gather))
+            sharing = adapter.pair.sharing
             continue
         a, b, magnitudes = keys_of(name, "embedding" if adapter.is_embedding else "linear")
         for key, parameter in ((a, adapter.A), (b, adapter.B)):
@@ -106,7 +108,7 @@ def adapter_tensors(
         if adapter.magnitude_offset is not None:
             shape = tuple(adapter.magnitude_offset.shape)
             tensors.append(FileTensors({magnitudes: shape}, partial(_magnitude_of, magnitudes, adapter)))
-    return tensors + expert_tensors(form, experts)
+    return tensors + expert_tensors(chosen_form(form, sharing), experts)
 
 
 def _whole(name: str, parameter: Tensor, gather: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:

@@ -148,7 +148,8 @@ def _of_wrappers(config: AdapterConfig, source: WeightSource, names: ExpertNames
         stem: dict[ExpertRole, str] = {role: f"{layer}.{names.expert}.{leaf}" for role, leaf in _leaves(names).items()}
         roles: list[ExpertRole] = [role for role in stem if PARAMETERS[role] == parameter]
         rank = outer.rank_of(f"{layer}.{MODULE}.{parameter}")
-        of_roles: dict[ExpertRole, tuple[int, int]] = {role: (0, rank) for role in roles}
+        columns: tuple[int, int] = (0, rank)
+        of_roles = dict.fromkeys(roles, columns)
         if own is not None and parameter == "gate_up_proj":
             of_roles = _columns(own.get(f"{layer}.{MODULE}.{parameter}", {}))
         shape = source.shape(key)
