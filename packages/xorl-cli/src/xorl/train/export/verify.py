@@ -169,7 +169,7 @@ def _merge_by_names(model: nn.Module, folder: Path, saved: SavedModel) -> int:
 def _members_of(module: str, num_experts: int, names: ExpertNames) -> list[str]:
     """The experts' layers whose adapters SGLang stacks under the name `module`."""
     experts, _, projection = module.rpartition(".")
-    leaf = {"w1": names.gate, "w3": names.up, "w2": names.down}[projection]
+    leaf = {"w1": names.gate, "w3": names.up, "w2": names.down}.get(projection, projection)
     return [f"{experts}.{expert}.{leaf}" for expert in range(num_experts)]
 
 

@@ -6,10 +6,10 @@ Shapes: E experts, R rank, I input and P output features of a projection.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -30,20 +30,59 @@ _WRAPPER = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class _Cut:
-    """A part of a tensor of the file: in `rows`, or all rows, those [start, stop) and columns of an expert.
+class _Cut(Protocol):
+    """A tensor of the form per_expert as a part of the tensor `key` of the file."""
 
-    expert: the index in the first dimension of a tensor of three; in one of two, the columns [P, R, E] of an expert; or
-    None for rows alone.
-    """
+    @property
+    def key(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    def read(self, source: WeightSource, whole: Callable[[str], Tensor]) -> Tensor:
+        """The part. `whole` reads a tensor, and keeps it for the next parts of it."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The rows from `start` on of a matrix."""
 
     key: str
     shape: tuple[int, int]
-    rows: tuple[int, int] | None = None
-    columns: tuple[int, int] = (0, 0)
-    expert: int | None = None
-    count: int = 0
+    start: int
+
+    def read(self, source: WeightSource, whole: Callable[[str], Tensor]) -> Tensor:
+        return source.read(self.key, self.start, self.start + self.shape[0])
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """One matrix of a stack [E, ...]."""
+
+    key: str
+    shape: tuple[int, int]
+    index: int
+
+    def read(self, source: WeightSource, whole: Callable[[str], Tensor]) -> Tensor:
+        return source.read(self.key, self.index, self.index + 1)[0]
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """The rows and columns from `row` and `column` on of an expert's matrix, in one [P, R * E] for all of E experts."""
+
+    key: str
+    shape: tuple[int, int]
+    row: int
+    column: int
+    expert: int
+    num_experts: int
+
+    def read(self, source: WeightSource, whole: Callable[[str], Tensor]) -> Tensor:
+        num_rows, num_columns = self.shape
+        rows = whole(self.key)[self.row : self.row + num_rows].unflatten(1, (-1, self.num_experts))
+        return rows[:, self.column : self.column + num_columns, self.expert].contiguous()
 
 
 class PerExpert:
@@ -72,14 +111,7 @@ class PerExpert:
         cut = self._cuts.get(name)
         if cut is None:
             return self._source.read(name, start, stop)
-        if cut.expert is None:
-            assert cut.rows is not None, "a cut of rows alone"
-            return self._source.read(cut.key, *cut.rows)[start:stop]
-        if not cut.count:
-            return self._source.read(cut.key, cut.expert, cut.expert + 1)[0][start:stop]
-        assert cut.rows is not None, "a cut of columns names its rows"
-        columns = self._whole(cut.key)[slice(*cut.rows)].unflatten(1, (-1, cut.count))
-        return columns[:, slice(*cut.columns), cut.expert][start:stop].contiguous()
+        return cut.read(self._source, self._whole)[start:stop]
 
 
 def per_expert(
@@ -120,7 +152,7 @@ def _of_stacks(
         leaf = _leaf_of(found["experts"], role)
         for expert in range(count):
             name = f"{PREFIX}{found['experts']}.{expert}.{leaf}.lora_{found['leaf']}.weight"
-            cuts[name] = _Cut(key, (shape[0], shape[1]), expert=expert if held > 1 else 0)
+            cuts[name] = _Matrix(key, (shape[0], shape[1]), expert if held > 1 else 0)
     if len(sharing) != 1:
         raise ValueError("adapters on experts share their outer factors in some layers or projections only")
     spec = replace(config.spec, expert_sharing=sharing.pop())
@@ -152,23 +184,22 @@ def _of_wrappers(config: AdapterConfig, source: WeightSource, names: ExpertNames
         of_roles = dict.fromkeys(roles, columns)
         if own is not None and parameter == "gate_up_proj":
             of_roles = _columns(own.get(f"{layer}.{MODULE}.{parameter}", {}))
+            if sum(stop - start for start, stop in of_roles.values()) != rank:
+                raise ValueError(f"gate_up_ranks of {layer} do not add up to the rank {rank} of {parameter}")
         shape = source.shape(key)
-        stacked = shape[0 if found["leaf"] == "A" else 1]
-        if len(shape) != 2 or stacked % rank:
+        if len(shape) != 2 or shape[0 if found["leaf"] == "A" else 1] % rank:
             raise ValueError(f"{key} is {list(shape)}, which is no multiple of the rank {rank} of {parameter}")
-        count = stacked // rank
+        count = shape[0 if found["leaf"] == "A" else 1] // rank
         for role, (start, stop) in of_roles.items():
             ranks[stem[role]], alphas[stem[role]] = rank, outer.alpha_of(f"{layer}.{MODULE}.{parameter}")
             num_rows = shape[0] // 2 if parameter == "gate_up_proj" else shape[0]
             row = num_rows if role == "up" else 0
             for expert in range(count):
                 name = f"{PREFIX}{stem[role].format(expert)}.lora_{found['leaf']}.weight"
-                first = expert * rank
                 if found["leaf"] == "A":
-                    cuts[name] = _Cut(key, (stop - start, shape[1]), (first + start, first + stop))
+                    cuts[name] = _Rows(key, (stop - start, shape[1]), expert * rank + start)
                 else:
-                    size = (num_rows, stop - start)
-                    cuts[name] = _Cut(key, size, (row, row + num_rows), (start, stop), expert, count)
+                    cuts[name] = _Columns(key, (num_rows, stop - start), row, start, expert, count)
     if own is None:
         config = _with_patterns(config, ranks, alphas)
     return config, PerExpert(source, cuts)
