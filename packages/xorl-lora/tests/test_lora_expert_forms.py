@@ -256,7 +256,7 @@ def test_files_that_are_of_no_form_are_refused() -> None:
     content, tensors = written(decoder_of(spec_of()), spec_of(), "peft")
     with pytest.raises(ValueError, match=r"is no multiple of the rank 5"):
         read({key: value for key, value in content.items() if key != "xorl"} | {"rank_pattern": {}, "r": 5}, tensors)
-    with pytest.raises(ValueError, match="gate_up_ranks of model.layers.0 do not add up to the rank 8"):
+    with pytest.raises(ValueError, match=r"gate_up_ranks of model.layers.0 do not add up to the rank 8"):
         read({**content, "xorl": {**content["xorl"], "gate_up_ranks": {}}}, tensors)
     with pytest.raises(ValueError, match="_sglang_lora_format is 'other'"):
         AdapterConfig.from_json({"peft_type": "LORA", "_sglang_lora_format": "other"})
