@@ -3,8 +3,9 @@
     uv run tools/bench_experts.py                                            # a tiny layer, to test the tool
     uv run tools/bench_experts.py --shape qwen3-30b --num-tokens 8192 16384 32768 --json experts.json
 
-Routes are uneven, as a router that was not balanced spreads tokens. Prints a table in Markdown: milliseconds, and the
-rate of the products' floating-point operations in each.
+Routes are uneven, as a router that was not balanced spreads tokens. "adapted" are frozen experts with an adapter of
+rank 16 on each, "shared" with one A of the up and one B of the down projection for all, "nf4" with frozen weights in
+NF4. Prints a table in Markdown: milliseconds, and the rate of the products' floating-point operations in each.
 """
 
 from __future__ import annotations
@@ -13,21 +14,31 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from xorl.kernels.experts import EXPERTS, ExpertsRequest
+from xorl.kernels.experts import EXPERTS, ExpertsFn, ExpertsRequest
+from xorl.kernels.experts.adapted import Factors
 from xorl.kernels.experts.plan import RoutePlan
+from xorl.kernels.experts.quantized import ExpertsWeight, QuantizedExperts
 from xorl.kernels.experts.routing import top_experts
 from xorl.kernels.grouped import grouped_outer, grouped_product
+from xorl.kernels.quant import QuantScheme
 
+RANK = 16
 # D, F, E, K.
 SHAPES = {"qwen3-30b": (2048, 768, 128, 8), "tiny": (32, 16, 8, 2)}
+
+
+# The up and the down weights, and the factors of adapters.
+Frozen: TypeAlias = tuple[tuple[ExpertsWeight, ExpertsWeight], list[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -56,6 +67,43 @@ def median_ms(run: Callable[[], object], device: torch.device, rounds: int) -> f
             run()
             times.append(1000 * (time.perf_counter() - started))
     return statistics.median(times[2:])
+
+
+def frozen_kinds(gate_up: Tensor, down: Tensor, normal: Callable[..., Tensor]) -> dict[str, Frozen]:
+    """The weights and the factors of adapters of each kind of frozen experts."""
+    num_experts, width, inner = down.shape
+
+    def quantized(weight: Tensor) -> QuantizedExperts:
+        scheme, matrix = QuantScheme("nf4", 64 if weight.shape[2] % 64 == 0 else 16), weight.flatten(0, 1)
+        return QuantizedExperts(scheme.quantize(matrix), scheme, num_experts, len(matrix))
+
+    def factors(*, shared: bool) -> list[Tensor]:
+        outer = 1 if shared else num_experts
+        sizes = ((outer, RANK, width), (num_experts, 2 * inner, RANK), (num_experts, RANK, inner), (outer, width, RANK))
+        return [normal(*size, scale=0.1).requires_grad_() for size in sizes]
+
+    stored = quantized(gate_up), quantized(down)
+    return {
+        "adapted": ((gate_up, down), factors(shared=False)),
+        "adapted, shared": ((gate_up, down), factors(shared=True)),
+        "nf4": (stored, []),
+        "nf4, adapted": (stored, factors(shared=False)),
+    }
+
+
+def adapted(
+    experts: ExpertsFn,
+    inputs: tuple[Tensor, ExpertsWeight, ExpertsWeight, Tensor, Tensor],
+    leaves: Sequence[Tensor],
+    grad: Tensor,
+    low_rank: Sequence[Tensor],
+) -> object:
+    """A forward and a backward pass of frozen experts with or without adapters."""
+    factors = None
+    if low_rank:
+        up_a, up_b, down_a, down_b = low_rank
+        factors = Factors(up_a, up_b, down_a, down_b)
+    return torch.autograd.grad(experts(*inputs, None, factors=factors), leaves, grad)
 
 
 def rows_of(shape: tuple[int, int, int, int], num_tokens: int, names: list[str], rounds: int) -> list[Row]:
@@ -98,6 +146,8 @@ def rows_of(shape: tuple[int, int, int, int], num_tokens: int, names: list[str],
 
     add("products alone", products, 3)
     add("choice and plan", lambda: RoutePlan.of(top_experts(scores, num_choices), num_experts), 0)
+
+    kinds = frozen_kinds(up_weight, down_weight, normal)
     for name in names:
         experts = EXPERTS.resolve(name, ExpertsRequest(device.type, x.dtype, width, inner))
         add(f"{name} forward", lambda experts=experts: experts(*leaves, ids, None), 1)
@@ -113,6 +163,9 @@ def rows_of(shape: tuple[int, int, int, int], num_tokens: int, names: list[str],
             ),
             2,
         )
+        for kind, (base, low_rank) in kinds.items():
+            given = (x, *base, weights, ids), (x, weights, *low_rank), grad
+            add(f"{name} forward and backward, {kind}", partial(adapted, experts, *given, low_rank), 2)
     return rows
 
 

@@ -7,8 +7,11 @@ import torch
 from torch import Tensor
 
 from xorl.kernels.experts import EXPERTS, ExpertsFn, ExpertsRequest, reference, rows, rows_triton
+from xorl.kernels.experts.adapted import Factors
 from xorl.kernels.experts.plan import RoutePlan
+from xorl.kernels.experts.quantized import QuantizedExperts
 from xorl.kernels.experts.routing import top_experts
+from xorl.kernels.quant import QuantFormat, QuantScheme
 from xorl.kernels.testing import nan_poisoned_empty
 
 pytestmark = pytest.mark.gpu
@@ -71,6 +74,60 @@ def test_experts_match_the_twin(shape: tuple[int, ...], name: str, dtype: torch.
     bound = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
     assert (out - expected).norm() <= bound * expected.norm()
     assert not out[-5:].any()
+    for mine, theirs in zip(found, torch.autograd.grad(expected, exact, grad.double()), strict=True):
+        assert (mine - theirs).norm() <= bound * theirs.norm()
+
+
+# By kind: the leading dimensions of the factors that are 1, the number of slots, and the format of the base.
+ADAPTED: dict[str, tuple[tuple[int, ...], int, QuantFormat | None]] = {
+    "each": ((), 1, None),
+    "outer": ((0, 3), 1, None),
+    "all": ((0, 1, 2, 3), 1, None),
+    "slots": ((), 3, None),
+    "nf4": ((), 1, "nf4"),
+    "block_fp8": ((0, 3), 1, "block_fp8"),
+}
+
+
+@pytest.mark.parametrize("kind", ADAPTED)
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(("name", "dtype"), [("native", BF16), ("triton", torch.float32), ("quack", BF16)], ids=str)
+def test_adapted_experts_match_the_twin(name: str, dtype: torch.dtype, recompute: bool, kind: str) -> None:
+    # Catches ranks that a product cannot read, groups of slots without rows, and weights of another projection.
+    shape, rank = (1000, 8, 256, 384, 60), 8
+    shared, num_slots, quant_format = ADAPTED[kind]
+    experts = resolve(name, shape, dtype)
+    tensors, ids = inputs(shape, dtype)
+    _, _, width, inner, num_experts = shape
+    generator = torch.Generator("cuda").manual_seed(1)
+    sizes = [(rank, width), (2 * inner, rank), (rank, inner), (width, rank)]
+    low_rank = [
+        (torch.randn(1 if i in shared else num_experts * num_slots, *size, generator=generator, device="cuda") * 0.2)
+        .to(dtype)
+        .requires_grad_()
+        for i, size in enumerate(sizes)
+    ]
+    groups = ids * num_slots + torch.arange(len(ids), device="cuda")[:, None] % num_slots
+    base: list[Tensor | QuantizedExperts] = [tensor.detach() for tensor in tensors[1:3]]
+    dense = [tensor.detach().double() for tensor in tensors[1:3]]
+    if quant_format is not None:
+        scheme = QuantScheme(quant_format, 64 if quant_format == "nf4" else 128)
+        for i, weight in enumerate(tensors[1:3]):
+            matrix = weight.detach().flatten(0, 1)
+            base[i] = QuantizedExperts(scheme.quantize(matrix), scheme, num_experts, len(matrix))
+            dense[i] = base[i].dense(dtype).double()
+    num_real = torch.tensor(shape[0] - 5, device="cuda")
+    leaves = [tensors[0], tensors[3], *low_rank]
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    twin = Factors(*exact[2:], num_slots=num_slots)
+    expected = reference.experts(exact[0], *dense, exact[1], groups, num_real, factors=twin)
+    with nan_poisoned_empty():
+        factors = Factors(*low_rank, num_slots=num_slots)
+        out = experts(leaves[0], *base, leaves[1], groups, num_real, recompute=recompute, factors=factors)
+        grad = torch.randn_like(out)
+        found = torch.autograd.grad(out, leaves, grad)
+    bound = {torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
+    assert (out - expected).norm() <= bound * expected.norm()
     for mine, theirs in zip(found, torch.autograd.grad(expected, exact, grad.double()), strict=True):
         assert (mine - theirs).norm() <= bound * theirs.norm()
 

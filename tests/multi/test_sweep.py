@@ -26,6 +26,7 @@ from xorl.train.sweep.loop import train_sweep
 
 HF_CONFIG = hf_config(hidden_size=64, intermediate_size=64)
 QLORA = {"enable_qlora": True, "quant_format": "nf4"}
+EXPERTS = {"lora_target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"]}
 LAYOUTS: dict[str, tuple[int, dict[str, object], dict[str, object]]] = {
     # name: (ranks, options of section train, of section lora)
     "none": (1, {"data_parallel_mode": "none"}, {}),
@@ -38,6 +39,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, object], dict[str, object]]] = {
     "zero3-2 ulysses-2": (4, {"ulysses_parallel_size": 2}, {}),
     "none quantised": (1, {"data_parallel_mode": "none"}, QLORA),
     "zero3-2 quantised": (2, {}, QLORA),
+    "none experts": (1, {"data_parallel_mode": "none"}, EXPERTS),
+    "zero3-2 experts": (2, {}, EXPERTS),
+    "ep-2 experts": (2, {"expert_parallel_size": 2}, EXPERTS),
+    "ring-2 experts": (2, {"ringattn_parallel_size": 2}, EXPERTS),
 }
 NAMES = ("a", "b")
 
@@ -45,6 +50,8 @@ NAMES = ("a", "b")
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     write_config(tmp_path, HF_CONFIG)
+    (tmp_path / "experts").mkdir()
+    write_config(tmp_path / "experts", hf_config("qwen3_moe"))
     with (tmp_path / "data.jsonl").open("w") as file:
         for index in range(32):
             ids = [(index + offset) % 60 for offset in range(6 + index % 9)]
@@ -58,7 +65,7 @@ def config_of(folder: Path, layout: str, data: dict[str, object] | None = None, 
     num_sharing = 2 if train.keys() & {"ulysses_parallel_size", "ringattn_parallel_size"} else 1
     return config_from_mapping(
         {
-            "model": {"config_path": str(folder)},
+            "model": {"config_path": str(folder / "experts" if lora is EXPERTS else folder)},
             "data": {
                 "datasets": [{"path": str(folder / "data.jsonl")}],
                 "dataset_prepared_path": str(folder / "prepared"),
@@ -90,7 +97,12 @@ def config_of(folder: Path, layout: str, data: dict[str, object] | None = None, 
 
 @pytest.mark.multi
 @pytest.mark.parametrize(
-    "layouts", [("none", "ddp-2", "zero3-2", "zero2-2 recomputed"), ("none quantised", "zero3-2 quantised")]
+    "layouts",
+    [
+        ("none", "ddp-2", "zero3-2", "zero2-2 recomputed"),
+        ("none quantised", "zero3-2 quantised"),
+        ("none experts", "zero3-2 experts", "ep-2 experts", "ring-2 experts"),
+    ],
 )
 def test_a_sweep_learns_the_same_on_every_placement(layouts: Sequence[str], folder: Path, run_ranks) -> None:
     # Catches gradients of a bank that are not summed over ranks, or are summed twice, and a base that is trained.

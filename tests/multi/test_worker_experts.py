@@ -58,6 +58,11 @@ KINDS: dict[str, dict[str, object]] = {
     "full": {"freeze_router": False},
     "frozen": {"log_router_stats": False, "router_fp32": False, "moe_implementation": "eager"},
     "lora": {"enable_lora": True, "lora_rank": 8},
+    "lora experts": {
+        "enable_lora": True,
+        "lora_rank": 8,
+        "lora_target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"],
+    },
 }
 STATISTICS = ("balance_loss", "z_loss", "imbalance", "entropy", "dead_experts")
 
@@ -67,7 +72,7 @@ def make(folder: Path, kind: str, num_ranks: int, *model_ids: str, divided: bool
     options = {**KINDS[kind], **shards(num_ranks), "expert_parallel_size": num_ranks if divided else 1}
     worker = worker_of(service_config(folder, shape=SHAPE, **options))
     for model_id in model_ids:
-        done(worker, CreateModel(model_id, lora=LoraSpec(seed=42) if kind == "lora" else None))
+        done(worker, CreateModel(model_id, lora=LoraSpec(seed=42) if kind.startswith("lora") else None))
     return worker
 
 
@@ -121,7 +126,13 @@ def statistics(worker: Worker, model_id: str) -> list[float]:
 
 @pytest.mark.multi
 @pytest.mark.parametrize(
-    ("kind", "divided"), [("full", False), ("full", True), ("frozen", False), ("lora", False), ("lora", True)]
+    ("kind", "divided"),
+    [
+        ("full", False),
+        ("full", True),
+        ("frozen", False),
+        *((kind, divided) for kind in ("lora", "lora experts") for divided in (False, True)),
+    ],
 )
 def test_gradients_and_statistics_are_those_of_local_training_for_any_split(
     kind: str, divided: bool, tmp_path: Path, run_ranks
@@ -131,7 +142,7 @@ def test_gradients_and_statistics_are_those_of_local_training_for_any_split(
     documents, other = rows(1, [9, 14, 5, 11, 7]), rows(2, [13, 6, 8])
 
     def run(num_ranks: int) -> tuple[dict[str, Tensor], list[float], dict[str, Tensor], list[float]]:
-        worker = make(tmp_path, kind, num_ranks, "m", *(["n"] if kind == "lora" else []), divided=divided)
+        worker = make(tmp_path, kind, num_ranks, "m", *(["n"] if kind.startswith("lora") else []), divided=divided)
         before = trained_values(worker, "m")
         done(worker, ForwardBackward("m", data_of(other), "cross_entropy"), AbortGradients("m"))
         if num_ranks == 1:
@@ -140,7 +151,7 @@ def test_gradients_and_statistics_are_those_of_local_training_for_any_split(
             done(worker, ForwardBackward("m", data_of(documents[:2]), "cross_entropy"))
             done(worker, ForwardBackward("m", data_of(other), "cross_entropy", forward_only=True))
             calls = [ForwardBackward("m", data_of(documents[2:]), "cross_entropy")]
-            if kind == "lora":
+            if kind.startswith("lora"):
                 calls.append(ForwardBackward("n", data_of(other), "cross_entropy"))
             assert all(isinstance(result, LossResult) for result in ask(worker, *calls))
         # A of an adapter has no gradient yet, since B is 0.
@@ -161,13 +172,13 @@ def test_gradients_and_statistics_are_those_of_local_training_for_any_split(
     assert of_step == pytest.approx([] if kind == "frozen" else expected_statistics, rel=1e-5)
     (first, *of_splits), (second, *_) = run_ranks(lambda: run(2), 2)
     # The gradient of an adapter is summed over ranks by its step.
-    split = {name: first[name] + second[name] if kind == "lora" else first[name] for name in first}
+    split = {name: first[name] + second[name] if kind.startswith("lora") else first[name] for name in first}
     assert_same(alone, split, limit=1e-5)
     assert of_splits[0] == pytest.approx(of_step, rel=1e-5)
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize(("kind", "divided"), [("full", False), ("full", True), ("lora", True)])
+@pytest.mark.parametrize(("kind", "divided"), [("full", False), ("full", True), ("lora", True), ("lora experts", True)])
 def test_samples_and_checkpoints_are_of_the_trained_model(kind: str, divided: bool, tmp_path: Path, run_ranks) -> None:
     # Catches log-probabilities that training does not have, sequences that change each other's, a snapshot or a
     # checkpoint that lacks the experts, and a restored model that trains otherwise.
@@ -230,12 +241,13 @@ def test_samples_and_checkpoints_are_of_the_trained_model(kind: str, divided: bo
 
 
 @pytest.mark.multi
-def test_a_model_that_has_diverged_does_not_change_another(tmp_path: Path, run_ranks) -> None:
+@pytest.mark.parametrize("kind", ["lora", "lora experts"])
+def test_a_model_that_has_diverged_does_not_change_another(kind: str, tmp_path: Path, run_ranks) -> None:
     # Catches NaN of one client's tokens in the gradient or the statistics of the next client in the row.
     data = data_of(rows(1, [9, 14, 5]))
 
     def run() -> None:
-        worker = make(tmp_path, "lora", 1, "bad", "good")
+        worker = make(tmp_path, kind, 1, "bad", "good")
         assert isinstance(worker.models, AdapterModels)
         with torch.no_grad():
             for adapter in worker.models.bank.adapters("bad").values():

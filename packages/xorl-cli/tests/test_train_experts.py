@@ -99,7 +99,6 @@ def place() -> Iterator[Runtime]:
         *(
             ("mixtral", {"enable_lora": True, "lora_target_modules": [name]}, f"^lora_target_modules: .*{reason}")
             for name, reason in (
-                ("w1", "cannot adapt experts yet"),
                 ("experts.0.w2", "some of the experts only"),
                 ("gate", "match no layer"),
             )

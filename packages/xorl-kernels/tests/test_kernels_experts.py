@@ -178,16 +178,16 @@ def test_slots_match_separate_passes(shape: tuple[int, ...], kind: str, recomput
     num_slots, num_real = 4, torch.tensor(shape[0] - 2)
     slots = torch.randint(num_slots - 1, (shape[0],), generator=torch.Generator().manual_seed(4))
     low_rank = factors_of(shape, torch.float64, num_slots=num_slots)
-    factors = Factors(*low_rank, slots=slots, num_slots=num_slots)
+    factors, groups = Factors(*low_rank, num_slots=num_slots), ids * num_slots + slots[:, None]
     leaves = [tensors[0], tensors[3], *low_rank]
     with nan_poisoned_empty():
-        out = grouped.experts(*tensors, ids, num_real, factors=factors, recompute=recompute)
+        out = grouped.experts(*tensors, groups, num_real, factors=factors, recompute=recompute)
         found = gradients(out, leaves)
     separate = torch.zeros_like(out)
     for slot in range(num_slots):
         alone = reference.experts(*tensors, ids, num_real, factors=Factors(*(f[slot::num_slots] for f in low_rank)))
         separate = torch.where((slots == slot)[:, None], alone, separate)
-    expected = reference.experts(*tensors, ids, num_real, factors=factors)
+    expected = reference.experts(*tensors, groups, num_real, factors=factors)
     for one in (out, expected):
         torch.testing.assert_close(one, separate, rtol=1e-12, atol=1e-12)
     for mine, theirs in zip(found, gradients(separate, leaves), strict=True):

@@ -17,7 +17,7 @@ from xorl.core.models import Decoder, spec_for
 from xorl.core.nn.moe import MixtureOfExperts
 from xorl.core.optim import MuonOptions, build_optimizer
 from xorl.kernels.layout import SequenceLayout
-from xorl.lora import AdapterBank, AdapterSpec, adapter_parameters, adapters, init_adapters, inject, merge_
+from xorl.lora import AdapterSpec, adapter_parameters, adapters, init_adapters, inject, merge_
 from xorl.lora.experts import ExpertLowRank
 from xorl.lora.inject import base_parameters
 from xorl.lora.merge import fold_
@@ -176,8 +176,6 @@ def test_what_does_not_work_is_refused() -> None:
         decoder_of(AdapterSpec(targets=("experts.0.gate_proj",)))
     with pytest.raises(ValueError, match=r"use_dora needs the norms .* model.layers.0.mlp.experts.down_proj"):
         decoder_of(AdapterSpec(targets=("experts.down_proj",), use_dora=True))
-    with pytest.raises(ValueError, match="a bank cannot adapt experts yet"):
-        AdapterBank(decoder_of(None), targets=["down_proj"], num_resident=1, max_rank=2, device="cpu")
     assert not any("experts" in name for name in adapters(decoder_of(AdapterSpec(targets="all-linear"))))
 
 

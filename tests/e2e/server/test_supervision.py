@@ -26,7 +26,7 @@ def test_a_second_service_is_refused_on_the_same_folder(service: Service) -> Non
     # Would catch two orchestrators that write one journal.
     command = [sys.executable, "-m", "xorl.server.launcher", *service.arguments]
     ended = subprocess.run(command, capture_output=True, text=True, check=False, cwd=service.cwd)
-    assert (ended.returncode, "output_dir: another service has" in ended.stderr) == (2, True), ended.stderr
+    assert (ended.returncode, "output_dir: another service has" in ended.stderr) == (4, True), ended.stderr
 
 
 def test_a_killed_launcher_takes_everything_with_it(serve: Serve) -> None:

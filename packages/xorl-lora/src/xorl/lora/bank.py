@@ -23,9 +23,9 @@ from xorl.core.optim import gradient_scale
 from xorl.kernels.grouped_linear import TokenGroups
 from xorl.kernels.optim import adamw_
 from xorl.lora.bank_layer import ActiveRows, BankedLinear
-from xorl.lora.bank_slots import Slots
-from xorl.lora.inject import Adapter, adapters, new_pair
-from xorl.lora.linear import initial_bound
+from xorl.lora.bank_slots import Segment, Slots
+from xorl.lora.inject import Adapter, adapters, new_expert_pair, new_pair
+from xorl.lora.linear import LowRank, initial_bound
 from xorl.lora.snapshot import GRAD, STATES, VALUE, AdapterSnapshot, SnapshotStore
 from xorl.lora.spec import AdapterSpec
 from xorl.lora.targets import resolve, without_wrappers
@@ -72,10 +72,11 @@ class _Entry:
 
 
 class AdapterBank:
-    """Adapters by name on the linear layers of `model`, which the bank freezes.
+    """Adapters by name on the linear layers and the experts of `model`, which the bank freezes.
 
     At most `num_resident` adapters are on the device; with gradients and optimizer state they take 16 bytes per value.
-    Adapters are loaded to the device when needed, evicting the least recently used one.
+    Adapters are loaded to the device when needed, evicting the least recently used one. With expert parallelism each
+    process holds the adapters of all experts, and computes those of its own.
 
     Args:
         model: already sharded or replicated, and not run yet; nn.Linear layers are replaced by layers that support
@@ -114,8 +115,6 @@ class AdapterBank:
         )
         if embeddings := [site.name for site in sites if not site.is_linear]:
             raise ValueError(f"targets: a bank adapts only linear layers, but {', '.join(embeddings)} is an embedding")
-        if experts := [site.name for site in sites if site.members]:
-            raise ValueError(f"targets: a bank cannot adapt experts yet, but {experts[0]} names them; leave it out")
         self._model = model
         self._max_rank = max_rank
         self._group = group
@@ -138,8 +137,15 @@ class AdapterBank:
 
     @property
     def num_resident(self) -> int:
-        """The number of adapters that fit on the device, and so into one pass."""
+        """The number of adapters that fit on the device, and so into one pass of all ranks."""
         return self._base_slot
+
+    @property
+    def num_per_pass(self) -> int:
+        """The number of adapters in one pass of this rank, whatever those of other ranks are."""
+        if not self._slots.divides_experts or self._group is None:
+            return self._base_slot
+        return self._base_slot // dist.get_world_size(self._group)
 
     @property
     def resident(self) -> tuple[str, ...]:
@@ -166,9 +172,11 @@ class AdapterBank:
         slot = self._assign_slot(name, entry)
         try:
             for segment in (self._slots.segments[index] for index in entry.segments):
-                part, _ = self._slots.views(VALUE, slot, segment, spec)
+                view, _ = self._slots.views(VALUE, slot, segment, spec)
+                part = torch.empty(view.shape[:-1].numel(), view.shape[-1], device=view.device)
                 key = key_of(seed, f"{segment.site.name}.lora_A", part.shape)
                 fill_uniform_(part, bound=initial_bound(part.shape[1]), key=key, shape=part.shape, offset=(0, 0))
+                view.copy_(part.view(view.shape))
         except BaseException:
             self.remove(name)
             raise
@@ -218,17 +226,17 @@ class AdapterBank:
         the first call, no token has one. Gradients accumulate until `step` or `zero_grad`. Returns a key: passes with
         equal keys launch the same kernels on the same memory.
 
+        Where adapted experts are divided among ranks, this is collective, and the adapters of all ranks count.
+
         Raises ValueError for an unknown adapter, for one whose tokens are not adjacent, for a run without tokens, and
         for more adapters than fit on the device at once. A pass over another number of tokens raises it too, except in
         compiled code.
         """
         if wrong := [(name, length) for name, length in runs if length < 1]:
             raise ValueError(f"runs: every run needs at least one token, got {wrong[0]}")
-        wanted = [name for name, _ in runs if name is not None]
-        if len(set(wanted)) > self._base_slot:
-            raise ValueError(
-                f"{len(set(wanted))} adapters in one pass, but the bank holds only {self._base_slot} at once"
-            )
+        wanted = self._agreed([name for name, _ in runs if name is not None])
+        if len(wanted) > self._base_slot:
+            raise ValueError(f"{len(wanted)} adapters in one pass, but the bank holds only {self._base_slot} at once")
         for name in wanted:
             self._entry(name)
         for name in wanted:
@@ -237,10 +245,16 @@ class AdapterBank:
         numbered = [(self._base_slot if name is None else self._resident[name], length) for name, length in runs]
         single = numbered[0][0] if len(numbered) == 1 else None
         self._slots.select(single, frozenset(segment for name in wanted for segment in self._entries[name].segments))
-        if single is None:
+        if single is None or self._slots.divides_experts:
             for target, source in zip(self._rows.groups, TokenGroups.of(numbered, self._base_slot + 1), strict=True):
                 on_gpu = target.device.type == "cuda"
                 target.copy_(source.pin_memory() if on_gpu else source, non_blocking=on_gpu)
+        if self._slots.divides_experts:
+            passing = torch.tensor([*(self._resident[name] for name in wanted), self._base_slot])
+            places = torch.zeros(self._base_slot + 1, dtype=torch.int64)
+            places[passing] = torch.arange(len(passing))
+            device = self._rows.groups.ends.device
+            self._rows.passing, self._rows.places = passing.to(device), places.to(device)
         self._rows.num_rows = sum(length for _, length in runs)
         return self._slots.selected
 
@@ -313,21 +327,23 @@ class AdapterBank:
             raise
 
     def gradients(self, name: str) -> dict[str, Tensor]:
-        """Views of this rank's accumulated gradients of one adapter, by `{layer}.lora_A` and `{layer}.lora_B`."""
+        """Views or copies of this rank's accumulated gradients of one adapter, by `{layer}.lora_A` and so on."""
         entry = self._entry(name)
-        return self._slots.tensors(GRAD, self._load(name), entry.spec, entry.segments)
+        found = self._slots.tensors(GRAD, self._load(name), entry.spec, entry.segments)
+        return {key: found[key].reshape(shape) for key, shape in self._slots.names(entry.spec, entry.segments)}
 
     def adapters(self, name: str) -> dict[str, Adapter]:
         """One adapter by the names of its layers, in the form that `xorl.lora.adapters` returns for a model.
 
-        The values share memory with the bank until the adapter is evicted: use them before other calls.
+        The values may share memory with the bank until the adapter is evicted: use them before other calls.
         """
         slot, entry = self._load(name), self._entries[name]
         found: dict[str, Adapter] = {}
         for segment in (self._slots.segments[index] for index in entry.segments):
             site = segment.site
-            pair = new_pair(site, entry.spec, segment.layer.in_features, torch.device("meta"))
-            pair.A, pair.B = (nn.Parameter(view) for view in self._slots.views(VALUE, slot, segment, entry.spec))
+            pair = self._pair_of(segment, entry.spec)
+            views = self._slots.views(VALUE, slot, segment, entry.spec)
+            pair.A, pair.B = (nn.Parameter(view.reshape(-1, view.shape[-1])) for view in views)
             found[site.name] = Adapter(site.name, pair, segment.layer, without_wrappers(site.path))
         return found
 
@@ -346,6 +362,15 @@ class AdapterBank:
     def load(self, name: str, path: Path | str) -> None:
         """Load an adapter from a file that `save` wrote, bit for bit. Raises ValueError if it does not fit."""
         self.restore(name, AdapterSnapshot.read(Path(path)))
+
+    def _agreed(self, names: Sequence[str]) -> list[str]:
+        """The different names; where experts are divided, those of all ranks in the same order on each. Collective."""
+        if not self._slots.divides_experts:
+            return list(dict.fromkeys(names))
+        assert self._group is not None
+        of_ranks: list[Sequence[str]] = [()] * dist.get_world_size(self._group)
+        dist.all_gather_object(of_ranks, names, group=self._group)
+        return sorted({name for of_rank in of_ranks for name in of_rank})
 
     def _load(self, name: str, keep: Sequence[str] = ()) -> int:
         """Load an adapter to the device without evicting any in `keep`, and return its slot."""
@@ -400,11 +425,23 @@ class AdapterBank:
         for option in ("dropout", "use_dora", "modules_to_save"):
             if getattr(spec, option):
                 raise ValueError(f"{option} is {getattr(spec, option)}: a bank does not support it")
+        if spec.expert_sharing != "none":
+            raise ValueError(f"expert_sharing is {spec.expert_sharing!r}: in a bank, each expert has its own factors")
         numbered = {segment.site.name: index for index, segment in enumerate(self._slots.segments)}
         chosen = [site.name for site in resolve(spec, self._model)]
         if outside := [name for name in chosen if name not in numbered]:
             raise ValueError(f"targets: {', '.join(outside[:5])} is not among the bank's targets")
         for name in chosen:
-            if spec.rank_of(name) > self._max_rank:
-                raise ValueError(f"rank of {name} is {spec.rank_of(name)}, above the bank's max_rank {self._max_rank}")
+            rank = spec.rank_of(*self._slots.segments[numbered[name]].site.names)
+            if rank > self._max_rank:
+                raise ValueError(f"rank of {name} is {rank}, above the bank's max_rank {self._max_rank}")
         return tuple(numbered[name] for name in chosen)
+
+    def _pair_of(self, segment: Segment, spec: AdapterSpec) -> LowRank:
+        """The parameters of the adapter on a segment, without memory."""
+        device = torch.device("meta")
+        if not segment.site.members:
+            return new_pair(segment.site, spec, segment.in_features, device)
+        pair = new_expert_pair(segment.site, spec, self._model, device)
+        pair.held, pair.parts = range(len(segment.site.members)), {}
+        return pair

@@ -4,7 +4,8 @@ A slot is one flat row of values, and one row of each AdamW state, so an optimiz
 the number of layers. A segment is the range of a slot that holds the adapter of one part of a layer. Gradients are
 stored by segment, with all slots together, because autograd needs the gradient of a leaf to be contiguous.
 
-Shapes: S slots, R padded rank, I input and P output features of a part of a layer.
+Shapes: S slots, R padded rank, I input and P output features of a part of a layer, E experts. Of experts, A [E, R, I]
+and B [E, P, R] stand for A [R, I] and B [P, R].
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from xorl.core.nn import Linear
-from xorl.lora.bank_layer import ActiveRows, BankedLinear, SlotPair, StackedPair
+from xorl.core.nn.moe import ExpertLinear, Experts
+from xorl.lora.bank_layer import ActiveRows, BankedExperts, BankedLinear, SlotPair, StackedPair
 from xorl.lora.linear import TorchLinear
 from xorl.lora.snapshot import GRAD, STATES, VALUE, AdapterSnapshot, NamedShapes, bounds_of
 from xorl.lora.spec import AdapterSpec
@@ -29,10 +31,15 @@ RANK_MULTIPLE = 8
 
 @dataclass(frozen=True)
 class Segment:
-    """The range of a slot for one part of a layer: A [R, I] at offset `start_a`, B [P, R] from `start_b` to `stop`."""
+    """The range of a slot for one part of a layer: A [R, I] at offset `start_a`, B [P, R] from `start_b` to `stop`.
+
+    Attributes:
+        owner: the module that computes the adapter: the layer itself, or the experts whose projection it is.
+    """
 
     site: Site
-    layer: Linear
+    layer: Linear | ExpertLinear
+    owner: Linear | Experts
     start_a: int
     start_b: int
     stop: int
@@ -42,9 +49,19 @@ class Segment:
         """The number of output features, P."""
         return self.site.stop - self.site.start
 
+    @property
+    def in_features(self) -> int:
+        """The number of input features, I."""
+        return self.layer.weight.shape[1] if isinstance(self.layer, ExpertLinear) else self.layer.in_features
+
+    @property
+    def experts(self) -> tuple[int, ...]:
+        """(E,) for a projection of experts, else ()."""
+        return (len(self.site.members),) if self.site.members else ()
+
 
 class Slots:
-    """`num_slots` slots for adapters of up to `max_rank` on `sites`, which are linear layers of `model`.
+    """`num_slots` slots for adapters of up to `max_rank` on `sites`, which are linear layers and experts of `model`.
 
     nn.Linear layers are replaced by layers that support adapters. Slots are zero until they are written.
     """
@@ -61,9 +78,13 @@ class Slots:
         # Cached by slot, because an adapter has hundreds of parts and each optimizer step needs their views.
         self._grad_views: dict[int, list[tuple[Tensor, Tensor]]] = {}
         # The indices of each layer's segments; the leaves of each layer by slot, created on first use.
-        self._indices: dict[Linear, list[int]] = {}
-        self._slot_pairs: dict[int, dict[Linear, tuple[SlotPair, ...]]] = {}
+        self._indices: dict[Linear | Experts, list[int]] = {}
+        self._slot_pairs: dict[int, dict[Linear | Experts, tuple[SlotPair, ...]]] = {}
         self.selected: tuple[int | None, frozenset[int]] | None = None
+        # Whether ranks compute the experts of each other's tokens.
+        self.divides_experts = any(
+            isinstance(segment.owner, Experts) and segment.owner.dispatcher is not None for segment in self.segments
+        )
         # Cached by `kind_of`: the names of the kinds, and the length and kind index of each segment.
         self._kinds: dict[Callable[[str], str], tuple[list[str], Tensor, Tensor]] = {}
         self.steps = torch.zeros(num_slots, device=device)
@@ -71,14 +92,18 @@ class Slots:
 
     def attach(self, rows: ActiveRows) -> None:
         """Set the adapters of each layer to leaves that, like their gradients, share the slots' memory."""
-        by_layer: dict[Linear, list[StackedPair]] = {}
+        by_owner: dict[Linear | Experts, list[StackedPair]] = {}
         for index, (segment, scale) in enumerate(zip(self.segments, self._scales, strict=True)):
             a, b = (self._leaf(*part) for part in self._parts(segment))
-            part = (segment.site.start, segment.site.stop)
-            by_layer.setdefault(segment.layer, []).append(StackedPair(segment.site.name, part, a, b, scale))
-            self._indices.setdefault(segment.layer, []).append(index)
-        for layer, pairs in by_layer.items():
-            layer.adapter = BankedLinear(pairs, rows)
+            site = segment.site
+            pair = StackedPair(site.name, site.path.rpartition(".")[2], (site.start, site.stop), a, b, scale)
+            by_owner.setdefault(segment.owner, []).append(pair)
+            self._indices.setdefault(segment.owner, []).append(index)
+        for owner, pairs in by_owner.items():
+            if isinstance(owner, Experts):
+                owner.adapter = BankedExperts(pairs, rows, owner)
+            else:
+                owner.adapter = BankedLinear(pairs, rows)
 
     def select(self, slot: int | None, segments: frozenset[int]) -> None:
         """Assign all tokens to the adapter in `slot`, or, if None, to adapters by groups. `segments` are in use.
@@ -90,23 +115,26 @@ class Slots:
             return
         if slot is not None and slot not in self._slot_pairs:
             self._slot_pairs[slot] = {
-                layer: tuple(self._slot_pair(slot, index) for index in indices)
-                for layer, indices in self._indices.items()
+                owner: tuple(self._slot_pair(slot, index) for index in indices)
+                for owner, indices in self._indices.items()
             }
-        for layer, indices in self._indices.items():
-            assert isinstance(layer.adapter, BankedLinear)
+        for owner, indices in self._indices.items():
+            assert isinstance(owner.adapter, (BankedLinear, BankedExperts))
+            if isinstance(owner.adapter, BankedExperts) and owner.adapter.is_divided:
+                owner.adapter.single = None  # the other ranks' tokens may have other adapters
+                continue
             is_head = self.segments[indices[0]].site.is_head
             is_skipped = not segments or (is_head and not any(index in segments for index in indices))
-            layer.adapter.single = () if is_skipped else None if slot is None else self._slot_pairs[slot][layer]
+            owner.adapter.single = () if is_skipped else None if slot is None else self._slot_pairs[slot][owner]
         self.selected = slot, segments
 
     def names(self, spec: AdapterSpec, segments: Sequence[int]) -> NamedShapes:
-        """The names and shapes of an adapter's tensors in these segments."""
+        """The names and shapes of an adapter's tensors in these segments: those of experts are rows of one matrix."""
         names: list[tuple[str, tuple[int, ...]]] = []
         for segment in (self.segments[index] for index in segments):
-            rank = spec.rank_of(segment.site.name)
-            names.append((f"{segment.site.name}.lora_A", (rank, segment.layer.in_features)))
-            names.append((f"{segment.site.name}.lora_B", (segment.num_outputs, rank)))
+            rank, count = spec.rank_of(*segment.site.names), math.prod(segment.experts)
+            names.append((f"{segment.site.name}.lora_A", (count * rank, segment.in_features)))
+            names.append((f"{segment.site.name}.lora_B", (count * segment.num_outputs, rank)))
         return names
 
     def tensors(self, kind: str, slot: int, spec: AdapterSpec, segments: Sequence[int]) -> dict[str, Tensor]:
@@ -117,9 +145,9 @@ class Slots:
 
     def views(self, kind: str, slot: int, segment: Segment, spec: AdapterSpec) -> tuple[Tensor, Tensor]:
         """Views of A [rank, I] and B [P, rank] of one segment of a slot."""
-        rank = spec.rank_of(segment.site.name)
+        rank = spec.rank_of(*segment.site.names)
         a, b = (self._stacked(kind, *part)[slot] for part in self._parts(segment))
-        return a[:rank], b[:, :rank]
+        return a[..., :rank, :], b[..., :rank]
 
     def gradient(self, slot: int, segments: Sequence[int]) -> Tensor:
         """The gradient of a slot in the layout of its values, zero outside `segments`; valid until the next call."""
@@ -158,7 +186,7 @@ class Slots:
     def assign(self, slot: int, spec: AdapterSpec, segments: Sequence[int]) -> None:
         """Assign an empty slot to an adapter with this spec."""
         for index in segments:
-            self._scales[index, slot] = spec.scale_of(self.segments[index].site.name)
+            self._scales[index, slot] = spec.scale_of(*self.segments[index].site.names)
 
     def clear(self, slot: int) -> None:
         """Empty a slot."""
@@ -190,12 +218,13 @@ class Slots:
                 view.copy_(moved[start:stop].view(view.shape))
         self.steps[slot] = snapshot.step
 
-    def _parts(self, segment: Segment) -> tuple[tuple[int, tuple[int, int]], tuple[int, tuple[int, int]]]:
+    def _parts(self, segment: Segment) -> tuple[tuple[int, tuple[int, ...]], tuple[int, tuple[int, ...]]]:
         """(offset in a row, shape) of A [R, I] and of B [P, R] of a segment."""
-        a, b = (self.padded_rank, segment.layer.in_features), (segment.num_outputs, self.padded_rank)
+        a = (*segment.experts, self.padded_rank, segment.in_features)
+        b = (*segment.experts, segment.num_outputs, self.padded_rank)
         return (segment.start_a, a), (segment.start_b, b)
 
-    def _stacked(self, kind: str, start: int, shape: tuple[int, int]) -> Tensor:
+    def _stacked(self, kind: str, start: int, shape: tuple[int, ...]) -> Tensor:
         """A view of the tensors at offset `start` of all slots, [S, *shape]."""
         num_slots, size = len(self.steps), math.prod(shape)
         if kind == GRAD:
@@ -219,7 +248,7 @@ class Slots:
         down, up = leaves
         return SlotPair(down, up, self._scales[index, slot])
 
-    def _leaf(self, start: int, shape: tuple[int, int]) -> Tensor:
+    def _leaf(self, start: int, shape: tuple[int, ...]) -> Tensor:
         leaf = self._stacked(VALUE, start, shape).detach().requires_grad_()
         leaf.grad = self._stacked(GRAD, start, shape)
         return leaf
@@ -229,13 +258,20 @@ def _segments(model: nn.Module, sites: Sequence[Site], padded_rank: int) -> list
     segments: list[Segment] = []
     start = 0
     for site in sites:
-        layer = model.get_submodule(site.path)
-        if isinstance(layer, nn.Linear):
-            layer = TorchLinear(layer)
-            model.set_submodule(site.path, layer)
-        assert isinstance(layer, Linear)
-        start_b = start + padded_rank * layer.in_features
-        stop = start_b + (site.stop - site.start) * padded_rank
-        segments.append(Segment(site, layer, start, start_b, stop))
+        layer = owner = model.get_submodule(site.path)
+        if isinstance(layer, ExpertLinear):
+            owner = model.get_submodule(site.path.rpartition(".")[0])
+            assert isinstance(owner, Experts)
+            sizes = len(site.members) * layer.weight.shape[1], len(site.members) * (site.stop - site.start)
+        else:
+            if isinstance(layer, nn.Linear):
+                layer = owner = TorchLinear(layer)
+                model.set_submodule(site.path, layer)
+            assert isinstance(layer, Linear)
+            assert isinstance(owner, Linear)
+            sizes = layer.in_features, site.stop - site.start
+        start_b = start + padded_rank * sizes[0]
+        stop = start_b + padded_rank * sizes[1]
+        segments.append(Segment(site, layer, owner, start, start_b, stop))
         start = stop
     return segments

@@ -181,6 +181,9 @@ class ExpertsAdapter(nn.Module):
         """The pairs in the order of the layer's rows."""
         return [cast(ExpertLowRank, getattr(self, leaf)) for leaf in self.leaves]
 
+    def slots(self, x: Tensor) -> None:
+        """As `ExpertsAdapterProtocol.slots`: all tokens have the same adapters."""
+
     def forward(self, x: Tensor, shared: Mapping[str, Tensor]) -> Factors:
         """What the kernel adds, for the input x [T, D] and the factors that `SharedFactors` returns."""
         up = self._factors("gate_up_proj", x, shared, 2 * self._inner, self._width)

@@ -127,32 +127,13 @@ def _owner(site: Site) -> str:
 
 
 def _adapt_experts_(model: nn.Module, path: str, sites: list[Site], spec: AdapterSpec) -> None:
-    experts, mixture = model.get_submodule(path), model.get_submodule(path.rpartition(".")[0])
+    experts = model.get_submodule(path)
     assert isinstance(experts, Experts)
-    assert isinstance(mixture, MixtureOfExperts)
-    pairs: list[ExpertLowRank] = []
-    for site in sites:
-        projection = site.path.rpartition(".")[2]
-        layer = experts.get_submodule(projection)
-        assert isinstance(layer, ExpertLinear)
-        names = (site.name, *site.members)
-        pairs.append(
-            ExpertLowRank(
-                site.name,
-                members=site.members,
-                projection=projection,
-                layer=layer,
-                rank=spec.rank_of(*names),
-                alpha=spec.alpha_of(*names),
-                scale=spec.scale_of(*names),
-                part=(site.start, site.stop),
-                num_active=mixture.num_active,
-                sharing=spec.expert_sharing,
-                device=layer.weight.device,
-            )
-        )
+    pairs = [new_expert_pair(site, spec, model, experts.down_proj.weight.device) for site in sites]
     experts.adapter = ExpertsAdapter(pairs, spec.dropout, experts).train(experts.training)
     if spec.expert_sharing != "none":
+        mixture = model.get_submodule(path.rpartition(".")[0])
+        assert isinstance(mixture, MixtureOfExperts)
         mixture.shared_factors = SharedFactors(pairs)
 
 
@@ -184,6 +165,27 @@ def new_pair(site: Site, spec: AdapterSpec, in_features: int, device: torch.devi
         part=(site.start, site.stop),
         in_features=in_features,
         use_dora=spec.use_dora,
+        device=device,
+    )
+
+
+def new_expert_pair(site: Site, spec: AdapterSpec, model: nn.Module, device: torch.device) -> ExpertLowRank:
+    """The uninitialised parameters of the adapters of `spec` on a projection of the experts that this rank holds."""
+    path, _, projection = site.path.rpartition(".")
+    layer, mixture = model.get_submodule(site.path), model.get_submodule(path.rpartition(".")[0])
+    assert isinstance(layer, ExpertLinear)
+    assert isinstance(mixture, MixtureOfExperts)
+    return ExpertLowRank(
+        site.name,
+        members=site.members,
+        projection=projection,
+        layer=layer,
+        rank=spec.rank_of(*site.names),
+        alpha=spec.alpha_of(*site.names),
+        scale=spec.scale_of(*site.names),
+        part=(site.start, site.stop),
+        num_active=mixture.num_active,
+        sharing=spec.expert_sharing,
         device=device,
     )
 

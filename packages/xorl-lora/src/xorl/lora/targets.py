@@ -46,6 +46,11 @@ class Site:
     refusal: str | None
     members: tuple[str, ...] = ()
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names by which patterns may refer to it."""
+        return (self.name, *self.members)
+
 
 def sites_of(model: nn.Module) -> dict[str, Site]:
     """Every linear layer, embedding and projection of experts by its name in checkpoints, in module order."""
@@ -129,7 +134,7 @@ def resolve(spec: AdapterSpec, model: nn.Module) -> tuple[Site, ...]:
             "expert_sharing: the targets name no layer of experts, which could share factors: add some, such as "
             "gate_proj, or share nothing"
         )
-    spec.check_patterns([name for site in found for name in (site.name, *site.members)])
+    spec.check_patterns([name for site in found for name in site.names])
     embedded = [site.name for site in found if not site.is_linear]
     if spec.use_dora and embedded:
         raise ValueError(f"use_dora supports only linear layers, but targets name embeddings: {', '.join(embedded)}")

@@ -96,7 +96,7 @@ class Sampler:
             self._pool,
             max_running=max_running,
             max_tokens=max_step_tokens,
-            max_adapters=0 if bank is None else bank.num_resident,
+            max_adapters=0 if bank is None else bank.num_per_pass,
             root=self._key_root,
         )
         self._versions: dict[str | None, int] = {}

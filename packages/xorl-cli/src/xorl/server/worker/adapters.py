@@ -17,6 +17,7 @@ from xorl.ckpt import Stateful
 from xorl.ckpt.layout import JSON
 from xorl.core.loss import LossFn
 from xorl.core.nn import Linear
+from xorl.core.nn.moe import ExpertLinear
 from xorl.lora import Adam, AdapterBank, AdapterSpec
 from xorl.lora.snapshot import STATES, AdapterSnapshot
 from xorl.lora.targets import Site, resolve, sites_of
@@ -52,8 +53,8 @@ class AdapterRows:
     def __init__(self, engine: BankEngine) -> None:
         self._engine = engine
 
-    def gradients_kept(self, rows: Sequence[Row]) -> AbstractContextManager[None]:
-        return self._engine.bank.gradients_kept({model_id for row in rows for model_id, _ in row})
+    def gradients_kept(self, model_ids: Sequence[str]) -> AbstractContextManager[None]:
+        return self._engine.bank.gradients_kept(model_ids)
 
     def forward_backward(
         self,
@@ -102,6 +103,11 @@ class AdapterModels:
             self.bank.remove("")
         except ValueError as error:
             raise ValueError(f"lora_target_modules / lora_rank: {error}") from error
+        if self.bank.num_per_pass < 1:
+            raise ValueError(
+                f"lora_models_on_device: {self.bank.num_resident} is below the {base.runtime.world_size} workers. They "
+                "compute adapted experts for each other's tokens, so each holds the adapters of all; raise it"
+            )
         bank_engine = BankEngine(base.model, self.bank, base.device, flops=lambda name, lengths: 0.0)
         self._bank_engine = bank_engine
         self.engine = AdapterRows(bank_engine)
@@ -287,21 +293,19 @@ def _available_sites(base: Base) -> list[Site]:
         targets = [*base.architecture.spec.adapter_targets, *head]
     spec = AdapterSpec(targets=targets if isinstance(targets, str) else tuple(targets))
     try:
-        sites = list(resolve(spec, base.module))
+        return list(resolve(spec, base.module))
     except ValueError as error:
         raise ValueError(f"lora_target_modules: {error}") from error
-    if experts := [site.name for site in sites if site.members]:
-        raise ValueError(
-            f"lora_target_modules: the service cannot adapt experts yet, but they name {experts[0]}; leave them out"
-        )
-    return sites
 
 
 def _host_limit(base: Base, sites: Sequence[Site], max_rank: int) -> int:
     """How many adapters of the largest size a rank keeps in host memory: values and two optimizer states, in fp32."""
-    inputs = [cast(Linear, base.module.get_submodule(site.path)).in_features for site in sites]
-    widths = [width + site.stop - site.start for width, site in zip(inputs, sites, strict=True)]
-    num_bytes = 3 * 4 * max_rank * sum(widths)
+    widths = 0
+    for site in sites:
+        layer = base.module.get_submodule(site.path)
+        num_inputs = layer.weight.shape[1] if isinstance(layer, ExpertLinear) else cast(Linear, layer).in_features
+        widths += (num_inputs + site.stop - site.start) * max(len(site.members), 1)
+    num_bytes = 3 * 4 * max_rank * widths
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return int(HOST_SHARE * total / base.runtime.world_size / num_bytes)
 

@@ -34,7 +34,7 @@ class WholeRows:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
-    def gradients_kept(self, rows: Sequence[Row]) -> AbstractContextManager[None]:
+    def gradients_kept(self, model_ids: Sequence[str]) -> AbstractContextManager[None]:
         return self._engine.gradients_kept()
 
     def forward_backward(

@@ -39,8 +39,8 @@ Row = Sequence[tuple[str, PackedBatch]]
 class RowEngine(Protocol):
     """Computes rows with the models of their segments; passes are collective."""
 
-    def gradients_kept(self, rows: Sequence[Row]) -> AbstractContextManager[None]:
-        """A context for `forward_backward` of these rows; restores the gradients if it raises, then on all ranks."""
+    def gradients_kept(self, model_ids: Sequence[str]) -> AbstractContextManager[None]:
+        """A context for `forward_backward` of these models; restores the gradients if it raises, then on all ranks."""
         ...
 
     def forward_backward(
@@ -122,7 +122,7 @@ class PassRunner:
                     for members in assignment.bins[mesh.data.rank]
                 ]
                 if not calls[0].forward_only:
-                    kept.enter_context(self.engine.gradients_kept(rows))
+                    kept.enter_context(self.engine.gradients_kept(model_ids))
             routers = self.base.module.routers if any(call.returns_routes for call in calls) else None
             kept.enter_context(nullcontext() if routers is None else routers.recording())
             outputs = _Outputs(rows, mesh, routers)

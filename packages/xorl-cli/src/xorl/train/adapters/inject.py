@@ -108,7 +108,7 @@ def flops_of(config: DecoderConfig, module: Decoder) -> Callable[[Sequence[int]]
     See `training_flops`.
     """
     linear_adapters = [adapter for adapter in adapters(module).values() if not adapter.is_embedding]
-    num_added = sum(map(_num_used, linear_adapters))
+    num_added = sum(map(num_used, linear_adapters))
     trained = sum(
         layer.weight.numel()
         for layer in module.modules()
@@ -124,7 +124,7 @@ def flops_of(config: DecoderConfig, module: Decoder) -> Callable[[Sequence[int]]
     return flops
 
 
-def _num_used(adapter: Adapter) -> int:
+def num_used(adapter: Adapter) -> int:
     """The elements of an adapter that a token is multiplied with."""
     pair = adapter.pair
     if not isinstance(pair, ExpertLowRank):

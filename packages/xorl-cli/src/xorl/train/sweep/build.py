@@ -18,7 +18,7 @@ from xorl.data import DataPlan
 from xorl.lora import AdapterBank, AdapterSpec
 from xorl.lora.targets import resolve
 from xorl.train.adapters.files import AdapterFiles
-from xorl.train.adapters.inject import adapter_spec
+from xorl.train.adapters.inject import adapter_spec, num_used
 from xorl.train.architecture import Architecture
 from xorl.train.bank_engine import BankEngine
 from xorl.train.checkpoint_model import describe_model, recorded_options
@@ -120,9 +120,10 @@ def _build_engine(startup: Startup) -> BankEngine:
         raise ValueError(f"lora.sweep / lora.lora_target_modules: {error}") from error
     logger.info("sweep=%d trained_parameters=%d", len(specs), sum(bank.num_values(name) for name in specs))
     num_frozen = matmul_parameters(architecture.config)
+    num_added = {name: sum(map(num_used, bank.adapters(name).values())) for name in specs}
 
     def flops(name: str, lengths: Sequence[int]) -> int:
-        return training_flops(architecture.config, lengths, num_frozen=num_frozen, num_added=bank.num_values(name))
+        return training_flops(architecture.config, lengths, num_frozen=num_frozen, num_added=num_added[name])
 
     return BankEngine(model, bank, device, flops=flops)
 

@@ -78,8 +78,12 @@ class ExpertLinear(nn.Module):
 class ExpertsAdapterProtocol(Protocol):
     """Adapters on the experts of a layer."""
 
-    def __call__(self, x: Tensor, shared: Mapping[str, Tensor]) -> Factors:
-        """What the kernel adds for the input x [T, D], given the factors that the experts share."""
+    def slots(self, x: Tensor) -> tuple[Tensor, int] | None:
+        """The slot [T] of each token of x [T, D], if tokens have different adapters, and the number of slots."""
+        ...
+
+    def __call__(self, x: Tensor, shared: Mapping[str, Tensor]) -> Factors | None:
+        """What the kernel adds for the input x [T, D], given the factors that the experts share; None for nothing."""
         ...
 
 
@@ -127,6 +131,17 @@ class Experts(nn.Module):
             "down_proj": (down.weight.shape[0] // down.num_experts,) * down.num_experts,
         }
 
+    def groups_of(self, x: Tensor, ids: Tensor, num_experts: int) -> tuple[Tensor, int]:
+        """The groups [T, K] of what is computed for tokens x [T, D] with experts `ids`, and the number of groups.
+
+        A group is an expert, or an expert with one of several adapters.
+        """
+        slots = None if self.adapter is None else self.adapter.slots(x)
+        if slots is None:
+            return ids, num_experts
+        of_tokens, num_slots = slots
+        return ids * num_slots + of_tokens[:, None], num_experts * num_slots
+
     def forward(
         self,
         x: Tensor,
@@ -136,7 +151,13 @@ class Experts(nn.Module):
         shared: Mapping[str, Tensor],
         plan: object = None,
     ) -> Tensor:
-        """[T, D]. shared: the factors of adapters that all experts share. plan: of the dispatcher, if there is one."""
+        """[T, D].
+
+        Args:
+            ids: the groups of `groups_of`.
+            shared: the factors of adapters that all experts share.
+            plan: of the dispatcher for the groups, if there is one.
+        """
         if self.dispatcher is None:
             return self._compute(x, weights, ids, num_real, None, shared)
         x, weights, ids, num_rows = self.dispatcher.dispatch(x, weights, plan)
@@ -221,17 +242,18 @@ class MixtureOfExperts(nn.Module):
         ids = own = top_experts(probabilities.detach(), self.num_active)
         if recorded is not None:
             ids = replay_experts(own, recorded)
+        groups, num_groups = self.experts.groups_of(x, ids, self.num_experts)
         dispatcher = self.experts.dispatcher
         # The host waits for the numbers of a plan, so it is begun early.
-        plan = None if dispatcher is None else dispatcher.plan(ids, self.num_experts, layout.num_real)
+        plan = None if dispatcher is None else dispatcher.plan(groups, num_groups, layout.num_real)
         weights = probabilities.gather(-1, ids)
         if self.normalize:
             weights = weights / weights.sum(-1, keepdim=True)
         shared = {} if self.shared_factors is None else self.shared_factors(x.dtype)
         if dispatcher is None or not dispatcher.returns_late:
             routes = self._routes(logits, probabilities, ids, own, recorded, layout)
-            return self.experts(x, weights, ids, layout.num_real, shared, plan), routes
-        out = self.experts(x, weights, ids, layout.num_real, shared, plan)
+            return self.experts(x, weights, groups, layout.num_real, shared, plan), routes
+        out = self.experts(x, weights, groups, layout.num_real, shared, plan)
         routes = self._routes(logits, probabilities, ids, own, recorded, layout)  # while the output is on its way
         dispatcher.wait(plan)
         return out, routes

@@ -33,8 +33,8 @@ class Factors(NamedTuple):
     down_b: [E * S, D, Q]; a shared one is multiplied after the sum over a token's choices.
     x: [T, D], what the adapters of the up projection are applied to if it is not the input itself (dropout).
     kept: probability that an element of the down projection's input is kept for its adapter (dropout).
-    slots: [T] integers, each token's slot; None: S is 1.
-    num_slots: S.
+    num_slots: S. The ids of the call then are those of an expert and a slot, e * S + s; E * S or more for a choice
+        without an expert.
     """
 
     up_a: Tensor
@@ -43,7 +43,6 @@ class Factors(NamedTuple):
     down_b: Tensor
     x: Tensor | None = None
     kept: float = 1.0
-    slots: Tensor | None = None
     num_slots: int = 1
 
 
@@ -74,8 +73,6 @@ def adapted_experts(
 ) -> Tensor:
     """As `grouped.experts`, with adapters; [T, D]."""
     num_experts = num_experts_of(gate_up)
-    if factors.slots is not None:
-        ids = ids * factors.num_slots + factors.slots[:, None]
     plan = RoutePlan.of(ids, num_experts * factors.num_slots, num_real, num_rows)
     mask = x.new_empty(0, dtype=torch.bool)
     if factors.kept < 1:

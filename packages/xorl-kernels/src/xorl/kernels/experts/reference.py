@@ -39,7 +39,7 @@ def experts(
         gate_up: [E, 2F, D], in the dtype of x or quantised; the rows of the gate come before those of up.
         down: [E, D, F], as gate_up.
         weights: [T, K] fp32 (fp64 for fp64). The sum over k is in this dtype and is rounded to that of x once.
-        ids: [T, K] integers in [0, E]; E is a choice without an expert, which adds nothing.
+        ids: [T, K] integers in [0, E]; E is a choice without an expert, which adds nothing. With slots, see `Factors`.
         num_real: 0-d integer tensor; the output of tokens from this index on, which are padding, is 0.
         num_rows: how many choices have an expert; this form does not need it.
         activation: of the gate.
@@ -66,30 +66,29 @@ def experts(
     is_real = torch.ones(len(x), dtype=torch.bool, device=x.device)
     if num_real is not None:
         is_real = torch.arange(len(x), device=x.device) < num_real
+    num_slots = 1 if factors is None else factors.num_slots
     for expert in range(len(gate_up)):
-        tokens, choices = torch.where((ids == expert) & is_real[:, None])
+        tokens, choices = torch.where((ids // num_slots == expert) & is_real[:, None])
+        slots = ids[tokens, choices] % num_slots
         product = F.linear(x[tokens], gate_up[expert])
         if factors is not None:
             adapted = x if factors.x is None else factors.x
-            product = product + _low_rank(adapted[tokens], tokens, expert, factors, factors.up_a, factors.up_b)
+            product = product + _low_rank(adapted[tokens], slots, expert, factors, factors.up_a, factors.up_b)
         gate, up = product.chunk(2, dim=-1)
         inner = activation(gate) * up
         y = F.linear(inner, down[expert])
         if factors is not None:
             kept = F.dropout(inner, 1 - factors.kept, training=factors.kept < 1)
-            y = y + _low_rank(kept, tokens, expert, factors, factors.down_a, factors.down_b)
+            y = y + _low_rank(kept, slots, expert, factors, factors.down_a, factors.down_b)
         out = out.index_add(0, tokens, y.to(out.dtype) * weights[tokens, choices, None])
     return out.to(x.dtype)
 
 
-def _low_rank(rows: Tensor, tokens: Tensor, expert: int, factors: Factors, a: Tensor, b: Tensor) -> Tensor:
-    """What the adapters of an expert add to its product with rows [N, I] of `tokens`; [N, O]."""
+def _low_rank(rows: Tensor, slots: Tensor, expert: int, factors: Factors, a: Tensor, b: Tensor) -> Tensor:
+    """What the adapters of an expert add to its product with rows [N, I], of which each has a slot [N]; [N, O]."""
     added = rows.new_zeros(len(rows), b.shape[1])
     for slot in range(factors.num_slots):
         index = expert * factors.num_slots + slot
         low = F.linear(rows, a[0 if is_shared(a) else index])
-        of_slot = F.linear(low, b[0 if is_shared(b) else index])
-        if factors.slots is None:
-            return of_slot
-        added = torch.where((factors.slots[tokens] == slot)[:, None], of_slot, added)
+        added = torch.where((slots == slot)[:, None], F.linear(low, b[0 if is_shared(b) else index]), added)
     return added

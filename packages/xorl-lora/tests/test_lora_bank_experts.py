@@ -1,0 +1,184 @@
+"""A bank of adapters on experts: each is what it would be alone, whoever shares its batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tiny_models import hf_config
+from xorl.core.loss import cross_entropy
+from xorl.core.models import Decoder, spec_for
+from xorl.kernels.layout import SequenceLayout
+from xorl.lora import Adam, AdapterBank, AdapterSpec, adapter_parameters, inject
+from xorl.lora.peft import adapter_tensors
+
+SIZES = hf_config("qwen3_moe", vocab_size=37, hidden_size=24, num_experts=5, num_experts_per_tok=2)
+TARGETS = ("q_proj", "v_proj", "gate_proj", "up_proj", "down_proj")
+MEMBERS = {
+    "all": AdapterSpec(rank=4, alpha=8.0, targets=TARGETS),
+    "attention": AdapterSpec(rank=5, targets=("q_proj",)),
+    "ranks": AdapterSpec(rank=3, targets=("up_proj", "down_proj"), rank_pattern={"up_proj": 6}, use_rslora=True),
+    "down": AdapterSpec(rank=8, targets=("down_proj",), alpha_pattern={"experts.down_proj": 3.0}),
+    "gate": AdapterSpec(rank=2, targets=("gate_proj",)),
+    "up": AdapterSpec(rank=7, targets=("up_proj", "v_proj")),
+    "large": AdapterSpec(rank=8, targets=TARGETS),
+    "both": AdapterSpec(rank=1, targets=("gate_proj", "down_proj"), use_rslora=True),
+}
+LENGTHS = (9, 2, 14, 5, 7, 3, 11, 6)
+
+
+def decoder() -> Decoder:
+    family = spec_for(SIZES)
+    model = family.build(family.config_from_hf(SIZES))
+    model.init_weights(0)
+    return model
+
+
+def bank_over(model: nn.Module, **options) -> AdapterBank:
+    return AdapterBank(model, **{"targets": TARGETS, "num_resident": 8, "max_rank": 8, "device": "cpu", **options})
+
+
+def as_if_trained(parameters: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        return {
+            name: parameter + torch.randn(parameter.shape, generator=generator) * 0.2
+            for name, parameter in sorted(parameters.items())
+        }
+
+
+def fill(bank: AdapterBank, names: Sequence[str] = tuple(MEMBERS)) -> None:
+    for name in names:
+        index = list(MEMBERS).index(name)
+        bank.add(name, MEMBERS[name], seed=index)
+        held = bank.snapshot(name)
+        tensors = held.tensors()
+        values = as_if_trained({key: tensors[key] for key, _ in held.names}, index)
+        bank.restore(name, type(held).of_tensors(held.spec, held.names, tensors | values))
+
+
+def alone(name: str) -> tuple[Decoder, dict[str, nn.Parameter]]:
+    index, model = list(MEMBERS).index(name), decoder()
+    inject(model, MEMBERS[name], seed=index)
+    parameters = adapter_parameters(model)
+    for key, value in as_if_trained(dict(parameters), index).items():
+        parameters[key].data = value
+    return model, parameters
+
+
+def document(index: int) -> Tensor:
+    return torch.randint(37, (LENGTHS[index],), generator=torch.Generator().manual_seed(index))
+
+
+def run(model: Decoder, documents: Sequence[Tensor]) -> Tensor:
+    ids = torch.cat([*documents])
+    layout = SequenceLayout.from_lengths([len(one) for one in documents])
+    return model(ids, layout, loss=lambda hidden, head: cross_entropy(hidden, head, {"labels": ids}).sum)
+
+
+def run_mixed(bank: AdapterBank, model: Decoder, names: Sequence[str]) -> Tensor:
+    indices = [list(MEMBERS).index(name) for name in names]
+    bank.activate([(name, LENGTHS[index]) for name, index in zip(names, indices, strict=True)])
+    return run(model, [document(index) for index in indices])
+
+
+@pytest.mark.parametrize(
+    "batches", [[tuple(MEMBERS)], [("up", "down", "all"), ("large", "both"), ("ranks", "attention", "gate")]], ids=len
+)
+def test_each_gradient_of_a_mixed_batch_is_that_of_a_run_alone(batches: list[tuple[str, ...]]) -> None:
+    # Catches tokens that meet another adapter's experts, ranks and scales that leak, and gradients in the wrong slot.
+    model = decoder()
+    bank = bank_over(model)
+    fill(bank)
+    total = torch.zeros(())
+    for names in batches:
+        loss = run_mixed(bank, model, names)
+        loss.backward()
+        total += loss.detach()
+    for index, name in enumerate(MEMBERS):
+        own, parameters = alone(name)
+        loss = run(own, [document(index)])
+        loss.backward()
+        total -= loss.detach()
+        gradients = bank.gradients(name)
+        assert gradients.keys() == parameters.keys()
+        for key, parameter in parameters.items():
+            assert parameter.grad is not None
+            difference = gradients[key] - parameter.grad
+            assert difference.norm() <= 1e-5 * parameter.grad.norm(), (name, key)
+    assert total.abs() < 1e-3
+
+
+def test_a_row_of_one_adapter_is_a_run_of_a_model_with_it() -> None:
+    # Catches a single adapter that is read from another slot, and files that differ from those of a model with it.
+    model = decoder()
+    bank = bank_over(model)
+    fill(bank)
+    for index, name in enumerate(MEMBERS):
+        loss = run_mixed(bank, model, (name,))
+        loss.backward()
+        own, parameters = alone(name)
+        wanted = run(own, [document(index)])
+        wanted.backward()
+        torch.testing.assert_close(loss, wanted, rtol=1e-6, atol=1e-6)
+        gradients = bank.gradients(name)
+        for key, parameter in parameters.items():
+            assert parameter.grad is not None
+            difference = gradients[key] - parameter.grad
+            assert difference.norm() <= 1e-5 * parameter.grad.norm(), (name, key)
+        files = [
+            {key: tensor for group in groups for key, tensor in group.make().items()}
+            for groups in (adapter_tensors(own), adapter_tensors(own, bank.adapters(name)))
+        ]
+        assert files[0].keys() == files[1].keys()
+        assert all(torch.equal(tensor, files[1][key]) for key, tensor in files[0].items())
+    bank.activate([(None, LENGTHS[0])])
+    assert torch.equal(run(model, [document(0)]), run(decoder(), [document(0)]))
+
+
+def test_training_together_is_training_alone(tmp_path: Path) -> None:
+    # Catches shared step counts and clipping, and states of experts that paging or a file loses.
+    model, tight_model = decoder(), decoder()
+    bank = bank_over(model)
+    tight = bank_over(tight_model, num_resident=2, host_limit=1, folder=tmp_path / "store")
+    for each in (bank, tight):
+        fill(each)
+    hyper = {name: Adam(1e-2 / (1 + index), eps=1e-3, weight_decay=0.1 * index) for index, name in enumerate(MEMBERS)}
+    for _ in range(3):
+        for _ in range(2):
+            run_mixed(bank, model, tuple(MEMBERS)).backward()
+        for name in MEMBERS:
+            bank.step(name, hyper[name], divisor=3.0, max_norm=1.0)
+            for _ in range(2):
+                run_mixed(tight, tight_model, (name,)).backward()
+            tight.step(name, hyper[name], divisor=3.0, max_norm=1.0)
+    for index, name in enumerate(MEMBERS):
+        own, parameters = alone(name)
+        adam = hyper[name]
+        optimizer = torch.optim.AdamW(parameters.values(), lr=adam.lr, eps=adam.eps, weight_decay=adam.weight_decay)
+        for _ in range(3):
+            for _ in range(2):
+                run(own, [document(index)]).backward()
+            for parameter in parameters.values():
+                assert parameter.grad is not None
+                parameter.grad /= 3.0
+            nn.utils.clip_grad_norm_(parameters.values(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        tight.save(name, tmp_path / name)
+        other = bank_over(decoder())
+        other.load(name, tmp_path / name)
+        for tensors in (bank.snapshot(name).tensors(), other.snapshot(name).tensors()):
+            for key, parameter in parameters.items():
+                torch.testing.assert_close(tensors[key], parameter.detach(), rtol=1e-4, atol=2e-6, msg=key)
+
+
+def test_factors_that_experts_share_are_refused() -> None:
+    # Catches an adapter whose experts share nothing although it asks for that.
+    bank = bank_over(decoder())
+    with pytest.raises(ValueError, match="expert_sharing is 'outer': in a bank, each expert has its own factors"):
+        bank.add("a", AdapterSpec(rank=4, targets=TARGETS, expert_sharing="outer"))
