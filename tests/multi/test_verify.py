@@ -112,8 +112,8 @@ def gradients_that_do_not_return(patch: pytest.MonkeyPatch) -> None:
     start = ring._start_return
 
     def without_others(plan: ring.RingPlan, group_name: str, *grads: torch.Tensor) -> object:
-        sizes = [rows.stop - rows.start for _, rows in plan.pieces]
-        for (is_received, _), *parts in zip(plan.pieces, *(grad.split(sizes) for grad in grads), strict=True):
+        sizes = [piece.rows.stop - piece.rows.start for piece in plan.pieces]
+        for (is_received, *_), *parts in zip(plan.pieces, *(grad.split(sizes) for grad in grads), strict=True):
             for part in parts:
                 part.mul_(not is_received)
         return start(plan, group_name, *grads)

@@ -189,6 +189,8 @@ def experts(num_tokens: int = 64) -> None:
             products_triton.outer(Rows(up), x, ends)
             products_triton.outer(x, Rows(up), ends)
         products_triton.product(Rows(up), stacked, ends)
+        products_triton.add_product(empty(8 * num_tokens, 512, dtype=dtype), Rows(up), stacked, ends)
+        products_triton.product(Rows(up), empty(128, 2 * width, 16, dtype=dtype), ends)
     for dtype in (BF16, FP32):
         grouped_triton.clear_empty_groups_(empty(128, 1536, 2048, dtype=dtype), ends)
     for num_experts in (60, 128):

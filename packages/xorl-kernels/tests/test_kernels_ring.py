@@ -24,8 +24,13 @@ def test_each_segment_gets_its_keys_and_no_others(lengths: list[int], size: int,
         received = [own[source][rows] for source in range(size) for rows in plans[source].sent[rank]]
         assert [each.sent_sizes[rank] for each in plans] == list(plan.received_sizes)
         others = torch.cat(received) if received else tokens[:0]
-        keys = torch.cat([(others if is_received else own[rank])[rows] for is_received, rows in plan.pieces])
+        keys = torch.cat([(others if is_received else own[rank])[rows] for is_received, rows, _ in plan.pieces])
         assert set(keys.tolist()) == {*own[rank].tolist(), *others.tolist()}
+        parts = zip(plan.pieces, keys.split([piece.rows.stop - piece.rows.start for piece in plan.pieces]), strict=True)
+        before: set[int] = set()
+        for piece, part in parts:
+            assert before & {*part.tolist()} == ({*part.tolist()} if piece.is_repeated else set())
+            before |= {*part.tolist()}
         assert len(set(others.tolist())) == len(others)
         queries = own[rank].split(plan.documents.offsets.diff().tolist())
         for query, key in zip(queries, keys.split(plan.key_documents.offsets.diff().tolist()), strict=True):

@@ -410,6 +410,10 @@ def test_products_of_experts(monkeypatch, counts, depth, width, dtype, gathers):
         for stacked in (weight.transpose(1, 2), weight.transpose(1, 2).contiguous()):
             wanted = products_native.product(theirs, stacked, ends)[:num_rows]
             assert_close("product", products_triton.product(mine, stacked, ends)[:num_rows], wanted, tolerance)
+            total = padded(randn(num_rows, 2 * width, dtype=dtype, seed=3))
+            sums = total[:num_rows] + wanted
+            products_triton.add_product(total, mine, stacked, ends)
+            assert_close("sum", total[:num_rows], sums, tolerance)
             for keep_up in (False, True):
                 found = products_triton.gated(mine, stacked, ends, keep_up=keep_up)
                 up, gated = products_native.gated(theirs, stacked, ends, keep_up=True)

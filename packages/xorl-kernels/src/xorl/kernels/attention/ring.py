@@ -39,14 +39,15 @@ Range = tuple[int, int]
 # Parts of the heads that are exchanged one after another, so that the first exchange, which nothing hides, is short.
 MAX_PARTS = 4
 # A part with fewer fetched elements is not worth kernel launches of its own (measured: docs/records/context.md).
-MIN_PART_ELEMENTS = 2**23
+MIN_PART_ELEMENTS = 2**24
 
 
 class Piece(NamedTuple):
-    """Adjacent keys: `rows` of what this rank receives, or of its own."""
+    """Adjacent keys: `rows` of what this rank receives, or of its own. is_repeated: an earlier piece has them too."""
 
     is_received: bool
     rows: slice
+    is_repeated: bool = False
 
 
 class RingPlan(NamedTuple):
@@ -89,11 +90,19 @@ def plan_ring(offsets: tuple[int, ...], rank: int, size: int, window: int | None
     at_hand = sorted(
         [(start, Piece(False, rows)) for start, rows in own] + [(start, Piece(True, rows)) for start, rows in received]
     )
+    (first, stop), (next_first, next_stop) = seen[rank]
+    border = max(next_first, stop)
+    pieces = (
+        *_cut(at_hand, first, stop),
+        # The queries of the second segment see these too.
+        *(piece._replace(is_repeated=True) for piece in _cut(at_hand, next_first, stop)),
+        *_cut(at_hand, border, next_stop),
+    )
     sent = tuple(tuple(_rows_of(own, start, stop) for start, stop in fetched[to][rank]) for to in range(size))
     return RingPlan(
         _documents(offsets, held[rank], [start for start, _ in held[rank]], device),
         _documents(offsets, held[rank], [first for first, _ in seen[rank]], device),
-        tuple(piece for first, stop in seen[rank] for piece in _cut(at_hand, first, stop)),
+        pieces,
         sent,
         tuple(sum(stop - start for start, stop in each) for each in fetched[rank]),
         max(sum(stop - start for start, stop in chain(*each)) for each in fetched),
@@ -131,7 +140,7 @@ def define_ring(name: str, forward: ForwardKernel, backward: BackwardKernel) -> 
             if following is not None:
                 fetch = _start_fetch(plan, group_name, *following[1:])
             results.append(forward(q_part, keys, values, *documents, **options))
-        return torch.cat([out for out, _ in results], dim=1), torch.cat([lse for _, lse in results]).t()
+        return _joined([out for out, _ in results], dim=1), _joined([lse for _, lse in results], dim=0).t()
 
     @torch.library.custom_op(f"xorl::attention_{name}_ring_backward", mutates_args=())
     def attend_backward(
@@ -153,7 +162,7 @@ def define_ring(name: str, forward: ForwardKernel, backward: BackwardKernel) -> 
         documents = plan.documents, plan.key_documents
         options = {"scale": scale, "window": window, "deterministic": deterministic}
         grads_q: list[Tensor] = []
-        returns: list[Callable[[], Tensor]] = []
+        returns: list[Callable[[], tuple[Tensor, Tensor]]] = []
         parts = _split_heads(plan, q, k, v, grad_out, out, lse)
         fetch = _start_fetch(plan, group_name, *parts[0][1:3])
         for (q_part, _, _, *others), following in zip_longest(parts, parts[1:]):
@@ -167,8 +176,8 @@ def define_ring(name: str, forward: ForwardKernel, backward: BackwardKernel) -> 
             )
             grads_q.append(grad_q)
             returns.append(_start_return(plan, group_name, *grads))
-        grad_k, grad_v = torch.cat([finish() for finish in returns], dim=2).unbind(1)
-        return torch.cat(grads_q, dim=1), grad_k.contiguous(), grad_v.contiguous()
+        grads_k, grads_v = zip(*(finish() for finish in returns), strict=True)
+        return _joined(grads_q, dim=1), _joined(grads_k, dim=1), _joined(grads_v, dim=1)
 
     @attend.register_fake
     def _(q: Tensor, *inputs: object) -> tuple[Tensor, Tensor]:
@@ -216,30 +225,36 @@ def _start_fetch(plan: RingPlan, group_name: str, k: Tensor, v: Tensor) -> Calla
 
     def finish() -> Tensor:
         received = exchange()
-        return torch.cat([(received if is_received else own)[rows] for is_received, rows in plan.pieces])
+        return torch.cat([(received if is_received else own)[rows] for is_received, rows, _ in plan.pieces])
 
     return finish
 
 
-def _start_return(plan: RingPlan, group_name: str, grad_k: Tensor, grad_v: Tensor) -> Callable[[], Tensor]:
+def _start_return(
+    plan: RingPlan, group_name: str, grad_k: Tensor, grad_v: Tensor
+) -> Callable[[], tuple[Tensor, Tensor]]:
     """Start to return the gradients [S, G, C] of the plan's pieces to the ranks that hold the keys.
 
-    The result waits, and returns the sums over ranks for this rank's own keys and values, [T, 2, G, C] in their dtype.
+    The result waits, and returns the sums over ranks for this rank's own keys and values, [T, G, C] in their dtype.
     """
-    num_own, options = int(plan.documents.offsets[-1]), {"dtype": lse_dtype(grad_k.dtype), "device": grad_k.device}
-    own = torch.zeros((num_own, 2, *grad_k.shape[1:]), **options)
-    received = torch.zeros((sum(plan.received_sizes), 2, *grad_k.shape[1:]), **options)
-    sizes = [rows.stop - rows.start for _, rows in plan.pieces]
-    for (is_received, rows), *grads in zip(plan.pieces, grad_k.split(sizes), grad_v.split(sizes), strict=True):
-        for index, grad in enumerate(grads):
-            (received if is_received else own)[rows, index] += grad
+    num_own, shape = int(plan.documents.offsets[-1]), grad_k.shape[1:]
+    wide = {"dtype": lse_dtype(grad_k.dtype), "device": grad_k.device}
+    own = tuple(torch.empty((num_own, *shape), **wide) for _ in range(2))
+    received = torch.empty((sum(plan.received_sizes), 2, *shape), **wide)
+    sizes = [piece.rows.stop - piece.rows.start for piece in plan.pieces]
+    for piece, *grads in zip(plan.pieces, grad_k.split(sizes), grad_v.split(sizes), strict=True):
+        targets = received[piece.rows].unbind(1) if piece.is_received else [each[piece.rows] for each in own]
+        for target, grad in zip(targets, grads, strict=True):
+            # Every key is seen, so every row is written.
+            target.add_(grad) if piece.is_repeated else target.copy_(grad)
     exchange = _start_exchange(received.to(grad_k.dtype), plan.received_sizes, plan.sent_sizes, plan, group_name)
 
-    def finish() -> Tensor:
+    def finish() -> tuple[Tensor, Tensor]:
         parts = exchange().split([rows.stop - rows.start for rows in chain(*plan.sent)])
         for rows, part in zip(chain(*plan.sent), parts, strict=True):
-            own[rows] += part
-        return own.to(grad_k.dtype)
+            for target, added in zip(own, part.unbind(1), strict=True):
+                target[rows] += added
+        return own[0].to(grad_k.dtype), own[1].to(grad_k.dtype)
 
     return finish
 
@@ -257,6 +272,10 @@ def _start_exchange(
         return torch.ops._c10d_functional.wait_tensor(received)
 
     return finish
+
+
+def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat([*parts], dim=dim)
 
 
 def _concatenate(x: Tensor, rows: Iterable[slice]) -> Tensor:
@@ -295,10 +314,11 @@ def _rows_of(numbered: list[tuple[int, slice]], start: int, stop: int) -> slice:
 
 def _cut(at_hand: list[tuple[int, Piece]], first: int, stop: int) -> Iterator[Piece]:
     """The pieces, or parts of them, from index `first` of the row up to `stop`."""
-    for start, (is_received, rows) in at_hand:
+    for start, piece in at_hand:
+        rows = piece.rows
         begin, end = max(first - start, 0) + rows.start, min(stop - start + rows.start, rows.stop)
         if begin < end:
-            yield Piece(is_received, slice(begin, end))
+            yield Piece(piece.is_received, slice(begin, end))
 
 
 def _documents(offsets: tuple[int, ...], segments: list[Range], firsts: list[int], device: torch.device) -> Documents:

@@ -78,7 +78,7 @@ def adapted_experts(
     if factors.kept < 1:
         mask = torch.rand(len(plan.choices), factors.down_a.shape[2], device=x.device) < factors.kept
     stored_gate_up, stored_down = StoredExperts.of(gate_up), StoredExperts.of(down)
-    out, _ = _adapted(
+    out, *_ = _adapted(
         x,
         x.new_empty(0) if factors.x is None else factors.x,
         stored_gate_up.tensors,
@@ -138,6 +138,10 @@ class _Layer:
         """rows [M, I] times weight [G, I, N] of their experts, of their experts' adapters or of all: [M, N]."""
         return self.by.product(rows, weight, self._ends(weight))
 
+    def add_product(self, out: Tensor, rows: Rows, weight: Tensor) -> None:
+        """Add `product` to `out` [M, N]."""
+        self.by.add_product(out, rows, weight, self._ends(weight))
+
     def outer(self, left: Rows, right: Rows, like: Tensor) -> Tensor:
         """The gradient of a weight: left.T @ right for each of the matrices `like` [G, N, K]."""
         return self.by.outer(left, right, self._ends(like))
@@ -146,22 +150,34 @@ class _Layer:
         """The weighted sum over the choices of each token, [T, ...]."""
         return self.between.combine(rows, weights, self.plan.rows, self.plan.ends)
 
-    def up(self, low: Rows | None) -> Tensor:
-        """[M, 2F], the up product with its adapter."""
-        up = self.product(self.gather(self.x), self.gate_up().transpose(1, 2))
-        return up if low is None else up.add_(self.product(low, self.up_b.transpose(1, 2)))
-
-    def up_low(self) -> Rows | None:
-        """[M, R], what the first factors of the up projection's adapters make of the tokens; None for a rank of 0."""
+    def up_low(self) -> Tensor:
+        """What the first factors of the up projection's adapters make of x: [M, R], or [T, R] if shared."""
         if not self.up_a.numel():
-            return None
+            return self.x.new_empty(0)
         if is_shared(self.up_a):
-            return self.gather(F.linear(self.x_low, self.up_a[0]))
-        return Rows(self.product(self.gather(self.x_low), self.up_a.transpose(1, 2)))
+            return F.linear(self.x_low, self.up_a[0])
+        return self.product(self.gather(self.x_low), self.up_a.transpose(1, 2))
 
-    def down_low(self, inner: Tensor) -> Tensor:
-        """[M, Q], what the first factors of the down projection's adapters make of [M, F]."""
-        return self.product(Rows(inner), self.down_a.transpose(1, 2))
+    def low_rows(self, low: Tensor) -> Rows:
+        """A result of `up_low` as rows [M, R]."""
+        return self.gather(low) if is_shared(self.up_a) else Rows(low)
+
+    def up(self, low: Tensor) -> Tensor:
+        """[M, 2F], the up product with its adapter, of which `low` is a result of `up_low`."""
+        up = self.product(self.gather(self.x), self.gate_up().transpose(1, 2))
+        if low.numel():
+            self.add_product(up, self.low_rows(low), self.up_b.transpose(1, 2))
+        return up
+
+    def down_low(self, inner: Tensor, weights: Tensor) -> Tensor:
+        """What the first factors of the down projection's adapters make of inner [M, F].
+
+        [M, Q], or if the second factor is shared the weighted sum over choices [T, Q].
+        """
+        if not self.down_a.numel():
+            return inner.new_empty(0)
+        low = self.product(Rows(inner), self.down_a.transpose(1, 2))
+        return self.combine(low, weights) if is_shared(self.down_b) else low
 
     def _ends(self, weight: Tensor) -> Tensor:
         # The plan's groups are the slots of each expert, so those of an expert are adjacent, as are all of them.
@@ -200,22 +216,24 @@ def _adapted(
     kept: float,
     recompute: bool,
     products: str,
-) -> tuple[Tensor, Tensor]:
-    """`x_low` and `mask` are empty without dropout."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The output and what the backward pass needs. `x_low` and `mask` are empty without dropout."""
     if not len(choices):
-        return torch.zeros_like(x, memory_format=torch.contiguous_format), x.new_empty(0)
+        zeros = torch.zeros_like(x, memory_format=torch.contiguous_format)
+        return zeros, x.new_empty(0), x.new_empty(0), x.new_empty(0)
     factors, plan, forms = (up_a, up_b, down_a, down_b), RoutePlan(choices, rows, ends), (gate_up_form, down_form)
     layer = _Layer(x, x_low, gate_up, down, factors, plan, num_experts, forms, products)
-    up = layer.up(layer.up_low())
+    up_low = layer.up_low()
+    up = layer.up(up_low)
     inner = layer.between.gated(up)
     y = layer.product(Rows(inner), layer.down().transpose(1, 2))
-    low = layer.down_low(_dropped(inner, mask, kept)) if down_a.numel() else None
-    if low is not None and not is_shared(down_b):
-        y += layer.product(Rows(low), down_b.transpose(1, 2))
+    down_low = layer.down_low(_dropped(inner, mask, kept), weights)
+    if down_low.numel() and not is_shared(down_b):
+        layer.add_product(y, Rows(down_low), down_b.transpose(1, 2))
     out = layer.combine(y, weights)
-    if low is not None and is_shared(down_b):
-        out.addmm_(layer.combine(low, weights), down_b[0].t())
-    return out, x.new_empty(0) if recompute else up
+    if down_low.numel() and is_shared(down_b):
+        out.addmm_(down_low, down_b[0].t())
+    return out, x.new_empty(0) if recompute else up, up_low, down_low
 
 
 @_adapted.register_fake
@@ -239,9 +257,14 @@ def _(
     kept: float,
     recompute: bool,
     products: str,
-) -> tuple[Tensor, Tensor]:
-    up = x.new_empty(0) if recompute else x.new_empty(choices.shape[0], up_b.shape[1])
-    return torch.empty_like(x, memory_format=torch.contiguous_format), up
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    num_rows = choices.shape[0]
+    up = x.new_empty(0) if recompute else x.new_empty(num_rows, up_b.shape[1])
+    lows = [
+        x.new_empty(x.shape[0] if is_shared(outer) else num_rows, rank) if rank else x.new_empty(0)
+        for outer, rank in ((up_a, up_a.shape[1]), (down_b, down_a.shape[1]))
+    ]
+    return torch.empty_like(x, memory_format=torch.contiguous_format), up, lows[0], lows[1]
 
 
 @torch.library.custom_op("xorl::adapted_experts_backward", mutates_args=())
@@ -261,6 +284,8 @@ def _adapted_backward(
     rows: Tensor,
     ends: Tensor,
     up: Tensor,
+    up_low: Tensor,
+    down_low: Tensor,
     num_experts: int,
     gate_up_form: str,
     down_form: str,
@@ -274,33 +299,34 @@ def _adapted_backward(
         return zeros[0], zeros[1], zeros[2], zeros[3], zeros[4], zeros[5], zeros[6]
     factors, plan, forms = (up_a, up_b, down_a, down_b), RoutePlan(choices, rows, ends), (gate_up_form, down_form)
     layer = _Layer(x, x_low, gate_up, down, factors, plan, num_experts, forms, products)
-    low = layer.up_low()
     if not up.numel():
-        up = layer.up(low)
-    grad_rows = layer.gather(grad)
+        up = layer.up(up_low)
     # Before the routing weight: its gradient is the product of these and the experts' inner activations.
+    grad_rows = layer.gather(grad)
     grad_inner = layer.product(grad_rows, layer.down())  # [M, F]
-    grad_low: Rows | None = None  # [M, Q]
-    if down_a.numel():
+    grad_down_low = Rows(x.new_empty(0))  # [M, Q]
+    if down_low.numel():
         shared = is_shared(down_b)
-        grad_low = layer.gather(grad @ down_b[0]) if shared else Rows(layer.product(grad_rows, down_b))
-        grad_inner += _dropped(layer.product(grad_low, down_a), mask, kept)
+        grad_down_low = layer.gather(grad @ down_b[0]) if shared else Rows(layer.product(grad_rows, down_b))
+        if mask.numel():
+            grad_inner += _dropped(layer.product(grad_down_low, down_a), mask, kept)
+        else:
+            layer.add_product(grad_inner, grad_down_low, down_a)
     grad_up, weighted, grad_weights = layer.between.gated_backward(grad_inner, up, weights, choices, ends)
     # For a rank of 0 the gradients of factors have no elements.
     grad_up_a, grad_up_b, grad_down_a, grad_down_b = map(torch.empty_like, factors)
-    if grad_low is not None:
-        weighted = _dropped(weighted, mask, kept)
-        grad_down_a = layer.outer(grad_low, Rows(weighted), down_a)
-        down_low = layer.down_low(weighted)
+    if down_low.numel():
+        grad_down_a = layer.outer(grad_down_low, Rows(_dropped(weighted, mask, kept)), down_a)
         if is_shared(down_b):
-            grad_down_b = (grad.t() @ layer.combine(down_low, None))[None]
+            grad_down_b = (grad.t() @ down_low)[None]
         else:
-            grad_down_b = layer.outer(grad_rows, Rows(down_low), down_b)
+            weighted_low = (down_low * weights.flatten()[choices, None]).to(x.dtype)
+            grad_down_b = layer.outer(grad_rows, Rows(weighted_low), down_b)
     grad_x = layer.product(Rows(grad_up), layer.gate_up())
     grad_x_low = torch.zeros_like(x_low, memory_format=torch.contiguous_format)
     of_tokens = None  # [T, D], of the input of the adapters
-    if low is not None:
-        grad_up_b = layer.outer(Rows(grad_up), low, up_b)
+    if up_low.numel():
+        grad_up_b = layer.outer(Rows(grad_up), layer.low_rows(up_low), up_b)
         of_low = layer.product(Rows(grad_up), up_b)  # [M, R]
         if is_shared(up_a):
             summed = layer.combine(of_low, None)
@@ -308,11 +334,10 @@ def _adapted_backward(
             of_tokens = summed @ up_a[0]
         else:
             grad_up_a = layer.outer(Rows(of_low), layer.gather(layer.x_low), up_a)
-            of_rows = layer.product(Rows(of_low), up_a)
             if x_low.numel():
-                of_tokens = layer.combine(of_rows, None)
+                of_tokens = layer.combine(layer.product(Rows(of_low), up_a), None)
             else:
-                grad_x += of_rows
+                layer.add_product(grad_x, Rows(of_low), up_a)
     grad_x = layer.combine(grad_x, None)
     if of_tokens is not None and x_low.numel():
         grad_x_low = of_tokens
@@ -338,6 +363,8 @@ def _(
     rows: Tensor,
     ends: Tensor,
     up: Tensor,
+    up_low: Tensor,
+    down_low: Tensor,
     num_experts: int,
     gate_up_form: str,
     down_form: str,
@@ -362,16 +389,16 @@ class _Context(FunctionCtx):
     has_low: bool
 
 
-def _save(ctx: _Context, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+def _save(ctx: _Context, inputs: tuple, output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
     x, x_low, gate_up, down, *others = inputs
     ctx.num_stored, ctx.has_low = (len(gate_up), len(down)), x_low.numel() > 0
     num_experts, gate_up_form, down_form, kept, _, products = inputs[13:]
     ctx.options = num_experts, gate_up_form, down_form, kept, products
-    ctx.save_for_backward(x, x_low, *gate_up, *down, *others[:9], output[1])
-    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(x, x_low, *gate_up, *down, *others[:9], *output[1:])
+    ctx.mark_non_differentiable(*output[1:])
 
 
-def _differentiate(ctx: _Context, grad: Tensor, _: Tensor) -> tuple[Tensor | list[None] | None, ...]:
+def _differentiate(ctx: _Context, grad: Tensor, *_: Tensor) -> tuple[Tensor | list[None] | None, ...]:
     saved = list(ctx.saved_tensors)  # once: recomputation unpacks them
     of_gate_up, of_down = ctx.num_stored
     middle = 2 + of_gate_up

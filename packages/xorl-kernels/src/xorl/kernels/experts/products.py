@@ -37,6 +37,10 @@ class Products(Protocol):
         """rows[m] @ weight[e] for the rows of expert e: [M, K] and [E, K, N] to [M, N]."""
         ...
 
+    def add_product(self, out: Tensor, rows: Rows, weight: Tensor, ends: Tensor) -> None:
+        """Add `product` to `out` [M, N], whose padding stays undefined."""
+        ...
+
     def gated(self, rows: Rows, weight: Tensor, ends: Tensor, *, keep_up: bool) -> tuple[Tensor, Tensor]:
         """The product with [E, D, 2F], the gate first, and silu(gate) * up: [M, 2F] and [M, F].
 

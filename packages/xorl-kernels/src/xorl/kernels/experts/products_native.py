@@ -19,6 +19,11 @@ def product(rows: Rows, weight: Tensor, ends: Tensor) -> Tensor:
     return grouped_product(rows.values, weight, ends)
 
 
+def add_product(out: Tensor, rows: Rows, weight: Tensor, ends: Tensor) -> None:
+    """As `Products.add_product`."""
+    out += product(rows, weight, ends)
+
+
 def gated(rows: Rows, weight: Tensor, ends: Tensor, *, keep_up: bool) -> tuple[Tensor, Tensor]:
     """As `Products.gated`."""
     up = product(rows, weight, ends)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from quack.gemm_interface import gemm  # pyright: ignore[reportMissingImports]
+from quack.gemm_interface import gemm, gemm_add_inplace  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 from xorl.kernels.experts.products import Rows, between_products
@@ -20,6 +20,11 @@ def product(rows: Rows, weight: Tensor, ends: Tensor) -> Tensor:
     out = rows.values.new_empty(num_rows, weight.shape[2])
     gemm(rows.values, weight, out, cu_seqlens_m=_bounds(ends), A_idx=rows.indices, tuned=False)
     return out
+
+
+def add_product(out: Tensor, rows: Rows, weight: Tensor, ends: Tensor) -> None:
+    """As `Products.add_product`."""
+    gemm_add_inplace(rows.values, weight, out, cu_seqlens_m=_bounds(ends), A_idx=rows.indices, tuned=False)
 
 
 def gated(rows: Rows, weight: Tensor, ends: Tensor, *, keep_up: bool) -> tuple[Tensor, Tensor]:

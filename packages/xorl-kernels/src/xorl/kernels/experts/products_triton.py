@@ -31,14 +31,23 @@ def gather(x: Tensor, indices: Tensor) -> Rows:
 
 def product(rows: Rows, weight: Tensor, ends: Tensor) -> Tensor:
     """As `Products.product`."""
-    return _launch_product(rows, weight, ends, None)
+    out = rows.values.new_empty(_num_rows(rows), weight.shape[2])
+    _launch_product(rows, weight, ends, out, None)
+    return out
+
+
+def add_product(out: Tensor, rows: Rows, weight: Tensor, ends: Tensor) -> None:
+    """As `Products.add_product`."""
+    _launch_product(rows, weight, ends, out, None, adds=True)
 
 
 def gated(rows: Rows, weight: Tensor, ends: Tensor, *, keep_up: bool) -> tuple[Tensor, Tensor]:
     """As `Products.gated`."""
     num_rows, width = _num_rows(rows), weight.shape[2] // 2
     up = rows.values.new_empty(num_rows, 2 * width) if keep_up else rows.values.new_empty(0)
-    return up, _launch_product(rows, weight, ends, up)
+    out = rows.values.new_empty(num_rows, width)
+    _launch_product(rows, weight, ends, out, up)
+    return up, out
 
 
 def outer(left: Rows, right: Rows, ends: Tensor) -> Tensor:
@@ -72,15 +81,18 @@ def outer(left: Rows, right: Rows, ends: Tensor) -> Tensor:
     return out
 
 
-def _launch_product(rows: Rows, weight: Tensor, ends: Tensor, up: Tensor | None) -> Tensor:
-    """The product [M, N], or with `up` its gated activation [M, N / 2]; `up` gets the product unless it is empty."""
+def _launch_product(
+    rows: Rows, weight: Tensor, ends: Tensor, out: Tensor, up: Tensor | None, *, adds: bool = False
+) -> None:
+    """Write the product to `out` [M, N], or with `up` its gated activation [M, N / 2].
+
+    up: gets the product unless it is empty. adds: add to `out`; without `up`.
+    """
     values, num_rows = rows.values.contiguous(), _num_rows(rows)
-    num_experts, depth, num_columns = weight.shape
-    if up is not None:
-        num_columns //= 2
-    out = values.new_empty(num_rows, num_columns)
+    num_experts, depth, _ = weight.shape
+    num_columns = out.shape[1]
     if out.numel():
-        block_columns = BLOCK_COLUMNS if up is None else BLOCK_COLUMNS // 2
+        block_columns = min(BLOCK_COLUMNS if up is None else BLOCK_COLUMNS // 2, max(power_of_2(num_columns), 16))
         num_blocks = math.ceil(num_columns / block_columns)
         # Each expert may end with a block that is not full.
         max_tiles = num_rows // BLOCK_ROWS + num_experts
@@ -100,6 +112,7 @@ def _launch_product(rows: Rows, weight: Tensor, ends: Tensor, up: Tensor | None)
             DEPTH=depth,
             NUM_COLUMNS=num_columns,
             GATHERS=rows.indices is not None,
+            ADDS=adds,
             IS_GATED=up is not None,
             KEEPS_UP=up is not None and up.numel() > 0,
             PRECISION=_precision(values),
@@ -111,7 +124,6 @@ def _launch_product(rows: Rows, weight: Tensor, ends: Tensor, up: Tensor | None)
             num_warps=NUM_WARPS,
             num_stages=NUM_STAGES,
         )
-    return out
 
 
 def _num_rows(rows: Rows) -> int:
@@ -142,6 +154,7 @@ def _product(
     DEPTH: tl.constexpr,
     NUM_COLUMNS: tl.constexpr,
     GATHERS: tl.constexpr,
+    ADDS: tl.constexpr,
     IS_GATED: tl.constexpr,
     KEEPS_UP: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -193,7 +206,10 @@ def _product(
             tl.store(up_ptrs + NUM_COLUMNS, up, mask=is_inside)
         gate = gate.to(tl.float32)
         product = gate * tl.sigmoid(gate) * up.to(tl.float32)
-    tl.store(out_ptr + wide_rows * NUM_COLUMNS + columns[None, :], product.to(dtype), mask=is_inside)
+    out_ptrs = out_ptr + wide_rows * NUM_COLUMNS + columns[None, :]
+    if ADDS:
+        product += tl.load(out_ptrs, mask=is_inside, other=0.0).to(tl.float32)
+    tl.store(out_ptrs, product.to(dtype), mask=is_inside)
 
 
 @triton.jit
