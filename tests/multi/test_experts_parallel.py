@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 import sys
+import zlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,8 @@ from xorl.core import runtime
 from xorl.core.mesh import Mesh
 from xorl.core.nn import moe
 from xorl.core.nn.dispatch import AllToAll
+from xorl.core.parallel import ParallelModel
+from xorl.core.shards import local_part
 from xorl.train import model as model_module
 from xorl.train import verify
 from xorl.train.build import build_engine
@@ -55,6 +59,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
     "hsdp 2, ep 2": (4, {**FSDP, "expert_parallel_size": 2, "data_parallel_replicate_size": 2}),
     "dp 2, ulysses 2, ep 2": (4, {**FSDP, "expert_parallel_size": 2, "ulysses_parallel_size": 2}),
     "dp 2, ring 2, ep 4": (4, {**FSDP, "expert_parallel_size": 4, "ringattn_parallel_size": 2}),
+    "ddp 2": (2, {"data_parallel_mode": "ddp"}),
+    "fsdp 2": (2, FSDP),
+    "ulysses 2": (2, {**FSDP, "ulysses_parallel_size": 2}),
+    "hsdp 2": (4, {**FSDP, "data_parallel_replicate_size": 2}),
 }
 LORA = {"enable_lora": True, "lora_rank": 4, "lora_target_modules": "all-linear"}
 QLORA = {**LORA, "enable_qlora": True, "quant_format": "nf4", "quant_group_size": 16}
@@ -72,10 +80,26 @@ RUNS: dict[str, tuple[str, dict[str, object], dict[str, object]]] = {
     "qwen3_moe, adapted experts, recomputed": ("qwen3_moe", RECOMPUTE, EXPERT_LORA),
     "qwen3_moe, QLoRA": ("qwen3_moe", {}, QLORA),
     "qwen3_moe, QLoRA, adapted experts": ("qwen3_moe", RECOMPUTE, {**QLORA, **EXPERT_LORA}),
+    "qwen3_moe, shared adapters": ("qwen3_moe", {"optimizer": "muon"}, {**EXPERT_LORA, "moe_shared_lora": True}),
+    "qwen3_moe, outer factors shared": ("qwen3_moe", RECOMPUTE, {**EXPERT_LORA, "moe_hybrid_shared_lora": True}),
 }
-# All layouts compute these runs; WITH_ALL_RUNS compute the others, too.
-BASIC_RUNS = ("qwen3_moe", "mixtral, Muon", "qwen3_moe, LoRA", "qwen3_moe, adapted experts")
+SHARED_RUNS = ("qwen3_moe, shared adapters", "qwen3_moe, outer factors shared")
+# Layouts with expert parallelism compute these runs, and others SHARED_RUNS; WITH_ALL_RUNS compute the others, too.
+BASIC_RUNS = (
+    "qwen3_moe",
+    "mixtral, Muon",
+    "qwen3_moe, LoRA",
+    "qwen3_moe, adapted experts",
+    "qwen3_moe, outer factors shared",
+)
 WITH_ALL_RUNS = ("ep 2", "ep 2, fsdp 2")
+
+
+def runs_of(layout: str, options: dict[str, object]) -> tuple[str, ...]:
+    """The runs that a layout computes."""
+    if "expert_parallel_size" not in options:
+        return SHARED_RUNS
+    return tuple(RUNS) if layout in WITH_ALL_RUNS else BASIC_RUNS
 
 
 def run_config(folder: Path, model: str, train: dict[str, object], lora: dict[str, object]) -> Config:
@@ -92,17 +116,33 @@ def take_steps_of(config: Config, mesh: Mesh, num_bins: int = NUM_BINS) -> Resul
     runtime.seed_everything(0)
     architecture = read_architecture(config.model)
     engine = build_engine(config, architecture, mesh, torch.device("cpu"))
+    draw_adapters(engine.model)
     return take_steps(engine, config, architecture, num_bins)
+
+
+@torch.no_grad()
+def draw_adapters(model: ParallelModel) -> None:
+    """Draw B of all adapters, which would be zero and let no gradient reach A: the same whatever the layout."""
+    for name, parameter in model.module.named_parameters():
+        if not name.endswith(".B"):
+            continue
+        part, offset = local_part(parameter)
+        row, column = offset or (0, 0)
+        num_rows = model.parts[name].num_rows if name in model.parts else parameter.shape[0]
+        row += model.parts[name].rows[0][0] if name in model.parts else 0
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        whole = torch.randn(num_rows, parameter.shape[1], generator=generator) * 0.1
+        part.copy_(whole[row : row + len(part), column : column + part.shape[1]])
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_layouts_equal_one_process(run_ranks, tmp_path: Path, world_size: int) -> None:
     # Catches gradients that are doubled or divided over the ranks, tokens that get lost, norms of some experts, and a
-    # router without gradients.
+    # router without gradients, and factors of all experts whose gradients are summed over some ranks only.
     for name, shape in MODELS.items():
         write_config(tmp_path / name, shape)
 
-    def results(options: dict[str, object], names: tuple[str, ...]) -> dict[str, Result]:
+    def results(options: dict[str, object], names: Sequence[str]) -> dict[str, Result]:
         configs = {
             name: run_config(tmp_path, RUNS[name][0], {**options, **RUNS[name][1]}, RUNS[name][2]) for name in names
         }
@@ -115,10 +155,7 @@ def test_layouts_equal_one_process(run_ranks, tmp_path: Path, world_size: int) -
     [whole] = run_ranks(lambda: results({"data_parallel_mode": "none"}, list(RUNS)), 1)
     layouts = {layout: options for layout, (num_ranks, options) in LAYOUTS.items() if num_ranks == world_size}
     found = run_ranks(
-        lambda: {
-            layout: results(options, list(RUNS) if layout in WITH_ALL_RUNS else BASIC_RUNS)
-            for layout, options in layouts.items()
-        },
+        lambda: {layout: results(options, runs_of(layout, options)) for layout, options in layouts.items()},
         world_size,
     )[0]
     failed = []

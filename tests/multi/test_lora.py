@@ -215,7 +215,7 @@ def test_files_of_adapters_are_the_same_to_the_bit_on_every_placement(
             parameter.data.add_(0.5)
         config = config_of(folder, layout, lora, {})
         architecture = read_architecture(config.model)
-        spec = adapter_spec(config.lora, architecture.spec.adapter_targets)
+        spec = adapter_spec(config.lora, architecture.spec)
         assert spec is not None
         target = tmp_path / layout
         if engine.model.mesh.data.rank == 0:

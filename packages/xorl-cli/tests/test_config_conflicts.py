@@ -302,6 +302,8 @@ def test_options_that_contradict_each_other_are_refused(changes: Options, path: 
             "merge_lora_interval is above 0",
         ),
         ({"lora": {"use_dora": True}}, "lora.use_dora", "enable_lora is true"),
+        ({"lora": {"moe_shared_lora": True}}, "lora.moe_shared_lora", "enable_lora is true"),
+        ({"lora": {"moe_lora_format": "peft"}}, "lora.moe_lora_format", "enable_lora is true"),
         ({"lora": {"adapter_path": "a"}}, "lora.adapter_path", "enable_lora is true"),
         ({"lora": {"sweep": [{"name": "a"}]}}, "lora.sweep", "enable_lora is true"),
         ({"lora": {"enable_lora": True, "sweep_members_per_pass": 2}}, "lora.sweep_members_per_pass", "lora.sweep is"),

@@ -212,3 +212,10 @@ def test_a_bank_over_quantised_experts_trains_as_an_adapter_alone(quant_format: 
             loss.backward()
         optimizer.step()
         bank.step("one", Adam(lr=1e-2, weight_decay=0.0), divisor=1)
+
+
+def test_factors_that_experts_share_are_refused() -> None:
+    # Catches an adapter whose experts share nothing although it asks for that.
+    bank = bank_over(decoder())
+    with pytest.raises(ValueError, match="expert_sharing is 'outer': in a bank, each expert has its own factors"):
+        bank.add("a", AdapterSpec(rank=4, targets=TARGETS, expert_sharing="outer"))

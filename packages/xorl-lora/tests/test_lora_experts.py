@@ -1,21 +1,28 @@
-"""Adapters on experts: gradients beside those of merged weights, files, merging, and what is refused."""
+"""Adapters on experts, of each alone or shared: gradients, files, merging, optimizers, and what is refused."""
 
 from __future__ import annotations
 
 import copy
 import re
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from xorl.core.models import Decoder, spec_for
+from xorl.core.nn.moe import MixtureOfExperts
 from xorl.core.optim import MuonOptions, build_optimizer
 from xorl.kernels.layout import SequenceLayout
-from xorl.lora import AdapterSpec, adapter_parameters, adapters, inject, merge_
+from xorl.lora import AdapterSpec, adapter_parameters, adapters, init_adapters, inject, merge_
+from xorl.lora.experts import ExpertLowRank
+from xorl.lora.inject import base_parameters
 from xorl.lora.merge import fold_
 from xorl.lora.peft import InMemoryTensors, adapter_tensors, config_of, load_adapters, read_layout
+from xorl.lora.spec import ExpertSharing
 
 SHAPE: dict[str, object] = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -36,6 +43,13 @@ SHAPE: dict[str, object] = {
 }
 TARGETS = ("q_proj", "gate_proj", "up_proj", "down_proj")
 LAYER = "model.layers.0.mlp.experts"
+SHARED = [sharing for sharing in get_args(ExpertSharing) if sharing != "none"]
+# By sharing: the leaves of gate, up and down that are one for all experts.
+LEAVES: dict[str, dict[str, str]] = {
+    "none": {},
+    "outer": {"gate_proj": "A", "up_proj": "A", "down_proj": "B"},
+    "all": {"gate_proj": "AB", "up_proj": "AB", "down_proj": "AB"},
+}
 
 
 def decoder_of(spec: AdapterSpec | None, *, dtype: torch.dtype = torch.float64) -> Decoder:
@@ -58,31 +72,35 @@ def logits(decoder: Decoder) -> Tensor:
     return decoder(ids, SequenceLayout.from_lengths([13, 17]))
 
 
-def test_gradients_are_those_of_merged_weights() -> None:
-    # Catches adapters of other experts, gate and up that are swapped, and scales that are lost.
-    spec = AdapterSpec(rank=3, alpha=5.0, targets=TARGETS, rank_pattern={"up_proj": 2}, use_rslora=True)
-    decoder = decoder_of(spec)
+@pytest.mark.parametrize("sharing", get_args(ExpertSharing))
+def test_gradients_are_those_of_merged_weights(sharing: ExpertSharing) -> None:
+    # Catches adapters of other experts, gate and up that are swapped, scales that are lost, and shared factors whose
+    # gradients are not the sum over the experts.
+    decoder = decoder_of(shared_spec(sharing))
     assert [one for one in adapters(decoder) if "experts" in one][:3] == [
         f"{LAYER}.{name}" for name in ("gate_proj", "up_proj", "down_proj")
     ]
     merged = copy.deepcopy(decoder)
     merge_(merged)
     assert not adapters(merged)
+    assert not [name for name, _ in merged.named_parameters() if "shared_factors" in name]
     torch.testing.assert_close(logits(decoder), logits(merged), rtol=1e-5, atol=1e-5)  # a merge is in fp64 here too
     merged.requires_grad_(True)
     for each in (decoder, merged):
         each.train()
         logits(each).square().sum().backward()
     experts = merged.model.layers[0].mlp.experts
-    grad = experts.gate_up_proj.weight.grad.unflatten(0, (5, -1))
-    for name, rows in (("gate_proj", slice(0, 12)), ("up_proj", slice(12, 24))):
-        pair = adapters(decoder)[f"{LAYER}.{name}"].pair
-        a, b = pair.A.unflatten(0, (5, -1)), pair.B.unflatten(0, (5, -1))
-        expected_a = pair.scale * b.transpose(1, 2) @ grad[:, rows]
-        expected_b = pair.scale * grad[:, rows] @ a.transpose(1, 2)
-        for found, expected in ((pair.A.grad, expected_a), (pair.B.grad, expected_b)):
+    gate_up, down = (layer.weight.grad.unflatten(0, (5, -1)) for layer in (experts.gate_up_proj, experts.down_proj))
+    of_weights = {"gate_proj": gate_up[:, :12], "up_proj": gate_up[:, 12:], "down_proj": down}
+    for name, pair in experts_pairs(decoder).items():
+        a, b = (pair.factor(leaf).unflatten(0, (pair.count(leaf), -1)) for leaf in ("A", "B"))
+        expected_a = pair.scale * b.transpose(1, 2) @ of_weights[name]
+        expected_b = pair.scale * of_weights[name] @ a.transpose(1, 2)
+        for leaf, of_experts in (("A", expected_a), ("B", expected_b)):
+            expected = of_experts.sum(0) if leaf in LEAVES[sharing].get(name, "") else of_experts.flatten(0, 1)
+            found = pair.factor(leaf).grad
             assert found is not None
-            assert (found - expected.flatten(0, 1)).norm() < 1e-5 * expected.norm()
+            assert (found - expected).norm() < 1e-5 * expected.norm(), (name, leaf)
 
 
 @pytest.mark.parametrize("targets", [("gate_proj",), ("down_proj",), ("experts.up_proj", "q_proj")])
@@ -159,3 +177,127 @@ def test_what_does_not_work_is_refused() -> None:
     with pytest.raises(ValueError, match=r"use_dora needs the norms .* model.layers.0.mlp.experts.down_proj"):
         decoder_of(AdapterSpec(targets=("experts.down_proj",), use_dora=True))
     assert not any("experts" in name for name in adapters(decoder_of(AdapterSpec(targets="all-linear"))))
+
+
+def shared_spec(sharing: ExpertSharing, dropout: float = 0.0) -> AdapterSpec:
+    spec = AdapterSpec(rank=3, alpha=5.0, targets=TARGETS, rank_pattern={"up_proj": 2}, use_rslora=True)
+    return replace(spec, expert_sharing=sharing, dropout=dropout)
+
+
+def plain_experts(mixture: MixtureOfExperts, factors: dict[str, tuple[Tensor, Tensor]], x: Tensor) -> Tensor:
+    """The layer in plain torch, an expert at a time. factors: A and B by projection, [E or 1, ...], scaled."""
+    probabilities = mixture.gate(x).softmax(-1)
+    weights, ids = probabilities.topk(mixture.num_active)
+    weights = weights / weights.sum(-1, keepdim=True)
+    experts = mixture.experts
+    gate_up, down = experts.gate_up_proj.stacked(x.dtype), experts.down_proj.stacked(x.dtype)
+    out = torch.zeros_like(x)
+
+    def adapted(x: Tensor, weight: Tensor, name: str, expert: int) -> Tensor:
+        a, b = (factor[min(expert, len(factor) - 1)] for factor in factors[name])
+        return F.linear(x, weight) + F.linear(F.linear(x, a), b)
+
+    for expert in range(mixture.num_experts):
+        tokens, choices = torch.where(ids == expert)
+        gate, up = gate_up[expert].chunk(2)
+        rows = x[tokens]
+        inner = F.silu(adapted(rows, gate, "gate_proj", expert)) * adapted(rows, up, "up_proj", expert)
+        y = adapted(inner, down[expert], "down_proj", expert)
+        out = out.index_add(0, tokens, y * weights[tokens, choices, None])
+    return out
+
+
+def experts_pairs(decoder: Decoder) -> dict[str, ExpertLowRank]:
+    experts = decoder.model.layers[0].mlp.experts
+    return {pair.name.rpartition(".")[2]: pair for pair in experts.adapter.pairs()}
+
+
+@pytest.mark.parametrize("sharing", SHARED)
+def test_outputs_and_gradients_are_those_of_plain_torch(sharing: ExpertSharing) -> None:
+    # Catches a factor that is not shared, one that counts once for each expert or choice, and a lost scale.
+    decoder = decoder_of(shared_spec(sharing))
+    mixture = decoder.model.layers[0].mlp
+    x = torch.randn(23, 24, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    layout = SequenceLayout.from_lengths([13, 10])
+    leaves: dict[str, list[Tensor]] = {}
+    factors: dict[str, tuple[Tensor, Tensor]] = {}
+    for name, pair in experts_pairs(decoder).items():
+        own = [pair.factor(leaf).detach().clone().requires_grad_(True) for leaf in "AB"]
+        leaves[name] = own
+        counts = [1 if leaf in LEAVES[sharing][name] else 5 for leaf in "AB"]
+        a, b = (factor.unflatten(0, (count, -1)) for factor, count in zip(own, counts, strict=True))
+        factors[name] = pair.scale * a, b
+    grad = torch.randn(23, 24, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    inputs = [x.clone().requires_grad_(True) for _ in range(2)]
+    found, _ = mixture(inputs[0], layout)
+    expected = plain_experts(mixture, factors, inputs[1])
+    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
+    found.backward(grad)
+    expected.backward(grad)
+    torch.testing.assert_close(inputs[0].grad, inputs[1].grad, rtol=1e-8, atol=1e-8)
+    for name, pair in experts_pairs(decoder).items():
+        for leaf, twin in zip("AB", leaves[name], strict=True):
+            mine = pair.factor(leaf).grad
+            assert mine is not None
+            assert (mine - twin.grad).norm() < 1e-5 * twin.grad.norm(), (name, leaf)
+
+
+@pytest.mark.parametrize("sharing", SHARED)
+def test_merging_repeatedly_starts_shared_factors_again(sharing: ExpertSharing) -> None:
+    # Catches a shared factor that is merged and stays as it was.
+    decoder = decoder_of(shared_spec(sharing))
+    before = logits(decoder)
+    fold_(decoder)
+    init_adapters(decoder, seed=0, generation=1)
+    torch.testing.assert_close(logits(decoder), before, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("sharing", SHARED)
+def test_a_shared_factor_is_one_matrix(sharing: ExpertSharing) -> None:
+    # Catches copies that drift apart, an initial value for each expert, and an optimizer that sees other matrices.
+    decoder = decoder_of(None)
+    names = {name for name, _ in decoder.named_parameters()}
+    decoder = decoder_of(shared_spec(sharing), dtype=torch.float32)
+    assert base_parameters(decoder).keys() == names
+    matrices = decoder.layer_matrices()
+    by_parameter = {parameter: name for name, parameter in decoder.named_parameters()}
+    sizes = {"gate_proj": (24, 12), "up_proj": (24, 12), "down_proj": (12, 24)}
+    init_adapters(decoder, seed=7)
+    for name, pair in experts_pairs(decoder).items():
+        rows = {"A": pair.rank, "B": sizes[name][1]}
+        for leaf in "AB":
+            count = 1 if leaf in LEAVES[sharing][name] else 5
+            parameter = adapter_parameters(decoder)[f"{LAYER}.{name}.lora_{leaf}"]
+            assert parameter is pair.factor(leaf)
+            assert parameter.requires_grad
+            assert len(parameter) == count * rows[leaf]
+            assert matrices[by_parameter[parameter]] == (rows[leaf],) * count
+    down = experts_pairs(decoder)["down_proj"].factor("A")
+    assert 0 < down.abs().max() <= 12**-0.5
+
+
+@pytest.mark.parametrize("sharing", SHARED)
+@pytest.mark.parametrize("targets", [("gate_proj",), ("down_proj",)])
+def test_some_projections_share_alone(sharing: ExpertSharing, targets: tuple[str, ...]) -> None:
+    # Catches products with a rank of 0, and a projection that is expected to share.
+    decoder = decoder_of(AdapterSpec(rank=4, targets=targets, expert_sharing=sharing))
+    merged = copy.deepcopy(decoder)
+    merge_(merged)
+    torch.testing.assert_close(logits(decoder), logits(merged), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("sharing", SHARED)
+def test_dropout_on_shared_factors_is_drawn_in_training_only(sharing: ExpertSharing) -> None:
+    # Catches an evaluation with noise, and an adapter whose dropout option is ignored.
+    decoder = decoder_of(shared_spec(sharing, dropout=0.5)).eval()
+    assert torch.equal(logits(decoder), logits(decoder_of(shared_spec(sharing)).eval()))
+    decoder.train()
+    assert not torch.equal(logits(decoder), logits(decoder))
+
+
+def test_sharing_without_adapted_experts_is_refused() -> None:
+    # Catches an option that is ignored.
+    with pytest.raises(ValueError, match="expert_sharing: the targets name no layer of experts"):
+        decoder_of(AdapterSpec(targets=("q_proj",), expert_sharing="all"))
+    with pytest.raises(ValueError, match=re.escape("expert_sharing must be one of ('none', 'outer', 'all')")):
+        AdapterSpec(expert_sharing="some")  # pyright: ignore[reportArgumentType]

@@ -16,6 +16,14 @@ from xorl.cli.train import TracebackFlag
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
+class ExpertForms(StrEnum):
+    """The forms of adapters on experts."""
+
+    per_expert = "per_expert"
+    peft = "peft"
+    sglang = "sglang"
+
+
 class Precision(StrEnum):
     """Dtypes that weights can be written in."""
 
@@ -45,6 +53,10 @@ def export_command(
         bool,
         typer.Option("--verify", help="First load the result in transformers (an adapter in PEFT) and compare logits."),
     ] = False,
+    moe_lora_format: Annotated[
+        ExpertForms | None,
+        typer.Option(help="Form of adapters on experts: see lora.moe_lora_format. [as in PATH]"),
+    ] = None,
     traceback: TracebackFlag = False,
 ) -> None:
     """Write a model that transformers loads, or an adapter that PEFT loads, with a README.md.
@@ -52,11 +64,19 @@ def export_command(
     A checkpoint becomes a model. A checkpoint with an adapter becomes only the adapter, or with --merge the model with
     the adapter merged in. One tensor is in memory at a time; --verify loads the whole model.
     """
-    raise typer.Exit(run_alone(lambda: _export(path, output, merge, dtype, base, verify), with_traceback=traceback))
+    raise typer.Exit(
+        run_alone(lambda: _export(path, output, merge, dtype, base, verify, moe_lora_format), with_traceback=traceback)
+    )
 
 
 def _export(
-    path: str, output: Path | None, merge: bool, dtype: Precision | None, base: str | None, verify: bool
+    path: str,
+    output: Path | None,
+    merge: bool,
+    dtype: Precision | None,
+    base: str | None,
+    verify: bool,
+    form: ExpertForms | None,
 ) -> int:
     """Runs the export. Imports torch."""
     import_torch()
@@ -68,7 +88,13 @@ def _export(
     dtypes = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     set_up_logging("progress_bar", is_main=True)
     folder = export_saved(
-        path, None if output is None else str(output), base=base, merge=merge, dtype=dtypes[dtype], verify=verify
+        path,
+        None if output is None else str(output),
+        base=base,
+        merge=merge,
+        dtype=dtypes[dtype],
+        verify=verify,
+        form=None if form is None else form.value,
     )
     print(folder)
     return 0

@@ -362,6 +362,16 @@ class LoraFields(Section):
     reset_optimizer_on_merge: bool = Field(
         default=False, description="Clear the optimizer state after each merge. Needs merge_lora_interval above 0."
     )
+    moe_shared_lora: bool = Field(
+        default=False,
+        description="Share one adapter between the experts of a layer, for each projection that "
+        "lora_target_modules names.",
+    )
+    moe_hybrid_shared_lora: bool = Field(
+        default=False,
+        description="Share A of the gate and up projections, and B of the down projections, between the experts of a "
+        "layer.",
+    )
 
 
 class SeedFields(Section):

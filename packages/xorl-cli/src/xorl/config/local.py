@@ -34,6 +34,7 @@ DecayStyle = Literal["constant", "linear", "cosine"]
 RecomputableModule = Literal["self_attn", "mlp"]
 RecomputePolicy = Literal["module", "operation", "auto"]
 ExpertCheckpointMethod = Literal["moe_act"]
+ExpertForm = Literal["per_expert", "peft", "sglang"]
 OnNonfinite = Literal["stop", "skip"]
 LogFormat = Literal["progress_bar", "structured"]
 
@@ -298,6 +299,13 @@ class LocalLoraFields(LoraFields):
         description="Leave the base weights out of checkpoints and out of the export at the end, which is then the "
         "adapter in PEFT's format instead of the model with the adapter merged in. A resumed run reads the base from "
         "model.model_path again. Checkpoints contain the adapter in PEFT's format in either case.",
+    )
+    moe_lora_format: ExpertForm | None = Field(
+        default=None,
+        description="Form of adapters on experts in files: per_expert (A and B of each expert, which vLLM and SGLang "
+        "read), peft (the target_parameters of PEFT), or sglang (SGLang's shared outer form, for "
+        "moe_hybrid_shared_lora). null means sglang with moe_hybrid_shared_lora, and else per_expert; factors that "
+        "experts share are then repeated for each. All forms can be read.",
     )
     exclude_modules: list[str] | None = Field(
         default=None,

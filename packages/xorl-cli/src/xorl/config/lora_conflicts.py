@@ -30,6 +30,21 @@ def _adapters_can_be_saved_and_placed(config: Config) -> Iterator[Conflict]:
         )
 
 
+def _experts_share_in_one_way(config: Config) -> Iterator[Conflict]:
+    lora = config.lora
+    if lora.moe_shared_lora and lora.moe_hybrid_shared_lora:
+        yield Conflict(
+            ("lora.moe_shared_lora", "lora.moe_hybrid_shared_lora"),
+            "the first shares all factors of an adapter between experts, the second some of them: set one to false",
+        )
+    if lora.moe_lora_format == "sglang" and not lora.moe_hybrid_shared_lora and lora.adapter_path is None:
+        yield Conflict(
+            ("lora.moe_lora_format", "lora.moe_hybrid_shared_lora"),
+            "SGLang's shared outer form only holds adapters whose outer factors are shared: set "
+            "moe_hybrid_shared_lora to true, or moe_lora_format to per_expert, which SGLang reads too",
+        )
+
+
 def _adapter_only_output_needs_a_usable_base(config: Config) -> Iterator[Conflict]:
     options = {"save_lora_only": config.lora.save_lora_only, "sweep": bool(config.lora.sweep)}
     for name in (name for name, is_set in options.items() if is_set):
@@ -96,6 +111,7 @@ def sweep_conflicts(config: Config) -> Iterator[Conflict]:
 
 LORA_CHECKS: tuple[Callable[[Config], Iterator[Conflict]], ...] = (
     _adapters_can_be_saved_and_placed,
+    _experts_share_in_one_way,
     _adapter_only_output_needs_a_usable_base,
     _quantized_bases_exclude_fp8_and_offload,
 )

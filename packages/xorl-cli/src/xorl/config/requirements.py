@@ -56,6 +56,20 @@ class WithoutEffect:
     condition: str
 
 
+# What the files of an adapter determine.
+_KIND_OF_ADAPTER = (
+    "lora.lora_rank",
+    "lora.lora_alpha",
+    "lora.lora_target_modules",
+    "lora.use_rslora",
+    "lora.use_dora",
+    "lora.rank_pattern",
+    "lora.alpha_pattern",
+    "lora.modules_to_save",
+    "lora.moe_shared_lora",
+    "lora.moe_hybrid_shared_lora",
+)
+
 # Later rows see the values that earlier rows have reset.
 REQUIREMENTS: tuple[Requirement, ...] = (
     Requirement(
@@ -303,15 +317,9 @@ REQUIREMENTS: tuple[Requirement, ...] = (
     ),
     Requirement(
         (
-            "lora.lora_rank",
-            "lora.lora_alpha",
-            "lora.lora_target_modules",
+            *_KIND_OF_ADAPTER,
             "lora.lora_dropout",
-            "lora.use_rslora",
-            "lora.use_dora",
-            "lora.rank_pattern",
-            "lora.alpha_pattern",
-            "lora.modules_to_save",
+            "lora.moe_lora_format",
             "lora.merge_lora_interval",
             "lora.adapter_path",
             "lora.save_lora_only",
@@ -322,16 +330,7 @@ REQUIREMENTS: tuple[Requirement, ...] = (
         lambda config: config.lora.enable_lora or config.lora.enable_qlora,
     ),
     Requirement(
-        (
-            "lora.lora_rank",
-            "lora.lora_alpha",
-            "lora.lora_target_modules",
-            "lora.use_rslora",
-            "lora.use_dora",
-            "lora.rank_pattern",
-            "lora.alpha_pattern",
-            "lora.modules_to_save",
-        ),
+        _KIND_OF_ADAPTER,
         "lora.adapter_path",
         "null (the files of the adapter determine it)",
         lambda config: config.lora.adapter_path is None,
@@ -369,6 +368,9 @@ REQUIREMENTS: tuple[Requirement, ...] = (
             "lora.lora_dropout",
             "lora.use_dora",
             "lora.modules_to_save",
+            "lora.moe_shared_lora",
+            "lora.moe_hybrid_shared_lora",
+            "lora.moe_lora_format",
             "lora.adapter_path",
             "lora.merge_lora_interval",
             "lora.enable_aqn",

@@ -323,12 +323,6 @@ class ServerLoraFields(LoraFields):
         "0.self_attn.o_proj, or by patterns with * for whole names. null means those listed in the checkpoint's "
         "config. Routers, embeddings, the head and norms are never quantized.",
     )
-    moe_shared_lora: bool = Field(default=False, description="Share one adapter between the experts of a layer.")
-    moe_hybrid_shared_lora: bool = Field(
-        default=False,
-        description="Share A of the gate and up projections, and B of the down projections, between the experts of a "
-        "layer.",
-    )
 
 
 class RouterFields(Section):

@@ -211,13 +211,15 @@ def _checkpoints(startup: Startup, run: PreparedRun, engine: Engine, stream: Str
     files = None
     # The engine of a benchmark's peer has none of our adapters.
     if adapters(engine.model.module):
-        spec = adapter_spec(lora, architecture.spec.adapter_targets)
+        spec = adapter_spec(lora, architecture.spec)
         assert spec is not None, "a model only has adapters if the configuration enables them"
         base = config.model.model_path
         if lora.merge_lora_interval:
             # No other tool can load this base; a name that is no model says so, to people and to `check_name`.
             base = f"{base or config.model.config_path} (with adapters merged into it while training)"
-        files = AdapterFiles.of(engine.model, spec, base, recipes, chat_template=architecture.chat_template)
+        files = AdapterFiles.of(
+            engine.model, spec, base, recipes, chat_template=architecture.chat_template, form=lora.moe_lora_format
+        )
     export: ModelExport | AdapterExport | None = None
     if train.save_hf_weights and lora.save_lora_only:
         assert files is not None, "the configuration was checked"

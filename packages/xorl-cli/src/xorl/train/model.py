@@ -337,10 +337,10 @@ def _adapt_(
     Returns the adapter to start from and the quantisation of the base; either may be None.
     """
     _set_routers_(module, model, train)
-    start = starting_adapter(lora)
+    start = starting_adapter(lora, architecture.spec)
     if start is not None:
         _check_adapter(start, architecture, model)
-    add_adapters(module, lora, architecture.spec.adapter_targets)
+    add_adapters(module, lora, architecture.spec)
     quantization = read_options(lora, architecture.hf_config)
     dtypes = KeptDtypes.of(train, lora)
     for parameter in module.parameters():

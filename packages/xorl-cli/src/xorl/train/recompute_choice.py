@@ -24,7 +24,7 @@ from xorl.config import Config
 from xorl.config.local import LoraConfig, TrainConfig
 from xorl.core.loss import LossFn, cross_entropy
 from xorl.core.mesh import Mesh
-from xorl.core.models import Decoder, DecoderConfig
+from xorl.core.models import Decoder, DecoderConfig, ModelSpec
 from xorl.core.parallel import ParallelModel
 from xorl.core.parallel.fsdp import has_copy_engines
 from xorl.core.runtime import rng_state, set_rng_state
@@ -238,22 +238,30 @@ def _for_few_layers(lora: LoraConfig, part: Architecture) -> LoraConfig:
     with torch.device("meta"):
         module = part.spec.build(part.config)
     if lora.adapter_path is not None:
-        lora = _by_options(lora)
+        lora = _by_options(lora, part.spec)
     if lora.exclude_modules:
         # What they leave unquantised takes no memory of its own in the passes that are measured.
         lora = lora.model_copy(update={"exclude_modules": None})
     try:
-        add_adapters(module, lora, part.spec.adapter_targets)
+        add_adapters(module, lora, part.spec)
     except ValueError:
         return lora.model_copy(
-            update={"lora_target_modules": "all-linear", "rank_pattern": {}, "alpha_pattern": {}, "modules_to_save": []}
+            update={
+                "lora_target_modules": "all-linear",
+                "rank_pattern": {},
+                "alpha_pattern": {},
+                "modules_to_save": [],
+                "moe_shared_lora": False,
+                "moe_hybrid_shared_lora": False,
+                "moe_lora_format": None,
+            }
         )
     return lora
 
 
-def _by_options(lora: LoraConfig) -> LoraConfig:
+def _by_options(lora: LoraConfig, family: ModelSpec) -> LoraConfig:
     """Adapters of the size of those that `lora.adapter_path` names, which are for a model with all of its layers."""
-    spec = adapter_spec(lora, ())
+    spec = adapter_spec(lora, family)
     assert spec is not None, "there are adapters to go on from"
     return lora.model_copy(
         update={
@@ -261,6 +269,8 @@ def _by_options(lora: LoraConfig) -> LoraConfig:
             "lora_rank": max(spec.rank_of(name) for name in spec.targets),
             "lora_target_modules": sorted({name.rpartition(".")[2] for name in spec.targets}),
             "use_dora": spec.use_dora,
+            "moe_shared_lora": spec.expert_sharing == "all",
+            "moe_hybrid_shared_lora": spec.expert_sharing == "outer",
             "modules_to_save": list(spec.modules_to_save),
         }
     )

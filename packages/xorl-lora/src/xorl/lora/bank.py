@@ -425,6 +425,8 @@ class AdapterBank:
         for option in ("dropout", "use_dora", "modules_to_save"):
             if getattr(spec, option):
                 raise ValueError(f"{option} is {getattr(spec, option)}: a bank does not support it")
+        if spec.expert_sharing != "none":
+            raise ValueError(f"expert_sharing is {spec.expert_sharing!r}: in a bank, each expert has its own factors")
         numbered = {segment.site.name: index for index, segment in enumerate(self._slots.segments)}
         chosen = [site.name for site in resolve(spec, self._model)]
         if outside := [name for name in chosen if name not in numbered]:

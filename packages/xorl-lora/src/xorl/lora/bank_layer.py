@@ -6,7 +6,7 @@ Shapes: S slots, E experts, I input features, O output features of a layer, P th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
@@ -221,8 +221,9 @@ class BankedExperts(nn.Module):
             return 1
         return len(self.pairs()[0].scale) if self.rows.passing is None else len(self.rows.passing)
 
-    def forward(self, x: Tensor) -> Factors | None:
+    def forward(self, x: Tensor, shared: Mapping[str, Tensor]) -> Factors | None:
         """What the kernel adds, for the input x [T, D]; None if no adapter is on this layer."""
+        assert not shared, "experts share no factors of a bank"
         if self.single == ():
             return None
         up, down = (self._factors(x, projection) for projection in ("gate_up_proj", "down_proj"))

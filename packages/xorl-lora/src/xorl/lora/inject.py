@@ -13,7 +13,7 @@ from xorl.core.models.initial import fill_normal_, fill_uniform_, key_of
 from xorl.core.nn import Embedding, Linear
 from xorl.core.nn.moe import ExpertLinear, Experts, MixtureOfExperts
 from xorl.core.shards import copy_shard_, local_part
-from xorl.lora.experts import ExpertLowRank, ExpertsAdapter
+from xorl.lora.experts import ExpertLowRank, ExpertsAdapter, SharedFactors
 from xorl.lora.linear import (
     EmbeddingAdapter,
     LinearAdapter,
@@ -46,13 +46,13 @@ class Adapter:
 
     @property
     def A(self) -> nn.Parameter:
-        """[rank, input features]; for an embedding, [rank, rows]."""
-        return self.pair.A
+        """[rank, input features]; for an embedding, [rank, rows]; for experts, see ExpertLowRank."""
+        return self.pair.factor("A")
 
     @property
     def B(self) -> nn.Parameter:
-        """[output features, rank]."""
-        return self.pair.B
+        """[output features, rank]; for experts, see ExpertLowRank."""
+        return self.pair.factor("B")
 
     @property
     def magnitude_offset(self) -> nn.Parameter | None:
@@ -131,6 +131,10 @@ def _adapt_experts_(model: nn.Module, path: str, sites: list[Site], spec: Adapte
     assert isinstance(experts, Experts)
     pairs = [new_expert_pair(site, spec, model, experts.down_proj.weight.device) for site in sites]
     experts.adapter = ExpertsAdapter(pairs, spec.dropout, experts).train(experts.training)
+    if spec.expert_sharing != "none":
+        mixture = model.get_submodule(path.rpartition(".")[0])
+        assert isinstance(mixture, MixtureOfExperts)
+        mixture.shared_factors = SharedFactors(pairs)
 
 
 def _adapt_(model: nn.Module, path: str, sites: list[Site], spec: AdapterSpec) -> None:
@@ -181,6 +185,7 @@ def new_expert_pair(site: Site, spec: AdapterSpec, model: nn.Module, device: tor
         scale=spec.scale_of(*site.names),
         part=(site.start, site.stop),
         num_active=mixture.num_active,
+        sharing=spec.expert_sharing,
         device=device,
     )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import ClassVar, cast
+from typing import ClassVar, Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,8 @@ from torch.nn import functional as F
 
 from xorl.core.nn import Embedding, Linear
 from xorl.core.nn.roles import Role
+
+Leaf: TypeAlias = Literal["A", "B"]
 
 
 class LowRank(nn.Module):
@@ -63,10 +65,17 @@ class LowRank(nn.Module):
         if use_dora:
             self.magnitude_offset = nn.Parameter(torch.empty(num_outputs, dtype=torch.float32, device=device))
 
+    def factor(self, leaf: Leaf) -> nn.Parameter:
+        """The parameter A or B."""
+        return cast(nn.Parameter, getattr(self, leaf))
+
     def scaled_a(self, dtype: torch.dtype) -> Tensor:
         """scale * A [R, I] in `dtype`."""
         # Cast first, so that fp32 parameters and parameters gathered in `dtype` give the same numbers.
-        a = self.A.to(dtype)
+        return self.scaled(self.A.to(dtype))
+
+    def scaled(self, a: Tensor) -> Tensor:
+        """scale * a."""
         return a if self.scale == 1.0 else a * self.scale
 
     def extra_repr(self) -> str:
@@ -166,7 +175,7 @@ def join_parts(
         blocks.append(F.pad(up, (before, total - before - up.shape[-1], start - row, 0)))
         before, row = before + up.shape[-1], stop
     if row < out_features:
-        blocks.append(down.new_zeros(*down.shape[:-2], out_features - row, total))
+        blocks.append(down.new_zeros(*ups[0].shape[:-2], out_features - row, total))
     return down, torch.cat(blocks, dim=-2)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from xorl.core.nn import Embedding, Linear
-from xorl.core.nn.moe import ExpertLinear, Experts
+from xorl.core.nn.moe import ExpertLinear, Experts, MixtureOfExperts
 from xorl.core.shards import copy_shard_, is_dtensor, local_part
 from xorl.lora.experts import ExpertLowRank, fold_expert_pair_
 from xorl.lora.inject import Adapter, adapters
@@ -33,6 +33,8 @@ def merge_(model: nn.Module) -> None:
     for path, layer in list(model.named_modules()):
         if isinstance(layer, Experts):
             layer.adapter = None
+        if isinstance(layer, MixtureOfExperts):
+            layer.shared_factors = None
         if isinstance(layer, (Linear, Embedding)) and layer.adapter is not None:
             layer.adapter = None
             if isinstance(layer, (TorchLinear, TorchEmbedding)):
@@ -74,7 +76,7 @@ def merged_rows(layer: Linear | Embedding | ExpertLinear, pairs: Sequence[LowRan
     for pair in pairs:
         if isinstance(pair, ExpertLowRank):
             assert isinstance(layer, ExpertLinear)
-            a, b = full_tensor(pair.A).to(rows.dtype), full_tensor(pair.B).to(rows.dtype)
+            a, b = (full_tensor(pair.factor(leaf)).to(rows.dtype) for leaf in ("A", "B"))
             fold_expert_pair_(rows, pair, a, b, layer.out_features, first)
         elif isinstance(layer, Embedding):
             a, b = full_tensor(pair.A).to(rows.dtype), full_tensor(pair.B).to(rows.dtype)

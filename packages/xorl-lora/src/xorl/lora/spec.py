@@ -9,9 +9,10 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from typing import Literal, TypeAlias, TypeVar, get_args
 
 ValueT = TypeVar("ValueT", int, float)
+ExpertSharing: TypeAlias = Literal["none", "outer", "all"]
 # Scales are stored in fp32, whose maximum is 3.4e38, and a scale is at most alpha for any rank.
 LARGEST_ALPHA = 1e38
 
@@ -33,6 +34,8 @@ class AdapterSpec:
         rank_pattern, alpha_pattern: regular expression -> rank or alpha of the layers whose names end, in whole parts,
             with a match. The first matching expression applies.
         modules_to_save: names of modules, as in targets, whose own weights are trained in addition to the adapters.
+        expert_sharing: what the adapters on the experts of a layer have in common: nothing; the "outer" factors, which
+            are A of the gate and the up projection and B of the down projection; or "all" factors.
 
     Raises ValueError for values out of range.
     """
@@ -46,6 +49,7 @@ class AdapterSpec:
     rank_pattern: Mapping[str, int] = field(default_factory=dict)
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
     modules_to_save: tuple[str, ...] = ()
+    expert_sharing: ExpertSharing = "none"
 
     def __post_init__(self) -> None:
         for name, rank in {"rank": self.rank, **_named("rank_pattern", self.rank_pattern)}.items():
@@ -58,6 +62,8 @@ class AdapterSpec:
                 raise ValueError(f"{name} must be at most {LARGEST_ALPHA:g}, got {alpha}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be at least 0 and below 1, got {self.dropout}")
+        if self.expert_sharing not in get_args(ExpertSharing):
+            raise ValueError(f"expert_sharing must be one of {get_args(ExpertSharing)}, got {self.expert_sharing!r}")
         if isinstance(self.targets, str):
             if self.targets != "all-linear":
                 raise ValueError(f"targets must be 'all-linear' or a tuple of names, got the string {self.targets!r}")

@@ -129,6 +129,11 @@ def resolve(spec: AdapterSpec, model: nn.Module) -> tuple[Site, ...]:
             )
     else:
         found = _named(sites, spec.targets, model)
+    if spec.expert_sharing != "none" and not any(site.members for site in found):
+        raise ValueError(
+            "expert_sharing: the targets name no layer of experts, which could share factors: add some, such as "
+            "gate_proj, or share nothing"
+        )
     spec.check_patterns([name for site in found for name in site.names])
     embedded = [site.name for site in found if not site.is_linear]
     if spec.use_dora and embedded:

@@ -20,8 +20,8 @@ from xorl.core.parallel import ParallelModel
 from xorl.lora import Adapter, AdapterSpec, adapters
 from xorl.lora.inject import base_parameters
 from xorl.lora.peft import CONFIG_FILE, WEIGHTS_FILE, AdapterConfig, adapter_tensors, config_of
-from xorl.lora.peft.layout import PREFIX
-from xorl.lora.peft.model import FileTensors
+from xorl.lora.peft.config import ExpertForm
+from xorl.lora.peft.layout import PREFIX, FileTensors
 
 
 @dataclass(frozen=True)
@@ -47,15 +47,20 @@ class AdapterFiles:
         recipes: Mapping[str, WeightRecipe],
         bank_adapters: Mapping[str, Adapter] | None = None,
         chat_template: str | None = None,
+        form: ExpertForm | None = None,
     ) -> AdapterFiles:
-        """The files of adapters made by `spec` on the base model `base`: those of `model`, or the ones of a bank."""
+        """The files of adapters made by `spec` on the base model `base`: those of `model`, or the ones of a bank.
+
+        Raises ValueError, which begins with `form`, if that form of adapters on experts cannot express them.
+        """
         by_layer = adapters(model.module) if bank_adapters is None else bank_adapters
         transposed = {
             recipe.source.removesuffix(".weight")
             for recipe in recipes.values()
             if isinstance(recipe, Part) and recipe.transposed
         }
-        config = config_of(model.module, spec, base=base, transposed=transposed & by_layer.keys(), found=by_layer)
+        transposed &= by_layer.keys()
+        config = config_of(model.module, spec, base=base, transposed=transposed, found=by_layer, form=form)
         return cls(model, config, recipes, by_layer, chat_template)
 
     def write(self, folder: Path) -> dict[str, FileRecord]:
@@ -81,7 +86,8 @@ class AdapterFiles:
         def gather(parameter: Tensor) -> Tensor:
             return self.model.parts.gather(names.get(parameter, ""), parameter)
 
-        groups = [_group(tensors) for tensors in adapter_tensors(self.model.module, self.by_layer, gather)]
+        written = adapter_tensors(self.model.module, self.by_layer, gather, self.config.form)
+        groups = [_group(tensors) for tensors in written]
         base = trained_base_parameters(self.model.module)
         if base:
             groups += [_with_prefix(group) for group in parameter_groups(base, self.recipes, dtype=torch.float32)]

@@ -11,8 +11,17 @@ from torch import nn
 
 from xorl.ckpt import CheckpointError, CheckpointFailure, SafetensorsSource, WeightRecipe, load_weights, resolve_folder
 from xorl.ckpt.layout import is_complete, verify
+from xorl.core.models.recipes import ExpertNames, WeightSource
 from xorl.lora.inject import base_parameters
-from xorl.lora.peft import CONFIG_FILE, WEIGHTS_FILE, AdapterConfig, differences, load_adapters, read_layout
+from xorl.lora.peft import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    AdapterConfig,
+    differences,
+    load_adapters,
+    per_expert,
+    read_layout,
+)
 from xorl.lora.peft.layout import AdapterLayout, ReplacedTensors
 
 # How many differences a message lists.
@@ -21,12 +30,16 @@ _MAX_LISTED = 5
 
 @dataclass(frozen=True)
 class AdapterFolder:
-    """A complete adapter that was read from a folder; `option` is for error messages."""
+    """A complete adapter that was read from a folder; `option` is for error messages.
+
+    `layout` and `source` are as in the form per_expert, whatever that of the file is; `stored` are its own tensors.
+    """
 
     option: str
     folder: Path
     layout: AdapterLayout
-    source: SafetensorsSource
+    source: WeightSource
+    stored: WeightSource
 
     @property
     def base(self) -> str | None:
@@ -39,11 +52,12 @@ def is_adapter(folder: Path) -> bool:
     return (folder / CONFIG_FILE).is_file()
 
 
-def open_adapter(option: str, path: str) -> AdapterFolder:
+def open_adapter(option: str, path: str, experts: ExpertNames | None = None) -> AdapterFolder:
     """Open the adapter in a folder or a Hub repository. Not collective: every rank reads it.
 
-    The hashes of an xorl checkpoint are checked. Raises ValueError, which begins with `option` and names the file, if
-    there is no adapter, or it is incomplete or of an unsupported kind; CheckpointFailure if the Hub cannot be reached.
+    `experts` are the names of experts in the base's checkpoint, which PEFT's form does not have. The hashes of an xorl
+    checkpoint are checked. Raises ValueError, which begins with `option` and names the file, if there is no adapter, or
+    it is incomplete or of an unsupported kind; CheckpointFailure if the Hub cannot be reached.
     """
     try:
         folder = resolve_folder(path, patterns=(CONFIG_FILE, WEIGHTS_FILE))
@@ -55,18 +69,28 @@ def open_adapter(option: str, path: str) -> AdapterFolder:
         source = SafetensorsSource(folder, single_file=WEIGHTS_FILE)
     except (CheckpointError, CheckpointFailure) as error:
         raise type(error)(f"{option}: {error}") from error
+    config = read_adapter_config(option, folder)
+    try:
+        config, tensors = per_expert(config, source, experts)
+        layout = read_layout(config, tensors)
+    except ValueError as error:
+        raise ValueError(f"{option}: {folder / WEIGHTS_FILE}: {error}") from error
+    return AdapterFolder(option, folder, layout, tensors, source)
+
+
+def read_adapter_config(option: str, folder: Path) -> AdapterConfig:
+    """The configuration of the adapter in a folder.
+
+    Raises ValueError, which begins with `option` and names the file, if it is not valid.
+    """
+    file = folder / CONFIG_FILE
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(content, dict):
             raise ValueError("it is not a mapping")
-        config = AdapterConfig.from_json(content)
+        return AdapterConfig.from_json(content)
     except ValueError as error:
         raise ValueError(f"{option}: {file}: {error}") from error
-    try:
-        layout = read_layout(config, source)
-    except ValueError as error:
-        raise ValueError(f"{option}: {folder / WEIGHTS_FILE}: {error}") from error
-    return AdapterFolder(option, folder, layout, source)
 
 
 def load_adapter(module: nn.Module, adapter: AdapterFolder, recipes: Mapping[str, WeightRecipe]) -> None:

@@ -10,39 +10,49 @@ from dataclasses import replace
 import torch
 
 from xorl.config.local import LoraConfig
-from xorl.core.models import Decoder, DecoderConfig, training_flops
+from xorl.core.models import Decoder, DecoderConfig, ModelSpec, training_flops
 from xorl.core.models.flops import matmul_parameters
 from xorl.core.nn import Linear
 from xorl.core.parallel import ParallelModel
 from xorl.lora import Adapter, AdapterSpec, adapter_parameters, adapters, init_adapters, inject
 from xorl.lora.experts import ExpertLowRank
 from xorl.lora.merge import fold_
+from xorl.lora.peft import config_of
+from xorl.lora.spec import ExpertSharing
 from xorl.train.adapters.folder import AdapterFolder, open_adapter
 
 logger = logging.getLogger(__name__)
 
 # Fields of AdapterSpec and their options, if the names differ: its error messages begin with the field.
-OPTIONS = {"targets": "lora_target_modules", "rank": "lora_rank", "alpha": "lora_alpha", "dropout": "lora_dropout"}
+OPTIONS = {
+    "targets": "lora_target_modules",
+    "rank": "lora_rank",
+    "alpha": "lora_alpha",
+    "dropout": "lora_dropout",
+    "form": "moe_lora_format",
+}
 
 
-def starting_adapter(lora: LoraConfig) -> AdapterFolder | None:
-    """The adapter that `lora.adapter_path` names, or None."""
-    return None if lora.adapter_path is None else open_adapter("lora.adapter_path", lora.adapter_path)
+def starting_adapter(lora: LoraConfig, family: ModelSpec) -> AdapterFolder | None:
+    """The adapter that `lora.adapter_path` names, for a model of this family, or None."""
+    if lora.adapter_path is None:
+        return None
+    return open_adapter("lora.adapter_path", lora.adapter_path, family.checkpoint_names.experts)
 
 
-def adapter_spec(lora: LoraConfig, default_targets: tuple[str, ...]) -> AdapterSpec | None:
-    """The adapters of the lora section, on `default_targets` if it names no targets; None without adapters.
+def adapter_spec(lora: LoraConfig, family: ModelSpec) -> AdapterSpec | None:
+    """The adapters of the lora section, on the family's targets if it names none; None without adapters.
 
     If training starts from an existing adapter, its files determine everything but the dropout.
     """
     if not lora.enable_lora:
         return None
-    start = starting_adapter(lora)
+    start = starting_adapter(lora, family)
     if start is not None:
         return replace(start.layout.spec, dropout=lora.lora_dropout)
     targets = lora.lora_target_modules
     if targets is None:
-        targets = default_targets
+        targets = family.adapter_targets
     return AdapterSpec(
         rank=lora.lora_rank,
         alpha=lora.lora_alpha,
@@ -53,10 +63,18 @@ def adapter_spec(lora: LoraConfig, default_targets: tuple[str, ...]) -> AdapterS
         rank_pattern=lora.rank_pattern,
         alpha_pattern=lora.alpha_pattern,
         modules_to_save=tuple(lora.modules_to_save),
+        expert_sharing=expert_sharing(lora),
     )
 
 
-def add_adapters(module: Decoder, lora: LoraConfig, default_targets: tuple[str, ...]) -> None:
+def expert_sharing(lora: LoraConfig) -> ExpertSharing:
+    """What the options share between the experts of a layer."""
+    if lora.moe_shared_lora:
+        return "all"
+    return "outer" if lora.moe_hybrid_shared_lora else "none"
+
+
+def add_adapters(module: Decoder, lora: LoraConfig, family: ModelSpec) -> None:
     """Add the adapters of the lora section, if any, to a model that is not parallelized yet, and freeze the rest.
 
     For a sweep this only freezes the base: its adapters are in a bank, which is made after the model is parallelized.
@@ -67,18 +85,21 @@ def add_adapters(module: Decoder, lora: LoraConfig, default_targets: tuple[str, 
         module.requires_grad_(False)
         return
     try:
-        spec = adapter_spec(lora, default_targets)
+        spec = adapter_spec(lora, family)
         if spec is not None:
             inject(module, spec)
+            config_of(module, spec, base=None, form=lora.moe_lora_format)  # refuses a form before anything is trained
     except ValueError as error:
         if str(error).startswith("lora.adapter_path"):
             raise
-        if lora.adapter_path is not None:
+        if lora.adapter_path is not None and not str(error).startswith("form: "):
             # The field at fault is from the adapter's files, not from an option.
             raise ValueError(f"lora.adapter_path: {lora.adapter_path}: {error}") from error
         message = str(error)
         field = re.split(r"\W", message, maxsplit=1)[0]
-        raise ValueError(f"lora.{OPTIONS.get(field, field)}: {message.removeprefix(f'{field}: ')}") from error
+        sharing = "moe_shared_lora" if lora.moe_shared_lora else "moe_hybrid_shared_lora"
+        options = {**OPTIONS, "expert_sharing": sharing}
+        raise ValueError(f"lora.{options.get(field, field)}: {message.removeprefix(f'{field}: ')}") from error
 
 
 def flops_of(config: DecoderConfig, module: Decoder) -> Callable[[Sequence[int]], int]:
@@ -105,10 +126,16 @@ def flops_of(config: DecoderConfig, module: Decoder) -> Callable[[Sequence[int]]
 
 def num_used(adapter: Adapter) -> int:
     """The elements of an adapter that a token is multiplied with."""
-    total = adapter.A.numel() + adapter.B.numel()
-    if not isinstance(adapter.pair, ExpertLowRank):
-        return total
-    return total // len(adapter.pair.held) * adapter.pair.num_active
+    pair = adapter.pair
+    if not isinstance(pair, ExpertLowRank):
+        return adapter.A.numel() + adapter.B.numel()
+    # An outer factor that experts share is applied once, before the token goes to experts or after it comes back.
+    outer = "B" if pair.projection == "down_proj" else "A"
+    return sum(
+        pair.factor(leaf).numel() // pair.count(leaf) * (1 if is_early else pair.num_active)
+        for leaf in ("A", "B")
+        for is_early in [leaf == outer and leaf in pair.shared]
+    )
 
 
 class AdapterMerging:

@@ -228,10 +228,12 @@ def _with_adapters(model: nn.Module, lora: LoraConfig, architecture: Architectur
     Raises ValueError for an option that PEFT does not support.
     """
     peft = require_peft("--peers beside adapters")
-    spec = adapter_spec(lora, architecture.spec.adapter_targets)
+    spec = adapter_spec(lora, architecture.spec)
     assert spec is not None
     if lora.merge_lora_interval or lora.modules_to_save:
         raise ValueError("lora.merge_lora_interval / modules_to_save: peers do not support these options; remove them")
+    if spec.expert_sharing != "none":
+        raise ValueError("lora.moe_shared_lora / moe_hybrid_shared_lora: peers share no adapters; set them to false")
     model.enable_input_require_grads()  # pyright: ignore[reportCallIssue]  # a frozen embedding's output has no gradient
     adapted = peft.get_peft_model(
         model,

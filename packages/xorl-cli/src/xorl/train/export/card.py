@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from xorl.lora import AdapterSpec
+from xorl.lora.peft.config import ExpertForm
 
 Figures = Mapping[str, str | int | float]
 
@@ -13,8 +14,21 @@ Figures = Mapping[str, str | int | float]
 MERGED_ADAPTER = "merged into the base in fp32, rounded once"
 
 
-def model_card(title: str, *, base: str | None, is_adapter: bool, facts: Figures, verified: Figures | None) -> str:
-    """Markdown with the metadata header that the Hub reads. `verified`: None if the export was not verified."""
+def model_card(
+    title: str,
+    *,
+    base: str | None,
+    is_adapter: bool,
+    facts: Figures,
+    verified: Figures | None,
+    form: ExpertForm = "per_expert",
+) -> str:
+    """Markdown with the metadata header that the Hub reads.
+
+    Args:
+        verified: None if the export was not verified.
+        form: of the adapters on experts, if there are any.
+    """
     library = "peft" if is_adapter else "transformers"
     header = [f"library_name: {library}", "tags:", "- xorl", *(["- lora"] if is_adapter else [])]
     # The Hub rejects a card whose base model is not a Hub id.
@@ -27,8 +41,7 @@ def model_card(title: str, *, base: str | None, is_adapter: bool, facts: Figures
         "---",
         f"# {title}",
         "",
-        "```python",
-        *_loading(base, is_adapter),
+        *(_serving(base) if is_adapter and form == "sglang" else ["```python", *_loading(base, is_adapter)]),
         "```",
         "",
         *_table(facts),
@@ -54,7 +67,15 @@ def adapter_facts(spec: AdapterSpec) -> dict[str, str | int | float]:
     for name in ("rank_pattern", "alpha_pattern", "modules_to_save"):
         if value := getattr(spec, name):
             facts[name] = ", ".join(f"{key}: {value[key]}" if isinstance(value, Mapping) else key for key in value)
+    if spec.expert_sharing != "none":
+        facts["factors that experts share"] = spec.expert_sharing
     return facts
+
+
+def _serving(base: str | None) -> list[str]:
+    """PEFT does not read SGLang's form."""
+    options = f"--model-path {base or 'BASE'} --enable-lora --lora-paths adapter=."
+    return ["```sh", f"python -m sglang.launch_server {options}"]
 
 
 def _loading(base: str | None, is_adapter: bool) -> list[str]:

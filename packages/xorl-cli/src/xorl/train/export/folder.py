@@ -77,5 +77,7 @@ class AdapterExport:
             facts = {"architecture": self.spec.architecture, **adapter_facts(config.spec)}
             with fail_together(f"export to {folder}"):
                 if this_rank() == 0:
-                    card = model_card("Adapter", base=config.base, is_adapter=True, facts=facts, verified=None)
+                    card = model_card(
+                        "Adapter", base=config.base, is_adapter=True, facts=facts, verified=None, form=config.form
+                    )
                     write_file(temporary / CARD_FILE, card.encode())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 
 import torch
@@ -12,7 +13,10 @@ from xorl.ckpt import WeightSource
 from xorl.ckpt.export import CARD_FILE, TEMPLATE_FILE, json_bytes, published, source_groups, write_model
 from xorl.ckpt.files import write_file
 from xorl.ckpt.tensor_file import write_tensor_file
-from xorl.lora.peft import CONFIG_FILE, WEIGHTS_FILE, MergedWeights
+from xorl.lora.peft import CONFIG_FILE, WEIGHTS_FILE, AdapterConfig, MergedWeights, in_form
+from xorl.lora.peft.config import ExpertForm
+from xorl.lora.peft.layout import MadeTensors
+from xorl.train.adapters.folder import AdapterFolder
 from xorl.train.export.card import MERGED_ADAPTER, Figures, adapter_facts, model_card
 from xorl.train.export.source import SavedModel, open_saved
 from xorl.train.export.verify import require_peft, verify_adapter, verify_model
@@ -28,13 +32,14 @@ def export_saved(
     merge: bool = False,
     dtype: torch.dtype | None = None,
     verify: bool = False,
+    form: ExpertForm | None = None,
 ) -> Path:
     """Export `path` to a new folder and return it. Runs in one process and holds one tensor in memory at a time.
 
     A checkpoint of a full model is written in Hugging Face format. An adapter, or a checkpoint with one, is written in
     PEFT format, or with `merge` as a full model: merged into the base in fp32 and rounded once to `dtype` (None: the
-    base's stored dtype). With `verify`, the folder only appears after transformers or PEFT has loaded it and its
-    logits were compared.
+    base's stored dtype). `form` is that of adapters on experts; None keeps that of PATH. With `verify`, the folder only
+    appears after transformers or PEFT has loaded it and its logits were compared.
 
     Raises ValueError for errors that the user can correct, VerificationError if the result is wrong.
     """
@@ -45,32 +50,51 @@ def export_saved(
     if merge and saved.adapter is None:
         raise ValueError(f"--merge: {saved.folder} has no adapter; remove --merge to export the model")
     as_adapter = saved.adapter is not None and not merge
+    if form is not None and not as_adapter:
+        raise ValueError("--moe-lora-format: only an exported adapter has a form; remove it, or --merge")
     if verify and as_adapter:
         require_peft("--verify of an adapter")
     suffix = "adapter" if as_adapter else "merged" if merge else "hf"
     folder = Path(output) if output else saved.folder.with_name(f"{saved.folder.name}-{suffix}")
     with published(folder) as temporary:
-        narrowest = (_write_adapter if as_adapter else _write_model)(temporary, saved, dtype)
+        if as_adapter:
+            narrowest = _write_adapter(temporary, saved, dtype, form)
+        else:
+            narrowest = _write_model(temporary, saved, dtype)
         figures = None
         if verify:
             figures = (verify_adapter if as_adapter else verify_model)(temporary, saved, narrowest)
-        write_file(temporary / CARD_FILE, _card(folder.name, saved, as_adapter, narrowest, figures).encode())
+        card = _card(folder.name, saved, as_adapter, narrowest, figures, form)
+        write_file(temporary / CARD_FILE, card.encode())
     logger.info("exported=%s", folder)
     return folder
 
 
-def _write_adapter(folder: Path, saved: SavedModel, dtype: torch.dtype | None) -> torch.dtype:
+def _write_adapter(folder: Path, saved: SavedModel, dtype: torch.dtype | None, form: ExpertForm | None) -> torch.dtype:
     """Write PEFT's two files, and the chat template if it is not the base's; returns the narrowest dtype in them."""
     adapter = saved.adapter
     assert adapter is not None, "the caller checked it"
-    names = sorted(adapter.source.names())
+    config, source = _in_form(adapter, form)
+    names = sorted(source.names())
     dtype_of = None if dtype is None else lambda name: dtype
-    write_tensor_file(folder / WEIGHTS_FILE, source_groups(adapter.source, dtype_of=dtype_of, names=names))
-    config = replace(adapter.layout.config, base=saved.base_path or adapter.base)
+    write_tensor_file(folder / WEIGHTS_FILE, source_groups(source, dtype_of=dtype_of, names=names))
+    config = replace(config, base=saved.base_path or adapter.base)
     write_file(folder / CONFIG_FILE, json_bytes(config.to_json()))
     if saved.architecture.chat_template is not None:
         write_file(folder / TEMPLATE_FILE, saved.architecture.chat_template.encode())
-    return min((dtype or adapter.source.dtype(name) for name in names), key=lambda each: each.itemsize)
+    return min((dtype or source.dtype(name) for name in names), key=lambda each: each.itemsize)
+
+
+def _in_form(adapter: AdapterFolder, form: ExpertForm | None) -> tuple[AdapterConfig, WeightSource]:
+    """The settings and the tensors to write; those of the file itself if its form is to be kept."""
+    if form is None or form == adapter.layout.config.form:
+        return adapter.layout.config, adapter.stored
+    try:
+        config, tensors = in_form(adapter.layout, adapter.source, form)
+    except ValueError as error:
+        raise ValueError(f"--moe-lora-format: {str(error).removeprefix('form: ')}") from error
+    dtype = reduce(torch.promote_types, {adapter.source.dtype(name) for name in adapter.source.names()})
+    return config, MadeTensors(tensors, dtype)
 
 
 def _write_model(folder: Path, saved: SavedModel, dtype: torch.dtype | None) -> torch.dtype:
@@ -90,7 +114,14 @@ def _write_model(folder: Path, saved: SavedModel, dtype: torch.dtype | None) -> 
     return min(stored.values(), key=lambda each: each.itemsize)
 
 
-def _card(title: str, saved: SavedModel, as_adapter: bool, dtype: torch.dtype, figures: Figures | None) -> str:
+def _card(
+    title: str,
+    saved: SavedModel,
+    as_adapter: bool,
+    dtype: torch.dtype,
+    figures: Figures | None,
+    form: ExpertForm | None,
+) -> str:
     facts: dict[str, str | int | float] = {
         "architecture": saved.architecture.spec.architecture,
         "weights": str(dtype).removeprefix("torch."),
@@ -104,4 +135,12 @@ def _card(title: str, saved: SavedModel, as_adapter: bool, dtype: torch.dtype, f
             facts["base while training"] = f"{saved.scheme.quant_format} in groups of {saved.scheme.group_size}"
         if not as_adapter:
             facts["adapter"] = MERGED_ADAPTER
-    return model_card(title, base=saved.base_path, is_adapter=as_adapter, facts=facts, verified=figures)
+        form = form or layout.config.form
+    return model_card(
+        title,
+        base=saved.base_path,
+        is_adapter=as_adapter,
+        facts=facts,
+        verified=figures,
+        form=form or "per_expert",
+    )

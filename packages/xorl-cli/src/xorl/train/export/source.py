@@ -13,7 +13,7 @@ from xorl.ckpt.layout import is_complete
 from xorl.kernels.quant import QuantScheme
 from xorl.lora.peft import CONFIG_FILE, WEIGHTS_FILE
 from xorl.lora.prequantized import QUANTIZATION_KEY
-from xorl.train.adapters.folder import AdapterFolder, check_shapes, is_adapter, open_adapter
+from xorl.train.adapters.folder import AdapterFolder, check_shapes, is_adapter, open_adapter, read_adapter_config
 from xorl.train.architecture import CONFIG_PATTERNS, Architecture, folder_of, read_config
 from xorl.train.checkpoint_model import find_checkpoint, read_description
 from xorl.train.quantization import dense_source
@@ -51,7 +51,6 @@ def open_saved(path: str, base: str | None = None, *, merge: bool = False) -> Sa
     replace trained weights.
     """
     folder = _resolve(path)
-    adapter = open_adapter("PATH", str(folder)) if is_adapter(folder) else None
     manifest = read_manifest(folder) if is_complete(folder) else None
     if manifest is not None and "sweep" in manifest.info:
         members = sorted(path.name for path in (folder / "adapters").iterdir())
@@ -62,6 +61,9 @@ def open_saved(path: str, base: str | None = None, *, merge: bool = False) -> Sa
     step = None if manifest is None else manifest.step
     description = None if manifest is None else read_description(folder, manifest)
     scheme = None if description is None else description.scheme
+    adapter = None
+    if description is not None and is_adapter(folder):
+        adapter = open_adapter("PATH", str(folder), description.architecture.spec.checkpoint_names.experts)
     trained = None if description is None else description.weights_in(folder)
     if description is not None and trained is not None:
         changed_its_base = adapter is not None and adapter.base != description.base_path
@@ -72,9 +74,9 @@ def open_saved(path: str, base: str | None = None, *, merge: bool = False) -> Sa
         trained.verify()
         base = None if changed_its_base else base or description.base_path
         return SavedModel(folder, description.architecture, trained, base, adapter, step, scheme)
-    if adapter is None:
+    if not is_adapter(folder):
         raise ValueError(f"PATH: {folder} contains neither all weights of its model nor an adapter")
-    base = base or (None if description is None else description.base_path) or adapter.base
+    base = base or (None if description is None else description.base_path) or read_adapter_config("PATH", folder).base
     if base is None:
         raise ValueError(f"--base: {folder} does not name its base model; give its folder or Hub id")
     template = None if description is None else description.architecture.chat_template
@@ -86,6 +88,7 @@ def open_saved(path: str, base: str | None = None, *, merge: bool = False) -> Sa
     # Exported weights are not quantised.
     dense_config = {key: value for key, value in architecture.hf_config.items() if key != QUANTIZATION_KEY}
     architecture = replace(architecture, hf_config=dense_config)
+    adapter = open_adapter("PATH", str(folder), architecture.spec.checkpoint_names.experts)
     _check_fits(adapter, base, weights)
     return SavedModel(folder, architecture, weights, base, adapter, step, scheme)
 

@@ -27,7 +27,7 @@ from xorl.kernels.layout import SequenceLayout
 from xorl.lora import inject
 from xorl.lora.peft import CONFIG_FILE, WEIGHTS_FILE
 from xorl.lora.peft.layout import PREFIX, InMemoryTensors
-from xorl.train.adapters.folder import AdapterFolder, load_adapter
+from xorl.train.adapters.folder import AdapterFolder, load_adapter, open_adapter
 from xorl.train.export.card import Figures
 from xorl.train.export.source import SavedModel, weights_at
 
@@ -63,7 +63,7 @@ def verify_model(folder: Path, saved: SavedModel, dtype: torch.dtype) -> Figures
     """
     merged: Figures = {}
     if saved.adapter is not None:
-        merged = {ADAPTED_MODULES: _check_nonzero(saved.adapter.source, saved.adapter)}
+        merged = {ADAPTED_MODULES: _check_nonzero(saved.adapter)}
     ids, expected = _xorl_logits(saved)
     with _quiet_transformers():
         loaded: object = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
@@ -96,14 +96,16 @@ def verify_adapter(folder: Path, saved: SavedModel, dtype: torch.dtype) -> Figur
             f"--verify: PEFT needs the base model, but only the checkpoint {saved.folder} contains it; use --merge"
         )
     assert saved.adapter is not None, "the caller checked it"
-    with SafetensorsSource(folder, single_file=WEIGHTS_FILE) as source:
-        num_modules = _check_nonzero(source, saved.adapter)
+    written = open_adapter(str(folder), str(folder), saved.architecture.spec.checkpoint_names.experts)
+    num_modules = _check_nonzero(written)
+    _check_values(written, saved.adapter)
     # Compare on the base that the adapter names; the one in the checkpoint may be quantised.
     named_base = weights_at("--base", saved.base_path, saved.architecture)
     ids, expected = _xorl_logits(replace(saved, base=named_base))
     with _quiet_transformers():
         base = AutoModelForCausalLM.from_pretrained(saved.base_path, dtype=torch.float32)
-        if any(EXPERT.search(name) for name in saved.adapter.layout.modules):
+        is_by_names = written.layout.config.form != "peft"
+        if is_by_names and any(EXPERT.search(name) for name in saved.adapter.layout.modules):
             return {
                 "transformers": transformers.__version__,
                 "modules merged by their names, experts included": _merge_by_names(base, folder, saved),
@@ -113,9 +115,10 @@ def verify_adapter(folder: Path, saved: SavedModel, dtype: torch.dtype) -> Figur
         model = peft.PeftModel.from_pretrained(base, folder)
     loaded = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
     with SafetensorsSource(folder, single_file=WEIGHTS_FILE) as source:
-        written = {name for name in source.names() if ".base_layer." not in name}
-        num_keys = _check_keys(written, set(loaded))
-        for name in sorted(written):
+        # Without PEFT's copies of the base's weights.
+        names = {name for name in source.names() if ".lora_" in name or ".base_layer." not in name}
+        num_keys = _check_keys(names, set(loaded))
+        for name in sorted(names):
             if not torch.equal(loaded[name].cpu().float(), source.read(name).float()):
                 raise VerificationError(f"{name} in PEFT differs from {folder / WEIGHTS_FILE}")
     return {
@@ -131,7 +134,7 @@ def _merge_by_names(model: nn.Module, folder: Path, saved: SavedModel) -> int:
     """Merge an adapter's file into a model of transformers, which keeps all experts of a layer in one tensor.
 
     PEFT has no name for an adapter on a single expert, so this reads the file as inference engines do, by the names of
-    the checkpoint. Returns the number of modules.
+    the checkpoint, or by those of SGLang's stacks. Returns the number of modules.
     """
     config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
     architecture = saved.architecture
@@ -150,10 +153,24 @@ def _merge_by_names(model: nn.Module, folder: Path, saved: SavedModel) -> int:
             patterns = config["alpha_pattern"].items()
             matching = (value for end, value in patterns if re.fullmatch(rf"(.*\.)?({end})", module))
             alpha = next(matching, config["lora_alpha"])
-            scale = alpha / (math.sqrt(len(a)) if config["use_rslora"] else len(a))
-            _weight_of(model, module, names).data.add_(b @ a, alpha=scale)
-            num_modules += 1
+            rank = a.shape[-2]
+            scale = alpha / (math.sqrt(rank) if config["use_rslora"] else rank)
+            if a.dim() == 3:  # [E or 1, rank, inputs] and [E or 1, outputs, rank]
+                deltas = list((b @ a).unbind())
+                of_stack = _members_of(module, len(deltas), names)
+            else:
+                deltas, of_stack = [b @ a], [module]
+            for member, delta in zip(of_stack, deltas, strict=True):
+                _weight_of(model, member, names).data.add_(delta, alpha=scale)
+            num_modules += len(deltas)
     return num_modules
+
+
+def _members_of(module: str, num_experts: int, names: ExpertNames) -> list[str]:
+    """The experts' layers whose adapters SGLang stacks under the name `module`."""
+    experts, _, projection = module.rpartition(".")
+    leaf = {"w1": names.gate, "w3": names.up, "w2": names.down}.get(projection, projection)
+    return [f"{experts}.{expert}.{leaf}" for expert in range(num_experts)]
 
 
 def _weight_of(model: nn.Module, module: str, names: ExpertNames) -> Tensor:
@@ -239,12 +256,12 @@ def _check_keys(written: set[str], expected: set[str]) -> int:
     return len(written)
 
 
-def _check_nonzero(source: WeightSource, adapter: AdapterFolder) -> int:
-    """The number of adapted modules. Raises VerificationError if either matrix of an adapter is zero in `source`.
+def _check_nonzero(adapter: AdapterFolder) -> int:
+    """The number of adapted modules. Raises VerificationError if either matrix of an adapter is zero.
 
     The adapter of an expert that no token chose is zero, so those of a layer's experts count together.
     """
-    modules = adapter.layout.modules
+    modules, source = adapter.layout.modules, adapter.source
     trained: dict[str, bool] = {}
     for name, module in modules.items():
         together = EXPERT.sub(r".experts.\2", name)
@@ -257,6 +274,21 @@ def _check_nonzero(source: WeightSource, adapter: AdapterFolder) -> int:
             "they were trained"
         )
     return len(modules)
+
+
+def _check_values(written: AdapterFolder, saved: AdapterFolder) -> None:
+    """Raise VerificationError unless the file has the values of the saved adapter, and so gives the same logits.
+
+    The logits show an error of a small adapter only if it is large.
+    """
+    for name, module in saved.layout.modules.items():
+        other = written.layout.modules.get(name)
+        if other is None or written.layout.config.spec.scale_of(name) != saved.layout.config.spec.scale_of(name):
+            raise VerificationError(f"{name}: {written.folder} has no adapter with this name and scale")
+        for mine, theirs in ((module.a, other.a), (module.b, other.b)):
+            expected, found = saved.source.read(mine), written.source.read(theirs)
+            if expected.shape != found.shape or not torch.equal(expected.to(found.dtype), found):
+                raise VerificationError(f"{theirs} in {written.folder / WEIGHTS_FILE} differs from {saved.folder}")
 
 
 def _device() -> torch.device:

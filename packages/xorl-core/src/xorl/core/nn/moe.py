@@ -88,8 +88,16 @@ class ExpertsAdapterProtocol(Protocol):
         """The slot [T] of each token of x [T, D], if tokens have different adapters, and the number of slots."""
         ...
 
-    def __call__(self, x: Tensor) -> Factors | None:
-        """What the kernel adds for the input x [T, D]; None for nothing."""
+    def __call__(self, x: Tensor, shared: Mapping[str, Tensor]) -> Factors | None:
+        """What the kernel adds for the input x [T, D], given the factors that the experts share; None for nothing."""
+        ...
+
+
+class SharedFactorsProtocol(Protocol):
+    """The factors of adapters that all experts of a layer share, on all ranks."""
+
+    def __call__(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The factors by name, in `dtype`."""
         ...
 
 
@@ -139,15 +147,35 @@ class Experts(nn.Module):
         of_tokens, num_slots = slots
         return ids * num_slots + of_tokens[:, None], num_experts * num_slots
 
-    def forward(self, x: Tensor, weights: Tensor, ids: Tensor, num_real: Tensor | None, plan: object = None) -> Tensor:
-        """[T, D]. ids: the groups of `groups_of`; plan: of the dispatcher for them, if there is one."""
+    def forward(
+        self,
+        x: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+        num_real: Tensor | None,
+        shared: Mapping[str, Tensor],
+        plan: object = None,
+    ) -> Tensor:
+        """[T, D].
+
+        Args:
+            ids: the groups of `groups_of`.
+            shared: the factors of adapters that all experts share.
+            plan: of the dispatcher for the groups, if there is one.
+        """
         if self.dispatcher is None:
-            return self._compute(x, weights, ids, num_real, None)
+            return self._compute(x, weights, ids, num_real, None, shared)
         x, weights, ids, num_rows = self.dispatcher.dispatch(x, weights, plan)
-        return self.dispatcher.combine(self._compute(x, weights, ids, None, num_rows), plan)
+        return self.dispatcher.combine(self._compute(x, weights, ids, None, num_rows, shared), plan)
 
     def _compute(
-        self, x: Tensor, weights: Tensor, ids: Tensor, num_real: Tensor | None, num_rows: int | None
+        self,
+        x: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+        num_real: Tensor | None,
+        num_rows: int | None,
+        shared: Mapping[str, Tensor],
     ) -> Tensor:
         return self.kernel(
             x,
@@ -158,7 +186,7 @@ class Experts(nn.Module):
             num_real,
             num_rows=num_rows,
             recompute=self.recompute,
-            factors=None if self.adapter is None else self.adapter(x),
+            factors=None if self.adapter is None else self.adapter(x, shared),
         )
 
 
@@ -183,7 +211,13 @@ class MixtureOfExperts(nn.Module):
         expert_width: F.
         num_experts, num_active: E and K.
         normalize: divide the K probabilities by their sum.
+
+    Attributes:
+        shared_factors: of adapters, what all experts share; None if they share nothing. It is beside the experts, not
+            part of them, because ranks that hold different experts all have it.
     """
+
+    shared_factors: SharedFactorsProtocol | None
 
     def __init__(
         self,
@@ -201,6 +235,7 @@ class MixtureOfExperts(nn.Module):
         self.normalize = normalize
         self.gate = Router(width, num_experts)
         self.experts = Experts(width, expert_width, num_experts, kernels=kernels)
+        self.shared_factors = None
 
     def forward(self, x: Tensor, layout: SequenceLayout, recorded: Tensor | None = None) -> tuple[Tensor, LayerRoutes]:
         """Returns the output [T, D], which is 0 for padding, and the routes.
@@ -219,10 +254,11 @@ class MixtureOfExperts(nn.Module):
         weights = probabilities.gather(-1, ids)
         if self.normalize:
             weights = weights / weights.sum(-1, keepdim=True)
+        shared = {} if self.shared_factors is None else self.shared_factors(x.dtype)
         if dispatcher is None or not dispatcher.returns_late:
             routes = self._routes(logits, probabilities, ids, own, recorded, layout)
-            return self.experts(x, weights, groups, layout.num_real, plan), routes
-        out = self.experts(x, weights, groups, layout.num_real, plan)
+            return self.experts(x, weights, groups, layout.num_real, shared, plan), routes
+        out = self.experts(x, weights, groups, layout.num_real, shared, plan)
         routes = self._routes(logits, probabilities, ids, own, recorded, layout)  # while the output is on its way
         dispatcher.wait(plan)
         return out, routes

@@ -1,9 +1,11 @@
 """PEFT's adapter format: reading and writing the content of its files, and merging it into a base checkpoint."""
 
 from xorl.lora.peft.config import CONFIG_FILE, AdapterConfig
+from xorl.lora.peft.converted import in_form
 from xorl.lora.peft.layout import WEIGHTS_FILE, InMemoryTensors, differences, read_layout
 from xorl.lora.peft.merged import MergedWeights
 from xorl.lora.peft.model import adapter_tensors, config_of, load_adapters
+from xorl.lora.peft.views import per_expert
 
 __all__ = [
     "CONFIG_FILE",
@@ -14,6 +16,8 @@ __all__ = [
     "adapter_tensors",
     "config_of",
     "differences",
+    "in_form",
     "load_adapters",
+    "per_expert",
     "read_layout",
 ]

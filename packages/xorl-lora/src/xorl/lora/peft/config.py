@@ -2,12 +2,16 @@
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias, cast
 
-from xorl.lora.spec import AdapterSpec, ValueT
+from xorl.lora.spec import AdapterSpec, ExpertSharing, ValueT
 
 logger = logging.getLogger(__name__)
+
+# See `xorl.lora.peft.forms`.
+ExpertForm: TypeAlias = Literal["per_expert", "peft", "sglang"]
 
 CONFIG_FILE = "adapter_config.json"
 
@@ -20,7 +24,6 @@ _UNSUPPORTED: Mapping[str, str] = {
     "lora_bias": "biases on adapters are not supported",
     "megatron_config": "Megatron layers are not supported",
     "monteclora_config": "sampled adapters are not supported",
-    "target_parameters": "adapters on parameters other than layer weights are not supported",
     "trainable_token_indices": "training single tokens is not supported",
     "use_bdlora": "block-diagonal adapters are not supported",
     "use_qalora": "QA-LoRA is not supported",
@@ -47,6 +50,16 @@ _IGNORED = frozenset(
         "target_modules",
     ]
 )
+# The settings that the form `peft` of adapters on experts has instead of those of AdapterSpec, which are under the key
+# "xorl" of files that xorl wrote.
+_FORM_SETTINGS: Mapping[ExpertForm, Sequence[str]] = {
+    "per_expert": ("xorl",),
+    "sglang": ("_sglang_lora_format", "moe_hybrid_shared_lora"),
+    "peft": (
+        *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "lora_dropout"),
+        *("target_modules", "target_parameters", "xorl"),
+    ),
+}
 # Initialisations that change the base's weights, so that the adapter only fits the changed base.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 # PEFT's defaults.
@@ -63,12 +76,16 @@ class AdapterConfig:
         base: the base model's Hub id or folder; None if unknown.
         task_type: what PEFT wraps the base as, such as "CAUSAL_LM"; None for modules that are no language models.
         fan_in_fan_out: weights of adapted linear layers are stored as [in, out] in the base's files.
+        form: how the file holds adapters on experts; `spec` describes them as in the form per_expert.
+        form_settings: what the file says for its form, beside the settings of `spec` or instead of them.
     """
 
     spec: AdapterSpec
     base: str | None = None
     task_type: str | None = None
     fan_in_fan_out: bool = False
+    form: ExpertForm = "per_expert"
+    form_settings: Mapping[str, object] = field(default_factory=dict)
 
     @classmethod
     def from_json(cls, content: Mapping[str, object]) -> "AdapterConfig":
@@ -86,7 +103,11 @@ class AdapterConfig:
                 f"init_lora_weights is {initialisation}, which changes the base model's weights: convert it to a plain "
                 "adapter with PEFT (save_pretrained with path_initial_model_for_weight_conversion)"
             )
-        known = {*_UNSUPPORTED, *_IGNORED, *cls(AdapterSpec()).to_json()}
+        form = _form_of(content)
+        form_settings = {key: content[key] for key in _FORM_SETTINGS[form] if key in content}
+        content = recorded_settings(content)
+        of_forms = {key for keys in _FORM_SETTINGS.values() for key in keys}
+        known = {*_UNSUPPORTED, *_IGNORED, *of_forms, "expert_sharing", "gate_up_ranks", *cls(AdapterSpec()).to_json()}
         unknown = sorted(key for key, value in content.items() if key not in known and value)
         if unknown:
             logger.warning(
@@ -103,12 +124,15 @@ class AdapterConfig:
             rank_pattern={key: _integer("rank_pattern", value) for key, value in _pairs(content, "rank_pattern")},
             alpha_pattern={key: _number("alpha_pattern", value) for key, value in _pairs(content, "alpha_pattern")},
             modules_to_save=_names(content, "modules_to_save"),
+            expert_sharing="outer" if form == "sglang" else cast(ExpertSharing, content.get("expert_sharing", "none")),
         )
         return cls(
             spec,
             base=str(content.get("base_model_name_or_path") or "") or None,
             task_type=str(content.get("task_type") or "") or None,
             fan_in_fan_out=bool(content.get("fan_in_fan_out", False)),
+            form=form,
+            form_settings=form_settings,
         )
 
     def to_json(self) -> dict[str, object]:
@@ -131,12 +155,44 @@ class AdapterConfig:
             "bias": "none",
             "inference_mode": True,
             "init_lora_weights": True,
+            **self.form_settings,
         }
+
+
+def recorded_settings(content: Mapping[str, object]) -> Mapping[str, object]:
+    """The settings of an adapter_config.json as in the form per_expert, if xorl recorded them."""
+    own = content.get("xorl") or {}
+    if not isinstance(own, Mapping):
+        raise ValueError(f"xorl must be a mapping of settings, got {own!r}")
+    return {**content, **own}
+
+
+def gate_up_ranks(form_settings: Mapping[str, object]) -> dict[str, dict[Literal["gate", "up"], int]] | None:
+    """By name of PEFT's parameter, the ranks of the two adapters that xorl joined in one; None in files of others."""
+    own = form_settings.get("xorl")
+    if not isinstance(own, Mapping):
+        return None
+    found: dict[str, dict[Literal["gate", "up"], int]] = {}
+    for name, ranks in _pairs(own, "gate_up_ranks"):
+        if not isinstance(ranks, (list, tuple)) or len(ranks) != 2:
+            raise ValueError(f"gate_up_ranks must have the ranks of gate and up, got {ranks!r} for {name}")
+        found[name] = {"gate": _integer(name, ranks[0]), "up": _integer(name, ranks[1])}
+    return found
+
+
+def _form_of(content: Mapping[str, object]) -> ExpertForm:
+    sglang = content.get("_sglang_lora_format")
+    if sglang not in (None, "shared_outer"):
+        raise ValueError(f"_sglang_lora_format is {sglang!r}; only shared_outer is supported")
+    if _names(content, "target_parameters"):
+        return "peft"
+    return "sglang" if sglang is not None else "per_expert"
 
 
 def shortest_names(chosen: Collection[str], all_names: Iterable[str]) -> tuple[str, ...]:
     """Names that select exactly the chosen modules: the last part of each name if unambiguous, else the whole."""
-    others = {name.rpartition(".")[2] for name in all_names if name not in set(chosen)}
+    known = set(chosen)
+    others = {name.rpartition(".")[2] for name in all_names if name not in known}
     ends = {name: name.rpartition(".")[2] for name in chosen}
     return tuple(sorted({name if end in others else end for name, end in ends.items()}))
 

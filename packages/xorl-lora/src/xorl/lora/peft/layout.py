@@ -5,7 +5,7 @@ Module names are those of the base model in transformers, without fused layers. 
 
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, cast
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from xorl.core.models.recipes import WeightSource
+from xorl.lora.linear import Leaf
 from xorl.lora.peft.config import CONFIG_FILE, AdapterConfig
 from xorl.lora.spec import AdapterSpec, ValueT, matches_pattern
 
@@ -85,6 +86,17 @@ class AdapterLayout:
         }
 
 
+@dataclass(frozen=True)
+class FileTensors:
+    """fp32 tensors of a file that are made together: their shapes by name.
+
+    `make` returns their values on every rank, and is collective if the model is sharded.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    make: Callable[[], Mapping[str, Tensor]]
+
+
 class InMemoryTensors:
     """A `WeightSource` of named tensors in memory."""
 
@@ -102,6 +114,31 @@ class InMemoryTensors:
 
     def read(self, name: str, start: int | None = None, stop: int | None = None) -> Tensor:
         return self._tensors[name][start:stop]
+
+
+class MadeTensors:
+    """A `WeightSource` of tensors that are made when they are read, all in `dtype`."""
+
+    def __init__(self, groups: Sequence[FileTensors], dtype: torch.dtype) -> None:
+        self._groups = {name: group for group in groups for name in group.shapes}
+        self._dtype = dtype
+        # The tensors of a group are read one after the other.
+        self._made: tuple[FileTensors | None, Mapping[str, Tensor]] = (None, {})
+
+    def names(self) -> Collection[str]:
+        return self._groups.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._groups[name].shapes[name]
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._dtype
+
+    def read(self, name: str, start: int | None = None, stop: int | None = None) -> Tensor:
+        group = self._groups[name]
+        if self._made[0] is not group:
+            self._made = group, group.make()
+        return self._made[1][name][start:stop].to(self._dtype)
 
 
 class ReplacedTensors:
@@ -163,6 +200,21 @@ def read_layout(config: AdapterConfig, source: WeightSource) -> AdapterLayout:
     if problems:
         raise ValueError(_listed("the adapter is invalid", problems))
     return AdapterLayout(config, modules, replaced, shapes)
+
+
+def read_shared(layout: AdapterLayout, source: WeightSource, members: Sequence[str], leaf: Leaf) -> Tensor:
+    """The factor A or B that the modules `members` of experts share.
+
+    Raises ValueError if it is not the same for all.
+    """
+    modules = [layout.modules[member] for member in members]
+    keys = [module.a if leaf == "A" else module.b for module in modules]
+    first = source.read(keys[0])
+    # SGLang's form holds one for all experts, the others a copy for each.
+    for member, key in zip(members, keys, strict=True) if layout.config.form != "sglang" else ():
+        if not torch.equal(source.read(key), first):
+            raise ValueError(f"{member}: lora_{leaf} differs from that of {members[0]}, but the experts share it")
+    return first
 
 
 def differences(layout: AdapterLayout, base_shapes: Mapping[str, Sequence[int]]) -> list[str]:

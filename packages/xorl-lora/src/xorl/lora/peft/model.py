@@ -1,7 +1,7 @@
 """Converts between the adapters in a model, sharded or not, and PEFT's files."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -11,22 +11,13 @@ from xorl.core.models.recipes import WeightSource
 from xorl.core.shards import copy_shard_
 from xorl.lora.experts import ExpertLowRank
 from xorl.lora.inject import Adapter, adapters
+from xorl.lora.linear import Leaf, LowRank
 from xorl.lora.merge import full_tensor, magnitude, set_magnitude_
-from xorl.lora.peft.config import AdapterConfig, shared_value, shortest_names
-from xorl.lora.peft.layout import AdapterLayout, keys_of
-from xorl.lora.spec import AdapterSpec
+from xorl.lora.peft.config import AdapterConfig, ExpertForm, shared_value, shortest_names
+from xorl.lora.peft.forms import ExpertFactor, ExpertFactors, chosen_form, expert_tensors, settings_of
+from xorl.lora.peft.layout import AdapterLayout, FileTensors, keys_of, read_shared
+from xorl.lora.spec import AdapterSpec, ExpertSharing
 from xorl.lora.targets import modules_to_save, sites_of
-
-
-@dataclass(frozen=True)
-class FileTensors:
-    """fp32 tensors of a file that are made together: their shapes by name.
-
-    `make` returns their values on every rank, and is collective if the model is sharded.
-    """
-
-    shapes: Mapping[str, tuple[int, ...]]
-    make: Callable[[], Mapping[str, Tensor]]
 
 
 def config_of(
@@ -37,13 +28,16 @@ def config_of(
     task_type: str | None = "CAUSAL_LM",
     transposed: Collection[str] = (),
     found: Mapping[str, Adapter] | None = None,
+    form: ExpertForm | None = None,
 ) -> AdapterConfig:
     """The adapter_config.json of the adapters in `model`, which were injected with `spec`.
 
     Targets, ranks and alphas are those of the existing adapters, under the shortest unambiguous names. `transposed` are
     the linear layers whose weight is stored as [in, out] in the base's files; these must be all adapted linear layers,
     or none. `task_type` is None for modules that are no language models. `found` overrides the adapters, for those of a
-    bank.
+    bank. `form` is that of adapters on experts; None is SGLang's if they share their outer factors, else per_expert.
+
+    Raises ValueError if PEFT or the form cannot express the adapters.
     """
     adapted = adapters(model) if found is None else found
     found = {name: adapter for adapter in adapted.values() for name in adapter.members}
@@ -70,46 +64,75 @@ def config_of(
     )
     for name, adapter in found.items():
         assert written.scale_of(name) == adapter.scale, f"the written config would change the scale of {name}"
-    return AdapterConfig(written, base, task_type, fan_in_fan_out=bool(fan_in_fan_out))
+    experts = [_expert_factors(each, full_tensor) for each in adapted.values() if isinstance(each.pair, ExpertLowRank)]
+    if form is not None and not experts:
+        raise ValueError("form: only adapters on experts have forms, and there are none")
+    chosen = chosen_form(form, spec.expert_sharing) if experts else "per_expert"
+    others = {
+        name: (adapter.rank, adapter.alpha)
+        for name, adapter in adapted.items()
+        if not isinstance(adapter.pair, ExpertLowRank)
+    }
+    return AdapterConfig(
+        written,
+        base,
+        task_type,
+        fan_in_fan_out=bool(fan_in_fan_out),
+        form=chosen,
+        form_settings=settings_of(chosen, written, experts, others),
+    )
 
 
 def adapter_tensors(
     model: nn.Module,
     found: Mapping[str, Adapter] | None = None,
     gather: Callable[[Tensor], Tensor] = full_tensor,
+    form: ExpertForm | None = None,
 ) -> list[FileTensors]:
     """The tensors of the adapters in `model`, or of `found` (from a bank), by their names in a file.
 
-    Adapters on experts are a pair of tensors for each expert, as inference engines read them. Modules trained whole are
-    not included. `gather` takes a parameter, maybe sharded, and returns its whole value.
+    Modules trained whole are not included. `gather` takes a parameter, maybe sharded, and returns its whole value.
+    `form` is that of adapters on experts, as for `config_of`.
     """
     tensors: list[FileTensors] = []
-    for adapter in (adapters(model) if found is None else found).values():
-        kind = "embedding" if adapter.is_embedding else "linear"
-        keys = [keys_of(name, kind) for name in adapter.members]
-        for leaf, parameter in enumerate((adapter.A, adapter.B)):
-            tensors.append(_stacked_tensors([key[leaf] for key in keys], adapter, parameter, gather))
+    experts: list[ExpertFactors] = []
+    sharing: ExpertSharing = "none"
+    for name, adapter in (adapters(model) if found is None else found).items():
+        if isinstance(adapter.pair, ExpertLowRank):
+            experts.append(_expert_factors(adapter, gather))
+            sharing = adapter.pair.sharing
+            continue
+        a, b, magnitudes = keys_of(name, "embedding" if adapter.is_embedding else "linear")
+        for key, parameter in ((a, adapter.A), (b, adapter.B)):
+            tensors.append(FileTensors({key: tuple(parameter.shape)}, partial(_whole, key, parameter, gather)))
         if adapter.magnitude_offset is not None:
-            [(_, _, name)] = keys
-            tensors.append(
-                FileTensors({name: tuple(adapter.magnitude_offset.shape)}, partial(_magnitude_of, name, adapter))
-            )
-    return tensors
+            shape = tuple(adapter.magnitude_offset.shape)
+            tensors.append(FileTensors({magnitudes: shape}, partial(_magnitude_of, magnitudes, adapter)))
+    return tensors + expert_tensors(chosen_form(form, sharing), experts)
 
 
-def _stacked_tensors(
-    names: Sequence[str], adapter: Adapter, parameter: Tensor, gather: Callable[[Tensor], Tensor]
-) -> FileTensors:
-    """One tensor for each name, of the rows of `parameter` in order."""
-    held = len(adapter.pair.held) if isinstance(adapter.pair, ExpertLowRank) else 1
-    shape = (parameter.shape[0] // held, *parameter.shape[1:])
+def _whole(name: str, parameter: Tensor, gather: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    return {name: gather(parameter).contiguous()}
 
-    def make() -> dict[str, Tensor]:
-        whole = gather(parameter)
-        assert whole.shape[0] == shape[0] * len(names), "gathered over all ranks that hold experts"
-        return {name: rows.contiguous() for name, rows in zip(names, whole.split(shape[0]), strict=True)}
 
-    return FileTensors(dict.fromkeys(names, shape), make)
+def _expert_factors(adapter: Adapter, gather: Callable[[Tensor], Tensor]) -> ExpertFactors:
+    """The adapters on one projection of all experts, those of other ranks too."""
+    pair = adapter.pair
+    assert isinstance(pair, ExpertLowRank)
+
+    def factor(leaf: Leaf) -> ExpertFactor:
+        count = 1 if leaf in pair.shared else len(pair.members)
+        parameter = pair.factor(leaf)
+        shape = (count, parameter.shape[0] // pair.count(leaf), parameter.shape[1])
+
+        def make() -> Tensor:
+            whole = gather(parameter).unflatten(0, (count, -1))
+            assert tuple(whole.shape) == shape, "gathered over all ranks that hold experts"
+            return whole
+
+        return ExpertFactor(shape, make)
+
+    return ExpertFactors(pair.members, pair.rank, pair.alpha, pair.scale, factor("A"), factor("B"))
 
 
 def _magnitude_of(name: str, adapter: Adapter) -> dict[str, Tensor]:
@@ -121,7 +144,7 @@ def load_adapters(model: nn.Module, layout: AdapterLayout, source: WeightSource)
     """Load the values of a file, read on every rank, into the adapters in `model`; collective with DoRA.
 
     The base's weights must be loaded first. Base tensors in the file are not loaded here. Raises ValueError if the
-    file's adapters do not match those of the model.
+    file's adapters do not match those of the model, or if experts share a factor of which the file has several values.
     """
     found = adapters(model)
     names = {name for adapter in found.values() for name in adapter.members}
@@ -131,8 +154,10 @@ def load_adapters(model: nn.Module, layout: AdapterLayout, source: WeightSource)
             f"the adapters of the model and the file differ: only one of them has {', '.join(differing[:5])}"
         )
     for adapter in found.values():
-        count = len(adapter.pair.held) if isinstance(adapter.pair, ExpertLowRank) else 1
-        expected = tuple((each.shape[0] // count, *each.shape[1:]) for each in (adapter.A, adapter.B))
+        expected = tuple(
+            (each.shape[0] // count, *each.shape[1:])
+            for each, count in zip((adapter.A, adapter.B), _counts(adapter.pair), strict=True)
+        )
         for name in adapter.members:
             module = layout.modules[name]
             stored = (layout.shapes[module.a], layout.shapes[module.b])
@@ -142,9 +167,28 @@ def load_adapters(model: nn.Module, layout: AdapterLayout, source: WeightSource)
                     "model"
                 )
     for adapter in found.values():
-        held = adapter.pair.held_members if isinstance(adapter.pair, ExpertLowRank) else adapter.members
-        modules = [layout.modules[name] for name in held]
-        copy_shard_(adapter.A, torch.cat([source.read(module.a) for module in modules]))
-        copy_shard_(adapter.B, torch.cat([source.read(module.b) for module in modules]))
-        if modules[0].magnitude is not None:
-            set_magnitude_(adapter, source.read(modules[0].magnitude).float().flatten())
+        copy_shard_(adapter.A, _read(adapter, "A", layout, source))
+        copy_shard_(adapter.B, _read(adapter, "B", layout, source))
+        magnitudes = layout.modules[adapter.members[0]].magnitude
+        if magnitudes is not None:
+            set_magnitude_(adapter, source.read(magnitudes).float().flatten())
+
+
+def _counts(pair: LowRank) -> tuple[int, int]:
+    """How many matrices A and B of this rank stack."""
+    return (pair.count("A"), pair.count("B")) if isinstance(pair, ExpertLowRank) else (1, 1)
+
+
+def _read(adapter: Adapter, leaf: Leaf, layout: AdapterLayout, source: WeightSource) -> Tensor:
+    """The rows of A or B that this rank holds."""
+    pair = adapter.pair
+
+    def key(member: str) -> str:
+        module = layout.modules[member]
+        return module.a if leaf == "A" else module.b
+
+    if not isinstance(pair, ExpertLowRank):
+        return source.read(key(adapter.name))
+    if leaf not in pair.shared:
+        return torch.cat([source.read(key(member)) for member in pair.held_members])
+    return read_shared(layout, source, pair.members, leaf)
