@@ -191,7 +191,8 @@ def _form_of(content: Mapping[str, object]) -> ExpertForm:
 
 def shortest_names(chosen: Collection[str], all_names: Iterable[str]) -> tuple[str, ...]:
     """Names that select exactly the chosen modules: the last part of each name if unambiguous, else the whole."""
-    others = {name.rpartition(".")[2] for name in all_names if name not in set(chosen)}
+    known = set(chosen)
+    others = {name.rpartition(".")[2] for name in all_names if name not in known}
     ends = {name: name.rpartition(".")[2] for name in chosen}
     return tuple(sorted({name if end in others else end for name, end in ends.items()}))
 
