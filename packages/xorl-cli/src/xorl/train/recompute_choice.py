@@ -266,7 +266,7 @@ def _by_options(lora: LoraConfig, family: ModelSpec) -> LoraConfig:
     return lora.model_copy(
         update={
             "adapter_path": None,
-            "lora_rank": max(spec.rank_of(name) for name in spec.targets),
+            "lora_rank": max([spec.rank, *spec.rank_pattern.values()]),
             "lora_target_modules": sorted({name.rpartition(".")[2] for name in spec.targets}),
             "use_dora": spec.use_dora,
             "moe_shared_lora": spec.expert_sharing == "all",

@@ -15,14 +15,12 @@ from xorl.lora.linear import Leaf
 from xorl.lora.peft.config import AdapterConfig, ExpertForm
 from xorl.lora.peft.forms import (
     PARAMETERS,
-    ROLES,
     ExpertFactor,
     ExpertFactors,
-    expert_of,
     expert_tensors,
     settings_of,
 )
-from xorl.lora.peft.layout import AdapterLayout, FileTensors, read_shared
+from xorl.lora.peft.layout import ROLES, AdapterLayout, FileTensors, expert_of, read_shared
 
 
 def in_form(layout: AdapterLayout, source: WeightSource, form: ExpertForm) -> tuple[AdapterConfig, list[FileTensors]]:

@@ -10,26 +10,19 @@ Shapes: E experts, R rank, I input and P output features of a projection.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from types import MappingProxyType
-from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from xorl.lora.peft.config import ExpertForm, shared_value, shortest_names
-from xorl.lora.peft.layout import PREFIX, FileTensors
+from xorl.lora.peft.layout import MEMBER, PREFIX, ROLES, ExpertRole, FileTensors
 from xorl.lora.spec import AdapterSpec, ExpertSharing, matches_name
 
-ExpertRole: TypeAlias = Literal["gate", "up", "down"]
-# The projections of an expert, by their names in the checkpoints of all families.
-ROLES: Mapping[str, ExpertRole] = MappingProxyType(
-    {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
-)
 SGLANG_NAMES: Mapping[ExpertRole, str] = MappingProxyType({"gate": "w1", "up": "w3", "down": "w2"})
 PARAMETERS: Mapping[ExpertRole, str] = MappingProxyType(
     {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"}
@@ -39,7 +32,6 @@ MODULE = "mlp.experts"
 _DEFAULTS: Mapping[ExpertSharing, ExpertForm] = MappingProxyType(
     {"none": "per_expert", "outer": "sglang", "all": "per_expert"}
 )
-_MEMBER = re.compile(r"(?P<layer>.+)\.(?P<module>[^.]+\.experts)\.(?P<expert>\d+)\.(?P<leaf>[^.]+)")
 
 
 @dataclass(frozen=True)
@@ -87,17 +79,9 @@ class ExpertFactors:
 
 
 def _part(member: str, part: str) -> str:
-    found = _MEMBER.fullmatch(member)
+    found = MEMBER.fullmatch(member)
     assert found is not None, f"{member} is not the layer of an expert"
     return found[part]
-
-
-def expert_of(name: str) -> tuple[str, int] | None:
-    """For the layer of an expert in a checkpoint, its name without the expert's number, and the number; or None."""
-    found = _MEMBER.fullmatch(name)
-    if found is None or found["leaf"] not in ROLES:
-        return None
-    return f"{found['layer']}.{found['module']}.{found['leaf']}", int(found["expert"])
 
 
 def chosen_form(form: ExpertForm | None, sharing: ExpertSharing) -> ExpertForm:

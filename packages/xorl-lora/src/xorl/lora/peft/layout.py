@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Literal, TypeAlias, cast
 
 import torch
@@ -32,6 +33,15 @@ _LEAF = re.compile(
     r"(?P<module>.+)\.(?:(?P<a>lora_A\.weight|lora_embedding_A)|(?P<b>lora_B\.weight|lora_embedding_B)"
     rf"|(?P<magnitude>{_MAGNITUDE}(?:\.weight)?))"
 )
+
+
+ExpertRole: TypeAlias = Literal["gate", "up", "down"]
+# The projections of an expert, by their names in the checkpoints of all families.
+ROLES: Mapping[str, ExpertRole] = MappingProxyType(
+    {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
+)
+# The layer of an expert.
+MEMBER = re.compile(r"(?P<layer>.+)\.(?P<module>[^.]+\.experts)\.(?P<expert>\d+)\.(?P<leaf>[^.]+)")
 
 
 @dataclass(frozen=True)
@@ -68,12 +78,18 @@ class AdapterLayout:
 
     @property
     def spec(self) -> AdapterSpec:
-        """The adapters, with full names of the adapted modules and of modules trained whole."""
+        """The adapters, with full names of the adapted modules and of modules trained whole.
+
+        The name of a projection of experts has no number.
+        """
         saved = {name.rpartition(".")[0] for name, key in self.replaced.items() if _BASE_COPY not in key}
         spec = self.config.spec
         return replace(
             spec,
-            targets=tuple(self.modules),
+            # All experts of a layer at once, because there may be tens of thousands.
+            targets=tuple(
+                dict.fromkeys(name if (found := expert_of(name)) is None else found[0] for name in self.modules)
+            ),
             # PEFT accepts patterns that match nothing, but `inject` does not.
             rank_pattern=self._matching(spec.rank_pattern),
             alpha_pattern=self._matching(spec.alpha_pattern),
@@ -159,6 +175,14 @@ class ReplacedTensors:
 
     def read(self, name: str, start: int | None = None, stop: int | None = None) -> Tensor:
         return self._source.read(self._keys[name], start, stop)
+
+
+def expert_of(name: str) -> tuple[str, int] | None:
+    """For the layer of an expert in a checkpoint, its name without the expert's number, and the number; or None."""
+    found = MEMBER.fullmatch(name)
+    if found is None or found["leaf"] not in ROLES:
+        return None
+    return f"{found['layer']}.{found['module']}.{found['leaf']}", int(found["expert"])
 
 
 def keys_of(module: str, kind: ModuleKind = "linear") -> tuple[str, str, str]:

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from xorl.core.models.recipes import ExpertNames, WeightSource
 from xorl.lora.peft.config import AdapterConfig, gate_up_ranks
-from xorl.lora.peft.forms import MODULE, PARAMETERS, ROLES, SGLANG_NAMES, ExpertRole
-from xorl.lora.peft.layout import PREFIX
+from xorl.lora.peft.forms import MODULE, PARAMETERS, SGLANG_NAMES
+from xorl.lora.peft.layout import PREFIX, ROLES, ExpertRole
 from xorl.lora.spec import ExpertSharing, ValueT, matches_name
 
 # Of families whose names in checkpoints are those of transformers 5.
