@@ -40,7 +40,7 @@ NUM_BINS = 8
 MODELS: dict[str, dict[str, object]] = {
     "qwen3_moe": hf_config(
         "qwen3_moe",
-        moe_intermediate_size=32,
+        moe_intermediate_size=48,
         num_hidden_layers=3,
         mlp_only_layers=[1],
         output_router_logits=True,
