@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -23,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from bench_experts import median_ms
 from xorl.core.nn.ulysses import ulysses_attention
 from xorl.kernels.attention import AttentionFn, AttentionRequest, resolve_attention
 from xorl.kernels.layout import RankGroup, SequenceLayout, ShardedLayout
@@ -30,23 +29,6 @@ from xorl.kernels.layout import RankGroup, SequenceLayout, ShardedLayout
 # The shape of an 8B model's attention.
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
 LAYOUTS = (("ulysses", 2), ("ring", 2), ("ring", 4))
-
-
-def milliseconds(run: Callable[[], object], device: torch.device, rounds: int) -> float:
-    """The median of `rounds` runs after two warm-up runs."""
-    times: list[float] = []
-    for _ in range(rounds + 2):
-        _synchronize(device)
-        started = time.perf_counter()
-        run()
-        _synchronize(device)
-        times.append(1000 * (time.perf_counter() - started))
-    return statistics.median(times[2:])
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def attention_of(kind: str, attention: AttentionFn, whole: SequenceLayout, size: int) -> Callable[..., Tensor]:
@@ -71,7 +53,7 @@ def measure(call: Callable[..., Tensor], num_tokens: int, device: torch.device, 
     sizes = (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)
     leaves = [torch.randn(num_tokens, heads, HEAD_DIM, device=device, dtype=dtype).requires_grad_() for heads in sizes]
     grad = torch.randn_like(leaves[0])
-    return milliseconds(lambda: torch.autograd.grad(call(*leaves), leaves, grad), device, rounds)
+    return median_ms(lambda: torch.autograd.grad(call(*leaves), leaves, grad), device, rounds)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
