@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import sys
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,8 +23,6 @@ from xorl.core import runtime
 from xorl.core.mesh import Mesh
 from xorl.core.nn import moe
 from xorl.core.nn.dispatch import AllToAll
-from xorl.core.parallel import ParallelModel
-from xorl.core.shards import local_part
 from xorl.train import model as model_module
 from xorl.train import verify
 from xorl.train.build import build_engine
@@ -116,23 +113,7 @@ def take_steps_of(config: Config, mesh: Mesh, num_bins: int = NUM_BINS) -> Resul
     runtime.seed_everything(0)
     architecture = read_architecture(config.model)
     engine = build_engine(config, architecture, mesh, torch.device("cpu"))
-    draw_adapters(engine.model)
     return take_steps(engine, config, architecture, num_bins)
-
-
-@torch.no_grad()
-def draw_adapters(model: ParallelModel) -> None:
-    """Draw B of all adapters, which would be zero and let no gradient reach A: the same whatever the layout."""
-    for name, parameter in model.module.named_parameters():
-        if not name.endswith(".B"):
-            continue
-        part, offset = local_part(parameter)
-        row, column = offset or (0, 0)
-        num_rows = model.parts[name].num_rows if name in model.parts else parameter.shape[0]
-        row += model.parts[name].rows[0][0] if name in model.parts else 0
-        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        whole = torch.randn(num_rows, parameter.shape[1], generator=generator) * 0.1
-        part.copy_(whole[row : row + len(part), column : column + part.shape[1]])
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

@@ -26,8 +26,12 @@ from xorl.core import runtime
 from xorl.core.loss import cross_entropy
 from xorl.core.mesh import AXES, Mesh
 from xorl.core.models import Decoder
+from xorl.core.models.initial import fill_normal_, key_of
+from xorl.core.parallel import ParallelModel
+from xorl.core.shards import local_part
 from xorl.data import PackedBatch
 from xorl.data.batch import IGNORE, Document, collate
+from xorl.lora import adapters
 from xorl.train.architecture import Architecture
 from xorl.train.build import build_engine
 from xorl.train.data import padding_multiple
@@ -229,6 +233,7 @@ def take_steps(engine: Engine, config: Config, architecture: Architecture, num_b
     """Train for a few steps of `num_bins` bins. Collective."""
     module, mesh = engine.model.module, engine.model.mesh
     assert isinstance(module, Decoder)
+    _draw_adapters(engine.model)
     loss_fn = partial(cross_entropy, **head_options_of(config.model, config.train))
     losses: list[float] = []
     gradients: dict[str, Tensor] = {}
@@ -255,6 +260,22 @@ def take_steps(engine: Engine, config: Config, architecture: Architecture, num_b
         {name: roles[name] for name in gradients},
         {axis: size for axis in (*AXES, "ep") if (size := getattr(mesh.dims, axis)) > 1},
     )
+
+
+@torch.no_grad()
+def _draw_adapters(model: ParallelModel) -> None:
+    """Draw the factors of adapters that start at zero, which let no gradient reach the others: alike on all layouts."""
+    names = {id(parameter): name for name, parameter in model.module.named_parameters()}
+    for adapter in adapters(model.module).values():
+        parameter = adapter.A if adapter.is_embedding else adapter.B
+        part, offset = local_part(parameter)
+        if not part.numel():
+            continue
+        shape, name = tuple(parameter.shape), names[id(parameter)]
+        if name in model.parts:
+            whole = model.parts[name]
+            shape, offset = (whole.num_rows, shape[1]), (whole.rows[0][0] + offset[0], offset[1])
+        fill_normal_(part, std=0.1, key=key_of(0, adapter.name, shape), shape=shape, offset=offset)
 
 
 def batches_of(step: int, num_bins: int, vocab_size: int, config: Config, mesh: Mesh) -> list[PackedBatch]:
