@@ -27,6 +27,7 @@ from xorl.train.sweep.loop import train_sweep
 HF_CONFIG = hf_config(hidden_size=64, intermediate_size=64)
 QLORA = {"enable_qlora": True, "quant_format": "nf4"}
 EXPERTS = {"lora_target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"]}
+OUTER = {**EXPERTS, "moe_hybrid_shared_lora": True}
 LAYOUTS: dict[str, tuple[int, dict[str, object], dict[str, object]]] = {
     # name: (ranks, options of section train, of section lora)
     "none": (1, {"data_parallel_mode": "none"}, {}),
@@ -39,6 +40,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, object], dict[str, object]]] = {
     "zero3-2 ulysses-2": (4, {"ulysses_parallel_size": 2}, {}),
     "none quantised": (1, {"data_parallel_mode": "none"}, QLORA),
     "zero3-2 quantised": (2, {}, QLORA),
+    "none outer": (1, {"data_parallel_mode": "none"}, OUTER),
+    "ep-2 outer": (2, {"expert_parallel_size": 2}, OUTER),
     "none experts": (1, {"data_parallel_mode": "none"}, EXPERTS),
     "zero3-2 experts": (2, {}, EXPERTS),
     "ep-2 experts": (2, {"expert_parallel_size": 2}, EXPERTS),
@@ -65,7 +68,7 @@ def config_of(folder: Path, layout: str, data: dict[str, object] | None = None, 
     num_sharing = 2 if train.keys() & {"ulysses_parallel_size", "ringattn_parallel_size"} else 1
     return config_from_mapping(
         {
-            "model": {"config_path": str(folder / "experts" if lora is EXPERTS else folder)},
+            "model": {"config_path": str(folder / "experts" if lora in (EXPERTS, OUTER) else folder)},
             "data": {
                 "datasets": [{"path": str(folder / "data.jsonl")}],
                 "dataset_prepared_path": str(folder / "prepared"),
@@ -102,6 +105,7 @@ def config_of(folder: Path, layout: str, data: dict[str, object] | None = None, 
         ("none", "ddp-2", "zero3-2", "zero2-2 recomputed"),
         ("none quantised", "zero3-2 quantised"),
         ("none experts", "zero3-2 experts", "ep-2 experts", "ring-2 experts"),
+        ("none outer", "ep-2 outer"),
     ],
 )
 def test_a_sweep_learns_the_same_on_every_placement(layouts: Sequence[str], folder: Path, run_ranks) -> None:

@@ -64,6 +64,7 @@ KINDS: dict[str, dict[str, object]] = {
         "lora_target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"],
     },
 }
+KINDS["lora outer"] = {**KINDS["lora experts"], "moe_hybrid_shared_lora": True}
 STATISTICS = ("balance_loss", "z_loss", "imbalance", "entropy", "dead_experts")
 
 
@@ -132,6 +133,7 @@ def statistics(worker: Worker, model_id: str) -> list[float]:
         ("full", True),
         ("frozen", False),
         *((kind, divided) for kind in ("lora", "lora experts") for divided in (False, True)),
+        ("lora outer", True),
     ],
 )
 def test_gradients_and_statistics_are_those_of_local_training_for_any_split(

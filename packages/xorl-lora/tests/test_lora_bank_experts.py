@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from xorl.lora import Adam, AdapterBank, AdapterSpec, adapter_parameters, inject
 from xorl.lora.peft import adapter_tensors
 from xorl.lora.quantize import quantizable_layers, quantize_layers
 from xorl.lora.quantized import quantized_rows
+from xorl.lora.spec import ExpertSharing
 
 SIZES = hf_config("qwen3_moe", vocab_size=37, hidden_size=24, num_experts=5, num_experts_per_tok=2)
 TARGETS = ("q_proj", "v_proj", "gate_proj", "up_proj", "down_proj")
@@ -214,8 +216,39 @@ def test_a_bank_over_quantised_experts_trains_as_an_adapter_alone(quant_format: 
         bank.step("one", Adam(lr=1e-2, weight_decay=0.0), divisor=1)
 
 
-def test_factors_that_experts_share_are_refused() -> None:
-    # Catches an adapter whose experts share nothing although it asks for that.
-    bank = bank_over(decoder())
-    with pytest.raises(ValueError, match="expert_sharing is 'outer': in a bank, each expert has its own factors"):
-        bank.add("a", AdapterSpec(rank=4, targets=TARGETS, expert_sharing="outer"))
+@pytest.mark.parametrize("sharing", ["outer", "all"])
+def test_experts_share_factors_in_a_bank_as_alone(sharing: ExpertSharing) -> None:
+    # Catches gradients of a shared factor that miss some experts, and a file that differs from that of a model with it.
+    model = decoder()
+    bank = bank_over(model, expert_sharing=sharing)
+    members = {
+        name: replace(spec, expert_sharing=sharing) if name != "attention" else spec for name, spec in MEMBERS.items()
+    }
+    for index, (name, spec) in enumerate(members.items()):
+        bank.add(name, spec, seed=index)
+        held = bank.snapshot(name)
+        tensors = held.tensors()
+        values = as_if_trained({key: tensors[key] for key, _ in held.names}, index)
+        bank.restore(name, type(held).of_tensors(held.spec, held.names, tensors | values))
+    run_mixed(bank, model, tuple(members)).backward()
+    run_mixed(bank, model, ("all",)).backward()
+    for index, (name, spec) in enumerate(members.items()):
+        own = decoder()
+        inject(own, spec, seed=index)
+        parameters = adapter_parameters(own)
+        for key, value in as_if_trained(dict(parameters), index).items():
+            parameters[key].data = value
+        (run(own, [document(index)]) * (2 if name == "all" else 1)).backward()
+        gradients = bank.gradients(name)
+        assert gradients.keys() == parameters.keys()
+        for key, parameter in parameters.items():
+            assert parameter.grad is not None
+            assert (gradients[key] - parameter.grad).norm() <= 1e-5 * parameter.grad.norm(), (name, key)
+        files = [
+            {key: tensor for group in groups for key, tensor in group.make().items()}
+            for groups in (adapter_tensors(own), adapter_tensors(own, bank.adapters(name)))
+        ]
+        assert files[0].keys() == files[1].keys()
+        assert all(torch.equal(tensor, files[1][key]) for key, tensor in files[0].items())
+    with pytest.raises(ValueError, match="expert_sharing is 'none': all adapters of this bank have"):
+        bank.add("other", AdapterSpec(rank=4, targets=TARGETS))

@@ -25,12 +25,9 @@ from xorl.config.unsupported import UnsupportedValues, unsupported_values
 
 SENT_BY_CLIENT = {"lr", "weight_decay", "max_grad_norm"}
 
-NO_SHARED_FACTORS = "in the service, each expert has its own adapter"
 SHARED_BASE = "the adapters of all clients share one base, which must not change"
 
 SERVER_UNSUPPORTED: tuple[UnsupportedValues, ...] = (
-    UnsupportedValues("moe_shared_lora", NO_SHARED_FACTORS, "leave it at false"),
-    UnsupportedValues("moe_hybrid_shared_lora", NO_SHARED_FACTORS, "leave it at false"),
     UnsupportedValues(
         "foundation",
         "clients and inference engines read the model's own config.json",

@@ -27,7 +27,7 @@ from xorl.lora.bank_slots import Segment, Slots
 from xorl.lora.inject import Adapter, adapters, new_expert_pair, new_pair
 from xorl.lora.linear import LowRank, initial_bound
 from xorl.lora.snapshot import GRAD, STATES, VALUE, AdapterSnapshot, SnapshotStore
-from xorl.lora.spec import AdapterSpec
+from xorl.lora.spec import AdapterSpec, ExpertSharing
 from xorl.lora.targets import resolve, without_wrappers
 
 
@@ -85,6 +85,7 @@ class AdapterBank:
         num_resident: the number of adapters that fit on the device.
         max_rank: the largest rank of an adapter; every slot is allocated for it.
         device: the model's device.
+        expert_sharing: that of all adapters on experts; see `AdapterSpec`.
         host_limit, folder: see `SnapshotStore`. Each process needs a separate folder.
         group: the ranks whose gradients `step` sums; None for this process alone.
 
@@ -100,6 +101,7 @@ class AdapterBank:
         num_resident: int,
         max_rank: int,
         device: torch.device | str,
+        expert_sharing: ExpertSharing = "none",
         host_limit: int | None = None,
         folder: Path | str | None = None,
         group: dist.ProcessGroup | None = None,
@@ -121,7 +123,10 @@ class AdapterBank:
         self._store = SnapshotStore(host_limit=host_limit, folder=None if folder is None else Path(folder))
         model.requires_grad_(False)
         # One extra slot, which stays zero, for tokens without an adapter.
-        self._slots = Slots(model, sites, num_slots=num_resident + 1, max_rank=max_rank, device=device)
+        self._slots = Slots(
+            model, sites, num_slots=num_resident + 1, max_rank=max_rank, sharing=expert_sharing, device=device
+        )
+        self._sharing = expert_sharing
         self._base_slot = num_resident
         self._free = list(range(num_resident))[::-1]
         self._entries: dict[str, _Entry] = {}
@@ -343,7 +348,9 @@ class AdapterBank:
             site = segment.site
             pair = self._pair_of(segment, entry.spec)
             views = self._slots.views(VALUE, slot, segment, entry.spec)
-            pair.A, pair.B = (nn.Parameter(view.reshape(-1, view.shape[-1])) for view in views)
+            a, b = (nn.Parameter(view.reshape(-1, view.shape[-1])) for view in views)
+            pair.set_factor("A", a)
+            pair.set_factor("B", b)
             found[site.name] = Adapter(site.name, pair, segment.layer, without_wrappers(site.path))
         return found
 
@@ -425,10 +432,13 @@ class AdapterBank:
         for option in ("dropout", "use_dora", "modules_to_save"):
             if getattr(spec, option):
                 raise ValueError(f"{option} is {getattr(spec, option)}: a bank does not support it")
-        if spec.expert_sharing != "none":
-            raise ValueError(f"expert_sharing is {spec.expert_sharing!r}: in a bank, each expert has its own factors")
         numbered = {segment.site.name: index for index, segment in enumerate(self._slots.segments)}
-        chosen = [site.name for site in resolve(spec, self._model)]
+        sites = resolve(spec, self._model)
+        if spec.expert_sharing != self._sharing and any(site.members for site in sites):
+            raise ValueError(
+                f"expert_sharing is {spec.expert_sharing!r}: all adapters of this bank have {self._sharing!r}"
+            )
+        chosen = [site.name for site in sites]
         if outside := [name for name in chosen if name not in numbered]:
             raise ValueError(f"targets: {', '.join(outside[:5])} is not among the bank's targets")
         for name in chosen:

@@ -246,11 +246,17 @@ class BankedExperts(nn.Module):
             else:
                 slot = self.single[index]
                 a, b = _scaled(slot.A, slot.scale[None, None, None], x.dtype)[None], slot.B.to(x.dtype)[None]
-            downs.append(a[:, self._held.start : self._held.stop].transpose(0, 1))
-            ups.append(b[:, self._held.start : self._held.stop].transpose(0, 1))
+            downs.append(self._of_held(a).transpose(0, 1))
+            ups.append(self._of_held(b).transpose(0, 1))
         parts = [(stacked[index].start, stacked[index].stop) for index in chosen]
         a, b = join_parts(downs, ups, parts, out_features)
         return a.flatten(0, 1), b.flatten(0, 1)
+
+    def _of_held(self, stacked: Tensor) -> Tensor:
+        """The factors of this rank's experts; those that all experts share as they are, if the kernel can read them."""
+        if stacked.shape[1] > 1:
+            return stacked[:, self._held.start : self._held.stop]
+        return stacked if self._num_slots == 1 else stacked.expand(-1, len(self._held), -1, -1)
 
     def _passing(self, stacked: Tensor) -> Tensor:
         return stacked if self.rows.passing is None else stacked.index_select(0, self.rows.passing)

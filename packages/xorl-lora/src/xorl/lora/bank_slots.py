@@ -5,13 +5,13 @@ the number of layers. A segment is the range of a slot that holds the adapter of
 stored by segment, with all slots together, because autograd needs the gradient of a leaf to be contiguous.
 
 Shapes: S slots, R padded rank, I input and P output features of a part of a layer, E experts. Of experts, A [E, R, I]
-and B [E, P, R] stand for A [R, I] and B [P, R].
+and B [E, P, R] stand for A [R, I] and B [P, R], with 1 in place of E for a factor that all experts share.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from xorl.core.nn import Linear
 from xorl.core.nn.moe import ExpertLinear, Experts
 from xorl.lora.bank_layer import ActiveRows, BankedExperts, BankedLinear, SlotPair, StackedPair
-from xorl.lora.linear import TorchLinear
+from xorl.lora.experts import SHARED
+from xorl.lora.linear import Leaf, TorchLinear
 from xorl.lora.snapshot import GRAD, STATES, VALUE, AdapterSnapshot, NamedShapes, bounds_of
-from xorl.lora.spec import AdapterSpec
+from xorl.lora.spec import AdapterSpec, ExpertSharing
 from xorl.lora.targets import Site
 
 # Grouped products in bf16 need rows of a multiple of 16 bytes.
@@ -35,6 +36,7 @@ class Segment:
 
     Attributes:
         owner: the module that computes the adapter: the layer itself, or the experts whose projection it is.
+        counts: of a projection of experts, by leaf: how many matrices A and B there are, E or 1.
     """
 
     site: Site
@@ -43,6 +45,7 @@ class Segment:
     start_a: int
     start_b: int
     stop: int
+    counts: Mapping[Leaf, int] | None
 
     @property
     def num_outputs(self) -> int:
@@ -54,23 +57,27 @@ class Segment:
         """The number of input features, I."""
         return self.layer.in_features
 
-    @property
-    def experts(self) -> tuple[int, ...]:
-        """(E,) for a projection of experts, else ()."""
-        return (len(self.site.members),) if self.site.members else ()
-
 
 class Slots:
     """`num_slots` slots for adapters of up to `max_rank` on `sites`, which are linear layers and experts of `model`.
 
     nn.Linear layers are replaced by layers that support adapters. Slots are zero until they are written.
+
+    sharing: what the adapters on the experts of a layer share.
     """
 
     def __init__(
-        self, model: nn.Module, sites: Sequence[Site], *, num_slots: int, max_rank: int, device: torch.device | str
+        self,
+        model: nn.Module,
+        sites: Sequence[Site],
+        *,
+        num_slots: int,
+        max_rank: int,
+        sharing: ExpertSharing,
+        device: torch.device | str,
     ) -> None:
         self.padded_rank = -(-max_rank // RANK_MULTIPLE) * RANK_MULTIPLE
-        self.segments = _segments(model, sites, self.padded_rank)
+        self.segments = _segments(model, sites, self.padded_rank, sharing)
         shape = (num_slots, self.segments[-1].stop)
         self.rows = {kind: torch.zeros(shape, dtype=torch.float32, device=device) for kind in (VALUE, *STATES)}
         self._grads = torch.zeros(math.prod(shape), device=device)
@@ -132,9 +139,9 @@ class Slots:
         """The names and shapes of an adapter's tensors in these segments: those of experts are rows of one matrix."""
         names: list[tuple[str, tuple[int, ...]]] = []
         for segment in (self.segments[index] for index in segments):
-            rank, count = spec.rank_of(*segment.site.names), math.prod(segment.experts)
-            names.append((f"{segment.site.name}.lora_A", (count * rank, segment.in_features)))
-            names.append((f"{segment.site.name}.lora_B", (count * segment.num_outputs, rank)))
+            rank, counts = spec.rank_of(*segment.site.names), segment.counts or {"A": 1, "B": 1}
+            names.append((f"{segment.site.name}.lora_A", (counts["A"] * rank, segment.in_features)))
+            names.append((f"{segment.site.name}.lora_B", (counts["B"] * segment.num_outputs, rank)))
         return names
 
     def tensors(self, kind: str, slot: int, spec: AdapterSpec, segments: Sequence[int]) -> dict[str, Tensor]:
@@ -220,9 +227,10 @@ class Slots:
 
     def _parts(self, segment: Segment) -> tuple[tuple[int, tuple[int, ...]], tuple[int, tuple[int, ...]]]:
         """(offset in a row, shape) of A [R, I] and of B [P, R] of a segment."""
-        a = (*segment.experts, self.padded_rank, segment.in_features)
-        b = (*segment.experts, segment.num_outputs, self.padded_rank)
-        return (segment.start_a, a), (segment.start_b, b)
+        a, b = (self.padded_rank, segment.in_features), (segment.num_outputs, self.padded_rank)
+        if segment.counts is None:
+            return (segment.start_a, a), (segment.start_b, b)
+        return (segment.start_a, (segment.counts["A"], *a)), (segment.start_b, (segment.counts["B"], *b))
 
     def _stacked(self, kind: str, start: int, shape: tuple[int, ...]) -> Tensor:
         """A view of the tensors at offset `start` of all slots, [S, *shape]."""
@@ -254,7 +262,16 @@ class Slots:
         return leaf
 
 
-def _segments(model: nn.Module, sites: Sequence[Site], padded_rank: int) -> list[Segment]:
+def factor_counts(site: Site, sharing: ExpertSharing) -> Mapping[Leaf, int] | None:
+    """How many matrices A and B the adapter on a projection of experts has; None for any other layer."""
+    if not site.members:
+        return None
+    shared = SHARED.get((sharing, site.path.rpartition(".")[2]), ())
+    leaves: tuple[Leaf, Leaf] = ("A", "B")
+    return {leaf: 1 if leaf in shared else len(site.members) for leaf in leaves}
+
+
+def _segments(model: nn.Module, sites: Sequence[Site], padded_rank: int, sharing: ExpertSharing) -> list[Segment]:
     segments: list[Segment] = []
     start = 0
     for site in sites:
@@ -262,16 +279,16 @@ def _segments(model: nn.Module, sites: Sequence[Site], padded_rank: int) -> list
         if isinstance(layer, ExpertLinear):
             owner = model.get_submodule(site.path.rpartition(".")[0])
             assert isinstance(owner, Experts)
-            sizes = len(site.members) * layer.in_features, len(site.members) * (site.stop - site.start)
         else:
             if isinstance(layer, nn.Linear):
                 layer = owner = TorchLinear(layer)
                 model.set_submodule(site.path, layer)
             assert isinstance(layer, Linear)
             assert isinstance(owner, Linear)
-            sizes = layer.in_features, site.stop - site.start
-        start_b = start + padded_rank * sizes[0]
-        stop = start_b + padded_rank * sizes[1]
-        segments.append(Segment(site, layer, owner, start, start_b, stop))
+        counts = factor_counts(site, sharing)
+        num_a, num_b = (1, 1) if counts is None else (counts["A"], counts["B"])
+        start_b = start + padded_rank * num_a * layer.in_features
+        stop = start_b + padded_rank * num_b * (site.stop - site.start)
+        segments.append(Segment(site, layer, owner, start, start_b, stop, counts))
         start = stop
     return segments

@@ -120,6 +120,10 @@ class ExpertLowRank(LowRank):
         """The parameter A or B: [R, I] and [P, R] if the experts share it, else [E * R, I] and [E * P, R]."""
         return cast(nn.Parameter, getattr(self.shared_pair if leaf in self.shared else self, leaf))
 
+    def set_factor(self, leaf: Leaf, value: nn.Parameter) -> None:
+        """Replace the parameter A or B."""
+        setattr(self.shared_pair if leaf in self.shared else self, leaf, value)
+
     def count(self, leaf: Leaf) -> int:
         """How many matrices A or B of this rank stacks: E, or 1 if the experts share it."""
         return 1 if leaf in self.shared else len(self.held)

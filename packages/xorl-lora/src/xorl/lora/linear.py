@@ -69,6 +69,10 @@ class LowRank(nn.Module):
         """The parameter A or B."""
         return cast(nn.Parameter, getattr(self, leaf))
 
+    def set_factor(self, leaf: Leaf, value: nn.Parameter) -> None:
+        """Replace the parameter A or B."""
+        setattr(self, leaf, value)
+
     def scaled_a(self, dtype: torch.dtype) -> Tensor:
         """scale * A [R, I] in `dtype`."""
         # Cast first, so that fp32 parameters and parameters gathered in `dtype` give the same numbers.

@@ -19,6 +19,7 @@ from xorl.core.loss import LossFn
 from xorl.core.nn import Linear
 from xorl.core.nn.moe import ExpertLinear
 from xorl.lora import Adam, AdapterBank, AdapterSpec
+from xorl.lora.bank_slots import factor_counts
 from xorl.lora.snapshot import STATES, AdapterSnapshot
 from xorl.lora.targets import Site, resolve, sites_of
 from xorl.server.identifiers import seed_of
@@ -27,6 +28,7 @@ from xorl.server.worker.base import Base
 from xorl.server.worker.models import UnknownName
 from xorl.server.worker.passes import Row
 from xorl.train.adapters.files import AdapterFiles
+from xorl.train.adapters.inject import expert_sharing
 from xorl.train.bank_engine import BankEngine, MixedBatch
 from xorl.train.engine import OnOutput, StepLosses, Update
 
@@ -86,6 +88,10 @@ class AdapterModels:
         config, module = base.config, base.module
         self._sites = _available_sites(base)
         self._names = tuple(sites_of(module))
+        sharing = expert_sharing(base.local.lora)
+        if sharing != "none" and not any(site.members for site in self._sites):
+            option = "moe_shared_lora" if sharing == "all" else "moe_hybrid_shared_lora"
+            raise ValueError(f"{option}: lora_target_modules names no layer of experts; add some, or set it to false")
         assert config.max_lora_rank is not None, "resolved by the configuration"
         try:
             self.bank = AdapterBank(
@@ -94,6 +100,7 @@ class AdapterModels:
                 num_resident=config.lora_models_on_device,
                 max_rank=config.max_lora_rank,
                 device=base.device,
+                expert_sharing=sharing,
                 host_limit=_host_limit(base, self._sites, config.max_lora_rank),
                 folder=base.output_dir / SPILL_FOLDER / f"rank{base.runtime.rank}",
                 group=base.mesh.loss.group,
@@ -238,10 +245,12 @@ class AdapterModels:
                 f"rank {rank} is above this service's maximum of {config.max_lora_rank}: request a lower rank, or "
                 "start the service with a higher max_lora_rank"
             )
+        chosen = _chosen(self._sites, lora)
         return AdapterSpec(
             rank=rank,
             alpha=config.lora_alpha if lora.alpha is None else lora.alpha,
-            targets=_target_names(self._names, _chosen(self._sites, lora)),
+            targets=_target_names(self._names, chosen),
+            expert_sharing=expert_sharing(options) if any(site.members for site in chosen) else "none",
             use_rslora=options.use_rslora,
             use_dora=options.use_dora,
             dropout=options.lora_dropout,
@@ -302,9 +311,9 @@ def _host_limit(base: Base, sites: Sequence[Site], max_rank: int) -> int:
     """How many adapters of the largest size a rank keeps in host memory: values and two optimizer states, in fp32."""
     widths = 0
     for site in sites:
-        layer = base.module.get_submodule(site.path)
-        assert isinstance(layer, (Linear, ExpertLinear))
-        widths += (layer.in_features + site.stop - site.start) * max(len(site.members), 1)
+        layer = cast("Linear | ExpertLinear", base.module.get_submodule(site.path))
+        counts = factor_counts(site, expert_sharing(base.local.lora)) or {"A": 1, "B": 1}
+        widths += layer.in_features * counts["A"] + (site.stop - site.start) * counts["B"]
     num_bytes = 3 * 4 * max_rank * widths
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return int(HOST_SHARE * total / base.runtime.world_size / num_bytes)

@@ -18,7 +18,7 @@ from xorl.data import DataPlan
 from xorl.lora import AdapterBank, AdapterSpec
 from xorl.lora.targets import resolve
 from xorl.train.adapters.files import AdapterFiles
-from xorl.train.adapters.inject import adapter_spec, num_used
+from xorl.train.adapters.inject import adapter_spec, expert_sharing, num_used
 from xorl.train.architecture import Architecture
 from xorl.train.bank_engine import BankEngine
 from xorl.train.checkpoint_model import describe_model, recorded_options
@@ -112,6 +112,7 @@ def _build_engine(startup: Startup) -> BankEngine:
             num_resident=len(specs),
             max_rank=max(ranks),
             device=device,
+            expert_sharing=expert_sharing(config.lora),
             group=mesh.loss.group,
         )
         for name, spec in specs.items():
