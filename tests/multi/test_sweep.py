@@ -132,9 +132,11 @@ def test_a_sweep_learns_the_same_on_every_placement(layouts: Sequence[str], fold
             ).items()
         }
     expected = found[layouts[0]]
+    # An expert sees few tokens, and AdamW turns a gradient that is hardly more than rounding into a step.
+    atol = 1e-4 if EXPERTS.items() <= LAYOUTS[layouts[0]][2].items() else 1e-5
     for layout in layouts[1:]:
         for key, value in expected.items():
-            torch.testing.assert_close(found[layout][key], value, rtol=1e-3, atol=1e-5, msg=f"{layout} {key}")
+            torch.testing.assert_close(found[layout][key], value, rtol=1e-3, atol=atol, msg=f"{layout} {key}")
 
 
 def learnt(config: Config) -> tuple[dict[str, list[dict[str, float]]], dict[str, Tensor]]:
