@@ -13,9 +13,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
+import lora_runs
+from lora_runs import NUM_STEPS, write_data
 from tiny_models import hf_config
 from xorl.cli.export import app
-from xorl.config import LoadedConfig, config_from_mapping
+from xorl.config import LoadedConfig
 from xorl.lora import adapter_parameters
 from xorl.train import build_run, train
 from xorl.train.checkpoints import export_folder
@@ -25,7 +27,6 @@ from xorl.train.export.verify import VerificationError, verify_adapter
 
 pytestmark = pytest.mark.multi
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-NUM_STEPS = 4
 EP = {"data_parallel_mode": "fsdp2", "expert_parallel_size": 2}
 TARGETS = {
     "qwen3_moe": ["q_proj", "gate_proj", "up_proj", "down_proj"],
@@ -50,40 +51,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for model_type in TARGETS:
         config = AutoConfig.for_model(**hf_config(model_type))
         AutoModelForCausalLM.from_config(config).save_pretrained(root / model_type)
-    with (root / "data.jsonl").open("w") as file:
-        for index in range(32):
-            file.write(json.dumps({"input_ids": [(index + offset) % 50 for offset in range(6 + index % 7)]}) + "\n")
+    write_data(root)
     return root
 
 
 def config_of(folder: Path, output: Path, base: str, lora: Mapping[str, object], **options: object) -> LoadedConfig:
-    data = str(folder / "data.jsonl")
     if "adapter_path" not in lora:
         lora = {"lora_rank": 4, "lora_alpha": 6, "lora_target_modules": TARGETS[base], **lora}
-    return config_from_mapping(
-        {
-            "model": {"model_path": str(folder / base)},
-            "data": {
-                "datasets": [{"path": data}],
-                "test_datasets": [{"path": data}],
-                "dataset_prepared_path": str(folder / "prepared"),
-                "sample_packing_sequence_len": 64,
-                "dataloader_num_workers": 0,
-                "pad_to_multiple_of": 8,
-            },
-            "train": {
-                "output_dir": str(output),
-                "max_steps": NUM_STEPS,
-                "lr": 0.02,
-                "enable_mixed_precision": False,
-                "router_aux_loss_coef": 0.0,
-                "log_format": "structured",
-                "use_wandb": False,
-                **options,
-            },
-            "lora": {"enable_lora": True, **lora},
-        }
-    )
+    return lora_runs.config_of(folder, output, lora, base=base, router_aux_loss_coef=0.0, **options)
 
 
 def run(loaded: LoadedConfig) -> dict[str, tuple[int, ...]]:

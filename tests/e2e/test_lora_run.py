@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,17 +22,17 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from lora_runs import NUM_STEPS, config_of, write_data
 from tiny_models import hf_config
 from xorl.ckpt import read_manifest
 from xorl.ckpt.layout import verify
-from xorl.config import LoadedConfig, config_from_mapping
+from xorl.config import LoadedConfig
 from xorl.kernels.quant.block_fp8 import quantize_block_fp8
 from xorl.train import build_run, train
 from xorl.train.checkpoints import export_folder
 from xorl.train.export.saved import export_saved
 
 WEIGHTS = "adapter_model.safetensors"
-NUM_STEPS = 4
 KINDS: dict[str, dict[str, object]] = {
     "plain": {"lora_rank": 4, "lora_alpha": 8},
     "dora": {"lora_rank": 4, "use_dora": True, "use_rslora": True, "modules_to_save": ["model.norm"]},
@@ -58,44 +57,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     Qwen3ForCausalLM(Qwen3Config.from_dict(hf_config())).save_pretrained(root / "base")
     mixture = hf_config("qwen3_moe", moe_intermediate_size=32, num_key_value_heads=4, head_dim=16)
     Qwen3MoeForCausalLM(Qwen3MoeConfig.from_dict(mixture)).save_pretrained(root / "mixture")
-    with (root / "data.jsonl").open("w") as file:
-        for index in range(32):
-            file.write(json.dumps({"input_ids": [(index + offset) % 50 for offset in range(6 + index % 7)]}) + "\n")
+    write_data(root)
     return root
-
-
-def config_of(
-    folder: Path,
-    output: Path,
-    lora: Mapping[str, object],
-    max_steps: object = NUM_STEPS,
-    base: str = "base",
-    **options: object,
-) -> LoadedConfig:
-    data = str(folder / "data.jsonl")
-    return config_from_mapping(
-        {
-            "model": {"model_path": str(folder / base)},
-            "data": {
-                "datasets": [{"path": data}],
-                "test_datasets": [{"path": data}],
-                "dataset_prepared_path": str(folder / "prepared"),
-                "sample_packing_sequence_len": 64,
-                "dataloader_num_workers": 0,
-                "pad_to_multiple_of": 8,
-            },
-            "train": {
-                "output_dir": str(output),
-                "max_steps": max_steps,
-                "lr": 0.02,
-                "enable_mixed_precision": False,
-                "log_format": "structured",
-                "use_wandb": False,
-                **options,
-            },
-            "lora": {"enable_lora": True, **lora},
-        }
-    )
 
 
 def run(loaded: LoadedConfig) -> None:

@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import fake_deepep
+from expert_reads import counted_reads
 from tiny_models import hf_config, write_config
-from xorl.ckpt import SafetensorsSource
 from xorl.ckpt.reader import source_shapes
 from xorl.config import Config, config_from_mapping, load_config
 from xorl.core import runtime
@@ -206,20 +206,10 @@ def test_each_rank_reads_its_own_experts(mode: str, run_ranks, tmp_path: Path) -
         train = config.train.model_copy(update={"load_weights_mode": mode})
         model_config = config.model.model_copy(update={"model_path": str(folder)})
         mesh = Mesh(parallel_dims(config, runtime.world_size()), "cpu")
-        num_bytes = 0
-        with pytest.MonkeyPatch.context() as patch:
-            read = SafetensorsSource.read
-
-            def counted(source: SafetensorsSource, name: str, *rows: int) -> Tensor:
-                nonlocal num_bytes
-                found = read(source, name, *rows)
-                num_bytes += found.nbytes * (".experts." in name)
-                return found
-
-            patch.setattr(SafetensorsSource, "read", counted)
+        with counted_reads() as sizes:
             model = build_model(architecture, model_config, train, config.lora, mesh, torch.device("cpu"))
         gathered = {name: model.parts.gather(name, weight) for name, weight in model.module.named_parameters()}
-        return gathered, num_bytes / total
+        return gathered, sum(sizes) / total
 
     [(whole, _)] = run_ranks(lambda: load({"data_parallel_mode": "none"}), 1)
     for rank, (found, share) in enumerate(run_ranks(lambda: load(LAYOUTS["ep 4"][1]), 4)):

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from expert_reads import counted_reads
 from tiny_models import hf_config, write_config
 from xorl.ckpt import SafetensorsSource
 from xorl.ckpt.reader import source_shapes
@@ -160,21 +161,12 @@ def test_each_rank_reads_and_quantises_its_own_experts(quant_format: str, mode: 
     def load(train: dict[str, object]) -> tuple[dict[str, Tensor], float]:
         config = config_of(tmp_path, quant_format, train, mode=mode)
         config = one_process(config) if train == ONE else config
-        mesh, num_bytes = Mesh(parallel_dims(config, runtime.world_size()), "cpu"), 0
-        with pytest.MonkeyPatch.context() as patch:
-            read = SafetensorsSource.read
-
-            def counted(source: SafetensorsSource, name: str, *rows: int) -> Tensor:
-                nonlocal num_bytes
-                values = read(source, name, *rows)
-                num_bytes += values.nbytes * (".experts." in name)
-                return values
-
-            patch.setattr(SafetensorsSource, "read", counted)
+        mesh = Mesh(parallel_dims(config, runtime.world_size()), "cpu")
+        with counted_reads() as sizes:
             engine = build_engine(config, read_architecture(config.model), mesh, torch.device("cpu"))
         model = engine.model
         held = {name: model.parts.gather(name, one) for name, one in model.module.named_parameters()}
-        return {name: one for name, one in held.items() if ".adapter." not in name}, num_bytes / total
+        return {name: one for name, one in held.items() if ".adapter." not in name}, sum(sizes) / total
 
     [(wanted, share)] = run_ranks(lambda: load(ONE), 1)
     codes = wanted["model.layers.0.mlp.experts.gate_up_proj.weight"]

@@ -24,6 +24,7 @@ from xorl.lora.peft import CONFIG_FILE, AdapterConfig
 from xorl.lora.peft.config import recorded_settings
 from xorl.lora.prequantized import QUANTIZATION_KEY
 from xorl.train.adapters.folder import is_adapter, is_same_base
+from xorl.train.adapters.inject import SHARING_OPTIONS
 from xorl.train.architecture import Architecture
 
 logger = logging.getLogger(__name__)
@@ -40,8 +41,6 @@ _ADAPTER_OPTIONS = {
     "rank_pattern": "lora.rank_pattern",
     "modules_to_save": "lora.modules_to_save",
 }
-# What the experts of a layer share, and the options that set it.
-_SHARING_OPTIONS = {"all": "lora.moe_shared_lora", "outer": "lora.moe_hybrid_shared_lora"}
 # The quantisation of the base, which the tensors of a checkpoint with adapters alone do not show.
 _BASE_OPTIONS = ("lora.enable_qlora", "lora.quant_format", "lora.quant_group_size", "lora.exclude_modules")
 # How many differences a message lists.
@@ -268,7 +267,7 @@ def _options_by_name(info: Mapping[str, JSON], adapter: Mapping[str, JSON] | Non
         config = AdapterConfig.from_json(adapter)
         settings = cast("Mapping[str, JSON]", recorded_settings(adapter))
         options |= {option: settings.get(key) for key, option in _ADAPTER_OPTIONS.items()}
-        options |= {option: config.spec.expert_sharing == sharing for sharing, option in _SHARING_OPTIONS.items()}
+        options |= {f"lora.{option}": config.spec.expert_sharing == one for one, option in SHARING_OPTIONS.items()}
     if "merge_qkv" in model:
         options["model.merge_qkv"] = model["merge_qkv"]
     return {**options, **cast("Mapping[str, JSON]", info.get(OPTIONS, {}))}

@@ -29,7 +29,7 @@ from xorl.core.parallel import ParallelModel
 from xorl.core.parallel.fsdp import has_copy_engines
 from xorl.core.runtime import rng_state, set_rng_state
 from xorl.kernels.layout import SequenceLayout
-from xorl.train.adapters.inject import adapter_spec, add_adapters
+from xorl.train.adapters.inject import SHARING_OPTIONS, adapter_spec, add_adapters
 from xorl.train.architecture import Architecture
 from xorl.train.data import padding_multiple
 from xorl.train.model import build_model, head_options_of
@@ -251,8 +251,7 @@ def _for_few_layers(lora: LoraConfig, part: Architecture) -> LoraConfig:
                 "rank_pattern": {},
                 "alpha_pattern": {},
                 "modules_to_save": [],
-                "moe_shared_lora": False,
-                "moe_hybrid_shared_lora": False,
+                **dict.fromkeys(SHARING_OPTIONS.values(), False),
                 "moe_lora_format": None,
             }
         )
@@ -269,8 +268,7 @@ def _by_options(lora: LoraConfig, family: ModelSpec) -> LoraConfig:
             "lora_rank": max([spec.rank, *spec.rank_pattern.values()]),
             "lora_target_modules": sorted({name.rpartition(".")[2] for name in spec.targets}),
             "use_dora": spec.use_dora,
-            "moe_shared_lora": spec.expert_sharing == "all",
-            "moe_hybrid_shared_lora": spec.expert_sharing == "outer",
+            **{option: spec.expert_sharing == sharing for sharing, option in SHARING_OPTIONS.items()},
             "modules_to_save": list(spec.modules_to_save),
         }
     )

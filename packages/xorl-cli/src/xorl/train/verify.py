@@ -27,8 +27,6 @@ from xorl.core.loss import cross_entropy
 from xorl.core.mesh import AXES, Mesh
 from xorl.core.models import Decoder
 from xorl.core.models.initial import fill_normal_, key_of
-from xorl.core.parallel import ParallelModel
-from xorl.core.shards import local_part
 from xorl.data import PackedBatch
 from xorl.data.batch import IGNORE, Document, collate
 from xorl.lora import adapters
@@ -233,7 +231,7 @@ def take_steps(engine: Engine, config: Config, architecture: Architecture, num_b
     """Train for a few steps of `num_bins` bins. Collective."""
     module, mesh = engine.model.module, engine.model.mesh
     assert isinstance(module, Decoder)
-    _draw_adapters(engine.model)
+    _draw_adapters(module)
     loss_fn = partial(cross_entropy, **head_options_of(config.model, config.train))
     losses: list[float] = []
     gradients: dict[str, Tensor] = {}
@@ -263,18 +261,10 @@ def take_steps(engine: Engine, config: Config, architecture: Architecture, num_b
 
 
 @torch.no_grad()
-def _draw_adapters(model: ParallelModel) -> None:
+def _draw_adapters(module: Decoder) -> None:
     """Draw the factors of adapters that start at zero, which let no gradient reach the others: alike on all layouts."""
-    names = {id(parameter): name for name, parameter in model.module.named_parameters()}
-    for adapter in adapters(model.module).values():
-        parameter = adapter.A if adapter.is_embedding else adapter.B
-        part, offset = local_part(parameter)
-        if not part.numel():
-            continue
-        shape, name = tuple(parameter.shape), names[id(parameter)]
-        if name in model.parts:
-            whole = model.parts[name]
-            shape, offset = (whole.num_rows, shape[1]), (whole.rows[0][0] + offset[0], offset[1])
+    for adapter in adapters(module).values():
+        part, shape, offset = adapter.place(adapter.zero)
         fill_normal_(part, std=0.1, key=key_of(0, adapter.name, shape), shape=shape, offset=offset)
 
 

@@ -11,7 +11,7 @@ and B [E, P, R] stand for A [R, I] and B [P, R], with 1 in place of E for a fact
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,7 @@ from xorl.core.nn import Linear
 from xorl.core.nn.moe import ExpertLinear, Experts
 from xorl.lora.bank_layer import ActiveRows, BankedExperts, BankedLinear, SlotPair, StackedPair
 from xorl.lora.experts import SHARED
-from xorl.lora.linear import Leaf, TorchLinear
+from xorl.lora.linear import TorchLinear
 from xorl.lora.snapshot import GRAD, STATES, VALUE, AdapterSnapshot, NamedShapes, bounds_of
 from xorl.lora.spec import AdapterSpec, ExpertSharing
 from xorl.lora.targets import Site
@@ -36,7 +36,7 @@ class Segment:
 
     Attributes:
         owner: the module that computes the adapter: the layer itself, or the experts whose projection it is.
-        counts: of a projection of experts, by leaf: how many matrices A and B there are, E or 1.
+        counts: see `factor_counts`.
     """
 
     site: Site
@@ -45,7 +45,7 @@ class Segment:
     start_a: int
     start_b: int
     stop: int
-    counts: Mapping[Leaf, int] | None
+    counts: tuple[int, int]
 
     @property
     def num_outputs(self) -> int:
@@ -139,9 +139,9 @@ class Slots:
         """The names and shapes of an adapter's tensors in these segments: those of experts are rows of one matrix."""
         names: list[tuple[str, tuple[int, ...]]] = []
         for segment in (self.segments[index] for index in segments):
-            rank, counts = spec.rank_of(*segment.site.names), segment.counts or {"A": 1, "B": 1}
-            names.append((f"{segment.site.name}.lora_A", (counts["A"] * rank, segment.in_features)))
-            names.append((f"{segment.site.name}.lora_B", (counts["B"] * segment.num_outputs, rank)))
+            rank, (num_a, num_b) = spec.rank_of(*segment.site.names), segment.counts
+            names.append((f"{segment.site.name}.lora_A", (num_a * rank, segment.in_features)))
+            names.append((f"{segment.site.name}.lora_B", (num_b * segment.num_outputs, rank)))
         return names
 
     def tensors(self, kind: str, slot: int, spec: AdapterSpec, segments: Sequence[int]) -> dict[str, Tensor]:
@@ -228,9 +228,10 @@ class Slots:
     def _parts(self, segment: Segment) -> tuple[tuple[int, tuple[int, ...]], tuple[int, tuple[int, ...]]]:
         """(offset in a row, shape) of A [R, I] and of B [P, R] of a segment."""
         a, b = (self.padded_rank, segment.in_features), (segment.num_outputs, self.padded_rank)
-        if segment.counts is None:
+        if not segment.site.members:
             return (segment.start_a, a), (segment.start_b, b)
-        return (segment.start_a, (segment.counts["A"], *a)), (segment.start_b, (segment.counts["B"], *b))
+        num_a, num_b = segment.counts
+        return (segment.start_a, (num_a, *a)), (segment.start_b, (num_b, *b))
 
     def _stacked(self, kind: str, start: int, shape: tuple[int, ...]) -> Tensor:
         """A view of the tensors at offset `start` of all slots, [S, *shape]."""
@@ -262,13 +263,10 @@ class Slots:
         return leaf
 
 
-def factor_counts(site: Site, sharing: ExpertSharing) -> Mapping[Leaf, int] | None:
-    """How many matrices A and B the adapter on a projection of experts has; None for any other layer."""
-    if not site.members:
-        return None
-    shared = SHARED.get((sharing, site.path.rpartition(".")[2]), ())
-    leaves: tuple[Leaf, Leaf] = ("A", "B")
-    return {leaf: 1 if leaf in shared else len(site.members) for leaf in leaves}
+def factor_counts(site: Site, sharing: ExpertSharing) -> tuple[int, int]:
+    """How many matrices A and how many B the adapter on a layer has: E or 1 on experts, else 1."""
+    shared = SHARED.get((sharing, site.path.rpartition(".")[2]), ()) if site.members else ("A", "B")
+    return 1 if "A" in shared else len(site.members), 1 if "B" in shared else len(site.members)
 
 
 def _segments(model: nn.Module, sites: Sequence[Site], padded_rank: int, sharing: ExpertSharing) -> list[Segment]:
@@ -285,10 +283,9 @@ def _segments(model: nn.Module, sites: Sequence[Site], padded_rank: int, sharing
                 model.set_submodule(site.path, layer)
             assert isinstance(layer, Linear)
             assert isinstance(owner, Linear)
-        counts = factor_counts(site, sharing)
-        num_a, num_b = (1, 1) if counts is None else (counts["A"], counts["B"])
+        num_a, num_b = factor_counts(site, sharing)
         start_b = start + padded_rank * num_a * layer.in_features
         stop = start_b + padded_rank * num_b * (site.stop - site.start)
-        segments.append(Segment(site, layer, owner, start, start_b, stop, counts))
+        segments.append(Segment(site, layer, owner, start, start_b, stop, (num_a, num_b)))
         start = stop
     return segments

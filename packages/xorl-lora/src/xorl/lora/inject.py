@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -16,6 +16,7 @@ from xorl.core.shards import copy_shard_, local_part
 from xorl.lora.experts import ExpertLowRank, ExpertsAdapter, SharedFactors
 from xorl.lora.linear import (
     EmbeddingAdapter,
+    Leaf,
     LinearAdapter,
     LowRank,
     TorchEmbedding,
@@ -83,6 +84,21 @@ class Adapter:
     def members(self) -> tuple[str, ...]:
         """The names of all layers that it adapts: of each expert, or its own."""
         return self.pair.members if isinstance(self.pair, ExpertLowRank) else (self.name,)
+
+    def place(self, leaf: Leaf) -> tuple[Tensor, tuple[int, ...], Sequence[int]]:
+        """This rank's part of A or B, the shape of the factor on all ranks, and where the part starts in it."""
+        parameter = self.pair.factor(leaf)
+        part, offset = local_part(parameter)
+        shape = tuple(parameter.shape)
+        if isinstance(self.pair, ExpertLowRank) and leaf in self.pair.parts:
+            whole = self.pair.parts[leaf]
+            shape, offset = (whole.num_rows, shape[1]), (whole.rows[0][0] + offset[0], offset[1])
+        return part, shape, offset
+
+    @property
+    def zero(self) -> Leaf:
+        """The factor that starts at zero, so that the model's outputs do not change: B, or A of an embedding."""
+        return "A" if self.is_embedding else "B"
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Its parameters by the suffixes of their names in state dicts."""
@@ -200,19 +216,14 @@ def init_adapters(model: nn.Module, *, seed: int, generation: int = 0) -> None:
     """
     suffix = f"/{generation}" if generation else ""
     for adapter in adapters(model).values():
-        drawn, zero = (adapter.B, adapter.A) if adapter.is_embedding else (adapter.A, adapter.B)
-        leaf = "lora_B" if adapter.is_embedding else "lora_A"
-        part, offset = local_part(drawn)
-        shape = tuple(drawn.shape)
-        if isinstance(adapter.pair, ExpertLowRank) and "A" in adapter.pair.parts:
-            whole = adapter.pair.parts["A"]
-            shape, offset = (whole.num_rows, shape[1]), (whole.rows[0][0] + offset[0], offset[1])
-        key = key_of(seed, f"{adapter.name}.{leaf}{suffix}", shape)
+        drawn: Leaf = "A" if adapter.zero == "B" else "B"
+        part, shape, offset = adapter.place(drawn)
+        key = key_of(seed, f"{adapter.name}.lora_{drawn}{suffix}", shape)
         if adapter.is_embedding:
             fill_normal_(part, std=1.0, key=key, shape=shape, offset=offset)
         else:
             fill_uniform_(part, bound=initial_bound(shape[1]), key=key, shape=shape, offset=offset)
-        zero.zero_()
+        adapter.pair.factor(adapter.zero).zero_()
         if adapter.magnitude_offset is not None:
             adapter.magnitude_offset.zero_()
 

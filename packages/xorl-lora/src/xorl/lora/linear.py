@@ -69,6 +69,10 @@ class LowRank(nn.Module):
         """The parameter A or B."""
         return cast(nn.Parameter, getattr(self, leaf))
 
+    def count(self, leaf: Leaf) -> int:
+        """How many matrices A or B stacks."""
+        return 1
+
     def set_factor(self, leaf: Leaf, value: nn.Parameter) -> None:
         """Replace the parameter A or B."""
         setattr(self, leaf, value)

@@ -71,9 +71,8 @@ def quantizable_layers(
 def checkpoint_linears(model: Decoder, exclude: Sequence[str]) -> frozenset[str]:
     """The checkpoint names of the linear layers inside the decoder layers of `model`, except those in `exclude`.
 
-    They include the projections of each expert, but not routers.
-
-    `exclude` is as for `quantizable_layers`; unknown names are ignored.
+    They include the projections of each expert, but not routers. `exclude` is as for `quantizable_layers`; unknown
+    names are ignored.
     """
     found = {
         part.name
@@ -108,8 +107,8 @@ def quantize_layers(model: nn.Module, paths: Sequence[str], scheme: QuantScheme,
             refused.append(f"{path} [{layer.out_features}, {layer.in_features}] ({refusal})")
     if refused:
         raise ValueError(
-            f"{option}: {len(refused)} layers do not fit {scheme.quant_format}: {'; '.join(refused[:3])}; choose a "
-            "group size that divides their rows, or name them in exclude"
+            f"{option}: {len(refused)} layers do not fit {scheme.quant_format}: {'; '.join(refused[:_MAX_LISTED])}; "
+            "choose a group size that divides their rows, or name them in exclude"
         )
     for path, layer in layers.items():
         model.set_submodule(path, _quantized(layer, scheme, parts.get(path, ())))

@@ -118,9 +118,9 @@ class QuantizedLinear(QuantizedLayer, Linear):
 
 
 class QuantizedExpertLinear(QuantizedLayer, ExpertLinear):
-    """The frozen quantised weights of one projection of the experts that this rank holds: those of one matrix of rows.
+    """The frozen quantised weights of one projection of the experts that this rank holds, stored as one matrix.
 
-    So each expert's codes and scales are the same on any number of ranks, blocks must not reach over the matrices.
+    No block may cross from one expert's matrix into the next, so codes and scales are the same on any number of ranks.
     """
 
     def __init__(self, experts: ExpertLinear, scheme: QuantScheme, part_rows: Sequence[int] = ()) -> None:

@@ -28,7 +28,7 @@ from xorl.server.worker.base import Base
 from xorl.server.worker.models import UnknownName
 from xorl.server.worker.passes import Row
 from xorl.train.adapters.files import AdapterFiles
-from xorl.train.adapters.inject import expert_sharing
+from xorl.train.adapters.inject import SHARING_OPTIONS, expert_sharing
 from xorl.train.bank_engine import BankEngine, MixedBatch
 from xorl.train.engine import OnOutput, StepLosses, Update
 
@@ -90,7 +90,7 @@ class AdapterModels:
         self._names = tuple(sites_of(module))
         sharing = expert_sharing(base.local.lora)
         if sharing != "none" and not any(site.members for site in self._sites):
-            option = "moe_shared_lora" if sharing == "all" else "moe_hybrid_shared_lora"
+            option = SHARING_OPTIONS[sharing]
             raise ValueError(f"{option}: lora_target_modules names no layer of experts; add some, or set it to false")
         assert config.max_lora_rank is not None, "resolved by the configuration"
         try:
@@ -312,8 +312,8 @@ def _host_limit(base: Base, sites: Sequence[Site], max_rank: int) -> int:
     widths = 0
     for site in sites:
         layer = cast("Linear | ExpertLinear", base.module.get_submodule(site.path))
-        counts = factor_counts(site, expert_sharing(base.local.lora)) or {"A": 1, "B": 1}
-        widths += layer.in_features * counts["A"] + (site.stop - site.start) * counts["B"]
+        num_a, num_b = factor_counts(site, expert_sharing(base.local.lora))
+        widths += layer.in_features * num_a + (site.stop - site.start) * num_b
     num_bytes = 3 * 4 * max_rank * widths
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return int(HOST_SHARE * total / base.runtime.world_size / num_bytes)

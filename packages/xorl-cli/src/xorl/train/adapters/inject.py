@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 import torch
 
@@ -31,6 +32,12 @@ OPTIONS = {
     "dropout": "lora_dropout",
     "form": "moe_lora_format",
 }
+
+
+# The options that make the experts of a layer share factors.
+SHARING_OPTIONS: Mapping[ExpertSharing, str] = MappingProxyType(
+    {"all": "moe_shared_lora", "outer": "moe_hybrid_shared_lora"}
+)
 
 
 def starting_adapter(lora: LoraConfig, family: ModelSpec) -> AdapterFolder | None:
@@ -69,9 +76,10 @@ def adapter_spec(lora: LoraConfig, family: ModelSpec) -> AdapterSpec | None:
 
 def expert_sharing(lora: LoraConfig) -> ExpertSharing:
     """What the options share between the experts of a layer."""
-    if lora.moe_shared_lora:
-        return "all"
-    return "outer" if lora.moe_hybrid_shared_lora else "none"
+    for sharing, option in SHARING_OPTIONS.items():
+        if getattr(lora, option):
+            return sharing
+    return "none"
 
 
 def add_adapters(module: Decoder, lora: LoraConfig, family: ModelSpec) -> None:
@@ -97,8 +105,7 @@ def add_adapters(module: Decoder, lora: LoraConfig, family: ModelSpec) -> None:
             raise ValueError(f"lora.adapter_path: {lora.adapter_path}: {error}") from error
         message = str(error)
         field = re.split(r"\W", message, maxsplit=1)[0]
-        sharing = "moe_shared_lora" if lora.moe_shared_lora else "moe_hybrid_shared_lora"
-        options = {**OPTIONS, "expert_sharing": sharing}
+        options = {**OPTIONS, "expert_sharing": SHARING_OPTIONS.get(expert_sharing(lora), "")}
         raise ValueError(f"lora.{options.get(field, field)}: {message.removeprefix(f'{field}: ')}") from error
 
 

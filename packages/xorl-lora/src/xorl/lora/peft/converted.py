@@ -68,8 +68,7 @@ def _factors(layout: AdapterLayout, source: WeightSource, members: tuple[str, ..
         def make() -> Tensor:
             if leaf in shared:
                 return read_shared(layout, source, members, leaf)[None]
-            modules = (layout.modules[member] for member in members)
-            return torch.stack([source.read(module.a if leaf == "A" else module.b) for module in modules])
+            return torch.stack([source.read(layout.modules[member].key(leaf)) for member in members])
 
         return ExpertFactor((1 if leaf in shared else len(members), *shape), make)
 

@@ -59,6 +59,10 @@ class AdaptedModule:
     in_features: int
     out_features: int
 
+    def key(self, leaf: Leaf) -> str:
+        """The name of A or B in the file."""
+        return self.a if leaf == "A" else self.b
+
 
 @dataclass(frozen=True)
 class AdapterLayout:
@@ -231,8 +235,7 @@ def read_shared(layout: AdapterLayout, source: WeightSource, members: Sequence[s
 
     Raises ValueError if it is not the same for all.
     """
-    modules = [layout.modules[member] for member in members]
-    keys = [module.a if leaf == "A" else module.b for module in modules]
+    keys = [layout.modules[member].key(leaf) for member in members]
     first = source.read(keys[0])
     # SGLang's form holds one for all experts, the others a copy for each.
     for member, key in zip(members, keys, strict=True) if layout.config.form != "sglang" else ():

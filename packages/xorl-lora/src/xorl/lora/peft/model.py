@@ -11,7 +11,7 @@ from xorl.core.models.recipes import WeightSource
 from xorl.core.shards import copy_shard_
 from xorl.lora.experts import ExpertLowRank
 from xorl.lora.inject import Adapter, adapters
-from xorl.lora.linear import Leaf, LowRank
+from xorl.lora.linear import Leaf
 from xorl.lora.merge import full_tensor, magnitude, set_magnitude_
 from xorl.lora.peft.config import AdapterConfig, ExpertForm, shared_value, shortest_names
 from xorl.lora.peft.forms import ExpertFactor, ExpertFactors, chosen_form, expert_tensors, settings_of
@@ -156,7 +156,7 @@ def load_adapters(model: nn.Module, layout: AdapterLayout, source: WeightSource)
     for adapter in found.values():
         expected = tuple(
             (each.shape[0] // count, *each.shape[1:])
-            for each, count in zip((adapter.A, adapter.B), _counts(adapter.pair), strict=True)
+            for each, count in ((adapter.A, adapter.pair.count("A")), (adapter.B, adapter.pair.count("B")))
         )
         for name in adapter.members:
             module = layout.modules[name]
@@ -174,21 +174,11 @@ def load_adapters(model: nn.Module, layout: AdapterLayout, source: WeightSource)
             set_magnitude_(adapter, source.read(magnitudes).float().flatten())
 
 
-def _counts(pair: LowRank) -> tuple[int, int]:
-    """How many matrices A and B of this rank stack."""
-    return (pair.count("A"), pair.count("B")) if isinstance(pair, ExpertLowRank) else (1, 1)
-
-
 def _read(adapter: Adapter, leaf: Leaf, layout: AdapterLayout, source: WeightSource) -> Tensor:
     """The rows of A or B that this rank holds."""
     pair = adapter.pair
-
-    def key(member: str) -> str:
-        module = layout.modules[member]
-        return module.a if leaf == "A" else module.b
-
     if not isinstance(pair, ExpertLowRank):
-        return source.read(key(adapter.name))
+        return source.read(layout.modules[adapter.name].key(leaf))
     if leaf not in pair.shared:
-        return torch.cat([source.read(key(member)) for member in pair.held_members])
+        return torch.cat([source.read(layout.modules[member].key(leaf)) for member in pair.held_members])
     return read_shared(layout, source, pair.members, leaf)
