@@ -76,10 +76,9 @@ def adapter_spec(lora: LoraConfig, family: ModelSpec) -> AdapterSpec | None:
 
 def expert_sharing(lora: LoraConfig) -> ExpertSharing:
     """What the options share between the experts of a layer."""
-    for sharing, option in SHARING_OPTIONS.items():
-        if getattr(lora, option):
-            return sharing
-    return "none"
+    if lora.moe_shared_lora:
+        return "all"
+    return "outer" if lora.moe_hybrid_shared_lora else "none"
 
 
 def add_adapters(module: Decoder, lora: LoraConfig, family: ModelSpec) -> None:
