@@ -36,6 +36,7 @@ from xorl.train.verify import Result, Verification, compare, one_process, take_s
 NUM_BINS = 16
 Options = Mapping[str, object]
 LORA: Options = {"enable_lora": True, "lora_rank": 4}
+ON_EXPERTS: Options = {**LORA, "lora_target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"]}
 RECOMPUTE: Options = {"enable_gradient_checkpointing": True, "recompute_policy": "operation"}
 DYNAMIC: Options = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 # By name: (shape, changes of its config.json, options of train, options of lora).
@@ -56,11 +57,13 @@ RUNS: Mapping[str, tuple[str, Options, Options, Options]] = MappingProxyType(
         "qwen3, QLoRA": ("qwen3-8b", {}, {}, {**LORA, "enable_qlora": True, "quant_format": "nf4"}),
         "qwen3_moe": ("qwen3-30b-a3b", {}, {"router_aux_loss_coef": 0.1, "router_z_loss_coef": 0.1}, {}),
         "qwen3_moe, recomputed": ("qwen3-30b-a3b", {}, {**RECOMPUTE, "moe_checkpoint_method": "moe_act"}, {}),
+        "qwen3_moe, LoRA": ("qwen3-30b-a3b", {}, {}, {**ON_EXPERTS, "moe_hybrid_shared_lora": True}),
+        "qwen3_moe, QLoRA": ("qwen3-30b-a3b", {}, {}, {**ON_EXPERTS, "enable_qlora": True, "quant_format": "nf4"}),
     }
 )
 # For 8 ranks, whose steps take long.
 FEW_RUNS = ("llama, LoRA", "qwen3, window", "qwen3_moe")
-WITH_EXPERTS = ("qwen3_moe", "qwen3_moe, recomputed")
+WITH_EXPERTS = tuple(run for run in RUNS if run.startswith("qwen3_moe"))
 
 
 def layouts(world_size: int) -> Iterator[tuple[str, Options]]:

@@ -76,3 +76,54 @@ def test_a_package_only_re_exports(file: Path) -> None:
     assert not other, (
         f"{file.relative_to(PACKAGES)} holds more than a docstring, `from ... import`, tables, __all__ and __version__"
     )
+
+
+# Private names of other libraries, and of Python, that are used where they are needed.
+NOT_TORCH = {
+    "_LangPatchScope",
+    "_current_frames",
+    "_exit",
+    "_model_mapping",
+    "_patch_lang_tensor",
+    "_replace",
+    "_strip_protocol",
+}
+
+
+@pytest.mark.parametrize("package", sorted(path.name for path in PACKAGES.iterdir()))
+def test_private_parts_of_torch_stand_in_one_file(package: str) -> None:
+    # Would catch a private name elsewhere, which a new release of torch could change without anyone looking there.
+    trees = {file: ast.parse(file.read_text(encoding="utf-8")) for file in SOURCES}
+    ours = {name for tree in trees.values() for node in ast.walk(tree) for name in defined_names(node)} | NOT_TORCH
+    named = [
+        f"{file.relative_to(PACKAGES)}:{node.lineno}: {name}"
+        for file, tree in trees.items()
+        if file.is_relative_to(PACKAGES / package) and file.name != "torch_private.py"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute | ast.Import | ast.ImportFrom)
+        for name in used_names(node)
+        if re.match(r"_[^_]", name) and name not in ours
+    ]
+    assert not named
+
+
+def defined_names(node: ast.AST) -> list[str]:
+    """The names that a statement defines: functions, classes, variables, and attributes of self or cls."""
+    match node:
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            return [name]
+        case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name) | ast.Name(id=name, ctx=ast.Store()):
+            return [name]
+    return []
+
+
+def used_names(node: ast.Attribute | ast.Import | ast.ImportFrom) -> list[str]:
+    """The names that an attribute or an import from torch uses."""
+    match node:
+        case ast.Attribute(attr=name):
+            return [name]
+        case ast.ImportFrom(module=str(module)) if module.split(".")[0] == "torch":
+            return [*module.split("."), *(alias.name for alias in node.names)]
+        case ast.Import():
+            return [part for alias in node.names if alias.name.startswith("torch") for part in alias.name.split(".")]
+    return []

@@ -27,7 +27,7 @@ from xorl.train.sweep.loop import train_sweep
 HF_CONFIG = hf_config(hidden_size=64, intermediate_size=64)
 QLORA = {"enable_qlora": True, "quant_format": "nf4"}
 EXPERTS = {"lora_target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"]}
-OUTER = {**EXPERTS, "moe_hybrid_shared_lora": True}
+OUTER = {**EXPERTS, "moe_hybrid_shared_lora": True, "moe_lora_format": "peft"}
 LAYOUTS: dict[str, tuple[int, dict[str, object], dict[str, object]]] = {
     # name: (ranks, options of section train, of section lora)
     "none": (1, {"data_parallel_mode": "none"}, {}),
@@ -124,13 +124,15 @@ def test_a_sweep_learns_the_same_on_every_placement(layouts: Sequence[str], fold
 
         sums = run_ranks(run, LAYOUTS[layout][0])
         assert all(own == sums[0] for own in sums)
+        adapters = {name: folder / layout / "sweep" / name / "adapter" for name in NAMES}
         found[layout] = {
             f"{name}.{key}": value
-            for name in NAMES
-            for key, value in load_file(
-                folder / layout / "sweep" / name / "adapter" / "adapter_model.safetensors"
-            ).items()
+            for name, adapter in adapters.items()
+            for key, value in load_file(adapter / "adapter_model.safetensors").items()
         }
+        for adapter in adapters.values():
+            written = json.loads((adapter / "adapter_config.json").read_text())
+            assert ("target_parameters" in written) == ("moe_lora_format" in LAYOUTS[layout][2])
     expected = found[layouts[0]]
     # An expert sees few tokens, and AdamW turns a gradient that is hardly more than rounding into a step.
     atol = 1e-4 if EXPERTS.items() <= LAYOUTS[layouts[0]][2].items() else 1e-5

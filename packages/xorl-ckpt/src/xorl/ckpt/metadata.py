@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 import torch
-from torch.distributed.checkpoint import filesystem as dcp_files
 from torch.distributed.checkpoint import metadata as dcp
 
 from xorl.ckpt.errors import CheckpointError
+from xorl.ckpt.torch_private import MEMORY_FORMAT, StorageInfo
 
 METADATA = ".metadata"
 
@@ -29,14 +29,14 @@ _RECORDS = frozenset(
         dcp.StorageMeta,
         dcp.TensorProperties,
         dcp.TensorStorageMetadata,
-        dcp_files._StorageInfo,
+        StorageInfo,
     )
 )
 _VALUES = frozenset(
     {
         ("torch", "Size"),
         ("torch.serialization", "_get_layout"),
-        (dcp.__name__, dcp._MEM_FORMAT_ENCODING.__name__),
+        (dcp.__name__, MEMORY_FORMAT.__name__),
     }
 )
 
@@ -90,7 +90,7 @@ def _metadata(record: object, files: Collection[str]) -> dcp.Metadata:
     tensors: dict[str, dcp.STORAGE_TYPES] = {
         _text(name): _tensor(_text(name), tensor) for name, tensor in _dict(content["state_dict_metadata"]).items()
     }
-    locations: dict[dcp.MetadataIndex, dcp_files._StorageInfo] = {}
+    locations: dict[dcp.MetadataIndex, StorageInfo] = {}
     for key, value in _dict(content["storage_data"]).items():
         index, location = _fields(key, "MetadataIndex"), _fields(value, "_StorageInfo")
         name, file = _text(index["fqn"]), _text(location["relative_path"])
@@ -98,8 +98,8 @@ def _metadata(record: object, files: Collection[str]) -> dcp.Metadata:
             raise ValueError(f"{name!r} is stored in {file!r}, which is not a file of the checkpoint")
         if location.get("transform_descriptors"):
             raise ValueError(f"{name!r} is stored compressed or transformed, which is not supported")
-        locations[dcp.MetadataIndex(name, _sizes(index.get("offset")), _count(index.get("index", 0)))] = (
-            dcp_files._StorageInfo(file, _count(location["offset"]), _count(location["length"]))
+        locations[dcp.MetadataIndex(name, _sizes(index.get("offset")), _count(index.get("index", 0)))] = StorageInfo(
+            file, _count(location["offset"]), _count(location["length"])
         )
     return dcp.Metadata(tensors, storage_data=locations, storage_meta=dcp.StorageMeta())
 

@@ -132,9 +132,9 @@ def local_region(tensor: Stored) -> Region:
         return region
     if not is_dtensor(tensor):
         return Region((0,) * tensor.ndim, tuple(tensor.shape))
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # noqa: PLC0415 - see is_dtensor
+    from xorl.ckpt.torch_private import local_shape_and_offset  # noqa: PLC0415 - imports DCP, which takes a second
 
-    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    sizes, offsets = local_shape_and_offset(tensor)
     return Region(tuple(offsets), tuple(sizes))
 
 
@@ -147,8 +147,9 @@ def with_local(tensor: Stored, local: torch.Tensor) -> Stored:
 
 def _like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     if is_dtensor(tensor):
-        # `DTensor.from_local` would move the part to the device of the mesh.
-        return type(tensor)(local, tensor._spec, requires_grad=False)
+        from xorl.ckpt.torch_private import like  # noqa: PLC0415 - see local_region
+
+        return like(tensor, local)
     return local
 
 

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 
 from xorl.ckpt.errors import CheckpointFailure
 from xorl.ckpt.regions import Stored, local_tensor, with_local
@@ -51,10 +50,14 @@ class HostMemory:
     def free(self) -> None:
         """Return the memory to the system. No snapshot may be in use."""
         if self._is_pinned and self._memory is not None:
+            from xorl.ckpt.torch_private import unpin_memory  # noqa: PLC0415 - imports DCP, which takes a second
+
             unpin_memory(_address(self._memory))
         self._memory, self._is_pinned = None, False
 
     def _pin(self, memory: mmap.mmap) -> None:
+        from xorl.ckpt.torch_private import pin_memory  # noqa: PLC0415 - imports DCP, which takes a second
+
         pin_memory(_address(memory), len(memory))
         self._is_pinned = True
 

@@ -368,7 +368,6 @@ REQUIREMENTS: tuple[Requirement, ...] = (
             "lora.lora_dropout",
             "lora.use_dora",
             "lora.modules_to_save",
-            "lora.moe_lora_format",
             "lora.adapter_path",
             "lora.merge_lora_interval",
             "lora.enable_aqn",

@@ -21,6 +21,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from xorl.core.join import FAILED, Peers
+from xorl.core.torch_private import num_collectives, process_groups
 from xorl.host.failures import LostRankError, StalledError
 
 # Longer than any phase without progress takes: the compilation of a model, or the save of a large one.
@@ -281,8 +282,7 @@ def _num_collectives() -> int:
     """The number of collectives that this rank has begun in all its process groups."""
     if not dist.is_initialized():
         return 0
-    groups = list(dist.distributed_c10d._world.pg_map)
-    return sum(group._get_sequence_number_for_group() for group in groups)  # pyright: ignore[reportAttributeAccessIssue]
+    return sum(map(num_collectives, process_groups()))
 
 
 def _main_stack() -> str:

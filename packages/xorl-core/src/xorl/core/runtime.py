@@ -117,8 +117,10 @@ def _join(peers: Peers, backend: str, timeout: timedelta) -> None:
 
 def set_timeouts(timeout: timedelta) -> None:
     """Limit the operations of all process groups of this process that exist by now."""
-    for group in dist.distributed_c10d._world.pg_map:
-        dist.distributed_c10d._set_pg_timeout(timeout, group)
+    from xorl.core.torch_private import process_groups, set_group_timeout  # noqa: PLC0415 - imports FSDP2
+
+    for group in process_groups():
+        set_group_timeout(group, timeout)
 
 
 def use_expandable_segments() -> None:
@@ -128,7 +130,9 @@ def use_expandable_segments() -> None:
     affects only new segments.
     """
     if not os.environ.get("PYTORCH_ALLOC_CONF") and not os.environ.get("PYTORCH_CUDA_ALLOC_CONF"):
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+        from xorl.core.torch_private import set_allocator_settings  # noqa: PLC0415 - imports FSDP2
+
+        set_allocator_settings("expandable_segments:True")
 
 
 def missing_compiler(device_type: str) -> str | None:

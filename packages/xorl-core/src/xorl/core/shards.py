@@ -66,7 +66,7 @@ def copy_shard_(parameter: Tensor, full: Tensor) -> None:
     part.copy_(full[tuple(slice(start, start + size) for start, size in zip(offset, part.shape, strict=True))])
 
 
-def _shape_and_offset(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # noqa: PLC0415 - see is_dtensor
+def _shape_and_offset(tensor: DTensor) -> tuple[Sequence[int], Sequence[int]]:
+    from xorl.core.torch_private import local_shape_and_offset  # noqa: PLC0415 - see is_dtensor
 
-    return compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return local_shape_and_offset(tensor)

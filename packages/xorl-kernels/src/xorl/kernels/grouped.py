@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from xorl.kernels.torch_private import grouped_mm
+
 # torch's kernels require operand strides that are multiples of this.
 ALIGNMENT_BYTES = 16
 # Hopper.
@@ -25,7 +27,7 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """
     x = x.contiguous()
     if _has_kernel(x, x.shape[1], weight.shape[2]):
-        return torch._grouped_mm(x, weight, offs=ends)
+        return grouped_mm(x, weight, offs=ends)
     out = x.new_empty(x.shape[0], weight.shape[2])
     for group, rows in enumerate(_slices(ends)):
         torch.mm(x[rows], weight[group], out=out[rows])
@@ -39,7 +41,7 @@ def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     """
     right = right.contiguous()
     if _has_kernel(right, right.shape[1], left.shape[1]):
-        outer = torch._grouped_mm(left.contiguous().t(), right, offs=ends)
+        outer = grouped_mm(left.contiguous().t(), right, offs=ends)
         # The kernel leaves arbitrary values where it sums over no row.
         from xorl.kernels.grouped_triton import clear_empty_groups_  # noqa: PLC0415 - needs Triton
 

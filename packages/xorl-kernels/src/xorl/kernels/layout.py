@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from xorl.kernels.torch_private import maybe_mark_dynamic
+
 
 class SequenceLayout:
     """N documents concatenated into one row of T tokens; an argument of every attention function. Immutable.
@@ -75,7 +77,7 @@ class SequenceLayout:
         Otherwise the compiler specialises on the first layout and recompiles for the second.
         """
         for tensor in (self.cu_seqlens, self.positions, self.offsets):
-            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+            maybe_mark_dynamic(tensor, 0)
 
     @property
     def num_tokens(self) -> int:

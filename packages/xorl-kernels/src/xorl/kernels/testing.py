@@ -7,8 +7,8 @@ from types import MappingProxyType
 
 import torch
 from torch import Tensor
-from torch._library.custom_ops import OPDEFS
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from xorl.kernels.torch_private import TorchDispatchMode, custom_operator_code
 
 Kernel = Callable[..., Tensor | tuple[Tensor, ...]]
 
@@ -146,11 +146,10 @@ class _PoisonEmpty(TorchDispatchMode):
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        name = func.name() if isinstance(func, torch._ops.OpOverload) else ""
-        if name in OPDEFS:
+        if (code := custom_operator_code(func)) is not None:
             # torch runs a custom operator's Python code without the caller's modes, so call it under this one.
             with self:
-                return OPDEFS[name]._init_fn(*args, **(kwargs or {}))
+                return code(*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
         if func in self.ALLOCATORS and result.is_floating_point():
             result.fill_(float("nan"))

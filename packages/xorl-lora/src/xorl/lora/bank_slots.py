@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from xorl.core.nn import Linear
 from xorl.core.nn.moe import ExpertLinear, Experts
+from xorl.kernels.torch_private import foreach_copy_, foreach_zero_
 from xorl.lora.bank_layer import ActiveRows, BankedExperts, BankedLinear, SlotPair, StackedPair
 from xorl.lora.experts import SHARED
 from xorl.lora.linear import TorchLinear
@@ -161,7 +162,7 @@ class Slots:
         views = self._gradients(slot)
         parts = [part for index in segments for part in views[2 * index : 2 * index + 2]]
         self._gathered.zero_()
-        torch._foreach_copy_([target for target, _ in parts], [grad for _, grad in parts])
+        foreach_copy_([target for target, _ in parts], [grad for _, grad in parts])
         return self._gathered
 
     def set_gradient(self, slot: int, gradient: Tensor) -> None:
@@ -169,7 +170,7 @@ class Slots:
         views = self._gradients(slot)
         starts = [target.storage_offset() for target, _ in views]
         sources = [gradient[start : start + len(grad)] for start, (_, grad) in zip(starts, views, strict=True)]
-        torch._foreach_copy_([grad for _, grad in views], sources)
+        foreach_copy_([grad for _, grad in views], sources)
 
     def norms(self, gradient: Tensor, kind_of: Callable[[str], str]) -> dict[str, Tensor]:
         """The norm of `gradient`, in the layout of a slot, for each kind of layer; 0-dim fp32."""
@@ -188,7 +189,7 @@ class Slots:
 
     def zero_gradient(self, slot: int) -> None:
         """Zero the gradient of a slot."""
-        torch._foreach_zero_([grad for _, grad in self._gradients(slot)])
+        foreach_zero_([grad for _, grad in self._gradients(slot)])
 
     def assign(self, slot: int, spec: AdapterSpec, segments: Sequence[int]) -> None:
         """Assign an empty slot to an adapter with this spec."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sequence
 from functools import partial
 
@@ -159,8 +160,14 @@ def _saving(startup: Startup, engine: BankEngine) -> SweepSaving:
             recipes,
             bank_adapters=bank.adapters(name),
             chat_template=runs[name].architecture.chat_template,
+            form=config.lora.moe_lora_format,
         )
 
+    for name in runs:
+        try:
+            files(name)  # refuses a form before anything is trained
+        except ValueError as error:
+            raise ValueError(re.sub(r"^form: ", f"lora.moe_lora_format, for {name}: ", str(error))) from error
     return SweepSaving(
         startup.saves(),
         bank,

@@ -19,7 +19,8 @@ from typing import Literal, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d as c10d
+
+from xorl.core.torch_private import nccl_options
 
 SyncBackend = Literal["nccl", "gloo"]
 
@@ -105,10 +106,8 @@ class UpdateGroup:
             gloo = dist.ProcessGroupGloo(cpu_store, 0, num_receivers + 1, timedelta(seconds=timeout_s))
             self._group = cast(dist.ProcessGroup, gloo)
             return
-        options = dist.ProcessGroupNCCL.Options()
         # The caller enforces deadlines and aborts; torch's timeout must not fire before that.
-        options._timeout = timedelta(seconds=10 * timeout_s)
-        options.group_name = c10d.GroupName(name)
+        options = nccl_options(name, timedelta(seconds=10 * timeout_s))
         with _environment(_NOT_FATAL):
             nccl = dist.ProcessGroupNCCL(dist.PrefixStore("cuda/", store), 0, num_receivers + 1, options)
         self._group = cast(dist.ProcessGroup, nccl)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from xorl.kernels.layout import SequenceLayout, ShardedLayout
+from xorl.kernels.torch_private import all_reduce
 
 
 def document_mean(values: Tensor, chosen: Tensor, layout: SequenceLayout) -> Tensor:
@@ -39,13 +40,8 @@ class _SumOverParts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, value: Tensor, group_name: str) -> Tensor:
         ctx.group_name = group_name  # pyright: ignore[reportAttributeAccessIssue]
-        return _all_reduce(value, group_name)
+        return all_reduce(value, group_name)
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _all_reduce(grad, ctx.group_name), None  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _all_reduce(value: Tensor, group_name: str) -> Tensor:
-    summed = torch.ops._c10d_functional.all_reduce(value.contiguous(), "sum", group_name)
-    return torch.ops._c10d_functional.wait_tensor(summed)
+        return all_reduce(grad, ctx.group_name), None  # pyright: ignore[reportAttributeAccessIssue]

@@ -19,6 +19,7 @@ from torch.autograd.function import FunctionCtx
 
 from xorl.core.nn.moe import LayerRoutes
 from xorl.kernels.layout import SequenceLayout, ShardedLayout
+from xorl.kernels.torch_private import all_reduce
 
 
 @dataclass(frozen=True)
@@ -154,8 +155,7 @@ class _SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: FunctionCtx, value: Tensor, group_name: str) -> Tensor:
-        summed = torch.ops._c10d_functional.all_reduce(value.contiguous(), "sum", group_name)
-        return torch.ops._c10d_functional.wait_tensor(summed)
+        return all_reduce(value, group_name)
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -19,6 +19,7 @@ from torch.autograd.function import FunctionCtx
 from xorl.kernels.experts.plan import is_padding
 from xorl.kernels.experts.products import between_products
 from xorl.kernels.layout import RankGroup
+from xorl.kernels.torch_private import all_to_all
 
 
 class Received(NamedTuple):
@@ -151,8 +152,7 @@ class AllToAll:
 
 def exchange(x: Tensor, sent: Sequence[int], received: Sequence[int], group: RankGroup) -> Tensor:
     """Send x [sum of sent, ..], split by rank, and return what the ranks sent, [sum of received, ..]. Collective."""
-    exchanged = torch.ops._c10d_functional.all_to_all_single(x.contiguous(), list(received), list(sent), group.name)
-    return torch.ops._c10d_functional.wait_tensor(exchanged)
+    return all_to_all(x, sent, received, group.name)
 
 
 class _Context(FunctionCtx):

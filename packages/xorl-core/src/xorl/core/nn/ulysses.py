@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from xorl.kernels.layout import RankGroup
+from xorl.kernels.torch_private import all_to_all_autograd
 
 HeadsAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -55,5 +56,4 @@ def check_heads(num_heads: int, num_kv_heads: int, num_ranks: int) -> None:
 def _exchange(x: Tensor, group: RankGroup) -> Tensor:
     """Send x[i] to rank i, and return what each rank sent: [P, ..]."""
     sizes = [1] * group.size
-    exchanged = torch.ops._c10d_functional_autograd.all_to_all_single(x.contiguous(), sizes, sizes, group.name)
-    return torch.ops._c10d_functional.wait_tensor(exchanged)
+    return all_to_all_autograd(x, sizes, sizes, group.name)

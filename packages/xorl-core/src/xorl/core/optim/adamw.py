@@ -12,6 +12,7 @@ from torch import Tensor
 
 from xorl.core.shards import flat_offset, local
 from xorl.kernels.optim import Noise, adamw_
+from xorl.kernels.torch_private import add_tensor_
 
 BETAS = (0.9, 0.999)
 EPS = 1e-8
@@ -131,5 +132,4 @@ def step_controls(optimizer: ScaledOptimizer, device: torch.device) -> StepContr
 def count_steps_(states: list[dict[str, Tensor]], skip: Tensor) -> None:
     """Increment the step of every state, unless the update is skipped."""
     steps = [state["step"] for state in states]
-    # The ATen overload: torch._foreach_add_ treats a 0-dim tensor as a number and synchronises to read it.
-    torch.ops.aten._foreach_add_.Tensor(steps, (skip == 0).to(steps[0].dtype))
+    add_tensor_(steps, (skip == 0).to(steps[0].dtype))

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from xorl.core.shards import is_dtensor, local, sharded_axes
 from xorl.kernels.optim import scale_, square_sum
+from xorl.kernels.torch_private import foreach_mul_
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
@@ -99,7 +100,7 @@ def _scale_(grads: Sequence[Tensor], scale: Tensor) -> None:
         else:
             grad.copy_(grad.float() * scale)
     if len(bf16_grads) < len(grads):
-        torch._foreach_mul_([grad for grad in grads if grad.dtype != torch.bfloat16], scale)
+        foreach_mul_([grad for grad in grads if grad.dtype != torch.bfloat16], scale)
 
 
 def _sharding_groups(mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[dist.ProcessGroup, ...]:

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from xorl.core.nn.layers import GatedMLP
 from xorl.core.nn.moe import Experts, MixtureOfExperts
+from xorl.kernels.torch_private import ATTENTION_AND_SCALED_PRODUCTS, OpOverload
 
 RecomputeModule = Literal["self_attn", "mlp"]
 Recompute = Literal["none", "operation", "layer"] | Sequence[RecomputeModule]
@@ -27,12 +28,7 @@ KEPT_ATEN_OPERATORS = frozenset(
         aten.bmm.default,
         aten.baddbmm.default,
         aten.linear.default,
-        aten._scaled_mm.default,
-        aten._scaled_dot_product_flash_attention.default,
-        aten._scaled_dot_product_efficient_attention.default,
-        aten._scaled_dot_product_cudnn_attention.default,
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
-        aten._scaled_dot_product_fused_attention_overrideable.default,
+        *ATTENTION_AND_SCALED_PRODUCTS,
     }
 )
 # The inner dimension of an adapter's product is its rank, which is far below the width of the output.
@@ -158,14 +154,14 @@ def _routing_contexts() -> tuple:
 
 
 def _routing_policy(context: object, operation: object, *args: object, **kwargs: object) -> CheckpointPolicy:
-    is_routing = isinstance(operation, torch._ops.OpOverload) and operation.name() == ROUTING_OPERATOR
+    is_routing = isinstance(operation, OpOverload) and operation.name() == ROUTING_OPERATOR
     return CheckpointPolicy.MUST_SAVE if is_routing else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _selective_policy(context: object, operation: object, *args: object, **kwargs: object) -> CheckpointPolicy:
     if operation in KEPT_ATEN_OPERATORS:
         return CheckpointPolicy.PREFER_RECOMPUTE if _is_low_rank(operation, args) else CheckpointPolicy.MUST_SAVE
-    name = operation.name() if isinstance(operation, torch._ops.OpOverload) else ""
+    name = operation.name() if isinstance(operation, OpOverload) else ""
     is_attention = name.startswith(ATTENTION_PREFIX) and not name.endswith("_backward")
     is_kept = is_attention or name in KEPT_XORL_OPERATORS or name == ROUTING_OPERATOR
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE

@@ -24,14 +24,13 @@ from xorl.core.parallel.fsdp import (
     is_gathered,
     no_reshard_after_forward,
     prefetch_forward,
-    reset_after_failure,
     shard,
     sharding_units,
-    without_fsdp_streams,
 )
 from xorl.core.parallel.offload import ActivationOffload
 from xorl.core.parallel.parts import Parts
-from xorl.core.parallel.stored import allow_integer_parameters, gather_as_stored
+from xorl.core.parallel.stored import gather_as_stored
+from xorl.core.torch_private import allow_integer_parameters, reset_reducer, reset_units, without_streams
 from xorl.kernels.arguments import check_choice
 
 
@@ -170,7 +169,7 @@ class ParallelModel:
 
     def cuda_graph_capture(self) -> AbstractContextManager[None]:
         """Context manager, inside `generation`, for capturing the forward pass of a gathered model in a CUDA graph."""
-        return without_fsdp_streams(self.forward) if isinstance(self.forward, FSDPModule) else nullcontext()
+        return without_streams(self.forward) if isinstance(self.forward, FSDPModule) else nullcontext()
 
     @property
     def _in_half_precision(self) -> bool:
@@ -182,8 +181,8 @@ class ParallelModel:
         """Reset the state of a forward or backward pass that failed on every rank, so that the next pass can run."""
         if isinstance(self.forward, DistributedDataParallel):
             # Otherwise the reducer would keep waiting for the missing gradients.
-            self.forward.reducer._reset_state()
-        reset_after_failure(self.module)
+            reset_reducer(self.forward)
+        reset_units(self.module)
         if self.fp8_weights is not None:
             self.fp8_weights.invalidate()
 

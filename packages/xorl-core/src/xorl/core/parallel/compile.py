@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from xorl.core import runtime
+from xorl.core.torch_private import configure_dynamo, configure_inductor
 from xorl.kernels.layout import SequenceLayout
+from xorl.kernels.torch_private import maybe_mark_dynamic
 
 CompileBackend = Literal["inductor", "aot_eager", "eager"] | Callable[..., object]
 """inductor generates code; eager and aot_eager run the captured graphs, for tests; or a custom backend."""
@@ -26,19 +28,8 @@ def compile_layers(layers: Sequence[nn.Module], *, backend: CompileBackend, devi
     """
     require_compiler(backend, device_type)
     if backend == "inductor":
-        # Inductor takes seconds to import, so import it only when it is used.
-        from torch._inductor import config as inductor  # noqa: PLC0415
-        from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # noqa: PLC0415
-
-        runtime.use_compile_cache(default_cache_dir())
-        # Inductor selects kernels by timing them, so two processes might select different ones.
-        inductor.deterministic = torch.are_deterministic_algorithms_enabled()
-    # Do not split layer graphs at DDP bucket boundaries: most buckets are larger than a layer.
-    torch._dynamo.config.optimize_ddp = False
-    # The limit applies to the function that all layers share. If all differ, each compiles for training and evaluation,
-    # with and without recorded experts.
-    limit = max(torch._dynamo.config.recompile_limit, 4 * len(layers))
-    torch._dynamo.config.recompile_limit = limit
+        runtime.use_compile_cache(configure_inductor(deterministic=torch.are_deterministic_algorithms_enabled()))
+    configure_dynamo(len(layers))
     for layer in layers:
         layer.forward = _mark_dynamic(torch.compile(layer.forward, fullgraph=True, backend=backend))
 
@@ -58,7 +49,7 @@ def _mark_dynamic(compiled: Callable[..., object]) -> Callable[..., object]:
                 value.mark_dynamic()
             for tensor in value if isinstance(value, tuple) else (value,):
                 if isinstance(tensor, Tensor):
-                    torch._dynamo.maybe_mark_dynamic(tensor, 0)
+                    maybe_mark_dynamic(tensor, 0)
         return compiled(*inputs)
 
     return call

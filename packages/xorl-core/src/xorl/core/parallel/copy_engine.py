@@ -13,9 +13,9 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+from xorl.core.torch_private import AllGather, ReduceScatter, symmetric_memory
 
 # The size of one half of a window. Larger transfers are split into pieces.
 HALF_BYTES = 128 << 20

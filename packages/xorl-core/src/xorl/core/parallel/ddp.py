@@ -6,30 +6,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import GradBucket
-from torch.nn.parallel import DistributedDataParallel
 
 from xorl.core.mesh import Mesh
+from xorl.core.torch_private import FixedBuckets
 
 
-class Replicated(DistributedDataParallel):
-    """A replica. `on_last_bucket`, if set, is called in each backward pass once the last bucket is ready to reduce.
-
-    Buckets are built once, in the reverse order of the parameters, whereas torch would rebuild them after the first
-    backward pass. The layout determines the order in which gradients are summed over ranks, so after a rebuild, a
-    resumed run would round differently.
-    """
+class Replicated(FixedBuckets):
+    """A replica. `on_last_bucket`, if set, is called in each backward pass once the last bucket is ready to reduce."""
 
     on_last_bucket: Callable[[], None] | None = None
-
-    def __init__(self, module: nn.Module, **options: object) -> None:
-        super().__init__(module, **options)  # pyright: ignore[reportArgumentType]
-        self.reducer._push_all_rebuilt_params()
-        self._has_rebuilt_buckets = self.reducer._rebuild_buckets()
-        assert self._has_rebuilt_buckets, "torch rebuilds buckets only once"
-
-    def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
-        parameters, is_sparse = super()._build_params_for_reducer()
-        return parameters[::-1], is_sparse[::-1]
 
 
 def replicate(model: nn.Module, mesh: Mesh) -> Replicated:

@@ -7,20 +7,19 @@ with column-wise scales; so `rowwise` gathers in the compute dtype and casts the
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.distributed.tensor import DTensor
 
 from xorl.core.nn.fp8 import Fp8Linear
 from xorl.core.parallel.fsdp import sharded_parameters
 from xorl.core.shards import shard_groups
+from xorl.core.torch_private import FSDPParam, set_gather_hooks, set_unsharded, sharded_values, shares_storage
 from xorl.kernels.quant.fp8 import E4M3, cast_into_
+from xorl.kernels.torch_private import foreach_norm
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class _Fp8Copy:
     def values(self) -> Tensor:
         """The current values of the rows. Shards are padded with zeros to their common length."""
         if isinstance(self.source, FSDPParam):
-            return self.source._sharded_param_data.view(self.values_fp8.shape)
+            return sharded_values(self.source).view(self.values_fp8.shape)
         return self.source
 
 
@@ -72,7 +71,7 @@ class Fp8Weights:
         if versions == self._versions or not weights:
             return
         self._versions = versions
-        largest = torch.stack(list(torch._foreach_norm(weights, float("inf")))).float()
+        largest = torch.stack(list(foreach_norm(weights, float("inf")))).float()
         for group in self._groups:
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
         for copy, weight, amax in zip(self._copies, weights, largest, strict=True):
@@ -90,19 +89,15 @@ def _allocate_fp8_copy(linear: Fp8Linear) -> _Fp8Copy:
 def _gather_in_fp8(linear: Fp8Linear, parameter: FSDPParam) -> _Fp8Copy:
     """Make FSDP2 gather the fp8 copy of a shard instead of its values.
 
-    FSDP2 calls `fsdp_pre_all_gather` on the local tensor of a sharded parameter to get the tensors to gather, and
-    `fsdp_post_all_gather` with the result. Both functions are set on this one plain tensor, so optimizers and
-    checkpoints are not affected; a tensor subclass would have to implement all of their operations.
-
     The unsharded parameter is a placeholder with the right shape and dtype that receives the gradient; it is all NaN.
     """
     # Initialisation may have replaced the sharded parameter; this also pads shards to equal length.
     parameter.reset_sharded_param()
-    device = parameter._sharded_param_data.device
+    device = sharded_values(parameter).device
     shard_fp8 = torch.zeros(parameter.padded_sharded_param_size, dtype=E4M3, device=device)
     dtype = parameter.mp_policy.param_dtype or linear.weight.dtype
     linear.weight_descale = torch.empty((), dtype=torch.float32, device=device)
-    placeholder = torch.full((1, 1), float("nan"), dtype=dtype, device=device).expand(parameter._orig_size)
+    placeholder = torch.full((1, 1), float("nan"), dtype=dtype, device=device)
 
     def pre_all_gather(
         mesh: DeviceMesh, size: torch.Size, stride: tuple[int, ...], module: nn.Module, policy: MixedPrecisionPolicy
@@ -115,11 +110,8 @@ def _gather_in_fp8(linear: Fp8Linear, parameter: FSDPParam) -> _Fp8Copy:
         (rows,) = gathered  # [ranks * R, I], in a buffer that FSDP2 frees and refills
         if linear.weight_fp8 is None:
             linear.weight_fp8 = rows[: linear.out_features].view(E4M3)
-        assert linear.weight_fp8.untyped_storage()._cdata == rows.untyped_storage()._cdata, "FSDP2 reuses its buffer"
+        assert shares_storage(linear.weight_fp8, rows), "FSDP2 reuses its buffer"
 
-    tensor = cast(DTensor, parameter.sharded_param)._local_tensor
-    tensor.fsdp_pre_all_gather = pre_all_gather  # pyright: ignore[reportAttributeAccessIssue]
-    tensor.fsdp_post_all_gather = post_all_gather  # pyright: ignore[reportAttributeAccessIssue]
-    parameter._init_extensions()
-    parameter._unsharded_param = nn.Parameter(placeholder, requires_grad=parameter.sharded_param.requires_grad)
+    set_gather_hooks(parameter, pre_all_gather, post_all_gather)
+    set_unsharded(parameter, placeholder)
     return _Fp8Copy(parameter, shard_fp8, linear.weight_descale)

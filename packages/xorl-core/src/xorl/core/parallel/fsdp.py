@@ -12,10 +12,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from xorl.core.parallel.copy_engine import CopyEngineAllGather, CopyEngineReduceScatter, can_use_copy_engines
+from xorl.core.torch_private import FSDPParam, owner, parameter_group
 
 
 def shard(
@@ -102,68 +101,19 @@ def no_reshard_after_forward(model: nn.Module) -> Iterator[None]:
 
 def is_gathered(units: Sequence[FSDPModule]) -> bool:
     """Whether the parameters of all units are currently gathered."""
-    groups = (unit._get_fsdp_state()._fsdp_param_group for unit in units)
+    groups = map(parameter_group, units)
     return all(group is None or group.is_unsharded for group in groups)
 
 
-@contextmanager
-def without_fsdp_streams(root: FSDPModule) -> Iterator[None]:
-    """Context manager for a forward pass with all parameters gathered, in which FSDP2 uses no streams of its own.
-
-    A CUDA graph cannot capture work on those streams. FSDP2 queues it only in the root unit, so treat the root as an
-    inner unit.
-    """
-    state = root._get_fsdp_state()
-    state._state_ctx.iter_forward_root = state
-    try:
-        yield
-    finally:
-        state._state_ctx.iter_forward_root = None
-
-
-def reset_after_failure(model: nn.Module) -> None:
-    """Reset every unit after a forward or backward pass that raised.
-
-    Gradients that the pass has already accumulated in sharded parameters are kept.
-    """
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-    for unit in model.modules():
-        if not isinstance(unit, FSDPModule):
-            continue
-        state = unit._get_fsdp_state()
-        state._training_state = TrainingState.IDLE
-        state._modules_to_run_forward.clear()
-        context, communication = state._state_ctx, state._comm_ctx
-        context.iter_forward_root, context.post_backward_final_callback_queued = None, False
-        communication.post_forward_order.clear()
-        communication.all_gather_state = communication.reduce_scatter_state = None
-        if (group := state._fsdp_param_group) is None:
-            continue
-        group._training_state = TrainingState.IDLE
-        # Wait for prefetched gathers and drop them.
-        group.finalize_backward()
-        group._partial_reduce_output = None
-        for parameter in group.fsdp_params:
-            parameter.unsharded_accumulated_grad = None
-            if hasattr(parameter, "_unsharded_param"):
-                parameter.unsharded_param.grad = None
-        group.reshard()
-
-
 def _reshards_after_forward(unit: FSDPModule) -> bool:
-    group = unit._get_fsdp_state()._fsdp_param_group
+    group = parameter_group(unit)
     return group is not None and group.post_forward_mesh_info is not None
 
 
 def sharded_parameters(model: nn.Module) -> dict[tuple[nn.Module, str], FSDPParam]:
     """FSDP2's record of each sharded parameter, by the module that owns it and its name there."""
-    found: dict[tuple[nn.Module, str], FSDPParam] = {}
-    for unit in model.modules():
-        group = unit._get_fsdp_state()._fsdp_param_group if isinstance(unit, FSDPModule) else None
-        for parameter in [] if group is None else group.fsdp_params:
-            found[parameter._module_info.module, parameter._module_info.param_name] = parameter
-    return found
+    groups = (parameter_group(unit) for unit in model.modules())
+    return {owner(parameter): parameter for group in groups if group is not None for parameter in group.fsdp_params}
 
 
 def sharding_units(model: nn.Module, names: Sequence[str], always: Sequence[nn.Module]) -> list[nn.Module]:

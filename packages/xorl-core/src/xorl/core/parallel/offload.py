@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from xorl.core.nn.fp8 import Fp8Linear
+from xorl.core.torch_private import is_traceable_wrapper_subclass
 
 # Smaller storages are not worth a copy: a layer saves a few, for norms and document boundaries.
 MIN_BYTES = 1 << 20

@@ -22,6 +22,7 @@ from xorl.kernels.attention.limits import AMPERE, flash_refusal
 from xorl.kernels.attention.native import native_refusal
 from xorl.kernels.fused.device import triton_refusal
 from xorl.kernels.layout import SequenceLayout
+from xorl.kernels.torch_private import flash_attention_forward
 
 
 class KeyValueCache:
@@ -242,7 +243,7 @@ def flash_cached_attention(
     and bf16.
     """
     rows = layout.packed_rows()
-    out, *_ = torch.ops.aten._flash_attention_forward(
+    out, *_ = flash_attention_forward(
         q,
         keys[rows],
         values[rows],

@@ -9,16 +9,18 @@ import torch
 from torch import Tensor
 
 from xorl.kernels.attention.kernel import Gradients
+from xorl.kernels.torch_private import (
+    scaled_dot_product_cudnn_attention,
+    scaled_dot_product_cudnn_attention_backward,
+)
 
 # cuDNN's backward pass supports wider heads only on Blackwell.
 CUDNN_MAX_HEAD_DIM = 128
 
-aten = torch.ops.aten
-
 
 def cudnn_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Causal attention of q [N, H, L, C] over k and v [N, G, L, C]: output like q, log-sum-exp fp32 [N, H, L]."""
-    out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True, scale=scale)
+    out, lse, *_ = scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True, scale=scale)
     return out, lse.reshape(out.shape[:3])
 
 
@@ -29,7 +31,7 @@ def cudnn_backward(
     lse = lse.contiguous()
     statistics = lse.view(*lse.shape, *([1] * (_num_statistics_dims(q.device) - lse.dim())))
     length = q.shape[2]
-    return aten._scaled_dot_product_cudnn_attention_backward(
+    return scaled_dot_product_cudnn_attention_backward(
         grad_out,
         q,
         k,
@@ -60,4 +62,4 @@ def _num_statistics_dims(device: torch.device) -> int:
     It is not documented, so a small call finds it out.
     """
     x = torch.zeros((1, 1, 128, 64), dtype=torch.bfloat16, device=device)
-    return aten._scaled_dot_product_cudnn_attention(x, x, x, None, True, 0.0, True)[1].dim()
+    return scaled_dot_product_cudnn_attention(x, x, x, None, True, 0.0, True)[1].dim()

@@ -16,13 +16,12 @@ from xorl.kernels.attention.kernel import Documents, Gradients
 from xorl.kernels.attention.limits import AMPERE, HOPPER, flash_refusal
 from xorl.kernels.attention.operator import PackedAttention
 from xorl.kernels.attention.split import split_by_heads
+from xorl.kernels.torch_private import flash_attention_backward, flash_attention_forward
 
 # cuDNN spends tens of milliseconds planning each new length. That pays off only for lengths that recur, such as those
 # of documents that fill a whole row.
 CUDNN_MIN_LENGTH = 2048
 CUDNN_LENGTH_MULTIPLE = 128
-
-aten = torch.ops.aten
 
 
 def native_forward(
@@ -43,9 +42,7 @@ def native_forward(
         out, lse = cudnn_forward(q, k, v, scale)
         return out.transpose(1, 2).flatten(0, 1), lse.transpose(0, 1).flatten(1, 2)
     options = {"return_debug_mask": False, "scale": scale, **_window(window)}
-    out, lse, *_ = aten._flash_attention_forward(
-        q, k, v, *_lengths(documents, key_documents), 0.0, window is None, **options
-    )
+    out, lse, *_ = flash_attention_forward(q, k, v, *_lengths(documents, key_documents), 0.0, window is None, **options)
     return out, lse
 
 
@@ -73,7 +70,7 @@ def native_backward(
         return grad_q, grad_k, grad_v
     # The operator requires a generator state, but does not read it without dropout.
     generator = torch.zeros((2,), dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
-    return aten._flash_attention_backward(
+    return flash_attention_backward(
         grad_out,
         q,
         k,

@@ -32,6 +32,7 @@ from xorl.kernels.attention.kernel import (
 )
 from xorl.kernels.copies import copy_to
 from xorl.kernels.layout import ring_ranges
+from xorl.kernels.torch_private import start_all_to_all, wait_tensor
 
 RingOperator = Callable[[Tensor, Tensor, Tensor, Tensor, int, int, str, float, int | None, bool], tuple[Tensor, Tensor]]
 Range = tuple[int, int]
@@ -265,11 +266,11 @@ def _start_exchange(
     """Start to send rows to each rank; the result waits, and returns the rows that they sent."""
     if not plan.most_fetched:
         return lambda: sent
-    received = torch.ops._c10d_functional.all_to_all_single(sent, list(received_sizes), list(sent_sizes), group_name)
+    received = start_all_to_all(sent, sent_sizes, received_sizes, group_name)
 
     def finish() -> Tensor:
         assert sent is not None  # it lives until the exchange is over
-        return torch.ops._c10d_functional.wait_tensor(received)
+        return wait_tensor(received)
 
     return finish
 

@@ -25,6 +25,17 @@ from xorl.kernels.attention.operator import PackedAttention
 from xorl.kernels.attention.reference import causal_mask, eager_backward, eager_forward
 from xorl.kernels.attention.split import split_by_heads
 from xorl.kernels.copies import copy_to
+from xorl.kernels.torch_private import (
+    efficient_attention_backward,
+    efficient_attention_forward,
+    fused_sdp_choice,
+    scaled_dot_product_efficient_attention,
+    scaled_dot_product_efficient_attention_backward,
+    scaled_dot_product_flash_attention,
+    scaled_dot_product_flash_attention_backward,
+    scaled_dot_product_flash_attention_for_cpu,
+    scaled_dot_product_flash_attention_for_cpu_backward,
+)
 
 FLASH_HEAD_DIM_MULTIPLE = 8
 # The memory-efficient kernel reads log-sum-exps in blocks of this many tokens; the padding must be infinite.
@@ -37,8 +48,6 @@ CAUSAL_FROM_BOTTOM_RIGHT = 2
 EFFICIENT_BIAS_BLOCK = 16
 # The size limit for a mask that expresses a window; the mask grows with the square of the document's length.
 MAX_BIAS_BYTES = 2**32
-
-aten = torch.ops.aten
 
 
 def sdpa_forward(
@@ -185,7 +194,7 @@ class _Call:
         if not is_plain and bias is None:
             return cls(q, k, v, scale, window, None, SDPBackend.EFFICIENT_ATTENTION)
         options = {"scale": scale, "enable_gqa": k.shape[1] != num_heads}
-        kernel = SDPBackend(torch._fused_sdp_choice(q, k, v, bias, 0.0, bias is None, **options))
+        kernel = SDPBackend(fused_sdp_choice(q, k, v, bias, 0.0, bias is None, **options))
         wide, deterministic = q.shape[-1] > CUDNN_MAX_HEAD_DIM, torch.are_deterministic_algorithms_enabled()
         if kernel == SDPBackend.CUDNN_ATTENTION and (bias is not None or wide or deterministic):
             # torch chooses for the forward pass only, and cuDNN's backward pass does not support this call.
@@ -236,10 +245,10 @@ def _concatenate(parts: list[Tensor] | tuple[Tensor, ...], dim: int) -> Tensor:
 
 def _flash_forward(call: _Call) -> tuple[Tensor, Tensor]:
     if call.q.device.type == "cpu":
-        return aten._scaled_dot_product_flash_attention_for_cpu(
+        return scaled_dot_product_flash_attention_for_cpu(
             call.q, call.k, call.v, 0.0, call.bias is None, attn_mask=call.bias, scale=call.scale
         )
-    out, lse, *_ = aten._scaled_dot_product_flash_attention(
+    out, lse, *_ = scaled_dot_product_flash_attention(
         *(_pad_channels(x) for x in (call.q, call.k, call.v)), 0.0, True, scale=call.scale
     )
     return out[..., : call.q.shape[-1]], lse
@@ -247,12 +256,12 @@ def _flash_forward(call: _Call) -> tuple[Tensor, Tensor]:
 
 def _flash_backward(call: _Call, grad_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
     if call.q.device.type == "cpu":
-        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        return scaled_dot_product_flash_attention_for_cpu_backward(
             grad_out, call.q, call.k, call.v, out, lse, 0.0, call.bias is None, attn_mask=call.bias, scale=call.scale
         )
     grad_out, q, k, v, out = (_pad_channels(x) for x in (grad_out, call.q, call.k, call.v, out))
     length = q.shape[2]
-    gradients = aten._scaled_dot_product_flash_attention_backward(
+    gradients = scaled_dot_product_flash_attention_backward(
         grad_out,
         q,
         k,
@@ -285,7 +294,7 @@ def _cut_channels(gradients: Gradients, head_dim: int) -> Gradients:
 def _efficient_forward(call: _Call) -> tuple[Tensor, Tensor]:
     if call.needs_mask:
         q, k, v = (x.transpose(1, 2) for x in (call.q, call.k, call.v))  # [N, L, H, C]
-        out, lse, *_ = aten._efficient_attention_forward(
+        out, lse, *_ = efficient_attention_forward(
             q,
             k,
             v,
@@ -301,7 +310,7 @@ def _efficient_forward(call: _Call) -> tuple[Tensor, Tensor]:
             window_size=call.window,
         )
         return out.transpose(1, 2), lse[:, :, : call.q.shape[2]]
-    out, lse, *_ = aten._scaled_dot_product_efficient_attention(
+    out, lse, *_ = scaled_dot_product_efficient_attention(
         call.q, call.k, call.v, _expand_bias(call), True, 0.0, call.bias is None, scale=call.scale
     )
     return out, lse[:, :, : call.q.shape[2]]
@@ -311,7 +320,7 @@ def _efficient_backward(call: _Call, grad_out: Tensor, out: Tensor, lse: Tensor)
     lse = F.pad(lse, (0, -lse.shape[-1] % EFFICIENT_LSE_BLOCK), value=float("inf")).contiguous()
     if call.needs_mask:
         grad_out, q, k, v, out = (x.transpose(1, 2) for x in (grad_out, call.q, call.k, call.v, out))
-        gradients = aten._efficient_attention_backward(
+        gradients = efficient_attention_backward(
             grad_out,
             q,
             k,
@@ -332,7 +341,7 @@ def _efficient_backward(call: _Call, grad_out: Tensor, out: Tensor, lse: Tensor)
         )
         grad_q, grad_k, grad_v = (x.transpose(1, 2) for x in gradients[:3])
         return grad_q, grad_k, grad_v
-    grad_q, grad_k, grad_v, _ = aten._scaled_dot_product_efficient_attention_backward(
+    grad_q, grad_k, grad_v, _ = scaled_dot_product_efficient_attention_backward(
         grad_out,
         call.q,
         call.k,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from xorl.kernels.optim.noise import Noise, draw, round_stochastically
+from xorl.kernels.torch_private import foreach_norm
 
 # The fp32 copies and random words take about 60 bytes per element. This many elements fit into a core's cache; blocks
 # of 2**18 take twice as long.
@@ -103,7 +104,7 @@ def scale_(tensor: Tensor, factor: Tensor) -> None:
 
 def square_sum(tensors: Sequence[Tensor]) -> Tensor:
     """See `updates.square_sum`."""
-    return torch.stack(list(torch._foreach_norm(list(tensors), 2, dtype=torch.float32))).square().sum()
+    return torch.stack(list(foreach_norm(list(tensors), 2, dtype=torch.float32))).square().sum()
 
 
 def _inverse(grad_scale: Tensor | None) -> Tensor | float:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from xorl.kernels.optim import reference
 from xorl.kernels.optim.noise import Noise
+from xorl.kernels.torch_private import fused_adamw_
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -48,7 +49,7 @@ def adamw_(
     if noises is None and len(dtypes) == 1 and not params[0].is_cuda:
         # torch's function uses all cores, which is worth its two extra roundings: of gradients in a wider dtype to that
         # of the parameters, and of the factor 1 - lr * weight_decay.
-        torch._fused_adamw_(
+        fused_adamw_(
             list(params),
             [grad.to(params[0].dtype) for grad in grads],
             list(exp_avgs),

@@ -16,6 +16,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from xorl.kernels import torch_private
 from xorl.kernels.quant.formats import SMALLEST_AMAX, TOP_EXPONENT, padded
 
 E4M3 = torch.float8_e4m3fn
@@ -58,7 +59,7 @@ def scaled_mm(
     """
     by_row = descale_a.dim() == 1
     if a.is_cuda:
-        product = torch._scaled_mm(
+        product = torch_private.scaled_mm(
             a,
             b.t(),
             scale_a=descale_a[:, None] if by_row else descale_a,
