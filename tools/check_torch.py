@@ -20,7 +20,7 @@ LIBRARIES = ("xorl-kernels", "xorl-data", "xorl-ckpt", "xorl-core", "xorl-lora")
 TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis")
 # The tests of files that use private parts of torch, and run in seconds.
 QUICK = {
-    "xorl-kernels": ("test_kernels_attention.py", "test_kernels_arguments.py"),
+    "xorl-kernels": ("test_kernels_attention.py", "test_kernels_arguments.py", "test_kernels_fused.py"),
     "xorl-ckpt": ("test_checkpointer.py", "test_plain_modules.py", "test_background.py"),
     "xorl-core": ("test_core_arguments.py", "test_optim.py", "test_parallel_recompute.py"),
 }

@@ -17,13 +17,13 @@ from xorl.kernels.fused import cross_entropy, device, heads, partial, reference,
 from xorl.kernels.fused.reference import HeadNorms, HeadShape
 from xorl.kernels.testing import (
     TOLERANCES,
-    allow_loops_in_interpreter,
     assert_close,
     assert_matches_reference,
+    mend_interpreter,
     nan_poisoned_empty,
 )
 
-allow_loops_in_interpreter()
+mend_interpreter()
 
 # Large enough that gradients of the norm of two values are not lost to cancellation.
 EPS = 0.1

@@ -37,13 +37,24 @@ TOLERANCES: Mapping[torch.dtype, Tolerance] = MappingProxyType(
 )
 
 
-def allow_loops_in_interpreter() -> None:
-    """Let interpreted kernels use loop bounds that are known only at run time.
+def mend_interpreter() -> None:
+    """Work around two faults of Triton's interpreter.
 
-    Triton 3.6's interpreter relies on a conversion of arrays to integers that NumPy 2.4 removed.
+    Loops whose bounds are known only at run time: Triton 3.6 relies on a conversion of arrays to integers that NumPy
+    2.4 removed. Comparisons of scalars in masks: in Triton 3.6 to 3.9, the broadcast result has the dtype of the
+    operands, which loads refuse from 3.9 on.
     """
     from triton.runtime import interpreter  # noqa: PLC0415 - needs Triton
 
+    builder = interpreter.InterpreterBuilder
+    create_splat = builder.create_splat
+
+    def create_splat_of_dtype(self: object, shape: object, scalar: interpreter.TensorHandle) -> object:
+        if scalar.data.dtype == bool:
+            scalar = interpreter.TensorHandle(scalar.data, interpreter.tl.int1)
+        return create_splat(self, shape, scalar)
+
+    builder.create_splat = create_splat_of_dtype
     patch = interpreter._patch_lang_tensor
 
     def patched(tensor: type, scope: interpreter._LangPatchScope) -> None:
