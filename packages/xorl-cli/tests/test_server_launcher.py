@@ -257,6 +257,8 @@ def test_a_model_that_is_none_is_named_before_anything_starts(tmp_path: Path, te
         ({"attn_implementation": "native"}, 0, "attn_implementation: native needs a GPU, and this machine has none"),
         ({"attn_implementation": "flash_attention_3"}, 1, "flash_attn_3 is not installed: set attn_implementation to"),
         ({"load_checkpoint_path": "/nowhere"}, 0, "load_checkpoint_path: /nowhere is not a folder"),
+        ({"model_path": "/nowhere"}, 0, "model_path: there is no folder '/nowhere'"),
+        ({"config_path": "{folder}", "tokenizer_path": "./nowhere"}, 0, "tokenizer_path: there is no folder"),
         ({"model_path": "{folder}"}, 0, r"model_path: .* has no weights \(\*.safetensors\)"),
         ({"attn_implementation": "sdpa"}, 0, None),
     ],
@@ -266,7 +268,7 @@ def test_what_this_machine_lacks_is_named_before_anything_starts(
 ) -> None:
     # Would catch a launcher that needs half a minute, and workers that load a model, to find that there is no GPU.
     named: dict[str, str | None] = {name: value.format(folder=tmp_path) for name, value in options.items()}
-    if "model_path" not in named:
+    if not named.keys() & {"model_path", "config_path"}:
         named |= {"model_path": None, "config_path": str(tmp_path)}
     config = loaded(tmp_path, **named).config
     refused = nullcontext() if wanted is None else pytest.raises(ValueError, match=wanted)

@@ -32,6 +32,16 @@ def check_machine(config: ServerConfig, num_gpus: int) -> None:
     start = config.load_checkpoint_path
     if start and not Path(start).expanduser().is_dir():
         raise ValueError(f"load_checkpoint_path: {start} is not a folder; set it to a checkpoint, or to a run's folder")
+    paths = {
+        "model_path": config.model_path,
+        "config_path": config.config_path,
+        "tokenizer_path": config.tokenizer_path,
+    }
+    for option, path in paths.items():
+        if path is not None and _is_path(path) and not Path(path).expanduser().exists():
+            raise ValueError(
+                f"{option}: there is no folder {path!r}; set it to one that exists, or to an id on the Hub"
+            )
     if config.model_path is None or start:
         return
     folder = Path(config.model_path).expanduser()
@@ -40,3 +50,8 @@ def check_machine(config: ServerConfig, num_gpus: int) -> None:
             f"model_path: {config.model_path} has no weights (*.safetensors); choose a folder with them, or start from "
             "random weights with config_path instead"
         )
+
+
+def _is_path(text: str) -> bool:
+    """Whether a text cannot be the id of a repository on the Hub, as `xorl.ckpt.hub` decides it."""
+    return text.startswith(("/", "./", "../", "~")) or text.count("/") > 1
