@@ -1,0 +1,165 @@
+"""Trains one model in several layouts of the same ranks, and compares losses, gradient norms and tokens/s.
+
+    uv run tools/bench_layouts.py                                                       # two CPU ranks, a minute
+    python tools/bench_layouts.py --shape qwen3-8b --ranks 2 --seq 16384 --tokens-per-step 131072 --recompute
+    python tools/bench_layouts.py --shape qwen3-30b-a3b-12-layers --ranks 2 --seq 4096 --tokens-per-step 65536
+
+All layouts train on the same batches: documents that each repeat a cycle of tokens, so that the losses fall. FSDP2
+alone, which is measured first, is what the others are compared with. Prints a table in Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from xorl.cli.bench_config import SHAPES
+
+# Steps that compile, allocate and plan: not timed.
+WARMUP = 5
+SHORTEST, LONGEST = 256, 4096
+CYCLE = 64
+
+
+@dataclass(frozen=True)
+class Run:
+    """A layout's run: its losses and gradient norms by step, the median rate, and the peak of memory."""
+
+    losses: list[float]
+    norms: list[float]
+    tokens_per_s: float
+    peak_gib: float
+
+    @classmethod
+    def read(cls, folder: Path) -> Run:
+        """From the metrics of a run."""
+        records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        steps = [record for record in records if "loss" in record]
+        return cls(
+            [step["loss"] for step in steps],
+            [step["grad_norm"] for step in steps],
+            statistics.median(step["tokens_per_s"] for step in steps[WARMUP:]),
+            max(step["peak_memory_gib"] for step in steps),
+        )
+
+
+def layouts(num_ranks: int, *, has_experts: bool) -> Iterator[tuple[str, Mapping[str, int]]]:
+    """The name and sizes of each layout, FSDP2 alone first."""
+    yield "fsdp2", {}
+    sizes = [size for size in (2, 4, 8) if num_ranks % size == 0]
+    for size in sizes:
+        yield f"ulysses {size}", {"ulysses_parallel_size": size}
+        yield f"ring {size}", {"ringattn_parallel_size": size}
+        if has_experts:
+            yield f"ep {size}", {"expert_parallel_size": size}
+    if num_ranks % 4 == 0:
+        yield "ulysses 2 x ring 2", {"ulysses_parallel_size": 2, "ringattn_parallel_size": 2}
+        if has_experts:
+            yield "ulysses 2, ep 4", {"ulysses_parallel_size": 2, "expert_parallel_size": 4}
+
+
+def write_documents(file: Path, vocab_size: int, longest: int, num_tokens: int) -> None:
+    """JSONL of documents of up to `longest` tokens, each with its own cycle of random tokens."""
+    generator = np.random.default_rng(0)
+    with file.open("w") as stream:
+        while num_tokens > 0:
+            length = int(generator.integers(SHORTEST, longest + 1))
+            cycle = generator.integers(0, vocab_size, size=CYCLE)
+            stream.write(json.dumps({"input_ids": np.resize(cycle, length).tolist()}) + "\n")
+            num_tokens -= length
+
+
+def train(options: argparse.Namespace, name: str, sizes: Mapping[str, int], folder: Path) -> Run:
+    """Run `xorl train` in one layout."""
+    num_sharing = sizes.get("ulysses_parallel_size", 1) * sizes.get("ringattn_parallel_size", 1)
+    output = folder / name.replace(" ", "_").replace(",", "")
+    config = {
+        "model": {"config_path": str(folder / "model")},
+        "data": {
+            "datasets": [{"path": str(folder / "documents.jsonl"), "type": "tokenized"}],
+            "sample_packing_sequence_len": options.seq,
+            "dataset_prepared_path": str(folder / "prepared"),
+        },
+        "train": {
+            "output_dir": str(output),
+            "data_parallel_mode": "fsdp2",
+            "gradient_accumulation_steps": options.tokens_per_step * num_sharing // (options.seq * options.ranks),
+            "lr": 1e-4,
+            "param_dtype": "fp32",
+            "enable_mixed_precision": options.mixed,
+            "enable_gradient_checkpointing": options.recompute,
+            "recompute_policy": "operation" if options.recompute else "module",
+            "max_steps": options.steps,
+            "save_epochs": 0,
+            "save_hf_weights": False,
+            "log_format": "structured",
+            "use_wandb": False,
+            **sizes,
+        },
+    }
+    file = folder / f"{output.name}.yaml"
+    file.write_text(json.dumps(config))  # JSON is YAML
+    command = [sys.executable, "-m", "xorl.cli.train", str(file), "--nproc-per-node", str(options.ranks)]
+    subprocess.run(command, check=True, stdout=sys.stderr)
+    return Run.read(output)
+
+
+def largest_difference(values: list[float], expected: list[float]) -> float:
+    """The largest difference of two series, relative to the expected value of that step."""
+    return max(abs(a - b) / b for a, b in zip(values, expected, strict=True))
+
+
+def main() -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="tiny", help="one of `xorl bench --model`")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--seq", type=int, default=4096)
+    parser.add_argument("--tokens-per-step", type=int, default=16384)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--recompute", action="store_true", help="recompute what is not a product or attention")
+    parser.add_argument("--mixed", action="store_true", help="compute in bf16, as GPUs should")
+    parser.add_argument("--layouts", nargs="+", help="only these, by name")
+    options = parser.parse_args()
+    shape = json.loads((SHAPES / f"{options.shape}.json").read_text())
+    lines = [
+        f"| {options.shape}, {options.ranks} ranks | tokens/s | of fsdp2 | peak, GiB | last loss | loss | norm |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    with tempfile.TemporaryDirectory(prefix="xorl_layouts_") as temporary:
+        folder = Path(temporary)
+        (folder / "model").mkdir()
+        (folder / "model" / "config.json").write_text(json.dumps(shape))
+        num_tokens = (options.steps + 2) * options.tokens_per_step
+        write_documents(folder / "documents.jsonl", shape["vocab_size"], min(LONGEST, options.seq), num_tokens)
+        reference: Run | None = None
+        for name, sizes in layouts(options.ranks, has_experts="num_experts" in shape):
+            if options.layouts is not None and name not in (*options.layouts, "fsdp2"):
+                continue
+            run = train(options, name, sizes, folder)
+            reference = reference or run
+            share = run.tokens_per_s / reference.tokens_per_s
+            loss, norm = (
+                largest_difference(run.losses, reference.losses),
+                largest_difference(run.norms, reference.norms),
+            )
+            lines.append(
+                f"| {name} | {run.tokens_per_s:,.0f} | {share:.2f} | {run.peak_gib:.1f} | {run.losses[-1]:.4f} | "
+                f"{loss:.1e} | {norm:.1e} |"
+            )
+            print(lines[-1], file=sys.stderr, flush=True)
+    print("\n".join(lines))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
