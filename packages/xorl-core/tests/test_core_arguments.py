@@ -7,14 +7,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from xorl.core.loss import get_loss
 from xorl.core.mesh import Mesh, ParallelDims
+from xorl.core.models import SPECS, spec_for
 from xorl.core.nn.fp8 import convert_linears
-from xorl.core.optim import MuonOptions, Schedule, build_optimizer
+from xorl.core.optim import MuonOptions, Schedule, build_optimizer, scale_and_clip_
 from xorl.core.parallel import ParallelPolicy, parallelize
+from xorl.core.runtime import init
 
 
 def optimizer(name: str, **options: object) -> object:
-    return build_optimizer(name, nn.Linear(4, 4).named_parameters(), lr=0.1, weight_decay=0.0, **options)
+    return build_optimizer(name, nn.Linear(4, 4).named_parameters(), **{"lr": 0.1, "weight_decay": 0.0, **options})
+
+
+def loss(targets: dict[str, torch.Tensor]) -> object:
+    return get_loss("cross_entropy")(torch.ones(6, 4), torch.ones(8, 4), targets)
 
 
 @pytest.mark.parametrize(
@@ -34,6 +41,39 @@ def optimizer(name: str, **options: object) -> object:
         (lambda: Schedule(10, 0.1, warmup_ratio=1.5), "warmup_ratio must be from 0 to 1"),
         (lambda: Schedule(10, 0.1)(0), "step must be at least 1"),
         (lambda: convert_linears(nn.ModuleList(), "rows"), "recipe: 'rows' is not one of"),
+        (lambda: optimizer("adamw", lr="1e-3"), "lr: must be a number of at least 0, got '1e-3'"),
+        (lambda: optimizer("adamw", lr=-1.0), "lr: must be a number of at least 0, got -1.0"),
+        (lambda: optimizer("adamw", state_dtype="bfloat16"), "state_dtype: must be a torch.dtype"),
+        (lambda: optimizer("adamw", no_decay_params="bias"), r"no_decay_params: must be a list of strings, got 'bias'"),
+        (lambda: optimizer("adamw", no_decay_params=["nobias"]), "^no_decay_params: no parameter matches nobias"),
+        (
+            lambda: optimizer("muon", muon=MuonOptions({"foo": [4]})),
+            "muon: matrices names 'foo', which is no parameter",
+        ),
+        (lambda: optimizer("muon", muon=MuonOptions({"bias": [4]})), "'bias', which has fewer than two dims"),
+        (
+            lambda: build_optimizer("sgd", nn.Linear(4, 4).parameters(), lr=0.1, weight_decay=0.0),
+            r"named_parameters: must be pairs .* pass model.named_parameters\(\)",
+        ),
+        (lambda: MuonOptions([("weight", [4])]), "matrices: must map names of parameters"),
+        (lambda: MuonOptions({}, num_steps=0), "num_steps: must be a number of at least 1, got 0"),
+        (lambda: MuonOptions({}, momentum=3.0), "momentum: must be at least 0 and below 1, got 3.0"),
+        (lambda: Schedule(10, -1e-2), "peak: must be a number of at least 0, got -0.01"),
+        (lambda: Schedule(10, 1e-2, 1.0, style="cosine"), "minimum 1 is above peak 0.01"),
+        (lambda: ParallelPolicy(param_dtype="bf16"), "param_dtype: must be a torch.dtype"),
+        (lambda: ParallelPolicy(recompute_num_layers=-1), "recompute_num_layers: must be a number of at least 0"),
+        (lambda: ParallelPolicy(compile_backend=True), "compile_backend: True is not one of 'inductor'"),
+        (lambda: scale_and_clip_(iter(()), 1.0, 1.0), "parameters: there are none"),
+        (lambda: scale_and_clip_([nn.Parameter(torch.ones(2))], 0, 1.0), "divisor: is 0"),
+        (lambda: scale_and_clip_([nn.Parameter(torch.ones(2))], 1.0, -1.0), "max_norm: must be a number of at least 0"),
+        (lambda: init("gpu"), "device_type: 'gpu' is not one of"),
+        (lambda: spec_for("meta-llama/Llama-3.1-8B"), "hf_config: must be the mapping of a config.json, got str"),
+        (lambda: SPECS["LlamaForCausalLM"].build({}), "config: must be a DecoderConfig, .* got dict"),
+        (
+            lambda: loss({"labels": torch.arange(6)[None]}),
+            r"labels must have one entry .* 6 tokens .* got shape \[1, 6\]",
+        ),
+        (lambda: loss({"label": torch.arange(6)}), "targets: there are no labels among label"),
     ],
 )
 def test_wrong_arguments_are_refused_by_name(call: Callable[[], object], message: str) -> None:
@@ -70,6 +110,8 @@ def test_a_module_of_another_kind_is_placed_or_told_what_it_lacks() -> None:
 
 def check_foreign_modules() -> None:
     mesh = Mesh(ParallelDims(), "cpu")
+    with pytest.raises(ValueError, match=r"mesh: must be an xorl\.core\.mesh\.Mesh, got DeviceMesh"):
+        parallelize(Named(), mesh.device_mesh, ParallelPolicy(), device="cpu")
     policy, cpu = ParallelPolicy(data_parallel_mode="none", recompute="layer"), torch.device("cpu")
     with pytest.raises(ValueError, match=r"model: Foreign has no `layers`, the nn.ModuleList"):
         parallelize(Foreign(), mesh, policy, device=cpu)

@@ -41,6 +41,8 @@ OPTIONS: Mapping[str, str] = MappingProxyType(
         "ep": "train.expert_parallel_size",
         "fp8": "train.fp8",
         "mode": "train.data_parallel_mode",
+        "no_decay_modules": "train.no_decay_modules",
+        "no_decay_params": "train.no_decay_params",
         "pp": "train.pipeline_parallel_size",
         "replicate_size": "train.data_parallel_replicate_size",
         "shard_size": "train.data_parallel_shard_size",

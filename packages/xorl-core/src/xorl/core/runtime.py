@@ -77,6 +77,8 @@ def init(
     of `join.meet`, which this calls otherwise. Raises RuntimeError if the host has fewer GPUs than processes, and
     JoinError if the ranks cannot reach each other.
     """
+    if device_type not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"device_type: {device_type!r} is not one of 'auto', 'cpu', 'cuda'")
     if device_type == "auto":
         device_type = default_device_type()
     device = torch.device("cpu")

@@ -38,8 +38,20 @@ def cross_entropy(
             holds the logits of one chunk of tokens and computes the gradient in the forward pass, so only `sum` can be
             backpropagated, and only once.
     """
-    labels_only = {"labels": targets["labels"]}
+    labels_only = {"labels": labels_of(hidden, targets)}
     return weighted_cross_entropy(hidden, head_weight, labels_only, logits_fp32=logits_fp32, whole_logits=whole_logits)
+
+
+def labels_of(hidden: Tensor, targets: Mapping[str, Tensor]) -> Tensor:
+    """The labels [T, ..] of the tokens of `hidden` [T, D]. Raises ValueError if they are missing or are not T."""
+    if "labels" not in targets:
+        raise ValueError(f"targets: there are no labels among {', '.join(targets) or 'them'}; add labels [T]")
+    labels = targets["labels"]
+    if labels.shape[:1] != hidden.shape[:1]:
+        raise ValueError(
+            f"labels must have one entry for each of the {len(hidden)} tokens of hidden, got shape {[*labels.shape]}"
+        )
+    return labels
 
 
 def weighted_cross_entropy(
@@ -56,7 +68,7 @@ def weighted_cross_entropy(
     Other arguments as for `cross_entropy`. A token of weight 0 is not trained, but its log-probability is returned.
     Labels and weights may be [T, K]: the loss sums over all K, and a token is trained if any of its labels is.
     """
-    labels, weights = targets["labels"], targets.get("weights")
+    labels, weights = labels_of(hidden, targets), targets.get("weights")
     if labels.dim() == 2:
         return _several_labels(hidden, head_weight, labels, weights, logits_fp32=logits_fp32)
     if whole_logits:
@@ -117,7 +129,7 @@ def score_tokens(
 
     It is False for ignored labels. Arguments as for `cross_entropy`; no gradient.
     """
-    labels = targets["labels"]
+    labels = labels_of(hidden, targets)
     if whole_logits:
         logits = full_logits(hidden, head_weight, logits_fp32)
         per_token = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="none")

@@ -37,6 +37,11 @@ def spec_for(hf_config: Mapping[str, object]) -> ModelSpec:
     Raises:
         ValueError: the entry is missing or the family is not supported; the message lists the supported ones.
     """
+    if not isinstance(hf_config, Mapping):
+        raise ValueError(
+            f"hf_config: must be the mapping of a config.json, got {type(hf_config).__name__}; a configuration of "
+            "transformers has to_dict()"
+        )
     architectures = hf_config.get("architectures")
     name = architectures[0] if isinstance(architectures, list) and architectures else None
     if not isinstance(name, str) or name not in SPECS:

@@ -27,6 +27,8 @@ class CausalLM(nn.Module):
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Logits [B, S, V] of input_ids [B, S], in the dtype of the computation."""
+        if input_ids.dim() != 2:
+            raise ValueError(f"input_ids must have shape [B, S], got {[*input_ids.shape]}; add a dim for the row")
         rows, length = input_ids.shape
         device_type = input_ids.device.type
         is_autocast = torch.is_autocast_enabled(device_type)

@@ -46,6 +46,10 @@ class ModelSpec:
 
     def build(self, config: DecoderConfig, *, merge_qkv: bool = True, kernels: LayerKernels = PLAIN_KERNELS) -> Decoder:
         """Build the model with uninitialised parameters, on the device of the surrounding `torch.device` context."""
+        if not isinstance(config, DecoderConfig):
+            raise ValueError(
+                f"config: must be a DecoderConfig, which config_from_hf returns, got {type(config).__name__}"
+            )
         logical = logical_modules(self.recipes(config, merge_qkv=merge_qkv))
         return Decoder(config, merge_qkv=merge_qkv, kernels=kernels, logical=logical)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from xorl.core.shards import is_dtensor, local, sharded_axes
+from xorl.kernels.arguments import check_number
 from xorl.kernels.optim import scale_, square_sum
 from xorl.kernels.torch_private import foreach_mul_
 
@@ -83,8 +84,18 @@ def gradient_norms(sets: Sequence[Sequence[Tensor]], divided: Divided = UNDIVIDE
 
 
 @torch.no_grad()
-def scale_and_clip_(parameters: Sequence[Tensor], divisor: Tensor | float, max_norm: float | None) -> Tensor:
-    """Divide the gradients by the scale of `gradient_scale`, for optimizers without `grad_scale`; return the norm."""
+def scale_and_clip_(parameters: Iterable[Tensor], divisor: Tensor | float, max_norm: float | None) -> Tensor:
+    """Divide the gradients by the scale of `gradient_scale`, for optimizers without `grad_scale`; return the norm.
+
+    Raises ValueError without parameters, and for a divisor or a norm that is no number above 0 (None: no clipping).
+    """
+    parameters = list(parameters)
+    if not parameters:
+        raise ValueError("parameters: there are none; an iterator that was used before is empty")
+    if not isinstance(divisor, Tensor) and not divisor:
+        raise ValueError("divisor: is 0; pass the number of trained tokens over all ranks")
+    if max_norm is not None:
+        check_number("max_norm", max_norm)
     norm, scale = gradient_scale(parameters, divisor, max_norm)
     _scale_([local(p.grad) for p in parameters if p.grad is not None], 1 / scale)
     return norm

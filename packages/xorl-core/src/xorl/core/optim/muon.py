@@ -16,7 +16,7 @@ from xorl.core.optim.adamw import AdamW, StepControls, count_steps_, step_contro
 from xorl.core.optim.matrices import Exchange, Grid, Matrix, Run, logical_matrices, plan_rounds
 from xorl.core.optim.newton_schulz import orthogonalise
 from xorl.core.shards import is_dtensor, local
-from xorl.kernels.arguments import check_choice
+from xorl.kernels.arguments import check_choice, check_number
 from xorl.kernels.optim import Noise, descend_, momentum_
 
 AdjustLr = Literal["original", "match_rms_adamw"]
@@ -50,6 +50,15 @@ class MuonOptions:
 
     def __post_init__(self) -> None:
         check_choice("adjust_lr", self.adjust_lr, AdjustLr)
+        if not isinstance(self.matrices, Mapping):
+            raise ValueError(
+                "matrices: must map names of parameters to the rows of their matrices, as layer_matrices() of this "
+                f"package's models does, got {type(self.matrices).__name__}"
+            )
+        check_number("lr", self.lr)
+        check_number("num_steps", self.num_steps, least=1)
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum: must be at least 0 and below 1, got {self.momentum!r}")
 
 
 def lr_ratio(adjust_lr: AdjustLr, rows: int, columns: int) -> float:

@@ -12,7 +12,7 @@ from torch import nn
 from xorl.core.optim.adamw import AdamW, noise_key
 from xorl.core.optim.muon import Muon, MuonOptions
 from xorl.core.optim.sgd import SGD
-from xorl.kernels.arguments import check_choice
+from xorl.kernels.arguments import check_choice, check_number
 
 OptimizerName = Literal["adamw", "sgd", "anyprecision_adamw", "muon"]
 
@@ -45,13 +45,21 @@ def build_optimizer(
         first_rows: for parameters that are some rows of a larger one, which ranks divide: the index of the first, on
             which stochastic rounding depends.
 
-    Raises ValueError for an unknown name, for a substring that matches no parameter, trained or frozen, or if no
-    parameter requires a gradient.
+    Raises ValueError for an unknown name or an argument out of range, for a substring or a matrix of muon that matches
+    no parameter, trained or frozen, or if no parameter requires a gradient.
     """
     check_choice("name", name, OptimizerName)
+    check_number("lr", lr)
+    check_number("weight_decay", weight_decay)
+    if not isinstance(state_dtype, torch.dtype):
+        raise ValueError(f"state_dtype: must be a torch.dtype, such as torch.bfloat16, got {state_dtype!r}")
     if name == "muon" and muon is None:
         raise ValueError("muon: the optimizer muon needs MuonOptions, which say what each parameter stacks; got None")
-    named = dict(named_parameters)
+    named = _named(named_parameters)
+    for path in muon.matrices if muon is not None else ():
+        if path not in named or named[path].dim() < 2:
+            fault = "has fewer than two dims" if path in named else "is no parameter"
+            raise ValueError(f"muon: matrices names {path!r}, which {fault}; the others are updated by AdamW")
     require_no_decay_matches(named, no_decay_modules, no_decay_params)
     trained = [(path, parameter) for path, parameter in named.items() if parameter.requires_grad]
     if not trained:
@@ -78,19 +86,29 @@ def build_optimizer(
     return SGD(groups.values(), lr)
 
 
+def _named(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, nn.Parameter]:
+    pairs = list(named_parameters)
+    if not all(isinstance(pair, tuple) for pair in pairs):
+        raise ValueError("named_parameters: must be pairs of a name and a parameter: pass model.named_parameters()")
+    return dict(pairs)
+
+
 def require_no_decay_matches(
     paths: Iterable[str], no_decay_modules: Sequence[str], no_decay_params: Sequence[str]
 ) -> None:
     """Raise ValueError for a substring that matches none of the parameters at `paths`; see `build_optimizer`."""
     if unmatched := unmatched_no_decay(paths, no_decay_modules, no_decay_params):
         option, parts = next(iter(unmatched.items()))
-        raise ValueError(f"train.{option}: no parameter matches {', '.join(parts)}")
+        raise ValueError(f"{option}: no parameter matches {', '.join(parts)}")
 
 
 def unmatched_no_decay(
     paths: Iterable[str], no_decay_modules: Sequence[str], no_decay_params: Sequence[str]
 ) -> dict[str, list[str]]:
     """The substrings that match none of the parameters at `paths`, by option; without options that have none."""
+    for option, given in (("no_decay_modules", no_decay_modules), ("no_decay_params", no_decay_params)):
+        if isinstance(given, str):
+            raise ValueError(f"{option}: must be a list of strings, got {given!r}; write [{given!r}]")
     modules, names = zip(*(_split(path) for path in paths), strict=True)
     unmatched = {
         option: sorted(part for part in given if not any(part in name for name in candidates))

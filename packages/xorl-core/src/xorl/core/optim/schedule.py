@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from xorl.kernels.arguments import check_choice
+from xorl.kernels.arguments import check_choice, check_number
 
 DecayStyle = Literal["constant", "linear", "cosine"]
 
@@ -20,7 +20,7 @@ class Schedule:
     transformers: the first step of the decay uses `peak`, and the last one a value above `minimum`. So even with a
     `minimum` of 0, every step of the decay has an effect.
 
-    Raises ValueError for values out of range, or if the warm-up would end after the decay.
+    Raises ValueError for values out of range, or if the warm-up would end after a decay.
     """
 
     num_steps: int
@@ -35,6 +35,10 @@ class Schedule:
         check_choice("style", self.style, DecayStyle)
         if self.num_steps < 1:
             raise ValueError(f"num_steps must be at least 1, got {self.num_steps}")
+        for name in ("peak", "minimum", "start"):
+            check_number(name, getattr(self, name))
+        if self.minimum > self.peak and self.style != "constant":
+            raise ValueError(f"minimum {self.minimum:g} is above peak {self.peak:g}: the rate would not decay")
         for name in ("warmup_ratio", "decay_ratio"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be from 0 to 1, got {getattr(self, name)}")

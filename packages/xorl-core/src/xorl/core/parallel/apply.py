@@ -31,7 +31,7 @@ from xorl.core.parallel.offload import ActivationOffload
 from xorl.core.parallel.parts import Parts
 from xorl.core.parallel.stored import gather_as_stored
 from xorl.core.torch_private import allow_integer_parameters, reset_reducer, reset_units, without_streams
-from xorl.kernels.arguments import check_choice
+from xorl.kernels.arguments import check_choice, check_number
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,14 @@ class ParallelPolicy:
         else:
             for module in self.recompute:
                 check_choice("recompute", module, RecomputeModule)
+        if self.param_dtype is not None and not isinstance(self.param_dtype, torch.dtype):
+            raise ValueError(f"param_dtype: must be a torch.dtype, such as torch.bfloat16, got {self.param_dtype!r}")
+        if self.recompute_num_layers is not None:
+            check_number("recompute_num_layers", self.recompute_num_layers)
+        if self.activation_offload_limit is not None:
+            check_number("activation_offload_limit", self.activation_offload_limit)
+        if not callable(self.compile_backend) and self.compile_backend is not None:
+            check_choice("compile_backend", self.compile_backend, Literal["inductor", "aot_eager", "eager"])
         if self.cpu_offload and self.data_parallel_mode != "fsdp2":
             raise ValueError(
                 f"cpu_offload: needs sharded parameters, but data_parallel_mode is {self.data_parallel_mode}: use "
@@ -203,7 +211,7 @@ def parallelize(
     mesh: Mesh,
     policy: ParallelPolicy,
     *,
-    device: torch.device,
+    device: torch.device | str,
     fill: Callable[[nn.Module], None] | None = None,
 ) -> ParallelModel:
     """Apply `policy` to `model`, in place, and return it with the module to call.
@@ -224,10 +232,15 @@ def parallelize(
     are units of sharding too, if ranks hold different ones, and so is `model.lm_head`, if there is one; if the head is
     tied, the loss reads `model.head_weight`, which the embedding owns.
 
-    Raises ValueError, before anything is changed, if `check_parallelizable` does, and without `fill` if parameters are
-    on the meta device.
+    Gradients are summed over the ranks, not averaged: divide by the number of tokens of all ranks, as `scale_and_clip_`
+    does. Under ddp, only `forward` of the result reduces them, not the model itself.
+
+    Raises ValueError, before anything is changed, if `check_parallelizable` does, for a mesh with axes that are
+    not supported, and without `fill` if parameters are on the meta device.
     """
+    device = torch.device(device)
     check_parallelizable(model, policy, device.type)
+    _check_mesh(mesh)
     if fill is None and any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError("fill: parameters are on the meta device; pass a function that sets their values")
     layers, head = layers_of(model), getattr(model, "lm_head", None)
@@ -272,6 +285,14 @@ def parallelize(
     is_replica = policy.data_parallel_mode == "ddp" and any(weight.requires_grad for weight in model.parameters())
     forward = replicate(model, mesh) if is_replica else model
     return ParallelModel(model, forward, mesh, fp8_weights)
+
+
+def _check_mesh(mesh: Mesh) -> None:
+    """Raise ValueError for what is no mesh, or has axes along which nothing would be divided or reduced."""
+    if not isinstance(mesh, Mesh):
+        raise ValueError(f"mesh: must be an xorl.core.mesh.Mesh, got {type(mesh).__name__}")
+    if (sizes := (mesh.dims.tp, mesh.dims.pp)) != (1, 1):
+        raise ValueError(f"mesh: has tp {sizes[0]} and pp {sizes[1]}, which are not supported; use other axes")
 
 
 def divided_experts(model: nn.Module) -> list[nn.Module]:
