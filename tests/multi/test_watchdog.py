@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -64,6 +65,15 @@ def test_a_stall_names_the_rank_that_the_others_wait_for(tmp_path: Path, run_ran
     assert f"the others wait for {name}\n{name}: step 3, data\n" in text
     assert "in read_slowly" in text.partition("\nrank 1:\n")[2]
     assert "in all_reduce" in text.partition("\nranks 0, 2:\n")[2]
+
+
+def test_no_thread_is_left_once_the_watch_has_ended() -> None:
+    # Catches a thread that is in an operation of the store when the interpreter ends, which aborts the process.
+    watchdog = Watchdog(lambda error: None, interval_s=1e-4)
+    watchdog.start(None, 0)
+    time.sleep(0.05)
+    watchdog.stop()
+    assert "xorl-watchdog" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_a_stall_of_a_single_process_says_where_it_is(tmp_path: Path, run_ranks) -> None:

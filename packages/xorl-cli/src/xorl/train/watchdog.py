@@ -33,6 +33,8 @@ LOST_S = 120.0
 INTERVAL_S = 2.0
 # After a failure elsewhere: until the launcher has stopped the ranks of the same host, or their own errors are known.
 GRACE_S = 5.0
+# For an operation of the store that is under way when the watch ends; it may never return if its host is lost.
+STOP_S = 10.0
 _STACKS_WANTED = "xorl/stacks"
 
 
@@ -89,6 +91,7 @@ class Watchdog:
         self._store: dist.Store | None = None
         self._rank = 0
         self._round_s = time.monotonic()
+        self._threads: list[threading.Thread] = []
 
     def start(self, peers: Peers | None, rank: int) -> None:
         """Begin to watch. `peers` is None for a process without others."""
@@ -96,12 +99,18 @@ class Watchdog:
         store.set_timeout(timedelta(seconds=max(10.0, self._interval_s)))
         self._peers, self._store, self._rank = peers, store, rank
         self._round_s = time.monotonic()
-        for target in (self._watch, self._watch_store):
-            threading.Thread(target=target, name="xorl-watchdog", daemon=True).start()
+        targets = (self._watch, self._watch_store)
+        self._threads = [threading.Thread(target=each, name="xorl-watchdog", daemon=True) for each in targets]
+        for thread in self._threads:
+            thread.start()
 
     def stop(self) -> None:
         """Stop watching, after the last collective: until then the others expect signs of life."""
         self._stopped.set()
+        for thread in self._threads:
+            # A thread that is in an operation of the store when the interpreter ends aborts the process.
+            if thread is not threading.current_thread():
+                thread.join(STOP_S)
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
