@@ -54,7 +54,8 @@ class LocalCheckpointFields(CheckpointFields):
     )
     save_hf_weights: bool = Field(
         default=True,
-        description="At the end of training, export the model to Hugging Face safetensors, beside the last checkpoint.",
+        description="At the end of training, export the model to Hugging Face safetensors, beside the last checkpoint: "
+        "in bf16 with enable_mixed_precision, else in the dtype of the parameters. xorl export writes any dtype later.",
     )
     load_checkpoint_path: str | None = Field(
         default=None,
