@@ -21,6 +21,7 @@ import torch
 from child import in_child
 from xorl.ckpt import Checkpointer
 from xorl.ckpt.publish import set_aside_after
+from xorl.cli.signals import raise_on_signal
 from xorl.config import Config, config_from_mapping
 from xorl.core import runtime
 from xorl.core.runtime import GarbageCollection, Runtime
@@ -332,6 +333,28 @@ def test_first_signal_is_agreed_on_one_step_later_and_a_later_one_acts(monkeypat
             assert [interruption.agreed_signal() for _ in range(2)] == [0, interrupt.OUT_OF_TIME]
     finally:
         signal.signal(signal.SIGTERM, previous)
+        runtime.shutdown()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_signal_whose_exception_was_lost_still_stops_the_run() -> None:
+    # Catches a run that goes on, since the signal came while a loader's worker was forked: Python ignores what
+    # callbacks raise.
+    class Dropped:
+        def __del__(self) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            for _ in range(1000):
+                pass
+
+    runtime.init("cpu")
+    try:
+        with raise_on_signal():
+            Dropped()
+            with Interruption() as interruption:
+                assert [interruption.agreed_signal() for _ in range(2)] == [0, signal.SIGTERM]
+        with Interruption() as interruption:
+            assert [interruption.agreed_signal() for _ in range(2)] == [0, 0]
+    finally:
         runtime.shutdown()
 
 

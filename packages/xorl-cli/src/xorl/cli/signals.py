@@ -9,29 +9,34 @@ from contextlib import contextmanager
 from types import FrameType
 
 from xorl.cli.exit_codes import BY_SIGNAL, Terminated
-from xorl.host.signals import REPEATED_S, STOP_SIGNALS
+from xorl.host.signals import REPEATED_S, STOP_SIGNALS, forget_raised, note_raised
 
-RAISED = tuple(number for number in STOP_SIGNALS if number != signal.SIGINT)  # Python itself raises for SIGINT
 # Time for cleanup, and for native code to return to Python, which alone runs handlers.
 CLEAN_UP_S = 5.0
 
 
 @contextmanager
 def raise_on_signal() -> Iterator[Callable[[], bool]]:
-    """While entered, SIGTERM and SIGUSR1 raise Terminated in the main thread.
+    """While entered, SIGTERM and SIGUSR1 raise Terminated in the main thread, and SIGINT KeyboardInterrupt.
 
-    Yields a function that tells whether other code handles SIGTERM by now.
+    All are noted for code that handles signals itself later, since Python ignores exceptions in some callbacks. Yields
+    a function that tells whether other code handles SIGTERM by now.
     """
 
     def terminate(number: int, frame: FrameType | None) -> None:
-        raise Terminated(number)
+        note_raised(number)
+        raise KeyboardInterrupt if number == signal.SIGINT else Terminated(number)
 
-    previous = {number: signal.signal(number, terminate) for number in RAISED}
+    forget_raised()
+    # A job in the background of a shell ignores SIGINT.
+    raised = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    previous = {number: signal.signal(number, terminate) for number in raised}
     try:
         yield lambda: signal.getsignal(signal.SIGTERM) is not terminate
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+        forget_raised()
 
 
 def import_torch() -> None:

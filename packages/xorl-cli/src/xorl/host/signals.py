@@ -7,3 +7,24 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 # A repeated signal counts only this much later: schedulers often signal both the ranks and their launcher, which
 # forwards it to the ranks.
 REPEATED_S = 3.0
+
+_raised: list[int] = []
+
+
+def forget_raised() -> None:
+    """Forget the signals that were noted."""
+    _raised.clear()
+
+
+def note_raised(number: int) -> None:
+    """Note that the handler of a signal is about to raise."""
+    _raised.append(number)
+
+
+def raised_signal() -> int:
+    """The first signal whose handler has raised, or 0.
+
+    If the process goes on nevertheless, the exception was lost: Python ignores those in callbacks, such as the ones
+    around a fork.
+    """
+    return _raised[0] if _raised else 0

@@ -13,7 +13,7 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from xorl.host.signals import REPEATED_S, STOP_SIGNALS
+from xorl.host.signals import REPEATED_S, STOP_SIGNALS, raised_signal
 
 # Stands for `train.max_time` where a signal's number says why a run ended.
 OUT_OF_TIME = signal.SIGALRM
@@ -48,6 +48,7 @@ class Interruption:
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> Interruption:
+        self._received, self._since = raised_signal(), time.monotonic()
         for number in STOP_SIGNALS:
             self._previous[number] = signal.signal(number, self._receive)
         return self
