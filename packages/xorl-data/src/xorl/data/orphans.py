@@ -2,12 +2,20 @@
 
 import multiprocessing
 import os
+import signal
 import threading
 from multiprocessing.connection import wait
 
 
 def exit_with_parent() -> None:
-    """Ends this process, started by multiprocessing, when its parent ends. Both hold the parent's locks until then."""
+    """Ends this process, started by multiprocessing, when its parent ends, and on SIGTERM without a traceback.
+
+    Until then, both hold the parent's locks.
+    """
+    # A forked process has the handlers of its parent, whose clean-up is not its own.
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
     parent = multiprocessing.parent_process()
     assert parent is not None, "runs in a child process"
 
