@@ -270,3 +270,46 @@ def test_a_copy_with_generation_blocks_trains_what_an_unstable_template_does_not
     template.write_text(unstable.replace("BEFORE", "{% generation %}").replace("AFTER", "{% endgeneration %}"))
     found = texts(path, text_options, type="chat", chat_template=str(template))
     assert found == [("?HiHello<|end|>", ["Hello<|end|>"])]
+
+
+ROLE = "<|{{ m.role }}|>"
+BLOCK = "{% generation %}{{ m.content }}<|end|>{% endgeneration %}"
+OWN_BLOCK = "{% if m.role == 'assistant' %}" + BLOCK + "{% else %}{{ m.content }}{% endif %}"
+COVERING = {
+    "every message": (f"{{% for m in messages %}}{ROLE}{BLOCK}{{% endfor %}}", 4),
+    "everything": (
+        f"{{% generation %}}{{% for m in messages %}}{ROLE}{{{{ m.content }}}}{{% endfor %}}{{% endgeneration %}}",
+        1,
+    ),
+    "the user's": (
+        f"{{% for m in messages %}}{ROLE}{OWN_BLOCK}{{% endfor %}}".replace("== 'assistant'", "== 'user'"),
+        2,
+    ),
+}
+
+
+@pytest.mark.parametrize("train_on", [None, "assistant", "last_turn"])
+@pytest.mark.parametrize("name", COVERING)
+def test_generation_blocks_around_other_messages_are_refused(text_options, tmp_path, write_jsonl, name, train_on):
+    """Catches the user's text that is trained because the template marks it, as many blocks as answers included."""
+    source, num_blocks = COVERING[name]
+    (tmp_path / "own.jinja").write_text(source)
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"messages": [USER, ASSISTANT, USER, ASSISTANT]}])
+    message = (
+        rf"line 1: .*own.jinja marks {num_blocks} generation blocks for 2 assistant messages.* message 0, .* user;"
+    )
+    with pytest.raises(DataError, match=message):
+        texts(path, text_options, type="chat", chat_template=str(tmp_path / "own.jinja"), train_on=train_on)
+
+
+def test_an_answer_that_repeats_the_question_or_has_two_blocks_is_trained(text_options, tmp_path, write_jsonl):
+    """Catches a refusal of correct blocks: of an answer that quotes the user, and of a template with several each."""
+    (tmp_path / "own.jinja").write_text("{% for m in messages %}" + ROLE + OWN_BLOCK + "{% endfor %}")
+    quoting = [USER, {**ASSISTANT, "content": "Hi, you said Hi"}]
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"messages": quoting}])
+    [(_, trained)] = texts(path, text_options, type="chat", chat_template=str(tmp_path / "own.jinja"))
+    assert trained == ["Hi, you said Hi<|end|>"]
+    twice = OWN_BLOCK.replace("<|end|>", "{% endgeneration %}{% generation %}<|end|>")
+    (tmp_path / "two.jinja").write_text("{% for m in messages %}" + ROLE + twice + "{% endfor %}")
+    [(_, trained)] = texts(path, text_options, type="chat", chat_template=str(tmp_path / "two.jinja"))
+    assert "".join(trained) == "Hi, you said Hi<|end|>"

@@ -27,6 +27,8 @@ from xorl.data.formats.template import ChatTemplate, Message, TemplateRefusal
 
 # Texts that replace a turn. Any other text differs from at least one of them at its start, and at its end.
 _PROBES = ("x0x", "y1y")
+# Added to messages to see where a template writes them: a Unicode noncharacter, which does not occur in text.
+_TRACER = "\ufdd2"
 # A message of at least this length does not occur in another one by chance.
 _MIN_UNIQUE_CHARS = 24
 
@@ -108,6 +110,7 @@ def _by_blocks(
 ) -> Rendered:
     text, blocks = template.render_marked(conversation.messages, conversation.tools)
     answers = [n for n, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+    _check_blocks(template, conversation, len(answers), [text[a:b] for a, b in blocks])
     if len(turns) == len(answers):
         chosen = blocks
     elif len(blocks) == len(answers):
@@ -122,6 +125,28 @@ def _by_blocks(
     for turn in turns:
         _check_tool_calls(template, conversation, turn, "".join(text[a:b] for a, b in chosen))
     return Rendered(text, tuple(chosen), sum(not _is_ended(text[a:b], special) for a, b in chosen))
+
+
+def _check_blocks(template: ChatTemplate, conversation: Conversation, num_answers: int, blocks: Sequence[str]) -> None:
+    """Raises DataError if the generation blocks contain messages that are not the assistant's.
+
+    An answer may also quote another message, so the template is rendered again with a tracer in that message.
+    """
+    messages = conversation.messages
+    for number, message in enumerate(messages):
+        content = message["content"]
+        if message["role"] == "assistant" or not isinstance(content, str) or not content.strip():
+            continue
+        if not any(content.strip() in block for block in blocks):
+            continue
+        marked = [*messages[:number], {**message, "content": content + _TRACER}, *messages[number + 1 :]]
+        text, spans = template.render_marked(marked, conversation.tools)
+        if any(_TRACER in text[start:stop] for start, stop in spans):
+            raise DataError(
+                f"{template.name} marks {len(blocks)} generation blocks for {num_answers} assistant messages, and "
+                f"they contain message {number}, whose role is {message['role']}; write {{% generation %}} and "
+                "{% endgeneration %} only around what the template renders for assistant messages"
+            )
 
 
 def _locate_turn(
