@@ -87,7 +87,7 @@ def test_resumed_streams_train_on_the_same_documents(folder: Path, run_ranks) ->
     assert [row[3] for row in found] == pytest.approx([row[3] for row in expected], rel=1e-4)
     place = read_manifest(parts / "checkpoints" / "global_step_10").info["data"]
     assert place["position"] == 10 * BINS_PER_STEP
-    assert sum(first for first, _ in place["stream_positions"]) > 0
+    assert sum(first for first, _ in place["stream_positions"][:-1]) > 0
     receipts = [json.loads((output / "data_receipt.json").read_text())["train"] for output in (whole, parts)]
     assert receipts[0] == receipts[1]
     assert receipts[0]["plan_hash"] == place["order"]

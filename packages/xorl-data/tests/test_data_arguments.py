@@ -53,8 +53,22 @@ def test_a_stream_refuses_batches_and_positions_that_do_not_fit(tmp_path: Path) 
     plan = StreamPlan.over(stream, bins_per_step=4, max_steps=1)
     with pytest.raises(ValueError, match="micro_batch_size: 3 times dp_size 1 does not divide"):
         StreamLoader(stream, plan, micro_batch_size=3)
-    with pytest.raises(ValueError, match=r"positions: want \[\d+, 2\]"):
-        StreamLoader(stream, plan, micro_batch_size=1, positions=[[1, 2]] * (plan.num_lanes + 1))
+    other = open_stream(entries, StreamOptions(bin_len=8, seed=1), index_path=str(tmp_path / "index"))
+    with pytest.raises(ValueError, match="plan: it belongs to another stream"):
+        StreamLoader(other, plan, micro_batch_size=1)
+    loader = StreamLoader(other, StreamPlan.over(other, bins_per_step=4, max_steps=1), micro_batch_size=1)
+    mark = list(plan.bins_hash)
+    for positions, message in (
+        ([[1, 2]] * (plan.num_lanes + 2), r"positions: want \[2, 2\] integers .* got \[3, 2\]"),
+        ([[1.5, 2], mark], r"positions: want \[2, 2\] integers .* of float64"),
+        (loader.positions(), "positions: they belong to a stream of other data .* seed"),
+        ([[-1, -1], mark], r"positions: \[-1, -1\] of lane 0 is not the start of a run"),
+        ([[1000, 0], mark], r"positions: \[1000, 0\] of lane 0 is not the start"),
+        ([[0, 5], mark], r"positions: \[0, 5\] of lane 0 is not the start"),
+        ([[10**9, 5], mark], "positions: they were taken after the first bin of step 1, .* its bin 1000000000"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            next(StreamLoader(stream, plan, micro_batch_size=1, positions=positions).steps(start=1))
 
 
 def test_paths_may_be_text(tmp_path: Path) -> None:

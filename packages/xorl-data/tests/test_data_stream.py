@@ -107,6 +107,16 @@ def test_every_resume_goes_on_with_the_next_document(tmp_path, corpus, small, wo
     assert read(loaders(stream), start=7)[0] == expected[7:]  # without positions: slower, and the same
 
 
+def test_a_loader_goes_back_and_refuses_positions_from_later_steps(tmp_path, corpus, small):
+    """Catches a loader that waits for ever for bins that lie before its positions, its own or a checkpoint's."""
+    stream = stream_of(tmp_path, corpus)
+    ranks = loaders(stream)
+    expected, positions = read(ranks)
+    assert read(ranks, start=2, stop=4)[0] == expected[2:4]
+    with pytest.raises(ValueError, match="positions: they were taken after the first bin of step 2, the start"):
+        read(loaders(stream, positions=positions), start=2)
+
+
 def test_a_resume_reads_a_run_again_and_not_all(tmp_path, corpus, small, monkeypatch):
     """Catches a resume that takes as long as what it resumes."""
     stream = stream_of(tmp_path, corpus)

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 # A run's start is saved as two integers that increase together: its first bin, and block and chunk combined.
 _CHUNK_BITS = 24
 _NUM_COUNTS = len(fields(Counts))
-Positions = Sequence[Sequence[int]]
+Positions = np.ndarray | Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,17 @@ class StreamPlan:
     @property
     def hash(self) -> str:
         """Identifies the order: plans with equal hashes have the same documents at every step that both have."""
-        seed = self.seed if self.shuffle else 0
-        return digest("stream plan", self.fingerprint, self.num_lanes, seed, self.shuffle, self.bins_per_step)
+        return digest("stream plan", *self._order, self.bins_per_step)
+
+    @property
+    def bins_hash(self) -> tuple[int, int]:
+        """Identifies the sequence of bins, regardless of steps, as two integers of 63 bits."""
+        number = int(digest("stream bins", *self._order), 16)
+        return number >> 65, number & ((1 << 63) - 1)
+
+    @property
+    def _order(self) -> tuple[str, int, int, bool]:
+        return self.fingerprint, self.num_lanes, self.seed if self.shuffle else 0, self.shuffle
 
 
 class StreamTally:
@@ -105,6 +114,8 @@ class StreamLoader:
     `positions` (see `positions()`) come from a checkpoint with any number of ranks and workers; without them, starting
     at a later step reads all data before it. Workers must not share lanes, so their number is lowered to a divisor of
     this rank's number of lanes. `tally` counts the returned bins.
+
+    Raises ValueError for a plan or positions of another stream, and, in `steps`, for positions after `start`.
     """
 
     def __init__(
@@ -123,6 +134,11 @@ class StreamLoader:
         positions: Positions | None = None,
     ) -> None:
         check_loading(dp_rank, dp_size, micro_batch_size, pad_to_multiple_of)
+        options = stream.options
+        if (plan.fingerprint, plan.seed, plan.shuffle) != (stream.fingerprint, options.seed, options.shuffle):
+            raise ValueError(
+                "plan: it belongs to another stream, or to one with another seed; use StreamPlan.over(stream)"
+            )
         per_round = micro_batch_size * dp_size
         if plan.bins_per_step % per_round:
             raise ValueError(
@@ -139,12 +155,8 @@ class StreamLoader:
         self._prefetch_factor = (prefetch_factor or 2) * micro_batch_size
         self._pin_memory = pin_memory and torch.cuda.is_available()
         self._start_method: StartMethod | None = worker_start_method
-        self._runs = np.zeros((plan.num_lanes, 2), dtype=np.int64)
-        if positions is not None:
-            starts = np.asarray(positions, dtype=np.int64)
-            if starts.shape != self._runs.shape:
-                raise ValueError(f"positions: want {list(self._runs.shape)}, a pair for each lane; got {starts.shape}")
-            self._runs[:] = starts
+        self._first_runs = _runs_of(positions, plan)
+        self._runs = self._first_runs.copy()
         self.tally = StreamTally(stream)
 
     @property
@@ -156,15 +168,26 @@ class StreamLoader:
         return self._plan
 
     def positions(self) -> np.ndarray:
-        """[L, 2] int64: the state of each lane for a resume, after the last returned step.
+        """[L + 1, 2] int64, for a resume after the last returned step: a row for each of the L lanes, and bins_hash.
 
-        Each rank has the state of its own lanes; the elementwise maximum over all ranks has the state of all.
+        The row of a lane is the start of the run of its last returned bin: the number of the run's first bin in the
+        lane, and the place in the data at which the run begins. Each rank has the state of its own lanes; the
+        elementwise maximum over all ranks has the state of all.
         """
-        return self._runs.copy()
+        return np.concatenate([self._runs, [self._plan.bins_hash]])
 
     def steps(self, start: int = 0) -> Iterator[tuple[int, list[PackedBatch]]]:
         """Yields (step, its micro-batches), beginning with step `start`."""
         check_start(start, self.num_steps)
+        if self._lane_after(start) is not None:  # this loader itself has gone further
+            self._runs = self._first_runs.copy()
+        lane = self._lane_after(start)
+        if lane is not None:
+            raise ValueError(
+                f"positions: they were taken after the first bin of step {start}, the start: lane {lane} is in the run "
+                f"that begins with its bin {self._runs[lane, 0]}; start at the step after which they were taken, or "
+                "leave them out"
+            )
         per_step = self._plan.bins_per_step // self._dp_size
         runs = [RunStart(first, *divmod(position, 1 << _CHUNK_BITS)) for first, position in self._runs.tolist()]
         dataset = _RankBins(
@@ -189,6 +212,12 @@ class StreamLoader:
             size = self._micro_batch_size
             yield step, [self._batch(members[index : index + size]) for index in range(0, per_step, size)]
 
+    def _lane_after(self, start: int) -> int | None:
+        """The first lane whose run does not begin before step `start`, and so does not lead to its bins."""
+        first_bins = self._runs[:, 0] * len(self._runs) + np.arange(len(self._runs))
+        after = np.flatnonzero((self._runs[:, 0] > 0) & (first_bins >= start * self._plan.bins_per_step))
+        return int(after[0]) if len(after) else None
+
     def bins_of_micro_batches(self, step: int) -> list[np.ndarray]:
         """The bins of each of this rank's micro-batches in `step`, numbered as in `stream_bins`."""
         first = step * self._plan.bins_per_step + self._dp_rank
@@ -199,6 +228,33 @@ class StreamLoader:
         documents = [document for member in members for document in member.documents]
         batch = collate(documents, pad_to_multiple_of=self._pad_to_multiple_of, extra_names=self._stream.extra_names)
         return batch.pin_memory() if self._pin_memory else batch
+
+
+def _runs_of(positions: Positions | None, plan: StreamPlan) -> np.ndarray:
+    """The starts of the lanes' runs, [L, 2]."""
+    runs = np.zeros((plan.num_lanes, 2), dtype=np.int64)
+    if positions is None:
+        return runs
+    given = np.asarray(positions)
+    shape = (plan.num_lanes + 1, 2)
+    if given.shape != shape or given.dtype.kind != "i":
+        raise ValueError(
+            f"positions: want {list(shape)} integers from StreamLoader.positions(), a pair for each lane and one for "
+            f"the stream; got {list(given.shape)} of {given.dtype}"
+        )
+    if tuple(given[-1].tolist()) != plan.bins_hash:
+        raise ValueError(
+            "positions: they belong to a stream of other data or options, or with another seed; open the same stream, "
+            "or leave them out"
+        )
+    runs[:] = given[:-1]
+    # Every run reads at least a chunk and has at least a bin, so both numbers of a pair are 0, or both are above.
+    if len(wrong := np.flatnonzero((runs < 0).any(axis=1) | ((runs[:, 0] == 0) != (runs[:, 1] == 0)))):
+        raise ValueError(
+            f"positions: {runs[wrong[0]].tolist()} of lane {wrong[0]} is not the start of a run; pass them as "
+            "StreamLoader.positions() returned them"
+        )
+    return runs
 
 
 class _RankBins(IterableDataset[StreamBin]):
