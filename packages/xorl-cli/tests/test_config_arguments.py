@@ -30,6 +30,9 @@ from xorl.kernels.quant import QuantScheme
         ("/data/bin_len/rows.jsonl of my-bin_len", "/data/bin_len/rows.jsonl of my-bin_len"),
         ("set compile_backend=None", "set train.enable_compile: false"),
         ("train.max_steps: 0", "train.max_steps: 0"),
+        ("entries[0].column_names: 'q' is not valid", "data.datasets[0].columns: 'q' is not valid"),
+        ("line 2: want text (set column_names to use others)", "line 2: want text (set columns to use others)"),
+        ("column 'p' (column_names: system) does not exist", "column 'p' (columns: system) does not exist"),
     ],
 )
 def test_arguments_become_options_where_they_are_meant(message: str, expected: str) -> None:

@@ -85,7 +85,7 @@ def test_a_system_column_is_the_system_message(text_options, tmp_path, write_jso
     with pytest.raises(DataError, match=r"line 1: column 'system' is int, want a string"):
         chat({**row, "system": 5}, text_options, tmp_path, write_jsonl)
     with pytest.raises(
-        DataError, match=r"line 1: column 'prelude' \(columns: system\) does not exist; the columns are: system,"
+        DataError, match=r"line 1: column 'prelude' \(column_names: system\) does not exist; the columns are: system,"
     ):
         chat(row, text_options, tmp_path, write_jsonl, column_names={"system": "prelude"})
 

@@ -286,8 +286,11 @@ def test_what_a_tokenizer_lacks_is_said(text_options, tmp_path, write_jsonl, wri
     bare = replace(text_options, tokenizer_folder=write_tokenizer(tmp_path / "bare", template=None))
     with pytest.raises(DataError, match=r"tokenizer_folder: .*bare has no chat template. Set .*\[0\].chat_template"):
         prepare([DatasetEntry(path, type="chat")], bare)
-    with pytest.raises(DataError, match=r"tokenizer_folder: .* has no tokenizer that can be loaded"):
+    with pytest.raises(DataError, match=r"tokenizer_folder: .*none is not a folder \(looked at .*set a folder with"):
         prepare([DatasetEntry(path, type="chat")], replace(text_options, tokenizer_folder=tmp_path / "none"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"tokenizer_folder: .*empty has no tokenizer that can be loaded"):
+        prepare([DatasetEntry(path, type="chat")], replace(text_options, tokenizer_folder=tmp_path / "empty"))
     (tmp_path / "weights").mkdir()
     (tmp_path / "weights" / "config.json").write_text('{"model_type": "qwen3"}')
     with pytest.raises(DataError, match=r"tokenizer_folder: .*weights has no tokenizer; set"):
@@ -302,11 +305,14 @@ def test_what_a_tokenizer_lacks_is_said(text_options, tmp_path, write_jsonl, wri
 
 ENTRIES = {
     "train_on": ({"type": "text", "train_on": "assistant"}, r"\[0\].train_on: assistant is not valid for type text"),
-    "columns": ({"type": "chat", "column_names": {"text": "a"}}, r"\[0\].columns: 'text' is not valid for type chat"),
+    "columns": (
+        {"type": "chat", "column_names": {"text": "a"}},
+        r"\[0\].column_names: 'text' is not valid for type chat",
+    ),
     "template": ({"type": "text", "chat_template": "a"}, r"\[0\].chat_template: type text has no template"),
     "shapes": (
         {"type": "prompt_completion", "column_names": {"prompt": "a", "answer": "b"}},
-        r"\[0\].columns: prompt, answer do not belong together",
+        r"\[0\].column_names: prompt, answer do not belong together",
     ),
     "unknown columns": ({"type": "auto"}, r"\[0\].type: auto: .*the columns a are not known"),
 }

@@ -57,6 +57,10 @@ OPTIONS: Mapping[str, str] = MappingProxyType(
 # What a caller writes instead of an option.
 PHRASES: Mapping[str, str] = MappingProxyType(
     {
+        # The field of an entry, which has the name of another argument in a file.
+        "(column_names: ": "(columns: ",
+        "].column_names: ": "].columns: ",
+        "set column_names to": "set columns to",
         "call prepare() instead": "set data.streaming: false",
         "compile_backend=None": "train.enable_compile: false",
         "leave out refuse_launch_blocking()": "allow it with train.allow_cuda_launch_blocking: true",

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 FormatName = Literal["tokenized", "chat", "prompt_completion", "text"]
 
-# By type: the names that `columns` accepts, and the values that `train_on` accepts. The first target is the default.
+# By type: the names that `column_names` maps, and the values that `train_on` accepts. The first target is the default.
 COLUMN_KEYS: dict[FormatName, tuple[str, ...]] = {
     "tokenized": (),
     "chat": ("messages", "tools", "system"),
@@ -132,7 +132,8 @@ def _recognise(columns: Iterable[str]) -> FormatName:
         return "text"
     raise DataError(
         f"the columns {', '.join(sorted(names)) or '(none)'} are not known: want input_ids, messages or conversations, "
-        "prompt and completion, instruction and output, question and answer, or text. Set type and columns"
+        "prompt and completion, instruction and output, question and answer, or text. Set the entry's type, and set "
+        "column_names to its columns"
     )
 
 
@@ -146,11 +147,11 @@ def _check_options(entry: DatasetEntry, kind: FormatName, option: str) -> None:
     unknown = [name for name in entry.column_names if name not in COLUMN_KEYS[kind]]
     if unknown:
         wanted = ", ".join(COLUMN_KEYS[kind]) or "none; columns=[...] selects token columns"
-        raise DataError(f"{option}.columns: {unknown[0]!r} is not valid for type {kind}; valid names: {wanted}")
+        raise DataError(f"{option}.column_names: {unknown[0]!r} is not valid for type {kind}; valid names: {wanted}")
     if kind == "prompt_completion" and entry.column_names:
         column_sets = [{*parts, answer} for parts, answer in COLUMN_SETS]
         if not any(set(entry.column_names) <= names for names in column_sets):
             raise DataError(
-                f"{option}.columns: {', '.join(entry.column_names)} do not belong together; name prompt and "
+                f"{option}.column_names: {', '.join(entry.column_names)} do not belong together; name prompt and "
                 "completion, or instruction, input and output, or question and answer"
             )

@@ -17,10 +17,12 @@ ENTRY_TYPES: tuple[EntryType, ...] = get_args(EntryType)
 
 @dataclass(frozen=True)
 class DatasetEntry:
-    """One dataset; each field is what the command calls the option of the same name.
+    """One dataset. The README describes the fields under Sources, Mixtures and Formats.
 
-    `columns`: None reads input_ids, and labels and attention_mask if they exist; other names
-    become per-token extras. `column_names` is the command's `columns`.
+    `columns` (type tokenized) are the columns to read: None reads input_ids, and labels and attention_mask if they
+    exist; other columns become per-token extras. `column_names` (all other types) maps the names that a type expects to
+    the names in the data, such as {"prompt": "query"}. In the files of xorl-cli, these two are called
+    `select_columns` and `columns`, and all other fields as here. Paths may be given as Path.
     """
 
     path: str

@@ -82,5 +82,5 @@ def _columns_of(row: Row) -> tuple[tuple[str, ...], str]:
             return parts, answer
     wanted = ", or ".join(" and ".join((*parts, answer)) for parts, answer in COLUMN_SETS)
     raise DataError(
-        f"want the columns {wanted}; the columns are: {', '.join(row) or 'none'} (set columns to use other names)"
+        f"want the columns {wanted}; the columns are: {', '.join(row) or 'none'} (set column_names to use other names)"
     )

@@ -60,7 +60,7 @@ def read_conversation(row: Mapping[str, object], columns: Mapping[str, str]) -> 
     for name in ("system", "tools"):
         if name in columns and columns[name] not in row:
             raise DataError(
-                f"column {columns[name]!r} (columns: {name}) does not exist; the columns are: {', '.join(row)}"
+                f"column {columns[name]!r} (column_names: {name}) does not exist; the columns are: {', '.join(row)}"
             )
     read = [_message(item, number) for number, item in enumerate(value)]
     _add_system(read, row, columns.get("system", "system"))
@@ -104,8 +104,8 @@ def _add_system(read: list[tuple[Message, bool | None]], row: Mapping[str, objec
         return
     if not isinstance(system, str):
         raise DataError(
-            f"column {column!r} is {type(system).__name__}, want a string, the system message; set columns.system to "
-            "use another column"
+            f"column {column!r} is {type(system).__name__}, want a string, the system message; set "
+            "column_names to use another column"
         )
     first = read[0][0]
     if first["role"] != "system":
@@ -128,7 +128,7 @@ def _messages_of(row: Mapping[str, object], columns: Mapping[str, str]) -> objec
     state = "is null" if any(name in row for name in names) else "does not exist"
     wanted = " or ".join(map(repr, names))
     raise DataError(
-        f"column {wanted} {state}; the columns are: {', '.join(row) or 'none'} (set columns to use another one)"
+        f"column {wanted} {state}; the columns are: {', '.join(row) or 'none'} (set column_names to use another one)"
     )
 
 

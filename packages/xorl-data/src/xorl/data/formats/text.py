@@ -86,8 +86,8 @@ class TextFormat(RenderedFormat):
         if not isinstance(value, str):
             state = "does not exist" if column not in row else f"is {'null' if value is None else type(value).__name__}"
             raise DataError(
-                f"column {column!r} {state}, want a string; the columns are: {', '.join(row) or 'none'} (set columns "
-                "to use another one)"
+                f"column {column!r} {state}, want a string; the columns are: {', '.join(row) or 'none'} (set "
+                "column_names to use another one)"
             )
         # An empty document gets no EOS, so that it is counted as empty.
         return Rendered(f"{self.tokenizer.begin_of(value)}{value}{self.tokenizer.end_of(value)}" if value else "", None)

@@ -102,7 +102,10 @@ class TextTokenizer:
 
 
 def load_tokenizer(folder: Path | str) -> TextTokenizer:
-    """Loads the tokenizer in `folder`. Raises DataError if there is no usable one."""
+    """Loads the tokenizer in `folder`, which may also be the id of a repository in the local cache of the Hub.
+
+    Raises DataError if there is no usable one.
+    """
     folder = Path(folder)
     # Each process encodes in one thread; dataset_num_proc sets the number of processes.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -112,6 +115,11 @@ def load_tokenizer(folder: Path | str) -> TextTokenizer:
     try:
         loaded = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:  # the library may raise anything on a tokenizer's files
+        if not folder.is_dir():
+            raise DataError(
+                f"{_OPTION}: {folder} is not a folder (looked at {folder.absolute()}), nor the id of a repository in "
+                "the local cache of the Hub; set a folder with a tokenizer.json"
+            ) from error
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise DataError(f"{_OPTION}: {folder} has no tokenizer that can be loaded: {reason}") from error
     core = getattr(loaded, "backend_tokenizer", None)
@@ -131,7 +139,7 @@ def load_tokenizer(folder: Path | str) -> TextTokenizer:
     special_texts = frozenset(str(token) for token in added if token.special)
     if core.get_vocab().keys() <= special_texts:
         # For some families transformers builds a tokenizer without any files, which encodes every text to no tokens.
-        raise DataError(f"{_OPTION}: {folder} has no tokenizer; set a folder with a tokenizer.json, or the model's id")
+        raise DataError(f"{_OPTION}: {folder} has no tokenizer; set a folder with a tokenizer.json")
     with_special = core.encode("a").ids
     bos = loaded.bos_token_id
     tokenizer = TextTokenizer(

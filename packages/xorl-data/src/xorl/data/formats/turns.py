@@ -1,8 +1,8 @@
 """Finds the trained characters of a rendered conversation: those that the model itself would generate.
 
 There are three methods, tried in this order. (1) Blocks: if the template marks {% generation %}, its blocks. (2)
-Prefixes: a turn starts at the end of the rendering of the messages before it, with the generation prompt, and ends at
-the end of the rendering of the messages up to it. Both renderings must be prefixes of the whole one. (3) Alignment,
+Prefixes: if the whole rendering begins with that of the messages before the turn, with the generation prompt, and with
+that of the messages up to and including the turn, the turn is the text between the ends of the two. (3) Alignment,
 for templates that render earlier turns differently from the last one (without reasoning, or with another end token):
 the conversation is rendered again with other contents for the turn, and the part that changes belongs to the turn. The
 turn extends from the generation prompt before that part, or what it begins with, to the special token after it.
