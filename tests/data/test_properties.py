@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from xorl.data import DataPlan, DatasetEntry, StepLoader, pack
 from xorl.data.mixture import Share, drawn_rows, num_drawn
 from xorl.data.packing import OpenBins, PackingMethod
+from xorl.data.plan import fingerprint_of
 from xorl.data.stream import Stream, StreamLoader, StreamOptions, StreamPlan, files, lane, open_stream, order
 
 BIN_LEN = 64
@@ -83,6 +84,8 @@ class Documents:
 
     extra_names: tuple[str, ...] = ()
 
+    fingerprint = "content"
+
     def __init__(self, lengths: list[int]) -> None:
         self.lengths = np.array(lengths)
 
@@ -109,7 +112,9 @@ def test_a_prepared_run_goes_on_in_the_same_order(
     documents, bins = Documents(lengths), pack(lengths, bin_len=BIN_LEN)
 
     def plan() -> DataPlan:
-        return DataPlan(len(bins), 8, "content", seed=seed, num_epochs=num_epochs, drop_last=False)
+        return DataPlan(
+            len(bins), 8, fingerprint_of(documents, bins), seed=seed, num_epochs=num_epochs, drop_last=False
+        )
 
     expected = [sorted(i for b in plan().bins_of_step(k) for i in bins.documents(b)) for k in range(plan().num_steps)]
     per_epoch = plan().steps_per_epoch

@@ -8,6 +8,7 @@ from itertools import accumulate
 
 import numpy as np
 
+from xorl.data.arguments import checked
 from xorl.data.errors import DataError
 from xorl.data.hashing import digest, permutation
 from xorl.data.mixture import Share, drawn_rows, num_drawn
@@ -130,6 +131,7 @@ def merge(
     )
 
 
+@checked
 def split_documents(
     documents: PreparedDocuments, val_set_size: int | float, seed: int
 ) -> tuple[PreparedDocuments, PreparedDocuments]:

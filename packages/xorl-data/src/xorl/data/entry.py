@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal
 
+from xorl.data.arguments import check_fields, convert_fields_
 from xorl.data.errors import DataError
-from xorl.data.formats import OVERFLOWS, Overflow
-from xorl.data.readers import FILE_TYPES, FileType
+from xorl.data.formats import Overflow
+from xorl.data.readers import FileType
 
 EntryType = Literal["tokenized", "chat", "prompt_completion", "text", "auto"]
 TrainOn = Literal["assistant", "completion", "all", "last_turn"]
-ENTRY_TYPES: tuple[EntryType, ...] = get_args(EntryType)
 
 
 @dataclass(frozen=True)
@@ -46,15 +46,13 @@ class DatasetEntry:
     column_names: Mapping[str, str] = field(default_factory=dict)
     overflow_limit: float | None = None
 
+    def __post_init__(self) -> None:
+        convert_fields_(self)
+
 
 def check_entry(entry: DatasetEntry, option: str) -> None:
     """Raises DataError for invalid or conflicting options of an entry."""
-    if entry.type not in ENTRY_TYPES:
-        raise DataError(f"{option}.type: {entry.type!r} is not one of {', '.join(ENTRY_TYPES)}")
-    if entry.ds_type is not None and entry.ds_type not in FILE_TYPES:
-        raise DataError(f"{option}.ds_type: {entry.ds_type!r} is not one of {', '.join(FILE_TYPES)}")
-    if entry.overflow not in OVERFLOWS:
-        raise DataError(f"{option}.overflow: {entry.overflow!r} is not one of {', '.join(OVERFLOWS)}")
+    check_fields(entry, f"{option}.")
     if entry.columns is not None and "input_ids" not in entry.columns:
         raise DataError(f"columns: {list(entry.columns)} does not include input_ids, which every dataset needs; add it")
     if (entry.shards is None) != (entry.shards_idx is None):

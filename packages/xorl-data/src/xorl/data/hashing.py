@@ -7,6 +7,7 @@ on NumPy's Generator, whose streams may change between releases. The raw streams
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -22,8 +23,10 @@ HASH_BLOCK_BYTES = 16 << 20
 
 
 def digest(*parts: JSON) -> str:
-    """A 128-bit hexadecimal digest of JSON values, independent of the order of dict keys."""
-    return xxhash.xxh3_128_hexdigest(json.dumps(parts, sort_keys=True, separators=(",", ":")).encode())
+    """A 128-bit hexadecimal digest of JSON values and integers of NumPy, independent of the order of dict keys."""
+    return xxhash.xxh3_128_hexdigest(
+        json.dumps(parts, sort_keys=True, separators=(",", ":"), default=operator.index).encode()
+    )
 
 
 def hash_file(path: Path) -> str:

@@ -13,9 +13,19 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from xorl.data.arguments import checked
 from xorl.data.batch import Document, PackedBatch, collate
 from xorl.data.packing import Bins, StartMethod
-from xorl.data.plan import PAIR_COST, DataPlan, bin_costs, check_loading, check_start, split_step
+from xorl.data.plan import (
+    PAIR_COST,
+    DataPlan,
+    bin_costs,
+    check_bins,
+    check_loading,
+    check_start,
+    fingerprint_of,
+    split_step,
+)
 from xorl.data.workers import iterate
 
 
@@ -24,6 +34,7 @@ class Documents(Protocol):
 
     lengths: np.ndarray
     extra_names: tuple[str, ...]
+    fingerprint: str
 
     def document(self, index: int) -> tuple[np.ndarray, np.ndarray]: ...
 
@@ -36,8 +47,11 @@ class StepLoader:
     Every rank gets the same number of micro-batches in a step; if a short step has too few bins, some are padding
     batches. Micro-batches at the same index have similar costs on all ranks; `pair_cost` weighs attention against the
     rest (see bin_costs). `pin_memory` requires CUDA and is ignored without it, `prefetch_factor` requires workers.
+
+    Raises ValueError unless `documents`, `bins` and `plan` were made from each other.
     """
 
+    @checked
     def __init__(
         self,
         documents: Documents,
@@ -54,9 +68,14 @@ class StepLoader:
         worker_start_method: StartMethod | None = None,
         pair_cost: float = PAIR_COST,
     ) -> None:
+        check_bins(documents.lengths, bins)
         if plan.num_bins != len(bins):
             raise ValueError(f"plan: it is for {plan.num_bins} bins, but there are {len(bins)}")
-        check_loading(dp_rank, dp_size, micro_batch_size, pad_to_multiple_of)
+        if plan.fingerprint != fingerprint_of(documents, bins):
+            raise ValueError(
+                "plan: it belongs to other documents, or to other bins of them; use DataPlan.over(documents, bins)"
+            )
+        check_loading(dp_rank, dp_size, micro_batch_size, pad_to_multiple_of, num_workers, prefetch_factor)
         self._plan = plan
         self._micro_batch_size = micro_batch_size
         self._dp_rank = dp_rank
@@ -72,6 +91,7 @@ class StepLoader:
     def num_steps(self) -> int:
         return self._plan.num_steps
 
+    @checked
     def steps(self, start: int = 0) -> Iterator[tuple[int, list[PackedBatch]]]:
         """Yields (step, its micro-batches), beginning with step `start`, without reading the steps before it."""
         check_start(start, self.num_steps)

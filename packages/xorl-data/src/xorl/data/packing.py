@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 import xxhash
 
-from xorl.data.errors import DataError
+from xorl.data.arguments import check_at_least, checked
 from xorl.data.hashing import permutation
 from xorl.data.orphans import exit_with_parent
 
@@ -58,6 +58,7 @@ class Bins:
         return hasher.hexdigest()
 
 
+@checked
 def pack(
     lengths: np.ndarray | Sequence[int],
     *,
@@ -76,17 +77,17 @@ def pack(
     `group_size` documents, with the bins shuffled by `seed`; with a `start_method`, `num_proc` processes pack the
     groups. `none` puts every document into a separate bin.
 
-    Raises ValueError for a document that does not fit, an unknown method and a group without documents.
+    Raises ValueError for lengths that are not integers, and for a document that does not fit.
     """
-    lengths = np.asarray(lengths, dtype=np.int64)
+    check_at_least(1, bin_len=bin_len, group_size=group_size, num_proc=num_proc)
+    lengths = np.asarray(lengths)
+    if lengths.ndim != 1 or (lengths.size and lengths.dtype.kind not in "iu"):
+        raise ValueError(f"lengths: got {lengths.dtype} of shape {list(lengths.shape)}, want [N] integers")
+    lengths = lengths.astype(np.int64, copy=False)
     if len(wrong := np.flatnonzero((lengths < 1) | (lengths > bin_len))):
         raise ValueError(
             f"lengths: document {wrong[0]} has {lengths[wrong[0]]} tokens, but must have from 1 to bin_len, {bin_len}"
         )
-    if method not in get_args(PackingMethod):
-        raise DataError(f"method: {method!r} is not one of {', '.join(get_args(PackingMethod))}")
-    if group_size < 1:
-        raise DataError(f"group_size: {group_size}, want at least 1")
     if strict_order and method != "none":
         bins = _next_fit(lengths, bin_len)
     elif method == "sequential":

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Protocol
 
 import numpy as np
 
+from xorl.data.arguments import check_at_least, check_fields, checked, convert_fields_
 from xorl.data.documents import PreparedDocuments
 from xorl.data.errors import DataError
 from xorl.data.hashing import digest, permutation
@@ -41,12 +43,9 @@ class DataPlan:
     shuffle: bool = True
 
     def __post_init__(self) -> None:
-        if self.bins_per_step < 1:
-            raise DataError(f"bins_per_step: {self.bins_per_step}, want at least 1")
-        if self.num_epochs < 1:
-            raise DataError(f"num_epochs: {self.num_epochs}, want at least 1")
-        if self.max_steps is not None and self.max_steps < 1:
-            raise DataError(f"max_steps: {self.max_steps}, want at least 1")
+        convert_fields_(self)
+        check_fields(self)
+        check_at_least(1, bins_per_step=self.bins_per_step, num_epochs=self.num_epochs, max_steps=self.max_steps)
         if self.num_bins < 1:
             raise DataError("there are no bins to train on")
         if self.drop_last and self.num_bins < self.bins_per_step:
@@ -57,6 +56,7 @@ class DataPlan:
             )
 
     @classmethod
+    @checked
     def over(
         cls,
         documents: PreparedDocuments,
@@ -69,11 +69,15 @@ class DataPlan:
         drop_last: bool = True,
         shuffle: bool = True,
     ) -> DataPlan:
-        """The plan over `bins` of `documents`, with a fingerprint of the content of every bin."""
+        """The plan over `bins` of `documents`, with a fingerprint of the content of every bin.
+
+        Raises ValueError for bins of other documents.
+        """
+        check_bins(documents.lengths, bins)
         return cls(
             num_bins=len(bins),
             bins_per_step=bins_per_step,
-            fingerprint=digest("bins", documents.fingerprint, bins.digest),
+            fingerprint=fingerprint_of(documents, bins),
             seed=seed,
             num_epochs=num_epochs,
             max_steps=max_steps,
@@ -82,6 +86,7 @@ class DataPlan:
         )
 
     @classmethod
+    @checked
     def one_pass(cls, documents: PreparedDocuments, bins: Bins, *, bins_per_step: int) -> DataPlan:
         """A plan for evaluation: every bin once, in packed order; the last step may be short."""
         return cls.over(documents, bins, bins_per_step=bins_per_step, drop_last=False, shuffle=False)
@@ -124,12 +129,36 @@ def _order_of_epoch(num_bins: int, fingerprint: str, seed: int, epoch: int) -> n
     return order
 
 
-def check_loading(dp_rank: int, dp_size: int, micro_batch_size: int, pad_to_multiple_of: int) -> None:
+class _Identified(Protocol):
+    fingerprint: str
+
+
+def fingerprint_of(documents: _Identified, bins: Bins) -> str:
+    """Identifies the content of every bin."""
+    return digest("bins", documents.fingerprint, bins.digest)
+
+
+def check_bins(lengths: np.ndarray, bins: Bins) -> None:
+    """Raise ValueError for bins of other documents than those of `lengths` [N], as far as their sizes tell."""
+    num_tokens = int(lengths.sum())
+    if (len(bins.indices), bins.num_tokens) != (len(lengths), num_tokens):
+        raise ValueError(
+            f"bins: they hold {len(bins.indices)} documents of {bins.num_tokens} tokens together, but documents has "
+            f"{len(lengths)} of {num_tokens}; use pack(documents.lengths) of the same documents"
+        )
+
+
+def check_loading(
+    dp_rank: int,
+    dp_size: int,
+    micro_batch_size: int,
+    pad_to_multiple_of: int,
+    num_workers: int,
+    prefetch_factor: int | None,
+) -> None:
     """Raise ValueError unless there is such a data-parallel rank and its micro-batches have a size."""
-    if micro_batch_size < 1:
-        raise ValueError(f"micro_batch_size: {micro_batch_size}, want at least 1")
-    if pad_to_multiple_of < 1:
-        raise ValueError(f"pad_to_multiple_of: {pad_to_multiple_of}, want at least 1")
+    check_at_least(1, micro_batch_size=micro_batch_size, pad_to_multiple_of=pad_to_multiple_of)
+    check_at_least(0, num_workers=num_workers, prefetch_factor=prefetch_factor)
     if not 0 <= dp_rank < dp_size:
         raise ValueError(f"dp_rank: {dp_rank} is not from 0 to dp_size - 1, which is {dp_size - 1}")
 

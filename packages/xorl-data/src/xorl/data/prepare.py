@@ -23,6 +23,7 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from xorl.data.arguments import check_at_least, check_fields, checked, convert_fields_
 from xorl.data.choose import choose_format, overflow_limits
 from xorl.data.documents import PreparedDocuments, merge
 from xorl.data.entry import DatasetEntry, check_entry
@@ -94,11 +95,19 @@ class PrepareOptions:
     strict: bool = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "prepared_path", Path(self.prepared_path))
-        if self.tokenizer_folder is not None:
-            object.__setattr__(self, "tokenizer_folder", Path(self.tokenizer_folder))
+        convert_fields_(self)
+        check_fields(self)
+        check_at_least(
+            1,
+            bin_len=self.bin_len,
+            vocab_size=self.vocab_size,
+            num_proc=self.num_proc,
+            num_files=self.num_files,
+            dummy_documents=self.dummy_documents,
+        )
 
 
+@checked
 def prepare(entries: Sequence[DatasetEntry], options: PrepareOptions, *, option: str = "entries") -> PreparedDocuments:
     """Returns the documents of `entries`, merged in the order given by `options`; a second call loads the cache.
 
@@ -129,16 +138,15 @@ def prepare(entries: Sequence[DatasetEntry], options: PrepareOptions, *, option:
 def _check_options(entries: Sequence[DatasetEntry], options: PrepareOptions, option: str) -> None:
     if not entries:
         raise DataError(f"{option} is empty; name at least one dataset")
-    if options.bin_len < 1:
-        raise DataError(f"bin_len: {options.bin_len}, want at least 1")
     num, index = options.dataset_shard_num, options.dataset_shard_idx
     if (num is None) != (index is None):
         raise DataError(f"set both dataset_shard_num and dataset_shard_idx, got {num} and {index}")
     if num is not None and index is not None and not 0 <= index < num:
         raise DataError(f"dataset_shard_idx: {index} is not in 0..{num - 1} (dataset_shard_num={num})")
-    check_shares([Share(entry.weight, entry.num_epochs) for entry in entries], option)
     for number, entry in enumerate(entries):
         check_entry(entry, f"{option}[{number}]")
+    check_shares([Share(entry.weight, entry.num_epochs) for entry in entries], option)
+    for number, entry in enumerate(entries):
         if entry.max_seq_len is not None and not 1 <= entry.max_seq_len <= options.bin_len:
             raise DataError(
                 f"{option}[{number}].max_seq_len: {entry.max_seq_len}, want 1 to {options.bin_len}, the bin length "

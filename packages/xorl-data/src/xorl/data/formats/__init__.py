@@ -2,7 +2,7 @@
 
 from xorl.data.formats.chat import ChatFormat, ChatTarget
 from xorl.data.formats.completion import COLUMN_SETS, CompletionTarget, PromptCompletionFormat
-from xorl.data.formats.encoded import OVERFLOWS, EncodedDocuments, Format, Overflow, id_problem
+from xorl.data.formats.encoded import EncodedDocuments, Format, Overflow, id_problem
 from xorl.data.formats.messages import MESSAGE_COLUMNS
 from xorl.data.formats.text import TextFormat
 from xorl.data.formats.tokenized import TokenizedFormat, as_numpy
@@ -11,7 +11,6 @@ from xorl.data.formats.tokenizer import TextTokenizer, load_tokenizer
 __all__ = [
     "COLUMN_SETS",
     "MESSAGE_COLUMNS",
-    "OVERFLOWS",
     "ChatFormat",
     "ChatTarget",
     "CompletionTarget",

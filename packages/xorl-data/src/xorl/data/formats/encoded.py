@@ -6,7 +6,7 @@ Array legend: T tokens of all documents on one axis, N documents, R rows.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol, get_args
+from typing import Literal, Protocol
 
 import numpy as np
 
@@ -18,7 +18,6 @@ from xorl.data.readers import Chunk
 from xorl.data.receipt import Counts
 
 Overflow = Literal["truncate", "drop", "split", "error"]
-OVERFLOWS: tuple[Overflow, ...] = get_args(Overflow)
 
 
 class Format(Protocol):

@@ -21,8 +21,9 @@ from typing import TypeVar
 import pyarrow as pa
 import pyarrow.parquet as pa_parquet
 
+from xorl.data.arguments import check_at_least, check_fields, checked, convert_fields_
 from xorl.data.choose import choose_format, overflow_limits
-from xorl.data.entry import DatasetEntry
+from xorl.data.entry import DatasetEntry, check_entry
 from xorl.data.errors import DataError
 from xorl.data.formats import Format
 from xorl.data.hashing import digest
@@ -79,10 +80,9 @@ class StreamOptions:
     shuffle: bool = True
 
     def __post_init__(self) -> None:
-        if self.tokenizer_folder is not None:
-            object.__setattr__(self, "tokenizer_folder", Path(self.tokenizer_folder))
-        if self.bin_len < 1:
-            raise DataError(f"bin_len: {self.bin_len}, want at least 1")
+        convert_fields_(self)
+        check_fields(self)
+        check_at_least(1, bin_len=self.bin_len, vocab_size=self.vocab_size)
 
 
 @dataclass(frozen=True)
@@ -122,6 +122,7 @@ class BlockTable:
         return self._files[file], block - self._starts[file]
 
 
+@checked
 def open_stream(
     entries: Sequence[DatasetEntry],
     options: StreamOptions,
@@ -137,6 +138,8 @@ def open_stream(
     """
     if not entries:
         raise DataError(f"{option} is empty; name at least one dataset")
+    for index, entry in enumerate(entries):
+        check_entry(entry, f"{option}[{index}]")
     shares = [Share(entry.weight, entry.num_epochs) for entry in entries]
     check_shares(shares, option)
     folder = Path(index_path)

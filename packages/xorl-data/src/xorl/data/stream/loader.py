@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+from xorl.data.arguments import check_at_least, checked
 from xorl.data.batch import PackedBatch, collate
-from xorl.data.errors import DataError
 from xorl.data.hashing import digest
 from xorl.data.packing import StartMethod
 from xorl.data.plan import check_loading, check_start
@@ -49,10 +49,10 @@ class StreamPlan:
     num_bins: int = 0
 
     @classmethod
+    @checked
     def over(cls, stream: Stream, *, bins_per_step: int, max_steps: int) -> StreamPlan:
         """The plan over `stream`."""
-        if bins_per_step < 1 or max_steps < 1:
-            raise DataError(f"bins_per_step {bins_per_step} and max_steps {max_steps} must be at least 1")
+        check_at_least(1, bins_per_step=bins_per_step, max_steps=max_steps)
         options = stream.options
         lanes = StreamOrder(stream).num_lanes
         return cls(stream.fingerprint, lanes, options.seed, options.shuffle, bins_per_step, max_steps)
@@ -118,6 +118,7 @@ class StreamLoader:
     Raises ValueError for a plan or positions of another stream, and, in `steps`, for positions after `start`.
     """
 
+    @checked
     def __init__(
         self,
         stream: Stream,
@@ -133,7 +134,7 @@ class StreamLoader:
         worker_start_method: StartMethod | None = None,
         positions: Positions | None = None,
     ) -> None:
-        check_loading(dp_rank, dp_size, micro_batch_size, pad_to_multiple_of)
+        check_loading(dp_rank, dp_size, micro_batch_size, pad_to_multiple_of, num_workers, prefetch_factor)
         options = stream.options
         if (plan.fingerprint, plan.seed, plan.shuffle) != (stream.fingerprint, options.seed, options.shuffle):
             raise ValueError(
@@ -176,6 +177,7 @@ class StreamLoader:
         """
         return np.concatenate([self._runs, [self._plan.bins_hash]])
 
+    @checked
     def steps(self, start: int = 0) -> Iterator[tuple[int, list[PackedBatch]]]:
         """Yields (step, its micro-batches), beginning with step `start`."""
         check_start(start, self.num_steps)

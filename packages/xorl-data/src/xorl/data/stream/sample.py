@@ -7,6 +7,7 @@ from itertools import accumulate, islice
 
 import numpy as np
 
+from xorl.data.arguments import checked
 from xorl.data.errors import DataError
 from xorl.data.formats import EncodedDocuments
 from xorl.data.hashing import permutation
@@ -100,6 +101,7 @@ def check_first_samples(stream: Stream, *, strict: bool = True) -> None:
             validate_counts(counts, entry.name, entry.format, entry.option, entry.limits, strict=strict)
 
 
+@checked
 def read_sample(stream: Stream, num_documents: int) -> StreamSample:
     """The first `num_documents` of a stream and the rest of their last chunk, or all if there are fewer.
 
