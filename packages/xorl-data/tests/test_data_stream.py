@@ -117,6 +117,14 @@ def test_a_loader_goes_back_and_refuses_positions_from_later_steps(tmp_path, cor
         read(loaders(stream, positions=positions), start=2)
 
 
+def test_the_seed_is_part_of_the_hash_without_shuffling_too(tmp_path, corpus, small):
+    """Catches equal hashes of different orders: a resume with another seed would repeat and lose documents."""
+    streams = [stream_of(tmp_path, corpus, seed=seed, shuffle=False) for seed in (3, 4)]
+    assert read(loaders(streams[0]))[0] != read(loaders(streams[1]))[0]
+    first, second = (StreamPlan.over(stream, bins_per_step=24, max_steps=12) for stream in streams)
+    assert first.hash != second.hash
+
+
 def test_a_resume_reads_a_run_again_and_not_all(tmp_path, corpus, small, monkeypatch):
     """Catches a resume that takes as long as what it resumes."""
     stream = stream_of(tmp_path, corpus)

@@ -14,7 +14,7 @@ from pathlib import Path, PurePath, PurePosixPath
 from typing import Protocol
 
 from xorl.data.downloads import Download, fetch_all, with_retries
-from xorl.data.entry import DatasetEntry, check_entry
+from xorl.data.entry import DatasetEntry
 from xorl.data.errors import DataError
 from xorl.data.hashing import JSON, hash_files
 from xorl.data.readers import COMPRESSIONS, FILE_TYPES, SUFFIXES, Chunk, FileType, RowRange, file_type, read_chunks
@@ -109,8 +109,7 @@ def locate_files(entry: DatasetEntry, *, option: str, token: str | bool | None) 
 
 
 def _local_path(entry: DatasetEntry, option: str) -> Path | None:
-    """Checks the entry and returns its local path, or None for URLs. A missing path may be the id of a Hub dataset."""
-    check_entry(entry, option)
+    """The local path of an entry, or None for URLs. A missing path may be the id of a Hub dataset."""
     if has_urls(entry):
         return None
     path = Path(entry.path).expanduser()

@@ -70,7 +70,8 @@ class StreamPlan:
 
     @property
     def _order(self) -> tuple[str, int, int, bool]:
-        return self.fingerprint, self.num_lanes, self.seed if self.shuffle else 0, self.shuffle
+        # Without `shuffle` too, the seed draws blocks for fractions of epochs and orders the last bins of each run.
+        return self.fingerprint, self.num_lanes, self.seed, self.shuffle
 
 
 class StreamTally:
