@@ -126,7 +126,9 @@ def test_a_disk_that_is_too_small_is_noticed_before_writing(tmp_path, make_state
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
     checkpointer = Checkpointer(tmp_path)
     checkpointer.save(1, make_state())
-    with pytest.raises(CheckpointFailure, match=r"No space left .* needs 2\.\d\d MiB, .* only 1\.00 MiB"):
+    with pytest.raises(
+        CheckpointFailure, match=r"No space left .* needs 2\.\d\d MiB, but the disk of .* has only 1\.00 MiB"
+    ):
         checkpointer.save(2, {"model": make_part(a=torch.zeros(1 << 19))})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_1", "latest"]
 

@@ -299,7 +299,7 @@ def test_old_checkpoints_go_when_asked(tmp_path, make_state):
     checkpointer.save(3, make_state())
     assert checkpointer.latest() == tmp_path / "global_step_3"
     assert checkpointer.latest() in checkpointer.checkpoints()
-    with pytest.raises(ValueError, match="keep_last"):
+    with pytest.raises(ValueError, match="last: 0 is not an int of at least 1"):
         Retention(last=0)
 
 

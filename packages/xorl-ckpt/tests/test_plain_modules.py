@@ -9,7 +9,7 @@ from xorl.ckpt import Checkpointer, CheckpointError, SafetensorsSource, export_h
 
 def module_and(kind: type[torch.optim.Optimizer], **options: object) -> tuple[nn.Module, torch.optim.Optimizer]:
     module = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
-    return module, kind(module.parameters(), lr=0.1, **options)
+    return module, kind(module.parameters(), **{"lr": 0.1, **options})
 
 
 def train(module: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
@@ -43,6 +43,97 @@ def test_an_optimizer_of_torch_continues_to_the_bit(tmp_path, kind, options) -> 
         train(module, optimizer, seed)
         train(other, others_optimizer, seed)
     torch.testing.assert_close(other.state_dict(), module.state_dict(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("kind", "options"), [(torch.optim.AdamW, {}), (torch.optim.SGD, {"momentum": 0.9})])
+@pytest.mark.parametrize("is_live", [False, True])
+def test_parameters_without_gradients_have_no_state_after_loading(tmp_path, kind, options, is_live) -> None:
+    # Catches a run that cannot resume itself because a layer is frozen or unused, and state that a parameter keeps from
+    # after the checkpoint.
+    module, optimizer = module_and(kind, **options)
+    module[0].requires_grad_(False)
+    train(module, optimizer, 1)
+    path = Checkpointer(tmp_path).save(1, {"model": module, "optimizer": optimizer})
+    other, others_optimizer = module_and(kind, **options)
+    if is_live:
+        train(other, others_optimizer, 5)
+    other[0].requires_grad_(False)
+    Checkpointer(tmp_path).load(path, {"model": other, "optimizer": others_optimizer})
+    with_state = [name for name, parameter in other.named_parameters() if others_optimizer.state.get(parameter)]
+    assert with_state == ["2.weight", "2.bias"]
+    for each, its_optimizer in ((module, optimizer), (other, others_optimizer)):
+        each.requires_grad_(True)
+        train(each, its_optimizer, 2)
+    torch.testing.assert_close(other.state_dict(), module.state_dict(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "saved", "other"),
+    [
+        (torch.optim.SGD, {"lr": 1, "momentum": 0.9}, {"lr": 1, "momentum": 0.9}),
+        (torch.optim.SGD, {"weight_decay": 0.1, "momentum": 0.9, "nesterov": True}, {"weight_decay": 0, "momentum": 1}),
+        (torch.optim.AdamW, {"betas": (0.5, 0.75)}, {"betas": (0.0, 0.0)}),
+        (torch.optim.AdamW, {"lr": torch.tensor(0.5), "foreach": False}, {"lr": 1, "foreach": True}),
+        (torch.optim.AdamW, {"lr": 1}, {"lr": torch.tensor(0.5), "foreach": False}),
+        (torch.optim.AdamW, {}, {"betas": (torch.tensor(0.1).double(), torch.tensor(0.1).double()), "foreach": False}),
+        (torch.optim.Adafactor, {}, {"eps": (0.1, 0.1)}),
+    ],
+)
+@pytest.mark.parametrize("scheduled", ["both", "saved"])
+def test_hyperparameters_come_back_whatever_their_type(tmp_path, kind, saved, other, scheduled) -> None:
+    # Catches a resume that 1 instead of 1.0 blocks, betas and flags that are not restored, and a scheduler created
+    # after loading, whose initial_lr is only in the checkpoint.
+    module, optimizer = module_and(kind, **saved)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    train(module, optimizer, 1)
+    scheduler.step()
+    path = Checkpointer(tmp_path).save(1, {"model": module, "optimizer": optimizer})
+    fresh, fresh_optimizer = module_and(kind, **other)
+    if scheduled == "both":
+        torch.optim.lr_scheduler.StepLR(fresh_optimizer, 1, gamma=0.5)
+    Checkpointer(tmp_path).load(path, {"model": fresh, "optimizer": fresh_optimizer})
+    skipped = ("params", "foreach", "fused", "capturable", "differentiable")
+    [expected], [found] = (
+        [{key: value for key, value in group.items() if key not in skipped} for group in each.param_groups]
+        for each in (optimizer, fresh_optimizer)
+    )
+    assert found == expected
+    assert fresh_optimizer.param_groups[0].get("foreach") == other.get("foreach")
+    assert isinstance(fresh_optimizer.param_groups[0]["lr"], torch.Tensor) == isinstance(other.get("lr"), torch.Tensor)
+
+
+@pytest.mark.parametrize(("kind", "options"), [(torch.optim.AdamW, {}), (torch.optim.SGD, {"momentum": 0.9})])
+def test_gradients_do_not_hinder_saving_or_loading(tmp_path, kind, options) -> None:
+    # Catches a save or a resume between a backward pass and its step that is refused or loses the gradients.
+    module, optimizer = module_and(kind, weight_decay=0.1, **options)
+    for step in (1, 2):
+        module(torch.ones(5, 4)).square().mean().backward()
+        Checkpointer(tmp_path).save(step, {"model": module, "optimizer": optimizer})
+        other, others_optimizer = module_and(kind, weight_decay=0.1, **options)
+        other(torch.ones(5, 4)).mean().backward()
+        before = [parameter.grad.clone() for parameter in other.parameters()]
+        path = tmp_path / f"global_step_{step}"
+        Checkpointer(tmp_path).load(path, {"model": other, "optimizer": others_optimizer})
+        torch.testing.assert_close([parameter.grad for parameter in other.parameters()], before, rtol=0, atol=0)
+        optimizer.step()
+        for mine, its in zip(other.parameters(), module.parameters(), strict=True):
+            mine.grad = its.grad.clone()
+        others_optimizer.step()
+        torch.testing.assert_close(other.state_dict(), module.state_dict(), rtol=0, atol=0)
+        optimizer.zero_grad()
+
+
+def test_a_load_that_fails_leaves_the_optimizer_alone(tmp_path) -> None:
+    # Catches moments that exist after "nothing was loaded", and another optimizer that is taken for the saved one.
+    module, optimizer = module_and(torch.optim.AdamW)
+    train(module, optimizer, 1)
+    path = Checkpointer(tmp_path).save(1, {"model": module, "optimizer": optimizer})
+    for kind in (torch.optim.SGD, torch.optim.NAdam):
+        other, others_optimizer = module_and(kind)
+        with pytest.raises(CheckpointError, match="missing from the checkpoint"):
+            Checkpointer(tmp_path).load(path, {"model": other, "optimizer": others_optimizer})
+        assert not others_optimizer.state
+        assert others_optimizer.param_groups[0]["lr"] == 0.1
 
 
 def test_what_cannot_be_saved_of_an_optimizer_is_said(tmp_path) -> None:

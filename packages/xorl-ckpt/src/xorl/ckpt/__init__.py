@@ -3,7 +3,7 @@
 from importlib.metadata import version
 
 from xorl.ckpt.background import BackgroundWriter
-from xorl.ckpt.checkpointer import Checkpointer, Stateful
+from xorl.ckpt.checkpointer import Checkpointer
 from xorl.ckpt.errors import CheckpointError, CheckpointFailure
 from xorl.ckpt.export import export_hf
 from xorl.ckpt.hub import resolve_folder
@@ -13,6 +13,7 @@ from xorl.ckpt.optimizer import OptimizerState
 from xorl.ckpt.reader import SafetensorsSource, WeightRecipe, WeightSource
 from xorl.ckpt.regions import Piece
 from xorl.ckpt.retention import Retention
+from xorl.ckpt.state import Stateful
 
 __all__ = [
     "BackgroundWriter",

@@ -3,17 +3,28 @@
 `Checkpointer.save` uses a writer if it is given one; the caller decides when to wait for it.
 """
 
+import atexit
+import logging
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from pathlib import Path
 
 from xorl.ckpt.ranks import background_group, communicating_over, fail_together
 from xorl.ckpt.regions import Stored
 from xorl.ckpt.snapshot import HostMemory, Snapshot, reserve_for, take_snapshot
 
+logger = logging.getLogger(__name__)
+
+# The checkpoints of saves for which nobody has called `finish`.
+_UNFINISHED: dict[Future[None], Path] = {}
+
 
 class BackgroundWriter:
     """Writes one save at a time while training continues, over a process group of its own.
+
+    Call `finish` before the process ends: it does not wait for a save, because other ranks may be gone and then it
+    would wait for hours. What was not written is logged as a warning at exit, with the checkpoint's path.
 
     The host memory for the copies is kept from one save to the next until `close`. All ranks must call the collective
     methods in the same order as their other collectives.
@@ -32,11 +43,11 @@ class BackgroundWriter:
         with fail_together("reserve host memory"):
             reserve_for(tensors, self._memory)
 
-    def start(self, tensors: Mapping[str, Stored], write: Callable[[dict[str, Stored]], object]) -> None:
+    def start(self, tensors: Mapping[str, Stored], write: Callable[[dict[str, Stored]], object], path: Path) -> None:
         """Wait for the previous save, start to copy `tensors`, and pass the copies to `write` in a thread. Collective.
 
-        Call `before_change` before the tensors change. Raises the error of the previous save, if it failed, and
-        CheckpointFailure if there is not enough host memory.
+        `path` is the checkpoint, for messages. Call `before_change` before the tensors change. Raises the error of the
+        previous save, if it failed, and CheckpointFailure if there is not enough host memory.
         """
         self.finish()
         with fail_together("copy the state to host memory"):
@@ -53,6 +64,7 @@ class BackgroundWriter:
                 writing.set_exception(error)
 
         self._snapshot, self._writing = snapshot, writing
+        _UNFINISHED[writing] = path
         # A daemon, so that a second Ctrl-C ends the process without waiting for the disk.
         threading.Thread(target=run, name="save-checkpoint", daemon=True).start()
 
@@ -67,7 +79,11 @@ class BackgroundWriter:
         return self._writing is not None and self._writing.done() and self._writing.exception() is not None
 
     def before_change(self) -> None:
-        """Let the device finish copying before it executes what is queued from now on; the host does not wait."""
+        """Let the device finish copying before it executes what is queued from now on; the host does not wait.
+
+        Without this call, the files may mix values from before and after the change. On the CPU it has nothing to do:
+        the copies are complete when the save returns.
+        """
         if self._snapshot is not None:
             self._snapshot.before_change()
             self._snapshot = None
@@ -76,9 +92,25 @@ class BackgroundWriter:
         """Wait for the save that is being written, and raise its error. All ranks raise together."""
         writing, self._writing = self._writing, None
         if writing is not None:
-            writing.result()
+            try:
+                writing.result()
+            finally:
+                if writing.done():  # not if Ctrl-C ended the wait
+                    _UNFINISHED.pop(writing, None)
 
     def close(self) -> None:
         """Return the host memory to the system; the last save must have ended."""
         self._snapshot = None
         self._memory.free()
+
+
+@atexit.register
+def _warn_of_lost_saves() -> None:
+    for writing, path in _UNFINISHED.items():
+        error = writing.exception() if writing.done() else "the process ended before it was written"
+        if error is not None:
+            logger.warning(
+                "event=checkpoint_lost path=%s error=%s hint='call BackgroundWriter.finish before the process ends'",
+                path,
+                error,
+            )

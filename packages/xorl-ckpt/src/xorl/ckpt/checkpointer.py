@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, cast, get_args
+from typing import TypeAlias, cast, get_args
 
 import torch
 from safetensors import SafetensorError
@@ -19,33 +19,18 @@ from safetensors.torch import save as format_safetensors
 from xorl.ckpt import layout
 from xorl.ckpt import publish as publishing
 from xorl.ckpt.background import BackgroundWriter
-from xorl.ckpt.errors import CheckpointError
+from xorl.ckpt.errors import CheckpointError, is_count, require
 from xorl.ckpt.files import FileRecord, share_of_files, write_file
 from xorl.ckpt.layout import JSON, Manifest, StorageKind, TensorRecord
-from xorl.ckpt.optimizer import OptimizerState
 from xorl.ckpt.ranks import all_gather_text, any_rank_holds, broadcast_text, fail_together, num_ranks, this_rank
 from xorl.ckpt.regions import Piece, Stored, is_dtensor
 from xorl.ckpt.retention import Retention
+from xorl.ckpt.state import Stateful, collect, differences, flatten, raise_other_model, stateful_parts
 
 logger = logging.getLogger(__name__)
 
 AUTO = "auto"
-# How many tensors a message lists per problem: layers repeat, so a few names are enough.
-_MAX_LISTED = 2
 ExtraFilesWriter: TypeAlias = Callable[[Path], Mapping[str, FileRecord]]
-
-
-class Stateful(Protocol):
-    """A part of a training state, for example a `torch.nn.Module`.
-
-    `state_dict` must be flat and hold only tensors, DTensors or `Piece`s that share storage with the object: loading
-    copies into them in place, and then passes them to `load_state_dict`. A plain tensor must be the same on every rank.
-    Neither method may run a collective.
-    """
-
-    def state_dict(self) -> Mapping[str, Stored]: ...
-
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> object: ...
 
 
 @dataclass(frozen=True)
@@ -75,12 +60,14 @@ class Checkpointer:
         root_option: str = "root",
     ) -> None:
         if manager not in get_args(StorageKind):
-            raise ValueError(f"manager: {manager!r} is unknown; use one of {', '.join(get_args(StorageKind))}")
+            raise CheckpointError(f"manager: {manager!r} is unknown; use one of {', '.join(get_args(StorageKind))}")
+        is_retention = retention is None or isinstance(retention, Retention)
+        require("retention", retention, is_retention, "a Retention, such as Retention(last=3)")
         self.root = _absolute(root)
         self._manager: StorageKind = manager
         self._retention = retention
         self._root_option = root_option
-        self._current: Path | None = None
+        self._current: tuple[Path, int] | None = None  # the checkpoint saved or loaded last, and its step
 
     def save(
         self,
@@ -102,7 +89,7 @@ class Checkpointer:
         existing checkpoint of that name; it stays complete until the new one replaces it.
 
         A part of the state is a `Stateful`, such as a module, or an optimizer of torch, whose state is named by the
-        parameters of the modules in the same state and saved with the numbers of its parameter groups.
+        parameters of the modules in the same state and saved with the hyperparameters of its parameter groups.
 
         `info` goes into the manifest and `scalars` into a file; both are rank 0's. `rng` is saved per rank.
         `write_extra_files` is called on every rank with the folder; it writes additional files into the folder and
@@ -115,14 +102,22 @@ class Checkpointer:
 
         If any rank fails, all raise, nothing is published, and existing files are untouched. The error is a
         CheckpointError if the caller can correct it (a folder that is not writable, a value that is not a tensor),
-        otherwise a CheckpointFailure (a full disk). Saving the step that this object saved or loaded last does nothing.
-        Saving any other existing step is a CheckpointError: an existing checkpoint is never overwritten.
+        otherwise a CheckpointFailure (a full disk). Saving the step that this object saved or loaded last, under the
+        same name, does nothing. Saving any other existing one is a CheckpointError: an existing checkpoint is never
+        overwritten.
         """
-        if step < 0:
-            raise ValueError(f"step: {step} is negative")
-        if replaces and name is None:
-            raise ValueError("replaces: only a checkpoint with a name can be replaced")
-        final = self.root / (name or layout.checkpoint_name(step))
+        with fail_together("save a checkpoint"):
+            _check_save(step, info, scalars, rng, name, replaces=replaces)
+            tensors = flatten(collect(stateful_parts(state)))
+            small_files = {layout.SCALARS: _json_bytes(scalars or {})} if this_rank() == 0 else {}
+            _json_bytes(info or {})  # raises if it cannot be written into the manifest
+            if rng:
+                values = {key: tensor.contiguous().cpu() for key, tensor in rng.items()}
+                small_files[layout.rng_name(this_rank())] = format_safetensors(values)
+        targets = dict.fromkeys(all_gather_text(f"step {step}" if name is None else f"step {step} as {name!r}"))
+        if len(targets) > 1:  # the same on every rank, so all ranks raise
+            raise CheckpointError(f"step: the ranks save different checkpoints: {', '.join(list(targets)[:4])}")
+        final = self.root / (layout.checkpoint_name(step) if name is None else name)
 
         def publish(folder: Path, manifest: Manifest) -> None:
             if name is not None:
@@ -131,32 +126,25 @@ class Checkpointer:
                 publishing.publish(folder, self.root, manifest)
                 self._prune()
 
-        with fail_together("save a checkpoint"):
-            tensors = _flatten(_collect(_stateful(state)))
-            small_files = {layout.SCALARS: _json_bytes(scalars or {})} if this_rank() == 0 else {}
-            _json_bytes(info or {})  # raises if it cannot be written into the manifest
-            if rng:
-                values = {key: tensor.contiguous().cpu() for key, tensor in rng.items()}
-                small_files[layout.rng_name(this_rank())] = format_safetensors(values)
-
         def write(tensors: Mapping[str, Stored]) -> None:
             def fill(folder: Path) -> Manifest:
                 return self._write(folder, step, tensors, small_files, info or {}, write_extra_files)
 
             num_bytes = sum(TensorRecord.of(tensor).num_bytes for tensor in tensors.values())
-            self._write_and_publish(final, num_bytes, fill, publish, replaces=replaces)
+            self._write_and_publish(final, step, num_bytes, fill, publish, replaces=replaces)
             if on_published is not None:
                 on_published(final)
 
         if background is None:
             write(tensors)
         else:
-            background.start(tensors, write)
+            background.start(tensors, write, final)
         return final
 
     def _write_and_publish(
         self,
         final: Path,
+        step: int,
         num_bytes: int,
         fill: Callable[[Path], Manifest],
         publish: Callable[[Path, Manifest], None],
@@ -168,7 +156,7 @@ class Checkpointer:
             folder = final
             if this_rank() == 0:
                 publishing.prepare_root(self.root, self._root_option)
-                if replaces or not self._exists_already(final):
+                if replaces or not self._exists_already(final, step):
                     publishing.remove_leftovers(self.root)
                     publishing.require_space(self.root, num_bytes)
                     folder = publishing.create_folder(self.root, final.name)
@@ -184,7 +172,7 @@ class Checkpointer:
             if this_rank() == 0:
                 publishing.discard(folder)
             raise
-        self._current = final
+        self._current = final, step
 
     def load(
         self,
@@ -195,7 +183,7 @@ class Checkpointer:
     ) -> LoadedCheckpoint:
         """Copy a checkpoint into `state`; any number of ranks and either manager may have saved it.
 
-        `skip_parts` names parts of the saved state that are not loaded.
+        `skip_parts` names parts of the saved state that are not loaded; a part may be skipped although none is saved.
 
         Before any value is copied, every file is checked against its hash, and every tensor's name, shape and dtype
         against the manifest. Raises CheckpointError on every rank if the checkpoint is damaged or belongs to another
@@ -214,16 +202,22 @@ class Checkpointer:
 
         Both this method and the function are collective. Call the function at most once.
         """
-        path = _absolute(path)
+        given, path = path, _absolute(path)
         with fail_together(f"load {path}"):
+            is_names = isinstance(skip_parts, (tuple, list, set, frozenset))
+            require("skip_parts", skip_parts, is_names, 'a tuple of names, such as ("optimizer",)')
+            if not path.exists():
+                raise CheckpointError(
+                    f"path: there is no folder {path}. For 'auto' or a name under the root pass resolve({str(given)!r})"
+                )
             manifest = layout.read_manifest(path)
-            stateful = _stateful(state)
-            parts = _collect(stateful)
-            tensors = _flatten(parts)
-            problems = _differences(tensors, manifest.tensors)
-        given = set(all_gather_text(f"{path} (manifest {manifest.digest()})"))
-        if len(given) > 1:  # the same on every rank, so all ranks raise
-            raise CheckpointError(f"the ranks were given different checkpoints: {', '.join(sorted(given))}")
+            stateful = stateful_parts(state)
+            parts = collect(stateful, manifest.tensors)
+            tensors = flatten(parts)
+            problems = differences(tensors, manifest.tensors)
+        digests = set(all_gather_text(f"{path} (manifest {manifest.digest()})"))
+        if len(digests) > 1:  # the same on every rank, so all ranks raise
+            raise CheckpointError(f"the ranks were given different checkpoints: {', '.join(sorted(digests))}")
         # The manifest is the same on every rank, so this list has the same length on every rank.
         held = any_rank_holds([name in tensors for name in sorted(manifest.tensors)])
         skipped = tuple(f"{part}." for part in skip_parts)
@@ -233,7 +227,7 @@ class Checkpointer:
             if not is_held and not name.startswith(skipped)
         ]
         with fail_together(f"load {path}"):
-            _raise_other_model(path, problems, unexpected)
+            raise_other_model(path, problems, unexpected, parts)
             layout.require_intact(path, manifest.files, share_of_files(manifest.files, this_rank(), num_ranks()))
 
         # torch's distributed checkpoints take a second to import.
@@ -252,7 +246,7 @@ class Checkpointer:
                     part.load_state_dict(parts[name])
                 scalars = cast(dict[str, JSON], json.loads((path / layout.SCALARS).read_text(encoding="utf-8")))
                 rng = _read_rng(path, manifest)
-            self._current = path
+            self._current = path, manifest.step
             return LoadedCheckpoint(manifest.step, manifest.info, scalars, rng, path)
 
         return copy
@@ -302,11 +296,11 @@ class Checkpointer:
         reason = "is not a complete checkpoint" if given.is_dir() else "does not exist"
         raise CheckpointError(f"{given} {reason}. {known}")
 
-    def _exists_already(self, final: Path) -> bool:
-        """Whether this object has already saved or loaded `final`. Raises if anything else exists at that path."""
+    def _exists_already(self, final: Path, step: int) -> bool:
+        """Whether this object has just saved or loaded this step as `final`. Raises if anything else exists there."""
         if not final.exists():
             return False
-        if self._current == final and layout.is_complete(final):
+        if self._current == (final, step) and layout.is_complete(final):
             return True
         raise CheckpointError(
             f"{self._root_option}: {final} already exists, and checkpoints are never overwritten. Move it away, resume "
@@ -356,50 +350,19 @@ class Checkpointer:
 
 def _absolute(path: Path | str) -> Path:
     """Absolute and normalised: the working directory may change, and paths are compared."""
-    return Path(os.path.abspath(path))
+    return Path(os.path.abspath(Path(path).expanduser()))
 
 
-def _stateful(state: Mapping[str, Stateful | torch.optim.Optimizer]) -> dict[str, Stateful]:
-    """The state with the state of each optimizer named by the parameters of the modules in it."""
-    modules = {name: part for name, part in state.items() if isinstance(part, torch.nn.Module)}
-    named = [
-        (f"{name}.{path}" if len(modules) > 1 else path, parameter)
-        for name, module in modules.items()
-        for path, parameter in module.named_parameters()
-    ]
-    return {
-        name: OptimizerState(part, named, with_groups=True) if isinstance(part, torch.optim.Optimizer) else part
-        for name, part in state.items()
-    }
-
-
-def _collect(state: Mapping[str, Stateful]) -> dict[str, dict[str, Stored]]:
-    parts: dict[str, dict[str, Stored]] = {}
-    for name, part in state.items():
-        if not name or "." in name:
-            raise CheckpointError(
-                f"state: {name!r} is not a valid name for a part of the state; use a non-empty name without dots"
-            )
-        parts[name] = {}
-        for key, value in part.state_dict().items():
-            if not isinstance(value, (torch.Tensor, Piece)):
-                kind = type(value).__name__
-                raise CheckpointError(
-                    f"state: {name}.{key} is of type {kind}; only tensors can be saved (numbers go to scalars)"
-                )
-            held = value.tensor if isinstance(value, Piece) else value
-            partial = is_dtensor(held) and any(placement.is_partial() for placement in held.placements)
-            if held.layout != torch.strided or held.is_meta or partial:
-                raise CheckpointError(
-                    f"state: {name}.{key} is sparse, on the meta device or a partial sum; it cannot be saved"
-                )
-            parts[name][key] = value if isinstance(value, Piece) else value.detach()
-    return parts
-
-
-def _flatten(parts: Mapping[str, Mapping[str, Stored]]) -> dict[str, Stored]:
-    """Flatten to `{part}.{key}`, which is unambiguous because part names contain no dots."""
-    return {f"{name}.{key}": tensor for name, part in parts.items() for key, tensor in part.items()}
+def _check_save(step: object, info: object, scalars: object, rng: object, name: object, *, replaces: bool) -> None:
+    require("step", step, is_count(step, 0), "an int of at least 0")
+    for argument, value in (("info", info), ("scalars", scalars)):
+        is_mapping = value is None or isinstance(value, Mapping)
+        require(argument, value, is_mapping, 'a mapping of names to JSON values, such as {"epoch": 3}')
+    is_tensors = rng is None or (isinstance(rng, Mapping) and all(isinstance(v, torch.Tensor) for v in rng.values()))
+    require("rng", rng, is_tensors, 'a mapping of names to tensors, such as {"torch": torch.get_rng_state()}')
+    require("name", name, name is None or layout.is_folder_name(name), "the name of a folder directly under the root")
+    if replaces and name is None:
+        raise CheckpointError("replaces: only a checkpoint with a name can be replaced")
 
 
 def _describe_meshes(tensors: Mapping[str, Stored]) -> list[dict[str, list[str] | list[int]]]:
@@ -408,33 +371,6 @@ def _describe_meshes(tensors: Mapping[str, Stored]) -> list[dict[str, list[str] 
     meshes = {tensor.device_mesh for tensor in held if is_dtensor(tensor)}
     described = {(tuple(mesh.mesh_dim_names or ()), tuple(mesh.shape)) for mesh in meshes}
     return [{"axes": list(names), "sizes": list(sizes)} for names, sizes in sorted(described)]
-
-
-def _differences(tensors: Mapping[str, Stored], saved: Mapping[str, TensorRecord]) -> dict[str, list[str]]:
-    missing = [name for name in tensors if name not in saved]
-    changed: list[str] = []
-    for name, tensor in tensors.items():
-        expected, found = TensorRecord.of(tensor), saved.get(name)
-        if found is not None and found != expected:
-            changed.append(
-                f"{name}: saved as {found.dtype}{list(found.shape)}, expected {expected.dtype}{list(expected.shape)}"
-            )
-    return {"missing from the checkpoint": missing, "with a different shape or dtype": changed}
-
-
-def _raise_other_model(path: Path, problems: Mapping[str, list[str]], unexpected: list[str]) -> None:
-    listed = {**problems, "only in the checkpoint": unexpected}
-    if not any(listed.values()):
-        return
-    lines = [f"{path} was saved by another model or training set-up; nothing was loaded"]
-    for title, names in listed.items():
-        if names:
-            shown = names[:_MAX_LISTED]
-            lines.append(f"  {title} ({len(names)}): {', '.join(shown)}{', ...' if len(names) > len(shown) else ''}")
-    lines.append(
-        "Resume with the model, optimizer and options of the saved run, or start a new run from its exported weights."
-    )
-    raise CheckpointError("\n".join(lines))
 
 
 def _read_rng(path: Path, manifest: Manifest) -> dict[str, torch.Tensor] | None:

@@ -147,7 +147,8 @@ def read_manifest(folder: Path | str) -> Manifest:
     try:
         return Manifest.from_json(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
-        hint = " (another program wrote this DCP checkpoint)" if (folder / ".metadata").exists() else ""
+        is_dcp = (folder / ".metadata").exists()
+        hint = "; it holds DCP files, of another program or of a checkpoint that is incomplete" if is_dcp else ""
         raise CheckpointError(f"{folder} is not a complete xorl checkpoint: it has no {MANIFEST}{hint}") from None
     except (ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"{path} cannot be used: {error}\n{_advice(folder)}") from error
@@ -176,6 +177,12 @@ def _advice(folder: Path) -> str:
     earlier = [found for found in list_checkpoints(folder.parent) if (step_of(found) or 0) < step]
     other = f"load {earlier[-1]}, the checkpoint before it" if earlier else "start from another checkpoint"
     return f"Copy the folder again from its source, or {other}."
+
+
+def is_folder_name(name: object) -> bool:
+    """Whether a checkpoint can have this name: a single part of a path, which the root does not use itself."""
+    is_own = isinstance(name, str) and (name.startswith((".", SET_ASIDE)) or name == LATEST)
+    return isinstance(name, str) and name != "" and Path(name).name == name and not is_own
 
 
 def step_of(folder: Path) -> int | None:

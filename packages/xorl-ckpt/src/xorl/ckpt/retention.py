@@ -4,6 +4,8 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
+from xorl.ckpt.errors import is_count, require
+
 
 @dataclass(frozen=True)
 class Retention:
@@ -20,8 +22,8 @@ class Retention:
     def __post_init__(self) -> None:
         for name in ("last", "every", "best"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"keep_{name}: must be at least 1; got {value}")
+            is_none = value is None and name != "last"
+            require(name, value, is_none or is_count(value, 1), "an int of at least 1")
 
     def kept(self, steps: Collection[int]) -> set[int]:
         """The steps to keep among those of existing checkpoints."""
