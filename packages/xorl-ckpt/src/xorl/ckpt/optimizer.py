@@ -130,7 +130,7 @@ class OptimizerState:
             (f"{_GROUPS}.{index}.{key}", group, key)
             for index, group in enumerate(self._optimizer.param_groups if self._with_groups else ())
             for key, value in group.items()
-            if key not in _IMPLEMENTATION and _is_hyperparameter(value)
+            if key != "params" and key not in _IMPLEMENTATION and _is_hyperparameter(value)
         ]
 
     def _materialise(self) -> None:
