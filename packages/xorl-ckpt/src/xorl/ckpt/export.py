@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-from xorl.ckpt.errors import CheckpointError
-from xorl.ckpt.files import sync_file
+from xorl.ckpt.errors import CheckpointError, require
+from xorl.ckpt.files import sync_file, writing_to
 from xorl.ckpt.layout import TensorRecord
 from xorl.ckpt.ranks import fail_together, this_rank
 from xorl.ckpt.reader import (
@@ -84,23 +84,30 @@ def export_hf(
 ) -> Path:
     """Collective: write safetensors, their index, config.json and the tokenizer's files; returns the folder.
 
-    Without recipes, the parameters are written under their own names. A `dtype` of None keeps each parameter's dtype.
+    Without recipes, the parameters are written under their own names. A `dtype` of None keeps each parameter's dtype;
+    otherwise it is a floating-point dtype, and integers and flags among the parameters keep theirs.
     `hf_config` is written unchanged except for its dtype, which is set to that of the weights. `chat_template` replaces
     the tokenizer's template. Tied weights are not written, as they are not in `params`. `model_card` becomes README.md.
     For `gather` see `parameter_groups`. Raises CheckpointError, before anything is written, if the folder exists and is
-    not empty.
+    not empty or cannot be written to.
     """
-    if recipes is None:
-        recipes = {name: SameTensor(name, tuple(param.shape)) for name, param in params.items()}
+    folder = Path(folder).expanduser().absolute()
+    tokenizer = None if tokenizer_folder is None else Path(tokenizer_folder).expanduser()
     with fail_together(f"export to {folder}"):
+        require("params", params, isinstance(params, Mapping), "a mapping of names to tensors, such as a state_dict")
+        is_config = isinstance(hf_config, Mapping)
+        require("hf_config", hf_config, is_config, "a mapping: the contents of a config.json, not its path")
+        is_found = tokenizer is None or this_rank() != 0 or tokenizer.is_dir()
+        require("tokenizer_folder", tokenizer_folder, is_found, "an existing folder")
+        if recipes is None:
+            recipes = {name: SameTensor(name, tuple(param.shape)) for name, param in params.items()}
         groups = parameter_groups(params, recipes, dtype=dtype, gather=gather)
-    folder = Path(folder).absolute()
     with published(folder) as temporary:
         write_model(
             temporary,
             groups,
             hf_config=hf_config,
-            tokenizer_folder=None if tokenizer_folder is None else Path(tokenizer_folder),
+            tokenizer_folder=tokenizer,
             chat_template=chat_template,
             max_shard_bytes=max_shard_bytes,
             model_card=model_card,
@@ -127,7 +134,8 @@ def published(folder: Path | str) -> Iterator[Path]:
                     f"{folder} already exists and is not empty; an export never overwrites it. Choose another folder."
                 )
             shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
+            with writing_to(folder.parent, "folder"):
+                temporary.mkdir(parents=True)
     try:
         yield temporary
         with fail_together(f"export to {folder}"):
@@ -174,8 +182,11 @@ def parameter_groups(
 
     `gather` takes the name of a parameter and returns its full value, for example with an adapter merged into it. It
     may be collective; None gathers the parameter itself. The groups create tensors on `device` (None: the CPU), which
-    may share memory with the results of `gather`. Raises CheckpointError for a parameter without a recipe.
+    may share memory with the results of `gather`. Raises CheckpointError for a parameter without a recipe, and for a
+    `dtype` that is not floating-point.
     """
+    is_float = dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
+    require("dtype", str(dtype), is_float, "a floating-point torch.dtype")
     if not params:
         raise CheckpointError("there are no parameters to export")
     unknown = [name for name in params if name not in recipes]
@@ -188,7 +199,10 @@ def parameter_groups(
     groups: list[TensorGroup] = []
     for unit in _units(params, recipes):
         shapes = source_shapes({name: recipes[name] for name in unit})
-        written = dtype_name(dtype or params[unit[0]].dtype)
+        own = params[unit[0]].dtype
+        # What `gather` returns for bytes may be weights, such as those of a quantised parameter.
+        is_cast = dtype is not None and (own.is_floating_point or gather is not None)
+        written = dtype_name(dtype if is_cast else own)
         to = device or torch.device("cpu")
         make = functools.partial(_split_unit, unit, recipes, gather or gather_param, getattr(torch, written), to)
         groups.append(TensorGroup({name: TensorRecord(shape, written) for name, shape in shapes.items()}, make))
@@ -281,7 +295,7 @@ def _write_other_files(
 ) -> None:
     groups = [group for shard in shards for group in shard.groups]
     records = [record for group in groups for record in group.records.values()]
-    dtypes = {record.dtype for record in records}
+    dtypes = {record.dtype for record in records if record.torch_dtype.is_floating_point}
     config = {name: value for name, value in hf_config.items() if name != "torch_dtype"}
     if len(dtypes) == 1:
         # from_pretrained casts the weights to the config's dtype.

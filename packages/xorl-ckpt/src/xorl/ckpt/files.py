@@ -1,15 +1,21 @@
 """Writes files durably, hashing them on the way, and verifies files against recorded sizes and hashes."""
 
+import errno
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 import xxhash
 
+from xorl.ckpt.errors import CheckpointError
+
 # Reads of this size run at page-cache speed; larger ones only cost memory.
 READ_BYTES = 8 << 20
+# Errors that choosing another folder resolves; other errors mean a full or broken disk.
+_WRONG_FOLDER = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOENT, errno.ENAMETOOLONG}
 
 
 @dataclass(frozen=True)
@@ -128,6 +134,19 @@ def share_of_files(files: Mapping[str, FileRecord], rank: int, num_ranks: int) -
         loads[lightest] += files[name].size
         shares[lightest].append(name)
     return shares[rank]
+
+
+@contextmanager
+def writing_to(folder: Path, argument: str) -> Iterator[None]:
+    """Raise errors that another folder resolves as CheckpointError, which names the argument that sets the folder."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _WRONG_FOLDER:
+            raise
+        raise CheckpointError(
+            f"{argument}: cannot write to {folder}: {error.strerror}. Choose a writable folder."
+        ) from error
 
 
 def sync_file(path: Path) -> None:

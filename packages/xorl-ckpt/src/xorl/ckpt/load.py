@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from xorl.ckpt.errors import CheckpointError
+from xorl.ckpt.errors import CheckpointError, is_count, require
 from xorl.ckpt.ranks import (
     broadcast_text,
     collective_device,
@@ -29,7 +29,7 @@ from xorl.ckpt.ranks import (
     require_same,
     this_rank,
 )
-from xorl.ckpt.reader import SameTensor, WeightRecipe, WeightSource, source_shapes
+from xorl.ckpt.reader import SameScalar, SameTensor, WeightRecipe, WeightSource, source_shapes
 from xorl.ckpt.regions import Piece, Stored, dtype_name, local_region, local_tensor
 from xorl.ckpt.transfer import stream_buckets
 
@@ -130,13 +130,11 @@ def load_weights(
 ) -> LoadReport:
     """Collective: fill every parameter by its recipe, cast to the parameter's dtype, and pass RowTargets their rows.
 
-    Without recipes, the source holds the parameters under their own names. Recipes must be the same on every rank and
+    Without recipes, the source holds the parameters under their own names; 0-dim ones are possible then. Recipes must be the same on every rank and
     may include parameters that this rank does not have. In broadcast mode only rank 0 needs a `source`. Raises
     CheckpointError on every rank, before anything is written, if names or shapes differ, if no recipe uses a tensor of
     the source and `ignore(name)` is false, or if a floating-point parameter would be read from integers or fp8 values.
     """
-    if recipes is None:
-        recipes = {name: SameTensor(name, tuple(param.shape)) for name, param in params.items()}
     started = time.monotonic()
     broadcasting = mode == "broadcast" and num_ranks() > 1
     if this_rank() != 0 and broadcasting:
@@ -146,6 +144,13 @@ def load_weights(
     with fail_together("load the weights"):
         if mode not in get_args(LoadMode):
             raise CheckpointError(f"mode: {mode!r} is unknown; use one of {', '.join(get_args(LoadMode))}")
+        require("params", params, isinstance(params, Mapping), "a mapping of names to parameters")
+        is_source = source is None or all(hasattr(source, name) for name in ("names", "shape", "dtype", "read"))
+        require("source", source, is_source, "a WeightSource, such as SafetensorsSource(folder)")
+        require("ignore", ignore, ignore is None or callable(ignore), "a function of a tensor's name, such as a lambda")
+        require("bucket_bytes", bucket_bytes, is_count(bucket_bytes, 1), "an int of at least 1")
+        if recipes is None:
+            params, recipes = _by_their_names(params)
         _check_parameters(params, recipes)
         if source is not None:
             wanted = recipes if broadcasting else {name: recipes[name] for name in params}
@@ -184,6 +189,21 @@ def load_weights(
         report.bytes_read / 2**30 / max(report.seconds, 1e-9),
     )
     return report
+
+
+def _by_their_names(
+    params: Mapping[str, Stored | RowTarget],
+) -> tuple[dict[str, Stored | RowTarget], dict[str, WeightRecipe]]:
+    """The parameters, 0-dim ones as views of one row, and recipes that read them under their own names."""
+    rows = {
+        name: param.detach().view(1) if isinstance(param, torch.Tensor) and param.ndim == 0 else param
+        for name, param in params.items()
+    }
+    recipes: dict[str, WeightRecipe] = {
+        name: SameTensor(name, tuple(param.shape)) if tuple(params[name].shape) else SameScalar(name)
+        for name, param in rows.items()
+    }
+    return rows, recipes
 
 
 def _check_parameters(params: Mapping[str, Stored | RowTarget], recipes: Mapping[str, WeightRecipe]) -> None:

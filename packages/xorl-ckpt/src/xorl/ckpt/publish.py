@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO
 
 from xorl.ckpt.errors import CheckpointError, CheckpointFailure
-from xorl.ckpt.files import size_problems, sync_file, write_file
+from xorl.ckpt.files import size_problems, sync_file, write_file, writing_to
 from xorl.ckpt.layout import (
     DELETING,
     LATEST,
@@ -40,13 +40,11 @@ logger = logging.getLogger(__name__)
 _OWNER, _POINTER = ".owner", ".latest"  # files beside a folder of a save
 # The folders that this process writes, with their locked files.
 _OWNED: dict[Path, IO[str]] = {}
-# Errors that choosing another folder resolves; other errors mean a full or broken disk.
-_WRONG_FOLDER = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOENT, errno.ENAMETOOLONG}
 
 
 def prepare_root(root: Path, option: str) -> None:
     """Create the root and check that it is writable; `option` is the option that sets it, for error messages."""
-    try:
+    with writing_to(root, option):
         if not root.is_dir():
             root.mkdir(parents=True, exist_ok=True)
             sync_file(root.parent)
@@ -54,12 +52,6 @@ def prepare_root(root: Path, option: str) -> None:
         probe = Path(tempfile.mkdtemp(prefix=f"{SAVING}probe_", dir=root))
         with suppress(FileNotFoundError):  # another process took it for a leftover
             probe.rmdir()
-    except OSError as error:
-        if error.errno not in _WRONG_FOLDER:
-            raise
-        raise CheckpointError(
-            f"{option}: cannot write to {root}: {error.strerror}. Choose a writable folder."
-        ) from error
 
 
 def require_space(root: Path, num_bytes: int) -> float:

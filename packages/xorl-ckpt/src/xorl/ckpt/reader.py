@@ -100,6 +100,25 @@ class SameTensor:
         return {self.name: tensor}
 
 
+@dataclass(frozen=True)
+class SameScalar:
+    """The recipe of a 0-dim tensor that a file holds under its own name; in memory it is a row of one value."""
+
+    name: str
+    shape: tuple[int, ...] = (1,)
+    join_dim: None = None
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (self.name,)
+
+    def read(self, source: WeightSource, start: int, stop: int) -> torch.Tensor:
+        return source.read(self.name).view(1)[start:stop]
+
+    def split(self, tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        return {self.name: tensor.view(())}
+
+
 def source_shapes(recipes: Mapping[str, WeightRecipe]) -> dict[str, tuple[int, ...]]:
     """The shapes of the source tensors that these recipes expect; they must include all parts of shared sources."""
     shapes: dict[str, tuple[int, ...]] = {}
@@ -121,7 +140,7 @@ class SafetensorsSource:
 
     def __init__(self, folder: Path | str, *, single_file: str = SINGLE_FILE) -> None:
         """Raises CheckpointError if the folder has no safetensors files or an invalid index."""
-        self._folder = Path(folder)
+        self._folder = Path(folder).expanduser()
         self._single_file = single_file
         self._opened: dict[str, _OpenFile] = {}
         self._lock = threading.Lock()
@@ -172,7 +191,9 @@ class SafetensorsSource:
         if self._single_file == SINGLE_FILE and (folder / INDEX_FILE).is_file():
             return _read_index(folder)
         found = sorted(path.name for path in folder.iterdir())[:8] if folder.is_dir() else []
-        hint = "no such folder" if not folder.is_dir() else f"found {', '.join(found) or 'nothing'}"
+        hint = f"found {', '.join(found) or 'nothing'}" if folder.is_dir() else "no such folder"
+        if folder.is_file():
+            hint = f"it is a file; pass its folder, with single_file={folder.name!r}"
         if any(name.endswith((".bin", ".pt", ".pth")) for name in found):
             hint += "; pickled weights are not supported, convert them to safetensors"
         wanted = f"{SINGLE_FILE} and no {INDEX_FILE}" if self._single_file == SINGLE_FILE else self._single_file

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import torch
 
-from xorl.ckpt.errors import CheckpointError
+from xorl.ckpt.errors import CheckpointError, require
 from xorl.ckpt.files import share_of_files
 from xorl.ckpt.layout import read_manifest, require_intact
 from xorl.ckpt.metadata import read_metadata
 from xorl.ckpt.ranks import fail_together, num_ranks, this_rank
-from xorl.ckpt.reader import WeightRecipe, source_shapes
+from xorl.ckpt.reader import SameTensor, WeightRecipe, source_shapes
 from xorl.ckpt.storage import read_gathered, read_shards
 
 DenseParameter = Callable[[str, Callable[[str], torch.Tensor | None]], torch.Tensor | None]
@@ -24,17 +24,28 @@ class SavedParameters:
     """
 
     def __init__(
-        self, folder: Path, part: str, recipes: Mapping[str, WeightRecipe], dense: DenseParameter | None = None
+        self,
+        folder: Path | str,
+        part: str,
+        recipes: Mapping[str, WeightRecipe] | None,
+        dense: DenseParameter | None = None,
     ) -> None:
-        """`part` is the model's name in the checkpoint's state. Raises CheckpointError if a parameter is not saved.
+        """`part` is the model's name in the checkpoint's state. Without recipes, these are all its tensors, under their
+        own names. Raises CheckpointError if there is no such part, or if a parameter is not saved.
 
         `dense(name, read_saved)` computes a parameter that is saved in another form, such as quantised;
         `read_saved(name)` returns a saved tensor, or None if there is none of that name. If `dense` is None, parameters
         are read as they are saved.
         """
-        self._folder = folder
+        folder = self._folder = Path(folder)
         self._part = part
         self._manifest = read_manifest(folder)
+        if recipes is None:
+            saved = self._manifest.tensors
+            of_part = [(name.partition(".")[2], name) for name in saved if name.startswith(f"{part}.")]
+            known = ", ".join(dict.fromkeys(name.partition(".")[0] for name in saved))
+            require("part", part, bool(of_part), f"a part of {folder}, which has {known}")
+            recipes = {name: SameTensor(name, saved[full_name].shape) for name, full_name in of_part}
         self._recipes = recipes
         missing = [name for name in recipes if f"{part}.{name}" not in self._manifest.tensors]
         if missing:
@@ -74,7 +85,7 @@ class SavedParameters:
     def dtype(self, name: str) -> torch.dtype:
         dtype = self._manifest.tensors[f"{self._part}.{self._params_of[name][0]}"].torch_dtype
         # Quantised weights are saved as bytes, which do not record the dtype of the weight.
-        return dtype if dtype.is_floating_point else torch.bfloat16
+        return dtype if dtype.is_floating_point or self._dense is None else torch.bfloat16
 
     def read(self, name: str, start: int | None = None, stop: int | None = None) -> torch.Tensor:
         params = self._params_of[name]
