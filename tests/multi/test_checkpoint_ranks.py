@@ -216,7 +216,7 @@ def test_failure_of_one_rank_is_the_failure_of_all(manager, tmp_path, run_ranks)
             state["optimizer"] = FailingState(state["optimizer"])
         told.append(raised(CheckpointFailure, checkpointer.save, 2, state))
         rng = {"x": "not a tensor"} if rank == 1 else {}
-        told.append(raised(CheckpointFailure, checkpointer.save, 2, make_state(2, mesh_shape), rng=rng))
+        told.append(raised(CheckpointError, checkpointer.save, 2, make_state(2, mesh_shape), rng=rng))
         full = 1 if manager == "dcp" else 0
         state = make_state(2, mesh_shape)
         state["large"] = Tensors(x=torch.zeros(1 << 14), y=torch.zeros(1 << 14), z=torch.zeros(1 << 14))
@@ -236,7 +236,7 @@ def test_failure_of_one_rank_is_the_failure_of_all(manager, tmp_path, run_ranks)
     first, second = run_ranks(session, 2)
     assert first == second
     assert "rank 1: ArithmeticError: no state today" in first[0]
-    assert "rank 1: AttributeError" in first[1]
+    assert first[1].startswith("rng: the dict is not a mapping of names to tensors")
     assert f"rank {1 if manager == 'dcp' else 0}: OSError: [Errno 27] File too large" in first[2]
     assert first[3] == "global_step_1,latest"
     assert first[4].startswith("train.output_dir: cannot write to")
@@ -289,6 +289,21 @@ def test_what_is_wrong_with_a_checkpoint_is_told_on_every_rank(tmp_path, run_ran
     assert "only in the checkpoint (1): model.norm" in first[-2]
     assert "not a complete xorl checkpoint" in first[-1]
     assert not target.exists()
+
+
+def test_ranks_that_save_different_checkpoints_all_raise(tmp_path, run_ranks):
+    # Catches ranks that write two steps into one folder, and a rank that raises alone while the others wait for it.
+    def session() -> list[str]:
+        rank, checkpointer, state = dist.get_rank(), Checkpointer(tmp_path / "root"), make_state(1, (2,))
+        told = [raised(CheckpointError, checkpointer.save, step, state) for step in (10 + rank, 10 + rank / 2)]
+        checkpointer.save(10, state)
+        return told
+
+    first, second = run_ranks(session, 2)
+    assert first == second
+    assert first[0] == "step: the ranks save different checkpoints: step 10, step 11"
+    assert "rank 1: step: 10.5 is not an int" in first[1]
+    assert sorted(path.name for path in (tmp_path / "root").iterdir()) == ["global_step_10", "latest"]
 
 
 def write_weights(folder: Path) -> dict[str, Tensor]:

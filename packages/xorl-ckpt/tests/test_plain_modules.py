@@ -1,10 +1,15 @@
 """Modules and optimizers of torch as they come: saved, loaded, exported and read back without anything of xorl's."""
 
+import json
+
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from xorl.ckpt import Checkpointer, CheckpointError, SafetensorsSource, export_hf, load_weights
+from xorl.ckpt.export import published, source_groups, write_model
+from xorl.ckpt.saved_tensors import SavedParameters
 
 
 def module_and(kind: type[torch.optim.Optimizer], **options: object) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -163,3 +168,81 @@ def test_a_plain_module_is_exported_and_read_without_recipes(tmp_path) -> None:
     wider = nn.Sequential(nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 2))
     with pytest.raises(CheckpointError, match=r"0\.weight"):
         load_weights(dict(wider.named_parameters()), None, SafetensorsSource(tmp_path / "out"))
+
+
+def counting_module() -> nn.Module:
+    """A module with a counter of 0 dims, num_batches_tracked."""
+    module = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    module(torch.randn(5, 4))
+    return module
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_counters_keep_their_dtype_and_come_back(tmp_path, dtype) -> None:
+    # Catches a counter that is rounded to bfloat16, and buffers without dims that can be written but not read.
+    module, other = counting_module(), nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    folder = export_hf(module.state_dict(), None, tmp_path / "out", hf_config={"model_type": "mine"}, dtype=dtype)
+    with SafetensorsSource(folder) as source:
+        assert source.dtype("1.num_batches_tracked") == torch.int64
+    for bucket_bytes in (1, 1 << 20):
+        load_weights(other.state_dict(), None, SafetensorsSource(folder), bucket_bytes=bucket_bytes)
+        for name, value in module.state_dict().items():
+            expected = value.to(dtype or value.dtype).to(value.dtype) if value.is_floating_point() else value
+            assert torch.equal(other.state_dict()[name], expected)
+    assert json.loads((folder / "config.json").read_text())["dtype"] == ("bfloat16" if dtype else "float32")
+
+
+@pytest.mark.parametrize("manager", ["dcp", "torch"])
+def test_a_checkpoint_becomes_safetensors_without_recipes(tmp_path, manager) -> None:
+    # Catches recipes by hand for each tensor, and a counter that is written as bfloat16.
+    module = counting_module()
+    path = Checkpointer(tmp_path / "run", manager=manager).save(1, {"model": module})
+    with published(tmp_path / "out") as folder:
+        write_model(folder, source_groups(SavedParameters(path, "model", None)), hf_config={})
+    torch.testing.assert_close(
+        load_file(tmp_path / "out" / "model.safetensors"), dict(module.state_dict()), rtol=0, atol=0
+    )
+    with pytest.raises(CheckpointError, match=r"part: 'modle' is not a part of .*, which has model"):
+        SavedParameters(path, "modle", None)
+
+
+WEIGHTS = {"w": torch.zeros(2, 2)}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"hf_config": "config.json"}, "hf_config: 'config.json' is not a mapping"),
+        ({"dtype": torch.int8}, "dtype: 'torch.int8' is not a floating-point"),
+        ({"dtype": "bfloat16"}, "dtype: 'bfloat16' is not a floating-point"),
+        ({"tokenizer_folder": "nope"}, "tokenizer_folder: 'nope' is not an existing folder"),
+        ({"params": list(WEIGHTS.values())}, "params: the list is not a mapping"),
+        ({"folder": "file/out"}, "folder: cannot write to .*file: Not a directory"),
+    ],
+)
+def test_arguments_of_an_export_are_checked(tmp_path, monkeypatch, arguments, message) -> None:
+    # Catches weights that are written as zeros, a tokenizer that is missing, and mistakes reported as failures.
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    given = {"params": WEIGHTS, "recipes": None, "folder": "out", "hf_config": {}, **arguments}
+    with pytest.raises(CheckpointError, match=message):
+        export_hf(**given)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"source": "folder"}, "source: 'folder' is not a WeightSource, such as SafetensorsSource"),
+        ({"ignore": ["w"]}, "ignore: the list is not a function"),
+        ({"bucket_bytes": 0}, "bucket_bytes: 0 is not an int of at least 1"),
+        ({"params": [WEIGHTS["w"]]}, "params: the list is not a mapping"),
+    ],
+)
+def test_arguments_of_a_load_are_checked(tmp_path, arguments, message) -> None:
+    # Catches mistakes of the caller that are reported as failures of the environment, or accepted.
+    source = SafetensorsSource(export_hf(WEIGHTS, None, tmp_path / "out", hf_config={}))
+    with pytest.raises(CheckpointError, match=message):
+        load_weights(**{"params": WEIGHTS, "recipes": None, "source": source, **arguments})
+    with pytest.raises(CheckpointError, match=r"it is a file; pass its folder, with single_file='model\.safetensors'"):
+        SafetensorsSource(tmp_path / "out" / "model.safetensors")

@@ -201,8 +201,8 @@ def parameter_groups(
         shapes = source_shapes({name: recipes[name] for name in unit})
         own = params[unit[0]].dtype
         # What `gather` returns for bytes may be weights, such as those of a quantised parameter.
-        is_cast = dtype is not None and (own.is_floating_point or gather is not None)
-        written = dtype_name(dtype if is_cast else own)
+        is_cast = own.is_floating_point or gather is not None
+        written = dtype_name(dtype if dtype is not None and is_cast else own)
         to = device or torch.device("cpu")
         make = functools.partial(_split_unit, unit, recipes, gather or gather_param, getattr(torch, written), to)
         groups.append(TensorGroup({name: TensorRecord(shape, written) for name, shape in shapes.items()}, make))

@@ -130,10 +130,11 @@ def load_weights(
 ) -> LoadReport:
     """Collective: fill every parameter by its recipe, cast to the parameter's dtype, and pass RowTargets their rows.
 
-    Without recipes, the source holds the parameters under their own names; 0-dim ones are possible then. Recipes must be the same on every rank and
-    may include parameters that this rank does not have. In broadcast mode only rank 0 needs a `source`. Raises
-    CheckpointError on every rank, before anything is written, if names or shapes differ, if no recipe uses a tensor of
-    the source and `ignore(name)` is false, or if a floating-point parameter would be read from integers or fp8 values.
+    Without recipes, the source holds the parameters under their own names, and they may be 0-dim. Recipes must be the
+    same on every rank and may include parameters that this rank does not have. In broadcast mode only rank 0 needs a
+    `source`. Raises CheckpointError on every rank, before anything is written, if an argument is invalid, if names or
+    shapes differ, if no recipe uses a tensor of the source and `ignore(name)` is false, or if a floating-point
+    parameter would be read from integers or fp8 values.
     """
     started = time.monotonic()
     broadcasting = mode == "broadcast" and num_ranks() > 1

@@ -206,5 +206,6 @@ def _restored(saved: Tensor, current: object) -> object:
         return saved.item()
     values = [None if math.isnan(item) else item for item in saved.tolist()]
     held = current if isinstance(current, (tuple, list)) and len(current) == len(values) else values
-    values = [now.fill_(item) if isinstance(now, Tensor) else item for now, item in zip(held, values, strict=True)]
+    pairs = zip(held, saved.unbind(), values, strict=True)
+    values = [now.copy_(new) if isinstance(now, Tensor) else value for now, new, value in pairs]
     return values if isinstance(current, list) else tuple(values)

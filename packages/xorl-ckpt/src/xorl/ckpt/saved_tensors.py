@@ -91,7 +91,8 @@ class SavedParameters:
         params = self._params_of[name]
         parts = [self._recipes[param].split(self._parameter(param))[name] for param in params]
         join_dim = self._recipes[params[0]].join_dim
-        return (parts[0] if len(parts) == 1 else torch.cat(parts, join_dim or 0))[start:stop]
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts, join_dim or 0)
+        return whole[start:stop] if whole.ndim else whole
 
     def _parameter(self, name: str) -> torch.Tensor:
         with self._lock:
