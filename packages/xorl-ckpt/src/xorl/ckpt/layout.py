@@ -180,9 +180,8 @@ def _advice(folder: Path) -> str:
 
 
 def is_folder_name(name: object) -> bool:
-    """Whether a checkpoint can have this name: a single part of a path, which the root does not use itself."""
-    is_own = isinstance(name, str) and (name.startswith((".", SET_ASIDE)) or name == LATEST)
-    return isinstance(name, str) and name != "" and Path(name).name == name and not is_own
+    """Whether a checkpoint can have this name: a single part of a path, and not hidden, as unfinished saves are."""
+    return isinstance(name, str) and name != "" and Path(name).name == name and not name.startswith(".")
 
 
 def step_of(folder: Path) -> int | None:

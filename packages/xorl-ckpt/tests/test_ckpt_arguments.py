@@ -1,0 +1,116 @@
+"""What a user passes wrongly is an error that names the argument, and says what to do."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from xorl.ckpt import Checkpointer, CheckpointError, Retention, SafetensorsSource, export_hf, load_weights
+
+WEIGHTS = {"w": torch.zeros(2, 2)}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"step": 20.0}, "step: 20.0 is not an int of at least 0"),
+        ({"step": True}, "step: True is not an int"),
+        ({"step": "20"}, "step: '20' is not an int"),
+        ({"step": -1}, "step: -1 is not an int"),
+        ({"state": torch.nn.Linear(2, 2)}, "state: the Linear is not a mapping of names to parts"),
+        (
+            {"state": {"model": torch.nn.Linear(2, 2).state_dict()}},
+            "state: model: the OrderedDict is not an object with",
+        ),
+        ({"state": {"w": torch.zeros(2)}}, "state: w: the Tensor is not an object with state_dict"),
+        ({"state": {"epoch": 3}}, "state: epoch: 3 is not an object with state_dict"),
+        ({"rng": torch.get_rng_state()}, "rng: the Tensor is not a mapping"),
+        ({"info": [1]}, "info: the list is not a mapping"),
+        ({"scalars": 1}, "scalars: 1 is not a mapping"),
+        ({"name": "a/b"}, "name: 'a/b' is not the name of a folder"),
+        ({"name": ".."}, "name: '..' is not the name"),
+        ({"name": ".saving_1"}, "name: '.saving_1' is not the name"),
+        ({"name": ""}, "name: '' is not the name"),
+        ({"replaces": True}, "replaces: only a checkpoint with a name"),
+    ],
+)
+def test_arguments_of_a_save_are_checked(arguments, message, tmp_path, make_state):
+    # Catches a checkpoint that can never be found or loaded, and a mistake reported as a failure of the environment.
+    with pytest.raises(CheckpointError, match=f"^{re.escape(message)}"):
+        Checkpointer(tmp_path / "root").save(**{"step": 1, "state": make_state(), **arguments})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda root: Checkpointer(root, retention=3), "retention: 3 is not a Retention"),
+        (lambda _: Retention(last="3"), "last: '3' is not an int of at least 1"),
+        (lambda _: Retention(last=2, best=0), "best: 0 is not an int of at least 1"),
+    ],
+)
+def test_what_is_kept_is_checked_at_once(make, message, tmp_path):
+    # Catches an error that is raised only after a checkpoint was published.
+    with pytest.raises(CheckpointError, match=message):
+        make(tmp_path)
+
+
+def test_messages_of_a_load_say_what_to_do(tmp_path, make_state, monkeypatch):
+    # Catches an advice that is missing, or one that is wrong.
+    checkpointer = Checkpointer(tmp_path)
+    path = checkpointer.save(1, make_state())
+    for given in ("auto", "final"):
+        with pytest.raises(CheckpointError, match=rf"no folder .*{given}\. .* pass resolve\('{given}'\)"):
+            checkpointer.load(given, make_state())
+    model = {"model": make_state()["model"]}
+    with pytest.raises(CheckpointError, match=r"has no optimizer: .* skip_parts=\('optimizer',\)"):
+        checkpointer.load(path, model)
+    with pytest.raises(CheckpointError, match="skip_parts: 'optimizer' is not a tuple"):
+        checkpointer.load(path, model, skip_parts="optimizer")
+    assert checkpointer.load(path, model, skip_parts=("optimizer",)).step == 1
+    (path / "metadata.json").unlink()
+    with pytest.raises(CheckpointError, match="holds DCP files, of another program or of a checkpoint that is inc"):
+        checkpointer.load(path, make_state())
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert Checkpointer("~/x").root == tmp_path / "x"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"hf_config": "config.json"}, "hf_config: 'config.json' is not a mapping"),
+        ({"dtype": torch.int8}, "dtype: 'torch.int8' is not a floating-point"),
+        ({"dtype": "bfloat16"}, "dtype: 'bfloat16' is not a floating-point"),
+        ({"tokenizer_folder": "nope"}, "tokenizer_folder: 'nope' is not an existing folder"),
+        ({"params": list(WEIGHTS.values())}, "params: the list is not a mapping"),
+        ({"folder": "file/out"}, "folder: cannot write to .*file: Not a directory"),
+    ],
+)
+def test_arguments_of_an_export_are_checked(tmp_path, monkeypatch, arguments, message) -> None:
+    # Catches weights that are written as zeros, a tokenizer that is missing, and mistakes reported as failures.
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    given = {"params": WEIGHTS, "recipes": None, "folder": "out", "hf_config": {}, **arguments}
+    with pytest.raises(CheckpointError, match=message):
+        export_hf(**given)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"source": "folder"}, "source: 'folder' is not a WeightSource, such as SafetensorsSource"),
+        ({"ignore": ["w"]}, "ignore: the list is not a function"),
+        ({"bucket_bytes": 0}, "bucket_bytes: 0 is not an int of at least 1"),
+        ({"params": [WEIGHTS["w"]]}, "params: the list is not a mapping"),
+    ],
+)
+def test_arguments_of_a_load_are_checked(tmp_path, arguments, message) -> None:
+    # Catches mistakes of the caller that are reported as failures of the environment, or accepted.
+    source = SafetensorsSource(export_hf(WEIGHTS, None, tmp_path / "out", hf_config={}))
+    with pytest.raises(CheckpointError, match=message):
+        load_weights(**{"params": WEIGHTS, "recipes": None, "source": source, **arguments})
+    with pytest.raises(CheckpointError, match=r"it is a file; pass its folder, with single_file='model\.safetensors'"):
+        SafetensorsSource(tmp_path / "out" / "model.safetensors")
