@@ -239,7 +239,9 @@ class Mesh:
         return "\n".join(lines)
 
     def _view(self, name: str, *axes: str) -> Axis:
-        return _axis_of(self.device_mesh[axes]._flatten(name))
+        from xorl.core.torch_private import flattened  # noqa: PLC0415 - imports FSDP2, which takes a second
+
+        return _axis_of(flattened(self.device_mesh[axes], name))
 
     def _ranks(self) -> torch.Tensor:
         """[others, replicas, shards]: the ranks by what they hold of the parameters."""

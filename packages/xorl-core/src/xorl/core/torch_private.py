@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
@@ -39,6 +40,7 @@ __all__ = [
     "allow_integer_parameters",
     "configure_dynamo",
     "configure_inductor",
+    "flattened",
     "gather_event",
     "is_traceable_wrapper_subclass",
     "local_shape_and_offset",
@@ -281,6 +283,11 @@ def set_allocator_settings(settings: str) -> None:
 def shares_storage(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors are views of one storage, which may be empty at the moment."""
     return a.untyped_storage()._cdata == b.untyped_storage()._cdata
+
+
+def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """All axes of a mesh as one axis called `name`, with the ranks in the same order. Collective when new."""
+    return mesh._flatten(name)
 
 
 def local_shape_and_offset(tensor: DTensor) -> tuple[Sequence[int], Sequence[int]]:
