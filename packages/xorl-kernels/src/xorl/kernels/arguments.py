@@ -13,6 +13,5 @@ def check_choice(argument: str, value: object, choices: object) -> None:
 
 def check_number(argument: str, value: object, *, least: float = 0.0) -> None:
     """Raise ValueError unless `value` is a finite number of at least `least`."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or value < least:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value < least:
         raise ValueError(f"{argument}: must be a number of at least {least:g}, got {value!r}")

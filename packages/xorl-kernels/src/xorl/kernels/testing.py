@@ -49,10 +49,12 @@ def mend_interpreter() -> None:
     builder = interpreter.InterpreterBuilder
     create_splat = builder.create_splat
 
-    def create_splat_of_dtype(self: object, shape: object, scalar: interpreter.TensorHandle) -> object:
-        if scalar.data.dtype == bool:
-            scalar = interpreter.TensorHandle(scalar.data, interpreter.tl.int1)
-        return create_splat(self, shape, scalar)
+    def create_splat_of_dtype(
+        self: interpreter.InterpreterBuilder, ret_ty: object, arg: interpreter.TensorHandle
+    ) -> interpreter.TensorHandle:
+        if arg.data.dtype == bool:
+            arg = interpreter.TensorHandle(arg.data, interpreter.tl.int1)
+        return create_splat(self, ret_ty, arg)
 
     builder.create_splat = create_splat_of_dtype
     patch = interpreter._patch_lang_tensor
