@@ -6,9 +6,22 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
 
-from xorl.lora import AdapterSpec
-from xorl.lora.peft import AdapterConfig, InMemoryTensors, differences, read_layout
+from xorl.lora import AdapterBank, AdapterSpec, inject
+from xorl.lora.peft import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    AdapterConfig,
+    InMemoryTensors,
+    config_of,
+    differences,
+    load_adapter,
+    load_adapters,
+    read_layout,
+    save_adapter,
+)
 from xorl.lora.peft.config import shared_value, shortest_names
 from xorl.lora.peft.layout import keys_of
 from xorl.lora.peft.merged import AdapterValues, fold
@@ -120,3 +133,119 @@ def test_folded_rows_do_not_depend_on_how_they_are_cut():
     torch.testing.assert_close(torch.cat(pieces), whole, rtol=0, atol=1e-6)
     turned = fold(weight.t(), adapter, transposed=True)
     torch.testing.assert_close(turned.t(), whole, rtol=0, atol=1e-5)
+
+
+class Model(nn.Module):
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed, self.norm = nn.Embedding(9, 8), nn.BatchNorm1d(8)
+        self.block, self.head = nn.Sequential(nn.Linear(8, 8), nn.ReLU()), nn.Linear(8, 9)
+
+    def forward(self, ids):
+        return self.head(self.block(self.norm(self.embed(ids))))
+
+
+IDS = torch.arange(9)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        AdapterSpec(2, 3, targets=("0",), modules_to_save=("head", "norm")),
+        AdapterSpec(2, 3, targets=("0", "embed"), use_rslora=True, modules_to_save=("head",)),
+        AdapterSpec(2, 3, targets=("0", "head"), use_dora=True),
+    ],
+)
+def test_a_saved_folder_loads_into_another_model(spec, tmp_path):
+    # Catches a trained weight or buffer that the folder lacks, or that is not read from it.
+    model = Model()
+    inject(model, spec)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model(IDS)  # changes the buffers of the norm, which belong to it
+    save_adapter(model, spec, tmp_path / "new" / "folder", base="org/base", task_type=None)
+    other = Model()
+    if "norm" not in spec.modules_to_save:
+        other.norm.load_state_dict(model.norm.state_dict())
+    loaded = load_adapter(other, tmp_path / "new" / "folder")
+    assert (loaded.rank, loaded.use_dora, set(loaded.modules_to_save)) == (2, spec.use_dora, set(spec.modules_to_save))
+    torch.testing.assert_close(other.eval()(IDS), model.eval()(IDS), rtol=0, atol=1e-6)
+    trained = {name for name, parameter in other.named_parameters() if parameter.requires_grad}
+    assert trained == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def test_an_adapter_of_a_bank_is_saved(tmp_path):
+    # Catches a folder without the adapter of a bank, whose parameters the model does not own.
+    bank = AdapterBank(Model(), targets=("0", "head"), num_resident=1, max_rank=4, device="cpu")
+    bank.add("a", AdapterSpec(2, targets=("0",)))
+    save_adapter(Model(), bank.spec("a"), tmp_path, task_type=None, found=bank.adapters("a"))
+    assert load_adapter(Model(), tmp_path).targets == ("block.0",)
+
+
+def saved_folder(folder):
+    model, spec = Model(), AdapterSpec(2, targets=("0",), modules_to_save=("head",))
+    inject(model, spec)
+    save_adapter(model, spec, folder, task_type=None)
+    return load_file(folder / WEIGHTS_FILE)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"base_model.model.head.weight": torch.zeros(3, 8)}, r"head.weight: \[3, 8\] in the file, \[9, 8\] in the"),
+        ({"base_model.model.head.scale": torch.zeros(3)}, "head.scale: the file has this tensor, and Model does not"),
+        ({keys_of("block.0")[0]: torch.zeros(2, 5)}, "block.0: A and B are"),
+    ],
+)
+def test_a_folder_that_does_not_fit_changes_no_weight(changes, message, tmp_path):
+    # Catches a tensor that is left out silently, and a head that is replaced before an adapter is refused.
+    save_file({**saved_folder(tmp_path), **changes}, tmp_path / WEIGHTS_FILE)
+    model = Model(seed=1)
+    before = model.head.weight.clone()
+    with pytest.raises(ValueError, match=message):
+        load_adapter(model, tmp_path)
+    assert torch.equal(model.head.weight, before)
+
+
+def test_a_folder_without_an_adapter_is_refused(tmp_path):
+    # Catches the error of a reader that does not say what the folder lacks.
+    with pytest.raises(ValueError, match=f"holds no adapter in PEFT's format: it has no {CONFIG_FILE}"):
+        load_adapter(Model(), tmp_path)
+    (tmp_path / CONFIG_FILE).write_text("{")
+    (tmp_path / WEIGHTS_FILE).write_text("no tensors")
+    with pytest.raises(ValueError, match=f"folder: {tmp_path}: "):
+        load_adapter(Model(), tmp_path)
+
+
+def test_tensors_of_the_base_and_scales_are_not_passed_over(tmp_path):
+    # Catches a trained head that stays in the file, and adapters that are computed with another factor than trained.
+    source = InMemoryTensors(saved_folder(tmp_path))
+    content = json.loads((tmp_path / CONFIG_FILE).read_text())
+    layout = read_layout(AdapterConfig.from_json(content), source)
+    model = Model()
+    inject(model, layout.spec)
+    with pytest.raises(ValueError, match=r"tensors of the base, such as head.bias, .* use load_adapter"):
+        load_adapters(model, layout, source)
+    for changes in ({"lora_alpha": 5}, {"use_rslora": True}):
+        layout = read_layout(AdapterConfig.from_json(content | changes), source)
+        with pytest.raises(ValueError, match=r"block.0: the adapter's scale is .* in the file, 8 in the model"):
+            load_adapters(model, layout, source, base_loaded=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model": Model()}, r"model: Model has no adapters; call inject\(model, spec\) first"),
+        ({"spec": {"rank": 2}}, "spec must be a xorl.lora.spec.AdapterSpec, got a dict"),
+        ({"task_type": "CAUSALLM"}, "task_type: 'CAUSALLM' is not one of 'CAUSAL_LM'"),
+    ],
+)
+def test_what_cannot_be_described_is_refused(options, message):
+    # Catches an error from inside, and a task that PEFT fails on when it reads the file.
+    model, spec = Model(), AdapterSpec(2)
+    inject(model, spec)
+    with pytest.raises(ValueError, match=message):
+        config_of(**{"model": model, "spec": spec, "base": None, **options})

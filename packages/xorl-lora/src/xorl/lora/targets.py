@@ -177,7 +177,7 @@ def modules_to_save(spec: AdapterSpec, model: nn.Module) -> dict[str, nn.Module]
     """
     if not spec.modules_to_save:
         return {}
-    owners = {name: module for name, module in model.named_modules() if any(True for _ in module.parameters())}
+    owners = _owners(model)
     parts = {part.name: (name, part) for name, module in owners.items() for part in _parts(model, name, module)}
     saved: dict[str, nn.Module] = {}
     for target in spec.modules_to_save:
@@ -192,8 +192,20 @@ def modules_to_save(spec: AdapterSpec, model: nn.Module) -> dict[str, nn.Module]
                 raise ValueError(f"modules_to_save: {name} shares {path} with other modules; use an adapter instead")
             if _is_tied(model, owners[path]):
                 raise ValueError(f"modules_to_save: {name} shares its weight with the head or another module")
+            if not all(parameter.is_floating_point() for parameter in owners[path].parameters()):
+                raise ValueError(f"modules_to_save: {name} is quantised and cannot be trained; exclude it from quantize_")
             saved[name] = owners[path]
     return saved
+
+
+def whole_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules with parameters by their names in checkpoints, except those that share a module with others."""
+    parts = {path: (module, _parts(model, path, module)) for path, module in _owners(model).items()}
+    return {found[0].name: module for module, found in parts.values() if len(found) == 1 and found[0].is_whole}
+
+
+def _owners(model: nn.Module) -> dict[str, nn.Module]:
+    return {path: module for path, module in model.named_modules() if any(True for _ in module.parameters())}
 
 
 def _is_tied(model: nn.Module, module: nn.Module) -> bool:

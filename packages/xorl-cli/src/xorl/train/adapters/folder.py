@@ -106,7 +106,7 @@ def load_adapter(module: nn.Module, adapter: AdapterFolder, recipes: Mapping[str
         load_weights(
             {name: parameters[name] for name in replaced_recipes}, replaced_recipes, replaced, mode="all_ranks"
         )
-    load_adapters(module, adapter.layout, adapter.source)
+    load_adapters(module, adapter.layout, adapter.source, base_loaded=True)
 
 
 def check_shapes(adapter: AdapterFolder, base_option: str, base: str, shapes: Mapping[str, Sequence[int]]) -> None:

@@ -1,7 +1,8 @@
-"""PEFT's adapter format: reading and writing the content of its files, and merging it into a base checkpoint."""
+"""PEFT's adapter format: whole folders, the content of their files, and merging it into a base checkpoint."""
 
 from xorl.lora.peft.config import CONFIG_FILE, AdapterConfig
 from xorl.lora.peft.converted import in_form
+from xorl.lora.peft.folder import load_adapter, save_adapter
 from xorl.lora.peft.layout import WEIGHTS_FILE, InMemoryTensors, differences, read_layout
 from xorl.lora.peft.merged import MergedWeights
 from xorl.lora.peft.model import adapter_tensors, config_of, load_adapters
@@ -17,7 +18,9 @@ __all__ = [
     "config_of",
     "differences",
     "in_form",
+    "load_adapter",
     "load_adapters",
     "per_expert",
     "read_layout",
+    "save_adapter",
 ]

@@ -133,7 +133,8 @@ class InMemoryTensors:
         return self._tensors[name].dtype
 
     def read(self, name: str, start: int | None = None, stop: int | None = None) -> Tensor:
-        return self._tensors[name][start:stop]
+        tensor = self._tensors[name]
+        return tensor if start is None and stop is None else tensor[start:stop]  # numbers have no ranges
 
 
 class MadeTensors:

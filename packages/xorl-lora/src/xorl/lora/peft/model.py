@@ -1,5 +1,6 @@
 """Converts between the adapters in a model, sharded or not, and PEFT's files."""
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
@@ -9,11 +10,13 @@ from torch import Tensor, nn
 
 from xorl.core.models.recipes import WeightSource
 from xorl.core.shards import copy_shard_
+from xorl.kernels.arguments import check_choice
+from xorl.lora.arguments import check_instance
 from xorl.lora.experts import ExpertLowRank
 from xorl.lora.inject import Adapter, adapters
 from xorl.lora.linear import Leaf
 from xorl.lora.merge import full_tensor, magnitude, set_magnitude_
-from xorl.lora.peft.config import AdapterConfig, ExpertForm, shared_value, shortest_names
+from xorl.lora.peft.config import AdapterConfig, ExpertForm, TaskType, shared_value, shortest_names
 from xorl.lora.peft.forms import ExpertFactor, ExpertFactors, chosen_form, expert_tensors, settings_of
 from xorl.lora.peft.layout import AdapterLayout, FileTensors, keys_of, read_shared
 from xorl.lora.spec import AdapterSpec, ExpertSharing
@@ -25,7 +28,7 @@ def config_of(
     spec: AdapterSpec,
     *,
     base: str | None,
-    task_type: str | None = "CAUSAL_LM",
+    task_type: TaskType | None = "CAUSAL_LM",
     transposed: Collection[str] = (),
     found: Mapping[str, Adapter] | None = None,
     form: ExpertForm | None = None,
@@ -37,9 +40,14 @@ def config_of(
     or none. `task_type` is None for modules that are no language models. `found` overrides the adapters, for those of a
     bank. `form` is that of adapters on experts; None is SGLang's if they share their outer factors, else per_expert.
 
-    Raises ValueError if PEFT or the form cannot express the adapters.
+    Raises ValueError if there are no adapters, or PEFT or the form cannot express them.
     """
+    check_instance("spec", spec, AdapterSpec)
+    if task_type is not None:
+        check_choice("task_type", task_type, TaskType)
     adapted = adapters(model) if found is None else found
+    if not adapted:
+        raise ValueError(f"model: {type(model).__name__} has no adapters; call inject(model, spec) first")
     found = {name: adapter for adapter in adapted.values() for name in adapter.members}
     linear = {name for name, adapter in found.items() if not adapter.is_embedding}
     fan_in_fan_out = linear & set(transposed)
@@ -91,7 +99,7 @@ def adapter_tensors(
 ) -> list[FileTensors]:
     """The tensors of the adapters in `model`, or of `found` (from a bank), by their names in a file.
 
-    Modules trained whole are not included. `gather` takes a parameter, maybe sharded, and returns its whole value.
+    Modules trained whole are not included (`save_adapter` writes them too). `gather` takes a parameter, maybe sharded, and returns its whole value.
     `form` is that of adapters on experts, as for `config_of`.
     """
     tensors: list[FileTensors] = []
@@ -140,12 +148,33 @@ def _magnitude_of(name: str, adapter: Adapter) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def load_adapters(model: nn.Module, layout: AdapterLayout, source: WeightSource) -> None:
+def load_adapters(
+    model: nn.Module, layout: AdapterLayout, source: WeightSource, *, base_loaded: bool = False
+) -> None:
     """Load the values of a file, read on every rank, into the adapters in `model`; collective with DoRA.
 
-    The base's weights must be loaded first. Base tensors in the file are not loaded here. Raises ValueError if the
-    file's adapters do not match those of the model, or if experts share a factor of which the file has several values.
+    The base's weights must be loaded first. Base tensors in the file are not loaded here: `load_adapter` loads all of a
+    folder, and `base_loaded` says that the caller has loaded them.
+
+    Raises ValueError as `check_fit` does, if the file has base tensors that nobody has loaded, or if experts share a
+    factor of which the file has several values.
     """
+    if layout.replaced and not base_loaded:
+        raise ValueError(
+            f"the file also has tensors of the base, such as {next(iter(layout.replaced))}, which load_adapters leaves "
+            "out: use load_adapter, or load them first and pass base_loaded=True"
+        )
+    check_fit(model, layout)
+    for adapter in adapters(model).values():
+        copy_shard_(adapter.A, _read(adapter, "A", layout, source))
+        copy_shard_(adapter.B, _read(adapter, "B", layout, source))
+        magnitudes = layout.modules[adapter.members[0]].magnitude
+        if magnitudes is not None:
+            set_magnitude_(adapter, source.read(magnitudes).float().flatten())
+
+
+def check_fit(model: nn.Module, layout: AdapterLayout) -> None:
+    """Raise ValueError unless the adapters in `model` have the layers, shapes and scales of those in the file."""
     found = adapters(model)
     names = {name for adapter in found.values() for name in adapter.members}
     if names != set(layout.modules):
@@ -166,12 +195,14 @@ def load_adapters(model: nn.Module, layout: AdapterLayout, source: WeightSource)
                     f"{name}: A and B are {list(map(list, stored))} in the file, {list(map(list, expected))} in the "
                     "model"
                 )
-    for adapter in found.values():
-        copy_shard_(adapter.A, _read(adapter, "A", layout, source))
-        copy_shard_(adapter.B, _read(adapter, "B", layout, source))
-        magnitudes = layout.modules[adapter.members[0]].magnitude
-        if magnitudes is not None:
-            set_magnitude_(adapter, source.read(magnitudes).float().flatten())
+            if (module.magnitude is None) != (adapter.magnitude_offset is None):
+                raise ValueError(f"{name}: only one of the file and the model uses DoRA (use_dora)")
+            scale = layout.config.spec.scale_of(name)
+            if not math.isclose(scale, adapter.scale, rel_tol=1e-6):
+                raise ValueError(
+                    f"{name}: the adapter's scale is {scale:g} in the file, {adapter.scale:g} in the model: inject the "
+                    "alpha and use_rslora of the file (layout.spec)"
+                )
 
 
 def _read(adapter: Adapter, leaf: Leaf, layout: AdapterLayout, source: WeightSource) -> Tensor:

@@ -1,0 +1,128 @@
+"""Saves a model's adapters as a folder in PEFT's format, and loads such a folder into a model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from xorl.core.shards import copy_shard_, is_dtensor
+from xorl.lora.arguments import check_instance
+from xorl.lora.experts import ExpertLowRank
+from xorl.lora.inject import Adapter, adapter_parameters, adapters, inject
+from xorl.lora.merge import full_tensor
+from xorl.lora.peft.config import CONFIG_FILE, AdapterConfig, ExpertForm, TaskType
+from xorl.lora.peft.layout import PREFIX, WEIGHTS_FILE, AdapterLayout, InMemoryTensors, ReplacedTensors, read_layout
+from xorl.lora.peft.model import adapter_tensors, check_fit, config_of, load_adapters
+from xorl.lora.peft.views import per_expert
+from xorl.lora.spec import AdapterSpec
+from xorl.lora.targets import modules_to_save, whole_modules, without_wrappers
+
+
+@torch.no_grad()
+def save_adapter(
+    model: nn.Module,
+    spec: AdapterSpec,
+    folder: Path | str,
+    *,
+    base: str | None = None,
+    task_type: TaskType | None = "CAUSAL_LM",
+    transposed: Collection[str] = (),
+    found: Mapping[str, Adapter] | None = None,
+    form: ExpertForm | None = None,
+) -> None:
+    """Write the adapters in `model`, and the modules that `spec` trains whole, as a folder that PEFT reads.
+
+    Arguments are those of `config_of`; the weights of `transposed` modules are stored as [in, out]. On a sharded model
+    it is collective, and rank 0 writes.
+
+    Raises ValueError as `config_of` does, and if the model's experts are divided among ranks.
+    """
+    config = config_of(model, spec, base=base, task_type=task_type, transposed=transposed, found=found, form=form)
+    written = adapters(model) if found is None else found
+    if any(isinstance(adapter.pair, ExpertLowRank) and adapter.pair.parts for adapter in written.values()):
+        raise ValueError("model: its experts are divided among ranks; gather their adapters with adapter_tensors")
+    tensors: dict[str, Tensor] = {}
+    for group in adapter_tensors(model, written, form=config.form if form is None else form):
+        tensors |= {name: tensor.detach() for name, tensor in group.make().items()}
+    of_adapters = {id(parameter) for parameter in adapter_parameters(model).values()}
+    for module_name, module in modules_to_save(spec, model).items():
+        for leaf, tensor in module.state_dict(keep_vars=True).items():
+            if id(tensor) not in of_adapters:
+                whole = full_tensor(tensor.detach())
+                whole = whole.t() if module_name in transposed and whole.dim() == 2 else whole
+                tensors[f"{PREFIX}{module_name}.{without_wrappers(leaf)}"] = whole
+    if any(is_dtensor(parameter) for parameter in model.parameters()) and dist.get_rank() != 0:
+        return
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    # Copies, because safetensors refuses tensors that share memory.
+    copies = {name: tensor.cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
+    save_file(copies, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    (folder / CONFIG_FILE).write_text(json.dumps(config.to_json(), indent=2) + "\n", encoding="utf-8")
+
+
+@torch.no_grad()
+def load_adapter(
+    model: nn.Module, folder: Path | str, *, transposed: Collection[str] = (), seed: int = 0
+) -> AdapterSpec:
+    """Load a folder in PEFT's format into `model`, whole or sharded: adapters and tensors of the base.
+
+    A model without adapters gets those of the file by `inject` with the spec of the file; the base's weights must be
+    loaded first. `transposed` is as for `save_adapter`.
+
+    Returns the spec of the file.
+
+    Raises ValueError if the folder holds no adapter, or one that does not fit the model.
+    """
+    folder = Path(folder)
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        if not (folder / name).is_file():
+            raise ValueError(f"folder: {folder} holds no adapter in PEFT's format: it has no {name}")
+    try:
+        content = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+        check_instance(CONFIG_FILE, content, dict)
+        config, source = per_expert(
+            AdapterConfig.from_json(content), InMemoryTensors(load_file(folder / WEIGHTS_FILE))
+        )
+        layout = read_layout(config, source)
+    except (ValueError, SafetensorError) as error:
+        raise ValueError(f"folder: {folder}: {error}") from error
+    replaced = ReplacedTensors(layout, source)
+    targets = _base_tensors(model, layout)
+    values: dict[str, Tensor] = {}
+    for name, target in targets.items():
+        values[name] = replaced.read(name)
+        if name.rpartition(".")[0] in transposed and values[name].dim() == 2:
+            values[name] = values[name].t()
+        if values[name].is_floating_point() and not target.is_floating_point():
+            raise ValueError(f"{name}: the file has this tensor, and the model has quantised it; exclude its layer")
+        if values[name].shape != target.shape:
+            raise ValueError(f"{name}: {list(values[name].shape)} in the file, {list(target.shape)} in the model")
+    if not adapters(model):
+        inject(model, layout.spec, seed=seed)
+    check_fit(model, layout)
+    # Before the adapters: DoRA's magnitudes are relative to the base.
+    for name, target in targets.items():
+        copy_shard_(target, values[name])
+    load_adapters(model, layout, source, base_loaded=True)
+    return layout.spec
+
+
+def _base_tensors(model: nn.Module, layout: AdapterLayout) -> dict[str, Tensor]:
+    """The parameters and buffers of `model` that the file replaces, by their names in checkpoints."""
+    found: dict[str, Tensor] = {}
+    modules = whole_modules(model)
+    for name in layout.replaced:
+        owner, _, leaf = name.rpartition(".")
+        tensor = modules[owner].state_dict(keep_vars=True).get(leaf) if owner in modules else None
+        if tensor is None:
+            raise ValueError(f"{name}: the file has this tensor, and {type(model).__name__} does not have it")
+        found[name] = tensor
+    return found
