@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from xorl.kernels.quant import QuantScheme
-from xorl.lora import AdapterSpec, adapter_parameters, inject, quantize_
+from xorl.lora import AdapterSpec, adapter_parameters, inject, merge_, quantize_
 from xorl.lora.peft import AdapterConfig, config_of
 from xorl.lora.quantized import QuantizedLinear
 
@@ -63,6 +63,22 @@ def test_layers_may_be_left_out() -> None:
     inject(model, AdapterSpec(rank=2))
     with pytest.raises(ValueError, match="targets: 2 has an adapter"):
         quantize_(model, QuantScheme("nf4", 16), targets=["2"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_merge_into_dequantised_weights_computes_the_same(dtype) -> None:
+    # Catches an update that is rounded to the quantised format, and a layer that stays quantised.
+    model, x = nn.Sequential(module(), nn.Linear(8, 3)), torch.randn(32, 64)
+    quantize_(model, QuantScheme("nf4", 16), targets=["0.0", "0.2"])
+    inject(model, AdapterSpec(rank=4, targets=("0.0", "1")))
+    for parameter in adapter_parameters(model).values():
+        nn.init.normal_(parameter, std=0.1)
+    expected = model.eval()(x)
+    merge_(model, dequantize_to=dtype)
+    assert [type(layer) for layer in (*model[0], model[1])] == [nn.Linear, nn.ReLU, nn.Linear, nn.Linear]
+    assert {model[0][0].weight.dtype, model[0][2].weight.dtype} == {dtype}
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert (model.float()(x) - expected).abs().max() <= (1e-5 if dtype == torch.float32 else 0.05)
 
 
 def test_the_task_of_an_adapter_is_a_parameter() -> None:

@@ -17,7 +17,7 @@ from xorl.core.parallel.activations import recompute_layers
 from xorl.core.parallel.compile import compile_layers
 from xorl.kernels.layout import SequenceLayout
 from xorl.kernels.quant import QuantScheme
-from xorl.lora import AdapterSpec, adapter_parameters, adapters, init_adapters, inject, quantize_
+from xorl.lora import AdapterSpec, adapter_parameters, adapters, init_adapters, inject, merge_, quantize_
 from xorl.lora.merge import fold_, merged_rows
 from xorl.lora.quantize import quantizable_layers, quantize_layers
 from xorl.lora.quantized import (
@@ -265,3 +265,17 @@ def test_a_base_of_30_billion_parameters_takes_what_its_formats_say(quant_format
     assert num_parameters(model) == 30_532_122_624
     sizes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     assert sizes / 2**30 == pytest.approx(gib, abs=0.1)
+
+
+def test_a_merge_into_dequantised_weights_restores_experts() -> None:
+    # Catches rows of another expert, and a decoder that cannot be run or saved after the merge.
+    model = decoder(SCHEMES["nf4"])
+    inject(model, AdapterSpec(4, targets=EVERYWHERE))
+    for parameter in adapter_parameters(model).values():
+        torch.nn.init.normal_(parameter, std=0.1)
+    with torch.no_grad():
+        expected = model(IDS, LAYOUT)
+        merge_(model, dequantize_to=torch.float32)
+        assert not quantized_layers(model)
+        assert dict(model.named_parameters()).keys() == dict(decoder(None).named_parameters()).keys()
+        torch.testing.assert_close(model(IDS, LAYOUT), expected, rtol=1e-4, atol=1e-4)

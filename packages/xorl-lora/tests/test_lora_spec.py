@@ -52,7 +52,7 @@ def test_targets_are_the_ends_of_names_in_whole_parts(targets, names):
 @pytest.mark.parametrize("unmatched", ["k_proj", "norm", "0", "proj"])
 def test_a_target_that_matches_nothing_is_an_error_that_lists_the_names(unmatched):
     """Catches a misspelt target that is ignored, so that fewer layers train than were asked for."""
-    with pytest.raises(ValueError, match=rf"\['{unmatched}'\] match no layer .* \['q_proj', 'seq_proj'\]"):
+    with pytest.raises(ValueError, match=rf"\['{unmatched}'\] match no layer .* \['q_proj', 'seq_proj'\]$"):
         found(AdapterSpec(targets=("q_proj", unmatched)), two_layers())
 
 
@@ -88,11 +88,67 @@ def test_layers_that_an_adapter_would_break_or_miss_are_left_alone(model, target
         found(AdapterSpec(targets=(target,)), model)
 
 
-@pytest.mark.parametrize("model", [nn.LayerNorm(4), nn.Linear(4, 4)])
-def test_a_model_with_nothing_to_adapt_is_an_error(model):
+class Conv1D(nn.Module):
+    """Stands for a layer whose weight is [in, out]."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.empty(4, 6)), nn.Parameter(torch.empty(6))
+
+
+class Experts(nn.Module):
+    """Stands for experts whose weights are in one parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.empty(3, 8, 4))
+
+
+class LanguageModel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.c_attn, self.experts = nn.Linear(4, 4), Conv1D(), Experts()
+        self.lm_head = nn.Linear(4, 6)
+
+    def get_output_embeddings(self):
+        return self.lm_head
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (nn.LayerNorm(4), "finds no linear layer to adapt in LayerNorm: it has none"),
+        (nn.ModuleList([Conv1D()]), r"no linear layer .*0.weight \[4, 6\] is a parameter of Conv1D; only nn.Linear and"),
+        (nn.Linear(4, 4), r"model: it is itself a Linear, .* put it in a module, such as nn.Sequential\(layer\)"),
+    ],
+)
+def test_a_model_with_nothing_to_adapt_is_an_error(model, message):
     """Catches a run that freezes the whole model and trains nothing."""
-    with pytest.raises(ValueError, match=r"finds no linear layer to adapt"):
+    with pytest.raises(ValueError, match=message):
         found(AdapterSpec(), model)
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("c_attn", r"c_attn.weight \[4, 6\] is a parameter of Conv1D; only nn.Linear and nn.Embedding can be adapted"),
+        ("experts", r"experts.gate_up_proj \[3, 8, 4\] is a parameter of Experts"),
+        ("gate_up_proj", r"experts.gate_up_proj \[3, 8, 4\] is a parameter of Experts"),
+    ],
+)
+def test_a_target_that_is_no_linear_layer_is_refused_with_the_reason(target, message):
+    """Catches a message that lists names as if the target were misspelt."""
+    with pytest.raises(ValueError, match=message):
+        found(AdapterSpec(targets=(target,)), LanguageModel())
+
+
+@pytest.mark.parametrize("model", [LanguageModel(), nn.ModuleDict({"wrapped": LanguageModel()})])
+def test_all_linear_leaves_out_the_head_of_a_language_model(model):
+    """Catches a head that is adapted or quantised, which PEFT's all-linear does not mean."""
+    (name,) = found(AdapterSpec(), model)
+    assert name.endswith("body")
+    (head,) = found(AdapterSpec(targets=("lm_head",)), model)
+    assert head.endswith("lm_head")
 
 
 def test_the_fused_inference_path_of_torch_would_miss_an_adapter():

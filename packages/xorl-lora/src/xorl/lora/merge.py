@@ -8,8 +8,6 @@ Shapes: N rows of a weight that this rank holds, I its columns, P output feature
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
-
 import torch
 from torch import Tensor, nn
 
@@ -18,18 +16,33 @@ from xorl.core.nn.moe import ExpertLinear, Experts, MixtureOfExperts
 from xorl.core.shards import copy_shard_, is_dtensor, local_part
 from xorl.lora.experts import ExpertLowRank, fold_expert_pair_
 from xorl.lora.inject import Adapter, adapters
-from xorl.lora.linear import LowRank, TorchEmbedding, TorchLinear
-from xorl.lora.quantized import QuantizedLayer, gather_rows, local_rows, read_rows, write_rows_
+from xorl.lora.linear import LowRank, TorchEmbedding, TorchLinear, torch_linear
+from xorl.lora.quantized import (
+    QuantizedExpertLinear,
+    QuantizedLayer,
+    QuantizedLinear,
+    gather_rows,
+    local_rows,
+    quantized_layers,
+    read_rows,
+    write_rows_,
+)
 
 
-def merge_(model: nn.Module) -> None:
+def merge_(model: nn.Module, *, dequantize_to: torch.dtype | None = None) -> None:
     """Merge every adapter of `model` into its base weight and remove it, in place.
 
     nn.Linear and nn.Embedding modules are restored. The base's parameters remain the same objects, and frozen.
 
-    Raises ValueError if `model` has no adapters.
+    Quantised weights are quantised again, from fp32, which rounds the update too. With `dequantize_to`, all quantised
+    layers of `model` become plain ones with a weight of this dtype instead, rounded once; `model` must be whole.
+
+    Raises ValueError if `model` has no adapters, and with `dequantize_to` if a quantised weight is sharded.
     """
-    fold_(model)
+    if dequantize_to is not None:
+        _merge_dequantized_(model, dequantize_to)
+    else:
+        fold_(model)
     for path, layer in list(model.named_modules()):
         if isinstance(layer, Experts):
             layer.adapter = None
@@ -42,6 +55,28 @@ def merge_(model: nn.Module) -> None:
 
 
 @torch.no_grad()
+def _merge_dequantized_(model: nn.Module, dtype: torch.dtype) -> None:
+    """Merge every adapter, and replace every quantised layer by a plain one with the merged weight."""
+    if not dtype.is_floating_point:
+        raise ValueError(f"dequantize_to must be a floating dtype, got {dtype}")
+    quantized = quantized_layers(model)
+    if sharded := [
+        path
+        for path, layer in quantized.items()
+        if is_dtensor(layer.weight) or layer.num_rows < layer.whole_rows  # experts divided among ranks
+    ]:
+        raise ValueError(f"dequantize_to: {sharded[0]!r} is sharded; merge a model that is whole")
+    pairs = _pairs_by_layer(model)
+    for layer, of_layer in pairs.items():
+        if not isinstance(layer, QuantizedLayer):
+            _fold_into_(layer, of_layer)
+    for path, layer in quantized.items():
+        assert isinstance(layer, (QuantizedLinear, QuantizedExpertLinear))
+        rows = merged_rows(layer, pairs.get(layer, ())).to(dtype)
+        model.set_submodule(path, layer.dense(nn.Parameter(rows, requires_grad=False)))
+
+
+@torch.no_grad()
 def fold_(model: nn.Module) -> None:
     """Merge every adapter of `model` into its base weight, in place, and keep the adapters unchanged.
 
@@ -51,19 +86,26 @@ def fold_(model: nn.Module) -> None:
 
     Raises ValueError if `model` has no adapters.
     """
+    for layer, of_layer in _pairs_by_layer(model).items():
+        _fold_into_(layer, of_layer)
+
+
+def _pairs_by_layer(model: nn.Module) -> dict[Linear | Embedding | ExpertLinear, list[LowRank]]:
     found = adapters(model)
     if not found:
         raise ValueError(f"{type(model).__name__} has no adapters to merge")
-    pairs: dict[nn.Module, list[LowRank]] = {}
+    pairs: dict[Linear | Embedding | ExpertLinear, list[LowRank]] = {}
     for adapter in found.values():
         pairs.setdefault(adapter.layer, []).append(adapter.pair)
-    for layer, of_layer in pairs.items():
-        assert isinstance(layer, (Linear, Embedding, ExpertLinear))
-        if isinstance(layer, QuantizedLayer):
-            write_rows_(layer, merged_rows(layer, of_layer))
-        else:
-            part, _ = local_part(layer.weight)
-            part.copy_(merged_rows(layer, of_layer))
+    return pairs
+
+
+def _fold_into_(layer: Linear | Embedding | ExpertLinear, pairs: Sequence[LowRank]) -> None:
+    if isinstance(layer, QuantizedLayer):
+        write_rows_(layer, merged_rows(layer, pairs))
+    else:
+        part, _ = local_part(layer.weight)
+        part.copy_(merged_rows(layer, pairs))
 
 
 @torch.no_grad()
@@ -138,11 +180,9 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def _plain_module(layer: TorchLinear | TorchEmbedding) -> nn.Module:
-    # On the meta device, because its parameters are replaced immediately.
     if isinstance(layer, TorchLinear):
-        linear = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
-        linear.weight, linear.bias = layer.weight, cast(nn.Parameter, layer.bias)
-        return linear.train(layer.training)
+        return torch_linear(layer, layer.weight)
+    # On the meta device, because its parameters are replaced immediately.
     sizes = (layer.num_rows, layer.weight.shape[1])
     embedding = nn.Embedding(*sizes, padding_idx=layer.padding_idx, device="meta")
     embedding.weight = layer.weight

@@ -27,6 +27,7 @@ from xorl.core.shards import local_part, shard_groups
 from xorl.kernels.experts.quantized import QuantizedExperts
 from xorl.kernels.quant import QuantizedWeight, QuantScheme, adapted_quantized_linear, dequantized, quantized_linear
 from xorl.kernels.quant.nvfp4 import nvfp4_global_scale
+from xorl.lora.linear import TorchLinear, torch_linear
 
 
 class QuantizedLayer(nn.Module):
@@ -102,7 +103,17 @@ class QuantizedLinear(QuantizedLayer, Linear):
         self._store(linear.weight, shape, scheme, part_rows or (linear.out_features,))
         self.bias = linear.bias
         self.adapter = linear.adapter
+        self._is_torch = isinstance(linear, TorchLinear)
         self.train(linear.training)
+
+    def dense(self, weight: nn.Parameter) -> nn.Linear | Linear:
+        """The layer that this one has replaced, nn.Linear or xorl's, with `weight` [O, I] and without an adapter."""
+        if self._is_torch:
+            return torch_linear(self, weight)
+        with torch.device("meta"):
+            layer = Linear(self.in_features, self.out_features, bias=self.bias is not None)
+        layer.weight, layer.bias = weight, self.bias
+        return layer.train(self.training)
 
     def base(self, x: Tensor) -> Tensor:
         """The output of the layer without its adapter."""
@@ -140,6 +151,14 @@ class QuantizedExpertLinear(QuantizedLayer, ExpertLinear):
             units = _in_units(part, scheme.unit_rows)
             self.parts = {name: units for name in self.stored if getattr(self, name) is not None}
         self.train(experts.training)
+
+    def dense(self, weight: nn.Parameter) -> ExpertLinear:
+        """The projection that this one has replaced, with `weight` [O, I]."""
+        assert not self.parts, "all experts are here"
+        with torch.device("meta"):
+            layer = ExpertLinear(self.num_experts, self.held, self.in_features, self.out_features)
+        layer.weight = weight
+        return layer.train(self.training)
 
     def stacked(self, dtype: torch.dtype) -> QuantizedExperts:
         """What a kernel dequantises to [E, O / E, I], in the dtype of its input."""

@@ -16,6 +16,7 @@ from xorl.core.models import Decoder
 from xorl.core.models.recipes import LogicalModule
 from xorl.core.nn import Embedding, Linear
 from xorl.core.nn.moe import ExpertLinear
+from xorl.lora.arguments import check_instance
 from xorl.lora.spec import AdapterSpec, matches_name
 
 # The name parts that torch.compile, activation checkpointing and FSDP add for the modules that they wrap.
@@ -31,7 +32,7 @@ class Site:
         path: the full name of the module that computes it.
         start, stop: its range in the output features of that module; of experts, in those of one expert.
         is_linear: whether it is a linear layer; an embedding otherwise.
-        is_head: whether it computes the logits of xorl's decoder.
+        is_head: whether it computes the logits of xorl's decoder, or a module names it as its output embeddings.
         refusal: why it cannot have an adapter, or None.
         members: for a projection of experts, the names in a checkpoint of the experts' layers; `name` is theirs without
             the number of the expert.
@@ -55,6 +56,7 @@ class Site:
 def sites_of(model: nn.Module) -> dict[str, Site]:
     """Every linear layer, embedding and projection of experts by its name in checkpoints, in module order."""
     sites: dict[str, Site] = {}
+    heads = _output_embeddings(model)
     for parent_path, parent in model.named_modules():
         for child_name, module in parent.named_children():
             if isinstance(module, ExpertLinear) and isinstance(model, Decoder):
@@ -72,11 +74,22 @@ def sites_of(model: nn.Module) -> dict[str, Site]:
                     start,
                     start + (part.num_rows if is_linear else module.weight.shape[1]),
                     is_linear=is_linear,
-                    is_head=isinstance(model, Decoder) and module is model.lm_head,
+                    is_head=module in heads,
                     refusal=refusal if part.is_whole else f"{path} contains only a part of it: set merge_qkv=True",
                 )
                 start += part.num_rows
     return sites
+
+
+def _output_embeddings(model: nn.Module) -> set[nn.Module]:
+    """The heads of language models in `model`: that of xorl's decoder, and what `get_output_embeddings` returns."""
+    heads = {model.lm_head} if isinstance(model, Decoder) else set()
+    for module in model.modules():
+        # A method of language models of transformers; None for those without a head.
+        find = getattr(module, "get_output_embeddings", None)
+        if callable(find) and isinstance(head := find(), nn.Module):
+            heads.add(head)
+    return {head for head in heads if head is not None}
 
 
 def _expert_sites(model: Decoder, path: str, module: ExpertLinear) -> dict[str, Site]:
@@ -106,14 +119,20 @@ def _num_projections(names: Sequence[str]) -> int:
 def resolve(spec: AdapterSpec, model: nn.Module) -> tuple[Site, ...]:
     """The sites of `model` that get an adapter, in module order.
 
-    "all-linear" selects every linear layer that supports an adapter, including the output head, except that of xorl's
-    decoder and experts, which must be named. It skips layers whose weight another module uses (a tied head), subclasses
-    of nn.Linear (which may compute something else), and layers inside torch's attention and encoder layers (which read
-    the weight without calling the layer). The name of a layer that stacks several selects all of them.
+    "all-linear" selects every linear layer that supports an adapter, except experts and the head of a language model,
+    which must be named. It skips layers whose weight another module uses (a tied head), subclasses of nn.Linear (which
+    may compute something else), and layers inside torch's attention and encoder layers (which read the weight without
+    calling the layer). The name of a layer that stacks several selects all of them.
 
     Raises ValueError for a name that matches nothing, listing the existing names; for a named layer that does not
-    support an adapter; and if no layer is left to adapt.
+    support an adapter; if no layer is left to adapt; and for a model that is itself a layer.
     """
+    check_instance("spec", spec, AdapterSpec)
+    if isinstance(model, (nn.Linear, Linear, nn.Embedding, Embedding)):
+        raise ValueError(
+            f"model: it is itself a {type(model).__name__}, which cannot be replaced in place: put it in a module, such "
+            "as nn.Sequential(layer)"
+        )
     sites = sites_of(model)
     if spec.targets == "all-linear":
         found = [
@@ -125,7 +144,7 @@ def resolve(spec: AdapterSpec, model: nn.Module) -> tuple[Site, ...]:
             refused = [f"{site.name} ({site.refusal})" for site in sites.values() if site.refusal is not None]
             raise ValueError(
                 f"targets 'all-linear' finds no linear layer to adapt in {type(model).__name__}: "
-                f"{'; '.join(refused[:5]) or 'it has none'}"
+                f"{'; '.join([*refused, *_unsupported(model, None)][:5]) or 'it has none'}"
             )
     else:
         found = _named(sites, spec.targets, model)
@@ -154,7 +173,11 @@ def _named(sites: dict[str, Site], targets: Sequence[str], model: nn.Module) -> 
     unmatched = [target for target in targets if not any(matches(site, target) for site in sites.values())]
     if unmatched:
         known = sorted({site.name.rpartition(".")[2] for site in sites.values()})
-        raise ValueError(f"targets {unmatched} match no layer of {type(model).__name__}; its layers are named {known}")
+        reasons = [reason for target in unmatched for reason in _unsupported(model, target)]
+        raise ValueError(
+            f"targets {unmatched} match no layer of {type(model).__name__}; its layers are named {known}"
+            + f" ({'; '.join(reasons[:3])})" * bool(reasons)
+        )
     found = [site for site in sites.values() if any(matches(site, target) for target in targets)]
     for site in found:
         left_out = [one for one in site.members if not any(_selects(target, site, one) for target in targets)]
@@ -164,6 +187,24 @@ def _named(sites: dict[str, Site], targets: Sequence[str], model: nn.Module) -> 
     if blocked:
         raise ValueError(f"targets {list(targets)} name layers that cannot be adapted: {'; '.join(blocked[:5])}")
     return found
+
+
+def _unsupported(model: nn.Module, target: str | None) -> list[str]:
+    """Why no adapter can be on the matrices of other modules than sites, such as Conv1D or experts in one parameter.
+
+    target: the name of such a module or parameter; None for all.
+    """
+    reasons: list[str] = []
+    for path, module in model.named_modules():
+        if isinstance(module, (nn.Linear, Linear, nn.Embedding, Embedding)):
+            continue
+        for name, parameter in module.named_parameters(prefix=path, recurse=False):
+            if parameter.dim() > 1 and (target is None or any(matches_name(one, target) for one in (path, name))):
+                reasons.append(
+                    f"{name} {list(parameter.shape)} is a parameter of {type(module).__name__}; "
+                    "only nn.Linear and nn.Embedding can be adapted"
+                )
+    return reasons
 
 
 def _selects(target: str, site: Site, member: str) -> bool:
