@@ -42,8 +42,11 @@ def test_any_module_is_quantised_and_trains_adapters(scheme, tolerance) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"scheme": QuantScheme("nf4", 32)}, "group_size: 2 does not fit nf4: rows of 48 .* into groups of 16"),
+        ({"scheme": QuantScheme("nf4", 32)}, "group_size: layer '2' does not fit nf4: rows of 48 .* into groups of 16"),
         ({"exclude": ["head"]}, "exclude: no layer among the targets is named head"),
+        ({"exclude": "head"}, r"exclude must be a tuple of names, got the string 'head': write \('head',\)"),
+        ({"targets": "2"}, "targets must be 'all-linear' or a tuple of names, got the string '2'"),
+        ({"scheme": "nf4"}, "scheme must be a xorl.kernels.quant.*QuantScheme, got a str"),
         ({"targets": ["5"]}, r"targets \['5'\] match no layer"),
     ],
 )
@@ -61,7 +64,7 @@ def test_layers_may_be_left_out() -> None:
     assert quantize_(model, QuantScheme("nf4", 16), exclude=["2"]) == ("0",)
     assert type(model[2]) is nn.Linear
     inject(model, AdapterSpec(rank=2))
-    with pytest.raises(ValueError, match="targets: 2 has an adapter"):
+    with pytest.raises(ValueError, match="targets: '2' has an adapter"):
         quantize_(model, QuantScheme("nf4", 16), targets=["2"])
 
 

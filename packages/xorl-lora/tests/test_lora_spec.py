@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from xorl.lora import AdapterSpec
+from xorl.lora import AdapterSpec, inject
 from xorl.lora.targets import resolve
 
 
@@ -25,13 +25,20 @@ def two_layers() -> nn.Module:
         ({"alpha": float("nan")}, "alpha must be a finite number above 0, got nan"),
         ({"alpha": 1e300}, r"alpha must be at most 1e\+38, got 1e\+300"),
         ({"alpha_pattern": {"q_proj": 1e300}}, r"alpha_pattern\['q_proj'\] must be at most"),
+        ({"rank": "4"}, "rank must be an integer, got '4'"),
+        ({"rank": 4.0}, r"rank must be an integer, got 4\.0"),
+        ({"rank_pattern": {"q_proj": True}}, r"rank_pattern\['q_proj'\] must be an integer, got True"),
+        ({"rank_pattern": ["q_proj"]}, "rank_pattern must be a .*Mapping, got a list"),
+        ({"alpha": "16"}, "alpha must be a number, got '16'"),
+        ({"modules_to_save": "head"}, r"modules_to_save must be a tuple of names, got the string 'head'"),
+        ({"targets": (1,)}, r"targets must be a tuple of names, got \(1,\)"),
         ({"targets": ()}, "at least one name"),
         ({"targets": ("q_proj", "")}, "no empty ones"),
         ({"targets": "q_proj"}, "a tuple of names, got the string 'q_proj'"),
     ],
 )
 def test_values_out_of_range_are_refused(options, message):
-    """Catches a scale of zero that trains nothing, one beyond fp32, and a string taken for a list of letters."""
+    """Catches a scale of zero or beyond fp32, a string taken for a list of letters, and types that fail deep inside."""
     with pytest.raises(ValueError, match=message):
         AdapterSpec(**options)
 
@@ -47,6 +54,13 @@ def test_values_out_of_range_are_refused(options, message):
 def test_targets_are_the_ends_of_names_in_whole_parts(targets, names):
     """Catches `q_proj` matching `seq_proj`, and an order that follows the targets."""
     assert found(AdapterSpec(targets=targets), two_layers()) == names
+
+
+@pytest.mark.parametrize("spec", [{"rank": 4}, nn.Linear(4, 4)])
+def test_only_a_spec_is_a_spec(spec):
+    """Catches options in a dictionary, or the configuration of another library, that fail deep inside."""
+    with pytest.raises(ValueError, match=r"spec must be a xorl.lora.spec.AdapterSpec, got a (dict|torch.*Linear)"):
+        inject(two_layers(), spec)
 
 
 @pytest.mark.parametrize("unmatched", ["k_proj", "norm", "0", "proj"])
@@ -118,7 +132,10 @@ class LanguageModel(nn.Module):
     ("model", "message"),
     [
         (nn.LayerNorm(4), "finds no linear layer to adapt in LayerNorm: it has none"),
-        (nn.ModuleList([Conv1D()]), r"no linear layer .*0.weight \[4, 6\] is a parameter of Conv1D; only nn.Linear and"),
+        (
+            nn.ModuleList([Conv1D()]),
+            r"no linear layer .*0.weight \[4, 6\] is a parameter of Conv1D; only nn.Linear and",
+        ),
         (nn.Linear(4, 4), r"model: it is itself a Linear, .* put it in a module, such as nn.Sequential\(layer\)"),
     ],
 )

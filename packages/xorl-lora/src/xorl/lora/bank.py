@@ -22,12 +22,13 @@ from xorl.core.models.initial import fill_uniform_, key_of
 from xorl.core.optim import gradient_scale
 from xorl.kernels.grouped_linear import TokenGroups
 from xorl.kernels.optim import adamw_
+from xorl.lora.arguments import check_instance, check_integer, check_number
 from xorl.lora.bank_layer import ActiveRows, BankedLinear
 from xorl.lora.bank_slots import Segment, Slots
 from xorl.lora.inject import Adapter, adapters, new_expert_pair, new_pair
 from xorl.lora.linear import LowRank, initial_bound
 from xorl.lora.snapshot import GRAD, STATES, VALUE, AdapterSnapshot, SnapshotStore
-from xorl.lora.spec import AdapterSpec, ExpertSharing
+from xorl.lora.spec import AdapterSpec, ExpertSharing, spec_of
 from xorl.lora.targets import resolve, without_wrappers
 
 
@@ -41,12 +42,20 @@ class Adam:
     weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
+        for name in ("lr", "eps", "weight_decay"):
+            check_number(name, getattr(self, name))
+        if not (isinstance(self.betas, (tuple, list)) and len(self.betas) == 2):
+            raise ValueError(f"betas must be two numbers, got {self.betas!r}")
+        for beta in self.betas:
+            check_number("betas", beta)
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must be at least 0 and below 1, got {self.betas}")
         if not self.eps > 0:
             raise ValueError(f"eps must be above 0, got {self.eps}")
-        if not (math.isfinite(self.lr) and self.lr >= 0 and math.isfinite(self.weight_decay)):
-            raise ValueError(f"lr and weight_decay must be finite, and lr at least 0: {self.lr}, {self.weight_decay}")
+        if not (math.isfinite(self.lr) and self.lr >= 0):
+            raise ValueError(f"lr must be a finite number of at least 0, got {self.lr}")
+        if not math.isfinite(self.weight_decay):
+            raise ValueError(f"weight_decay must be a finite number, got {self.weight_decay}")
 
 
 class StepOutcome(NamedTuple):
@@ -106,15 +115,13 @@ class AdapterBank:
         folder: Path | str | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        if num_resident < 1:
-            raise ValueError(f"num_resident must be at least 1, got {num_resident}")
+        check_integer("num_resident", num_resident, at_least=1)
+        check_integer("max_rank", max_rank, at_least=1)
         if adapters(model) or any(isinstance(module, BankedLinear) for module in model.modules()):
             raise ValueError(
                 f"{type(model).__name__} already has adapters; create the bank on a model without adapters"
             )
-        sites = resolve(
-            AdapterSpec(rank=max_rank, targets="all-linear" if targets == "all-linear" else tuple(targets)), model
-        )
+        sites = resolve(spec_of(targets, max_rank), model)
         if embeddings := [site.name for site in sites if not site.is_linear]:
             raise ValueError(f"targets: a bank adapts only linear layers, but {', '.join(embeddings)} is an embedding")
         self._model = model
@@ -237,8 +244,7 @@ class AdapterBank:
         for more adapters than fit on the device at once. A pass over another number of tokens raises it too, except in
         compiled code.
         """
-        if wrong := [(name, length) for name, length in runs if length < 1]:
-            raise ValueError(f"runs: every run needs at least one token, got {wrong[0]}")
+        _check_runs(runs)
         wanted = self._agreed([name for name, _ in runs if name is not None])
         if len(wanted) > self._base_slot:
             raise ValueError(f"{len(wanted)} adapters in one pass, but the bank holds only {self._base_slot} at once")
@@ -279,6 +285,7 @@ class AdapterBank:
         finite is zeroed without a step; the check does not synchronise with the host. `kind_of` requests the norm of
         each kind of layer; it maps the name of an adapted layer to its kind.
         """
+        check_instance("adam", adam, Adam)
         slot = self._load(name)
         values, exp_avg, exp_avg_sq = (self._slots.rows[kind][slot] for kind in (VALUE, *STATES))
         values = values.detach()
@@ -429,6 +436,7 @@ class AdapterBank:
 
     def _segments_of(self, spec: AdapterSpec) -> tuple[int, ...]:
         """The indices of the segments that `spec` adapts. Raises ValueError if it does not fit this bank."""
+        check_instance("spec", spec, AdapterSpec)
         for option in ("dropout", "use_dora", "modules_to_save"):
             if getattr(spec, option):
                 raise ValueError(f"{option} is {getattr(spec, option)}: a bank does not support it")
@@ -455,3 +463,16 @@ class AdapterBank:
         pair = new_expert_pair(segment.site, spec, self._model, device)
         pair.held, pair.parts = range(len(segment.site.members)), {}
         return pair
+
+
+def _check_runs(runs: Sequence[tuple[str | None, int]]) -> None:
+    """Raise ValueError unless `runs` are as `AdapterBank.activate` wants them."""
+    is_list = isinstance(runs, (list, tuple)) and all(isinstance(run, (list, tuple)) and len(run) == 2 for run in runs)
+    if not is_list:
+        raise ValueError(f"runs must be a list of (adapter, number of tokens), such as [('a', 8)], got {runs!r}")
+    for name, length in runs:
+        check_integer(f"runs: the number of tokens of {name!r}", length, at_least=1)
+    names = [name for name, _ in runs]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"runs: the tokens of {twice!r} must be adjacent, but it has {names.count(twice)} runs")

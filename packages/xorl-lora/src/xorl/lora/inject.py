@@ -263,7 +263,10 @@ def base_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def adapter_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The values of `adapter_parameters`, detached and not copied. The scale is part of the spec and not included."""
+    """The values of `adapter_parameters`, detached and not copied: DTensors in a sharded model.
+
+    The scale is part of the spec and not included.
+    """
     return {name: parameter.detach() for name, parameter in adapter_parameters(model).items()}
 
 

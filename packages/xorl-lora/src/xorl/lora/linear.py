@@ -232,11 +232,11 @@ class TorchLinear(Linear):
         self.train(linear.training)
 
 
-def torch_linear(layer: Linear, weight: nn.Parameter) -> nn.Linear:
+def torch_linear(layer: Linear, weight: Tensor) -> nn.Linear:
     """The nn.Linear with `weight` [O, I] and the bias of `layer`."""
     # On the meta device, because its parameters are replaced immediately.
     linear = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
-    linear.weight, linear.bias = weight, cast(nn.Parameter, layer.bias)
+    linear.weight, linear.bias = cast(nn.Parameter, weight), cast(nn.Parameter, layer.bias)
     return linear.train(layer.training)
 
 

@@ -8,6 +8,7 @@ Shapes: N rows of a weight that this rank holds, I its columns, P output feature
 from __future__ import annotations
 
 from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 

@@ -16,9 +16,10 @@ from xorl.core.nn import Linear
 from xorl.core.nn.moe import ExpertLinear, Experts
 from xorl.core.shards import is_dtensor
 from xorl.kernels.quant import QuantScheme
+from xorl.lora.arguments import check_instance, check_names
 from xorl.lora.linear import TorchLinear
 from xorl.lora.quantized import QuantizedExpertLinear, QuantizedLayer, QuantizedLinear, shape_refusal, write_rows_
-from xorl.lora.spec import AdapterSpec, matches_name
+from xorl.lora.spec import matches_name, spec_of
 from xorl.lora.targets import resolve
 
 # How many names a message lists.
@@ -133,7 +134,9 @@ def quantize_(
     Raises ValueError, before anything is changed, for a name that matches nothing, and for layers that have an adapter,
     are on the meta device or do not fit the scheme.
     """
-    sites = resolve(AdapterSpec(targets="all-linear" if targets == "all-linear" else tuple(targets)), model)
+    check_instance("scheme", scheme, QuantScheme)
+    check_names("exclude", exclude)
+    sites = resolve(spec_of(targets), model)
     if unknown := [name for name in exclude if not any(matches_name(site.name, name) for site in sites)]:
         raise ValueError(f"exclude: no layer among the targets is named {', '.join(unknown)}")
     paths = dict.fromkeys(site.path for site in sites if not any(matches_name(site.name, name) for name in exclude))
@@ -142,16 +145,16 @@ def quantize_(
     for path in paths:
         layer = model.get_submodule(path)
         if not isinstance(layer, (nn.Linear, Linear, ExpertLinear)) or isinstance(layer, QuantizedLayer):
-            raise ValueError(f"targets: {path} is a {type(layer).__name__}; only linear layers can be quantised")
+            raise ValueError(f"targets: {path!r} is a {type(layer).__name__}; only linear layers can be quantised")
         owner = model.get_submodule(path.rpartition(".")[0]) if isinstance(layer, ExpertLinear) else layer
         if isinstance(owner, (Linear, Experts)) and owner.adapter is not None:
-            raise ValueError(f"targets: {path} has an adapter; quantise a model before adapters are added to it")
+            raise ValueError(f"targets: {path!r} has an adapter; quantise a model before adapters are added to it")
         if is_dtensor(layer.weight):
-            raise ValueError(f"targets: {path} is sharded; quantise a model before it is sharded")
+            raise ValueError(f"targets: {path!r} is sharded; quantise a model before it is sharded")
         if layer.weight.is_meta:
-            raise ValueError(f"targets: {path} is on the meta device, without values to quantise")
+            raise ValueError(f"targets: {path!r} is on the meta device, without values to quantise")
         if (refusal := shape_refusal(layer, scheme, parts.get(path, ()))) is not None:
-            raise ValueError(f"group_size: {path} does not fit {scheme.quant_format}: {refusal}; exclude it")
+            raise ValueError(f"group_size: layer {path!r} does not fit {scheme.quant_format}: {refusal}; exclude it")
         layers[path] = layer
     for path, layer in layers.items():
         plain = TorchLinear(layer) if isinstance(layer, nn.Linear) else layer

@@ -102,6 +102,11 @@ class AdapterSnapshot:
         try:
             with safe_open(path, framework="pt") as file:
                 header = file.metadata() or {}
+                if not {"spec", "names"} <= header.keys():
+                    raise ValueError(
+                        "its header does not describe one; if it is PEFT's file, load its folder into a model with "
+                        "xorl.lora.peft.load_adapter"
+                    )
                 stored = file.keys()  # the file itself is not iterable
                 tensors = {name: file.get_tensor(name) for name in stored}
             names = [(str(name), tuple(map(int, shape))) for name, shape in json.loads(header["names"])]

@@ -9,7 +9,9 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias, TypeVar, get_args
+from typing import Literal, TypeAlias, TypeVar, cast, get_args
+
+from xorl.lora.arguments import check_instance, check_integer, check_names, check_number
 
 ValueT = TypeVar("ValueT", int, float)
 ExpertSharing: TypeAlias = Literal["none", "outer", "all"]
@@ -37,7 +39,7 @@ class AdapterSpec:
         expert_sharing: what the adapters on the experts of a layer have in common: nothing; the "outer" factors, which
             are A of the gate and the up projection and B of the down projection; or "all" factors.
 
-    Raises ValueError for values out of range.
+    Raises ValueError for values of another type or out of range.
     """
 
     rank: int = 16
@@ -52,14 +54,18 @@ class AdapterSpec:
     expert_sharing: ExpertSharing = "none"
 
     def __post_init__(self) -> None:
+        check_instance("rank_pattern", self.rank_pattern, Mapping)
+        check_instance("alpha_pattern", self.alpha_pattern, Mapping)
         for name, rank in {"rank": self.rank, **_named("rank_pattern", self.rank_pattern)}.items():
-            if rank < 1:
-                raise ValueError(f"{name} must be at least 1, got {rank}")
+            check_integer(name, rank, at_least=1)
         for name, alpha in {"alpha": self.alpha, **_named("alpha_pattern", self.alpha_pattern)}.items():
+            check_number(name, alpha)
             if not (math.isfinite(alpha) and alpha > 0):
                 raise ValueError(f"{name} must be a finite number above 0, got {alpha}")
             if alpha > LARGEST_ALPHA:
                 raise ValueError(f"{name} must be at most {LARGEST_ALPHA:g}, got {alpha}")
+        check_number("dropout", self.dropout)
+        check_names("modules_to_save", self.modules_to_save)
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be at least 0 and below 1, got {self.dropout}")
         if self.expert_sharing not in get_args(ExpertSharing):
@@ -67,8 +73,10 @@ class AdapterSpec:
         if isinstance(self.targets, str):
             if self.targets != "all-linear":
                 raise ValueError(f"targets must be 'all-linear' or a tuple of names, got the string {self.targets!r}")
-        elif not self.targets or "" in self.targets:
-            raise ValueError(f"targets must contain at least one name, and no empty ones, got {self.targets!r}")
+        else:
+            check_names("targets", self.targets)
+            if not self.targets or "" in self.targets:
+                raise ValueError(f"targets must contain at least one name, and no empty ones, got {self.targets!r}")
         for option, patterns in (("rank_pattern", self.rank_pattern), ("alpha_pattern", self.alpha_pattern)):
             for pattern in patterns:
                 try:
@@ -95,6 +103,13 @@ class AdapterSpec:
             for pattern in patterns:
                 if not any(matches_pattern(pattern, name) for name in names):
                     raise ValueError(f"{option}: {pattern!r} does not match any adapted layer (for example {names[0]})")
+
+
+def spec_of(targets: Sequence[str] | str, rank: int = 1) -> AdapterSpec:
+    """A spec for these targets, for functions that only need the layers. Raises ValueError as AdapterSpec does."""
+    return AdapterSpec(
+        rank, targets=cast("Literal['all-linear']", targets) if isinstance(targets, str) else tuple(targets)
+    )
 
 
 def matches_name(name: str, target: str) -> bool:

@@ -83,13 +83,15 @@ def sites_of(model: nn.Module) -> dict[str, Site]:
 
 def _output_embeddings(model: nn.Module) -> set[nn.Module]:
     """The heads of language models in `model`: that of xorl's decoder, and what `get_output_embeddings` returns."""
-    heads = {model.lm_head} if isinstance(model, Decoder) else set()
+    heads: set[nn.Module] = set()
+    if isinstance(model, Decoder) and model.lm_head is not None:
+        heads.add(model.lm_head)
     for module in model.modules():
         # A method of language models of transformers; None for those without a head.
         find = getattr(module, "get_output_embeddings", None)
         if callable(find) and isinstance(head := find(), nn.Module):
             heads.add(head)
-    return {head for head in heads if head is not None}
+    return heads
 
 
 def _expert_sites(model: Decoder, path: str, module: ExpertLinear) -> dict[str, Site]:
@@ -130,8 +132,8 @@ def resolve(spec: AdapterSpec, model: nn.Module) -> tuple[Site, ...]:
     check_instance("spec", spec, AdapterSpec)
     if isinstance(model, (nn.Linear, Linear, nn.Embedding, Embedding)):
         raise ValueError(
-            f"model: it is itself a {type(model).__name__}, which cannot be replaced in place: put it in a module, such "
-            "as nn.Sequential(layer)"
+            f"model: it is itself a {type(model).__name__}, which cannot be replaced in place: put it in a module, "
+            "such as nn.Sequential(layer)"
         )
     sites = sites_of(model)
     if spec.targets == "all-linear":
@@ -234,7 +236,9 @@ def modules_to_save(spec: AdapterSpec, model: nn.Module) -> dict[str, nn.Module]
             if _is_tied(model, owners[path]):
                 raise ValueError(f"modules_to_save: {name} shares its weight with the head or another module")
             if not all(parameter.is_floating_point() for parameter in owners[path].parameters()):
-                raise ValueError(f"modules_to_save: {name} is quantised and cannot be trained; exclude it from quantize_")
+                raise ValueError(
+                    f"modules_to_save: {name} is quantised and cannot be trained; exclude it from quantize_"
+                )
             saved[name] = owners[path]
     return saved
 

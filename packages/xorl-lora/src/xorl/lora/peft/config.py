@@ -13,9 +13,7 @@ logger = logging.getLogger(__name__)
 # See `xorl.lora.peft.forms`.
 ExpertForm: TypeAlias = Literal["per_expert", "peft", "sglang"]
 # What PEFT can wrap a base as.
-TaskType: TypeAlias = Literal[
-    "CAUSAL_LM", "SEQ_CLS", "SEQ_2_SEQ_LM", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION"
-]
+TaskType: TypeAlias = Literal["CAUSAL_LM", "SEQ_CLS", "SEQ_2_SEQ_LM", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION"]
 
 CONFIG_FILE = "adapter_config.json"
 

@@ -88,9 +88,7 @@ def load_adapter(
     try:
         content = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
         check_instance(CONFIG_FILE, content, dict)
-        config, source = per_expert(
-            AdapterConfig.from_json(content), InMemoryTensors(load_file(folder / WEIGHTS_FILE))
-        )
+        config, source = per_expert(AdapterConfig.from_json(content), InMemoryTensors(load_file(folder / WEIGHTS_FILE)))
         layout = read_layout(config, source)
     except (ValueError, SafetensorError) as error:
         raise ValueError(f"folder: {folder}: {error}") from error

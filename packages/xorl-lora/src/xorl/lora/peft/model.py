@@ -99,8 +99,8 @@ def adapter_tensors(
 ) -> list[FileTensors]:
     """The tensors of the adapters in `model`, or of `found` (from a bank), by their names in a file.
 
-    Modules trained whole are not included (`save_adapter` writes them too). `gather` takes a parameter, maybe sharded, and returns its whole value.
-    `form` is that of adapters on experts, as for `config_of`.
+    Modules trained whole are not included; `save_adapter` writes them too. `gather` takes a parameter, maybe sharded,
+    and returns its whole value. `form` is that of adapters on experts, as for `config_of`.
     """
     tensors: list[FileTensors] = []
     experts: list[ExpertFactors] = []
@@ -148,9 +148,7 @@ def _magnitude_of(name: str, adapter: Adapter) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def load_adapters(
-    model: nn.Module, layout: AdapterLayout, source: WeightSource, *, base_loaded: bool = False
-) -> None:
+def load_adapters(model: nn.Module, layout: AdapterLayout, source: WeightSource, *, base_loaded: bool = False) -> None:
     """Load the values of a file, read on every rank, into the adapters in `model`; collective with DoRA.
 
     The base's weights must be loaded first. Base tensors in the file are not loaded here: `load_adapter` loads all of a

@@ -1,0 +1,57 @@
+"""What the methods of a bank refuse: runs, hyperparameters and files of another kind."""
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from xorl.lora import Adam, AdapterBank, AdapterSpec
+
+
+def small_bank():
+    bank = AdapterBank(nn.Sequential(nn.Linear(8, 8)), num_resident=2, max_rank=2, device="cpu")
+    bank.add("a", AdapterSpec(rank=2))
+    return bank
+
+
+@pytest.mark.parametrize(
+    ("runs", "message"),
+    [
+        ([("a", 10), (None, 0)], "runs: the number of tokens of None must be at least 1, got 0"),
+        ([("a", 2.5)], r"runs: the number of tokens of 'a' must be an integer, got 2\.5"),
+        ([("a", 3), (None, 2), ("a", 3)], "runs: the tokens of 'a' must be adjacent, but it has 2 runs"),
+        ({"a": 8}, r"runs must be a list of \(adapter, number of tokens\), such as \[\('a', 8\)\], got {'a': 8}"),
+        (("a", 8), r"runs must be a list of \(adapter, number of tokens\)"),
+    ],
+)
+def test_runs_are_refused_by_the_names_of_adapters(runs, message):
+    """Catches a message about slots, and an error of unpacking that names no argument."""
+    with pytest.raises(ValueError, match=message):
+        small_bank().activate(runs)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Adam(lr=-1), "lr must be a finite number of at least 0, got -1"),
+        (lambda: Adam(lr="1e-3"), "lr must be a number, got '1e-3'"),
+        (lambda: Adam(lr=1, weight_decay=float("inf")), "weight_decay must be a finite number, got inf"),
+        (lambda: Adam(lr=1, betas=0.9), r"betas must be two numbers, got 0\.9"),
+        (
+            lambda: torch.optim.Adam([torch.zeros(1, requires_grad=True)]),
+            "adam must be a xorl.lora.bank.Adam, got a torch.optim.adam.Adam",
+        ),
+    ],
+)
+def test_hyperparameters_of_a_step_are_checked(make, message):
+    """Catches torch's optimizer in place of hyperparameters, and values that turn adapters into NaN."""
+    bank = small_bank()
+    with pytest.raises(ValueError, match=message):
+        bank.step("a", make())
+
+
+def test_a_file_of_another_kind_is_told_from_a_snapshot(tmp_path):
+    """Catches a message that names a missing key to those who load PEFT's file."""
+    save_file({"base_model.model.0.lora_A.weight": torch.zeros(2, 8)}, path := tmp_path / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match=r"not an adapter saved by a bank: .* PEFT's file, .*peft\.load_adapter"):
+        small_bank().load("b", path)
