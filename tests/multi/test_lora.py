@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -19,6 +21,7 @@ from xorl.core.mesh import Mesh, ParallelDims
 from xorl.data.batch import Document, collate
 from xorl.lora import adapter_parameters, load_adapter_state_dict
 from xorl.lora.inject import base_parameters
+from xorl.lora.peft import load_adapter, save_adapter
 from xorl.train.adapters.files import AdapterFiles, trained_base_parameters
 from xorl.train.adapters.inject import AdapterMerging, adapter_spec
 from xorl.train.build import build_engine
@@ -229,3 +232,38 @@ def test_files_of_adapters_are_the_same_to_the_bit_on_every_placement(
             assert (tmp_path / layout / name).read_bytes() == (tmp_path / "none" / name).read_bytes(), (layout, name)
     keys = load_file(tmp_path / "none" / "adapter_model.safetensors").keys()
     assert ("base_model.model.model.norm.weight" in keys) == bool(lora.get("modules_to_save"))
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sharded_model_saves_and_loads_whole_folders(kind: str, folder: Path, tmp_path: Path, run_ranks) -> None:
+    # Catches a shard that is written as the whole, and a folder that says something else than that of a run.
+    lora = KINDS[kind]
+
+    def both() -> None:
+        engine = engine_of(folder, "zero3-2", lora)
+        for parameter in trained_base_parameters(engine.model.module).values():
+            parameter.data.add_(0.5)
+        config = config_of(folder, "zero3-2", lora, {})
+        architecture = read_architecture(config.model)
+        spec = adapter_spec(config.lora, architecture.spec)
+        assert spec is not None
+        (tmp_path / "run").mkdir(exist_ok=True)
+        AdapterFiles.of(engine.model, spec, "base", architecture.recipes(merge_qkv=True)).write(tmp_path / "run")
+        save_adapter(engine.model.module, spec, tmp_path / "library", base="base")
+        dist.barrier()
+        other = engine_of(folder, "zero3-2", lora)
+        for parameter in adapter_parameters(other.model.module).values():
+            parameter.data.zero_()
+        load_adapter(other.model.module, tmp_path / "library")
+        loaded = dict(other.model.module.named_parameters())
+        for name, parameter in engine.model.module.named_parameters():
+            if parameter.requires_grad:
+                torch.testing.assert_close(whole(loaded[name]), whole(parameter), rtol=0, atol=1e-6)
+
+    run_ranks(both, 2)
+    run, library = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("run", "library"))
+    assert run.keys() == library.keys()
+    assert all(torch.equal(run[name], library[name]) for name in run)
+    run, library = (json.loads((tmp_path / name / "adapter_config.json").read_text()) for name in ("run", "library"))
+    assert run == library

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -21,9 +22,11 @@ from xorl.lora.peft import (
     adapter_tensors,
     config_of,
     in_form,
+    load_adapter,
     load_adapters,
     per_expert,
     read_layout,
+    save_adapter,
 )
 from xorl.lora.peft.config import ExpertForm
 from xorl.lora.peft.layout import AdapterLayout
@@ -122,6 +125,19 @@ def test_every_form_returns_what_was_written(form: ExpertForm, sharing: ExpertSh
         assert torch.equal(found[name], parameter), name
     torch.testing.assert_close(logits(other), logits(decoder), rtol=0, atol=0)
     assert len(layout.modules) == 2 * (1 + 3 * E)
+
+
+@pytest.mark.parametrize("architecture", TARGETS)
+@pytest.mark.parametrize("form", get_args(ExpertForm))
+def test_folders_hold_every_form(form: ExpertForm, architecture: str, tmp_path: Path) -> None:
+    # Catches a form that the folder's configuration and its tensors do not share.
+    spec = replace(spec_of("outer", architecture), modules_to_save=("model.norm",))
+    decoder = decoder_of(spec, architecture)
+    decoder.model.norm.weight.data += 1
+    save_adapter(decoder, spec, tmp_path, form=form)
+    other = decoder_of(None, architecture)
+    load_adapter(other, tmp_path, expert_names=EXPERT_NAMES if architecture == MIXTRAL else None)
+    torch.testing.assert_close(logits(other), logits(decoder), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("form", "sharing"), FORMS)

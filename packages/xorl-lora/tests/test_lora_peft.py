@@ -210,6 +210,14 @@ def test_a_folder_that_does_not_fit_changes_no_weight(changes, message, tmp_path
     assert torch.equal(model.head.weight, before)
 
 
+def test_a_parameter_that_is_trained_is_not_left_out(tmp_path):
+    # Catches a trained weight that the folder does not have, because the spec is another one than was injected.
+    model = Model()
+    inject(model, AdapterSpec(2, targets=("0",), modules_to_save=("head",)))
+    with pytest.raises(ValueError, match=r"spec: head.weight is trained, but modules_to_save does not name"):
+        save_adapter(model, AdapterSpec(2, targets=("0",)), tmp_path)
+
+
 def test_a_folder_without_an_adapter_is_refused(tmp_path):
     # Catches the error of a reader that does not say what the folder lacks.
     with pytest.raises(ValueError, match=f"holds no adapter in PEFT's format: it has no {CONFIG_FILE}"):

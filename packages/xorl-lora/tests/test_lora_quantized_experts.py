@@ -236,7 +236,7 @@ def test_experts_are_quantised_in_a_model_that_has_its_weights() -> None:
         assert torch.equal(read_rows(quantized_layers(model)[path]), read_rows(quantized_layers(wanted)[path]))
     other = decoder(None)
     adapt(other, EVERYWHERE)
-    with pytest.raises(ValueError, match="gate_up_proj.* has an adapter"):
+    with pytest.raises(ValueError, match=r"gate_up_proj.* has an adapter"):
         quantize_(other, SCHEMES["nf4"], targets=("experts.gate_proj", "experts.up_proj"))
 
 

@@ -12,10 +12,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from xorl.core.models.recipes import ExpertNames
 from xorl.core.shards import copy_shard_, is_dtensor
 from xorl.lora.arguments import check_instance
 from xorl.lora.experts import ExpertLowRank
-from xorl.lora.inject import Adapter, adapter_parameters, adapters, inject
+from xorl.lora.inject import Adapter, adapter_parameters, adapters, base_parameters, inject
 from xorl.lora.merge import full_tensor
 from xorl.lora.peft.config import CONFIG_FILE, AdapterConfig, ExpertForm, TaskType
 from xorl.lora.peft.layout import PREFIX, WEIGHTS_FILE, AdapterLayout, InMemoryTensors, ReplacedTensors, read_layout
@@ -40,24 +41,27 @@ def save_adapter(
     """Write the adapters in `model`, and the modules that `spec` trains whole, as a folder that PEFT reads.
 
     Arguments are those of `config_of`; the weights of `transposed` modules are stored as [in, out]. On a sharded model
-    it is collective, and rank 0 writes.
+    it is collective, and rank 0 writes; parameters that an evaluation left gathered must be resharded before.
 
-    Raises ValueError as `config_of` does, and if the model's experts are divided among ranks.
+    Raises ValueError as `config_of` does, if the model's experts are divided among ranks, and if other parameters than
+    those that `spec` names are trained.
     """
     config = config_of(model, spec, base=base, task_type=task_type, transposed=transposed, found=found, form=form)
     written = adapters(model) if found is None else found
     if any(isinstance(adapter.pair, ExpertLowRank) and adapter.pair.parts for adapter in written.values()):
         raise ValueError("model: its experts are divided among ranks; gather their adapters with adapter_tensors")
+    saved = _saved_tensors(model, spec)
+    saved_ids = {id(tensor) for tensor in saved.values()}
+    for name, parameter in base_parameters(model).items() if found is None else ():
+        if parameter.requires_grad and id(parameter) not in saved_ids:
+            raise ValueError(f"spec: {name} is trained, but modules_to_save does not name its module")
     tensors: dict[str, Tensor] = {}
-    for group in adapter_tensors(model, written, form=config.form if form is None else form):
+    for group in adapter_tensors(model, written, form=config.form):
         tensors |= {name: tensor.detach() for name, tensor in group.make().items()}
-    of_adapters = {id(parameter) for parameter in adapter_parameters(model).values()}
-    for module_name, module in modules_to_save(spec, model).items():
-        for leaf, tensor in module.state_dict(keep_vars=True).items():
-            if id(tensor) not in of_adapters:
-                whole = full_tensor(tensor.detach())
-                whole = whole.t() if module_name in transposed and whole.dim() == 2 else whole
-                tensors[f"{PREFIX}{module_name}.{without_wrappers(leaf)}"] = whole
+    for name, tensor in saved.items():
+        whole = full_tensor(tensor.detach())
+        is_transposed = name.rpartition(".")[0] in transposed and whole.dim() == 2
+        tensors[f"{PREFIX}{name}"] = whole.t() if is_transposed else whole
     if any(is_dtensor(parameter) for parameter in model.parameters()) and dist.get_rank() != 0:
         return
     folder = Path(folder)
@@ -68,14 +72,29 @@ def save_adapter(
     (folder / CONFIG_FILE).write_text(json.dumps(config.to_json(), indent=2) + "\n", encoding="utf-8")
 
 
+def _saved_tensors(model: nn.Module, spec: AdapterSpec) -> dict[str, Tensor]:
+    """The parameters and buffers of the modules that are trained whole, without adapters, by checkpoint name."""
+    of_adapters = {id(parameter) for parameter in adapter_parameters(model).values()}
+    return {
+        f"{name}.{without_wrappers(leaf)}": tensor
+        for name, module in modules_to_save(spec, model).items()
+        for leaf, tensor in module.state_dict(keep_vars=True).items()
+        if id(tensor) not in of_adapters
+    }
+
+
 @torch.no_grad()
 def load_adapter(
-    model: nn.Module, folder: Path | str, *, transposed: Collection[str] = (), seed: int = 0
+    model: nn.Module,
+    folder: Path | str,
+    *,
+    transposed: Collection[str] = (),
+    expert_names: ExpertNames | None = None,
 ) -> AdapterSpec:
     """Load a folder in PEFT's format into `model`, whole or sharded: adapters and tensors of the base.
 
     A model without adapters gets those of the file by `inject` with the spec of the file; the base's weights must be
-    loaded first. `transposed` is as for `save_adapter`.
+    loaded first. `transposed` is as for `save_adapter`, and `expert_names` as `names` for `per_expert`.
 
     Returns the spec of the file.
 
@@ -88,7 +107,9 @@ def load_adapter(
     try:
         content = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
         check_instance(CONFIG_FILE, content, dict)
-        config, source = per_expert(AdapterConfig.from_json(content), InMemoryTensors(load_file(folder / WEIGHTS_FILE)))
+        config, source = per_expert(
+            AdapterConfig.from_json(content), InMemoryTensors(load_file(folder / WEIGHTS_FILE)), expert_names
+        )
         layout = read_layout(config, source)
     except (ValueError, SafetensorError) as error:
         raise ValueError(f"folder: {folder}: {error}") from error
@@ -104,7 +125,7 @@ def load_adapter(
         if values[name].shape != target.shape:
             raise ValueError(f"{name}: {list(values[name].shape)} in the file, {list(target.shape)} in the model")
     if not adapters(model):
-        inject(model, layout.spec, seed=seed)
+        inject(model, layout.spec)
     check_fit(model, layout)
     # Before the adapters: DoRA's magnitudes are relative to the base.
     for name, target in targets.items():
