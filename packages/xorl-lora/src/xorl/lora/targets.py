@@ -178,7 +178,7 @@ def _named(sites: dict[str, Site], targets: Sequence[str], model: nn.Module) -> 
         reasons = [reason for target in unmatched for reason in _unsupported(model, target)]
         raise ValueError(
             f"targets {unmatched} match no layer of {type(model).__name__}; its layers are named {known}"
-            + f" ({'; '.join(reasons[:3])})" * bool(reasons)
+            + f" ({'; '.join(reasons[:3])}: only nn.Linear and nn.Embedding can be adapted)" * bool(reasons)
         )
     found = [site for site in sites.values() if any(matches(site, target) for target in targets)]
     for site in found:
@@ -202,10 +202,7 @@ def _unsupported(model: nn.Module, target: str | None) -> list[str]:
             continue
         for name, parameter in module.named_parameters(prefix=path, recurse=False):
             if parameter.dim() > 1 and (target is None or any(matches_name(one, target) for one in (path, name))):
-                reasons.append(
-                    f"{name} {list(parameter.shape)} is a parameter of {type(module).__name__}; "
-                    "only nn.Linear and nn.Embedding can be adapted"
-                )
+                reasons.append(f"{name} {list(parameter.shape)} is a parameter of {type(module).__name__}")
     return reasons
 
 
