@@ -1,7 +1,12 @@
 """Checks of arguments at public doors; what is inside relies on them."""
 
 import math
+from collections.abc import Sequence
+from operator import index
 from typing import get_args
+
+import torch
+from torch import Tensor
 
 
 def check_choice(argument: str, value: object, choices: object) -> None:
@@ -15,3 +20,29 @@ def check_number(argument: str, value: object, *, least: float = 0.0) -> None:
     """Raise ValueError unless `value` is a finite number of at least `least`."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value < least:
         raise ValueError(f"{argument}: must be a number of at least {least:g}, got {value!r}")
+
+
+def check_type(argument: str, value: object, kind: type, example: str) -> None:
+    """Raise ValueError unless `value` is a `kind`; `example` shows one."""
+    if not isinstance(value, kind):
+        raise ValueError(f"{argument} must be a {kind.__name__}, such as {example}; got {value!r}")
+
+
+def check_at_least(argument: str, value: object, least: int) -> None:
+    """Raise ValueError unless `value` is an integer of at least `least`."""
+    if not isinstance(value, int) or value < least:
+        raise ValueError(f"{argument} must be an integer of at least {least}; got {value!r}")
+
+
+def as_integers(argument: str, values: Sequence[int]) -> tuple[int, ...]:
+    """The values as Python integers. Raises ValueError for others, such as 2.5."""
+    try:
+        return tuple(index(value) for value in values)
+    except TypeError as error:
+        raise ValueError(f"{argument} must be integers; got {values!r}") from error
+
+
+def is_readable(tensor: Tensor) -> bool:
+    """Whether reading values of this tensor costs no wait for a device and does not break a trace."""
+    # Fake tensors and other subclasses may have no values.
+    return type(tensor) is Tensor and tensor.device.type == "cpu" and not torch.compiler.is_compiling()

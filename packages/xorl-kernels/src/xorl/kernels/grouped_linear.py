@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from xorl.kernels.arguments import as_integers, is_readable
 from xorl.kernels.grouped import grouped_outer, grouped_product
 
 # torch's kernels require operand strides that are multiples of this many bytes.
@@ -39,13 +40,20 @@ class TokenGroups(NamedTuple):
     def of(cls, runs: Sequence[tuple[int, int]], num_weights: int) -> TokenGroups:
         """Build the groups on the CPU from `runs`: (weight, number of tokens) of each group in row order.
 
-        Raises ValueError if a weight has two groups, since its tokens must be adjacent.
+        Raises ValueError if a weight has two groups, since its tokens must be adjacent, if there is no such weight, or
+        for a negative number of tokens.
         """
-        order = [weight for weight, _ in runs]
+        order = list(as_integers("runs", [weight for weight, _ in runs]))
+        lengths = list(as_integers("runs", [length for _, length in runs]))
+        if any(not 0 <= weight < num_weights for weight in order) or any(length < 0 for length in lengths):
+            raise ValueError(
+                f"runs must be (weight, number of tokens) with weights in [0, {num_weights}) and at least 0 tokens; "
+                f"got {list(runs)}"
+            )
         if len(set(order)) < len(order):
             raise ValueError(f"tokens of one weight must be adjacent; the row has groups of the weights {order}")
         order += sorted(set(range(num_weights)) - set(order))
-        lengths = [length for _, length in runs] + [0] * (num_weights - len(runs))
+        lengths += [0] * (num_weights - len(runs))
         indices = torch.tensor(order, dtype=torch.int64)
         return cls(torch.tensor(list(accumulate(lengths)), dtype=torch.int32), indices, indices.argsort())
 
@@ -59,11 +67,32 @@ def grouped_linear(x: Tensor, weight: Tensor, groups: TokenGroups, addend: Tenso
     Args:
         x: [T, K].
         weight: [S, N, K], in the dtype of x.
-        groups: the groups of T tokens and S weights.
+        groups: the groups of T tokens and S weights. On a GPU their ends are not checked, since the host would wait;
+            the output of tokens beyond the last end is undefined.
         addend: [T, N] in the dtype of x, or None.
+
+    Raises ValueError for shapes or dtypes that do not fit, and on a CPU if the groups do not end at T.
     """
+    if not torch.compiler.is_compiling():
+        _check(x, weight, groups, addend)
     out = _grouped_linear(x, weight, *groups)
     return out if addend is None else out + addend
+
+
+def _check(x: Tensor, weight: Tensor, groups: TokenGroups, addend: Tensor | None) -> None:
+    if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[2] or x.dtype != weight.dtype:
+        raise ValueError(
+            f"x must be [T, K] and weight [S, N, K] in the same dtype; got {list(x.shape)} in {x.dtype} and "
+            f"{list(weight.shape)} in {weight.dtype}"
+        )
+    if len(groups.ends) != len(weight):
+        raise ValueError(f"groups are of {len(groups.ends)} weights, but weight has {len(weight)}")
+    if is_readable(groups.ends) and len(weight) and int(groups.ends[-1]) != len(x):
+        raise ValueError(f"groups are of {int(groups.ends[-1])} tokens, but x has {len(x)}")
+    if addend is not None and (addend.shape != (len(x), weight.shape[1]) or addend.dtype != x.dtype):
+        raise ValueError(
+            f"addend must be [{len(x)}, {weight.shape[1]}] in {x.dtype}; got {list(addend.shape)} in {addend.dtype}"
+        )
 
 
 @torch.library.custom_op("xorl::grouped_linear", mutates_args=())

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from xorl.kernels.arguments import check_type, is_readable
 from xorl.kernels.fused import reference, triton_refusal
 from xorl.kernels.fused.reference import IGNORE, RowLosses
 
@@ -51,7 +52,8 @@ def linear_cross_entropy(
     Args:
         hidden: [T, D].
         weight: [V, D].
-        labels: [T] int64, already shifted; -100 is ignored.
+        labels: [T] int64, already shifted, each in [0, V) or -100, which is ignored. On a GPU these are not checked,
+            since the host would wait: another label gives undefined results, or an error of the device.
         logits_fp32: keep the logits in fp32 instead of rounding them to the dtype of `hidden`.
         chunk_tokens: maximum number of tokens whose gradients of the logits exist at once. By default as many as fit
             into 0.6 GiB, plus 0.3 GiB of logits if they have a different dtype.
@@ -60,7 +62,7 @@ def linear_cross_entropy(
         (loss [T], logprob [T]) in fp32: loss = -logprob; both are 0 for ignored labels.
 
     Raises:
-        ValueError: the shapes do not fit.
+        ValueError: shapes or devices do not fit, or a label on the CPU is neither in [0, V) nor -100.
     """
     rows_at_once = _check(hidden, weight, labels, chunk_tokens)
     computes_gradient = torch.is_grad_enabled() and hidden.requires_grad and not weight.requires_grad
@@ -92,7 +94,7 @@ def linear_cross_entropy_sum(
         (sum, a scalar; loss [T], not differentiable and not multiplied by token_weight), both fp32.
 
     Raises:
-        ValueError: the shapes do not fit.
+        ValueError: shapes or devices do not fit, or a label on the CPU is neither in [0, V) nor -100.
     """
     rows_at_once = _check(hidden, weight, labels, chunk_tokens)
     if token_weight is not None and token_weight.shape != labels.shape:
@@ -119,7 +121,7 @@ def linear_cross_entropy_scores(
 ) -> tuple[Tensor, Tensor]:
     """(loss [T] fp32, correct [T] bool) without gradients; `correct` means that the label is the most likely token.
 
-    Arguments as for `linear_cross_entropy`. Ignored labels get 0 and False.
+    Arguments and errors as for `linear_cross_entropy`. Ignored labels get 0 and False.
     """
     rows_at_once = _check(hidden, weight, labels, chunk_tokens)
     loss, correct, _, _ = _linear_cross_entropy(hidden, weight, labels, None, logits_fp32, rows_at_once, False, False)
@@ -138,11 +140,27 @@ def wide_logits(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def _check(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int | None) -> int:
-    """Check shapes and values; returns `chunk_tokens`, or 0 for None. Raises ValueError."""
+    """Check what the host knows; returns `chunk_tokens`, or 0 for None. Raises ValueError."""
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(f"expected hidden [T, D] and weight [V, D], got {list(hidden.shape)} and {list(weight.shape)}")
-    if labels.shape != hidden.shape[:1]:
-        raise ValueError(f"labels must have shape [{hidden.shape[0]}], one per token, got {list(labels.shape)}")
+    check_type("labels", labels, Tensor, "torch.tensor([5, -100])")
+    if labels.shape != hidden.shape[:1] or labels.dtype != torch.int64:
+        raise ValueError(
+            f"labels must have shape [{hidden.shape[0]}], one per token, in int64; got {list(labels.shape)} in "
+            f"{labels.dtype}"
+        )
+    if not hidden.device == weight.device == labels.device:
+        raise ValueError(
+            f"hidden, weight and labels must be on one device; got {hidden.device}, {weight.device}, {labels.device}"
+        )
+    if is_readable(labels):
+        is_wrong = ((labels < 0) | (labels >= len(weight))) & (labels != IGNORE)
+        if is_wrong.any():
+            token = int(is_wrong.int().argmax())
+            raise ValueError(
+                f"labels: {int(labels[token])} at token {token} is not in the vocabulary of {len(weight)}; use "
+                f"{IGNORE} for tokens that are not trained"
+            )
     if chunk_tokens is not None and chunk_tokens < 1:
         raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
     return chunk_tokens or 0
