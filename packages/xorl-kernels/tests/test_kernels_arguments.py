@@ -17,7 +17,7 @@ from xorl.kernels.quant import QuantScheme
         ((48, 4, 8), (48, 3, 8), None, "query heads must be a multiple .* q .48, 4, 8., k .48, 3, 8."),
         ((48, 4, 8), (48, 2, 6), None, r"q must be \[T, H, C\], k and v \[T, G, C\]"),
         ((48, 32), (48, 16), None, r"q must be \[T, H, C\]"),
-        ((48, 4, 8), (48, 2, 8), 0, "window must be at least 1"),
+        ((48, 4, 8), (48, 2, 8), 0, "window must be an integer of at least 1, or None"),
     ],
 )
 def test_attention_refuses_shapes_that_do_not_fit(backend, q, k, window, message) -> None:
@@ -32,7 +32,7 @@ def test_attention_refuses_keys_in_another_dtype() -> None:
     # Catches a cast that nobody asked for.
     attention = resolve_attention("eager", AttentionRequest("cpu", torch.float32, 8))
     q, k = torch.randn(4, 2, 8), torch.randn(4, 2, 8, dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match=r"same dtype; got torch.float32, torch.bfloat16"):
+    with pytest.raises(ValueError, match=r"same dtype, of floating point; got torch.float32, torch.bfloat16"):
         attention(q, k, k, SequenceLayout.from_lengths([4]), scale=1.0, window=None)
 
 

@@ -1,6 +1,7 @@
 """Checks of arguments at public doors; what is inside relies on them."""
 
 import math
+import reprlib
 from collections.abc import Sequence
 from operator import index
 from typing import get_args
@@ -25,13 +26,16 @@ def check_number(argument: str, value: object, *, least: float = 0.0) -> None:
 def check_type(argument: str, value: object, kind: type, example: str) -> None:
     """Raise ValueError unless `value` is a `kind`; `example` shows one."""
     if not isinstance(value, kind):
-        raise ValueError(f"{argument} must be a {kind.__name__}, such as {example}; got {value!r}")
+        raise ValueError(f"{argument} must be a {kind.__name__}, such as {example}; got {_describe(value)}")
 
 
-def check_at_least(argument: str, value: object, least: int) -> None:
-    """Raise ValueError unless `value` is an integer of at least `least`."""
+def check_at_least(argument: str, value: object, least: int, *, optional: bool = False) -> None:
+    """Raise ValueError unless `value` is an integer of at least `least`, or None if it is optional."""
+    if optional and value is None:
+        return
     if not isinstance(value, int) or value < least:
-        raise ValueError(f"{argument} must be an integer of at least {least}; got {value!r}")
+        or_none = ", or None" if optional else ""
+        raise ValueError(f"{argument} must be an integer of at least {least}{or_none}; got {_describe(value)}")
 
 
 def as_integers(argument: str, values: Sequence[int]) -> tuple[int, ...]:
@@ -39,10 +43,14 @@ def as_integers(argument: str, values: Sequence[int]) -> tuple[int, ...]:
     try:
         return tuple(index(value) for value in values)
     except TypeError as error:
-        raise ValueError(f"{argument} must be integers; got {values!r}") from error
+        raise ValueError(f"{argument} must be integers; got {_describe(values)}") from error
 
 
 def is_readable(tensor: Tensor) -> bool:
     """Whether reading values of this tensor costs no wait for a device and does not break a trace."""
     # Fake tensors and other subclasses may have no values.
     return type(tensor) is Tensor and tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def _describe(value: object) -> str:
+    return "None" if value is None else f"the {type(value).__name__} {reprlib.repr(value)}"

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from xorl.kernels.arguments import as_integers, is_readable
 from xorl.kernels.torch_private import maybe_mark_dynamic
 
 
@@ -27,6 +28,8 @@ class SequenceLayout:
     Attributes:
         offsets: `cu_seqlens` as int64 on the CPU, so that kernel launches need not wait for the device.
         max_seqlen: number of tokens of the longest document; 0 without documents.
+
+    Raises ValueError for lengths below 1 and for shapes that disagree with them, and on the CPU for such `cu_seqlens`.
     """
 
     num_real: Tensor | None = None
@@ -40,7 +43,8 @@ class SequenceLayout:
         num_real: Tensor | None = None,
         num_trained: Tensor | None = None,
     ) -> None:
-        _check_lengths(lengths)
+        lengths = _checked_lengths(lengths)
+        ends = list(accumulate(lengths, initial=0))
         if cu_seqlens.shape != (len(lengths) + 1,):
             raise ValueError(
                 f"cu_seqlens must have shape [{len(lengths) + 1}] for {len(lengths)} documents, "
@@ -50,24 +54,26 @@ class SequenceLayout:
             raise ValueError(
                 f"the lengths add up to {sum(lengths)} tokens, but positions has shape {list(positions.shape)}"
             )
+        if is_readable(cu_seqlens) and cu_seqlens.tolist() != ends:
+            raise ValueError(f"cu_seqlens must be the starts of documents of {lengths} tokens; got {cu_seqlens}")
         self.cu_seqlens = cu_seqlens
         self.positions = positions
-        self.lengths = tuple(lengths)
+        self.lengths = lengths
         self.num_real = num_real
         self.num_trained = num_trained
-        self.offsets = torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int64, device="cpu")
+        self.offsets = torch.tensor(ends, dtype=torch.int64, device="cpu")
         self.max_seqlen = max(lengths, default=0)
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int], device: torch.device | str = "cpu") -> "SequenceLayout":
         """The layout of documents with these lengths, in order; positions start at 0 in each document."""
-        _check_lengths(lengths)
+        lengths = _checked_lengths(lengths)
         ends = list(accumulate(lengths, initial=0))
         positions = [torch.arange(length, dtype=torch.int64) for length in lengths]
         layout = cls(
             cu_seqlens=torch.tensor(ends, dtype=torch.int32),
             positions=torch.cat(positions) if positions else torch.empty(0, dtype=torch.int64),
-            lengths=tuple(int(length) for length in lengths),
+            lengths=lengths,
         )
         return layout.to(device)
 
@@ -112,9 +118,11 @@ class SequenceLayout:
         )
 
 
-def _check_lengths(lengths: Sequence[int]) -> None:
-    if any(length < 1 for length in lengths):
-        raise ValueError(f"every document needs at least one token, got lengths {tuple(lengths)}")
+def _checked_lengths(lengths: Sequence[int]) -> tuple[int, ...]:
+    numbers = as_integers("lengths", lengths)
+    if any(number < 1 for number in numbers):
+        raise ValueError(f"every document needs at least one token, got lengths {numbers}")
+    return numbers
 
 
 class RankGroup(NamedTuple):

@@ -23,7 +23,8 @@ class Backend(Generic[RequestT, FunctionT]):
     Attributes:
         name: the name that the user writes.
         load: imports the backend's dependencies and returns its function; called only if there is no refusal.
-        refusal: returns the reason why this backend cannot serve a request, or None if it can. Must not raise.
+        refusal: returns the reason why this backend cannot serve a request, or None if it can. Anything else that it
+            returns or raises counts as a refusal, and the message says so.
         missing: returns which library is missing and how to install it, or None. Must not import the library.
     """
 
@@ -54,6 +55,9 @@ class Registry(Generic[RequestT, FunctionT]):
         return tuple(self._backends)
 
     def register(self, backend: Backend[RequestT, FunctionT]) -> None:
+        """Add a backend. Raises ValueError for a name that is taken or is not a non-empty string."""
+        if not isinstance(backend.name, str) or not backend.name:
+            raise ValueError(f"name must be the {self.kind} backend's name, a non-empty string; got {backend.name!r}")
         if backend.name in (AUTO, *self._backends):
             raise ValueError(f"name: there is already the {self.kind} backend {backend.name!r}; choose another name")
         self._backends[backend.name] = backend
@@ -94,7 +98,7 @@ class Registry(Generic[RequestT, FunctionT]):
         return RuntimeError(f"{self.kind} backend {name!r} cannot run here: {'; '.join(reasons)}; {alternatives}")
 
     def _reasons(self, backend: Backend[RequestT, FunctionT], request: RequestT) -> list[str]:
-        return [reason for reason in (backend.refusal(request), backend.missing()) if reason is not None]
+        return [reason for reason in (_reason(backend, request), backend.missing()) if reason is not None]
 
     def _resolve_auto(self, request: RequestT) -> FunctionT:
         passed_over = []
@@ -118,6 +122,17 @@ class Registry(Generic[RequestT, FunctionT]):
         self._logged.add(name)
         passed_over = f" passed_over={'; '.join(refused)!r}" if refused else ""
         logger.info("%s backend=%s chosen_by=auto %s%s", self.kind, name, request, passed_over)
+
+
+def _reason(backend: Backend[RequestT, FunctionT], request: RequestT) -> str | None:
+    """What the refusal of `backend` returns."""
+    try:
+        reason = backend.refusal(request)
+    except Exception as error:  # noqa: BLE001  (a defect of one backend must not hide the others)
+        return f"its refusal function raised {type(error).__name__}: {error}"
+    if reason is None or isinstance(reason, str):
+        return reason
+    return f"its refusal function returned {reason!r}, which is neither a reason (str) nor None"
 
 
 def _import_failure(error: ImportError) -> str:

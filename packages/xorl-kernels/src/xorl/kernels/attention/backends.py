@@ -1,7 +1,8 @@
 """The attention backends of this package, and the registration of others."""
 
+import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +16,7 @@ from xorl.kernels.attention.operator import PackedAttention
 from xorl.kernels.attention.plain import FunctionAttention, PlainAttention
 from xorl.kernels.attention.reference import eager_attention
 from xorl.kernels.attention.sdpa import sdpa_attention
+from xorl.kernels.fused.device import missing_device
 from xorl.kernels.registry import Backend, Registry
 
 FLASH_2_MIN_VERSION = (2, 8)
@@ -51,10 +53,33 @@ def register_attention(
             `PackedAttention` with kernels for both passes, which also gives the log-sum-exp and works in rings.
         refusal: returns the reason why the backend cannot serve a request, or None if it can.
 
-    Raises ValueError if there is a backend of that name.
+    Raises ValueError if there is a backend of that name, and for functions that do not take these arguments.
     """
+    if not isinstance(function, PackedAttention):
+        _check_call("function", function, "(q, k, v, layout, *, scale, window)", 4, ("scale", "window"))
+    _check_call("refusal", refusal, "(request)", 1)
     attention = function if isinstance(function, PackedAttention) else FunctionAttention(name, function)
     ATTENTION.register(Backend(name, load=lambda: attention, refusal=refusal))
+
+
+def _check_call(
+    argument: str, function: object, wanted: str, num_positional: int, keywords: Sequence[str] = ()
+) -> None:
+    """Raise ValueError unless `function` can be called as in `wanted`."""
+    if not callable(function):
+        raise ValueError(f"{argument} must be a function {wanted}; got {function!r}")
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # a function without a signature, such as a built-in one
+        return
+    try:
+        signature.bind(*range(num_positional), **dict.fromkeys(keywords))
+    except TypeError as error:
+        raise ValueError(f"{argument} must take {wanted}; it takes {signature}: {error}") from error
+
+
+def _missing_device(request: AttentionRequest) -> str | None:
+    return missing_device(request.device_type)
 
 
 def _flash_2_missing() -> str | None:
@@ -123,8 +148,8 @@ ATTENTION: Registry[AttentionRequest, AttentionFn] = Registry(
     "attention",
     preference=("flash_attention_4", "flash_attention_3", "native", "sdpa"),
 )
-ATTENTION.register(Backend("eager", load=lambda: eager_attention, refusal=lambda request: None))
-ATTENTION.register(Backend("sdpa", load=lambda: sdpa_attention, refusal=lambda request: None))
+ATTENTION.register(Backend("eager", load=lambda: eager_attention, refusal=_missing_device))
+ATTENTION.register(Backend("sdpa", load=lambda: sdpa_attention, refusal=_missing_device))
 ATTENTION.register(Backend("native", load=lambda: native_attention, refusal=native_refusal))
 ATTENTION.register(
     Backend(

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from xorl.kernels.arguments import check_type
 from xorl.kernels.attention.interface import AttentionRequest
 from xorl.kernels.attention.limits import AMPERE, flash_refusal
 from xorl.kernels.attention.native import native_refusal
@@ -87,9 +88,13 @@ class DecodeLayout(CachedLayout):
         cache: the keys and values.
         tables: [W, S] int64; column s lists the blocks of sequence s in the order of its tokens.
         positions: [S] int64, the positions of the new tokens.
+
+    Values in the tensors are not checked, since the host would wait. Raises RuntimeError if the kernel cannot run.
     """
 
     def __init__(self, cache: KeyValueCache, tables: Tensor, positions: Tensor) -> None:
+        if (refusal := triton_refusal(positions.device.type)) is not None:
+            raise RuntimeError(f"DecodeLayout cannot run here: {refusal}; use a MixedLayout")
         count = positions.shape[0]
         sequences = torch.arange(count, device=positions.device)
         ends = torch.arange(count + 1, dtype=torch.int32, device=positions.device)
@@ -138,6 +143,8 @@ class MixedLayout(CachedLayout):
         max_seqlen: M.
         key_starts: [S + 1] int32, the offsets of the sequences' concatenated keys.
         total_lengths: [S] int64, N for each sequence.
+
+    Raises ValueError for numbers of tokens or blocks that do not fit each other or the cache.
     """
 
     def __init__(
@@ -148,6 +155,7 @@ class MixedLayout(CachedLayout):
         totals: Sequence[int],
         device: torch.device | str,
     ) -> None:
+        _check_sequences(cache, tables, new, totals)
         starts = list(accumulate(new, initial=0))
         ranges = [torch.arange(total - count, total) for count, total in zip(new, totals, strict=True)]
         positions = torch.cat(ranges)
@@ -194,6 +202,26 @@ class MixedLayout(CachedLayout):
         return self.tables[sequence_of, positions // block_size] * block_size + positions % block_size
 
 
+def _check_sequences(
+    cache: KeyValueCache, tables: Sequence[Sequence[int]], new: Sequence[int], totals: Sequence[int]
+) -> None:
+    if not len(tables) == len(new) == len(totals) > 0:
+        raise ValueError(
+            f"tables, new and totals must be of the same sequences, at least one; got {len(tables)}, {len(new)} and "
+            f"{len(totals)}"
+        )
+    for index, (table, count, total) in enumerate(zip(tables, new, totals, strict=True)):
+        if not 1 <= count <= total:
+            raise ValueError(f"new: {count} tokens of sequence {index} are new, which must be 1 to its {total} tokens")
+        if len(table) * cache.block_size < total:
+            raise ValueError(
+                f"tables: the {len(table)} blocks of sequence {index} have room for {len(table) * cache.block_size} "
+                f"tokens, not for {total}"
+            )
+        if not 0 <= min(table) <= max(table) < cache.num_blocks:
+            raise ValueError(f"tables: sequence {index} has blocks outside [0, {cache.num_blocks}): {list(table)}")
+
+
 def cached_attention(
     q: Tensor, k: Tensor, v: Tensor, layout: CachedLayout, *, scale: float, window: int | None
 ) -> Tensor:
@@ -201,6 +229,7 @@ def cached_attention(
 
     All writes come before all reads, so a sequence may read a block that another sequence writes in the same pass.
     """
+    check_type("layout", layout, CachedLayout, "a MixedLayout or DecodeLayout")
     keys, values = layout.write(k, v)
     return layout.attend(q, keys, values, scale=scale, window=window)
 

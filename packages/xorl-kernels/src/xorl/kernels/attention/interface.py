@@ -6,6 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from xorl.kernels.arguments import check_at_least, check_type
 from xorl.kernels.layout import SequenceLayout, ShardedLayout
 
 
@@ -19,7 +20,10 @@ class AttentionFn(Protocol):
     `scale` multiplies the scores. With a `window` of w, a token sees itself and the w - 1 tokens before it; with None,
     it sees all tokens before it.
 
-    Raises ValueError for shapes that do not fit each other or the layout, different dtypes, or a window below 1.
+    Its outputs are differentiable once: a gradient of a gradient is refused.
+
+    Raises ValueError for shapes that do not fit each other or the layout, dtypes that differ or are not of floating
+    point, or a window below 1.
     """
 
     def __call__(
@@ -50,6 +54,8 @@ class AttentionRequest:
         window: the sliding window of the layers that have one, or None.
         deterministic: whether the same inputs must give the same bits in outputs and gradients; the default is torch's
             current setting.
+
+    Raises ValueError for values of other types.
     """
 
     device_type: str
@@ -57,6 +63,12 @@ class AttentionRequest:
     head_dim: int
     window: int | None = None
     deterministic: bool = field(default_factory=torch.are_deterministic_algorithms_enabled)
+
+    def __post_init__(self) -> None:
+        check_type("device_type", self.device_type, str, '"cpu"')
+        check_type("dtype", self.dtype, torch.dtype, "torch.bfloat16")
+        check_at_least("head_dim", self.head_dim, 1)
+        check_at_least("window", self.window, 1, optional=True)
 
     def __str__(self) -> str:
         words = f"device={self.device_type} dtype={str(self.dtype).removeprefix('torch.')} head_dim={self.head_dim}"

@@ -5,6 +5,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from xorl.kernels.attention.interface import AttentionRequest
+from xorl.kernels.fused.device import missing_device
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 256
@@ -30,8 +31,8 @@ def flash_refusal(request: AttentionRequest, lowest: int, highest: int | None = 
             f"it needs a head_dim that is a multiple of {HEAD_DIM_MULTIPLE} up to {MAX_HEAD_DIM}, "
             f"but the model has {request.head_dim}"
         )
-    if not torch.cuda.is_available():
-        return "no CUDA device is visible"
+    if (missing := missing_device(request.device_type)) is not None:
+        return missing
     major, minor = torch.cuda.get_device_capability()
     if major < lowest or (highest is not None and major > highest):
         known = f"{lowest}.0 and later" if highest is None else f"{lowest}.0 to {highest}.x"

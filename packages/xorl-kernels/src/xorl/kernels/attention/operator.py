@@ -7,12 +7,14 @@ Shapes: T tokens, N documents, H query heads, G key/value heads, C channels of a
 
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.utils.flop_counter import register_flop_formula
 
+from xorl.kernels.arguments import check_at_least, check_type
 from xorl.kernels.attention.kernel import BackwardKernel, Documents, ForwardKernel, Gradients, lse_dtype, visible_pairs
 from xorl.kernels.attention.ring import define_ring, pairs_of_ring
 from xorl.kernels.layout import SequenceLayout, ShardedLayout
@@ -34,6 +36,11 @@ class PackedAttention:
         self._operator = _define(name, forward, backward)
         self._ring_operator = define_ring(name, forward, backward)
         _count_flops(name)
+        _DEFINED[name] = self
+
+    def __reduce__(self) -> tuple[Callable[[str, str], "PackedAttention"], tuple[str, str]]:
+        # Pickled by name, as a function is: operators belong to their process.
+        return _defined, (self.name, self.forward.__module__)
 
     def __deepcopy__(self, memo: object) -> "PackedAttention":
         return self  # as for a function, so that a copied model calls the same operators
@@ -52,7 +59,7 @@ class PackedAttention:
         kernel's precision: the derivatives are sum_j P_ij k_j for q_i (attention over the keys) and sum_i P_ij q_i for
         k_j.
         """
-        check_inputs(q, k, v, layout.num_tokens, window)
+        check_inputs(q, k, v, layout, scale, window)
         deterministic = torch.are_deterministic_algorithms_enabled()
         return self._operator(q, k, v, layout.cu_seqlens, layout.offsets, scale, window, deterministic)
 
@@ -60,15 +67,43 @@ class PackedAttention:
         self, q: Tensor, k: Tensor, v: Tensor, layout: ShardedLayout, *, scale: float, window: int | None
     ) -> Tensor:
         """As `AttentionFn.in_ring`."""
-        check_inputs(q, k, v, layout.whole.num_tokens // layout.ring.size, window)
+        check_inputs(q, k, v, layout, scale, window, in_ring=True)
         deterministic = torch.are_deterministic_algorithms_enabled()
         return self._ring_operator(q, k, v, layout.whole.offsets, *layout.ring, scale, window, deterministic)[0]
 
 
-def check_inputs(q: Tensor, k: Tensor, v: Tensor, num_tokens: int, window: int | None) -> None:
-    """Raise ValueError for shapes or dtypes that kernels would misread. Compiled code has been checked before."""
+_DEFINED: dict[str, PackedAttention] = {}
+
+
+def _defined(name: str, module: str) -> PackedAttention:
+    """The PackedAttention `name` of this process, which `module` defines when it is imported. Unpickles them."""
+    import_module(module)
+    if name not in _DEFINED:
+        raise RuntimeError(f"attention {name!r} is not defined in this process; create its PackedAttention first")
+    return _DEFINED[name]
+
+
+def check_inputs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: SequenceLayout,
+    scale: float,
+    window: int | None,
+    *,
+    in_ring: bool = False,
+) -> None:
+    """Raise ValueError for inputs that kernels would misread. Compiled code has been checked before."""
     if torch.compiler.is_compiling():
         return
+    check_type("layout", layout, SequenceLayout, "SequenceLayout.from_lengths([5, 3])")
+    if not isinstance(scale, float | int):
+        raise ValueError(f"scale must be a number, such as head_dim**-0.5; got {scale!r}")
+    check_at_least("window", window, 1, optional=True)
+    num_tokens = layout.num_tokens
+    if in_ring:
+        assert isinstance(layout, ShardedLayout)
+        num_tokens = layout.whole.num_tokens // layout.ring.size
     shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
     if not q.dim() == k.dim() == v.dim() == 3 or k.shape != v.shape or q.shape[2] != k.shape[2]:
         raise ValueError(f"q must be [T, H, C], k and v [T, G, C]; got {shapes}")
@@ -76,10 +111,10 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, num_tokens: int, window: int |
         raise ValueError(f"q, k and v must have the {num_tokens} tokens of the layout; got {shapes}")
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise ValueError(f"the number of query heads must be a multiple of that of key/value heads; got {shapes}")
-    if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"q, k and v must have the same dtype; got {q.dtype}, {k.dtype} and {v.dtype}")
-    if window is not None and window < 1:
-        raise ValueError(f"window must be at least 1, or None for all earlier tokens; got {window}")
+    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
+        raise ValueError(
+            f"q, k and v must have the same dtype, of floating point; got {q.dtype}, {k.dtype} and {v.dtype}"
+        )
 
 
 class _Context(FunctionCtx):

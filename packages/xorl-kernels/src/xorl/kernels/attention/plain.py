@@ -29,13 +29,11 @@ class FunctionAttention:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, *, scale: float, window: int | None
     ) -> Tensor:
-        check_inputs(q, k, v, layout.num_tokens, window)
+        check_inputs(q, k, v, layout, scale, window)
         out = self.function(q, k, v, layout, scale=scale, window=window)
-        if out.shape != q.shape or out.dtype != q.dtype:
-            raise ValueError(
-                f"function: {self.name} must return {list(q.shape)} in {q.dtype}, but returned {list(out.shape)} in "
-                f"{out.dtype}"
-            )
+        if not isinstance(out, Tensor) or out.shape != q.shape or out.dtype != q.dtype:
+            returned = f"{list(out.shape)} in {out.dtype}" if isinstance(out, Tensor) else type(out).__name__
+            raise ValueError(f"function: {self.name} must return {list(q.shape)} in {q.dtype}, but returned {returned}")
         return out
 
     def with_lse(

@@ -11,10 +11,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from xorl.kernels.arguments import check_at_least, check_type
 from xorl.kernels.experts import grouped, reference
 from xorl.kernels.experts.adapted import Factors
 from xorl.kernels.experts.quantized import ExpertsWeight
 from xorl.kernels.fused import triton_refusal
+from xorl.kernels.fused.device import missing_device
 from xorl.kernels.grouped import product_refusal
 from xorl.kernels.registry import Backend, Registry
 
@@ -44,13 +46,23 @@ class ExpertsRequest:
     """What the experts of a model need.
 
     Attributes:
+        device_type: "cpu", "cuda", ...
+        dtype: of x and of the weights, if they are not quantised.
         width, expert_width: D and F of `reference.experts`.
+
+    Raises ValueError for values of other types.
     """
 
     device_type: str
     dtype: torch.dtype
     width: int
     expert_width: int
+
+    def __post_init__(self) -> None:
+        check_type("device_type", self.device_type, str, '"cpu"')
+        check_type("dtype", self.dtype, torch.dtype, "torch.bfloat16")
+        check_at_least("width", self.width, 1)
+        check_at_least("expert_width", self.expert_width, 1)
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -61,19 +73,19 @@ def _native_refusal(request: ExpertsRequest) -> str | None:
     # On a CPU, a loop over the experts replaces torch's kernel; there is no device for the host to wait for.
     if request.device_type == "cpu":
         return None
-    return product_refusal(request.dtype, request.width, request.expert_width)
+    return missing_device(request.device_type) or product_refusal(request.dtype, request.width, request.expert_width)
 
 
 def _triton_refusal(request: ExpertsRequest) -> str | None:
     if request.dtype == torch.float64:
         return "it computes in fp32"
-    return triton_refusal(request.device_type)
+    return triton_refusal(request.device_type) or missing_device(request.device_type)
 
 
 def _quack_refusal(request: ExpertsRequest) -> str | None:
     if request.device_type != "cuda":
         return f"it runs on CUDA devices, not on {request.device_type}"
-    return product_refusal(request.dtype, request.width, request.expert_width)
+    return missing_device(request.device_type) or product_refusal(request.dtype, request.width, request.expert_width)
 
 
 def _quack_missing() -> str | None:
@@ -98,7 +110,9 @@ EXPERTS: Registry[ExpertsRequest, ExpertsFn] = Registry(
     "experts",
     preference=("quack", "native", "triton", "eager"),
 )
-EXPERTS.register(Backend("eager", load=lambda: reference.experts, refusal=lambda request: None))
+EXPERTS.register(
+    Backend("eager", load=lambda: reference.experts, refusal=lambda request: missing_device(request.device_type))
+)
 EXPERTS.register(Backend("native", load=lambda: _load("native"), refusal=_native_refusal))
 EXPERTS.register(Backend("triton", load=lambda: _load("triton"), refusal=_triton_refusal))
 EXPERTS.register(Backend("quack", load=lambda: _load("quack"), refusal=_quack_refusal, missing=_quack_missing))

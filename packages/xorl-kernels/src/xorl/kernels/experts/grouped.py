@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from xorl.kernels.experts.adapted import Factors, adapted_experts, no_factors
+from xorl.kernels.experts.arguments import check_experts
 from xorl.kernels.experts.plan import RoutePlan
 from xorl.kernels.experts.products import Rows, between_products, products_of
 from xorl.kernels.experts.quantized import ExpertsWeight
@@ -43,13 +44,17 @@ def experts(
         gate_up: [E, 2F, D], in the dtype of x or quantised.
         down: [E, D, F], as gate_up.
         weights: [T, K] fp32.
-        ids: [T, K] integers in [0, E]; E is a choice without an expert, which adds nothing.
+        ids: [T, K] int64 in [0, E]; E is a choice without an expert, which adds nothing. On a GPU the values are not
+            checked, since the host would wait: the result of others is undefined.
         num_real: 0-d integer tensor; the output of tokens from this index on, which are padding, is 0.
         num_rows: how many choices have an expert, if the host knows it; the others then need no memory.
         recompute: compute the up product again in the backward pass instead of keeping it.
         factors: of adapters. With these, or quantised weights, the weights of the experts must be frozen.
         products: the implementation of the products: native, triton or quack.
+
+    Raises ValueError for shapes or dtypes that do not fit, and for ids on the CPU below 0 or too large.
     """
+    check_experts(x, gate_up, down, weights, ids, factors)
     if factors is None and isinstance(gate_up, Tensor) and isinstance(down, Tensor):
         plan = RoutePlan.of(ids, len(gate_up), num_real, num_rows)
         out, _ = _experts(x, gate_up, down, weights, *plan, recompute, products)

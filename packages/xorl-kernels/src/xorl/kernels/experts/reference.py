@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from xorl.kernels.experts.adapted import Factors, is_shared
+from xorl.kernels.experts.arguments import check_experts
 from xorl.kernels.experts.quantized import ExpertsWeight, dense
 
 
@@ -39,13 +40,17 @@ def experts(
         gate_up: [E, 2F, D], in the dtype of x or quantised; the rows of the gate come before those of up.
         down: [E, D, F], as gate_up.
         weights: [T, K] fp32 (fp64 for fp64). The sum over k is in this dtype and is rounded to that of x once.
-        ids: [T, K] integers in [0, E]; E is a choice without an expert, which adds nothing. With slots, see `Factors`.
+        ids: [T, K] int64 in [0, E]; E is a choice without an expert, which adds nothing. With slots, see `Factors`. On
+            a GPU the values are not checked, since the host would wait: the result of others is undefined.
         num_real: 0-d integer tensor; the output of tokens from this index on, which are padding, is 0.
         num_rows: how many choices have an expert; this form does not need it.
         activation: of the gate.
         recompute: compute everything again in the backward pass, and keep only the arguments.
         factors: of adapters.
+
+    Raises ValueError for shapes or dtypes that do not fit, and for ids on the CPU below 0 or too large.
     """
+    check_experts(x, gate_up, down, weights, ids, factors)
     if recompute:
         again = partial(experts, activation=activation, factors=factors)
         out = checkpoint(

@@ -18,13 +18,17 @@ from xorl.kernels.fused import triton_refusal
 BLOCK = 64
 
 
-@torch.library.custom_op("xorl::top_experts", mutates_args=())
 def top_experts(scores: Tensor, num_active: int) -> Tensor:
     """The experts with the highest scores [T, E], best first: [T, K] int64. Of equal scores, the lowest index wins.
 
     One operator without a gradient, so that recomputation can keep its output: a recomputed score may differ in its
     last bit, and tokens must not change their experts.
     """
+    return _top_experts(scores, num_active)
+
+
+@torch.library.custom_op("xorl::top_experts", mutates_args=())
+def _top_experts(scores: Tensor, num_active: int) -> Tensor:
     if scores.dtype == torch.float32 and triton_refusal(scores.device.type) is None:
         from xorl.kernels.experts import routing_triton  # noqa: PLC0415 - needs Triton
 
@@ -32,7 +36,7 @@ def top_experts(scores: Tensor, num_active: int) -> Tensor:
     return scores.sort(dim=-1, descending=True, stable=True).indices[:, :num_active].contiguous()
 
 
-@top_experts.register_fake
+@_top_experts.register_fake
 def _(scores: Tensor, num_active: int) -> Tensor:
     return scores.new_empty(scores.shape[0], num_active, dtype=torch.int64)
 

@@ -4,8 +4,15 @@ import importlib.util
 import math
 from functools import cache
 
+import torch
+
 # Streaming multiprocessors of an H100, for which the split of the work is tuned.
 NUM_PROCESSORS = 132
+
+
+def missing_device(device_type: str) -> str | None:
+    """The reason why nothing can run on devices of this type, or None if one is there."""
+    return "no CUDA device is visible" if device_type == "cuda" and not torch.cuda.is_available() else None
 
 
 @cache

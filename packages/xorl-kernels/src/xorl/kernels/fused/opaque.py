@@ -6,6 +6,7 @@ functions, compiled or not.
 """
 
 from collections.abc import Callable
+from functools import wraps
 
 import torch
 from torch import Tensor
@@ -44,18 +45,26 @@ def _opaque_operator(function: Callable[..., Tensor], name: str) -> Callable[...
         return (*gradients, *(None for _ in ctx.non_tensors))
 
     operator.register_autograd(backward, setup_context=save)
-    return operator
+
+    @wraps(function)
+    def call(*inputs: object) -> Tensor:
+        return operator(*inputs)
+
+    return call
 
 
 def _add(x: Tensor, y: Tensor) -> Tensor:
+    """x + y."""
     return x + y
 
 
 def _apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`apply_rope` with the tables as two arguments."""
     return reference.apply_rope(x, (cos, sin))
 
 
 def _round_to_bf16(x: Tensor) -> Tensor:
+    """x rounded to bf16, in the dtype of x."""
     return x.to(torch.bfloat16, copy=True).to(x.dtype)
 
 

@@ -74,26 +74,38 @@ def scaled_mm(
     return product if product.dtype == out_dtype else product.to(out_dtype)
 
 
-@torch.library.custom_op("xorl::fp8_amax", mutates_args=())
 def amax(x: Tensor) -> Tensor:
     """The exact largest absolute value of x [R, C], fp32 []."""
+    return _amax(x)
+
+
+@torch.library.custom_op("xorl::fp8_amax", mutates_args=())
+def _amax(x: Tensor) -> Tensor:
     if x.is_cuda:
         return _triton().amax(x)
     return x.abs().amax().float()
 
 
-@torch.library.custom_op("xorl::fp8_cast_tensorwise", mutates_args=())
 def cast_tensorwise(x: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cast x [R, C] with one scale, derived from `amax` []: (q [R, C], descale [])."""
+    return _cast_tensorwise(x, amax, dtype)
+
+
+@torch.library.custom_op("xorl::fp8_cast_tensorwise", mutates_args=())
+def _cast_tensorwise(x: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     q = torch.empty(x.shape, dtype=dtype, device=x.device)
     descale = torch.empty((), dtype=torch.float32, device=x.device)
     cast_into_(x, amax, q, descale)
     return q, descale
 
 
-@torch.library.custom_op("xorl::fp8_cast_tensorwise_both", mutates_args=())
 def cast_tensorwise_both(x: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Cast x [R, C] with one scale, derived from `amax` []: (q [R, C], q transposed [C, P], descale [])."""
+    return _cast_tensorwise_both(x, amax, dtype)
+
+
+@torch.library.custom_op("xorl::fp8_cast_tensorwise_both", mutates_args=())
+def _cast_tensorwise_both(x: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     if x.is_cuda:
         return _triton().cast_tensorwise_both(x, amax, dtype)
     scale, descale = power_of_two_scale(amax, dtype)
@@ -101,35 +113,51 @@ def cast_tensorwise_both(x: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[T
     return q, _transposed(q), descale
 
 
-@torch.library.custom_op("xorl::fp8_cast_rowwise", mutates_args=())
 def cast_rowwise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cast x [R, C] with a scale for each row: (q [R, C], descale [R])."""
+    return _cast_rowwise(x, dtype)
+
+
+@torch.library.custom_op("xorl::fp8_cast_rowwise", mutates_args=())
+def _cast_rowwise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     if x.is_cuda:
         return _triton().cast_rowwise(x, dtype)
     scale, descale = power_of_two_scale(x.abs().amax(dim=1).float(), dtype)
     return _cast(x, scale[:, None], dtype), descale
 
 
-@torch.library.custom_op("xorl::fp8_cast_columnwise", mutates_args=())
 def cast_columnwise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cast x [R, C] with a scale for each column, and transpose it: (q [C, P], descale [C])."""
+    return _cast_columnwise(x, dtype)
+
+
+@torch.library.custom_op("xorl::fp8_cast_columnwise", mutates_args=())
+def _cast_columnwise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     if x.is_cuda:
         return _triton().cast_columnwise(x, dtype)
     scale, descale = power_of_two_scale(x.abs().amax(dim=0).float(), dtype)
     return _transposed(_cast(x, scale, dtype)), descale
 
 
-@torch.library.custom_op("xorl::fp8_cast_axiswise", mutates_args=())
 def cast_axiswise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`cast_rowwise` and `cast_columnwise` of x [R, C] in one pass: (q [R, C], [R], q transposed [C, P], [C])."""
+    return _cast_axiswise(x, dtype)
+
+
+@torch.library.custom_op("xorl::fp8_cast_axiswise", mutates_args=())
+def _cast_axiswise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if x.is_cuda:
         return _triton().cast_axiswise(x, dtype)
-    return *cast_rowwise(x, dtype), *cast_columnwise(x, dtype)
+    return *_cast_rowwise(x, dtype), *_cast_columnwise(x, dtype)
+
+
+def transpose(q: Tensor) -> Tensor:
+    """Transpose q [R, C], in fp8: [C, P]."""
+    return _transpose(q)
 
 
 @torch.library.custom_op("xorl::fp8_transpose", mutates_args=())
-def transpose(q: Tensor) -> Tensor:
-    """Transpose q [R, C], in fp8: [C, P]."""
+def _transpose(q: Tensor) -> Tensor:
     return _triton().transpose(q) if q.is_cuda else _transposed(q)
 
 
@@ -170,38 +198,38 @@ def _triton() -> ModuleType:
     return fp8_triton
 
 
-@amax.register_fake
+@_amax.register_fake
 def _(x: Tensor) -> Tensor:
     return x.new_empty((), dtype=torch.float32)
 
 
-@cast_tensorwise.register_fake
+@_cast_tensorwise.register_fake
 def _(x: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape, dtype=dtype), amax.new_empty(())
 
 
-@cast_tensorwise_both.register_fake
+@_cast_tensorwise_both.register_fake
 def _(x: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     return x.new_empty(x.shape, dtype=dtype), _fake_transposed(x, dtype), amax.new_empty(())
 
 
-@cast_rowwise.register_fake
+@_cast_rowwise.register_fake
 def _(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[:1], dtype=torch.float32)
 
 
-@cast_columnwise.register_fake
+@_cast_columnwise.register_fake
 def _(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return _fake_transposed(x, dtype), x.new_empty(x.shape[1:], dtype=torch.float32)
 
 
-@cast_axiswise.register_fake
+@_cast_axiswise.register_fake
 def _(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     by_row = x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[:1], dtype=torch.float32)
     return *by_row, _fake_transposed(x, dtype), x.new_empty(x.shape[1:], dtype=torch.float32)
 
 
-@transpose.register_fake
+@_transpose.register_fake
 def _(q: Tensor) -> Tensor:
     return _fake_transposed(q, q.dtype)
 

@@ -21,7 +21,6 @@ from xorl.kernels.quant.noise import WeightNoise
 from xorl.kernels.quant.weights import QuantizedWeight, QuantScheme
 
 
-@torch.library.custom_op("xorl::quantized_linear", mutates_args=())
 def quantized_linear(
     x: Tensor,
     codes: Tensor,
@@ -33,11 +32,34 @@ def quantized_linear(
     noise: Tensor | None = None,
     noise_alpha: float = 0.0,
 ) -> Tensor:
-    """x [T, I] times the transposed weight: [T, O] in the dtype of x, differentiable in x.
+    """x [T, I] times the transposed weight: [T, O] in the dtype of x, differentiable in x, once.
 
-    `noise` and `noise_alpha` are the `state` and `alpha` of a WeightNoise to add to the weight. None adds none.
+    Args:
+        x: [T, I].
+        codes, scales, global_scale: the fields of a QuantizedWeight.
+        quant_format, group_size: those of its QuantScheme.
+        out_features: O.
+        noise, noise_alpha: the `state` and `alpha` of a WeightNoise to add to the weight. None adds none.
+
+    Raises ValueError for a scheme that does not exist, and for fields that are not those of a weight [O, I].
     """
-    weight = dequantized(
+    _check_stored(codes, scales, global_scale, quant_format, group_size, out_features)
+    return _quantized_linear(x, codes, scales, global_scale, quant_format, group_size, out_features, noise, noise_alpha)
+
+
+@torch.library.custom_op("xorl::quantized_linear", mutates_args=())
+def _quantized_linear(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    global_scale: Tensor | None,
+    quant_format: str,
+    group_size: int,
+    out_features: int,
+    noise: Tensor | None,
+    noise_alpha: float,
+) -> Tensor:
+    weight = _dequantized(
         codes,
         scales,
         global_scale,
@@ -64,7 +86,7 @@ def quantized_linear_grad(
     noise_alpha: float,
 ) -> Tensor:
     """The gradient [T, I] of x, given the gradient [T, O] of the output."""
-    weight = dequantized(
+    weight = _dequantized(
         codes,
         scales,
         global_scale,
@@ -78,7 +100,6 @@ def quantized_linear_grad(
     return grad @ weight
 
 
-@torch.library.custom_op("xorl::dequantized", mutates_args=())
 def dequantized(
     codes: Tensor,
     scales: Tensor,
@@ -90,7 +111,23 @@ def dequantized(
     noise: Tensor | None = None,
     noise_alpha: float = 0.0,
 ) -> Tensor:
-    """The weight [O, I] in `dtype`."""
+    """The weight [O, I] in `dtype`; arguments and errors as for `quantized_linear`."""
+    _check_stored(codes, scales, global_scale, quant_format, group_size, out_features)
+    return _dequantized(codes, scales, global_scale, quant_format, group_size, out_features, dtype, noise, noise_alpha)
+
+
+@torch.library.custom_op("xorl::dequantized", mutates_args=())
+def _dequantized(
+    codes: Tensor,
+    scales: Tensor,
+    global_scale: Tensor | None,
+    quant_format: str,
+    group_size: int,
+    out_features: int,
+    dtype: torch.dtype,
+    noise: Tensor | None,
+    noise_alpha: float,
+) -> Tensor:
     scheme = QuantScheme(cast(QuantFormat, quant_format), group_size)
     weight = QuantizedWeight(codes, scales, global_scale)
     return scheme.dequantize(weight, out_features, dtype, None if noise is None else WeightNoise(noise_alpha, noise))
@@ -113,11 +150,29 @@ def adapted_quantized_linear(
 
     As in `xorl.kernels.low_rank`, compiled code needs no extra pass over memory for the addition.
     """
+    _check_stored(codes, scales, global_scale, quant_format, group_size, out_features)
     y = _AdaptedQuantizedLinear.apply(
         x, down, up, codes, scales, global_scale, quant_format, group_size, out_features, noise, noise_alpha
     )
     assert isinstance(y, Tensor)
     return y
+
+
+def _check_stored(
+    codes: Tensor, scales: Tensor, global_scale: Tensor | None, quant_format: str, group_size: int, out_features: int
+) -> None:
+    """Raise ValueError for fields that are not those of a weight [O, I]. Compiled code has been checked before."""
+    if torch.compiler.is_compiling():
+        return
+    scheme = QuantScheme(cast(QuantFormat, quant_format), group_size)
+    fields = {"codes": codes, "scales": scales, "global_scale": global_scale}
+    given = {name: (tuple(field.shape), field.dtype) for name, field in fields.items() if field is not None}
+    wanted = scheme.stored(out_features, num_columns(codes, quant_format))
+    if given != wanted:
+        raise ValueError(
+            f"codes, scales and global_scale must be those of {out_features} out_features in {quant_format}, {wanted}; "
+            f"got {given}"
+        )
 
 
 def num_columns(codes: Tensor, quant_format: str) -> int:
@@ -167,7 +222,9 @@ class _AdaptedQuantizedLinear(torch.autograd.Function):
         # torch also accepts None here, unlike its type annotations.
         ctx.save_for_backward(x, down, up, low, codes, scales, cast(Tensor, global_scale), cast(Tensor, noise))
         ctx.scheme, ctx.alpha = (quant_format, group_size), noise_alpha
-        y = quantized_linear(x, codes, scales, global_scale, quant_format, group_size, out_features, noise, noise_alpha)
+        y = _quantized_linear(
+            x, codes, scales, global_scale, quant_format, group_size, out_features, noise, noise_alpha
+        )
         return add_product(y, low, up.t())
 
     @staticmethod
@@ -185,10 +242,10 @@ class _AdaptedQuantizedLinear(torch.autograd.Function):
         return grad_x, grad_low.t() @ x, grad.t() @ low, *(None,) * 8
 
 
-quantized_linear.register_autograd(_differentiate, setup_context=_save)
+_quantized_linear.register_autograd(_differentiate, setup_context=_save)
 
 
-@quantized_linear.register_fake
+@_quantized_linear.register_fake
 def _(
     x: Tensor,
     codes: Tensor,
@@ -197,8 +254,8 @@ def _(
     quant_format: str,
     group_size: int,
     out_features: int,
-    noise: Tensor | None = None,
-    noise_alpha: float = 0.0,
+    noise: Tensor | None,
+    noise_alpha: float,
 ) -> Tensor:
     return x.new_empty((x.shape[0], out_features))
 
@@ -218,7 +275,7 @@ def _(
     return grad.new_empty((grad.shape[0], in_features))
 
 
-@dequantized.register_fake
+@_dequantized.register_fake
 def _(
     codes: Tensor,
     scales: Tensor,
@@ -227,7 +284,7 @@ def _(
     group_size: int,
     out_features: int,
     dtype: torch.dtype,
-    noise: Tensor | None = None,
-    noise_alpha: float = 0.0,
+    noise: Tensor | None,
+    noise_alpha: float,
 ) -> Tensor:
     return codes.new_empty((out_features, num_columns(codes, quant_format)), dtype=dtype)
