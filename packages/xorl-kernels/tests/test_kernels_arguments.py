@@ -1,11 +1,26 @@
 """Wrong arguments at public doors: each is refused and named."""
 
+import inspect
+
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
-from xorl.kernels.attention import AttentionRequest, resolve_attention
+from xorl.kernels.attention import (
+    AttentionRequest,
+    DecodeLayout,
+    KeyValueCache,
+    MixedLayout,
+    cached_attention,
+    resolve_attention,
+)
+from xorl.kernels.experts import EXPERTS, ExpertsRequest
+from xorl.kernels.experts.routing import top_experts
+from xorl.kernels.fused import opaque
+from xorl.kernels.grouped_linear import TokenGroups, grouped_linear
 from xorl.kernels.layout import SequenceLayout
-from xorl.kernels.quant import QuantScheme
+from xorl.kernels.linear_ce import linear_cross_entropy, linear_cross_entropy_scores, linear_cross_entropy_sum
+from xorl.kernels.quant import QuantScheme, adapted_quantized_linear, dequantized, fp8, quantized_linear
 
 
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])
@@ -45,3 +60,207 @@ def test_unknown_names_and_lengths_are_refused() -> None:
             QuantScheme(quant_format, group_size)
     with pytest.raises(ValueError, match=r"at least one token, got lengths \(3, -1\)"):
         SequenceLayout.from_lengths([3, -1])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"layout": [40, 8]}, r"layout must be a SequenceLayout, such as .*; got the list \[40, 8\]"),
+        ({"layout": torch.tensor([0, 40, 48])}, "layout must be a SequenceLayout"),
+        ({"window": (3, 0)}, r"window must be an integer of at least 1, or None; got the tuple \(3, 0\)"),
+        ({"scale": None}, r"scale must be a number, such as head_dim\*\*-0.5; got None"),
+        ({"dtype": torch.int32}, "of floating point; got torch.int32"),
+    ],
+)
+def test_attention_refuses_other_types(given, message) -> None:
+    # Catches integers that are truncated, and errors of torch that name no argument.
+    x = torch.ones(48, 2, 8, dtype=given.pop("dtype", torch.float32))
+    arguments = {"layout": SequenceLayout.from_lengths([40, 8]), "scale": 1.0, "window": None, **given}
+    with pytest.raises(ValueError, match=message):
+        resolve_attention("eager", AttentionRequest("cpu", torch.float32, 8))(x, x, x, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("request_type", "arguments", "message"),
+    [
+        (AttentionRequest, ("cpu", "bfloat16", 128), "dtype must be a dtype, such as torch.bfloat16; got the str 'bf"),
+        (AttentionRequest, ("cpu", torch.float32, "128"), "head_dim must be an integer of at least 1; got the str"),
+        (AttentionRequest, (torch.device("cpu"), torch.float32, 8), "device_type must be a str"),
+        (AttentionRequest, ("cpu", torch.float32, 8, 0), "window must be an integer of at least 1, or None; got"),
+        (ExpertsRequest, ("cpu", "bfloat16", 8, 8), "dtype must be a dtype"),
+        (ExpertsRequest, ("cpu", torch.float32, 8, 0.5), "expert_width must be an integer"),
+    ],
+)
+def test_requests_refuse_other_types(request_type, arguments, message) -> None:
+    # Catches a refusal that compares a dtype with its name: "it computes in bfloat16, but the model in bfloat16".
+    with pytest.raises(ValueError, match=message):
+        request_type(*arguments)
+
+
+def test_auto_refuses_a_device_that_is_not_there(monkeypatch) -> None:
+    # Catches `auto` promising a backend on a machine without a GPU.
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RuntimeError, match=r"no attention backend can run .*sdpa \(no CUDA device is visible\)"):
+        resolve_attention("auto", AttentionRequest("cuda", torch.float32, 64))
+    with pytest.raises(RuntimeError, match=r"no experts backend can run .*eager \(no CUDA device is visible\)"):
+        EXPERTS.resolve("auto", ExpertsRequest("cuda", torch.bfloat16, 64, 64))
+
+
+LOSSES = (linear_cross_entropy, linear_cross_entropy_scores, linear_cross_entropy_sum)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(
+    ("labels", "device", "message"),
+    [
+        (torch.tensor([5, -1, -2, -101]), "cpu", "labels: -1 at token 1 is not in the vocabulary of 100; use -100"),
+        (torch.tensor([5, -100, 100, 1]), "cpu", "labels: 100 at token 2 is not in the vocabulary of 100"),
+        ([5, 1, 2, 3], "cpu", r"labels must be a Tensor, such as .*; got the list \[5, 1, 2, 3\]"),
+        (torch.ones(4), "cpu", r"labels must have shape \[4\].* in int64; got .* torch.float32"),
+        (torch.tensor([5, 1, 2, 3]), "meta", "must be on one device; got cpu, meta, cpu"),
+    ],
+)
+def test_losses_refuse_labels_and_devices(loss, labels, device, message) -> None:
+    # Catches labels that are trained as token 0, and a weight without values.
+    with pytest.raises(ValueError, match=message):
+        loss(torch.randn(4, 8), torch.randn(100, 8, device=device), labels)
+
+
+def test_labels_without_values_are_not_read() -> None:
+    # Catches a check that breaks an estimate with fake tensors.
+    with FakeTensorMode():
+        loss, _ = linear_cross_entropy(torch.randn(4, 8), torch.randn(10, 8), torch.ones(4, dtype=torch.int64))
+    assert loss.shape == (4,)
+
+
+@pytest.mark.parametrize(
+    ("runs", "message"),
+    [
+        ([(5, 4)], r"weights in \[0, 3\) .*got \[\(5, 4\)\]"),
+        ([(-1, 4)], r"weights in \[0, 3\)"),
+        ([(1, -4)], "at least 0 tokens"),
+        ([(1, 2.5)], "runs must be integers"),
+    ],
+)
+def test_groups_refuse_weights_and_lengths_that_do_not_exist(runs, message) -> None:
+    # Catches groups that end before they begin.
+    with pytest.raises(ValueError, match=message):
+        TokenGroups.of(runs, 3)
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "addend", "message"),
+    [
+        ((9, 4), (3, 5, 4), None, "groups are of 7 tokens, but x has 9"),
+        ((6, 4), (3, 5, 4), None, "groups are of 7 tokens, but x has 6"),
+        ((7, 4), (2, 5, 4), None, "groups are of 3 weights, but weight has 2"),
+        ((7, 4), (3, 4, 5), None, r"x must be \[T, K\] and weight \[S, N, K\]"),
+        ((7, 4), (3, 5, 4), (5,), r"addend must be \[7, 5\]"),
+    ],
+)
+def test_grouped_products_refuse_other_tokens(x, weight, addend, message) -> None:
+    # Catches uninitialised memory in the rows of tokens beyond the groups.
+    groups = TokenGroups.of([(0, 4), (2, 3)], 3)
+    with pytest.raises(ValueError, match=message):
+        grouped_linear(torch.randn(x), torch.randn(weight), groups, None if addend is None else torch.randn(addend))
+
+
+@pytest.mark.parametrize("name", ["eager", "native"])
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"ids": torch.tensor([[0, -1]] * 5)}, r"ids must be in \[0, 3\), or 3 for a choice .*; got -1 to 0"),
+        ({"ids": torch.tensor([[0, 4]] * 5)}, r"ids must be in \[0, 3\).*got 0 to 4"),
+        ({"ids": torch.zeros(5, 2)}, r"ids must be \[5, 2\] in int64; got \[5, 2\] in torch.float32"),
+        (
+            {"ids": torch.rand(5, 2), "weights": torch.zeros(5, 2, dtype=torch.int64)},
+            r"weights must be \[5, K\] in torch.float32; got \[5, 2\] in torch.int64",
+        ),
+        ({"weights": torch.rand(4, 2), "ids": torch.zeros(4, 2, dtype=torch.int64)}, r"weights must be \[5, K\]"),
+        ({"ids": torch.zeros(5, 1, dtype=torch.int64)}, r"ids must be \[5, 2\]"),
+        ({"x": torch.randn(5, 9)}, r"gate_up must be \[E, 2F, D\] and down .*; got \[3, 12, 8\], .* and x \[5, 9\]"),
+        ({"down": torch.randn(3, 6, 8)}, r"gate_up must be \[E, 2F, D\] and down \[E, D, F\]"),
+        ({"down": torch.randn(2, 8, 6)}, r"gate_up must be \[E, 2F, D\] and down \[E, D, F\]"),
+        ({"gate_up": torch.randn(12, 8)}, r"gate_up must be \[E, 2F, D\] in the dtype of x"),
+        ({"gate_up": torch.randn(3, 12, 8).bfloat16()}, r"gate_up must be .* in the dtype of x, torch.float32"),
+    ],
+)
+def test_experts_refuse_what_does_not_fit(name, given, message) -> None:
+    # Catches implementations that compute different things for the same wrong input.
+    arguments = {
+        "x": torch.randn(5, 8),
+        "gate_up": torch.randn(3, 12, 8),
+        "down": torch.randn(3, 8, 6),
+        "weights": torch.rand(5, 2),
+        "ids": torch.tensor([[0, 3]] * 5),
+    }
+    experts = EXPERTS.resolve(name, ExpertsRequest("cpu", torch.float32, 8, 6))
+    assert experts(**arguments).shape == (5, 8)
+    with pytest.raises(ValueError, match=message):
+        experts(**(arguments | given))
+
+
+CACHE = KeyValueCache(
+    num_layers=1,
+    num_blocks=4,
+    block_size=2,
+    num_kv_heads=1,
+    head_dim=8,
+    dtype=torch.float32,
+    device=torch.device("cpu"),
+)
+
+
+@pytest.mark.parametrize(
+    ("tables", "new", "totals", "message"),
+    [
+        ([[0, -1]], [1], [3], r"tables: sequence 0 has blocks outside \[0, 4\): \[0, -1\]"),
+        ([[0, 4]], [1], [3], r"blocks outside \[0, 4\)"),
+        ([[0, 1], [2]], [1, 1], [3, 3], "tables: the 1 blocks of sequence 1 have room for 2 tokens, not for 3"),
+        ([[0]], [2], [1], "new: 2 tokens of sequence 0 are new, which must be 1 to its 1 tokens"),
+        ([[0]], [1, 1], [1], "must be of the same sequences, at least one; got 1, 2 and 1"),
+    ],
+)
+def test_cached_layouts_refuse_blocks_and_tokens_that_do_not_fit(tables, new, totals, message) -> None:
+    # Catches blocks of other sequences that are overwritten.
+    with pytest.raises(ValueError, match=message):
+        MixedLayout(CACHE, tables, new, totals, "cpu")
+
+
+def test_layouts_of_another_kind_are_refused() -> None:
+    # Catches an error of a missing attribute, and one of Triton without a GPU.
+    x = torch.randn(3, 1, 8)
+    with pytest.raises(ValueError, match="layout must be a CachedLayout, such as a MixedLayout or DecodeLayout; got"):
+        cached_attention(x, x, x, SequenceLayout.from_lengths([3]), scale=1.0, window=None)
+    with pytest.raises(RuntimeError, match="DecodeLayout cannot run here: .* CUDA devices, not on cpu; use a MixedL"):
+        DecodeLayout(CACHE, torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+
+
+def test_quantised_products_refuse_the_fields_of_another_weight() -> None:
+    # Catches rows beyond the weight, which are read out of bounds or left out.
+    weight = QuantScheme("nf4", 64).quantize(torch.randn(8, 64))
+    x, wanted = torch.randn(3, 64), "those of 16 out_features in nf4"
+    for call in (
+        lambda: quantized_linear(x, *weight, "nf4", 64, 16),
+        lambda: dequantized(*weight, "nf4", 64, 16, torch.float32),
+        lambda: adapted_quantized_linear(x, torch.randn(2, 64), torch.randn(16, 2), *weight, "nf4", 64, 16),
+    ):
+        with pytest.raises(ValueError, match=wanted):
+            call()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        quantized_linear,
+        dequantized,
+        top_experts,
+        *(fp8.amax, fp8.cast_tensorwise, fp8.cast_axiswise, fp8.transpose),
+        *(opaque.add, opaque.rms_norm, opaque.rope, opaque.swiglu, opaque.round_to_bf16),
+    ],
+)
+def test_public_operators_are_functions_with_help(function) -> None:
+    # Catches an operator object, whose help shows torch's class.
+    assert inspect.isfunction(function)
+    assert function.__doc__
+    assert "args" not in inspect.signature(function).parameters

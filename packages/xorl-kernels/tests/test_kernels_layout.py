@@ -29,6 +29,8 @@ def test_a_row_without_documents_is_empty():
         ([0, 2, 2], 2, (2, 0), "at least one token"),
         ([0, 2], 2, (1, 1), "cu_seqlens must have shape"),
         ([0, 2], 3, (2,), "positions has shape"),
+        ([0, 3, 4], 4, (1, 3), r"cu_seqlens must be the starts of documents of \(1, 3\) tokens"),
+        ([0, 2], 2, (2.0,), r"lengths must be integers; got the tuple \(2.0,\)"),
     ],
 )
 def test_parts_that_disagree_are_refused(cu_seqlens, positions, lengths, message):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from xorl.kernels.attention import ATTENTION, AttentionRequest, register_attention, resolve_attention
+from xorl.kernels.attention import ATTENTION, AttentionRequest, operator, register_attention, resolve_attention
 from xorl.kernels.layout import SequenceLayout
 
 REQUEST = AttentionRequest("cpu", torch.float32, 8)
@@ -48,3 +48,67 @@ def test_a_function_that_returns_another_shape_is_refused(monkeypatch) -> None:
     q = torch.randn(4, 4, 8)
     with pytest.raises(ValueError, match=r"function: wrong must return \[4, 4, 8\]"):
         resolve_attention("wrong", REQUEST)(q, q, q, SequenceLayout.from_lengths([4]), scale=1.0, window=None)
+
+
+@pytest.mark.parametrize(
+    ("name", "function", "refusal", "message"),
+    [
+        ("mine", "simple", None, r"function must be a function \(q, k, v, layout, \*, scale, window\); got 'simple'"),
+        (None, simple, None, "name must be the attention backend's name, a non-empty string; got None"),
+        (simple, "mine", None, "function must be a function .*; got 'mine'"),
+        ("mine", lambda q, k, v: q, None, r"function must take \(q, .*; it takes \(q, k, v\): "),
+        ("mine", lambda q, k, v, layout, scale: q, None, "function must take .*window"),
+        ("mine", simple, "no windows", r"refusal must be a function \(request\); got 'no windows'"),
+        ("mine", simple, lambda: None, r"refusal must take \(request\); it takes \(\)"),
+    ],
+)
+def test_registration_refuses_what_cannot_be_called(name, function, refusal, message) -> None:
+    # Catches a mistake that would show in the middle of training, with an error that does not name it.
+    with pytest.raises(ValueError, match=message):
+        register_attention(name, function, refusal=(lambda request: None) if refusal is None else refusal)
+    assert name not in ATTENTION.names
+
+
+def fail(request: AttentionRequest) -> str | None:
+    raise KeyError(request.head_dim)
+
+
+@pytest.mark.parametrize(
+    ("refusal", "message"),
+    [
+        (lambda request: False, "its refusal function returned False, which is neither a reason"),
+        (lambda request: True, "its refusal function returned True"),
+        (fail, "its refusal function raised KeyError: 8"),
+    ],
+)
+def test_a_broken_refusal_does_not_break_other_backends(monkeypatch, refusal, message) -> None:
+    # Catches a backend that breaks the error messages of all others.
+    monkeypatch.setattr(ATTENTION, "_backends", dict(ATTENTION._backends))
+    register_attention("broken", simple, refusal=refusal)
+    with pytest.raises(RuntimeError, match=f"'broken' cannot run here: {message}.*these can: eager, sdpa"):
+        resolve_attention("broken", REQUEST)
+    with pytest.raises(RuntimeError, match=r"these can: eager, sdpa$"):
+        resolve_attention("native", REQUEST)
+
+
+def test_a_function_that_returns_nothing_is_refused(monkeypatch) -> None:
+    # Catches a forgotten `return` that shows as an attribute of None.
+    monkeypatch.setattr(ATTENTION, "_backends", dict(ATTENTION._backends))
+    register_attention("nothing", lambda q, k, v, layout, *, scale, window: None)
+    q = torch.randn(4, 4, 8)
+    with pytest.raises(ValueError, match=r"function: nothing must return \[4, 4, 8\].*, but returned NoneType"):
+        resolve_attention("nothing", REQUEST)(q, q, q, SequenceLayout.from_lengths([4]), scale=1.0, window=None)
+
+
+def test_modules_with_attention_functions_are_pickled(monkeypatch, tmp_path) -> None:
+    # Catches torch.save of a model that fails on the operators of its attention, and a copy with operators of its own.
+    monkeypatch.setattr(ATTENTION, "_backends", dict(ATTENTION._backends))
+    register_attention("simple", simple)
+    module = torch.nn.Module()
+    module.attention, module.own = resolve_attention("sdpa", REQUEST), resolve_attention("simple", REQUEST)
+    torch.save(module, tmp_path / "module.pt")
+    loaded = torch.load(tmp_path / "module.pt", weights_only=False)
+    assert loaded.attention is module.attention
+    assert loaded.own.function is simple
+    with pytest.raises(RuntimeError, match="attention 'unknown' is not defined in this process; create its Packed"):
+        operator._defined("unknown", "xorl.kernels.attention.sdpa")

@@ -37,7 +37,13 @@ def adamw_(
 ) -> None:
     """One step of AdamW (Loshchilov and Hutter, 2019, arXiv:1711.05101, algorithm 2) on lists of tensors.
 
-    `steps` are 0-dim, already incremented, and fp32 if `noises` is None. The gradients may be overwritten.
+    Args:
+        params, grads, exp_avgs, exp_avg_sqs: contiguous, fp32 or bf16. The gradients may be overwritten.
+        steps: 0-dim, already incremented, and fp32 if `noises` is None.
+        grad_scale: 0-dim fp32, divides the gradients. None: 1.
+        skip: 0-dim fp32; if it is not zero, nothing changes. Usually whether the gradients have values that are not
+            finite, so that the host need not wait for the answer. `torch.zeros(())` never skips.
+        noises: of each parameter, to round bf16 results stochastically. None: to nearest.
     """
     lists = (params, grads, exp_avgs, exp_avg_sqs)
     for quad in zip(*lists, strict=True):
@@ -86,6 +92,7 @@ def momentum_(
 
     The direction is the new buffer before rounding or, with `nesterov`, momentum * (that buffer) + (1 - momentum) *
     grad. It is rounded to nearest in the dtype of `update`. If the step is skipped, `update` does not change.
+    `grad_scale` and `skip` are those of `adamw_`.
     """
     _check(*(tensor for tensor in (buffer, grad, update) if tensor is not None))
     if buffer.numel():
@@ -106,7 +113,7 @@ def descend_(
     """param -= rate * update + decay * param. The update may be a gradient, which `grad_scale` then divides.
 
     `decay` is the learning rate times the weight decay. It is not applied as a factor of 1 - decay, because that would
-    be rounded to a multiple of 2**-24, which is coarse compared with `decay`.
+    be rounded to a multiple of 2**-24, which is coarse compared with `decay`. `skip` is that of `adamw_`.
     """
     _check(param, update)
     if param.numel():
