@@ -1,6 +1,6 @@
 """Checks of what a user passes to the experts of a layer, as far as the host knows it.
 
-Shapes: T tokens, K experts per token, D model width, F width of an expert, E experts, S slots.
+Shapes: T tokens, K experts per token, D model width, F width of an expert, E experts.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from xorl.kernels.arguments import is_readable
 from xorl.kernels.experts.adapted import Factors
-from xorl.kernels.experts.quantized import ExpertsWeight, QuantizedExperts, num_experts_of
+from xorl.kernels.experts.quantized import ExpertsWeight, shape_of
 
 
 def check_experts(
@@ -22,20 +22,12 @@ def check_experts(
     """
     if torch.compiler.is_compiling():
         return
-    if x.dim() != 2:
-        raise ValueError(f"x must be [T, D]; got {list(x.shape)}")
-    num_experts = num_experts_of(gate_up)
-    for name, weight, sizes in (("gate_up", gate_up, "[E, 2F, D]"), ("down", down, "[E, D, F]")):
-        if isinstance(weight, Tensor) and (weight.dim() != 3 or weight.dtype != x.dtype):
-            raise ValueError(
-                f"{name} must be {sizes} in the dtype of x, {x.dtype}; got {list(weight.shape)} in {weight.dtype}"
-            )
-    outputs, inner = _num_outputs(gate_up), down.shape[2] if isinstance(down, Tensor) else _num_outputs(gate_up) // 2
-    found = (_num_outputs(down), num_experts_of(down), gate_up.shape[2] if isinstance(gate_up, Tensor) else x.shape[1])
-    if outputs != 2 * inner or found != (x.shape[1], num_experts, x.shape[1]):
+    shapes = list(x.shape), shape_of(gate_up), shape_of(down)
+    dtypes = {weight.dtype for weight in (x, gate_up, down) if isinstance(weight, Tensor)}
+    if [len(shape) for shape in shapes] != [2, 3, 3] or len(dtypes) > 1 or not _fit(*shapes):
         raise ValueError(
-            f"gate_up must be [E, 2F, D] and down [E, D, F] for x [T, D]; got {_describe(gate_up)}, {_describe(down)} "
-            f"and x {list(x.shape)}"
+            f"x must be [T, D], gate_up [E, 2F, D] and down [E, D, F], in one dtype unless quantised; got "
+            f"{', '.join(map(str, shapes))} in {', '.join(sorted(map(str, dtypes)))}"
         )
     wide = torch.promote_types(x.dtype, torch.float32)
     if weights.dim() != 2 or len(weights) != len(x) or weights.dtype != wide:
@@ -43,6 +35,7 @@ def check_experts(
     if ids.shape != weights.shape or ids.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"ids must be {list(weights.shape)} in int64; got {list(ids.shape)} in {ids.dtype}")
     if is_readable(ids) and ids.numel():
+        num_experts = shapes[1][0]
         lowest, highest = (int(bound) for bound in ids.aminmax())
         # With slots, any larger id is a choice without an expert.
         if lowest < 0 or (factors is None and highest > num_experts):
@@ -52,11 +45,6 @@ def check_experts(
             )
 
 
-def _num_outputs(weight: ExpertsWeight) -> int:
-    """O."""
-    return weight.num_rows // weight.num_experts if isinstance(weight, QuantizedExperts) else weight.shape[1]
-
-
-def _describe(weight: ExpertsWeight) -> str:
-    shape = [num_experts_of(weight), _num_outputs(weight)]
-    return f"{shape} rows" if isinstance(weight, QuantizedExperts) else str(list(weight.shape))
+def _fit(x: list[int], gate_up: list[int], down: list[int]) -> bool:
+    num_experts, width, inner = down
+    return x[1] == width and gate_up == [num_experts, 2 * inner, width]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from xorl.kernels.quant import QuantFormat, QuantizedWeight, QuantScheme, dequantized
+from xorl.kernels.quant.products import num_columns
 
 
 class QuantizedExperts(NamedTuple):
@@ -43,6 +44,14 @@ ExpertsWeight: TypeAlias = Tensor | QuantizedExperts
 def num_experts_of(weight: ExpertsWeight) -> int:
     """E."""
     return weight.num_experts if isinstance(weight, QuantizedExperts) else len(weight)
+
+
+def shape_of(weight: ExpertsWeight) -> list[int]:
+    """[E, O, I]."""
+    if not isinstance(weight, QuantizedExperts):
+        return list(weight.shape)
+    num_inputs = num_columns(weight.weight.codes, weight.scheme.quant_format)
+    return [weight.num_experts, weight.num_rows // weight.num_experts, num_inputs]
 
 
 def dense(weight: ExpertsWeight, dtype: torch.dtype) -> Tensor:
