@@ -26,7 +26,7 @@ def weight_rows(name: str, linear: Linear, scheme: QuantScheme, repeats: int) ->
     quantized: QuantizedWeight = scheme.quantize(weight, scale)
     stored = sum(part.numel() * part.element_size() for part in quantized if part is not None)
     state = torch.tensor([1, 1, 0], device=device)
-    arguments = (*quantized, scheme.quant_format, scheme.group_size, num_out, torch.bfloat16)
+    stored_as = scheme.quant_format, scheme.group_size, num_out
 
     def row(what: str, function: object) -> Row:
         assert callable(function)
@@ -38,7 +38,7 @@ def weight_rows(name: str, linear: Linear, scheme: QuantScheme, repeats: int) ->
     return [
         row("quantise", lambda: scheme.quantize(weight, scale)),
         row("dequantise", lambda: scheme.dequantize(quantized, num_out, torch.bfloat16)),
-        row("dequantise, by the operator", lambda: dequantized(*arguments)),
+        row("dequantise, by the operator", lambda: dequantized(*quantized, *stored_as, torch.bfloat16)),
         row("dequantise with noise", lambda: scheme.dequantize(quantized, num_out, torch.bfloat16, noise)),
     ]
 
