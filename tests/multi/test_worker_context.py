@@ -269,7 +269,7 @@ def gradients_of_one_rank(patch: pytest.MonkeyPatch) -> None:
 
 
 def means_of_parts(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(documents_module, "_all_reduce", lambda value, _: value)
+    patch.setattr(documents_module, "all_reduce", lambda value, _: value)
 
 
 def gradients_of_means_of_one_rank(patch: pytest.MonkeyPatch) -> None:

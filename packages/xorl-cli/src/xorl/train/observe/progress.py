@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -103,6 +104,8 @@ class _TqdmHandler(logging.Handler):
 
 def set_up_logging(log_format: LogFormat, *, is_main: bool) -> None:
     """Log to standard error, one event per line. Ranks other than the main one only log warnings and errors."""
+    # tqdm's own lock is also one for processes: a forked one that was killed would hold it forever.
+    tqdm.set_lock(threading.RLock())
     handler = _TqdmHandler()
     line = "%(message)s" if log_format == "progress_bar" else "time=%(asctime)s level=%(levelname)s %(message)s"
     handler.setFormatter(logging.Formatter(line))
