@@ -338,7 +338,7 @@ def test_first_signal_is_agreed_on_one_step_later_and_a_later_one_acts(monkeypat
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_signal_whose_exception_was_lost_still_stops_the_run() -> None:
-    # Catches a run that goes on, since the signal came while a loader's worker was forked: Python ignores what
+    # Catches a run that goes on because the signal came while a loader's worker was forked: Python discards what
     # callbacks raise.
     class Dropped:
         def __del__(self) -> None:

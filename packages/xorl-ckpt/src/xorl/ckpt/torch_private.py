@@ -1,4 +1,4 @@
-"""What xorl-ckpt uses of torch that is private, which torch may change in any release.
+"""The private parts of torch that xorl-ckpt uses; any release of torch may change them.
 
 A test ensures that no other file of this package names a private part of torch. Holds for torch 2.10 to 2.15:
 `tools/check_torch.py` runs the tests on the oldest and the newest.

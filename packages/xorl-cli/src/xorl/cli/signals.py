@@ -19,8 +19,8 @@ CLEAN_UP_S = 5.0
 def raise_on_signal() -> Iterator[Callable[[], bool]]:
     """While entered, SIGTERM and SIGUSR1 raise Terminated in the main thread, and SIGINT KeyboardInterrupt.
 
-    All are noted for code that handles signals itself later, since Python ignores exceptions in some callbacks. Yields
-    a function that tells whether other code handles SIGTERM by now.
+    Each signal is also recorded (`raised_signal`), because Python discards exceptions that are raised in callbacks such
+    as those around a fork. Yields a function that tells whether other code handles SIGTERM by now.
     """
 
     def terminate(number: int, frame: FrameType | None) -> None:

@@ -12,19 +12,19 @@ _raised: list[int] = []
 
 
 def forget_raised() -> None:
-    """Forget the signals that were noted."""
+    """Forget the recorded signals."""
     _raised.clear()
 
 
 def note_raised(number: int) -> None:
-    """Note that the handler of a signal is about to raise."""
+    """Record a signal whose handler is about to raise."""
     _raised.append(number)
 
 
 def raised_signal() -> int:
     """The first signal whose handler has raised, or 0.
 
-    If the process goes on nevertheless, the exception was lost: Python ignores those in callbacks, such as the ones
-    around a fork.
+    If the process still runs, the exception was lost: Python discards exceptions in callbacks such as those around a
+    fork.
     """
     return _raised[0] if _raised else 0

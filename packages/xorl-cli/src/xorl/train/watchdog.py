@@ -33,7 +33,7 @@ LOST_S = 120.0
 INTERVAL_S = 2.0
 # After a failure elsewhere: until the launcher has stopped the ranks of the same host, or their own errors are known.
 GRACE_S = 5.0
-# For an operation of the store that is under way when the watch ends; it may never return if its host is lost.
+# How long to wait for a store operation that is under way when the watch ends; if its host is lost, it never returns.
 STOP_S = 10.0
 _STACKS_WANTED = "xorl/stacks"
 
@@ -108,7 +108,7 @@ class Watchdog:
         """Stop watching, after the last collective: until then the others expect signs of life."""
         self._stopped.set()
         for thread in self._threads:
-            # A thread that is in an operation of the store when the interpreter ends aborts the process.
+            # If a thread is inside a store operation when the interpreter exits, the process aborts.
             if thread is not threading.current_thread():
                 thread.join(STOP_S)
 

@@ -1,10 +1,12 @@
-"""What xorl-core uses of torch that is private, which torch may change in any release.
+"""The private parts of torch that xorl-core uses; any release of torch may change them.
 
-FSDP2's state, DDP's buckets, process groups, the compiler's settings, and where a shard begins. A test ensures that no
-other file of this package names a private part of torch. Holds for torch 2.11 to 2.15: `tools/check_torch.py` runs the
-tests on the oldest and the newest. Operators stand in the file of this name in xorl.kernels.
+They are FSDP2's state, DDP's buckets, process groups, the compiler's settings, and where a shard begins. A test
+ensures that no other file of this package names a private part of torch. Holds for torch 2.11 to 2.15:
+`tools/check_torch.py` runs the tests on the oldest and the newest. Operators are in the file of this name in
+xorl.kernels.
 
-Importing it imports FSDP2, which takes a second; modules that work without sharding import it in functions.
+Importing this file imports FSDP2, which takes a second, so modules that also work without sharding import it inside
+functions.
 """
 
 from __future__ import annotations

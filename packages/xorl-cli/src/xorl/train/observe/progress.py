@@ -104,7 +104,7 @@ class _TqdmHandler(logging.Handler):
 
 def set_up_logging(log_format: LogFormat, *, is_main: bool) -> None:
     """Log to standard error, one event per line. Ranks other than the main one only log warnings and errors."""
-    # tqdm's own lock is also one for processes: a forked one that was killed would hold it forever.
+    # tqdm's default lock is shared with forked processes: if one is killed while it holds the lock, all others hang.
     tqdm.set_lock(threading.RLock())
     handler = _TqdmHandler()
     line = "%(message)s" if log_format == "progress_bar" else "time=%(asctime)s level=%(levelname)s %(message)s"

@@ -91,7 +91,7 @@ def scale_and_clip_(parameters: Iterable[Tensor], divisor: Tensor | float, max_n
     """
     parameters = list(parameters)
     if not parameters:
-        raise ValueError("parameters: there are none; an iterator that was used before is empty")
+        raise ValueError("parameters: there are none; an iterator, such as parameters(), can be used only once")
     if not isinstance(divisor, Tensor) and not divisor:
         raise ValueError("divisor: is 0; pass the number of trained tokens over all ranks")
     if max_norm is not None:

@@ -59,7 +59,7 @@ def build_optimizer(
     for path in muon.matrices if muon is not None else ():
         if path not in named or named[path].dim() < 2:
             fault = "has fewer than two dims" if path in named else "is no parameter"
-            raise ValueError(f"muon: matrices names {path!r}, which {fault}; the others are updated by AdamW")
+            raise ValueError(f"muon: matrices names {path!r}, which {fault}; name those that muon updates")
     require_no_decay_matches(named, no_decay_modules, no_decay_params)
     trained = [(path, parameter) for path, parameter in named.items() if parameter.requires_grad]
     if not trained:

@@ -288,7 +288,7 @@ def parallelize(
 
 
 def _check_mesh(mesh: Mesh) -> None:
-    """Raise ValueError for what is no mesh, or has axes along which nothing would be divided or reduced."""
+    """Raise ValueError unless `mesh` is a Mesh whose axes are all supported."""
     if not isinstance(mesh, Mesh):
         raise ValueError(f"mesh: must be an xorl.core.mesh.Mesh, got {type(mesh).__name__}")
     if (sizes := (mesh.dims.tp, mesh.dims.pp)) != (1, 1):
