@@ -214,11 +214,12 @@ def test_rows_of_one_length_go_to_cudnn_on_hopper():
     if torch.cuda.get_device_capability()[0] < 9:
         pytest.skip("cuDNN is used from compute capability 9.0")
     q, k, v = make_inputs(EQUAL, 4, 2, 128, torch.bfloat16)
-    offsets = SequenceLayout.from_lengths(EQUAL).offsets
-    assert _cudnn_length(q, k, v, offsets, None, False) == 2048
-    assert _cudnn_length(q, k, v, offsets, None, True) is None
-    assert _cudnn_length(q, k, v, offsets, 100, False) is None
-    assert _cudnn_length(q, k, v, SequenceLayout.from_lengths([2048, 1920, 128]).offsets, None, False) is None
+    layouts = (SequenceLayout.from_lengths(lengths) for lengths in (EQUAL, [2048, 1920, 128]))
+    equal, uneven = (Documents(layout.cu_seqlens, layout.offsets) for layout in layouts)
+    assert _cudnn_length(q, k, v, equal, None, False) == 2048
+    assert _cudnn_length(q, k, v, equal, None, True) is None
+    assert _cudnn_length(q, k, v, equal, 100, False) is None
+    assert _cudnn_length(q, k, v, uneven, None, False) is None
 
 
 def test_auto_is_the_first_that_runs():

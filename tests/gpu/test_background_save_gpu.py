@@ -1,4 +1,4 @@
-"""A save in the background copies what is on the GPU beside the work that follows, and before the next change."""
+"""A save in the background copies and writes beside the GPU's work, and copies before the next change."""
 
 from __future__ import annotations
 
@@ -52,4 +52,17 @@ def test_the_copy_ends_before_the_next_change(tmp_path: Path) -> None:
         checkpointer.load(tmp_path / f"global_step_{step}", loaded)
         for name, tensor in expected.items():
             assert torch.equal(loaded["model"][name], tensor), (step, name)
+    background.close()
+
+
+def test_files_are_written_while_the_gpu_works(tmp_path: Path) -> None:
+    # Catches a writer that waits for the work of the following steps: DCP's own does, to copy ahead from a GPU.
+    background, checkpointer = BackgroundWriter(), Checkpointer(tmp_path)
+    checkpointer.save(1, make_state(0), background=background)
+    background.finish()  # what the first save initialises
+    checkpointer.save(2, make_state(0), background=background)
+    for _ in range(10):
+        torch.cuda._sleep(1_000_000_000)  # cycles: half a second at 2 GHz
+    background.finish()
+    assert not torch.cuda.current_stream().query()
     background.close()

@@ -33,6 +33,7 @@ from xorl.train.step_memory import (
     kept_bytes,
     pass_peak,
     profiled_param_dtype,
+    ring_bytes,
 )
 
 GIB = 2**30
@@ -180,6 +181,19 @@ def test_what_is_placed_is_counted(train: dict, low: float, high: float, place: 
     total = sum(parameter.numel() for parameter in model.parameters())
     per_parameter = placed_bytes(config, Mesh(ParallelDims.resolve("fsdp2", 1), "cpu")) / total
     assert low <= per_parameter <= high
+
+
+def test_keys_of_a_ring_are_counted(tmp_path: Path) -> None:
+    # Catches a choice that runs out of memory in a ring: the measured passes have no ring.
+    config = config_with(tmp_path)
+    architecture = read_architecture(config.model)
+    attention = architecture.config.attention
+    row = 64 * attention.num_kv_heads * attention.head_dim  # elements of a row's keys
+    for ring, ulysses, expected in ((1, 1, 0), (2, 1, row), (2, 2, row / 2)):
+        sizes = {"ringattn_parallel_size": ring, "ulysses_parallel_size": ulysses, "enable_mixed_precision": False}
+        shared = config.model_copy(update={"train": config.train.model_copy(update=sizes)})
+        # Keys and values, twice, with their gradients.
+        assert ring_bytes(shared, architecture, 64 // (ring * ulysses)) == 2 * 2 * (4 + 4) * expected
 
 
 def placed(config: Config, place: Runtime) -> tuple[ParallelModel, float]:

@@ -43,7 +43,7 @@ from xorl.ckpt.ranks import (
     require_same,
     this_rank,
 )
-from xorl.ckpt.regions import Piece, Region, Stored, dtype_name, local_boxes
+from xorl.ckpt.regions import Piece, Region, Stored, dtype_name, local_boxes, local_tensor
 
 
 def write_shards(tensors: Mapping[str, Stored], folder: Path) -> tuple[dict[str, FileRecord], dict[str, TensorRecord]]:
@@ -51,7 +51,7 @@ def write_shards(tensors: Mapping[str, Stored], folder: Path) -> tuple[dict[str,
 
     Raises on every rank or on none.
     """
-    writer = _HashingWriter(folder)
+    writer = _HashingWriter(folder, on_gpu=any(local_tensor(tensor).is_cuda for tensor in tensors.values()))
     planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with _dcp_failures("write the checkpoint", CheckpointFailure), _quiet_single_process():
         saved = dcp.save(
@@ -186,9 +186,12 @@ class _HashedFiles(FileSystem):
 
 
 class _HashingWriter(FileSystemWriter):
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, on_gpu: bool) -> None:
+        # To copy ahead from a GPU, DCP waits for all that is queued on the current stream, even if the tensors are in
+        # host memory: a save in the background would wait for one training step after another.
+        copy_ahead = {} if on_gpu else {"per_thread_copy_ahead": 0}
         # sync_files is not needed: closing a HashedFile syncs it.
-        super().__init__(folder, sync_files=False, overwrite=False)
+        super().__init__(folder, sync_files=False, overwrite=False, **copy_ahead)
         self.files = _HashedFiles()
         self.fs = self.files
 

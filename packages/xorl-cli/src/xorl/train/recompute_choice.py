@@ -43,6 +43,7 @@ from xorl.train.step_memory import (
     pass_peak,
     profile_pass,
     profiled_param_dtype,
+    ring_bytes,
 )
 
 logger = logging.getLogger(__name__)
@@ -95,7 +96,9 @@ def choose_recomputation(
         return _with(config.train, "none")
     usable = usable_bytes(device)
     held = held_bytes(config, architecture, mesh, by_copy_engines=has_copy_engines(mesh.fsdp))
-    memory = torch.tensor([held.throughout, -usable], dtype=torch.float64, device=device)
+    # The passes that are measured attend within a rank.
+    beside = held.throughout + ring_bytes(config, architecture, batch.num_tokens)
+    memory = torch.tensor([beside, -usable], dtype=torch.float64, device=device)
     dist.all_reduce(memory, op=dist.ReduceOp.MAX)
     throughout, negative_usable = memory.tolist()
 

@@ -235,6 +235,19 @@ def held_bytes(config: Config, architecture: Architecture, mesh: Mesh, *, by_cop
     return Held(throughout + gathered + in_flight + windows, ratio)
 
 
+def ring_bytes(config: Config, architecture: Architecture, num_tokens: int) -> float:
+    """What the attention of one layer holds of other ranks' keys and values, at most; a rank has `num_tokens` of a row.
+
+    They are held twice, as received and in the order of the documents, and so are their gradients, in fp32.
+    """
+    train, attention = config.train, architecture.config.attention
+    if train.ringattn_parallel_size == 1:
+        return 0.0
+    heads = max(attention.num_kv_heads / train.ulysses_parallel_size, 1)
+    elements = 2 * num_tokens * train.context_parallel_size * heads * attention.head_dim
+    return elements * 2 * ((2 if train.enable_mixed_precision else 4) + torch.float32.itemsize)
+
+
 def profiled_param_dtype(config: Config) -> ParameterDtype:
     """`train.param_dtype` of a profiled pass: sharded parameters are gathered in the dtype that is computed in."""
     train = config.train

@@ -58,6 +58,10 @@ class PolicyTokens:
         """
         if self.layout is None:
             raise ValueError("a loss of whole documents needs the layout of the tokens, which tells documents apart")
+        if values.shape != (self.layout.num_tokens,):
+            raise ValueError(
+                f"layout: has {self.layout.num_tokens} tokens, but the row has {len(values)}; give the row's own layout"
+            )
         return document_mean(values, chosen, self.layout)
 
 

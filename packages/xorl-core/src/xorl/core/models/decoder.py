@@ -241,6 +241,10 @@ class DecoderTrunk(nn.Module):
         self, input_ids: Tensor, layout: SequenceLayout, compute_dtype: torch.dtype, recorded: Tensor | None
     ) -> tuple[Tensor, list[LayerRoutes]]:
         """recorded: [L, T, K], as for `Decoder.forward`."""
+        if not isinstance(layout, SequenceLayout):
+            raise ValueError(
+                f"layout must be a SequenceLayout, such as SequenceLayout.from_lengths([5, 3]), got {layout!r}"
+            )
         if input_ids.shape != (layout.num_tokens,):
             raise ValueError(
                 f"input_ids must be one packed row of the layout's {layout.num_tokens} tokens, "

@@ -80,6 +80,8 @@ class ParallelPolicy:
         else:
             for module in self.recompute:
                 check_choice("recompute", module, RecomputeModule)
+        if isinstance(self.unit_modules, str):
+            raise ValueError(f"unit_modules: must be a tuple of names, got the string {self.unit_modules!r}")
         if self.param_dtype is not None and not isinstance(self.param_dtype, torch.dtype):
             raise ValueError(f"param_dtype: must be a torch.dtype, such as torch.bfloat16, got {self.param_dtype!r}")
         if self.recompute_num_layers is not None:
