@@ -23,6 +23,11 @@ from pathlib import Path
 import numpy as np
 
 from xorl.cli.bench_config import SHAPES
+from xorl.config import load_config
+from xorl.core.runtime import global_rank, shutdown
+from xorl.train.build import build_run
+from xorl.train.loop import train
+from xorl.train.observe.progress import set_up_logging
 
 # Steps that compile, allocate and plan: not timed.
 WARMUP = 5
@@ -78,8 +83,21 @@ def write_documents(file: Path, vocab_size: int, longest: int, num_tokens: int) 
             num_tokens -= length
 
 
-def train(options: argparse.Namespace, name: str, sizes: Mapping[str, int], folder: Path) -> Run:
-    """Run `xorl train` in one layout."""
+def train_rank(config: Path) -> None:
+    """What `xorl train` does on one rank, except that nothing is saved."""
+    loaded = load_config(config).config
+    set_up_logging(loaded.train.log_format, is_main=global_rank() == 0)
+    run = build_run(loaded)
+    run.checkpoints.due = lambda step: False
+    try:
+        train(run, saves_on_signal=False)
+    finally:
+        run.observer.close()
+        shutdown()
+
+
+def measure(options: argparse.Namespace, name: str, sizes: Mapping[str, int], folder: Path) -> Run:
+    """Train in one layout, on all ranks."""
     num_sharing = sizes.get("ulysses_parallel_size", 1) * sizes.get("ringattn_parallel_size", 1)
     output = folder / name.replace(" ", "_").replace(",", "")
     config = {
@@ -99,7 +117,6 @@ def train(options: argparse.Namespace, name: str, sizes: Mapping[str, int], fold
             "enable_gradient_checkpointing": options.recompute,
             "recompute_policy": "operation" if options.recompute else "module",
             "max_steps": options.steps,
-            "save_epochs": 0,
             "save_hf_weights": False,
             "log_format": "structured",
             "use_wandb": False,
@@ -108,8 +125,8 @@ def train(options: argparse.Namespace, name: str, sizes: Mapping[str, int], fold
     }
     file = folder / f"{output.name}.yaml"
     file.write_text(json.dumps(config))  # JSON is YAML
-    command = [sys.executable, "-m", "xorl.cli.train", str(file), "--nproc-per-node", str(options.ranks)]
-    subprocess.run(command, check=True, stdout=sys.stderr)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(options.ranks)]
+    subprocess.run([*torchrun, __file__, "--config", str(file)], check=True, stdout=sys.stderr)
     return Run.read(output)
 
 
@@ -129,7 +146,11 @@ def main() -> int:
     parser.add_argument("--recompute", action="store_true", help="recompute what is not a product or attention")
     parser.add_argument("--mixed", action="store_true", help="compute in bf16, as GPUs should")
     parser.add_argument("--layouts", nargs="+", help="only these, by name")
+    parser.add_argument("--config", type=Path, help="be one rank of this run; passed by the tool itself")
     options = parser.parse_args()
+    if options.config is not None:
+        train_rank(options.config)
+        return 0
     shape = json.loads((SHAPES / f"{options.shape}.json").read_text())
     lines = [
         f"| {options.shape}, {options.ranks} ranks | tokens/s | of fsdp2 | peak, GiB | last loss | loss | norm |",
@@ -145,7 +166,7 @@ def main() -> int:
         for name, sizes in layouts(options.ranks, has_experts="num_experts" in shape):
             if options.layouts is not None and name not in (*options.layouts, "fsdp2"):
                 continue
-            run = train(options, name, sizes, folder)
+            run = measure(options, name, sizes, folder)
             reference = reference or run
             share = run.tokens_per_s / reference.tokens_per_s
             loss, norm = (
