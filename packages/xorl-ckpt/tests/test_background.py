@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint import filesystem
 
 from xorl.ckpt import BackgroundWriter, Checkpointer, CheckpointFailure, read_manifest
 from xorl.ckpt.files import write_file
@@ -49,6 +50,21 @@ def test_the_same_files_result_although_the_state_has_changed(manager, backgroun
     background.finish()
     assert files_of(second) == files_of(first)
     assert read_manifest(second).tensors == read_manifest(first).tensors
+
+
+def test_writing_does_not_wait_for_a_gpu(background, tmp_path, monkeypatch, make_state, assert_same):
+    # Catches DCP's way to copy ahead from a GPU, which waits for the work that is queued there.
+    def refuse(*args, **options):
+        raise AssertionError("waits for the GPU")
+
+    monkeypatch.setattr(filesystem, "_OverlappingCpuLoader", refuse)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    Checkpointer(tmp_path).save(1, make_state(1), background=background)
+    background.finish()
+    monkeypatch.undo()
+    state = make_state()
+    Checkpointer(tmp_path).load(tmp_path / "global_step_1", state)
+    assert_same(state, make_state(1))
 
 
 def test_one_save_is_written_at_a_time_into_memory_that_is_reused(background, tmp_path, make_state, assert_same):

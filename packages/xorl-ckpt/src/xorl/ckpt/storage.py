@@ -187,11 +187,12 @@ class _HashedFiles(FileSystem):
 
 class _HashingWriter(FileSystemWriter):
     def __init__(self, folder: Path, *, on_gpu: bool) -> None:
-        # To copy ahead from a GPU, DCP waits for all that is queued on the current stream, even if the tensors are in
-        # host memory: a save in the background would wait for one training step after another.
-        copy_ahead = {} if on_gpu else {"per_thread_copy_ahead": 0}
         # sync_files is not needed: closing a HashedFile syncs it.
-        super().__init__(folder, sync_files=False, overwrite=False, **copy_ahead)
+        super().__init__(folder, sync_files=False, overwrite=False)
+        if not on_gpu:
+            # To copy ahead from a GPU, DCP waits for all that is queued on the current stream, even if the tensors are
+            # in host memory: a save in the background would wait for one training step after another.
+            self.per_thread_copy_ahead = 0
         self.files = _HashedFiles()
         self.fs = self.files
 
