@@ -63,6 +63,10 @@ def loss(targets: dict[str, torch.Tensor]) -> object:
         (lambda: ParallelPolicy(param_dtype="bf16"), "param_dtype: must be a torch.dtype"),
         (lambda: ParallelPolicy(recompute_num_layers=-1), "recompute_num_layers: must be a number of at least 0"),
         (lambda: ParallelPolicy(compile_backend=True), "compile_backend: True is not one of 'inductor'"),
+        (
+            lambda: ParallelPolicy(unit_modules="lm_head"),
+            "unit_modules: must be a tuple of names, got the string 'lm_h",
+        ),
         (lambda: scale_and_clip_(iter(()), 1.0, 1.0), "parameters: there are none"),
         (lambda: scale_and_clip_([nn.Parameter(torch.ones(2))], 0, 1.0), "divisor: is 0"),
         (lambda: scale_and_clip_([nn.Parameter(torch.ones(2))], 1.0, -1.0), "max_norm: must be a number of at least 0"),

@@ -433,6 +433,8 @@ def test_a_loss_of_whole_documents_needs_their_layout():
     hidden, head, targets = make_inputs()
     with pytest.raises(ValueError, match="needs the layout of the tokens"):
         LOSSES["gspo"](hidden, head, targets)
+    with pytest.raises(ValueError, match="layout: has 3 tokens, but the row has"):
+        LOSSES["gspo"](hidden, head, targets, SequenceLayout.from_lengths([3]))
 
 
 def test_numbers_stand_for_switches_and_none_for_no_limit():
