@@ -65,7 +65,7 @@ def loss(targets: dict[str, torch.Tensor]) -> object:
         (lambda: ParallelPolicy(compile_backend=True), "compile_backend: True is not one of 'inductor'"),
         (
             lambda: ParallelPolicy(unit_modules="lm_head"),
-            "unit_modules: must be a tuple of names, got the string 'lm_h",
+            "unit_modules: must be a tuple of names, got the str",
         ),
         (lambda: scale_and_clip_(iter(()), 1.0, 1.0), "parameters: there are none"),
         (lambda: scale_and_clip_([nn.Parameter(torch.ones(2))], 0, 1.0), "divisor: is 0"),
