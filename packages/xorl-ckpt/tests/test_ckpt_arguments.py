@@ -33,6 +33,10 @@ WEIGHTS = {"w": torch.zeros(2, 2)}
         ({"name": ".."}, "name: '..' is not the name"),
         ({"name": ".saving_1"}, "name: '.saving_1' is not the name"),
         ({"name": ""}, "name: '' is not the name"),
+        ({"name": "latest"}, "name: 'latest' is not the name"),
+        ({"scalars": {"milestones": {2: 1}}}, "scalars: the key 2 would come back as a string"),
+        ({"info": {"path": object()}}, "info: must be JSON with finite numbers"),
+        ({"background": True}, "background: True is not a BackgroundWriter"),
         ({"replaces": True}, "replaces: only a checkpoint with a name"),
     ],
 )
@@ -49,6 +53,7 @@ def test_arguments_of_a_save_are_checked(arguments, message, tmp_path, make_stat
         (lambda root: Checkpointer(root, retention=3), "retention: 3 is not a Retention"),
         (lambda _: Retention(last="3"), "last: '3' is not an int of at least 1"),
         (lambda _: Retention(last=2, best=0), "best: 0 is not an int of at least 1"),
+        (lambda _: Retention(last=2, best=1), "best: 1 is not possible without `losses`"),
     ],
 )
 def test_what_is_kept_is_checked_at_once(make, message, tmp_path):
@@ -64,6 +69,8 @@ def test_messages_of_a_load_say_what_to_do(tmp_path, make_state, monkeypatch):
     for given in ("auto", "final"):
         with pytest.raises(CheckpointError, match=rf"no folder .*{given}\. .* pass resolve\('{given}'\)"):
             checkpointer.load(given, make_state())
+    with pytest.raises(CheckpointError, match="path: 1 is not the folder of a checkpoint"):
+        checkpointer.load(1, make_state())
     model = {"model": make_state()["model"]}
     with pytest.raises(CheckpointError, match=r"has no optimizer: .* skip_parts=\('optimizer',\)"):
         checkpointer.load(path, model)

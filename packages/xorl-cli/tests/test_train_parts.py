@@ -404,7 +404,8 @@ def test_a_resumed_run_goes_on_with_its_run_in_wandb(tmp_path: Path, monkeypatch
     assert again == first != new
     monkeypatch.setenv("WANDB_RUN_ID", "own")
     assert in_child(lambda: logged(is_resumed=True)) == "own"
-    runs = [run.name.rpartition("-")[2] for run in sorted((tmp_path / "wandb").glob("offline-run-*"))]
+    # offline-run-{time}-{id}, and a number for a second one within a second
+    runs = [run.name.split("-")[3] for run in sorted((tmp_path / "wandb").glob("offline-run-*"))]
     assert set(runs) == {first, new, "own"}
 
 

@@ -442,3 +442,13 @@ def test_numbers_stand_for_switches_and_none_for_no_limit():
     loss = get_loss("policy_loss", {"use_tis": 1.0, "compute_kl_stats": 0.0, "eps_clip_c": None, "icepop_beta": 5})
     assert (loss.options.use_tis, loss.options.compute_kl_stats) == (True, False)
     assert (loss.options.eps_clip_c, loss.options.icepop_beta) == (None, 5.0)
+
+
+@pytest.mark.parametrize("name", ["advantages", "logprobs", "weights", "sequence_ratio_mask"])
+def test_inputs_of_another_shape_are_refused(name):
+    """Catches inputs that are broadcast to a matrix of tokens, whose sum is larger by their number."""
+    hidden, head, targets = make_inputs()
+    ones = torch.ones_like(targets["advantages"])
+    layout = SequenceLayout.from_lengths([len(ones)])
+    with pytest.raises(ValueError, match=rf"{name} must have shape \[{len(ones)}\], as labels; got \[{len(ones)}, 1\]"):
+        LOSSES["gspo"](hidden, head, {**targets, name: ones[:, None]}, layout)

@@ -68,7 +68,8 @@ def test_unknown_names_and_lengths_are_refused() -> None:
         ({"layout": [40, 8]}, r"layout must be a SequenceLayout, such as .*; got the list \[40, 8\]"),
         ({"layout": torch.tensor([0, 40, 48])}, "layout must be a SequenceLayout"),
         ({"window": (3, 0)}, r"window must be an integer of at least 1, or None; got the tuple \(3, 0\)"),
-        ({"scale": None}, r"scale must be a number, such as head_dim\*\*-0.5; got None"),
+        ({"scale": None}, r"scale must be a finite number above 0, .*; got None"),
+        ({"scale": float("nan")}, "scale must be a finite number above 0, .*; got nan"),
         ({"dtype": torch.int32}, "of floating point; got torch.int32"),
     ],
 )
@@ -87,6 +88,8 @@ def test_attention_refuses_other_types(given, message) -> None:
         (AttentionRequest, ("cpu", torch.float32, "128"), "head_dim must be an integer of at least 1; got the str"),
         (AttentionRequest, (torch.device("cpu"), torch.float32, 8), "device_type must be a str"),
         (AttentionRequest, ("cpu", torch.float32, 8, 0), "window must be an integer of at least 1, or None; got"),
+        (AttentionRequest, ("cuda:0", torch.float32, 8), "device_type must be a type of devices, .*; got 'cuda:0'"),
+        (ExpertsRequest, ("gpu", torch.float32, 8, 8), "device_type must be a type of devices, .*; got 'gpu'"),
         (ExpertsRequest, ("cpu", "bfloat16", 8, 8), "dtype must be a dtype"),
         (ExpertsRequest, ("cpu", torch.float32, 8, 0.5), "expert_width must be an integer"),
     ],

@@ -4,7 +4,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from xorl.kernels.attention import ATTENTION, AttentionRequest, operator, register_attention, resolve_attention
+from xorl.kernels.attention import (
+    ATTENTION,
+    AttentionRequest,
+    PackedAttention,
+    operator,
+    register_attention,
+    resolve_attention,
+)
 from xorl.kernels.layout import SequenceLayout
 
 REQUEST = AttentionRequest("cpu", torch.float32, 8)
@@ -112,3 +119,17 @@ def test_modules_with_attention_functions_are_pickled(monkeypatch, tmp_path) -> 
     assert loaded.own.function is simple
     with pytest.raises(RuntimeError, match="attention 'unknown' is not defined in this process; create its Packed"):
         operator._defined("unknown", "xorl.kernels.attention.sdpa")
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel", "message"),
+    [
+        ("sdpa", print, "name: there is already a PackedAttention 'sdpa'"),
+        ("my attention", print, "name must be an identifier"),
+        ("mine", None, "forward and backward must be functions"),
+    ],
+)
+def test_packed_attention_refuses_what_it_cannot_define(name, kernel, message) -> None:
+    # Catches operators that take the place of the built-in ones.
+    with pytest.raises(ValueError, match=message):
+        PackedAttention(name, kernel, kernel)

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from xorl.lora import Adam, AdapterBank, AdapterSpec
+from xorl.lora import Adam, AdapterBank, AdapterSpec, inject
 
 
 def small_bank():
@@ -55,3 +55,25 @@ def test_a_file_of_another_kind_is_told_from_a_snapshot(tmp_path):
     save_file({"base_model.model.0.lora_A.weight": torch.zeros(2, 8)}, path := tmp_path / "adapter_model.safetensors")
     with pytest.raises(ValueError, match=r"not an adapter saved by a bank: .* PEFT's file, .*peft\.load_adapter"):
         small_bank().load("b", path)
+
+
+def test_a_step_does_not_go_uphill():
+    """Catches a negative divisor, which turns descent into ascent, and a negative limit of the norm."""
+    for wrong in ({"divisor": -1}, {"max_norm": -1.0}):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be at least 0, got -1"):
+            small_bank().step("a", Adam(lr=1e-3), **wrong)
+
+
+def test_names_that_nobody_could_activate_are_refused():
+    """Catches an adapter named None, which stands for no adapter."""
+    for name in (None, "", 3):
+        with pytest.raises(ValueError, match="name must be a string that is not empty"):
+            small_bank().add(name, AdapterSpec(rank=2))
+
+
+def test_a_model_of_a_bank_gets_no_other_adapters():
+    """Catches adapters that take the place of the bank's."""
+    model = nn.Sequential(nn.Linear(8, 8))
+    AdapterBank(model, num_resident=2, max_rank=2, device="cpu")
+    with pytest.raises(ValueError, match=r"belongs to a bank: add adapters to it with AdapterBank\.add"):
+        inject(model, AdapterSpec(rank=2))

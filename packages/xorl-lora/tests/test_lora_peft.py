@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -257,3 +258,23 @@ def test_what_cannot_be_described_is_refused(options, message):
     inject(model, spec)
     with pytest.raises(ValueError, match=message):
         config_of(**{"model": model, "spec": spec, "base": None, **options})
+
+
+@pytest.mark.parametrize(("injected", "saved"), [("use_dora", None), (None, "use_dora"), ("use_rslora", None)])
+def test_a_spec_of_other_adapters_is_not_saved(injected, saved, tmp_path):
+    """Catches a file that PEFT loads with another formula than the adapters were trained with."""
+    model, base = nn.Sequential(nn.Linear(8, 8)), AdapterSpec(4)
+    inject(model, replace(base, **({injected: True} if injected else {})))
+    with pytest.raises(ValueError, match=f"spec: {injected or saved} is "):
+        save_adapter(model, replace(base, **({saved: True} if saved else {})), tmp_path, task_type=None)
+
+
+def test_a_model_without_memory_loads_no_adapter(tmp_path):
+    """Catches values that vanish in a model on the meta device."""
+    model, spec = nn.Sequential(nn.Linear(8, 8)), AdapterSpec(4)
+    inject(model, spec)
+    save_adapter(model, spec, tmp_path, task_type=None)
+    with torch.device("meta"):
+        empty = nn.Sequential(nn.Linear(8, 8))
+    with pytest.raises(ValueError, match="has parameters on the meta device"):
+        load_adapter(empty, tmp_path)

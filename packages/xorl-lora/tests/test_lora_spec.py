@@ -29,6 +29,7 @@ def two_layers() -> nn.Module:
         ({"rank": 4.0}, r"rank must be an integer, got 4\.0"),
         ({"rank_pattern": {"q_proj": True}}, r"rank_pattern\['q_proj'\] must be an integer, got True"),
         ({"rank_pattern": ["q_proj"]}, "rank_pattern must be a .*Mapping, got a list"),
+        ({"use_dora": "no"}, "use_dora must be a bool, got a str"),
         ({"alpha": "16"}, "alpha must be a number, got '16'"),
         ({"modules_to_save": "head"}, r"modules_to_save must be a tuple of names, got the string 'head'"),
         ({"targets": (1,)}, r"targets must be a tuple of names, got \(1,\)"),

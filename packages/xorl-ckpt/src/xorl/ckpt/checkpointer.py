@@ -6,7 +6,7 @@ layout.py defines the files of a checkpoint; storage.py reads and writes the ten
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias, cast, get_args
@@ -108,9 +108,11 @@ class Checkpointer:
         """
         with fail_together("save a checkpoint"):
             _check_save(step, info, scalars, rng, name, replaces=replaces)
+            is_writer = background is None or isinstance(background, BackgroundWriter)
+            require("background", background, is_writer, "a BackgroundWriter")
             tensors = flatten(collect(stateful_parts(state)))
-            small_files = {layout.SCALARS: _json_bytes(scalars or {})} if this_rank() == 0 else {}
-            _json_bytes(info or {})  # raises if it cannot be written into the manifest
+            small_files = {layout.SCALARS: _json_bytes("scalars", scalars or {})} if this_rank() == 0 else {}
+            _json_bytes("info", info or {})  # raises if it cannot be written into the manifest
             if rng:
                 values = {key: tensor.contiguous().cpu() for key, tensor in rng.items()}
                 small_files[layout.rng_name(this_rank())] = format_safetensors(values)
@@ -202,6 +204,8 @@ class Checkpointer:
 
         Both this method and the function are collective. Call the function at most once.
         """
+        is_path = isinstance(path, (str, Path))
+        require("path", path, is_path, "the folder of a checkpoint, such as checkpointer.resolve('auto')")
         given, path = path, _absolute(path)
         with fail_together(f"load {path}"):
             is_names = isinstance(skip_parts, (tuple, list, set, frozenset))
@@ -383,8 +387,23 @@ def _read_rng(path: Path, manifest: Manifest) -> dict[str, torch.Tensor] | None:
         raise CheckpointError(f"{path / name} cannot be used: {error}") from error
 
 
-def _json_bytes(content: Mapping[str, JSON]) -> bytes:
+def _json_bytes(argument: str, content: Mapping[str, JSON]) -> bytes:
+    for key in _keys_of(content):
+        if not isinstance(key, str):
+            raise CheckpointError(
+                f"{argument}: the key {key!r} would come back as a string, as all keys of JSON; convert it, and back "
+                "after loading"
+            )
     try:
         return json.dumps(content, allow_nan=False, indent=1).encode()
     except (TypeError, ValueError) as error:
-        raise CheckpointError(f"info and scalars must be JSON with finite numbers: {error}") from error
+        raise CheckpointError(f"{argument}: must be JSON with finite numbers: {error}") from error
+
+
+def _keys_of(content: object) -> Iterator[object]:
+    """The keys of all mappings in `content`."""
+    if isinstance(content, Mapping):
+        yield from content
+    if isinstance(content, (Mapping, list, tuple)):
+        for value in content.values() if isinstance(content, Mapping) else content:
+            yield from _keys_of(value)

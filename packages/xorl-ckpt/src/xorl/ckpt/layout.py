@@ -180,8 +180,13 @@ def _advice(folder: Path) -> str:
 
 
 def is_folder_name(name: object) -> bool:
-    """Whether a checkpoint can have this name: a single part of a path, and not hidden, as unfinished saves are."""
-    return isinstance(name, str) and name != "" and Path(name).name == name and not name.startswith(".")
+    """Whether a checkpoint can have this name: a single part of a path, and not hidden, as unfinished saves are.
+
+    It cannot be that of the file `latest`.
+    """
+    if not isinstance(name, str) or name in ("", LATEST):
+        return False
+    return Path(name).name == name and not name.startswith(".")
 
 
 def step_of(folder: Path) -> int | None:

@@ -24,6 +24,8 @@ class Retention:
             value = getattr(self, name)
             is_none = value is None and name != "last"
             require(name, value, is_none or is_count(value, 1), "an int of at least 1")
+        has_losses = self.losses is not dict
+        require("best", self.best, self.best is None or has_losses, "possible without `losses`")
 
     def kept(self, steps: Collection[int]) -> set[int]:
         """The steps to keep among those of existing checkpoints."""

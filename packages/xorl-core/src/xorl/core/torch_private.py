@@ -235,7 +235,9 @@ def process_groups() -> list[dist.ProcessGroup]:
 
 def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Limit the operations of a process group that exists."""
-    dist.distributed_c10d._set_pg_timeout(timeout, group)
+    # Public from torch 2.15 on.
+    set_timeout = getattr(dist.distributed_c10d, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    set_timeout(timeout, group)
 
 
 def num_collectives(group: dist.ProcessGroup) -> int:

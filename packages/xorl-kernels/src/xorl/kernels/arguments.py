@@ -29,6 +29,17 @@ def check_type(argument: str, value: object, kind: type, example: str) -> None:
         raise ValueError(f"{argument} must be a {kind.__name__}, such as {example}; got {_describe(value)}")
 
 
+def check_device_type(device_type: object) -> None:
+    """Raise ValueError unless `device_type` is the type of a device of torch, without an index."""
+    check_type("device_type", device_type, str, '"cpu"')
+    try:
+        known = torch.device(str(device_type)).type
+    except RuntimeError:
+        known = None
+    if device_type != known:
+        raise ValueError(f"device_type must be a type of devices, such as 'cpu' or 'cuda'; got {device_type!r}")
+
+
 def check_at_least(argument: str, value: object, least: int, *, optional: bool = False) -> None:
     """Raise ValueError unless `value` is an integer of at least `least`, or None if it is optional."""
     if optional and value is None:

@@ -178,6 +178,8 @@ class AdapterBank:
 
         Raises ValueError if the name exists or the spec does not fit this bank.
         """
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"name must be a string that is not empty, got {name!r}")
         if name in self._entries:
             raise ValueError(f"adapter {name!r} already exists")
         entry = _Entry(spec, self._segments_of(spec))
@@ -286,6 +288,11 @@ class AdapterBank:
         each kind of layer; it maps the name of an adapted layer to its kind.
         """
         check_instance("adam", adam, Adam)
+        for argument, number in (("divisor", divisor), ("max_norm", max_norm)):
+            if number is not None and not isinstance(number, Tensor):
+                check_number(argument, number)
+                if number < 0:
+                    raise ValueError(f"{argument} must be at least 0, got {number}")
         slot = self._load(name)
         values, exp_avg, exp_avg_sq = (self._slots.rows[kind][slot] for kind in (VALUE, *STATES))
         values = values.detach()

@@ -64,6 +64,8 @@ class AdapterSpec:
                 raise ValueError(f"{name} must be a finite number above 0, got {alpha}")
             if alpha > LARGEST_ALPHA:
                 raise ValueError(f"{name} must be at most {LARGEST_ALPHA:g}, got {alpha}")
+        check_instance("use_rslora", self.use_rslora, bool)
+        check_instance("use_dora", self.use_dora, bool)
         check_number("dropout", self.dropout)
         check_names("modules_to_save", self.modules_to_save)
         if not 0 <= self.dropout < 1:

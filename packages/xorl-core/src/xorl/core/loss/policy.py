@@ -44,7 +44,7 @@ class PolicyTokens:
 
     def masked(self, name: str) -> Tensor:
         """The input `name` [T], 0 for tokens that are not trained."""
-        return self.targets[name].masked_fill(~self.trained, 0.0)
+        return _per_token(self.targets, name).masked_fill(~self.trained, 0.0)
 
     def log_ratio(self) -> Tensor:
         """[T], log of the ratio of the model's probability to that of the policy that sampled the token."""
@@ -115,15 +115,18 @@ class PolicyLoss(Generic[OptionsT]):
         logits_fp32: bool = True,
         whole_logits: bool = False,
     ) -> LossOutput:
-        """Raises ValueError if the loss needs an input that `targets` lacks, or a layout that is not given."""
+        """Raises ValueError if the loss needs an input that `targets` lacks, or a layout that is not given.
+
+        Every input must have the shape of the labels.
+        """
         self.check_inputs(targets)
-        labels, advantages = targets["labels"], targets["advantages"]
-        sampled = targets["old_logprobs" if "old_logprobs" in targets else "logprobs"]
-        weights = targets.get("weights")
+        labels, advantages = targets["labels"], _per_token(targets, "advantages")
+        sampled = _per_token(targets, "old_logprobs" if "old_logprobs" in targets else "logprobs")
+        weights = _per_token(targets, "weights") if "weights" in targets else None
         logprobs = token_logprobs(hidden, head_weight, labels, logits_fp32=logits_fp32, whole_logits=whole_logits)
         is_marked = (advantages != 0) | (sampled != 0) if weights is None else weights != 0
         for name in self.options.marks_trained if weights is None else ():
-            is_marked = is_marked | (targets[name] != 0) if name in targets else is_marked
+            is_marked = is_marked | (_per_token(targets, name) != 0) if name in targets else is_marked
         ignored = ~is_marked | (labels == IGNORE)
         tokens = PolicyTokens(
             logprobs.masked_fill(ignored, 0.0),
@@ -154,6 +157,14 @@ class PolicyLoss(Generic[OptionsT]):
                 f"loss {self.name!r} needs {' and '.join(missing)} as inputs, one number per target token of a datum; "
                 f"got {', '.join(sorted(names)) or 'none'}"
             )
+
+
+def _per_token(targets: Mapping[str, Tensor], name: str) -> Tensor:
+    """The input `name`. Raises ValueError unless it has a number for each label: others would be broadcast."""
+    values, labels = targets[name], targets["labels"]
+    if values.shape != labels.shape:
+        raise ValueError(f"{name} must have shape {list(labels.shape)}, as labels; got {list(values.shape)}")
+    return values
 
 
 def exp_of_log_ratio(log_ratio: Tensor) -> Tensor:

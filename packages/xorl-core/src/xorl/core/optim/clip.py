@@ -89,11 +89,15 @@ def scale_and_clip_(parameters: Iterable[Tensor], divisor: Tensor | float, max_n
 
     Raises ValueError without parameters, and for a divisor or a norm that is no number above 0 (None: no clipping).
     """
+    if isinstance(parameters, Tensor):
+        raise ValueError("parameters: must be a list of tensors, got a single one, of which the rows have no gradients")
     parameters = list(parameters)
     if not parameters:
         raise ValueError("parameters: there are none; an iterator, such as parameters(), can be used only once")
-    if not isinstance(divisor, Tensor) and not divisor:
-        raise ValueError("divisor: is 0; pass the number of trained tokens over all ranks")
+    if not isinstance(divisor, Tensor):
+        check_number("divisor", divisor)
+        if not divisor:
+            raise ValueError("divisor: is 0; pass the number of trained tokens over all ranks")
     if max_norm is not None:
         check_number("max_norm", max_norm)
     norm, scale = gradient_scale(parameters, divisor, max_norm)

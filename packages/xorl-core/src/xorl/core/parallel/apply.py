@@ -75,7 +75,7 @@ class ParallelPolicy:
         check_choice("data_parallel_mode", self.data_parallel_mode, DataParallelMode)
         if self.fp8 != "none":
             check_choice("fp8", self.fp8, Fp8Recipe)
-        if isinstance(self.recompute, str):
+        if isinstance(self.recompute, str) or not isinstance(self.recompute, Sequence):
             check_choice("recompute", self.recompute, Literal["none", "operation", "layer"])
         else:
             for module in self.recompute:

@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from xorl.kernels.arguments import check_at_least, check_type
+from xorl.kernels.arguments import check_at_least, check_device_type, check_type
 from xorl.kernels.layout import SequenceLayout, ShardedLayout
 
 
@@ -65,7 +65,7 @@ class AttentionRequest:
     deterministic: bool = field(default_factory=torch.are_deterministic_algorithms_enabled)
 
     def __post_init__(self) -> None:
-        check_type("device_type", self.device_type, str, '"cpu"')
+        check_device_type(self.device_type)
         check_type("dtype", self.dtype, torch.dtype, "torch.bfloat16")
         check_at_least("head_dim", self.head_dim, 1)
         check_at_least("window", self.window, 1, optional=True)

@@ -5,6 +5,7 @@ It does not depend on any kernel: a backend passes in its forward and backward k
 Shapes: T tokens, N documents, H query heads, G key/value heads, C channels of a head.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
@@ -26,11 +27,20 @@ class PackedAttention:
     For rings, these are `xorl::attention_{name}_ring` and `xorl::attention_{name}_ring_backward`.
 
     Args:
-        name: the name of the backend.
-        forward, backward: the kernels; also attributes.
+        name: the name of the backend, an identifier.
+        forward, backward: the kernels, as `xorl.kernels.attention.kernel` describes them; also attributes. They run
+            without autograd.
+
+    Raises ValueError for a name that is taken, and kernels that cannot be called.
     """
 
     def __init__(self, name: str, forward: ForwardKernel, backward: BackwardKernel) -> None:
+        if not isinstance(name, str) or not name.isidentifier():
+            raise ValueError(f"name must be an identifier, such as 'my_attention'; got {name!r}")
+        if name in _DEFINED:
+            raise ValueError(f"name: there is already a PackedAttention {name!r}; choose another name")
+        if not (callable(forward) and callable(backward)):
+            raise ValueError(f"forward and backward must be functions; got {forward!r} and {backward!r}")
         self.name = name
         self.forward, self.backward = forward, backward
         self._operator = _define(name, forward, backward)
@@ -97,8 +107,8 @@ def check_inputs(
     if torch.compiler.is_compiling():
         return
     check_type("layout", layout, SequenceLayout, "SequenceLayout.from_lengths([5, 3])")
-    if not isinstance(scale, float | int):
-        raise ValueError(f"scale must be a number, such as head_dim**-0.5; got {scale!r}")
+    if not isinstance(scale, float | int) or not (math.isfinite(scale) and scale > 0):
+        raise ValueError(f"scale must be a finite number above 0, such as head_dim**-0.5; got {scale!r}")
     check_at_least("window", window, 1, optional=True)
     num_tokens = layout.num_tokens
     if in_ring:

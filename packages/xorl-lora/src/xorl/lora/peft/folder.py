@@ -124,6 +124,8 @@ def load_adapter(
             raise ValueError(f"{name}: the file has this tensor, and the model has quantised it; exclude its layer")
         if values[name].shape != target.shape:
             raise ValueError(f"{name}: {list(values[name].shape)} in the file, {list(target.shape)} in the model")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError(f"{type(model).__name__} has parameters on the meta device: give them memory first")
     if not adapters(model):
         inject(model, layout.spec)
     check_fit(model, layout)

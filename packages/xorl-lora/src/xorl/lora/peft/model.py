@@ -71,7 +71,10 @@ def config_of(
         modules_to_save=tuple(modules_to_save(spec, model)),
     )
     for name, adapter in found.items():
-        assert written.scale_of(name) == adapter.scale, f"the written config would change the scale of {name}"
+        if written.scale_of(name) != adapter.scale:
+            raise ValueError(f"spec: use_rslora is {spec.use_rslora}, but the adapter on {name} has another scale")
+        if (adapter.magnitude_offset is not None) != spec.use_dora:
+            raise ValueError(f"spec: use_dora is {spec.use_dora}, but the adapter on {name} was injected otherwise")
     experts = [_expert_factors(each, full_tensor) for each in adapted.values() if isinstance(each.pair, ExpertLowRank)]
     if form is not None and not experts:
         raise ValueError("form: only adapters on experts have forms, and there are none")
