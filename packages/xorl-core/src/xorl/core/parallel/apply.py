@@ -39,6 +39,8 @@ class ParallelPolicy:
     """The transformations that `parallelize` applies. The defaults shard the model and change nothing else.
 
     Attributes:
+        data_parallel_mode: how ranks train one model: "fsdp2" shards it, "ddp" replicates it. "none" leaves it as it
+            is, for one rank: ranks of a larger mesh would train apart.
         fp8: the fp8 recipe of the linear layers inside the decoder's layers.
         param_dtype: the dtype in which sharded parameters are gathered (None: their own). Gradients are always reduced
             in fp32.
