@@ -178,8 +178,7 @@ class AdapterBank:
 
         Raises ValueError if the name exists or the spec does not fit this bank.
         """
-        if not isinstance(name, str) or not name:
-            raise ValueError(f"name must be a string that is not empty, got {name!r}")
+        check_instance("name", name, str)  # None stands for no adapter
         if name in self._entries:
             raise ValueError(f"adapter {name!r} already exists")
         entry = _Entry(spec, self._segments_of(spec))
