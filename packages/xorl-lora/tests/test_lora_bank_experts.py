@@ -252,3 +252,13 @@ def test_experts_share_factors_in_a_bank_as_alone(sharing: ExpertSharing) -> Non
         assert all(torch.equal(tensor, files[1][key]) for key, tensor in files[0].items())
     with pytest.raises(ValueError, match="expert_sharing is 'none': all adapters of this bank have"):
         bank.add("other", AdapterSpec(rank=4, targets=TARGETS))
+
+
+def test_a_bank_on_experts_alone_is_seen():
+    """Catches a second bank, or adapters of `inject`, in place of those that only experts have."""
+    model = decoder()
+    bank_over(model, targets=("gate_proj", "up_proj", "down_proj"))
+    with pytest.raises(ValueError, match="already has adapters; create the bank on a model without"):
+        bank_over(model)
+    with pytest.raises(ValueError, match="belongs to a bank"):
+        inject(model, AdapterSpec(rank=2))

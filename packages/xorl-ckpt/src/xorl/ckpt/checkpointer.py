@@ -204,10 +204,10 @@ class Checkpointer:
 
         Both this method and the function are collective. Call the function at most once.
         """
-        is_path = isinstance(path, (str, Path))
-        require("path", path, is_path, "the folder of a checkpoint, such as checkpointer.resolve('auto')")
-        given, path = path, _absolute(path)
         with fail_together(f"load {path}"):
+            is_path = isinstance(path, (str, Path))
+            require("path", path, is_path, "the folder of a checkpoint, such as checkpointer.resolve('auto')")
+            given, path = path, _absolute(path)
             is_names = isinstance(skip_parts, (tuple, list, set, frozenset))
             require("skip_parts", skip_parts, is_names, 'a tuple of names, such as ("optimizer",)')
             if not path.exists():
@@ -391,8 +391,8 @@ def _json_bytes(argument: str, content: Mapping[str, JSON]) -> bytes:
     for key in _keys_of(content):
         if not isinstance(key, str):
             raise CheckpointError(
-                f"{argument}: the key {key!r} would come back as a string, as all keys of JSON; convert it, and back "
-                "after loading"
+                f"{argument}: the key {key!r} would come back as a string, because JSON has no other keys; convert it "
+                "before saving and after loading"
             )
     try:
         return json.dumps(content, allow_nan=False, indent=1).encode()

@@ -180,9 +180,9 @@ def _advice(folder: Path) -> str:
 
 
 def is_folder_name(name: object) -> bool:
-    """Whether a checkpoint can have this name: a single part of a path, and not hidden, as unfinished saves are.
+    """Whether a checkpoint can have this name: a single part of a path that is not hidden, as unfinished saves are.
 
-    It cannot be that of the file `latest`.
+    `latest` is the name of a file.
     """
     if not isinstance(name, str) or name in ("", LATEST):
         return False

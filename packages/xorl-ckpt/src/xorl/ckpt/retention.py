@@ -11,7 +11,7 @@ from xorl.ckpt.errors import is_count, require
 class Retention:
     """Keeps the `last` highest steps, those divisible by `every`, and the `best` ones; None keeps none of a kind.
 
-    losses: returns the loss of each step that was evaluated; the best steps have the lowest.
+    losses: returns the loss of each step that was evaluated; the best steps have the lowest. `best` needs it.
     """
 
     last: int

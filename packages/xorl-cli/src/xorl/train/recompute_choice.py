@@ -96,7 +96,7 @@ def choose_recomputation(
         return _with(config.train, "none")
     usable = usable_bytes(device)
     held = held_bytes(config, architecture, mesh, by_copy_engines=has_copy_engines(mesh.fsdp))
-    # The passes that are measured attend within a rank.
+    # The measured passes attend within a rank, so they fetch nothing.
     beside = held.throughout + ring_bytes(config, architecture, batch.num_tokens)
     memory = torch.tensor([beside, -usable], dtype=torch.float64, device=device)
     dist.all_reduce(memory, op=dist.ReduceOp.MAX)

@@ -236,9 +236,10 @@ def held_bytes(config: Config, architecture: Architecture, mesh: Mesh, *, by_cop
 
 
 def ring_bytes(config: Config, architecture: Architecture, num_tokens: int) -> float:
-    """What the attention of one layer holds of other ranks' keys and values, at most; a rank has `num_tokens` of a row.
+    """Bytes that a ring's attention needs at most for the keys and values it fetches, and for their gradients.
 
-    They are held twice, as received and in the order of the documents, and so are their gradients, in fp32.
+    Only one layer has them at a time. Both are held twice, as exchanged and in the order of the documents; gradients
+    are in fp32. `num_tokens` is that of one rank.
     """
     train, attention = config.train, architecture.config.attention
     if train.ringattn_parallel_size == 1:

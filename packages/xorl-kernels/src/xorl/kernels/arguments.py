@@ -30,14 +30,14 @@ def check_type(argument: str, value: object, kind: type, example: str) -> None:
 
 
 def check_device_type(device_type: object) -> None:
-    """Raise ValueError unless `device_type` is the type of a device of torch, without an index."""
+    """Raise ValueError unless `device_type` is one of torch's device types; a device with an index is none."""
     check_type("device_type", device_type, str, '"cpu"')
     try:
         known = torch.device(str(device_type)).type
     except RuntimeError:
         known = None
     if device_type != known:
-        raise ValueError(f"device_type must be a type of devices, such as 'cpu' or 'cuda'; got {device_type!r}")
+        raise ValueError(f"device_type must be a device type, such as 'cpu' or 'cuda'; got {device_type!r}")
 
 
 def check_at_least(argument: str, value: object, least: int, *, optional: bool = False) -> None:

@@ -23,7 +23,7 @@ from xorl.core.optim import gradient_scale
 from xorl.kernels.grouped_linear import TokenGroups
 from xorl.kernels.optim import adamw_
 from xorl.lora.arguments import check_instance, check_integer, check_number
-from xorl.lora.bank_layer import ActiveRows, BankedLinear
+from xorl.lora.bank_layer import ActiveRows, belongs_to_bank
 from xorl.lora.bank_slots import Segment, Slots
 from xorl.lora.inject import Adapter, adapters, new_expert_pair, new_pair
 from xorl.lora.linear import LowRank, initial_bound
@@ -117,7 +117,7 @@ class AdapterBank:
     ) -> None:
         check_integer("num_resident", num_resident, at_least=1)
         check_integer("max_rank", max_rank, at_least=1)
-        if adapters(model) or any(isinstance(module, BankedLinear) for module in model.modules()):
+        if adapters(model) or belongs_to_bank(model):
             raise ValueError(
                 f"{type(model).__name__} already has adapters; create the bank on a model without adapters"
             )
@@ -285,6 +285,8 @@ class AdapterBank:
         The gradient is summed over the ranks, divided by `divisor` and clipped to `max_norm`. A gradient that is not
         finite is zeroed without a step; the check does not synchronise with the host. `kind_of` requests the norm of
         each kind of layer; it maps the name of an adapted layer to its kind.
+
+        Raises ValueError for an unknown adapter, and for a negative `divisor` or `max_norm`.
         """
         check_instance("adam", adam, Adam)
         for argument, number in (("divisor", divisor), ("max_norm", max_norm)):

@@ -262,6 +262,11 @@ class BankedExperts(nn.Module):
         return stacked if self.rows.passing is None else stacked.index_select(0, self.rows.passing)
 
 
+def belongs_to_bank(model: nn.Module) -> bool:
+    """Whether a bank has its adapters on any layer of `model`."""
+    return any(isinstance(module, (BankedLinear, BankedExperts)) for module in model.modules())
+
+
 def _scaled(a: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """scale * a in `dtype`: a and the product are rounded to it, but scale [.., 1, 1] fp32 is not.
 

@@ -14,7 +14,7 @@ from xorl.core.nn import Embedding, Linear
 from xorl.core.nn.moe import ExpertLinear, Experts, MixtureOfExperts
 from xorl.core.shards import copy_shard_, local_part
 from xorl.lora.arguments import check_instance
-from xorl.lora.bank_layer import BankedLinear
+from xorl.lora.bank_layer import belongs_to_bank
 from xorl.lora.experts import ExpertLowRank, ExpertsAdapter, SharedFactors
 from xorl.lora.linear import (
     EmbeddingAdapter,
@@ -118,11 +118,11 @@ def inject(model: nn.Module, spec: AdapterSpec, *, seed: int = 0) -> tuple[str, 
     Returns:
         The names of the adapted layers in checkpoints.
 
-    Raises ValueError, before anything is changed, if a target does not fit, `model` already has adapters, or it belongs
-    to a bank.
+    Raises ValueError, before anything is changed, if a target does not fit, or if `model` already has adapters or
+    belongs to a bank.
     """
     check_instance("spec", spec, AdapterSpec)
-    if any(isinstance(module, BankedLinear) for module in model.modules()):
+    if belongs_to_bank(model):
         raise ValueError(f"{type(model).__name__} belongs to a bank: add adapters to it with AdapterBank.add")
     if adapters(model):
         raise ValueError(f"{type(model).__name__} already has adapters; fold them in with merge_(model) first")

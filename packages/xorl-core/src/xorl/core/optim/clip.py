@@ -90,7 +90,7 @@ def scale_and_clip_(parameters: Iterable[Tensor], divisor: Tensor | float, max_n
     Raises ValueError without parameters, and for a divisor or a norm that is no number above 0 (None: no clipping).
     """
     if isinstance(parameters, Tensor):
-        raise ValueError("parameters: must be a list of tensors, got a single one, of which the rows have no gradients")
+        raise ValueError("parameters: must be a list of tensors, got a single tensor; pass [tensor]")
     parameters = list(parameters)
     if not parameters:
         raise ValueError("parameters: there are none; an iterator, such as parameters(), can be used only once")

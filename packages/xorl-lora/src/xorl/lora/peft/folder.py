@@ -98,8 +98,11 @@ def load_adapter(
 
     Returns the spec of the file.
 
-    Raises ValueError if the folder holds no adapter, or one that does not fit the model.
+    Raises ValueError if the folder holds no adapter, or one that does not fit the model, or if the model has
+    parameters on the meta device.
     """
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError(f"{type(model).__name__} has parameters on the meta device: give them memory first")
     folder = Path(folder)
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         if not (folder / name).is_file():
@@ -124,8 +127,6 @@ def load_adapter(
             raise ValueError(f"{name}: the file has this tensor, and the model has quantised it; exclude its layer")
         if values[name].shape != target.shape:
             raise ValueError(f"{name}: {list(values[name].shape)} in the file, {list(target.shape)} in the model")
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise ValueError(f"{type(model).__name__} has parameters on the meta device: give them memory first")
     if not adapters(model):
         inject(model, layout.spec)
     check_fit(model, layout)

@@ -40,7 +40,7 @@ def config_of(
     or none. `task_type` is None for modules that are no language models. `found` overrides the adapters, for those of a
     bank. `form` is that of adapters on experts; None is SGLang's if they share their outer factors, else per_expert.
 
-    Raises ValueError if there are no adapters, or PEFT or the form cannot express them.
+    Raises ValueError if there are no adapters, if `spec` describes others, or if PEFT or the form cannot express them.
     """
     check_instance("spec", spec, AdapterSpec)
     if task_type is not None:
