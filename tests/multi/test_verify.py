@@ -21,7 +21,7 @@ from xorl.core.mesh import Mesh
 from xorl.core.nn import dispatch
 from xorl.core.nn.rotary import Rotary
 from xorl.core.optim import clip
-from xorl.core.parallel import local_part
+from xorl.core.parallel import activations, local_part
 from xorl.core.parallel.parts import Parts
 from xorl.kernels.attention import ring
 from xorl.kernels.layout import SequenceLayout, ShardedLayout
@@ -31,7 +31,18 @@ from xorl.train.build import build_engine
 from xorl.train.engine import Engine
 from xorl.train.model import read_architecture
 from xorl.train.startup import parallel_dims
-from xorl.train.verify import Result, Verification, compare, is_equal, one_axis, one_process, take_steps
+from xorl.train.verify import (
+    Result,
+    Verification,
+    compare,
+    compare_dropout,
+    is_equal,
+    one_axis,
+    one_process,
+    take_steps,
+    with_dropout,
+    without_recomputation,
+)
 
 pytestmark = pytest.mark.multi
 NUM_BINS = 8
@@ -40,12 +51,13 @@ NUM_EXPERTS = 4
 Fault = Callable[[pytest.MonkeyPatch], Callable[[Engine], None] | None]
 
 
-def run_config(folder: Path, **train: object) -> Config:
+def run_config(folder: Path, lora: dict[str, object] | None = None, /, **train: object) -> Config:
     write_config(folder / "model", hf_config("qwen3", num_hidden_layers=6))
     values = {
         "model": {"config_path": str(folder / "model")},
         "data": {"datasets": [{"path": "a"}]},
         "train": {"output_dir": str(folder / "out"), "data_parallel_mode": "fsdp2", **train},
+        "lora": lora or {},
     }
     return config_from_mapping(values).config
 
@@ -66,8 +78,10 @@ def norm_of_one_rank(patch: pytest.MonkeyPatch) -> None:
 def ignored_document_border(patch: pytest.MonkeyPatch) -> None:
     def merged(cu_seqlens: torch.Tensor, positions: torch.Tensor, lengths: tuple, **others: object) -> SequenceLayout:
         first, second, *rest = lengths
-        cut = torch.cat([cu_seqlens[:1], cu_seqlens[2:]])
-        return SequenceLayout(cut, positions, (first + second, *rest), **others)
+        plain = SequenceLayout.from_lengths((first + second, *rest))
+        layout = SequenceLayout(plain.cu_seqlens, plain.positions, plain.lengths, **others)
+        layout.positions = positions
+        return layout
 
     patch.setattr(engine_module, "SequenceLayout", merged)
 
@@ -77,7 +91,9 @@ def wrong_rotary_offset(patch: pytest.MonkeyPatch) -> None:
 
     def shifted(self: Rotary, layout: SequenceLayout, device: torch.device) -> object:
         moved = layout.positions + (torch.arange(layout.num_tokens) >= layout.num_tokens // 2)
-        return tables(self, SequenceLayout(layout.cu_seqlens, moved, layout.lengths), device)
+        shifted_layout = SequenceLayout.from_lengths(layout.lengths)
+        shifted_layout.positions = moved
+        return tables(self, shifted_layout, device)
 
     patch.setattr(Rotary, "tables", shifted)
 
@@ -183,6 +199,15 @@ def experts_under_other_numbers(patch: pytest.MonkeyPatch) -> Callable[[Engine],
     return swap
 
 
+def masks_that_differ_when_recomputed(patch: pytest.MonkeyPatch) -> None:
+    checkpoint = activations.checkpoint
+
+    def without_state(*arguments: object, **options: object) -> object:
+        return checkpoint(*arguments, **{**options, "preserve_rng_state": False})
+
+    patch.setattr(activations, "checkpoint", without_state)
+
+
 # Faults of ranks that share experts, and what shows them.
 EXPERT_FAULTS: dict[str, tuple[Fault, str]] = {
     "none": (lambda patch: None, ""),
@@ -260,6 +285,33 @@ def test_every_planted_fault_of_divided_experts_is_found(run_ranks, tmp_path: Pa
         assert is_equal(differences) == (name == "none"), (name, differences)
         assert not kind or not differences[kind].is_within, (name, differences)
     assert results["none"].sizes == {"dp_shard": 2, "ep": 2}
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_masks_that_differ_where_they_must_agree_are_found(family: str, run_ranks, tmp_path: Path) -> None:
+    # Catches gradients of other masks than those of the forward pass.
+    lora = {"enable_lora": True, "lora_dropout": 0.2}
+    config = run_config(tmp_path, lora, enable_gradient_checkpointing=True)
+    write_config(tmp_path / "model", hf_config(family, num_hidden_layers=2))
+    verification = Verification.of(config, is_full=False)
+    assert verification.dropout == 0.2
+    dropped = one_axis(with_dropout(verification.config, verification.dropout), "dp_shard", 2)
+
+    def results() -> tuple[Result, Result, Result]:
+        kept = steps(without_recomputation(dropped), FAULTS["none"][0])
+        return kept, steps(dropped, FAULTS["none"][0]), steps(dropped, masks_that_differ_when_recomputed)
+
+    kept, recomputed, faulty = run_ranks(results, 2)[0]
+    assert compare_dropout(recomputed, kept).is_within
+    assert not compare_dropout(faulty, kept).is_within
+
+
+def test_dropout_is_compared_only_where_layers_are_recomputed(tmp_path: Path) -> None:
+    # Catches an option that is left out in silence.
+    dropout = {"enable_lora": True, "lora_dropout": 0.2}
+    for recompute, left_out in ((True, ()), (False, ("lora.lora_dropout: 0.2",))):
+        config = run_config(tmp_path, dropout, enable_gradient_checkpointing=recompute, enable_mixed_precision=False)
+        assert Verification.of(config, is_full=False).left_out == left_out
 
 
 def test_a_verification_is_cut_down_and_says_what_it_leaves_out(tmp_path: Path) -> None:

@@ -76,25 +76,26 @@ class Service:
     def stop(self) -> int:
         """Stop it as an operator would, and see that nothing of it is left; returns its exit code."""
         assert self.process is not None
-        pids = self.running_pids()
+        running = self.running()
         self.process.send_signal(signal.SIGTERM)
         try:
             code = self.process.wait(STOP_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            pytest.fail(f"the service does not stop within {STOP_S:g} s:\n{self.log}")
-        left = [pid for pid in pids if is_running(pid)]
-        assert not left, f"processes {left} were left behind:\n{self.log}"
+            pytest.fail(f"{self.log}\nthe service does not stop within {STOP_S:g} s")
+        left = [process for process in running if process.is_left()]
+        assert not left, f"{self.log}\nprocesses were left behind: {left}"
         return code
 
     def pids(self, name: str) -> list[int]:
         """The processes that were started under a name so far (workers, orchestrator, API), the running one last."""
         return [int(pid) for pid in re.findall(rf"event=started name={name} pid=(\d+)", self.log)]
 
-    def running_pids(self) -> list[int]:
+    def running(self) -> list[Running]:
         """All processes that run, but the launcher."""
         started = [pids[-1] for name in ("workers", "orchestrator", "API") if (pids := self.pids(name))]
-        return started + (self.worker_pids() if self.pids("workers") else [])
+        started += self.worker_pids() if self.pids("workers") else []
+        return [process for pid in started if (process := Running.of(pid)) is not None]
 
     def worker_pids(self) -> list[int]:
         """The ranks that run, in order."""
@@ -142,12 +143,25 @@ def launch(folder: Path, config: Path, arguments: tuple[str, ...], options: dict
     )
 
 
-def is_running(pid: int) -> bool:
-    """Whether there is such a process that has not ended."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+@dataclass(frozen=True)
+class Running:
+    """A process, which its start tells from a later process or thread with the same id."""
+
+    pid: int
+    started: str
+
+    @classmethod
+    def of(cls, pid: int) -> Running | None:
+        """The process with this id, or None if there is none that has not ended."""
+        try:
+            state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            return None
+        return None if state == "Z" else cls(pid, fields[18])
+
+    def is_left(self) -> bool:
+        """Whether it still runs."""
+        return Running.of(self.pid) == self
 
 
 def _yaml(value: object) -> str:

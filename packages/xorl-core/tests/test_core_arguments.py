@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from xorl.core.loss import get_loss
 from xorl.core.mesh import Mesh, ParallelDims
@@ -50,7 +51,12 @@ def loss(targets: dict[str, torch.Tensor]) -> object:
             lambda: optimizer("muon", muon=MuonOptions({"foo": [4]})),
             "muon: matrices names 'foo', which is no parameter",
         ),
-        (lambda: optimizer("muon", muon=MuonOptions({"bias": [4]})), "'bias', which has fewer than two dims"),
+        (lambda: optimizer("muon", muon=MuonOptions({"bias": [4]})), "'bias', which has 1 dims instead of two"),
+        (
+            lambda: optimizer("muon", muon=MuonOptions({"weight": [2, 1]})),
+            r"'weight' matrices of \[2, 1\] rows, which are 3 rows in all; the parameter has 4",
+        ),
+        (lambda: optimizer("muon", muon=MuonOptions({"weight": [5, -1]})), r"'weight' matrices of \[5, -1\] rows"),
         (
             lambda: build_optimizer("sgd", nn.Linear(4, 4).parameters(), lr=0.1, weight_decay=0.0),
             r"named_parameters: must be pairs .* pass model.named_parameters\(\)",
@@ -87,6 +93,18 @@ def test_wrong_arguments_are_refused_by_name(call: Callable[[], object], message
     # Catches SGD in place of AdamW, ranks that train apart, and a schedule of another shape.
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_ranks_do_not_train_apart_silently() -> None:
+    # Catches the mode none on a mesh of two ranks, where no gradient is summed.
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh, policy = Mesh(ParallelDims(dp_shard=2), "cpu"), ParallelPolicy(data_parallel_mode="none")
+        with pytest.raises(ValueError, match="data_parallel_mode: none is for one rank, and the 2 ranks"):
+            parallelize(Named(), mesh, policy, device="cpu")
+        parallelize(Named(), mesh, policy, device="cpu", apart=True)
+    finally:
+        dist.destroy_process_group()
 
 
 class Foreign(nn.Module):

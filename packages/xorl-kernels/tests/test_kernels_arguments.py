@@ -20,7 +20,14 @@ from xorl.kernels.fused import opaque
 from xorl.kernels.grouped_linear import TokenGroups, grouped_linear
 from xorl.kernels.layout import SequenceLayout
 from xorl.kernels.linear_ce import linear_cross_entropy, linear_cross_entropy_scores, linear_cross_entropy_sum
-from xorl.kernels.quant import QuantScheme, adapted_quantized_linear, dequantized, fp8, quantized_linear
+from xorl.kernels.quant import (
+    GROUP_SIZES,
+    QuantScheme,
+    adapted_quantized_linear,
+    dequantized,
+    fp8,
+    quantized_linear,
+)
 
 
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])
@@ -242,7 +249,7 @@ def test_layouts_of_another_kind_are_refused() -> None:
 def test_quantised_products_refuse_the_fields_of_another_weight() -> None:
     # Catches rows beyond the weight, which are read out of bounds or left out.
     weight = QuantScheme("nf4", 64).quantize(torch.randn(8, 64))
-    x, wanted = torch.randn(3, 64), "those of 16 out_features in nf4"
+    x, wanted = torch.randn(3, 64), "those of 16 rows in nf4"
     for call in (
         lambda: quantized_linear(x, *weight, "nf4", 64, 16),
         lambda: dequantized(*weight, "nf4", 64, 16, torch.float32),
@@ -250,6 +257,44 @@ def test_quantised_products_refuse_the_fields_of_another_weight() -> None:
     ):
         with pytest.raises(ValueError, match=wanted):
             call()
+
+
+def dequantized_otherwise(quant_format: str, num_rows: int, **fields: torch.Tensor) -> torch.Tensor:
+    scheme = QuantScheme(quant_format, GROUP_SIZES[quant_format])
+    global_scale = torch.ones(4) if quant_format == "nvfp4" else None
+    weight = scheme.quantize(torch.randn(4, 128), global_scale)
+    return scheme.dequantize(weight._replace(**fields), num_rows, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: dequantized_otherwise("nf4", 8), "those of 8 rows in nf4"),
+        (lambda: dequantized_otherwise("nf4", 3), "those of 3 rows in nf4"),
+        (lambda: dequantized_otherwise("block_fp8", 129), "those of 129 rows in block_fp8"),
+        (lambda: dequantized_otherwise("nvfp4", 4, global_scale=None), "those of 4 rows in nvfp4"),
+        (lambda: dequantized_otherwise("nf4", 4, global_scale=torch.ones(4)), "those of 4 rows in nf4"),
+        (lambda: dequantized_otherwise("nf4", 4, scales=torch.ones(4, 1)), "those of 4 rows in nf4"),
+        (
+            lambda: QuantScheme("nf4", 64).quantize(torch.randn(4, 64), torch.ones(4)),
+            "global_scale: nf4 has none; leave it out",
+        ),
+        (
+            lambda: QuantScheme("nvfp4", 16).quantize(torch.randn(4, 64), torch.ones(())),
+            r"global_scale: nvfp4 needs one, fp32 \[4\]; got torch.float32 \[\]",
+        ),
+        (lambda: QuantScheme("nf4", 64).quantize(torch.randn(4, 60)), "weight: rows of 60 weights cannot be divided"),
+        (lambda: QuantScheme("nf4", 64).quantize(torch.randn(64)), r"weight: must be a matrix .* got .* \[64\]"),
+        (
+            lambda: QuantScheme("nf4", 64).quantize(torch.ones(4, 64).int()),
+            "weight: must be a matrix of floating-point",
+        ),
+    ],
+)
+def test_weights_are_quantised_and_read_back_in_their_own_shape(call, message) -> None:
+    # Catches rows that were never stored, and a global scale that the format would not apply.
+    with pytest.raises(ValueError, match=message):
+        call()
 
 
 @pytest.mark.parametrize(

@@ -27,16 +27,41 @@ def test_a_row_without_documents_is_empty():
     ("cu_seqlens", "positions", "lengths", "message"),
     [
         ([0, 2, 2], 2, (2, 0), "at least one token"),
-        ([0, 2], 2, (1, 1), "cu_seqlens must have shape"),
-        ([0, 2], 3, (2,), "positions has shape"),
+        ([0, 2], 2, (1, 1), r"cu_seqlens must be torch.int32 \[3\] for documents of \(1, 1\) tokens, got"),
+        ([0, 2], 3, (2,), r"positions must be torch.int64 \[2\] for documents of \(2,\) tokens, got torch.int64 \[3\]"),
+        (
+            [0, 2, 4],
+            [0, 1, 3, 5],
+            (2, 2),
+            r"positions must count up by one in each .* \(2, 2\) tokens; token 3 does not",
+        ),
         ([0, 3, 4], 4, (1, 3), r"cu_seqlens must be the starts of documents of \(1, 3\) tokens"),
         ([0, 2], 2, (2.0,), r"lengths must be integers; got the tuple \(2.0,\)"),
     ],
 )
 def test_parts_that_disagree_are_refused(cu_seqlens, positions, lengths, message):
     """Catches a layout whose host lengths do not describe its tensors, which kernels would read out of bounds."""
+    given = torch.arange(positions) if isinstance(positions, int) else torch.tensor(positions)
     with pytest.raises(ValueError, match=message):
-        SequenceLayout(torch.tensor(cu_seqlens, dtype=torch.int32), torch.arange(positions), lengths)
+        SequenceLayout(torch.tensor(cu_seqlens, dtype=torch.int32), given, lengths)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"cu_seqlens": torch.tensor([0, 3, 4])}, r"cu_seqlens must be torch.int32 \[3\] .*, got torch.int64 \[3\]"),
+        ({"positions": torch.tensor([0.0, 1, 2, 0])}, r"positions must be torch.int64 \[4\] .*, got torch.float32"),
+        ({"num_real": torch.tensor([3])}, r"num_real must be a 0-d integer tensor, got torch.int64 \[1\]"),
+        ({"num_real": torch.tensor(3.0)}, r"num_real must be a 0-d integer tensor, got torch.float32 \[\]"),
+        ({"num_trained": torch.tensor([4])}, r"num_trained must have shape \[2\] for 2 documents, got \[1\]"),
+    ],
+)
+def test_tensors_of_another_kind_are_refused(changes, message):
+    # Catches offsets that a kernel reads as other numbers, and counts of other documents.
+    plain = SequenceLayout.from_lengths([3, 1])
+    values = {"cu_seqlens": plain.cu_seqlens, "positions": plain.positions, "lengths": [3, 1], **changes}
+    with pytest.raises(ValueError, match=message):
+        SequenceLayout(**values)
 
 
 @pytest.mark.parametrize(("num_ring", "num_ulysses"), [(1, 1), (1, 2), (1, 8), (2, 1), (4, 1), (8, 1), (2, 4), (4, 2)])

@@ -2,12 +2,14 @@
 
 import logging
 import tomllib
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from xorl.kernels.attention import ATTENTION, AttentionRequest, backends, resolve_attention
+from xorl.kernels.experts import EXPERTS, ExpertsRequest
 from xorl.kernels.registry import Backend, Registry
 
 CPU = AttentionRequest("cpu", torch.float32, head_dim=64)
@@ -15,7 +17,7 @@ CPU = AttentionRequest("cpu", torch.float32, head_dim=64)
 
 def make_registry() -> Registry[int, str]:
     """Backends that run numbers up to a limit."""
-    registry: Registry[int, str] = Registry("toy", preference=("fast", "slow"))
+    registry: Registry[int, str] = Registry("toy", int, preference=("fast", "slow"))
     for name, limit in (("fast", 5), ("slow", 10)):
         registry.register(
             Backend(
@@ -33,6 +35,16 @@ def test_a_backend_that_cannot_run_says_why_and_what_can():
         make_registry().resolve("fast", 7)
     with pytest.raises(RuntimeError, match="no other backend can either"):
         make_registry().resolve("fast", 11)
+
+
+def test_a_request_of_another_operation_is_refused():
+    """Catches a refusal function that fails on a field that the request does not have."""
+    experts = ExpertsRequest("cpu", torch.float32, 64, 32)
+    for ask in (partial(ATTENTION.resolve, "auto"), partial(ATTENTION.check, "sdpa"), ATTENTION.runnable):
+        with pytest.raises(ValueError, match="attention backends take a request of type AttentionRequest, got Experts"):
+            ask(experts)
+    with pytest.raises(ValueError, match="experts backends take a request of type ExpertsRequest, got AttentionReq"):
+        EXPERTS.resolve("auto", CPU)
 
 
 def test_an_unknown_name_lists_the_known_ones():

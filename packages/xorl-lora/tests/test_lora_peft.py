@@ -201,14 +201,22 @@ def saved_folder(folder):
         ({keys_of("block.0")[0]: torch.zeros(2, 5)}, "block.0: A and B are"),
     ],
 )
-def test_a_folder_that_does_not_fit_changes_no_weight(changes, message, tmp_path):
-    # Catches a tensor that is left out silently, and a head that is replaced before an adapter is refused.
+def test_a_folder_that_does_not_fit_changes_nothing(changes, message, tmp_path):
+    # Catches a tensor that is left out silently, a head that is replaced before an adapter is refused, and new adapters
+    # and frozen weights in a model that loaded nothing.
     save_file({**saved_folder(tmp_path), **changes}, tmp_path / WEIGHTS_FILE)
     model = Model(seed=1)
-    before = model.head.weight.clone()
+    model.norm.requires_grad_(False)
+    modules = [type(module) for module in model.modules()]
+    before = {name: (id(one), one.requires_grad, one.clone()) for name, one in model.named_parameters()}
     with pytest.raises(ValueError, match=message):
         load_adapter(model, tmp_path)
-    assert torch.equal(model.head.weight, before)
+    assert [type(module) for module in model.modules()] == modules
+    assert [name for name, _ in model.named_parameters()] == list(before)
+    for name, parameter in model.named_parameters():
+        identity, is_trained, values = before[name]
+        assert (id(parameter), parameter.requires_grad) == (identity, is_trained)
+        assert torch.equal(parameter, values)
 
 
 def test_a_parameter_that_is_trained_is_not_left_out(tmp_path):

@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from service import Serve, Service, is_running
+from service import Serve, Service
 
 
 def test_status_says_how_a_service_is(service: Service) -> None:
@@ -32,12 +32,12 @@ def test_a_second_service_is_refused_on_the_same_folder(service: Service) -> Non
 def test_a_killed_launcher_takes_everything_with_it(serve: Serve) -> None:
     # Would catch workers that go on without anybody who looks after them, and hold the GPUs.
     own = serve(data_parallel_replicate_size=1)
-    pids = own.running_pids()
-    assert len(pids) == 4
+    processes = own.running()
+    assert len(processes) == 4
     assert own.process is not None
     own.process.kill()
     own.process.wait()
     deadline = time.monotonic() + 60
-    while any(is_running(pid) for pid in pids):
+    while any(process.is_left() for process in processes):
         assert time.monotonic() < deadline
         time.sleep(0.1)

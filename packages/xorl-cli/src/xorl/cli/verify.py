@@ -45,7 +45,7 @@ def verify_command(
 
     Both take three steps in fp32 from the same random weights, on the same batches. Prints the largest relative error
     of the losses, the gradient norm and all gradients, and writes certificate.json into train.output_dir. The exit code
-    is 1 if they differ.
+    is 1 if they differ. Adapters' dropout is compared between layers that are recomputed and that are not.
     """
     overrides: tuple[str, ...] = tuple(ctx.obj)
     let_idle_threads_sleep()
@@ -82,7 +82,7 @@ class _Job:
                 config = verify.one_process(config)
             elif variant != LAYOUT:
                 config = verify.one_axis(config, variant, world_size())
-            verify.measure(config, folder, self.num_bins)
+            verify.measure(config, folder, self.num_bins, verification.dropout if variant == LAYOUT else 0.0)
         return 0
 
     def run(self, variant: str, folder: Path, nproc: int) -> int:
@@ -113,6 +113,7 @@ def _start(job: _Job, nproc_per_node: int | None) -> int:
         from xorl.train.checkpoints import CERTIFICATE  # noqa: PLC0415
 
         layout, whole = (verify.Result.read(folder / variant) for variant in (LAYOUT, ONE_PROCESS))
+        verification = verify.Verification.of(loaded.config, is_full=job.is_full)
         differences = verify.compare(layout, whole)
         differing_axes: list[str] = []
         if not verify.is_equal(differences) and len(layout.sizes) > 1:
@@ -121,9 +122,10 @@ def _start(job: _Job, nproc_per_node: int | None) -> int:
                     return code
                 if not verify.is_equal(verify.compare(verify.Result.read(folder / axis), whole)):
                     differing_axes.append(axis)
-    report = verify.Report(
-        verify.Verification.of(loaded.config, is_full=job.is_full), layout, differences, differing_axes
-    )
+        if verification.dropout:
+            dropped = (verify.Result.read(folder / LAYOUT / name) for name in (verify.RECOMPUTED, verify.KEPT))
+            differences["recomputed dropout"] = verify.compare_dropout(*dropped)
+    report = verify.Report(verification, layout, differences, differing_axes)
     print(report.text())
     file = Path(loaded.config.train.output_dir) / CERTIFICATE
     file.parent.mkdir(parents=True, exist_ok=True)

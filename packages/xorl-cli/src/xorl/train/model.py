@@ -164,9 +164,9 @@ def build_model(
 ) -> ParallelModel:
     """Build and parallelize the model and load its weights; collective if it is placed on several ranks.
 
-    `fill_` sets the weights instead of loading them. Parameters are created on the meta device and sharded before they
-    get memory, so no rank ever holds more than its part. With `train.init_device` cpu or cuda, each rank first fills
-    the whole model on that device.
+    `fill_` sets the weights instead of loading them, for a measurement, in which ranks may compute apart. Parameters
+    are created on the meta device and sharded before they get memory, so no rank ever holds more than its part. With
+    `train.init_device` cpu or cuda, each rank first fills the whole model on that device.
     """
     assert train.recompute_policy != "auto" or not train.enable_gradient_checkpointing, (
         "replaced by choose_recomputation"
@@ -195,7 +195,7 @@ def build_model(
         module.to_empty(device=train.init_device)
         fill(module)
         module.to(device)
-    return parallelize(module, mesh, _policy(model, train), device=device, fill=fill)
+    return parallelize(module, mesh, _policy(model, train), device=device, fill=fill, apart=fill_ is not None)
 
 
 def _kernels(

@@ -2,6 +2,9 @@
 
 The layout's ranks and one process take the same steps in fp32 from the same random weights, and each writes a `Result`
 into a folder. `compare` gives the errors by group of parameters.
+
+Dropout is left out of this comparison, because each rank draws masks for its own tokens. But a layer that is recomputed
+must draw the same masks again: the layout also takes the steps with dropout, once with recomputation and once without.
 """
 
 from __future__ import annotations
@@ -44,6 +47,8 @@ NUM_STEPS = 3
 # Large enough that a wrong update shows in the next loss.
 LR = 1e-3
 NUM_MICRO_BATCHES = 2
+# Where the results with dropout are, below the folder of the layout's result.
+RECOMPUTED, KEPT = "recomputed", "kept"
 SIZE_OPTIONS: Mapping[str, str] = MappingProxyType(
     {
         "dp_replicate": "data_parallel_replicate_size",
@@ -123,11 +128,13 @@ class Verification:
 
     Attributes:
         architecture: the name of the model's class.
+        dropout: of the adapters; 0 if nothing is recomputed, because then nothing draws its masks twice.
         left_out: what of the given configuration is not compared, as "option: value".
     """
 
     config: Config
     architecture: str
+    dropout: float
     is_full: bool
     left_out: tuple[str, ...]
 
@@ -144,11 +151,12 @@ class Verification:
             "lora": {"lora_dropout": 0.0, "sweep": [], "enable_aqn": False},
             "model": {"attn_implementation": attention},
         }
+        dropout = lora.lora_dropout if lora.enable_lora and train.enable_gradient_checkpointing else 0.0
         left_out = tuple(
             f"{section}.{name}: {given}"
             for section, options in replaced.items()
             for name, value in options.items()
-            if (given := getattr(getattr(config, section), name)) != value
+            if (given := getattr(getattr(config, section), name)) != value and not (name == "lora_dropout" and dropout)
         )
         replaced["train"] |= {
             "param_dtype": "fp32",
@@ -164,7 +172,7 @@ class Verification:
         }
         sections = {"train": train, "lora": lora, "model": model}
         update = {name: section.model_copy(update=replaced[name]) for name, section in sections.items()}
-        return cls(config.model_copy(update=update), architecture.spec.architecture, is_full, left_out)
+        return cls(config.model_copy(update=update), architecture.spec.architecture, dropout, is_full, left_out)
 
 
 def cut_down(hf_config: Mapping[str, object], min_heads: int) -> dict[str, object]:
@@ -186,6 +194,21 @@ def cut_down(hf_config: Mapping[str, object], min_heads: int) -> dict[str, objec
     return found
 
 
+def without_recomputation(config: Config) -> Config:
+    """The configuration in which the backward pass finds all activations."""
+    kept = {
+        "enable_gradient_checkpointing": False,
+        "moe_checkpoint_method": None,
+        "recompute_modules": type(config.train).model_fields["recompute_modules"].default,
+    }
+    return config.model_copy(update={"train": config.train.model_copy(update=kept)})
+
+
+def with_dropout(config: Config, dropout: float) -> Config:
+    """The configuration with this dropout in its adapters."""
+    return config.model_copy(update={"lora": config.lora.model_copy(update={"lora_dropout": dropout})})
+
+
 def one_process(config: Config) -> Config:
     """The configuration of the process that the layout is compared with: no parallelism, and nothing saves memory."""
     plain = {
@@ -196,15 +219,12 @@ def one_process(config: Config) -> Config:
         "ringattn_parallel_size": 1,
         "expert_parallel_size": 1,
         "ep_outside": False,
-        "enable_gradient_checkpointing": False,
         "enable_activation_offload": False,
         "enable_cpu_offload": False,
         "enable_compile": False,
         "init_device": "auto",
-        "moe_checkpoint_method": None,
-        "recompute_modules": type(config.train).model_fields["recompute_modules"].default,
     }
-    return config.model_copy(update={"train": config.train.model_copy(update=plain)})
+    return without_recomputation(config.model_copy(update={"train": config.train.model_copy(update=plain)}))
 
 
 def one_axis(config: Config, axis: str, size: int) -> Config:
@@ -215,15 +235,23 @@ def one_axis(config: Config, axis: str, size: int) -> Config:
     return config.model_copy(update={"train": config.train.model_copy(update=sizes)})
 
 
-def measure(config: Config, folder: Path, num_bins: int) -> None:
-    """Take the steps of this process's part of a layout; rank 0 writes the `Result` into `folder`. Collective."""
+def measure(config: Config, folder: Path, num_bins: int, dropout: float = 0.0) -> None:
+    """Take the steps of this process's part of a layout; rank 0 writes the `Result` into `folder`. Collective.
+
+    With `dropout`, also those with dropout, with and without recomputation, into the folders RECOMPUTED and KEPT.
+    """
     joined = runtime.init()
-    mesh = Mesh(parallel_dims(config, joined.world_size), joined.device.type)
-    runtime.seed_everything(config.train.seed, mesh.loss.rank)
     architecture = read_architecture(config.model)
-    result = take_steps(build_engine(config, architecture, mesh, joined.device), config, architecture, num_bins)
-    if joined.is_main:
-        result.write(folder)
+    variants = {folder: config}
+    if dropout:
+        dropped = with_dropout(config, dropout)
+        variants |= {folder / RECOMPUTED: dropped, folder / KEPT: without_recomputation(dropped)}
+    for target, variant in variants.items():
+        mesh = Mesh(parallel_dims(variant, joined.world_size), joined.device.type)
+        runtime.seed_everything(variant.train.seed, mesh.loss.rank)
+        result = take_steps(build_engine(variant, architecture, mesh, joined.device), variant, architecture, num_bins)
+        if joined.is_main:
+            result.write(target)
     runtime.shutdown()
 
 
@@ -312,6 +340,11 @@ def compare(layout: Result, whole: Result) -> dict[str, Difference]:
     for name in layout.gradients.keys() - whole.gradients.keys():
         found[f"gradients: {layout.groups[name]}"] = Difference(float("inf"), TOLERANCE, name)
     return found
+
+
+def compare_dropout(recomputed: Result, kept: Result) -> Difference:
+    """The largest difference, of all that `compare` finds, between dropout in layers that are recomputed or are not."""
+    return max(compare(recomputed, kept).values(), key=lambda one: _size(one) / one.tolerance)
 
 
 def is_equal(differences: Mapping[str, Difference]) -> bool:

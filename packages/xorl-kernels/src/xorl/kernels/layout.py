@@ -29,7 +29,8 @@ class SequenceLayout:
         offsets: `cu_seqlens` as int64 on the CPU, so that kernel launches need not wait for the device.
         max_seqlen: number of tokens of the longest document; 0 without documents.
 
-    Raises ValueError for lengths below 1 and for shapes that disagree with them, and on the CPU for such `cu_seqlens`.
+    Raises ValueError for lengths below 1, for shapes and dtypes that disagree with them and, on the CPU, for values of
+    `cu_seqlens` and `positions` that do.
     """
 
     num_real: Tensor | None = None
@@ -45,17 +46,22 @@ class SequenceLayout:
     ) -> None:
         lengths = _checked_lengths(lengths)
         ends = list(accumulate(lengths, initial=0))
-        if cu_seqlens.shape != (len(lengths) + 1,):
-            raise ValueError(
-                f"cu_seqlens must have shape [{len(lengths) + 1}] for {len(lengths)} documents, "
-                f"got {list(cu_seqlens.shape)}"
-            )
-        if positions.shape != (sum(lengths),):
-            raise ValueError(
-                f"the lengths add up to {sum(lengths)} tokens, but positions has shape {list(positions.shape)}"
-            )
+        _check_vector("cu_seqlens", cu_seqlens, torch.int32, len(lengths) + 1, lengths)
+        _check_vector("positions", positions, torch.int64, ends[-1], lengths)
         if is_readable(cu_seqlens) and cu_seqlens.tolist() != ends:
             raise ValueError(f"cu_seqlens must be the starts of documents of {lengths} tokens; got {cu_seqlens}")
+        if is_readable(positions) and (jumps := _jumps(positions, ends)):
+            raise ValueError(
+                f"positions must count up by one in each document of {lengths} tokens; token {jumps[0]} does not: "
+                f"{positions}"
+            )
+        if num_real is not None and (num_real.dim() or num_real.is_floating_point()):
+            raise ValueError(f"num_real must be a 0-d integer tensor, got {num_real.dtype} {list(num_real.shape)}")
+        if num_trained is not None and num_trained.shape != (len(lengths),):
+            raise ValueError(
+                f"num_trained must have shape [{len(lengths)}] for {len(lengths)} documents, "
+                f"got {list(num_trained.shape)}"
+            )
         self.cu_seqlens = cu_seqlens
         self.positions = positions
         self.lengths = lengths
@@ -68,14 +74,8 @@ class SequenceLayout:
     def from_lengths(cls, lengths: Sequence[int], device: torch.device | str = "cpu") -> "SequenceLayout":
         """The layout of documents with these lengths, in order; positions start at 0 in each document."""
         lengths = _checked_lengths(lengths)
-        ends = list(accumulate(lengths, initial=0))
-        positions = [torch.arange(length, dtype=torch.int64) for length in lengths]
-        layout = cls(
-            cu_seqlens=torch.tensor(ends, dtype=torch.int32),
-            positions=torch.cat(positions) if positions else torch.empty(0, dtype=torch.int64),
-            lengths=lengths,
-        )
-        return layout.to(device)
+        cu_seqlens = torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32)
+        return cls(cu_seqlens, _positions_of(lengths), lengths).to(device)
 
     def mark_dynamic(self) -> None:
         """Mark the numbers of tokens and documents as dynamic; call it before compiled code sees this layout.
@@ -123,6 +123,27 @@ def _checked_lengths(lengths: Sequence[int]) -> tuple[int, ...]:
     if any(number < 1 for number in numbers):
         raise ValueError(f"every document needs at least one token, got lengths {numbers}")
     return numbers
+
+
+def _check_vector(name: str, values: Tensor, dtype: torch.dtype, size: int, lengths: tuple[int, ...]) -> None:
+    if (values.shape, values.dtype) != ((size,), dtype):
+        raise ValueError(
+            f"{name} must be {dtype} [{size}] for documents of {lengths} tokens, got {values.dtype} "
+            f"{list(values.shape)}"
+        )
+
+
+def _jumps(positions: Tensor, ends: Sequence[int]) -> list[int]:
+    """The tokens that do not follow the one before, without those that begin a document."""
+    jumps = (positions.diff() != 1).nonzero().flatten() + 1
+    return sorted(set(jumps.tolist()).difference(ends))
+
+
+def _positions_of(lengths: tuple[int, ...]) -> Tensor:
+    """[T] int64, each token's position in its document, on the CPU."""
+    sizes = torch.tensor(lengths, dtype=torch.int64, device="cpu")
+    starts = sizes.cumsum(0) - sizes
+    return torch.arange(sum(lengths), device="cpu") - starts.repeat_interleave(sizes)
 
 
 class RankGroup(NamedTuple):

@@ -41,11 +41,13 @@ class Registry(Generic[RequestT, FunctionT]):
 
     Args:
         kind: the name of the operation in messages ("attention").
+        request_type: what describes a call of it.
         preference: names that `auto` tries, best first.
     """
 
-    def __init__(self, kind: str, preference: Sequence[str]) -> None:
+    def __init__(self, kind: str, request_type: type[RequestT], preference: Sequence[str]) -> None:
         self.kind = kind
+        self._request_type = request_type
         self._preference = tuple(preference)
         self._backends: dict[str, Backend[RequestT, FunctionT]] = {}
         self._logged: set[str] = set()
@@ -66,12 +68,12 @@ class Registry(Generic[RequestT, FunctionT]):
         """The function of backend `name`. For "auto", that of the first backend in `preference` that can run.
 
         Raises:
-            ValueError: there is no backend of that name.
+            ValueError: there is no backend of that name, or the request is one of another operation.
             RuntimeError: the backend cannot run this request; the message gives the reason and the backends that can.
         """
+        self.check(name, request)
         if name == AUTO:
             return self._resolve_auto(request)
-        self.check(name, request)
         try:
             return self._backends[name].load()
         except ImportError as error:
@@ -79,6 +81,7 @@ class Registry(Generic[RequestT, FunctionT]):
 
     def check(self, name: str, request: RequestT) -> None:
         """Raise the errors of `resolve` for a name, as far as they can be found without importing the library."""
+        self._check_request(request)
         if name == AUTO:
             return
         backend = self._backends.get(name)
@@ -90,7 +93,13 @@ class Registry(Generic[RequestT, FunctionT]):
 
     def runnable(self, request: RequestT) -> tuple[str, ...]:
         """Names of the backends that can serve this request, as far as is known without importing their libraries."""
+        self._check_request(request)
         return tuple(name for name, backend in self._backends.items() if not self._reasons(backend, request))
+
+    def _check_request(self, request: RequestT) -> None:
+        if not isinstance(request, self._request_type):
+            wanted, given = self._request_type.__name__, type(request).__name__
+            raise ValueError(f"request: {self.kind} backends take a request of type {wanted}, got {given}")
 
     def _refusal_error(self, name: str, request: RequestT, reasons: Sequence[str]) -> RuntimeError:
         others = ", ".join(other for other in self.runnable(request) if other != name)

@@ -25,6 +25,8 @@ from xorl.lora.linear import (
     TorchLinear,
     adapter_of,
     initial_bound,
+    torch_embedding,
+    torch_linear,
 )
 from xorl.lora.spec import AdapterSpec
 from xorl.lora.targets import Site, modules_to_save, resolve, without_wrappers
@@ -142,6 +144,21 @@ def inject(model: nn.Module, spec: AdapterSpec, *, seed: int = 0) -> tuple[str, 
     if not any(adapter.A.is_meta for adapter in adapters(model).values()):
         init_adapters(model, seed=seed)
     return tuple(site.name for site in sites)
+
+
+def remove_(model: nn.Module) -> None:
+    """Remove all adapters, in place: undoes `inject`, but what it has frozen stays frozen."""
+    for path, layer in list(model.named_modules()):
+        if isinstance(layer, Experts):
+            layer.adapter = None
+        if isinstance(layer, MixtureOfExperts):
+            layer.shared_factors = None
+        if isinstance(layer, (Linear, Embedding)) and layer.adapter is not None:
+            layer.adapter = None
+            if isinstance(layer, TorchLinear):
+                model.set_submodule(path, torch_linear(layer, layer.weight))
+            elif isinstance(layer, TorchEmbedding):
+                model.set_submodule(path, torch_embedding(layer))
 
 
 def _owner(site: Site) -> str:

@@ -252,6 +252,15 @@ class TorchEmbedding(Embedding):
         self.train(embedding.training)
 
 
+def torch_embedding(layer: TorchEmbedding) -> nn.Embedding:
+    """nn.Embedding with the parameter of `layer`."""
+    # On the meta device, because its parameter is replaced immediately.
+    sizes = (layer.num_rows, layer.weight.shape[1])
+    embedding = nn.Embedding(*sizes, padding_idx=layer.padding_idx, device="meta")
+    embedding.weight = layer.weight
+    return embedding.train(layer.training)
+
+
 def initial_bound(in_features: int) -> float:
     """The bound of A's uniform initial values: nn.Linear's default, Kaiming-uniform with a = sqrt(5)."""
     return 1.0 / math.sqrt(in_features)

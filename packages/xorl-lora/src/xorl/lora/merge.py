@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from xorl.core.nn import Embedding, Linear
-from xorl.core.nn.moe import ExpertLinear, Experts, MixtureOfExperts
+from xorl.core.nn.moe import ExpertLinear
 from xorl.core.shards import copy_shard_, is_dtensor, local_part
 from xorl.lora.experts import ExpertLowRank, fold_expert_pair_
-from xorl.lora.inject import Adapter, adapters
-from xorl.lora.linear import LowRank, TorchEmbedding, TorchLinear, torch_linear
+from xorl.lora.inject import Adapter, adapters, remove_
+from xorl.lora.linear import LowRank
 from xorl.lora.quantized import (
     QuantizedExpertLinear,
     QuantizedLayer,
@@ -44,15 +44,7 @@ def merge_(model: nn.Module, *, dequantize_to: torch.dtype | None = None) -> Non
         _merge_dequantized_(model, dequantize_to)
     else:
         fold_(model)
-    for path, layer in list(model.named_modules()):
-        if isinstance(layer, Experts):
-            layer.adapter = None
-        if isinstance(layer, MixtureOfExperts):
-            layer.shared_factors = None
-        if isinstance(layer, (Linear, Embedding)) and layer.adapter is not None:
-            layer.adapter = None
-            if isinstance(layer, (TorchLinear, TorchEmbedding)):
-                model.set_submodule(path, _plain_module(layer))
+    remove_(model)
 
 
 @torch.no_grad()
@@ -178,13 +170,3 @@ def _base_norms(adapter: Adapter) -> Tensor:
 def full_tensor(tensor: Tensor) -> Tensor:
     """The whole tensor, on every rank; collective if it is sharded."""
     return tensor.full_tensor() if is_dtensor(tensor) else tensor
-
-
-def _plain_module(layer: TorchLinear | TorchEmbedding) -> nn.Module:
-    if isinstance(layer, TorchLinear):
-        return torch_linear(layer, layer.weight)
-    # On the meta device, because its parameters are replaced immediately.
-    sizes = (layer.num_rows, layer.weight.shape[1])
-    embedding = nn.Embedding(*sizes, padding_idx=layer.padding_idx, device="meta")
-    embedding.weight = layer.weight
-    return embedding.train(layer.training)

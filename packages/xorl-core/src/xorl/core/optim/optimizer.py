@@ -56,10 +56,8 @@ def build_optimizer(
     if name == "muon" and muon is None:
         raise ValueError("muon: the optimizer muon needs MuonOptions, which say what each parameter stacks; got None")
     named = _named(named_parameters)
-    for path in muon.matrices if muon is not None else ():
-        if path not in named or named[path].dim() < 2:
-            fault = "has fewer than two dims" if path in named else "is no parameter"
-            raise ValueError(f"muon: matrices names {path!r}, which {fault}; name those that muon updates")
+    if muon is not None:
+        _check_matrices(muon.matrices, named)
     require_no_decay_matches(named, no_decay_modules, no_decay_params)
     trained = [(path, parameter) for path, parameter in named.items() if parameter.requires_grad]
     if not trained:
@@ -84,6 +82,20 @@ def build_optimizer(
         assert muon is not None
         return Muon(groups.values(), lr, muon, state_dtype=state_dtype)
     return SGD(groups.values(), lr)
+
+
+def _check_matrices(matrices: Mapping[str, Sequence[int]], named: Mapping[str, nn.Parameter]) -> None:
+    """Raise ValueError for a name of no parameter of two dims, and for rows that are not those of the parameter."""
+    for path, rows in matrices.items():
+        if path not in named or named[path].dim() != 2:
+            fault = f"has {named[path].dim()} dims instead of two" if path in named else "is no parameter"
+            raise ValueError(f"muon: matrices names {path!r}, which {fault}; name those that muon updates")
+        num_rows = named[path].shape[0]
+        if any(count < 1 for count in rows) or sum(rows) != num_rows:
+            raise ValueError(
+                f"muon: matrices gives {path!r} matrices of {list(rows)} rows, which are {sum(rows)} rows in all; "
+                f"the parameter has {num_rows}"
+            )
 
 
 def _named(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, nn.Parameter]:

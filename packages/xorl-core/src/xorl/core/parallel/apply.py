@@ -40,7 +40,7 @@ class ParallelPolicy:
 
     Attributes:
         data_parallel_mode: how ranks train one model: "fsdp2" shards it, "ddp" replicates it. "none" leaves it as it
-            is, for one rank: ranks of a larger mesh would train apart.
+            is, for one rank.
         fp8: the fp8 recipe of the linear layers inside the decoder's layers.
         param_dtype: the dtype in which sharded parameters are gathered (None: their own). Gradients are always reduced
             in fp32.
@@ -217,6 +217,7 @@ def parallelize(
     *,
     device: torch.device | str,
     fill: Callable[[nn.Module], None] | None = None,
+    apart: bool = False,
 ) -> ParallelModel:
     """Apply `policy` to `model`, in place, and return it with the module to call.
 
@@ -237,14 +238,20 @@ def parallelize(
     tied, the loss reads `model.head_weight`, which the embedding owns.
 
     Gradients are summed over the ranks, not averaged: divide by the number of tokens of all ranks, as `scale_and_clip_`
-    does. Under ddp, only `forward` of the result reduces them, not the model itself.
+    does. Under ddp, only `forward` of the result reduces them, not the model itself. In the mode "none" nothing does:
+    ranks of a larger mesh would train apart, which `apart` allows, for measurements.
 
-    Raises ValueError, before anything is changed, if `check_parallelizable` does, for a mesh with axes that are
-    not supported, and without `fill` if parameters are on the meta device.
+    Raises ValueError, before anything is changed, if `check_parallelizable` does, for a mesh with axes that are not
+    supported or with several ranks under "none", and without `fill` if parameters are on the meta device.
     """
     device = torch.device(device)
     check_parallelizable(model, policy, device.type)
     _check_mesh(mesh)
+    if policy.data_parallel_mode == "none" and mesh.loss.size > 1 and not apart:
+        raise ValueError(
+            f"data_parallel_mode: none is for one rank, and the {mesh.loss.size} ranks of this mesh would train apart; "
+            "use fsdp2 or ddp"
+        )
     if fill is None and any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError("fill: parameters are on the meta device; pass a function that sets their values")
     layers, head = layers_of(model), getattr(model, "lm_head", None)

@@ -146,6 +146,7 @@ def _library(module: str, name: str) -> Callable[[], AttentionFn]:
 ATTENTION: Registry[AttentionRequest, AttentionFn] = Registry(
     # Fastest first, as measured on Hopper. `flash_attention_2` is left out because `native` runs the same kernels.
     "attention",
+    AttentionRequest,
     preference=("flash_attention_4", "flash_attention_3", "native", "sdpa"),
 )
 ATTENTION.register(Backend("eager", load=lambda: eager_attention, refusal=_missing_device))

@@ -108,6 +108,7 @@ def _load(name: str) -> ExpertsFn:
 EXPERTS: Registry[ExpertsRequest, ExpertsFn] = Registry(
     # Fastest first, as measured on Hopper (docs/records/experts.md).
     "experts",
+    ExpertsRequest,
     preference=("quack", "native", "triton", "eager"),
 )
 EXPERTS.register(

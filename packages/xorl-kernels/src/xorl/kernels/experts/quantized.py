@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from xorl.kernels.quant import QuantFormat, QuantizedWeight, QuantScheme, dequantized
-from xorl.kernels.quant.products import num_columns
+from xorl.kernels.quant.weights import num_columns
 
 
 class QuantizedExperts(NamedTuple):

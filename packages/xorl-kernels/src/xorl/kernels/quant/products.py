@@ -18,7 +18,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from xorl.kernels.low_rank import add_product
 from xorl.kernels.quant.device import QuantFormat
 from xorl.kernels.quant.noise import WeightNoise
-from xorl.kernels.quant.weights import QuantizedWeight, QuantScheme
+from xorl.kernels.quant.weights import QuantizedWeight, QuantScheme, dequantize_stored, num_columns
 
 
 def quantized_linear(
@@ -130,7 +130,8 @@ def _dequantized(
 ) -> Tensor:
     scheme = QuantScheme(cast(QuantFormat, quant_format), group_size)
     weight = QuantizedWeight(codes, scales, global_scale)
-    return scheme.dequantize(weight, out_features, dtype, None if noise is None else WeightNoise(noise_alpha, noise))
+    added = None if noise is None else WeightNoise(noise_alpha, noise)
+    return dequantize_stored(scheme, weight, out_features, dtype, added)
 
 
 def adapted_quantized_linear(
@@ -165,19 +166,7 @@ def _check_stored(
     if torch.compiler.is_compiling():
         return
     scheme = QuantScheme(cast(QuantFormat, quant_format), group_size)
-    fields = {"codes": codes, "scales": scales, "global_scale": global_scale}
-    given = {name: (tuple(field.shape), field.dtype) for name, field in fields.items() if field is not None}
-    wanted = scheme.stored(out_features, num_columns(codes, quant_format))
-    if given != wanted:
-        raise ValueError(
-            f"codes, scales and global_scale must be those of {out_features} out_features in {quant_format}, {wanted}; "
-            f"got {given}"
-        )
-
-
-def num_columns(codes: Tensor, quant_format: str) -> int:
-    """I of the weight with these codes."""
-    return codes.shape[-1] if quant_format == "block_fp8" else 2 * codes.shape[-1]
+    scheme.check_stored(QuantizedWeight(codes, scales, global_scale), out_features)
 
 
 class _Context(FunctionCtx):

@@ -100,13 +100,33 @@ class QuantScheme:
             "global_scale": ((out_features,), torch.float32),
         }
 
+    def check_stored(self, weight: QuantizedWeight, num_rows: int) -> None:
+        """Raise ValueError unless the fields of `weight` are those of a weight [num_rows, I]."""
+        given = {
+            name: (tuple(field.shape), field.dtype) for name, field in weight._asdict().items() if field is not None
+        }
+        wanted = self.stored(num_rows, num_columns(weight.codes, self.quant_format))
+        if given != wanted:
+            raise ValueError(
+                f"codes, scales and global_scale must be those of {num_rows} rows in {self.quant_format}, {wanted}; "
+                f"got {given}"
+            )
+
     def quantize(self, weight: Tensor, global_scale: Tensor | None = None) -> QuantizedWeight:
-        """Quantise weight [rows, I] of any floating-point dtype; nvfp4 also needs `global_scale`, fp32 [rows]."""
+        """Quantise weight [rows, I] of any floating-point dtype; nvfp4 also needs `global_scale`, fp32 [rows].
+
+        Raises ValueError for a weight of another shape or dtype, and for a global scale that the format does not have.
+        """
+        if weight.dim() != 2 or not weight.is_floating_point():
+            raise ValueError(
+                f"weight: must be a matrix of floating-point numbers, got {weight.dtype} {list(weight.shape)}"
+            )
+        if refusal := self.shape_refusal(weight.shape[1]):
+            raise ValueError(f"weight: {refusal}")
+        self._check_global_scale(global_scale, len(weight))
         if self.quant_format == "nf4":
             return QuantizedWeight(*quantize_nf4(weight, self.group_size), None)
-        if self.quant_format == "nvfp4":
-            if global_scale is None:
-                raise ValueError("global_scale: nvfp4 needs one, fp32 [rows]; got None")
+        if global_scale is not None:
             codes, scales = quantize_nvfp4(weight, global_scale, self.group_size)
             return QuantizedWeight(codes, scales.view(torch.uint8), global_scale)
         codes, scales = quantize_block_fp8(weight, self.group_size)
@@ -117,12 +137,35 @@ class QuantScheme:
     def dequantize(
         self, weight: QuantizedWeight, num_rows: int, dtype: torch.dtype, noise: WeightNoise | None = None
     ) -> Tensor:
-        """The weight [num_rows, I] in `dtype`, without padding rows."""
-        codes, scales, global_scale = weight
-        if self.quant_format == "nf4":
-            return dequantize_nf4(codes, scales, dtype, noise)
-        if self.quant_format == "nvfp4":
-            assert global_scale is not None, "nvfp4 needs a global scale"
-            return dequantize_nvfp4(codes, scales.view(torch.float8_e4m3fn), global_scale, dtype, noise)
-        rows = codes.flatten(0, 1)[:num_rows].view(torch.float8_e4m3fn)
-        return dequantize_block_fp8(rows, scales, self.group_size, dtype, noise)
+        """The weight [num_rows, I] in `dtype`, without padding rows.
+
+        Raises ValueError for fields that are not those of a weight with `num_rows` rows.
+        """
+        self.check_stored(weight, num_rows)
+        return dequantize_stored(self, weight, num_rows, dtype, noise)
+
+    def _check_global_scale(self, global_scale: Tensor | None, num_rows: int) -> None:
+        if self.quant_format != "nvfp4":
+            if global_scale is not None:
+                raise ValueError(f"global_scale: {self.quant_format} has none; leave it out")
+        elif global_scale is None or (global_scale.shape, global_scale.dtype) != ((num_rows,), torch.float32):
+            given = None if global_scale is None else f"{global_scale.dtype} {list(global_scale.shape)}"
+            raise ValueError(f"global_scale: nvfp4 needs one, fp32 [{num_rows}]; got {given}")
+
+
+def num_columns(codes: Tensor, quant_format: QuantFormat) -> int:
+    """I of the weight with these codes."""
+    return codes.shape[-1] if quant_format == "block_fp8" else 2 * codes.shape[-1]
+
+
+def dequantize_stored(
+    scheme: QuantScheme, weight: QuantizedWeight, num_rows: int, dtype: torch.dtype, noise: WeightNoise | None
+) -> Tensor:
+    """`QuantScheme.dequantize` of fields that have been checked."""
+    codes, scales, global_scale = weight
+    if scheme.quant_format == "nf4":
+        return dequantize_nf4(codes, scales, dtype, noise)
+    if global_scale is not None:
+        return dequantize_nvfp4(codes, scales.view(torch.float8_e4m3fn), global_scale, dtype, noise)
+    rows = codes.flatten(0, 1)[:num_rows].view(torch.float8_e4m3fn)
+    return dequantize_block_fp8(rows, scales, scheme.group_size, dtype, noise)

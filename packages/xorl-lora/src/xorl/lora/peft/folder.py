@@ -16,7 +16,7 @@ from xorl.core.models.recipes import ExpertNames
 from xorl.core.shards import copy_shard_, is_dtensor
 from xorl.lora.arguments import check_instance
 from xorl.lora.experts import ExpertLowRank
-from xorl.lora.inject import Adapter, adapter_parameters, adapters, base_parameters, inject
+from xorl.lora.inject import Adapter, adapter_parameters, adapters, base_parameters, inject, remove_
 from xorl.lora.merge import full_tensor
 from xorl.lora.peft.config import CONFIG_FILE, AdapterConfig, ExpertForm, TaskType
 from xorl.lora.peft.layout import PREFIX, WEIGHTS_FILE, AdapterLayout, InMemoryTensors, ReplacedTensors, read_layout
@@ -98,8 +98,8 @@ def load_adapter(
 
     Returns the spec of the file.
 
-    Raises ValueError if the folder holds no adapter, or one that does not fit the model, or if the model has
-    parameters on the meta device.
+    Raises ValueError, before anything is changed, if the folder holds no adapter, or one that does not fit the model,
+    or if the model has parameters on the meta device.
     """
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError(f"{type(model).__name__} has parameters on the meta device: give them memory first")
@@ -127,14 +127,28 @@ def load_adapter(
             raise ValueError(f"{name}: the file has this tensor, and the model has quantised it; exclude its layer")
         if values[name].shape != target.shape:
             raise ValueError(f"{name}: {list(values[name].shape)} in the file, {list(target.shape)} in the model")
-    if not adapters(model):
-        inject(model, layout.spec)
-    check_fit(model, layout)
+    if adapters(model):
+        check_fit(model, layout)
+    else:
+        _inject_fitting(model, layout)
     # Before the adapters: DoRA's magnitudes are relative to the base.
     for name, target in targets.items():
         copy_shard_(target, values[name])
     load_adapters(model, layout, source, base_loaded=True)
     return layout.spec
+
+
+def _inject_fitting(model: nn.Module, layout: AdapterLayout) -> None:
+    """Inject the spec of a file. Raises the errors of `inject` and `check_fit`, after which `model` is as it was."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    inject(model, layout.spec)
+    try:
+        check_fit(model, layout)
+    except ValueError:
+        remove_(model)
+        for parameter in trained:
+            parameter.requires_grad_(True)
+        raise
 
 
 def _base_tensors(model: nn.Module, layout: AdapterLayout) -> dict[str, Tensor]:
