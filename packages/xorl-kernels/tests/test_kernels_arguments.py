@@ -23,6 +23,7 @@ from xorl.kernels.linear_ce import linear_cross_entropy, linear_cross_entropy_sc
 from xorl.kernels.quant import (
     GROUP_SIZES,
     QuantScheme,
+    WeightNoise,
     adapted_quantized_linear,
     dequantized,
     fp8,
@@ -91,13 +92,17 @@ def test_attention_refuses_other_types(given, message) -> None:
 @pytest.mark.parametrize(
     ("request_type", "arguments", "message"),
     [
-        (AttentionRequest, ("cpu", "bfloat16", 128), "dtype must be a dtype, such as torch.bfloat16; got the str 'bf"),
+        (
+            AttentionRequest,
+            ("cpu", "bfloat16", 128),
+            "dtype must be a floating-point dtype, such as torch.bfloat16; got the",
+        ),
         (AttentionRequest, ("cpu", torch.float32, "128"), "head_dim must be an integer of at least 1; got the str"),
         (AttentionRequest, (torch.device("cpu"), torch.float32, 8), "device_type must be a str"),
         (AttentionRequest, ("cpu", torch.float32, 8, 0), "window must be an integer of at least 1, or None; got"),
         (AttentionRequest, ("cuda:0", torch.float32, 8), "device_type must be a device type, .*; got 'cuda:0'"),
         (ExpertsRequest, ("gpu", torch.float32, 8, 8), "device_type must be a device type, .*; got 'gpu'"),
-        (ExpertsRequest, ("cpu", "bfloat16", 8, 8), "dtype must be a dtype"),
+        (ExpertsRequest, ("cpu", torch.int64, 8, 8), "dtype must be a floating-point dtype"),
         (ExpertsRequest, ("cpu", torch.float32, 8, 0.5), "expert_width must be an integer"),
     ],
 )
@@ -228,6 +233,8 @@ CACHE = KeyValueCache(
         ([[0, 4]], [1], [3], r"blocks outside \[0, 4\)"),
         ([[0, 1], [2]], [1, 1], [3, 3], "tables: the 1 blocks of sequence 1 have room for 2 tokens, not for 3"),
         ([[0]], [2], [1], "new: 2 tokens of sequence 0 are new, which must be 1 to its 1 tokens"),
+        ([[0, 0]], [1], [3], r"tables: sequence 0 has a block twice: \[0, 0\]"),
+        ([[0.9, 1.9]], [1], [3], "tables must be integers; got"),
         ([[0]], [1, 1], [1], "must be of the same sequences, at least one; got 1, 2 and 1"),
     ],
 )
@@ -235,6 +242,30 @@ def test_cached_layouts_refuse_blocks_and_tokens_that_do_not_fit(tables, new, to
     # Catches blocks of other sequences that are overwritten.
     with pytest.raises(ValueError, match=message):
         MixedLayout(CACHE, tables, new, totals, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("q", "k", "scale", "message"),
+    [
+        ((8, 2, 8), (5, 1, 8), 1.0, "q, k and v must have the 5 tokens of the layout"),
+        ((5, 2, 8), (1, 1, 8), 1.0, "q, k and v must have the 5 tokens of the layout"),
+        ((5, 2, 8), (5, 1, 1), 1.0, r"q must be \[T, H, C\]"),
+        ((5, 2, 8), (5, 1, 8), float("nan"), "scale must be a finite number above 0"),
+    ],
+)
+def test_cached_attention_refuses_what_does_not_fit(q, k, scale, message) -> None:
+    # Catches rows that are never written, and keys of one token that are taken for those of all.
+    layout = MixedLayout(CACHE, [[0, 1, 2]], [5], [5], "cpu")
+    with pytest.raises(ValueError, match=message):
+        cached_attention(torch.randn(q), torch.randn(k), torch.randn(k), layout, scale=scale, window=None)
+
+
+@pytest.mark.parametrize("changes", [{"block_size": 0}, {"dtype": torch.int64}, {"num_blocks": 2.5}])
+def test_a_cache_of_another_kind_is_refused(changes) -> None:
+    # Catches keys that are rounded to integers.
+    sizes = {"num_layers": 1, "num_blocks": 4, "block_size": 2, "num_kv_heads": 1, "head_dim": 8}
+    with pytest.raises(ValueError, match=f"{next(iter(changes))} must be "):
+        KeyValueCache(**{**sizes, "dtype": torch.float32, "device": torch.device("cpu"), **changes})
 
 
 def test_layouts_of_another_kind_are_refused() -> None:
@@ -283,6 +314,18 @@ def dequantized_otherwise(quant_format: str, num_rows: int, **fields: torch.Tens
             lambda: QuantScheme("nvfp4", 16).quantize(torch.randn(4, 64), torch.ones(())),
             r"global_scale: nvfp4 needs one, fp32 \[4\]; got torch.float32 \[\]",
         ),
+        (
+            lambda: dequantized(*QuantScheme("nf4", 64).quantize(torch.randn(4, 64)), "nf4", 64, 4, torch.int8),
+            "dtype must be a floating-point dtype",
+        ),
+        (
+            lambda: quantized_linear(
+                torch.randn(3, 32), *QuantScheme("nf4", 64).quantize(torch.randn(4, 64)), "nf4", 64, 4
+            ),
+            r"x must be \[T, 64\], of floating point; got torch.float32 \[3, 32\]",
+        ),
+        (lambda: WeightNoise(float("nan"), torch.zeros(3, dtype=torch.int64)), "alpha: must be a number of at least 0"),
+        (lambda: WeightNoise(0.1, torch.zeros(3)), r"state must be torch.int64 \[3\], got torch.float32 \[3\]"),
         (lambda: QuantScheme("nf4", 64).quantize(torch.randn(4, 60)), "weight: rows of 60 weights cannot be divided"),
         (lambda: QuantScheme("nf4", 64).quantize(torch.randn(64)), r"weight: must be a matrix .* got .* \[64\]"),
         (

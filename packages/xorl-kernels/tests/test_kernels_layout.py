@@ -53,6 +53,7 @@ def test_parts_that_disagree_are_refused(cu_seqlens, positions, lengths, message
         ({"positions": torch.tensor([0.0, 1, 2, 0])}, r"positions must be torch.int64 \[4\] .*, got torch.float32"),
         ({"num_real": torch.tensor([3])}, r"num_real must be a 0-d integer tensor, got torch.int64 \[1\]"),
         ({"num_real": torch.tensor(3.0)}, r"num_real must be a 0-d integer tensor, got torch.float32 \[\]"),
+        ({"num_real": torch.tensor(5)}, "num_real must be from 0 to the 4 tokens, got 5"),
         ({"num_trained": torch.tensor([4])}, r"num_trained must have shape \[2\] for 2 documents, got \[1\]"),
     ],
 )

@@ -33,7 +33,7 @@ def test_runs_are_refused_by_the_names_of_adapters(runs, message):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Adam(lr=-1), "lr must be a finite number of at least 0, got -1"),
+        (lambda: Adam(lr=-1), "lr must be at least 0, got -1"),
         (lambda: Adam(lr="1e-3"), "lr must be a number, got '1e-3'"),
         (lambda: Adam(lr=1, weight_decay=float("inf")), "weight_decay must be a finite number, got inf"),
         (lambda: Adam(lr=1, betas=0.9), r"betas must be two numbers, got 0\.9"),
@@ -58,7 +58,9 @@ def test_a_file_of_another_kind_is_told_from_a_snapshot(tmp_path):
 
 
 def test_a_step_does_not_go_uphill():
-    """Catches a negative divisor, which turns descent into ascent, and a negative limit of the norm."""
+    """Catches a negative divisor, which turns descent into ascent, and limits of the norm that make all values NaN."""
+    with pytest.raises(ValueError, match="max_norm must be a finite number, got nan"):
+        small_bank().step("a", Adam(lr=1e-3), max_norm=float("nan"))
     for wrong in ({"divisor": -1}, {"max_norm": -1.0}):
         with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be at least 0, got -1"):
             small_bank().step("a", Adam(lr=1e-3), **wrong)
@@ -69,6 +71,23 @@ def test_names_that_nobody_could_activate_are_refused():
     for name in (None, 3):
         with pytest.raises(ValueError, match="name must be a str, got a "):
             small_bank().add(name, AdapterSpec(rank=2))
+        with pytest.raises(ValueError, match="to must be a str, got a "):
+            small_bank().copy("a", name)
+        with pytest.raises(ValueError, match="name must be a str, got a "):
+            (bank := small_bank()).restore(name, bank.snapshot("a"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"expert_sharing": "outter"}, "expert_sharing: 'outter' is not one of 'none', 'outer', 'all'"),
+        ({"host_limit": 1.5, "folder": "x"}, r"host_limit must be an integer, got 1\.5"),
+    ],
+)
+def test_options_of_a_bank_are_checked(options, message):
+    """Catches a misspelt choice that acts as another."""
+    with pytest.raises(ValueError, match=message):
+        AdapterBank(nn.Sequential(nn.Linear(8, 8)), num_resident=2, max_rank=2, device="cpu", **options)
 
 
 def test_a_model_of_a_bank_gets_no_other_adapters():

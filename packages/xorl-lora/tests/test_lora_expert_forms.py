@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
@@ -125,6 +126,19 @@ def test_every_form_returns_what_was_written(form: ExpertForm, sharing: ExpertSh
         assert torch.equal(found[name], parameter), name
     torch.testing.assert_close(logits(other), logits(decoder), rtol=0, atol=0)
     assert len(layout.modules) == 2 * (1 + 3 * E)
+
+
+def test_a_spec_of_other_sharing_is_not_saved(tmp_path: Path) -> None:
+    # Catches a folder that cannot be loaded, because its settings describe other factors than its tensors.
+    decoder = decoder_of(spec_of("none", QWEN), QWEN)
+    for sharing in ("outer", "all"):
+        with pytest.raises(
+            ValueError, match=f"spec: expert_sharing is '{sharing}', but that of the adapter on .*'none'"
+        ):
+            save_adapter(decoder, spec_of(sharing, QWEN), tmp_path)
+    for written_in in (adapter_tensors, partial(in_form, *read(*written(decoder, spec_of("none", QWEN), "peft")))):
+        with pytest.raises(ValueError, match="form: 'zz' is not one of"):
+            written_in(form="zz", **({"model": decoder} if written_in is adapter_tensors else {}))
 
 
 @pytest.mark.parametrize("architecture", TARGETS)

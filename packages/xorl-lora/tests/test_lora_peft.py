@@ -44,13 +44,14 @@ def shapes(module="layers.0.q_proj", a=(2, 8), b=(4, 2), **others):
     [
         ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
         ({"r": 0}, "rank must be at least 1, got 0"),
-        ({"lora_alpha": 0}, "alpha must be a finite number above 0"),
+        ({"lora_alpha": 0}, "alpha must be above 0"),
         ({"rank_pattern": {"k_proj": 0}}, "k_proj.*must be at least 1"),
         ({"bias": "all"}, "bias is 'all'"),
         ({"use_qalora": True}, "use_qalora is set"),
         ({"init_lora_weights": "pissa_niter_4"}, "changes the base model's weights"),
         ({"modules_to_save": "lm_head"}, "modules_to_save must be a list of names, got 'lm_head'"),
         ({"lora_dropout": 1.0}, "dropout must be at least 0 and below 1"),
+        ({"use_rslora": "false"}, "use_rslora must be true or false, got 'false'"),
     ],
 )
 def test_settings_that_cannot_be_computed_are_refused_by_name(changes, message):
@@ -258,6 +259,8 @@ def test_tensors_of_the_base_and_scales_are_not_passed_over(tmp_path):
         ({"model": Model()}, r"model: Model has no adapters; call inject\(model, spec\) first"),
         ({"spec": {"rank": 2}}, "spec must be a xorl.lora.spec.AdapterSpec, got a dict"),
         ({"task_type": "CAUSALLM"}, "task_type: 'CAUSALLM' is not one of 'CAUSAL_LM'"),
+        ({"form": "PEFT"}, "form: 'PEFT' is not one of 'per_expert', 'peft', 'sglang'"),
+        ({"transposed": ("0",)}, "transposed: 0 is no module of Model; give full names"),
     ],
 )
 def test_what_cannot_be_described_is_refused(options, message):

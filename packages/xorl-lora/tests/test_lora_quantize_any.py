@@ -58,6 +58,16 @@ def test_what_does_not_fit_is_refused_before_anything_changes(options, message) 
     assert all(type(model[index]) is nn.Linear for index in (0, 2))
 
 
+def test_a_merge_without_values_or_to_another_kind_of_number_is_refused() -> None:
+    # Catches a merge that does nothing, and weights in a dtype that no layer computes with.
+    model = module()
+    inject(model, AdapterSpec(rank=2))
+    with pytest.raises(ValueError, match=r"dequantize_to must be one of torch.bfloat16, .*; got torch.float8_e4m3fn"):
+        merge_(model, dequantize_to=torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match="has adapters on the meta device, without values to merge"):
+        merge_(model.to("meta"))
+
+
 def test_layers_may_be_left_out() -> None:
     # Catches an exclusion without effect.
     model = module()

@@ -18,7 +18,7 @@ from xorl.kernels.quant import GROUP_SIZES, QuantScheme
 from xorl.lora import AdapterSpec, adapter_parameters, adapters, init_adapters, inject
 from xorl.lora.linear import LowRank
 from xorl.lora.merge import fold_, merged_rows
-from xorl.lora.quantize import quantizable_layers, quantize_layers
+from xorl.lora.quantize import quantizable_layers, quantize_, quantize_layers
 from xorl.lora.quantized import (
     AdaptiveNoise,
     QuantizedLinear,
@@ -241,6 +241,21 @@ def test_a_copy_and_a_state_dict_hold_all_of_it():
 def test_layers_are_left_out_by_name(exclude, merge_qkv, left):
     # Catches a name of a checkpoint that is not found in fused layers, or that leaves out more than it says.
     assert len(quantized_layers(decoder("nf4", exclude=exclude, merge_qkv=merge_qkv))) == left
+
+
+@pytest.mark.parametrize("options", [{"targets": ("q_proj",)}, {"exclude": ("q_proj",)}])
+def test_layers_that_share_a_matrix_are_quantised_together(options):
+    # Catches layers that nobody named, or that were excluded by name, beside one in the same matrix.
+    with pytest.raises(ValueError, match=r"shares one matrix with .*, which would be quantised too; name both"):
+        quantize_(model := decoder(), scheme_of("nf4"), **options)
+    assert not quantized_layers(model)
+
+
+@pytest.mark.parametrize("alpha", [float("nan"), "0.1"])
+def test_noise_that_is_no_number_is_refused(alpha):
+    # Catches weights that all become NaN.
+    with pytest.raises(ValueError, match="alpha must be a"):
+        AdaptiveNoise(decoder("nf4"), alpha=alpha, seed=0)
 
 
 def test_the_head_may_be_left_out_where_it_is_the_embedding():

@@ -21,8 +21,8 @@ def two_layers() -> nn.Module:
     ("options", "message"),
     [
         ({"rank": 0}, "rank must be at least 1, got 0"),
-        ({"alpha": 0.0}, "alpha must be a finite number above 0, got 0.0"),
-        ({"alpha": float("nan")}, "alpha must be a finite number above 0, got nan"),
+        ({"alpha": 0.0}, "alpha must be above 0, got 0.0"),
+        ({"alpha": float("nan")}, "alpha must be a finite number, got nan"),
         ({"alpha": 1e300}, r"alpha must be at most 1e\+38, got 1e\+300"),
         ({"alpha_pattern": {"q_proj": 1e300}}, r"alpha_pattern\['q_proj'\] must be at most"),
         ({"rank": "4"}, "rank must be an integer, got '4'"),

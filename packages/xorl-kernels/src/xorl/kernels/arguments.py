@@ -29,6 +29,12 @@ def check_type(argument: str, value: object, kind: type, example: str) -> None:
         raise ValueError(f"{argument} must be a {kind.__name__}, such as {example}; got {_describe(value)}")
 
 
+def check_floating(argument: str, dtype: object) -> None:
+    """Raise ValueError unless `dtype` is a floating-point dtype."""
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"{argument} must be a floating-point dtype, such as torch.bfloat16; got {_describe(dtype)}")
+
+
 def check_device_type(device_type: object) -> None:
     """Raise ValueError unless `device_type` is one of torch's device types; a device with an index is none."""
     check_type("device_type", device_type, str, '"cpu"')

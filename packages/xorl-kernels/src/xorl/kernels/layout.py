@@ -57,6 +57,8 @@ class SequenceLayout:
             )
         if num_real is not None and (num_real.dim() or num_real.is_floating_point()):
             raise ValueError(f"num_real must be a 0-d integer tensor, got {num_real.dtype} {list(num_real.shape)}")
+        if num_real is not None and is_readable(num_real) and not 0 <= int(num_real) <= ends[-1]:
+            raise ValueError(f"num_real must be from 0 to the {ends[-1]} tokens, got {int(num_real)}")
         if num_trained is not None and num_trained.shape != (len(lengths),):
             raise ValueError(
                 f"num_trained must have shape [{len(lengths)}] for {len(lengths)} documents, "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from numbers import Integral, Real
 
@@ -15,9 +16,11 @@ def check_integer(argument: str, value: object, *, at_least: int) -> None:
 
 
 def check_number(argument: str, value: object) -> None:
-    """Raise ValueError unless `value` is a number; ranges are for the caller to check."""
+    """Raise ValueError unless `value` is a finite number; ranges are for the caller to check."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ValueError(f"{argument} must be a number, got {value!r}")
+    if not math.isfinite(value):
+        raise ValueError(f"{argument} must be a finite number, got {value}")
 
 
 def check_names(argument: str, value: object) -> None:

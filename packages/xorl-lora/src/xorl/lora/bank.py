@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from xorl.core.models.initial import fill_uniform_, key_of
 from xorl.core.optim import gradient_scale
+from xorl.kernels.arguments import check_choice
 from xorl.kernels.grouped_linear import TokenGroups
 from xorl.kernels.optim import adamw_
 from xorl.lora.arguments import check_instance, check_integer, check_number
@@ -52,10 +53,8 @@ class Adam:
             raise ValueError(f"betas must be at least 0 and below 1, got {self.betas}")
         if not self.eps > 0:
             raise ValueError(f"eps must be above 0, got {self.eps}")
-        if not (math.isfinite(self.lr) and self.lr >= 0):
-            raise ValueError(f"lr must be a finite number of at least 0, got {self.lr}")
-        if not math.isfinite(self.weight_decay):
-            raise ValueError(f"weight_decay must be a finite number, got {self.weight_decay}")
+        if self.lr < 0:
+            raise ValueError(f"lr must be at least 0, got {self.lr}")
 
 
 class StepOutcome(NamedTuple):
@@ -117,6 +116,7 @@ class AdapterBank:
     ) -> None:
         check_integer("num_resident", num_resident, at_least=1)
         check_integer("max_rank", max_rank, at_least=1)
+        check_choice("expert_sharing", expert_sharing, ExpertSharing)
         if adapters(model) or belongs_to_bank(model):
             raise ValueError(
                 f"{type(model).__name__} already has adapters; create the bank on a model without adapters"
@@ -201,6 +201,7 @@ class AdapterBank:
         """
         spec = snapshot.spec
         entry = _Entry(spec, self._segments_of(spec))
+        check_instance("name", name, str)
         snapshot = AdapterSnapshot.of_tensors(spec, self._slots.names(spec, entry.segments), snapshot.tensors())
         entry.has_gradient = GRAD in snapshot.values
         if name in self._resident:
@@ -213,6 +214,7 @@ class AdapterBank:
 
         The values are copied on the device. Raises ValueError if the name exists.
         """
+        check_instance("to", to, str)
         if to in self._entries:
             raise ValueError(f"adapter {to!r} already exists")
         if self._base_slot == 1:

@@ -29,6 +29,8 @@ from xorl.lora.quantized import (
     write_rows_,
 )
 
+_MERGED_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
 
 def merge_(model: nn.Module, *, dequantize_to: torch.dtype | None = None) -> None:
     """Merge every adapter of `model` into its base weight and remove it, in place.
@@ -38,7 +40,8 @@ def merge_(model: nn.Module, *, dequantize_to: torch.dtype | None = None) -> Non
     Quantised weights are quantised again, from fp32, which rounds the update too. With `dequantize_to`, all quantised
     layers of `model` become plain ones with a weight of this dtype instead, rounded once; `model` must be whole.
 
-    Raises ValueError if `model` has no adapters, and with `dequantize_to` if a quantised weight is sharded.
+    Raises ValueError if `model` has no adapters or has them on the meta device, and with `dequantize_to` if a quantised
+    weight is sharded.
     """
     if dequantize_to is not None:
         _merge_dequantized_(model, dequantize_to)
@@ -50,8 +53,8 @@ def merge_(model: nn.Module, *, dequantize_to: torch.dtype | None = None) -> Non
 @torch.no_grad()
 def _merge_dequantized_(model: nn.Module, dtype: torch.dtype) -> None:
     """Merge every adapter, and replace every quantised layer by a plain one with the merged weight."""
-    if not dtype.is_floating_point:
-        raise ValueError(f"dequantize_to must be a floating dtype, got {dtype}")
+    if dtype not in _MERGED_DTYPES:
+        raise ValueError(f"dequantize_to must be one of {', '.join(map(str, _MERGED_DTYPES))}; got {dtype!r}")
     quantized = quantized_layers(model)
     if sharded := [
         path
@@ -87,6 +90,8 @@ def _pairs_by_layer(model: nn.Module) -> dict[Linear | Embedding | ExpertLinear,
     found = adapters(model)
     if not found:
         raise ValueError(f"{type(model).__name__} has no adapters to merge")
+    if any(adapter.A.is_meta for adapter in found.values()):
+        raise ValueError(f"{type(model).__name__} has adapters on the meta device, without values to merge")
     pairs: dict[Linear | Embedding | ExpertLinear, list[LowRank]] = {}
     for adapter in found.values():
         pairs.setdefault(adapter.layer, []).append(adapter.pair)

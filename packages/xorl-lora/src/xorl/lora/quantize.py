@@ -20,7 +20,7 @@ from xorl.lora.arguments import check_instance, check_names
 from xorl.lora.linear import TorchLinear
 from xorl.lora.quantized import QuantizedExpertLinear, QuantizedLayer, QuantizedLinear, shape_refusal, write_rows_
 from xorl.lora.spec import matches_name, spec_of
-from xorl.lora.targets import resolve
+from xorl.lora.targets import Site, resolve, sites_of
 
 # How many names a message lists.
 _MAX_LISTED = 3
@@ -131,15 +131,17 @@ def quantize_(
     `targets` are as for `AdapterSpec`, which may also name experts of xorl's decoder; `exclude` names layers to leave
     as they are, in the same way. Call it before the model is sharded, and before adapters are added with `inject`.
 
-    Raises ValueError, before anything is changed, for a name that matches nothing, and for layers that have an adapter,
-    are on the meta device or do not fit the scheme.
+    Raises ValueError, before anything is changed, for a name that matches nothing, if only some of the layers that a
+    module stacks are chosen, and for layers that have an adapter, are on the meta device or do not fit the scheme.
     """
     check_instance("scheme", scheme, QuantScheme)
     check_names("exclude", exclude)
     sites = resolve(spec_of(targets), model)
     if unknown := [name for name in exclude if not any(matches_name(site.name, name) for site in sites)]:
         raise ValueError(f"exclude: no layer among the targets is named {', '.join(unknown)}")
-    paths = dict.fromkeys(site.path for site in sites if not any(matches_name(site.name, name) for name in exclude))
+    chosen = [site for site in sites if not any(matches_name(site.name, name) for name in exclude)]
+    _check_whole(model, chosen)
+    paths = dict.fromkeys(site.path for site in chosen)
     parts = _stacked_rows(model)
     layers: dict[str, nn.Linear | Linear | ExpertLinear] = {}
     for path in paths:
@@ -162,6 +164,18 @@ def quantize_(
         write_rows_(quantized, plain.weight)
         model.set_submodule(path, quantized)
     return tuple(paths)
+
+
+def _check_whole(model: nn.Module, chosen: Sequence[Site]) -> None:
+    """Raise ValueError for a module that stacks several layers of which only some are chosen."""
+    names, paths = {site.name for site in chosen}, {site.path for site in chosen}
+    for site in sites_of(model).values():
+        if site.path in paths and site.name not in names:
+            other = next(one.name for one in chosen if one.path == site.path)
+            raise ValueError(
+                f"targets: {other} shares one matrix with {site.name}, which would be quantised too; name both, "
+                "or exclude both"
+            )
 
 
 def _stacked_rows(model: nn.Module) -> dict[str, tuple[int, ...]]:

@@ -27,6 +27,7 @@ from xorl.core.shards import local_part, shard_groups
 from xorl.kernels.experts.quantized import QuantizedExperts
 from xorl.kernels.quant import QuantizedWeight, QuantScheme, adapted_quantized_linear, dequantized, quantized_linear
 from xorl.kernels.quant.nvfp4 import nvfp4_global_scale
+from xorl.lora.arguments import check_number
 from xorl.lora.linear import TorchLinear, torch_linear
 
 
@@ -321,6 +322,7 @@ class AdaptiveNoise:
     """
 
     def __init__(self, model: nn.Module, *, alpha: float, seed: int) -> None:
+        check_number("alpha", alpha)
         layers = quantized_layers(model)
         states = [[_key(seed, path), 0, layer.first_row * layer.in_features // 2] for path, layer in layers.items()]
         device = next((layer.weight.device for layer in layers.values()), torch.device("cpu"))

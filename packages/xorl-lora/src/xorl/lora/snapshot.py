@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from xorl.lora.arguments import check_integer
 from xorl.lora.spec import AdapterSpec
 
 logger = logging.getLogger(__name__)
@@ -124,8 +125,8 @@ class SnapshotStore:
     """
 
     def __init__(self, *, host_limit: int | None, folder: Path | None) -> None:
-        if host_limit is not None and host_limit < 0:
-            raise ValueError(f"host_limit must be at least 0, got {host_limit}")
+        if host_limit is not None:
+            check_integer("host_limit", host_limit, at_least=0)
         if host_limit is not None and folder is None:
             raise ValueError(
                 f"host_limit is {host_limit}, but there is no folder for the adapters above it: pass folder"

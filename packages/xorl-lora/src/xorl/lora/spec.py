@@ -60,8 +60,8 @@ class AdapterSpec:
             check_integer(name, rank, at_least=1)
         for name, alpha in {"alpha": self.alpha, **_named("alpha_pattern", self.alpha_pattern)}.items():
             check_number(name, alpha)
-            if not (math.isfinite(alpha) and alpha > 0):
-                raise ValueError(f"{name} must be a finite number above 0, got {alpha}")
+            if not alpha > 0:
+                raise ValueError(f"{name} must be above 0, got {alpha}")
             if alpha > LARGEST_ALPHA:
                 raise ValueError(f"{name} must be at most {LARGEST_ALPHA:g}, got {alpha}")
         check_instance("use_rslora", self.use_rslora, bool)

@@ -17,17 +17,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from xorl.kernels.arguments import check_type
+from xorl.kernels.arguments import as_integers, check_at_least, check_floating, check_type
 from xorl.kernels.attention.interface import AttentionRequest
 from xorl.kernels.attention.limits import AMPERE, flash_refusal
 from xorl.kernels.attention.native import native_refusal
+from xorl.kernels.attention.operator import check_inputs
 from xorl.kernels.fused.device import triton_refusal
 from xorl.kernels.layout import SequenceLayout
 from xorl.kernels.torch_private import flash_attention_forward
 
 
 class KeyValueCache:
-    """Keys and values of all layers, [layers, E * B, G, C] each; block e occupies the rows [e * B, (e + 1) * B)."""
+    """Keys and values of all layers, [layers, E * B, G, C] each; block e occupies the rows [e * B, (e + 1) * B).
+
+    Raises ValueError for sizes below 1, and a dtype that is not of floating point.
+    """
 
     def __init__(
         self,
@@ -40,6 +44,10 @@ class KeyValueCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        sizes = {"num_layers": num_layers, "num_blocks": num_blocks, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        for name, size in {"block_size": block_size, **sizes}.items():
+            check_at_least(name, size, 1)
+        check_floating("dtype", dtype)
         self.block_size = block_size
         self.num_blocks = num_blocks
         shape = (2, num_layers, num_blocks * block_size, num_kv_heads, head_dim)
@@ -220,6 +228,9 @@ def _check_sequences(
             )
         if not 0 <= min(table) <= max(table) < cache.num_blocks:
             raise ValueError(f"tables: sequence {index} has blocks outside [0, {cache.num_blocks}): {list(table)}")
+        used = as_integers("tables", table)[: -(-total // cache.block_size)]
+        if len(set(used)) < len(used):
+            raise ValueError(f"tables: sequence {index} has a block twice: {list(used)}")
 
 
 def cached_attention(
@@ -228,8 +239,11 @@ def cached_attention(
     """An `AttentionFn` for a `CachedLayout`: writes the new tokens' keys and values to the cache, then attends.
 
     All writes come before all reads, so a sequence may read a block that another sequence writes in the same pass.
+
+    Raises ValueError as an `AttentionFn` does, and for a layout without a cache.
     """
     check_type("layout", layout, CachedLayout, "a MixedLayout or DecodeLayout")
+    check_inputs(q, k, v, layout, scale, window)
     keys, values = layout.write(k, v)
     return layout.attend(q, keys, values, scale=scale, window=window)
 

@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from xorl.kernels.arguments import check_at_least, check_device_type, check_type
+from xorl.kernels.arguments import check_at_least, check_device_type, check_floating
 from xorl.kernels.layout import SequenceLayout, ShardedLayout
 
 
@@ -66,7 +66,7 @@ class AttentionRequest:
 
     def __post_init__(self) -> None:
         check_device_type(self.device_type)
-        check_type("dtype", self.dtype, torch.dtype, "torch.bfloat16")
+        check_floating("dtype", self.dtype)
         check_at_least("head_dim", self.head_dim, 1)
         check_at_least("window", self.window, 1, optional=True)
 

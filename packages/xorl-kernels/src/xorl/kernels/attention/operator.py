@@ -125,6 +125,9 @@ def check_inputs(
         raise ValueError(
             f"q, k and v must have the same dtype, of floating point; got {q.dtype}, {k.dtype} and {v.dtype}"
         )
+    if not q.device == k.device == v.device == layout.cu_seqlens.device:
+        devices = f"{q.device}, {k.device}, {v.device} and {layout.cu_seqlens.device}"
+        raise ValueError(f"q, k, v and the layout must be on one device; got {devices}")
 
 
 class _Context(FunctionCtx):

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from xorl.kernels.arguments import check_at_least, check_device_type, check_type
+from xorl.kernels.arguments import check_at_least, check_device_type, check_floating
 from xorl.kernels.experts import grouped, reference
 from xorl.kernels.experts.adapted import Factors
 from xorl.kernels.experts.quantized import ExpertsWeight
@@ -60,7 +60,7 @@ class ExpertsRequest:
 
     def __post_init__(self) -> None:
         check_device_type(self.device_type)
-        check_type("dtype", self.dtype, torch.dtype, "torch.bfloat16")
+        check_floating("dtype", self.dtype)
         check_at_least("width", self.width, 1)
         check_at_least("expert_width", self.expert_width, 1)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from xorl.kernels.arguments import check_number
 from xorl.kernels.optim.noise import KEY_STEP, philox2x32
 
 # Factors that convert a word to a number in (0, 1], and to an angle (2**32 is a full turn).
@@ -32,10 +33,17 @@ class WeightNoise:
         state: int64 [3] on the weight's device: a key in [0, 2**31), derived from the weight and the run's seed, the
             optimizer step, and the index of the first pair of elements, if other ranks hold the pairs before it. They
             are a tensor so that layers that differ only in them share compiled code.
+
+    Raises ValueError for another alpha or state.
     """
 
     alpha: float
     state: Tensor
+
+    def __post_init__(self) -> None:
+        check_number("alpha", self.alpha)
+        if (self.state.shape, self.state.dtype) != ((3,), torch.int64):
+            raise ValueError(f"state must be torch.int64 [3], got {self.state.dtype} {list(self.state.shape)}")
 
 
 def normal_pairs(noise: WeightNoise, num_pairs: int, device: torch.device) -> Tensor:

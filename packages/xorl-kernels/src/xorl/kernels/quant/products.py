@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from xorl.kernels.arguments import check_floating
 from xorl.kernels.low_rank import add_product
 from xorl.kernels.quant.device import QuantFormat
 from xorl.kernels.quant.noise import WeightNoise
@@ -41,8 +42,9 @@ def quantized_linear(
         out_features: O.
         noise, noise_alpha: the `state` and `alpha` of a WeightNoise to add to the weight. None adds none.
 
-    Raises ValueError for a scheme that does not exist, and for fields that are not those of a weight [O, I].
+    Raises ValueError for a scheme that does not exist, and for fields and an x that are not those of a weight [O, I].
     """
+    _check_input(x, codes, quant_format)
     _check_stored(codes, scales, global_scale, quant_format, group_size, out_features)
     return _quantized_linear(x, codes, scales, global_scale, quant_format, group_size, out_features, noise, noise_alpha)
 
@@ -112,6 +114,7 @@ def dequantized(
     noise_alpha: float = 0.0,
 ) -> Tensor:
     """The weight [O, I] in `dtype`; arguments and errors as for `quantized_linear`."""
+    check_floating("dtype", dtype)
     _check_stored(codes, scales, global_scale, quant_format, group_size, out_features)
     return _dequantized(codes, scales, global_scale, quant_format, group_size, out_features, dtype, noise, noise_alpha)
 
@@ -151,12 +154,20 @@ def adapted_quantized_linear(
 
     As in `xorl.kernels.low_rank`, compiled code needs no extra pass over memory for the addition.
     """
+    _check_input(x, codes, quant_format)
     _check_stored(codes, scales, global_scale, quant_format, group_size, out_features)
     y = _AdaptedQuantizedLinear.apply(
         x, down, up, codes, scales, global_scale, quant_format, group_size, out_features, noise, noise_alpha
     )
     assert isinstance(y, Tensor)
     return y
+
+
+def _check_input(x: Tensor, codes: Tensor, quant_format: str) -> None:
+    """Raise ValueError for an input that does not have the weight's columns."""
+    columns = num_columns(codes, quant_format)
+    if not torch.compiler.is_compiling() and not (x.is_floating_point() and x.shape[-1] == columns):
+        raise ValueError(f"x must be [T, {columns}], of floating point; got {x.dtype} {list(x.shape)}")
 
 
 def _check_stored(

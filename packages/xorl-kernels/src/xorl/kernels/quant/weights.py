@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from xorl.kernels.arguments import check_choice
+from xorl.kernels.arguments import check_choice, check_floating
 from xorl.kernels.quant.block_fp8 import dequantize_block_fp8, quantize_block_fp8
 from xorl.kernels.quant.device import QuantFormat
 from xorl.kernels.quant.nf4 import dequantize_nf4, quantize_nf4
@@ -102,9 +102,8 @@ class QuantScheme:
 
     def check_stored(self, weight: QuantizedWeight, num_rows: int) -> None:
         """Raise ValueError unless the fields of `weight` are those of a weight [num_rows, I]."""
-        given = {
-            name: (tuple(field.shape), field.dtype) for name, field in weight._asdict().items() if field is not None
-        }
+        fields = {"codes": weight.codes, "scales": weight.scales, "global_scale": weight.global_scale}
+        given = {name: (tuple(field.shape), field.dtype) for name, field in fields.items() if field is not None}
         wanted = self.stored(num_rows, num_columns(weight.codes, self.quant_format))
         if given != wanted:
             raise ValueError(
@@ -139,8 +138,9 @@ class QuantScheme:
     ) -> Tensor:
         """The weight [num_rows, I] in `dtype`, without padding rows.
 
-        Raises ValueError for fields that are not those of a weight with `num_rows` rows.
+        Raises ValueError for fields that are not those of a weight with `num_rows` rows, and another dtype.
         """
+        check_floating("dtype", dtype)
         self.check_stored(weight, num_rows)
         return dequantize_stored(self, weight, num_rows, dtype, noise)
 
@@ -153,7 +153,7 @@ class QuantScheme:
             raise ValueError(f"global_scale: nvfp4 needs one, fp32 [{num_rows}]; got {given}")
 
 
-def num_columns(codes: Tensor, quant_format: QuantFormat) -> int:
+def num_columns(codes: Tensor, quant_format: str) -> int:
     """I of the weight with these codes."""
     return codes.shape[-1] if quant_format == "block_fp8" else 2 * codes.shape[-1]
 

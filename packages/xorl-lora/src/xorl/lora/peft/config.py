@@ -121,8 +121,8 @@ class AdapterConfig:
             alpha=_number("lora_alpha", content.get("lora_alpha", DEFAULT_ALPHA)),
             targets="all-linear" if isinstance(targets, str) else _names(content, "target_modules") or "all-linear",
             dropout=_number("lora_dropout", content.get("lora_dropout", 0.0)),
-            use_rslora=bool(content.get("use_rslora", False)),
-            use_dora=bool(content.get("use_dora", False)),
+            use_rslora=_flag(content, "use_rslora"),
+            use_dora=_flag(content, "use_dora"),
             rank_pattern={key: _integer("rank_pattern", value) for key, value in _pairs(content, "rank_pattern")},
             alpha_pattern={key: _number("alpha_pattern", value) for key, value in _pairs(content, "alpha_pattern")},
             modules_to_save=_names(content, "modules_to_save"),
@@ -132,7 +132,7 @@ class AdapterConfig:
             spec,
             base=str(content.get("base_model_name_or_path") or "") or None,
             task_type=str(content.get("task_type") or "") or None,
-            fan_in_fan_out=bool(content.get("fan_in_fan_out", False)),
+            fan_in_fan_out=_flag(content, "fan_in_fan_out"),
             form=form,
             form_settings=form_settings,
         )
@@ -225,6 +225,13 @@ def _number(key: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"{key} must be a number, got {value!r}")
     return float(value)
+
+
+def _flag(content: Mapping[str, object], key: str) -> bool:
+    value = content.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise ValueError(f"{key} must be true or false, got {value!r}")
+    return bool(value)
 
 
 def _names(content: Mapping[str, object], key: str) -> tuple[str, ...]:

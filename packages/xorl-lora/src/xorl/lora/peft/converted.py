@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from xorl.core.models.recipes import WeightSource
+from xorl.kernels.arguments import check_choice
 from xorl.lora.experts import SHARED
 from xorl.lora.linear import Leaf
 from xorl.lora.peft.config import AdapterConfig, ExpertForm
@@ -31,6 +32,7 @@ def in_form(layout: AdapterLayout, source: WeightSource, form: ExpertForm) -> tu
 
     Raises ValueError, which begins with `form`, if there are no adapters on experts or the form cannot express them.
     """
+    check_choice("form", form, ExpertForm)
     members: dict[str, dict[int, str]] = {}
     for name in layout.modules:
         if (found := expert_of(name)) is not None:

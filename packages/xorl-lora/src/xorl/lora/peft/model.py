@@ -20,7 +20,7 @@ from xorl.lora.peft.config import AdapterConfig, ExpertForm, TaskType, shared_va
 from xorl.lora.peft.forms import ExpertFactor, ExpertFactors, chosen_form, expert_tensors, settings_of
 from xorl.lora.peft.layout import AdapterLayout, FileTensors, keys_of, read_shared
 from xorl.lora.spec import AdapterSpec, ExpertSharing
-from xorl.lora.targets import modules_to_save, sites_of
+from xorl.lora.targets import modules_to_save, sites_of, whole_modules
 
 
 def config_of(
@@ -45,6 +45,11 @@ def config_of(
     check_instance("spec", spec, AdapterSpec)
     if task_type is not None:
         check_choice("task_type", task_type, TaskType)
+    if form is not None:
+        check_choice("form", form, ExpertForm)
+    known = {*whole_modules(model), *(name for site in sites_of(model).values() for name in site.names)}
+    if unknown := sorted(set(transposed) - known):
+        raise ValueError(f"transposed: {unknown[0]} is no module of {type(model).__name__}; give full names")
     adapted = adapters(model) if found is None else found
     if not adapted:
         raise ValueError(f"model: {type(model).__name__} has no adapters; call inject(model, spec) first")
@@ -75,6 +80,9 @@ def config_of(
             raise ValueError(f"spec: use_rslora is {spec.use_rslora}, but the adapter on {name} has another scale")
         if (adapter.magnitude_offset is not None) != spec.use_dora:
             raise ValueError(f"spec: use_dora is {spec.use_dora}, but the adapter on {name} was injected otherwise")
+        if isinstance(adapter.pair, ExpertLowRank) and adapter.pair.sharing != spec.expert_sharing:
+            shared = f"spec: expert_sharing is {spec.expert_sharing!r}, but that of the adapter on {name} is"
+            raise ValueError(f"{shared} {adapter.pair.sharing!r}")
     experts = [_expert_factors(each, full_tensor) for each in adapted.values() if isinstance(each.pair, ExpertLowRank)]
     if form is not None and not experts:
         raise ValueError("form: only adapters on experts have forms, and there are none")
@@ -86,7 +94,7 @@ def config_of(
     }
     return AdapterConfig(
         written,
-        base,
+        None if base is None else str(base),
         task_type,
         fan_in_fan_out=bool(fan_in_fan_out),
         form=chosen,
@@ -105,6 +113,8 @@ def adapter_tensors(
     Modules trained whole are not included; `save_adapter` writes them too. `gather` takes a parameter, maybe sharded,
     and returns its whole value. `form` is that of adapters on experts, as for `config_of`.
     """
+    if form is not None:
+        check_choice("form", form, ExpertForm)
     tensors: list[FileTensors] = []
     experts: list[ExpertFactors] = []
     sharing: ExpertSharing = "none"
