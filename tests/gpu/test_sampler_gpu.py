@@ -80,7 +80,7 @@ def place(
     decoder.init_weights(0)
     decoder.compute_dtype = dtype
     policy = ParallelPolicy(data_parallel_mode=mode, compile_backend="inductor" if compiled else None)
-    return parallelize(decoder.to(device), mesh, policy, device=torch.device(device), fill=lambda module: None)
+    return parallelize(decoder.to(device), mesh, policy, device=torch.device(device))
 
 
 @pytest.mark.parametrize("window", [None, 1, 37])

@@ -52,7 +52,7 @@ def place(hf_config: dict[str, object] = HF_CONFIG, **policy: object) -> Paralle
     decoder.init_weights(0)
     mesh = Mesh(ParallelDims.resolve("none", 1, shard_size=-1, replicate_size=-1), "cpu")
     whole = ParallelPolicy(data_parallel_mode="none", **policy)
-    return parallelize(decoder, mesh, whole, device=CPU, fill=lambda module: None)
+    return parallelize(decoder, mesh, whole, device=CPU)
 
 
 def make_sampler(model: ParallelModel, **options: object) -> Sampler:

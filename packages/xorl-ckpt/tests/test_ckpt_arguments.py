@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
 import pytest
 import torch
 
 from xorl.ckpt import Checkpointer, CheckpointError, Retention, SafetensorsSource, export_hf, load_weights
+from xorl.ckpt.export import parameter_groups, published, write_model
+from xorl.ckpt.reader import SameTensor
+from xorl.ckpt.tensor_file import write_tensor_file
 
 WEIGHTS = {"w": torch.zeros(2, 2)}
 
@@ -38,6 +42,9 @@ WEIGHTS = {"w": torch.zeros(2, 2)}
         ({"info": {"path": object()}}, "info: must be JSON with finite numbers"),
         ({"background": True}, "background: True is not a BackgroundWriter"),
         ({"replaces": True}, "replaces: only a checkpoint with a name"),
+        ({"name": "global_step_7"}, "name: 'global_step_7' is the name of another step than 1"),
+        ({"on_published": 3}, "on_published: 3 is not a function"),
+        ({"write_extra_files": 3}, "write_extra_files: 3 is not a function"),
     ],
 )
 def test_arguments_of_a_save_are_checked(arguments, message, tmp_path, make_state):
@@ -54,12 +61,30 @@ def test_arguments_of_a_save_are_checked(arguments, message, tmp_path, make_stat
         (lambda _: Retention(last="3"), "last: '3' is not an int of at least 1"),
         (lambda _: Retention(last=2, best=0), "best: 0 is not an int of at least 1"),
         (lambda _: Retention(last=2, best=1), "best: 1 is not possible without `losses`"),
+        (lambda _: Retention(last=2, best=1, losses={1: 0.1}), "losses: the dict is not a function"),
     ],
 )
 def test_what_is_kept_is_checked_at_once(make, message, tmp_path):
     # Catches an error that is raised only after a checkpoint was published.
     with pytest.raises(CheckpointError, match=message):
         make(tmp_path)
+
+
+def test_losses_by_other_keys_than_steps_remove_nothing(tmp_path, make_state):
+    # Catches a best checkpoint that is removed because its step is text, as in a file of JSON.
+    checkpointer = Checkpointer(tmp_path, retention=Retention(last=1, best=1, losses=lambda: {"1": 0.1}))
+    Checkpointer(tmp_path).save(1, make_state())
+    with pytest.raises(CheckpointError, match="losses: '1' is not a step, which is an int"):
+        checkpointer.save(2, make_state())
+    assert [path.name for path in checkpointer.checkpoints()] == ["global_step_1"]
+    assert Retention(last=1, best=1, losses=lambda: {np.int64(1): 0.1}).kept([1, 2]) == {1, 2}
+
+
+def test_parts_to_skip_are_not_loaded_even_if_they_are_passed(tmp_path, make_state, assert_same):
+    # Catches an optimizer that is overwritten although the caller leaves it out.
+    checkpointer, state = Checkpointer(tmp_path), make_state(2)
+    checkpointer.load(checkpointer.save(1, make_state(1)), state, skip_parts=("optimizer",))
+    assert_same(state, {"model": make_state(1)["model"], "optimizer": make_state(2)["optimizer"]})
 
 
 def test_messages_of_a_load_say_what_to_do(tmp_path, make_state, monkeypatch):
@@ -93,6 +118,14 @@ def test_messages_of_a_load_say_what_to_do(tmp_path, make_state, monkeypatch):
         ({"tokenizer_folder": "nope"}, "tokenizer_folder: 'nope' is not an existing folder"),
         ({"params": list(WEIGHTS.values())}, "params: the list is not a mapping"),
         ({"folder": "file/out"}, "folder: cannot write to .*file: Not a directory"),
+        (
+            {"recipes": {"w": SameTensor("w", (1, 2))}},
+            r"recipes: the recipe of w is for \[1, 2\], but its shape is \[2, 2\]",
+        ),
+        (
+            {"recipes": {name: SameTensor(name, (2, 2)) for name in "wv"}},
+            "params: v are missing, though `recipes` has them",
+        ),
     ],
 )
 def test_arguments_of_an_export_are_checked(tmp_path, monkeypatch, arguments, message) -> None:
@@ -112,6 +145,8 @@ def test_arguments_of_an_export_are_checked(tmp_path, monkeypatch, arguments, me
         ({"ignore": ["w"]}, "ignore: the list is not a function"),
         ({"bucket_bytes": 0}, "bucket_bytes: 0 is not an int of at least 1"),
         ({"params": [WEIGHTS["w"]]}, "params: the list is not a mapping"),
+        ({"params": {"w": WEIGHTS["w"].int()}}, "params: w is int32, but the weights are float32"),
+        ({"params": {"w": WEIGHTS["w"].bool()}}, "params: w is bool, but the weights are float32"),
     ],
 )
 def test_arguments_of_a_load_are_checked(tmp_path, arguments, message) -> None:
@@ -121,3 +156,19 @@ def test_arguments_of_a_load_are_checked(tmp_path, arguments, message) -> None:
         load_weights(**{"params": WEIGHTS, "recipes": None, "source": source, **arguments})
     with pytest.raises(CheckpointError, match=r"it is a file; pass its folder, with single_file='model\.safetensors'"):
         SafetensorsSource(tmp_path / "out" / "model.safetensors")
+
+
+def test_paths_may_be_text_and_in_the_home(tmp_path, monkeypatch) -> None:
+    # Catches "unsupported operand", a folder named ~, and a tokenizer that is left out because its folder is missing.
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "tokenizer.json").write_text("{}")
+    groups = parameter_groups(WEIGHTS, {"w": SameTensor("w", (2, 2))})
+    with published("~/x"):
+        with pytest.raises(CheckpointError, match="tokenizer_folder: 'none' is not an existing folder"):
+            write_model("~/.exporting_x", groups, hf_config={}, tokenizer_folder="none")
+        write_model("~/.exporting_x", groups, hf_config={}, tokenizer_folder="~/tokenizer")
+    names = sorted(path.name for path in (tmp_path / "x").iterdir())
+    assert names == ["config.json", "model.safetensors", "tokenizer.json"]
+    write_tensor_file(str(tmp_path / "one.safetensors"), groups)
+    assert (tmp_path / "one.safetensors").is_file()

@@ -13,6 +13,7 @@ from xorl.ckpt import Checkpointer, CheckpointError, CheckpointFailure, Safetens
 from xorl.ckpt.export import published
 from xorl.ckpt.files import write_file
 from xorl.ckpt.layout import TensorRecord, verify
+from xorl.ckpt.reader import SameTensor
 from xorl.ckpt.saved_tensors import SavedParameters
 from xorl.ckpt.tensor_file import TensorGroup, write_tensor_file
 
@@ -93,6 +94,9 @@ def test_parameters_of_a_checkpoint_are_read_one_at_a_time(manager, recipes, hf_
     assert SavedParameters.holds(path, "model", params)
     with pytest.raises(CheckpointError, match="does not contain"):
         SavedParameters(path, "optimizer", recipes)
+    narrow = {**recipes, "bias": SameTensor("b", (4,))}
+    with pytest.raises(CheckpointError, match=r"recipes: the recipe of bias is for \[4\], but its shape is \[5\]"):
+        SavedParameters(path, "model", narrow)
 
 
 def test_files_of_the_callers_own_are_part_of_a_checkpoint(tmp_path):

@@ -1,6 +1,7 @@
 """Wrong arguments at public doors: each is refused and named."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,18 +12,39 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from xorl.core.loss import get_loss
 from xorl.core.mesh import Mesh, ParallelDims
 from xorl.core.models import SPECS, spec_for
+from xorl.core.models.decoder_config import DenseConfig
+from xorl.core.nn import RopeConfig
 from xorl.core.nn.fp8 import convert_linears
+from xorl.core.nn.kernels import choose_kernels
+from xorl.core.nn.rotary import Rotary
 from xorl.core.optim import MuonOptions, Schedule, build_optimizer, scale_and_clip_
+from xorl.core.optim.clip import gradient_norms, gradient_scale
 from xorl.core.parallel import ParallelPolicy, parallelize
+from xorl.core.parallel.apply import check_parallelizable
 from xorl.core.runtime import init
+from xorl.core.shards import copy_shard_
+from xorl.kernels.attention.sdpa import sdpa_attention
 
 
 def optimizer(name: str, **options: object) -> object:
     return build_optimizer(name, nn.Linear(4, 4).named_parameters(), **{"lr": 0.1, "weight_decay": 0.0, **options})
 
 
-def loss(targets: dict[str, torch.Tensor]) -> object:
-    return get_loss("cross_entropy")(torch.ones(6, 4), torch.ones(8, 4), targets)
+def loss(targets: dict[str, torch.Tensor], name: str = "cross_entropy", **options: bool) -> object:
+    return get_loss(name)(torch.ones(6, 4), torch.ones(8, 4), targets, **options)
+
+
+def kernels(**options: object) -> object:
+    defaults = {"device_type": "cpu", "dtype": torch.float32, "compiled": False, "native": (), "cast_bf16": False}
+    return choose_kernels(sdpa_attention, **{**defaults, **options})
+
+
+SIZES = {"vocab_size": 9, "max_position_embeddings": 8, "hidden_size": 8, "intermediate_size": 8}
+LLAMA = SPECS["LlamaForCausalLM"].config_from_hf({**SIZES, "num_hidden_layers": 1, "num_attention_heads": 2})
+GPT2 = SPECS["GPT2LMHeadModel"].config_from_hf(
+    {"vocab_size": 9, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2}
+)
+WEIGHT = nn.Parameter(torch.ones(2))
 
 
 @pytest.mark.parametrize(
@@ -38,7 +60,7 @@ def loss(targets: dict[str, torch.Tensor]) -> object:
         (lambda: ParallelDims.resolve("fsdp", 2), "mode: 'fsdp' is not one of"),
         (lambda: ParallelDims(context_sharding="ring"), "context_sharding: 'ring' is not one of"),
         (lambda: Schedule(10, 0.1, style="cosin"), "style: 'cosin' is not one of 'constant', 'linear', 'cosine'"),
-        (lambda: Schedule(0, 0.1), "num_steps must be at least 1"),
+        (lambda: Schedule(0, 0.1), "num_steps must be an integer of at least 1; got the int 0"),
         (lambda: Schedule(10, 0.1, warmup_ratio=1.5), "warmup_ratio must be from 0 to 1"),
         (lambda: Schedule(10, 0.1)(0), "step must be at least 1"),
         (lambda: convert_linears(nn.ModuleList(), "rows"), "recipe: 'rows' is not one of"),
@@ -87,6 +109,63 @@ def loss(targets: dict[str, torch.Tensor]) -> object:
             r"labels must have one entry .* 6 tokens .* got shape \[1, 6\]",
         ),
         (lambda: loss({"label": torch.arange(6)}), "targets: there are no labels among label"),
+        (
+            lambda: loss({"labels": torch.arange(6), "weights": torch.ones(6, 1)}, whole_logits=True),
+            r"weights must have shape \[6\], as labels; got \[6, 1\]",
+        ),
+        (
+            lambda: loss({"logprobs": torch.ones(6), "advantages": torch.ones(6)}, "ppo"),
+            "targets: there are no labels among logprobs, advantages",
+        ),
+        (lambda: gradient_scale(WEIGHT, 1.0, 1.0), "parameters: must be a list of tensors, got Parameter; pass a list"),
+        (lambda: gradient_scale(iter([WEIGHT]), 1.0, 1.0), "parameters: must be a list of tensors, got list_iterator"),
+        (lambda: gradient_scale([], 1.0, 1.0), "parameters: there are none"),
+        (lambda: gradient_scale([WEIGHT], 0, 1.0), "divisor: is 0"),
+        (lambda: gradient_scale([WEIGHT], 1.0, -1.0), "max_norm: must be a number of at least 0"),
+        (lambda: gradient_norms([WEIGHT]), "sets: must be a list of lists of tensors"),
+        (lambda: gradient_norms([[]]), "sets: there are no parameters"),
+        (lambda: scale_and_clip_([("weight", WEIGHT)], 1.0, 1.0), "parameters: must be a list of tensors, got one of"),
+        (
+            lambda: build_optimizer("sgd", [("w", WEIGHT), ("w", WEIGHT)], lr=0.1, weight_decay=0.0),
+            "named_parameters: 'w' is there twice",
+        ),
+        (lambda: optimizer("adamw", no_decay_params=iter(["bias"])), "no_decay_params: must be a list of strings, got"),
+        (lambda: optimizer("adamw", no_decay_modules=[1]), r"no_decay_modules: must be a list of strings, got \[1\]"),
+        (
+            lambda: optimizer("anyprecision_adamw", state_dtype=torch.float16),
+            "state_dtype: .* torch.float32 or torch.bfloat16, got torch.float16",
+        ),
+        (lambda: optimizer("muon", muon={"weight": [4]}), "muon: must be MuonOptions, got dict"),
+        (lambda: optimizer("muon", lr=0.0, muon=MuonOptions({"weight": [4]})), "lr: is 0"),
+        (lambda: MuonOptions({}, num_steps=2.5), "num_steps: must be an integer, got 2.5"),
+        (lambda: MuonOptions({}, compute_dtype=torch.float16), "compute_dtype: must be torch.float32 or"),
+        (lambda: convert_linears(nn.ModuleList(), "rowwise", exclude="o_proj"), "exclude: must be a list of names"),
+        (lambda: convert_linears(nn.ModuleList(), "rowwise", exclude=["o_pro"]), "exclude: no module is named o_pro"),
+        (lambda: check_parallelizable(Named(), ParallelPolicy(fp8="rowwise"), "cpu"), "fp8: rowwise, but no layer"),
+        (lambda: kernels(device_type="cuda:0"), "device_type must be a device type, .* got 'cuda:0'"),
+        (lambda: kernels(device_type="gpu"), "device_type must be a device type, .* got 'gpu'"),
+        (lambda: kernels(dtype="bf16"), "dtype must be a dtype, such as torch.bfloat16; got the str 'bf16'"),
+        (lambda: replace(LLAMA, norm="rmsnorm"), "norm: 'rmsnorm' is not one of 'rms', 'layer'"),
+        (lambda: replace(LLAMA, norm_eps=0.0), "norm_eps: is 0"),
+        (lambda: replace(LLAMA, layers=()), "layers: there are none"),
+        (lambda: DenseConfig("gate", 8, "silu", bias=False), "kind: 'gate' is not one of 'gated', 'plain'"),
+        (lambda: DenseConfig("gated", 8, "sigmoid", bias=False), "activation: 'sigmoid' is not one of 'silu'"),
+        (lambda: RopeConfig(theta=0.0), "theta: must be a number above 0, got 0.0"),
+        (lambda: RopeConfig(theta=float("nan")), "theta: must be a number above 0, got nan"),
+        (lambda: RopeConfig(kind="linear", factor=0.0), "factor: must be a number above 0, got 0.0"),
+        (lambda: RopeConfig(kind="llama3"), "kind: 'llama3' is not one of 'default'"),
+        (lambda: Rotary(RopeConfig(), 7), "head_dim: channels rotate in pairs, so it must be even, got 7"),
+        (lambda: SPECS["GPT2LMHeadModel"].build(LLAMA), "config: has rms norms .* is not of GPT2LMHeadModel"),
+        (lambda: SPECS["GPT2LMHeadModel"].config_to_hf(LLAMA), "config: has rms norms .* is not of GPT2LMHeadModel"),
+        (lambda: SPECS["LlamaForCausalLM"].recipes(GPT2, merge_qkv=True), "config: has layer norms and learned"),
+        (lambda: Schedule(float("nan"), 0.1), "num_steps must be an integer of at least 1; got the float nan"),
+        (lambda: Schedule(10.5, 0.1), "num_steps must be an integer of at least 1; got the float 10.5"),
+        (lambda: Schedule(10, 0.1)(float("nan")), "step must be at least 1"),
+        (lambda: ParallelDims(dp_shard=2.0), "parallel size dp_shard must be an integer of at least 1; got the float"),
+        (lambda: ParallelDims.resolve("fsdp2", 2, pp=0), "pp must be an integer of at least 1; got the int 0"),
+        (lambda: Mesh(ParallelDims(), "gpu"), "device_type must be a device type, .* got 'gpu'"),
+        (lambda: ParallelPolicy(recompute="operation", reentrant_recompute=True), "reentrant_recompute: works for"),
+        (lambda: copy_shard_(torch.ones(2), torch.ones(3)), r"full: must have the parameter's shape \[2\], got \[3\]"),
     ],
 )
 def test_wrong_arguments_are_refused_by_name(call: Callable[[], object], message: str) -> None:
@@ -142,6 +221,8 @@ def check_foreign_modules() -> None:
         parallelize(Foreign(), mesh, policy, device=cpu)
     with torch.device("meta"), pytest.raises(ValueError, match="fill: parameters are on the meta device"):
         parallelize(Named(), mesh, policy, device=cpu)
+    with pytest.raises(ValueError, match="fill: would not be called, because no parameter is on the meta device"):
+        parallelize(Named(), mesh, policy, device=cpu, fill=lambda module: None)
     module = Named()
     expected = module(x := torch.randn(3, 4))
     placed = parallelize(module, mesh, policy, device=cpu)

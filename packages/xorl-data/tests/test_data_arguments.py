@@ -5,13 +5,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models
 
 from xorl.data import DataPlan, DatasetEntry, PrepareOptions, StepLoader, pack, prepare, split_documents
 from xorl.data.batch import collate, padding_batch
 from xorl.data.documents import PreparedDocuments
+from xorl.data.formats import ChatFormat, PromptCompletionFormat, TextTokenizer, TokenizedFormat
 from xorl.data.packing import Bins
+from xorl.data.plan import rescale_accumulation
+from xorl.data.push import push_documents
 from xorl.data.stream import StreamLoader, StreamOptions, StreamPlan, open_stream
+from xorl.data.stream.loader import stream_bins
 
+TOKENIZER = TextTokenizer(Path(), "", Tokenizer(models.BPE()), {}, frozenset(), {}, adds_bos=False)
 LINE = '{"input_ids": [1, 2, 3]}\n'
 
 
@@ -27,6 +33,10 @@ def dummy(**options: object) -> PreparedDocuments:
 
 def entry(**fields: object) -> object:
     return prepare([DatasetEntry(**{"path": "dummy", **fields})], PrepareOptions(bin_len=32, vocab_size=50))
+
+
+def stream(**fields: object) -> object:
+    return open_stream([DatasetEntry("rows.jsonl", **fields)], StreamOptions(bin_len=64), index_path="x")
 
 
 @pytest.mark.parametrize(
@@ -74,6 +84,36 @@ def entry(**fields: object) -> object:
         (lambda: pack([1], bin_len=64, strict_order="no"), "strict_order: 'no' is str, want bool"),
         (lambda: loader(micro_batch_size=1, num_workers=-1), "num_workers: -1, want at least 0"),
         (lambda: loader(micro_batch_size=1).steps(start="1"), "start: '1' is str, want int"),
+        (lambda: stream(max_seq_len=100), r"entries\[0\].max_seq_len: 100, want 1 to 64, the bin length"),
+        (lambda: stream(max_seq_len=0), r"entries\[0\].max_seq_len: 0, want 1 to 64"),
+        (lambda: stream(max_seq_len=-1), r"entries\[0\].max_seq_len: -1, want 1 to 64"),
+        (lambda: entry(max_seq_len=33), r"entries\[0\].max_seq_len: 33, want 1 to 32"),
+        (lambda: entry(shards=2, shards_idx=0), r"entries\[0\].shards: 2 has no effect on dummy"),
+        (lambda: entry(split="test"), r"entries\[0\].split: 'test' has no effect on dummy"),
+        (lambda: push_documents(dummy(), "a/b", "x", token=None, num_files=0), "num_files: 0, want at least 1"),
+        (lambda: push_documents(dummy(), "a/b", "x", token=None, num_files=-1), "num_files: -1, want at least 1"),
+        (
+            lambda: push_documents(dummy(), "a/b", __file__, token=None),
+            "prepared_path: .*arguments.py/pushed cannot be",
+        ),
+        (lambda: dummy(model_special_ids={"eos_token": (3,)}), "model_special_ids: 'eos_token' is not one of bos, eos"),
+        (lambda: dummy(model_special_ids={"eos": 3}), "model_special_ids: eos: 3, want a tuple of int"),
+        (
+            lambda: StreamOptions(8, model_special_ids={"eos": ("3",)}),
+            r"model_special_ids: eos: \('3',\), want a tuple of int",
+        ),
+        (lambda: TokenizedFormat(4, "cut", "x"), "overflow: 'cut' is not one of truncate, drop, "),
+        (lambda: TokenizedFormat(4, "drop", "x", columns="input_ids"), "columns: 'input_ids' is str, want a list of"),
+        (lambda: ChatFormat(4, "drop", "x", TOKENIZER, train_on="user"), "train_on: 'user' is not one of assistant, "),
+        (
+            lambda: PromptCompletionFormat(4, "drop", "x", TOKENIZER, train_on="answer"),
+            "train_on: 'answer' is not one of completion, all",
+        ),
+        (lambda: next(stream_bins(None, first=-1, stride=1)), "first: -1, want at least 0"),
+        (lambda: next(stream_bins(None, first=0, stride=0)), "stride: 0, want at least 1"),
+        (lambda: next(stream_bins(None, first=0, stride=-1)), "stride: -1, want at least 1"),
+        (lambda: rescale_accumulation(8, micro_batch_size=-2, dp_size=-2), "micro_batch_size: -2, want at least 1"),
+        (lambda: rescale_accumulation(8, micro_batch_size=2, dp_size=0), "dp_size: 0, want at least 1"),
     ],
 )
 def test_wrong_arguments_are_refused_by_name(call: Callable[[], object], message: str) -> None:
@@ -148,3 +188,5 @@ def test_paths_may_be_text_and_names_paths(tmp_path: Path) -> None:
     options = PrepareOptions(bin_len=8, prepared_path=str(tmp_path / "prepared"))
     for path in (tmp_path / "rows.jsonl", str(tmp_path / "rows.jsonl")):
         assert len(prepare([DatasetEntry(path)], options)) == 1
+    for files in (Path("rows.jsonl"), [Path("rows.jsonl")], (Path("rows.jsonl"),)):
+        assert len(prepare([DatasetEntry(tmp_path, data_files=files)], options)) == 1

@@ -80,7 +80,7 @@ def test_names_that_nobody_could_activate_are_refused():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"expert_sharing": "outter"}, "expert_sharing: 'outter' is not one of 'none', 'outer', 'all'"),
+        ({"expert_sharing": "outside"}, "expert_sharing: 'outside' is not one of 'none', 'outer', 'all'"),
         ({"host_limit": 1.5, "folder": "x"}, r"host_limit must be an integer, got 1\.5"),
     ],
 )

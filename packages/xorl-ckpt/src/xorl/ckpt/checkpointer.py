@@ -108,8 +108,11 @@ class Checkpointer:
         """
         with fail_together("save a checkpoint"):
             _check_save(step, info, scalars, rng, name, replaces=replaces)
+            _check_functions(write_extra_files=write_extra_files, on_published=on_published)
             is_writer = background is None or isinstance(background, BackgroundWriter)
             require("background", background, is_writer, "a BackgroundWriter")
+            if self._retention is not None and name is None and this_rank() == 0:
+                self._retention.kept(())  # raises for losses that it cannot use, before anything is published
             tensors = flatten(collect(stateful_parts(state)))
             small_files = {layout.SCALARS: _json_bytes("scalars", scalars or {})} if this_rank() == 0 else {}
             _json_bytes("info", info or {})  # raises if it cannot be written into the manifest
@@ -185,7 +188,8 @@ class Checkpointer:
     ) -> LoadedCheckpoint:
         """Copy a checkpoint into `state`; any number of ranks and either manager may have saved it.
 
-        `skip_parts` names parts of the saved state that are not loaded; a part may be skipped although none is saved.
+        `skip_parts` names parts of the saved state that are not loaded, even if `state` has them; a part may be skipped
+        although none is saved.
 
         Before any value is copied, every file is checked against its hash, and every tensor's name, shape and dtype
         against the manifest. Raises CheckpointError on every rank if the checkpoint is damaged or belongs to another
@@ -215,7 +219,7 @@ class Checkpointer:
                     f"path: there is no folder {path}. For 'auto' or a name under the root pass resolve({str(given)!r})"
                 )
             manifest = layout.read_manifest(path)
-            stateful = stateful_parts(state)
+            stateful = {name: part for name, part in stateful_parts(state).items() if name not in skip_parts}
             parts = collect(stateful, manifest.tensors)
             tensors = flatten(parts)
             problems = differences(tensors, manifest.tensors)
@@ -365,8 +369,15 @@ def _check_save(step: object, info: object, scalars: object, rng: object, name: 
     is_tensors = rng is None or (isinstance(rng, Mapping) and all(isinstance(v, torch.Tensor) for v in rng.values()))
     require("rng", rng, is_tensors, 'a mapping of names to tensors, such as {"torch": torch.get_rng_state()}')
     require("name", name, name is None or layout.is_folder_name(name), "the name of a folder directly under the root")
+    if name is not None and layout.step_of(Path(str(name))) not in (None, step):
+        raise CheckpointError(f"name: {name!r} is the name of another step than {step}, the step that is saved")
     if replaces and name is None:
         raise CheckpointError("replaces: only a checkpoint with a name can be replaced")
+
+
+def _check_functions(**functions: object) -> None:
+    for argument, function in functions.items():
+        require(argument, function, function is None or callable(function), "a function of a checkpoint's folder")
 
 
 def _describe_meshes(tensors: Mapping[str, Stored]) -> list[dict[str, list[str] | list[int]]]:

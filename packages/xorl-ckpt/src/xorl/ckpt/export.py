@@ -27,6 +27,7 @@ from xorl.ckpt.reader import (
     SameTensor,
     WeightRecipe,
     WeightSource,
+    require_shapes,
     source_shapes,
 )
 from xorl.ckpt.regions import dtype_name, gather_whole
@@ -89,19 +90,19 @@ def export_hf(
     `hf_config` is written unchanged except for its dtype, which is set to that of the weights. `chat_template` replaces
     the tokenizer's template. Tied weights are not written, as they are not in `params`. `model_card` becomes README.md.
     For `gather` see `parameter_groups`. Raises CheckpointError, before anything is written, if the folder exists and is
-    not empty or cannot be written to.
+    not empty or cannot be written to, or if `params` and `recipes` differ in names or (without `gather`) in shapes.
     """
     folder = Path(folder).expanduser().absolute()
-    tokenizer = None if tokenizer_folder is None else Path(tokenizer_folder).expanduser()
     with fail_together(f"export to {folder}"):
         require("params", params, isinstance(params, Mapping), "a mapping of names to tensors, such as a state_dict")
         is_config = isinstance(hf_config, Mapping)
         require("hf_config", hf_config, is_config, "a mapping: the contents of a config.json, not its path")
-        is_found = tokenizer is None or this_rank() != 0 or tokenizer.is_dir()
-        require("tokenizer_folder", tokenizer_folder, is_found, "an existing folder")
+        tokenizer = _existing_folder(tokenizer_folder)
         if recipes is None:
             recipes = {name: SameTensor(name, tuple(param.shape)) for name, param in params.items()}
         groups = parameter_groups(params, recipes, dtype=dtype, gather=gather)
+        if missing := [name for name in recipes if name not in params]:
+            raise CheckpointError(f"params: {', '.join(missing[:5])} are missing, though `recipes` has them")
     with published(folder) as temporary:
         write_model(
             temporary,
@@ -124,7 +125,7 @@ def published(folder: Path | str) -> Iterator[Path]:
     CheckpointError, before anything is written, if the folder exists and is not empty. Leftovers of a killed process
     are removed when the same folder is published again.
     """
-    folder = Path(folder).absolute()
+    folder = Path(folder).expanduser().absolute()
     # Named differently from unfinished saves, which a run's next save would remove from its checkpoint folder.
     temporary = folder.with_name(f".exporting_{folder.name}")
     with fail_together(f"export to {folder}"):
@@ -151,23 +152,36 @@ def published(folder: Path | str) -> Iterator[Path]:
 
 @torch.no_grad()
 def write_model(
-    folder: Path,
+    folder: Path | str,
     groups: Sequence[TensorGroup],
     *,
     hf_config: Mapping[str, object],
-    tokenizer_folder: Path | None = None,
+    tokenizer_folder: Path | str | None = None,
     chat_template: str | None = None,
     max_shard_bytes: float = MAX_SHARD_BYTES,
     model_card: str | None = None,
 ) -> None:
-    """Collective: write the files of `export_hf` into an existing folder; `groups` hold tensors by their file names."""
+    """Collective: write the files of `export_hf` into an existing folder; `groups` hold tensors by their file names.
+
+    Raises CheckpointError, before anything is written, if there is no `tokenizer_folder`.
+    """
+    folder = Path(folder).expanduser()
+    with fail_together(f"export to {folder}"):
+        tokenizer = _existing_folder(tokenizer_folder)
     shards = _plan(groups, max_shard_bytes)
     for shard in shards:
         write_tensor_file(folder / shard.file, shard.groups)
     with fail_together(f"export to {folder}"):
         if this_rank() == 0:
-            _write_other_files(folder, shards, hf_config, tokenizer_folder, chat_template, model_card)
+            _write_other_files(folder, shards, hf_config, tokenizer, chat_template, model_card)
             _check_readable(folder, shards)
+
+
+def _existing_folder(tokenizer_folder: Path | str | None) -> Path | None:
+    folder = None if tokenizer_folder is None else Path(tokenizer_folder).expanduser()
+    is_found = folder is None or this_rank() != 0 or folder.is_dir()  # only rank 0 reads it
+    require("tokenizer_folder", tokenizer_folder, is_found, "an existing folder")
+    return folder
 
 
 def parameter_groups(
@@ -182,8 +196,8 @@ def parameter_groups(
 
     `gather` takes the name of a parameter and returns its full value, for example with an adapter merged into it. It
     may be collective; None gathers the parameter itself. The groups create tensors on `device` (None: the CPU), which
-    may share memory with the results of `gather`. Raises CheckpointError for a parameter without a recipe, and for a
-    `dtype` that is not floating-point.
+    may share memory with the results of `gather`. Raises CheckpointError for a parameter without a recipe or, without
+    `gather`, of another shape than its recipe's, and for a `dtype` that is not floating-point.
     """
     is_float = dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
     require("dtype", str(dtype), is_float, "a floating-point torch.dtype")
@@ -192,6 +206,8 @@ def parameter_groups(
     unknown = [name for name in params if name not in recipes]
     if unknown:
         raise CheckpointError(f"there is no recipe for {', '.join(unknown[:5])}")
+    if gather is None:
+        require_shapes({name: param.shape for name, param in params.items()}, recipes)
 
     def gather_param(name: str) -> torch.Tensor:
         return gather_whole(params[name])

@@ -134,7 +134,7 @@ def load_weights(
     same on every rank and may include parameters that this rank does not have. In broadcast mode only rank 0 needs a
     `source`. Raises CheckpointError on every rank, before anything is written, if an argument is invalid, if names or
     shapes differ, if no recipe uses a tensor of the source and `ignore(name)` is false, or if a floating-point
-    parameter would be read from integers or fp8 values.
+    parameter would be read from integers or fp8 values, or one of integers or flags from floating-point values.
     """
     started = time.monotonic()
     broadcasting = mode == "broadcast" and num_ranks() > 1
@@ -261,7 +261,15 @@ def _stored_dtype(recipe: WeightRecipe, source: WeightSource) -> torch.dtype:
 def _check_dtypes(
     params: Mapping[str, Stored | RowTarget], recipes: Mapping[str, WeightRecipe], source: WeightSource
 ) -> None:
-    """Raise if floating-point parameters would be read from quantised codes, whose scales are unknown here."""
+    """Raise if values would be lost, or if parameters would be read from quantised codes of unknown scale."""
+    for name, param in params.items():
+        if isinstance(param, (torch.Tensor, Piece)) and not (param.dtype.is_floating_point or param.dtype.is_complex):
+            found = _stored_dtype(recipes[name], source)
+            if found.is_floating_point:
+                to = dtype_name(param.dtype)
+                raise CheckpointError(
+                    f"params: {name} is {to}, but the weights are {dtype_name(found)}; nothing was loaded"
+                )
     plain = [
         name
         for name, param in params.items()

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, Self
@@ -129,6 +129,14 @@ def source_shapes(recipes: Mapping[str, WeightRecipe]) -> dict[str, tuple[int, .
                 shape[recipe.join_dim] += shapes[name][recipe.join_dim]
             shapes[name] = tuple(shape)
     return shapes
+
+
+def require_shapes(shapes: Mapping[str, Sequence[int]], recipes: Mapping[str, WeightRecipe]) -> None:
+    """Raises CheckpointError for a parameter of another shape than its recipe's."""
+    for name, shape in shapes.items():
+        if tuple(shape) != tuple(recipes[name].shape):
+            wanted = list(recipes[name].shape)
+            raise CheckpointError(f"recipes: the recipe of {name} is for {wanted}, but its shape is {list(shape)}")
 
 
 class SafetensorsSource:

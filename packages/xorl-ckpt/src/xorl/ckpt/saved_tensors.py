@@ -11,7 +11,7 @@ from xorl.ckpt.files import share_of_files
 from xorl.ckpt.layout import read_manifest, require_intact
 from xorl.ckpt.metadata import read_metadata
 from xorl.ckpt.ranks import fail_together, num_ranks, this_rank
-from xorl.ckpt.reader import SameTensor, WeightRecipe, source_shapes
+from xorl.ckpt.reader import SameTensor, WeightRecipe, require_shapes, source_shapes
 from xorl.ckpt.storage import read_gathered, read_shards
 
 DenseParameter = Callable[[str, Callable[[str], torch.Tensor | None]], torch.Tensor | None]
@@ -31,7 +31,8 @@ class SavedParameters:
         dense: DenseParameter | None = None,
     ) -> None:
         """`part` is the model's name in the checkpoint's state. Without recipes, these are all its tensors, under their
-        own names. Raises CheckpointError if there is no such part, or if a parameter is not saved.
+        own names. Raises CheckpointError if there is no such part, or if a parameter is not saved, or (without `dense`)
+        is saved in another shape than its recipe's.
 
         `dense(name, read_saved)` computes a parameter that is saved in another form, such as quantised;
         `read_saved(name)` returns a saved tensor, or None if there is none of that name. If `dense` is None, parameters
@@ -50,6 +51,8 @@ class SavedParameters:
         missing = [name for name in recipes if f"{part}.{name}" not in self._manifest.tensors]
         if missing:
             raise CheckpointError(f"{folder} does not contain {', '.join(missing[:5])}")
+        if dense is None:
+            require_shapes({name: self._manifest.tensors[f"{part}.{name}"].shape for name in recipes}, recipes)
         self._params_of: dict[str, list[str]] = {}
         for name, recipe in recipes.items():
             for source in recipe.sources:

@@ -37,11 +37,12 @@ class TensorGroup:
         return sum(record.num_bytes for record in self.records.values())
 
 
-def write_tensor_file(path: Path, groups: Sequence[TensorGroup]) -> FileRecord | None:
+def write_tensor_file(path: Path | str, groups: Sequence[TensorGroup]) -> FileRecord | None:
     """Collective: rank 0 writes a new, durable file and returns its record; other ranks return None.
 
     The bytes depend only on the names, values and order of the groups, not on the number of ranks.
     """
+    path = Path(path).expanduser()
     # Wide dtypes first, as safetensors' own writer does: readers map the values in place, which requires alignment.
     ordered = sorted(groups, key=lambda group: -max(record.torch_dtype.itemsize for record in group.records.values()))
     stream: HashedFile | None = None

@@ -191,11 +191,13 @@ def build_model(
         else:
             fill_(module)
 
-    if train.init_device in ("cpu", "cuda"):
+    is_filled = train.init_device in ("cpu", "cuda")
+    if is_filled:
         module.to_empty(device=train.init_device)
         fill(module)
         module.to(device)
-    return parallelize(module, mesh, _policy(model, train), device=device, fill=fill, apart=fill_ is not None)
+    policy, later = _policy(model, train), None if is_filled else fill
+    return parallelize(module, mesh, policy, device=device, fill=later, apart=fill_ is not None)
 
 
 def _kernels(

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from xorl.kernels.arguments import check_choice
+from xorl.kernels.arguments import check_at_least, check_choice, check_device_type
 from xorl.kernels.layout import RankGroup
 
 DataParallelMode = Literal["none", "ddp", "fsdp2"]
@@ -55,8 +55,7 @@ class ParallelDims:
     def __post_init__(self) -> None:
         check_choice("context_sharding", self.context_sharding, ContextSharding)
         for axis in (*AXES, "ep"):
-            if getattr(self, axis) < 1:
-                raise ValueError(f"parallel size {axis} must be at least 1, not {getattr(self, axis)}")
+            check_at_least(f"parallel size {axis}", getattr(self, axis), 1)
         if self.num_shards % self.ep:
             sizes = " x ".join(f"{axis} {getattr(self, axis)}" for axis in self.shard_axes)
             raise ValueError(
@@ -123,6 +122,8 @@ class ParallelDims:
         for option, size in (("shard", shard_size), ("replicate", replicate_size)):
             if size < 1 and size != -1:
                 raise ValueError(f"{option}_size: must be -1 or at least 1, not {size}")
+        for option, size in (("pp", pp), ("ring", ring), ("ulysses", ulysses), ("tp", tp)):
+            check_at_least(option, size, 1)
         others = pp * ring * ulysses * tp
         if world_size % others:
             raise ValueError(
@@ -194,6 +195,7 @@ class Mesh:
     """
 
     def __init__(self, dims: ParallelDims, device_type: str) -> None:
+        check_device_type(device_type)
         if dist.get_world_size() != dims.world_size:
             raise ValueError(f"{dims} needs {dims.world_size} processes, but {dist.get_world_size()} were started")
         self.dims = dims

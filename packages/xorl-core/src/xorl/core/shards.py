@@ -61,7 +61,12 @@ def sharded_axes(placements: Sequence[Placement]) -> list[int]:
 
 @torch.no_grad()
 def copy_shard_(parameter: Tensor, full: Tensor) -> None:
-    """Copy this rank's part of `full`, the whole tensor, into `parameter`, sharded or not. Not collective."""
+    """Copy this rank's part of `full`, the whole tensor, into `parameter`, sharded or not. Not collective.
+
+    Raises ValueError if their shapes differ.
+    """
+    if full.shape != parameter.shape:
+        raise ValueError(f"full: must have the parameter's shape {list(parameter.shape)}, got {list(full.shape)}")
     part, offset = local_part(parameter)
     part.copy_(full[tuple(slice(start, start + size) for start, size in zip(offset, part.shape, strict=True))])
 

@@ -53,6 +53,9 @@ def convert_fields_(options: object) -> None:
             object.__setattr__(options, name, os.fspath(value))
         elif isinstance(value, str) and Path in parts:
             object.__setattr__(options, name, Path(value))
+        elif isinstance(value, (tuple, list)) and Sequence[str] in parts:
+            paths = [os.fspath(member) if isinstance(member, os.PathLike) else member for member in value]
+            object.__setattr__(options, name, type(value)(paths))
 
 
 def check_fields(options: object, prefix: str = "") -> None:

@@ -11,6 +11,8 @@ from xorl.data.errors import DataError
 from xorl.data.formats import Overflow
 from xorl.data.readers import FileType
 
+DUMMY = "dummy"  # the path of an entry of synthetic rows
+
 EntryType = Literal["tokenized", "chat", "prompt_completion", "text", "auto"]
 TrainOn = Literal["assistant", "completion", "all", "last_turn"]
 
@@ -50,9 +52,26 @@ class DatasetEntry:
         convert_fields_(self)
 
 
-def check_entry(entry: DatasetEntry, option: str) -> None:
+_DEFAULTS = DatasetEntry(DUMMY)
+_NOT_OF_DUMMY = (
+    *("type", "name", "split", "revision", "data_files", "ds_type", "shards", "shards_idx", "preprocess_shards"),
+    *("columns", "chat_template", "chat_template_kwargs", "train_on", "column_names"),
+)
+
+
+def check_entry(entry: DatasetEntry, option: str, bin_len: int) -> None:
     """Raises DataError for invalid or conflicting options of an entry."""
     check_fields(entry, f"{option}.")
+    if entry.max_seq_len is not None and not 1 <= entry.max_seq_len <= bin_len:
+        raise DataError(
+            f"{option}.max_seq_len: {entry.max_seq_len}, want 1 to {bin_len}, the bin length (bin_len), because a "
+            "longer sample would not fit into a bin"
+        )
+    unused = next((name for name in _NOT_OF_DUMMY if getattr(entry, name) != getattr(_DEFAULTS, name)), None)
+    if entry.path == DUMMY and unused is not None:
+        raise DataError(
+            f"{option}.{unused}: {getattr(entry, unused)!r} has no effect on dummy, whose rows are synthetic; remove it"
+        )
     if entry.columns is not None and "input_ids" not in entry.columns:
         raise DataError(f"columns: {list(entry.columns)} does not include input_ids, which every dataset needs; add it")
     if (entry.shards is None) != (entry.shards_idx is None):

@@ -196,6 +196,15 @@ def special_ids(hf_config: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
     return found
 
 
+def check_special_ids(ids: Mapping[str, Sequence[int]]) -> None:
+    """Raises DataError unless these can be the result of `special_ids`."""
+    for name, values in ids.items():
+        if name not in _SPECIAL:
+            raise DataError(f"model_special_ids: {name!r} is not one of {', '.join(_SPECIAL)}")
+        if not isinstance(values, (tuple, list)) or not all(type(value) is int for value in values):
+            raise DataError(f"model_special_ids: {name}: {values!r}, want a tuple of int, such as (2,)")
+
+
 def check_special_tokens(tokenizer: TextTokenizer, model: Mapping[str, tuple[int, ...]]) -> None:
     """Raises DataError if the tokenizer and config.json name different special tokens.
 

@@ -195,6 +195,7 @@ def split_step(costs: Sequence[float] | np.ndarray, *, dp_size: int, micro_batch
 
 def rescale_accumulation(bins_per_step: int, *, micro_batch_size: int, dp_size: int) -> int:
     """The gradient_accumulation_steps that keep `bins_per_step` on `dp_size` ranks. DataError if there is none."""
+    check_at_least(1, bins_per_step=bins_per_step, micro_batch_size=micro_batch_size, dp_size=dp_size)
     per_round = micro_batch_size * dp_size
     if bins_per_step % per_round == 0:
         return bins_per_step // per_round

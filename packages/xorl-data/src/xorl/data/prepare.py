@@ -26,7 +26,7 @@ from pathlib import Path
 from xorl.data.arguments import check_at_least, check_fields, checked, convert_fields_
 from xorl.data.choose import choose_format, overflow_limits
 from xorl.data.documents import PreparedDocuments, merge
-from xorl.data.entry import DatasetEntry, check_entry
+from xorl.data.entry import DUMMY, DatasetEntry, check_entry
 from xorl.data.errors import DataError, DataFailure
 from xorl.data.formats import EncodedDocuments, Format, TokenizedFormat
 from xorl.data.hashing import JSON, digest, hash_files
@@ -35,6 +35,7 @@ from xorl.data.invariants import (
     check_counts,
     check_extras,
     check_largest_id,
+    check_special_ids,
     check_special_tokens,
     validate_counts,
 )
@@ -44,7 +45,7 @@ from xorl.data.orphans import exit_with_parent
 from xorl.data.readers import Chunk
 from xorl.data.receipt import Counts, DatasetReceipt, Receipt
 from xorl.data.saved import SavedStore, is_saved_folder, saved_files
-from xorl.data.sources import DOWNLOADS, DUMMY, ShardedSource, Source, count_rows, load_source
+from xorl.data.sources import DOWNLOADS, ShardedSource, Source, count_rows, load_source
 from xorl.data.store import (
     FORMAT_VERSION,
     MANIFEST,
@@ -97,6 +98,7 @@ class PrepareOptions:
     def __post_init__(self) -> None:
         convert_fields_(self)
         check_fields(self)
+        check_special_ids(self.model_special_ids)
         check_at_least(
             1,
             bin_len=self.bin_len,
@@ -144,14 +146,8 @@ def _check_options(entries: Sequence[DatasetEntry], options: PrepareOptions, opt
     if num is not None and index is not None and not 0 <= index < num:
         raise DataError(f"dataset_shard_idx: {index} is not in 0..{num - 1} (dataset_shard_num={num})")
     for number, entry in enumerate(entries):
-        check_entry(entry, f"{option}[{number}]")
+        check_entry(entry, f"{option}[{number}]", options.bin_len)
     check_shares([Share(entry.weight, entry.num_epochs) for entry in entries], option)
-    for number, entry in enumerate(entries):
-        if entry.max_seq_len is not None and not 1 <= entry.max_seq_len <= options.bin_len:
-            raise DataError(
-                f"{option}[{number}].max_seq_len: {entry.max_seq_len}, want 1 to {options.bin_len}, the bin length "
-                "(bin_len), because a longer sample would not fit into a bin"
-            )
 
 
 def _prepare_entry(entry: DatasetEntry, options: PrepareOptions, option: str) -> tuple[DocumentStore, DatasetReceipt]:

@@ -15,11 +15,13 @@ import pyarrow.parquet as pa_parquet
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
 
+from xorl.data.arguments import check_at_least
 from xorl.data.documents import PreparedDocuments
 from xorl.data.errors import DataError, DataFailure
 from xorl.data.hashing import digest
 from xorl.data.lock import exclusive
 from xorl.data.sources import shard_range
+from xorl.data.store import make_prepared_folder
 
 logger = logging.getLogger(__name__)
 
@@ -39,12 +41,14 @@ def push_documents(
     """Uploads `documents` in order to the dataset repository `repo_id`, which is created as private if it is missing.
 
     Each content is uploaded once per repository: one process uploads, and records it in a file below `prepared_path`.
-    Raises DataError if the Hub rejects the upload, DataFailure if the network or the disk fails.
+    Raises DataError if `num_files` is below 1, if `prepared_path` cannot be a folder, or if the Hub rejects the upload;
+    DataFailure if the network or the disk fails.
     """
+    check_at_least(1, num_files=num_files)
     prepared_path = Path(prepared_path)
     key = digest("pushed", documents.fingerprint, repo_id, num_files)
     done = prepared_path / "pushed" / f"{key}.json"
-    done.parent.mkdir(parents=True, exist_ok=True)
+    make_prepared_folder(done.parent)
     with exclusive(prepared_path / f".push-{key}.lock", f"push repo={repo_id}"):
         if done.is_file():
             return

@@ -21,7 +21,6 @@ from xorl.data.readers import COMPRESSIONS, FILE_TYPES, SUFFIXES, Chunk, FileTyp
 from xorl.data.remote import RemoteFile, Storage, is_url, storage_of
 from xorl.data.saved import is_saved_folder, saved_files
 
-DUMMY = "dummy"
 # The folder for downloads, inside the folder of prepared datasets.
 DOWNLOADS = "downloads"
 _SPLIT_WORDS = {

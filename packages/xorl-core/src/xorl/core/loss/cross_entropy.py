@@ -69,6 +69,8 @@ def weighted_cross_entropy(
     Labels and weights may be [T, K]: the loss sums over all K, and a token is trained if any of its labels is.
     """
     labels, weights = labels_of(hidden, targets), targets.get("weights")
+    if weights is not None and weights.shape != labels.shape:
+        raise ValueError(f"weights must have shape {list(labels.shape)}, as labels; got {list(weights.shape)}")
     if labels.dim() == 2:
         return _several_labels(hidden, head_weight, labels, weights, logits_fp32=logits_fp32)
     if whole_logits:

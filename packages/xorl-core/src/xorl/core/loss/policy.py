@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 
 from torch import Tensor
 
+from xorl.core.loss.cross_entropy import labels_of
 from xorl.core.loss.documents import document_mean
 from xorl.core.loss.head import token_logprobs
 from xorl.core.loss.metrics import token_metrics
@@ -120,7 +121,7 @@ class PolicyLoss(Generic[OptionsT]):
         Every input must have the shape of the labels.
         """
         self.check_inputs(targets)
-        labels, advantages = targets["labels"], _per_token(targets, "advantages")
+        labels, advantages = labels_of(hidden, targets), _per_token(targets, "advantages")
         sampled = _per_token(targets, "old_logprobs" if "old_logprobs" in targets else "logprobs")
         weights = _per_token(targets, "weights") if "weights" in targets else None
         logprobs = token_logprobs(hidden, head_weight, labels, logits_fp32=logits_fp32, whole_logits=whole_logits)

@@ -7,6 +7,7 @@ from typing import Literal
 
 from xorl.core.nn import RopeConfig
 from xorl.core.nn.layers import ACTIVATIONS
+from xorl.kernels.arguments import check_choice, check_number
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,9 @@ class DenseConfig:
     bias: bool
 
     def __post_init__(self) -> None:
-        assert self.activation in ACTIVATIONS
+        check_choice("kind", self.kind, Literal["gated", "plain"])
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(f"activation: {self.activation!r} is not one of {', '.join(map(repr, ACTIVATIONS))}")
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,12 @@ class DecoderConfig:
     padding_idx: int | None = None
 
     def __post_init__(self) -> None:
-        assert self.layers, "a decoder has at least one layer"
+        if not self.layers:
+            raise ValueError("layers: there are none; a decoder has at least one")
+        check_choice("norm", self.norm, Literal["rms", "layer"])
+        check_number("norm_eps", self.norm_eps)
+        if not self.norm_eps:
+            raise ValueError("norm_eps: is 0, so that a norm might divide by 0; use one above 0, such as 1e-6")
         if self.rope is not None and self.attention.head_dim % 2:
             raise ValueError(f"rotary positions need an even head_dim, got {self.attention.head_dim}")
 

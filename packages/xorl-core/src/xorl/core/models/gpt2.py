@@ -142,6 +142,7 @@ SPEC = ModelSpec(
         ignored=r"\.attn\.(bias|masked_bias)$",
     ),
     adapter_targets=("c_attn", "c_proj", "c_fc"),
+    norm="layer",
 )
 
 

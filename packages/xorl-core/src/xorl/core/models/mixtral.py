@@ -60,4 +60,5 @@ SPEC = ModelSpec(
     make_recipes=partial(rotary_gated.recipes, experts=EXPERT_NAMES),
     checkpoint_names=replace(rotary_gated.CHECKPOINT_NAMES, experts=EXPERT_NAMES),
     adapter_targets=("q_proj", "k_proj", "v_proj", "o_proj"),
+    has_experts=True,
 )

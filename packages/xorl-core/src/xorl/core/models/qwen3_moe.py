@@ -71,4 +71,5 @@ SPEC = ModelSpec(
     make_recipes=rotary_gated.recipes,
     checkpoint_names=rotary_gated.CHECKPOINT_NAMES,
     adapter_targets=("q_proj", "k_proj", "v_proj", "o_proj"),
+    has_experts=True,
 )

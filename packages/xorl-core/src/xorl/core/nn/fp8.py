@@ -47,8 +47,8 @@ def convert_linears(layers: nn.Module, recipe: Fp8Recipe, exclude: Sequence[str]
     Layers whose path ends in one of the names in `exclude`, as whole path components, are kept. Returns the paths of
     the replaced layers.
 
-    Raises ValueError, before anything is changed, for an unknown recipe and for feature counts that fp8 matrix units do
-    not support.
+    Raises ValueError, before anything is changed, for an unknown recipe, for names in `exclude` that no module has
+    (other than those of routers), and for feature counts that fp8 matrix units do not support.
     """
     check_choice("recipe", recipe, Fp8Recipe)
     linears = fp8_linears(layers, exclude)
@@ -59,10 +59,16 @@ def convert_linears(layers: nn.Module, recipe: Fp8Recipe, exclude: Sequence[str]
 
 def fp8_linears(layers: nn.Module, exclude: Sequence[str] = ROUTERS) -> dict[str, Linear]:
     """The layers that `convert_linears` replaces, by path; raises ValueError as it does."""
+    if isinstance(exclude, str):
+        raise ValueError(f"exclude: must be a list of names, got {exclude!r}; write [{exclude!r}]")
+    modules = dict(layers.named_modules())
+    unknown = [name for name in exclude if name not in ROUTERS and not any(_ends_in(path, name) for path in modules)]
+    if unknown:
+        raise ValueError(f"exclude: no module is named {', '.join(unknown)}")
     linears = {
         path: module
-        for path, module in layers.named_modules()
-        if type(module) is Linear and not any(f".{path}".endswith(f".{name}") for name in exclude)
+        for path, module in modules.items()
+        if type(module) is Linear and not any(_ends_in(path, name) for name in exclude)
     }
     refused = [
         f"{path} [{linear.out_features}, {linear.in_features}]"
@@ -76,6 +82,10 @@ def fp8_linears(layers: nn.Module, exclude: Sequence[str] = ROUTERS) -> dict[str
             'set fp8="none" for this model'
         )
     return linears
+
+
+def _ends_in(path: str, name: str) -> bool:
+    return f".{path}".endswith(f".{name}")
 
 
 class Fp8Linear(Linear):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from xorl.core.nn.dispatch import Dispatcher
-from xorl.kernels.arguments import check_choice
+from xorl.kernels.arguments import check_choice, check_device_type, check_type
 from xorl.kernels.attention import AttentionFn
 from xorl.kernels.attention.sdpa import sdpa_attention
 from xorl.kernels.experts import ExpertsFn, grouped
@@ -73,6 +73,8 @@ def choose_kernels(
         dispatcher: sends tokens to experts of other ranks; None: every rank holds all experts.
         cast_bf16: round queries and keys to bf16 before attention, which still computes in `dtype`.
     """
+    check_device_type(device_type)
+    check_type("dtype", dtype, torch.dtype, "torch.bfloat16")
     for name in native:
         check_choice("native", name, FusedKernel)
     refusal = triton_refusal(device_type)

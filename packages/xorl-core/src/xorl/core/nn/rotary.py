@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from xorl.kernels.arguments import check_choice
 from xorl.kernels.copies import copy_to
 from xorl.kernels.fused import RopeTables
 from xorl.kernels.layout import SequenceLayout
@@ -53,11 +54,19 @@ class RopeConfig:
     truncate: bool = True
     attention_factor: float = 1.0
 
+    def __post_init__(self) -> None:
+        check_choice("kind", self.kind, RopeKind)
+        for name in ("theta", "factor"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name}: must be a number above 0, got {getattr(self, name)!r}")
+
 
 class Rotary:
     """Computes the cosine and sine tables of each forward pass; built once per model."""
 
     def __init__(self, config: RopeConfig, head_dim: int) -> None:
+        if head_dim < 2 or head_dim % 2:
+            raise ValueError(f"head_dim: channels rotate in pairs, so it must be even, got {head_dim!r}")
         self.config = config
         self.head_dim = head_dim
         # Computed on the CPU even if the model is being built on the meta device.

@@ -39,7 +39,11 @@ def gradient_scale(
     known, pass it as `norm`. Both results are fp32 scalars on the gradients' device, the same on every rank. The
     gradients are not changed. Collective if parameters are sharded, also on a rank where none has a gradient; does not
     synchronise with the host. For `divided` see `gradient_norms`.
+
+    Raises ValueError unless `parameters` is a list or tuple of tensors, and for a divisor or a norm that is no number
+    above 0 (None or 0: no clipping).
     """
+    _check_scale(parameters, divisor, max_norm)
     [norm] = gradient_norms([parameters], divided) if norm is None else [norm]
     # This synchronises only if gradients are in host memory, where the host has already waited for them.
     scale = divisor.to(norm) if isinstance(divisor, Tensor) else torch.full_like(norm, divisor)
@@ -57,7 +61,13 @@ def gradient_norms(sets: Sequence[Sequence[Tensor]], divided: Divided = UNDIVIDE
     is sharded: one reduction for each way of sharding, on every rank in the same order, whatever has gradients.
 
     divided: for each parameter of which the ranks of further process groups hold other rows, these groups.
+
+    Raises ValueError if a set is no list or tuple, or if no set has a parameter.
     """
+    if not isinstance(sets, list | tuple) or not all(isinstance(one, list | tuple) for one in sets):
+        raise ValueError("sets: must be a list of lists of tensors; pass [list(parameters)] for one set")
+    if not any(sets):
+        raise ValueError("sets: there are no parameters in any set")
     by_groups: dict[tuple[dist.ProcessGroup, ...], list[list[Tensor]]] = {}
     # Query the mesh once per placement, not per parameter: there are few placements and many parameters.
     of_placement: dict[tuple[DeviceMesh, tuple[Placement, ...]], tuple[dist.ProcessGroup, ...]] = {}
@@ -92,17 +102,25 @@ def scale_and_clip_(parameters: Iterable[Tensor], divisor: Tensor | float, max_n
     if isinstance(parameters, Tensor):
         raise ValueError("parameters: must be a list of tensors, got a single tensor; pass [tensor]")
     parameters = list(parameters)
+    norm, scale = gradient_scale(parameters, divisor, max_norm)
+    _scale_([local(p.grad) for p in parameters if p.grad is not None], 1 / scale)
+    return norm
+
+
+def _check_scale(parameters: object, divisor: Tensor | float, max_norm: float | None) -> None:
+    """Raise ValueError for arguments that `gradient_scale` cannot use. Looks at one parameter: there may be many."""
+    if not isinstance(parameters, list | tuple):
+        raise ValueError(f"parameters: must be a list of tensors, got {type(parameters).__name__}; pass a list")
     if not parameters:
         raise ValueError("parameters: there are none; an iterator, such as parameters(), can be used only once")
+    if not isinstance(parameters[0], Tensor):
+        raise ValueError(f"parameters: must be a list of tensors, got one of {type(parameters[0]).__name__}")
     if not isinstance(divisor, Tensor):
         check_number("divisor", divisor)
         if not divisor:
             raise ValueError("divisor: is 0; pass the number of trained tokens over all ranks")
     if max_norm is not None:
         check_number("max_norm", max_norm)
-    norm, scale = gradient_scale(parameters, divisor, max_norm)
-    _scale_([local(p.grad) for p in parameters if p.grad is not None], 1 / scale)
-    return norm
 
 
 def _scale_(grads: Sequence[Tensor], scale: Tensor) -> None:

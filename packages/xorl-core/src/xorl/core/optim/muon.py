@@ -57,6 +57,12 @@ class MuonOptions:
             )
         check_number("lr", self.lr)
         check_number("num_steps", self.num_steps, least=1)
+        if not isinstance(self.num_steps, int):
+            raise ValueError(f"num_steps: must be an integer, got {self.num_steps!r}")
+        if self.compute_dtype not in (None, torch.float32, torch.bfloat16):
+            raise ValueError(
+                f"compute_dtype: must be torch.float32 or torch.bfloat16, or None, got {self.compute_dtype!r}"
+            )
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum: must be at least 0 and below 1, got {self.momentum!r}")
 

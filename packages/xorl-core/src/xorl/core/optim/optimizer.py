@@ -15,6 +15,8 @@ from xorl.core.optim.sgd import SGD
 from xorl.kernels.arguments import check_choice, check_number
 
 OptimizerName = Literal["adamw", "sgd", "anyprecision_adamw", "muon"]
+# The dtypes that the kernels of the updates can store.
+STATE_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def build_optimizer(
@@ -45,16 +47,17 @@ def build_optimizer(
         first_rows: for parameters that are some rows of a larger one, which ranks divide: the index of the first, on
             which stochastic rounding depends.
 
-    Raises ValueError for an unknown name or an argument out of range, for a substring or a matrix of muon that matches
-    no parameter, trained or frozen, or if no parameter requires a gradient.
+    Raises ValueError for an unknown name, an argument of another kind or out of range, and a name of two parameters,
+    for a substring or a matrix of muon that matches no parameter, trained or frozen, or if no parameter requires a
+    gradient.
     """
     check_choice("name", name, OptimizerName)
     check_number("lr", lr)
     check_number("weight_decay", weight_decay)
-    if not isinstance(state_dtype, torch.dtype):
-        raise ValueError(f"state_dtype: must be a torch.dtype, such as torch.bfloat16, got {state_dtype!r}")
-    if name == "muon" and muon is None:
-        raise ValueError("muon: the optimizer muon needs MuonOptions, which say what each parameter stacks; got None")
+    if state_dtype not in STATE_DTYPES:
+        known = " or ".join(map(str, STATE_DTYPES))
+        raise ValueError(f"state_dtype: must be a torch.dtype, {known}, got {state_dtype!r}")
+    _check_muon(name, muon, lr)
     named = _named(named_parameters)
     if muon is not None:
         _check_matrices(muon.matrices, named)
@@ -84,6 +87,16 @@ def build_optimizer(
     return SGD(groups.values(), lr)
 
 
+def _check_muon(name: OptimizerName, muon: object, lr: float) -> None:
+    """Raise ValueError if `muon` is of another kind, or is missing for the optimizer muon or cannot be scheduled."""
+    if not isinstance(muon, MuonOptions | None):
+        raise ValueError(f"muon: must be MuonOptions, got {type(muon).__name__}")
+    if name == "muon" and muon is None:
+        raise ValueError("muon: the optimizer muon needs MuonOptions, which say what each parameter stacks; got None")
+    if name == "muon" and not lr:
+        raise ValueError("lr: is 0, but muon multiplies the schedule's rate by muon.lr / lr; use one above 0")
+
+
 def _check_matrices(matrices: Mapping[str, Sequence[int]], named: Mapping[str, nn.Parameter]) -> None:
     """Raise ValueError for a name of no parameter of two dims, and for rows that are not those of the parameter."""
     for path, rows in matrices.items():
@@ -102,7 +115,12 @@ def _named(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, nn
     pairs = list(named_parameters)
     if not all(isinstance(pair, tuple) for pair in pairs):
         raise ValueError("named_parameters: must be pairs of a name and a parameter: pass model.named_parameters()")
-    return dict(pairs)
+    named = dict(pairs)
+    if len(named) < len(pairs):
+        names = [name for name, _ in pairs]
+        repeated = next(name for name in named if names.count(name) > 1)
+        raise ValueError(f"named_parameters: {repeated!r} is there twice; give each parameter a name of its own")
+    return named
 
 
 def require_no_decay_matches(
@@ -121,6 +139,8 @@ def unmatched_no_decay(
     for option, given in (("no_decay_modules", no_decay_modules), ("no_decay_params", no_decay_params)):
         if isinstance(given, str):
             raise ValueError(f"{option}: must be a list of strings, got {given!r}; write [{given!r}]")
+        if not isinstance(given, list | tuple) or not all(isinstance(part, str) for part in given):
+            raise ValueError(f"{option}: must be a list of strings, got {given!r}")
     modules, names = zip(*(_split(path) for path in paths), strict=True)
     unmatched = {
         option: sorted(part for part in given if not any(part in name for name in candidates))

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from xorl.kernels.arguments import check_choice, check_number
+from xorl.kernels.arguments import check_at_least, check_choice, check_number
 
 DecayStyle = Literal["constant", "linear", "cosine"]
 
@@ -33,8 +33,7 @@ class Schedule:
 
     def __post_init__(self) -> None:
         check_choice("style", self.style, DecayStyle)
-        if self.num_steps < 1:
-            raise ValueError(f"num_steps must be at least 1, got {self.num_steps}")
+        check_at_least("num_steps", self.num_steps, 1)
         for name in ("peak", "minimum", "start"):
             check_number(name, getattr(self, name))
         if self.minimum > self.peak and self.style != "constant":
@@ -50,7 +49,7 @@ class Schedule:
 
     def __call__(self, step: int) -> float:
         """The learning rate of optimizer step `step`, counted from 1; raises ValueError for a step below 1."""
-        if step < 1:
+        if not step >= 1:  # nor nan
             raise ValueError(f"step must be at least 1, since steps are counted from 1; got {step}")
         warmup_steps = round(self.num_steps * self.warmup_ratio)
         if step <= warmup_steps:

@@ -90,6 +90,8 @@ class ParallelPolicy:
             check_number("recompute_num_layers", self.recompute_num_layers)
         if self.activation_offload_limit is not None:
             check_number("activation_offload_limit", self.activation_offload_limit)
+        if self.reentrant_recompute and self.recompute == "operation":
+            raise ValueError('reentrant_recompute: works for layers and modules, not for recompute="operation"')
         if not callable(self.compile_backend) and self.compile_backend is not None:
             check_choice("compile_backend", self.compile_backend, Literal["inductor", "aot_eager", "eager"])
         if self.cpu_offload and self.data_parallel_mode != "fsdp2":
@@ -242,29 +244,21 @@ def parallelize(
     ranks of a larger mesh would train apart, which `apart` allows, for measurements.
 
     Raises ValueError, before anything is changed, if `check_parallelizable` does, for a mesh with axes that are not
-    supported or with several ranks under "none", and without `fill` if parameters are on the meta device.
+    supported or with several ranks under "none", and for a `fill` without parameters on the meta device or none with.
     """
     device = torch.device(device)
     check_parallelizable(model, policy, device.type)
-    _check_mesh(mesh)
-    if policy.data_parallel_mode == "none" and mesh.loss.size > 1 and not apart:
-        raise ValueError(
-            f"data_parallel_mode: none is for one rank, and the {mesh.loss.size} ranks of this mesh would train apart; "
-            "use fsdp2 or ddp"
-        )
-    if fill is None and any(parameter.is_meta for parameter in model.parameters()):
-        raise ValueError("fill: parameters are on the meta device; pass a function that sets their values")
+    _check_mesh_and_fill(model, mesh, policy, fill, apart=apart)
     layers, head = layers_of(model), getattr(model, "lm_head", None)
     if policy.fp8 != "none":
         convert_linears(layers, policy.fp8)
-    compiled = policy.compile_backend is not None
     recompute_layers(
         layers,
         policy.recompute,
         num_layers=policy.recompute_num_layers,
         experts=policy.recompute_experts,
         reentrant=policy.reentrant_recompute,
-        compiled=compiled,
+        compiled=policy.compile_backend is not None,
     )
     if policy.compile_backend is not None:
         compile_layers(list(layers), backend=policy.compile_backend, device_type=device.type)
@@ -306,6 +300,25 @@ def _check_mesh(mesh: Mesh) -> None:
         raise ValueError(f"mesh: has tp {sizes[0]} and pp {sizes[1]}, which are not supported; use other axes")
 
 
+def _check_mesh_and_fill(
+    model: nn.Module, mesh: Mesh, policy: ParallelPolicy, fill: Callable[[nn.Module], None] | None, *, apart: bool
+) -> None:
+    """Raise ValueError for a mesh that is not supported, if ranks would train apart, and for a fill that is missing or
+    would not be called.
+    """
+    _check_mesh(mesh)
+    if policy.data_parallel_mode == "none" and mesh.loss.size > 1 and not apart:
+        raise ValueError(
+            f"data_parallel_mode: none is for one rank, and the {mesh.loss.size} ranks of this mesh would train apart; "
+            "use fsdp2 or ddp"
+        )
+    is_meta = any(parameter.is_meta for parameter in model.parameters())
+    if fill is None and is_meta:
+        raise ValueError("fill: parameters are on the meta device; pass a function that sets their values")
+    if fill is not None and not is_meta:
+        raise ValueError("fill: would not be called, because no parameter is on the meta device; leave it out")
+
+
 def divided_experts(model: nn.Module) -> list[nn.Module]:
     """The experts of all layers if ranks hold different ones: units of their own, whose shards are on fewer ranks."""
     return [module for module in model.modules() if isinstance(module, Experts) and module.dispatcher is not None]
@@ -317,8 +330,8 @@ def check_parallelizable(model: nn.Module, policy: ParallelPolicy, device_type: 
     Changes nothing, and needs no device or other ranks; the model may be on the meta device.
     """
     layers, head = layers_of(model), getattr(model, "lm_head", None)
-    if policy.fp8 != "none":
-        fp8_linears(layers)
+    if policy.fp8 != "none" and not fp8_linears(layers):
+        raise ValueError(f'fp8: {policy.fp8}, but no layer of the model can be converted; set fp8="none"')
     if policy.compile_backend is not None:
         require_compiler(policy.compile_backend, device_type)
     if policy.data_parallel_mode != "fsdp2":

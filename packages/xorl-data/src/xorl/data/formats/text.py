@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from xorl.data.arguments import check_fields
 from xorl.data.errors import DataError
 from xorl.data.formats.encoded import EncodedDocuments, Overflow, apply_overflow
 from xorl.data.formats.spans import Rendered, tokenize
@@ -27,6 +28,9 @@ class RenderedFormat(ABC):
     vocab_size: int | None = None
 
     type_name: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @property
     def extras(self) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from xorl.data.arguments import check_fields
 from xorl.data.batch import IGNORE
 from xorl.data.errors import DataError
 from xorl.data.formats.encoded import EncodedDocuments, EncodedRows, Overflow, apply_overflow, id_problem
@@ -35,6 +36,9 @@ class TokenizedFormat:
     limit_option: str
     columns: tuple[str, ...] | None = None
     vocab_size: int | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @property
     def wanted(self) -> tuple[str, ...]:

@@ -23,16 +23,16 @@ import pyarrow.parquet as pa_parquet
 
 from xorl.data.arguments import check_at_least, check_fields, checked, convert_fields_
 from xorl.data.choose import choose_format, overflow_limits
-from xorl.data.entry import DatasetEntry, check_entry
+from xorl.data.entry import DUMMY, DatasetEntry, check_entry
 from xorl.data.errors import DataError
 from xorl.data.formats import Format
 from xorl.data.hashing import digest
-from xorl.data.invariants import OverflowLimits, check_extras, check_special_tokens
+from xorl.data.invariants import OverflowLimits, check_extras, check_special_ids, check_special_tokens
 from xorl.data.lock import exclusive
 from xorl.data.mixture import Share, check_repetitions, check_shares
 from xorl.data.readers import COMPRESSIONS, Chunk, FileType
 from xorl.data.remote import is_url
-from xorl.data.sources import DUMMY, LocatedFile, locate_files
+from xorl.data.sources import LocatedFile, locate_files
 from xorl.data.store import make_prepared_folder
 from xorl.data.stream.reading import StreamFile, block_chunks, open_file, starts_with_array
 
@@ -82,6 +82,7 @@ class StreamOptions:
     def __post_init__(self) -> None:
         convert_fields_(self)
         check_fields(self)
+        check_special_ids(self.model_special_ids)
         check_at_least(1, bin_len=self.bin_len, vocab_size=self.vocab_size)
 
 
@@ -139,7 +140,7 @@ def open_stream(
     if not entries:
         raise DataError(f"{option} is empty; name at least one dataset")
     for index, entry in enumerate(entries):
-        check_entry(entry, f"{option}[{index}]")
+        check_entry(entry, f"{option}[{index}]", options.bin_len)
     shares = [Share(entry.weight, entry.num_epochs) for entry in entries]
     check_shares(shares, option)
     folder = Path(index_path)

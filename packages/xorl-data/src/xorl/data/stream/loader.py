@@ -286,6 +286,8 @@ def stream_bins(
     stream: Stream, *, first: int, stride: int, runs: Sequence[RunStart] | None = None
 ) -> Iterator[StreamBin]:
     """Yields bin `first` and every `stride`-th after it, endlessly. `runs` are the starts of the lanes, if not 0."""
+    check_at_least(0, first=first)
+    check_at_least(1, stride=stride)
     order, lanes = StreamOrder(stream), dict[int, Iterator[StreamBin]]()
     for position in count(first, stride):
         number, lane = divmod(position, order.num_lanes)
