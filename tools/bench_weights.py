@@ -22,7 +22,9 @@ def weight_rows(name: str, linear: Linear, scheme: QuantScheme, repeats: int) ->
     weight = linear.weight.detach()
     device = weight.device
     num_out = weight.shape[0]
-    scale = nvfp4_global_scale(weight.abs().amax()).expand(num_out).contiguous()
+    scale = None
+    if scheme.quant_format == "nvfp4":
+        scale = nvfp4_global_scale(weight.abs().amax()).expand(num_out).contiguous()
     quantized: QuantizedWeight = scheme.quantize(weight, scale)
     stored = sum(part.numel() * part.element_size() for part in quantized if part is not None)
     state = torch.tensor([1, 1, 0], device=device)

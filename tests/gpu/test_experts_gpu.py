@@ -166,7 +166,8 @@ def test_quantised_experts_keep_no_dense_weight(name: str, quant_format: QuantFo
     for weight in dense:
         rows_of_all = weight.detach().flatten(0, 1)
         scale = nvfp4_global_scale(rows_of_all.abs().amax()).expand(len(rows_of_all)).contiguous()
-        stored.append(QuantizedExperts(scheme.quantize(rows_of_all, scale), scheme, len(weight), len(rows_of_all)))
+        quantized = scheme.quantize(rows_of_all, scale if quant_format == "nvfp4" else None)
+        stored.append(QuantizedExperts(quantized, scheme, len(weight), len(rows_of_all)))
     dequantised = [weight.dense(BF16) for weight in stored]
     expected = experts(x, dequantised[0], dequantised[1], weights, ids)
     grad = torch.randn_like(expected)
