@@ -111,8 +111,9 @@ class Checkpointer:
             _check_functions(write_extra_files=write_extra_files, on_published=on_published)
             is_writer = background is None or isinstance(background, BackgroundWriter)
             require("background", background, is_writer, "a BackgroundWriter")
-            if self._retention is not None and name is None and this_rank() == 0:
-                self._retention.kept(())  # raises for losses that it cannot use, before anything is published
+            if self._retention is not None and self._current is None and name is None and this_rank() == 0:
+                # Raises for losses that cannot be used. Once, because reading them may take a while.
+                self._retention.kept(())
             tensors = flatten(collect(stateful_parts(state)))
             small_files = {layout.SCALARS: _json_bytes("scalars", scalars or {})} if this_rank() == 0 else {}
             _json_bytes("info", info or {})  # raises if it cannot be written into the manifest

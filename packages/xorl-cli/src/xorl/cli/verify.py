@@ -45,7 +45,7 @@ def verify_command(
 
     Both take three steps in fp32 from the same random weights, on the same batches. Prints the largest relative error
     of the losses, the gradient norm and all gradients, and writes certificate.json into train.output_dir. The exit code
-    is 1 if they differ. Adapters' dropout is compared between layers that are recomputed and that are not.
+    is 1 if they differ. If layers are recomputed, their dropout is compared with that of a run without recomputation.
     """
     overrides: tuple[str, ...] = tuple(ctx.obj)
     let_idle_threads_sleep()

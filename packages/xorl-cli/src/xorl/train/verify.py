@@ -343,7 +343,7 @@ def compare(layout: Result, whole: Result) -> dict[str, Difference]:
 
 
 def compare_dropout(recomputed: Result, kept: Result) -> Difference:
-    """The largest difference, of all that `compare` finds, between dropout in layers that are recomputed or are not."""
+    """The largest difference that recomputation makes with dropout, of all that `compare` finds."""
     return max(compare(recomputed, kept).values(), key=lambda one: _size(one) / one.tolerance)
 
 

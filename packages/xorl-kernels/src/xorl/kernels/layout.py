@@ -136,7 +136,7 @@ def _check_vector(name: str, values: Tensor, dtype: torch.dtype, size: int, leng
 
 
 def _jumps(positions: Tensor, ends: Sequence[int]) -> list[int]:
-    """The tokens that do not follow the one before, without those that begin a document."""
+    """The tokens inside documents whose position is not one above that of the token before."""
     jumps = (positions.diff() != 1).nonzero().flatten() + 1
     return sorted(set(jumps.tolist()).difference(ends))
 

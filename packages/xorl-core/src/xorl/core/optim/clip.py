@@ -40,8 +40,8 @@ def gradient_scale(
     gradients are not changed. Collective if parameters are sharded, also on a rank where none has a gradient; does not
     synchronise with the host. For `divided` see `gradient_norms`.
 
-    Raises ValueError unless `parameters` is a list or tuple of tensors, and for a divisor or a norm that is no number
-    above 0 (None or 0: no clipping).
+    Raises ValueError unless `parameters` is a list or tuple of tensors, for a divisor that is not above 0, and for a
+    negative `max_norm`.
     """
     _check_scale(parameters, divisor, max_norm)
     [norm] = gradient_norms([parameters], divided) if norm is None else [norm]

@@ -47,9 +47,9 @@ def build_optimizer(
         first_rows: for parameters that are some rows of a larger one, which ranks divide: the index of the first, on
             which stochastic rounding depends.
 
-    Raises ValueError for an unknown name, an argument of another kind or out of range, and a name of two parameters,
-    for a substring or a matrix of muon that matches no parameter, trained or frozen, or if no parameter requires a
-    gradient.
+    Raises ValueError for an unknown name, for an argument of the wrong type or out of range, for two parameters of the
+    same name, for a substring or a matrix of muon that matches no parameter, trained or frozen, or if no parameter
+    requires a gradient.
     """
     check_choice("name", name, OptimizerName)
     check_number("lr", lr)
@@ -88,7 +88,7 @@ def build_optimizer(
 
 
 def _check_muon(name: OptimizerName, muon: object, lr: float) -> None:
-    """Raise ValueError if `muon` is of another kind, or is missing for the optimizer muon or cannot be scheduled."""
+    """Raise ValueError if `muon` is not MuonOptions, or if the optimizer muon lacks them or has no rate to scale."""
     if not isinstance(muon, MuonOptions | None):
         raise ValueError(f"muon: must be MuonOptions, got {type(muon).__name__}")
     if name == "muon" and muon is None:

@@ -49,7 +49,7 @@ class Schedule:
 
     def __call__(self, step: int) -> float:
         """The learning rate of optimizer step `step`, counted from 1; raises ValueError for a step below 1."""
-        if not step >= 1:  # nor nan
+        if not step >= 1:  # NaN too
             raise ValueError(f"step must be at least 1, since steps are counted from 1; got {step}")
         warmup_steps = round(self.num_steps * self.warmup_ratio)
         if step <= warmup_steps:

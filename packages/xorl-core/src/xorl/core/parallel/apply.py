@@ -244,11 +244,13 @@ def parallelize(
     ranks of a larger mesh would train apart, which `apart` allows, for measurements.
 
     Raises ValueError, before anything is changed, if `check_parallelizable` does, for a mesh with axes that are not
-    supported or with several ranks under "none", and for a `fill` without parameters on the meta device or none with.
+    supported or with several ranks under "none", if parameters are on the meta device and there is no `fill`, and for a
+    `fill` if none are.
     """
     device = torch.device(device)
     check_parallelizable(model, policy, device.type)
-    _check_mesh_and_fill(model, mesh, policy, fill, apart=apart)
+    _check_mesh(mesh, policy, apart=apart)
+    _check_fill(model, fill)
     layers, head = layers_of(model), getattr(model, "lm_head", None)
     if policy.fp8 != "none":
         convert_linears(layers, policy.fp8)
@@ -292,26 +294,21 @@ def parallelize(
     return ParallelModel(model, forward, mesh, fp8_weights)
 
 
-def _check_mesh(mesh: Mesh) -> None:
-    """Raise ValueError unless `mesh` is a Mesh whose axes are all supported."""
+def _check_mesh(mesh: Mesh, policy: ParallelPolicy, *, apart: bool) -> None:
+    """Raise ValueError unless `mesh` is a Mesh whose axes are all supported, and if its ranks would train apart."""
     if not isinstance(mesh, Mesh):
         raise ValueError(f"mesh: must be an xorl.core.mesh.Mesh, got {type(mesh).__name__}")
     if (sizes := (mesh.dims.tp, mesh.dims.pp)) != (1, 1):
         raise ValueError(f"mesh: has tp {sizes[0]} and pp {sizes[1]}, which are not supported; use other axes")
-
-
-def _check_mesh_and_fill(
-    model: nn.Module, mesh: Mesh, policy: ParallelPolicy, fill: Callable[[nn.Module], None] | None, *, apart: bool
-) -> None:
-    """Raise ValueError for a mesh that is not supported, if ranks would train apart, and for a fill that is missing or
-    would not be called.
-    """
-    _check_mesh(mesh)
     if policy.data_parallel_mode == "none" and mesh.loss.size > 1 and not apart:
         raise ValueError(
             f"data_parallel_mode: none is for one rank, and the {mesh.loss.size} ranks of this mesh would train apart; "
             "use fsdp2 or ddp"
         )
+
+
+def _check_fill(model: nn.Module, fill: Callable[[nn.Module], None] | None) -> None:
+    """Raise ValueError for a fill that is missing or would not be called."""
     is_meta = any(parameter.is_meta for parameter in model.parameters())
     if fill is None and is_meta:
         raise ValueError("fill: parameters are on the meta device; pass a function that sets their values")

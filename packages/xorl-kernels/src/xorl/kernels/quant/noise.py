@@ -34,7 +34,7 @@ class WeightNoise:
             optimizer step, and the index of the first pair of elements, if other ranks hold the pairs before it. They
             are a tensor so that layers that differ only in them share compiled code.
 
-    Raises ValueError for another alpha or state.
+    Raises ValueError for a negative alpha, or one that is not finite, and for a state of another shape or dtype.
     """
 
     alpha: float

@@ -42,7 +42,7 @@ def quantized_linear(
         out_features: O.
         noise, noise_alpha: the `state` and `alpha` of a WeightNoise to add to the weight. None adds none.
 
-    Raises ValueError for a scheme that does not exist, and for fields and an x that are not those of a weight [O, I].
+    Raises ValueError for a scheme that does not exist, and if the fields or x do not fit a weight [O, I].
     """
     _check_input(x, codes, quant_format)
     _check_stored(codes, scales, global_scale, quant_format, group_size, out_features)

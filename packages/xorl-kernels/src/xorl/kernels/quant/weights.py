@@ -138,7 +138,8 @@ class QuantScheme:
     ) -> Tensor:
         """The weight [num_rows, I] in `dtype`, without padding rows.
 
-        Raises ValueError for fields that are not those of a weight with `num_rows` rows, and another dtype.
+        Raises ValueError for fields that are not those of a weight with `num_rows` rows, and for a `dtype` that is not
+        floating-point.
         """
         check_floating("dtype", dtype)
         self.check_stored(weight, num_rows)

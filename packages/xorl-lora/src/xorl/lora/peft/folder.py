@@ -139,7 +139,7 @@ def load_adapter(
 
 
 def _inject_fitting(model: nn.Module, layout: AdapterLayout) -> None:
-    """Inject the spec of a file. Raises the errors of `inject` and `check_fit`, after which `model` is as it was."""
+    """Inject the spec of a file. If `inject` or `check_fit` raises ValueError, `model` is as it was."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     inject(model, layout.spec)
     try:

@@ -40,14 +40,16 @@ def config_of(
     or none. `task_type` is None for modules that are no language models. `found` overrides the adapters, for those of a
     bank. `form` is that of adapters on experts; None is SGLang's if they share their outer factors, else per_expert.
 
-    Raises ValueError if there are no adapters, if `spec` describes others, or if PEFT or the form cannot express them.
+    Raises ValueError if there are no adapters, if `spec` describes others, if PEFT or the form cannot express them, or
+    if `transposed` names no module.
     """
     check_instance("spec", spec, AdapterSpec)
     if task_type is not None:
         check_choice("task_type", task_type, TaskType)
     if form is not None:
         check_choice("form", form, ExpertForm)
-    known = {*whole_modules(model), *(name for site in sites_of(model).values() for name in site.names)}
+    sites = sites_of(model).values()
+    known = {*whole_modules(model), *(name for site in sites for name in site.names)}
     if unknown := sorted(set(transposed) - known):
         raise ValueError(f"transposed: {unknown[0]} is no module of {type(model).__name__}; give full names")
     adapted = adapters(model) if found is None else found
@@ -67,9 +69,7 @@ def config_of(
         spec,
         rank=rank,
         alpha=alpha,
-        targets=shortest_names(
-            found, [name for site in sites_of(model).values() for name in site.members or (site.name,)]
-        ),
+        targets=shortest_names(found, [name for site in sites for name in site.members or (site.name,)]),
         rank_pattern=rank_pattern,
         alpha_pattern=alpha_pattern,
         # Full names, because PEFT matches `norm` with every name that ends with it, such as `q_norm`.
@@ -81,8 +81,10 @@ def config_of(
         if (adapter.magnitude_offset is not None) != spec.use_dora:
             raise ValueError(f"spec: use_dora is {spec.use_dora}, but the adapter on {name} was injected otherwise")
         if isinstance(adapter.pair, ExpertLowRank) and adapter.pair.sharing != spec.expert_sharing:
-            shared = f"spec: expert_sharing is {spec.expert_sharing!r}, but that of the adapter on {name} is"
-            raise ValueError(f"{shared} {adapter.pair.sharing!r}")
+            raise ValueError(
+                f"spec: expert_sharing is {spec.expert_sharing!r}, but that of the adapter on {name} is "
+                f"{adapter.pair.sharing!r}"
+            )
     experts = [_expert_factors(each, full_tensor) for each in adapted.values() if isinstance(each.pair, ExpertLowRank)]
     if form is not None and not experts:
         raise ValueError("form: only adapters on experts have forms, and there are none")
