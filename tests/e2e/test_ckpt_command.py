@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from xorl.ckpt import Checkpointer
@@ -18,7 +19,7 @@ def run_folder(tmp_path: Path) -> Path:
     """A run that saved six times, went back once and has two checkpoints set aside."""
     checkpointer = Checkpointer(tmp_path / "checkpoints")
     for step in (1, 2, 3, 4, 5, 6):
-        checkpointer.save(step, {})
+        checkpointer.save(step, {"model": torch.nn.Linear(1, 1)})
     set_aside_after(checkpointer.root, 4, checkpointer.root / "global_step_4")
     lines = [{"step": step, "loss": 1.0, "eval_loss": abs(step - 2) + 0.5} for step in (1, 2, 3, 4)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

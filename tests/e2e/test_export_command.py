@@ -197,7 +197,7 @@ def test_an_adapter_of_a_checkpoint_names_a_base_that_was_moved(folders: Path, t
 def test_a_checkpoint_with_a_part_of_its_model_is_not_exported_as_its_base(folders: Path, tmp_path: Path) -> None:
     """Catches a checkpoint whose missing weights are made up for by those that the run began with."""
     whole = read_manifest(trained(folders, tmp_path / "run"))
-    part = Checkpointer(tmp_path / "part").save(1, {}, info=whole.info)
+    part = Checkpointer(tmp_path / "part").save(1, {"model": torch.nn.Linear(1, 1)}, info=whole.info)
     with pytest.raises(ValueError, match=r"PATH: .* contains neither all weights of its model nor an adapter"):
         export_saved(str(part), str(tmp_path / "out"))
 

@@ -11,6 +11,7 @@ import torch
 from xorl.ckpt import Checkpointer, CheckpointError, Retention, SafetensorsSource, export_hf, load_weights
 from xorl.ckpt.export import parameter_groups, published, write_model
 from xorl.ckpt.reader import SameTensor
+from xorl.ckpt.regions import Piece
 from xorl.ckpt.tensor_file import write_tensor_file
 
 WEIGHTS = {"w": torch.zeros(2, 2)}
@@ -29,6 +30,7 @@ WEIGHTS = {"w": torch.zeros(2, 2)}
             "state: model: the OrderedDict is not an object with",
         ),
         ({"state": {"w": torch.zeros(2)}}, "state: w: the Tensor is not an object with state_dict"),
+        ({"state": {}}, "state: the dict is not a mapping of names to one part or more"),
         ({"state": {"epoch": 3}}, "state: epoch: 3 is not an object with state_dict"),
         ({"rng": torch.get_rng_state()}, "rng: the Tensor is not a mapping"),
         ({"info": [1]}, "info: the list is not a mapping"),
@@ -114,6 +116,7 @@ def test_messages_of_a_load_say_what_to_do(tmp_path, make_state, monkeypatch):
     [
         ({"hf_config": "config.json"}, "hf_config: 'config.json' is not a mapping"),
         ({"dtype": torch.int8}, "dtype: 'torch.int8' is not a floating-point"),
+        ({"dtype": torch.float8_e4m3fn}, "dtype: 'torch.float8_e4m3fn' is not a floating-point .* of at least 16 bits"),
         ({"dtype": "bfloat16"}, "dtype: 'bfloat16' is not a floating-point"),
         ({"tokenizer_folder": "nope"}, "tokenizer_folder: 'nope' is not an existing folder"),
         ({"params": list(WEIGHTS.values())}, "params: the list is not a mapping"),
@@ -122,6 +125,13 @@ def test_messages_of_a_load_say_what_to_do(tmp_path, make_state, monkeypatch):
             {"recipes": {"w": SameTensor("w", (1, 2))}},
             r"recipes: the recipe of w is for \[1, 2\], but its shape is \[2, 2\]",
         ),
+        (
+            {"recipes": {"w": SameTensor("w", (1, 2))}, "gather": WEIGHTS.get},
+            r"recipes: the recipe of w is for \[1, 2\], but its shape is \[2, 2\]",
+        ),
+        ({"gather": lambda name: WEIGHTS[name][:1]}, r"the recipe of w is for \[2, 2\], but its shape is \[1, 2\]"),
+        ({"recipes": ["w"]}, "recipes: the list is not a mapping of names to recipes"),
+        ({"recipes": {"w": (2, 2)}}, "recipes: w: the tuple is not a recipe, such as SameTensor"),
         (
             {"recipes": {name: SameTensor(name, (2, 2)) for name in "wv"}},
             "params: v are missing, though `recipes` has them",
@@ -145,6 +155,11 @@ def test_arguments_of_an_export_are_checked(tmp_path, monkeypatch, arguments, me
         ({"ignore": ["w"]}, "ignore: the list is not a function"),
         ({"bucket_bytes": 0}, "bucket_bytes: 0 is not an int of at least 1"),
         ({"params": [WEIGHTS["w"]]}, "params: the list is not a mapping"),
+        ({"params": {"w": [1.0]}}, "params: w: the list is not a tensor, a Piece or a RowTarget"),
+        ({"recipes": ["w"]}, "recipes: the list is not a mapping of names to recipes"),
+        ({"recipes": "w"}, "recipes: 'w' is not a mapping of names to recipes"),
+        ({"recipes": {"w": (2, 2)}}, "recipes: w: the tuple is not a recipe, such as SameTensor"),
+        ({"params": {"w": Piece(WEIGHTS["w"].int(), [(0, 2)], 2)}}, "params: w is int32, but the weights are float"),
         ({"params": {"w": WEIGHTS["w"].int()}}, "params: w is int32, but the weights are float32"),
         ({"params": {"w": WEIGHTS["w"].bool()}}, "params: w is bool, but the weights are float32"),
     ],

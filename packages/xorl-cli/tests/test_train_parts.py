@@ -431,7 +431,7 @@ def test_any_checkpoint_can_be_named_and_the_command_repeated(tmp_path: Path) ->
     # Catches a user who is sent from one error to the next, and a repeated command that goes back a second time.
     checkpointer = Checkpointer(tmp_path)
     for step in (1, 2, 3):
-        checkpointer.save(step, {})
+        checkpointer.save(step, {"model": torch.nn.Linear(1, 1)})
     assert resume_from(checkpointer, "auto") == tmp_path / "global_step_3"
     first = tmp_path / "global_step_1"
     for option in ("global_step_1", str(first)):
@@ -441,7 +441,7 @@ def test_any_checkpoint_can_be_named_and_the_command_repeated(tmp_path: Path) ->
         resume_from(checkpointer, None)
     set_aside_after(tmp_path, 1, first)
     again = Checkpointer(tmp_path)
-    again.save(2, {}, info={STARTED_FROM: str(first)})
+    again.save(2, {"model": torch.nn.Linear(1, 1)}, info={STARTED_FROM: str(first)})
     for option in ("global_step_1", str(first), "auto"):
         assert resume_from(again, option) == tmp_path / "global_step_2"
         assert start_of(tmp_path, option, tmp_path / "global_step_2") == str(first)
@@ -455,7 +455,7 @@ def test_a_damaged_newest_checkpoint_is_named_with_the_way_back(tmp_path: Path) 
     # Catches a run that silently starts before it, and an advice that is refused in turn.
     checkpointer = Checkpointer(tmp_path)
     for step in (1, 2):
-        checkpointer.save(step, {})
+        checkpointer.save(step, {"model": torch.nn.Linear(1, 1)})
     (tmp_path / "global_step_2" / "metadata.json").unlink()
     with pytest.raises(ValueError, match=r"go back with --train\.load_checkpoint_path global_step_1"):
         resume_from(checkpointer, "auto")

@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from xorl.core.loss import get_loss
+from xorl.core.loss import combine_metrics, get_loss, read_metrics
 from xorl.core.mesh import Mesh, ParallelDims
-from xorl.core.models import SPECS, spec_for
-from xorl.core.models.decoder_config import DenseConfig
+from xorl.core.models import SPECS, spec_for, training_flops
+from xorl.core.models.decoder_config import DecoderConfig, DenseConfig
 from xorl.core.nn import RopeConfig
 from xorl.core.nn.fp8 import convert_linears
 from xorl.core.nn.kernels import choose_kernels
@@ -24,6 +24,7 @@ from xorl.core.parallel.apply import check_parallelizable
 from xorl.core.runtime import init
 from xorl.core.shards import copy_shard_
 from xorl.kernels.attention.sdpa import sdpa_attention
+from xorl.kernels.layout import SequenceLayout
 
 
 def optimizer(name: str, **options: object) -> object:
@@ -44,7 +45,19 @@ LLAMA = SPECS["LlamaForCausalLM"].config_from_hf({**SIZES, "num_hidden_layers": 
 GPT2 = SPECS["GPT2LMHeadModel"].config_from_hf(
     {"vocab_size": 9, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2}
 )
+MIXTRAL = SPECS["MixtralForCausalLM"].config_from_hf(
+    {**SIZES, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4}
+)
+QWEN3 = SPECS["Qwen3ForCausalLM"].config_from_hf(
+    {**SIZES, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+)
 WEIGHT = nn.Parameter(torch.ones(2))
+ROUTES = torch.tensor([0, 1]).expand(3, 2, 2)
+METRICS = {"loss:sum": torch.ones(()), "valid_tokens:sum": torch.ones(())}
+
+
+def replay(recorded: object, name: str = "MixtralForCausalLM", config: DecoderConfig = MIXTRAL) -> object:
+    return SPECS[name].build(config)(torch.arange(3), SequenceLayout.from_lengths([3]), recorded=recorded)
 
 
 @pytest.mark.parametrize(
@@ -166,6 +179,38 @@ WEIGHT = nn.Parameter(torch.ones(2))
         (lambda: Mesh(ParallelDims(), "gpu"), "device_type must be a device type, .* got 'gpu'"),
         (lambda: ParallelPolicy(recompute="operation", reentrant_recompute=True), "reentrant_recompute: works for"),
         (lambda: copy_shard_(torch.ones(2), torch.ones(3)), r"full: must have the parameter's shape \[2\], got \[3\]"),
+        (
+            lambda: combine_metrics([METRICS, {**METRICS, "kl:mean": torch.ones(())}]),
+            "parts: must be metrics of one loss, .*; only some have kl:mean",
+        ),
+        (lambda: combine_metrics([]), "parts: must be metrics of one loss, .*; there are none"),
+        (lambda: read_metrics({"loss:sum": torch.ones(())}), "metrics: there is no valid_tokens:sum among loss:sum"),
+        (
+            lambda: read_metrics({**METRICS, "a:avg": torch.ones(())}),
+            "metrics: 'a:avg' is not named by its reduction, .*: sum, mean, min, max",
+        ),
+        (lambda: combine_metrics([{"loss": torch.ones(())}]), "metrics: 'loss' is not named by its reduction"),
+        (lambda: replay(ROUTES, "LlamaForCausalLM", LLAMA), "recorded: the model has no experts"),
+        (lambda: replay(ROUTES[:, :1]), r"recorded: must be integers \[3, 2, 2\] .*, got torch.int64 \[3, 1, 2\]"),
+        (lambda: replay(ROUTES.repeat(1, 2, 1)), r"recorded: must be .*, got torch.int64 \[3, 4, 2\]"),
+        (lambda: replay(ROUTES[:2]), r"recorded: must be .*, got torch.int64 \[2, 2, 2\]"),
+        (lambda: replay(ROUTES.float()), r"recorded: must be .*, got torch.float32 \[3, 2, 2\]"),
+        (lambda: replay(ROUTES.tolist()), "recorded: must be integers .*, got list"),
+        (lambda: replay(ROUTES + 3), "recorded: the experts of a token must all differ, from 0 to 3, or all be -1"),
+        (lambda: replay(ROUTES - 1), "recorded: the experts of a token must all differ"),
+        (lambda: replay(ROUTES * 0), "recorded: the experts of a token must all differ"),
+        (
+            lambda: SPECS["MistralForCausalLM"].config_to_hf(QWEN3),
+            "config: a config.json of MistralForCausalLM cannot describe its layers; use the spec",
+        ),
+        (lambda: SPECS["Qwen3ForCausalLM"].config_to_hf(LLAMA), "of Qwen3ForCausalLM cannot describe its layers"),
+        (lambda: SPECS["Qwen3MoeForCausalLM"].config_to_hf(QWEN3), "config: has no layer with experts"),
+        (lambda: ParallelPolicy(cpu_offload="no"), "cpu_offload must be a bool, such as False; got the str 'no'"),
+        (lambda: ParallelPolicy(reshard_after_forward=1), "reshard_after_forward must be a bool"),
+        (lambda: ParallelPolicy(forward_prefetch=None), "forward_prefetch must be a bool, .* got None"),
+        (lambda: ParallelPolicy(recompute_experts="none"), "recompute_experts must be a bool"),
+        (lambda: ParallelPolicy(reentrant_recompute="no"), "reentrant_recompute must be a bool"),
+        (lambda: training_flops(LLAMA, [3, -1]), "length: a document cannot have -1 tokens"),
     ],
 )
 def test_wrong_arguments_are_refused_by_name(call: Callable[[], object], message: str) -> None:
@@ -214,6 +259,8 @@ def test_a_module_of_another_kind_is_placed_or_told_what_it_lacks() -> None:
 
 def check_foreign_modules() -> None:
     mesh = Mesh(ParallelDims(), "cpu")
+    with pytest.raises(ValueError, match="name: no parameter of this mesh is divided along 'ep'"):
+        mesh.axis("ep")
     with pytest.raises(ValueError, match=r"mesh: must be an xorl\.core\.mesh\.Mesh, got DeviceMesh"):
         parallelize(Named(), mesh.device_mesh, ParallelPolicy(), device="cpu")
     policy, cpu = ParallelPolicy(data_parallel_mode="none", recompute="layer"), torch.device("cpu")
@@ -229,3 +276,5 @@ def check_foreign_modules() -> None:
     torch.testing.assert_close(placed.forward(x), expected, rtol=0, atol=0)
     placed.forward(x).sum().backward()
     assert all(parameter.grad is not None for parameter in module.parameters())
+    with pytest.raises(ValueError, match="model: this Named was parallelized before; build another one"):
+        parallelize(module, mesh, policy, device=cpu)

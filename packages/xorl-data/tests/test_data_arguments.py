@@ -11,6 +11,7 @@ from xorl.data import DataPlan, DatasetEntry, PrepareOptions, StepLoader, pack, 
 from xorl.data.batch import collate, padding_batch
 from xorl.data.documents import PreparedDocuments
 from xorl.data.formats import ChatFormat, PromptCompletionFormat, TextTokenizer, TokenizedFormat
+from xorl.data.inspect import text_segments
 from xorl.data.packing import Bins
 from xorl.data.plan import rescale_accumulation
 from xorl.data.push import push_documents
@@ -114,6 +115,10 @@ def stream(**fields: object) -> object:
         (lambda: next(stream_bins(None, first=0, stride=-1)), "stride: -1, want at least 1"),
         (lambda: rescale_accumulation(8, micro_batch_size=-2, dp_size=-2), "micro_batch_size: -2, want at least 1"),
         (lambda: rescale_accumulation(8, micro_batch_size=2, dp_size=0), "dp_size: 0, want at least 1"),
+        (lambda: text_segments([1, 2], [1, 2], None), r"ids: \[1, 2\] is list, want ndarray"),
+        (lambda: text_segments(np.arange(3), np.arange(2), None), r"labels: int64 \[2\], want integers \[3\]"),
+        (lambda: text_segments(np.ones((1, 3), int), np.arange(3), None), r"ids: int64 \[1, 3\], want integers \[1\]"),
+        (lambda: text_segments(np.ones(3), np.arange(3), None), r"ids: float64 \[3\], want integers \[3\]"),
     ],
 )
 def test_wrong_arguments_are_refused_by_name(call: Callable[[], object], message: str) -> None:

@@ -311,6 +311,20 @@ def test_a_tally_counts_each_reading_once(tmp_path, corpus, small):
     assert 0.85 < receipt.fill <= 1
 
 
+@pytest.mark.parametrize(
+    ("saved", "message"),
+    [
+        (5, "saved: 5 is int, want a list of int or None"),
+        ([1], r"saved: int64 \[1\], want \d+ integers"),
+        ([1.5] * 100, r"saved: float64 \[100\], want"),
+    ],
+)
+def test_a_tally_begins_with_counts_of_its_own_stream(tmp_path, corpus, saved, message):
+    """Catches one count that is taken for all of them, and counts that are rounded."""
+    with pytest.raises(DataError, match=message):
+        StreamTally(stream_of(tmp_path, corpus), saved)
+
+
 def test_the_receipt_of_a_stream_is_that_of_preparing(tmp_path, make_rows, write_jsonl, options):
     """Catches counts that mean something else when the data is streamed, and a sample other than what is counted."""
     path = write_jsonl(tmp_path / "rows.jsonl", make_rows(300))

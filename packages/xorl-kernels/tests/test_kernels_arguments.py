@@ -15,11 +15,19 @@ from xorl.kernels.attention import (
     resolve_attention,
 )
 from xorl.kernels.experts import EXPERTS, ExpertsRequest
+from xorl.kernels.experts.adapted import Factors
 from xorl.kernels.experts.routing import top_experts
-from xorl.kernels.fused import opaque
+from xorl.kernels.fused import opaque, reference
 from xorl.kernels.grouped_linear import TokenGroups, grouped_linear
 from xorl.kernels.layout import SequenceLayout
-from xorl.kernels.linear_ce import linear_cross_entropy, linear_cross_entropy_scores, linear_cross_entropy_sum
+from xorl.kernels.linear_ce import (
+    linear_cross_entropy,
+    linear_cross_entropy_scores,
+    linear_cross_entropy_sum,
+    wide_logits,
+)
+from xorl.kernels.low_rank import adapted_linear
+from xorl.kernels.optim import adamw_
 from xorl.kernels.quant import (
     GROUP_SIZES,
     QuantScheme,
@@ -141,6 +149,21 @@ def test_losses_refuse_labels_and_devices(loss, labels, device, message) -> None
         loss(torch.randn(4, 8), torch.randn(100, 8, device=device), labels)
 
 
+@pytest.mark.parametrize(
+    ("hidden", "weight", "message"),
+    [
+        (torch.randn(4, 8), torch.randn(9, 8, device="meta"), "hidden and weight must be on one device; got cpu, meta"),
+        (torch.randn(4, 8), torch.randn(9, 7), r"expected hidden \[T, D\] and weight \[V, D\]"),
+        (torch.ones(4, 8).int(), torch.randn(9, 8), "must be of floating point; got torch.int32"),
+    ],
+)
+def test_logits_refuse_what_does_not_fit(hidden, weight, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        wide_logits(hidden, weight)
+    weight = torch.randn(9, 8, requires_grad=True)
+    assert not wide_logits(torch.randn(4, 8), weight).requires_grad
+
+
 def test_labels_without_values_are_not_read() -> None:
     # Catches a check that breaks an estimate with fake tensors.
     with FakeTensorMode():
@@ -178,6 +201,14 @@ def test_grouped_products_refuse_other_tokens(x, weight, addend, message) -> Non
     groups = TokenGroups.of([(0, 4), (2, 3)], 3)
     with pytest.raises(ValueError, match=message):
         grouped_linear(torch.randn(x), torch.randn(weight), groups, None if addend is None else torch.randn(addend))
+    with pytest.raises(ValueError, match="x, weight and groups must be on one device; got cpu, meta, cpu"):
+        grouped_linear(torch.randn(7, 4), torch.randn(3, 5, 4, device="meta"), groups)
+
+
+def factors(**changes) -> Factors:
+    """Of three experts of 8 x 6, with ranks of 2."""
+    shapes = (3, 2, 8), (3, 12, 2), (3, 2, 6), (3, 8, 2)
+    return Factors(*map(torch.zeros, shapes))._replace(**changes)
 
 
 @pytest.mark.parametrize("name", ["eager", "native"])
@@ -198,6 +229,22 @@ def test_grouped_products_refuse_other_tokens(x, weight, addend, message) -> Non
         ({"down": torch.randn(2, 8, 6)}, r"gate_up \[E, 2F, D\] and down \[E, D, F\]"),
         ({"gate_up": torch.randn(12, 8)}, r"gate_up \[E, 2F, D\]"),
         ({"gate_up": torch.randn(3, 12, 8).bfloat16()}, "in one dtype .* in torch.bfloat16, torch.float32"),
+        ({"down": torch.randn(3, 8, 6, device="meta")}, "must be on one device; got cpu, cpu, meta"),
+        ({"num_real": torch.ones(8)}, r"num_real must be a 0-d integer tensor; got \[8\] in torch.float32"),
+        ({"num_rows": 4}, "num_rows must be at least 5, the choices with an expert; got 4"),
+        ({"num_rows": 3, "num_real": torch.tensor(4)}, "num_rows must be at least 4"),
+        ({"factors": factors(kept=0.0)}, "factors.kept must be a probability above 0; got 0.0"),
+        ({"factors": factors(num_slots=0)}, "factors.num_slots must be an integer of at least 1"),
+        (
+            {"factors": factors(down_b=torch.zeros(1, 1, 2))},
+            r"factors.down_b must be \[3 or 1, 8, 2\] in torch.float32",
+        ),
+        ({"factors": factors(up_a=torch.zeros(2, 2, 8))}, r"factors.up_a must be \[3 or 1, 2, 8\]"),
+        ({"factors": factors(x=torch.zeros(4, 8))}, r"factors.x must be \[5, 8\]"),
+        (
+            {"factors": factors(x=torch.zeros(5, 8, device="meta"))},
+            "factors.down_b and factors.x must be on one device",
+        ),
     ],
 )
 def test_experts_refuse_what_does_not_fit(name, given, message) -> None:
@@ -288,6 +335,94 @@ def test_quantised_products_refuse_the_fields_of_another_weight() -> None:
     ):
         with pytest.raises(ValueError, match=wanted):
             call()
+
+
+def test_quantised_products_refuse_other_devices_and_ranks() -> None:
+    # Catches an empty result of tensors without values, and a product that is broadcast over the outputs.
+    scheme = QuantScheme("nf4", 64)
+    stored, one = scheme.quantize(torch.randn(8, 64)), scheme.quantize(torch.randn(1, 64))
+    x, down = torch.randn(3, 64), torch.randn(2, 64)
+    for call, message in (
+        (lambda: quantized_linear(x.to("meta"), *stored, "nf4", 64, 8), "x and codes must be on one device"),
+        (lambda: scheme.check_stored(stored._replace(scales=stored.scales.to("meta")), 8), "must be on one device"),
+        (lambda: adapted_quantized_linear(x, down, torch.randn(8, 2), *one, "nf4", 64, 1), r"up \[1, R\]"),
+        (lambda: adapted_linear(x, torch.randn(1, 64), None, down, torch.randn(8, 2)), r"up \[1, R\]"),
+        (lambda: adapted_linear(x, torch.randn(8, 64), torch.randn(1), down, torch.randn(8, 2)), r"bias must be \[8\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+X = torch.randn(3, 2, 8)
+HEADS = reference.HeadShape(2, 1, 8)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: reference.rms_norm(X, torch.ones(4), 1e-6), r"weight \[D\], .* got \[3, 2, 8\] .* and \[4\]"),
+        (lambda: reference.add_rms_norm(X, X[:1], torch.ones(8), 1e-6), r"residual must be \[3, 2, 8\] in .*, as x"),
+        (lambda: reference.rms_norm(X, torch.ones(8), float("nan")), "eps: must be a number of at least 0"),
+        (lambda: opaque.rms_norm(X, torch.ones(4), 1e-6), r"weight \[D\]"),
+        (lambda: opaque.add(X, X[:1]), r"y must be \[3, 2, 8\]"),
+        (lambda: opaque.apply_rope(X, (torch.ones(1, 4), torch.ones(1, 4))), r"rope must be .* \[3, 4\] in fp32"),
+        (lambda: reference.swiglu(torch.randn(3, 3)), r"gate_up must be \[..., 2F\]"),
+        (lambda: reference.split_heads((torch.randn(3, 16),) * 3, HEADS, None, None), r"the widths \[16, 8, 8\]"),
+        (lambda: reference.split_heads((torch.randn(3, 24),), HEADS, None, None), r"one tensor \[T, 32\]"),
+        (lambda: fp8.cast_rowwise(torch.randn(8), fp8.E4M3), r"x must be \[R, C\]"),
+        (lambda: fp8.cast_rowwise(torch.randn(2, 8), torch.float16), "dtype must be torch.float8_e4m3fn or"),
+        (
+            lambda: fp8.cast_tensorwise(torch.randn(2, 8), torch.ones(2), fp8.E4M3),
+            r"amax must be \[\] in fp32; got \[2\]",
+        ),
+        (lambda: fp8.transpose(torch.randn(2, 8)), r"q must be \[R, C\] in fp8"),
+        (lambda: product(descale_a=torch.ones(1)), r"descale_a and descale_b must be \[\] each, or \[2\] and \[4\]"),
+        (lambda: product(b=torch.zeros(4, 16).to(fp8.E5M2), a=torch.zeros(2, 16).to(fp8.E5M2)), "not both in E5M2"),
+        (lambda: product(b=torch.zeros(4, 8).to(fp8.E4M3)), r"a must be \[M, K\] and b \[N, K\]"),
+    ],
+)
+def test_plain_twins_and_casts_refuse_what_does_not_fit(call, message) -> None:
+    # Catches broadcasting, and heads of another model.
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def product(**changes) -> torch.Tensor:
+    operands = {"a": torch.zeros(2, 16).to(fp8.E4M3), "b": torch.zeros(4, 16).to(fp8.E4M3)}
+    scales = {"descale_a": torch.ones(()), "descale_b": torch.ones(())}
+    return fp8.scaled_mm(**(operands | scales | changes), out_dtype=torch.float32, fast_accumulation=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"betas": (0.9, 1.0)}, r"betas\[1\]: must be below 1, got 1.0"),
+        ({"lr": float("inf")}, "lr: must be a number of at least 0, got inf"),
+        ({"weight_decay": -0.1}, "weight_decay: must be a number of at least 0"),
+        ({"grad_scale": torch.ones(2)}, r"grad_scale must be a 0-dim fp32 tensor on cpu; got \[2\]"),
+        ({"skip": torch.zeros((), dtype=torch.int64)}, "skip must be a 0-dim fp32 tensor on cpu; .* torch.int64"),
+        ({"skip": 0.0}, "skip must be a Tensor"),
+        ({"grads": [torch.zeros(2)]}, r"grads\[0\] must have 3 elements on cpu, as params; it has 2"),
+        ({"exp_avgs": []}, "all lists must have the same length; got 1 params, 1 grads, 0 exp_avgs"),
+        ({"params": [torch.zeros(3).half()]}, r"params\[0\] must be fp32 or bf16; got torch.float16"),
+        ({"grads": [torch.zeros(6)[::2]]}, r"grads\[0\] must be contiguous"),
+    ],
+)
+def test_optimizers_refuse_what_does_not_fit(changes, message) -> None:
+    # Catches a step of infinite length, and one that every value of a tensor scales on its own.
+    names = ("params", "grads", "exp_avgs", "exp_avg_sqs")
+    arguments = {name: [torch.zeros(3)] for name in names} | {
+        "steps": [torch.ones(())],
+        "lr": 0.1,
+        "betas": (0.9, 0.99),
+        "eps": 1e-8,
+        "weight_decay": 0.1,
+        "grad_scale": None,
+        "skip": torch.zeros(()),
+        "noises": None,
+    }
+    with pytest.raises(ValueError, match=message):
+        adamw_(**(arguments | changes))
 
 
 def dequantized_otherwise(quant_format: str, num_rows: int, **fields: torch.Tensor) -> torch.Tensor:

@@ -304,7 +304,7 @@ def test_backward_of_backward_is_refused():
         ((4, 8), (11, 7), (4,), 1, r"\[4, 8\] and \[11, 7\]"),
         ((2, 2, 8), (11, 8), (4,), 1, r"expected hidden \[T, D\]"),
         ((4, 8), (11, 8), (3,), 1, r"labels must have shape \[4\]"),
-        ((4, 8), (11, 8), (4,), 0, "chunk_tokens must be at least 1"),
+        ((4, 8), (11, 8), (4,), 0, "chunk_tokens must be an integer of at least 1, or None"),
     ],
 )
 @pytest.mark.parametrize("function", [linear_cross_entropy, linear_cross_entropy_sum, linear_cross_entropy_scores])

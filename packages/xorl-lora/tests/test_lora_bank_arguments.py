@@ -34,6 +34,7 @@ def test_runs_are_refused_by_the_names_of_adapters(runs, message):
     ("make", "message"),
     [
         (lambda: Adam(lr=-1), "lr must be at least 0, got -1"),
+        (lambda: Adam(lr=1, weight_decay=-0.1), "weight_decay must be at least 0, got -0.1"),
         (lambda: Adam(lr="1e-3"), "lr must be a number, got '1e-3'"),
         (lambda: Adam(lr=1, weight_decay=float("inf")), "weight_decay must be a finite number, got inf"),
         (lambda: Adam(lr=1, betas=0.9), r"betas must be two numbers, got 0\.9"),
@@ -64,6 +65,27 @@ def test_a_step_does_not_go_uphill():
     for wrong in ({"divisor": -1}, {"max_norm": -1.0}):
         with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be at least 0, got -1"):
             small_bank().step("a", Adam(lr=1e-3), **wrong)
+    for divisor in (float("inf"), torch.tensor(float("inf")), torch.ones(2)):
+        with pytest.raises(ValueError, match=r"divisor:? must be"):
+            small_bank().step("a", Adam(lr=1e-3), divisor=divisor)
+
+
+def test_seeds_are_integers():
+    """Catches a seed read from a file as text, or as 7.0, which draws other adapters than 7."""
+    for seed in ("7", 7.0, True, None):
+        with pytest.raises(ValueError, match="seed must be an integer, got "):
+            small_bank().add("b", AdapterSpec(rank=2), seed=seed)
+        model = nn.Sequential(nn.Linear(8, 8))
+        with pytest.raises(ValueError, match="seed must be an integer, got "):
+            inject(model, AdapterSpec(rank=2), seed=seed)
+        assert type(model[0]) is nn.Linear
+
+
+def test_the_folder_of_a_bank_is_no_file(tmp_path):
+    """Catches an error in the first step that needs the folder."""
+    (path := tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"folder must be a folder, but .*file is a file"):
+        AdapterBank(nn.Sequential(nn.Linear(8, 8)), num_resident=2, max_rank=2, device="cpu", host_limit=1, folder=path)
 
 
 def test_names_that_nobody_could_activate_are_refused():

@@ -159,8 +159,10 @@ def test_a_file_merges_into_the_weights_that_the_model_computes_with(form: Exper
     # Catches a merge of a file that reads another expert's rows than the model.
     decoder = decoder_of(spec_of(sharing))
     layout, source = read(*written(decoder, spec_of(sharing), form))
-    names = [f"model.layers.1.mlp.experts.{expert}.{leaf}.weight" for expert in range(E) for leaf in TARGETS[QWEN][1:]]
-    base = {name: torch.zeros(D if "down" in name else F, F if "down" in name else D) for name in names}
+    base = {
+        f"{name}.weight": torch.zeros(module.out_features, module.in_features)
+        for name, module in layout.modules.items()
+    }
     merged = MergedWeights.of_file(InMemoryTensors(base), layout, source)
     for expert in range(E):
         for leaf in TARGETS[QWEN][1:]:
@@ -170,6 +172,8 @@ def test_a_file_merges_into_the_weights_that_the_model_computes_with(form: Exper
             expected = 1.5 * b[min(expert, len(b) - 1)] @ a[min(expert, len(a) - 1)]
             found = merged.read(f"model.layers.1.mlp.experts.{expert}.{leaf}.weight")
             torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    with pytest.raises(ValueError, match=r"base: the adapter does not fit: .*: the base does not have this layer"):
+        MergedWeights.of_file(InMemoryTensors({"norm.weight": torch.zeros(D)}), layout, source)
 
 
 @pytest.mark.parametrize("to", [form for form in FORMS if form[1] == "outer"])

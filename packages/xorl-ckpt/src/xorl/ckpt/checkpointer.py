@@ -114,7 +114,9 @@ class Checkpointer:
             if self._retention is not None and self._current is None and name is None and this_rank() == 0:
                 # Raises for losses that cannot be used. Once, because reading them may take a while.
                 self._retention.kept(())
-            tensors = flatten(collect(stateful_parts(state)))
+            parts = stateful_parts(state)
+            require("state", state, bool(parts), "a mapping of names to one part or more")
+            tensors = flatten(collect(parts))
             small_files = {layout.SCALARS: _json_bytes("scalars", scalars or {})} if this_rank() == 0 else {}
             _json_bytes("info", info or {})  # raises if it cannot be written into the manifest
             if rng:

@@ -23,10 +23,12 @@ from xorl.ckpt.ranks import fail_together, this_rank
 from xorl.ckpt.reader import (
     INDEX_FILE,
     SINGLE_FILE,
+    WEIGHT_DTYPES,
     SafetensorsSource,
     SameTensor,
     WeightRecipe,
     WeightSource,
+    require_recipes,
     require_shapes,
     source_shapes,
 )
@@ -86,7 +88,7 @@ def export_hf(
     """Collective: write safetensors, their index, config.json and the tokenizer's files; returns the folder.
 
     Without recipes, the parameters are written under their own names. A `dtype` of None keeps each parameter's dtype;
-    otherwise it is a floating-point dtype, and integers and flags among the parameters keep theirs.
+    otherwise it is a floating-point dtype of at least 16 bits, and integers and flags among the parameters keep theirs.
     `hf_config` is written unchanged except for its dtype, which is set to that of the weights. `chat_template` replaces
     the tokenizer's template. Tied weights are not written, as they are not in `params`. `model_card` becomes README.md.
     For `gather` see `parameter_groups`. Raises CheckpointError, before anything is written, if the folder exists and is
@@ -194,13 +196,15 @@ def parameter_groups(
 ) -> list[TensorGroup]:
     """Parameters by their file names, in the order of the recipes; each is gathered only when it is written.
 
-    `gather` takes the name of a parameter and returns its full value, for example with an adapter merged into it. It
-    may be collective; None gathers the parameter itself. The groups create tensors on `device` (None: the CPU), which
-    may share memory with the results of `gather`. Raises CheckpointError for a parameter without a recipe or, without
-    `gather`, of another shape than its recipe's, and for a `dtype` that is not floating-point.
+    `gather` takes the name of a parameter and returns its full value on every rank, for example with an adapter merged
+    into it. It may be collective; None gathers the parameter itself. The groups create tensors on `device` (None: the
+    CPU), which may share memory with the results of `gather`. Raises CheckpointError for a parameter without a recipe
+    or, without `gather`, of another shape than its recipe's, and for a `dtype` that is not floating-point of at least
+    16 bits. The groups raise it if `gather` returns another shape than a recipe's.
     """
-    is_float = dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
-    require("dtype", str(dtype), is_float, "a floating-point torch.dtype")
+    is_wide = dtype is None or dtype in WEIGHT_DTYPES
+    require("dtype", str(dtype), is_wide, "a floating-point torch.dtype of at least 16 bits")
+    require_recipes(recipes)
     if not params:
         raise CheckpointError("there are no parameters to export")
     unknown = [name for name in params if name not in recipes]
@@ -293,6 +297,7 @@ def _split_unit(
     parts: dict[str, list[torch.Tensor]] = {}
     for name in unit:
         values = gather(name)
+        require_shapes({name: values.shape}, recipes)
         if this_rank() == 0:
             for source, part in recipes[name].split(values.to(dtype)).items():
                 parts.setdefault(source, []).append(part.to(device))

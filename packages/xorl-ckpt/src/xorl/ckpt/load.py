@@ -29,7 +29,15 @@ from xorl.ckpt.ranks import (
     require_same,
     this_rank,
 )
-from xorl.ckpt.reader import SameScalar, SameTensor, WeightRecipe, WeightSource, source_shapes
+from xorl.ckpt.reader import (
+    WEIGHT_DTYPES,
+    SameScalar,
+    SameTensor,
+    WeightRecipe,
+    WeightSource,
+    require_recipes,
+    source_shapes,
+)
 from xorl.ckpt.regions import Piece, Stored, dtype_name, local_region, local_tensor
 from xorl.ckpt.transfer import stream_buckets
 
@@ -42,7 +50,6 @@ LoadMode: TypeAlias = Literal["broadcast", "all_ranks"]
 # 32 MiB on, glibc returns it to the system, and new pages cost as much as all copies together.
 BUCKET_BYTES = 8 << 20
 PROGRESS_S = 5.0
-_WEIGHT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 # Tensors in a bucket start at multiples of this many bytes, after a first byte that is 0 if rank 0 could read them.
 _ALIGNMENT = 64
 
@@ -65,7 +72,10 @@ class RowTarget(Protocol):
     def device(self) -> torch.device: ...
 
     def put(self, start: int, rows: torch.Tensor) -> None:
-        """Receive the next rows, which begin at row `start`. The caller reuses the tensor's memory afterwards."""
+        """Receive the next rows, which begin at row `start`, in the dtype of the source.
+
+        The caller reuses the tensor's memory afterwards.
+        """
         ...
 
     def finish(self) -> None: ...
@@ -146,12 +156,16 @@ def load_weights(
         if mode not in get_args(LoadMode):
             raise CheckpointError(f"mode: {mode!r} is unknown; use one of {', '.join(get_args(LoadMode))}")
         require("params", params, isinstance(params, Mapping), "a mapping of names to parameters")
+        for name, param in params.items():
+            is_target = isinstance(param, (torch.Tensor, Piece)) or hasattr(param, "put")
+            require(f"params: {name}", param, is_target, "a tensor, a Piece or a RowTarget")
         is_source = source is None or all(hasattr(source, name) for name in ("names", "shape", "dtype", "read"))
         require("source", source, is_source, "a WeightSource, such as SafetensorsSource(folder)")
         require("ignore", ignore, ignore is None or callable(ignore), "a function of a tensor's name, such as a lambda")
         require("bucket_bytes", bucket_bytes, is_count(bucket_bytes, 1), "an int of at least 1")
         if recipes is None:
             params, recipes = _by_their_names(params)
+        require_recipes(recipes)
         _check_parameters(params, recipes)
         if source is not None:
             wanted = recipes if broadcasting else {name: recipes[name] for name in params}
@@ -276,7 +290,7 @@ def _check_dtypes(
         if isinstance(param, (torch.Tensor, Piece)) and param.dtype.is_floating_point
     ]
     stored = {name: source.dtype(name) for parameter in plain for name in recipes[parameter].sources}
-    codes = [f"{name} ({dtype_name(dtype)})" for name, dtype in stored.items() if dtype not in _WEIGHT_DTYPES]
+    codes = [f"{name} ({dtype_name(dtype)})" for name, dtype in stored.items() if dtype not in WEIGHT_DTYPES]
     if codes:
         raise CheckpointError(
             "the weights seem to be quantised, but config.json has no quantization_config; nothing was loaded. Use the "

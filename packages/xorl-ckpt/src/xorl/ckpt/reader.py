@@ -15,7 +15,7 @@ from typing import Protocol, Self
 import torch
 from safetensors import SafetensorError, safe_open
 
-from xorl.ckpt.errors import CheckpointError
+from xorl.ckpt.errors import CheckpointError, require
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -38,6 +38,10 @@ STORED_DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+
+
+# Of values that need no scales.
+WEIGHT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 class WeightSource(Protocol):
@@ -129,6 +133,14 @@ def source_shapes(recipes: Mapping[str, WeightRecipe]) -> dict[str, tuple[int, .
                 shape[recipe.join_dim] += shapes[name][recipe.join_dim]
             shapes[name] = tuple(shape)
     return shapes
+
+
+def require_recipes(recipes: object) -> None:
+    """Raises CheckpointError unless `recipes` is a mapping of names to recipes."""
+    require("recipes", recipes, isinstance(recipes, Mapping), "a mapping of names to recipes, such as SameTensor(...)")
+    assert isinstance(recipes, Mapping)
+    for name, recipe in recipes.items():
+        require(f"recipes: {name}", recipe, hasattr(recipe, "split"), "a recipe, such as SameTensor(name, shape)")
 
 
 def require_shapes(shapes: Mapping[str, Sequence[int]], recipes: Mapping[str, WeightRecipe]) -> None:

@@ -215,9 +215,13 @@ class Mesh:
             self.expert_fsdp, self.ep = self._expert_meshes()
 
     def axis(self, name: str) -> Axis:
-        """This process's place along an axis that parts of parameters name (`xorl.core.nn.parts`)."""
+        """This process's place along an axis that parts of parameters name (`xorl.core.nn.parts`).
+
+        Raises ValueError for an axis that no parameter is divided along.
+        """
         found = {"ep": self.ep}.get(name)
-        assert found is not None, f"no parameter is divided along {name}"
+        if found is None:
+            raise ValueError(f"name: no parameter of this mesh is divided along {name!r}; ep must be above 1 for 'ep'")
         return found
 
     def describe(self) -> str:

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from xorl.data.arguments import checked
 from xorl.data.batch import IGNORE
+from xorl.data.errors import DataError
 from xorl.data.formats import TextTokenizer
 
 
@@ -20,11 +22,16 @@ class TextSegment:
     special: bool = False
 
 
+@checked
 def text_segments(ids: np.ndarray, labels: np.ndarray, tokenizer: TextTokenizer | None) -> list[TextSegment]:
     """A document [T] as text; without a tokenizer, as ids.
 
     `labels` are not shifted. The first token is never trained, since no token before it predicts it.
+    Raises DataError for ids and labels of different shapes or of another kind.
     """
+    for name, values in (("ids", ids), ("labels", labels)):
+        if values.shape != (len(ids),) or values.dtype.kind not in "iu":
+            raise DataError(f"{name}: {values.dtype} {list(values.shape)}, want integers [{len(ids)}], one a token")
     trained = labels != IGNORE
     if len(trained):
         trained[0] = False

@@ -55,6 +55,16 @@ def check_at_least(argument: str, value: object, least: int, *, optional: bool =
         raise ValueError(f"{argument} must be an integer of at least {least}{or_none}; got {_describe(value)}")
 
 
+def check_one_device(**tensors: Tensor | None) -> None:
+    """Raise ValueError unless all `tensors` that are not None are on one device."""
+    devices = {name: tensor.device for name, tensor in tensors.items() if tensor is not None}
+    if len(set(devices.values())) > 1:
+        *names, last = devices
+        raise ValueError(
+            f"{', '.join(names)} and {last} must be on one device; got {', '.join(map(str, devices.values()))}"
+        )
+
+
 def as_integers(argument: str, values: Sequence[int]) -> tuple[int, ...]:
     """The values as Python integers. Raises ValueError for others, such as 2.5."""
     try:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from xorl.kernels.arguments import as_integers, is_readable
+from xorl.kernels.arguments import as_integers, check_one_device, is_readable
 from xorl.kernels.grouped import grouped_outer, grouped_product
 
 # torch's kernels require operand strides that are multiples of this many bytes.
@@ -71,7 +71,7 @@ def grouped_linear(x: Tensor, weight: Tensor, groups: TokenGroups, addend: Tenso
             the output of tokens beyond the last end is undefined.
         addend: [T, N] in the dtype of x, or None.
 
-    Raises ValueError for shapes or dtypes that do not fit, and on a CPU if the groups do not end at T.
+    Raises ValueError for shapes, dtypes or devices that do not fit, and on a CPU if the groups do not end at T.
     """
     if not torch.compiler.is_compiling():
         _check(x, weight, groups, addend)
@@ -85,6 +85,7 @@ def _check(x: Tensor, weight: Tensor, groups: TokenGroups, addend: Tensor | None
             f"x must be [T, K] and weight [S, N, K] in the same dtype; got {list(x.shape)} in {x.dtype} and "
             f"{list(weight.shape)} in {weight.dtype}"
         )
+    check_one_device(x=x, weight=weight, addend=addend, groups=groups.ends)
     if len(groups.ends) != len(weight):
         raise ValueError(f"groups are of {len(groups.ends)} weights, but weight has {len(weight)}")
     if is_readable(groups.ends) and len(weight) and int(groups.ends[-1]) != len(x):

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from xorl.kernels.arguments import check_type, is_readable
+from xorl.kernels.arguments import check_at_least, check_one_device, check_type, is_readable
 from xorl.kernels.fused import reference, triton_refusal
 from xorl.kernels.fused.reference import IGNORE, RowLosses
 
@@ -128,11 +128,16 @@ def linear_cross_entropy_scores(
     return loss, correct
 
 
+@torch.no_grad()
 def wide_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     """Logits [T, V] of hidden [T, D] and weight [V, D], computed as in the losses; not differentiable.
 
     The product uses the dtype of `hidden`, accumulates in fp32 and returns fp32 (fp64 throughout for fp64).
+
+    Raises ValueError for shapes, dtypes or devices that do not fit.
     """
+    _check_product(hidden, weight)
+    check_one_device(hidden=hidden, weight=weight)
     wide = torch.promote_types(hidden.dtype, torch.float32)
     logits = torch.empty(hidden.shape[0], weight.shape[0], dtype=wide, device=hidden.device)
     _matmul_into_(logits, hidden, weight.to(hidden.dtype).t())
@@ -141,18 +146,14 @@ def wide_logits(hidden: Tensor, weight: Tensor) -> Tensor:
 
 def _check(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int | None) -> int:
     """Check what the host knows; returns `chunk_tokens`, or 0 for None. Raises ValueError."""
-    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
-        raise ValueError(f"expected hidden [T, D] and weight [V, D], got {list(hidden.shape)} and {list(weight.shape)}")
+    _check_product(hidden, weight)
     check_type("labels", labels, Tensor, "torch.tensor([5, -100])")
     if labels.shape != hidden.shape[:1] or labels.dtype != torch.int64:
         raise ValueError(
             f"labels must have shape [{hidden.shape[0]}], one per token, in int64; got {list(labels.shape)} in "
             f"{labels.dtype}"
         )
-    if not hidden.device == weight.device == labels.device:
-        raise ValueError(
-            f"hidden, weight and labels must be on one device; got {hidden.device}, {weight.device}, {labels.device}"
-        )
+    check_one_device(hidden=hidden, weight=weight, labels=labels)
     if is_readable(labels):
         is_wrong = ((labels < 0) | (labels >= len(weight))) & (labels != IGNORE)
         if is_wrong.any():
@@ -161,9 +162,15 @@ def _check(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int | N
                 f"labels: {int(labels[token])} at token {token} is not in the vocabulary of {len(weight)}; use "
                 f"{IGNORE} for tokens that are not trained"
             )
-    if chunk_tokens is not None and chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
+    check_at_least("chunk_tokens", chunk_tokens, 1, optional=True)
     return chunk_tokens or 0
+
+
+def _check_product(hidden: Tensor, weight: Tensor) -> None:
+    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
+        raise ValueError(f"expected hidden [T, D] and weight [V, D], got {list(hidden.shape)} and {list(weight.shape)}")
+    if not hidden.is_floating_point() or not weight.is_floating_point():
+        raise ValueError(f"hidden and weight must be of floating point; got {hidden.dtype} and {weight.dtype}")
 
 
 class _Context(FunctionCtx):

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional as F
 
+from xorl.kernels.arguments import check_one_device
+
 
 def adapted_linear(x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor) -> Tensor:
     """x @ weight.T + bias + (x @ down.T) @ up.T, [T, I] to [T, O]; weight [O, I] and bias are treated as constants.
@@ -17,10 +19,35 @@ def adapted_linear(x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor,
     All tensors have the same dtype; products accumulate as torch's products do. A separate addition would write the
     low-rank product to memory and read both products again, in both passes. Here compiled code accumulates the low-rank
     product directly into the other one.
+
+    Raises ValueError for shapes, dtypes or devices that do not fit.
     """
+    if not torch.compiler.is_compiling():
+        if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1] or x.dtype != weight.dtype:
+            raise ValueError(
+                f"x must be [T, I] and weight [O, I] in the same dtype; got {list(x.shape)} in {x.dtype} and "
+                f"{list(weight.shape)} in {weight.dtype}"
+            )
+        if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != x.dtype):
+            raise ValueError(f"bias must be [{len(weight)}] in {x.dtype}; got {list(bias.shape)} in {bias.dtype}")
+        check_one_device(x=x, weight=weight, bias=bias)
+    check_low_rank(x, weight.shape[0], down, up)
     y = _AdaptedLinear.apply(x, weight, bias, down, up)
     assert isinstance(y, Tensor)
     return y
+
+
+def check_low_rank(x: Tensor, out_features: int, down: Tensor, up: Tensor) -> None:
+    """Raise ValueError unless down is [R, I] and up [out_features, R], for x [T, I]. Compiled code has been checked."""
+    if torch.compiler.is_compiling():
+        return
+    fits = down.dim() == up.dim() == 2 and down.shape[1] == x.shape[1] and up.shape == (out_features, down.shape[0])
+    if not fits or not x.dtype == down.dtype == up.dtype:
+        raise ValueError(
+            f"down must be [R, {x.shape[1]}] and up [{out_features}, R], in {x.dtype}; got {list(down.shape)} in "
+            f"{down.dtype} and {list(up.shape)} in {up.dtype}"
+        )
+    check_one_device(x=x, down=down, up=up)
 
 
 class _Context(FunctionCtx):

@@ -15,6 +15,12 @@ def check_integer(argument: str, value: object, *, at_least: int) -> None:
         raise ValueError(f"{argument} must be at least {at_least}, got {value}")
 
 
+def check_seed(seed: object) -> None:
+    """Raise ValueError unless `seed` is an integer: 7.0 and "7" would be other seeds than 7."""
+    if isinstance(seed, bool) or not isinstance(seed, Integral):
+        raise ValueError(f"seed must be an integer, got {seed!r}")
+
+
 def check_number(argument: str, value: object) -> None:
     """Raise ValueError unless `value` is a finite number; ranges are for the caller to check."""
     if isinstance(value, bool) or not isinstance(value, Real):

@@ -23,7 +23,7 @@ from xorl.core.optim import gradient_scale
 from xorl.kernels.arguments import check_choice
 from xorl.kernels.grouped_linear import TokenGroups
 from xorl.kernels.optim import adamw_
-from xorl.lora.arguments import check_instance, check_integer, check_number
+from xorl.lora.arguments import check_instance, check_integer, check_number, check_seed
 from xorl.lora.bank_layer import ActiveRows, belongs_to_bank
 from xorl.lora.bank_slots import Segment, Slots
 from xorl.lora.inject import Adapter, adapters, new_expert_pair, new_pair
@@ -53,8 +53,9 @@ class Adam:
             raise ValueError(f"betas must be at least 0 and below 1, got {self.betas}")
         if not self.eps > 0:
             raise ValueError(f"eps must be above 0, got {self.eps}")
-        if self.lr < 0:
-            raise ValueError(f"lr must be at least 0, got {self.lr}")
+        for name in ("lr", "weight_decay"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
 
 
 class StepOutcome(NamedTuple):
@@ -176,8 +177,9 @@ class AdapterBank:
     def add(self, name: str, spec: AdapterSpec, *, seed: int = 0) -> None:
         """Add a new adapter, initialised as by `inject` with this spec and seed.
 
-        Raises ValueError if the name exists or the spec does not fit this bank.
+        Raises ValueError if the name exists, the spec does not fit this bank, or the seed is no integer.
         """
+        check_seed(seed)
         check_instance("name", name, str)  # None stands for no adapter
         if name in self._entries:
             raise ValueError(f"adapter {name!r} already exists")

@@ -13,7 +13,7 @@ from xorl.core.models.initial import fill_normal_, fill_uniform_, key_of
 from xorl.core.nn import Embedding, Linear
 from xorl.core.nn.moe import ExpertLinear, Experts, MixtureOfExperts
 from xorl.core.shards import copy_shard_, local_part
-from xorl.lora.arguments import check_instance
+from xorl.lora.arguments import check_instance, check_seed
 from xorl.lora.bank_layer import belongs_to_bank
 from xorl.lora.experts import ExpertLowRank, ExpertsAdapter, SharedFactors
 from xorl.lora.linear import (
@@ -120,10 +120,11 @@ def inject(model: nn.Module, spec: AdapterSpec, *, seed: int = 0) -> tuple[str, 
     Returns:
         The names of the adapted layers in checkpoints.
 
-    Raises ValueError, before anything is changed, if a target does not fit, or if `model` already has adapters or
-    belongs to a bank.
+    Raises ValueError, before anything is changed, if a target does not fit, if `model` already has adapters or belongs
+    to a bank, and for a seed that is no integer.
     """
     check_instance("spec", spec, AdapterSpec)
+    check_seed(seed)
     if belongs_to_bank(model):
         raise ValueError(f"{type(model).__name__} belongs to a bank: add adapters to it with AdapterBank.add")
     if adapters(model):
@@ -236,7 +237,10 @@ def init_adapters(model: nn.Module, *, seed: int, generation: int = 0) -> None:
     A is uniform in +-1/sqrt(I) and B is zero; for an embedding, A is zero and B normal. Values depend only on the
     seed, the generation (the number of earlier initialisations), the layer's name, the shape and the index: not on
     ranks, devices, other adapters or torch's global generator.
+
+    Raises ValueError for a seed that is no integer.
     """
+    check_seed(seed)
     suffix = f"/{generation}" if generation else ""
     for adapter in adapters(model).values():
         drawn: Leaf = "A" if adapter.zero == "B" else "B"

@@ -131,6 +131,8 @@ class SnapshotStore:
             raise ValueError(
                 f"host_limit is {host_limit}, but there is no folder for the adapters above it: pass folder"
             )
+        if folder is not None and folder.exists() and not folder.is_dir():
+            raise ValueError(f"folder must be a folder, but {folder} is a file")
         self._host_limit = host_limit
         self._folder = folder
         self._in_memory: OrderedDict[str, AdapterSnapshot] = OrderedDict()

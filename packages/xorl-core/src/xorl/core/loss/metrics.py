@@ -54,7 +54,11 @@ def empty_metrics(names: Iterable[str], device: torch.device) -> dict[str, Tenso
 
 
 def combine_metrics(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Combine the metrics of several micro-batches of one loss."""
+    """Combine the metrics of several micro-batches of one loss; raises ValueError if their names differ."""
+    partly = sorted({name for part in parts for name in part if any(name not in other for other in parts)})
+    if partly or not parts:
+        came = f"only some have {', '.join(partly)}" if partly else "there are none"
+        raise ValueError(f"parts: must be metrics of one loss, which have the same names; {came}")
     return {name: _REDUCE[_reduction(name)](torch.stack([part[name] for part in parts])) for name in parts[0]}
 
 
@@ -86,8 +90,11 @@ def all_reduce_metrics(metrics: Mapping[str, Tensor], group: dist.ProcessGroup |
 def read_metrics(metrics: Mapping[str, Tensor]) -> dict[str, float]:
     """Copy the metrics to the host and divide the means; synchronises once.
 
-    If no token was trained, means and extremes are undefined and left out.
+    If no token was trained, means and extremes are undefined and left out. Raises ValueError for metrics without
+    `valid_tokens:sum`, and for names with another reduction.
     """
+    if NUM_TRAINED not in metrics:
+        raise ValueError(f"metrics: there is no {NUM_TRAINED} among {', '.join(metrics) or 'none'}")
     values = dict(zip(metrics, torch.stack(list(metrics.values())).tolist(), strict=True))
     num_trained = values[NUM_TRAINED]
     return {
@@ -98,7 +105,10 @@ def read_metrics(metrics: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 def _reduction(name: str) -> str:
-    return name.rpartition(":")[2]
+    reduction = name.rpartition(":")[2]
+    if reduction not in _REDUCE:
+        raise ValueError(f"metrics: {name!r} is not named by its reduction, such as 'loss:mean': {', '.join(_REDUCE)}")
+    return reduction
 
 
 _REDUCE: Mapping[str, Callable[[Tensor], Tensor]] = {

@@ -21,10 +21,13 @@ from xorl.core.nn.moe import Experts, LayerRoutes, MixtureOfExperts
 from xorl.core.nn.parts import parameter_parts
 from xorl.core.nn.roles import DeclaresRoles, Role, StacksMatrices, StoresWeight
 from xorl.core.shards import local_part
+from xorl.kernels.arguments import is_readable
 from xorl.kernels.fused import RopeTables
 from xorl.kernels.layout import SequenceLayout
 
 ResultT = TypeVar("ResultT")
+
+_RECORDED_DTYPES = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class Decoder(nn.Module):
@@ -61,6 +64,7 @@ class Decoder(nn.Module):
         mixtures = [layer.ffn for layer in config.layers if isinstance(layer.ffn, ExpertsConfig)]
         options = RouterLossOptions(balance_coef=config.balance_coef)
         self.routers = RouterLosses(len(mixtures), mixtures[0].num_experts, options) if mixtures else None
+        self._mixtures = mixtures
         self.lm_head = None if config.tie_word_embeddings else Head(config.hidden_size, config.vocab_size, bias=False)
 
     @property
@@ -135,9 +139,13 @@ class Decoder(nn.Module):
         head, both arguments of the loss are wider than D.
 
         recorded: [T, L, K] integers, the experts to send tokens to in each of the L layers with experts, all of a token
-        different; -1 for tokens that choose themselves.
+        different; -1 for tokens that choose themselves. Raises ValueError for others, and for those of a dense model;
+        on devices that the host would wait for, only the shape and dtype are checked.
         """
-        by_layer = None if recorded is None else recorded.transpose(0, 1).contiguous()
+        by_layer = None
+        if recorded is not None:
+            _check_recorded(recorded, input_ids, self._mixtures)
+            by_layer = recorded.transpose(0, 1).contiguous()
         hidden, routes = self.model(input_ids, layout, self.compute_dtype, by_layer)
         if self.routers is not None:
             hidden = self.routers.add(hidden, routes, layout)
@@ -216,6 +224,22 @@ class Head(Linear):
     def forward(self, x: Tensor, loss: Callable[[Tensor, Tensor], ResultT] | None = None) -> ResultT | Tensor:
         hidden, weight = (x, self.weight) if self.adapter is None else self.operands(x)
         return _apply_head(hidden, weight, loss)
+
+
+def _check_recorded(recorded: Tensor, input_ids: Tensor, mixtures: Sequence[ExpertsConfig]) -> None:
+    if not mixtures:
+        raise ValueError("recorded: the model has no experts; leave recorded experts out")
+    shape = (input_ids.numel(), len(mixtures), mixtures[0].num_active)
+    if not isinstance(recorded, Tensor) or recorded.shape != shape or recorded.dtype not in _RECORDED_DTYPES:
+        came = f"{recorded.dtype} {list(recorded.shape)}" if isinstance(recorded, Tensor) else type(recorded).__name__
+        raise ValueError(f"recorded: must be integers {list(shape)} (tokens, layers with experts, active), got {came}")
+    if not is_readable(recorded):
+        return
+    ordered = recorded.long().sort(-1).values
+    is_record = (ordered[..., 0] >= 0) & (ordered[..., -1] < mixtures[0].num_experts) & (ordered.diff() > 0).all(-1)
+    if not (is_record | (recorded == -1).all(-1)).all():
+        limit = mixtures[0].num_experts - 1
+        raise ValueError(f"recorded: the experts of a token must all differ, from 0 to {limit}, or all be -1")
 
 
 def _apply_head(hidden: Tensor, weight: Tensor, loss: Callable[[Tensor, Tensor], ResultT] | None) -> ResultT | Tensor:

@@ -23,7 +23,7 @@ def training_flops(config: DecoderConfig, lengths: Iterable[int], *, num_frozen:
     - `num_frozen` of the N parameters have no gradient and cost 4 FLOPs per token instead of 6.
     - `num_added` is the number of additional trained parameters in matrices, such as those of adapters.
 
-    Recomputation is not counted, because it is overhead.
+    Recomputation is not counted, because it is overhead. Raises ValueError for a negative length.
     """
     num_parameters = matmul_parameters(config) + num_added
     per_token = FLOPS_PER_MULTIPLY_ADD * (PRODUCTS_PER_FORWARD_PRODUCT * num_parameters - num_frozen)
@@ -55,5 +55,7 @@ def _layer_columns(layer: LayerConfig) -> int:
 
 def causal_pairs(length: int, window: int | None) -> int:
     """(query, key) pairs in a document: token i attends to min(i + 1, window) tokens."""
+    if length < 0:
+        raise ValueError(f"length: a document cannot have {length} tokens")
     window = length if window is None else min(window, length)
     return window * (window + 1) // 2 + (length - window) * window

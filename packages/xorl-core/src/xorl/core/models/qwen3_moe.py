@@ -28,7 +28,6 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
     windows = rotary_gated.read_uniform_windows(hf, rotary_gated.DEFAULT_WINDOW)
     if not hf.get("use_sliding_window", bool, False):
         windows = (None,) * num_layers
-    dense = rotary_gated.read_dense(hf, bias=False)
     config = rotary_gated.read_config(
         hf,
         qk_norm=True,
@@ -36,11 +35,12 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
         o_bias=attention_bias,
         mlp_bias=False,
         windows=windows,
-        ffns=[dense if layer_is_dense else experts for layer_is_dense in is_dense],
+        ffns=[rotary_gated.read_dense(hf, bias=False) if dense else experts for dense in is_dense],
         balance_coef=rotary_gated.read_balance_coef(hf),
         default_num_kv_heads=DEFAULT_NUM_KV_HEADS,
     )
-    hf.finish(inert=["max_window_layers"])
+    repeated = ["num_local_experts"] if values.get("num_local_experts") == experts.num_experts else []
+    hf.finish(inert=["max_window_layers", "intermediate_size", *repeated])
     return config
 
 

@@ -149,8 +149,13 @@ def dense_config(config: DecoderConfig) -> DenseConfig:
 
 
 def experts_config(config: DecoderConfig) -> ExpertsConfig:
-    """The experts of the first layer that has any."""
-    return next(layer.ffn for layer in config.layers if isinstance(layer.ffn, ExpertsConfig))
+    """The experts of the first layer that has any. Raises ValueError if none has."""
+    for layer in config.layers:
+        if isinstance(layer.ffn, ExpertsConfig):
+            return layer.ffn
+    raise ValueError(
+        "config: has no layer with experts, as a config.json of a mixture of experts must; use a dense spec"
+    )
 
 
 def read_windows(hf: HFConfig) -> tuple[int | None, ...]:

@@ -1,7 +1,7 @@
 """`ModelSpec`: the definition of a model family."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from xorl.core.models.decoder import Decoder
@@ -47,7 +47,18 @@ class ModelSpec:
         identity = {"architectures": [self.architecture], "model_type": self.model_type}
         if hf is not None and self.config_from_hf(hf) == config:
             return {**hf, **identity}
-        return {**(hf or {}), **self.hf_keys(config), **identity}
+        # Dense families with RMS norms look alike, but the keys of one do not describe the models of another.
+        described = {**(hf or {}), **self.hf_keys(config), **identity}
+        found = self.config_from_hf(described)
+        if found != config:
+            differing = [
+                field.name for field in fields(config) if getattr(found, field.name) != getattr(config, field.name)
+            ]
+            raise ValueError(
+                f"config: a config.json of {self.architecture} cannot describe its {', '.join(differing)}; use the "
+                "spec whose config_from_hf returned it"
+            )
+        return described
 
     def build(self, config: DecoderConfig, *, merge_qkv: bool = True, kernels: LayerKernels = PLAIN_KERNELS) -> Decoder:
         """Build the model with uninitialised parameters, on the device of the surrounding `torch.device` context.

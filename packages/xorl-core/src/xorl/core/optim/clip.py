@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from xorl.core.shards import is_dtensor, local, sharded_axes
-from xorl.kernels.arguments import check_number
+from xorl.kernels.arguments import check_number, is_readable
 from xorl.kernels.optim import scale_, square_sum
 from xorl.kernels.torch_private import foreach_mul_
 
@@ -119,6 +119,8 @@ def _check_scale(parameters: object, divisor: Tensor | float, max_norm: float | 
         check_number("divisor", divisor)
         if not divisor:
             raise ValueError("divisor: is 0; pass the number of trained tokens over all ranks")
+    elif divisor.dim() or (is_readable(divisor) and divisor.isinf()):
+        raise ValueError(f"divisor: must be one finite number above 0, got {divisor}")
     if max_norm is not None:
         check_number("max_norm", max_norm)
 

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -31,7 +32,11 @@ from xorl.core.parallel.offload import ActivationOffload
 from xorl.core.parallel.parts import Parts
 from xorl.core.parallel.stored import gather_as_stored
 from xorl.core.torch_private import allow_integer_parameters, reset_reducer, reset_units, without_streams
-from xorl.kernels.arguments import check_choice, check_number
+from xorl.kernels.arguments import check_choice, check_number, check_type
+
+_FLAGS = ("reshard_after_forward", "forward_prefetch", "cpu_offload", "recompute_experts", "reentrant_recompute")
+# A second call would reduce gradients twice, or nest recomputation.
+_PARALLELIZED: WeakSet[nn.Module] = WeakSet()
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,8 @@ class ParallelPolicy:
     activation_offload_limit: float | None = None
 
     def __post_init__(self) -> None:
+        for flag in _FLAGS:
+            check_type(flag, getattr(self, flag), bool, "False")
         check_choice("data_parallel_mode", self.data_parallel_mode, DataParallelMode)
         if self.fp8 != "none":
             check_choice("fp8", self.fp8, Fp8Recipe)
@@ -243,14 +250,14 @@ def parallelize(
     does. Under ddp, only `forward` of the result reduces them, not the model itself. In the mode "none" nothing does:
     ranks of a larger mesh would train apart, which `apart` allows, for measurements.
 
-    Raises ValueError, before anything is changed, if `check_parallelizable` does, for a mesh with axes that are not
-    supported or with several ranks under "none", if parameters are on the meta device and there is no `fill`, and for a
-    `fill` if none are.
+    Raises ValueError, before anything is changed, if `check_parallelizable` does, for a mesh with unsupported axes or
+    with several ranks under "none", and for a `fill` that is missing or would not be called.
     """
     device = torch.device(device)
     check_parallelizable(model, policy, device.type)
     _check_mesh(mesh, policy, apart=apart)
     _check_fill(model, fill)
+    _PARALLELIZED.add(model)
     layers, head = layers_of(model), getattr(model, "lm_head", None)
     if policy.fp8 != "none":
         convert_linears(layers, policy.fp8)
@@ -324,8 +331,11 @@ def divided_experts(model: nn.Module) -> list[nn.Module]:
 def check_parallelizable(model: nn.Module, policy: ParallelPolicy, device_type: str) -> None:
     """Raise ValueError, naming the option, if `parallelize` cannot apply `policy` to this model on this machine.
 
-    Changes nothing, and needs no device or other ranks; the model may be on the meta device.
+    A model can be parallelized once. Changes nothing, and needs no device or other ranks; the model may be on the meta
+    device.
     """
+    if model in _PARALLELIZED:
+        raise ValueError(f"model: this {type(model).__name__} was parallelized before; build another one")
     layers, head = layers_of(model), getattr(model, "lm_head", None)
     if policy.fp8 != "none" and not fp8_linears(layers):
         raise ValueError(f'fp8: {policy.fp8}, but no layer of the model can be converted; set fp8="none"')

@@ -18,6 +18,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from xorl.data.arguments import check_at_least, checked
 from xorl.data.batch import PackedBatch, collate
+from xorl.data.errors import DataError
 from xorl.data.hashing import digest
 from xorl.data.packing import StartMethod
 from xorl.data.plan import check_loading, check_start
@@ -80,14 +81,20 @@ class StreamTally:
     A sample is counted with the first bin that its lane completes after reading it, on the rank that gets that bin. So
     it counts once per epoch, for any number of ranks and workers and across resumes. Samples whose documents are still
     in open bins are counted; samples that were only prefetched, or that a resume reads again, are not.
+
+    `saved` are the `values` of an earlier tally. Raises DataError for those of another number of entries.
     """
 
+    @checked
     def __init__(self, stream: Stream, saved: Sequence[int] | None = None) -> None:
         self._stream = stream
         # The counts of each entry, then the number of bins and the number of tokens in them.
         self.values = np.zeros(len(stream.entries) * _NUM_COUNTS + 2, dtype=np.int64)
         if saved is not None:
-            self.values[:] = saved
+            counts = np.asarray(saved)
+            if counts.shape != self.values.shape or counts.dtype.kind not in "iu":
+                raise DataError(f"saved: {counts.dtype} {list(counts.shape)}, want {len(self.values)} integers")
+            self.values[:] = counts
 
     def add(self, member: StreamBin) -> None:
         """Adds a bin and the counts of the chunks read for it."""

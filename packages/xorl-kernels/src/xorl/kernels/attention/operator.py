@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.utils.flop_counter import register_flop_formula
 
-from xorl.kernels.arguments import check_at_least, check_type
+from xorl.kernels.arguments import check_at_least, check_one_device, check_type
 from xorl.kernels.attention.kernel import BackwardKernel, Documents, ForwardKernel, Gradients, lse_dtype, visible_pairs
 from xorl.kernels.attention.ring import define_ring, pairs_of_ring
 from xorl.kernels.layout import SequenceLayout, ShardedLayout
@@ -106,13 +106,15 @@ def check_inputs(
     """Raise ValueError for inputs that kernels would misread. Compiled code has been checked before."""
     if torch.compiler.is_compiling():
         return
-    check_type("layout", layout, SequenceLayout, "SequenceLayout.from_lengths([5, 3])")
+    if in_ring:
+        check_type("layout", layout, ShardedLayout, "ShardedLayout(whole, ring, ulysses, group_name)")
+    else:
+        check_type("layout", layout, SequenceLayout, "SequenceLayout.from_lengths([5, 3])")
     if not isinstance(scale, float | int) or not (math.isfinite(scale) and scale > 0):
         raise ValueError(f"scale must be a finite number above 0, such as head_dim**-0.5; got {scale!r}")
     check_at_least("window", window, 1, optional=True)
     num_tokens = layout.num_tokens
-    if in_ring:
-        assert isinstance(layout, ShardedLayout)
+    if isinstance(layout, ShardedLayout) and in_ring:
         num_tokens = layout.whole.num_tokens // layout.ring.size
     shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
     if not q.dim() == k.dim() == v.dim() == 3 or k.shape != v.shape or q.shape[2] != k.shape[2]:
@@ -125,9 +127,7 @@ def check_inputs(
         raise ValueError(
             f"q, k and v must have the same dtype, of floating point; got {q.dtype}, {k.dtype} and {v.dtype}"
         )
-    if not q.device == k.device == v.device == layout.cu_seqlens.device:
-        devices = f"{q.device}, {k.device}, {v.device} and {layout.cu_seqlens.device}"
-        raise ValueError(f"q, k, v and the layout must be on one device; got {devices}")
+    check_one_device(q=q, k=k, v=v, layout=layout.cu_seqlens)
 
 
 class _Context(FunctionCtx):

@@ -52,9 +52,10 @@ def experts(
         factors: of adapters. With these, or quantised weights, the weights of the experts must be frozen.
         products: the implementation of the products: native, triton or quack.
 
-    Raises ValueError for shapes or dtypes that do not fit, and for ids on the CPU below 0 or too large.
+    Raises ValueError for shapes, dtypes or devices that do not fit and, on a CPU, for ids out of range and too small a
+    num_rows.
     """
-    check_experts(x, gate_up, down, weights, ids, factors)
+    check_experts(x, gate_up, down, weights, ids, num_real, num_rows, factors)
     if factors is None and isinstance(gate_up, Tensor) and isinstance(down, Tensor):
         plan = RoutePlan.of(ids, len(gate_up), num_real, num_rows)
         out, _ = _experts(x, gate_up, down, weights, *plan, recompute, products)

@@ -48,9 +48,10 @@ def experts(
         recompute: compute everything again in the backward pass, and keep only the arguments.
         factors: of adapters.
 
-    Raises ValueError for shapes or dtypes that do not fit, and for ids on the CPU below 0 or too large.
+    Raises ValueError for shapes, dtypes or devices that do not fit and, on a CPU, for ids out of range and too small a
+    num_rows.
     """
-    check_experts(x, gate_up, down, weights, ids, factors)
+    check_experts(x, gate_up, down, weights, ids, num_real, num_rows, factors)
     if recompute:
         again = partial(experts, activation=activation, factors=factors)
         out = checkpoint(

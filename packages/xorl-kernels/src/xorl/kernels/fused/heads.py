@@ -16,9 +16,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from xorl.kernels.fused.arguments import HeadNorms, HeadShape, RopeTables, check_heads
 from xorl.kernels.fused.device import launch, power_of_2, rows_per_program
 from xorl.kernels.fused.partial import sum_of_programs
-from xorl.kernels.fused.reference import HeadNorms, HeadShape, RopeTables
 from xorl.kernels.fused.reference import split_heads as plain_split_heads
 
 TILE = 1024  # number of heads times values in half a head: 8 per thread
@@ -31,10 +31,11 @@ TOKENS_PER_COPY = tl.constexpr(4)
 def split_heads(
     projected: tuple[Tensor, ...], shape: HeadShape, norms: HeadNorms | None, rope: RopeTables | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q [T, H, C], k and v [T, G, C], as in `reference.split_heads`. C must be even.
+    """q [T, H, C], k and v [T, G, C], as in `reference.split_heads`, with its errors. C must be even.
 
     v is a view of the projection. Without norms and rope, q and k are also views, and nothing is computed.
     """
+    check_heads(projected, shape, norms, rope)
     if norms is None and rope is None:
         return plain_split_heads(projected, shape, None, None)
     q_weight, k_weight, eps = norms or (None, None, 0.0)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from xorl.kernels.fused import reference
-from xorl.kernels.fused.reference import RopeTables
+from xorl.kernels.fused.arguments import RopeTables
 
 
 class _Context(FunctionCtx):
@@ -54,7 +54,9 @@ def _opaque_operator(function: Callable[..., Tensor], name: str) -> Callable[...
 
 
 def _add(x: Tensor, y: Tensor) -> Tensor:
-    """x + y."""
+    """x + y, of the same shape and dtype."""
+    if x.shape != y.shape or x.dtype != y.dtype:
+        raise ValueError(f"y must be {list(x.shape)} in {x.dtype}, as x; got {list(y.shape)} in {y.dtype}")
     return x + y
 
 

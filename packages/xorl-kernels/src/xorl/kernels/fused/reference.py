@@ -1,5 +1,7 @@
 """Plain twins of the fused kernels, in torch, for any device and any floating-point dtype.
 
+Norms, rotations and activations raise ValueError for shapes, dtypes and devices that do not fit.
+
 Shapes: T tokens, D model width, H query heads, G key/value heads, C channels of a head, F feed-forward width, B rows, V
 vocabulary.
 """
@@ -11,35 +13,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from xorl.kernels.fused.arguments import (
+    HeadNorms,
+    HeadShape,
+    RopeTables,
+    check_gate_up,
+    check_heads,
+    check_norm,
+    check_rope,
+)
+
 IGNORE = -100
-
-RopeTables = tuple[Tensor, Tensor]
-"""Cosines and sines of each token's rotation angles, fp32 [T, C / 2] each."""
-
-
-class HeadShape(NamedTuple):
-    """H query heads and G key/value heads of C channels each."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-
-    @property
-    def row_counts(self) -> tuple[int, int, int]:
-        """Rows of the weights of the query, key and value projections, which are the widths of their outputs."""
-        return (
-            self.num_heads * self.head_dim,
-            self.num_kv_heads * self.head_dim,
-            self.num_kv_heads * self.head_dim,
-        )
-
-
-class HeadNorms(NamedTuple):
-    """The RMS norms of query and key heads: weights [C] and epsilon."""
-
-    q_weight: Tensor
-    k_weight: Tensor
-    eps: float
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -47,6 +31,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     The weight, [D], is rounded to the dtype of x first.
     """
+    check_norm(x, None, weight, eps)
     return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
 
 
@@ -55,12 +40,14 @@ def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float)
 
     x and residual have the same shape and dtype. Callers that need x afterwards must use the first result instead.
     """
+    check_norm(x, residual, weight, eps)
     summed = x if residual is None else residual + x
     return summed, rms_norm(summed, weight, eps)
 
 
 def apply_rope(x: Tensor, rope: RopeTables) -> Tensor:
     """Rotate each channel pair (i, i + C / 2) of x [T, H, C] by its angle; computed in fp32, result in x's dtype."""
+    check_rope(x, rope)
     cos, sin = (table[:, None, :] for table in rope)  # [T, 1, C / 2]
     first, second = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
@@ -83,7 +70,10 @@ def split_heads(
         norms: RMS norms of queries and keys, or None.
         rope: rotation of queries and keys, applied after the norms, or None.
         norm, rotate: the functions that apply them.
+
+    Raises ValueError for shapes, dtypes or devices that do not fit.
     """
+    check_heads(projected, shape, norms, rope)
     if len(projected) == 1:
         projected = projected[0].split(shape.row_counts, dim=-1)
     q, k, v = (x.unflatten(-1, (-1, shape.head_dim)) for x in projected)  # [T, H or G, C]
@@ -96,6 +86,7 @@ def split_heads(
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up, [T, 2F] -> [T, F]; the first half of each row is the gate (arXiv:2002.05202)."""
+    check_gate_up(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
 

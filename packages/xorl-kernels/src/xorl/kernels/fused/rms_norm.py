@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from xorl.kernels.fused.arguments import check_norm
 from xorl.kernels.fused.device import launch, power_of_2, rows_per_program
 from xorl.kernels.fused.partial import sum_of_programs
 
@@ -29,7 +30,10 @@ def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float)
     """(residual + x, or x if there is no residual; its rms_norm). The weight [D] may have any floating-point dtype.
 
     In the backward pass, one launch computes the gradient of both addends, including the gradient of the first result.
+
+    Raises ValueError for shapes, dtypes or devices that do not fit.
     """
+    check_norm(x, residual, weight, eps)
     if residual is None:
         results = _NormWithInput.apply(x, weight, eps)
         assert isinstance(results, tuple)
@@ -55,8 +59,6 @@ def _(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 @torch.library.custom_op("xorl::add_rms_norm", mutates_args=())
 def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """(sum, normed, 1 / rms of each row [T] fp32)."""
-    assert x.shape == residual.shape
-    assert x.dtype == residual.dtype
     x, residual = x.contiguous(), residual.contiguous()
     summed, normed = torch.empty_like(x), torch.empty_like(x)
     rstd = _launch_forward(x, residual, weight, eps, summed, normed)

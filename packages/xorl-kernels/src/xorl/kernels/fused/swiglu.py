@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional as F
 
+from xorl.kernels.fused.arguments import check_gate_up
 from xorl.kernels.fused.device import launch, power_of_2
 
 BLOCK = 2048
@@ -21,7 +22,11 @@ NUM_WARPS = 4
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up, [..., 2F] -> [..., F]; saves only `gate_up` for the backward pass."""
+    """silu(gate) * up, [..., 2F] -> [..., F]; saves only `gate_up` for the backward pass.
+
+    Raises ValueError for another shape or dtype.
+    """
+    check_gate_up(gate_up)
     return _swiglu(gate_up)
 
 
@@ -32,6 +37,7 @@ def swiglu_linear(gate_up: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
     computes the gradient of `gate_up`, and writes silu(gate) * up over its input, the gradient of silu(gate) * up. Use
     this in compiled code only: otherwise activation recomputation would repeat the product without needing its result.
     """
+    check_gate_up(gate_up)
     y = _SwigluLinear.apply(gate_up, weight, bias)
     assert isinstance(y, Tensor)
     return y

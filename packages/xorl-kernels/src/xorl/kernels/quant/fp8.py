@@ -9,6 +9,7 @@ and a value that does not underflow is rounded independently of the other values
 reciprocal: x is about q * descale. It is NaN if the input is not finite, which makes every product NaN.
 
 Shapes: R rows, C columns, P the rows rounded up to a multiple of 16 (padding holds zeros); M, N, K of a product.
+Other shapes and dtypes, and tensors on several devices, raise ValueError.
 """
 
 from types import ModuleType
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from xorl.kernels import torch_private
+from xorl.kernels.arguments import check_floating, check_one_device
 from xorl.kernels.quant.formats import SMALLEST_AMAX, TOP_EXPONENT, padded
 
 E4M3 = torch.float8_e4m3fn
@@ -57,6 +59,7 @@ def scaled_mm(
             of 16.
         descale_a, descale_b: fp32, either per matrix, [] each, or per row, [M] and [N].
     """
+    _check_product(a, b, descale_a, descale_b, out_dtype)
     by_row = descale_a.dim() == 1
     if a.is_cuda:
         product = torch_private.scaled_mm(
@@ -76,6 +79,7 @@ def scaled_mm(
 
 def amax(x: Tensor) -> Tensor:
     """The exact largest absolute value of x [R, C], fp32 []."""
+    _check_matrix(x)
     return _amax(x)
 
 
@@ -88,6 +92,7 @@ def _amax(x: Tensor) -> Tensor:
 
 def cast_tensorwise(x: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cast x [R, C] with one scale, derived from `amax` []: (q [R, C], descale [])."""
+    _check_cast(x, dtype, amax)
     return _cast_tensorwise(x, amax, dtype)
 
 
@@ -101,6 +106,7 @@ def _cast_tensorwise(x: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tenso
 
 def cast_tensorwise_both(x: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Cast x [R, C] with one scale, derived from `amax` []: (q [R, C], q transposed [C, P], descale [])."""
+    _check_cast(x, dtype, amax)
     return _cast_tensorwise_both(x, amax, dtype)
 
 
@@ -115,6 +121,7 @@ def _cast_tensorwise_both(x: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[
 
 def cast_rowwise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cast x [R, C] with a scale for each row: (q [R, C], descale [R])."""
+    _check_cast(x, dtype)
     return _cast_rowwise(x, dtype)
 
 
@@ -128,6 +135,7 @@ def _cast_rowwise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def cast_columnwise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cast x [R, C] with a scale for each column, and transpose it: (q [C, P], descale [C])."""
+    _check_cast(x, dtype)
     return _cast_columnwise(x, dtype)
 
 
@@ -141,6 +149,7 @@ def _cast_columnwise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def cast_axiswise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`cast_rowwise` and `cast_columnwise` of x [R, C] in one pass: (q [R, C], [R], q transposed [C, P], [C])."""
+    _check_cast(x, dtype)
     return _cast_axiswise(x, dtype)
 
 
@@ -153,6 +162,8 @@ def _cast_axiswise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tenso
 
 def transpose(q: Tensor) -> Tensor:
     """Transpose q [R, C], in fp8: [C, P]."""
+    if q.dim() != 2 or q.dtype not in (E4M3, E5M2):
+        raise ValueError(f"q must be [R, C] in fp8; got {list(q.shape)} in {q.dtype}")
     return _transpose(q)
 
 
@@ -163,6 +174,13 @@ def _transpose(q: Tensor) -> Tensor:
 
 def cast_into_(x: Tensor, amax: Tensor, q: Tensor, descale: Tensor) -> None:
     """`cast_tensorwise` into existing tensors: q [R, C] of the target dtype, descale fp32 []."""
+    _check_cast(x, q.dtype, amax)
+    if q.shape != x.shape or descale.dim() or descale.dtype != torch.float32:
+        raise ValueError(
+            f"q must be {list(x.shape)}, as x, and descale [] in fp32; got {list(q.shape)} and {list(descale.shape)} "
+            f"in {descale.dtype}"
+        )
+    check_one_device(x=x, q=q, descale=descale)
     if x.is_cuda:
         _triton().cast_into_(x, amax, q, descale)
         return
@@ -179,6 +197,43 @@ def power_of_two_scale(amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor
     scale = ((exponent + 127) << 23).view(torch.float32)
     descale = ((127 - exponent) << 23).view(torch.float32)
     return scale, torch.where(torch.isfinite(amax), descale, torch.nan)
+
+
+def _check_matrix(x: Tensor) -> None:
+    if not torch.compiler.is_compiling() and (x.dim() != 2 or not x.is_floating_point()):
+        raise ValueError(f"x must be [R, C] of floating point; got {list(x.shape)} in {x.dtype}")
+
+
+def _check_cast(x: Tensor, dtype: torch.dtype, amax: Tensor | None = None) -> None:
+    if torch.compiler.is_compiling():
+        return
+    _check_matrix(x)
+    if dtype not in (E4M3, E5M2):
+        raise ValueError(f"dtype must be {E4M3} or {E5M2}; got {dtype}")
+    if amax is not None:
+        if amax.dim() or amax.dtype != torch.float32:
+            raise ValueError(f"amax must be [] in fp32; got {list(amax.shape)} in {amax.dtype}")
+        check_one_device(x=x, amax=amax)
+
+
+def _check_product(a: Tensor, b: Tensor, descale_a: Tensor, descale_b: Tensor, out_dtype: torch.dtype) -> None:
+    if torch.compiler.is_compiling():
+        return
+    dtypes = {a.dtype, b.dtype}
+    fits = a.dim() == b.dim() == 2 and a.shape[1:] == b.shape[1:] and a.is_contiguous() and b.is_contiguous()
+    if not fits or dtypes not in ({E4M3}, {E4M3, E5M2}):
+        raise ValueError(
+            f"a must be [M, K] and b [N, K], contiguous, in fp8 and not both in E5M2; got {list(a.shape)} in "
+            f"{a.dtype} and {list(b.shape)} in {b.dtype}"
+        )
+    shapes = descale_a.shape, descale_b.shape
+    if shapes not in (((), ()), (a.shape[:1], b.shape[:1])) or {descale_a.dtype, descale_b.dtype} != {torch.float32}:
+        raise ValueError(
+            f"descale_a and descale_b must be [] each, or [{a.shape[0]}] and [{b.shape[0]}], in fp32; got "
+            f"{list(descale_a.shape)} in {descale_a.dtype} and {list(descale_b.shape)} in {descale_b.dtype}"
+        )
+    check_floating("out_dtype", out_dtype)
+    check_one_device(a=a, b=b, descale_a=descale_a, descale_b=descale_b)
 
 
 def _cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from xorl.kernels.arguments import check_floating
-from xorl.kernels.low_rank import add_product
+from xorl.kernels.arguments import check_floating, check_one_device
+from xorl.kernels.low_rank import add_product, check_low_rank
 from xorl.kernels.quant.device import QuantFormat
 from xorl.kernels.quant.noise import WeightNoise
 from xorl.kernels.quant.weights import QuantizedWeight, QuantScheme, dequantize_stored, num_columns
@@ -45,7 +45,7 @@ def quantized_linear(
     Raises ValueError for a scheme that does not exist, and if the fields or x do not fit a weight [O, I].
     """
     _check_input(x, codes, quant_format)
-    _check_stored(codes, scales, global_scale, quant_format, group_size, out_features)
+    _check_stored(codes, scales, global_scale, quant_format, group_size, out_features, noise)
     return _quantized_linear(x, codes, scales, global_scale, quant_format, group_size, out_features, noise, noise_alpha)
 
 
@@ -115,7 +115,7 @@ def dequantized(
 ) -> Tensor:
     """The weight [O, I] in `dtype`; arguments and errors as for `quantized_linear`."""
     check_floating("dtype", dtype)
-    _check_stored(codes, scales, global_scale, quant_format, group_size, out_features)
+    _check_stored(codes, scales, global_scale, quant_format, group_size, out_features, noise)
     return _dequantized(codes, scales, global_scale, quant_format, group_size, out_features, dtype, noise, noise_alpha)
 
 
@@ -155,7 +155,8 @@ def adapted_quantized_linear(
     As in `xorl.kernels.low_rank`, compiled code needs no extra pass over memory for the addition.
     """
     _check_input(x, codes, quant_format)
-    _check_stored(codes, scales, global_scale, quant_format, group_size, out_features)
+    _check_stored(codes, scales, global_scale, quant_format, group_size, out_features, noise)
+    check_low_rank(x, out_features, down, up)
     y = _AdaptedQuantizedLinear.apply(
         x, down, up, codes, scales, global_scale, quant_format, group_size, out_features, noise, noise_alpha
     )
@@ -165,19 +166,29 @@ def adapted_quantized_linear(
 
 def _check_input(x: Tensor, codes: Tensor, quant_format: str) -> None:
     """Raise ValueError for an input that does not have the weight's columns."""
+    if torch.compiler.is_compiling():
+        return
     columns = num_columns(codes, quant_format)
-    if not torch.compiler.is_compiling() and not (x.is_floating_point() and x.shape[-1] == columns):
+    if not x.is_floating_point() or x.dim() != 2 or x.shape[1] != columns:
         raise ValueError(f"x must be [T, {columns}], of floating point; got {x.dtype} {list(x.shape)}")
+    check_one_device(x=x, codes=codes)
 
 
 def _check_stored(
-    codes: Tensor, scales: Tensor, global_scale: Tensor | None, quant_format: str, group_size: int, out_features: int
+    codes: Tensor,
+    scales: Tensor,
+    global_scale: Tensor | None,
+    quant_format: str,
+    group_size: int,
+    out_features: int,
+    noise: Tensor | None,
 ) -> None:
     """Raise ValueError for fields that are not those of a weight [O, I]. Compiled code has been checked before."""
     if torch.compiler.is_compiling():
         return
     scheme = QuantScheme(cast(QuantFormat, quant_format), group_size)
     scheme.check_stored(QuantizedWeight(codes, scales, global_scale), out_features)
+    check_one_device(codes=codes, noise=noise)
 
 
 class _Context(FunctionCtx):

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from xorl.kernels.arguments import check_choice, check_floating
+from xorl.kernels.arguments import check_choice, check_floating, check_one_device
 from xorl.kernels.quant.block_fp8 import dequantize_block_fp8, quantize_block_fp8
 from xorl.kernels.quant.device import QuantFormat
 from xorl.kernels.quant.nf4 import dequantize_nf4, quantize_nf4
@@ -110,6 +110,7 @@ class QuantScheme:
                 f"codes, scales and global_scale must be those of {num_rows} rows in {self.quant_format}, {wanted}; "
                 f"got {given}"
             )
+        check_one_device(**fields)
 
     def quantize(self, weight: Tensor, global_scale: Tensor | None = None) -> QuantizedWeight:
         """Quantise weight [rows, I] of any floating-point dtype; nvfp4 also needs `global_scale`, fp32 [rows].

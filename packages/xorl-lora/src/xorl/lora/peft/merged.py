@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from xorl.core.models.recipes import WeightSource
-from xorl.lora.peft.layout import AdapterLayout
+from xorl.lora.peft.layout import AdapterLayout, differences
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,10 @@ class MergedWeights:
 
     @classmethod
     def of_file(cls, base: WeightSource, layout: AdapterLayout, source: WeightSource) -> "MergedWeights":
-        """Merge an adapter file into a base that it fits (see `differences`)."""
+        """Merge an adapter file into a base. Raises ValueError if it does not fit, as `differences` tells."""
+        shapes = {name: base.shape(name) for name in base.names()}
+        if problems := differences(layout, shapes):
+            raise ValueError(f"base: the adapter does not fit: {'; '.join(problems[:5])}")
         transposed = [
             name
             for name, module in layout.modules.items()
