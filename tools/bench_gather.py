@@ -86,6 +86,8 @@ def main() -> int:
     options = parser.parse_args()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
+    # NCCL before 2.29.7 cannot use copy engines on the default stream.
+    torch.cuda.set_stream(torch.cuda.Stream())
     dist.init_process_group("nccl", device_id=device)
     group = dist.group.WORLD
     assert group is not None

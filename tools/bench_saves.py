@@ -150,7 +150,9 @@ def row(name: str, times: Times, usual: float) -> str:
     """A row of the table. usual: seconds of a step without saves."""
     stops = [first + second - 2 * usual for first, second in zip(times.steps[9::10], times.steps[10::10], strict=False)]
     cost = sum(times.steps) / (len(times.steps) * usual) - 1
-    return f"| {name} | {max(stops, default=0.0):.2f} | {100 * cost:.1f} % | {statistics.median(times.saves):.1f} |"
+    stop = f"{max(stops):.2f}" if stops else "-"
+    until = f"{statistics.median(times.saves):.1f} | {max(times.saves):.1f}"
+    return f"| {name} | {stop} | {100 * cost:.1f} % | {until} |"
 
 
 def main() -> None:
@@ -186,7 +188,7 @@ def main() -> None:
         state = [tensor for part in engine.state().values() for tensor in part.state_dict().values()]
         size = sum(tensor.numel() * tensor.element_size() for tensor in state if isinstance(tensor, torch.Tensor))
         print(f"{options.shape}: a checkpoint has {size / 1e9:.1f} GB; a step without saves takes {usual:.3f} s\n")
-        print("| saves | longest stop, s | cost | until complete, s |\n|---|---|---|---|")
+        print("| saves | longest stop, s | cost | until complete, s | at most, s |\n|---|---|---|---|---|")
         by_xorl = run(engine, batches, loss_fn, options.steps, ByXorl(engine, folder / "xorl"))
         print(row("xorl", by_xorl, usual), flush=True)
         shutil.rmtree(folder / "xorl")
