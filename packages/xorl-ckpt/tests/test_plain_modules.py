@@ -204,3 +204,35 @@ def test_a_checkpoint_becomes_safetensors_without_recipes(tmp_path, manager) -> 
     )
     with pytest.raises(CheckpointError, match=r"part: 'other' is not a part of .*, which has model"):
         SavedParameters(path, "other", None)
+
+
+def test_groups_of_other_parameters_are_refused(tmp_path):
+    # Catches the learning rate of one module that is restored for another.
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    groups = [{"params": [*layer.parameters()], "lr": lr} for layer, lr in zip(model, (0.1, 0.5), strict=True)]
+    checkpointer = Checkpointer(tmp_path)
+    path = checkpointer.save(1, {"model": model, "optimizer": torch.optim.AdamW(groups)})
+    for other in (groups[::-1], [{"params": [model[0].weight]}, {"params": [model[0].bias, *model[1].parameters()]}]):
+        with pytest.raises(CheckpointError, match="the parameter groups of AdamW have other parameters than in the"):
+            checkpointer.load(path, {"model": model, "optimizer": torch.optim.AdamW(other)})
+    again = torch.optim.AdamW([{**group, "lr": 1.0} for group in groups])
+    checkpointer.load(path, {"model": model, "optimizer": again})
+    assert [group["lr"] for group in again.param_groups] == [0.1, 0.5]
+
+
+@pytest.mark.parametrize("saves_average", [True, False])
+def test_an_average_of_the_weights_can_come_and_go(saves_average, tmp_path):
+    # Catches names of the optimizer's state that depend on modules that it does not train.
+    model, average = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    whole = {"model": model, "optimizer": optimizer, "average": average}
+    part = {"model": model, "optimizer": optimizer}
+    checkpointer = Checkpointer(tmp_path)
+    path = checkpointer.save(1, whole if saves_average else part)
+    other = nn.Linear(2, 2)
+    resumed = {"model": other, "optimizer": torch.optim.AdamW(other.parameters())}
+    checkpointer.load(path, resumed if saves_average else {**resumed, "average": average}, skip_parts=("average",))
+    assert torch.equal(other.weight, model.weight)
+    assert torch.equal(resumed["optimizer"].state[other.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])

@@ -205,6 +205,19 @@ def replay(recorded: object, name: str = "MixtralForCausalLM", config: DecoderCo
         ),
         (lambda: SPECS["Qwen3ForCausalLM"].config_to_hf(LLAMA), "of Qwen3ForCausalLM cannot describe its layers"),
         (lambda: SPECS["Qwen3MoeForCausalLM"].config_to_hf(QWEN3), "config: has no layer with experts"),
+        (lambda: training_flops(LLAMA, [3], num_frozen=10**9), "num_frozen: 1000000000 is not from 0 to"),
+        (lambda: SPECS["LlamaForCausalLM"].build(LLAMA, merge_qkv="no"), "merge_qkv must be a bool, .* 'no'"),
+        (lambda: MuonOptions({}, nesterov="no"), "nesterov must be a bool, .* 'no'"),
+        (
+            lambda: SPECS["LlamaForCausalLM"].build(LLAMA)(
+                torch.arange(3, device="meta"), SequenceLayout.from_lengths([3])
+            ),
+            "input_ids: on meta, but the layout is on cpu",
+        ),
+        (
+            lambda: build_optimizer("sgd", nn.Linear(2, 2, device="meta").named_parameters(), lr=1.0, weight_decay=0.0),
+            "named_parameters: some are on the meta device; build the optimizer after `parallelize`",
+        ),
         (lambda: ParallelPolicy(cpu_offload="no"), "cpu_offload must be a bool, such as False; got the str 'no'"),
         (lambda: ParallelPolicy(reshard_after_forward=1), "reshard_after_forward must be a bool"),
         (lambda: ParallelPolicy(forward_prefetch=None), "forward_prefetch must be a bool, .* got None"),
@@ -270,6 +283,8 @@ def check_foreign_modules() -> None:
         parallelize(Named(), mesh, policy, device=cpu)
     with pytest.raises(ValueError, match="fill: would not be called, because no parameter is on the meta device"):
         parallelize(Named(), mesh, policy, device=cpu, fill=lambda module: None)
+    with pytest.raises(ValueError, match="device: is meta, but the mesh is one of cpu devices"):
+        parallelize(Named(), mesh, policy, device="meta")
     module = Named()
     expected = module(x := torch.randn(3, 4))
     placed = parallelize(module, mesh, policy, device=cpu)

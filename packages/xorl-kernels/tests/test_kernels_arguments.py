@@ -201,6 +201,9 @@ def test_grouped_products_refuse_other_tokens(x, weight, addend, message) -> Non
     groups = TokenGroups.of([(0, 4), (2, 3)], 3)
     with pytest.raises(ValueError, match=message):
         grouped_linear(torch.randn(x), torch.randn(weight), groups, None if addend is None else torch.randn(addend))
+    for wrong in (groups._replace(order=groups.order * 0), groups._replace(ends=groups.ends.new_tensor([5, 4, 7]))):
+        with pytest.raises(ValueError, match="groups must have ends in row order and each weight once"):
+            grouped_linear(torch.randn(7, 4), torch.randn(3, 5, 4), wrong)
     with pytest.raises(ValueError, match="x, weight and groups must be on one device; got cpu, meta, cpu"):
         grouped_linear(torch.randn(7, 4), torch.randn(3, 5, 4, device="meta"), groups)
 
@@ -231,6 +234,7 @@ def factors(**changes) -> Factors:
         ({"gate_up": torch.randn(3, 12, 8).bfloat16()}, "in one dtype .* in torch.bfloat16, torch.float32"),
         ({"down": torch.randn(3, 8, 6, device="meta")}, "must be on one device; got cpu, cpu, meta"),
         ({"num_real": torch.ones(8)}, r"num_real must be a 0-d integer tensor; got \[8\] in torch.float32"),
+        ({"num_real": torch.tensor(-1)}, "num_real must be from 0 to the 5 tokens; got -1"),
         ({"num_rows": 4}, "num_rows must be at least 5, the choices with an expert; got 4"),
         ({"num_rows": 3, "num_real": torch.tensor(4)}, "num_rows must be at least 4"),
         ({"factors": factors(kept=0.0)}, "factors.kept must be a probability above 0; got 0.0"),

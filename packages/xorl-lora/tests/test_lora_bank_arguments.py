@@ -2,10 +2,12 @@
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from xorl.lora import Adam, AdapterBank, AdapterSpec, inject
+from xorl.lora.inject import adapter_parameters, load_adapter_state_dict
+from xorl.lora.peft import load_adapter, save_adapter
 
 
 def small_bank():
@@ -68,6 +70,63 @@ def test_a_step_does_not_go_uphill():
     for divisor in (float("inf"), torch.tensor(float("inf")), torch.ones(2)):
         with pytest.raises(ValueError, match=r"divisor:? must be"):
             small_bank().step("a", Adam(lr=1e-3), divisor=divisor)
+
+
+@pytest.mark.parametrize("num_resident", [1, 2])
+def test_rows_of_an_adapter_that_has_left_the_device_are_not_those_of_another(num_resident):
+    """Catches another tenant's weights in the slot of an assignment that still holds."""
+    model = nn.Sequential(nn.Linear(8, 8))
+    bank = AdapterBank(model, num_resident=num_resident, max_rank=2, device="cpu")
+    for name in ("a", "b", "c"):
+        bank.add(name, AdapterSpec(rank=2))
+    x = torch.randn(3, 8)
+    for use in (bank.adapters, bank.zero_grad, lambda name: bank.step(name, Adam(lr=0.1))):
+        bank.activate([("a", 3)])
+        model(x)
+        for name in ("b", "c"):
+            use(name)
+        with pytest.raises(ValueError, match=r"'a' has left the device since .* activate the rows"):
+            model(x)
+    bank.activate([("a", 3)])
+    model(x)
+    bank.remove("a")
+    with pytest.raises(ValueError, match="'a' has left the device"):
+        model(x)
+
+
+def test_layers_with_hooks_are_not_replaced():
+    """Catches hooks that are lost with the layer, so that the model's outputs change."""
+    model = nn.Sequential(nn.Linear(8, 8))
+    handle = model[0].register_forward_hook(lambda module, inputs, output: output * 0)
+    with pytest.raises(ValueError, match=r"targets: 0 has hooks, .*; remove them"):
+        inject(model, AdapterSpec(rank=2))
+    with pytest.raises(ValueError, match="targets: 0 has hooks"):
+        AdapterBank(model, num_resident=1, max_rank=2, device="cpu")
+    handle.remove()
+    inject(model, AdapterSpec(rank=2))
+
+
+def test_values_of_adapters_are_of_floating_point():
+    """Catches adapters that are truncated to integers."""
+    model = nn.Sequential(nn.Linear(8, 8))
+    inject(model, AdapterSpec(rank=2))
+    state = {name: parameter.long() for name, parameter in adapter_parameters(model).items()}
+    with pytest.raises(ValueError, match=r"is torch\.int64, not of floating point"):
+        load_adapter_state_dict(model, state)
+
+
+def test_a_file_without_a_module_that_was_trained_whole_is_refused(tmp_path):
+    """Catches a module that keeps its old weights, as if the adapter had never trained it."""
+    spec = AdapterSpec(rank=2, targets=("0",), modules_to_save=("1",))
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    inject(model, spec)
+    save_adapter(model, spec, tmp_path, base=None, task_type=None)
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    assert "base_model.model.1.weight" in tensors
+    del tensors["base_model.model.1.weight"]
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match=r"names 1 in modules_to_save, but adapter_model.safetensors lacks 1\.weight"):
+        load_adapter(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), tmp_path)
 
 
 def test_seeds_are_integers():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -13,6 +14,7 @@ from xorl.ckpt.errors import CheckpointError
 from xorl.ckpt.layout import TensorRecord
 
 _GROUPS = "param_groups"
+_MEMBERS = ".params."
 # Flags that choose how a step is computed, which may differ on another device; they are neither saved nor restored.
 _IMPLEMENTATION = frozenset({"capturable", "differentiable", "foreach", "fused"})
 
@@ -30,8 +32,8 @@ class OptimizerState:
     Plain numbers, such as the step counts of some optimizers, become 0-dim tensors. `with_groups` treats the optimizer
     as torch's own `state_dict` does: a parameter without state, such as a frozen one, is saved without and has none
     after loading, and the hyperparameters of the groups (numbers, flags, and tuples of numbers) are saved and restored
-    as `param_groups.{index}.{name}`. Otherwise state that does not exist yet is created, and hyperparameters are left
-    to the caller.
+    as `param_groups.{index}.{name}`, for groups of the same parameters. Otherwise state that does not exist yet is
+    created, and hyperparameters are left to the caller.
 
     Raises CheckpointError for parameters without a name, and for an optimizer whose state is not tensors and numbers.
     """
@@ -60,7 +62,8 @@ class OptimizerState:
         if not self._with_groups:
             self._materialise()
         state = {name: _as_tensor(values[key]) for name, values, key in self._values(self._optimizer.state)}
-        return state | {name: _as_tensor(group[key]) for name, group, key in self._hyperparameters()}
+        state |= {name: _as_tensor(group[key]) for name, group, key in self._hyperparameters()}
+        return state | {name: torch.zeros((), dtype=torch.bool) for name in self._members()}
 
     def tensors_to_load(self, saved: Mapping[str, TensorRecord]) -> dict[str, Tensor]:
         """The tensors to copy a checkpoint into, which `load_state_dict` then takes; the optimizer does not change.
@@ -68,9 +71,17 @@ class OptimizerState:
         With groups, they follow the records of what was `saved`: they are of the saved parameters only, numbers have
         the saved dtype, and hyperparameters that others than the optimizer add, such as schedulers, are included. The
         optimizer's own numbers must be saved; flags and tuples may be missing, as torch adds some to its optimizers.
+
+        Raises CheckpointError for groups of other parameters than the saved ones, as far as these are on record.
         """
         if not self._with_groups:
             return self.state_dict()
+        recorded = {name for name in saved if name.startswith(f"{_GROUPS}.") and _MEMBERS in name}
+        if recorded and recorded != set(self._members()):
+            raise CheckpointError(
+                f"state: the parameter groups of {type(self._optimizer).__name__} have other parameters than in the "
+                "checkpoint; give it the same groups in the same order, or its hyperparameters would be mixed up"
+            )
         with_state = {name.rpartition(".")[0] for name in saved}
         wanted = [parameter for parameter in self._parameters() if self._names[parameter] in with_state]
         state = self._optimizer.state
@@ -106,7 +117,7 @@ class OptimizerState:
         for index, group in enumerate(self._optimizer.param_groups if self._with_groups else ()):
             prefix = f"{_GROUPS}.{index}."
             for name in state:
-                if name.startswith(prefix):
+                if name.startswith(prefix) and _MEMBERS not in name:
                     key = name.removeprefix(prefix)
                     group[key] = _restored(state[name], group.get(key))
 
@@ -124,6 +135,13 @@ class OptimizerState:
                         f"state: {type(self._optimizer).__name__} keeps a {type(value).__name__} as {key}; only "
                         "tensors and numbers can be saved"
                     )
+
+    def _members(self) -> list[str]:
+        """A name for each group that tells which parameters it has, in any order."""
+        groups = self._optimizer.param_groups if self._with_groups else ()
+        names = ["\n".join(sorted(self._names[parameter] for parameter in group["params"])) for group in groups]
+        digests = [hashlib.blake2b(each.encode(), digest_size=8).hexdigest() for each in names]
+        return [f"{_GROUPS}.{index}{_MEMBERS}{digest}" for index, digest in enumerate(digests)]
 
     def _hyperparameters(self) -> list[tuple[str, dict[str, Any], str]]:
         return [

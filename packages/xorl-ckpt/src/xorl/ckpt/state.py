@@ -40,15 +40,32 @@ def stateful_parts(state: Mapping[str, Stateful | torch.optim.Optimizer]) -> dic
             "an object with state_dict and load_state_dict; pass the module itself, and numbers in scalars",
         )
     modules = {name: part for name, part in state.items() if isinstance(part, torch.nn.Module)}
-    named = [
-        (f"{name}.{path}" if len(modules) > 1 else path, parameter)
-        for name, module in modules.items()
-        for path, parameter in module.named_parameters()
-    ]
     return {
-        name: OptimizerState(part, named, with_groups=True) if isinstance(part, torch.optim.Optimizer) else part
+        name: OptimizerState(part, _named_parameters(part, modules), with_groups=True)
+        if isinstance(part, torch.optim.Optimizer)
+        else part
         for name, part in state.items()
     }
+
+
+def _named_parameters(
+    optimizer: torch.optim.Optimizer, modules: Mapping[str, torch.nn.Module]
+) -> list[tuple[str, torch.nn.Parameter]]:
+    """The parameters of the modules that an optimizer trains; the names tell the modules apart if there are several.
+
+    They do not depend on modules that it does not train, such as an average of the weights.
+    """
+    trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    owners = {
+        name: module
+        for name, module in modules.items()
+        if any(parameter in trained for parameter in module.parameters())
+    }
+    return [
+        (f"{name}.{path}" if len(owners) > 1 else path, parameter)
+        for name, module in owners.items()
+        for path, parameter in module.named_parameters()
+    ]
 
 
 def collect(

@@ -88,8 +88,12 @@ def _check(x: Tensor, weight: Tensor, groups: TokenGroups, addend: Tensor | None
     check_one_device(x=x, weight=weight, addend=addend, groups=groups.ends)
     if len(groups.ends) != len(weight):
         raise ValueError(f"groups are of {len(groups.ends)} weights, but weight has {len(weight)}")
-    if is_readable(groups.ends) and len(weight) and int(groups.ends[-1]) != len(x):
-        raise ValueError(f"groups are of {int(groups.ends[-1])} tokens, but x has {len(x)}")
+    if is_readable(groups.ends) and len(weight):
+        if int(groups.ends[-1]) != len(x):
+            raise ValueError(f"groups are of {int(groups.ends[-1])} tokens, but x has {len(x)}")
+        is_order = torch.equal(groups.order.sort().values, torch.arange(len(weight)))
+        if not is_order or (groups.ends.diff() < 0).any() or groups.ends[0] < 0:
+            raise ValueError("groups must have ends in row order and each weight once, as TokenGroups.of builds them")
     if addend is not None and (addend.shape != (len(x), weight.shape[1]) or addend.dtype != x.dtype):
         raise ValueError(
             f"addend must be [{len(x)}, {weight.shape[1]}] in {x.dtype}; got {list(addend.shape)} in {addend.dtype}"

@@ -8,7 +8,7 @@ from here.
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._library.custom_ops import OPDEFS
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,6 +33,7 @@ __all__ = [
     "fused_adamw_",
     "fused_sdp_choice",
     "grouped_mm",
+    "has_hooks",
     "maybe_mark_dynamic",
     "scaled_dot_product_cudnn_attention",
     "scaled_dot_product_cudnn_attention_backward",
@@ -99,6 +100,13 @@ def add_tensor_(tensors: Sequence[Tensor], added: Tensor) -> None:
 def all_reduce(value: Tensor, group_name: str) -> Tensor:
     """The sum of `value` over the ranks of a group, without a gradient."""
     return wait_tensor(torch.ops._c10d_functional.all_reduce(value.contiguous(), "sum", group_name))
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether functions are registered to be called in the passes of `module`."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
 
 
 def start_all_to_all(x: Tensor, sent: Sequence[int], received: Sequence[int], group_name: str) -> Tensor:

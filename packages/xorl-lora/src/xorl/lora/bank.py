@@ -140,8 +140,11 @@ class AdapterBank:
         self._entries: dict[str, _Entry] = {}
         self._resident: OrderedDict[str, int] = OrderedDict()
         groups = TokenGroups.of([(self._base_slot, 0)], num_resident + 1)
+        self._assigned: frozenset[str] = frozenset()
         self._rows = ActiveRows(TokenGroups(*(tensor.to(device) for tensor in groups)))
         self._slots.attach(self._rows)
+        # Of the whole model and not in the layers, since compiled code would be compiled again.
+        model.register_forward_pre_hook(lambda module, inputs: self._rows.check_resident())
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -240,8 +243,9 @@ class AdapterBank:
         """Assign the tokens of the next forward passes to adapters: (adapter, number of tokens) along the row.
 
         None means no adapter. The assignment holds until the next call, which must come after the backward pass; before
-        the first call, no token has one. Gradients accumulate until `step` or `zero_grad`. Returns a key: passes with
-        equal keys launch the same kernels on the same memory.
+        the first call, no token has one. Other methods may need the place of an adapter of the assignment: then a pass
+        of the model raises ValueError until the next call. Gradients accumulate until `step` or `zero_grad`. Returns a
+        key: passes with equal keys launch the same kernels on the same memory.
 
         Where adapted experts are divided among ranks, this is collective, and the adapters of all ranks count.
 
@@ -272,6 +276,7 @@ class AdapterBank:
             device = self._rows.groups.ends.device
             self._rows.passing, self._rows.places = passing.to(device), places.to(device)
         self._rows.num_rows = sum(length for _, length in runs)
+        self._assigned, self._rows.gone = frozenset(wanted), None
         return self._slots.selected
 
     @torch.no_grad()
@@ -438,6 +443,8 @@ class AdapterBank:
 
     def _release(self, name: str) -> None:
         slot = self._resident.pop(name)
+        if name in self._assigned:
+            self._rows.gone = name
         self._slots.clear(slot)
         self._free.append(slot)
 

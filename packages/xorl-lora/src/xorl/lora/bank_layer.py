@@ -75,6 +75,7 @@ class ActiveRows:
     Attributes:
         groups: the slot of each row; only read if several adapters are active.
         num_rows: the number of rows on the host; None before the first `activate`.
+        gone: an adapter of these rows that has left the device since, or None.
         passing: with expert parallelism, the slots [N] of the adapters that any rank has tokens of, in an order on
             which the ranks agree; the last is that of the base.
         places: the index in `passing` of each slot, [S].
@@ -82,8 +83,17 @@ class ActiveRows:
 
     groups: TokenGroups
     num_rows: int | None = None
+    gone: str | None = None
     passing: Tensor | None = None
     places: Tensor | None = None
+
+    def check_resident(self) -> None:
+        """Raises ValueError if an adapter of the rows has left the device: its slot may hold another one."""
+        if self.gone is not None:
+            raise ValueError(
+                f"runs: {self.gone!r} has left the device since AdapterBank.activate assigned rows to it; activate the "
+                "rows of the batch again"
+            )
 
     def check(self, x: Tensor, name: str) -> None:
         """Raises ValueError if the input of the layer `name` has another number of rows, except in compiled code."""

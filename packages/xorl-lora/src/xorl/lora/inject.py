@@ -300,7 +300,8 @@ def adapter_state_dict(model: nn.Module) -> dict[str, Tensor]:
 def load_adapter_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Copy `state`, which has whole tensors, into the adapters of `model`, which may be sharded.
 
-    Raises ValueError, before anything is copied, unless names and shapes match those of `adapter_parameters`.
+    Raises ValueError, before anything is copied, unless names and shapes match those of `adapter_parameters`,
+    and for values that are not of floating point.
     """
     parameters = adapter_parameters(model)
     problems = [f"{name} is missing" for name in parameters.keys() - state.keys()]
@@ -309,6 +310,11 @@ def load_adapter_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> No
         f"{name} has shape {list(state[name].shape)}, the model has {list(parameter.shape)}"
         for name, parameter in parameters.items()
         if name in state and state[name].shape != parameter.shape
+    ]
+    problems += [
+        f"{name} is {state[name].dtype}, not of floating point"
+        for name in parameters
+        if name in state and not state[name].is_floating_point()
     ]
     if problems:
         raise ValueError(

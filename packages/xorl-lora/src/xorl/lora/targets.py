@@ -16,6 +16,7 @@ from xorl.core.models import Decoder
 from xorl.core.models.recipes import LogicalModule
 from xorl.core.nn import Embedding, Linear
 from xorl.core.nn.moe import ExpertLinear
+from xorl.kernels.torch_private import has_hooks
 from xorl.lora.arguments import check_instance
 from xorl.lora.spec import AdapterSpec, matches_name
 
@@ -127,7 +128,8 @@ def resolve(spec: AdapterSpec, model: nn.Module) -> tuple[Site, ...]:
     calling the layer). The name of a layer that stacks several selects all of them.
 
     Raises ValueError for a name that matches nothing, listing the existing names; for a named layer that does not
-    support an adapter; if no layer is left to adapt; and for a model that is itself a layer.
+    support an adapter; if no layer is left to adapt; for a layer with hooks, which is replaced; and for a model that is
+    itself a layer.
     """
     check_instance("spec", spec, AdapterSpec)
     if isinstance(model, (nn.Linear, Linear, nn.Embedding, Embedding)):
@@ -155,6 +157,13 @@ def resolve(spec: AdapterSpec, model: nn.Module) -> tuple[Site, ...]:
             "expert_sharing: the targets name no layer of experts, which could share factors: add some, such as "
             "gate_proj, or share nothing"
         )
+    for site in found:
+        layer = model.get_submodule(site.path)
+        if isinstance(layer, (nn.Linear, nn.Embedding)) and has_hooks(layer):
+            raise ValueError(
+                f"targets: {site.name} has hooks, which are lost when a layer with adapters takes its place; remove "
+                "them, and register them again afterwards"
+            )
     spec.check_patterns([name for site in found for name in site.names])
     embedded = [site.name for site in found if not site.is_linear]
     if spec.use_dora and embedded:

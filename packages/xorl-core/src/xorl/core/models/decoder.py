@@ -142,6 +142,11 @@ class Decoder(nn.Module):
         different; -1 for tokens that choose themselves. Raises ValueError for others, and for those of a dense model;
         on devices that the host would wait for, only the shape and dtype are checked.
         """
+        if input_ids.device != layout.cu_seqlens.device:
+            raise ValueError(
+                f"input_ids: on {input_ids.device}, but the layout is on {layout.cu_seqlens.device}; both must be on "
+                "the model's device"
+            )
         by_layer = None
         if recorded is not None:
             _check_recorded(recorded, input_ids, self._mixtures)

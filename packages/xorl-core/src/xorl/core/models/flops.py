@@ -23,9 +23,12 @@ def training_flops(config: DecoderConfig, lengths: Iterable[int], *, num_frozen:
     - `num_frozen` of the N parameters have no gradient and cost 4 FLOPs per token instead of 6.
     - `num_added` is the number of additional trained parameters in matrices, such as those of adapters.
 
-    Recomputation is not counted, because it is overhead. Raises ValueError for a negative length.
+    Recomputation is not counted, because it is overhead. Raises ValueError for a negative length
+    and for more frozen parameters than there are.
     """
     num_parameters = matmul_parameters(config) + num_added
+    if not 0 <= num_frozen <= num_parameters:
+        raise ValueError(f"num_frozen: {num_frozen} is not from 0 to {num_parameters}, the parameters in matrices")
     per_token = FLOPS_PER_MULTIPLY_ADD * (PRODUCTS_PER_FORWARD_PRODUCT * num_parameters - num_frozen)
     per_pair = FLOPS_PER_MULTIPLY_ADD * PRODUCTS_PER_FORWARD_PRODUCT * 2 * config.attention.q_rows
     windows = Counter(config.windows).items()

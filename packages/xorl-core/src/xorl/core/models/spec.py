@@ -8,6 +8,7 @@ from xorl.core.models.decoder import Decoder
 from xorl.core.models.decoder_config import DecoderConfig
 from xorl.core.models.recipes import CheckpointNames, CheckpointView, WeightRecipe, WeightSource, logical_modules
 from xorl.core.nn import LayerKernels
+from xorl.kernels.arguments import check_type
 
 PLAIN_KERNELS = LayerKernels()
 
@@ -71,6 +72,7 @@ class ModelSpec:
     def recipes(self, config: DecoderConfig, *, merge_qkv: bool) -> dict[str, WeightRecipe]:
         """The recipe of each native parameter, by name. Raises ValueError for a config that this family cannot have."""
         self._check(config)
+        check_type("merge_qkv", merge_qkv, bool, "True")
         return self.make_recipes(config, merge_qkv)
 
     def checkpoint_view(self, config: DecoderConfig, source: WeightSource) -> WeightSource:

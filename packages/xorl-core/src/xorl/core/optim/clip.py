@@ -40,8 +40,8 @@ def gradient_scale(
     gradients are not changed. Collective if parameters are sharded, also on a rank where none has a gradient; does not
     synchronise with the host. For `divided` see `gradient_norms`.
 
-    Raises ValueError unless `parameters` is a list or tuple of tensors, for a divisor that is not above 0, and for a
-    negative `max_norm`.
+    Raises ValueError unless `parameters` is a list or tuple of tensors, for a number as divisor that is not above 0,
+    and for a negative `max_norm`. With a tensor of 0, as in a step without trained tokens, the norm is not finite.
     """
     _check_scale(parameters, divisor, max_norm)
     [norm] = gradient_norms([parameters], divided) if norm is None else [norm]

@@ -16,7 +16,7 @@ from xorl.core.optim.adamw import AdamW, StepControls, count_steps_, step_contro
 from xorl.core.optim.matrices import Exchange, Grid, Matrix, Run, logical_matrices, plan_rounds
 from xorl.core.optim.newton_schulz import orthogonalise
 from xorl.core.shards import is_dtensor, local
-from xorl.kernels.arguments import check_choice, check_number
+from xorl.kernels.arguments import check_choice, check_number, check_type
 from xorl.kernels.optim import Noise, descend_, momentum_
 
 AdjustLr = Literal["original", "match_rms_adamw"]
@@ -55,6 +55,7 @@ class MuonOptions:
                 "matrices: must map names of parameters to the rows of their matrices, as layer_matrices() of this "
                 f"package's models does, got {type(self.matrices).__name__}"
             )
+        check_type("nesterov", self.nesterov, bool, "True")
         check_number("lr", self.lr)
         check_number("num_steps", self.num_steps, least=1)
         if not isinstance(self.num_steps, int):

@@ -48,8 +48,9 @@ def build_optimizer(
             which stochastic rounding depends.
 
     Raises ValueError for an unknown name, for an argument of the wrong type or out of range, for two parameters of the
-    same name, for a substring or a matrix of muon that matches no parameter, trained or frozen, or if no parameter
-    requires a gradient.
+    same name, for a substring or a matrix of muon that matches no parameter, trained or frozen, if no parameter
+    requires a gradient, or if one is on the meta device: build the optimizer after `parallelize`, which may replace
+    the parameters.
     """
     check_choice("name", name, OptimizerName)
     check_number("lr", lr)
@@ -65,6 +66,8 @@ def build_optimizer(
     trained = [(path, parameter) for path, parameter in named.items() if parameter.requires_grad]
     if not trained:
         raise ValueError("no parameter requires a gradient: there is nothing to train")
+    if any(parameter.is_meta for parameter in named.values()):
+        raise ValueError("named_parameters: some are on the meta device; build the optimizer after `parallelize`")
     decays = [0.0 if _matches(path, no_decay_modules, no_decay_params) else weight_decay for path, _ in trained]
     groups: dict[tuple[bool, float], dict[str, Any]] = {}
     for (path, parameter), decay in zip(trained, decays, strict=True):

@@ -255,7 +255,7 @@ def parallelize(
     """
     device = torch.device(device)
     check_parallelizable(model, policy, device.type)
-    _check_mesh(mesh, policy, apart=apart)
+    _check_mesh(mesh, policy, device, apart=apart)
     _check_fill(model, fill)
     _PARALLELIZED.add(model)
     layers, head = layers_of(model), getattr(model, "lm_head", None)
@@ -301,10 +301,12 @@ def parallelize(
     return ParallelModel(model, forward, mesh, fp8_weights)
 
 
-def _check_mesh(mesh: Mesh, policy: ParallelPolicy, *, apart: bool) -> None:
-    """Raise ValueError unless `mesh` is a Mesh whose axes are all supported, and if its ranks would train apart."""
+def _check_mesh(mesh: Mesh, policy: ParallelPolicy, device: torch.device, *, apart: bool) -> None:
+    """Raise ValueError unless `mesh` is a Mesh of such devices with supported axes, and if its ranks train apart."""
     if not isinstance(mesh, Mesh):
         raise ValueError(f"mesh: must be an xorl.core.mesh.Mesh, got {type(mesh).__name__}")
+    if device.type != mesh.device_type:
+        raise ValueError(f"device: is {device}, but the mesh is one of {mesh.device_type} devices")
     if (sizes := (mesh.dims.tp, mesh.dims.pp)) != (1, 1):
         raise ValueError(f"mesh: has tp {sizes[0]} and pp {sizes[1]}, which are not supported; use other axes")
     if policy.data_parallel_mode == "none" and mesh.loss.size > 1 and not apart:

@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from xorl.kernels.arguments import check_at_least, check_device_type, check_floating
+from xorl.kernels.arguments import check_at_least, check_device_type, check_floating, check_type
 from xorl.kernels.layout import SequenceLayout, ShardedLayout
 
 
@@ -69,6 +69,7 @@ class AttentionRequest:
         check_floating("dtype", self.dtype)
         check_at_least("head_dim", self.head_dim, 1)
         check_at_least("window", self.window, 1, optional=True)
+        check_type("deterministic", self.deterministic, bool, "False")
 
     def __str__(self) -> str:
         words = f"device={self.device_type} dtype={str(self.dtype).removeprefix('torch.')} head_dim={self.head_dim}"

@@ -42,8 +42,8 @@ def check_experts(
         raise ValueError(f"weights must be [{len(x)}, K] in {wide}; got {list(weights.shape)} in {weights.dtype}")
     if ids.shape != weights.shape or ids.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"ids must be {list(weights.shape)} in int64; got {list(ids.shape)} in {ids.dtype}")
-    if num_real is not None and (num_real.dim() or num_real.is_floating_point()):
-        raise ValueError(f"num_real must be a 0-d integer tensor; got {list(num_real.shape)} in {num_real.dtype}")
+    if num_real is not None:
+        _check_num_real(num_real, len(x))
     check_at_least("num_rows", num_rows, 0, optional=True)
     for weight in (gate_up, down):
         if isinstance(weight, QuantizedExperts):
@@ -54,6 +54,13 @@ def check_experts(
         _check_factors(factors, x, shapes[2])
     if is_readable(ids) and ids.numel():
         _check_ids(ids, shapes[1][0], num_real, num_rows, factors)
+
+
+def _check_num_real(num_real: Tensor, num_tokens: int) -> None:
+    if num_real.dim() or num_real.is_floating_point():
+        raise ValueError(f"num_real must be a 0-d integer tensor; got {list(num_real.shape)} in {num_real.dtype}")
+    if is_readable(num_real) and not 0 <= int(num_real) <= num_tokens:
+        raise ValueError(f"num_real must be from 0 to the {num_tokens} tokens; got {int(num_real)}")
 
 
 def _check_ids(

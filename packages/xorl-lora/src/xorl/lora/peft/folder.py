@@ -118,6 +118,7 @@ def load_adapter(
         raise ValueError(f"folder: {folder}: {error}") from error
     replaced = ReplacedTensors(layout, source)
     targets = _base_tensors(model, layout)
+    _check_saved(model, layout, folder)
     values: dict[str, Tensor] = {}
     for name, target in targets.items():
         values[name] = replaced.read(name)
@@ -149,6 +150,23 @@ def _inject_fitting(model: nn.Module, layout: AdapterLayout) -> None:
         for parameter in trained:
             parameter.requires_grad_(True)
         raise
+
+
+def _check_saved(model: nn.Module, layout: AdapterLayout, folder: Path) -> None:
+    """Raise ValueError for a module that was trained whole and of which the file lacks a tensor.
+
+    PEFT lists modules that a model may have, such as both `score` and `classifier`.
+    """
+    for target in layout.config.spec.modules_to_save:
+        for name, module in whole_modules(model).items():
+            if not f".{name}".endswith(f".{target}"):
+                continue
+            leaves = [f"{name}.{without_wrappers(leaf)}" for leaf in module.state_dict()]
+            if missing := [leaf for leaf in leaves if leaf not in layout.replaced and ".lora_" not in leaf]:
+                raise ValueError(
+                    f"folder: {folder / CONFIG_FILE} names {target} in modules_to_save, but {WEIGHTS_FILE} lacks "
+                    f"{', '.join(missing[:3])}"
+                )
 
 
 def _base_tensors(model: nn.Module, layout: AdapterLayout) -> dict[str, Tensor]:
