@@ -129,6 +129,8 @@ def test_messages_of_a_load_say_what_to_do(tmp_path, make_state, monkeypatch):
             {"recipes": {"w": SameTensor("w", (1, 2))}, "gather": WEIGHTS.get},
             r"recipes: the recipe of w is for \[1, 2\], but its shape is \[2, 2\]",
         ),
+        ({"max_shard_bytes": "5GB"}, "max_shard_bytes: '5GB' is not a number of bytes of at least 1"),
+        ({"max_shard_bytes": 0}, "max_shard_bytes: 0 is not a number of bytes"),
         ({"gather": lambda name: WEIGHTS[name][:1]}, r"the recipe of w is for \[2, 2\], but its shape is \[1, 2\]"),
         ({"recipes": ["w"]}, "recipes: the list is not a mapping of names to recipes"),
         ({"recipes": {"w": (2, 2)}}, "recipes: w: the tuple is not a recipe, such as SameTensor"),

@@ -101,7 +101,8 @@ def replay(recorded: object, name: str = "MixtralForCausalLM", config: DecoderCo
         (lambda: MuonOptions({}, momentum=3.0), "momentum: must be at least 0 and below 1, got 3.0"),
         (lambda: Schedule(10, -1e-2), "peak: must be a number of at least 0, got -0.01"),
         (lambda: Schedule(10, 1e-2, 1.0, style="cosine"), "minimum 1 is above peak 0.01"),
-        (lambda: ParallelPolicy(param_dtype="bf16"), "param_dtype: must be a torch.dtype"),
+        (lambda: ParallelPolicy(param_dtype="bf16"), "param_dtype must be a floating-point dtype, .* 'bf16'"),
+        (lambda: ParallelPolicy(param_dtype=torch.int8), "param_dtype must be a floating-point dtype"),
         (lambda: ParallelPolicy(recompute_num_layers=-1), "recompute_num_layers: must be a number of at least 0"),
         (lambda: ParallelPolicy(compile_backend=True), "compile_backend: True is not one of 'inductor'"),
         (

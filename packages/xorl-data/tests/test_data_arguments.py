@@ -13,7 +13,7 @@ from xorl.data.documents import PreparedDocuments
 from xorl.data.formats import ChatFormat, PromptCompletionFormat, TextTokenizer, TokenizedFormat
 from xorl.data.inspect import text_segments
 from xorl.data.packing import Bins
-from xorl.data.plan import rescale_accumulation
+from xorl.data.plan import rescale_accumulation, split_step
 from xorl.data.push import push_documents
 from xorl.data.stream import StreamLoader, StreamOptions, StreamPlan, open_stream
 from xorl.data.stream.loader import stream_bins
@@ -55,6 +55,15 @@ def stream(**fields: object) -> object:
         (lambda: StreamOptions(bin_len=0), "bin_len: 0, want at least 1"),
         (lambda: prepare([], PrepareOptions(bin_len=8)), "entries is empty"),
         (lambda: prepare([DatasetEntry("dummy")], PrepareOptions(bin_len=0)), "bin_len: 0, want at least 1"),
+        (lambda: prepare([DatasetEntry("x", data_files=[])], PrepareOptions(bin_len=8)), "data_files: is empty"),
+        (
+            lambda: prepare([DatasetEntry("x", overflow_limit=2.0)], PrepareOptions(bin_len=8)),
+            "overflow_limit: 2.0 is not a fraction",
+        ),
+        (
+            lambda: split_step([1.0, float("nan")], dp_size=1, micro_batch_size=1),
+            "costs: .*, want a number of at least 0",
+        ),
         (
             lambda: prepare([DatasetEntry("dummy", type="tokens")], PrepareOptions(bin_len=8, vocab_size=9)),
             r"entries\[0\].type: 'tokens' is not one of",

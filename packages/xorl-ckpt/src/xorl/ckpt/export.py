@@ -99,6 +99,8 @@ def export_hf(
         require("params", params, isinstance(params, Mapping), "a mapping of names to tensors, such as a state_dict")
         is_config = isinstance(hf_config, Mapping)
         require("hf_config", hf_config, is_config, "a mapping: the contents of a config.json, not its path")
+        is_size = isinstance(max_shard_bytes, (int, float)) and max_shard_bytes >= 1
+        require("max_shard_bytes", max_shard_bytes, is_size, "a number of bytes of at least 1")
         tokenizer = _existing_folder(tokenizer_folder)
         if recipes is None:
             recipes = {name: SameTensor(name, tuple(param.shape)) for name, param in params.items()}

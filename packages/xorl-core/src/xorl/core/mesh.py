@@ -196,6 +196,8 @@ class Mesh:
 
     def __init__(self, dims: ParallelDims, device_type: str) -> None:
         check_device_type(device_type)
+        if not dist.is_initialized():
+            raise RuntimeError("a mesh needs a process group: call xorl.core.runtime.init first")
         if dist.get_world_size() != dims.world_size:
             raise ValueError(f"{dims} needs {dims.world_size} processes, but {dist.get_world_size()} were started")
         self.dims = dims

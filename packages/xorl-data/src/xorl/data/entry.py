@@ -78,6 +78,10 @@ def check_entry(entry: DatasetEntry, option: str, bin_len: int) -> None:
         raise DataError(f"{option}: shards and shards_idx go together, got {entry.shards} and {entry.shards_idx}")
     if entry.preprocess_shards is not None and entry.shards is not None:
         raise DataError(f"{option}: set shards or preprocess_shards, not both")
+    if entry.data_files is not None and not entry.data_files:
+        raise DataError(f"{option}.data_files: is empty; name at least one file, or leave it out")
+    if entry.overflow_limit is not None and not 0 <= entry.overflow_limit <= 1:
+        raise DataError(f"{option}.overflow_limit: {entry.overflow_limit} is not a fraction from 0 to 1")
     if entry.preprocess_shards is not None and entry.preprocess_shards < 1:
         raise DataError(f"{option}.preprocess_shards: {entry.preprocess_shards}, want at least 1")
     if entry.shards is not None and entry.shards_idx is not None and not 0 <= entry.shards_idx < entry.shards:

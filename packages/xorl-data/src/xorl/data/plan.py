@@ -183,7 +183,10 @@ def split_step(costs: Sequence[float] | np.ndarray, *, dp_size: int, micro_batch
     """
     if min(dp_size, micro_batch_size) < 1:
         raise ValueError(f"dp_size and micro_batch_size must be at least 1, got {dp_size} and {micro_batch_size}")
-    descending = np.argsort(-np.asarray(costs, dtype=np.float64), kind="stable")
+    wide = np.asarray(costs, dtype=np.float64)
+    if wide.ndim != 1 or not (wide >= 0).all():
+        raise DataError(f"costs: {costs}, want a number of at least 0 for each bin")
+    descending = np.argsort(-wide, kind="stable")
     num_micro_batches = -(-len(descending) // (dp_size * micro_batch_size))
     rounds = np.full((num_micro_batches * micro_batch_size, dp_size), -1, dtype=np.int64)
     rounds.reshape(-1)[: len(descending)] = descending

@@ -129,8 +129,12 @@ class RouterLosses:
         return out
 
     def take(self) -> Tensor:
-        """Return and forget the values of `RouterSums` for each document of the last pass, [N, L * E + 5] fp64."""
-        assert self._newest is not None, "call it once after each forward pass in training mode"
+        """Return and forget the values of `RouterSums` for each document of the last pass, [N, L * E + 5] fp64.
+
+        Raises RuntimeError if there was no pass in training mode since the last call.
+        """
+        if self._newest is None:
+            raise RuntimeError("take: no values; call it once after each forward pass in training mode")
         (counts, replayed, losses), self._newest = self._newest, None
         return torch.cat([counts.transpose(0, 1).flatten(1).double(), replayed.T.double(), losses.T.double()], dim=1)
 
@@ -144,8 +148,12 @@ class RouterLosses:
             self._records, self._ids = False, None
 
     def take_routes(self) -> Tensor:
-        """Return and forget the experts of each token in the last pass within `recording`, [T, L, K] int64."""
-        assert self._ids is not None, "call it once after each forward pass within `recording`"
+        """Return and forget the experts of each token in the last pass, [T, L, K] int64; call it within `recording`.
+
+        Raises RuntimeError if there was no pass since `recording` began or since the last call.
+        """
+        if self._ids is None:
+            raise RuntimeError("take_routes: no routes; call it once after each forward pass, within `recording`")
         ids, self._ids = self._ids, None
         return ids
 

@@ -32,7 +32,7 @@ from xorl.core.parallel.offload import ActivationOffload
 from xorl.core.parallel.parts import Parts
 from xorl.core.parallel.stored import gather_as_stored
 from xorl.core.torch_private import allow_integer_parameters, reset_reducer, reset_units, without_streams
-from xorl.kernels.arguments import check_choice, check_number, check_type
+from xorl.kernels.arguments import check_choice, check_floating, check_number, check_type
 
 _FLAGS = ("reshard_after_forward", "forward_prefetch", "cpu_offload", "recompute_experts", "reentrant_recompute")
 # A second call would reduce gradients twice, or nest recomputation.
@@ -91,8 +91,8 @@ class ParallelPolicy:
                 check_choice("recompute", module, RecomputeModule)
         if isinstance(self.unit_modules, str):
             raise ValueError(f"unit_modules: must be a tuple of names, got the string {self.unit_modules!r}")
-        if self.param_dtype is not None and not isinstance(self.param_dtype, torch.dtype):
-            raise ValueError(f"param_dtype: must be a torch.dtype, such as torch.bfloat16, got {self.param_dtype!r}")
+        if self.param_dtype is not None:
+            check_floating("param_dtype", self.param_dtype)
         if self.recompute_num_layers is not None:
             check_number("recompute_num_layers", self.recompute_num_layers)
         if self.activation_offload_limit is not None:
@@ -254,6 +254,7 @@ def parallelize(
     with several ranks under "none", and for a `fill` that is missing or would not be called.
     """
     device = torch.device(device)
+    check_type("policy", policy, ParallelPolicy, 'ParallelPolicy("fsdp2")')
     check_parallelizable(model, policy, device.type)
     _check_mesh(mesh, policy, device, apart=apart)
     _check_fill(model, fill)

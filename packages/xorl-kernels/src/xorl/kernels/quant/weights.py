@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from xorl.kernels.arguments import check_choice, check_floating, check_one_device
+from xorl.kernels.arguments import check_at_least, check_choice, check_floating, check_one_device
 from xorl.kernels.quant.block_fp8 import dequantize_block_fp8, quantize_block_fp8
 from xorl.kernels.quant.device import QuantFormat
 from xorl.kernels.quant.nf4 import dequantize_nf4, quantize_nf4
@@ -55,6 +55,7 @@ class QuantScheme:
         check_choice("quant_format", self.quant_format, QuantFormat)
         smallest, largest = _GROUP_LIMITS[self.quant_format]
         size = self.group_size
+        check_at_least("group_size", size, 1)
         if not smallest <= size <= largest or size.bit_count() != 1:
             sizes = f"a power of two from {smallest} to {largest}, usually" if smallest < largest else "only"
             raise ValueError(
