@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from xorl.ckpt import Checkpointer, CheckpointError, SafetensorsSource, export_hf, load_weights
+import xorl.ckpt.state
+from xorl.ckpt import Checkpointer, CheckpointError, SafetensorsSource, export_hf, layout, load_weights
 from xorl.ckpt.export import published, source_groups, write_model
 from xorl.ckpt.saved_tensors import SavedParameters
 
@@ -236,3 +237,22 @@ def test_an_average_of_the_weights_can_come_and_go(saves_average, tmp_path):
     checkpointer.load(path, resumed if saves_average else {**resumed, "average": average}, skip_parts=("average",))
     assert torch.equal(other.weight, model.weight)
     assert torch.equal(resumed["optimizer"].state[other.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])
+
+
+def test_names_of_older_checkpoints_are_recognised(tmp_path, monkeypatch):
+    # Catches checkpoints of a model and an average of its weights that can no longer be loaded.
+    model, average = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    named = [(f"model.{name}", parameter) for name, parameter in model.named_parameters()]
+    with monkeypatch.context() as patched:
+        patched.setattr(xorl.ckpt.state, "_named_parameters", lambda *given: named)
+        patched.setattr(xorl.ckpt.state.OptimizerState, "_members", lambda self: [])
+        path = Checkpointer(tmp_path).save(1, {"model": model, "optimizer": optimizer, "average": average})
+    names = layout.read_manifest(path).tensors
+    assert "optimizer.model.weight.exp_avg" in names
+    other = nn.Linear(2, 2)
+    resumed = torch.optim.AdamW(other.parameters())
+    Checkpointer(tmp_path).load(path, {"model": other, "optimizer": resumed, "average": nn.Linear(2, 2)})
+    assert torch.equal(resumed.state[other.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])

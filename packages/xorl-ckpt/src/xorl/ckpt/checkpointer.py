@@ -222,7 +222,9 @@ class Checkpointer:
                     f"path: there is no folder {path}. For 'auto' or a name under the root pass resolve({str(given)!r})"
                 )
             manifest = layout.read_manifest(path)
-            stateful = {name: part for name, part in stateful_parts(state).items() if name not in skip_parts}
+            stateful = {
+                name: part for name, part in stateful_parts(state, manifest.tensors).items() if name not in skip_parts
+            }
             parts = collect(stateful, manifest.tensors)
             tensors = flatten(parts)
             problems = differences(tensors, manifest.tensors)

@@ -28,8 +28,13 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any], /) -> object: ...
 
 
-def stateful_parts(state: Mapping[str, Stateful | torch.optim.Optimizer]) -> dict[str, Stateful]:
-    """The state with the state of each optimizer named by the parameters of the modules in it."""
+def stateful_parts(
+    state: Mapping[str, Stateful | torch.optim.Optimizer], saved: Collection[str] = ()
+) -> dict[str, Stateful]:
+    """The state with the state of each optimizer named by the parameters of the modules in it.
+
+    `saved` are the names of the tensors that are to be loaded.
+    """
     require("state", state, isinstance(state, Mapping), 'a mapping of names to parts, such as {"model": module}')
     for name, part in state.items():
         has_state = hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
@@ -41,7 +46,7 @@ def stateful_parts(state: Mapping[str, Stateful | torch.optim.Optimizer]) -> dic
         )
     modules = {name: part for name, part in state.items() if isinstance(part, torch.nn.Module)}
     return {
-        name: OptimizerState(part, _named_parameters(part, modules), with_groups=True)
+        name: OptimizerState(part, _named_parameters(name, part, modules, saved), with_groups=True)
         if isinstance(part, torch.optim.Optimizer)
         else part
         for name, part in state.items()
@@ -49,11 +54,12 @@ def stateful_parts(state: Mapping[str, Stateful | torch.optim.Optimizer]) -> dic
 
 
 def _named_parameters(
-    optimizer: torch.optim.Optimizer, modules: Mapping[str, torch.nn.Module]
+    part: str, optimizer: torch.optim.Optimizer, modules: Mapping[str, torch.nn.Module], saved: Collection[str]
 ) -> list[tuple[str, torch.nn.Parameter]]:
     """The parameters of the modules that an optimizer trains; the names tell the modules apart if there are several.
 
-    They do not depend on modules that it does not train, such as an average of the weights.
+    They do not depend on modules that it does not train, such as an average of the weights. In older checkpoints, they
+    did: what is `saved` then has the names of modules.
     """
     trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     owners = {
@@ -61,11 +67,15 @@ def _named_parameters(
         for name, module in modules.items()
         if any(parameter in trained for parameter in module.parameters())
     }
-    return [
-        (f"{name}.{path}" if len(owners) > 1 else path, parameter)
+    named = {
+        f"{name}.{path}": (path, parameter)
         for name, module in owners.items()
         for path, parameter in module.named_parameters()
-    ]
+    }
+    with_state = {name.rpartition(".")[0] for name in saved}
+    if len(owners) > 1 or any(f"{part}.{name}" in with_state for name in named):
+        return [(name, parameter) for name, (_, parameter) in named.items()]
+    return list(named.values())
 
 
 def collect(
