@@ -284,6 +284,8 @@ def check_foreign_modules() -> None:
         parallelize(Named(), mesh, policy, device=cpu)
     with pytest.raises(ValueError, match="fill: would not be called, because no parameter is on the meta device"):
         parallelize(Named(), mesh, policy, device=cpu, fill=lambda module: None)
+    with pytest.raises(ValueError, match=r"policy must be a ParallelPolicy, .* 'fsdp2'"):
+        parallelize(Named(), mesh, "fsdp2", device=cpu)
     with pytest.raises(ValueError, match="device: is meta, but the mesh is one of cpu devices"):
         parallelize(Named(), mesh, policy, device="meta")
     module = Named()

@@ -254,7 +254,6 @@ def parallelize(
     with several ranks under "none", and for a `fill` that is missing or would not be called.
     """
     device = torch.device(device)
-    check_type("policy", policy, ParallelPolicy, 'ParallelPolicy("fsdp2")')
     check_parallelizable(model, policy, device.type)
     _check_mesh(mesh, policy, device, apart=apart)
     _check_fill(model, fill)
@@ -337,6 +336,7 @@ def check_parallelizable(model: nn.Module, policy: ParallelPolicy, device_type: 
     A model can be parallelized once. Changes nothing, and needs no device or other ranks; the model may be on the meta
     device.
     """
+    check_type("policy", policy, ParallelPolicy, 'ParallelPolicy("fsdp2")')
     if model in _PARALLELIZED:
         raise ValueError(f"model: this {type(model).__name__} was parallelized before; build another one")
     layers, head = layers_of(model), getattr(model, "lm_head", None)
