@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bench_experts import median_ms
 from xorl.core.parallel.copy_engine import CopyEngineAllGather, can_use_copy_engines
 
 # A layer of an 8B model, and the products of its feed-forward block for 8,192 tokens.
@@ -63,20 +64,6 @@ def gathers(group: dist.ProcessGroup, device: torch.device, values: int) -> Iter
     backend.deregister_mem_pool(pool)
 
 
-def elapsed(run: Callable[[], object], rounds: int) -> float:
-    """The median time of `run` in milliseconds."""
-    times = []
-    for _ in range(rounds + 2):
-        dist.barrier(device_ids=[torch.cuda.current_device()])
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        run()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times[2:])
-
-
 def main() -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -108,17 +95,17 @@ def main() -> int:
         torch.cuda.current_stream().wait_stream(side)
 
     with gathers(group, device, options.values) as named:
-        alone = elapsed(products, options.rounds)
+        alone = median_ms(products, device, options.rounds)
         rows = [
-            (name, elapsed(gather, options.rounds), elapsed(lambda each=gather: both(each), options.rounds) - alone)
+            (name, median_ms(gather, device, options.rounds), median_ms(partial(both, gather), device, options.rounds))
             for name, gather in named.items()
         ]
     if group.rank() == 0:
         gib = options.values * 2 / 2**30
         print(f"{torch.cuda.get_device_name()}, {group.size()} ranks, {gib:.2f} GiB a unit")
         print(f"products alone: {alone:.2f} ms\n\n| gather | alone, ms | added to products, ms |\n|---|---|---|")
-        for name, time, added in rows:
-            print(f"| {name} | {time:.2f} | {added:.2f} |")
+        for name, time, together in rows:
+            print(f"| {name} | {time:.2f} | {together - alone:.2f} |")
     dist.destroy_process_group()
     return 0
 

@@ -26,8 +26,8 @@ class TextSegment:
 def text_segments(ids: np.ndarray, labels: np.ndarray, tokenizer: TextTokenizer | None) -> list[TextSegment]:
     """A document [T] as text; without a tokenizer, as ids.
 
-    `labels` are not shifted. The first token is never trained, since no token before it predicts it.
-    Raises DataError for ids and labels of different shapes or of another kind.
+    `labels` are not shifted. The first token is never trained, since no token before it predicts it. Raises
+    DataError for ids and labels of different shapes, and for others than integers.
     """
     for name, values in (("ids", ids), ("labels", labels)):
         if values.shape != (len(ids),) or values.dtype.kind not in "iu":

@@ -1,8 +1,8 @@
 """The private parts of torch that xorl-kernels uses; any release of torch may change them.
 
 A test ensures that no other file of this package names a private part of torch. Holds for torch 2.10 to 2.15:
-`tools/check_torch.py` runs the tests on the oldest and the newest. xorl.core has such a file, too, and takes operators
-from here.
+`tools/check_torch.py` runs the tests on the oldest and the newest. xorl.core has such a file, too; it takes operators,
+and xorl.lora the hooks of modules, from here.
 """
 
 from collections.abc import Callable, Sequence

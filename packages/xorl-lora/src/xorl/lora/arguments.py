@@ -7,18 +7,12 @@ from collections.abc import Sequence
 from numbers import Integral, Real
 
 
-def check_integer(argument: str, value: object, *, at_least: int) -> None:
-    """Raise ValueError unless `value` is an integer of at least `at_least`."""
+def check_integer(argument: str, value: object, *, at_least: int | None = None) -> None:
+    """Raise ValueError unless `value` is an integer, and of at least `at_least` if that is not None."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise ValueError(f"{argument} must be an integer, got {value!r}")
-    if value < at_least:
+    if at_least is not None and value < at_least:
         raise ValueError(f"{argument} must be at least {at_least}, got {value}")
-
-
-def check_seed(seed: object) -> None:
-    """Raise ValueError unless `seed` is an integer: 7.0 and "7" would be other seeds than 7."""
-    if isinstance(seed, bool) or not isinstance(seed, Integral):
-        raise ValueError(f"seed must be an integer, got {seed!r}")
 
 
 def check_number(argument: str, value: object) -> None:

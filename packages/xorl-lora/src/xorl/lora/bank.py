@@ -23,7 +23,7 @@ from xorl.core.optim import gradient_scale
 from xorl.kernels.arguments import check_choice
 from xorl.kernels.grouped_linear import TokenGroups
 from xorl.kernels.optim import adamw_
-from xorl.lora.arguments import check_instance, check_integer, check_number, check_seed
+from xorl.lora.arguments import check_instance, check_integer, check_number
 from xorl.lora.bank_layer import ActiveRows, belongs_to_bank
 from xorl.lora.bank_slots import Segment, Slots
 from xorl.lora.inject import Adapter, adapters, new_expert_pair, new_pair
@@ -182,7 +182,7 @@ class AdapterBank:
 
         Raises ValueError if the name exists, the spec does not fit this bank, or the seed is no integer.
         """
-        check_seed(seed)
+        check_integer("seed", seed)
         check_instance("name", name, str)  # None stands for no adapter
         if name in self._entries:
             raise ValueError(f"adapter {name!r} already exists")

@@ -13,7 +13,7 @@ from xorl.core.models.initial import fill_normal_, fill_uniform_, key_of
 from xorl.core.nn import Embedding, Linear
 from xorl.core.nn.moe import ExpertLinear, Experts, MixtureOfExperts
 from xorl.core.shards import copy_shard_, local_part
-from xorl.lora.arguments import check_instance, check_seed
+from xorl.lora.arguments import check_instance, check_integer
 from xorl.lora.bank_layer import belongs_to_bank
 from xorl.lora.experts import ExpertLowRank, ExpertsAdapter, SharedFactors
 from xorl.lora.linear import (
@@ -124,7 +124,7 @@ def inject(model: nn.Module, spec: AdapterSpec, *, seed: int = 0) -> tuple[str, 
     to a bank, and for a seed that is no integer.
     """
     check_instance("spec", spec, AdapterSpec)
-    check_seed(seed)
+    check_integer("seed", seed)
     if belongs_to_bank(model):
         raise ValueError(f"{type(model).__name__} belongs to a bank: add adapters to it with AdapterBank.add")
     if adapters(model):
@@ -240,7 +240,7 @@ def init_adapters(model: nn.Module, *, seed: int, generation: int = 0) -> None:
 
     Raises ValueError for a seed that is no integer.
     """
-    check_seed(seed)
+    check_integer("seed", seed)
     suffix = f"/{generation}" if generation else ""
     for adapter in adapters(model).values():
         drawn: Leaf = "A" if adapter.zero == "B" else "B"
@@ -300,8 +300,8 @@ def adapter_state_dict(model: nn.Module) -> dict[str, Tensor]:
 def load_adapter_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Copy `state`, which has whole tensors, into the adapters of `model`, which may be sharded.
 
-    Raises ValueError, before anything is copied, unless names and shapes match those of `adapter_parameters`,
-    and for values that are not of floating point.
+    Raises ValueError, before anything is copied, unless names and shapes match those of `adapter_parameters`, and
+    for values that are not of floating point.
     """
     parameters = adapter_parameters(model)
     problems = [f"{name} is missing" for name in parameters.keys() - state.keys()]

@@ -23,8 +23,8 @@ def training_flops(config: DecoderConfig, lengths: Iterable[int], *, num_frozen:
     - `num_frozen` of the N parameters have no gradient and cost 4 FLOPs per token instead of 6.
     - `num_added` is the number of additional trained parameters in matrices, such as those of adapters.
 
-    Recomputation is not counted, because it is overhead. Raises ValueError for a negative length
-    and for more frozen parameters than there are.
+    Recomputation is not counted, because it is overhead. Raises ValueError for a negative length and for
+    more frozen parameters than there are.
     """
     num_parameters = matmul_parameters(config) + num_added
     if not 0 <= num_frozen <= num_parameters:

@@ -150,7 +150,7 @@ class RouterLosses:
     def take_routes(self) -> Tensor:
         """Return and forget the experts of each token in the last pass, [T, L, K] int64; call it within `recording`.
 
-        Raises RuntimeError if there was no pass since `recording` began or since the last call.
+        Raises RuntimeError without a pass since `recording` began or since the last call.
         """
         if self._ids is None:
             raise RuntimeError("take_routes: no routes; call it once after each forward pass, within `recording`")

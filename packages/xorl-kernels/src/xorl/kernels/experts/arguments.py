@@ -11,7 +11,7 @@ from torch import Tensor
 from xorl.kernels.arguments import check_at_least, check_one_device, is_readable
 from xorl.kernels.experts.adapted import Factors
 from xorl.kernels.experts.plan import is_padding
-from xorl.kernels.experts.quantized import ExpertsWeight, QuantizedExperts, StoredExperts, shape_of
+from xorl.kernels.experts.quantized import ExpertsWeight, QuantizedExperts, shape_of
 
 
 def check_experts(
@@ -45,11 +45,12 @@ def check_experts(
     if num_real is not None:
         _check_num_real(num_real, len(x))
     check_at_least("num_rows", num_rows, 0, optional=True)
-    for weight in (gate_up, down):
-        if isinstance(weight, QuantizedExperts):
-            weight.scheme.check_stored(weight.weight, weight.num_rows)
-    stored = {"gate_up": StoredExperts.of(gate_up).tensors[0], "down": StoredExperts.of(down).tensors[0]}
-    check_one_device(x=x, **stored, weights=weights, ids=ids, num_real=num_real)
+    # The other fields of quantised weights are checked where these are dequantised.
+    held = {
+        name: weight.weight.codes if isinstance(weight, QuantizedExperts) else weight
+        for name, weight in (("gate_up", gate_up), ("down", down))
+    }
+    check_one_device(x=x, **held, weights=weights, ids=ids, num_real=num_real)
     if factors is not None:
         _check_factors(factors, x, shapes[2])
     if is_readable(ids) and ids.numel():

@@ -73,7 +73,7 @@ def split_heads(
 
     Raises ValueError for shapes, dtypes or devices that do not fit.
     """
-    check_heads(projected, shape, norms, rope)
+    check_heads(projected, shape, None, None)  # `norm` and `rotate` check the others
     if len(projected) == 1:
         projected = projected[0].split(shape.row_counts, dim=-1)
     q, k, v = (x.unflatten(-1, (-1, shape.head_dim)) for x in projected)  # [T, H or G, C]

@@ -45,7 +45,7 @@ def quantized_linear(
     Raises ValueError for a scheme that does not exist, and if the fields or x do not fit a weight [O, I].
     """
     _check_input(x, codes, quant_format)
-    _check_stored(codes, scales, global_scale, quant_format, group_size, out_features, noise)
+    _check_stored(QuantizedWeight(codes, scales, global_scale), quant_format, group_size, out_features, noise)
     return _quantized_linear(x, codes, scales, global_scale, quant_format, group_size, out_features, noise, noise_alpha)
 
 
@@ -115,7 +115,7 @@ def dequantized(
 ) -> Tensor:
     """The weight [O, I] in `dtype`; arguments and errors as for `quantized_linear`."""
     check_floating("dtype", dtype)
-    _check_stored(codes, scales, global_scale, quant_format, group_size, out_features, noise)
+    _check_stored(QuantizedWeight(codes, scales, global_scale), quant_format, group_size, out_features, noise)
     return _dequantized(codes, scales, global_scale, quant_format, group_size, out_features, dtype, noise, noise_alpha)
 
 
@@ -155,7 +155,7 @@ def adapted_quantized_linear(
     As in `xorl.kernels.low_rank`, compiled code needs no extra pass over memory for the addition.
     """
     _check_input(x, codes, quant_format)
-    _check_stored(codes, scales, global_scale, quant_format, group_size, out_features, noise)
+    _check_stored(QuantizedWeight(codes, scales, global_scale), quant_format, group_size, out_features, noise)
     check_low_rank(x, out_features, down, up)
     y = _AdaptedQuantizedLinear.apply(
         x, down, up, codes, scales, global_scale, quant_format, group_size, out_features, noise, noise_alpha
@@ -175,20 +175,13 @@ def _check_input(x: Tensor, codes: Tensor, quant_format: str) -> None:
 
 
 def _check_stored(
-    codes: Tensor,
-    scales: Tensor,
-    global_scale: Tensor | None,
-    quant_format: str,
-    group_size: int,
-    out_features: int,
-    noise: Tensor | None,
+    weight: QuantizedWeight, quant_format: str, group_size: int, out_features: int, noise: Tensor | None
 ) -> None:
     """Raise ValueError for fields that are not those of a weight [O, I]. Compiled code has been checked before."""
     if torch.compiler.is_compiling():
         return
-    scheme = QuantScheme(cast(QuantFormat, quant_format), group_size)
-    scheme.check_stored(QuantizedWeight(codes, scales, global_scale), out_features)
-    check_one_device(codes=codes, noise=noise)
+    QuantScheme(cast(QuantFormat, quant_format), group_size).check_stored(weight, out_features)
+    check_one_device(codes=weight.codes, noise=noise)
 
 
 class _Context(FunctionCtx):

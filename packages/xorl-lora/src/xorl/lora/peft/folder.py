@@ -22,7 +22,7 @@ from xorl.lora.peft.config import CONFIG_FILE, AdapterConfig, ExpertForm, TaskTy
 from xorl.lora.peft.layout import PREFIX, WEIGHTS_FILE, AdapterLayout, InMemoryTensors, ReplacedTensors, read_layout
 from xorl.lora.peft.model import adapter_tensors, check_fit, config_of, load_adapters
 from xorl.lora.peft.views import per_expert
-from xorl.lora.spec import AdapterSpec
+from xorl.lora.spec import AdapterSpec, matches_name
 from xorl.lora.targets import modules_to_save, whole_modules, without_wrappers
 
 
@@ -159,7 +159,7 @@ def _check_saved(model: nn.Module, layout: AdapterLayout, folder: Path) -> None:
     """
     for target in layout.config.spec.modules_to_save:
         for name, module in whole_modules(model).items():
-            if not f".{name}".endswith(f".{target}"):
+            if not matches_name(name, target):
                 continue
             leaves = [f"{name}.{without_wrappers(leaf)}" for leaf in module.state_dict()]
             if missing := [leaf for leaf in leaves if leaf not in layout.replaced and ".lora_" not in leaf]:
