@@ -10,7 +10,7 @@ from xorl.kernels.experts import EXPERTS, ExpertsFn, ExpertsRequest, reference, 
 from xorl.kernels.experts.adapted import Factors
 from xorl.kernels.experts.plan import RoutePlan
 from xorl.kernels.experts.quantized import QuantizedExperts
-from xorl.kernels.experts.routing import top_experts
+from xorl.kernels.experts.routing import sum_routing, top_experts
 from xorl.kernels.quant import GROUP_SIZES, QuantFormat, QuantScheme
 from xorl.kernels.quant.nvfp4 import nvfp4_global_scale
 from xorl.kernels.testing import nan_poisoned_empty
@@ -195,3 +195,22 @@ def test_each_kernel_matches_its_twin() -> None:
     weights = torch.rand(num_tokens, num_choices, device="cuda")
     expected = rows.combine(y, weights, plan.rows, plan.ends)
     torch.testing.assert_close(rows_triton.combine(y, weights, plan.rows, plan.ends), expected)
+
+
+def test_routes_are_summed_as_on_a_cpu() -> None:
+    # Catches sums that differ between two runs, and a kernel that the interpreter does not show to be wrong.
+    num_tokens, num_experts = 100_000, 128
+    logits = torch.randn(num_tokens, num_experts, device="cuda")
+    cu_seqlens = torch.tensor([0, 7, 7, 40_000, num_tokens], dtype=torch.int32, device="cuda")
+    given = logits, logits.softmax(-1), top_experts(logits, 8), cu_seqlens, torch.tensor(num_tokens - 99, device="cuda")
+    grads = torch.randn(4, num_experts, device="cuda"), torch.randn(4, device="cuda")
+
+    def run(*given: Tensor) -> list[Tensor]:
+        leaves = [tensor.detach().requires_grad_() for tensor in given[:2]]
+        sums = sum_routing(leaves[0], leaves[1], *given[2:])
+        return [*sums, *torch.autograd.grad(sums[1:], leaves, [grad.to(given[0].device) for grad in grads])]
+
+    found = run(*given)
+    assert all(torch.equal(one, other) for one, other in zip(found, run(*given), strict=True))
+    expected = run(*(tensor.cpu() for tensor in given))
+    torch.testing.assert_close([tensor.cpu() for tensor in found], expected)

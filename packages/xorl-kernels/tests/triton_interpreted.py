@@ -12,7 +12,7 @@ from xorl.kernels.attention.cached import plain_cached_attention
 from xorl.kernels.experts import products_native, products_triton, routing_triton, rows, rows_triton
 from xorl.kernels.experts.plan import RoutePlan
 from xorl.kernels.experts.products import Rows
-from xorl.kernels.experts.routing import top_experts
+from xorl.kernels.experts.routing import _sum_routing, _sum_routing_backward, top_experts
 from xorl.kernels.fused import cross_entropy, device, heads, partial, reference, rms_norm, swiglu, widened_sum
 from xorl.kernels.fused.reference import HeadNorms, HeadShape
 from xorl.kernels.testing import (
@@ -432,6 +432,33 @@ def test_the_best_experts(num_tokens, num_experts, num_active):
     ids = routing_triton.top_experts(torch.full_like(scores, float("nan")), num_active)
     assert int(ids.min()) >= 0
     assert int(ids.max()) < num_experts
+
+
+def assert_equal_sums(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+# Documents shorter than a block, of whole blocks, without tokens, and over several blocks.
+@pytest.mark.parametrize("lengths", [[1], [5, 0, 7], [64, 64], [3, 200, 1], [128, 70, 0, 250], [4300]])
+@pytest.mark.parametrize(("num_experts", "num_active"), [(7, 3), (40, 2)])
+@pytest.mark.parametrize("num_padding", [None, 0, 1, 66])
+def test_sums_of_routing(lengths, num_experts, num_active, num_padding):
+    # Catches tokens of a neighbouring document at a boundary of blocks, padding that is counted, and values that are
+    # not finite in the sums of a document.
+    num_tokens = sum(lengths)
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    logits = randn(num_tokens, num_experts)
+    logits[num_tokens // 2, 1] = float("nan")
+    logits[num_tokens // 3, 0] = float("inf")
+    probabilities, ids = logits.softmax(-1), top_experts(logits, num_active)
+    num_real = None if num_padding is None else torch.tensor(max(num_tokens - num_padding, 0))
+    given = logits, probabilities, ids, cu_seqlens, num_real
+    assert_equal_sums(routing_triton.sum_routing(*given), _sum_routing(*given))
+    lse = logits.logsumexp(-1) * (torch.arange(num_tokens) < (num_tokens if num_real is None else num_real))
+    grads = randn(len(lengths), num_experts), randn(len(lengths))
+    given = *grads, probabilities, lse, cu_seqlens, num_real
+    assert_equal_sums(routing_triton.sum_routing_backward(*given), _sum_routing_backward(*given))
 
 
 def test_groups_without_rows_are_cleared(monkeypatch):

@@ -50,8 +50,8 @@ def _route_plan(ids: Tensor, num_experts: int, num_real: Tensor | None) -> tuple
     if num_real is not None:
         keys = keys.masked_fill(is_padding(num_tokens, num_real)[:, None], num_experts)
     experts, order = keys.flatten().sort(stable=True)
-    rows = torch.empty_like(order, dtype=torch.int32)
-    rows[order] = torch.arange(len(order), dtype=torch.int32, device=ids.device)
+    places = torch.arange(len(order), dtype=torch.int32, device=ids.device)
+    rows = torch.empty_like(places).scatter_(0, order, places)
     last = torch.arange(num_experts, dtype=torch.int32, device=ids.device)
     ends = torch.searchsorted(experts, last, right=True, out_int32=True)
     return order.to(torch.int32), rows.view(num_tokens, num_choices), ends

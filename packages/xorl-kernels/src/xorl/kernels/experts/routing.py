@@ -5,6 +5,7 @@ Shapes: T tokens, E experts, K experts per token, N documents, C columns.
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -29,10 +30,8 @@ def top_experts(scores: Tensor, num_active: int) -> Tensor:
 
 @torch.library.custom_op("xorl::top_experts", mutates_args=())
 def _top_experts(scores: Tensor, num_active: int) -> Tensor:
-    if scores.dtype == torch.float32 and triton_refusal(scores.device.type) is None:
-        from xorl.kernels.experts import routing_triton  # noqa: PLC0415 - needs Triton
-
-        return routing_triton.top_experts(scores, num_active)
+    if (kernels := _kernels(scores)) is not None:
+        return kernels.top_experts(scores, num_active)
     return scores.sort(dim=-1, descending=True, stable=True).indices[:, :num_active].contiguous()
 
 
@@ -101,6 +100,8 @@ def _sum_routing(
     logits: Tensor, probabilities: Tensor, ids: Tensor, cu_seqlens: Tensor, num_real: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The three sums, and logsumexp(logits) [T], 0 for padding."""
+    if (kernels := _kernels(logits)) is not None:
+        return kernels.sum_routing(logits, probabilities, ids, cu_seqlens, num_real)
     num_documents, num_experts = len(cu_seqlens) - 1, logits.shape[1]
     index = _document_ids(len(ids), cu_seqlens)[:, None] * num_experts + ids
     ones = torch.ones_like(ids, dtype=torch.int32)
@@ -136,6 +137,8 @@ def _sum_routing_backward(
     cu_seqlens: Tensor,
     num_real: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
+    if (kernels := _kernels(probabilities)) is not None:
+        return kernels.sum_routing_backward(grad_sums, grad_squared_lse, probabilities, lse, cu_seqlens, num_real)
     documents = _document_ids(len(probabilities), cu_seqlens)
     grad_probabilities = grad_sums[documents]
     if num_real is not None:
@@ -197,6 +200,15 @@ def sum_documents(values: Tensor, cu_seqlens: Tensor) -> Tensor:
     is_before = torch.arange(BLOCK, device=values.device) < (boundaries % BLOCK)[:, None]
     inside = blocks[block].masked_fill(~is_before[:, :, None], 0).sum(1, dtype=torch.float64)
     return (before[block] + inside).diff(dim=0).to(values.dtype)
+
+
+def _kernels(scores: Tensor) -> ModuleType | None:
+    """The module of kernels with the functions of this one, or None where they cannot run."""
+    if scores.dtype != torch.float32 or triton_refusal(scores.device.type) is not None:
+        return None
+    from xorl.kernels.experts import routing_triton  # noqa: PLC0415 - needs Triton
+
+    return routing_triton
 
 
 def _document_ids(num_tokens: int, cu_seqlens: Tensor) -> Tensor:
