@@ -28,7 +28,7 @@ from xorl.kernels.experts import EXPERTS, ExpertsFn, ExpertsRequest
 from xorl.kernels.experts.adapted import Factors
 from xorl.kernels.experts.plan import RoutePlan
 from xorl.kernels.experts.quantized import ExpertsWeight, QuantizedExperts
-from xorl.kernels.experts.routing import sum_routing, top_experts
+from xorl.kernels.experts.routing import top_experts
 from xorl.kernels.grouped import grouped_outer, grouped_product
 from xorl.kernels.quant import QuantScheme
 
@@ -146,16 +146,6 @@ def rows_of(shape: tuple[int, int, int, int], num_tokens: int, names: list[str],
 
     add("products alone", products, 3)
     add("choice and plan", lambda: RoutePlan.of(top_experts(scores, num_choices), num_experts), 0)
-    cu_seqlens = torch.tensor([0, num_tokens // 3, num_tokens], dtype=torch.int32, device=device)
-    num_real = torch.tensor(num_tokens - 1, device=device)
-    routed = logits.requires_grad_(), scores.requires_grad_()
-    routing_grads = torch.randn(2, num_experts, device=device), torch.randn(2, device=device)
-
-    def routing() -> None:
-        sums = sum_routing(*routed, ids, cu_seqlens, num_real)
-        torch.autograd.grad(sums[1:], routed, routing_grads)
-
-    add("sums over documents, forward and backward", routing, 0)
 
     kinds = frozen_kinds(up_weight, down_weight, normal)
     for name in names:
