@@ -62,7 +62,9 @@ class DataConfig(Section):
         description="Pack held-out data too; false puts each document into a separate bin. null means true.",
     )
     dataloader_num_workers: AtLeastZero = Field(
-        default=8, description="Number of processes per rank that build batches. 0 builds them in the training process."
+        default=8,
+        description="Number of processes per rank that build batches. 0 builds them in the training process. Before "
+        "Python 3.11.10, starting one hangs on rare occasions (python/cpython#112275).",
     )
     dataloader_prefetch_factor: AtLeastOne | None = Field(
         default=2,
