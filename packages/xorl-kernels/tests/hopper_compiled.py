@@ -197,10 +197,8 @@ def experts(num_tokens: int = 64) -> None:
         scores = empty(num_tokens, num_experts, dtype=FP32)
         routing_triton.top_experts(scores, 8)
         ids, cu_seqlens = empty(num_tokens, 8, dtype=torch.int64), empty(num_experts, dtype=torch.int32)
-        lse, grads = (
-            empty(num_tokens, dtype=FP32),
-            (empty(num_experts - 1, num_experts, dtype=FP32), empty(1, dtype=FP32)),
-        )
+        lse = empty(num_tokens, dtype=FP32)
+        grads = empty(num_experts - 1, num_experts, dtype=FP32), empty(num_experts - 1, dtype=FP32)
         for num_real in (None, torch.tensor(1), torch.tensor(1, dtype=torch.int32)):
             routing_triton.sum_routing(scores, scores, ids, cu_seqlens, num_real)
             routing_triton.sum_routing_backward(*grads, scores, lse, cu_seqlens, num_real)

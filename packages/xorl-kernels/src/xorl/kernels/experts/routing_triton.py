@@ -240,7 +240,7 @@ def _sum_documents(
         total += tl.sum(tl.load(block_sums_ptr + offsets, mask=is_inside, other=0.0), axis=0)
         square += tl.sum(tl.load(block_squares_ptr + blocks, mask=is_block, other=0.0), axis=0)
     for side in tl.static_range(2):
-        # A document without a whole block may begin and end in the same one: then all is before it.
+        # Of a document that lies within one block, all tokens are on the first side.
         begin = start if side == 0 else tl.maximum(first, last) * BLOCK
         until = tl.minimum(end, first * BLOCK) if side == 0 else end
         tokens = begin + tl.arange(0, BLOCK)
