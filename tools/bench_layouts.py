@@ -66,6 +66,8 @@ def layouts(num_ranks: int, *, has_experts: bool) -> Iterator[tuple[str, Mapping
         yield f"ring {size}", {"ringattn_parallel_size": size}
         if has_experts:
             yield f"ep {size}", {"expert_parallel_size": size}
+            yield f"ulysses {size}, ep {size}", {"ulysses_parallel_size": size, "expert_parallel_size": size}
+            yield f"ring {size}, ep {size}", {"ringattn_parallel_size": size, "expert_parallel_size": size}
     if num_ranks % 4 == 0:
         yield "ulysses 2 x ring 2", {"ulysses_parallel_size": 2, "ringattn_parallel_size": 2}
         if has_experts:
@@ -116,6 +118,7 @@ def measure(options: argparse.Namespace, name: str, sizes: Mapping[str, int], fo
             "enable_mixed_precision": options.mixed,
             "enable_gradient_checkpointing": options.recompute,
             "recompute_policy": "operation" if options.recompute else "module",
+            "enable_compile": options.compile and "expert_parallel_size" not in sizes,
             "max_steps": options.steps,
             "save_hf_weights": False,
             "log_format": "structured",
@@ -145,6 +148,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--recompute", action="store_true", help="recompute what is not a product or attention")
     parser.add_argument("--mixed", action="store_true", help="compute in bf16, as GPUs should")
+    parser.add_argument("--compile", action="store_true", help="compile, except under expert parallelism")
     parser.add_argument("--layouts", nargs="+", help="only these, by name")
     parser.add_argument("--config", type=Path, help="be one rank of this run; passed by the tool itself")
     options = parser.parse_args()
