@@ -6,7 +6,8 @@
 
 All layouts train on the same batches: documents that each repeat a cycle of tokens, so that the losses fall. FSDP2
 alone, which is measured first, is what the others are compared with. Prints a table in Markdown; "loss" and "norm" are
-the largest relative differences of a step's loss and gradient norm.
+the largest relative differences of a step's loss and gradient norm, and "norm, step 1" is that of the first step, at
+equal weights, with its sign.
 """
 
 from __future__ import annotations
@@ -159,7 +160,7 @@ def main() -> int:
         train_rank(options.config)
         return 0
     shape = json.loads((SHAPES / f"{options.shape}.json").read_text())
-    columns = ("tokens/s", "of fsdp2", "peak, GiB", "last loss", "loss", "norm", "norm, median")
+    columns = ("tokens/s", "of fsdp2", "peak, GiB", "last loss", "loss", "norm", "norm, median", "norm, step 1")
     lines = [
         f"| {options.shape}, {options.ranks} ranks | {' | '.join(columns)} |",
         "|---" * (1 + len(columns)) + "|",
@@ -180,7 +181,8 @@ def main() -> int:
             losses, norms = differences(run.losses, reference.losses), differences(run.norms, reference.norms)
             lines.append(
                 f"| {name} | {run.tokens_per_s:,.0f} | {share:.2f} | {run.peak_gib:.1f} | {run.losses[-1]:.4f} | "
-                f"{max(losses):.1e} | {max(norms):.1e} | {statistics.median(norms):.1e} |"
+                f"{max(losses):.1e} | {max(norms):.1e} | {statistics.median(norms):.1e} | "
+                f"{run.norms[0] / reference.norms[0] - 1:+.1e} |"
             )
             print(lines[-1], file=sys.stderr, flush=True)
     print("\n".join(lines))
