@@ -207,12 +207,14 @@ class ParallelFields(Section):
     ulysses_parallel_size: AtLeastOne = Field(
         default=1,
         description="Number of ranks that share each row of tokens, and exchange tokens for heads around attention "
-        "(Ulysses context parallelism). It must divide the attention heads.",
+        "(Ulysses context parallelism). It must divide the attention heads. Meant for rows that do not fit on one "
+        "rank; others usually train faster without.",
     )
     ringattn_parallel_size: AtLeastOne = Field(
         default=1,
-        description="Number of ranks that share each row of tokens, and exchange keys and values (ring attention). Can "
-        "be combined with ulysses_parallel_size, which then counts the ranks that share each part of a ring.",
+        description="Number of ranks that share each row of tokens, and exchange keys and values (ring attention), for "
+        "the same rows as ulysses_parallel_size. If both are given, that counts the ranks that share each part of a "
+        "ring.",
     )
     cp_fsdp_mode: ContextShardingMode = Field(
         default="all",
