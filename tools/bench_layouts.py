@@ -64,12 +64,13 @@ def layouts(num_ranks: int, *, has_experts: bool) -> Iterator[tuple[str, Mapping
     yield "fsdp2", {}
     sizes = [size for size in (2, 4, 8) if num_ranks % size == 0]
     for size in sizes:
-        yield f"ulysses {size}", {"ulysses_parallel_size": size}
-        yield f"ring {size}", {"ringattn_parallel_size": size}
+        context = {f"ulysses {size}": {"ulysses_parallel_size": size}, f"ring {size}": {"ringattn_parallel_size": size}}
+        yield from context.items()
         if has_experts:
-            yield f"ep {size}", {"expert_parallel_size": size}
-            yield f"ulysses {size}, ep {size}", {"ulysses_parallel_size": size, "expert_parallel_size": size}
-            yield f"ring {size}, ep {size}", {"ringattn_parallel_size": size, "expert_parallel_size": size}
+            experts = {"expert_parallel_size": size}
+            yield f"ep {size}", experts
+            for name, axis in context.items():
+                yield f"{name}, ep {size}", {**axis, **experts}
     if num_ranks % 4 == 0:
         yield "ulysses 2 x ring 2", {"ulysses_parallel_size": 2, "ringattn_parallel_size": 2}
         if has_experts:
@@ -136,8 +137,8 @@ def measure(options: argparse.Namespace, name: str, sizes: Mapping[str, int], fo
 
 
 def differences(values: list[float], expected: list[float]) -> list[float]:
-    """The difference of two series at each step, relative to the expected value."""
-    return [abs(a - b) / b for a, b in zip(values, expected, strict=True)]
+    """The difference of two series at each step, with its sign, relative to the expected value."""
+    return [(a - b) / b for a, b in zip(values, expected, strict=True)]
 
 
 def main() -> int:
@@ -181,8 +182,8 @@ def main() -> int:
             losses, norms = differences(run.losses, reference.losses), differences(run.norms, reference.norms)
             lines.append(
                 f"| {name} | {run.tokens_per_s:,.0f} | {share:.2f} | {run.peak_gib:.1f} | {run.losses[-1]:.4f} | "
-                f"{max(losses):.1e} | {max(norms):.1e} | {statistics.median(norms):.1e} | "
-                f"{run.norms[0] / reference.norms[0] - 1:+.1e} |"
+                f"{max(map(abs, losses)):.1e} | {max(map(abs, norms)):.1e} | "
+                f"{statistics.median(map(abs, norms)):.1e} | {norms[0]:+.1e} |"
             )
             print(lines[-1], file=sys.stderr, flush=True)
     print("\n".join(lines))

@@ -212,9 +212,9 @@ class ParallelFields(Section):
     )
     ringattn_parallel_size: AtLeastOne = Field(
         default=1,
-        description="Number of ranks that share each row of tokens, and exchange keys and values (ring attention), for "
-        "the same rows as ulysses_parallel_size. If both are given, that counts the ranks that share each part of a "
-        "ring.",
+        description="Number of ranks that share each row of tokens, and exchange keys and values (ring attention). "
+        "Meant for the same rows as ulysses_parallel_size, which counts the ranks that share each part of a ring if "
+        "both are above 1.",
     )
     cp_fsdp_mode: ContextShardingMode = Field(
         default="all",
