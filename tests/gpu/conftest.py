@@ -43,6 +43,18 @@ MODEL = hf_config(
 )
 
 
+@pytest.fixture
+def require_memory() -> Callable[[int], None]:
+    """(gib) skips the test unless so much of the GPU's memory is free, without what torch keeps in reserve."""
+
+    def require(gib: int) -> None:
+        torch.cuda.empty_cache()
+        if torch.cuda.mem_get_info()[0] < gib * 2**30:
+            pytest.skip(f"less than {gib} GiB of GPU memory are free")
+
+    return require
+
+
 @pytest.fixture(scope="module")
 def train(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[float]]:
     """(name, *arguments, gpus=1) -> the losses of each step of `xorl train` on so many GPUs; 0 means the CPU.

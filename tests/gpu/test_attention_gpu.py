@@ -282,10 +282,9 @@ def test_a_decoder_trains_alike_on_the_gpu_and_on_the_cpu(family, on_gpu):
 
 @pytest.mark.parametrize("kind", ["equal", "ragged", "one"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_gradients_of_more_than_two_to_the_31_elements(backend, kind):
+def test_gradients_of_more_than_two_to_the_31_elements(backend, kind, require_memory):
     # Catches offsets in 32 bits: at 2.7e9 elements of q, FlashAttention 2 and cuDNN return NaN and wrong gradients.
-    if torch.cuda.mem_get_info()[0] < 70 * 2**30:
-        pytest.skip("less than 70 GiB of GPU memory are free")
+    require_memory(70)
     num_heads, num_kv_heads, head_dim = 128, 8, 128
     lengths = {"equal": [4096] * 36, "ragged": [4000, 4096, *[4096] * 34, 4192], "one": [147_456]}[kind]
     if kind == "one" and backend == "flash_attention_4":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -157,10 +158,11 @@ def test_step_does_not_wait_for_the_device(name: OptimizerName) -> None:
 
 
 @pytest.mark.parametrize("name", ["adamw", "anyprecision_adamw", "sgd"])
-def test_parameter_of_more_than_two_to_the_31_elements(name: OptimizerName) -> None:
+def test_parameter_of_more_than_two_to_the_31_elements(
+    name: OptimizerName, require_memory: Callable[[int], None]
+) -> None:
     # Catches offsets in 32 bits: the end of a large embedding or of stacked experts would stay as it is.
-    if torch.cuda.mem_get_info()[0] < 40 * 2**30:
-        pytest.skip("less than 40 GiB of GPU memory are free")
+    require_memory(40)
     parameter = nn.Parameter(torch.ones(HUGE, dtype=torch.bfloat16, device="cuda"))
     optimizer = build_optimizer(name, [("huge", parameter)], lr=0.5, weight_decay=0.0)
     parameter.grad = torch.ones_like(parameter)

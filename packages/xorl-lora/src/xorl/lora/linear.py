@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from xorl.core.nn import Embedding, Linear
+from xorl.core.nn.lookup import look_up
 from xorl.core.nn.roles import Role
 
 Leaf: TypeAlias = Literal["A", "B"]
@@ -207,7 +208,7 @@ class EmbeddingAdapter(_Adapter):
 
     def forward(self, ids: Tensor, rows: Tensor) -> Tensor:
         (pair,) = self.pairs()
-        low = F.embedding(ids, pair.scaled_a(rows.dtype).t())  # [..., R]
+        low = look_up(ids, pair.scaled_a(rows.dtype).t())  # [..., R]
         if self.dropout is not None:
             low = self.dropout(low)
         return rows + F.linear(low, pair.B.to(rows.dtype))

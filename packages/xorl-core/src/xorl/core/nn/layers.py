@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from xorl.core.nn.kernels import LayerKernels
+from xorl.core.nn.lookup import look_up
 from xorl.core.nn.roles import Role
 from xorl.kernels.low_rank import adapted_linear
 
@@ -120,7 +121,7 @@ class Linear(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Rows of weight [V, D] by id, in the dtype of the weight or a wider one; the caller casts to the compute dtype.
+    """Rows of weight [V, D] by id, in the dtype of the weight; the caller casts to the compute dtype.
 
     Attributes:
         padding_idx: the id of padding, whose row gets no gradient from here, as in nn.Embedding; or None.
@@ -139,11 +140,7 @@ class Embedding(nn.Module):
         self.adapter = None
 
     def forward(self, ids: Tensor) -> Tensor:
-        weight = self.weight
-        if weight.device.type == "cpu":
-            # The CPU kernel sums the gradients of repeated ids in the weight's dtype, where bf16 would lose small ones.
-            weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
-        rows = F.embedding(ids, weight, self.padding_idx)
+        rows = look_up(ids, self.weight, self.padding_idx)
         return rows if self.adapter is None else self.adapter(ids, rows)
 
     def extra_repr(self) -> str:
