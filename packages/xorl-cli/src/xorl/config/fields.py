@@ -208,13 +208,13 @@ class ParallelFields(Section):
         default=1,
         description="Number of ranks that share each row of tokens, and exchange tokens for heads around attention "
         "(Ulysses context parallelism). It must divide the attention heads. Meant for rows that do not fit on one "
-        "rank; others usually train faster without.",
+        "rank; shorter rows usually train faster without it.",
     )
     ringattn_parallel_size: AtLeastOne = Field(
         default=1,
         description="Number of ranks that share each row of tokens, and exchange keys and values (ring attention). "
-        "Meant for the same rows as ulysses_parallel_size, which counts the ranks that share each part of a ring if "
-        "both are above 1.",
+        "Meant for the same rows as ulysses_parallel_size. If both are above 1, ulysses_parallel_size is the number "
+        "of ranks that share each part of a ring.",
     )
     cp_fsdp_mode: ContextShardingMode = Field(
         default="all",

@@ -1,7 +1,7 @@
 """Rows of a table by id, with gradients that are summed in fp32.
 
-If the table is in bf16, torch adds the gradients of an id in bf16 on CPUs, and on GPUs for up to 3,072 ids, in groups
-of 32. After a few hundred additions, a gradient is lost in the rounding of the sum.
+For a table in bf16, torch adds up an id's gradients in bf16 on CPUs. On GPUs it does so too, in groups of 32, if there
+are at most 3,072 ids. In bf16, a sum of a few hundred equal gradients no longer grows.
 
 Shapes: T ids, V rows, D channels.
 """
@@ -13,22 +13,21 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F
 
-# From more ids on, torch's kernel for GPUs sums in fp32, and needs less memory than `sum_rows`.
+# For more ids, torch's kernel for GPUs sums in fp32, and needs less memory than `_sum_rows`.
 MOST_SUMMED_IN_GROUPS = 3072
 
 
 def look_up(ids: Tensor, table: Tensor, padding_idx: int | None = None) -> Tensor:
     """Rows of table [V, D] by ids [..], as [.., D]; the row of `padding_idx` gets no gradient. See F.embedding."""
-    is_wide = table.dtype in (torch.float32, torch.float64)
-    if is_wide or (table.is_cuda and ids.numel() > MOST_SUMMED_IN_GROUPS):
+    if table.dtype.itemsize >= 4 or (table.is_cuda and ids.numel() > MOST_SUMMED_IN_GROUPS):
         return F.embedding(ids, table, padding_idx)
     return _LookUp.apply(ids, table, padding_idx)
 
 
-def sum_rows(rows: Tensor, ids: Tensor, num_rows: int) -> Tensor:
-    """[V, D]: for each id, the sum of its rows [T, D], added in fp32 and rounded once to their dtype; else 0.
+def _sum_rows(rows: Tensor, ids: Tensor, num_rows: int) -> Tensor:
+    """For each id, the sum of its rows [T, D], as [V, D] in their dtype: added in fp32, rounded once; 0 for other ids.
 
-    The sums need no table in fp32: one position of each id, whichever is written last, stands for all of them.
+    No table in fp32 is needed: the sum of an id is kept at one of its positions, which stands for the others.
     """
     num_ids = len(ids)
     positions = torch.arange(num_ids, device=ids.device)
@@ -55,7 +54,7 @@ class _LookUp(torch.autograd.Function):
     @staticmethod
     def backward(ctx: _Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         [grad], (ids,) = grads, ctx.saved_tensors
-        total = sum_rows(grad.flatten(0, -2), ids.flatten(), ctx.num_rows)
+        total = _sum_rows(grad.flatten(0, -2), ids.flatten(), ctx.num_rows)
         if ctx.padding_idx is not None:
             total[ctx.padding_idx] = 0
         return None, total, None
