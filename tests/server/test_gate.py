@@ -2,6 +2,7 @@
 
 import re
 import socket
+import time
 
 import httpx
 import pytest
@@ -11,7 +12,12 @@ from xorl.server.api import ApiSettings
 from xorl.server.api.app import ROUTERS
 
 TOKEN = "tml-the-right-token-of-it"
-RIGHT = [{"x-api-key": TOKEN}, {"authorization": f"Bearer {TOKEN}"}]
+RIGHT = [
+    {"x-api-key": TOKEN},
+    {"authorization": f"Bearer {TOKEN}"},
+    {"authorization": f"bearer {TOKEN}"},
+    {"authorization": f"BEARER  {TOKEN}"},
+]
 WRONG = [
     {},
     {"x-api-key": ""},
@@ -21,6 +27,7 @@ WRONG = [
     {"x-api-key": "x" * 10_000},
     {"x-api-key": "\xff\xfe"},
     {"authorization": f"Basic {TOKEN}"},
+    {"authorization": TOKEN},
     {"authorization": "Bearer"},
     {"cookie": f"x-api-key={TOKEN}"},
 ]
@@ -74,7 +81,7 @@ def test_wrong_tokens_do_not_get_in(guarded, headers):
 
 @pytest.mark.parametrize("headers", RIGHT)
 def test_the_right_token_gets_in_by_both_headers(guarded, headers):
-    """Catches a gate that one of the clients cannot pass."""
+    """Catches a gate that one of the clients cannot pass, for example one that writes the scheme in lower case."""
     assert guarded[0].get("/api/v1/sessions", headers=headers).status_code == 200
 
 
@@ -110,6 +117,63 @@ def test_a_request_that_is_none_ends_its_connection_alone(guarded):
             answer = connection.recv(4096)
             assert answer.startswith(b"HTTP/1.1 4") or answer == b""
     assert client.get("/health").status_code == 200
+
+
+def connect(url):
+    address = httpx.URL(url)
+    return socket.create_connection((address.host, address.port), timeout=10)
+
+
+@pytest.mark.parametrize(
+    ("version", "headers", "status"),
+    [
+        ("1.1", "Content-Length: 4\r\nTransfer-Encoding: chunked", 400),
+        ("1.1", "transfer-encoding: chunked\r\ncontent-length: 18", 400),
+        ("1.0", "Transfer-Encoding: chunked", 400),
+        ("1.1", "Content-Length: 4\r\nContent-Length: 5", 400),
+        ("1.1", "Transfer-Encoding: gzip, chunked", 400),
+        ("1.1", "Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked", 400),
+        ("1.1", "Transfer-Encoding: chunked", 200),
+        ("1.1", "Content-Length: 18", 200),
+    ],
+)
+def test_a_body_whose_end_is_ambiguous_is_refused_and_ends_its_connection(tmp_path, version, headers, status):
+    """Catches a second request that a proxy in front takes for a body, and so lets pass unseen."""
+    chunked = "transfer-encoding" in headers.lower()
+    body = b"2\r\n{}\r\n0\r\n\r\n" if chunked else b'{"tags": ["long"]}'
+    smuggled = b"GET /status.json HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+    with served(tmp_path) as (url, _), connect(url) as connection:
+        start = f"POST /api/v1/create_session HTTP/{version}\r\nHost: localhost\r\n{headers}\r\n\r\n"
+        connection.sendall(start.encode() + body + smuggled)
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+    assert answer.startswith(b"HTTP/1.1 %d " % status)
+    assert answer.count(b"HTTP/1.1 ") == (1 if status == 400 else 2)
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/api/v1/forward_backward", "/api/v1/create_session", "/v1/chat/completions", "/generate", "/api/v1/nothing"],
+)
+def test_a_client_that_leaves_during_its_upload_is_no_fault_of_the_service(tmp_path, caplog, path):
+    """Catches a traceback in the log, and a status 500 in the metrics, that a client causes by going away."""
+    with served(tmp_path) as (url, orchestrator):
+        for framing in ("Content-Length: 100\r\n\r\n{", "Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n"):
+            with connect(url) as connection:
+                connection.sendall(f"POST {path} HTTP/1.1\r\nHost: localhost\r\n{framing}".encode())
+                wait_for(lambda: "http_requests_open 2.0" in httpx.get(f"{url}/metrics").text)
+            wait_for(lambda: "http_requests_open 1.0" in httpx.get(f"{url}/metrics").text)
+        counted = httpx.get(f"{url}/metrics").text
+    assert len(re.findall(r'xorl_http_requests_total\{.*status="499"\} 2.0', counted)) == 1
+    assert 'status="500"' not in counted
+    assert [record for record in caplog.records if record.levelname in ("ERROR", "CRITICAL")] == []
+    assert (orchestrator.submits, orchestrator.tombstones) == ([], [])
+
+
+def wait_for(is_so):
+    deadline = time.monotonic() + 10
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_without_a_token_a_page_of_another_origin_is_refused(tmp_path):

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
@@ -35,6 +35,7 @@ from xorl.server.queries import ServiceInfo
 logger = logging.getLogger(__name__)
 
 MAX_CONCURRENT_DECODES = 2
+CLIENT_LEFT = 499
 
 unsupported = APIRouter(prefix="/api/v1")
 
@@ -77,6 +78,7 @@ def create_app(settings: ApiSettings) -> ASGIApp:
     app.add_exception_handler(Refusal, _on_refusal)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(RequestValidationError, _on_invalid_parameters)
+    app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(Exception, _on_unexpected_error)
     return Gate(app, settings.token, settings.host, metrics)
 
@@ -155,6 +157,11 @@ async def _on_invalid_parameters(request: Request, problem: Exception) -> Respon
         given = "" if error["type"] == "missing" else f", got {str(error['input'])[:100]!r}"
         reasons.append(f"{error['loc'][-1]}: {error['msg']}{given}")
     return Refusal(422, "; ".join(reasons)).response()
+
+
+async def _on_disconnect(request: Request, problem: Exception) -> Response:
+    # Nobody receives it. The metrics count it by nginx's status for a client that left before its answer.
+    return Response(status_code=CLIENT_LEFT)
 
 
 async def _on_unexpected_error(request: Request, problem: Exception) -> Response:

@@ -13,6 +13,7 @@ import msgspec
 import zstandard
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from xorl.server.api.responses import Refusal
@@ -79,9 +80,11 @@ class Gate:
             await send(message)
 
         self._metrics.open.inc()
+        request = Request(scope)
         try:
-            refusal = self._refusal(Request(scope))
-            if refusal is not None:
+            if _has_ambiguous_length(request):
+                await _ambiguous_length_response(scope["path"])(scope, receive, observe)
+            elif (refusal := self._refusal(request)) is not None:
                 self._metrics.refused.inc()
                 await refusal.response(scope["path"])(scope, receive, observe)
             else:
@@ -110,12 +113,32 @@ class Gate:
             return None
         if request.url.path in _OPEN_PATHS or request.url.path.startswith(_SIGNED_PATHS):
             return None
-        bearer = request.headers.get("authorization", "")
-        given = request.headers.get("x-api-key") or bearer.removeprefix("Bearer ")
+        given = request.headers.get("x-api-key") or _bearer_token(request)
         if given and len(given) <= _MAX_TOKEN_BYTES and hmac.compare_digest(given.encode(), self._token):
             return None
         problem = "is missing" if not given else "is wrong"
         return Refusal(401, f"the API token {problem}: send it as X-API-Key or as Authorization: Bearer")
+
+
+def _bearer_token(request: Request) -> str:
+    """The token in the Authorization header; "" if there is none. The scheme's name may be in any case (RFC 9110)."""
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else ""
+
+
+def _has_ambiguous_length(request: Request) -> bool:
+    """Whether a reverse proxy might see the end of the body elsewhere than this server, and so smuggle a request."""
+    if "transfer-encoding" not in request.headers:
+        return False
+    return "content-length" in request.headers or request.scope["http_version"] == "1.0"
+
+
+def _ambiguous_length_response(path: str) -> Response:
+    reason = "the request has both Content-Length and Transfer-Encoding, or has the latter in HTTP/1.0: send one length"
+    response = Refusal(400, reason).response(path)
+    # What follows on this connection may be the rest of the body or another request.
+    response.headers["connection"] = "close"
+    return response
 
 
 def _is_this_machine(host: str, bound_host: str) -> bool:

@@ -36,8 +36,6 @@ logger = logging.getLogger(__name__)
 
 router = APIRouter(prefix="/v1")
 
-# Only for the metrics: the client has disconnected.
-_CLIENT_LEFT = 499
 _encode = msgspec.json.Encoder().encode
 
 
@@ -140,8 +138,6 @@ async def _answer(request: Request, call: Call) -> Response:
         return StreamingResponse(_events(call), media_type="text/event-stream")
     samples = asyncio.gather(*(sample(call.api, operation) for operation in call.operations))
     found = await while_connected(request, _collected(samples))
-    if found is None:
-        return Response(status_code=_CLIENT_LEFT)
     choices: list[JSON] = []
     num_sampled = num_cached = 0
     for prompt, (_, result) in zip(call.prompts, found, strict=True):

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import numpy as np
 from msgspec.structs import replace
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from xorl.server.api.context import Api
 from xorl.server.datum import Array
@@ -56,12 +56,14 @@ async def sample_in_parts(api: Api, operation: Sample) -> AsyncIterator[SampledS
         size = min(2 * size, LARGEST_PART)
 
 
-async def while_connected(request: Request, answer: Coroutine[None, None, AnswerT]) -> AnswerT | None:
-    """Wait for the answer; cancel it and return None if the client closes its connection first."""
+async def while_connected(request: Request, answer: Coroutine[None, None, AnswerT]) -> AnswerT:
+    """Wait for the answer; cancel it and raise ClientDisconnect if the client closes its connection first."""
     answering, disconnecting = asyncio.ensure_future(answer), asyncio.ensure_future(_disconnect(request))
     try:
         await asyncio.wait([answering, disconnecting], return_when=asyncio.FIRST_COMPLETED)
-        return answering.result() if answering.done() else None
+        if not answering.done():
+            raise ClientDisconnect
+        return answering.result()
     finally:
         answering.cancel()
         disconnecting.cancel()

@@ -26,8 +26,6 @@ from xorl.server.queries import CreateSamplingSession, GetSampler, SamplingSessi
 
 router = APIRouter()
 
-# Only for the metrics: the client has disconnected.
-_CLIENT_LEFT = 499
 # The empty sample in the answer to a request that only scores the prompt.
 _NOTHING_SAMPLED = SampledSequence(Array.of(np.zeros(0, np.int32)), Array.of(np.zeros(0, np.float32)), "length")
 
@@ -105,10 +103,7 @@ async def generate(request: Request) -> Response:
     ids = given.input_ids or await api.text.encode(info.tokenizer, given.text or "")
     with refuse_invalid():
         operation = given.operation(ids, info.vocab_size)
-    answer = await while_connected(request, sample(api, operation))
-    if answer is None:
-        return Response(status_code=_CLIENT_LEFT)
-    request_id, result = answer
+    request_id, result = await while_connected(request, sample(api, operation))
     sequences = result.sequences or [_NOTHING_SAMPLED] * given.sampling_params.n
     texts = await asyncio.gather(*(api.text.decode(info.tokenizer, one.tokens.numpy().tolist()) for one in sequences))
     answers = [
