@@ -41,7 +41,7 @@ def loaded(tmp_path: Path, **options: Any) -> LoadedServerConfig:
 
 
 def toy(code: str, **options: Any) -> Supervised:
-    return Supervised("toy", [sys.executable, "-c", code], **options)
+    return Supervised("API", [sys.executable, "-c", code], **options)
 
 
 def look_until(process: Supervised, is_done, timeout_s: float = 20.0) -> None:
@@ -61,6 +61,7 @@ def test_a_process_that_is_killed_is_started_again() -> None:
     os.kill(first, signal.SIGKILL)
     look_until(process, lambda: process.num_restarts == 1 and process.pid is not None)
     assert process.pid != first
+    assert (process.status.num_restarts, process.status.reason) == (1, "it ended with signal=SIGKILL")
     process.kill()
     assert process.pid is None
 

@@ -49,6 +49,7 @@ from xorl.server.channel.wire import is_loopback
 from xorl.server.machine import check_machine
 from xorl.server.orchestrator.options import read_model_config
 from xorl.server.process import GRACE_S, configure_logging, is_running
+from xorl.server.restarts import RESTARTS_FILE, write_restarts
 from xorl.server.supervise import BAD_INPUT, ProcessFailed, Supervised
 
 logger = logging.getLogger(__name__)
@@ -92,6 +93,11 @@ class Plan:
     api_port: int
 
     @property
+    def restarts_file(self) -> Path:
+        """The file in which the launcher tells the orchestrator of restarts."""
+        return self.config_file.with_name(RESTARTS_FILE)
+
+    @property
     def url(self) -> str:
         """The API's URL for clients on this host."""
         host = DEFAULT_HOST if self.api_host in ("0.0.0.0", "::") else self.api_host
@@ -100,7 +106,8 @@ class Plan:
     def processes(self, *inherited_fds: int) -> list[Supervised]:
         """The processes in the order in which they start; inherited_fds stay open in all of them."""
         keys = [] if self.keys_file is None else ["--keys", str(self.keys_file)]
-        file = [] if self.workers_file is None else ["--workers-file", str(self.workers_file)]
+        files = ["--restarts-file", str(self.restarts_file)]
+        files += [] if self.workers_file is None else ["--workers-file", str(self.workers_file)]
         common = ["--config", str(self.config_file)]
         workers = Supervised(
             "workers",
@@ -126,7 +133,7 @@ class Plan:
             "orchestrator",
             [
                 *(sys.executable, *CHILD, "xorl.server.orchestrator", *common),
-                *("--bind", self.orchestrator_address, "--workers", self.workers_address, *file, *keys),
+                *("--bind", self.orchestrator_address, "--workers", self.workers_address, *files, *keys),
             ],
             inherited_fds=inherited_fds,
         )
@@ -376,6 +383,8 @@ def _supervise(plan: Plan, processes: Sequence[Supervised], token_file: str | No
 
     previous = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
     code = 0
+    statuses = [process.status for process in processes]
+    write_restarts(plan.restarts_file, statuses)
     try:
         for process in processes:
             process.start()
@@ -384,6 +393,10 @@ def _supervise(plan: Plan, processes: Sequence[Supervised], token_file: str | No
         while not stop.wait(POLL_EVERY_S):
             for process in processes:
                 process.restart_if_dead()
+            latest = [process.status for process in processes]
+            if latest != statuses:
+                statuses = latest
+                write_restarts(plan.restarts_file, statuses)
     except ProcessFailed as error:
         logger.error("event=giving_up %s", error)
         code = error.code if error.code == BAD_INPUT else 1

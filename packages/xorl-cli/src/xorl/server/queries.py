@@ -59,6 +59,35 @@ class ErrorSeen(Message, frozen=True):
     message: str
 
 
+class RunningCall(Message, frozen=True):
+    """A request that the workers or an endpoint are running.
+
+    session_id: the session, or the model without one, that it belongs to. attempts: how often workers that ran it were
+    lost before.
+    """
+
+    request_id: str
+    operation: str
+    model_id: str | None
+    session_id: str
+    since: float
+    attempts: int
+
+
+class ProcessStatus(Message, frozen=True):
+    """A process of the service, or all workers together.
+
+    num_restarts: since the launcher was started. last_restart: None if there was none; reason: why it was necessary.
+    hung_since: None unless it hangs and is being replaced.
+    """
+
+    name: Literal["workers", "orchestrator", "API"]
+    num_restarts: int = 0
+    last_restart: float | None = None
+    reason: str | None = None
+    hung_since: float | None = None
+
+
 class Status(Message, frozen=True):
     """For the status page, `xorl serve status` and /metrics.
 
@@ -71,7 +100,8 @@ class Status(Message, frozen=True):
     workers_connected: bool
     world_size: int
     queue_depth: int
-    running: list[str]
+    running: list[RunningCall]
+    processes: list[ProcessStatus]
     tokens_per_second: float
     sessions: list[SessionStatus]
     gpu_bytes_used: list[int]

@@ -9,8 +9,10 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from xorl.server.process import PARENT_VARIABLE
+from xorl.server.queries import ProcessStatus
 
 logger = logging.getLogger(__name__)
 
@@ -31,10 +33,11 @@ class ProcessFailed(RuntimeError):
 class Supervised:
     """A process that is restarted when it dies, until it dies max_early_exits times in a row within early_exit_s.
 
-    inherited_fds: file descriptors that stay open in the process.
+    inherited_fds: file descriptors that stay open in the process. num_restarts, last_restart, reason, hung_since: as in
+    `ProcessStatus`.
     """
 
-    name: str
+    name: Literal["workers", "orchestrator", "API"]
     command: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict)
     early_exit_s: float = 10.0
@@ -42,9 +45,17 @@ class Supervised:
     inherited_fds: tuple[int, ...] = ()
     process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
     num_restarts: int = 0
+    last_restart: float | None = None
+    reason: str | None = None
+    hung_since: float | None = None
     _started: float = 0.0
     _early_exits: int = 0
     _restart_at: float | None = None
+
+    @property
+    def status(self) -> ProcessStatus:
+        """The process and its restarts, for the status page."""
+        return ProcessStatus(self.name, self.num_restarts, self.last_restart, self.reason, self.hung_since)
 
     @property
     def pid(self) -> int | None:
@@ -68,7 +79,7 @@ class Supervised:
         now = time.monotonic()
         if self._restart_at is not None:
             if now >= self._restart_at:
-                self.num_restarts += 1
+                self.num_restarts, self.last_restart = self.num_restarts + 1, time.time()
                 self.start()
             return
         assert self.process is not None, "the process has not been started"
@@ -78,6 +89,7 @@ class Supervised:
         ran_s = now - self._started
         self._early_exits = self._early_exits + 1 if ran_s < self.early_exit_s else 1
         reason = describe_exit(code)
+        self.reason = f"it ended with {reason}"
         logger.error("event=died name=%s pid=%d %s ran_s=%.1f", self.name, self.process.pid, reason, ran_s)
         if code == BAD_INPUT:
             raise ProcessFailed(f"the {self.name} cannot start: see its message above", code)

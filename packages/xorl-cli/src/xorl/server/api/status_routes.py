@@ -6,6 +6,7 @@ import re
 from importlib.resources import files
 
 from fastapi import APIRouter
+from msgspec import to_builtins
 from prometheus_client import generate_latest
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
@@ -49,7 +50,17 @@ async def status_json(request: Request) -> Response:
             "workers_connected": status.workers_connected,
             "world_size": status.world_size,
             "queue_depth": status.queue_depth,
-            "running": status.running,
+            "running": [to_builtins(call) | {"since": iso(call.since)} for call in status.running],
+            "processes": [
+                {
+                    "name": process.name,
+                    "num_restarts": process.num_restarts,
+                    "last_restart": _iso(process.last_restart),
+                    "reason": process.reason,
+                    "hung_since": _iso(process.hung_since),
+                }
+                for process in status.processes
+            ],
             "tokens_per_second": status.tokens_per_second,
             "sessions": [
                 {
@@ -92,6 +103,10 @@ async def metrics(request: Request) -> Response:
         lines += [*_lines(status.counters, "counter"), *_lines(status.gauges, "gauge")]
     process_metrics = generate_latest(api.metrics.registry).decode()
     return Response(process_metrics + "\n".join(lines) + "\n", media_type="text/plain; version=0.0.4")
+
+
+def _iso(seconds: float | None) -> str | None:
+    return None if seconds is None else iso(seconds)
 
 
 def _lines(values: dict[str, float], kind: str) -> list[str]:

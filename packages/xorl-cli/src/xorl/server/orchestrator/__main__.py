@@ -47,12 +47,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--bind", required=True, help="address to which the API connects")
     parser.add_argument("--workers", required=True, help="address on which the first worker listens")
     parser.add_argument("--workers-file", type=Path, help="file in which restarted workers publish their address")
+    parser.add_argument("--restarts-file", type=Path, help="file in which the launcher counts restarts")
     parser.add_argument("--keys", type=Path, help="file with the keys of the channel to the workers")
     flags = parser.parse_args(arguments)
     config = load_server_config(flags.config, []).config
     configure_logging("orchestrator", config.log_level)
     options = options_from_config(
-        config, api_address=flags.bind, worker_address=flags.workers, workers_file=flags.workers_file, keys=flags.keys
+        config,
+        api_address=flags.bind,
+        worker_address=flags.workers,
+        workers_file=flags.workers_file,
+        restarts_file=flags.restarts_file,
+        keys=flags.keys,
     )
     options.journal_path.parent.mkdir(parents=True, exist_ok=True)
     with options.journal_path.with_suffix(".lock").open("a") as lock:

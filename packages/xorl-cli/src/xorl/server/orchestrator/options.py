@@ -19,9 +19,10 @@ class OrchestratorOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
 
     api_address: on which it listens for the API. worker_address: on which rank 0 listens; keys: a file of ChannelKeys,
     needed if rank 0 is reached over the network. workers_file: in which a restarted rank 0 publishes its address, if
-    that can change. model_name: the name that clients use; they may also use model_path. tokenizer: a name or folder.
-    lora_rank, lora_alpha: defaults for adapters; None if full weights are trained. gap_timeout_s: how long requests
-    wait for a missing number before they fail; clients retry for 300 s.
+    that can change. restarts_file: what the launcher writes about restarts (`restarts`). model_name: the name that
+    clients use; they may also use model_path. tokenizer: a name or folder. lora_rank, lora_alpha: defaults for
+    adapters; None if full weights are trained. gap_timeout_s: how long requests wait for a missing number before they
+    fail; clients retry for 300 s.
     """
 
     api_address: str
@@ -36,6 +37,7 @@ class OrchestratorOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     lora_rank: int | None = None
     lora_alpha: float | None = None
     workers_file: str | None = None
+    restarts_file: str | None = None
     keys: str | None = None
     endpoints: tuple[AddEndpoint, ...] = ()
     storage_limit_bytes: int = 10 * 10**12
@@ -61,7 +63,13 @@ class OrchestratorOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
 
 
 def options_from_config(
-    config: ServerConfig, *, api_address: str, worker_address: str, workers_file: Path | None, keys: Path | None
+    config: ServerConfig,
+    *,
+    api_address: str,
+    worker_address: str,
+    workers_file: Path | None,
+    restarts_file: Path | None,
+    keys: Path | None,
 ) -> OrchestratorOptions:
     """The orchestrator's options from a resolved configuration."""
     path = config.config_path or config.model_path
@@ -82,6 +90,7 @@ def options_from_config(
         lora_rank=config.lora_rank if enable_lora else None,
         lora_alpha=config.lora_alpha if enable_lora else None,
         workers_file=None if workers_file is None else str(workers_file),
+        restarts_file=None if restarts_file is None else str(restarts_file),
         keys=None if keys is None else str(keys),
         endpoints=tuple(map(_endpoint, config.inference_endpoints)),
         storage_limit_bytes=config.storage_limit_bytes,

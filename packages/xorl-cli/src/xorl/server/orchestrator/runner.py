@@ -197,7 +197,7 @@ class Runner:
 
     async def _sample_on_endpoint(self, ticket: Ticket, request: OpenRequest) -> None:
         state = self._state
-        request.is_running = True
+        request.running_since = time.time()
         operation = await self._load_operation(ticket)
         if operation is None:
             return
@@ -217,7 +217,7 @@ class Runner:
         if result is not None:
             await self._settle([Dispatch(ticket, request, operation, None)], [result], 0.0)
             return
-        request.needs_workers, request.is_running = True, False
+        request.needs_workers, request.running_since = True, None
         state.scheduler.requeue([ticket])
         state.wake.set()
 
@@ -231,7 +231,7 @@ class Runner:
         state, dispatches = self._state, []
         for ticket in group:
             request = state.open[ticket.request_id]
-            request.is_running = True
+            request.running_since = time.time()
             operation = await self._load_operation(ticket)
             if operation is None:
                 continue
@@ -372,7 +372,7 @@ class Runner:
             state.invalidate_models(failed)
         requeued = [ticket for ticket in tickets if ticket not in failed]
         for ticket in requeued:
-            state.open[ticket.request_id].is_running = False
+            state.open[ticket.request_id].running_since = None
             logger.info("event=run_again request=%s why=%r", ticket.request_id, reason)
         state.scheduler.requeue(requeued, alone=True)
         if failed:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import secrets
 import time
+from pathlib import Path
+
+from msgspec.structs import replace
 
 from xorl.server.identifiers import sampling_session_id_of
 from xorl.server.messages import Ok, Rejected
@@ -28,6 +31,8 @@ from xorl.server.queries import (
     Heartbeat,
     ListSessions,
     ModelInfo,
+    ProcessStatus,
+    RunningCall,
     SamplingSession,
     ServiceInfo,
     SessionCreated,
@@ -36,6 +41,7 @@ from xorl.server.queries import (
     SessionStatus,
     Status,
 )
+from xorl.server.restarts import read_restarts
 
 
 async def get_service(state: State, query: GetService) -> ServiceInfo:
@@ -58,19 +64,23 @@ async def get_service(state: State, query: GetService) -> ServiceInfo:
 async def get_status(state: State, query: GetStatus) -> Status:
     """The current status."""
     health, workers = state.workers.health, state.workers
+    processes, running = _processes(state), _running_calls(state)
+    oldest_s = max((time.time() - call.since for call in running), default=0.0)
     return Status(
         started=state.started,
         ready=workers.is_ready,
         workers_connected=workers.is_connected,
         world_size=health.world_size if health else 0,
         queue_depth=len(state.scheduler),
-        running=[_described(state, name) for name, request in state.open.items() if request.is_running],
+        running=running,
+        processes=processes,
         tokens_per_second=state.counters.tokens_per_second(),
         sessions=_session_statuses(state),
         gpu_bytes_used=health.gpu_bytes_used if health else [],
         gpu_bytes_total=health.gpu_bytes_total if health else [],
         last_errors=list(state.counters.errors)[::-1],
-        counters=dict(state.counters.totals),
+        counters=dict(state.counters.totals)
+        | {f'process_restarts_total{{process="{one.name}"}}': float(one.num_restarts) for one in processes},
         gauges={
             "queued_requests": float(len(state.scheduler)),
             "open_requests": float(len(state.open)),
@@ -78,7 +88,9 @@ async def get_status(state: State, query: GetStatus) -> Status:
             "tokens_per_second": state.counters.tokens_per_second(),
             "journal_bytes": float(state.journal.size_bytes()),
             "workers_ready": float(workers.is_ready),
-        },
+            "oldest_running_call_seconds": oldest_s,
+        }
+        | {f'process_hung{{process="{one.name}"}}': float(one.hung_since is not None) for one in processes},
     )
 
 
@@ -206,10 +218,27 @@ async def get_sampler(state: State, query: GetSampler) -> SamplingSession | Reje
     return _sampling_session(record)
 
 
-def _described(state: State, request_id: str) -> str:
-    request = state.open[request_id]
-    model = state.model_of(request.ticket)
-    return request.kind if model is None else f"{request.kind} {model.model_id}"
+def _running_calls(state: State) -> list[RunningCall]:
+    """The requests that run, the oldest first."""
+    found: list[RunningCall] = []
+    for request_id, request in state.open.items():
+        if request.running_since is not None:
+            model = state.model_of(request.ticket)
+            model_id = None if model is None else model.model_id
+            client, since = request.ticket.client, request.running_since
+            found.append(RunningCall(request_id, request.kind, model_id, client, since, request.attempts))
+    return sorted(found, key=lambda call: call.since)
+
+
+def _processes(state: State) -> list[ProcessStatus]:
+    """The processes and their restarts. Workers that the launcher has not started are counted by their connections."""
+    file, workers = state.options.restarts_file, state.workers
+    found = read_restarts(None if file is None else Path(file))
+    if all(one.name != "workers" for one in found):
+        reason = "the connection to the first worker was lost" if workers.num_restarts else None
+        found = [ProcessStatus("workers", workers.num_restarts, workers.last_restart, reason), *found]
+    # The launcher does not know when new workers are ready.
+    return [replace(one, hung_since=None) if one.name == "workers" and workers.is_ready else one for one in found]
 
 
 def _session_statuses(state: State) -> list[SessionStatus]:

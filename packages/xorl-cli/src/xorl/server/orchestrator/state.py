@@ -42,7 +42,7 @@ class OpenRequest:
     Attributes:
         kind: the class name of its operation, or the kind of an internal request.
         attempts, begun_by: as in `journal.Unfinished`.
-        is_running: it was sent to the workers or to an endpoint.
+        running_since: when it was sent to the workers or to an endpoint; None while it waits.
         needs_workers: no endpoint can run it.
         endpoint_task: the task in which an endpoint runs it, if one does.
         is_cancelled: the client has cancelled it.
@@ -53,11 +53,16 @@ class OpenRequest:
     kind: str
     attempts: int = 0
     begun_by: str | None = None
-    is_running: bool = False
+    running_since: float | None = None
     needs_workers: bool = False
     is_cancelled: bool = False
     endpoint_task: asyncio.Task[SampleResult | None] | None = None
     waiters: list[asyncio.Future[None]] = field(default_factory=list)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it was sent to the workers or to an endpoint."""
+        return self.running_since is not None
 
 
 class Counters:

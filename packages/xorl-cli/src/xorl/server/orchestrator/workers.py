@@ -37,6 +37,8 @@ class Workers:
     find: returns the address and keys of the newest workers, if known; called while the workers are absent.
     timeout_s: how long the workers may be absent before waiting requests fail.
 
+    num_restarts, last_restart: how often, and when, other workers took the place of the first ones.
+
     An incarnation is one start of the workers, with everything in their memory. They remember the results of their
     last successful operations, so work that is sent again is not run again.
     """
@@ -60,6 +62,8 @@ class Workers:
         self._absent_since: float | None = time.monotonic()  # None while they are present
         self.incarnation: str | None = None
         self.health: HealthResult | None = None
+        self.num_restarts = 0
+        self.last_restart: float | None = None
         self._last_health_check = 0.0
         self._is_closing = False
 
@@ -183,6 +187,8 @@ class Workers:
             return
         self.health = result
         if incarnation != self.incarnation:
+            if self.incarnation is not None:
+                self.num_restarts, self.last_restart = self.num_restarts + 1, time.time()
             logger.info("event=workers_ready incarnation=%s world_size=%d", incarnation, result.world_size)
             self.incarnation = incarnation
             self._on_change()
