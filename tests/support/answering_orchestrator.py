@@ -16,7 +16,19 @@ from xorl.server.api import ApiSettings, create_app
 from xorl.server.channel import ChannelServer
 from xorl.server.datum import Array
 from xorl.server.identifiers import CheckpointRef, checkpoint_folder
-from xorl.server.messages import Accepted, Cancel, Finished, Ok, Pending, Poll, Rejected, Submit, Tombstone, Unknown
+from xorl.server.messages import (
+    Accepted,
+    Cancel,
+    Finished,
+    Ok,
+    Pending,
+    Poll,
+    Rejected,
+    Submit,
+    Tombstone,
+    Unknown,
+    Unreadable,
+)
 from xorl.server.operations import (
     NO_LOGPROB,
     AbortGradients,
@@ -128,6 +140,9 @@ class AnsweringOrchestrator:
 
     async def on_Tombstone(self, tombstone: Tombstone):
         self.tombstones.append((tombstone.model_id, tombstone.seq_id))
+        return Ok()
+
+    async def on_Unreadable(self, unreadable: Unreadable):
         return Ok()
 
     async def on_Cancel(self, cancel: Cancel):

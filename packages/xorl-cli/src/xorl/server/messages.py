@@ -76,6 +76,7 @@ class Submit(Message, frozen=True):
     body_hash is a retry, answered with the id of the first request; with another body_hash it is Rejected(400).
     Recreating a model clears its keys.
     seq_id: the sequence number of the operation among its model's; None puts it behind everything submitted so far.
+    source: the client's address and program, as in Unreadable.
     """
 
     request_id: str
@@ -85,6 +86,7 @@ class Submit(Message, frozen=True):
     key: str | None = None
     seq_id: int | None = None
     session_id: str | None = None
+    source: str = ""
 
 
 class Tombstone(Message, frozen=True):
@@ -92,6 +94,15 @@ class Tombstone(Message, frozen=True):
 
     model_id: str
     seq_id: int
+
+
+class Unreadable(Message, frozen=True):
+    """The API refused a request of which not even the model and the seq_id could be read. Answered by Ok.
+
+    source: the client's address and program. If a number of its requests is missing, this request had it.
+    """
+
+    source: str
 
 
 class Accepted(Message, frozen=True):

@@ -10,7 +10,19 @@ from typing import Literal
 import msgspec
 
 from xorl.server.identifiers import CheckpointRef
-from xorl.server.messages import Accepted, Cancel, Finished, Ok, Pending, Poll, Rejected, Submit, Tombstone, Unknown
+from xorl.server.messages import (
+    Accepted,
+    Cancel,
+    Finished,
+    Ok,
+    Pending,
+    Poll,
+    Rejected,
+    Submit,
+    Tombstone,
+    Unknown,
+    Unreadable,
+)
 from xorl.server.operations import BaseSampler, BlockFp8, CheckpointSampler, Endpoint, LoraSpec, Message
 
 
@@ -420,6 +432,7 @@ class Endpoints(Message, frozen=True):
 Request = (
     Submit
     | Tombstone
+    | Unreadable
     | Poll
     | Cancel
     | GetService

@@ -7,18 +7,20 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
 import zstandard
 from starlette.requests import Request
 from starlette.responses import Response
 
 from xorl.server.api.gate import HEAD_BYTES, ApiMetrics, BodyReader, decompress
 from xorl.server.api.orchestrator_client import OrchestratorClient
+from xorl.server.api.protobuf import parse
 from xorl.server.api.responses import Refusal, json_response
 from xorl.server.api.text import TextCoder
 from xorl.server.channel import Limits
 from xorl.server.channel.wire import is_loopback
 from xorl.server.identifiers import Dialect, check_model_id
-from xorl.server.messages import Ok, Tombstone
+from xorl.server.messages import Ok, Tombstone, Unreadable
 from xorl.server.operations import ModelOperation, Sample
 from xorl.server.queries import ServiceInfo
 
@@ -115,10 +117,11 @@ async def submit_operation(
     """Read the body and submit its operation; returns the id to poll and the operation.
 
     If the request is refused permanently, its seq_id is marked as skipped, so that later calls do not wait for it.
+    If its body is so damaged that it has no legible seq_id, the orchestrator finds out which number is missing.
 
     read: converts the body to an operation; raises ValueError or Refusal if it is invalid.
     """
-    api = api_of(request)
+    api, body = api_of(request), None
     try:
         body = await api.bodies.read(request)
         info = await api.orchestrator.info()
@@ -129,9 +132,8 @@ async def submit_operation(
             ordered = read(body, info)
     except (ValueError, Refusal) as problem:
         refusal = problem if isinstance(problem, Refusal) else Refusal(400, str(problem))
-        sequence = _sequence_of(request) if refusal.is_final else None
-        if sequence is not None:
-            await api.orchestrator.ask(Tombstone(*sequence), Ok)
+        if refusal.is_final:
+            await _skip_refused(request, body)
         raise refusal from None
     request_id = await api.orchestrator.submit(
         ordered.operation,
@@ -139,6 +141,7 @@ async def submit_operation(
         key=ordered.key,
         seq_id=ordered.seq_id,
         session_id=ordered.session_id,
+        source=_source_of(request),
     )
     return request_id, ordered
 
@@ -156,21 +159,52 @@ async def future_response(request: Request, read: Callable[[bytes, ServiceInfo],
     return json_response(answer)
 
 
-def _sequence_of(request: Request) -> tuple[str, int] | None:
-    """The model and seq_id of a refused request, from the beginning of its body; None if they are not there."""
-    head: bytes = getattr(request.state, "head", b"")
-    if request.headers.get("content-encoding") == "zstd":
-        try:
-            head = decompress(head, HEAD_BYTES)
-        except zstandard.ZstdError:
-            return None
-    found = _in_protobuf(head) if is_protobuf(request) else _in_json(head)
+async def _skip_refused(request: Request, body: bytes | None) -> None:
+    """Keep later calls from waiting for the seq_id of a refused request. body: None if it could not be read whole."""
+    api, sequence = api_of(request), _sequence_of(request, body)
+    if sequence is not None:
+        await api.orchestrator.ask(Tombstone(*sequence), Ok)
+    elif body is None or not _is_legible(request, body):
+        await api.orchestrator.ask(Unreadable(_source_of(request)), Ok)
+
+
+def _source_of(request: Request) -> str:
+    """The client's address and program, which tell most clients apart."""
+    address = "" if request.client is None else request.client.host
+    return f"{address} {request.headers.get('user-agent', '')[:200]}"
+
+
+def _is_legible(request: Request, body: bytes) -> bool:
+    """Whether a body is well-formed, so that it has no seq_id if none was found in it."""
+    try:
+        if is_protobuf(request):
+            parse("ForwardBackwardRequest", body)
+        else:
+            msgspec.json.decode(body, type=msgspec.Raw)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _sequence_of(request: Request, body: bytes | None) -> tuple[str, int] | None:
+    """The model and seq_id of a refused request, from the ends of its body; None if they are not there."""
+    try:
+        ends = _head_of(request) if body is None else body[:HEAD_BYTES] + body[HEAD_BYTES:][-HEAD_BYTES:]
+    except zstandard.ZstdError:
+        return None
+    found = _in_protobuf(ends) if is_protobuf(request) else _in_json(ends)
     if found is None:
         return None
     try:
         return check_model_id(found[0].decode()), found[1]
     except ValueError:
         return None
+
+
+def _head_of(request: Request) -> bytes:
+    """The beginning of a body that was not read whole. Raises ZstdError if it is damaged."""
+    head: bytes = getattr(request.state, "head", b"")
+    return decompress(head, HEAD_BYTES) if request.headers.get("content-encoding") == "zstd" else head
 
 
 def _in_json(head: bytes) -> tuple[bytes, int] | None:

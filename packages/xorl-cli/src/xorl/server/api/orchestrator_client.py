@@ -84,6 +84,7 @@ class OrchestratorClient:
         key: str | None = None,
         seq_id: int | None = None,
         session_id: str | None = None,
+        source: str = "",
     ) -> str:
         """Submit an operation; returns the id to poll once it is in the journal. See Submit for the arguments."""
         model_id = None if isinstance(operation, Sample) else operation.model_id
@@ -102,6 +103,7 @@ class OrchestratorClient:
             key=key,
             seq_id=seq_id,
             session_id=session_id,
+            source=source,
         )
         return (await self.ask(submit, Accepted)).request_id
 

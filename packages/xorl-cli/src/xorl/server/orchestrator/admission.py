@@ -11,7 +11,7 @@ import time
 from msgspec.structs import replace
 
 from xorl.server.identifiers import seed_of
-from xorl.server.messages import Accepted, Ok, Rejected, Submit, Tombstone
+from xorl.server.messages import Accepted, Ok, Rejected, Submit, Tombstone, Unreadable
 from xorl.server.operations import (
     CheckpointSampler,
     CreateModel,
@@ -40,6 +40,7 @@ from xorl.server.orchestrator.registry import ModelRecord, stored
 from xorl.server.orchestrator.service_queries import session_limit_refusal
 from xorl.server.orchestrator.state import State
 from xorl.server.orchestrator.unnamed import note_use
+from xorl.server.orchestrator.unreadable import UnreadableRequests
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ class Admission:
     def __init__(self, state: State) -> None:
         self._state = state
         self._creating = asyncio.Lock()
+        self._unreadable = UnreadableRequests(state.scheduler, state.options.gap_timeout_s)
 
     def requeue_unfinished(self) -> list[Ticket]:
         """Queue the journal's unfinished requests; returns those that can no longer run."""
@@ -111,6 +113,21 @@ class Admission:
             state.wake.set()
         return Ok()
 
+    async def note_unreadable(self, unreadable: Unreadable) -> Ok | Rejected:
+        """Record that the API refused a request without knowing its model and number."""
+        self._unreadable.note(unreadable.source)
+        return await self._skip_unreadable(unreadable.source)
+
+    async def _skip_unreadable(self, source: str) -> Ok | Rejected:
+        """Skip the numbers that unreadable requests of this source must have had, if they are known by now."""
+        lane, numbers = self._unreadable.missing_numbers(source)
+        for seq in numbers:
+            logger.info("event=unreadable_skipped lane=%s seq=%d", lane, seq)
+            answer = await self.reject(Tombstone(lane.rpartition("#")[0], seq))
+            if isinstance(answer, Rejected):
+                return answer
+        return Ok()
+
     async def _submit(self, submit: Submit) -> Accepted:
         state, operation = self._state, submit.operation
         if isinstance(operation, CreateModel):
@@ -139,9 +156,8 @@ class Admission:
                 await self.reject(Tombstone(model.model_id, submit.seq_id))
             prefixes = " or ".join(RESERVED_PREFIXES)
             raise Refused(400, f"names that begin with {prefixes} are reserved for the service; choose another")
-        return await self._journal_and_queue(
-            _submission(submit.request_id, operation, model.client, model.lane, submit=submit)
-        )
+        submission = _submission(submit.request_id, operation, model.client, model.lane, submit=submit)
+        return await self._journal_and_queue(submission, submit.source)
 
     def _check_open(self) -> None:
         """Raise Refused if no new requests are accepted at the moment."""
@@ -152,15 +168,16 @@ class Admission:
             absence = f"{state.workers.timeout_s:g} s"
             raise Refused(503, f"the workers have been away for more than {absence}: see the service's log")
 
-    async def _journal_and_queue(self, submission: Submission) -> Accepted:
+    async def _journal_and_queue(self, submission: Submission, source: str = "") -> Accepted:
         state, s = self._state, submission
         written = await state.journal.submit(submission)
         if written.number is None:
             return _accepted(written, s.key)
-        ticket = Ticket(s.request_id, s.lane, s.seq, s.client, s.share, s.cost, written.number, len(s.body))
+        ticket = Ticket(s.request_id, s.lane, s.seq, s.client, s.share, s.cost, written.number, len(s.body), source)
         state.counters.count("requests_total", operation=s.kind)
         if _can_run(state, ticket):
             state.admit(ticket, s.kind)
+            await self._skip_unreadable(source)
         else:
             # While it was written, its model was unloaded or its number was skipped.
             await state.fail([ticket], Failure("user", 410, "the model was unloaded, or the request came too late"))

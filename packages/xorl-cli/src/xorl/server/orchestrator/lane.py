@@ -21,6 +21,7 @@ class Ticket:
         cost: the workers' time that it takes, in any common unit.
         arrival: a number that increases from request to request.
         size: bytes of its body.
+        source: where it came from, as in Submit; "" for internal requests and after a restart.
     """
 
     request_id: str
@@ -31,6 +32,7 @@ class Ticket:
     cost: float
     arrival: int
     size: int = 0
+    source: str = ""
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,15 @@ class Lane:
         """The gap, if the lane has numbered requests but the next number is missing."""
         if not self._numbered or self._next in self._numbered or self.running is not None:
             return None
-        return SequenceGap(self._next, tuple(self._numbered[seq] for seq in sorted(self._numbered)))
+        return self.gap_ahead()
+
+    def gap_ahead(self) -> SequenceGap | None:
+        """The first gap, also if requests before it are running or can run."""
+        missing = self._next
+        while not self.admits(missing):
+            missing += 1
+        waiting = tuple(self._numbered[seq] for seq in sorted(self._numbered) if seq > missing)
+        return SequenceGap(missing, waiting) if waiting else None
 
     def clear(self) -> list[Ticket]:
         """Remove and return all queued requests, in order; the lane then waits for later numbers."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from xorl.server.addresses import read_published
 from xorl.server.channel import ChannelKeys, ChannelServer, Limits
-from xorl.server.messages import Cancel, Poll, Rejected, Submit, Tombstone
+from xorl.server.messages import Cancel, Poll, Rejected, Submit, Tombstone, Unreadable
 from xorl.server.operations import Failure, Message
 from xorl.server.orchestrator import checkpoint_queries, served_models, service_queries, session_search, waiting
 from xorl.server.orchestrator.admission import Admission
@@ -159,6 +159,8 @@ class Orchestrator:
             return await self._admission.submit(request)
         if isinstance(request, Tombstone):
             return await self._admission.reject(request)
+        if isinstance(request, Unreadable):
+            return await self._admission.note_unreadable(request)
         try:
             return await self._queries[type(request)](request)
         except JournalError as problem:

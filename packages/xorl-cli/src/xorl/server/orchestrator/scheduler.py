@@ -155,6 +155,11 @@ class Scheduler:
         found = {name: lane.gap() for name, lane in self._lanes.items()}
         return {name: gap for name, gap in found.items() if gap is not None}
 
+    def gaps_behind(self, source: str) -> dict[str, SequenceGap]:
+        """The first gap of each lane if the request behind it is from this source, even if earlier ones can run."""
+        found = {name: lane.gap_ahead() for name, lane in self._lanes.items()}
+        return {name: gap for name, gap in found.items() if gap is not None and gap.waiting[0].source == source}
+
     def gap(self, lane: str) -> SequenceGap | None:
         """The gap of a lane, if it waits for a missing number."""
         return self._lanes[lane].gap() if lane in self._lanes else None
