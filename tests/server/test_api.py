@@ -450,6 +450,8 @@ def test_the_whole_status_is_told_and_names_of_clients_are_no_markup(client, orc
     assert status["tokens_per_second"] == 1234.5
     assert status["last_errors"][0]["message"] == "<script>"
     assert [session["session_id"] for session in status["sessions"]] == ["shown"]
+    assert (status["storage"]["limit_bytes"], status["storage"]["used_bytes"]) == (1_500_000, 1_200_001)
+    assert status["storage"]["kinds"][0] == {"kind": "training", "num_checkpoints": 2, "size_bytes": 900_000}
     page = client.get("/")
     assert "innerHTML" not in page.text
     assert "frame-ancestors 'none'" in page.headers["content-security-policy"]

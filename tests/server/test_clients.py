@@ -219,6 +219,13 @@ def test_one_client_saves_samples_and_keeps_house(with_tinker):
         assert rest.get_weights_info_by_tinker_path(path).result().lora_rank == 8
         rest.set_checkpoint_ttl_from_tinker_path(path, 100).result()
         session = training.model_id.partition(":")[0]
+        used = rest.get_current_checkpoint_storage_usage().result().data
+        assert [(one.user_name, one.checkpoint_count, one.size_bytes) for one in used] == [
+            ("training", 2, 900_000),
+            ("recovery", 1, 300_000),
+            ("other", 0, 1),
+        ]
+        assert {one.project_id for one in used} == {"storage_limit 1.5 MB"}
         assert rest.get_session(session).result().sampler_ids
         assert session in rest.list_sessions().result().sessions
         rest.delete_checkpoint_from_tinker_path(path).result()

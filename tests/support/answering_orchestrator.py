@@ -73,6 +73,7 @@ from xorl.server.queries import (
     GetService,
     GetSession,
     GetStatus,
+    GetStorage,
     GetTrainingRun,
     GetWeightsInfo,
     Heartbeat,
@@ -94,6 +95,8 @@ from xorl.server.queries import (
     SetCheckpointTtl,
     SetSyncQuantization,
     Status,
+    Storage,
+    StoredKind,
     TrainingRun,
     TrainingRuns,
     WeightsInfo,
@@ -106,6 +109,9 @@ STUCK_SEED = 404
 DELAYS_S = {SLOW_LOSS: 0.5, STUCK_LOSS: 1e6}
 FAILING_LOSS = "failing"
 LORA = LoraSpec(rank=8, alpha=16.0)
+STORAGE = Storage(
+    1_500_000, [StoredKind("training", 2, 900_000), StoredKind("recovery", 1, 300_000), StoredKind("other", 0, 1)]
+)
 
 
 class AnsweringOrchestrator:
@@ -230,7 +236,11 @@ class AnsweringOrchestrator:
             last_errors=self.errors,
             counters={'requests_total{operation="optim_step"}': 7.0, "bad name\n": 1.0},
             gauges={"queue_depth": 4.0},
+            storage=STORAGE,
         )
+
+    async def on_GetStorage(self, _: GetStorage):
+        return STORAGE
 
     async def on_CreateSession(self, asked: CreateSession):
         session_id = asked.session_id or f"sess-{len(self.sessions)}"

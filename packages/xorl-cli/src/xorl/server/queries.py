@@ -100,11 +100,40 @@ class ProcessStatus(Message, frozen=True):
     hung_since: float | None = None
 
 
+StoredName = Literal["training", "sampler", "external", "recovery", "other"]
+
+
+class StoredKind(Message, frozen=True):
+    """The storage that one kind of files takes. recovery: checkpoints of the service's own, hidden from clients.
+
+    other: everything that is no complete checkpoint, such as the journal.
+    """
+
+    kind: StoredName
+    num_checkpoints: int
+    size_bytes: int
+
+
+class Storage(Message, frozen=True):
+    """The storage that output_dir takes, and its limit. kinds: each once; together they are the whole folder."""
+
+    limit_bytes: int
+    kinds: list[StoredKind]
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(kind.size_bytes for kind in self.kinds)
+
+
+class GetStorage(Message, frozen=True):
+    """Ask how much storage is used, measured a few seconds ago at most; answered by Storage."""
+
+
 class Status(Message, frozen=True):
     """For the status page, `xorl serve status` and /metrics.
 
     counters and gauges: keyed by Prometheus name (letters, digits and _), including any labels in Prometheus's text
-    form: `requests_total{operation="forward_backward"}`.
+    form: `requests_total{operation="forward_backward"}`. storage: None until it has been measured.
     """
 
     started: float
@@ -121,6 +150,7 @@ class Status(Message, frozen=True):
     last_errors: list[ErrorSeen]
     counters: dict[str, float]
     gauges: dict[str, float]
+    storage: Storage | None = None
 
 
 class CreateSession(Message, frozen=True):
@@ -437,6 +467,7 @@ Request = (
     | Cancel
     | GetService
     | GetStatus
+    | GetStorage
     | CreateSession
     | Heartbeat
     | FinishSession
@@ -472,6 +503,7 @@ Answer = (
     | Ok
     | ServiceInfo
     | Status
+    | Storage
     | SessionCreated
     | SessionInfo
     | Sessions

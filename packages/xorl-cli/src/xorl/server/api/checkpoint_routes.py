@@ -27,15 +27,18 @@ from xorl.server.queries import (
     CheckpointInfo,
     CheckpointList,
     DeleteCheckpoint,
+    GetStorage,
     GetTrainingRun,
     GetWeightsInfo,
     ListCheckpoints,
     ListTrainingRuns,
     SetCheckpointTtl,
+    Storage,
     TrainingRun,
     TrainingRuns,
     WeightsInfo,
 )
+from xorl.server.sizes import readable_size
 
 router = APIRouter(prefix="/api/v1")
 
@@ -132,6 +135,28 @@ async def set_ttl(request: Request, model_id: str, kind: str, name: str) -> Resp
         ttl_s = ttl(given.ttl_seconds)
     await api.orchestrator.ask(SetCheckpointTtl(_ref(model_id, kind, name), ttl_s), Ok)
     return Response(status_code=204)
+
+
+@router.get("/billing/usage/checkpoints/current")
+async def storage_usage(request: Request, project_id: str | None = None) -> Response:
+    """Return the storage used, a row for each kind of files, in the form of a vendor's usage by project and user.
+
+    tinker's client shows only the fields of that form, so the project names the limit and the user the kind.
+    """
+    if project_id is not None:
+        raise Refusal(400, "project_id: this service has no projects; leave it out")
+    storage = await api_of(request).orchestrator.ask(GetStorage(), Storage)
+    rows: list[JSON] = [
+        {
+            "project_id": f"storage_limit {readable_size(storage.limit_bytes)}",
+            "user_name": kind.kind,
+            "checkpoint_count": kind.num_checkpoints,
+            "size_bytes": kind.size_bytes,
+            "size_gigabytes": kind.size_bytes / 1e9,
+        }
+        for kind in storage.kinds
+    ]
+    return json_response({"data": rows, "limit_bytes": storage.limit_bytes, "used_bytes": storage.used_bytes})
 
 
 @router.post("/weights_info")

@@ -13,8 +13,8 @@ from starlette.responses import HTMLResponse, Response
 
 from xorl.server.api.context import api_of
 from xorl.server.api.control_routes import iso
-from xorl.server.api.responses import Refusal, json_response
-from xorl.server.queries import GetStatus, Status
+from xorl.server.api.responses import JSON, Refusal, json_response
+from xorl.server.queries import GetStatus, Status, Storage
 
 router = APIRouter()
 
@@ -85,6 +85,7 @@ async def status_json(request: Request) -> Response:
             ],
             "counters": status.counters,
             "gauges": status.gauges,
+            "storage": None if status.storage is None else _storage_json(status.storage),
         }
     )
 
@@ -107,6 +108,17 @@ async def metrics(request: Request) -> Response:
 
 def _iso(seconds: float | None) -> str | None:
     return None if seconds is None else iso(seconds)
+
+
+def _storage_json(storage: Storage) -> JSON:
+    return {
+        "limit_bytes": storage.limit_bytes,
+        "used_bytes": storage.used_bytes,
+        "kinds": [
+            {"kind": kind.kind, "num_checkpoints": kind.num_checkpoints, "size_bytes": kind.size_bytes}
+            for kind in storage.kinds
+        ],
+    }
 
 
 def _lines(values: dict[str, float], kind: str) -> list[str]:

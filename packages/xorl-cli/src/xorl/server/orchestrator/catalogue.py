@@ -6,15 +6,24 @@ import json
 import os
 import secrets
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
 from xorl.server.identifiers import CheckpointKind, CheckpointRef, check_name, checkpoint_folder, model_id_in_folder
+from xorl.server.orchestrator.operation_properties import RECOVERY_PREFIX
+from xorl.server.queries import StoredKind, StoredName
+from xorl.server.sizes import readable_size
 
 # Kept free on the disk, so that the file system stays usable while a checkpoint is written.
 FREE_MARGIN_BYTES = 64 * 2**20
+_STORED_NAMES: Mapping[CheckpointKind, StoredName] = {
+    "weights": "training",
+    "sampler_weights": "sampler",
+    "external_weights": "external",
+}
 
 
 class StorageLimitError(Exception):
@@ -72,23 +81,41 @@ def delete(output_dir: Path, checkpoint: CheckpointRef) -> bool:
     return True
 
 
+def measure(output_dir: Path) -> list[StoredKind]:
+    """The storage that each kind of files takes."""
+    counts, sizes = Counter[StoredName](), Counter[StoredName]()
+    total = _used_bytes(output_dir)
+    for found in scan(output_dir):
+        ref = found.checkpoint
+        name = "recovery" if ref.name.startswith(RECOVERY_PREFIX) else _STORED_NAMES[ref.kind]
+        counts[name] += 1
+        sizes[name] += found.size_bytes
+    # Files may have been written between the two measurements.
+    sizes["other"] = max(total - sizes.total(), 0)
+    return [StoredKind(name, counts[name], sizes[name]) for name in get_args(StoredName)]
+
+
 def check_storage(output_dir: Path, kind: CheckpointKind, limit_bytes: int, new_bytes: int) -> None:
     """Raise StorageLimitError unless new_bytes more of a kind fit within the limit and on the disk."""
-    linked = [output_dir / other for other in get_args(CheckpointKind) if (output_dir / other).is_symlink()]
-    used = sum(size_of(folder) for folder in (output_dir, *linked))
+    used = _used_bytes(output_dir)
     if used + new_bytes > limit_bytes:
         raise StorageLimitError(
-            f"StorageLimitError: {output_dir} holds {_readable(used)} and this would add about "
-            f"{_readable(new_bytes)}, but storage_limit is {_readable(limit_bytes)}: delete checkpoints, or start the "
-            "service with a higher storage_limit"
+            f"StorageLimitError: {output_dir} holds {readable_size(used)} and this would add about "
+            f"{readable_size(new_bytes)}, but storage_limit is {readable_size(limit_bytes)}: delete checkpoints, or "
+            "start the service with a higher storage_limit"
         )
     disk = output_dir / kind if (output_dir / kind).exists() else output_dir
     free = shutil.disk_usage(disk).free
     if new_bytes + FREE_MARGIN_BYTES > free:
         raise StorageLimitError(
-            f"StorageLimitError: the disk of {disk} has {_readable(free)} free, but this would take about "
-            f"{_readable(new_bytes)}: delete checkpoints, or free space on the disk"
+            f"StorageLimitError: the disk of {disk} has {readable_size(free)} free, but this would take about "
+            f"{readable_size(new_bytes)}: delete checkpoints, or free space on the disk"
         )
+
+
+def _used_bytes(output_dir: Path) -> int:
+    linked = [output_dir / kind for kind in get_args(CheckpointKind) if (output_dir / kind).is_symlink()]
+    return sum(size_of(folder) for folder in (output_dir, *linked))
 
 
 def size_of(folder: Path) -> int:
@@ -127,11 +154,3 @@ def _parsed(check: Callable[[str], str], name: str) -> str | None:
         return check(name)
     except ValueError:
         return None
-
-
-def _readable(size: float) -> str:
-    for unit in ("bytes", "KB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.4g} {unit}"
-        size /= 1000
-    return f"{size:.4g} TB"

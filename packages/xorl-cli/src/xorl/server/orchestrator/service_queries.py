@@ -19,6 +19,7 @@ from xorl.server.orchestrator.registry import (
     stored,
 )
 from xorl.server.orchestrator.state import State
+from xorl.server.orchestrator.storage import STATUS_WAIT_S
 from xorl.server.queries import (
     CreateSamplingSession,
     CreateSession,
@@ -28,6 +29,7 @@ from xorl.server.queries import (
     GetService,
     GetSession,
     GetStatus,
+    GetStorage,
     Heartbeat,
     ListSessions,
     ModelInfo,
@@ -40,6 +42,7 @@ from xorl.server.queries import (
     Sessions,
     SessionStatus,
     Status,
+    Storage,
 )
 from xorl.server.restarts import read_restarts
 
@@ -66,6 +69,7 @@ async def get_status(state: State, query: GetStatus) -> Status:
     health, workers = state.workers.health, state.workers
     processes, running = _processes(state), _running_calls(state)
     oldest_s = max((time.time() - call.since for call in running), default=0.0)
+    storage = await state.storage.read(state.options, STATUS_WAIT_S)
     return Status(
         started=state.started,
         ready=workers.is_ready,
@@ -90,8 +94,16 @@ async def get_status(state: State, query: GetStatus) -> Status:
             "workers_ready": float(workers.is_ready),
             "oldest_running_call_seconds": oldest_s,
         }
-        | {f'process_hung{{process="{one.name}"}}': float(one.hung_since is not None) for one in processes},
+        | {f'process_hung{{process="{one.name}"}}': float(one.hung_since is not None) for one in processes}
+        | _storage_gauges(storage),
+        storage=storage,
     )
+
+
+async def get_storage(state: State, query: GetStorage) -> Storage | Rejected:
+    """The storage that output_dir takes."""
+    storage = await state.storage.read(state.options)
+    return storage or Rejected(503, "the storage could not be measured; see the service's log")
 
 
 async def create_session(state: State, query: CreateSession) -> SessionCreated | Rejected:
@@ -239,6 +251,16 @@ def _processes(state: State) -> list[ProcessStatus]:
         found = [ProcessStatus("workers", workers.num_restarts, workers.last_restart, reason), *found]
     # The launcher does not know when new workers are ready.
     return [replace(one, hung_since=None) if one.name == "workers" and workers.is_ready else one for one in found]
+
+
+def _storage_gauges(storage: Storage | None) -> dict[str, float]:
+    if storage is None:
+        return {}
+    gauges = {"storage_limit_bytes": float(storage.limit_bytes)}
+    for kind in storage.kinds:
+        gauges[f'storage_bytes{{kind="{kind.kind}"}}'] = float(kind.size_bytes)
+        gauges[f'storage_checkpoints{{kind="{kind.kind}"}}'] = float(kind.num_checkpoints)
+    return gauges
 
 
 def _session_statuses(state: State) -> list[SessionStatus]:

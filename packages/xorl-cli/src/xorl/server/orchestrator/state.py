@@ -24,6 +24,7 @@ from xorl.server.orchestrator.operation_properties import encode
 from xorl.server.orchestrator.options import OrchestratorOptions
 from xorl.server.orchestrator.registry import ModelRecord, Registry, checkpoint_key, stored
 from xorl.server.orchestrator.scheduler import Scheduler
+from xorl.server.orchestrator.storage import StorageMeter
 from xorl.server.orchestrator.workers import Workers
 from xorl.server.queries import ErrorSeen
 
@@ -119,6 +120,7 @@ class State:
     started: float = field(default_factory=time.time)
     storage_problem: str | None = None
     deleting: set[CheckpointRef] = field(default_factory=set)
+    storage: StorageMeter = field(default_factory=StorageMeter)
     _locks: WeakValueDictionary[CheckpointRef, asyncio.Lock] = field(default_factory=WeakValueDictionary)
 
     def admit(self, ticket: Ticket, kind: str, *, attempts: int = 0, begun_by: str | None = None) -> None:
