@@ -15,6 +15,16 @@ from sockets import ipc_address
 from xorl.server.api import ApiSettings, create_app
 from xorl.server.channel import ChannelServer
 from xorl.server.datum import Array
+from xorl.server.endpoint_queries import (
+    AddEndpoint,
+    ConnectEndpoints,
+    DisconnectEndpoints,
+    Endpoints,
+    EndpointState,
+    ListEndpoints,
+    RemoveEndpoint,
+    SetSyncQuantization,
+)
 from xorl.server.identifiers import CheckpointRef, checkpoint_folder
 from xorl.server.messages import (
     Accepted,
@@ -57,16 +67,11 @@ from xorl.server.operations import (
     UnloadModel,
 )
 from xorl.server.queries import (
-    AddEndpoint,
     CheckpointInfo,
     CheckpointList,
-    ConnectEndpoints,
     CreateSamplingSession,
     CreateSession,
     DeleteCheckpoint,
-    DisconnectEndpoints,
-    Endpoints,
-    EndpointState,
     FinishSession,
     GetModel,
     GetSampler,
@@ -78,12 +83,10 @@ from xorl.server.queries import (
     GetWeightsInfo,
     Heartbeat,
     ListCheckpoints,
-    ListEndpoints,
     ListSessions,
     ListTrainingRuns,
     ModelInfo,
     ProcessStatus,
-    RemoveEndpoint,
     Request,
     RunningCall,
     SamplingSession,
@@ -93,7 +96,6 @@ from xorl.server.queries import (
     Sessions,
     SessionStatus,
     SetCheckpointTtl,
-    SetSyncQuantization,
     Status,
     Storage,
     StoredKind,

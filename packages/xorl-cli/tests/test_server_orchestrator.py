@@ -17,6 +17,7 @@ from engines import fake_engines
 from orchestrated import MODEL, SESSION, forward_backward, options, over_http, running, serving, step, submit, workers
 from xorl.server.channel import ChannelKeys
 from xorl.server.datum import Array
+from xorl.server.endpoint_queries import AddEndpoint, SetSyncQuantization
 from xorl.server.messages import Ok, Pending, Poll, Rejected, Tombstone, Unknown
 from xorl.server.operations import (
     BaseSampler,
@@ -32,14 +33,7 @@ from xorl.server.operations import (
     UnloadModel,
 )
 from xorl.server.orchestrator import inference
-from xorl.server.queries import (
-    AddEndpoint,
-    CreateSamplingSession,
-    CreateSession,
-    GetModel,
-    GetStatus,
-    SetSyncQuantization,
-)
+from xorl.server.queries import CreateSamplingSession, CreateSession, GetModel, GetStatus
 
 
 @in_a_loop

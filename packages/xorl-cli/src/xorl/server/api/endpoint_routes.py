@@ -13,21 +13,20 @@ from starlette.responses import Response
 from xorl.server.api.context import Api, api_of
 from xorl.server.api.responses import JSON, Refusal, json_response, refuse_invalid
 from xorl.server.api.results import sync_json
-from xorl.server.identifiers import check_model_id
-from xorl.server.messages import Ok
-from xorl.server.operations import BlockFp8, Endpoint, SyncResult, SyncWeights
-from xorl.server.queries import (
+from xorl.server.endpoint_queries import (
     AddEndpoint,
     ConnectEndpoints,
     DisconnectEndpoints,
     Endpoints,
     EndpointState,
-    GetStatus,
     ListEndpoints,
     RemoveEndpoint,
     SetSyncQuantization,
-    Status,
 )
+from xorl.server.identifiers import check_model_id
+from xorl.server.messages import Ok
+from xorl.server.operations import BlockFp8, Endpoint, SyncResult, SyncWeights
+from xorl.server.queries import GetStatus, Status
 
 router = APIRouter()
 

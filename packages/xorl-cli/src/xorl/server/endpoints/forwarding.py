@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from xorl.server.endpoint_queries import EndpointState
 from xorl.server.endpoints.engine import EngineError, InferenceEngine
 from xorl.server.endpoints.formats import RequestInterrupted, UnexpectedWeights
 from xorl.server.endpoints.registry import FIRST_VERSION, EndpointRegistry
 from xorl.server.endpoints.sglang import sglang_request, sglang_result
 from xorl.server.endpoints.vllm import vllm_request, vllm_result
 from xorl.server.operations import Sample, SampleResult
-from xorl.server.queries import EndpointState
 
 SAMPLE_TIMEOUT_S = 3600.0
 

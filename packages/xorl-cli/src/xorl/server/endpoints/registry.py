@@ -10,9 +10,9 @@ from typing import Literal
 import httpx
 from msgspec.structs import replace
 
+from xorl.server.endpoint_queries import EndpointState
 from xorl.server.endpoints.engine import EngineError, EngineKind, InferenceEngine, Info
 from xorl.server.operations import Endpoint, SyncResult
-from xorl.server.queries import EndpointState
 
 PROBE_TIMEOUT_S = 10.0
 ADAPTER_TIMEOUT_S = 300.0

@@ -11,6 +11,16 @@ from typing import NamedTuple
 import httpx
 import msgspec
 
+from xorl.server.endpoint_queries import (
+    AddEndpoint,
+    ConnectEndpoints,
+    DisconnectEndpoints,
+    Endpoints,
+    EndpointState,
+    ListEndpoints,
+    RemoveEndpoint,
+    SetSyncQuantization,
+)
 from xorl.server.endpoints import EndpointRegistry, EngineError, sample_from_endpoint
 from xorl.server.identifiers import CheckpointRef, checkpoint_folder
 from xorl.server.messages import Ok, Rejected
@@ -29,16 +39,6 @@ from xorl.server.orchestrator.commit import JournalError
 from xorl.server.orchestrator.journal import Journal, Record, decoded
 from xorl.server.orchestrator.options import OrchestratorOptions
 from xorl.server.orchestrator.registry import ModelRecord, Registry, checkpoint_key
-from xorl.server.queries import (
-    AddEndpoint,
-    ConnectEndpoints,
-    DisconnectEndpoints,
-    Endpoints,
-    EndpointState,
-    ListEndpoints,
-    RemoveEndpoint,
-    SetSyncQuantization,
-)
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from huggingface_hub import hf_hub_download
 
 from xorl.config import ServerConfig
 from xorl.config.server import InferenceEndpointConfig
+from xorl.server.endpoint_queries import AddEndpoint
 from xorl.server.operations import Endpoint
-from xorl.server.queries import AddEndpoint
 
 
 class OrchestratorOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -11,6 +11,14 @@ from typing import Any
 
 from xorl.server.addresses import read_published
 from xorl.server.channel import ChannelKeys, ChannelServer, Limits
+from xorl.server.endpoint_queries import (
+    AddEndpoint,
+    ConnectEndpoints,
+    DisconnectEndpoints,
+    ListEndpoints,
+    RemoveEndpoint,
+    SetSyncQuantization,
+)
 from xorl.server.messages import Cancel, Poll, Rejected, Submit, Tombstone, Unreadable
 from xorl.server.operations import Failure, Message
 from xorl.server.orchestrator import checkpoint_queries, served_models, service_queries, session_search, waiting
@@ -26,12 +34,9 @@ from xorl.server.orchestrator.scheduler import Scheduler
 from xorl.server.orchestrator.state import State
 from xorl.server.orchestrator.workers import Workers
 from xorl.server.queries import (
-    AddEndpoint,
-    ConnectEndpoints,
     CreateSamplingSession,
     CreateSession,
     DeleteCheckpoint,
-    DisconnectEndpoints,
     FindServedModel,
     FinishSession,
     GetModel,
@@ -44,15 +49,12 @@ from xorl.server.queries import (
     GetWeightsInfo,
     Heartbeat,
     ListCheckpoints,
-    ListEndpoints,
     ListServedModels,
     ListSessions,
     ListTrainingRuns,
-    RemoveEndpoint,
     Request,
     SearchSessions,
     SetCheckpointTtl,
-    SetSyncQuantization,
 )
 
 logger = logging.getLogger(__name__)
