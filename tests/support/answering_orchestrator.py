@@ -29,6 +29,7 @@ from xorl.server.identifiers import CheckpointRef, checkpoint_folder
 from xorl.server.messages import (
     Accepted,
     Cancel,
+    CancelOutcome,
     Finished,
     Ok,
     Pending,
@@ -155,7 +156,7 @@ class AnsweringOrchestrator:
 
     async def on_Cancel(self, cancel: Cancel):
         self.cancelled.append(cancel.request_id)
-        return Ok()
+        return CancelOutcome(cancel.request_id, "cancelled")
 
     async def on_Poll(self, poll: Poll):
         if poll.request_id == "gone":

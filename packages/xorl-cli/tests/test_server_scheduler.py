@@ -197,3 +197,28 @@ def test_memory_does_not_grow_with_the_clients_that_came():
         scheduler.add(ticket(str(arrival), lane=None, client=str(arrival), arrival=arrival))
         scheduler.finish(scheduler.take())
     assert len(scheduler._clients) <= 1
+
+
+@given(st.lists(st.integers(1, 6), unique=True, min_size=1), st.data())
+@settings(max_examples=100, deadline=None)
+def test_a_dropped_request_is_skipped_whatever_has_arrived(seqs, data):
+    """Catches a queue that counts a cancelled request, runs it, or waits for its number."""
+    scheduler = Scheduler()
+    scheduler.open_lane("m")
+    tickets = [ticket(str(seq), seq=seq, arrival=arrival) for arrival, seq in enumerate(seqs)]
+    tickets.append(ticket("last", arrival=len(seqs)))
+    for one in tickets:
+        scheduler.add(one)
+    for seq in {*range(1, 7)} - {*seqs}:
+        scheduler.reject("m", seq)
+    gone = [one for one in tickets if data.draw(st.booleans())]
+    for one in gone:
+        assert scheduler.drop(one)
+        assert not scheduler.drop(one)
+    assert len(scheduler) == len(tickets) - len(gone)
+    kept = sorted((one for one in tickets if one not in gone), key=lambda one: one.seq or 7)
+    ran = [name for group in run_all(scheduler) for name in group]
+    assert sorted(ran) == sorted(one.request_id for one in kept)
+    assert [name for name in ran if name != "last"] == [one.request_id for one in kept if one.seq is not None]
+    assert not scheduler.gaps()
+    assert scheduler.next_seq("m") == 7

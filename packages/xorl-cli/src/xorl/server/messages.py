@@ -150,12 +150,23 @@ class Unknown(Message, frozen=True):
 
 
 class Cancel(Message, frozen=True):
-    """End a queued or running sample; its result is CANCELLED. Answered by Ok, even if it has already ended.
+    """End a request early, if it has not begun or is a sample; its result is CANCELLED.
 
-    Requests in a model's order cannot be cancelled.
+    The orchestrator answers with CancelOutcome, or with Unknown for an unknown id; the workers answer with Ok.
     """
 
     request_id: str
+
+
+class CancelOutcome(Message, frozen=True):
+    """Answer of the orchestrator to Cancel.
+
+    status: cancelled if the request's result is CANCELLED, cancelling if it is being ended, running if it has begun and
+    runs to its end, finished if it had ended before.
+    """
+
+    request_id: str
+    status: Literal["cancelled", "cancelling", "running", "finished"]
 
 
 CANCELLED = Failure("user", 410, "the request was cancelled")

@@ -25,6 +25,7 @@ from xorl.server.identifiers import CheckpointRef
 from xorl.server.messages import (
     Accepted,
     Cancel,
+    CancelOutcome,
     Finished,
     Ok,
     Pending,
@@ -457,6 +458,7 @@ Answer = (
     | Pending
     | Finished
     | Unknown
+    | CancelOutcome
     | Ok
     | ServiceInfo
     | Status

@@ -10,9 +10,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from xorl.server.api.context import api_of, dialect_of
-from xorl.server.api.responses import JSON, Refusal, json_response
+from xorl.server.api.responses import JSON, Refusal, json_response, no_request
 from xorl.server.api.results import result_json, result_protobuf
-from xorl.server.messages import Cancel, Finished, Ok, Pending, Unknown
+from xorl.server.messages import Finished, Pending, Unknown
 from xorl.server.operations import LossResult, SampleResult
 
 router = APIRouter(prefix="/api/v1")
@@ -44,18 +44,18 @@ async def retrieve_future(request: Request) -> Response:
     if isinstance(answer, Unknown):
         if answer.was_known:
             raise Refusal(410, f"the result of {given.request_id[:100]} has expired: send the request again")
-        raise Refusal(404, f"there is no request {given.request_id[:100]}")
+        raise no_request(given.request_id)
     # tinker polls again after 408; xorl-client would log that as an error, so it gets 200.
     return json_response(_try_again(answer), 408 if dialect_of(request) == "tinker" else 200)
 
 
 @router.post("/cancel_future")
 async def cancel_future(request: Request) -> Response:
-    """Cancel a sample; other operations are not affected."""
+    """Cancel a request that has not begun, or a sample; the answer says what became of it."""
     api = api_of(request)
     given = await api.bodies.parse(request, FutureBody)
-    await api.orchestrator.ask(Cancel(given.request_id), Ok)
-    return json_response({})
+    outcome = await api.orchestrator.cancel(given.request_id)
+    return json_response({"request_id": outcome.request_id, "status": outcome.status})
 
 
 def _finished(request: Request, answer: Finished) -> Response:

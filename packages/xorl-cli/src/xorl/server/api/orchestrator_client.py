@@ -11,10 +11,10 @@ from typing import TypeVar
 
 import msgspec
 
-from xorl.server.api.responses import Refusal
+from xorl.server.api.responses import Refusal, no_request
 from xorl.server.channel import ChannelClient, ChannelError, PeerLost
 from xorl.server.identifiers import Dialect, session_of
-from xorl.server.messages import Accepted, Finished, Pending, Poll, Rejected, Submit, Unknown
+from xorl.server.messages import Accepted, Cancel, CancelOutcome, Finished, Pending, Poll, Rejected, Submit, Unknown
 from xorl.server.operations import Failure, Message, ModelOperation, Sample
 from xorl.server.queries import Answer, GetService, Request, ServiceInfo
 
@@ -127,6 +127,17 @@ class OrchestratorClient:
             raise Refusal(answer.status, answer.message)
         if not isinstance(answer, Pending | Finished | Unknown):
             raise Refusal(500, f"the orchestrator answered a poll with {type(answer).__name__}")
+        return answer
+
+    async def cancel(self, request_id: str) -> CancelOutcome:
+        """Cancel a request if it has not begun or is a sample. Raises Refusal(404) for an unknown id."""
+        answer = await self._ask(Cancel(request_id), _ANSWER_TIMEOUT_S)
+        if isinstance(answer, Unknown):
+            raise no_request(request_id)
+        if isinstance(answer, Rejected):
+            raise Refusal(answer.status, answer.message)
+        if not isinstance(answer, CancelOutcome):
+            raise Refusal(500, f"the orchestrator answered Cancel with {type(answer).__name__}")
         return answer
 
     async def run(self, operation: ModelOperation, result_type: type[AnswerT]) -> AnswerT:

@@ -61,6 +61,11 @@ class Refusal(Exception):
         return json_response(content, self.status, headers)
 
 
+def no_request(request_id: str) -> Refusal:
+    """The refusal of a call on a request that does not exist."""
+    return Refusal(404, f"there is no request {request_id[:100]}")
+
+
 def openai_error(refusal: Refusal) -> dict[str, JSON]:
     """The body of a refusal for OpenAI's client."""
     kind = "invalid_request_error" if refusal.status < 500 else "server_error"

@@ -12,7 +12,6 @@ from starlette.requests import ClientDisconnect, Request
 
 from xorl.server.api.context import Api
 from xorl.server.datum import Array
-from xorl.server.messages import Cancel, Ok
 from xorl.server.operations import Sample, SampledSequence, SampleResult
 
 AnswerT = TypeVar("AnswerT")
@@ -28,7 +27,7 @@ async def sample(api: Api, operation: Sample) -> tuple[str, SampleResult]:
     try:
         return request_id, await api.orchestrator.result(request_id, SampleResult)
     except asyncio.CancelledError:
-        await asyncio.shield(api.orchestrator.ask(Cancel(request_id), Ok))
+        await asyncio.shield(api.orchestrator.cancel(request_id))
         raise
 
 

@@ -2,7 +2,7 @@
 
 Tables:
 - requests: one row per request.
-- tombstones: (lane, number) of requests that the API refused.
+- tombstones: (lane, number) of requests that the API refused, or that were cancelled while they were queued.
 - operations: the bodies of requests that have not run yet or that `recovery` may replay.
 - results.
 - tail: the requests that changed a model since its boundary, in the order in which they ran; `recovery` replays them.
@@ -121,7 +121,8 @@ class Outcome:
 
     tail: "changes" if the request changed its model and must be replayed when the model is restored; "settles" if in
     addition no accumulated gradient is left; None otherwise. cuts: "settled" deletes the lane's tail up to the last
-    request that settled, since a checkpoint now holds it; "all" deletes the whole tail.
+    request that settled, since a checkpoint now holds it; "all" deletes the whole tail. skipped: the request's
+    number, if it did not run and the later requests of its lane must not wait for it.
     """
 
     request_id: str
@@ -131,6 +132,7 @@ class Outcome:
     cuts: Literal["settled", "all"] | None = None
     lane: str | None = None
     records: Sequence[Record] = field(default=())
+    skipped: int | None = None
 
 
 @dataclass(frozen=True)
@@ -182,8 +184,7 @@ class Journal:
 
     async def reject(self, lane: str, seq: int) -> None:
         """Record that a number of a lane will never arrive."""
-        statement = "INSERT OR IGNORE INTO tombstones VALUES(?, ?)"
-        await self._commit.write(lambda connection: _execute_many(connection, statement, [(lane, seq)]))
+        await self._commit.write(lambda connection: _skip(connection, lane, seq))
 
     async def put(self, records: Iterable[Record]) -> None:
         """Write or delete records."""
@@ -327,7 +328,13 @@ def _finish(connection: sqlite3.Connection, outcomes: Sequence[Outcome]) -> None
             connection.execute(insert, (outcome.lane, number, outcome.tail == "settles"))
         if outcome.cuts is not None:
             _cut_tail(connection, outcome.lane, outcome.cuts)
+        if outcome.skipped is not None:
+            _skip(connection, outcome.lane, outcome.skipped)
         _put(connection, outcome.records)
+
+
+def _skip(connection: sqlite3.Connection, lane: str | None, seq: int) -> None:
+    connection.execute("INSERT OR IGNORE INTO tombstones VALUES(?, ?)", (lane, seq))
 
 
 def _cut_tail(connection: sqlite3.Connection, lane: str | None, cuts: Literal["settled", "all"]) -> None:

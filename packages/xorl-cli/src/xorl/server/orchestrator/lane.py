@@ -46,7 +46,8 @@ class SequenceGap:
 class Lane:
     """The requests of one model. At most one runs at a time; numbered requests run once each, in order.
 
-    A refused number (a tombstone) is skipped. A number that has not arrived holds back all later ones.
+    The number of a refused or dropped request (a tombstone) is skipped. A number that has not arrived holds back all
+    later ones.
     """
 
     def __init__(self, next_seq: int = FIRST_SEQ) -> None:
@@ -78,6 +79,19 @@ class Lane:
         if self.admits(seq):
             self._tombstones.add(seq)
             self._pass_tombstones()
+
+    def drop(self, ticket: Ticket) -> bool:
+        """Remove a queued request and skip its number; False if it is not queued."""
+        if ticket.seq is None:
+            if ticket not in self._unnumbered:
+                return False
+            self._unnumbered.remove(ticket)
+        elif self._numbered.get(ticket.seq) != ticket:
+            return False
+        else:
+            del self._numbered[ticket.seq]
+            self.reject(ticket.seq)
+        return True
 
     def head(self) -> Ticket | None:
         """The request that can run now, if any."""

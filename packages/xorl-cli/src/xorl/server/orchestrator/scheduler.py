@@ -131,11 +131,16 @@ class Scheduler:
                 self._refresh(ticket.lane)
 
     def drop(self, ticket: Ticket) -> bool:
-        """Remove a queued request that has no lane; False if it is not queued."""
+        """Remove a queued request; its number, if it has one, is skipped. False if it is not queued."""
         client = self._clients.get(ticket.client)
-        if ticket.lane is not None or client is None or ticket not in client.unordered:
+        if ticket.lane is not None:
+            if ticket.lane not in self._lanes or not self._lanes[ticket.lane].drop(ticket):
+                return False
+            self._refresh(ticket.lane)
+        elif client is None or ticket not in client.unordered:
             return False
-        client.unordered.remove(ticket)
+        else:
+            client.unordered.remove(ticket)
         self._forget(ticket)
         self._drop_idle_clients()
         return True

@@ -152,7 +152,11 @@ class State:
                 if not waiter.done():
                     waiter.set_result(None)
 
-    async def fail(self, tickets: Sequence[Ticket], failure: Failure) -> None:
+    async def cancel_queued(self, ticket: Ticket) -> None:
+        """End a request that was dropped from the scheduler. Its number is skipped, also after a restart."""
+        await self.fail([ticket], CANCELLED, skips_numbers=True)
+
+    async def fail(self, tickets: Sequence[Ticket], failure: Failure, *, skips_numbers: bool = False) -> None:
         """End requests that changed nothing and are no longer in the scheduler.
 
         If one of them would have created a model, that model fails with all its queued requests.
@@ -167,7 +171,17 @@ class State:
             if self.scheduler.has_lane(model.lane):
                 ended += self.scheduler.close_lane(model.lane)
         now, body = time.time(), encode(failure)
-        outcomes = [Outcome(t.request_id, body, now, records=self.leave_order(t)) for t in ended]
+        outcomes = [
+            Outcome(
+                t.request_id,
+                body,
+                now,
+                lane=t.lane,
+                records=self.leave_order(t),
+                skipped=t.seq if skips_numbers else None,
+            )
+            for t in ended
+        ]
         await self.end(outcomes, [failure for _ in ended])
 
     def invalidate_models(self, tickets: Iterable[Ticket]) -> None:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from xorl.server.messages import CANCELLED, Cancel, Finished, Ok, Pending, Poll, Unknown
+from xorl.server.messages import CANCELLED, Cancel, CancelOutcome, Finished, Pending, Poll, Unknown
 from xorl.server.orchestrator.commit import Damaged
-from xorl.server.orchestrator.operation_properties import decode_result
+from xorl.server.orchestrator.operation_properties import INTERNAL_PREFIX, decode_result, encode
 from xorl.server.orchestrator.state import OpenRequest, State
 
 logger = logging.getLogger(__name__)
 
 # Proxies close connections that are silent for longer.
 MAX_WAIT_S = 30.0
+# How long the answer to a cancellation waits for the end of a request that is being stopped.
+CANCEL_WAIT_S = 5.0
 
 
 async def poll(state: State, query: Poll) -> Pending | Finished | Unknown:
@@ -39,20 +41,35 @@ async def poll(state: State, query: Poll) -> Pending | Finished | Unknown:
     return Finished(query.request_id, stored.dialect, result)
 
 
-async def cancel(state: State, query: Cancel) -> Ok:
-    """Cancel a sample. Other requests are not cancelled, since later requests of their model depend on them."""
-    request = state.open.get(query.request_id)
-    if request is None or request.ticket.lane is not None:
-        return Ok()
-    if state.scheduler.drop(request.ticket):
-        await state.fail([request.ticket], CANCELLED)
-        return Ok()
+async def cancel(state: State, query: Cancel) -> CancelOutcome | Unknown:
+    """Cancel a request that has not begun, or a sample. Returns how far it has come, once that is known."""
+    request_id, request = query.request_id, state.open.get(query.request_id)
+    if request is None:
+        stored = state.journal.find(request_id)
+        if stored is None:
+            return Unknown(request_id)
+        return CancelOutcome(request_id, "cancelled" if stored.result == encode(CANCELLED) else "finished")
+    if request_id.startswith(INTERNAL_PREFIX):
+        return Unknown(request_id)
+    ticket = request.ticket
+    # The workers may have computed a request that began before this process started; they remember its result.
+    may_have_run = ticket.lane is not None and request.begun_by is not None
+    if not may_have_run and state.scheduler.drop(ticket):
+        await state.cancel_queued(ticket)
+        state.wake.set()
+        return CancelOutcome(request_id, "cancelled")
+    if ticket.lane is not None:
+        # Later requests of its model depend on it.
+        return CancelOutcome(request_id, "running")
     # The endpoint or the workers stop it, and the runner ends the request. The flag keeps the runner from retrying it.
     request.is_cancelled = True
     if request.endpoint_task is not None:
         request.endpoint_task.cancel()
-    await state.workers.cancel(query.request_id)
-    return Ok()
+    await state.workers.cancel(request_id)
+    await wait_for_end(request, CANCEL_WAIT_S)
+    if request_id in state.open:
+        return CancelOutcome(request_id, "cancelling")
+    return await cancel(state, query)
 
 
 async def wait_for_end(request: OpenRequest, timeout_s: float) -> None:
