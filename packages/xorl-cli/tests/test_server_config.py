@@ -122,6 +122,13 @@ def test_what_is_shown_loads_to_the_same(tmp_path: Path) -> None:
             "inference_endpoints.1",
             "listed twice",
         ),
+        ({"allowed_inference_hosts": ["gpu1", "10.0.0.0/33"]}, "allowed_inference_hosts.1", "10.0.0.0/33"),
+        ({"allowed_inference_hosts": ["10.0.0.1/8"]}, "allowed_inference_hosts.0", "has host bits set"),
+        (
+            {"allowed_inference_hosts": ["10.0"]},
+            "allowed_inference_hosts.0",
+            "expected a host name, an address or a network",
+        ),
         ({"enable_lora": True, "max_lora_rank": 8}, "max_lora_rank", "below lora_rank (32)"),
         (
             {"enable_lora": True, "optimizer": "sgd"},

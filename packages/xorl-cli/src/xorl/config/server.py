@@ -39,6 +39,8 @@ Port = Annotated[int, Field(ge=1, le=65535)]
 OneBlockOrMore = Annotated[int, Field(ge=16)]  # a block of the sampler's cache is 16 tokens
 
 TOKEN_PREFIX = "tml-"  # the tinker client rejects keys without it before sending them
+# With a letter, since an incomplete address such as 10.0 is no name.
+HOST_NAME = re.compile(r"(?=.*[A-Za-z])[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
 SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?) ?(?P<unit>[KMGTP]?B)")
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15}
 
@@ -202,6 +204,12 @@ class SamplerFields(Section):
         default=[],
         description="Inference engines that run beside the service; they take over sampling and receive new weights. "
         "Clients can add more.",
+    )
+    allowed_inference_hosts: list[str] | None = Field(
+        default=None,
+        description="Hosts at which clients may register inference engines: names, addresses, or networks such as "
+        "10.0.0.0/8. null means loopback and private addresses; an empty list allows only the engines of "
+        "inference_endpoints. Link-local addresses, where clouds keep credentials, are never allowed.",
     )
     sync_inference_method: SyncMethod = Field(
         default="nccl_broadcast",

@@ -7,13 +7,14 @@ import difflib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, partial
+from ipaddress import ip_network
 
 from xorl.config.conflicts import MODEL_CHECKS
 from xorl.config.local import Config
 from xorl.config.options import all_options, entries_of, yaml_text
 from xorl.config.problems import Conflict
 from xorl.config.requirements import WithoutEffect, unmet_requirements, value_at, without_effect
-from xorl.config.server import ServerConfig
+from xorl.config.server import HOST_NAME, ServerConfig
 from xorl.config.server_training import (
     SECTIONS,
     SERVER_NAMES,
@@ -155,10 +156,22 @@ def _endpoints_are_distinct(config: ServerConfig) -> Iterator[Conflict]:
         seen.add(address)
 
 
+def _allowed_hosts_are_hosts(config: ServerConfig) -> Iterator[Conflict]:
+    for index, entry in enumerate(config.allowed_inference_hosts or []):
+        if HOST_NAME.fullmatch(entry):
+            continue
+        try:
+            ip_network(entry)
+        except ValueError as problem:
+            message = f"expected a host name, an address or a network such as 10.0.0.0/8: {problem}"
+            yield Conflict((f"allowed_inference_hosts.{index}",), message)
+
+
 CHECKS: tuple[Callable[[ServerConfig], Iterator[Conflict]], ...] = (
     _adapters_use_the_default_optimizer,
     _adapters_leave_routers,
     _lora_ranks_are_ordered,
     _weights_have_one_source,
     _endpoints_are_distinct,
+    _allowed_hosts_are_hosts,
 )

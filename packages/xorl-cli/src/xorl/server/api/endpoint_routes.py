@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from ipaddress import ip_address
 from typing import Any, Literal
 
 import msgspec
@@ -10,6 +11,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from xorl.config.server import HOST_NAME
 from xorl.server.api.context import Api, api_of
 from xorl.server.api.responses import JSON, Refusal, json_response, refuse_invalid
 from xorl.server.api.results import sync_json
@@ -248,13 +250,22 @@ def _quantization(config: dict[str, Any] | None) -> BlockFp8 | None:
 
 
 def _check(given: EndpointBody) -> None:
-    if not 1 <= given.port <= 65535 or not given.host:
-        raise Refusal(400, f"an endpoint needs a host and a port of 1 to 65535, got {given.host[:100]!r}:{given.port}")
+    if not 1 <= given.port <= 65535 or not _is_host(given.host):
+        reason = "an endpoint needs a host name or address, and a port of 1 to 65535"
+        raise Refusal(400, f"{reason}, got {given.host[:100]!r}:{given.port}")
     if given.world_size < 1:
         raise Refusal(400, f"world_size must be 1 or more, got {given.world_size}")
     if given.pool != "default" or given.receiver_kv_cache_dtype is not None:
         raise Refusal(400, "pool and receiver_kv_cache_dtype are not supported, leave them out")
     _check_transfer(given)
+
+
+def _is_host(host: str) -> bool:
+    """Whether this is a host name or an address, and not a URL with a path of the client's choice."""
+    try:
+        return HOST_NAME.fullmatch(host) is not None or bool(ip_address(host))
+    except ValueError:
+        return False
 
 
 def _check_transfer(given: EndpointBody | SyncBody) -> None:

@@ -21,7 +21,13 @@ from xorl.server.endpoint_queries import (
     RemoveEndpoint,
     SetSyncQuantization,
 )
-from xorl.server.endpoints import EndpointRegistry, EngineError, sample_from_endpoint
+from xorl.server.endpoints import (
+    Destinations,
+    DestinationTransport,
+    EndpointRegistry,
+    EngineError,
+    sample_from_endpoint,
+)
 from xorl.server.identifiers import CheckpointRef, checkpoint_folder
 from xorl.server.messages import Ok, Rejected
 from xorl.server.operations import (
@@ -68,9 +74,12 @@ class Inference:
         self._options = options
         self._journal = journal
         self._registry = registry
+        trusted = [one.endpoint.host for one in options.endpoints]
+        destinations = Destinations(options.allowed_inference_hosts, trusted)
         limits = httpx.Limits(max_connections=MAX_CONNECTIONS, max_keepalive_connections=100)
-        # Ignore proxy variables: endpoints are in the service's own network.
-        self._client = httpx.AsyncClient(limits=limits, trust_env=False)
+        # A redirect would lead anywhere.
+        transport = DestinationTransport(destinations, limits)
+        self._client = httpx.AsyncClient(transport=transport, trust_env=False, follow_redirects=False)
         read_added = msgspec.msgpack.Decoder(Added).decode
         records = journal.records("endpoint")
         saved = [decoded(read_added, body, f"the record of endpoint {name!r}") for name, body in records]

@@ -40,6 +40,7 @@ class OrchestratorOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     restarts_file: str | None = None
     keys: str | None = None
     endpoints: tuple[AddEndpoint, ...] = ()
+    allowed_inference_hosts: tuple[str, ...] | None = None
     storage_limit_bytes: int = 10 * 10**12
     idle_session_timeout_s: float = 7200.0
     skip_initial_checkpoint: bool = False
@@ -93,6 +94,9 @@ def options_from_config(
         restarts_file=None if restarts_file is None else str(restarts_file),
         keys=None if keys is None else str(keys),
         endpoints=tuple(map(_endpoint, config.inference_endpoints)),
+        allowed_inference_hosts=None
+        if config.allowed_inference_hosts is None
+        else tuple(config.allowed_inference_hosts),
         storage_limit_bytes=config.storage_limit_bytes,
         idle_session_timeout_s=config.idle_session_timeout,
         skip_initial_checkpoint=config.skip_initial_checkpoint,
