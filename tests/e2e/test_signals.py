@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -11,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from xorl.host.processes import state_of
 from xorl.train import build, loop, startup
 from xorl.train.deadline import Deadline
 from xorl.train.engine import Engine
@@ -120,6 +123,27 @@ def test_a_run_that_hangs_ends_with_its_exit_code(tmp_path: Path, run_command) -
     assert ended.returncode == 5, ended.stderr
     assert "error: no rank has made progress for 1 s\nrank 0: step 1, forward and backward\n" in ended.stderr
     assert "in hang" in ended.stderr
+
+
+def test_a_loader_process_that_is_stopped_is_named_and_not_left_behind(tmp_path: Path, run_command) -> None:
+    # Catches a run that ends and leaves a stopped process, which notices nothing.
+    forward_backward = Engine.forward_backward
+
+    def stop_loader(*arguments: object) -> object:
+        for child in multiprocessing.active_children():
+            os.kill(child.pid, signal.SIGSTOP)
+        return forward_backward(*arguments)
+
+    def prepare() -> None:
+        os.chdir(ROOT)
+        Watchdog.__init__.__kwdefaults__.update(stall_s=2.0, interval_s=0.2)
+        Engine.forward_backward = stop_loader
+
+    ended = run_command(*config_in(tmp_path), "--train.max_steps", "50", prepare=prepare)
+    assert ended.returncode == 5, ended.stderr
+    found = re.search(r"\nchild process (\d+) is stopped", ended.stderr)
+    assert found is not None, ended.stderr
+    assert state_of(int(found[1])) is None
 
 
 def test_a_deadline_leaves_room_for_two_steps_and_a_save() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -21,7 +23,12 @@ AT = Report(beat=1, phase="data", step=3, moves=9, collectives=20)
 
 
 def watched(
-    folder: Path, rank_code: Callable[[int, Watchdog], object], *, stall_s: float = 60.0, lost_s: float = 60.0
+    folder: Path,
+    rank_code: Callable[[int, Watchdog], object],
+    *,
+    stall_s: float = 60.0,
+    lost_s: float = 60.0,
+    is_one_host: bool = False,
 ) -> Callable[[], None]:
     """Returns the code of a rank that is watched, and writes why the watchdog ended it."""
 
@@ -33,7 +40,10 @@ def watched(
             os._exit(0)
 
         watchdog = Watchdog(end, stall_s=stall_s, lost_s=lost_s, interval_s=0.1)
-        places = tuple(join.Place(other, f"host-{other}", str(other), f"10.0.0.{other}") for other in range(num_ranks))
+        network = "one" if is_one_host else "{}"
+        places = tuple(
+            join.Place(other, f"host-{other}", network.format(other), f"10.0.0.{other}") for other in range(num_ranks)
+        )
         peers = join.Peers(dist.distributed_c10d._get_default_store(), places)
         watchdog.start(peers if num_ranks > 1 else None, rank)
         watchdog.position.move("data", 3)
@@ -100,6 +110,76 @@ def test_a_rank_without_a_sign_of_life_is_named(tmp_path: Path, run_ranks, monke
     run_ranks(watched(tmp_path, rank_code, lost_s=1.0), 2)
     lost = "LostRankError: rank 1 on host host-1 (10.0.0.1): no sign of life for 1 s, last at step 3, data"
     assert (tmp_path / "ended_0").read_text().startswith(lost)
+
+
+def stop_for(seconds: float, *pids: int) -> None:
+    """Stop processes, which may include this one, and continue them later."""
+    listed = " ".join(map(str, pids))
+    command = f"kill -STOP {listed}; sleep {seconds}; kill -CONT {listed}"
+    subprocess.run(["sh", "-c", command], check=True, start_new_session=True)
+
+
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_rank_that_is_stopped_is_named_with_its_state(stopped: int, tmp_path: Path, run_ranks, monkeypatch) -> None:
+    # Catches a stopped process for which the others wait, and a report that blames its host.
+    monkeypatch.setattr("xorl.train.watchdog.GRACE_S", 0.1)
+
+    def rank_code(rank: int, _: Watchdog) -> None:
+        dist.all_reduce(torch.zeros(1))
+        if rank == stopped:
+            time.sleep(0.5)
+            stop_for(4.0, os.getpid())
+        dist.all_reduce(torch.zeros(1))
+
+    run_ranks(watched(tmp_path, rank_code, lost_s=1.0, is_one_host=True), 2)
+    text = (tmp_path / f"ended_{1 - stopped}").read_text()
+    assert text.startswith(f"LostRankError: rank {stopped} on host host-{stopped} (10.0.0.{stopped})")
+    assert "is stopped (state T): it got SIGSTOP" in text
+
+
+def test_a_job_that_is_stopped_as_a_whole_goes_on_where_it_was(tmp_path: Path, run_ranks, monkeypatch) -> None:
+    # Catches a job that a scheduler has suspended, which ends once it may continue since all were silent so long.
+    monkeypatch.setattr("xorl.train.watchdog.MAX_ROUND_S", 0.3)
+
+    def rank_code(rank: int, _: Watchdog) -> None:
+        pids = torch.zeros(2, dtype=torch.int64)
+        pids[rank] = os.getpid()
+        dist.all_reduce(pids)
+        time.sleep(0.5)
+        if rank == 0:
+            stop_for(3.0, *pids.tolist())
+        dist.all_reduce(torch.zeros(1))
+        time.sleep(0.5)
+
+    run_ranks(watched(tmp_path, rank_code, lost_s=1.0, stall_s=2.0), 2)
+    assert not list(tmp_path.glob("ended_*"))
+
+
+def test_a_stall_names_a_child_process_that_is_stopped(tmp_path: Path, run_ranks) -> None:
+    # Catches a loader's stopped process, of which the report of its rank says nothing.
+    def rank_code(rank: int, _: Watchdog) -> None:
+        child = subprocess.Popen(["sleep", "60"])
+        os.kill(child.pid, signal.SIGSTOP)
+        (tmp_path / "child").write_text(str(child.pid))
+        child.wait()
+
+    run_ranks(watched(tmp_path, rank_code, stall_s=1.0), 1)
+    child = int((tmp_path / "child").read_text())
+    os.kill(child, signal.SIGKILL)
+    assert f"\nchild process {child} is stopped (state T)" in (tmp_path / "ended_0").read_text()
+
+
+def test_a_rank_that_reads_a_large_file_makes_progress(tmp_path: Path, run_ranks) -> None:
+    # Catches a save or a load that takes longer than the limit, and is taken for a hang.
+    (tmp_path / "large").write_bytes(bytes(2**20))
+
+    def rank_code(rank: int, _: Watchdog) -> None:
+        for _ in range(10):
+            (tmp_path / "large").read_bytes()
+            time.sleep(0.3)
+
+    run_ranks(watched(tmp_path, rank_code, stall_s=1.0), 1)
+    assert not (tmp_path / "ended_0").exists()
 
 
 def test_a_lost_connection_names_its_host(tmp_path: Path, run_ranks, monkeypatch) -> None:

@@ -11,6 +11,7 @@ from xorl.cli.exit_codes import BY_SIGNAL, OK, error_text, exit_code_of, unwrap_
 from xorl.cli.failures import claim_report, peer_has_failed, record_error, record_interruption, record_pid, record_stop
 from xorl.cli.signals import exit_if_stuck, raise_on_signal
 from xorl.host.parent import die_with_parent
+from xorl.host.processes import kill_stopped_descendants
 from xorl.host.temporary import keep_folder
 
 
@@ -74,6 +75,7 @@ def run_rank(run: Callable[[], int], environment: RankEnvironment, *, folder: Pa
 def end_alone(error: BaseException, *, with_traceback: bool) -> NoReturn:
     """Ends the only process of a job from any thread, as `run_alone` would if it had raised `error`."""
     print(error_text(error, with_traceback=with_traceback), file=sys.stderr, flush=True)
+    kill_stopped_descendants()
     os._exit(exit_code_of(error))
 
 
@@ -94,5 +96,6 @@ def end_rank(error: BaseException, environment: RankEnvironment, folder: Path | 
             print(text, file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
+    kill_stopped_descendants()
     # A normal interpreter exit may wait for the other ranks, which wait for this one in a collective.
     os._exit(code)

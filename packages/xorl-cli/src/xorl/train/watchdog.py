@@ -1,13 +1,14 @@
 """Watches all ranks of a job from a thread of each: ends the job if it hangs, or if a host or a rank is lost.
 
-Each rank publishes its position, with the number of collectives that it has begun, in the job's store. Rank 0 compares
-them. This works while the main thread waits in a collective or for a GPU, and does not rely on the timeouts of NCCL or
-gloo, which name no rank and are set to act later.
+Each rank publishes its position, with the number of collectives that it has begun and the amount of data that it has
+read and written, in the job's store. Rank 0 compares them. This works while the main thread waits in a collective or
+for a GPU, and does not rely on the timeouts of NCCL or gloo, which name no rank and are set to act later.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 import threading
@@ -15,14 +16,17 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
 
 from xorl.core.join import FAILED, Peers
 from xorl.core.torch_private import num_collectives, process_groups
+from xorl.host.alive import AwakeClock
 from xorl.host.failures import LostRankError, StalledError
+from xorl.host.processes import STOPPED, descendants, describe_state, state_of
 
 # Longer than any phase without progress takes: the compilation of a model, or the save of a large one.
 STALL_S = 1200.0
@@ -35,15 +39,19 @@ INTERVAL_S = 2.0
 GRACE_S = 5.0
 # How long to wait for a store operation that is under way when the watch ends; if its host is lost, it never returns.
 STOP_S = 10.0
+# A round of the watch with slow operations of the store. If one takes longer, this process was stopped.
+MAX_ROUND_S = 15.0
 _STACKS_WANTED = "xorl/stacks"
 
 
 @dataclass
 class Position:
-    """Where this rank is: its phase and step. `moves` counts all changes; a phase that goes on calls `move` as well."""
+    """Where this rank is: its phase and, in training, its step. `moves` counts all changes; a phase that goes on calls
+    `move` as well.
+    """
 
     phase: str = "start"
-    step: int = 0
+    step: int | None = 0
     moves: int = 0
 
     def move(self, phase: str | None = None, step: int | None = None) -> None:
@@ -54,16 +62,26 @@ class Position:
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank publishes. `beat` grows with each report; `collectives` counts those that the rank has begun."""
+    """What a rank publishes.
+
+    beat: grows with each report. collectives: those that the rank has begun. file_mib: what it has read and written.
+    """
 
     beat: int
     phase: str
-    step: int
+    step: int | None
     moves: int
     collectives: int
+    file_mib: int = 0
+    pid: int = 0
 
     def __str__(self) -> str:
-        return f"step {self.step}, {self.phase}"
+        return self.phase if self.step is None else f"step {self.step}, {self.phase}"
+
+    @property
+    def progress(self) -> tuple[int, ...]:
+        """Changes whenever the rank advances."""
+        return self.moves, self.collectives, self.file_mib
 
 
 class Watchdog:
@@ -73,6 +91,8 @@ class Watchdog:
         end: does not return.
         stall_s: how long no rank may make progress.
         lost_s: how long a rank may give no sign of life.
+        position: where this rank is; the caller moves it.
+        on_round: called every `interval_s` seconds, even if the store does not answer.
     """
 
     def __init__(
@@ -82,15 +102,19 @@ class Watchdog:
         stall_s: float = STALL_S,
         lost_s: float = LOST_S,
         interval_s: float = INTERVAL_S,
+        position: Position | None = None,
+        on_round: Callable[[], object] = lambda: None,
     ) -> None:
-        self.position = Position()
+        self.position = position or Position()
+        self._on_round = on_round
         self._end = end
         self._stall_s, self._lost_s, self._interval_s = stall_s, lost_s, interval_s
         self._stopped = threading.Event()
         self._peers: Peers | None = None
         self._store: dist.Store | None = None
         self._rank = 0
-        self._round_s = time.monotonic()
+        self._num_rounds = 0
+        self._view = _View(1)
         self._threads: list[threading.Thread] = []
 
     def start(self, peers: Peers | None, rank: int) -> None:
@@ -98,7 +122,7 @@ class Watchdog:
         store = dist.HashStore() if peers is None else peers.store.clone()  # pyright: ignore[reportAttributeAccessIssue]
         store.set_timeout(timedelta(seconds=max(10.0, self._interval_s)))
         self._peers, self._store, self._rank = peers, store, rank
-        self._round_s = time.monotonic()
+        self._view = _View(self._num_ranks)
         targets = (self._watch, self._watch_store)
         self._threads = [threading.Thread(target=each, name="xorl-watchdog", daemon=True) for each in targets]
         for thread in self._threads:
@@ -173,14 +197,12 @@ class Watchdog:
 
     def _watch(self) -> None:
         assert self._store is not None
-        beat, view = 0, _View(self._num_ranks, time.monotonic())
         while not self._stopped.wait(self._interval_s):
-            beat += 1
-            self._round_s = time.monotonic()
+            self._num_rounds += 1
             try:
-                self._publish(beat)
-                if self._rank == 0 or beat > 1:
-                    self._check(view)
+                self._publish(self._num_rounds)
+                if self._rank == 0 or self._num_rounds > 1:
+                    self._check()
             except RuntimeError:
                 # Only operations of the store raise it. Its host may be lost; _failure asks again.
                 pass
@@ -195,42 +217,61 @@ class Watchdog:
 
     def _watch_store(self) -> None:
         """End this rank if the store does not answer: operations on a host that vanished may never return."""
+        clock, round_s, num_rounds = AwakeClock(MAX_ROUND_S), 0.0, 0
+        # A stall ends after the stacks have been collected, within a few rounds.
+        limit_s = self._lost_s + GRACE_S + 10 * self._interval_s
         while not self._stopped.wait(self._interval_s):
-            # A stall ends after the stacks have been collected, within a few rounds.
-            if time.monotonic() - self._round_s > self._lost_s + GRACE_S + 10 * self._interval_s:
+            self._on_round()
+            now = clock.now()
+            if num_rounds != self._num_rounds:
+                round_s, num_rounds = now, self._num_rounds
+            elif now - round_s > limit_s:
                 self._end(self._lost_store())
                 return
 
     def _lost_store(self) -> LostRankError:
-        return LostRankError(f"{self._name(0)} was lost: the job's store, on its host, does not answer")
+        first = self._view.reports.get(0)
+        is_stopped = first is not None and self._shares_host(0) and state_of(first.pid) == STOPPED
+        why = f". {self._describe_silence(0, first)}" if is_stopped else ""
+        return LostRankError(f"{self._name(0)} was lost: the job's store, on its host, does not answer{why}")
 
     def _publish(self, beat: int) -> None:
         assert self._store is not None
         at = self.position
-        report = [beat, at.phase, at.step, at.moves, _num_collectives()]
-        self._store.set(f"xorl/at/{self._rank}", json.dumps(report))
+        report = Report(beat, at.phase, at.step, at.moves, _num_collectives(), _file_mib(), os.getpid())
+        self._store.set(f"xorl/at/{self._rank}", json.dumps(astuple(report)))
         if self._store.check([_STACKS_WANTED]):
             self._store.set(f"xorl/stack/{self._rank}", _main_stack())
 
-    def _check(self, view: _View) -> None:
+    def _check(self) -> None:
         """Look for lost ranks and, on rank 0, for a stall. Other ranks only watch rank 0."""
         assert self._store is not None
+        view = self._view
         watched = range(self._num_ranks) if self._rank == 0 else [0]
         present = [rank for rank in watched if rank in view.reports or self._store.check([f"xorl/at/{rank}"])]
         texts = self._store.multi_get([f"xorl/at/{rank}" for rank in present])
         view.update({rank: Report(*json.loads(text)) for rank, text in zip(present, texts, strict=True)})
-        now = time.monotonic()
-        if silent := [rank for rank in watched if now - view.heard_s[rank] > self._lost_s]:
+        if silent := [rank for rank in watched if view.now_s - view.heard_s[rank] > self._lost_s]:
             names = ", ".join(self._name(rank) for rank in silent)
-            last = view.reports.get(silent[0], "the start")
+            last = view.reports.get(silent[0])
             self._fail(
-                f"{names}: no sign of life for {self._lost_s:g} s, last at {last}. The host was lost, or native code "
-                "keeps the process from answering. Run the same command again on all hosts; it continues from the "
-                "newest checkpoint",
+                f"{names}: no sign of life for {self._lost_s:g} s, last at {last or 'the start'}. "
+                f"{self._describe_silence(silent[0], last)}. Run the same command again on all hosts; it continues "
+                "from the newest checkpoint",
                 LostRankError,
             )
-        elif self._rank == 0 and now - view.moved_s > self._stall_s:
+        elif self._rank == 0 and view.now_s - view.moved_s > self._stall_s:
             self._fail(self._describe_stall(view.reports), StalledError)
+
+    def _describe_silence(self, rank: int, last: Report | None) -> str:
+        """Why a rank may be silent: the state of its process, if it is on this host."""
+        if last is not None and self._shares_host(rank):
+            return f"Its process {last.pid} {describe_state(last.pid)}"
+        return "Its host was lost, or its process is stopped or kept from answering by native code"
+
+    def _shares_host(self, rank: int) -> bool:
+        assert self._peers is not None
+        return self._peers.places[rank].network == self._peers.places[self._rank].network
 
     def _describe_stall(self, reports: Mapping[int, Report]) -> str:
         assert self._store is not None
@@ -256,19 +297,20 @@ class Watchdog:
 class _View:
     """The newest reports, and when they changed by this process's clock."""
 
-    def __init__(self, num_ranks: int, now: float) -> None:
+    def __init__(self, num_ranks: int) -> None:
         self.reports: dict[int, Report] = {}
-        self.heard_s = [now] * num_ranks
-        self.moved_s = now
+        self._clock = AwakeClock(MAX_ROUND_S)
+        self.now_s = self.moved_s = 0.0
+        self.heard_s = [0.0] * num_ranks
 
     def update(self, reports: Mapping[int, Report]) -> None:
-        now = time.monotonic()
+        self.now_s = self._clock.now()
         for rank, report in reports.items():
             previous = self.reports.get(rank)
             if previous is None or previous.beat != report.beat:
-                self.heard_s[rank] = now
-            if previous is None or (previous.moves, previous.collectives) != (report.moves, report.collectives):
-                self.moved_s = now
+                self.heard_s[rank] = self.now_s
+            if previous is None or previous.progress != report.progress:
+                self.moved_s = self.now_s
         self.reports = dict(reports)
 
 
@@ -294,9 +336,22 @@ def _num_collectives() -> int:
     return sum(map(num_collectives, process_groups()))
 
 
+def _file_mib() -> int:
+    """How much this process has read and written, as far as the system tells; in steps, so that logs do not count."""
+    try:
+        fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    except OSError:
+        return 0
+    # Files that are mapped into memory only count as `read_bytes`.
+    return sum(int(fields[name]) for name in ("rchar", "wchar", "read_bytes")) >> 20
+
+
 def _main_stack() -> str:
+    """The stack of this process's main thread, and which of its child processes are stopped."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    return "".join(traceback.format_stack(frame)).rstrip() if frame else "no Python frame"
+    stack = "".join(traceback.format_stack(frame)).rstrip() if frame else "no Python frame"
+    stopped = [child for child in descendants(os.getpid()) if state_of(child) == STOPPED]
+    return "\n".join([stack, *(f"child process {child} {describe_state(child)}" for child in stopped)])
 
 
 def _grouped(stacks: Mapping[int, str]) -> list[str]:

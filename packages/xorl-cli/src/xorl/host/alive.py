@@ -1,0 +1,55 @@
+"""Signs of life: files that processes touch while they work, so that whoever started them notices when they stop."""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import os
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+
+# Makes a process with an AliveFile print the stacks of all its threads, even if native code holds the GIL.
+STACKS_SIGNAL = signal.SIGUSR2
+TOUCH_EVERY_S = 1.0
+
+
+class AliveFile:
+    """The file of this process. It contains the process's id."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        path.write_text(str(os.getpid()))
+        faulthandler.register(STACKS_SIGNAL, all_threads=True)
+
+    def touch(self) -> None:
+        """Give a sign of life. Does nothing once the folder is gone, since nobody looks at it any more."""
+        with suppress(OSError):
+            os.utime(self._path)
+
+    async def keep_touching(self) -> None:
+        """Give signs of life as long as the event loop works."""
+        while True:
+            self.touch()
+            await asyncio.sleep(TOUCH_EVERY_S)
+
+
+class AwakeClock:
+    """Counts seconds, but not those in which this process was stopped itself and noticed nothing.
+
+    Otherwise a job that a terminal or a scheduler has stopped and continued would find all its processes silent.
+    `now` must be called at least every `max_gap_s` seconds; a longer gap counts as one of `max_gap_s`.
+    """
+
+    def __init__(self, max_gap_s: float) -> None:
+        self._max_gap_s = max_gap_s
+        self._now = 0.0
+        self._last_s = time.monotonic()
+
+    def now(self) -> float:
+        """The seconds since this clock was made."""
+        at = time.monotonic()
+        self._now += min(at - self._last_s, self._max_gap_s)
+        self._last_s = at
+        return self._now

@@ -1,0 +1,69 @@
+"""Looks at other processes of this host through /proc. Where there is none, as on macOS, no process has children."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import defaultdict
+from contextlib import suppress
+from pathlib import Path
+
+STOPPED = "T"
+
+_STATES = {
+    STOPPED: "is stopped (state T): it got SIGSTOP or SIGTSTP, and only SIGCONT lets it go on",
+    "t": "is held by a debugger (state t)",
+    "D": "waits for a disk, a network file system or a device (state D)",
+}
+
+
+def state_of(pid: int) -> str | None:
+    """The letter of a process's state, as in ps; None if it has ended or is unknown."""
+    fields = _fields(pid)
+    return None if fields is None or fields[0] in "ZX" else fields[0]
+
+
+def describe_state(pid: int) -> str:
+    """Why a process may not answer, as a predicate: `is stopped (state T): ...`."""
+    state = state_of(pid)
+    if state is None:
+        return "has ended"
+    return _STATES.get(state, f"runs (state {state}) without answering, for example in native code that holds the GIL")
+
+
+def descendants(pid: int) -> list[int]:
+    """The children of a process, their children and so on, parents first."""
+    children: defaultdict[int, list[int]] = defaultdict(list)
+    for entry in Path("/proc").glob("[0-9]*"):
+        fields = _fields(int(entry.name))
+        if fields is not None:
+            children[int(fields[1])].append(int(entry.name))
+    found = [pid]
+    for parent in found:
+        found += children[parent]
+    return found[1:]
+
+
+def kill_with_descendants(pid: int) -> None:
+    """Send SIGKILL to a process and to all of its descendants; stopped ones end, too."""
+    for each in (pid, *descendants(pid)):
+        with suppress(ProcessLookupError):
+            os.kill(each, signal.SIGKILL)
+
+
+def kill_stopped_descendants() -> None:
+    """Kill the processes that this one, which is about to end, has started and that are stopped.
+
+    Others notice its end themselves.
+    """
+    for each in descendants(os.getpid()):
+        if state_of(each) == STOPPED:
+            kill_with_descendants(each)
+
+
+def _fields(pid: int) -> list[str] | None:
+    """The fields of /proc/PID/stat that follow the name: the state, the parent's id and so on."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError, NotADirectoryError):
+        return None
