@@ -7,13 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Qwen3Config, Qwen3ForCausalLM
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from xorl.config import config_from_mapping
 from xorl.core import runtime
 from xorl.core.mesh import Mesh, ParallelDims
 from xorl.kernels.quant.nf4 import dequantize_nf4, quantize_nf4
 from xorl.lora.quantized import quantized_layers
+from xorl.train.export.saved import export_saved
 from xorl.train.model import build_model, read_architecture
 
 pytestmark = pytest.mark.skipif(
@@ -79,3 +81,15 @@ def test_a_checkpoint_of_bitsandbytes_has_the_weights_that_it_has_there(nested: 
         parts = [theirs.get_submodule(f"{parent}.{part}").weight for part in stacked.get(name, (name,))]
         wanted = torch.cat([bnb.dequantize_4bit(part.data, part.quant_state) for part in parts])
         assert (layer.dense_weight(torch.float32) - wanted).abs().max() <= 1e-6 * wanted.abs().max(), path
+    _verify_an_adapter_on(tmp_path / "stored", theirs, tmp_path)
+
+
+def _verify_an_adapter_on(base: Path, model: PreTrainedModel, folder: Path) -> None:
+    """Catches a good adapter that `--verify` refuses because products of the quantised base are rounded on a CPU."""
+    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM"))
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    adapted.save_pretrained(folder / "adapter")
+    exported = export_saved(str(folder / "adapter"), str(folder / "again"), base=str(base), verify=True)
+    assert "| peft |" in (exported / "README.md").read_text()

@@ -8,7 +8,7 @@ from typing import get_args
 
 import pytest
 import torch
-from peft import LoraConfig, PeftConfig, get_peft_model, get_peft_model_state_dict
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -18,6 +18,7 @@ from xorl.ckpt import load_weights
 from xorl.core.models import SPECS, Decoder
 from xorl.kernels.layout import SequenceLayout
 from xorl.lora import AdapterSpec, adapter_parameters, inject
+from xorl.lora import adapters as injected
 from xorl.lora.peft import (
     CONFIG_FILE,
     WEIGHTS_FILE,
@@ -28,7 +29,10 @@ from xorl.lora.peft import (
     load_adapters,
     per_expert,
     read_layout,
+    save_adapter,
 )
+from xorl.lora.peft.config import ExpertForm
+from xorl.lora.peft.forms import Reader, readers_of
 from xorl.lora.spec import ExpertSharing
 
 IDS = torch.arange(40, 60)[None]
@@ -42,9 +46,9 @@ PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 TOLERANCE = 1e-5
 
 
-def model_of(model_type: str) -> PreTrainedModel:
+def model_of(model_type: str, **changes: object) -> PreTrainedModel:
     torch.manual_seed(0)
-    config = AutoConfig.for_model(**{**hf_config(model_type), "experts_implementation": "eager"})
+    config = AutoConfig.for_model(**{**hf_config(model_type, **changes), "experts_implementation": "eager"})
     return AutoModelForCausalLM.from_config(config).eval()
 
 
@@ -109,6 +113,48 @@ def test_peft_computes_what_we_wrote(
         again = decoder_of(model_of(model_type))
         assert load(again, tmp_path, model_type).expert_sharing == sharing
         assert torch.equal(logits_of(again), expected)
+
+
+# Changes of config.json, the adapters, their form, and who is said to read them.
+PROMISES: dict[str, tuple[dict[str, object], dict[str, object], ExpertForm | None, tuple[Reader, ...]]] = {
+    "attention": ({}, {"targets": ("q_proj",)}, None, ("peft",)),
+    "experts": ({}, {}, None, ("vllm", "sglang")),
+    "experts, rsLoRA": ({}, {"use_rslora": True}, None, ("vllm",)),
+    "experts, up alone scaled": ({}, {"alpha_pattern": {"up_proj": 2.0}}, None, ()),
+    "experts, a norm whole": ({}, {"modules_to_save": ("model.norm",)}, None, ()),
+    "experts, peft": ({}, {}, "peft", ("peft",)),
+    "experts, peft, down of its own": (
+        *({}, {"rank_pattern": {"down_proj": 2}, "alpha_pattern": {"down_proj": 9.0}, "use_rslora": True}),
+        *("peft", ("peft",)),
+    ),
+    "experts, peft, a norm whole": ({}, {"modules_to_save": ("model.norm",)}, "peft", ("peft",)),
+    "dense layers": ({"mlp_only_layers": [0]}, {"targets": "all-linear"}, None, ("vllm", "sglang")),
+    "dense layers, attention": ({"mlp_only_layers": [0]}, {"targets": ("q_proj", "o_proj")}, None, ("peft",)),
+    "experts, dense layers": ({"mlp_only_layers": [0]}, {}, None, ("vllm", "sglang")),
+}
+
+
+@pytest.mark.parametrize("name", PROMISES)
+@pytest.mark.filterwarnings("ignore")
+def test_peft_computes_what_is_promised_to_it(name: str, tmp_path: Path) -> None:
+    """Catches a file that is said to be for PEFT, which drops a part of it or scales it otherwise, often unsaid."""
+    changes, adapters, form, readers = PROMISES[name]
+    decoder = decoder_of(model_of("qwen3_moe", **changes))
+    defaults = {"rank": 4, "alpha": 6.0, "targets": ("q_proj", "gate_proj", "up_proj", "down_proj")}
+    spec = AdapterSpec(**{**defaults, **adapters})
+    inject(decoder, spec)
+    draw(list(adapter_parameters(decoder).values()))
+    save_adapter(decoder, spec, tmp_path, form=form)
+    config = config_of(decoder, spec, base=None, form=form)
+    modules = [each for adapter in injected(decoder).values() for each in adapter.members]
+    assert readers_of(config, modules, is_mixture=True) == readers
+    if "peft" not in readers:
+        return
+    theirs = PeftModel.from_pretrained(model_of("qwen3_moe", **changes), tmp_path).eval()
+    with torch.no_grad():
+        expected = logits_of(decoder)
+        assert (logits_of(decoder_of(model_of("qwen3_moe", **changes))) - expected).abs().max() > 100 * TOLERANCE
+        assert (theirs(IDS).logits[0] - expected).abs().max() <= TOLERANCE * expected.abs().max()
 
 
 @pytest.mark.parametrize("model_type", MODELS)

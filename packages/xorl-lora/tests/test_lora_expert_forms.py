@@ -268,6 +268,8 @@ def test_stacks_without_a_mark_are_told_by_their_shapes() -> None:
         ({"expert_sharing": "outer", "rank_pattern": {"q_proj": 2}}, None, "reads one rank and alpha for all layers"),
         ({"alpha_pattern": {"up_proj": 2.0}}, "peft", r"one adapter for gate and up .* scales are 1.5 and 0.5"),
         ({"targets": ("q_proj",)}, "peft", "only adapters on experts have forms"),
+        ({"rank_pattern": {"down_proj": 2}}, None, "vLLM and SGLang read one rank and alpha .*: use peft"),
+        ({"alpha_pattern": {"q_proj": 2.0}}, "per_expert", "vLLM and SGLang read one rank and alpha .*: use peft"),
     ],
 )
 def test_what_a_form_cannot_express_is_refused(

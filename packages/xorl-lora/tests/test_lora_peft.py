@@ -115,6 +115,57 @@ def test_an_adapter_for_another_base_is_told_by_names_and_shapes():
     assert differences(layout, {"norm.weight": (8,)}) == ["layers.0.q_proj: the base does not have this layer"]
 
 
+Q_PROJ = dict(zip(keys_of("layers.0.q_proj")[:2], ((2, 8), (4, 2)), strict=True))
+TWO_LAYERS = {f"layers.{layer}.{name}.weight": (4, 8) for layer in (0, 1) for name in ("q_proj", "v_proj")}
+
+
+@pytest.mark.parametrize(
+    ("changes", "absent"),
+    [
+        ({}, ["layers.1.q_proj"]),
+        ({"target_modules": ["q_proj", "v_proj"]}, ["layers.0.v_proj", "layers.1.q_proj", "layers.1.v_proj"]),
+        ({"target_modules": r".*\.q_pro."}, ["layers.1.q_proj"]),
+        ({"exclude_modules": ["layers.1.q_proj"]}, []),
+        ({"exclude_modules": r".*\.1\..*"}, []),
+        ({"layers_to_transform": 0}, []),
+        ({"layers_to_transform": [0, 1], "layers_pattern": "layers"}, ["layers.1.q_proj"]),
+        ({"layers_to_transform": [1], "layers_pattern": ["blocks"]}, []),
+        ({"target_modules": "all-linear"}, []),
+        ({"target_modules": None}, []),
+        ({"modules_to_save": ["lm_head", "score"], "exclude_modules": ["1.q_proj"]}, ["lm_head.weight"]),
+    ],
+)
+def test_a_file_without_what_its_configuration_names_is_told(changes, absent):
+    """Catches an adapter of which a layer, a projection or a module trained whole was lost, and which loads as if not.
+
+    Catches, too, a file that is refused because PEFT's other ways to choose layers are not understood.
+    """
+    layout = read_layout(AdapterConfig.from_json(CONFIG | changes), shapes())
+    told = differences(layout, {**TWO_LAYERS, "norm.weight": (8,), "lm_head.weight": (9, 8)})
+    assert [problem.partition(":")[0] for problem in told] == absent
+
+
+def test_experts_are_missing_only_where_the_file_has_others():
+    """Catches a lost expert, and a file of PEFT that is refused although PEFT adapts no stacked experts by names."""
+    names = [f"layers.0.mlp.experts.{expert}.{leaf}" for expert in (0, 1) for leaf in ("gate_proj", "up_proj")]
+    base = {**{f"{name}.weight": (4, 8) for name in names}, "layers.0.q_proj.weight": (4, 8)}
+    config = AdapterConfig.from_json(CONFIG | {"target_modules": ["q_proj", "gate_proj", "up_proj"]})
+    assert differences(read_layout(config, shapes()), base) == []
+    with_three = {key: (2, 8) if "lora_A" in key else (4, 2) for name in names[:3] for key in keys_of(name)[:2]}
+    told = differences(read_layout(config, held({**with_three, **Q_PROJ})), base)
+    assert [problem.partition(":")[0] for problem in told] == [names[3]]
+
+
+def test_a_head_that_is_tied_is_named_as_such():
+    """Catches a merge that would change embedding and head at once, and a message that does not name the tie."""
+    a, b, _ = keys_of("embed_tokens", "embedding")
+    config = AdapterConfig.from_json(CONFIG | {"target_modules": ["embed_tokens"], "modules_to_save": ["lm_head"]})
+    layout = read_layout(config, held({a: (2, 9), b: (8, 2), "base_model.model.lm_head.weight": (9, 8)}))
+    told = differences(layout, {"embed_tokens.weight": (9, 8)}, tied=True)
+    assert len(told) == 2
+    assert all("ties its head to its embedding" in problem for problem in told)
+
+
 def test_names_are_as_short_as_they_may_be():
     # Catches target_modules and patterns that mean other layers to those who read them by the ends of names.
     every = ["a.0.q", "a.1.q", "a.0.k", "a.1.k"]

@@ -51,7 +51,10 @@ def export_command(
     ] = None,
     verify: Annotated[
         bool,
-        typer.Option("--verify", help="First load the result in transformers (an adapter in PEFT) and compare logits."),
+        typer.Option(
+            "--verify",
+            help="First load the result in transformers (and in PEFT an adapter that it reads) and compare logits.",
+        ),
     ] = False,
     moe_lora_format: Annotated[
         ExpertForms | None,

@@ -305,7 +305,8 @@ class LocalLoraFields(LoraFields):
         description="Form of adapters on experts in files: per_expert (A and B of each expert, which vLLM and SGLang "
         "read), peft (the target_parameters of PEFT), or sglang (SGLang's shared outer form, for "
         "moe_hybrid_shared_lora). null means sglang with moe_hybrid_shared_lora, and else per_expert; factors that "
-        "experts share are then repeated for each. All forms can be read.",
+        "experts share are then repeated for each. xorl reads all forms. A form whose programs would compute "
+        "something else is refused.",
     )
     exclude_modules: list[str] | None = Field(
         default=None,

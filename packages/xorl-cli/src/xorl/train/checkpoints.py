@@ -95,7 +95,7 @@ class Checkpoints:
         self.saves = saves
         self._engine = engine
         self._runtime = runtime
-        self._export = export
+        self.final_export = export
         self._data = data
         self._info = {MODEL: model, OPTIONS: options}
         self._adapters = adapters
@@ -149,7 +149,7 @@ class Checkpoints:
 
     def export(self) -> None:
         """Export the model beside the last checkpoint, if the run exports at all. Collective."""
-        if self._export is None:
+        if self.final_export is None:
             return
         last = self.saves.last
         assert last is not None, "the last step is always saved"
@@ -158,7 +158,7 @@ class Checkpoints:
                 _set_aside_damaged(last)
         self.exported = export_folder(last)
         if not self.exported.exists():
-            self._export.write(self.exported)
+            self.final_export.write(self.exported)
 
     def restore(self, path: Path) -> int:
         """Load the checkpoint at `path` and return its step; parameters that it lacks keep their values. Collective.

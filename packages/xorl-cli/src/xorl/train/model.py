@@ -370,7 +370,8 @@ def _check_adapter(start: AdapterFolder, architecture: Architecture, model: Mode
     """Raise ValueError if the adapter to start from was made for another base."""
     option = "model.config_path" if model.model_path is None else MODEL_PATH
     recipes = architecture.recipes(merge_qkv=model.merge_qkv)
-    check_shapes(start, option, str(model.model_path or model.config_path), source_shapes(recipes))
+    shown = f"{model.model_path or model.config_path}, which {option} names"
+    check_shapes(start, shown, source_shapes(recipes), tied=architecture.config.tie_word_embeddings)
     check_name(start, MODEL_PATH, model.model_path)
 
 

@@ -104,10 +104,9 @@ def _summarise(run: Run, signal_number: int) -> None:
         )
     lines.append(f"checkpoint  {run.checkpoints.saves.last}")
     lines.append(f"metrics     {run.startup.output_dir / METRICS}")
-    if exported is not None and is_adapter(exported):
-        lines.append(f"adapter     {exported}, for PEFT's PeftModel.from_pretrained")
-    elif exported is not None:
-        lines.append(f"model       {exported}, for transformers' AutoModelForCausalLM.from_pretrained")
+    if exported is not None and run.checkpoints.final_export is not None:
+        kind = "adapter" if is_adapter(exported) else "model"
+        lines.append(f"{kind:11} {exported}, for {run.checkpoints.final_export.readers}")
     if signal_number:
         lines.append(_stopped(signal_number))
     elif exported is not None:

@@ -15,12 +15,14 @@ from xorl.ckpt.files import FileRecord, write_file
 from xorl.ckpt.layout import TensorRecord
 from xorl.ckpt.ranks import fail_together, this_rank
 from xorl.ckpt.tensor_file import TensorGroup, write_tensor_file
+from xorl.core.models import Decoder
 from xorl.core.models.recipes import Part
 from xorl.core.parallel import ParallelModel
 from xorl.lora import Adapter, AdapterSpec, adapters
 from xorl.lora.inject import base_parameters
 from xorl.lora.peft import CONFIG_FILE, WEIGHTS_FILE, AdapterConfig, adapter_tensors, config_of
 from xorl.lora.peft.config import ExpertForm
+from xorl.lora.peft.forms import Reader, readers_of
 from xorl.lora.peft.layout import PREFIX, FileTensors
 
 
@@ -62,6 +64,13 @@ class AdapterFiles:
         transposed &= by_layer.keys()
         config = config_of(model.module, spec, base=base, transposed=transposed, found=by_layer, form=form)
         return cls(model, config, recipes, by_layer, chat_template)
+
+    @property
+    def readers(self) -> tuple[Reader, ...]:
+        """The programs that compute what the files mean."""
+        modules = [name for adapter in self.by_layer.values() for name in adapter.members]
+        base = self.model.module
+        return readers_of(self.config, modules, is_mixture=isinstance(base, Decoder) and base.config.has_experts)
 
     def write(self, folder: Path) -> dict[str, FileRecord]:
         """Write PEFT's two files, and the chat template if there is one, into an existing folder. Collective.

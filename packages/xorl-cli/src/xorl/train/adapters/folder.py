@@ -109,16 +109,19 @@ def load_adapter(module: nn.Module, adapter: AdapterFolder, recipes: Mapping[str
     load_adapters(module, adapter.layout, adapter.source, base_loaded=True)
 
 
-def check_shapes(adapter: AdapterFolder, base_option: str, base: str, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Raise ValueError, with the differences, unless an adapter fits a base model with tensors of these shapes."""
-    problems = differences(adapter.layout, shapes)
+def check_shapes(adapter: AdapterFolder, base: str, shapes: Mapping[str, Sequence[int]], *, tied: bool) -> None:
+    """Raise ValueError, with the differences, unless an adapter fits a base model with tensors of these shapes.
+
+    `base` describes the model in the message. `tied`: its head uses the weight of its embedding.
+    """
+    problems = differences(adapter.layout, shapes, tied=tied)
     if not problems:
         return
-    for_base = f" for {adapter.base}" if adapter.base else ""
+    made_for = f", made for {adapter.base}," if adapter.base else ""
     more = [f"... and {len(problems) - _MAX_LISTED} more"] * (len(problems) > _MAX_LISTED)
     raise ValueError(
-        f"{adapter.option}: the adapter in {adapter.folder / WEIGHTS_FILE} was made{for_base} and does not fit {base}, "
-        f"which {base_option} names ({len(problems)} differences)\n  " + "\n  ".join([*problems[:_MAX_LISTED], *more])
+        f"{adapter.option}: the adapter in {adapter.folder / WEIGHTS_FILE}{made_for} does not fit {base} "
+        f"({len(problems)} differences)\n  " + "\n  ".join([*problems[:_MAX_LISTED], *more])
     )
 
 

@@ -2,47 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from xorl.lora import AdapterSpec
-from xorl.lora.peft.config import ExpertForm
+from xorl.lora.peft.forms import Reader
 
 Figures = Mapping[str, str | int | float]
 
+_LOADING_A_MODEL = (
+    "```python",
+    "from transformers import AutoModelForCausalLM",
+    "",
+    'model = AutoModelForCausalLM.from_pretrained(".")',
+    "```",
+)
+READER_NAMES: Mapping[Reader, str] = {"peft": "PEFT's PeftModel.from_pretrained", "vllm": "vLLM", "sglang": "SGLang"}
 # The entry "adapter" of a model whose adapters were merged.
 MERGED_ADAPTER = "merged into the base in fp32, rounded once"
 
 
 def model_card(
-    title: str,
-    *,
-    base: str | None,
-    is_adapter: bool,
-    facts: Figures,
-    verified: Figures | None,
-    form: ExpertForm = "per_expert",
+    title: str, *, base: str | None, facts: Figures, verified: Figures | None, readers: Sequence[Reader] | None = None
 ) -> str:
     """Markdown with the metadata header that the Hub reads.
 
     Args:
         verified: None if the export was not verified.
-        form: of the adapters on experts, if there are any.
+        readers: of an adapter, the programs that read its files; None for a model.
     """
-    library = "peft" if is_adapter else "transformers"
-    header = [f"library_name: {library}", "tags:", "- xorl", *(["- lora"] if is_adapter else [])]
+    is_adapter = readers is not None
+    library = "transformers" if readers is None else "peft" if "peft" in readers else None
+    header = [
+        *([] if library is None else [f"library_name: {library}"]),
+        *("tags:", "- xorl", *(["- lora"] if is_adapter else [])),
+    ]
     # The Hub rejects a card whose base model is not a Hub id.
     if base is not None and not Path(base).exists():
         header.insert(0, f"base_model: {base}")
     facts = facts if base is None else {"base model": base, **facts}
     lines = [
-        "---",
-        *header,
-        "---",
+        *("---", *header, "---"),
         f"# {title}",
         "",
-        *(_serving(base) if is_adapter and form == "sglang" else ["```python", *_loading(base, is_adapter)]),
-        "```",
+        *(_LOADING_A_MODEL if readers is None else _loading(base, facts, readers)),
         "",
         *_table(facts),
     ]
@@ -56,6 +59,11 @@ def model_card(
             *_table(verified),
         ]
     return "\n".join([*lines, ""])
+
+
+def reader_names(readers: Sequence[Reader]) -> str:
+    """The programs that read an adapter, for people."""
+    return " and ".join(READER_NAMES[reader] for reader in readers) or "xorl export --merge"
 
 
 def adapter_facts(spec: AdapterSpec) -> dict[str, str | int | float]:
@@ -72,26 +80,26 @@ def adapter_facts(spec: AdapterSpec) -> dict[str, str | int | float]:
     return facts
 
 
-def _serving(base: str | None) -> list[str]:
-    """PEFT does not read SGLang's form."""
-    options = f"--model-path {base or 'BASE'} --enable-lora --lora-paths adapter=."
-    return ["```sh", f"python -m sglang.launch_server {options}"]
-
-
-def _loading(base: str | None, is_adapter: bool) -> list[str]:
-    if not is_adapter:
+def _loading(base: str | None, facts: Figures, readers: Sequence[Reader]) -> list[str]:
+    """How to load an adapter, with each program that reads its files."""
+    base = base or "BASE"
+    if "peft" in readers:
         return [
-            "from transformers import AutoModelForCausalLM",
-            "",
-            'model = AutoModelForCausalLM.from_pretrained(".")',
+            *("```python", "from peft import PeftModel", "from transformers import AutoModelForCausalLM", ""),
+            f'base = AutoModelForCausalLM.from_pretrained("{base}")',
+            'model = PeftModel.from_pretrained(base, ".")',
+            "```",
         ]
-    return [
-        "from peft import PeftModel",
-        "from transformers import AutoModelForCausalLM",
-        "",
-        f'base = AutoModelForCausalLM.from_pretrained("{base or "BASE"}")',
-        'model = PeftModel.from_pretrained(base, ".")',
-    ]
+    if not readers:
+        return [
+            "PEFT, vLLM and SGLang do not read all settings of this adapter. xorl merges it into its base:",
+            *("", "```sh", f"xorl export . --merge --base {base} --output merged", "```"),
+        ]
+    commands: Mapping[Reader, str] = {
+        "vllm": f"vllm serve {base} --enable-lora --max-lora-rank {facts['rank']} --lora-modules adapter=.",
+        "sglang": f"python -m sglang.launch_server --model-path {base} --enable-lora --lora-paths adapter=.",
+    }
+    return ["```sh", *(commands[reader] for reader in readers), "```"]
 
 
 def _table(figures: Figures) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
@@ -18,7 +19,7 @@ from xorl.lora.peft import AdapterConfig
 from xorl.lora.prequantized import QUANTIZATION_KEY
 from xorl.train.adapters.files import AdapterFiles
 from xorl.train.architecture import Architecture
-from xorl.train.export.card import MERGED_ADAPTER, adapter_facts, model_card
+from xorl.train.export.card import MERGED_ADAPTER, adapter_facts, model_card, reader_names
 from xorl.train.export.hf_weights import ExportWeights
 
 
@@ -37,6 +38,8 @@ class ModelExport:
     architecture: Architecture
     dtype: torch.dtype | None
     adapters: AdapterFiles | None
+
+    readers: ClassVar[str] = "transformers' AutoModelForCausalLM.from_pretrained"
 
     def write(self, folder: Path) -> None:
         """Write safetensors, config and tokenizer files to a new `folder`; collective."""
@@ -59,7 +62,7 @@ class ModelExport:
     def _card(self, config: AdapterConfig) -> str:
         merged = {"adapter": MERGED_ADAPTER}
         facts = {"architecture": self.architecture.spec.architecture, **adapter_facts(config.spec), **merged}
-        return model_card("Model", base=config.base, is_adapter=False, facts=facts, verified=None)
+        return model_card("Model", base=config.base, facts=facts, verified=None)
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,11 @@ class AdapterExport:
 
     files: AdapterFiles
     spec: ModelSpec
+
+    @property
+    def readers(self) -> str:
+        """The programs that read the folder."""
+        return reader_names(self.files.readers)
 
     def write(self, folder: Path) -> None:
         """Write the adapter files and a README.md to a new `folder`; collective."""
@@ -78,6 +86,6 @@ class AdapterExport:
             with fail_together(f"export to {folder}"):
                 if this_rank() == 0:
                     card = model_card(
-                        "Adapter", base=config.base, is_adapter=True, facts=facts, verified=None, form=config.form
+                        "Adapter", base=config.base, facts=facts, verified=None, readers=self.files.readers
                     )
                     write_file(temporary / CARD_FILE, card.encode())

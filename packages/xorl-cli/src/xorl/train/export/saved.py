@@ -15,11 +15,12 @@ from xorl.ckpt.files import write_file
 from xorl.ckpt.tensor_file import write_tensor_file
 from xorl.lora.peft import CONFIG_FILE, WEIGHTS_FILE, AdapterConfig, MergedWeights, in_form
 from xorl.lora.peft.config import ExpertForm
+from xorl.lora.peft.forms import Reader, readers_of
 from xorl.lora.peft.layout import MadeTensors
 from xorl.train.adapters.folder import AdapterFolder
 from xorl.train.export.card import MERGED_ADAPTER, Figures, adapter_facts, model_card
 from xorl.train.export.source import SavedModel, open_saved
-from xorl.train.export.verify import require_peft, verify_adapter, verify_model
+from xorl.train.export.verify import verify_adapter, verify_model
 
 logger = logging.getLogger(__name__)
 
@@ -52,27 +53,32 @@ def export_saved(
     as_adapter = saved.adapter is not None and not merge
     if form is not None and not as_adapter:
         raise ValueError("--moe-lora-format: only an exported adapter has a form; remove it, or --merge")
-    if verify and as_adapter:
-        require_peft("--verify of an adapter")
     suffix = "adapter" if as_adapter else "merged" if merge else "hf"
     folder = Path(output) if output else saved.folder.with_name(f"{saved.folder.name}-{suffix}")
     with published(folder) as temporary:
+        figures, readers = None, None
         if as_adapter:
-            narrowest = _write_adapter(temporary, saved, dtype, form)
+            narrowest, readers = _write_adapter(temporary, saved, dtype, form)
+            if verify:
+                figures = verify_adapter(temporary, saved, narrowest)
         else:
             narrowest = _write_model(temporary, saved, dtype)
-        figures = None
-        if verify:
-            figures = (verify_adapter if as_adapter else verify_model)(temporary, saved, narrowest)
-        card = _card(folder.name, saved, as_adapter, narrowest, figures, form)
+            if verify:
+                figures = verify_model(temporary, saved, narrowest)
+        card = _card(folder.name, saved, narrowest, figures, readers)
         write_file(temporary / CARD_FILE, card.encode())
     logger.info("exported=%s", folder)
     return folder
 
 
-def _write_adapter(folder: Path, saved: SavedModel, dtype: torch.dtype | None, form: ExpertForm | None) -> torch.dtype:
-    """Write PEFT's two files, and the chat template if it is not the base's; returns the narrowest dtype in them."""
-    adapter = saved.adapter
+def _write_adapter(
+    folder: Path, saved: SavedModel, dtype: torch.dtype | None, form: ExpertForm | None
+) -> tuple[torch.dtype, tuple[Reader, ...]]:
+    """Write PEFT's two files, and the chat template if it is not the base's.
+
+    Returns the narrowest dtype in them, and the programs that read them.
+    """
+    adapter, architecture = saved.adapter, saved.architecture
     assert adapter is not None, "the caller checked it"
     config, source = _in_form(adapter, form)
     names = sorted(source.names())
@@ -80,9 +86,10 @@ def _write_adapter(folder: Path, saved: SavedModel, dtype: torch.dtype | None, f
     write_tensor_file(folder / WEIGHTS_FILE, source_groups(source, dtype_of=dtype_of, names=names))
     config = replace(config, base=saved.base_path or adapter.base)
     write_file(folder / CONFIG_FILE, json_bytes(config.to_json()))
-    if saved.architecture.chat_template is not None:
-        write_file(folder / TEMPLATE_FILE, saved.architecture.chat_template.encode())
-    return min((dtype or source.dtype(name) for name in names), key=lambda each: each.itemsize)
+    if architecture.chat_template is not None:
+        write_file(folder / TEMPLATE_FILE, architecture.chat_template.encode())
+    narrowest = min((dtype or source.dtype(name) for name in names), key=lambda each: each.itemsize)
+    return narrowest, readers_of(config, adapter.layout.modules, is_mixture=architecture.config.has_experts)
 
 
 def _in_form(adapter: AdapterFolder, form: ExpertForm | None) -> tuple[AdapterConfig, WeightSource]:
@@ -117,10 +124,9 @@ def _write_model(folder: Path, saved: SavedModel, dtype: torch.dtype | None) -> 
 def _card(
     title: str,
     saved: SavedModel,
-    as_adapter: bool,
     dtype: torch.dtype,
     figures: Figures | None,
-    form: ExpertForm | None,
+    readers: tuple[Reader, ...] | None,
 ) -> str:
     facts: dict[str, str | int | float] = {
         "architecture": saved.architecture.spec.architecture,
@@ -133,14 +139,6 @@ def _card(
         facts |= {**adapter_facts(layout.config.spec), "adapted modules": len(layout.modules)}
         if saved.scheme is not None:
             facts["base while training"] = f"{saved.scheme.quant_format} in groups of {saved.scheme.group_size}"
-        if not as_adapter:
+        if readers is None:
             facts["adapter"] = MERGED_ADAPTER
-        form = form or layout.config.form
-    return model_card(
-        title,
-        base=saved.base_path,
-        is_adapter=as_adapter,
-        facts=facts,
-        verified=figures,
-        form=form or "per_expert",
-    )
+    return model_card(title, base=saved.base_path, facts=facts, verified=figures, readers=readers)

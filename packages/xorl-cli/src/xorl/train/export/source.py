@@ -70,12 +70,14 @@ def open_saved(path: str, base: str | None = None, *, merge: bool = False) -> Sa
         if base is not None:
             if adapter is None or merge or changed_its_base:
                 raise ValueError(f"--base: {folder} contains all weights of its model; remove --base to export them")
-            _check_fits(adapter, base, weights_at("--base", base, description.architecture))
+            named = weights_at("--base", base, description.architecture)
+            _check_fits(adapter, f"{base}, which --base names", named, description.architecture)
         trained.verify()
         base = None if changed_its_base else base or description.base_path
         return SavedModel(folder, description.architecture, trained, base, adapter, step, scheme)
     if not is_adapter(folder):
         raise ValueError(f"PATH: {folder} contains neither all weights of its model nor an adapter")
+    shown = "its base" if base is None else f"{base}, which --base names"
     base = base or (None if description is None else description.base_path) or read_adapter_config("PATH", folder).base
     if base is None:
         raise ValueError(f"--base: {folder} does not name its base model; give its folder or Hub id")
@@ -89,7 +91,7 @@ def open_saved(path: str, base: str | None = None, *, merge: bool = False) -> Sa
     dense_config = {key: value for key, value in architecture.hf_config.items() if key != QUANTIZATION_KEY}
     architecture = replace(architecture, hf_config=dense_config)
     adapter = open_adapter("PATH", str(folder), architecture.spec.checkpoint_names.experts)
-    _check_fits(adapter, base, weights)
+    _check_fits(adapter, shown, weights, architecture)
     return SavedModel(folder, architecture, weights, base, adapter, step, scheme)
 
 
@@ -111,8 +113,9 @@ def weights_at(option: str, path: str, architecture: Architecture) -> WeightSour
         raise ValueError(f"{option}: the model's config.json has {error}") from error
 
 
-def _check_fits(adapter: AdapterFolder, base: str, weights: WeightSource) -> None:
-    check_shapes(adapter, "--base", base, {name: weights.shape(name) for name in weights.names()})
+def _check_fits(adapter: AdapterFolder, shown: str, weights: WeightSource, architecture: Architecture) -> None:
+    shapes = {name: weights.shape(name) for name in weights.names()}
+    check_shapes(adapter, shown, shapes, tied=architecture.config.tie_word_embeddings)
 
 
 def _resolve(path: str) -> Path:

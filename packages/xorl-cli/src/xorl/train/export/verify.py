@@ -19,16 +19,18 @@ from typing import cast
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from xorl.ckpt import SafetensorsSource, WeightSource, load_weights
 from xorl.core.models.recipes import ExpertNames
 from xorl.kernels.layout import SequenceLayout
 from xorl.lora import inject
 from xorl.lora.peft import CONFIG_FILE, WEIGHTS_FILE
+from xorl.lora.peft.forms import readers_of
 from xorl.lora.peft.layout import PREFIX, InMemoryTensors
+from xorl.lora.prequantized import QUANTIZATION_KEY
 from xorl.train.adapters.folder import AdapterFolder, load_adapter, open_adapter
-from xorl.train.export.card import Figures
+from xorl.train.export.card import READER_NAMES, Figures
 from xorl.train.export.source import SavedModel, weights_at
 
 logger = logging.getLogger(__name__)
@@ -86,33 +88,66 @@ def verify_model(folder: Path, saved: SavedModel, dtype: torch.dtype) -> Figures
 
 @torch.no_grad()
 def verify_adapter(folder: Path, saved: SavedModel, dtype: torch.dtype) -> Figures:
-    """Load an adapter with PEFT, on its base in transformers, and compare with xorl's model. See `verify_model`.
+    """Load an adapter on its base in transformers, and compare with xorl's model. See `verify_model`.
+
+    PEFT loads it if it is among its readers (`readers_of`). Otherwise it is merged by the names of its tensors, and the
+    results say which of its readers were not tried.
 
     Raises VerificationError if they differ, ValueError if the base model or PEFT is not available.
     """
-    peft = require_peft("--verify of an adapter")
     if saved.base_path is None:
         raise ValueError(
-            f"--verify: PEFT needs the base model, but only the checkpoint {saved.folder} contains it; use --merge"
+            f"--verify: an adapter is compared on its base model, but only the checkpoint {saved.folder} contains it; "
+            "use --merge"
         )
     assert saved.adapter is not None, "the caller checked it"
-    written = open_adapter(str(folder), str(folder), saved.architecture.spec.checkpoint_names.experts)
+    architecture = saved.architecture
+    written = open_adapter(str(folder), str(folder), architecture.spec.checkpoint_names.experts)
+    layout = written.layout
+    readers = readers_of(layout.config, layout.modules, is_mixture=architecture.config.has_experts)
+    peft = require_peft("--verify of an adapter") if "peft" in readers else None
     num_modules = _check_nonzero(written)
     _check_values(written, saved.adapter)
     # Compare on the base that the adapter names; the one in the checkpoint may be quantised.
-    named_base = weights_at("--base", saved.base_path, saved.architecture)
+    named_base = weights_at("--base", saved.base_path, architecture)
     ids, expected = _xorl_logits(replace(saved, base=named_base))
     with _quiet_transformers():
-        base = AutoModelForCausalLM.from_pretrained(saved.base_path, dtype=torch.float32)
-        is_by_names = written.layout.config.form != "peft"
-        if is_by_names and any(EXPERT.search(name) for name in saved.adapter.layout.modules):
-            return {
-                "transformers": transformers.__version__,
-                "modules merged by their names, experts included": _merge_by_names(base, folder, saved),
-                ADAPTED_MODULES: num_modules,
-                **_compare(_logits_of(base, ids), expected, dtype),
+        base = _model_of(saved.base_path, named_base)
+        if peft is None:
+            read_by: Figures = {
+                "transformers, with the adapter merged by the names of its tensors": transformers.__version__,
+                "not tried": " and ".join(READER_NAMES[reader] for reader in readers) or "no other program",
+                "modules merged, experts included": _merge_by_names(base, folder, saved),
             }
-        model = peft.PeftModel.from_pretrained(base, folder)
+            model: nn.Module = base
+        else:
+            model = peft.PeftModel.from_pretrained(base, folder)
+            num_keys = _check_loaded(peft, model, folder)
+            read_by = {
+                "transformers": transformers.__version__,
+                "peft": peft.__version__,
+                "keys, the same as PEFT's": num_keys,
+            }
+    return {**read_by, ADAPTED_MODULES: num_modules, **_compare(_logits_of(model, ids), expected, dtype)}
+
+
+def _model_of(path: str, weights: WeightSource) -> nn.Module:
+    """The model of transformers in `path`, in fp32. If it is quantised, it is filled with the dequantised `weights`.
+
+    The products of quantised layers are not exact: bitsandbytes rounds them on CPUs.
+    """
+    config = AutoConfig.from_pretrained(path)
+    if getattr(config, QUANTIZATION_KEY, None) is None:
+        return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    delattr(config, QUANTIZATION_KEY)
+    tensors = {name: weights.read(name).float() for name in weights.names()}
+    with torch.device("meta"):
+        family = type(AutoModelForCausalLM.from_config(config))
+    return family.from_pretrained(None, config=config, state_dict=tensors, dtype=torch.float32)
+
+
+def _check_loaded(peft: ModuleType, model: nn.Module, folder: Path) -> int:
+    """The number of tensors in the file. Raises VerificationError unless PEFT's model has the same ones."""
     loaded = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
     with SafetensorsSource(folder, single_file=WEIGHTS_FILE) as source:
         # Without PEFT's copies of the base's weights.
@@ -121,13 +156,7 @@ def verify_adapter(folder: Path, saved: SavedModel, dtype: torch.dtype) -> Figur
         for name in sorted(names):
             if not torch.equal(loaded[name].cpu().float(), source.read(name).float()):
                 raise VerificationError(f"{name} in PEFT differs from {folder / WEIGHTS_FILE}")
-    return {
-        "transformers": transformers.__version__,
-        "peft": peft.__version__,
-        "keys, the same as PEFT's": num_keys,
-        ADAPTED_MODULES: num_modules,
-        **_compare(_logits_of(model, ids), expected, dtype),
-    }
+    return num_keys
 
 
 def _merge_by_names(model: nn.Module, folder: Path, saved: SavedModel) -> int:

@@ -2,8 +2,9 @@
 
 from xorl.lora.peft.config import CONFIG_FILE, AdapterConfig
 from xorl.lora.peft.converted import in_form
+from xorl.lora.peft.fit import differences
 from xorl.lora.peft.folder import load_adapter, save_adapter
-from xorl.lora.peft.layout import WEIGHTS_FILE, InMemoryTensors, differences, read_layout
+from xorl.lora.peft.layout import WEIGHTS_FILE, InMemoryTensors, read_layout
 from xorl.lora.peft.merged import MergedWeights
 from xorl.lora.peft.model import adapter_tensors, config_of, load_adapters
 from xorl.lora.peft.views import per_expert

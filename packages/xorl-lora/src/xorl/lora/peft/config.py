@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, cast
 
+from xorl.lora.peft.selection import Selection
 from xorl.lora.spec import AdapterSpec, ExpertSharing, ValueT
 
 logger = logging.getLogger(__name__)
@@ -80,6 +81,7 @@ class AdapterConfig:
         fan_in_fan_out: weights of adapted linear layers are stored as [in, out] in the base's files.
         form: how the file holds adapters on experts; `spec` describes them as in the form per_expert.
         form_settings: what the file says for its form, beside the settings of `spec` or instead of them.
+        selection: the layers that the file names, each of which must be in it.
     """
 
     spec: AdapterSpec
@@ -88,6 +90,7 @@ class AdapterConfig:
     fan_in_fan_out: bool = False
     form: ExpertForm = "per_expert"
     form_settings: Mapping[str, object] = field(default_factory=dict)
+    selection: Selection = field(default=Selection(), compare=False)
 
     @classmethod
     def from_json(cls, content: Mapping[str, object]) -> "AdapterConfig":
@@ -135,6 +138,7 @@ class AdapterConfig:
             fan_in_fan_out=_flag(content, "fan_in_fan_out"),
             form=form,
             form_settings=form_settings,
+            selection=Selection.from_json(content),
         )
 
     def to_json(self) -> dict[str, object]:

@@ -19,11 +19,12 @@ from xorl.lora.experts import ExpertLowRank
 from xorl.lora.inject import Adapter, adapter_parameters, adapters, base_parameters, inject, remove_
 from xorl.lora.merge import full_tensor
 from xorl.lora.peft.config import CONFIG_FILE, AdapterConfig, ExpertForm, TaskType
+from xorl.lora.peft.fit import missing
 from xorl.lora.peft.layout import PREFIX, WEIGHTS_FILE, AdapterLayout, InMemoryTensors, ReplacedTensors, read_layout
 from xorl.lora.peft.model import adapter_tensors, check_fit, config_of, load_adapters
 from xorl.lora.peft.views import per_expert
-from xorl.lora.spec import AdapterSpec, matches_name
-from xorl.lora.targets import modules_to_save, whole_modules, without_wrappers
+from xorl.lora.spec import AdapterSpec
+from xorl.lora.targets import modules_to_save, sites_of, whole_modules, without_wrappers
 
 
 @torch.no_grad()
@@ -118,7 +119,7 @@ def load_adapter(
         raise ValueError(f"folder: {folder}: {error}") from error
     replaced = ReplacedTensors(layout, source)
     targets = _base_tensors(model, layout)
-    _check_saved(model, layout, folder)
+    _check_complete(model, layout, folder)
     values: dict[str, Tensor] = {}
     for name, target in targets.items():
         values[name] = replaced.read(name)
@@ -152,21 +153,17 @@ def _inject_fitting(model: nn.Module, layout: AdapterLayout) -> None:
         raise
 
 
-def _check_saved(model: nn.Module, layout: AdapterLayout, folder: Path) -> None:
-    """Raise ValueError for a module that was trained whole and of which the file lacks a tensor.
-
-    PEFT lists modules that a model may have, such as both `score` and `classifier`.
-    """
-    for target in layout.config.spec.modules_to_save:
-        for name, module in whole_modules(model).items():
-            if not matches_name(name, target):
-                continue
-            leaves = [f"{name}.{without_wrappers(leaf)}" for leaf in module.state_dict()]
-            if missing := [leaf for leaf in leaves if leaf not in layout.replaced and ".lora_" not in leaf]:
-                raise ValueError(
-                    f"folder: {folder / CONFIG_FILE} names {target} in modules_to_save, but {WEIGHTS_FILE} lacks "
-                    f"{', '.join(missing[:3])}"
-                )
+def _check_complete(model: nn.Module, layout: AdapterLayout, folder: Path) -> None:
+    """Raise ValueError if the configuration names layers or modules of `model` of which the file lacks tensors."""
+    layers = [name for site in sites_of(model).values() for name in site.members or (site.name,)]
+    tensors = {
+        f"{name}.{without_wrappers(leaf)}".removeprefix("."): None
+        for name, module in whole_modules(model).items()
+        for leaf in module.state_dict()
+        if ".lora_" not in leaf
+    }
+    if problems := missing(layout, layers, tensors):
+        raise ValueError(f"folder: {folder}: the adapter is incomplete: {'; '.join(problems[:3])}")
 
 
 def _base_tensors(model: nn.Module, layout: AdapterLayout) -> dict[str, Tensor]:

@@ -10,17 +10,18 @@ Shapes: E experts, R rank, I input and P output features of a projection.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from types import MappingProxyType
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from xorl.lora.peft.config import ExpertForm, shared_value, shortest_names
-from xorl.lora.peft.layout import MEMBER, PREFIX, ROLES, ExpertRole, FileTensors
+from xorl.lora.peft.config import AdapterConfig, ExpertForm, shared_value, shortest_names
+from xorl.lora.peft.layout import MEMBER, PREFIX, ROLES, ExpertRole, FileTensors, expert_of
 from xorl.lora.spec import AdapterSpec, ExpertSharing, matches_name
 
 SGLANG_NAMES: Mapping[ExpertRole, str] = MappingProxyType({"gate": "w1", "up": "w3", "down": "w2"})
@@ -29,6 +30,8 @@ PARAMETERS: Mapping[ExpertRole, str] = MappingProxyType(
 )
 # The module of experts in transformers 5, below their layer.
 MODULE = "mlp.experts"
+# A program that computes what an adapter's files mean.
+Reader: TypeAlias = Literal["peft", "vllm", "sglang"]
 _DEFAULTS: Mapping[ExpertSharing, ExpertForm] = MappingProxyType(
     {"none": "per_expert", "outer": "sglang", "all": "per_expert"}
 )
@@ -108,7 +111,45 @@ def settings_of(
         return {"_sglang_lora_format": "shared_outer", "moe_hybrid_shared_lora": True}
     if form == "peft":
         return _settings_of_parameters(spec, experts, others)
+    _refuse_if_peft_can(spec, experts, others)
     return {} if spec.expert_sharing == "none" else {"xorl": {"expert_sharing": spec.expert_sharing}}
+
+
+def readers_of(config: AdapterConfig, modules: Collection[str], *, is_mixture: bool) -> tuple[Reader, ...]:
+    """The programs that compute what the files of an adapter mean; none if only xorl does.
+
+    Args:
+        config: of the file in its own form.
+        modules: the adapted layers, as in the form per_expert.
+        is_mixture: whether the base is a mixture of experts. PEFT takes the names of projections in a mixture for those
+            of stacked experts, also where a layer is dense.
+    """
+    if config.form != "per_expert":
+        return (config.form,)
+    if not is_mixture or not any(expert_of(name) or name.rpartition(".")[2] in ROLES for name in modules):
+        return ("peft",)
+    spec = config.spec
+    sizes = {(spec.rank_of(name), spec.alpha_of(name)) for name in modules}
+    if len(sizes) > 1 or spec.modules_to_save or spec.use_dora:
+        return ()
+    return ("vllm",) if spec.use_rslora else ("vllm", "sglang")
+
+
+def _refuse_if_peft_can(
+    spec: AdapterSpec, experts: Sequence[ExpertFactors], others: Mapping[str, tuple[int, float]]
+) -> None:
+    """Raise ValueError for several ranks or alphas if the form `peft` can hold them; vLLM and SGLang do not read them.
+
+    If it cannot, no program but xorl reads the adapters, and this form is as good as any.
+    """
+    found = _sizes(experts, others)
+    if len(set(found.values())) <= 1:
+        return
+    try:
+        _settings_of_parameters(spec, experts, others)
+    except ValueError:
+        return
+    raise ValueError(f"form: vLLM and SGLang read {_two_sizes(found)}: use peft")
 
 
 def _require_sglang(
@@ -122,20 +163,23 @@ def _require_sglang(
         )
     if spec.use_rslora:
         raise ValueError("form: SGLang scales adapters by alpha / rank, not by use_rslora: use per_expert or peft")
-    found = {**others, **{each.members[0]: (each.rank, each.alpha) for each in experts}}
+    found = _sizes(experts, others)
     if len(set(found.values())) > 1:
-        (one, first), (other, second) = _two_that_differ(found)
-        raise ValueError(
-            f"form: SGLang reads one rank and alpha for all layers, but {one} has {first} and {other} {second}: use "
-            "per_expert or peft"
-        )
+        raise ValueError(f"form: SGLang reads {_two_sizes(found)}: use peft")
 
 
-def _two_that_differ(
-    found: Mapping[str, tuple[int, float]],
-) -> tuple[tuple[str, tuple[int, float]], tuple[str, tuple[int, float]]]:
-    first = next(iter(found.items()))
-    return first, next(item for item in found.items() if item[1] != first[1])
+def _sizes(
+    experts: Sequence[ExpertFactors], others: Mapping[str, tuple[int, float]]
+) -> Mapping[str, tuple[int, float]]:
+    """Rank and alpha by layer, of which one stands for all experts of a projection."""
+    return {**others, **{each.members[0]: (each.rank, each.alpha) for each in experts}}
+
+
+def _two_sizes(found: Mapping[str, tuple[int, float]]) -> str:
+    one, first = next(iter(found.items()))
+    other, second = next(item for item in found.items() if item[1] != first)
+    shown = [f"{name} has rank {rank} and alpha {alpha:g}" for name, (rank, alpha) in ((one, first), (other, second))]
+    return f"one rank and alpha for all layers, but {' and '.join(shown)}"
 
 
 def _settings_of_parameters(

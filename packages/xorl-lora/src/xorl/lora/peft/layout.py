@@ -245,27 +245,6 @@ def read_shared(layout: AdapterLayout, source: WeightSource, members: Sequence[s
     return first
 
 
-def differences(layout: AdapterLayout, base_shapes: Mapping[str, Sequence[int]]) -> list[str]:
-    """List the mismatches between an adapter and a base model with tensors of these names and shapes."""
-    problems: list[str] = []
-    for module, adapted in layout.modules.items():
-        shape = base_shapes.get(f"{module}.weight")
-        wanted = (adapted.out_features, adapted.in_features)
-        if adapted.kind == "embedding" or layout.config.fan_in_fan_out:
-            wanted = wanted[::-1]
-        if shape is None:
-            problems.append(f"{module}: the base does not have this layer")
-        elif tuple(shape) != wanted:
-            problems.append(f"{module}: the adapter is for a weight of {list(wanted)}, the base has {list(shape)}")
-    for name, key in layout.replaced.items():
-        shape = base_shapes.get(name)
-        if shape is None:
-            problems.append(f"{name}: the base does not have this tensor")
-        elif tuple(shape) != layout.shapes[key]:
-            problems.append(f"{name}: {list(layout.shapes[key])} in the adapter, {list(shape)} in the base")
-    return problems
-
-
 def _module(
     config: AdapterConfig,
     module: str,

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from xorl.core.models.recipes import WeightSource
-from xorl.lora.peft.layout import AdapterLayout, differences
+from xorl.lora.peft.fit import differences
+from xorl.lora.peft.layout import AdapterLayout
 
 
 @dataclass(frozen=True)

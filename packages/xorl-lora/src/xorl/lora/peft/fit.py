@@ -1,0 +1,69 @@
+"""Compares an adapter file with a base model: layers and shapes that do not fit, and what the file should have."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from xorl.lora.peft.config import CONFIG_FILE
+from xorl.lora.peft.forms import MODULE, PARAMETERS
+from xorl.lora.peft.layout import MEMBER, ROLES, AdapterLayout, expert_of
+from xorl.lora.spec import matches_name
+
+
+def differences(layout: AdapterLayout, base_shapes: Mapping[str, Sequence[int]], *, tied: bool = False) -> list[str]:
+    """List the mismatches between an adapter and a base model with tensors of these names and shapes.
+
+    Includes the layers and tensors that the adapter's configuration names and its file lacks. `tied`: the head of the
+    base uses the weight of its embedding.
+    """
+    problems: list[str] = []
+    for module, adapted in layout.modules.items():
+        shape = base_shapes.get(f"{module}.weight")
+        wanted = (adapted.out_features, adapted.in_features)
+        if adapted.kind == "embedding" or layout.config.fan_in_fan_out:
+            wanted = wanted[::-1]
+        if tied and (adapted.kind == "embedding" or matches_name(module, "lm_head")):
+            problems.append(f"{module}: the base ties its head to its embedding, which cannot be adapted separately")
+        elif shape is None:
+            problems.append(f"{module}: the base does not have this layer")
+        elif tuple(shape) != wanted:
+            problems.append(f"{module}: the adapter is for a weight of {list(wanted)}, the base has {list(shape)}")
+    for name, key in layout.replaced.items():
+        shape = base_shapes.get(name)
+        if shape is None and tied and matches_name(name, "lm_head.weight"):
+            problems.append(f"{name}: the base ties its head to its embedding, so it has no weight of its own")
+        elif shape is None:
+            problems.append(f"{name}: the base does not have this tensor")
+        elif tuple(shape) != layout.shapes[key]:
+            problems.append(f"{name}: {list(layout.shapes[key])} in the adapter, {list(shape)} in the base")
+    matrices = [name for name, shape in base_shapes.items() if len(shape) == 2 and name.endswith(".weight")]
+    return problems + missing(layout, [name.removesuffix(".weight") for name in matrices], base_shapes)
+
+
+def missing(layout: AdapterLayout, layers: Iterable[str], tensors: Iterable[str]) -> list[str]:
+    """List what an adapter's configuration names among these layers and tensors of a base, and its file lacks.
+
+    Experts are only missing if the file has others: PEFT does not adapt them by the names of their layers if the base
+    stacks them.
+    """
+    known = list(layers)
+    selected = [*layout.config.selection.of(known), *_of_parameters(layout.config.selection.parameters, known)]
+    has_experts = any(expert_of(name) for name in layout.modules)
+    absent = [name for name in selected if name not in layout.modules and (has_experts or not expert_of(name))]
+    problems = [f"{name}: {CONFIG_FILE} names this layer, but the file has no adapter for it" for name in absent]
+    for name in tensors:
+        owner = f".{name.rpartition('.')[0]}."
+        is_saved = any(f".{wanted}." in owner for wanted in layout.config.spec.modules_to_save)
+        if is_saved and name not in layout.replaced:
+            problems.append(f"{name}: modules_to_save in {CONFIG_FILE} names its module, but the file lacks it")
+    return problems
+
+
+def _of_parameters(parameters: Sequence[str], layers: Iterable[str]) -> list[str]:
+    """The experts' layers that belong to these stacked parameters of transformers."""
+    selected: list[str] = []
+    for name in layers:
+        found = MEMBER.fullmatch(name)
+        if found is not None and found["leaf"] in ROLES:
+            parameter = f"{found['layer']}.{MODULE}.{PARAMETERS[ROLES[found['leaf']]]}"
+            if any(matches_name(parameter, wanted) for wanted in parameters):
+                selected.append(name)
+    return selected

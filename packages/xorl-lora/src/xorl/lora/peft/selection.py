@@ -1,0 +1,90 @@
+"""The layers of a base model that an adapter_config.json names, so that a file without some of them is noticed."""
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from xorl.lora.spec import matches_name
+
+Names = tuple[str, ...] | str
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Selects layers as PEFT does when it adds adapters.
+
+    Attributes:
+        targets: names of layers, or a regular expression for their whole names; () if the file does not say.
+        excluded: layers without an adapter, written as in `targets`.
+        layers: the indices of the decoder's layers that have adapters; () for all.
+        lists: the names of the lists of layers to which `layers` refers; () for any.
+        parameters: names of stacked parameters of experts, for files in the form `peft` that xorl did not write.
+    """
+
+    targets: Names = ()
+    excluded: Names = ()
+    layers: tuple[int, ...] = ()
+    lists: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, object]) -> "Selection":
+        """Parse the keys of an adapter_config.json. Raises ValueError, naming the key, for values of another type."""
+        targets = _names_or_pattern(content, "target_modules")
+        return cls(
+            targets=() if targets == "all-linear" else targets,
+            excluded=_names_or_pattern(content, "exclude_modules"),
+            layers=_indices(content, "layers_to_transform"),
+            lists=tuple(_listed(content, "layers_pattern")),
+            parameters=() if content.get("xorl") else tuple(_listed(content, "target_parameters")),
+        )
+
+    def of(self, modules: Iterable[str]) -> list[str]:
+        """The selected ones of these names of layers."""
+        return [
+            name
+            for name in modules
+            if _matches(name, self.targets) and not _matches(name, self.excluded) and self._is_in_layers(name)
+        ]
+
+    def _is_in_layers(self, name: str) -> bool:
+        if not self.layers:
+            return True
+        lists = "|".join(map(re.escape, self.lists)) or r"[^.]+"
+        # PEFT takes the last number that a list's name precedes.
+        found = re.findall(rf"(?<=\.)(?:{lists})\.(\d+)(?=\.)", f".{name}.")
+        return bool(found) and int(found[-1]) in self.layers
+
+
+def _matches(name: str, wanted: Names) -> bool:
+    if isinstance(wanted, str):
+        return re.fullmatch(wanted, name) is not None
+    return any(matches_name(name, one) for one in wanted)
+
+
+def _names_or_pattern(content: Mapping[str, object], key: str) -> Names:
+    value = content.get(key)
+    if isinstance(value, str):
+        try:
+            re.compile(value)
+        except re.error as error:
+            raise ValueError(f"{key}: {value!r} is not a valid regular expression: {error}") from error
+        return value
+    return tuple(_listed(content, key))
+
+
+def _listed(content: Mapping[str, object], key: str) -> Collection[str]:
+    """Names of a list; PEFT also takes a single one."""
+    value = content.get(key) or ()
+    value = (value,) if isinstance(value, str) else value
+    if not isinstance(value, (list, tuple)) or not all(isinstance(one, str) for one in value):
+        raise ValueError(f"{key} must be a list of names, got {value!r}")
+    return [str(one) for one in value]
+
+
+def _indices(content: Mapping[str, object], key: str) -> tuple[int, ...]:
+    value = content.get(key)
+    value = () if value is None else value if isinstance(value, (list, tuple)) else (value,)
+    if not all(isinstance(one, int) and not isinstance(one, bool) for one in value):
+        raise ValueError(f"{key} must be a list of indices, got {content.get(key)!r}")
+    return tuple(int(one) for one in value if isinstance(one, int))
