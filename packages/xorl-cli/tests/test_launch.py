@@ -29,10 +29,10 @@ PROMPT_S = 28.0  # torch kills after 30 what does not end by itself
         (LaunchFlags(), 0, False, None),
         (LaunchFlags(), 1, False, None),
         (LaunchFlags(), 8, True, None),
-        (LaunchFlags(), 8, False, "torchrun --standalone --nproc-per-node=8"),
-        (LaunchFlags(nproc_per_node=1), 0, False, "torchrun --standalone --nproc-per-node=1"),
-        (LaunchFlags(nproc_per_node=4), 0, False, "torchrun --standalone --nproc-per-node=4"),
-        (LaunchFlags(nproc_per_node=2), 8, True, "torchrun --standalone --nproc-per-node=2"),
+        (LaunchFlags(), 8, False, "torchrun --nproc-per-node=8"),
+        (LaunchFlags(nproc_per_node=1), 0, False, "torchrun --nproc-per-node=1"),
+        (LaunchFlags(nproc_per_node=4), 0, False, "torchrun --nproc-per-node=4"),
+        (LaunchFlags(nproc_per_node=2), 8, True, "torchrun --nproc-per-node=2"),
         (
             LaunchFlags(nnodes=2, node_rank=1, master_addr="10.0.0.1"),
             8,
@@ -46,10 +46,10 @@ PROMPT_S = 28.0  # torch kills after 30 what does not end by itself
             "torchrun --nproc-per-node=2 --nnodes=1 --node-rank=0 --master-addr=127.0.0.1 --master-port=29501",
         ),
         (
-            LaunchFlags(nnodes=2, rdzv_endpoint="a:1", rdzv_id="job"),
+            LaunchFlags(nnodes=2, node_rank=1, rdzv_backend="static", rdzv_endpoint="[fd00::1]:1", rdzv_id="job"),
             1,
             False,
-            "torchrun --nproc-per-node=1 --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=a:1 --rdzv-id=job",
+            "torchrun --nproc-per-node=1 --nnodes=2 --node-rank=1 --master-addr=fd00::1 --master-port=1",
         ),
     ],
 )
@@ -72,6 +72,12 @@ def test_what_is_started_follows_flags_and_devices(
         (LaunchFlags(rdzv_backend="c10d"), "need --rdzv-endpoint"),
         (LaunchFlags(rdzv_endpoint="a:1", master_addr="a"), "do not pass both"),
         (LaunchFlags(rdzv_endpoint="a:1", rdzv_backend="static"), "needs --node-rank"),
+        (LaunchFlags(rdzv_endpoint="a", rdzv_backend="static", node_rank=0), "expected HOST:PORT"),
+        (
+            LaunchFlags(nnodes=2, rdzv_endpoint="a:1", rdzv_id="job"),
+            "runs the code that anyone writes to its port.*torchrun --nproc-per-node=2 --nnodes=2 --rdzv-backend=c10d "
+            "--rdzv-endpoint=a:1 --rdzv-id=job -m",
+        ),
     ],
 )
 def test_flags_that_do_not_fit_are_refused(flags: LaunchFlags, message: str) -> None:

@@ -25,7 +25,9 @@ def reduce_over_gloo(rank: int) -> int:
     import torch  # noqa: PLC0415  (the other ranks start at once without it)
     import torch.distributed as dist  # noqa: PLC0415
 
-    dist.init_process_group("gloo")
+    from xorl.core import runtime  # noqa: PLC0415
+
+    runtime.init("cpu")
     total = torch.tensor([rank + 1])
     dist.all_reduce(total)
     Path(f"sum_{rank}").write_text(f"{int(total)} of {dist.get_world_size()} {os.environ['OMP_NUM_THREADS']}")

@@ -1,6 +1,6 @@
 """The files that ranks leave for the launcher when they fail or stop, and the report of a job's failures.
 
-Error records have the format that torch's launcher reads (torch.distributed.elastic.multiprocessing.errors), with an
+Error records have the format that torchrun reads (torch.distributed.elastic.multiprocessing.errors), with an
 additional key `xorl` whose timestamp is precise enough to tell which rank failed first. They are written without
 importing torch, because a rank may fail before it does.
 """
@@ -74,7 +74,7 @@ def peer_has_failed(error_file: Path | None) -> bool:
     """Whether another rank of this node has recorded an error or an interruption."""
     if error_file is None:
         return False
-    # torch creates sibling folders for the ranks.
+    # Launchers create sibling folders for the ranks.
     peers = (folder for folder in error_file.parent.parent.iterdir() if folder != error_file.parent)
     return any((folder / name).exists() for folder in peers for name in (ERROR_FILE, INTERRUPTED_FILE))
 

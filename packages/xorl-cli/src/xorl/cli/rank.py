@@ -50,8 +50,8 @@ def run_rank(run: Callable[[], int], environment: RankEnvironment, *, folder: Pa
 
     Errors are recorded for the launcher, which prints the first one of the job, or printed here if the launcher does
     not read records. `folder` is the folder for notes to `xorl.cli.launch`; None under another launcher. A rank that
-    stops cleanly on a signal writes a note there and exits with 0, because torch's launcher would treat any other code
-    as a failure and kill the ranks that are still saving.
+    stops cleanly on a signal writes a note there and exits with 0, because the launcher would treat any other code as
+    a failure and kill the ranks that are still saving.
     """
     try:
         with (

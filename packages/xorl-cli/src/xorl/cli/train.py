@@ -38,9 +38,11 @@ def train_command(
     node_rank: Annotated[int | None, typer.Option(help="Index of this machine, from 0.")] = None,
     master_addr: Annotated[str | None, typer.Option(help="Address of machine 0. [127.0.0.1]")] = None,
     master_port: Annotated[int | None, typer.Option(help="Port on machine 0. [29500]")] = None,
-    rdzv_backend: Annotated[str | None, typer.Option(help="Rendezvous backend. [c10d with an endpoint]")] = None,
-    rdzv_endpoint: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Rendezvous endpoint.")] = None,
-    rdzv_id: Annotated[str | None, typer.Option(help="Id of the job at the endpoint. [none]")] = None,
+    rdzv_backend: Annotated[str | None, typer.Option(help="Only static: see --master-addr.")] = None,
+    rdzv_endpoint: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Address and port of machine 0.")
+    ] = None,
+    rdzv_id: Annotated[str | None, typer.Option(help="Id that all machines must give alike. [none]")] = None,
     traceback: TracebackFlag = False,
     rank_folder: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:

@@ -1,6 +1,6 @@
 """Starts the service and keeps it running: `python -m xorl.server.launcher --mode auto --config config.yaml`.
 
-The launcher starts the workers (as torchrun does), the orchestrator and the API, and restarts each when it dies. To
+The launcher starts the workers, the orchestrator and the API, and restarts each when it dies. To
 lose nothing, it stops the API first, which accepts requests, then the orchestrator, which saves the models, and the
 workers last. `xorl serve` runs the same code.
 """

@@ -1,21 +1,18 @@
-"""`python -m xorl.server.ranks N ARGUMENT...`: runs N ranks of `python ARGUMENT...` on this host, as torchrun does.
+"""`python -m xorl.server.ranks N ARGUMENT...`: runs N ranks of `python ARGUMENT...` on this host.
 
-Unlike torchrun, which always fails with 1, it returns the exit code of the first failed rank, so that the caller can
-tell bad input from a crash.
+Returns the exit code of the first failed rank, so that the caller can tell bad input from a crash.
 """
 
 from __future__ import annotations
 
-import logging
 import os
+import signal
 import sys
-import uuid
 from collections.abc import Sequence
+from types import FrameType
 
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
+from xorl.core.launched import store_in
+from xorl.host.ranks import Nodes, Ranks
 from xorl.host.temporary import temporary_folder
 from xorl.server.process import PARENT_VARIABLE
 
@@ -24,35 +21,23 @@ BY_SIGNAL = 128
 
 def run(num_ranks: int, arguments: Sequence[str]) -> int:
     """Start the ranks, forward signals to them, wait for them to end, and return the exit code."""
-    # A failed rank has already logged its error.
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch.distributed.elastic"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
-    if num_ranks > 1:
-        # As torchrun does, so that ranks do not compete for cores.
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ[PARENT_VARIABLE] = str(os.getpid())
+    stops: list[int] = []
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        stops.append(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, stop)
     with temporary_folder() as folder:
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=num_ranks,
-            run_id=uuid.uuid4().hex,
-            role="rank",
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            max_restarts=0,
-            logs_specs=DefaultLogsSpecs(log_dir=str(folder.path)),
-            local_addr="localhost",
-        )
-        try:
-            elastic_launch(config, sys.executable)("-u", *arguments)
-        except ChildFailedError as error:
-            _, first = error.get_first_failure()
-            return BY_SIGNAL - first.exitcode if first.exitcode < 0 else first.exitcode
-        except SignalException as error:
-            return BY_SIGNAL + error.sigval
-    return 0
+        variables = {PARENT_VARIABLE: str(os.getpid()), **store_in(folder.path)}
+        with Ranks(arguments, Nodes(num_ranks), variables, folder.path) as ranks:
+            exits = ranks.wait(stops)
+        if ranks.stopped_by:
+            return BY_SIGNAL + ranks.stopped_by
+        if not exits:
+            return 0
+        code = exits[0].exit_code
+        return BY_SIGNAL - code if code < 0 else code
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from xorl.core.join import FAILED, Peers
+from xorl.core.join import FAILED, Peers, WatchStore
 from xorl.core.torch_private import num_collectives, process_groups
 from xorl.host.alive import AwakeClock
 from xorl.host.failures import LostRankError, StalledError
@@ -111,7 +111,7 @@ class Watchdog:
         self._stall_s, self._lost_s, self._interval_s = stall_s, lost_s, interval_s
         self._stopped = threading.Event()
         self._peers: Peers | None = None
-        self._store: dist.Store | None = None
+        self._store: WatchStore | None = None
         self._rank = 0
         self._num_rounds = 0
         self._view = _View(1)
@@ -119,9 +119,9 @@ class Watchdog:
 
     def start(self, peers: Peers | None, rank: int) -> None:
         """Begin to watch. `peers` is None for a process without others."""
-        store = dist.HashStore() if peers is None else peers.store.clone()  # pyright: ignore[reportAttributeAccessIssue]
-        store.set_timeout(timedelta(seconds=max(10.0, self._interval_s)))
-        self._peers, self._store, self._rank = peers, store, rank
+        timeout = timedelta(seconds=max(10.0, self._interval_s))
+        self._store = dist.HashStore() if peers is None else peers.watch_store(timeout)
+        self._peers, self._rank = peers, rank
         self._view = _View(self._num_ranks)
         targets = (self._watch, self._watch_store)
         self._threads = [threading.Thread(target=each, name="xorl-watchdog", daemon=True) for each in targets]

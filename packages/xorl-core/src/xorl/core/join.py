@@ -3,28 +3,38 @@
 from __future__ import annotations
 
 import fcntl
+import ipaddress
 import json
+import logging
 import os
 import platform
 import socket
 import struct
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Protocol
 
 import torch.distributed as dist
+
+from xorl.core.folder_store import FolderStore
+from xorl.core.launched import STORE_VARIABLE
+
+logger = logging.getLogger(__name__)
 
 # Ranks prepare their data before they join, which may take longer on one host than on another.
 ARRIVE_S = 1800.0
 # After all ranks have arrived, they connect to each other within seconds.
 CONNECT_S = 120.0
-POLL_S = 0.2
+POLL_S = 0.05
 FAILED = "xorl/failed"  # the key of why the job cannot go on: as JSON, the kind of failure and a text
 _ARRIVED = "xorl/arrived"
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 INTERFACE = "GLOO_SOCKET_IFNAME"
+NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
+_LOOPBACK = "127.0.0.1"
 
 
 class JoinError(RuntimeError):
@@ -49,12 +59,30 @@ class Place:
         return self.address.startswith("127.") or self.address == "::1"
 
 
+class WatchStore(Protocol):
+    """What a watch asks of a store. Keys must have a value when they are read; "" is the only expected value."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+    def get(self, key: str, /) -> bytes: ...
+    def multi_get(self, keys: list[str], /) -> list[bytes]: ...
+    def check(self, keys: list[str], /) -> bool: ...
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
+
+
 @dataclass(frozen=True)
 class Peers:
     """All ranks of a job, in their order, and a store that they share."""
 
     store: dist.Store
     places: tuple[Place, ...]
+
+    def watch_store(self, timeout: timedelta) -> WatchStore:
+        """A store for another thread, which may publish for as long as the job runs."""
+        if isinstance(self.store, dist.FileStore):
+            return FolderStore(Path(self.store.path).with_name("watch"))  # pyright: ignore[reportAttributeAccessIssue]
+        store: dist.Store = self.store.clone()  # pyright: ignore[reportAttributeAccessIssue]
+        store.set_timeout(timeout)
+        return store
 
     @property
     def num_hosts(self) -> int:
@@ -67,24 +95,13 @@ class Peers:
 
 
 def meet(rank: int, world_size: int, *, arrive_s: float = ARRIVE_S) -> Peers:
-    """Wait until every rank has called this; needs the environment variables of torchrun. Collective.
+    """Wait until every rank has called this; needs the variables of torchrun or of xorl's launchers. Collective.
 
+    If all ranks are on one host, their process groups listen on its loopback interface, unless the user chose another.
     Raises JoinError if the store cannot be reached, if ranks are missing after `arrive_s` seconds, if a rank has
     failed meanwhile, or if ranks on several hosts announce addresses that only their own host can reach.
     """
-    endpoint = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    # torchrun's store exists before the ranks do; without it, rank 0 starts one when it arrives.
-    limit_s = CONNECT_S if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else arrive_s
-    try:
-        store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timedelta(seconds=limit_s)))
-    except RuntimeError as error:
-        raise JoinError(
-            f"rank {rank} on host {platform.node()} could not reach the job's store at {endpoint} (MASTER_ADDR and "
-            f"MASTER_PORT) within {limit_s:g} s. Check that this address is one of the host of rank 0, and that no "
-            f"firewall closes the port: {error}"
-        ) from error
-    if (restart := os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) != "0":
-        store = dist.PrefixStore(f"restart_{restart}", store)  # what earlier ranks wrote is still there
+    store, name = _open_store(rank, arrive_s)
     own = Place(rank, platform.node(), _network(), _gloo_address())
     store.set(_key(rank), json.dumps(asdict(own)))
     store.add(_ARRIVED, 1)
@@ -95,19 +112,109 @@ def meet(rank: int, world_size: int, *, arrive_s: float = ARRIVE_S) -> Peers:
         if time.monotonic() > deadline:
             missing = [str(other) for other in range(world_size) if not store.check([_key(other)])]
             raise JoinError(
-                f"{len(missing)} of {world_size} ranks have not reached the store at {endpoint} within {arrive_s:g} s: "
+                f"{len(missing)} of {world_size} ranks have not reached the store at {name} within {arrive_s:g} s: "
                 f"{', '.join(missing[:8])}{', ...' * (len(missing) > 8)}. Look at the output of their hosts"
             )
         time.sleep(POLL_S)
     places = tuple(Place(**json.loads(text)) for text in store.multi_get([_key(other) for other in range(world_size)]))
-    peers = Peers(store, places)
+    if len({place.network for place in places}) == 1:
+        stay_on_loopback()
+        return Peers(store, tuple(replace(place, address=_gloo_address()) for place in places))
     unreachable = [place for place in places if place.is_loopback]
-    if peers.num_hosts > 1 and unreachable:
+    if unreachable:
         raise JoinError(
             f"{_listed(unreachable)}: only processes of the same host can connect to "
             f"{'this address' if len(unreachable) == 1 else 'these addresses'}. {interface_advice()}"
         )
-    return peers
+    if rank == 0:
+        logger.warning(
+            "event=open_ports store=%s gloo=%s: the store, gloo and NCCL ask for no password, and whoever can connect "
+            "to them may run code as this user. Let only the job's hosts reach the store's port and the ports that the "
+            "system chooses (net.ipv4.ip_local_port_range)",
+            name,
+            ",".join(sorted({place.address for place in places})),
+        )
+    return Peers(store, places)
+
+
+def stay_on_loopback() -> None:
+    """Lets gloo and NCCL listen only on the loopback interface, unless the user has chosen an interface.
+
+    For ranks of one host. NCCL then sends its data over NVLink, PCIe or shared memory in any case; its sockets only
+    serve to connect the ranks.
+    """
+    names = {name for _, name in socket.if_nameindex()}
+    if "lo" in names:
+        os.environ.setdefault(INTERFACE, "lo")
+        os.environ.setdefault(NCCL_INTERFACE, "=lo")  # "lo" would be a prefix
+
+
+def listen_at(address: str, port: int) -> socket.socket:
+    """Listen on the interface that has this address; torch's stores would listen on all of them.
+
+    If a host name means loopback or no interface here, it may still mean one of this host's addresses to other hosts.
+    Then this listens on all interfaces, and logs a warning. Raises OSError if it cannot listen.
+    """
+    try:
+        found = [str(ipaddress.ip_address(address))]
+    except ValueError:
+        found = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)})
+        if any(ipaddress.ip_address(each).is_loopback for each in found) or not any(map(_is_local, found)):
+            logger.warning(
+                "event=listens_everywhere address=%s port=%d: this name means no address here that others can reach "
+                "(%s), so the store listens on all interfaces: close the port to all but the job's hosts, or give an "
+                "IP address of this host",
+                address,
+                port,
+                ", ".join(found),
+            )
+            return socket.create_server(("", port), backlog=128)
+    local = next(filter(_is_local, found), found[0])
+    return socket.create_server((local, port), family=_family(local), backlog=128)
+
+
+def store_server(address: str, port: int, *, timeout_s: float) -> dist.TCPStore:
+    """Start a store that listens as `listen_at` does. Raises OSError or RuntimeError if it cannot."""
+    listening = listen_at(address, port)
+    return dist.TCPStore(
+        address,
+        listening.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+        master_listen_fd=listening.detach(),
+    )
+
+
+def store_client(address: str, port: int, *, timeout_s: float) -> dist.TCPStore:
+    """Connect to a store. Raises RuntimeError if it does not answer in time."""
+    return dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+
+
+def _open_store(rank: int, arrive_s: float) -> tuple[dist.Store, str]:
+    """The job's store, and its name in messages."""
+    given = os.environ.get(STORE_VARIABLE)
+    if given is not None and given.startswith("/"):
+        return dist.FileStore(given), given
+    endpoint = given or f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    address, _, port = endpoint.rpartition(":")
+    address = address.strip("[]")
+    # A launcher's store exists before the ranks do; without a launcher, rank 0 starts one when it arrives.
+    is_of_launcher = given is not None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    limit_s = CONNECT_S if is_of_launcher else arrive_s
+    open_ = store_server if rank == 0 and not is_of_launcher else store_client
+    try:
+        store: dist.Store = open_(address, int(port), timeout_s=limit_s)
+    except (RuntimeError, OSError) as error:
+        origin = STORE_VARIABLE if given is not None else "MASTER_ADDR and MASTER_PORT"
+        raise JoinError(
+            f"rank {rank} on host {platform.node()} could not reach the job's store at {endpoint} ({origin}) within "
+            f"{limit_s:g} s. Check that this address is one of the host of rank 0, and that no firewall closes the "
+            f"port: {error}"
+        ) from error
+    if (restart := os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) != "0":
+        store = dist.PrefixStore(f"restart_{restart}", store)  # what earlier ranks wrote is still there
+    return store, endpoint
 
 
 def interface_advice() -> str:
@@ -154,15 +261,36 @@ def _gloo_address() -> str:
     try:
         found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
     except OSError:
-        return "127.0.0.1"
-    for family, kind, protocol, _, address in found:
+        return _LOOPBACK
+    return next((str(entry[4][0]) for entry in found if _is_local(str(entry[4][0]))), _LOOPBACK)
+
+
+def interface_towards(address: str) -> str | None:
+    """The interface through which this host reaches an address, or that has it; None for loopback, or if unknown."""
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
-            try:
-                probe.bind((address[0], 0))
-            except OSError:
-                continue
-            return str(address[0])
-    return "127.0.0.1"
+            probe.connect(target)  # sends nothing
+            source = probe.getsockname()[0]
+    except OSError:
+        return None
+    names = (name for _, name in socket.if_nameindex())
+    found = next((name for name in names if _interface_address(name) == source), None)
+    return None if ipaddress.ip_address(source).is_loopback else found
+
+
+def _is_local(address: str) -> bool:
+    """Whether an interface of this host has the address."""
+    with socket.socket(_family(address), socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def _interface_address(interface: str) -> str | None:

@@ -20,7 +20,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from xorl.core.join import CONNECT_S, Peers, could_not_connect, meet
+from xorl.core.join import CONNECT_S, Peers, could_not_connect, meet, stay_on_loopback
+from xorl.core.launched import STORE_VARIABLE
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,8 @@ def default_device_type() -> Literal["cpu", "cuda"]:
 
 
 def is_launched() -> bool:
-    """Whether torchrun, or another launcher that sets its variables, started this process."""
-    return "MASTER_ADDR" in os.environ and "RANK" in os.environ
+    """Whether torchrun, one of xorl's launchers, or another one with torchrun's variables started this process."""
+    return "RANK" in os.environ and (STORE_VARIABLE in os.environ or "MASTER_ADDR" in os.environ)
 
 
 def init(
@@ -96,6 +97,7 @@ def init(
         if is_launched():
             _join(peers or meet(global_rank(), world_size()), backend, timeout)
         else:
+            stay_on_loopback()
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     return Runtime(dist.get_rank(), local_rank(), dist.get_world_size(), device)
 

@@ -1,4 +1,4 @@
-"""`python -m xorl.server.worker --config FILE`, started by torchrun: one rank of the service.
+"""`python -m xorl.server.worker --config FILE`: one rank of the service.
 
 The service's launcher passes the address that rank 0 listens on (--bind). If the workers are started by hand, on one
 or several hosts, rank 0 takes the address from the configuration and publishes it for the launcher to connect to.
@@ -114,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 run(config, "", None)
     except ValueError as error:
         if global_rank() != 0:
-            # Usually all ranks fail with the same error. Rank 0 then reports it and exits, and torchrun ends the
+            # Usually all ranks fail with the same error. Rank 0 then reports it and exits, and its launcher ends the
             # others before they report it again.
             time.sleep(ERROR_DELAY_S)
         sys.stderr.write(f"error: {in_server_terms(str(error))}\n")

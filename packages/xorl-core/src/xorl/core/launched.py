@@ -1,0 +1,16 @@
+"""The variable with which xorl's own launchers tell a rank where the store of its job is. Does not import torch."""
+
+from pathlib import Path
+
+# Beside torchrun's variables. The value is the path of a file for ranks of one host, and host:port for several hosts.
+STORE_VARIABLE = "XORL_STORE"
+
+
+def store_in(folder: Path) -> dict[str, str]:
+    """The variable for ranks of one host. Only users who may enter `folder` can read or write the store."""
+    return {STORE_VARIABLE: str(folder / "store")}
+
+
+def store_at(address: str, port: int) -> dict[str, str]:
+    """The variable for ranks of several hosts, whose store listens at this address."""
+    return {STORE_VARIABLE: f"[{address}]:{port}" if ":" in address else f"{address}:{port}"}
