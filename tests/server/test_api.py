@@ -19,7 +19,7 @@ from xorl.server.api.responses import json_response
 from xorl.server.api.results import tensor_json
 from xorl.server.datum import Array
 from xorl.server.operations import BlockFp8, ForwardBackward, OptimStep, SaveWeights, SyncWeights
-from xorl.server.queries import ErrorSeen
+from xorl.server.status_queries import ErrorSeen
 
 PROTOBUF = {"content-type": "application/x-protobuf", "x-sdk-version": "0"}
 

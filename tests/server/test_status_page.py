@@ -9,7 +9,8 @@ import time
 import pytest
 
 from answering_orchestrator import served
-from xorl.server.queries import CreateSession, ErrorSeen
+from xorl.server.queries import CreateSession
+from xorl.server.status_queries import ErrorSeen
 
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 BROWSER = next(filter(None, map(shutil.which, NAMES)), None)

@@ -78,8 +78,6 @@ from xorl.server.queries import (
     GetSampler,
     GetService,
     GetSession,
-    GetStatus,
-    GetStorage,
     GetTrainingRun,
     GetWeightsInfo,
     Heartbeat,
@@ -87,22 +85,27 @@ from xorl.server.queries import (
     ListSessions,
     ListTrainingRuns,
     ModelInfo,
-    ProcessStatus,
     Request,
-    RunningCall,
     SamplingSession,
     ServiceInfo,
     SessionCreated,
     SessionInfo,
     Sessions,
-    SessionStatus,
     SetCheckpointTtl,
-    Status,
-    Storage,
-    StoredKind,
     TrainingRun,
     TrainingRuns,
     WeightsInfo,
+)
+from xorl.server.status_queries import (
+    GetStatus,
+    GetStorage,
+    ModelStatus,
+    ProcessStatus,
+    RunningCall,
+    SessionStatus,
+    Status,
+    Storage,
+    StoredKind,
 )
 
 VOCAB = 64
@@ -222,8 +225,16 @@ class AnsweringOrchestrator:
         )
 
     async def on_GetStatus(self, _: GetStatus):
-        sessions = [SessionStatus(one, [], 3, time.time() - 5, one in self.gone) for one in self.sessions]
-        sessions += [SessionStatus(one, [one], 0, time.time() - 9) for one in self.models]
+        now = time.time()
+        sessions = [
+            SessionStatus(one, [], 3, now - 50, now - 5, one in self.gone, asked.display_name, asked.user_metadata)
+            for one, asked in self.sessions.items()
+        ]
+        sessions += [SessionStatus(one, [one], 0, now - 90, now - 9) for one in self.models]
+        models = [
+            ModelStatus(one, None, "ready", 8, 3, 0, now - 90, now - 9, now - 9, [3.5, None, 2.25], 0.5, 1e-4)
+            for one in self.models
+        ]
         return Status(
             started=time.time() - 100,
             ready=self.ready,
@@ -233,7 +244,10 @@ class AnsweringOrchestrator:
             running=[RunningCall("r", "ForwardBackward", "m", "m", time.time() - 9, 0)],
             processes=[ProcessStatus("workers", 1, time.time() - 60, "signal=SIGKILL")],
             tokens_per_second=1234.5,
+            token_rates=[0.0, 100.0, 1234.5],
             sessions=sessions,
+            models=models,
+            endpoints=list(self.endpoints.values()),
             gpu_bytes_used=[2**30],
             gpu_bytes_total=[2**31],
             last_errors=self.errors,

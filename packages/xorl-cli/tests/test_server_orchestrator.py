@@ -33,7 +33,8 @@ from xorl.server.operations import (
     UnloadModel,
 )
 from xorl.server.orchestrator import inference
-from xorl.server.queries import CreateSamplingSession, CreateSession, GetModel, GetStatus
+from xorl.server.queries import CreateSamplingSession, CreateSession, GetModel
+from xorl.server.status_queries import GetStatus
 
 
 @in_a_loop

@@ -6,7 +6,8 @@ from asynchronous import in_a_loop
 from orchestrated import SESSION, forward_backward, options, over_http, running, serving
 from xorl.server.identifiers import CheckpointRef
 from xorl.server.operations import CreateModel, Failure, LoraSpec
-from xorl.server.queries import CreateSession, FinishSession, GetSession, GetStatus, GetTrainingRun, ListTrainingRuns
+from xorl.server.queries import CreateSession, FinishSession, GetSession, GetTrainingRun, ListTrainingRuns
+from xorl.server.status_queries import GetStatus
 
 
 @in_a_loop

@@ -2,11 +2,30 @@
 
 import asyncio
 import time
+from datetime import datetime
+
+import numpy as np
 
 from asynchronous import in_a_loop
-from orchestrated import MODEL, SESSION, forward_backward, options, over_http, running, serving, workers
-from xorl.server.queries import GetStatus, ProcessStatus
+from orchestrated import MODEL, SESSION, forward_backward, options, over_http, running, serving, submit, workers
+from xorl.server.datum import Array
+from xorl.server.operations import (
+    AbortGradients,
+    BaseSampler,
+    CreateModel,
+    ForwardBackward,
+    GradientsAborted,
+    LoraSpec,
+    LossResult,
+    OptimResult,
+    OptimStep,
+    Sample,
+)
+from xorl.server.orchestrator.progress import ProgressLog
+from xorl.server.orchestrator.state import Counters
+from xorl.server.queries import CreateSession
 from xorl.server.restarts import write_restarts
+from xorl.server.status_queries import GetStatus, ProcessStatus
 
 
 @in_a_loop
@@ -66,3 +85,89 @@ async def test_workers_that_somebody_else_starts_are_counted_too(tmp_path):
                 (status,) = (await client.orchestrator.answer(GetStatus())).processes
                 assert (status.name, status.num_restarts) == ("workers", num_restarts)
                 assert (status.last_restart is None) == (num_restarts == 0)
+
+
+@in_a_loop
+async def test_status_adds_up_the_running_calls_of_one_kind_and_client(tmp_path):
+    """Catches a page that says 128 times the same word in place of what runs."""
+    sample = Sample(BaseSampler(), Array.of(np.array([1], np.int32)), max_tokens=100)
+    async with serving(options(tmp_path), token_s=0.01) as (client, _), over_http(client) as http:
+        await client.create()
+        before = time.time()
+        samples = [await client.orchestrator.answer(submit(sample, session=None)) for _ in range(5)]
+        while len(calls := (await http.get("/status.json")).json()["running"]) != 1 or calls[0]["num_calls"] < 4:
+            assert time.time() < before + 20, calls
+            await asyncio.sleep(0.01)
+        assert (calls[0]["operation"], calls[0]["model_id"], calls[0]["session_id"]) == ("Sample", None, "samples")
+        assert before - 1 <= datetime.fromisoformat(calls[0]["since"]).timestamp() <= time.time()
+        for one in samples:
+            await client.result(one.request_id)
+
+
+@in_a_loop
+async def test_status_says_whose_models_there_are_and_how_far_they_are(tmp_path):
+    """Catches an operator who sees a name, but not who trains, since when, at which step, and if it still runs."""
+    chosen = options(tmp_path)
+    async with running(chosen) as client, over_http(client) as http:
+        user = {"user": "ada", "run": "7"}
+        await client.orchestrator.answer(CreateSession(SESSION, user_metadata=user, display_name="first try"))
+        with workers(chosen):
+            await client.begin()
+            await client.do(CreateModel("alone", lora=LoraSpec(rank=4), user_metadata={"of": "bob"}), session=None)
+            status = (await http.get("/status.json")).json()
+        alone, mine = status["models"]
+        assert (mine["model_id"], mine["session_id"], mine["state"]) == (MODEL, SESSION, "ready")
+        assert (mine["num_steps"], mine["lora_rank"], mine["num_requests"]) == (1, 8, 0)
+        assert (mine["losses"], mine["learning_rate"]) == ([None], 1e-3)
+        assert mine["created"] <= mine["last_step"] <= alone["created"]
+        assert (alone["session_id"], alone["losses"], alone["last_step"]) == (None, [], None)
+        session = next(one for one in status["sessions"] if one["session_id"] == SESSION)
+        assert (session["display_name"], session["user_metadata"]) == ("first try", user)
+        assert next(one for one in status["sessions"] if one["session_id"] == "alone")["user_metadata"] == {"of": "bob"}
+        with workers(chosen):
+            while (health := client.orchestrator.state.workers).num_restarts < 1 or not health.is_ready:
+                await asyncio.sleep(0.02)
+            states = [model["state"] for model in (await http.get("/status.json")).json()["models"]]
+            assert states == ["absent", "absent"]
+
+
+def test_a_loss_of_a_step_is_the_mean_over_the_tokens_of_its_passes():
+    """Catches a curve of sums that jumps with the size of the batch, and one of passes that trained nothing."""
+    log, pass_ = ProgressLog(), ForwardBackward("m", [], "cross_entropy")
+
+    def loss(total, num_trained):
+        return LossResult("", {}, {"loss:sum": total, "valid_tokens:sum": num_trained})
+
+    def step(grad_norm=0.5):
+        log.note("m", OptimStep("m", 1e-3), OptimResult({"grad_norm": grad_norm}))
+
+    log.note("m", pass_, loss(6.0, 2.0))
+    log.note("m", pass_, loss(3.0, 1.0))
+    log.note("m", ForwardBackward("m", [], "cross_entropy", forward_only=True), loss(100.0, 1.0))
+    step()
+    assert (list(log.of("m").losses), log.of("m").grad_norm, log.of("m").learning_rate) == ([3.0], 0.5, 1e-3)
+    log.note("m", pass_, loss(100.0, 1.0))
+    log.note("m", AbortGradients("m"), GradientsAborted("m", 1))
+    log.note("m", pass_, loss(float("nan"), 1.0))
+    step(float("inf"))
+    step()
+    log.note("m", pass_, loss(1.0, 2.0))
+    step()
+    assert list(log.of("m").losses) == [3.0, None, None, 0.5]
+    for _ in range(200):
+        step()
+    assert len(log.of("m").losses) == 100
+    log.keep({"other"})
+    assert (list(log.of("m").losses), log.of("m").last_step) == ([], None)
+
+
+def test_the_throughput_of_the_last_ten_minutes_is_kept_in_intervals(monkeypatch):
+    """Catches a history that grows without end, or one whose newest interval is not over."""
+    counters, now = Counters(), 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    counters.count_tokens(500)
+    now = 1011.0
+    counters.count_tokens(10)
+    assert counters.token_rates() == [0.0] * 59 + [50.0]
+    now = 2000.0
+    assert (counters.token_rates(), len(counters._intervals)) == ([0.0] * 60, 0)

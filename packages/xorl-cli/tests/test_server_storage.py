@@ -4,7 +4,7 @@ from asynchronous import in_a_loop
 from orchestrated import MODEL, options, over_http, serving
 from xorl.server.identifiers import CheckpointRef, checkpoint_folder
 from xorl.server.operations import SaveFullWeights, SaveWeights, SaveWeightsForSampler
-from xorl.server.queries import GetStatus, GetStorage
+from xorl.server.status_queries import GetStatus, GetStorage
 
 
 @in_a_loop

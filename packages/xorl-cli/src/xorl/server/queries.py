@@ -1,13 +1,12 @@
-"""Queries that the orchestrator answers at once, and their answers: sessions, models, checkpoints, status.
+"""Queries that the orchestrator answers at once, and their answers: sessions, models, checkpoints.
 
-Those about inference endpoints are in `endpoint_queries`; Request and Answer below contain all.
+Those about inference endpoints are in `endpoint_queries`, those about the status in `status_queries`; Request and
+Answer below contain all.
 
 A query that cannot be answered gets Rejected. Times are in seconds since 1970.
 """
 
 from __future__ import annotations
-
-from typing import Literal
 
 import msgspec
 
@@ -37,6 +36,7 @@ from xorl.server.messages import (
     Unreadable,
 )
 from xorl.server.operations import BaseSampler, CheckpointSampler, LoraSpec, Message
+from xorl.server.status_queries import GetStatus, GetStorage, Status, Storage
 
 
 class GetService(Message, frozen=True):
@@ -59,111 +59,6 @@ class ServiceInfo(Message, frozen=True):
     vocab_size: int
     output_dir: str
     ready: bool
-
-
-class GetStatus(Message, frozen=True):
-    """Ask for the service's status; answered by Status."""
-
-
-class SessionStatus(Message, frozen=True):
-    """The status of a session, or of a model without one. is_gone: its client has gone silent and waits for nothing."""
-
-    session_id: str
-    models: list[str]
-    num_requests: int
-    last_active: float
-    is_gone: bool = False
-
-
-class ErrorSeen(Message, frozen=True):
-    """A failed request, without its data."""
-
-    time: float
-    model_id: str | None
-    operation: str
-    message: str
-
-
-class RunningCall(Message, frozen=True):
-    """A request that the workers or an endpoint are running.
-
-    session_id: the session, or the model without one, that it belongs to. attempts: how often workers that ran it were
-    lost before.
-    """
-
-    request_id: str
-    operation: str
-    model_id: str | None
-    session_id: str
-    since: float
-    attempts: int
-
-
-class ProcessStatus(Message, frozen=True):
-    """A process of the service, or all workers together.
-
-    num_restarts: since the launcher was started. last_restart: None if there was none; reason: why it was necessary.
-    hung_since: None unless it hangs and is being replaced.
-    """
-
-    name: Literal["workers", "orchestrator", "API"]
-    num_restarts: int = 0
-    last_restart: float | None = None
-    reason: str | None = None
-    hung_since: float | None = None
-
-
-StoredName = Literal["training", "sampler", "external", "recovery", "other"]
-
-
-class StoredKind(Message, frozen=True):
-    """The storage that one kind of files takes. recovery: checkpoints of the service's own, hidden from clients.
-
-    other: everything that is no complete checkpoint, such as the journal.
-    """
-
-    kind: StoredName
-    num_checkpoints: int
-    size_bytes: int
-
-
-class Storage(Message, frozen=True):
-    """The storage that output_dir takes, and its limit. kinds: each once; together they are the whole folder."""
-
-    limit_bytes: int
-    kinds: list[StoredKind]
-
-    @property
-    def used_bytes(self) -> int:
-        return sum(kind.size_bytes for kind in self.kinds)
-
-
-class GetStorage(Message, frozen=True):
-    """Ask how much storage is used, measured a few seconds ago at most; answered by Storage."""
-
-
-class Status(Message, frozen=True):
-    """For the status page, `xorl serve status` and /metrics.
-
-    counters and gauges: keyed by Prometheus name (letters, digits and _), including any labels in Prometheus's text
-    form: `requests_total{operation="forward_backward"}`. storage: None until it has been measured.
-    """
-
-    started: float
-    ready: bool
-    workers_connected: bool
-    world_size: int
-    queue_depth: int
-    running: list[RunningCall]
-    processes: list[ProcessStatus]
-    tokens_per_second: float
-    sessions: list[SessionStatus]
-    gpu_bytes_used: list[int]
-    gpu_bytes_total: list[int]
-    last_errors: list[ErrorSeen]
-    counters: dict[str, float]
-    gauges: dict[str, float]
-    storage: Storage | None = None
 
 
 class CreateSession(Message, frozen=True):

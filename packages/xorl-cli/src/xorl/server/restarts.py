@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from xorl.server.queries import ProcessStatus
+from xorl.server.status_queries import ProcessStatus
 
 RESTARTS_FILE = "restarts.json"
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from xorl.server.process import PARENT_VARIABLE
-from xorl.server.queries import ProcessStatus
+from xorl.server.status_queries import ProcessStatus
 
 logger = logging.getLogger(__name__)
 

@@ -27,18 +27,17 @@ from xorl.server.queries import (
     CheckpointInfo,
     CheckpointList,
     DeleteCheckpoint,
-    GetStorage,
     GetTrainingRun,
     GetWeightsInfo,
     ListCheckpoints,
     ListTrainingRuns,
     SetCheckpointTtl,
-    Storage,
     TrainingRun,
     TrainingRuns,
     WeightsInfo,
 )
 from xorl.server.sizes import readable_size
+from xorl.server.status_queries import GetStorage, Storage
 
 router = APIRouter(prefix="/api/v1")
 

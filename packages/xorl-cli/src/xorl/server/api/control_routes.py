@@ -20,14 +20,13 @@ from xorl.server.queries import (
     CreateSession,
     FinishSession,
     GetSession,
-    GetStatus,
     Heartbeat,
     ListSessions,
     SessionCreated,
     SessionInfo,
     Sessions,
-    Status,
 )
+from xorl.server.status_queries import GetStatus, Status
 
 router = APIRouter()
 

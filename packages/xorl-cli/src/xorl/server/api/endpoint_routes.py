@@ -28,7 +28,7 @@ from xorl.server.endpoint_queries import (
 from xorl.server.identifiers import check_model_id
 from xorl.server.messages import Ok
 from xorl.server.operations import BlockFp8, Endpoint, SyncResult, SyncWeights
-from xorl.server.queries import GetStatus, Status
+from xorl.server.status_queries import GetStatus, Status
 
 router = APIRouter()
 
@@ -111,7 +111,7 @@ async def add_endpoint(request: Request) -> Response:
         {
             "success": is_healthy,
             "message": added.message or f"{given.host}:{given.port} was added",
-            "endpoint": _endpoint_json(added),
+            "endpoint": endpoint_json(added),
             "weights_synced": synced,
             "sync_message": sync_message,
         }
@@ -122,7 +122,7 @@ async def add_endpoint(request: Request) -> Response:
 async def list_endpoints(request: Request) -> Response:
     """List the registered endpoints."""
     listed = await api_of(request).orchestrator.ask(ListEndpoints(), Endpoints)
-    states: list[JSON] = [_endpoint_json(state) for state in listed.endpoints]
+    states: list[JSON] = [endpoint_json(state) for state in listed.endpoints]
     return json_response({"endpoints": states, "count": len(states)})
 
 
@@ -142,7 +142,7 @@ async def connect_endpoints(request: Request) -> Response:
     given = await api.bodies.parse(request, ConnectBody)
     query = ConnectEndpoints(given.master_address or "", given.master_port, given.group_name)
     listed = await api.orchestrator.ask(query, Endpoints)
-    healthy: list[JSON] = [_endpoint_json(state) for state in listed.endpoints if state.state == "healthy"]
+    healthy: list[JSON] = [endpoint_json(state) for state in listed.endpoints if state.state == "healthy"]
     message = f"{len(healthy)} of {len(listed.endpoints)} endpoints answer"
     return json_response({"success": bool(healthy), "message": message, "connected_endpoints": healthy})
 
@@ -276,7 +276,8 @@ def _check_transfer(given: EndpointBody | SyncBody) -> None:
         raise Refusal(400, f"master_port must be 1 to 65535, or 0 for a free one, got {given.master_port}")
 
 
-def _endpoint_json(state: EndpointState) -> dict[str, JSON]:
+def endpoint_json(state: EndpointState) -> dict[str, JSON]:
+    """An endpoint as clients see it."""
     endpoint = state.endpoint
     info: dict[str, Any] = dict(state.server_info)
     return {

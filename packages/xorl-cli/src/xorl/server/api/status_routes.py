@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from importlib.resources import files
+from typing import cast
 
 from fastapi import APIRouter
 from msgspec import to_builtins
@@ -13,8 +14,10 @@ from starlette.responses import HTMLResponse, Response
 
 from xorl.server.api.context import api_of
 from xorl.server.api.control_routes import iso
+from xorl.server.api.endpoint_routes import endpoint_json
 from xorl.server.api.responses import JSON, Refusal, json_response
-from xorl.server.queries import GetStatus, Status, Storage
+from xorl.server.operations import Message
+from xorl.server.status_queries import GetStatus, Status, Storage
 
 router = APIRouter()
 
@@ -50,39 +53,16 @@ async def status_json(request: Request) -> Response:
             "workers_connected": status.workers_connected,
             "world_size": status.world_size,
             "queue_depth": status.queue_depth,
-            "running": [to_builtins(call) | {"since": iso(call.since)} for call in status.running],
-            "processes": [
-                {
-                    "name": process.name,
-                    "num_restarts": process.num_restarts,
-                    "last_restart": _iso(process.last_restart),
-                    "reason": process.reason,
-                    "hung_since": _iso(process.hung_since),
-                }
-                for process in status.processes
-            ],
+            "running": [_json(call, "since") for call in status.running],
+            "processes": [_json(process, "last_restart", "hung_since") for process in status.processes],
             "tokens_per_second": status.tokens_per_second,
-            "sessions": [
-                {
-                    "session_id": session.session_id,
-                    "models": session.models,
-                    "num_requests": session.num_requests,
-                    "last_active": iso(session.last_active),
-                    "is_gone": session.is_gone,
-                }
-                for session in status.sessions
-            ],
+            "token_rates": status.token_rates,
+            "sessions": [_json(session, "created", "last_active") for session in status.sessions],
+            "models": [_json(model, "created", "last_active", "last_step") for model in status.models],
+            "endpoints": [endpoint_json(endpoint) for endpoint in status.endpoints],
             "gpu_bytes_used": status.gpu_bytes_used,
             "gpu_bytes_total": status.gpu_bytes_total,
-            "last_errors": [
-                {
-                    "time": iso(error.time),
-                    "model_id": error.model_id,
-                    "operation": error.operation,
-                    "message": error.message,
-                }
-                for error in status.last_errors
-            ],
+            "last_errors": [_json(error, "time") for error in status.last_errors],
             "counters": status.counters,
             "gauges": status.gauges,
             "storage": None if status.storage is None else _storage_json(status.storage),
@@ -106,18 +86,21 @@ async def metrics(request: Request) -> Response:
     return Response(process_metrics + "\n".join(lines) + "\n", media_type="text/plain; version=0.0.4")
 
 
-def _iso(seconds: float | None) -> str | None:
-    return None if seconds is None else iso(seconds)
+def _json(message: Message, *times: str) -> dict[str, JSON]:
+    """The fields of a message; those that are times in ISO 8601."""
+    fields: dict[str, JSON] = to_builtins(message)
+    del fields["type"]
+    for name in times:
+        seconds = fields[name]
+        fields[name] = None if seconds is None else iso(cast("float", seconds))
+    return fields
 
 
 def _storage_json(storage: Storage) -> JSON:
     return {
         "limit_bytes": storage.limit_bytes,
         "used_bytes": storage.used_bytes,
-        "kinds": [
-            {"kind": kind.kind, "num_checkpoints": kind.num_checkpoints, "size_bytes": kind.size_bytes}
-            for kind in storage.kinds
-        ],
+        "kinds": [_json(kind) for kind in storage.kinds],
     }
 
 

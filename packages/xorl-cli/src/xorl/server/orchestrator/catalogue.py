@@ -14,8 +14,8 @@ from typing import Any, get_args
 
 from xorl.server.identifiers import CheckpointKind, CheckpointRef, check_name, checkpoint_folder, model_id_in_folder
 from xorl.server.orchestrator.operation_properties import RECOVERY_PREFIX
-from xorl.server.queries import StoredKind, StoredName
 from xorl.server.sizes import readable_size
+from xorl.server.status_queries import StoredKind, StoredName
 
 # Kept free on the disk, so that the file system stays usable while a checkpoint is written.
 FREE_MARGIN_BYTES = 64 * 2**20

@@ -63,6 +63,8 @@ class Housekeeping:
         if time.monotonic() - self._pruned >= PRUNE_EVERY_S:
             self._pruned = time.monotonic()
             await self._prune(now)
+            models = self._state.registry.models.values()
+            self._state.progress.keep({model.lane for model in models if model.exists})
 
     async def _fail_without_workers(self) -> None:
         """Fail all queued requests if the workers have been absent for too long."""

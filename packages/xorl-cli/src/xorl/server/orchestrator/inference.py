@@ -98,6 +98,11 @@ class Inference:
         """Whether any endpoint is healthy, and so may hold the weights of a sample."""
         return any(state.state == "healthy" for state in self._endpoints.states)
 
+    @property
+    def states(self) -> list[EndpointState]:
+        """The last known states of all endpoints."""
+        return self._endpoints.states
+
     async def close(self) -> None:
         """Close the connections."""
         await self._client.aclose()

@@ -21,7 +21,7 @@ from xorl.server.endpoint_queries import (
 )
 from xorl.server.messages import Cancel, Poll, Rejected, Submit, Tombstone, Unreadable
 from xorl.server.operations import Failure, Message
-from xorl.server.orchestrator import checkpoint_queries, served_models, service_queries, session_search, waiting
+from xorl.server.orchestrator import checkpoint_queries, served_models, service_queries, session_search, status, waiting
 from xorl.server.orchestrator.admission import Admission
 from xorl.server.orchestrator.commit import JournalError
 from xorl.server.orchestrator.housekeeping import Housekeeping
@@ -43,8 +43,6 @@ from xorl.server.queries import (
     GetSampler,
     GetService,
     GetSession,
-    GetStatus,
-    GetStorage,
     GetTrainingRun,
     GetWeightsInfo,
     Heartbeat,
@@ -56,6 +54,7 @@ from xorl.server.queries import (
     SearchSessions,
     SetCheckpointTtl,
 )
+from xorl.server.status_queries import GetStatus, GetStorage
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +64,8 @@ QUERIES: dict[type[Message], Callable[[State, Any], Awaitable[Message]]] = {
     Poll: waiting.poll,
     Cancel: waiting.cancel,
     GetService: service_queries.get_service,
-    GetStatus: service_queries.get_status,
-    GetStorage: service_queries.get_storage,
+    GetStatus: status.get_status,
+    GetStorage: status.get_storage,
     CreateSession: service_queries.create_session,
     Heartbeat: service_queries.heartbeat,
     FinishSession: service_queries.finish_session,

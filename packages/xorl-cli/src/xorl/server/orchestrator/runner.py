@@ -325,7 +325,7 @@ class Runner:
             ticket, operation = dispatch.ticket, dispatch.operation
             if isinstance(result, ModelCreated) and not state.options.skip_initial_checkpoint:
                 await self._admission.submit_internal(SaveWeights(result.model_id, INITIAL_NAME, overwrite=True))
-            self._count(operation, result)
+            self._count(ticket, operation, result)
             duration_s = seconds / len(dispatches)
             outcomes.append(apply_result(state, ticket, operation, result, dispatch.workers, duration_s))
         ahead = [dispatch.ticket for dispatch, result in ended if _runs_ahead(dispatch, result)]
@@ -420,9 +420,11 @@ class Runner:
         await self._state.end([Outcome(ticket.request_id, encode(result), time.time(), records=records)], [result])
         self._state.scheduler.finish([ticket])
 
-    def _count(self, operation: Operation, result: Result) -> None:
+    def _count(self, ticket: Ticket, operation: Operation, result: Result) -> None:
         if isinstance(result, Failure):
             return
+        if ticket.lane is not None:
+            self._state.progress.note(ticket.lane, operation, result)
         if isinstance(operation, ForwardBackward):
             self._state.counters.count_tokens(sum(datum.tokens.shape[0] for datum in operation.data))
         elif isinstance(operation, Sample) and isinstance(result, SampleResult):

@@ -1,25 +1,19 @@
-"""Answers queries about the service's status, sessions, models and samplers."""
+"""Answers queries about the service, its sessions, models and samplers; `status` has those about the status."""
 
 from __future__ import annotations
 
 import secrets
 import time
-from pathlib import Path
-
-from msgspec.structs import replace
 
 from xorl.server.identifiers import sampling_session_id_of
 from xorl.server.messages import Ok, Rejected
 from xorl.server.operations import LoraSpec
 from xorl.server.orchestrator.registry import (
-    SESSION_SILENCE_S,
-    SESSIONLESS_SILENCE_S,
     SamplerRecord,
     SessionRecord,
     stored,
 )
 from xorl.server.orchestrator.state import State
-from xorl.server.orchestrator.storage import STATUS_WAIT_S
 from xorl.server.queries import (
     CreateSamplingSession,
     CreateSession,
@@ -28,23 +22,15 @@ from xorl.server.queries import (
     GetSampler,
     GetService,
     GetSession,
-    GetStatus,
-    GetStorage,
     Heartbeat,
     ListSessions,
     ModelInfo,
-    ProcessStatus,
-    RunningCall,
     SamplingSession,
     ServiceInfo,
     SessionCreated,
     SessionInfo,
     Sessions,
-    SessionStatus,
-    Status,
-    Storage,
 )
-from xorl.server.restarts import read_restarts
 
 
 async def get_service(state: State, query: GetService) -> ServiceInfo:
@@ -62,48 +48,6 @@ async def get_service(state: State, query: GetService) -> ServiceInfo:
         output_dir=options.output_dir,
         ready=state.workers.is_ready,
     )
-
-
-async def get_status(state: State, query: GetStatus) -> Status:
-    """The current status."""
-    health, workers = state.workers.health, state.workers
-    processes, running = _processes(state), _running_calls(state)
-    oldest_s = max((time.time() - call.since for call in running), default=0.0)
-    storage = await state.storage.read(state.options, STATUS_WAIT_S)
-    return Status(
-        started=state.started,
-        ready=workers.is_ready,
-        workers_connected=workers.is_connected,
-        world_size=health.world_size if health else 0,
-        queue_depth=len(state.scheduler),
-        running=running,
-        processes=processes,
-        tokens_per_second=state.counters.tokens_per_second(),
-        sessions=_session_statuses(state),
-        gpu_bytes_used=health.gpu_bytes_used if health else [],
-        gpu_bytes_total=health.gpu_bytes_total if health else [],
-        last_errors=list(state.counters.errors)[::-1],
-        counters=dict(state.counters.totals)
-        | {f'process_restarts_total{{process="{one.name}"}}': float(one.num_restarts) for one in processes},
-        gauges={
-            "queued_requests": float(len(state.scheduler)),
-            "open_requests": float(len(state.open)),
-            "models": float(sum(model.state == "ready" for model in state.registry.models.values())),
-            "tokens_per_second": state.counters.tokens_per_second(),
-            "journal_bytes": float(state.journal.size_bytes()),
-            "workers_ready": float(workers.is_ready),
-            "oldest_running_call_seconds": oldest_s,
-        }
-        | {f'process_hung{{process="{one.name}"}}': float(one.hung_since is not None) for one in processes}
-        | _storage_gauges(storage),
-        storage=storage,
-    )
-
-
-async def get_storage(state: State, query: GetStorage) -> Storage | Rejected:
-    """The storage that output_dir takes."""
-    storage = await state.storage.read(state.options)
-    return storage or Rejected(503, "the storage could not be measured; see the service's log")
 
 
 async def create_session(state: State, query: CreateSession) -> SessionCreated | Rejected:
@@ -228,69 +172,6 @@ async def get_sampler(state: State, query: GetSampler) -> SamplingSession | Reje
     if record is None:
         return Rejected(404, f"there is no sampling session {query.sampling_session_id}")
     return _sampling_session(record)
-
-
-def _running_calls(state: State) -> list[RunningCall]:
-    """The requests that run, the oldest first."""
-    found: list[RunningCall] = []
-    for request_id, request in state.open.items():
-        if request.running_since is not None:
-            model = state.model_of(request.ticket)
-            model_id = None if model is None else model.model_id
-            client, since = request.ticket.client, request.running_since
-            found.append(RunningCall(request_id, request.kind, model_id, client, since, request.attempts))
-    return sorted(found, key=lambda call: call.since)
-
-
-def _processes(state: State) -> list[ProcessStatus]:
-    """The processes and their restarts. Workers that the launcher has not started are counted by their connections."""
-    file, workers = state.options.restarts_file, state.workers
-    found = read_restarts(None if file is None else Path(file))
-    if all(one.name != "workers" for one in found):
-        reason = "the connection to the first worker was lost" if workers.num_restarts else None
-        found = [ProcessStatus("workers", workers.num_restarts, workers.last_restart, reason), *found]
-    # The launcher does not know when new workers are ready.
-    return [replace(one, hung_since=None) if one.name == "workers" and workers.is_ready else one for one in found]
-
-
-def _storage_gauges(storage: Storage | None) -> dict[str, float]:
-    if storage is None:
-        return {}
-    gauges = {"storage_limit_bytes": float(storage.limit_bytes)}
-    for kind in storage.kinds:
-        gauges[f'storage_bytes{{kind="{kind.kind}"}}'] = float(kind.size_bytes)
-        gauges[f'storage_checkpoints{{kind="{kind.kind}"}}'] = float(kind.num_checkpoints)
-    return gauges
-
-
-def _session_statuses(state: State) -> list[SessionStatus]:
-    """Active sessions, and models without a session, most recently active first."""
-    registry = state.registry
-    queued: dict[str, int] = {}
-    for request in state.open.values():
-        queued[request.ticket.client] = queued.get(request.ticket.client, 0) + 1
-
-    def status(name: str, models: list[str], last_active: float, silence_s: float) -> SessionStatus:
-        num_requests = queued.get(name, 0)
-        is_gone = not num_requests and time.time() - last_active > silence_s
-        return SessionStatus(name, models, num_requests, last_active, is_gone)
-
-    shown = [
-        status(
-            session.session_id,
-            [model.model_id for model in registry.models_of(session.session_id) if model.exists],
-            session.last_active,
-            SESSION_SILENCE_S,
-        )
-        for session in registry.sessions.values()
-        if not session.is_finished
-    ]
-    shown += [
-        status(model.model_id, [model.model_id], model.last_active, SESSIONLESS_SILENCE_S)
-        for model in registry.models.values()
-        if model.session_id is None and model.exists
-    ]
-    return sorted(shown, key=lambda status: status.last_active, reverse=True)
 
 
 def _no_session(session_id: str) -> Rejected:

@@ -22,17 +22,20 @@ from xorl.server.orchestrator.journal import Journal, Outcome, Record
 from xorl.server.orchestrator.lane import Ticket
 from xorl.server.orchestrator.operation_properties import encode
 from xorl.server.orchestrator.options import OrchestratorOptions
+from xorl.server.orchestrator.progress import ProgressLog
 from xorl.server.orchestrator.registry import ModelRecord, Registry, checkpoint_key, stored
 from xorl.server.orchestrator.scheduler import Scheduler
 from xorl.server.orchestrator.storage import StorageMeter
 from xorl.server.orchestrator.workers import Workers
-from xorl.server.queries import ErrorSeen
+from xorl.server.status_queries import ErrorSeen
 
 logger = logging.getLogger(__name__)
 
 NUM_ERRORS_SHOWN = 20
 # Throughput is averaged over the last minute.
 RATE_WINDOW_S = 60.0
+# The status shows ten minutes of throughput.
+RATE_INTERVAL_S, NUM_INTERVALS = 10.0, 60
 RETRY_WRITE_S = 1.0
 
 
@@ -73,6 +76,7 @@ class Counters:
         self.totals: Counter[str] = Counter()
         self.errors: deque[ErrorSeen] = deque(maxlen=NUM_ERRORS_SHOWN)
         self._tokens: deque[tuple[float, int]] = deque()
+        self._intervals: Counter[int] = Counter()  # tokens by the number of the interval
 
     def count(self, name: str, amount: float = 1, **labels: str) -> None:
         """Add to a counter."""
@@ -83,6 +87,7 @@ class Counters:
         """Count tokens that have just been processed."""
         self.count("tokens_total", num_tokens)
         self._tokens.append((time.monotonic(), num_tokens))
+        self._intervals[int(time.monotonic() / RATE_INTERVAL_S)] += num_tokens
         self._forget()
 
     def tokens_per_second(self) -> float:
@@ -90,7 +95,16 @@ class Counters:
         self._forget()
         return sum(count for _, count in self._tokens) / RATE_WINDOW_S
 
+    def token_rates(self) -> list[float]:
+        """Tokens per second in each of the last intervals that are over, the oldest first."""
+        self._forget()
+        now = int(time.monotonic() / RATE_INTERVAL_S)
+        return [self._intervals[number] / RATE_INTERVAL_S for number in range(now - NUM_INTERVALS, now)]
+
     def _forget(self) -> None:
+        oldest = int(time.monotonic() / RATE_INTERVAL_S) - NUM_INTERVALS
+        for number in [number for number in self._intervals if number < oldest]:
+            del self._intervals[number]
         while self._tokens and self._tokens[0][0] < time.monotonic() - RATE_WINDOW_S:
             self._tokens.popleft()
 
@@ -104,6 +118,7 @@ class State:
         wake: set when there may be requests to start.
         retrieved: ids of results that were fetched since the journal last recorded them.
         storage_problem: why the journal cannot be written at the moment, for example a full disk; shown to pollers.
+        progress: how the training of each model goes.
         deleting: checkpoints that are being deleted; no request may start from them.
     """
 
@@ -120,6 +135,7 @@ class State:
     started: float = field(default_factory=time.time)
     storage_problem: str | None = None
     deleting: set[CheckpointRef] = field(default_factory=set)
+    progress: ProgressLog = field(default_factory=ProgressLog)
     storage: StorageMeter = field(default_factory=StorageMeter)
     _locks: WeakValueDictionary[CheckpointRef, asyncio.Lock] = field(default_factory=WeakValueDictionary)
 

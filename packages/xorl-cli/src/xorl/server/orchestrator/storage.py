@@ -8,7 +8,7 @@ import time
 
 from xorl.server.orchestrator import catalogue
 from xorl.server.orchestrator.options import OrchestratorOptions
-from xorl.server.queries import Storage, StoredKind
+from xorl.server.status_queries import Storage, StoredKind
 
 logger = logging.getLogger(__name__)
 
