@@ -20,7 +20,8 @@ def test_what_is_not_built_is_refused_by_name(service):
     for path, body, says in (
         ("api/v1/create_model", {"base_model": "b", "lora_config": {"dropout": 0.1}}, "dropout"),
         ("api/v1/create_model", {"base_model": "b", "optimizer_config": {"type": "dimuon"}}, "dimuon"),
-        ("api/v1/asample", {**prompt, "prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k"),
+        ("api/v1/asample", {**prompt, "prompt_alt_tokens_k": -1}, "prompt_alt_tokens_k must be 0 to"),
+        ("api/v1/asample", {**prompt, "prompt_logprobs_last_n": 1}, "prompt_logprobs_last_n needs prompt_logprobs"),
         ("api/v1/asample", {**prompt, "record_stability_info": True}, "another loss_fn, such as ppo, cispo or gspo"),
         ("api/v1/asample", {**prompt, "sampling_params": {"stop": [3, 64]}}, "stop has token 64, but token ids"),
         ("api/v1/asample", {**prompt, "sampling_params": {"stop": [2**70]}}, "stop has values that are not token ids"),

@@ -43,6 +43,7 @@ from xorl.server.messages import (
 from xorl.server.operations import (
     NO_LOGPROB,
     AbortGradients,
+    BaseSampler,
     CreateModel,
     Failure,
     ForwardBackward,
@@ -73,6 +74,7 @@ from xorl.server.queries import (
     CreateSamplingSession,
     CreateSession,
     DeleteCheckpoint,
+    FindServedModel,
     FinishSession,
     GetModel,
     GetSampler,
@@ -87,6 +89,7 @@ from xorl.server.queries import (
     ModelInfo,
     Request,
     SamplingSession,
+    ServedModel,
     ServiceInfo,
     SessionCreated,
     SessionInfo,
@@ -124,6 +127,7 @@ class AnsweringOrchestrator:
     """Keeps what was asked of it in `submits`, `tombstones`, `cancelled` and `quantizations`, for tests to look at."""
 
     def __init__(self, output_dir, tokenizer="tokenizer"):
+        self.vocab_size = VOCAB
         self.gone = set()
         self.output_dir, self.tokenizer = output_dir, tokenizer
         self.submits, self.tombstones, self.cancelled, self.quantizations, self.keys = [], [], [], [], {}
@@ -219,7 +223,7 @@ class AnsweringOrchestrator:
             enable_lora=True,
             lora_rank=8,
             lora_alpha=16.0,
-            vocab_size=VOCAB,
+            vocab_size=self.vocab_size,
             output_dir=str(self.output_dir),
             ready=self.ready,
         )
@@ -298,6 +302,10 @@ class AnsweringOrchestrator:
         if asked.sampling_session_id not in self.samplers:
             return Rejected(404, "there is no such sampler")
         return SamplingSession(asked.sampling_session_id, "tiny", self.samplers[asked.sampling_session_id], None)
+
+    async def on_FindServedModel(self, asked: FindServedModel):
+        found = ServedModel("tiny", 0.0, BaseSampler())
+        return found if asked.name == "tiny" else Rejected(404, f"model: there is no {asked.name!r}")
 
     async def on_ListCheckpoints(self, asked: ListCheckpoints):
         found = [c for ref, c in self.checkpoints.items() if asked.model_id in (None, ref.model_id)]

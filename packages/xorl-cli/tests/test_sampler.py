@@ -347,8 +347,8 @@ def test_a_step_that_fails_leaves_no_trace(model: ParallelModel) -> None:
         ({"top_p": 0.0}, "top_p must be above 0"),
         ({"stop": ((),)}, "stop must be sequences"),
         ({"target_tokens": np.zeros((2, 1), np.int64)}, r"target_tokens must be \[39, K\]"),
-        ({"max_tokens": 300}, "more than the 256 that the model has positions for"),
-        ({"max_tokens": 100}, r"more than the 128 that the cache holds \(sampler_cache_tokens\)"),
+        ({"max_tokens": 300}, "maximum context length is 256 tokens. However, you requested 340"),
+        ({"max_tokens": 100}, r"length is 128 tokens, which is what the cache holds \(sampler_cache_tokens\). However"),
         ({"prompt": (VOCAB,)}, "token 61 is outside the vocabulary of 61"),
         ({"top_sample_logprobs": 99}, "99 most likely tokens"),
         ({"adapter": "a"}, "there is no 'a'; there are none"),
@@ -386,7 +386,7 @@ def test_a_sample_fills_the_context_or_the_cache_to_its_last_token(model: Parall
     rows = logprobs_without_cache(model, PROMPT + tokens[:-1])[len(PROMPT) - 1 :]
     np.testing.assert_allclose(full.samples[0].logprobs, rows[range(len(tokens)), tokens], atol=1e-4)
     for prompt, max_tokens in ((whole, 2), ((*whole, 1), 0), ((*whole, 1), 1)):
-        with pytest.raises(ValueError, match=f"more than the {limit} that"):
+        with pytest.raises(ValueError, match=f"maximum context length is {limit} tokens"):
             sampler.submit(GenerationRequest(prompt, max_tokens, prompt_logprobs=True))
 
 
@@ -396,7 +396,7 @@ def test_decode_spans_depend_on_no_other_span_of_the_step() -> None:
         BlockPool(8, 4), max_running=4, max_tokens=6, max_adapters=0, root=lambda adapter: repr(adapter).encode()
     )
     request = GenerationRequest(tuple(range(9)), 6)
-    first, second = (Continuation(index, 0, request, list(request.prompt), scores_prompt=False) for index in range(2))
+    first, second = (Continuation(index, 0, request, list(request.prompt), first_scored=None) for index in range(2))
 
     def step() -> list[tuple[int, int, int, bool]]:
         spans = scheduler.plan()

@@ -173,3 +173,50 @@ def test_a_harness_scores_texts_by_echoing_them(client, tuned) -> None:
         )
         top = continued.choices[0].logprobs.top_logprobs[0]
         assert choice.logprobs.token_logprobs[1] == pytest.approx(top[choice.logprobs.tokens[1]], abs=1e-4)
+
+
+def test_fields_of_other_servers_do_what_they_do_there(client, tuned) -> None:
+    # Catches bytes, ids, stops and scores that are right only with an orchestrator that a test made up.
+    model_id, *_ = tuned
+    asked = {"model": model_id, "prompt": PROMPT, "max_tokens": 24, "seed": 5, "logprobs": 288}
+    (whole,) = client.completions.create(**asked).choices
+    tokens = whole.model_extra["token_ids"]
+    # All ids of the model at each position, some of them without a text in the tokenizer.
+    assert {len(top) for top in whole.logprobs.top_logprobs} == {288}
+    assert whole.logprobs.text_offset[0] == 0
+    assert whole.logprobs.text_offset[-1] <= len(whole.text)
+    named = client.completions.create(**asked, extra_body={"return_tokens_as_token_ids": True}).choices[0]
+    assert named.logprobs.tokens == [f"token_id:{token}" for token in tokens]
+    stop = {"stop_token_ids": [tokens[6]]}
+    first = tokens.index(tokens[6]) + 1
+    for keeps_stop in (False, True):
+        extra = {**stop, "include_stop_str_in_output": keeps_stop}
+        stopped = client.completions.create(**asked, extra_body=extra).choices[0]
+        streamed = list(client.completions.create(**asked, extra_body=extra, stream=True))
+        assert stopped.model_extra["token_ids"] == tokens[:first]
+        assert (len(stopped.logprobs.tokens), stopped.finish_reason) == (first, "stop")
+        shown = client.completions.create(
+            model=model_id, prompt=tokens[: first if keeps_stop else first - 1], max_tokens=1, echo=True, logprobs=0
+        )
+        assert shown.choices[0].text.startswith(stopped.text)
+        assert "".join(chunk.choices[0].text for chunk in streamed) == stopped.text
+    scored = client.completions.create(**asked, extra_body={"prompt_logprobs": 1}).choices[0].model_extra
+    echoed = client.completions.create(**{**asked, "logprobs": 1}, echo=True).choices[0].logprobs
+    own = [at[str(token)]["logprob"] for token, at in zip(PROMPT[1:], scored["prompt_logprobs"][1:], strict=True)]
+    assert own == pytest.approx(echoed.token_logprobs[1 : len(PROMPT)], abs=1e-5)
+    chat = {"model": model_id, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 30, "seed": 1}
+    said = client.chat.completions.create(**chat, logprobs=True, extra_body={"ignore_eos": True}).choices[0]
+    data = b"".join(bytes(one.bytes) for one in said.logprobs.content if not one.token.startswith("<|"))
+    assert data.decode(errors="replace") == said.message.content
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_that_is_too_long_has_the_code_of_a_context_overflow(client, tuned, stream: bool) -> None:
+    # Catches an agent that cannot tell that it has to shorten its history.
+    model_id, *_ = tuned
+    with pytest.raises(openai.BadRequestError, match="This model's maximum context length is 1024 tokens") as caught:
+        client.completions.create(model=model_id, prompt="word " * 4000, stream=stream)
+    assert caught.value.code == "context_length_exceeded"
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.completions.create(model="nobody", prompt="a", stream=stream)
+    assert (caught.value.code, caught.value.param) == ("model_not_found", "model")

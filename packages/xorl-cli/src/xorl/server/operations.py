@@ -169,7 +169,8 @@ class Sample(Message, frozen=True):
     with the same seed; it continues as if all had been sampled at once. max_tokens: None fills the context. top_k: None
     considers all tokens. seed: the seed of the first sample; sample i uses seed + i; None draws a seed. stop_ids:
     single tokens. ignore_end: do not stop at the model's end token. topk_*: the number of most likely tokens to return
-    at each position.
+    at each position. num_prompt_scored: how many of the prompt's last tokens prompt_logprobs and topk_prompt_logprobs
+    are for; None: all. prompt_draws: the number of tokens to draw in place of each of the prompt's but the first.
     target_prompt_tokens: int64 [P - 1, K], more tokens whose log-probabilities to return at positions 1, 2, ... of the
     prompt; -1 marks an empty cell. routed_experts: return the experts of each token.
     """
@@ -189,6 +190,8 @@ class Sample(Message, frozen=True):
     prompt_logprobs: bool = False
     topk_prompt_logprobs: int = 0
     topk_sample_logprobs: int = 0
+    num_prompt_scored: int | None = None
+    prompt_draws: int = 0
     target_prompt_tokens: Array | None = None
     routed_experts: bool = False
 
@@ -247,13 +250,14 @@ class Failure(Message, frozen=True):
     """The operation failed and changed nothing. status: the HTTP status, 4xx for the category `user`.
 
     model_given_up: the workers no longer hold the operation's model, for example because the operation failed after it
-    had begun to change the model. The orchestrator restores it.
+    had begun to change the model. The orchestrator restores it. code: the kind of the failure for OpenAI's clients.
     """
 
     category: Literal["user", "server"]
     status: int
     message: str
     model_given_up: bool = False
+    code: str | None = None
 
 
 class ModelCreated(Message, frozen=True):
@@ -346,7 +350,8 @@ class SampledSequence(Message, frozen=True):
 class SampleResult(Message, frozen=True):
     """Result of Sample: sequences in the order of their seeds. P: number of prompt tokens.
 
-    prompt_logprobs: float32 [P], NaN for the first token. topk_prompt_logprobs: for the P - 1 tokens after the first.
+    prompt_logprobs: float32 [P], NaN where nothing was scored. topk_prompt_logprobs: for the P - 1 tokens after the
+    first. prompt_draws: tokens drawn in place of these, with their log-probabilities at temperature 1.
     target_prompt_logprobs: float32 [P - 1, K], NaN in empty cells. prompt_routed_experts: int16, of the prompt's first
     P - 1 tokens, as in the sequences.
     """
@@ -354,6 +359,7 @@ class SampleResult(Message, frozen=True):
     sequences: list[SampledSequence]
     prompt_logprobs: Array | None = None
     topk_prompt_logprobs: TopLogprobs | None = None
+    prompt_draws: TopLogprobs | None = None
     target_prompt_logprobs: Array | None = None
     num_cached_tokens: int = 0
     prompt_routed_experts: Array | None = None

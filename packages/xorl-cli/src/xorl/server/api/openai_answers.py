@@ -7,38 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-from tokenizers import Tokenizer
-
 from xorl.server.api.responses import JSON
 from xorl.server.api.results import likely_tokens
+from xorl.server.api.token_texts import Offsets, TokenTexts, token_id_text
 from xorl.server.operations import SampledSequence, SampleResult, TopLogprobs
 
-# What decoding puts in place of bytes that are no character, alike for all of them.
-REPLACEMENT = "\ufffd"
+# Before the text of a token of a completion that is a part of a character.
+_BYTES = "bytes:"
 # A token, its log-probability and the most likely tokens at its position.
 Row = tuple[int, float | None, Sequence[tuple[int, float]] | None]
-
-
-class Texts:
-    """The texts of single tokens, which OpenAI's log-probabilities name instead of ids."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, without special tokens."""
-        return self._tokenizer.decode(list(tokens))
-
-    def token(self, token: int) -> str:
-        """The text of one token, also of a special one; its name in the vocabulary if it is a part of a character."""
-        text = self._tokenizer.decode([token], skip_special_tokens=False)
-        return text if REPLACEMENT not in text else self._tokenizer.id_to_token(token) or text
-
-    def bytes_of(self, token: int) -> list[int] | None:
-        """The UTF-8 bytes of one token's text; None if it is a part of a character."""
-        text = self._tokenizer.decode([token], skip_special_tokens=False)
-        return None if REPLACEMENT in text else list(text.encode())
 
 
 def rows_of(sequence: SampledSequence) -> list[Row]:
@@ -46,29 +23,27 @@ def rows_of(sequence: SampledSequence) -> list[Row]:
     return _rows(sequence.tokens.numpy().tolist(), sequence.logprobs.numpy().tolist(), sequence.top_logprobs)
 
 
-def prompt_rows(prompt: Sequence[int], result: SampleResult) -> list[Row]:
-    """The same of a prompt that was scored; nothing predicts its first token."""
-    assert result.prompt_logprobs is not None, "echo scores the prompt"
+def prompt_rows(prompt: Sequence[int], result: SampleResult, num_top: int) -> list[Row]:
+    """The same of a prompt that was scored, with `num_top` likely tokens; nothing predicts its first token."""
+    assert result.prompt_logprobs is not None, "the call scores the prompt"
     later = _rows(list(prompt[1:]), result.prompt_logprobs.numpy()[1:].tolist(), result.topk_prompt_logprobs)
-    return [(prompt[0], None, None), *later]
+    return [
+        (prompt[0], None, None),
+        *((token, logprob, top[:num_top] if top is not None and num_top else None) for token, logprob, top in later),
+    ]
 
 
-def completion_logprobs(rows: Sequence[Row], texts: Texts, offset: int = 0) -> dict[str, JSON]:
-    """Log-probabilities as completions have them. offset: the length of the text before."""
-    tokens = [texts.token(token) for token, _, _ in rows]
-    lengths = np.cumsum([offset, *(len(token) for token in tokens)])
+def completion_logprobs(rows: Sequence[Row], texts: TokenTexts, offsets: Offsets) -> dict[str, JSON]:
+    """Log-probabilities as completions have them. offsets: at the first of these tokens."""
     return {
-        "tokens": tokens,
+        "tokens": [texts.token(token, _BYTES) for token, _, _ in rows],
         "token_logprobs": [_finite(logprob) for _, logprob, _ in rows],
-        "top_logprobs": [
-            None if top is None else {texts.token(token): _finite(logprob) for token, logprob in top}
-            for _, _, top in rows
-        ],
-        "text_offset": lengths[:-1].tolist(),
+        "top_logprobs": [_top_by_text(row, texts) for row in rows],
+        "text_offset": offsets.add([token for token, _, _ in rows]),
     }
 
 
-def chat_logprobs(rows: Sequence[Row], texts: Texts) -> dict[str, JSON]:
+def chat_logprobs(rows: Sequence[Row], texts: TokenTexts) -> dict[str, JSON]:
     """Log-probabilities as chat completions have them."""
     content: list[JSON] = [
         {
@@ -78,6 +53,11 @@ def chat_logprobs(rows: Sequence[Row], texts: Texts) -> dict[str, JSON]:
         for token, logprob, top in rows
     ]
     return {"content": content, "refusal": None}
+
+
+def prompt_logprobs(rows: Sequence[Row], texts: TokenTexts) -> list[JSON]:
+    """Log-probabilities of a prompt as vLLM has them: by token id, the prompt's own token first."""
+    return [None if logprob is None else _by_id(token, logprob, top or (), texts) for token, logprob, top in rows]
 
 
 def usage(num_prompt: int, num_sampled: int, num_cached: int) -> dict[str, JSON]:
@@ -95,11 +75,36 @@ def _rows(tokens: Sequence[int], logprobs: Sequence[float], top: TopLogprobs | N
     return list(zip(tokens, logprobs, tops, strict=True))
 
 
-def _chat_token(token: int, logprob: float | None, texts: Texts) -> dict[str, JSON]:
+def _top_by_text(row: Row, texts: TokenTexts) -> dict[str, JSON] | None:
+    """The most likely tokens and the token itself. Of tokens with the same text, the less likely have their ids."""
+    token, logprob, top = row
+    if top is None or logprob is None:
+        return None
+    found: dict[str, JSON] = {}
+    for other, value in _with_own(token, logprob, top):
+        name = texts.token(other, _BYTES)
+        found[name if name not in found else token_id_text(other)] = _finite(value)
+    return found
+
+
+def _with_own(token: int, logprob: float, top: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    return [*top] if any(other == token for other, _ in top) else [*top, (token, logprob)]
+
+
+def _by_id(token: int, logprob: float, top: Sequence[tuple[int, float]], texts: TokenTexts) -> dict[str, JSON]:
+    ranks: dict[int, int | None] = {token: None} | {other: rank for rank, (other, _) in enumerate(top, 1)}
+    values = {token: logprob} | dict(top)
+    return {
+        str(other): {"logprob": _finite(values[other]), "rank": rank, "decoded_token": texts.token(other)}
+        for other, rank in ranks.items()
+    }
+
+
+def _chat_token(token: int, logprob: float | None, texts: TokenTexts) -> dict[str, JSON]:
     return {
         "token": texts.token(token),
         "logprob": _finite(logprob),
-        "bytes": texts.bytes_of(token),
+        "bytes": list(texts.bytes_of(token)),
         "token_id": token,
     }
 

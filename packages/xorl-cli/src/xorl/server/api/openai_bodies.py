@@ -8,6 +8,15 @@ from typing import Any
 
 import msgspec
 
+from xorl.server.api.openai_fields import (
+    MESSAGE_IGNORED,
+    MESSAGE_UNSERVED,
+    PART_IGNORED,
+    field_names,
+    msgspec_of,
+    served_fields,
+)
+from xorl.server.api.responses import InvalidField
 from xorl.server.api.sampling_bodies import parse_stop, validated
 from xorl.server.api.tensors import tokens_array
 from xorl.server.operations import Sample, SamplerRef
@@ -15,54 +24,72 @@ from xorl.server.operations import Sample, SamplerRef
 # The default of OpenAI's completions.
 COMPLETION_TOKENS = 16
 MAX_PROMPTS = 1024
+# The names of a sample's fields in these calls.
+_NAMES = {"num_samples": "n", "stop_strings": "stop", "topk_prompt_logprobs": "prompt_logprobs"}
 
 
-class StreamOptions(msgspec.Struct, frozen=True):
-    """include_usage: end the stream with a chunk that has the numbers of tokens."""
+class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """include_usage: end the stream with a chunk that has the numbers of tokens. include_obfuscation has no effect."""
 
-    include_usage: bool = False
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
 
 
 class SamplingBody(msgspec.Struct, frozen=True, kw_only=True):
-    """What both calls share. top_k, stop_token_ids and ignore_eos are extensions that other servers have, too."""
+    """What both calls share. The fields from top_k on are extensions that other servers have, too.
+
+    prompt_logprobs: how many of the most likely tokens to return at each position of the prompt, beside its own token.
+    """
 
     model: str
     n: int = 1
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int = -1
+    temperature: float = 1.0
+    top_p: float = 1.0
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | list[str] = []
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    top_k: int = -1
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
-    stream: bool = False
-    stream_options: StreamOptions | None = None
-    # Only these values of what follows are supported.
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    min_p: float | None = None
-    logit_bias: dict[str, Any] | None = None
-    response_format: dict[str, Any] | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
+    prompt_logprobs: int | None = None
+    return_tokens_as_token_ids: bool = False
+    return_token_ids: bool = True
+    return_routed_experts: bool = False
+    request_id: str | None = None
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The stop strings, which are not part of the text of an answer."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        """The stop strings."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the log-probabilities of the prompt are part of the answer."""
+        return self.prompt_logprobs is not None
+
+    def truncated(self, prompt: list[int]) -> list[int]:
+        """The prompt's last tokens, if it is longer than the body allows; raises InvalidField."""
+        limit = self.truncate_prompt_tokens
+        if limit is None:
+            return prompt
+        if limit < 1:
+            raise InvalidField("truncate_prompt_tokens", f"must be 1 or more, got {limit}")
+        return prompt[-limit:]
 
     def sample(
-        self,
-        sampler: SamplerRef,
-        prompt: Sequence[int],
-        vocab_size: int,
-        max_tokens: int | None,
-        *,
-        num_top: int,
-        scores_prompt: bool = False,
+        self, sampler: SamplerRef, prompt: Sequence[int], vocab_size: int, max_tokens: int | None, num_top: int
     ) -> Sample:
         """The operation for one prompt, validated; raises ValueError. num_top: the most likely tokens to return."""
-        self._refuse_unsupported()
-        strings, _, _ = parse_stop(self.stop or None)
+        for name in ("prompt_logprobs", "return_routed_experts"):
+            if self.stream and getattr(self, name):
+                raise InvalidField(name, "cannot be combined with stream: leave one of them out")
+        if self.prompt_logprobs is not None and self.prompt_logprobs < 0:
+            raise InvalidField("prompt_logprobs", f"must be 0 or more, got {self.prompt_logprobs}")
+        strings, _, _ = parse_stop(list(self.stops) or None)
         tokens_array(self.stop_token_ids, vocab_size, "stop_token_ids")
         return validated(
             Sample(
@@ -70,44 +97,35 @@ class SamplingBody(msgspec.Struct, frozen=True, kw_only=True):
                 tokens_array(prompt, vocab_size, "prompt"),
                 num_samples=self.n,
                 max_tokens=max_tokens,
-                temperature=1.0 if self.temperature is None else self.temperature,
+                temperature=self.temperature,
                 top_k=None if self.top_k in (-1, 0) else self.top_k,
-                top_p=1.0 if self.top_p is None else self.top_p,
+                top_p=self.top_p,
                 seed=secrets.randbits(62) if self.seed is None else self.seed,
                 stop_strings=strings,
                 stop_ids=tuple(self.stop_token_ids),
                 ignore_end=self.ignore_eos,
-                prompt_logprobs=scores_prompt,
-                topk_prompt_logprobs=num_top if scores_prompt else 0,
+                prompt_logprobs=self.scores_prompt,
+                topk_prompt_logprobs=max(self.prompt_logprobs or 0, num_top if self.scores_prompt else 0),
                 topk_sample_logprobs=num_top,
-            )
+                routed_experts=self.return_routed_experts,
+            ),
+            {**_NAMES, "topk_sample_logprobs": "logprobs" if isinstance(self, CompletionBody) else "top_logprobs"},
         )
-
-    def _refuse_unsupported(self) -> None:
-        neutral: dict[str, object] = {
-            "presence_penalty": 0,
-            "frequency_penalty": 0,
-            "repetition_penalty": 1,
-            "min_p": 0,
-        }
-        for name, value in neutral.items():
-            if getattr(self, name) not in (None, value):
-                raise ValueError(f"{name} is not supported, leave it out")
-        if self.logit_bias:
-            raise ValueError("logit_bias is not supported, leave it out")
-        if self.response_format not in (None, {"type": "text"}):
-            raise ValueError("response_format: only text is supported, leave it out")
 
 
 class CompletionBody(SamplingBody, frozen=True, kw_only=True):
     """The body of /v1/completions. prompt: text or token ids, or a list of either."""
 
     prompt: str | list[Any]
-    max_tokens: int | None = COMPLETION_TOKENS
+    max_tokens: int = COMPLETION_TOKENS
     logprobs: int | None = None
     echo: bool = False
     best_of: int | None = None
-    suffix: str | None = None
+    add_special_tokens: bool = True
+
+    @property
+    def scores_prompt(self) -> bool:
+        return self.echo or self.prompt_logprobs is not None
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -116,17 +134,16 @@ class CompletionBody(SamplingBody, frozen=True, kw_only=True):
         if isinstance(given, str) or (given and isinstance(given[0], int)):
             given = [given]
         if not 1 <= len(given) <= MAX_PROMPTS or not all(one and _is_prompt(one) for one in given):
-            raise ValueError(f"prompt must be 1 to {MAX_PROMPTS} texts or lists of token ids, none of them empty")
+            raise InvalidField("prompt", f"must be 1 to {MAX_PROMPTS} texts or lists of token ids, none of them empty")
         return given
 
     def operation(self, sampler: SamplerRef, prompt: Sequence[int], vocab_size: int) -> Sample:
         """The operation for one of the prompts, validated; raises ValueError."""
-        if self.best_of not in (None, self.n) or self.suffix is not None:
-            raise ValueError("best_of and suffix are not supported, leave them out")
+        if self.best_of not in (None, self.n):
+            raise InvalidField("best_of", "may only be n: request n samples and choose", "unsupported_parameter")
         if self.echo and self.stream:
-            raise ValueError("echo cannot be combined with stream, leave one of them out")
-        num_top = self.logprobs or 0
-        return self.sample(sampler, prompt, vocab_size, self.max_tokens, num_top=num_top, scores_prompt=self.echo)
+            raise InvalidField("echo", "cannot be combined with stream: leave one of them out")
+        return self.sample(sampler, prompt, vocab_size, self.max_tokens, self.logprobs or 0)
 
 
 def _is_prompt(given: object) -> bool:
@@ -135,50 +152,87 @@ def _is_prompt(given: object) -> bool:
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
-    """A message. content: text, or a list of parts of which each is text."""
+    """A message. content: text, or a list of parts of which each is text. reasoning is a synonym."""
 
     role: str
-    content: str | list[dict[str, Any]] | None = None
+    content: str | list[dict[str, Any]] = ""
     name: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[Any] | None = None
+    reasoning: str | None = None
 
-    def for_template(self) -> dict[str, object]:
-        """The message as templates expect it; raises ValueError."""
-        if self.tool_calls or self.role == "tool":
-            raise ValueError("messages: calls of tools are not supported")
+    @classmethod
+    def of(cls, given: dict[str, Any], where: str) -> ChatMessage:
+        """A message in a request; raises InvalidField. where: its place in the body."""
+        known = served_fields(given, field_names(cls), MESSAGE_IGNORED, MESSAGE_UNSERVED, f"{where}.")
+        message = msgspec_of(known, cls, f"{where}.")
+        if message.role in ("tool", "function"):
+            raise InvalidField(f"{where}.role", "must not be tool: calls of tools are not supported")
+        return message
+
+    def for_template(self, where: str) -> dict[str, object]:
+        """The message as templates expect it; raises InvalidField."""
         content = self.content
         if not isinstance(content, str):
-            parts = content or []
-            if any(part.get("type") != "text" or not isinstance(part.get("text"), str) for part in parts):
-                raise ValueError("messages: only parts of type text are supported")
-            content = "".join(part["text"] for part in parts)
+            content = "".join(_part_text(part, f"{where}.content[{index}]") for index, part in enumerate(content))
         found: dict[str, object] = {"role": self.role, "content": content}
         if self.name is not None:
             found["name"] = self.name
-        if self.reasoning_content is not None:
-            found["reasoning_content"] = self.reasoning_content
+        reasoning = self.reasoning_content or self.reasoning
+        if reasoning is not None:
+            found["reasoning_content"] = reasoning
         return found
 
 
-class ChatBody(SamplingBody, frozen=True, kw_only=True):
-    """The body of /v1/chat/completions. chat_template_kwargs: variables of the model's chat template."""
+def _part_text(part: dict[str, Any], where: str) -> str:
+    known = served_fields(part, {"type", "text"}, PART_IGNORED, {}, f"{where}.") if part.get("type") == "text" else {}
+    if not isinstance(known.get("text"), str):
+        raise InvalidField(where, "must be of type text, others are not supported")
+    return known["text"]
 
-    messages: list[ChatMessage]
+
+class ChatBody(SamplingBody, frozen=True, kw_only=True):
+    """The body of /v1/chat/completions.
+
+    continue_final_message: the prompt ends within the last message. chat_template_kwargs: variables of the model's chat
+    template; reasoning_effort is one.
+    """
+
+    messages: list[dict[str, Any]]
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
-    tools: list[Any] | None = None
-    functions: list[Any] | None = None
-    add_generation_prompt: bool = True
+    logprobs: bool = False
+    top_logprobs: int = 0
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = {}
+    reasoning_effort: str | None = None
+
+    @property
+    def rendered_messages(self) -> list[dict[str, object]]:
+        """The messages as templates expect them; raises InvalidField."""
+        if not self.messages:
+            raise InvalidField("messages", "must have at least one message")
+        places = [f"messages[{index}]" for index in range(len(self.messages))]
+        return [
+            ChatMessage.of(one, where).for_template(where) for one, where in zip(self.messages, places, strict=True)
+        ]
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """The variables of the chat template that the client sets."""
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return {**effort, **self.chat_template_kwargs}
+
+    @property
+    def asks_for_answer(self) -> bool:
+        """Whether the prompt ends with the beginning of an answer; raises InvalidField."""
+        if self.continue_final_message and self.add_generation_prompt:
+            raise InvalidField("continue_final_message", "cannot be combined with add_generation_prompt: true")
+        return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
 
     def operation(self, sampler: SamplerRef, prompt: Sequence[int], vocab_size: int) -> Sample:
         """The operation, validated; raises ValueError. prompt: the tokens of the messages."""
-        if self.tools or self.functions:
-            raise ValueError("tools are not supported: describe them in a message, and read the calls in the text")
         if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs: true")
+            raise InvalidField("top_logprobs", "needs logprobs: true")
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        return self.sample(sampler, prompt, vocab_size, limit, num_top=self.top_logprobs or 0)
+        return self.sample(sampler, prompt, vocab_size, limit, self.top_logprobs)

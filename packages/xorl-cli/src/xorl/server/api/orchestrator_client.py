@@ -154,7 +154,7 @@ class OrchestratorClient:
             if isinstance(answer, Finished):
                 result = answer.result
                 if isinstance(result, Failure):
-                    raise Refusal(result.status, result.message)
+                    raise Refusal(result.status, result.message, code=result.code)
                 if not isinstance(result, result_type):
                     raise Refusal(500, f"{request_id} returned {type(result).__name__}, not {result_type.__name__}")
                 return result

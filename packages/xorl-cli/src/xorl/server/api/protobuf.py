@@ -87,7 +87,9 @@ _LAYOUT: dict[str, tuple[tuple[str, int, str, str], ...]] = {
         ("topk_prompt_logprobs", 3, "TopLogprobs", ""),
         ("prompt_cache_hit_tokens", 4, "int32", ""),
         ("target_prompt_logprobs", 5, "Tensor", ""),
+        ("prompt_alt_tokens", 6, "Alternatives", ""),
     ),
+    "Alternatives": (("tokens", 1, "Tensor", ""), ("logprobs", 2, "Tensor", "")),
 }
 
 DTYPES = {"float32": 1, "int64": 2, "int32": 3, "bfloat16": 4}

@@ -11,6 +11,8 @@ from typing import TypeAlias
 import msgspec
 from starlette.responses import Response
 
+from xorl.server.context_length import ContextOverflow
+
 JSON: TypeAlias = "bool | int | float | str | Sequence[JSON] | Mapping[str, JSON] | None"
 
 
@@ -40,12 +42,17 @@ def _is_finite(content: JSON) -> bool:
 
 
 class Refusal(Exception):
-    """An HTTP error with a status and message. 4xx except 408 and 429, and 507, are final; clients retry others."""
+    """An HTTP error with a status and message. 4xx except 408 and 429, and 507, are final; clients retry others.
 
-    def __init__(self, status: int, message: str) -> None:
+    code, param: for OpenAI's clients, the kind of the error and the parameter that is wrong.
+    """
+
+    def __init__(self, status: int, message: str, *, code: str | None = None, param: str | None = None) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
+        self.code = code
+        self.param = param
 
     @property
     def is_final(self) -> bool:
@@ -66,10 +73,29 @@ def no_request(request_id: str) -> Refusal:
     return Refusal(404, f"there is no request {request_id[:100]}")
 
 
+# The codes of OpenAI's errors, by status, for refusals without a code of their own.
+_CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
+
+
 def openai_error(refusal: Refusal) -> dict[str, JSON]:
     """The body of a refusal for OpenAI's client."""
-    kind = "invalid_request_error" if refusal.status < 500 else "server_error"
-    return {"error": {"message": refusal.message, "type": kind, "param": None, "code": refusal.status}}
+    return {
+        "error": {
+            "message": refusal.message,
+            "type": "invalid_request_error" if refusal.status < 500 else "server_error",
+            "param": refusal.param,
+            "code": refusal.code or _CODES.get(refusal.status),
+        }
+    }
+
+
+class InvalidField(ValueError):
+    """A field of a request that is invalid. code: the kind of the error, as OpenAI's clients know it."""
+
+    def __init__(self, name: str, problem: str, code: str = "invalid_value") -> None:
+        super().__init__(f"{name} {problem}")
+        self.name = name
+        self.code = code
 
 
 @contextmanager
@@ -77,5 +103,9 @@ def refuse_invalid() -> Iterator[None]:
     """Turn a ValueError, which a client's input caused, into Refusal(400)."""
     try:
         yield
+    except InvalidField as problem:
+        raise Refusal(400, str(problem), code=problem.code, param=problem.name) from None
+    except ContextOverflow as problem:
+        raise Refusal(400, str(problem), code=problem.code) from None
     except ValueError as problem:
         raise Refusal(400, str(problem)) from None

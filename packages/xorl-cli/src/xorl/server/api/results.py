@@ -109,6 +109,7 @@ def sample_json(result: SampleResult) -> JSON:
     routed_experts: of all tokens of prompt and sample but the last, which was not computed.
     """
     prompt = None if result.prompt_logprobs is None else result.prompt_logprobs.numpy().tolist()
+    draws = None if result.prompt_draws is None else _draws(result.prompt_draws)
     top_prompt, targets = _top_pairs(result.topk_prompt_logprobs), _target_logprobs(result)
     return {
         "type": "sample",
@@ -122,8 +123,9 @@ def sample_json(result: SampleResult) -> JSON:
             }
             for sequence in result.sequences
         ],
-        "prompt_logprobs": None if prompt is None else [None, *prompt[1:]],
-        "topk_prompt_logprobs": None if top_prompt is None else [None, *top_prompt],
+        "prompt_logprobs": None if prompt is None else [None if math.isnan(value) else value for value in prompt],
+        "topk_prompt_logprobs": None if top_prompt is None else [None, *(pairs or None for pairs in top_prompt)],
+        "prompt_alt_tokens": None if draws is None else {name: tensor_json(array) for name, array in draws.items()},
         "target_prompt_logprobs": None if targets is None else tensor_json(targets),
         "prompt_cache_hit_tokens": result.num_cached_tokens,
     }
@@ -199,14 +201,27 @@ def _batched(arrays: list[Array]) -> ProtobufMessage:
 def _sample_message(result: SampleResult) -> ProtobufMessage:
     targets = _target_logprobs(result)
     if targets is not None:
-        targets = MESSAGES["Tensor"](dense=targets.data, dtype=DTYPES["float32"], shape=targets.shape)
+        targets = _tensor_message(targets)
+    draws = None if result.prompt_draws is None else _draws(result.prompt_draws)
+    if draws is not None:
+        draws = MESSAGES["Alternatives"](**{name: _tensor_message(array) for name, array in draws.items()})
     return MESSAGES["SampleResponse"](
         sequences=[_sequence_message(sequence) for sequence in result.sequences],
         prompt_logprobs=b"" if result.prompt_logprobs is None else result.prompt_logprobs.data,
         topk_prompt_logprobs=_top_message(result.topk_prompt_logprobs, pad_first=True),
         prompt_cache_hit_tokens=result.num_cached_tokens,
         target_prompt_logprobs=targets,
+        prompt_alt_tokens=draws,
     )
+
+
+def _tensor_message(array: Array) -> ProtobufMessage:
+    return MESSAGES["Tensor"](dense=array.data, dtype=DTYPES[array.dtype], shape=array.shape)
+
+
+def _draws(draws: TopLogprobs) -> dict[str, Array]:
+    """Tokens drawn in place of the prompt's, as clients expect them."""
+    return {"tokens": Array.of(draws.token_ids.numpy().astype(np.int64)), "logprobs": draws.logprobs}
 
 
 def _target_logprobs(result: SampleResult) -> Array | None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
 from xorl.server.api.data_bodies import NO_STABLE_REINFORCE, ModelInputJson
+from xorl.server.api.responses import InvalidField
 from xorl.server.api.tensors import ByteBudget, TensorJson, array_of_json, tokens_array
 from xorl.server.identifiers import parse_uri
 from xorl.server.operations import BaseSampler, CheckpointSampler, NamedSampler, Sample, SamplerRef, SessionSampler
@@ -50,10 +53,11 @@ class SampleBody(msgspec.Struct, frozen=True):
         """The operation, validated; raises ValueError."""
         if self.record_stability_info:
             raise ValueError(f"record_stability_info: {NO_STABLE_REINFORCE}")
-        for name in ("prompt_alt_tokens_k", "prompt_logprobs_last_n"):
-            if getattr(self, name):
-                raise ValueError(f"{name} is not supported, leave it out")
         prompt = self.prompt.tokens(vocab_size, "prompt")
+        last = self.prompt_logprobs_last_n
+        if last is not None and not (self.prompt_logprobs and 1 <= last < prompt.shape[0]):
+            limits = f"must be 1 to {prompt.shape[0] - 1}, fewer than the prompt's tokens; got {last}"
+            raise InvalidField("prompt_logprobs_last_n", f"needs prompt_logprobs and {limits}")
         targets = None
         if self.target_prompt_logprobs is not None:
             targets = array_of_json(self.target_prompt_logprobs, budget, "target_prompt_logprobs")
@@ -81,9 +85,12 @@ class SampleBody(msgspec.Struct, frozen=True):
                 prompt_logprobs=bool(self.prompt_logprobs),
                 topk_prompt_logprobs=self.topk_prompt_logprobs,
                 topk_sample_logprobs=self.topk_sample_logprobs,
+                num_prompt_scored=last,
+                prompt_draws=self.prompt_alt_tokens_k,
                 target_prompt_tokens=targets,
                 routed_experts=self.return_routed_experts,
-            )
+            ),
+            {"prompt_draws": "prompt_alt_tokens_k"},
         )
 
     def _sampler(self) -> SamplerRef:
@@ -186,8 +193,8 @@ def parse_stop(stop: object) -> tuple[tuple[str, ...], tuple[int, ...], bool]:
     raise ValueError("stop must be a string, a list of strings or a list of token ids")
 
 
-def validated(sample: Sample) -> Sample:
-    """Return `sample`. Raises ValueError, naming the field, if it is invalid."""
+def validated(sample: Sample, names: Mapping[str, str] = MappingProxyType({})) -> Sample:
+    """Return `sample`. Raises InvalidField if it is invalid. names: the client's names of fields, where they differ."""
     checks = (
         ("num_samples", 1 <= sample.num_samples <= MAX_SAMPLES, f"1 to {MAX_SAMPLES}"),
         ("max_tokens", sample.max_tokens is None or sample.max_tokens >= 0, "0 or more"),
@@ -196,13 +203,16 @@ def validated(sample: Sample) -> Sample:
         ("top_p", 0 < sample.top_p <= 1, "above 0 and at most 1"),
         ("topk_prompt_logprobs", 0 <= sample.topk_prompt_logprobs <= MAX_TOP, f"0 to {MAX_TOP}"),
         ("topk_sample_logprobs", 0 <= sample.topk_sample_logprobs <= MAX_TOP, f"0 to {MAX_TOP}"),
+        ("prompt_draws", 0 <= sample.prompt_draws <= MAX_TOP, f"0 to {MAX_TOP}"),
         ("stop_strings", all(sample.stop_strings), "non-empty strings"),
         ("seed", sample.seed is None or -(2**63) <= sample.seed < 2**63, "a signed 64-bit integer"),
     )
     for name, is_valid, requirement in checks:
         if not is_valid:
-            raise ValueError(f"{name} must be {requirement}, got {getattr(sample, name)}")
-    scores_prompt = sample.prompt_logprobs or sample.topk_prompt_logprobs or sample.target_prompt_tokens is not None
-    if sample.max_tokens == 0 and not scores_prompt and not sample.routed_experts:
+            raise InvalidField(names.get(name, name), f"must be {requirement}, got {getattr(sample, name)}")
+    scores_prompt = sample.prompt_logprobs or sample.topk_prompt_logprobs or sample.prompt_draws
+    if sample.max_tokens == 0 and not (
+        scores_prompt or sample.target_prompt_tokens is not None or sample.routed_experts
+    ):
         raise ValueError("max_tokens is 0 and the prompt is not scored: request prompt log-probabilities or tokens")
     return sample

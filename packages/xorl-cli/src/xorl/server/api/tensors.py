@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from xorl.server.api.responses import InvalidField
 from xorl.server.datum import ITEM_BYTES, Array, Dtype
 
 _INTEGERS = ("int32", "int64")
@@ -43,15 +44,15 @@ class ByteBudget:
 
 
 def tokens_array(tokens: Sequence[int] | NDArray[np.generic], vocab_size: int | None, what: str) -> Array:
-    """Token ids as int32 [T]. Raises ValueError for ids outside the vocabulary."""
+    """Token ids as int32 [T]. Raises InvalidField for ids outside the vocabulary."""
     try:
         ids = np.asarray(tokens, dtype=np.int64).reshape(-1)
     except (OverflowError, ValueError, TypeError):
-        raise ValueError(f"{what} has values that are not token ids") from None
+        raise InvalidField(what, "has values that are not token ids") from None
     limit = vocab_size or 2**31
     if ids.size and not (ids.min() >= 0 and ids.max() < limit):
         bad = ids[(ids < 0) | (ids >= limit)][0]
-        raise ValueError(f"{what} has token {bad}, but token ids must be 0 to {limit - 1}")
+        raise InvalidField(what, f"has token {bad}, but token ids must be 0 to {limit - 1}")
     return Array.of(ids.astype(np.int32))
 
 

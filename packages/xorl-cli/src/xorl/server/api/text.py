@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from tokenizers import Tokenizer
 
 from xorl.server.api.responses import Refusal
+from xorl.server.api.token_texts import TokenBytes
 
 if TYPE_CHECKING:
     from xorl.data.formats import TextTokenizer
@@ -19,18 +20,22 @@ logger = logging.getLogger(__name__)
 
 Message = dict[str, object]
 
+# Put at the end of a message, to find that place in the rendered text: a Unicode noncharacter, which is in no text.
+_END = "\ufdd2"
+
 
 class TextCoder:
     """Encodes and decodes with the tokenizer of the served model, whose name or folder the orchestrator reports."""
 
     def __init__(self) -> None:
         self._loaded: dict[str, Tokenizer | None] = {}
+        self._token_bytes: dict[str, TokenBytes] = {}
         self._chat_tokenizers: dict[str, TextTokenizer] = {}
         self._loading = asyncio.Lock()
 
-    async def encode(self, tokenizer: str, text: str) -> list[int]:
-        """Token ids of `text`, including the tokenizer's special tokens. Raises Refusal(501) without a tokenizer."""
-        return (await self.require(tokenizer)).encode(text).ids
+    async def encode(self, tokenizer: str, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`, by default with special tokens around it. Raises Refusal(501) without a tokenizer."""
+        return (await self.require(tokenizer)).encode(text, add_special_tokens=add_special_tokens).ids
 
     async def decode(self, tokenizer: str, ids: list[int]) -> str | None:
         """The text of `ids` without special tokens. None if there is no tokenizer: clients may need only the ids."""
@@ -38,12 +43,18 @@ class TextCoder:
         return None if coder is None else coder.decode(ids)
 
     async def encode_chat(
-        self, tokenizer: str, messages: Sequence[Message], variables: Mapping[str, object], *, asks_for_answer: bool
+        self,
+        tokenizer: str,
+        messages: Sequence[Message],
+        variables: Mapping[str, object],
+        *,
+        asks_for_answer: bool,
+        continues_last: bool = False,
     ) -> list[int]:
         """Token ids of a conversation, rendered with the tokenizer's chat template and these variables.
 
-        asks_for_answer: end with the template's prompt for an answer. Raises Refusal: 501 without a tokenizer or a
-        template, 400 if the template rejects the messages.
+        asks_for_answer: end with the template's prompt for an answer. continues_last: end within the last message.
+        Raises Refusal: 501 without a tokenizer or a template, 400 if the template rejects the messages.
         """
         coder = await self.require(tokenizer)
         async with self._loading:
@@ -51,7 +62,8 @@ class TextCoder:
                 self._chat_tokenizers[tokenizer] = await asyncio.to_thread(_load_chat_tokenizer, tokenizer)
         chat_tokenizer = self._chat_tokenizers[tokenizer]
         # The template writes its special tokens itself.
-        text = await asyncio.to_thread(_render, chat_tokenizer, messages, variables, asks_for_answer)
+        render = _render_open if continues_last else _render
+        text = await asyncio.to_thread(render, chat_tokenizer, messages, variables, asks_for_answer)
         return coder.encode(text, add_special_tokens=False).ids
 
     async def require(self, tokenizer: str) -> Tokenizer:
@@ -61,6 +73,12 @@ class TextCoder:
             raise Refusal(501, f"the tokenizer {tokenizer}, which text needs, cannot be loaded: send token ids")
         return coder
 
+    async def token_bytes(self, tokenizer: str) -> TokenBytes:
+        """The bytes of the tokenizer's tokens. Raises as `require` does."""
+        if tokenizer not in self._token_bytes:
+            self._token_bytes[tokenizer] = TokenBytes(await self.require(tokenizer))
+        return self._token_bytes[tokenizer]
+
     async def _tokenizer(self, name: str) -> Tokenizer | None:
         async with self._loading:
             if name not in self._loaded:
@@ -69,21 +87,22 @@ class TextCoder:
 
 
 class TextStream:
-    """The text of a sample that grows: the part that no further token can change, without what follows a stop string.
+    """The text of a sample that grows: the part that no further token can change.
 
-    decode: the text of token ids.
+    decode: the text of token ids. keeps_stop: see `sample_text`.
     """
 
-    def __init__(self, decode: Callable[[list[int]], str], stops: Sequence[str]) -> None:
+    def __init__(self, decode: Callable[[list[int]], str], stops: Sequence[str], *, keeps_stop: bool = False) -> None:
         self._decode = decode
         self._stops = stops
+        self._keeps_stop = keeps_stop
         self._tokens: list[int] = []
         self._num_sent = 0
 
-    def add(self, tokens: Sequence[int], *, is_last: bool) -> str:
-        """Add tokens; returns the new text."""
+    def add(self, tokens: Sequence[int], *, is_last: bool, is_stopped: bool = False) -> str:
+        """Add tokens; returns the new text. is_stopped: the last one is, or completes, what ends the sample."""
         self._tokens += tokens
-        text, is_stopped = until_stop(self._decode(self._tokens), self._stops)
+        text = sample_text(self._decode, self._tokens, self._stops, is_stopped=is_stopped, keeps_stop=self._keeps_stop)
         if not is_last and not is_stopped:
             # The bytes of a character may be in several tokens, and a stop string may have begun.
             text = text.rstrip("\ufffd")
@@ -93,10 +112,21 @@ class TextStream:
         return new
 
 
-def until_stop(text: str, stops: Sequence[str]) -> tuple[str, bool]:
-    """The text before the first stop string, and whether there is one."""
-    found = [position for stop in stops if (position := text.find(stop)) >= 0]
-    return (text[: min(found)], True) if found else (text, False)
+def sample_text(
+    decode: Callable[[list[int]], str], tokens: list[int], stops: Sequence[str], *, is_stopped: bool, keeps_stop: bool
+) -> str:
+    """The text of a sample: without the stop string or the token that ended it, unless `keeps_stop`."""
+    text, has_stop = until_stop(decode(tokens), stops, keeps_stop=keeps_stop)
+    return decode(tokens[:-1]) if is_stopped and not has_stop and not keeps_stop else text
+
+
+def until_stop(text: str, stops: Sequence[str], *, keeps_stop: bool = False) -> tuple[str, bool]:
+    """The text before the first stop string, or with it, and whether there is one."""
+    found = [(position + len(stop), position) for stop in stops if (position := text.find(stop)) >= 0]
+    if not found:
+        return text, False
+    end, position = min(found)
+    return text[: end if keeps_stop else position], True
 
 
 def _overlap(text: str, stop: str) -> int:
@@ -124,6 +154,18 @@ def _load_chat_tokenizer(name: str) -> TextTokenizer:
         raise Refusal(501, f"conversations need the model's tokenizer: {problem}") from None
 
 
+def _render_open(
+    tokenizer: TextTokenizer, messages: Sequence[Message], variables: Mapping[str, object], asks_for_answer: bool
+) -> str:
+    """The text up to the end of the last message's content."""
+    last = {**messages[-1], "content": f"{messages[-1]['content']}{_END}"}
+    before, *after = _render(tokenizer, [*messages[:-1], last], variables, asks_for_answer).split(_END)
+    if len(after) != 1:
+        problem = "the model's chat template does not show the last message once, as it is"
+        raise Refusal(400, f"continue_final_message: {problem}", param="continue_final_message")
+    return before
+
+
 def _render(
     tokenizer: TextTokenizer, messages: Sequence[Message], variables: Mapping[str, object], asks_for_answer: bool
 ) -> str:
@@ -135,7 +177,8 @@ def _render(
         template = load_template("tokenizer_path", None, tokenizer, with_tools=False, kwargs=variables)
         unknown = sorted(variables.keys() - template.variables)
         if unknown:
-            raise Refusal(400, f"chat_template_kwargs: the model's chat template has no variable {unknown[0]!r}")
+            problem = f"the model's chat template has no variable {unknown[0]!r}: leave it out"
+            raise Refusal(400, f"chat_template_kwargs and reasoning_effort: {problem}", param=unknown[0])
         return template.render(messages, None, add_generation_prompt=asks_for_answer)
     except DataError as problem:
         raise Refusal(501, f"conversations need a chat template: {problem}") from None

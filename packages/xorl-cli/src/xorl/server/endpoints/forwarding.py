@@ -77,6 +77,8 @@ def _refusal(operation: Sample, context_length: int | None) -> str | None:
     """Why endpoints do not support a request, or None if they do."""
     if operation.target_prompt_tokens is not None:
         return "target_prompt_tokens: engines accept only one list of tokens for all positions"
+    if operation.prompt_draws or operation.num_prompt_scored is not None:
+        return "prompt_draws, num_prompt_scored: engines neither draw alternatives nor score only a prompt's end"
     if operation.num_continued:
         return "num_continued: engines have random numbers of their own, which cannot be continued"
     if operation.routed_experts:

@@ -10,11 +10,15 @@ import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 # Lower temperatures count as 0: dividing fp32 logits by them gives infinities, whose differences are NaN.
 MIN_TEMPERATURE = 1e-6
+# Rows of fp64 weights of a large vocabulary take a megabyte each.
+_ROWS_AT_ONCE = 64
 
 
 class DrawRule(NamedTuple):
@@ -57,7 +61,8 @@ def draw(logits: Tensor, rules: Sequence[DrawRule], num_top: int) -> Drawn:
     cut = [index for index in drawn if rules[index].top_k is not None or rules[index].top_p < 1]
     whole = [index for index in drawn if index not in set(cut)]
     if whole:
-        tokens[whole] = _invert(logprobs[whole].double().exp_(), [rules[index].uniform for index in whole])
+        uniforms = _column([rules[index].uniform for index in whole], device)
+        tokens[whole] = _invert(logprobs[whole].double().exp_(), uniforms).squeeze(1)
     if cut:
         tokens[cut] = _draw_among_likely(logprobs[cut], [rules[index] for index in cut])
     top_logprobs, top_tokens = logprobs.topk(num_top, dim=-1)
@@ -77,18 +82,46 @@ def _draw_among_likely(logprobs: Tensor, rules: Sequence[DrawRule]) -> Tensor:
     limit = shares * weights.sum(dim=-1)
     # The most likely token always stays, even if top_p is tiny.
     weights[:, 1:].masked_fill_(before[:, 1:] >= limit[:, None], 0.0)
-    ranks = _invert(weights, [rule.uniform for rule in rules])
-    return token_ids.gather(1, ranks[:, None]).squeeze(1)
+    ranks = _invert(weights, _column([rule.uniform for rule in rules], device))
+    return token_ids.gather(1, ranks).squeeze(1)
 
 
-def _invert(weights: Tensor, uniforms: Sequence[float]) -> Tensor:
-    """For each row of weights [R, V] fp64, the first index whose running sum exceeds `uniform` times the total."""
+def draw_alternatives(logits: Tensor, temperature: float, seed: int, first: int, num_draws: int) -> Tensor:
+    """Draw tokens [R, num_draws] int64, with replacement, from each row of logits [R, V] fp32.
+
+    first: the position of the first row. The random numbers depend on the seed and the position, and are others than
+    those of `uniform_number`.
+    """
+    if temperature < MIN_TEMPERATURE:
+        return logits.argmax(dim=-1, keepdim=True).expand(-1, num_draws)
+    drawn: list[Tensor] = []
+    for index, rows in enumerate(logits.split(_ROWS_AT_ONCE)):
+        weights = (rows / temperature).log_softmax(dim=-1).double().exp_()
+        start = first + index * _ROWS_AT_ONCE
+        numbers = np.stack([_uniform_numbers(seed, start + row, num_draws) for row in range(len(rows))])
+        drawn.append(_invert(weights, torch.from_numpy(numbers).to(logits.device)))
+    return torch.cat(drawn)
+
+
+def _uniform_numbers(seed: int, position: int, count: int) -> NDArray[np.float64]:
+    digest = hashlib.shake_128(struct.pack("<qq", _as_int64(seed), position)).digest(8 * count)
+    return (np.frombuffer(digest, "<u8") >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _column(uniforms: Sequence[float], device: torch.device) -> Tensor:
+    return torch.tensor(uniforms, dtype=torch.float64, device=device)[:, None]
+
+
+def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """For each row of weights [R, V] fp64, the first index whose running sum exceeds each of its uniforms [R, N].
+
+    uniforms: as shares of the row's sum.
+    """
     sums = weights.cumsum(dim=-1)
-    wanted = torch.tensor(uniforms, dtype=torch.float64, device=weights.device)[:, None] * sums[:, -1:]
-    found = torch.searchsorted(sums, wanted, right=True)
+    found = torch.searchsorted(sums, uniforms * sums[:, -1:], right=True)
     # If rounding raises the product to the total, take the last token with nonzero weight.
     last = weights.shape[1] - 1 - (weights > 0).flip(1).int().argmax(dim=1, keepdim=True)
-    return torch.minimum(found, last).squeeze(1)
+    return torch.minimum(found, last)
 
 
 def _as_int64(seed: int) -> int:

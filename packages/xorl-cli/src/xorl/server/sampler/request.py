@@ -44,6 +44,9 @@ class GenerationRequest:
         adapter: the name of an adapter in the bank; None: the base without an adapter.
         prompt_logprobs: whether to return the log-probabilities of the prompt's tokens.
         top_prompt_logprobs, top_sample_logprobs: how many of the most likely tokens to return at each position.
+        num_prompt_scored: return these two only of the prompt's last tokens; None: of all but the first.
+        prompt_draws: how many tokens to draw, with replacement and at the temperature, in place of each of the prompt's
+            tokens but the first.
         target_tokens: [P - 1, K] int64 or None: tokens to score at the prompt's positions 1, 2, ...; -1 scores none.
         prompt_routes, sample_routes: whether to return the experts of the tokens that predict the prompt, and of those
             that predict a sample.
@@ -65,6 +68,8 @@ class GenerationRequest:
     prompt_logprobs: bool = False
     top_prompt_logprobs: int = 0
     top_sample_logprobs: int = 0
+    num_prompt_scored: int | None = None
+    prompt_draws: int = 0
     target_tokens: NDArray[np.int64] | None = None
     prompt_routes: bool = False
     sample_routes: bool = False
@@ -86,6 +91,13 @@ class GenerationRequest:
             ("stop", all(self.stop), self.stop, "sequences of at least one token"),
             ("top_prompt_logprobs", self.top_prompt_logprobs >= 0, self.top_prompt_logprobs, "0 or more"),
             ("top_sample_logprobs", self.top_sample_logprobs >= 0, self.top_sample_logprobs, "0 or more"),
+            ("prompt_draws", self.prompt_draws >= 0, self.prompt_draws, "0 or more"),
+            (
+                "num_prompt_scored",
+                self.num_prompt_scored is None or 1 <= self.num_prompt_scored < len(self.prompt),
+                self.num_prompt_scored,
+                "at least 1 and fewer than the prompt's tokens",
+            ),
         )
         for name, is_valid, value, requirement in checks:
             if not is_valid:
@@ -96,13 +108,20 @@ class GenerationRequest:
                 f"target_tokens must be [{len(self.prompt) - 1}, K], a row for each token of the prompt but the first, "
                 f"got {list(targets.shape)}"
             )
-        if self.max_tokens == 0 and not self.scores_prompt and not self.prompt_routes:
+        if self.max_tokens == 0 and self.first_scored is None and not self.prompt_routes:
             raise ValueError("max_tokens is 0 and the prompt is not scored: request prompt log-probabilities or tokens")
 
     @property
-    def scores_prompt(self) -> bool:
-        """Whether the prompt's tokens must be scored."""
-        return self.prompt_logprobs or self.top_prompt_logprobs > 0 or self.target_tokens is not None
+    def first_scored(self) -> int | None:
+        """The first of the prompt's tokens whose hidden state is needed, to score the next one; None if none is."""
+        if self.target_tokens is not None or self.prompt_draws:
+            return 0
+        return self.first_reported - 1 if self.prompt_logprobs or self.top_prompt_logprobs else None
+
+    @property
+    def first_reported(self) -> int:
+        """The first of the prompt's tokens whose log-probability, or most likely tokens, may be returned."""
+        return 1 if self.num_prompt_scored is None else len(self.prompt) - self.num_prompt_scored
 
     def shares(self, num_shares: int) -> list[GenerationRequest]:
         """Split the request into requests for parts of its samples, in order; only the first is of the prompt too."""
@@ -110,6 +129,8 @@ class GenerationRequest:
         without_prompt: dict[str, Any] = {
             "prompt_logprobs": False,
             "top_prompt_logprobs": 0,
+            "num_prompt_scored": None,
+            "prompt_draws": 0,
             "target_tokens": None,
             "prompt_routes": False,
         }
@@ -120,7 +141,10 @@ class GenerationRequest:
 
 
 class LikelyTokens(NamedTuple):
-    """The K most likely tokens at each position, most likely first: token_ids [N, K] int32, logprobs [N, K] fp32."""
+    """The K most likely tokens at each position, most likely first: token_ids [N, K] int32, logprobs [N, K] fp32.
+
+    Where nothing was scored, ids are 0 and log-probabilities NaN.
+    """
 
     token_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
@@ -155,9 +179,10 @@ class GenerationResult:
     Attributes:
         request_id: the id that `submit` returned.
         samples: in the order of their seeds; empty if max_tokens is 0.
-        prompt_logprobs: [P] fp32, NaN for the first token, which nothing predicts.
+        prompt_logprobs: [P] fp32, NaN where nothing was scored: at least at the first token, which nothing predicts.
         top_prompt_logprobs: at P - 1 positions, those of the tokens 1, 2, ...
         target_logprobs: [P - 1, K] fp32, NaN where nothing was scored.
+        prompt_draws: drawn tokens at P - 1 positions, with their log-probabilities at temperature 1.
         num_cached_tokens: how many of the prompt's tokens the first sample found in the cache.
         prompt_routes: [P - 1, ..] int16, of the prompt's tokens without its last, if requested.
     """
@@ -167,6 +192,7 @@ class GenerationResult:
     prompt_logprobs: NDArray[np.float32] | None
     top_prompt_logprobs: LikelyTokens | None
     target_logprobs: NDArray[np.float32] | None
+    prompt_draws: LikelyTokens | None
     num_cached_tokens: int
     prompt_routes: NDArray[np.int16] | None
 

@@ -18,7 +18,7 @@ from xorl.server.sampler.scheduler import Continuation, TokenSpan
 
 def continuation_of(request_id: int, index: int, request: GenerationRequest) -> Continuation:
     """A sample of a request that has computed nothing. The first one scores and routes the prompt."""
-    one = Continuation(request_id, index, request, list(request.prompt), request.scores_prompt and index == 0)
+    one = Continuation(request_id, index, request, list(request.prompt), None if index else request.first_scored)
     if request.prompt_routes and index == 0:
         one.routes = []
     elif request.sample_routes and request.max_tokens:

@@ -22,6 +22,7 @@ from xorl.kernels.layout import SequenceLayout
 from xorl.kernels.linear_ce import wide_logits
 from xorl.lora import AdapterBank
 from xorl.server.collectives import all_or_none
+from xorl.server.context_length import POSITIONS, check_context
 from xorl.server.sampler.blocks import BlockPool
 from xorl.server.sampler.decode import DecodePass
 from xorl.server.sampler.draw import Drawn, DrawRule, draw, uniform_number
@@ -110,6 +111,10 @@ class Sampler:
         """The maximum number of tokens of prompt and sample, not counting the last one, which is not computed."""
         return self._limit
 
+    def check_length(self, num_prompt: int, max_tokens: int) -> None:
+        """Raise ContextOverflow unless a prompt and a sample of this many tokens fit."""
+        check_context(num_prompt, max_tokens, self._limit, self._limited_by)
+
     @property
     def num_pending(self) -> int:
         """The number of requests without a result."""
@@ -124,7 +129,7 @@ class Sampler:
             return request_id
         num_samples = request.num_samples if request.max_tokens else 1
         continuations = [continuation_of(request_id, index, request) for index in range(num_samples)]
-        if request.scores_prompt:
+        if request.first_scored is not None:
             self._scores[request_id] = PromptScores(request)
         self._pending[request_id] = continuations
         self._scheduler.waiting.extend(continuations)
@@ -203,12 +208,7 @@ class Sampler:
 
     def _check(self, request: GenerationRequest) -> None:
         config = self._decoder.config
-        total = len(request.prompt) + max(request.max_tokens - 1, 0)
-        if total > self._limit:
-            raise ValueError(
-                f"a prompt of {len(request.prompt)} tokens and max_tokens: {request.max_tokens} are {total} tokens to "
-                f"compute, more than the {self._limit} that {self._limited_by}: lower max_tokens or shorten the prompt"
-            )
+        self.check_length(len(request.prompt), request.max_tokens)
         targets = () if request.target_tokens is None else request.target_tokens.ravel().tolist()
         for name, tokens, lowest in (("prompt", request.prompt, 0), ("target_tokens", targets, -1)):
             if outside := [token for token in tokens if not lowest <= token < config.vocab_size]:
@@ -324,7 +324,7 @@ class Sampler:
         """Score prompts and draw tokens while the head's weight is gathered. hidden: [T, D], weight: [V, D]."""
         ends: dict[TokenSpan, int] = {}
         for span, start, stop in zip(spans, offsets, offsets[1:], strict=False):
-            if span.continuation.scores_prompt:
+            if span.continuation.first_scored is not None:
                 self._scores[span.continuation.request_id].add(hidden[start:stop], weight, span.start)
             if span.is_last and span.continuation.request.max_tokens:
                 ends[span] = stop - 1
@@ -350,7 +350,7 @@ class Sampler:
             continuation.num_cached = span.stop
             if not span.is_last:
                 continue
-            continuation.scores_prompt = False
+            continuation.first_scored = None
             if span in drawn:
                 self._append(continuation, *drawn[span])
             else:
@@ -388,6 +388,7 @@ class Sampler:
             prompt_logprobs=None if scores is None else scores.prompt_logprobs,
             top_prompt_logprobs=None if scores is None else scores.top_prompt_logprobs,
             target_logprobs=None if scores is None else scores.target_logprobs,
+            prompt_draws=None if scores is None else scores.prompt_draws,
             num_cached_tokens=continuations[0].num_cache_hits or 0,
             prompt_routes=prompt_routes(continuations[0]),
         )
@@ -421,11 +422,14 @@ class Sampler:
 
 def _limit(config: DecoderConfig, cache_tokens: int) -> tuple[int, str]:
     """The maximum number of computed tokens of one sample, and its reason as a relative clause."""
-    limit, reason = cache_tokens, "the cache holds (sampler_cache_tokens)"
+    limit, reason = cache_tokens, "is what the cache holds (sampler_cache_tokens)"
     if config.max_position_embeddings < limit:
-        limit, reason = config.max_position_embeddings, "the model has positions for"
+        limit, reason = config.max_position_embeddings, POSITIONS
     if config.rope is not None and config.rope.kind == "dynamic" and config.rope.trained_length < limit:
-        limit, reason = config.rope.trained_length, "its dynamic rotary embedding supports without changing cached keys"
+        limit, reason = (
+            config.rope.trained_length,
+            "is what dynamic rotary positions support without changing cached keys",
+        )
     return limit, reason
 
 

@@ -22,8 +22,8 @@ class Continuation:
     index: int
     request: GenerationRequest
     tokens: list[int]
-    # Scores need hidden states, which the cache does not hold, so all tokens of a scored prompt are computed.
-    scores_prompt: bool
+    # Scores need hidden states, which the cache does not hold: of the prompt's tokens from this one on (None: of none).
+    first_scored: int | None
     blocks: list[int] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)
     num_cached: int = 0
@@ -46,7 +46,7 @@ class Continuation:
 
         The last one is always computed, since the next one is drawn from it. The cache holds no routes.
         """
-        known = len(self.tokens) - 1
+        known = len(self.tokens) - 1 if self.first_scored is None else self.first_scored
         return known if self.routes is None else min(known, self.num_routed)
 
     @property
@@ -161,12 +161,10 @@ class SampleScheduler:
         if len(running_adapters | ({continuation.request.adapter} - {None})) > self._max_adapters:
             return False
         block_size = self._pool.block_size
-        found: list[int] = []
-        if not continuation.scores_prompt:
-            known = continuation.tokens[: continuation.num_shareable]
-            keys = list(block_keys(known, block_size, self._root(continuation.request.adapter)))
-            found = self._pool.find(keys)
-            continuation.keys = keys[: len(found)]
+        known = continuation.tokens[: continuation.num_shareable]
+        keys = list(block_keys(known, block_size, self._root(continuation.request.adapter)))
+        found = self._pool.find(keys)
+        continuation.keys = keys[: len(found)]
         num_blocks = -(-len(continuation.tokens) // block_size)
         num_idle = sum(self._pool.is_unused(block) for block in found)
         if num_blocks - len(found) > self._pool.num_unused - num_idle:

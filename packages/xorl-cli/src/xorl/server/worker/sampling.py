@@ -22,6 +22,7 @@ from xorl.server.datum import Array
 from xorl.server.identifiers import CheckpointRef
 from xorl.server.messages import CANCELLED
 from xorl.server.operations import (
+    NO_LOGPROB,
     BaseSampler,
     CheckpointSampler,
     Failure,
@@ -107,8 +108,9 @@ class WorkerSampler:
         limit = self._sampler.limit
         # The last token of a sample is not computed and needs no room in the cache.
         room = limit - len(prompt) + 1
-        if operation.max_tokens is None and room < 1:
-            raise ValueError(f"prompt: {len(prompt)} tokens are more than the {limit} that the sampler supports")
+        if operation.max_tokens is None:
+            # At least one token, so that a prompt that fills the context is refused.
+            self._sampler.check_length(len(prompt), 1)
         ends = () if operation.ignore_end else self.end_tokens
         targets = operation.target_prompt_tokens
         request = GenerationRequest(
@@ -126,6 +128,8 @@ class WorkerSampler:
             prompt_logprobs=operation.prompt_logprobs,
             top_prompt_logprobs=operation.topk_prompt_logprobs,
             top_sample_logprobs=operation.topk_sample_logprobs,
+            num_prompt_scored=operation.num_prompt_scored,
+            prompt_draws=operation.prompt_draws,
             target_tokens=None if targets is None else targets.numpy().astype(np.int64),
             prompt_routes=operation.routed_experts,
             sample_routes=operation.routed_experts,
@@ -167,10 +171,10 @@ class WorkerSampler:
                 self._base.model.recover()
                 raise
         return [
-            _result(GenerationResult.of_shares([found[request_id] for request_id in ids]), self._routed)
+            _result(call.request, GenerationResult.of_shares([found[request_id] for request_id in ids]), self._routed)
             if found.keys() >= {*ids}
             else CANCELLED
-            for ids in pending
+            for call, ids in zip(calls, pending, strict=True)
         ]
 
     def weights_changed(self, source: str | None = None) -> None:
@@ -243,8 +247,10 @@ def _ids(value: object) -> list[int]:
     return [token for token in value if isinstance(token, int)] if isinstance(value, list) else []
 
 
-def _result(sampled: GenerationResult, routed: RoutedLayers | None) -> SampleResult | Failure:
-    if _has_diverged(sampled):
+def _result(
+    request: GenerationRequest, sampled: GenerationResult, routed: RoutedLayers | None
+) -> SampleResult | Failure:
+    if _has_diverged(request, sampled):
         # Not a fault of the service, and a retry would give the same.
         return Failure(
             "user",
@@ -266,18 +272,18 @@ def _result(sampled: GenerationResult, routed: RoutedLayers | None) -> SampleRes
         ],
         prompt_logprobs=_optional(sampled.prompt_logprobs),
         topk_prompt_logprobs=_top(sampled.top_prompt_logprobs),
+        prompt_draws=_top(sampled.prompt_draws),
         target_prompt_logprobs=_optional(sampled.target_logprobs),
         num_cached_tokens=sampled.num_cached_tokens,
         prompt_routed_experts=_routes(sampled.prompt_routes, routed),
     )
 
 
-def _has_diverged(sampled: GenerationResult) -> bool:
+def _has_diverged(request: GenerationRequest, sampled: GenerationResult) -> bool:
     """Whether any token's log-probability is NaN. Impossible tokens have -inf, which is valid."""
     found = [one.logprobs for one in sampled.samples]
     if sampled.prompt_logprobs is not None:
-        # The first token's is always NaN, since nothing predicts it.
-        found.append(sampled.prompt_logprobs[1:])
+        found.append(sampled.prompt_logprobs[request.first_reported :])
     return any(bool(np.isnan(logprobs).any()) for logprobs in found)
 
 
@@ -292,4 +298,5 @@ def _routes(routes: NDArray[np.int16] | None, routed: RoutedLayers | None) -> Ar
 def _top(top: LikelyTokens | None) -> TopLogprobs | None:
     if top is None:
         return None
-    return TopLogprobs(Array.of(top.token_ids.astype(np.int32)), Array.of(top.logprobs.astype(np.float32)))
+    logprobs = np.nan_to_num(top.logprobs.astype(np.float32), nan=NO_LOGPROB, neginf=-np.inf)
+    return TopLogprobs(Array.of(top.token_ids.astype(np.int32)), Array.of(logprobs))

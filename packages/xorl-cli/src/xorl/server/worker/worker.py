@@ -25,6 +25,7 @@ from xorl.core.loss.metrics import NUM_TRAINED
 from xorl.core.models.router_losses import RouterSums
 from xorl.lora import Adam
 from xorl.server.collectives import all_or_none, gather_numbers
+from xorl.server.context_length import ContextOverflow
 from xorl.server.identifiers import CheckpointRef
 from xorl.server.messages import Health, HealthResult, Operation, Result, Shutdown, ShutdownResult, Work
 from xorl.server.operations import (
@@ -409,7 +410,8 @@ def failure_of(problem: Exception, *, is_server: bool = False) -> Failure:
     """The failure that reports an exception to the client. is_server: never an error of the client."""
     for kind, status in ((UnknownName, 404), (AlreadySaved, 409), (ValueError, 400), (CheckpointError, 400)):
         if isinstance(problem, kind) and not is_server:
-            return Failure("user", status, str(problem), model_given_up=isinstance(problem, UnknownModel))
+            code = problem.code if isinstance(problem, ContextOverflow) else None
+            return Failure("user", status, str(problem), isinstance(problem, UnknownModel), code)
     logger.error("event=operation_failed error=%r", problem, exc_info=problem)
     if os.strerror(errno.ENOSPC) in str(problem):
         return Failure("server", 507, f"{problem}: delete checkpoints or free space on the service's disk")

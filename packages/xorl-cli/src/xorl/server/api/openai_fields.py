@@ -1,0 +1,140 @@
+"""What becomes of the fields of OpenAI's requests, and of vLLM's extensions to them, that this service does not serve.
+
+`openai_bodies` has the fields that it serves. A field is either there or here; all others are refused as unknown.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping, Set
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+
+from xorl.server.api.responses import InvalidField
+
+Body = TypeVar("Body", bound=msgspec.Struct)
+
+IGNORED = frozenset(
+    (
+        *("user", "safety_identifier", "metadata", "session_id"),
+        *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "prediction"),
+        "parallel_tool_calls",
+    )
+)
+"""Fields that cannot change an answer: labels, hints for caches and speed, and a setting of tools (refused)."""
+
+
+class Unserved(NamedTuple):
+    """neutral: the values that ask for nothing; empty lists and objects always do. advice: what to do instead."""
+
+    neutral: tuple[object, ...]
+    advice: str
+
+
+_LEAVE = "leave it out"
+_TOOLS = "describe tools in a message, and read the calls in the text of the answer"
+_FORMAT = "ask for the format in the prompt, and check the answer"
+_SAMPLING = "tokens are drawn from the model's own distribution, within top_k and top_p; leave it out"
+_TEXT = "the model reads and writes only text; leave it out"
+_PROMPT = "write the prompt yourself, and send its text or token ids to /v1/completions"
+_BEGIN = "to have the model continue the last message, set continue_final_message"
+
+
+def _alike(names: str, advice: str, *neutral: object) -> dict[str, Unserved]:
+    return {name: Unserved(neutral, advice) for name in names.split()}
+
+
+UNSERVED: Mapping[str, Unserved] = {
+    **_alike("tools functions", _TOOLS),
+    **_alike("tool_choice function_call", _TOOLS, "none", "auto"),
+    **_alike("response_format", _FORMAT, {"type": "text"}),
+    **_alike("structured_outputs guided_json guided_regex guided_choice guided_grammar", _FORMAT),
+    **_alike("guided_decoding_backend guided_whitespace_pattern", _FORMAT),
+    **_alike("presence_penalty frequency_penalty min_p min_tokens", _SAMPLING, 0),
+    **_alike("repetition_penalty length_penalty", _SAMPLING, 1),
+    **_alike("use_beam_search watermarking", _SAMPLING, False),
+    **_alike("logit_bias allowed_token_ids bad_words logprob_token_ids repetition_detection", _SAMPLING),
+    **_alike("thinking_token_budget", _SAMPLING, -1),
+    **_alike("modalities", _TEXT, ["text"]),
+    **_alike("audio media_io_kwargs mm_processor_kwargs prompt_embeds web_search_options moderation", _TEXT),
+    **_alike("chat_template documents", _PROMPT),
+    **_alike("echo add_special_tokens", _PROMPT, False),
+    **_alike("suffix", _PROMPT, ""),
+    **_alike("store", "answers are not stored; " + _LEAVE, False),
+    **_alike("service_tier", "all requests are equal; " + _LEAVE, "auto", "default"),
+    **_alike("priority", "all requests are equal; " + _LEAVE, 0),
+    **_alike("verbosity", "ask for the length in the prompt", "medium"),
+    **_alike("include_reasoning spaces_between_special_tokens return_mm_kwargs", _LEAVE, True),
+    **_alike("truncation_side", _LEAVE, "left"),
+    **_alike("routed_experts_prompt_start", _LEAVE, 0),
+    **_alike("return_token_offsets return_prompt_text", _LEAVE, False),
+    **_alike("cache_salt stream_interval kv_transfer_params ec_transfer_params vllm_xargs", _LEAVE),
+}
+"""Fields that would change an answer, or that promise something which the service does not do."""
+
+MESSAGE_IGNORED = frozenset(("annotations", "id", "provider_specific_fields", "cache_control"))
+MESSAGE_UNSERVED: Mapping[str, Unserved] = {
+    **_alike("tool_calls function_call", _TOOLS),
+    **_alike("tool_call_id", _TOOLS, ""),
+    **_alike("audio", _TEXT),
+    **_alike("refusal", "send it as content", ""),
+    **_alike("prefix partial", _BEGIN, False),
+}
+PART_IGNORED = frozenset(("cache_control", "prompt_cache_breakpoint"))
+
+
+def read_fields(given: Mapping[str, Any], kind: type[Body]) -> Body:
+    """The body of a request. A field that is null counts as left out.
+
+    Raises InvalidField for an unknown field, one of a wrong type, and one that is not served.
+    """
+    return msgspec_of(served_fields(given, field_names(kind), IGNORED, UNSERVED), kind)
+
+
+def field_names(kind: type[msgspec.Struct]) -> frozenset[str]:
+    """The names of a body's fields."""
+    return frozenset(field.encode_name for field in msgspec.structs.fields(kind))
+
+
+def served_fields(
+    given: Mapping[str, Any],
+    served: Set[str],
+    ignored: Set[str],
+    unserved: Mapping[str, Unserved],
+    where: str = "",
+) -> dict[str, Any]:
+    """The fields that are served and not null. Raises InvalidField for others, unless they ask for nothing."""
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        if value is None or name in ignored:
+            continue
+        if name in served:
+            found[name] = value
+        elif name not in unserved:
+            near = difflib.get_close_matches(name[:100], [*served, *ignored, *unserved], n=1)
+            advice = f"did you mean {near[0]}?" if near else _LEAVE
+            raise InvalidField(f"{where}{name[:100]}", f"is not a field of this call: {advice}", "unknown_parameter")
+        elif value not in ([], {}, *unserved[name].neutral):
+            raise _not_served(f"{where}{name}", unserved[name])
+    return found
+
+
+def msgspec_of(fields: Mapping[str, Any], kind: type[Body], where: str = "") -> Body:
+    """Convert fields to a struct. Raises InvalidField for a missing one and one of a wrong type."""
+    try:
+        return msgspec.convert(fields, kind)
+    except msgspec.ValidationError as problem:
+        text = str(problem)
+        if missing := re.match(r"Object missing required field `(\w+)`", text):
+            raise InvalidField(f"{where}{missing[1]}", "is missing", "missing_required_parameter") from None
+        reason, _, path = text.partition(" - at `$.")
+        name = f"{where}{path.rstrip('`')}"
+        raise InvalidField(name, f"has a wrong type: {reason[:1].lower()}{reason[1:]}", "invalid_type") from None
+
+
+def _not_served(name: str, rule: Unserved) -> InvalidField:
+    values = " or ".join(msgspec.json.encode(value).decode() for value in rule.neutral if value != "")
+    other = f"may only be {values}" if values else "is not supported"
+    return InvalidField(name, f"{other}: {rule.advice}", "unsupported_parameter")
