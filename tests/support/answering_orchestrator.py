@@ -288,7 +288,7 @@ class AnsweringOrchestrator:
     async def on_GetModel(self, asked: GetModel):
         if asked.model_id not in self.models:
             return Rejected(404, f"there is no model {asked.model_id}")
-        return ModelInfo(asked.model_id, "tiny", "tiny", self.tokenizer, LORA, 0, {})
+        return ModelInfo(asked.model_id, "tiny", "tiny", self.tokenizer, "tiny", LORA, 0, {})
 
     async def on_CreateSamplingSession(self, asked: CreateSamplingSession):
         if asked.checkpoint is not None and asked.checkpoint not in self.checkpoints:

@@ -164,12 +164,13 @@ class FoundSessions(Message, frozen=True):
 
 
 class ModelInfo(Message, frozen=True):
-    """A model. lora: None for full weights."""
+    """A model. lora: None for full weights. tokenizer_name: the base's name, by which clients load the tokenizer."""
 
     model_id: str
     base_model: str
     arch: str
     tokenizer: str
+    tokenizer_name: str
     lora: LoraSpec | None
     step: int
     user_metadata: dict[str, str]

@@ -45,6 +45,7 @@ class SessionBody(msgspec.Struct, frozen=True):
     user_metadata: dict[str, Any] | None = None
     display_name: str | None = None
     sdk_version: str | None = None
+    project_id: str | None = None
 
 
 class FinishReason(msgspec.Struct, frozen=True):
@@ -88,6 +89,8 @@ async def create_session(request: Request) -> Response:
     """Create a session."""
     api = api_of(request)
     given = await api.bodies.parse(request, SessionBody)
+    if given.project_id is not None:
+        raise Refusal(400, "project_id: this service has no projects; leave it out")
     with refuse_invalid():
         query = CreateSession(
             None if given.session_id is None else check_model_id(given.session_id),

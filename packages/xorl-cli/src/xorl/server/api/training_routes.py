@@ -177,7 +177,7 @@ async def get_info(request: Request) -> Response:
             "model_name": info.base_model,
             "is_lora": info.lora is not None,
             "lora_rank": None if info.lora is None else info.lora.rank,
-            "model_data": {"arch": info.arch, "model_name": info.base_model, "tokenizer_id": info.tokenizer},
+            "model_data": {"arch": info.arch, "model_name": info.tokenizer_name, "tokenizer_id": info.tokenizer},
             "optimizer_config": {"type": "adamw"},
             "step": info.step,
         }

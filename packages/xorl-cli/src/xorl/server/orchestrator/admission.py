@@ -246,7 +246,7 @@ class Admission:
 
     def _check_creation(self, operation: CreateModel, submit: Submit, old: ModelRecord | None) -> None:
         state, options = self._state, self._state.options
-        if operation.base_model not in (None, options.model_name, options.model_path):
+        if operation.base_model not in (None, *options.base_names):
             raise Refused(400, f"base_model: this service trains {options.model_name}, got {operation.base_model!r}")
         if submit.session_id is not None and submit.session_id not in state.registry.sessions:
             raise Refused(404, f"there is no session {submit.session_id}")

@@ -20,7 +20,8 @@ class OrchestratorOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     api_address: on which it listens for the API. worker_address: on which rank 0 listens; keys: a file of ChannelKeys,
     needed if rank 0 is reached over the network. workers_file: in which a restarted rank 0 publishes its address, if
     that can change. restarts_file: what the launcher writes about restarts (`restarts`). model_name: the name that
-    clients use; they may also use model_path. tokenizer: a name or folder. lora_rank, lora_alpha: defaults for
+    clients use; they may also use model_path and tokenizer_path. tokenizer: a name or folder. tokenizer_path: the same
+    as configured, if it is. lora_rank, lora_alpha: defaults for
     adapters; None if full weights are trained. gap_timeout_s: how long requests wait for a missing number before they
     fail; clients retry for 300 s.
     """
@@ -33,6 +34,7 @@ class OrchestratorOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     tokenizer: str
     arch: str
     vocab_size: int
+    tokenizer_path: str | None = None
     enable_lora: bool = False
     lora_rank: int | None = None
     lora_alpha: float | None = None
@@ -51,6 +53,16 @@ class OrchestratorOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     max_sessions: int = 1024
     result_retention_s: float = 3600.0
     gap_timeout_s: float = 360.0
+
+    @property
+    def base_names(self) -> tuple[str, ...]:
+        """The names of the base."""
+        return tuple(filter(None, (self.model_name, self.model_path, self.tokenizer_path, self.tokenizer_name)))
+
+    @property
+    def tokenizer_name(self) -> str:
+        """The base's name for clients that load the tokenizer by it: model_name, unless the tokenizer is elsewhere."""
+        return self.model_name if self.tokenizer_path is None else self.tokenizer
 
     @property
     def folder(self) -> Path:
@@ -85,6 +97,7 @@ def options_from_config(
         model_name=config.model_name or path,
         model_path=config.model_path or path,
         tokenizer=_absolute(config.tokenizer_path or path),
+        tokenizer_path=config.tokenizer_path,
         arch=str(model_config.get("model_type", "")),
         vocab_size=vocab_size if isinstance(vocab_size, int) else 0,
         enable_lora=enable_lora,

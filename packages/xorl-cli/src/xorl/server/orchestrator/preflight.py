@@ -147,7 +147,7 @@ class Preflight:
         if model.workers == workers.name:
             return
         options, base = state.options, model.create.base_model
-        if options.enable_lora and base not in (None, options.model_name, options.model_path):
+        if options.enable_lora and base not in (None, *options.base_names):
             message = (
                 f"model {model.model_id} is an adapter over {base!r}, but this service now has {options.model_name!r}: "
                 "start the service with that base, or create a new model"

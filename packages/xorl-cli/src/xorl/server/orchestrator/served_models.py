@@ -33,7 +33,7 @@ async def list_served_models(state: State, query: ListServedModels) -> ServedMod
 async def find_served_model(state: State, query: FindServedModel) -> ServedModel | Rejected:
     """The model of a name: the base's, a checkpoint's URI, a model's id, or the name of a sampler checkpoint."""
     name, options = query.name, state.options
-    if name in (options.model_name, options.model_path):
+    if name in options.base_names:
         return _base(state)
     if "://" in name:
         try:

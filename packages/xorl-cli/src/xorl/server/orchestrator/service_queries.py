@@ -131,6 +131,7 @@ async def get_model(state: State, query: GetModel) -> ModelInfo | Rejected:
         options.model_name,
         options.arch,
         options.tokenizer,
+        options.tokenizer_name,
         lora if options.enable_lora else None,
         model.num_steps,
         model.create.user_metadata,
@@ -145,7 +146,7 @@ async def create_sampling_session(state: State, query: CreateSamplingSession) ->
         sampling_session_id = sampling_session_id_of(f"session-{secrets.token_hex(8)}", 0)
     if query.session_id is not None and query.session_id not in registry.sessions:
         return _no_session(query.session_id)
-    if query.base_model not in (None, options.model_name, options.model_path):
+    if query.base_model not in (None, *options.base_names):
         return Rejected(400, f"base_model: this service samples from {options.model_name}, got {query.base_model!r}")
     if query.checkpoint is not None and state.find_checkpoint(query.checkpoint) is None:
         return Rejected(404, f"there is no checkpoint {query.checkpoint.uri('xorl')}")
@@ -163,7 +164,7 @@ async def create_sampling_session(state: State, query: CreateSamplingSession) ->
     elif record.checkpoint != query.checkpoint:
         reason = "was created before with other weights: use a new number; a retry must send the same content"
         return Rejected(400, f"sampling session {sampling_session_id} {reason}")
-    return _sampling_session(record)
+    return _sampling_session(state, record)
 
 
 async def get_sampler(state: State, query: GetSampler) -> SamplingSession | Rejected:
@@ -171,7 +172,7 @@ async def get_sampler(state: State, query: GetSampler) -> SamplingSession | Reje
     record = state.registry.samplers.get(query.sampling_session_id)
     if record is None:
         return Rejected(404, f"there is no sampling session {query.sampling_session_id}")
-    return _sampling_session(record)
+    return _sampling_session(state, record)
 
 
 def _no_session(session_id: str) -> Rejected:
@@ -193,5 +194,7 @@ def _session_info(state: State, session: SessionRecord) -> SessionInfo:
     )
 
 
-def _sampling_session(record: SamplerRecord) -> SamplingSession:
-    return SamplingSession(record.sampling_session_id, record.base_model, record.checkpoint, record.name)
+def _sampling_session(state: State, record: SamplerRecord) -> SamplingSession:
+    is_of_this_base = record.base_model == state.options.model_name
+    base = state.options.tokenizer_name if is_of_this_base else record.base_model
+    return SamplingSession(record.sampling_session_id, base, record.checkpoint, record.name)
