@@ -34,7 +34,8 @@ from xorl.data.batch import Document, collate
 from xorl.lora import Adam, AdapterBank, AdapterSpec
 from xorl.train.bank_engine import BankEngine, MixedBatch
 from xorl.train.build import build_engine
-from xorl.train.model import build_model, read_architecture
+from xorl.train.model import build_model
+from xorl.train.model_source import read_architecture
 from xorl.train.observe.timing import Clock
 
 LR = 1e-5

@@ -75,6 +75,7 @@ def load_with_xorl(folder: Path, mode: str) -> Load:
     from xorl.core import runtime  # noqa: PLC0415
     from xorl.core.mesh import Mesh  # noqa: PLC0415
     from xorl.train import model as xorl_model  # noqa: PLC0415
+    from xorl.train.model_source import read_architecture  # noqa: PLC0415
     from xorl.train.startup import parallel_dims  # noqa: PLC0415
 
     place = runtime.init()
@@ -91,7 +92,7 @@ def load_with_xorl(folder: Path, mode: str) -> Load:
         }
     ).config
     mesh = Mesh(parallel_dims(config, place.world_size), place.device.type)
-    architecture = xorl_model.read_architecture(config.model)
+    architecture = read_architecture(config.model)
     figures: list[tuple[float, float]] = []
     load_weights = xorl_model.load_weights
 

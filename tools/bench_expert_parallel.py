@@ -34,7 +34,8 @@ from xorl.core.nn import dispatch
 from xorl.data.batch import Document, collate
 from xorl.kernels.layout import RankGroup
 from xorl.train.build import build_engine
-from xorl.train.model import head_options_of, read_architecture
+from xorl.train.model import head_options_of
+from xorl.train.model_source import read_architecture
 from xorl.train.startup import parallel_dims
 
 TINY: dict[str, object] = {"hidden_size": 64, "moe_intermediate_size": 32, "num_attention_heads": 4, "head_dim": 16}

@@ -31,7 +31,8 @@ from xorl.core.mesh import Mesh, ParallelDims
 from xorl.data import PackedBatch
 from xorl.train.architecture import Architecture
 from xorl.train.build import build_engine
-from xorl.train.model import head_options_of, read_architecture
+from xorl.train.model import head_options_of
+from xorl.train.model_source import read_architecture
 from xorl.train.recompute_choice import BY_LAYER, SETTINGS, MicroBatch, choose, measure, usable_bytes
 from xorl.train.step_memory import PassProfile, held_bytes, pass_peak
 

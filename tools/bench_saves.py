@@ -36,7 +36,8 @@ from xorl.data import PackedBatch
 from xorl.data.batch import Document, collate
 from xorl.train.build import build_engine
 from xorl.train.engine import Engine
-from xorl.train.model import head_options_of, read_architecture
+from xorl.train.model import head_options_of
+from xorl.train.model_source import read_architecture
 from xorl.train.startup import parallel_dims
 
 WARMUP = 3

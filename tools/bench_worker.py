@@ -44,7 +44,7 @@ from xorl.server.worker.base import build_base
 from xorl.server.worker.saved_models import PendingSave
 from xorl.server.worker.worker import Worker
 from xorl.train.build import build_engine
-from xorl.train.model import read_architecture
+from xorl.train.model_source import read_architecture
 from xorl.train.startup import parallel_dims
 
 LR = 1e-5

@@ -29,7 +29,7 @@ from xorl.config import Config, config_from_mapping
 from xorl.core import runtime
 from xorl.core.mesh import Mesh
 from xorl.train.build import build_engine
-from xorl.train.model import read_architecture
+from xorl.train.model_source import read_architecture
 from xorl.train.startup import parallel_dims
 from xorl.train.verify import Result, Verification, compare, one_process, take_steps
 

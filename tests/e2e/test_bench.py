@@ -20,7 +20,7 @@ from xorl.config.local import ModelConfig
 from xorl.core.mesh import ParallelDims
 from xorl.train import build_run, train
 from xorl.train.bench.memory import memory_refusal
-from xorl.train.model import read_architecture
+from xorl.train.model_source import read_architecture
 from xorl.train.observe.observer import Metrics
 from xorl.train.observe.timing import StepTimer
 

@@ -39,9 +39,12 @@ def test_the_chat_example_trains_and_leaves_a_receipt(tmp_path: Path, run_comman
 
 
 def test_an_adapter_is_exported_with_the_template_that_it_was_trained_with(tmp_path: Path, run_command) -> None:
-    # Catches an adapter that is served, alone or merged, with the template of its base, or with none.
+    # Catches an adapter that is served, alone or merged, with the template or the tokenizer of its base, or with none,
+    # and a merged model without the stop tokens of its base.
     base = tmp_path / "base"
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(ROOT / "configs" / "quickstart")).save_pretrained(base)
+    stops = {"eos_token_id": [1, 2], "top_k": 7}
+    (base / "generation_config.json").write_text(json.dumps(stops))
     folders = ["--train.output_dir", str(tmp_path / "out"), "--data.dataset_prepared_path", str(tmp_path / "prepared")]
     lora = ["--lora.enable_lora", "true", "--lora.save_lora_only", "true", "--model.model_path", str(base)]
     steps = ["--train.max_steps", "1", "--train.data_parallel_mode", "none"]
@@ -52,5 +55,10 @@ def test_an_adapter_is_exported_with_the_template_that_it_was_trained_with(tmp_p
     again = export_saved(str(adapter), str(tmp_path / "again"), merge=True)
     template = (ROOT / "configs" / "local" / "chat.jinja").read_text()
     checkpoint = tmp_path / "out" / "checkpoints" / "global_step_1"
+    tokenizer = (ROOT / "configs" / "quickstart" / "tokenizer.json").read_bytes()
     for folder in (checkpoint, checkpoint.with_name(f"{checkpoint.name}-export"), adapter, merged, again):
         assert (folder / "chat_template.jinja").read_text() == template
+        # The base has no tokenizer.
+        assert (folder / "tokenizer.json").read_bytes() == tokenizer
+    for folder in (merged, again):
+        assert json.loads((folder / "generation_config.json").read_text()) == stops

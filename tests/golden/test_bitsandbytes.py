@@ -16,7 +16,8 @@ from xorl.core.mesh import Mesh, ParallelDims
 from xorl.kernels.quant.nf4 import dequantize_nf4, quantize_nf4
 from xorl.lora.quantized import quantized_layers
 from xorl.train.export.saved import export_saved
-from xorl.train.model import build_model, read_architecture
+from xorl.train.model import build_model
+from xorl.train.model_source import read_architecture
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("bitsandbytes") is None, reason="there is no bitsandbytes for this platform"

@@ -21,7 +21,8 @@ from xorl.core.parallel.activations import Recompute, recompute_layers
 from xorl.core.parallel.offload import ActivationOffload
 from xorl.core.runtime import Runtime
 from xorl.kernels.layout import SequenceLayout
-from xorl.train.model import build_model, head_options_of, read_architecture
+from xorl.train.model import build_model, head_options_of
+from xorl.train.model_source import read_architecture
 from xorl.train.recompute_choice import SETTINGS, MicroBatch, measure
 from xorl.train.step_memory import held_bytes, pass_peak
 

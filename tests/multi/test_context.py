@@ -19,7 +19,7 @@ from xorl.core.nn.ulysses import check_heads
 from xorl.kernels.attention import ring
 from xorl.kernels.layout import SequenceLayout
 from xorl.train.build import build_engine
-from xorl.train.model import read_architecture
+from xorl.train.model_source import read_architecture
 from xorl.train.startup import parallel_dims
 from xorl.train.verify import Result, batches_of, compare, one_process, take_steps
 

@@ -26,7 +26,8 @@ from xorl.core.nn.dispatch import AllToAll
 from xorl.train import model as model_module
 from xorl.train import verify
 from xorl.train.build import build_engine
-from xorl.train.model import build_model, read_architecture
+from xorl.train.model import build_model
+from xorl.train.model_source import read_architecture
 from xorl.train.run import run_training
 from xorl.train.startup import parallel_dims
 from xorl.train.verify import Result, compare, one_process, take_steps

@@ -16,7 +16,7 @@ from xorl.lora import Adapter, AdapterBank, AdapterSpec, adapter_parameters, ada
 from xorl.lora.quantized import QuantizedLayer, read_rows
 from xorl.train.build import build_engine
 from xorl.train.export.hf_weights import hf_groups
-from xorl.train.model import read_architecture
+from xorl.train.model_source import read_architecture
 
 HF_CONFIG = hf_config(hidden_size=64, intermediate_size=192, num_hidden_layers=1)
 CPU = torch.device("cpu")

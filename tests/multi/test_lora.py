@@ -26,7 +26,7 @@ from xorl.train.adapters.files import AdapterFiles, trained_base_parameters
 from xorl.train.adapters.inject import AdapterMerging, adapter_spec
 from xorl.train.build import build_engine
 from xorl.train.engine import Engine
-from xorl.train.model import read_architecture
+from xorl.train.model_source import read_architecture
 
 HF_CONFIG = hf_config()
 LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {

@@ -22,7 +22,7 @@ from xorl.lora.merge import fold_
 from xorl.lora.quantized import AdaptiveNoise, num_parameters, quantized_layers
 from xorl.train.build import build_engine
 from xorl.train.export.hf_weights import ExportWeights
-from xorl.train.model import read_architecture
+from xorl.train.model_source import read_architecture
 from xorl.train.startup import parallel_dims
 from xorl.train.verify import Result, compare, one_process, take_steps
 

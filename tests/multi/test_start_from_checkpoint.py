@@ -15,7 +15,7 @@ from xorl.ckpt.layout import latest_checkpoint
 from xorl.config import config_from_mapping
 from xorl.config.local import ModelConfig
 from xorl.train.export.saved import export_saved
-from xorl.train.model import read_architecture
+from xorl.train.model_source import read_architecture
 from xorl.train.run import run_training
 
 NUM_STEPS = 3

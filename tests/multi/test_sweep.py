@@ -20,7 +20,8 @@ from xorl.core.mesh import Mesh, ParallelDims
 from xorl.data.batch import Document, collate
 from xorl.lora import Adam, AdapterBank, AdapterSpec
 from xorl.train.bank_engine import BankEngine, MixedBatch
-from xorl.train.model import build_model, read_architecture
+from xorl.train.model import build_model
+from xorl.train.model_source import read_architecture
 from xorl.train.sweep.build import build_sweep
 from xorl.train.sweep.loop import train_sweep
 

@@ -29,7 +29,7 @@ from xorl.train import engine as engine_module
 from xorl.train import rows as rows_module
 from xorl.train.build import build_engine
 from xorl.train.engine import Engine
-from xorl.train.model import read_architecture
+from xorl.train.model_source import read_architecture
 from xorl.train.startup import parallel_dims
 from xorl.train.verify import (
     Result,

@@ -65,12 +65,19 @@ def test_files_of_the_tokenizer_come_along_and_no_others(params, recipes, tmp_pa
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "config.json", "secret.env"):
         (tokenizer / name).write_text(f'"{name}"')
     folder = export_hf(
-        params, recipes, tmp_path / "hf", hf_config=CONFIG, tokenizer_folder=tokenizer, model_card="# A model\n"
+        params,
+        recipes,
+        tmp_path / "hf",
+        hf_config=CONFIG,
+        generation_config={"eos_token_id": [1, 2]},
+        tokenizer_folder=tokenizer,
+        model_card="# A model\n",
     )
     copied = {path.name for path in folder.iterdir()} - {"model.safetensors"}
     assert copied == {"tokenizer.json", "tokenizer_config.json", "generation_config.json", "config.json", "README.md"}
     assert json.loads((folder / "config.json").read_text())["hidden_size"] == 4
     assert (folder / "tokenizer.json").read_text() == '"tokenizer.json"'
+    assert json.loads((folder / "generation_config.json").read_text()) == {"eos_token_id": [1, 2]}
 
 
 @pytest.mark.parametrize("trained_with", [None, "own"])

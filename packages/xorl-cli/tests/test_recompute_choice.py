@@ -22,7 +22,8 @@ from xorl.core.optim import Fp32Accumulation
 from xorl.core.parallel import ParallelModel
 from xorl.core.parallel.copy_engine import WINDOW_BYTES
 from xorl.core.runtime import Runtime
-from xorl.train.model import KeptDtypes, build_model, head_options_of, read_architecture, sketch_model
+from xorl.train.model import KeptDtypes, build_model, head_options_of, sketch_model
+from xorl.train.model_source import read_architecture
 from xorl.train.recompute_choice import SETTINGS, Choice, MicroBatch, choose_layers, measure_slice, table
 from xorl.train.step_memory import (
     MEASURED_LAYERS,

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from tiny_models import hf_config
+from tiny_models import hf_config, write_config
 from xorl.config import config_from_mapping
-from xorl.config.local import LoraConfig
+from xorl.config.local import LoraConfig, ModelConfig
 from xorl.core.models import SPECS, Decoder
 from xorl.core.nn import LayerKernels
 from xorl.kernels.attention.reference import eager_attention
 from xorl.kernels.layout import SequenceLayout
 from xorl.lora import adapters
 from xorl.train.adapters.inject import add_adapters, flops_of
+from xorl.train.model_source import read_architecture
 
 SIZES = hf_config(vocab_size=50)
 FAMILY = SPECS["Qwen3ForCausalLM"]
@@ -89,3 +93,33 @@ def test_an_error_begins_with_the_option_at_fault(lora: dict, message: str) -> N
     # Catches a message about a field that the user has never seen.
     with pytest.raises(ValueError, match=message):
         with_adapters(**lora)
+
+
+def test_an_adapter_beside_the_weights_is_not_passed_over(tmp_path: Path) -> None:
+    """Catches a run on the base alone of a folder in which transformers applies an adapter, without a word."""
+    folder = write_config(tmp_path / "model", SIZES)
+    read_architecture(ModelConfig(model_path=str(folder)))
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"model\.model_path: .*model holds an adapter beside .*lora\.adapter_path"):
+        read_architecture(ModelConfig(model_path=str(folder)))
+    read_architecture(ModelConfig(model_path=str(folder)), adapter_path=str(folder))
+    (folder / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"holds no config\.json; it is an adapter: .*lora\.adapter_path"):
+        read_architecture(ModelConfig(model_path=str(folder)))
+
+
+def test_generation_follows_the_base_and_the_entries_of_the_run(tmp_path: Path) -> None:
+    """Catches an export that generates with the stop tokens of another folder, or without those that were set."""
+    base, other = (write_config(tmp_path / name, {**SIZES, "eos_token_id": 1}) for name in ("base", "other"))
+    (base / "generation_config.json").write_text('{"eos_token_id": [1, 2], "temperature": 0.6}')
+    stops = {"eos_token_id": [1, 3]}
+
+    def generation(**model: object) -> Mapping[str, object]:
+        return read_architecture(ModelConfig.model_validate(model)).generation
+
+    assert generation(model_path=str(base))["eos_token_id"] == [1, 2]
+    assert generation(model_path=str(base), tokenizer_path=str(other))["eos_token_id"] == [1, 2]
+    assert generation(model_path=str(base), config_path=str(other))["eos_token_id"] == [1, 2]
+    assert generation(config_path=str(base))["temperature"] == 0.6
+    assert generation(model_path=str(base), foundation=stops) == {**stops, "temperature": 0.6}
+    assert generation(model_path=str(other), foundation=stops) == {}

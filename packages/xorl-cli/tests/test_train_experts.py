@@ -24,7 +24,8 @@ from xorl.lora.quantized import QuantizedExpertLinear, quantized_layers
 from xorl.server.worker import base
 from xorl.server.worker.base import build_base
 from xorl.server.worker.worker import Worker
-from xorl.train.model import EXPERT_OPTIONS, build_model, read_architecture, sketch_model
+from xorl.train.model import EXPERT_OPTIONS, build_model, sketch_model
+from xorl.train.model_source import read_architecture
 
 VALUES = {
     "model.moe_implementation": "eager",

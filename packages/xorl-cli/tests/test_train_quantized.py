@@ -21,7 +21,8 @@ from xorl.kernels.quant.nf4 import quantize_nf4
 from xorl.kernels.quant.nvfp4 import nvfp4_global_scale, quantize_nvfp4
 from xorl.lora.quantized import QuantizedRows, quantized_layers, read_rows
 from xorl.train.export.source import weights_at
-from xorl.train.model import build_model, read_architecture
+from xorl.train.model import build_model
+from xorl.train.model_source import read_architecture
 from xorl.train.module.models import load_model
 
 CPU = torch.device("cpu")

@@ -53,8 +53,7 @@ TOKENIZER_FILES = (
     "vocab.json",
     "vocab.txt",
 )
-_COPIED_FILES = (*TOKENIZER_FILES, "generation_config.json")
-_CONFIG_FILE, CARD_FILE = "config.json", "README.md"
+_CONFIG_FILE, GENERATION_FILE, CARD_FILE = "config.json", "generation_config.json", "README.md"
 TEMPLATE_FILE = "chat_template.jinja"  # transformers prefers it to the template in tokenizer_config.json
 MAX_SHARD_BYTES = 5e9
 
@@ -79,6 +78,7 @@ def export_hf(
     *,
     hf_config: Mapping[str, object],
     dtype: torch.dtype | None = None,
+    generation_config: Mapping[str, object] | None = None,
     tokenizer_folder: Path | str | None = None,
     chat_template: str | None = None,
     max_shard_bytes: float = MAX_SHARD_BYTES,
@@ -89,10 +89,13 @@ def export_hf(
 
     Without recipes, the parameters are written under their own names. A `dtype` of None keeps each parameter's dtype;
     otherwise it is a floating-point dtype of at least 16 bits, and integers and flags among the parameters keep theirs.
-    `hf_config` is written unchanged except for its dtype, which is set to that of the weights. `chat_template` replaces
-    the tokenizer's template. Tied weights are not written, as they are not in `params`. `model_card` becomes README.md.
-    For `gather` see `parameter_groups`. Raises CheckpointError, before anything is written, if the folder exists and is
-    not empty or cannot be written to, or if `params` and `recipes` differ in names or (without `gather`) in shapes.
+    `hf_config` is written unchanged except for its dtype, which is set to that of the weights, and `generation_config`
+    as generation_config.json. The tokenizer's files are copied from `tokenizer_folder`; `chat_template` replaces its
+    template. Tied weights are not written, as they are not in `params`. `model_card` becomes README.md. For `gather`
+    see `parameter_groups`.
+
+    Raises CheckpointError, before anything is written, if the folder exists and is not empty or cannot be written to,
+    or if `params` and `recipes` differ in names or (without `gather`) in shapes.
     """
     folder = Path(folder).expanduser().absolute()
     with fail_together(f"export to {folder}"):
@@ -112,6 +115,7 @@ def export_hf(
             temporary,
             groups,
             hf_config=hf_config,
+            generation_config=generation_config,
             tokenizer_folder=tokenizer,
             chat_template=chat_template,
             max_shard_bytes=max_shard_bytes,
@@ -160,6 +164,7 @@ def write_model(
     groups: Sequence[TensorGroup],
     *,
     hf_config: Mapping[str, object],
+    generation_config: Mapping[str, object] | None = None,
     tokenizer_folder: Path | str | None = None,
     chat_template: str | None = None,
     max_shard_bytes: float = MAX_SHARD_BYTES,
@@ -177,7 +182,10 @@ def write_model(
         write_tensor_file(folder / shard.file, shard.groups)
     with fail_together(f"export to {folder}"):
         if this_rank() == 0:
-            _write_other_files(folder, shards, hf_config, tokenizer, chat_template, model_card)
+            files = _config_files(shards, hf_config, generation_config)
+            if model_card is not None:
+                files[CARD_FILE] = model_card.encode()
+            write_files(folder, {**files, **tokenizer_files(tokenizer, chat_template)})
             _check_readable(folder, shards)
 
 
@@ -308,14 +316,9 @@ def _split_unit(
     return {name: shared[0] if len(shared) == 1 else torch.cat(shared, join_dim or 0) for name, shared in parts.items()}
 
 
-def _write_other_files(
-    folder: Path,
-    shards: Sequence[_Shard],
-    hf_config: Mapping[str, object],
-    tokenizer_folder: Path | None,
-    chat_template: str | None,
-    model_card: str | None,
-) -> None:
+def _config_files(
+    shards: Sequence[_Shard], hf_config: Mapping[str, object], generation_config: Mapping[str, object] | None
+) -> dict[str, bytes]:
     groups = [group for shard in shards for group in shard.groups]
     records = [record for group in groups for record in group.records.values()]
     dtypes = {record.dtype for record in records if record.torch_dtype.is_floating_point}
@@ -324,6 +327,8 @@ def _write_other_files(
         # from_pretrained casts the weights to the config's dtype.
         config["dtype"] = dtypes.pop()
     files: dict[str, bytes] = {_CONFIG_FILE: json_bytes(config)}
+    if generation_config:
+        files[GENERATION_FILE] = json_bytes(generation_config)
     if len(shards) > 1:
         totals = {
             "total_parameters": sum(math.prod(record.shape) for record in records),
@@ -331,14 +336,23 @@ def _write_other_files(
         }
         weight_map = {name: shard.file for shard in shards for name in sorted(shard.records)}
         files[INDEX_FILE] = json_bytes({"metadata": totals, "weight_map": weight_map})
-    if model_card is not None:
-        files[CARD_FILE] = model_card.encode()
+    return files
+
+
+def tokenizer_files(tokenizer_folder: Path | None, chat_template: str | None) -> dict[str, bytes]:
+    """The contents of a tokenizer's files by their names; `chat_template` replaces its template."""
+    files: dict[str, bytes] = {}
     if tokenizer_folder is not None:
-        patterns = [name for name in _COPIED_FILES if chat_template is None or name != _NAMED_TEMPLATES]
+        patterns = [name for name in TOKENIZER_FILES if chat_template is None or name != _NAMED_TEMPLATES]
         present = [file for pattern in patterns for file in tokenizer_folder.glob(pattern) if file.is_file()]
-        files |= {str(file.relative_to(tokenizer_folder)): file.read_bytes() for file in present}
+        files = {str(file.relative_to(tokenizer_folder)): file.read_bytes() for file in present}
     if chat_template is not None:
         files[TEMPLATE_FILE] = chat_template.encode()
+    return files
+
+
+def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write files of an export by their names, durably."""
     for name, content in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from xorl.ckpt import CheckpointError, CheckpointFailure, WeightRecipe, resolve_folder
+from xorl.ckpt.export import GENERATION_FILE, tokenizer_files
 from xorl.ckpt.layout import is_complete
 from xorl.core.models import DecoderConfig, ModelSpec, spec_for
 from xorl.lora.prequantized import MODELOPT_FILE, with_modelopt_file
+from xorl.train.adapters.folder import is_adapter
 
 # The files of a model's folder without its weights.
 CONFIG_PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja")
@@ -20,7 +22,8 @@ CONFIG_PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja")
 class Architecture:
     """A model's family, its shape and its Hugging Face configuration.
 
-    `chat_template` is the template it is trained with, if that is not its tokenizer's.
+    `chat_template` is the template it is trained with, if that is not its tokenizer's. `generation` is the content of
+    its generation_config.json; empty without one. `own_tokenizer`: the tokenizer is not that of the base weights.
     """
 
     spec: ModelSpec
@@ -28,6 +31,12 @@ class Architecture:
     hf_config: Mapping[str, object]
     tokenizer_folder: Path | None
     chat_template: str | None = None
+    generation: Mapping[str, object] = field(default_factory=dict)
+    own_tokenizer: bool = False
+
+    def files_beside_adapter(self) -> dict[str, bytes]:
+        """The files of the tokenizer and template, by name, that an adapter needs because its base has others."""
+        return tokenizer_files(self.tokenizer_folder if self.own_tokenizer else None, self.chat_template)
 
     def recipes(self, *, merge_qkv: bool) -> Mapping[str, WeightRecipe]:
         """The names and layouts of the parameters in Hugging Face files."""
@@ -43,11 +52,11 @@ def read_config(option: str, file: Path, tokenizer_folder: Path) -> Architecture
         hint = ""
         if option == "model.model_path" and is_complete(file.parent):
             hint = "; it is an xorl checkpoint: set train.load_weights_mode: dcp to start from it"
+        elif is_adapter(file.parent):
+            hint = "; it is an adapter: give the folder or Hub id of its base model here, and the adapter's in "
+            hint += "lora.adapter_path"
         raise ValueError(f"{option}: {file.parent} holds no config.json{hint}")
-    try:
-        hf_config = json.loads(file.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{option}: {file}:{error.lineno} is not JSON: {error.msg}") from error
+    hf_config = _read_object(option, file)
     modelopt_file = file.parent / MODELOPT_FILE
     if modelopt_file.is_file():
         try:
@@ -59,7 +68,26 @@ def read_config(option: str, file: Path, tokenizer_folder: Path) -> Architecture
         config = spec.config_from_hf(hf_config)
     except ValueError as error:
         raise ValueError(f"{option}: {file}: {error}") from error
-    return Architecture(spec, config, hf_config, tokenizer_folder)
+    return Architecture(spec, config, hf_config, tokenizer_folder, generation=read_generation(option, file.parent))
+
+
+def read_generation(option: str, folder: Path) -> Mapping[str, object]:
+    """The content of generation_config.json in a model's folder; empty if it has none.
+
+    Raises ValueError, beginning with `option`, if the file is not valid.
+    """
+    file = folder / GENERATION_FILE
+    return _read_object(option, file) if file.is_file() else {}
+
+
+def _read_object(option: str, file: Path) -> dict[str, object]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{option}: {file}:{error.lineno} is not JSON: {error.msg}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{option}: {file} is not a JSON object")
+    return content
 
 
 def folder_of(option: str, path: str, patterns: Sequence[str] | None = None) -> Path:

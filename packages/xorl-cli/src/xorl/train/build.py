@@ -218,7 +218,7 @@ def _checkpoints(startup: Startup, run: PreparedRun, engine: Engine, stream: Str
             # No other tool can load this base; a name that is no model says so, to people and to `check_name`.
             base = f"{base or config.model.config_path} (with adapters merged into it while training)"
         files = AdapterFiles.of(
-            engine.model, spec, base, recipes, chat_template=architecture.chat_template, form=lora.moe_lora_format
+            engine.model, spec, base, recipes, others=architecture.files_beside_adapter(), form=lora.moe_lora_format
         )
     export: ModelExport | AdapterExport | None = None
     if train.save_hf_weights and lora.save_lora_only:

@@ -25,7 +25,7 @@ from xorl.lora.peft.config import recorded_settings
 from xorl.lora.prequantized import QUANTIZATION_KEY
 from xorl.train.adapters.folder import is_adapter, is_same_base
 from xorl.train.adapters.inject import SHARING_OPTIONS
-from xorl.train.architecture import Architecture
+from xorl.train.architecture import Architecture, read_generation
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +84,8 @@ def describe_model(model: ModelConfig, architecture: Architecture, scheme: Quant
         "merge_qkv": model.merge_qkv,
         "tokenizer": None if tokenizer is None else str(tokenizer.absolute()),
         "chat_template": architecture.chat_template,
+        "generation": cast(Mapping[str, JSON], architecture.generation),
+        "own_tokenizer": architecture.own_tokenizer,
         "quantization": None if scheme is None else cast("dict[str, JSON]", asdict(scheme)),
     }
 
@@ -203,7 +205,11 @@ def read_description(folder: Path, manifest: Manifest) -> ModelDescription:
         logger.warning("tokenizer=%s, recorded in the checkpoint, no longer exists", tokenizer)
         tokenizer = None
     template = cast("str | None", recorded.get("chat_template"))
-    architecture = Architecture(spec, spec.config_from_hf(hf_config), hf_config, tokenizer, template)
+    generation = cast("Mapping[str, object] | None", recorded.get("generation"))
+    if generation is None:  # recorded by an older xorl
+        generation = {} if tokenizer is None else read_generation(str(folder), tokenizer)
+    own = bool(recorded.get("own_tokenizer", False))
+    architecture = Architecture(spec, spec.config_from_hf(hf_config), hf_config, tokenizer, template, generation, own)
     stored = cast("Mapping[str, JSON] | None", recorded.get("quantization"))
     scheme = None
     if stored is not None:

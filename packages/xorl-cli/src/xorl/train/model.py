@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -14,13 +13,11 @@ from torch import nn
 
 from xorl.ckpt import CheckpointError, SafetensorsSource, WeightSource, load_weights
 from xorl.ckpt.reader import source_shapes
-from xorl.config.fields import LoadWeightsMode
 from xorl.config.local import LoraConfig, ModelConfig, TrainConfig
 from xorl.config.options import yaml_text
 from xorl.core.mesh import Axis, Mesh
-from xorl.core.models import Decoder, DecoderConfig, spec_for
+from xorl.core.models import Decoder, DecoderConfig
 from xorl.core.models.decoder_config import ExpertsConfig
-from xorl.core.models.hf_config import DROPOUT_KEYS
 from xorl.core.models.router_losses import RouterLossOptions
 from xorl.core.nn import LayerKernels
 from xorl.core.nn.deepep import DeepEP, deepep_refusal
@@ -39,8 +36,8 @@ from xorl.lora import adapters, init_adapters
 from xorl.lora.quantized import num_parameters, quantized_rows
 from xorl.train.adapters.folder import AdapterFolder, check_name, check_shapes, load_adapter
 from xorl.train.adapters.inject import add_adapters, starting_adapter
-from xorl.train.architecture import CONFIG_PATTERNS, Architecture, folder_of, read_config
-from xorl.train.checkpoint_model import StartingCheckpoint, open_start
+from xorl.train.architecture import Architecture, folder_of
+from xorl.train.model_source import MODEL_PATH, starting_checkpoint
 from xorl.train.quantization import (
     Quantization,
     base_targets,
@@ -65,73 +62,8 @@ EXPERT_OPTIONS = (
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16})
 
 # Option names for error messages.
-MODEL_PATH = "model.model_path"
 ATTENTION_OPTION = "model.attn_implementation"
 EXPERTS_OPTION = "model.moe_implementation"
-
-
-def read_architecture(config: ModelConfig, load_weights_mode: LoadWeightsMode = "broadcast") -> Architecture:
-    """Read config.json from `model.config_path`, and apply the entries of `model.foundation`.
-
-    With dcp, `model.model_path` is a checkpoint that describes its model, so the file is optional. Raises ValueError
-    for an unknown model, for a file that describes another model than the checkpoint's, and for entries without effect.
-    """
-    start = _starting_checkpoint(config) if load_weights_mode == "dcp" else None
-    path = config.config_path or (config.model_path if start is None else None)
-    if path is None:
-        assert start is not None, "the configuration was checked"
-        architecture, file = start.description.architecture, start.folder
-    else:
-        option = "model.config_path" if path != config.model_path else MODEL_PATH
-        folder = Path(path).parent if Path(path).is_file() else folder_of(option, path, CONFIG_PATTERNS)
-        file = Path(path) if Path(path).is_file() else folder / "config.json"
-        architecture = read_config(option, file, folder)
-        if start is not None:
-            start.require_model(architecture, f"{option} ({file})")
-    if config.tokenizer_path not in (None, path):
-        folder = folder_of("model.tokenizer_path", config.tokenizer_path, CONFIG_PATTERNS)
-        architecture = replace(architecture, tokenizer_folder=folder)
-    return _with_foundation(architecture, config.foundation, file) if config.foundation else architecture
-
-
-def pin_checkpoint(config: ModelConfig) -> ModelConfig:
-    """Replace `model.model_path` by the folder of its newest checkpoint: that run may write a newer one meanwhile."""
-    return config.model_copy(update={"model_path": str(_starting_checkpoint(config).folder)})
-
-
-def _starting_checkpoint(config: ModelConfig) -> StartingCheckpoint:
-    assert config.model_path is not None, "the configuration was checked"
-    return open_start(
-        MODEL_PATH,
-        config.model_path,
-        for_adapters="export it with `xorl export --merge` and start from that, or name its base here and the adapter "
-        "in lora.adapter_path",
-    )
-
-
-def _with_foundation(architecture: Architecture, entries: Mapping[str, object], file: Path) -> Architecture:
-    """The architecture after `entries` replace or extend those of its config.json, which is `file`."""
-    hf_config = {**architecture.hf_config, **entries}
-    dropout = [f"{name}: {entries[name]}" for name in DROPOUT_KEYS if entries.get(name)]
-    if dropout:
-        raise ValueError(
-            f"model.foundation: {', '.join(dropout)}: models train without dropout here; set it to 0, or leave it out"
-        )
-    try:
-        spec = spec_for(hf_config)
-        config = spec.config_from_hf(hf_config)
-    except ValueError as error:
-        raise ValueError(f"model.foundation: {error}") from error
-    for name in entries.keys() - architecture.hf_config.keys():
-        try:
-            matters = spec.config_from_hf({key: value for key, value in hf_config.items() if key != name}) != config
-        except ValueError:
-            matters = True  # the configuration is invalid without it
-        if not matters:
-            raise ValueError(
-                f"model.foundation: {name} is not in {file} and has no effect on {spec.architecture}; check the name"
-            )
-    return replace(architecture, spec=spec, config=config, hf_config=hf_config)
 
 
 @dataclass(frozen=True)
@@ -420,7 +352,7 @@ def fill_base(
     assert train.load_weights_mode not in ("auto", "safetensors"), "resolved by the configuration"
     option = f"{MODEL_PATH}: " if source is None else ""
     if source is None and train.load_weights_mode == "dcp":
-        source = _starting_checkpoint(model).weights()
+        source = starting_checkpoint(model).weights()
     if source is not None:  # a checkpoint of xorl, whatever the config.json says of the original
         quantization = None if quantization is None else quantization.from_plain_weights()
     else:

@@ -53,7 +53,8 @@ from xorl.train.data import (
 )
 from xorl.train.deadline import Deadline
 from xorl.train.evaluate import EvalPoints, Evaluation
-from xorl.train.model import head_options_of, pin_checkpoint, read_architecture
+from xorl.train.model import head_options_of
+from xorl.train.model_source import pin_checkpoint, read_architecture
 from xorl.train.observe.metrics_file import MetricsFile, is_evaluated
 from xorl.train.observe.observer import Observer, Sink
 from xorl.train.observe.progress import Phases, progress_sink
@@ -185,7 +186,7 @@ def start_up(
     checkpointer, resumed_path = open_output_dir(train)
     if train.load_weights_mode == "dcp":
         config = config.model_copy(update={"model": pin_checkpoint(config.model)})
-    architecture = read_architecture(config.model, train.load_weights_mode)
+    architecture = read_architecture(config.model, train.load_weights_mode, config.lora.adapter_path)
     check(config, architecture)
     resumed = None
     if resumed_path is not None:

@@ -37,7 +37,8 @@ from xorl.train.architecture import Architecture
 from xorl.train.build import build_engine
 from xorl.train.data import padding_multiple
 from xorl.train.engine import Engine
-from xorl.train.model import head_options_of, read_architecture, sketch_model
+from xorl.train.model import head_options_of, sketch_model
+from xorl.train.model_source import read_architecture
 from xorl.train.startup import parallel_dims
 
 # Relative to the norm. AdamW's steps depend on the signs of tiny gradients, so later losses differ more.

@@ -190,7 +190,7 @@ class AdapterModels:
             base.local.model.model_path or base.local.model.config_path,
             base.architecture.recipes(merge_qkv=base.local.model.merge_qkv),
             bank_adapters=self.bank.adapters(model_id),
-            chat_template=base.architecture.chat_template,
+            others=base.architecture.files_beside_adapter(),
         )
 
     def snapshot(self, model_id: str, source: str) -> None:

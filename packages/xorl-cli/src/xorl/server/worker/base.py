@@ -22,7 +22,8 @@ from xorl.core.parallel import ParallelModel
 from xorl.core.runtime import Runtime, seed_everything
 from xorl.train.architecture import Architecture
 from xorl.train.checkpoint_model import describe_model, open_start
-from xorl.train.model import build_model, check_experts, fill_base, read_architecture
+from xorl.train.model import build_model, check_experts, fill_base
+from xorl.train.model_source import read_architecture
 from xorl.train.quantization import read_options, scheme_of
 from xorl.train.startup import parallel_dims
 

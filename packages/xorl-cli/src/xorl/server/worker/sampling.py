@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Callable, Container, Sequence
 from contextlib import ExitStack
@@ -193,10 +192,8 @@ class WorkerSampler:
     def end_tokens(self) -> tuple[int, ...]:
         """The model's end tokens, from its configuration, generation_config.json or tokenizer."""
         architecture = self._base.architecture
-        found = _ids(architecture.hf_config.get("eos_token_id"))
+        found = _ids(architecture.hf_config.get("eos_token_id")) + _ids(architecture.generation.get("eos_token_id"))
         folder = architecture.tokenizer_folder
-        if folder is not None and (file := folder / "generation_config.json").is_file():
-            found += _ids(json.loads(file.read_text()).get("eos_token_id"))
         if not found and folder is not None and (folder / "tokenizer.json").is_file():
             found += _ids(self._tokenizer.eos_id)
         return tuple(dict.fromkeys(found))

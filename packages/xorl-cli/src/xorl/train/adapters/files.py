@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 
 from xorl.ckpt import WeightRecipe
-from xorl.ckpt.export import TEMPLATE_FILE, json_bytes, parameter_groups
+from xorl.ckpt.export import json_bytes, parameter_groups
 from xorl.ckpt.files import FileRecord, write_file
 from xorl.ckpt.layout import TensorRecord
 from xorl.ckpt.ranks import fail_together, this_rank
@@ -30,15 +31,15 @@ from xorl.lora.peft.layout import PREFIX, FileTensors
 class AdapterFiles:
     """Writes the adapters of a model, or one adapter of a bank, at any time during training.
 
-    `by_layer` holds them by layer name. `chat_template` is the template that they are trained with, if it is not that
-    of their base.
+    `by_layer` holds them by layer name. `others` are further files by name, such as the tokenizer that they are trained
+    with, if it is not that of their base.
     """
 
     model: ParallelModel
     config: AdapterConfig
     recipes: Mapping[str, WeightRecipe]
     by_layer: Mapping[str, Adapter]
-    chat_template: str | None
+    others: Mapping[str, bytes]
 
     @classmethod
     def of(
@@ -48,7 +49,7 @@ class AdapterFiles:
         base: str | None,
         recipes: Mapping[str, WeightRecipe],
         bank_adapters: Mapping[str, Adapter] | None = None,
-        chat_template: str | None = None,
+        others: Mapping[str, bytes] = MappingProxyType({}),
         form: ExpertForm | None = None,
     ) -> AdapterFiles:
         """The files of adapters made by `spec` on the base model `base`: those of `model`, or the ones of a bank.
@@ -63,7 +64,7 @@ class AdapterFiles:
         }
         transposed &= by_layer.keys()
         config = config_of(model.module, spec, base=base, transposed=transposed, found=by_layer, form=form)
-        return cls(model, config, recipes, by_layer, chat_template)
+        return cls(model, config, recipes, by_layer, others)
 
     @property
     def readers(self) -> tuple[Reader, ...]:
@@ -73,7 +74,7 @@ class AdapterFiles:
         return readers_of(self.config, modules, is_mixture=isinstance(base, Decoder) and base.config.has_experts)
 
     def write(self, folder: Path) -> dict[str, FileRecord]:
-        """Write PEFT's two files, and the chat template if there is one, into an existing folder. Collective.
+        """Write PEFT's two files and the others into an existing folder. Collective.
 
         Rank 0 writes, and returns the records of the files; other ranks return none. The bytes do not depend on the
         number of ranks.
@@ -85,7 +86,7 @@ class AdapterFiles:
         return self._content([_made(group) for group in self._groups()])
 
     def _content(self, groups: Sequence[TensorGroup]) -> AdapterContent:
-        return AdapterContent(groups, self.config, self.chat_template)
+        return AdapterContent(groups, self.config, self.others)
 
     def _groups(self) -> list[TensorGroup]:
         # Parameters that an evaluation left gathered are rounded to the compute dtype.
@@ -109,7 +110,7 @@ class AdapterContent:
 
     groups: Sequence[TensorGroup]
     config: AdapterConfig
-    chat_template: str | None
+    others: Mapping[str, bytes]
 
     @torch.no_grad()
     def write(self, folder: Path) -> dict[str, FileRecord]:
@@ -123,8 +124,9 @@ class AdapterContent:
                     WEIGHTS_FILE: record,
                     CONFIG_FILE: write_file(folder / CONFIG_FILE, json_bytes(self.config.to_json())),
                 }
-                if self.chat_template is not None:
-                    files[TEMPLATE_FILE] = write_file(folder / TEMPLATE_FILE, self.chat_template.encode())
+                for name, content in self.others.items():
+                    (folder / name).parent.mkdir(exist_ok=True)
+                    files[name] = write_file(folder / name, content)
         return files
 
 

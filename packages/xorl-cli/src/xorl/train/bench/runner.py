@@ -30,7 +30,7 @@ from xorl.train.bench.peers import Peer, peer_settings
 from xorl.train.bench.report import BenchRecord, Measurement, Workload, write_record
 from xorl.train.build import EngineMaker, Run, build_run
 from xorl.train.loop import train
-from xorl.train.model import read_architecture
+from xorl.train.model_source import read_architecture
 from xorl.train.observe.observer import Metrics
 from xorl.train.observe.profile import Profiler
 from xorl.train.observe.progress import set_up_logging
@@ -101,7 +101,7 @@ def run_bench(loaded: LoadedConfig, options: BenchOptions, against: Mapping[str,
         if system.config.train.max_steps != options.num_steps:
             raise ValueError("train.max_steps: in a benchmark it follows from --warmup and --steps; remove the option")
     peers = [Peer.parse(name) for name in options.peers]
-    architecture = read_architecture(config.model, config.train.load_weights_mode)
+    architecture = read_architecture(config.model, config.train.load_weights_mode, config.lora.adapter_path)
     absent = {
         peer.name: reason for peer in peers if (reason := peer.unavailable_reason(config, architecture)) is not None
     }

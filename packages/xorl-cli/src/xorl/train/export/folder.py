@@ -53,6 +53,7 @@ class ModelExport:
             folder,
             hf_config={key: value for key, value in self.architecture.hf_config.items() if key != QUANTIZATION_KEY},
             dtype=self.dtype,
+            generation_config=self.architecture.generation,
             tokenizer_folder=self.architecture.tokenizer_folder,
             chat_template=self.architecture.chat_template,
             model_card=None if self.adapters is None else self._card(self.adapters.config),

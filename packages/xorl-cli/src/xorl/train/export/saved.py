@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from xorl.ckpt import WeightSource
-from xorl.ckpt.export import CARD_FILE, TEMPLATE_FILE, json_bytes, published, source_groups, write_model
+from xorl.ckpt.export import CARD_FILE, json_bytes, published, source_groups, write_files, write_model
 from xorl.ckpt.files import write_file
 from xorl.ckpt.tensor_file import write_tensor_file
 from xorl.lora.peft import CONFIG_FILE, WEIGHTS_FILE, AdapterConfig, MergedWeights, in_form
@@ -74,7 +74,7 @@ def export_saved(
 def _write_adapter(
     folder: Path, saved: SavedModel, dtype: torch.dtype | None, form: ExpertForm | None
 ) -> tuple[torch.dtype, tuple[Reader, ...]]:
-    """Write PEFT's two files, and the chat template if it is not the base's.
+    """Write PEFT's two files, and the tokenizer and the chat template if they are not the base's.
 
     Returns the narrowest dtype in them, and the programs that read them.
     """
@@ -86,8 +86,7 @@ def _write_adapter(
     write_tensor_file(folder / WEIGHTS_FILE, source_groups(source, dtype_of=dtype_of, names=names))
     config = replace(config, base=saved.base_path or adapter.base)
     write_file(folder / CONFIG_FILE, json_bytes(config.to_json()))
-    if architecture.chat_template is not None:
-        write_file(folder / TEMPLATE_FILE, architecture.chat_template.encode())
+    write_files(folder, architecture.files_beside_adapter())
     narrowest = min((dtype or source.dtype(name) for name in names), key=lambda each: each.itemsize)
     return narrowest, readers_of(config, adapter.layout.modules, is_mixture=architecture.config.has_experts)
 
@@ -115,6 +114,7 @@ def _write_model(folder: Path, saved: SavedModel, dtype: torch.dtype | None) -> 
         folder,
         source_groups(weights, dtype_of=stored.__getitem__),
         hf_config=architecture.spec.config_to_hf(architecture.config, architecture.hf_config),
+        generation_config=architecture.generation,
         tokenizer_folder=architecture.tokenizer_folder,
         chat_template=architecture.chat_template,
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from xorl.ckpt import CheckpointError, SafetensorsSource, WeightSource, read_manifest, resolve_folder
-from xorl.ckpt.export import TEMPLATE_FILE
+from xorl.ckpt.export import TEMPLATE_FILE, TOKENIZER_FILES
 from xorl.ckpt.layout import is_complete
 from xorl.kernels.quant import QuantScheme
 from xorl.lora.peft import CONFIG_FILE, WEIGHTS_FILE
@@ -81,11 +81,16 @@ def open_saved(path: str, base: str | None = None, *, merge: bool = False) -> Sa
     base = base or (None if description is None else description.base_path) or read_adapter_config("PATH", folder).base
     if base is None:
         raise ValueError(f"--base: {folder} does not name its base model; give its folder or Hub id")
-    template = None if description is None else description.architecture.chat_template
-    if description is None and (file := folder / TEMPLATE_FILE).is_file():
-        template = file.read_text(encoding="utf-8")
     base_folder = folder_of("--base", base, CONFIG_PATTERNS)
-    architecture = replace(read_config("--base", base_folder / "config.json", base_folder), chat_template=template)
+    architecture = read_config("--base", base_folder / "config.json", base_folder)
+    trained = _with_tokenizer_in(folder, architecture if description is None else description.architecture)
+    architecture = replace(
+        architecture,
+        tokenizer_folder=trained.tokenizer_folder if trained.own_tokenizer else base_folder,
+        chat_template=trained.chat_template,
+        generation=trained.generation,
+        own_tokenizer=trained.own_tokenizer,
+    )
     weights = weights_at("--base", base, architecture)
     # Exported weights are not quantised.
     dense_config = {key: value for key, value in architecture.hf_config.items() if key != QUANTIZATION_KEY}
@@ -93,6 +98,15 @@ def open_saved(path: str, base: str | None = None, *, merge: bool = False) -> Sa
     adapter = open_adapter("PATH", str(folder), architecture.spec.checkpoint_names.experts)
     _check_fits(adapter, shown, weights, architecture)
     return SavedModel(folder, architecture, weights, base, adapter, step, scheme)
+
+
+def _with_tokenizer_in(folder: Path, architecture: Architecture) -> Architecture:
+    """`architecture` with the tokenizer or the template beside an adapter in `folder`, if there is one."""
+    if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        return replace(architecture, tokenizer_folder=folder, own_tokenizer=True)
+    if (file := folder / TEMPLATE_FILE).is_file():
+        return replace(architecture, chat_template=file.read_text(encoding="utf-8"))
+    return architecture
 
 
 def weights_at(option: str, path: str, architecture: Architecture) -> WeightSource:
@@ -123,7 +137,7 @@ def _resolve(path: str) -> Path:
     given = Path(path).expanduser()
     if not given.is_dir():
         try:
-            return resolve_folder(path, patterns=(CONFIG_FILE, WEIGHTS_FILE, TEMPLATE_FILE))
+            return resolve_folder(path, patterns=(CONFIG_FILE, WEIGHTS_FILE, *TOKENIZER_FILES))
         except CheckpointError as error:
             raise CheckpointError(f"PATH: {error}") from error
     if is_adapter(given):

@@ -159,7 +159,7 @@ def _saving(startup: Startup, engine: BankEngine) -> SweepSaving:
             config.model.model_path,
             recipes,
             bank_adapters=bank.adapters(name),
-            chat_template=runs[name].architecture.chat_template,
+            others=runs[name].architecture.files_beside_adapter(),
             form=config.lora.moe_lora_format,
         )
 
