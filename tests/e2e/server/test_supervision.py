@@ -6,6 +6,8 @@ folder says (Service.stop).
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -30,11 +32,13 @@ def test_a_second_service_is_refused_on_the_same_folder(service: Service) -> Non
 
 
 def test_a_killed_launcher_takes_everything_with_it(serve: Serve) -> None:
-    # Would catch workers that go on without anybody who looks after them, and hold the GPUs.
+    # Would catch workers that go on without anybody who looks after them, and hold the GPUs; also stopped ones.
     own = serve(data_parallel_replicate_size=1)
     processes = own.running()
     assert len(processes) == 4
     assert own.process is not None
+    for process in processes:
+        os.kill(process.pid, signal.SIGSTOP)
     own.process.kill()
     own.process.wait()
     deadline = time.monotonic() + 60

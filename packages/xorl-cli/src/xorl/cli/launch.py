@@ -205,6 +205,7 @@ def _forwarding_signals(notes: Path, num_ranks: int, signals: _Signals) -> Itera
             for pid in pids:
                 with suppress(ProcessLookupError):  # the end of a rank is noticed elsewhere
                     os.kill(pid, number)
+                    os.kill(pid, signal.SIGCONT)  # a rank that is stopped could not save
         signals.forwarded.append(number)
 
     def end(number: int, frame: FrameType | None) -> None:

@@ -298,6 +298,14 @@ class WorkerFields(Section):
         description="Number of times that a request is retried after the workers died while computing it, before it "
         "fails. The workers are restarted each time.",
     )
+    worker_stall_timeout: Positive | None = Field(
+        default=1200.0,
+        description="Seconds without progress after which workers are hung: no rank has run a micro-batch, a step of "
+        "sampling or a collective, or has read or written files. They are replaced, and their calls run again. A "
+        "process of the service that gives no sign of life, for example because it got SIGSTOP, is replaced after "
+        "half of worker_connection_timeout (at least 10 s), or after this time if it is shorter. Must be longer than "
+        "a compilation of the model. null looks for no hangs, for example to use a debugger.",
+    )
 
 
 class ServerLoraFields(LoraFields):

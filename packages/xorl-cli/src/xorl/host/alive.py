@@ -20,7 +20,9 @@ class AliveFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        path.write_text(str(os.getpid()))
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        temporary.write_text(str(os.getpid()))
+        temporary.replace(path)
         faulthandler.register(STACKS_SIGNAL, all_threads=True)
 
     def touch(self) -> None:

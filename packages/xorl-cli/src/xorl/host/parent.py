@@ -1,4 +1,4 @@
-"""die_with_parent: a process that never outlives the one that started it."""
+"""What happens to a process when the one that started it ends."""
 
 import ctypes
 import os
@@ -18,16 +18,18 @@ def die_with_parent(parent: int) -> None:
     every CHECK_S seconds. The parent may have ended before the call. On Linux, the thread that started this process
     must live as long as the parent does.
     """
-    if not (sys.platform == "linux" and _kill_with_parent()):
+    if not signal_at_end_of_parent(signal.SIGKILL):
         threading.Thread(target=_watch, args=(parent,), name="xorl-parent", daemon=True).start()
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _kill_with_parent() -> bool:
-    """Asks the kernel for the signal; returns whether it agreed."""
+def signal_at_end_of_parent(number: signal.Signals) -> bool:
+    """Asks the kernel to send this process a signal when its parent ends; returns whether it agreed. Only on Linux."""
+    if sys.platform != "linux":
+        return False
     try:
-        return ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) == 0
+        return ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0) == 0
     except (OSError, AttributeError):  # a C library without prctl
         return False
 

@@ -55,8 +55,8 @@ class Ranks:
 
     They start on entering. On leaving, what still runs is killed, with the processes that it has started.
 
-    `wait` is the one place that looks at running ranks. A watch for ranks that are alive but make no progress belongs
-    there, beside `_look`: it adds the rank to `_exits`, or ends it, and the others end as after any failure.
+    Whether running ranks make progress is watched elsewhere: by the ranks themselves (`xorl.train.watchdog`), and in
+    the service also by its launcher (`xorl.server.hangs`).
 
     Args:
         variables: further environment variables of every rank, such as where the job's store is.
@@ -153,3 +153,4 @@ class Ranks:
             if process.poll() is None:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, number)
+                    os.killpg(process.pid, signal.SIGCONT)  # a stopped process gets no other signal but SIGKILL

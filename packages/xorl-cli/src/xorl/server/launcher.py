@@ -46,6 +46,7 @@ from xorl.server.addresses import (
     workers_file,
 )
 from xorl.server.channel.wire import is_loopback
+from xorl.server.hangs import HangWatch, silence_s
 from xorl.server.machine import check_machine
 from xorl.server.orchestrator.options import read_model_config
 from xorl.server.process import GRACE_S, configure_logging, is_running
@@ -98,6 +99,11 @@ class Plan:
         return self.config_file.with_name(RESTARTS_FILE)
 
     @property
+    def signs(self) -> Path:
+        """The folder in which the processes leave signs of life."""
+        return self.config_file.with_name("signs")
+
+    @property
     def url(self) -> str:
         """The API's URL for clients on this host."""
         host = DEFAULT_HOST if self.api_host in ("0.0.0.0", "::") else self.api_host
@@ -108,7 +114,13 @@ class Plan:
         keys = [] if self.keys_file is None else ["--keys", str(self.keys_file)]
         files = ["--restarts-file", str(self.restarts_file)]
         files += [] if self.workers_file is None else ["--workers-file", str(self.workers_file)]
+        limit_s = silence_s(self.config)
         common = ["--config", str(self.config_file)]
+        common += [] if limit_s is None else ["--signs", str(self.signs)]
+
+        def watch(*names: str, takes_notice: bool = False) -> HangWatch | None:
+            return None if limit_s is None else HangWatch(self.signs, names, limit_s, takes_notice)
+
         workers = Supervised(
             "workers",
             [
@@ -128,6 +140,7 @@ class Plan:
             early_exit_s=60.0,
             max_early_exits=self.config.worker_max_retries + 3,
             inherited_fds=inherited_fds,
+            hangs=watch(*(f"rank {rank}" for rank in range(self.num_workers)), takes_notice=True),
         )
         orchestrator = Supervised(
             "orchestrator",
@@ -136,6 +149,7 @@ class Plan:
                 *("--bind", self.orchestrator_address, "--workers", self.workers_address, *files, *keys),
             ],
             inherited_fds=inherited_fds,
+            hangs=watch("orchestrator"),
         )
         api = Supervised(
             "API",
@@ -145,6 +159,7 @@ class Plan:
                 *("--host", self.api_host, "--port", str(self.api_port)),
             ],
             inherited_fds=inherited_fds,
+            hangs=watch("API"),
         )
         return [*([workers] if self.num_workers else []), orchestrator, api]
 
@@ -176,6 +191,7 @@ def serve(path: Path, overrides: Sequence[str], *, mode: Mode, api_host: str, ap
         loaded.write_origins(config_file.with_name(ORIGINS_FILE))
         with loaded.citing():
             plan = make_plan(loaded.config, config_file, gpus, mode=mode, api_host=api_host, api_port=api_port)
+        plan.signs.mkdir()
         lock.write(f"{os.getpid()} {plan.url}\n")
         lock.flush()
         return _supervise(plan, plan.processes(lock.fileno(), folder.lock), token_file)
@@ -392,6 +408,7 @@ def _supervise(plan: Plan, processes: Sequence[Supervised], token_file: str | No
         ready.start()
         while not stop.wait(POLL_EVERY_S):
             for process in processes:
+                process.kill_if_hung()
                 process.restart_if_dead()
             latest = [process.status for process in processes]
             if latest != statuses:
@@ -415,7 +432,9 @@ def stop_all(processes: Sequence[Supervised], stop_now: threading.Event) -> None
         process.signal(signal.SIGTERM)
         deadline = time.monotonic() + (SAVE_TIMEOUT_S if process.name == "orchestrator" else STOP_TIMEOUT_S)
         while not process.wait(POLL_EVERY_S) and time.monotonic() < deadline and not stop_now.is_set():
-            pass
+            # The orchestrator would wait for workers that hang.
+            for other in processes:
+                other.kill_if_hung()
         process.kill()
     logger.info("event=stopped")
 

@@ -11,6 +11,7 @@ import threading
 import time
 
 from xorl.config.server import LogLevel
+from xorl.host.parent import signal_at_end_of_parent
 
 PARENT_VARIABLE = "XORL_PARENT"  # environment variable with the id of the parent process
 PARENT_CHECK_S = 0.5
@@ -37,6 +38,7 @@ def follow_parent() -> None:
     that children do not inherit it.
     """
     parent = int(os.environ.pop(PARENT_VARIABLE, os.getppid()))
+    signal_at_end_of_parent(signal.SIGCONT)  # a stopped process would not notice it
 
     def watch() -> None:
         while os.getppid() == parent:

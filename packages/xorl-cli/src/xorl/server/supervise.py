@@ -1,4 +1,4 @@
-"""Supervised processes: restarted when they die, and stopped without leaving any behind."""
+"""Supervised processes: restarted when they die or hang, and stopped without leaving any behind."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
+from xorl.host.processes import kill_with_descendants
+from xorl.server.hangs import Hang, HangWatch
 from xorl.server.process import PARENT_VARIABLE
 from xorl.server.status_queries import ProcessStatus
 
@@ -18,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 BAD_INPUT = 2  # the exit code of a process that would fail again if restarted
 FIRST_BACKOFF_S = 0.2
+KILL_S = 10.0
 MAX_BACKOFF_S = 5.0
 
 
@@ -31,9 +35,10 @@ class ProcessFailed(RuntimeError):
 
 @dataclass
 class Supervised:
-    """A process that is restarted when it dies, until it dies max_early_exits times in a row within early_exit_s.
+    """A process that is restarted when it dies or hangs.
 
-    inherited_fds: file descriptors that stay open in the process. num_restarts, last_restart, reason, hung_since: as in
+    It is given up once it has died max_early_exits times in a row within early_exit_s. inherited_fds: file descriptors
+    that stay open in it. hangs: looks for hangs, if at all. num_restarts, last_restart, reason, hung_since: as in
     `ProcessStatus`.
     """
 
@@ -43,6 +48,7 @@ class Supervised:
     early_exit_s: float = 10.0
     max_early_exits: int = 5
     inherited_fds: tuple[int, ...] = ()
+    hangs: HangWatch | None = None
     process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
     num_restarts: int = 0
     last_restart: float | None = None
@@ -51,6 +57,7 @@ class Supervised:
     _started: float = 0.0
     _early_exits: int = 0
     _restart_at: float | None = None
+    _hang: Hang | None = field(default=None, repr=False)
 
     @property
     def status(self) -> ProcessStatus:
@@ -64,6 +71,8 @@ class Supervised:
 
     def start(self) -> None:
         """Start the process in a new session, so that a Ctrl-C in the terminal reaches only the supervisor."""
+        if self.hangs is not None:
+            self.hangs.reset()
         self.process = subprocess.Popen(
             self.command,
             stdin=subprocess.DEVNULL,
@@ -73,6 +82,19 @@ class Supervised:
         )
         self._started, self._restart_at = time.monotonic(), None
         logger.info("event=started name=%s pid=%d", self.name, self.process.pid)
+
+    def kill_if_hung(self) -> None:
+        """If the process hangs, kill it. The next `restart_if_dead` restarts it."""
+        if self.hangs is None or self.process is None or self._restart_at is not None:
+            return
+        hang = self.hangs.look(self.process.pid)
+        if hang is None:
+            return
+        self._hang, self.hung_since = hang, hang.since
+        if self.pid is not None:
+            logger.error("event=hung name=%s pid=%d why=%r", self.name, self.process.pid, hang.reason)
+            self.hangs.print_stacks(self.process.pid)
+            self.kill()
 
     def restart_if_dead(self) -> None:
         """If the process has died, restart it after a delay. Raises ProcessFailed if that would not help."""
@@ -89,7 +111,9 @@ class Supervised:
         ran_s = now - self._started
         self._early_exits = self._early_exits + 1 if ran_s < self.early_exit_s else 1
         reason = describe_exit(code)
-        self.reason = f"it ended with {reason}"
+        self.reason = f"it ended with {reason}" if self._hang is None else f"it hung: {self._hang.reason}"
+        self.hung_since = None if self._hang is None else self._hang.since
+        self._hang = None
         logger.error("event=died name=%s pid=%d %s ran_s=%.1f", self.name, self.process.pid, reason, ran_s)
         if code == BAD_INPUT:
             raise ProcessFailed(f"the {self.name} cannot start: see its message above", code)
@@ -102,10 +126,11 @@ class Supervised:
         self._restart_at = now + min(FIRST_BACKOFF_S * 2 ** (self._early_exits - 1), MAX_BACKOFF_S)
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to the process if it is running, and do not restart it."""
+        """Send a signal to the process if it is running, and do not restart it. Let a stopped one handle it."""
         self._restart_at = None
         if self.pid is not None and self.process is not None:
             self.process.send_signal(number)
+            self.process.send_signal(signal.SIGCONT)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for the process to end; returns whether it has ended."""
@@ -118,12 +143,15 @@ class Supervised:
         return True
 
     def kill(self) -> None:
-        """Kill the process and everything it has started in its session."""
+        """Kill the process and everything that it has started."""
         if self.pid is None or self.process is None:
             return
         logger.warning("event=killed name=%s pid=%d", self.name, self.process.pid)
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        kill_with_descendants(self.process.pid)
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        # A process that waits for a lost disk does not even end now.
+        self.wait(KILL_S)
 
 
 def describe_exit(code: int) -> str:

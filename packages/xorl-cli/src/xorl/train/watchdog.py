@@ -41,6 +41,7 @@ GRACE_S = 5.0
 STOP_S = 10.0
 # A round of the watch with slow operations of the store. If one takes longer, this process was stopped.
 MAX_ROUND_S = 15.0
+ADVICE = "Run the same command again on all hosts; it continues from the newest checkpoint"
 _STACKS_WANTED = "xorl/stacks"
 
 
@@ -93,6 +94,7 @@ class Watchdog:
         lost_s: how long a rank may give no sign of life.
         position: where this rank is; the caller moves it.
         on_round: called every `interval_s` seconds, even if the store does not answer.
+        advice: what the user can do about a rank that was lost.
     """
 
     def __init__(
@@ -104,9 +106,10 @@ class Watchdog:
         interval_s: float = INTERVAL_S,
         position: Position | None = None,
         on_round: Callable[[], object] = lambda: None,
+        advice: str = ADVICE,
     ) -> None:
         self.position = position or Position()
-        self._on_round = on_round
+        self._on_round, self._advice = on_round, advice
         self._end = end
         self._stall_s, self._lost_s, self._interval_s = stall_s, lost_s, interval_s
         self._stopped = threading.Event()
@@ -256,8 +259,7 @@ class Watchdog:
             last = view.reports.get(silent[0])
             self._fail(
                 f"{names}: no sign of life for {self._lost_s:g} s, last at {last or 'the start'}. "
-                f"{self._describe_silence(silent[0], last)}. Run the same command again on all hosts; it continues "
-                "from the newest checkpoint",
+                f"{self._describe_silence(silent[0], last)}. {self._advice}".rstrip(". "),
                 LostRankError,
             )
         elif self._rank == 0 and view.now_s - view.moved_s > self._stall_s:

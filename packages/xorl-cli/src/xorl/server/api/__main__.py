@@ -25,6 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--orchestrator", required=True, help="address that the orchestrator listens on")
     parser.add_argument("--host", required=True, help="address to listen on")
     parser.add_argument("--port", type=int, required=True, help="port to listen on")
+    parser.add_argument("--signs", type=Path, help="folder for signs of life")
     flags = parser.parse_args(arguments)
     config = load_server_config(flags.config, []).config
     configure_logging("api", config.log_level)
@@ -34,6 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         flags.port,
         token=None if config.api_token is None else config.api_token.get_secret_value(),
         body_bytes=int(config.max_request_mb * 10**6),
+        signs=flags.signs,
     )
     uvicorn.run(
         create_app(settings),

@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
+from xorl.host.alive import AliveFile
 from xorl.server.api import (
     checkpoint_routes,
     control_routes,
@@ -65,12 +66,16 @@ def create_app(settings: ApiSettings) -> ASGIApp:
         await orchestrator.start()
         bodies = BodyReader(settings.body_bytes, settings.bytes_in_flight, metrics)
         decode_slots = asyncio.Semaphore(MAX_CONCURRENT_DECODES)
+        signs = settings.signs
+        alive = None if signs is None else asyncio.create_task(AliveFile(signs / "API").keep_touching())
         app.state.api = Api(settings, orchestrator, bodies, metrics, TextCoder(), decode_slots)
         try:
             yield
         finally:
             # An open socket would keep the process from exiting.
             await orchestrator.close()
+            if alive is not None:
+                alive.cancel()
 
     app = FastAPI(title="xorl", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     for router in ROUTERS:

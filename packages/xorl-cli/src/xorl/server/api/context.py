@@ -6,6 +6,7 @@ import asyncio
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import msgspec
 import zstandard
@@ -45,6 +46,7 @@ class ApiSettings:
         bytes_in_flight: the maximum length of all bodies that are being read at once.
         poll_s: how long a poll waits for the result.
         patience_s: how long a request waits for a restarting orchestrator before it is answered with 503.
+        signs: the launcher's folder for signs of life.
     """
 
     orchestrator: str
@@ -55,6 +57,7 @@ class ApiSettings:
     bytes_in_flight: int = 2 * 2**30
     poll_s: float = 25.0
     patience_s: float = 30.0
+    signs: Path | None = None
 
     def __post_init__(self) -> None:
         # An operation is about as long as its body, and the rest of a message is far below a tenth of it.

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from xorl.config import load_server_config
+from xorl.host.alive import AliveFile
 from xorl.server.channel import ChannelError
 from xorl.server.orchestrator.commit import Damaged, JournalError, OtherVersion
 from xorl.server.orchestrator.options import OrchestratorOptions, options_from_config
@@ -23,13 +24,14 @@ from xorl.server.supervise import BAD_INPUT
 logger = logging.getLogger(__name__)
 
 
-async def serve(options: OrchestratorOptions) -> None:
+async def serve(options: OrchestratorOptions, signs: Path | None = None) -> None:
     """Run until SIGTERM or SIGINT, then save the models that the workers hold."""
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
     orchestrator = Orchestrator(options)
     await orchestrator.start()
+    alive = None if signs is None else asyncio.create_task(AliveFile(signs / "orchestrator").keep_touching())
     try:
         logger.info("event=listening address=%s", orchestrator.address)
         await stopping.wait()
@@ -38,6 +40,8 @@ async def serve(options: OrchestratorOptions) -> None:
     finally:
         # Also after a task failed and stopped the loop: open sockets would keep the process from ending.
         await orchestrator.stop()
+        if alive is not None:
+            alive.cancel()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--workers-file", type=Path, help="file in which restarted workers publish their address")
     parser.add_argument("--restarts-file", type=Path, help="file in which the launcher counts restarts")
     parser.add_argument("--keys", type=Path, help="file with the keys of the channel to the workers")
+    parser.add_argument("--signs", type=Path, help="folder for signs of life")
     flags = parser.parse_args(arguments)
     config = load_server_config(flags.config, []).config
     configure_logging("orchestrator", config.log_level)
@@ -70,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
             return 1
         try:
-            asyncio.run(serve(options))
+            asyncio.run(serve(options, flags.signs))
         except OtherVersion as problem:
             sys.stderr.write(f"error: {problem}\n")
             return BAD_INPUT

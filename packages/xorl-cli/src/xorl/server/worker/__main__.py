@@ -15,12 +15,14 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 
 from xorl.config import ServerConfig, load_server_config
 from xorl.config.overrides import split_overrides
 from xorl.config.server_training import in_server_terms
-from xorl.core.runtime import global_rank, init, num_hosts, shutdown
+from xorl.core.join import Peers, meet
+from xorl.core.runtime import global_rank, init, is_launched, num_hosts, set_timeouts, shutdown, world_size
 from xorl.host.temporary import temporary_folder
 from xorl.server.addresses import bind_address, channel_keys, publish
 from xorl.server.channel import BlockingServer, ChannelKeys
@@ -30,8 +32,10 @@ from xorl.server.supervise import BAD_INPUT
 from xorl.server.worker.base import build_base
 from xorl.server.worker.selftest import self_test
 from xorl.server.worker.serve import CancelledIds, follow, lead
+from xorl.server.worker.watch import collective_timeout_s, idle_s, watchdog_of
 from xorl.server.worker.worker import Worker
 from xorl.train.sync import match_sglang_nccl
+from xorl.train.watchdog import Position
 
 logger = logging.getLogger(__name__)
 
@@ -41,26 +45,50 @@ ERROR_DELAY_S = 3.0
 CPU_NICENESS = 10
 
 
-def run(config: ServerConfig, address: str, keys: ChannelKeys | None) -> None:
-    """Build this rank's part of the model and serve until rank 0 is asked to shut down; collective."""
+def run(config: ServerConfig, address: str, keys: ChannelKeys | None, signs: Path | None = None) -> None:
+    """Build this rank's part of the model and serve until rank 0 is asked to shut down; collective.
+
+    signs: the launcher's folder for signs of life.
+    """
+    position = Position(step=None)
+    watchdog = watchdog_of(config, signs, position)
     server, cancelled = None, CancelledIds()
     if global_rank() == 0:
         # Listen before the model is built, so that the orchestrator sees the workers start; its requests wait.
         server = BlockingServer(address, Work | Cancel, keys=keys, intercept=cancelled.intercept)
         publish(config, server.address)
     match_sglang_nccl()
-    runtime = init()
+    peers = meet(global_rank(), world_size()) if is_launched() else None
+    if watchdog is not None:
+        watchdog.start(peers, global_rank())
+    try:
+        _serve(config, server, cancelled, peers, position)
+    finally:
+        if watchdog is not None:
+            watchdog.stop()
+
+
+def _serve(
+    config: ServerConfig,
+    server: BlockingServer[Work | Cancel] | None,
+    cancelled: CancelledIds,
+    peers: Peers | None,
+    position: Position,
+) -> None:
+    timeout_s = collective_timeout_s(config)
+    runtime = init(timeout_s=timeout_s, peers=peers)
     if runtime.device.type == "cpu":
         # The API must acknowledge requests even while all cores compute.
         os.nice(CPU_NICENESS)
-    worker = Worker(build_base(config, runtime))
+    worker = Worker(build_base(config, runtime, position))
+    set_timeouts(timedelta(seconds=timeout_s))
     if config.enable_self_test:
         self_test(worker)
     logger.info("event=worker_ready rank=%d world_size=%d device=%s", runtime.rank, runtime.world_size, runtime.device)
     if server is None:
         follow(worker)
     else:
-        lead(worker, server, cancelled)
+        lead(worker, server, cancelled, idle_s=idle_s(config))
         server.close()
     shutdown()
 
@@ -92,6 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--origins", type=Path, help="JSON file with the lines that errors name [those of --config]")
     parser.add_argument("--bind", help="address that rank 0 listens on [from the configuration]")
     parser.add_argument("--keys", type=Path, help="file with the keys of that channel [in output_dir]")
+    parser.add_argument("--signs", type=Path, help="folder for signs of life [none]")
     overrides, rest = split_overrides(sys.argv[1:] if arguments is None else arguments)
     flags = parser.parse_args(rest)
     try:
@@ -105,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         follow_parent()
         with loaded.citing():
             if flags.bind is not None:
-                run(config, flags.bind, None if flags.keys is None else ChannelKeys.load(flags.keys))
+                run(config, flags.bind, None if flags.keys is None else ChannelKeys.load(flags.keys), flags.signs)
             elif global_rank() == 0:
                 with socket_folder() as folder:
                     address = bind_address(config, folder)

@@ -26,6 +26,7 @@ from xorl.train.model import build_model, check_experts, fill_base
 from xorl.train.model_source import read_architecture
 from xorl.train.quantization import read_options, scheme_of
 from xorl.train.startup import parallel_dims
+from xorl.train.watchdog import Position
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ class Base:
         identity: the origin of the base weights (name, checkpoint, seed). An adapter is valid only over the base that
             it was trained on; adapter checkpoints record this and loading compares it.
         fill: resets the base's parameters to their initial values; collective.
+        position: where this rank is, for the watchdog. Long operations move it as they advance.
     """
 
     config: ServerConfig
@@ -61,6 +63,7 @@ class Base:
     described: Mapping[str, JSON]
     identity: Mapping[str, JSON]
     fill: Callable[[], None]
+    position: Position
 
     @property
     def device(self) -> torch.device:
@@ -79,18 +82,18 @@ class Base:
         return Path(self.config.output_dir)
 
 
-def build_base(config: ServerConfig, runtime: Runtime) -> Base:
-    """Build the model and place this rank's part of it; collective.
+def build_base(config: ServerConfig, runtime: Runtime, position: Position | None = None) -> Base:
+    """Build the model and place this rank's part of it; collective. `position` is this rank's, if it is watched.
 
     Raises ValueError, with the name of the option, for errors in the configuration.
     """
     try:
-        return _build(config, runtime)
+        return _build(config, runtime, position or Position(step=None))
     except ValueError as error:
         raise ValueError(in_server_terms(in_options(str(error)))) from error
 
 
-def _build(config: ServerConfig, runtime: Runtime) -> Base:
+def _build(config: ServerConfig, runtime: Runtime, position: Position) -> Base:
     local = training_config(config)
     architecture = read_architecture(local.model)
     fields = ServerConfig.model_fields
@@ -131,7 +134,8 @@ def _build(config: ServerConfig, runtime: Runtime) -> Base:
         model.drop_gathered()
 
     described = describe_model(local.model, architecture, scheme_of(module))
-    return Base(config, local, architecture, runtime, mesh, model, described, _identity(config, local), refill)
+    identity = _identity(config, local)
+    return Base(config, local, architecture, runtime, mesh, model, described, identity, refill, position)
 
 
 def _identity(config: ServerConfig, local: Config) -> Mapping[str, JSON]:

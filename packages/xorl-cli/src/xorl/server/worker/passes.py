@@ -126,12 +126,17 @@ class PassRunner:
             routers = self.base.module.routers if any(call.returns_routes for call in calls) else None
             kept.enter_context(nullcontext() if routers is None else routers.recording())
             outputs = _Outputs(rows, mesh, routers)
+
+            def take(index: int, output: LossOutput) -> None:
+                outputs.take(index, output)
+                self.base.position.move()
+
             losses: Mapping[str, StepLosses] = {}
             if calls[0].forward_only:
                 with guarded():
-                    self.engine.forward(rows, loss_fn, outputs.take)
+                    self.engine.forward(rows, loss_fn, take)
             else:
-                losses = self.engine.forward_backward(rows, loss_fn, model_ids, outputs.take, guarded())
+                losses = self.engine.forward_backward(rows, loss_fn, model_ids, take, guarded())
         return results, losses
 
     def _metrics(self, outputs: _Outputs, model_ids: Sequence[str]) -> list[dict[str, float]]:

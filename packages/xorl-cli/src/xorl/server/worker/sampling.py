@@ -161,6 +161,7 @@ class WorkerSampler:
                 found: dict[int, GenerationResult] = {}
                 running = {call.operation_id: ids for call, ids in zip(calls, pending, strict=True)}
                 while self._sampler.num_pending:
+                    self._base.position.move()
                     ended = [running.pop(name) for name in list(running) if name in cancelled]
                     finished = self._sampler.step(list(chain.from_iterable(ended)))
                     found |= {result.request_id: result for result in finished}

@@ -14,13 +14,11 @@ from xorl.server.collectives import broadcast_bytes
 from xorl.server.messages import Cancel, Done, Ok, Result, ShutdownResult, Work
 from xorl.server.operations import Failure, Saved
 from xorl.server.worker.saved_models import PendingSave
+from xorl.server.worker.watch import IDLE_S
 from xorl.server.worker.worker import Worker, failure_of
 
 logger = logging.getLogger(__name__)
 
-# Other ranks wait for rank 0 in a broadcast, which times out if rank 0 is lost. While idle, rank 0 broadcasts an empty
-# message this often to keep it from timing out.
-IDLE_S = 10.0
 MAX_RESULTS, MAX_RESULT_BYTES = 512, 512 * 2**20
 # Far more than the number of samples that can be in flight at once.
 MAX_CANCELLED = 4096
@@ -78,13 +76,16 @@ class CancelledIds:
         return operation_id in self._ids
 
 
-def lead(worker: Worker, server: BlockingServer[Work | Cancel], cancelled: CancelledIds) -> None:
+def lead(
+    worker: Worker, server: BlockingServer[Work | Cancel], cancelled: CancelledIds, *, idle_s: float = IDLE_S
+) -> None:
     """Run rank 0 until it is asked to shut down; collective with `follow`. cancelled: intercepts Cancel messages."""
     results = ResultCache()
     with _garbage(worker) as garbage:
         number = 0
         while True:
-            received = server.receive(IDLE_S)
+            worker.base.position.move("idle")
+            received = server.receive(idle_s)
             if received is None:
                 broadcast_bytes(b"")
                 continue
@@ -105,6 +106,7 @@ def follow(worker: Worker) -> None:
     with _garbage(worker) as garbage:
         number = 0
         while True:
+            worker.base.position.move("idle")
             body = broadcast_bytes(None)
             if not body:
                 continue

@@ -119,8 +119,9 @@ class Worker:
 
         cancelled: ids of cancelled operations; may grow during the call. Only rank 0's are used.
         """
-        self.saved.before_change()
         first = work.operations[0]
+        self.base.position.move(type(first).__name__)
+        self.saved.before_change()
         # All operations of a Work have the same type; of most types there is only one.
         if isinstance(first, ForwardBackward):
             calls = self._read(work, self._read_call)

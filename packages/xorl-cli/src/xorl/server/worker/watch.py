@@ -1,0 +1,69 @@
+"""The watchdog of the service's ranks: it ends them if they hang, and tells the launcher why."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from pathlib import Path
+
+from xorl.config import ServerConfig
+from xorl.core.runtime import global_rank
+from xorl.host.alive import AliveFile
+from xorl.host.failures import StalledError
+from xorl.server.hangs import Hang, give_notice, silence_s
+from xorl.train.watchdog import INTERVAL_S, Position, Watchdog
+
+logger = logging.getLogger(__name__)
+
+EXIT_CODE = 5  # as of a run that stalls (`xorl.cli.exit_codes`)
+# While idle, rank 0 broadcasts an empty message this often. The other ranks wait for it in a broadcast, which times out
+# if rank 0 is lost, and a rank that does not take part is noticed.
+IDLE_S = 10.0
+
+
+# If nobody looks for hangs.
+COLLECTIVE_TIMEOUT_S = 1800.0
+
+
+def watchdog_of(config: ServerConfig, signs: Path | None, position: Position) -> Watchdog | None:
+    """The watchdog of this rank; None if `worker_stall_timeout` is null.
+
+    signs: the launcher's folder for signs of life; None if the ranks were not started by it.
+    """
+    stall_s, lost_s = config.worker_stall_timeout, silence_s(config)
+    if stall_s is None or lost_s is None:
+        return None
+    alive = None if signs is None else AliveFile(signs / f"rank {global_rank()}")
+    return Watchdog(
+        lambda error: end(error, signs, stall_s),
+        stall_s=stall_s,
+        # The launcher looks for silent ranks; the other ranks only act if it does not.
+        lost_s=lost_s if signs is None else 2 * lost_s,
+        interval_s=min(INTERVAL_S, lost_s / 5),
+        position=position,
+        on_round=(lambda: None) if alive is None else alive.touch,
+        advice="",
+    )
+
+
+def idle_s(config: ServerConfig) -> float:
+    """How often rank 0 lets the others know that there is nothing to do."""
+    return min(IDLE_S, (config.worker_stall_timeout or IDLE_S) / 4)
+
+
+def collective_timeout_s(config: ServerConfig) -> float:
+    """For operations of process groups. They must not end the ranks before the watchdog has collected their stacks."""
+    return max(COLLECTIVE_TIMEOUT_S, 2 * (config.worker_stall_timeout or 0.0))
+
+
+def end(error: Exception, signs: Path | None, stall_s: float) -> None:
+    """End this process. The first rank of the host logs the whole error and gives the launcher notice of it."""
+    since = time.time() - stall_s if isinstance(error, StalledError) else time.time()
+    reason = "; ".join(str(error).partition("\n\n")[0].splitlines())
+    try:
+        is_first = signs is None or give_notice(signs, Hang(reason, since))
+    except OSError:  # the launcher has ended, with its folder
+        is_first = True
+    logger.critical("event=hung why=%s", error if is_first else "see what another rank has logged")
+    os._exit(EXIT_CODE)
