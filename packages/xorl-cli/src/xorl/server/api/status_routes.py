@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from importlib.resources import files
 from typing import cast
 
@@ -48,6 +49,7 @@ async def status_json(request: Request) -> Response:
         {
             "model_name": info.model_name,
             "enable_lora": info.enable_lora,
+            "time": iso(time.time()),
             "started": iso(status.started),
             "ready": status.ready,
             "workers_connected": status.workers_connected,
