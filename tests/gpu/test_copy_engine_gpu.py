@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from xorl.core.parallel import copy_engine
+from xorl.core.parallel import collectives, copy_engine
 
 pytestmark = pytest.mark.gpu
 
@@ -39,6 +39,7 @@ def compare_with_nccl() -> None:
     compare_gathers(group, device)
     for dtype in (torch.bfloat16, torch.float32):
         compare_sums(group, device, dtype)
+    compare_times(group)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -90,6 +91,19 @@ def compare_sums(group: dist.ProcessGroup, device: torch.device, dtype: torch.dt
     torch.cuda.synchronize()
     for output, wanted, _ in found:
         assert torch.equal(output, wanted)
+
+
+def compare_times(group: dist.ProcessGroup) -> None:
+    """The choice is measured once, the same on all ranks, and draws no random number of the run."""
+    before = torch.cuda.get_rng_state()
+    first = collectives.transport(group, "auto")
+    collectives.measure = None
+    chosen = [None] * group.size()
+    dist.all_gather_object(chosen, collectives.transport(group, "auto"))
+    assert set(chosen) == {first}
+    assert collectives.transport(group, "nccl") == "nccl"
+    assert collectives.transport(group, "copy_engine") == "copy_engine"
+    assert torch.equal(before, torch.cuda.get_rng_state())
 
 
 def be_late(rank: int, number: int) -> None:

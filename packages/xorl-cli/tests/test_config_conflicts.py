@@ -226,6 +226,11 @@ def test_options_that_contradict_each_other_are_refused(changes: Options, path: 
             "data_parallel_mode is fsdp2",
         ),
         (
+            {"train": {"data_parallel_mode": "ddp", "fsdp_collectives": "nccl"}},
+            "train.fsdp_collectives",
+            "data_parallel_mode is fsdp2",
+        ),
+        (
             {"train": {"data_parallel_mode": "none", "enable_forward_prefetch": False}},
             "train.enable_forward_prefetch",
             "data_parallel_mode is fsdp2",

@@ -105,6 +105,11 @@ def replay(recorded: object, name: str = "MixtralForCausalLM", config: DecoderCo
         (lambda: ParallelPolicy(param_dtype=torch.int8), "param_dtype must be a floating-point dtype"),
         (lambda: ParallelPolicy(recompute_num_layers=-1), "recompute_num_layers: must be a number of at least 0"),
         (lambda: ParallelPolicy(compile_backend=True), "compile_backend: True is not one of 'inductor'"),
+        (lambda: ParallelPolicy(collectives="gloo"), "collectives: 'gloo' is not one of 'auto', 'copy_engine', 'nccl'"),
+        (
+            lambda: check_parallelizable(Named(), ParallelPolicy(collectives="copy_engine"), "cpu"),
+            "collectives: copy_engine is for GPUs, not for cpu devices; use auto",
+        ),
         (
             lambda: ParallelPolicy(unit_modules="lm_head"),
             "unit_modules: must be a tuple of names, got the str",

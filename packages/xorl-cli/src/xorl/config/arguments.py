@@ -48,6 +48,7 @@ OPTIONS: Mapping[str, str] = MappingProxyType(
         "shard_size": "train.data_parallel_shard_size",
         "ulysses": "train.ulysses_parallel_size",
         "unit_modules": "model.basic_modules",
+        "collectives": "train.fsdp_collectives",
         # xorl-lora
         "exclude": "lora.exclude_modules",
         "merge_qkv": "model.merge_qkv",

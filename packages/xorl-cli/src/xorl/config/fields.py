@@ -22,6 +22,7 @@ OptimizerName = Literal["adamw", "anyprecision_adamw", "sgd", "muon"]
 OptimizerDtype = Literal["fp32", "bf16"]
 ParameterDtype = Literal["fp32", "bf16"]
 MuonAdjustment = Literal["original", "match_rms_adamw"]
+Collectives = Literal["auto", "copy_engine", "nccl"]
 InitDevice = Literal["auto", "cpu", "cuda", "meta", "npu"]
 LoadWeightsMode = Literal["broadcast", "all_ranks", "auto", "safetensors", "dcp"]
 CheckpointFormat = Literal["dcp", "torch"]
@@ -284,6 +285,12 @@ class MemoryFields(Section):
     enable_forward_prefetch: bool = Field(
         default=True,
         description="Under fsdp2, gather the parameters of the next unit during the forward pass of the current one.",
+    )
+    fsdp_collectives: Collectives = Field(
+        default="auto",
+        description="Under fsdp2, how GPUs gather parameters and reduce gradients: nccl, or copy_engine, which leaves "
+        "the multiprocessors to the computation and needs GPUs of one host that can access each other. auto measures "
+        "both at the start and takes the faster one; name one if runs must repeat each other to the bit.",
     )
     enable_activation_offload: bool = Field(
         default=False,

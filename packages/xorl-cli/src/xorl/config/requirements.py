@@ -78,6 +78,7 @@ REQUIREMENTS: tuple[Requirement, ...] = (
             "train.reshard_after_forward",
             "train.enable_full_shard",
             "train.enable_forward_prefetch",
+            "train.fsdp_collectives",
             "train.enable_cpu_offload",
             "train.cp_fsdp_mode",
         ),

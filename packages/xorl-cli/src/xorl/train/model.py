@@ -411,6 +411,7 @@ def _policy(model: ModelConfig, train: TrainConfig) -> ParallelPolicy:
         param_dtype=_compute_dtype(train),
         reshard_after_forward=train.enable_full_shard,
         forward_prefetch=train.enable_forward_prefetch,
+        collectives=train.fsdp_collectives,
         unit_modules=model.basic_modules,
         cpu_offload=train.enable_cpu_offload,
         recompute=_recompute(train),

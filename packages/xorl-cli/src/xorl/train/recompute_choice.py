@@ -26,7 +26,7 @@ from xorl.core.loss import LossFn, cross_entropy
 from xorl.core.mesh import Mesh
 from xorl.core.models import Decoder, DecoderConfig, ModelSpec
 from xorl.core.parallel import ParallelModel
-from xorl.core.parallel.fsdp import has_copy_engines
+from xorl.core.parallel.fsdp import uses_copy_engines
 from xorl.core.runtime import rng_state, set_rng_state
 from xorl.kernels.layout import SequenceLayout
 from xorl.train.adapters.inject import SHARING_OPTIONS, adapter_spec, add_adapters
@@ -95,7 +95,8 @@ def choose_recomputation(
         logger.info("recompute_policy=auto setting=none: host memory has no limit that could be found by a probe")
         return _with(config.train, "none")
     usable = usable_bytes(device)
-    held = held_bytes(config, architecture, mesh, by_copy_engines=has_copy_engines(mesh.fsdp))
+    by_copy_engines = uses_copy_engines(mesh.fsdp, config.train.fsdp_collectives)
+    held = held_bytes(config, architecture, mesh, by_copy_engines=by_copy_engines)
     # The measured passes attend within a rank, so they fetch nothing.
     beside = held.throughout + ring_bytes(config, architecture, batch.num_tokens)
     memory = torch.tensor([beside, -usable], dtype=torch.float64, device=device)

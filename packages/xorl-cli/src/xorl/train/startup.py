@@ -59,6 +59,7 @@ from xorl.train.observe.metrics_file import MetricsFile, is_evaluated
 from xorl.train.observe.observer import Observer, Sink
 from xorl.train.observe.progress import Phases, progress_sink
 from xorl.train.observe.timing import StepTimer
+from xorl.train.observe.waits import WaitWatch
 from xorl.train.output_dir import MEMBERS, METRICS, RECEIPT, STARTED_FROM, open_output_dir, start_of
 from xorl.train.saves import Saves
 from xorl.train.watchdog import COLLECTIVE_TIMEOUT, Position, Watchdog
@@ -355,8 +356,11 @@ def build_evaluation(startup: Startup, run: PreparedRun, *, at_start: bool) -> E
 def build_observer(startup: Startup, start_step: int, timer: StepTimer) -> Observer:
     """The observer of a job; only the main process writes metrics."""
     runtime, train, sinks = startup.runtime, startup.config.train, list[Sink]()
+    is_watched = runtime.device.type == "cuda" and runtime.world_size > 1
+    waits = WaitWatch(runtime.device, is_sharded=train.data_parallel_mode == "fsdp2") if is_watched else None
+    observer = Observer(runtime.device, runtime.world_size, sinks, timer, waits=waits)
     if not runtime.is_main:
-        return Observer(runtime.device, runtime.world_size, sinks, timer)
+        return observer
     progress = progress_sink(train.log_format, startup.num_steps, start_step)
     sinks += [MetricsFile(startup.output_dir / METRICS, start_step), progress]
     if train.use_wandb:
@@ -375,4 +379,4 @@ def build_observer(startup: Startup, start_step: int, timer: StepTimer) -> Obser
                 is_resumed=start_step > 0,
             )
         )
-    return Observer(runtime.device, runtime.world_size, sinks, timer)
+    return observer

@@ -204,7 +204,12 @@ def _engine(
     forward = model
     if train.data_parallel_mode == "fsdp2":
         shard(
-            model, mesh.fsdp, layers, param_dtype=compute_dtype, reshard_after_forward=bool(train.reshard_after_forward)
+            model,
+            mesh.fsdp,
+            layers,
+            param_dtype=compute_dtype,
+            reshard_after_forward=bool(train.reshard_after_forward),
+            collectives=train.fsdp_collectives,
         )
     elif train.data_parallel_mode == "ddp":
         forward = replicate(model, mesh)

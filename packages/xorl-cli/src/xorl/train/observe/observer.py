@@ -16,7 +16,8 @@ import torch
 from xorl.train.engine import StepLosses, Update
 from xorl.train.observe.devices import peak_flops
 from xorl.train.observe.metrics_file import Metrics
-from xorl.train.observe.timing import Moment, StepMarks, StepTimer
+from xorl.train.observe.timing import Moment, StepMarks, StepTimer, queue_copy
+from xorl.train.observe.waits import StepWaits, WaitWatch
 
 logger = logging.getLogger(__name__)
 
@@ -65,22 +66,14 @@ class _Pending:
     host_s: dict[str, float]
 
 
-def queue_copy(values: torch.Tensor) -> torch.Tensor:
-    """A pinned host copy of `values`, valid once the device has executed all work queued so far. Does not block."""
-    if not values.is_cuda:
-        return values
-    copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    return copy.copy_(values, non_blocking=True)
-
-
 @dataclass
 class Observer:
     """Turns the device scalars of each step into metrics. On a GPU, one step late, so that the host never waits.
 
     sinks: the destinations of metrics; only the main process has any. world_size: for MFU per device. timer: the
-    engine's timer, for the phases of a step. A step with a non-finite loss or gradient norm is passed to `on_nonfinite`
-    (step, reason) on every rank; by default that raises DivergedError. `first` and `last` hold the first and the last
-    value of every metric.
+    engine's timer, for the phases of a step. waits: looks for waits that are too long. A step with a non-finite loss or
+    gradient norm is passed to `on_nonfinite` (step, reason) on every rank; by default that raises DivergedError.
+    `first` and `last` hold the first and the last value of every metric.
 
     The seconds of a step, measured by the reporting process:
 
@@ -99,10 +92,12 @@ class Observer:
     sinks: list[Sink]
     timer: StepTimer
     on_nonfinite: Callable[[int, str], None] = _raise
+    waits: WaitWatch | None = None
     _pending: _Pending | None = None
     _nonfinite: list[tuple[int, str]] = field(default_factory=list)
     _mark: Moment = field(init=False)
     _host_s: dict[str, float] = field(init=False)
+    _reported: StepWaits | None = None
     _start: float = field(default_factory=time.perf_counter)
     num_tokens: int = 0
     first: Metrics = field(default_factory=dict)
@@ -128,6 +123,8 @@ class Observer:
     def step(self, step: int, losses: StepLosses, update: Update, *, lr: float | None) -> None:
         """Record the step that was just launched and report the previous one (on a CPU, this one)."""
         self._report()
+        if self.waits is not None and self._reported is not None:
+            self.waits.step(self._reported)
         sums = [losses.loss_sum, losses.num_trained_tokens, losses.num_tokens, losses.flops]
         outcome = [update.grad_norm.double(), update.skipped.double()]
         routers = {} if losses.routers is None else losses.routers.metrics()
@@ -154,7 +151,9 @@ class Observer:
             return
         pending, self._pending = self._pending, None
         clock = self.timer.clock
+        begin = time.perf_counter()
         clock.wait(pending.end)
+        ahead = time.perf_counter() - begin
         loss_sum, trained, tokens, flops, norm, skipped, *routers = pending.scalars.tolist()
         elapsed, spent = clock.seconds(self._mark, pending.end), pending.marks.seconds(clock)
         clock.free([self._mark])
@@ -179,6 +178,7 @@ class Observer:
         }
         if "time_s" not in self.first:
             logger.info("phase=first_step done_s=%.2f", elapsed)
+        self._reported = StepWaits(elapsed, spent["comm"], ahead)
         self.write(metrics)
         if skipped or not math.isfinite(loss_sum):
             self._nonfinite.append((pending.step, f"loss {metrics['loss']}, gradient norm {norm}"))

@@ -51,6 +51,14 @@ class Clock:
         self._free += [moment for moment in moments if isinstance(moment, torch.cuda.Event)]
 
 
+def queue_copy(values: torch.Tensor) -> torch.Tensor:
+    """A pinned host copy of `values`, valid once the device has executed all work queued so far. Does not block."""
+    if not values.is_cuda:
+        return values
+    copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    return copy.copy_(values, non_blocking=True)
+
+
 @dataclass(frozen=True)
 class StepMarks:
     """The marks of one step; `seconds` reads them once the work is done.

@@ -21,8 +21,9 @@ from xorl.train.engine import StepLosses, Update
 from xorl.train.evaluate import Evaluation, evaluate
 from xorl.train.interrupt import Interrupted, Interruption
 from xorl.train.observe.metrics_file import Metrics, MetricsFile
-from xorl.train.observe.observer import DivergedError, Observer, queue_copy
+from xorl.train.observe.observer import DivergedError, Observer
 from xorl.train.observe.profile import Profiler
+from xorl.train.observe.timing import queue_copy
 from xorl.train.startup import Startup
 from xorl.train.sweep.saving import SweepSaving
 

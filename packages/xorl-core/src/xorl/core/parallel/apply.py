@@ -18,6 +18,7 @@ from xorl.core.mesh import DataParallelMode, Mesh
 from xorl.core.nn.fp8 import Fp8Recipe, convert_linears, fp8_linears
 from xorl.core.nn.moe import Experts
 from xorl.core.parallel.activations import Recompute, RecomputeModule, recompute_layers
+from xorl.core.parallel.collectives import Collectives
 from xorl.core.parallel.compile import CompileBackend, compile_layers, require_compiler
 from xorl.core.parallel.ddp import replicate
 from xorl.core.parallel.fp8 import Fp8Weights
@@ -27,6 +28,7 @@ from xorl.core.parallel.fsdp import (
     prefetch_forward,
     shard,
     sharding_units,
+    uses_copy_engines,
 )
 from xorl.core.parallel.offload import ActivationOffload
 from xorl.core.parallel.parts import Parts
@@ -52,6 +54,8 @@ class ParallelPolicy:
         reshard_after_forward: free gathered parameters between forward and backward pass (ZeRO-3) instead of keeping
             them (ZeRO-2).
         forward_prefetch: gather each unit's parameters while the previous unit computes.
+        collectives: how sharded parameters are gathered and gradients reduced between GPUs; "auto" measures at the
+            start.
         unit_modules: class names, or last parts of module paths, of further modules to shard as separate units.
         cpu_offload: keep sharded parameters, gradients and optimizer state in host memory. Parameters are gathered on
             the device to compute.
@@ -69,6 +73,7 @@ class ParallelPolicy:
     param_dtype: torch.dtype | None = None
     reshard_after_forward: bool = True
     forward_prefetch: bool = True
+    collectives: Collectives = "auto"
     unit_modules: Sequence[str] = ()
     cpu_offload: bool = False
     recompute: Recompute = "none"
@@ -82,6 +87,7 @@ class ParallelPolicy:
         for flag in _FLAGS:
             check_type(flag, getattr(self, flag), bool, "False")
         check_choice("data_parallel_mode", self.data_parallel_mode, DataParallelMode)
+        check_choice("collectives", self.collectives, Collectives)
         if self.fp8 != "none":
             check_choice("fp8", self.fp8, Fp8Recipe)
         if isinstance(self.recompute, str) or not isinstance(self.recompute, Sequence):
@@ -274,8 +280,7 @@ def parallelize(
     if policy.activation_offload_limit is not None:
         ActivationOffload(device, limit_bytes=policy.activation_offload_limit).install(list(layers))
     if policy.data_parallel_mode == "fsdp2":
-        last = [head] if isinstance(head, nn.Module) else []
-        experts = divided_experts(model)
+        last, experts = [head] if isinstance(head, nn.Module) else [], divided_experts(model)
         units = sharding_units(model, policy.unit_modules, [*layers, *last, *experts])
         with allow_integer_parameters():
             shard(
@@ -287,6 +292,7 @@ def parallelize(
                 param_dtype=policy.param_dtype,
                 reshard_after_forward=policy.reshard_after_forward,
                 cpu_offload=policy.cpu_offload,
+                collectives=policy.collectives,
             )
         if policy.forward_prefetch:
             prefetch_forward([unit for layer in layers for unit in (layer, *divided_experts(layer))] + last)
@@ -302,7 +308,7 @@ def parallelize(
 
 
 def _check_mesh(mesh: Mesh, policy: ParallelPolicy, device: torch.device, *, apart: bool) -> None:
-    """Raise ValueError unless `mesh` is a Mesh of such devices with supported axes, and if its ranks train apart."""
+    """Raise ValueError unless `mesh` suits the device and the policy, or if its ranks train apart. Collective."""
     if not isinstance(mesh, Mesh):
         raise ValueError(f"mesh: must be an xorl.core.mesh.Mesh, got {type(mesh).__name__}")
     if device.type != mesh.device_type:
@@ -314,6 +320,8 @@ def _check_mesh(mesh: Mesh, policy: ParallelPolicy, device: torch.device, *, apa
             f"data_parallel_mode: none is for one rank, and the {mesh.loss.size} ranks of this mesh would train apart; "
             "use fsdp2 or ddp"
         )
+    if policy.data_parallel_mode == "fsdp2":
+        uses_copy_engines(mesh.fsdp, policy.collectives)
 
 
 def _check_fill(model: nn.Module, fill: Callable[[nn.Module], None] | None) -> None:
@@ -346,6 +354,8 @@ def check_parallelizable(model: nn.Module, policy: ParallelPolicy, device_type: 
         require_compiler(policy.compile_backend, device_type)
     if policy.data_parallel_mode != "fsdp2":
         return
+    if policy.collectives != "auto" and device_type != "cuda":
+        raise ValueError(f"collectives: {policy.collectives} is for GPUs, not for {device_type} devices; use auto")
     units = sharding_units(model, policy.unit_modules, list(layers))
     if isinstance(head, nn.Module):
         _check_head_unit(head, units)

@@ -13,7 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from xorl.core.parallel.copy_engine import CopyEngineAllGather, CopyEngineReduceScatter, can_use_copy_engines
+from xorl.core.parallel.collectives import Collectives, transport
+from xorl.core.parallel.copy_engine import CopyEngineAllGather, CopyEngineReduceScatter
 from xorl.core.torch_private import FSDPParam, owner, parameter_group
 
 
@@ -27,14 +28,16 @@ def shard(
     kept: Sequence[nn.Module] = (),
     meshes: Mapping[nn.Module, DeviceMesh] = MappingProxyType({}),
     cpu_offload: bool = False,
+    collectives: Collectives = "auto",
 ) -> None:
     """Shard each of `units`, innermost first, and then the rest of `model` over `mesh`, in place.
 
     `kept` are units that stay gathered after the forward pass, because the backward pass starts with them; `meshes` are
     those of units that are sharded over other ranks. A unit's parameters are gathered together, in param_dtype (None:
     their own dtype). Gradients are summed, in fp32. cpu_offload keeps parameters, gradients and optimizer state in host
-    memory.
+    memory. `collectives` are those between GPUs.
     """
+    by_copy_engines = [one for one in dict.fromkeys([mesh, *meshes.values()]) if uses_copy_engines(one, collectives)]
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     # Memory can be pinned only if there is a GPU.
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
@@ -49,15 +52,17 @@ def shard(
             # By default, FSDP2 divides by the number of ranks. Without force_sum it uses PREMUL_SUM, which gloo lacks.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    for one in dict.fromkeys([mesh, *meshes.values()]):
-        if has_copy_engines(one):
-            sharded = [unit for unit in (*units, model) if meshes.get(unit, mesh) is one]
-            _use_copy_engines(sharded, one.get_group(one.ndim - 1), param_dtype)
+    for one in by_copy_engines:
+        sharded = [unit for unit in (*units, model) if meshes.get(unit, mesh) is one]
+        _use_copy_engines(sharded, one.get_group(one.ndim - 1), param_dtype)
 
 
-def has_copy_engines(mesh: DeviceMesh) -> bool:
-    """Whether parameters sharded over `mesh` are gathered and reduced by copy engines. Collective."""
-    return mesh.device_type == "cuda" and can_use_copy_engines(mesh.get_group(mesh.ndim - 1))
+def uses_copy_engines(mesh: DeviceMesh, collectives: Collectives) -> bool:
+    """Whether parameters sharded over `mesh` are gathered and reduced by copy engines. Collective.
+
+    Raises ValueError for "copy_engine" if these cannot be used.
+    """
+    return mesh.device_type == "cuda" and transport(mesh.get_group(mesh.ndim - 1), collectives) == "copy_engine"
 
 
 def _use_copy_engines(units: Sequence[nn.Module], group: dist.ProcessGroup, param_dtype: torch.dtype | None) -> None:

@@ -1,0 +1,106 @@
+"""WaitWatch: says, once in a run, that ranks wait too long for collectives, and for what."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from xorl.train.observe.timing import queue_copy
+
+logger = logging.getLogger(__name__)
+
+# Waits of a smaller part of a step are usual.
+LONG_WAIT = 0.25
+# How much longer than the median rank a rank must take itself to be what the others wait for.
+SLOW_RANK = 1.2
+# A host that waits for its device for a smaller part of a step has launched too late.
+SHORT_LEAD = 0.02
+# The first steps compile and allocate.
+FIRST_STEP, EVERY_STEPS = 5, 100
+
+
+class StepWaits(NamedTuple):
+    """Seconds of one step on one rank.
+
+    time: from the end of the previous step to its own, on the device.
+    wait: of these, waits for collectives.
+    lead: how long the host then waited for the device, having launched the next step. 0 if the device was done before.
+    """
+
+    time: float
+    wait: float
+    lead: float
+
+    @property
+    def own(self) -> float:
+        return self.time - self.wait
+
+
+class WaitWatch:
+    """Compares the waits of all ranks every `EVERY_STEPS` steps, without making the host wait.
+
+    Stops after the first warning, which the main rank logs.
+    """
+
+    def __init__(self, device: torch.device, *, is_sharded: bool) -> None:
+        self._device = device
+        self._is_sharded = is_sharded
+        self._num_steps = 0
+        self._on_its_way: Tensor | None = None
+        self._has_warned = False
+
+    def step(self, ended: StepWaits) -> None:
+        """Take the seconds of the step that ended last. Collective."""
+        self._num_steps += 1
+        if self._has_warned:
+            return
+        if self._on_its_way is not None:
+            # It was queued before the end of the step that ended last.
+            ranks, self._on_its_way = [StepWaits(*row) for row in self._on_its_way.tolist()], None
+            if (warning := diagnosis(ranks, is_sharded=self._is_sharded)) is not None:
+                self._has_warned = True
+                if dist.get_rank() == 0:
+                    logger.warning("%s", warning)
+        elif self._num_steps % EVERY_STEPS == FIRST_STEP:
+            mine = torch.tensor([ended], dtype=torch.float64)
+            if self._device.type == "cuda":
+                mine = mine.pin_memory()
+            of_all = torch.empty(dist.get_world_size(), len(ended), dtype=torch.float64, device=self._device)
+            dist.all_gather_into_tensor(of_all, mine.to(self._device, non_blocking=True))
+            self._on_its_way = queue_copy(of_all)
+
+
+def diagnosis(ranks: Sequence[StepWaits], *, is_sharded: bool) -> str | None:
+    """What is wrong with a step of these ranks, and what to try; None if no rank waits long.
+
+    is_sharded: whether parameters are sharded, so that they are gathered and their gradients reduced.
+    """
+    longest = max(rank.wait / rank.time for rank in ranks)
+    if longest < LONG_WAIT:
+        return None
+    slowest = max(ranks, key=lambda rank: rank.own)
+    median = statistics.median_low(rank.own for rank in ranks)
+    if slowest.own > SLOW_RANK * median:
+        found = (
+            f"rank {ranks.index(slowest)} takes {slowest.own * 1000:.0f} ms for its own part of a step and the median "
+            f"rank {median * 1000:.0f} ms, so ranks wait up to {longest:.0%} of a step for it"
+        )
+        if slowest.lead < SHORT_LEAD * slowest.time:
+            return (
+                f"{found}: its GPU waits for the host to launch work; try more tokens in a micro-batch "
+                "(train.micro_batch_size), train.enable_compile: true, or fewer other processes on its cores"
+            )
+        return (
+            f"{found}: check the clocks, temperature and other processes of its GPU (nvidia-smi -q -d PERFORMANCE), "
+            "and whether it has more to compute"
+        )
+    options = "more tokens in a micro-batch (train.micro_batch_size)"
+    if is_sharded:
+        options += ", train.enable_full_shard: false, or the other of copy_engine and nccl in train.fsdp_collectives"
+    return f"all ranks wait for communication, up to {longest:.0%} of a step: try {options}"

@@ -1,0 +1,183 @@
+"""Choosing how FSDP2 gathers parameters and reduces gradients on the GPUs of one host: by copy engines or by NCCL.
+
+Which is faster depends on the host, so `auto` measures both, beside matrix products as in training.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from xorl.core.parallel.copy_engine import CopyEngineAllGather, CopyEngineReduceScatter, can_use_copy_engines
+
+logger = logging.getLogger(__name__)
+
+Transport = Literal["copy_engine", "nccl"]
+Collectives = Literal["auto", "copy_engine", "nccl"]
+
+# Copy engines were faster in training on every host where both were measured, and they sum in a fixed order. They are
+# therefore kept unless NCCL is faster by more than repeated measurements on one host differ, which is up to a fifth.
+MARGIN = 1.2
+# A rank that takes this much longer than the median rank for the same products delays every step of all ranks.
+SLOW_RANK = 1.2
+
+# The measured unit is as large as a layer of a 1.7B to 3B model; the products are those of its feed-forward block.
+UNIT_VALUES = 1 << 26
+TOKENS, WIDTH, INNER = 8192, 2048, 12288
+NUM_UNITS, PRODUCTS_PER_UNIT, ROUNDS = 6, 6, 3
+
+_chosen: dict[tuple[int, ...], Transport] = {}
+
+
+@dataclass(frozen=True)
+class Times:
+    """Milliseconds of each rank for the same products: alone, and with the units' communication beside them."""
+
+    products: Sequence[float]
+    copy_engine: Sequence[float]
+    nccl: Sequence[float]
+
+    @property
+    def choice(self) -> Transport:
+        """The transport whose slowest rank is done first; NCCL only if it is clearly faster."""
+        return "nccl" if max(self.nccl) * MARGIN < max(self.copy_engine) else "copy_engine"
+
+    @property
+    def slow_rank(self) -> int | None:
+        """The rank that needs much longer for products alone than the median rank, if there is one."""
+        slowest = max(self.products)
+        is_slow = slowest > SLOW_RANK * statistics.median_low(self.products)
+        return self.products.index(slowest) if is_slow else None
+
+
+def transport(group: dist.ProcessGroup, collectives: Collectives) -> Transport:
+    """How the ranks of `group`, on GPUs, gather and reduce. Collective.
+
+    "auto" measures once for the same ranks, and logs the times and the choice. Raises ValueError for "copy_engine" if
+    copy engines cannot be used.
+    """
+    if collectives == "nccl" or group.size() == 1:
+        return "nccl"
+    if not can_use_copy_engines(group):
+        if collectives == "copy_engine":
+            raise ValueError("collectives: copy_engine needs GPUs of one host that can access each other; use auto")
+        return "nccl"
+    # A run that must repeat itself cannot depend on times.
+    if collectives == "copy_engine" or torch.are_deterministic_algorithms_enabled():
+        return "copy_engine"
+    ranks = tuple(dist.get_process_group_ranks(group))
+    if ranks not in _chosen:
+        times = measure(group)
+        torch.cuda.empty_cache()
+        _chosen[ranks] = times.choice
+        log(times, ranks)
+    return _chosen[ranks]
+
+
+def log(times: Times, ranks: Sequence[int]) -> None:
+    """Log the measured times and the choice; warn of a slow rank. `ranks` are the global ranks that were measured."""
+    logger.info(
+        "fsdp_collectives=%s chosen_by=auto copy_engine_ms=%.1f nccl_ms=%.1f products_alone_ms=%.1f to %.1f",
+        times.choice,
+        max(times.copy_engine),
+        max(times.nccl),
+        min(times.products),
+        max(times.products),
+    )
+    if (slow := times.slow_rank) is not None:
+        logger.warning(
+            "rank %d takes %.1f ms for products that take the median rank %.1f ms, and every step waits for it: check "
+            "its GPU's clocks, temperature and other processes (nvidia-smi -q -d PERFORMANCE)",
+            ranks[slow],
+            times.products[slow],
+            statistics.median_low(times.products),
+        )
+
+
+def measure(group: dist.ProcessGroup) -> Times:
+    """Time products alone and beside both transports. Collective; takes about a second."""
+    device, size = torch.device("cuda", torch.cuda.current_device()), group.size()
+    count = UNIT_VALUES // size // 64 * 64
+    gathered = torch.zeros(count * size, dtype=torch.bfloat16, device=device)
+    own = gathered.view(size, -1)[group.rank()]
+    gradients = torch.zeros_like(gathered)
+    wide = torch.zeros(count * size, device=device)
+    reduced = torch.zeros(count, device=device)
+    all_gather = CopyEngineAllGather(group, device)
+    reduce_scatter = CopyEngineReduceScatter(group, device, gradients.dtype)
+
+    def by_copy_engines() -> None:
+        all_gather(gathered, own, group)
+
+    def reduce_by_copy_engines() -> None:
+        reduce_scatter(reduced, gradients, group, dist.ReduceOp.SUM)
+
+    def by_nccl() -> None:
+        dist.all_gather_into_tensor(gathered, own, group=group)
+
+    def reduce_by_nccl() -> None:
+        wide.copy_(gradients)  # FSDP2 widens gradients for NCCL
+        dist.reduce_scatter_tensor(reduced, wide, group=group)
+
+    products = _Products(device)
+    times = (
+        _milliseconds(passes, group, device)
+        for passes in (
+            products.run,
+            lambda: products.run(by_copy_engines, reduce_by_copy_engines),
+            lambda: products.run(by_nccl, reduce_by_nccl),
+        )
+    )
+    return Times(*times)
+
+
+class _Products:
+    """The products of several layers, with the communication of layers on streams beside them, as FSDP2 has it."""
+
+    def __init__(self, device: torch.device) -> None:
+        # Products of zeros would need less power and run faster. The run's own random numbers stay as they are.
+        generator = torch.Generator(device).manual_seed(0)
+        self._x, self._weight = (
+            torch.randn(size, dtype=torch.bfloat16, device=device, generator=generator)
+            for size in ((TOKENS, WIDTH), (WIDTH, INNER))
+        )
+        self._gathering, self._reducing = (torch.cuda.Stream(device, priority=-1) for _ in range(2))
+
+    def run(self, gather: Callable[[], None] | None = None, reduce: Callable[[], None] | None = None) -> None:
+        """Queue the products of all units, each beside the gather of the next and the reduction of the previous."""
+        current = torch.cuda.current_stream()
+        for _ in range(NUM_UNITS):
+            for stream, communicate in ((self._gathering, gather), (self._reducing, reduce)):
+                # A unit is used, or its buffer filled again, only after the communication before it.
+                current.wait_stream(stream)
+                stream.wait_stream(current)
+                if communicate is not None:
+                    with torch.cuda.stream(stream):
+                        communicate()
+            for _ in range(PRODUCTS_PER_UNIT):
+                _ = (self._x @ self._weight) @ self._weight.t()
+        current.wait_stream(self._gathering)
+        current.wait_stream(self._reducing)
+
+
+def _milliseconds(run: Callable[[], None], group: dist.ProcessGroup, device: torch.device) -> list[float]:
+    """Of each rank, the median of several runs that all ranks begin together, after one to warm up."""
+    found: list[float] = []
+    for _ in range(1 + ROUNDS):
+        dist.barrier(group=group, device_ids=[device.index])
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        found.append(begin.elapsed_time(end))
+    mine = torch.tensor([statistics.median(found[1:])], device=device)
+    of_all = mine.new_empty(group.size())
+    dist.all_gather_into_tensor(of_all, mine, group=group)
+    return of_all.tolist()
