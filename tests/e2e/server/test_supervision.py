@@ -13,6 +13,8 @@ import sys
 import time
 from pathlib import Path
 
+from child import in_child
+from listening import listeners, poison
 from service import Serve, Service
 
 
@@ -31,12 +33,22 @@ def test_a_second_service_is_refused_on_the_same_folder(service: Service) -> Non
     assert (ended.returncode, "output_dir: another service has" in ended.stderr) == (4, True), ended.stderr
 
 
-def test_a_killed_launcher_takes_everything_with_it(serve: Serve) -> None:
-    # Would catch workers that go on without anybody who looks after them, and hold the GPUs; also stopped ones.
-    own = serve(data_parallel_replicate_size=1)
+def test_nothing_but_the_api_listens_and_a_killed_launcher_takes_everything_with_it(
+    serve: Serve, tmp_path: Path
+) -> None:
+    # Catches a port to other machines, or one where a pickle becomes code; and workers that go on without anybody who
+    # looks after them, and hold the GPUs; also stopped ones.
+    own = serve()
     processes = own.running()
-    assert len(processes) == 4
+    assert len(processes) == 5
     assert own.process is not None
+    found = listeners([own.process.pid])
+    workers = set(own.worker_pids())
+    assert {each.pid for each in found} == {own.pids("API")[-1], *workers}, found  # gloo's, of both ranks
+    assert [each for each in found if not each.is_loopback] == []
+    assert poison([each for each in found if each.pid in workers], tmp_path / "run") == []
+    assert in_child(lambda: own.tinker().create_lora_training_client("xorl/quickstart", rank=8).model_id)
+    assert (own.running(), (tmp_path / "run").exists()) == (processes, False)
     for process in processes:
         os.kill(process.pid, signal.SIGSTOP)
     own.process.kill()
