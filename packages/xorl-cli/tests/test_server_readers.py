@@ -102,7 +102,7 @@ async def test_a_model_that_writes_over_what_it_has_loaded_itself_is_saved_elsew
         await begun(client)
         await client.do(LoadWeights(MODEL, ref("kept"), optimizer=False), 4)
         model = client.orchestrator.state.registry.models[MODEL]
-        assert model.loads == [ref("kept")]
+        assert list(model.loads.values()) == [ref("kept")]
         await client.do(forward_backward(2), 5)
         await client.do(step(), 6)
         saves = []
@@ -113,7 +113,7 @@ async def test_a_model_that_writes_over_what_it_has_loaded_itself_is_saved_elsew
         )[1]
         await client.do(SaveWeights(MODEL, "kept", overwrite=True), 7)
         assert saves == ["recovery-0", "kept"]
-        assert (model.boundary, model.loads) == (ref("kept"), [])
+        assert (model.boundary, model.loads) == (ref("kept"), {})
 
 
 @in_a_loop
@@ -166,6 +166,7 @@ async def test_a_checkpoint_that_is_being_deleted_is_loaded_by_nobody(tmp_path, 
     monkeypatch.setattr(catalogue, "delete", slowly)
     async with serving(chosen) as (client, _):
         await begun(client)
+        await client.do(SaveWeights(MODEL, "later"), 4)
         await client.create(OTHER)
         deleted = asyncio.create_task(client.orchestrator.answer(DeleteCheckpoint(ref("kept"))))
         while not client.orchestrator.state.deleting and not deleted.done():
@@ -177,7 +178,7 @@ async def test_a_checkpoint_that_is_being_deleted_is_loaded_by_nobody(tmp_path, 
         for result in (refused, created):
             assert isinstance(result, Failure)
             assert (result.status, result.message) == (404, f"{ref('kept').uri('xorl')} is being deleted")
-        assert client.orchestrator.state.registry.models[OTHER].loads == []
+        assert client.orchestrator.state.registry.models[OTHER].loads == {}
         assert client.orchestrator.state.deleting == set()
 
 

@@ -1,10 +1,87 @@
 """The storage that the service uses: measured, limited, and given back."""
 
+import asyncio
+import time
+
+import msgspec
+import pytest
+
 from asynchronous import in_a_loop
-from orchestrated import MODEL, options, over_http, serving
+from counting_workers import folded
+from orchestrated import (
+    MODEL,
+    SESSION,
+    forward_backward,
+    options,
+    over_http,
+    running,
+    serving,
+    step,
+    submit,
+    workers,
+)
 from xorl.server.identifiers import CheckpointRef, checkpoint_folder
-from xorl.server.operations import SaveFullWeights, SaveWeights, SaveWeightsForSampler
+from xorl.server.messages import Ok, Rejected
+from xorl.server.operations import (
+    CreateModel,
+    Failure,
+    LoadWeights,
+    LoraSpec,
+    SaveFullWeights,
+    SaveWeights,
+    SaveWeightsForSampler,
+    UnloadModel,
+)
+from xorl.server.orchestrator import catalogue
+from xorl.server.queries import (
+    CreateSession,
+    DeleteCheckpoint,
+    FinishSession,
+    GetWeightsInfo,
+    ListCheckpoints,
+    SetCheckpointTtl,
+)
 from xorl.server.status_queries import GetStatus, GetStorage
+
+OTHER, CREATED = "session-1:train:1", "session-1:train:2"
+TRAINED = folded(1, 1)
+
+
+def ref(name, model=MODEL, kind="weights"):
+    return CheckpointRef(model, kind, name)
+
+
+def folders(chosen):
+    """The checkpoints on disk."""
+    return {f"{path.parent.name}/{path.name}".replace("~", ":") for path in chosen.folder.glob("*weights/*/*")}
+
+
+async def prune(client):
+    """What housekeeping does every 15 seconds."""
+    housekeeping = client.orchestrator.housekeeping
+    while housekeeping._expiring is not None and not housekeeping._expiring.done():
+        await asyncio.sleep(0.01)
+    await housekeeping._prune(time.time())
+    await housekeeping._expiring
+
+
+async def until(condition):
+    """Wait for it."""
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+def fill(client, limit_bytes=10):
+    """Make the storage full: no checkpoint may be added."""
+    state = client.orchestrator.state
+    state.options = msgspec.structs.replace(state.options, storage_limit_bytes=limit_bytes)
+
+
+async def weights_of(client, seq, model=MODEL):
+    """A model's weights, told by a step with a gradient of 5."""
+    await client.do(forward_backward(5, model=model), seq)
+    return (await client.do(step(model), seq + 1)).metrics["weights"]
 
 
 @in_a_loop
@@ -16,7 +93,7 @@ async def test_the_storage_that_is_used_is_known_by_kind(tmp_path):
         await client.do(SaveWeights(MODEL, "a"), 3)
         await client.do(SaveWeightsForSampler(MODEL, "a"), 4)
         await client.do(SaveFullWeights(MODEL, "a"), 5)
-        hidden = checkpoint_folder(chosen.folder, CheckpointRef(MODEL, "weights", "recovery-0"))
+        hidden = checkpoint_folder(chosen.folder, ref("recovery-0"))
         hidden.mkdir()
         (hidden / "state.json").write_bytes(bytes(1000))
         storage = await client.orchestrator.answer(GetStorage())
@@ -38,3 +115,192 @@ async def test_the_storage_that_is_used_is_known_by_kind(tmp_path):
             assert "xorl_storage_limit_bytes 10000000.0" in metrics
             refused = await http.get("/api/v1/billing/usage/checkpoints/current", params={"project_id": "p"})
             assert (refused.status_code, "no projects" in refused.text) == (400, True)
+
+
+@in_a_loop
+async def test_a_checkpoint_that_its_model_needs_can_be_deleted_when_the_storage_is_full(tmp_path):
+    """Catches a client that retries a DELETE for ever, since there is no room to save the model elsewhere.
+
+    The case: a model is created, trained for a step, and its session closed; then 000000 is deleted.
+    """
+    chosen = options(tmp_path, skip_initial_checkpoint=False)
+    async with running(chosen) as client:
+        with workers(chosen):
+            await client.begin()
+            await until(lambda: not client.orchestrator.state.open)
+            fill(client)
+            await client.orchestrator.answer(FinishSession(SESSION, "completed"))
+            async with over_http(client) as http:
+                url = f"/api/v1/training_runs/{MODEL}/checkpoints/weights/000000"
+                assert (await http.delete(url)).status_code == 204
+                assert (await http.delete(url)).status_code == 404
+            assert (await client.orchestrator.answer(ListCheckpoints(MODEL))).checkpoints == []
+        # The workers have died, and the model is restored from what was deleted.
+        with workers(chosen):
+            assert await weights_of(client, 3) == folded(TRAINED, 5)
+            fill(client, 10**9)
+            await client.do(SaveWeights(MODEL, "000000"), 5)
+            await until(lambda: folders(chosen) == {f"{MODEL}/000000"})
+
+
+@in_a_loop
+async def test_what_others_read_can_be_deleted_and_saved_anew_without_workers_and_storage(tmp_path):
+    """Catches a model that is restored from another checkpoint than it was made from: a newer one of the same name."""
+    chosen = options(tmp_path)
+    async with running(chosen) as client:
+        with workers(chosen):
+            await client.begin()
+            await client.do(SaveWeights(MODEL, "kept"), 3)
+            await client.create(OTHER)
+            await client.do(LoadWeights(OTHER, ref("kept"), optimizer=True), 1)
+            await client.do(forward_backward(7, model=OTHER), 2)
+            await client.do(CreateModel(CREATED, checkpoint=ref("kept"), with_optimizer=True))
+        fill(client)
+        assert await client.orchestrator.answer(DeleteCheckpoint(ref("kept"))) == Ok()
+        fill(client, 10**9)
+        with workers(chosen):
+            await client.do(forward_backward(2), 4)
+            await client.do(step(), 5)
+            await client.do(SaveWeights(MODEL, "kept"), 6)
+            assert not isinstance(await client.do(step(OTHER), 3), Failure)
+            await client.do(LoadWeights(OTHER, ref("kept"), optimizer=True), 4)
+            loads = client.orchestrator.state.registry.models[OTHER].loads.values()
+            assert len(set(loads)) == 2
+        fill(client)
+        assert await client.orchestrator.answer(DeleteCheckpoint(ref("kept"))) == Ok()
+    async with serving(chosen) as (client, _):
+        assert await weights_of(client, 5, OTHER) == folded(folded(TRAINED, 2), 5)
+        assert await weights_of(client, 1, CREATED) == folded(TRAINED, 5)
+        assert await weights_of(client, 7) == folded(folded(TRAINED, 2), 5)
+        for model, seq in ((OTHER, 7), (CREATED, 3), (MODEL, 9)):
+            await client.do(SaveWeights(model, "own"), seq)
+        await prune(client)
+        assert folders(chosen) == {f"{model}/own" for model in (OTHER, CREATED, MODEL)}
+
+
+@pytest.mark.parametrize("fails", ["it dies", "the rename"])
+@in_a_loop
+async def test_an_orchestrator_that_dies_while_it_keeps_a_checkpoint_loses_no_model(tmp_path, monkeypatch, fails):
+    """Catches a model whose record names a folder that is not there."""
+    chosen, rename = options(tmp_path), catalogue.rename
+
+    def broken(folder, checkpoint, new):
+        if fails == "the rename":
+            raise OSError("not permitted")
+
+    with workers(chosen):
+        async with running(chosen) as client:
+            await client.begin()
+            await client.do(SaveWeights(MODEL, "kept"), 3)
+            monkeypatch.setattr(catalogue, "rename", broken)
+            answer = await client.orchestrator.answer(DeleteCheckpoint(ref("kept")))
+            assert (answer.status == 507) if fails == "the rename" else (answer == Ok())
+    monkeypatch.setattr(catalogue, "rename", rename)
+    async with serving(chosen) as (client, _):
+        assert await weights_of(client, 4) == folded(TRAINED, 5)
+        listed = (await client.orchestrator.answer(ListCheckpoints(MODEL))).checkpoints
+        assert [one.checkpoint for one in listed] == ([ref("kept")] if fails == "the rename" else [])
+        assert len(folders(chosen)) == 1
+
+
+@in_a_loop
+async def test_clients_cannot_see_or_delete_what_recovery_needs(tmp_path):
+    """Catches a deletion that is answered with success and after which another hidden checkpoint appears."""
+    chosen = options(tmp_path)
+    async with serving(chosen) as (client, counting):
+        await client.begin()
+        await client.orchestrator.answer(FinishSession(SESSION, "success"))
+        await until(lambda: not counting.models)
+        assert folders(chosen) == {f"{MODEL}/recovery-0"}
+        hidden = ref("recovery-0")
+        for query in (DeleteCheckpoint(hidden), SetCheckpointTtl(hidden, 1.0), GetWeightsInfo(hidden)):
+            answer = await client.orchestrator.answer(query)
+            assert isinstance(answer, Rejected), query
+            assert answer.status == 404
+        for operation, seq in (
+            (LoadWeights(MODEL, hidden, optimizer=True), 3),
+            (CreateModel(OTHER, checkpoint=hidden), None),
+        ):
+            answer = await client.orchestrator.answer(submit(operation, seq))
+            assert (answer.status, "no checkpoint" in answer.message) == (404, True)
+        assert folders(chosen) == {f"{MODEL}/recovery-0"}
+        assert await weights_of(client, 4) == folded(TRAINED, 5), "waits for the call that was refused"
+
+
+@in_a_loop
+async def test_a_finished_session_gives_back_what_only_its_recovery_needs(tmp_path):
+    """Catches two hidden sets of weights and optimizer state that stay for each run that ever ended."""
+    chosen = options(tmp_path, skip_initial_checkpoint=False, finished_session_retention_s=3600.0)
+    async with serving(chosen) as (client, counting):
+        answer, registry = client.orchestrator.answer, client.orchestrator.state.registry
+        await client.begin()
+        await client.do(SaveWeightsForSampler(MODEL, "final"), 3)
+        await client.do(forward_backward(2), 4)
+        await client.do(step(), 5)
+        await answer(FinishSession(SESSION, "success"))
+        await until(lambda: not counting.models)
+        assert folders(chosen) == {f"{MODEL}/{name}" for name in ("000000", "recovery-0", "final")}
+        # A client that comes back in time goes on where it was, and its time begins again.
+        assert await weights_of(client, 6) == folded(folded(TRAINED, 2), 5)
+        registry.sessions[SESSION].last_active = time.time() - 3601
+        await client.orchestrator.housekeeping.tick(time.time())
+        assert registry.models[MODEL].exists
+        registry.models[MODEL].last_active = time.time() - 3601
+        await until(lambda: not registry.models[MODEL].exists)
+        await prune(client)
+        assert folders(chosen) == {f"{MODEL}/final"}
+        assert not client.orchestrator.state.journal.tail(registry.models[MODEL].lane)
+        refused = await answer(submit(step(), 8))
+        assert (refused.status, "session is finished" in refused.message) == (404, True), refused
+
+
+@in_a_loop
+async def test_the_initial_checkpoint_outlives_a_model_that_is_unloaded_for_a_while_only(tmp_path):
+    """Catches a checkpoint that no client saved, and that stays for ever."""
+    chosen = options(tmp_path, skip_initial_checkpoint=False)
+    async with serving(chosen) as (client, _):
+        await client.begin()
+        await client.do(UnloadModel(MODEL), 3)
+        (listed,) = (await client.orchestrator.answer(ListCheckpoints(MODEL))).checkpoints
+        assert listed.expires - time.time() == pytest.approx(chosen.finished_session_retention_s, abs=60)
+        await client.create(OTHER)
+        await until(lambda: not client.orchestrator.state.open)
+        await client.do(SaveWeights(OTHER, "000000"), 1)
+        await client.do(UnloadModel(OTHER), 2)
+        (listed,) = (await client.orchestrator.answer(ListCheckpoints(OTHER))).checkpoints
+        assert listed.expires is None, "the client saved this one"
+
+
+@in_a_loop
+async def test_finished_sessions_give_back_their_storage_as_soon_as_a_save_needs_it(tmp_path):
+    """Catches saves of all clients that fail since the runs before them have filled the storage with hidden files."""
+    size = 10**6
+    kinds = {"weights": size, "sampler_weights": size, "external_weights": size}
+    chosen = options(tmp_path, storage_limit_bytes=10**9)
+    async with serving(chosen, checkpoint_bytes=kinds) as (client, counting):
+        answer, registry = client.orchestrator.answer, client.orchestrator.state.registry
+        lived, ended = [], []
+        for number in range(4):
+            session = f"run-{number}"
+            await answer(CreateSession(session))
+            model = f"{session}:train:0"
+            await client.do(CreateModel(model, lora=LoraSpec(rank=8, seed=0)), session=session)
+            await client.do(forward_backward(1, model=model), 1)
+            await client.do(step(model), 2)
+            if number < 3:
+                await answer(FinishSession(session, "success"))
+            (ended if number < 3 else lived).append(model)
+        await until(lambda: list(counting.models) == ["run-3:train:0"])
+        for model in ended:
+            (checkpoint_folder(chosen.folder, ref("recovery-0", model)) / "optimizer").write_bytes(bytes(size))
+        (live,) = lived
+        used = sum(path.stat().st_size for path in chosen.folder.rglob("*") if path.is_file())
+        # Ending all of them would not make room for this save, so none is ended.
+        fill(client, used - 3 * size)
+        assert (await client.do(SaveWeights(live, "a"), 3)).status == 507
+        assert all(registry.models[model].exists for model in ended)
+        fill(client, used + size // 2)
+        assert not isinstance(await client.do(SaveWeights(live, "a"), 4), Failure)
+        assert [registry.models[model].exists for model in ended] == [False, True, True], "the oldest is enough"
+        assert await weights_of(client, 3, ended[1]) == folded(TRAINED, 5)
+        assert await weights_of(client, 5, live) == folded(TRAINED, 5)

@@ -168,6 +168,12 @@ class ServerCheckpointFields(CheckpointFields):
         default=7200.0,
         description="Seconds without a call after which a training session is saved and its model unloaded.",
     )
+    finished_session_retention: NonNegative = Field(
+        default=86400.0,
+        description="Seconds for which a model can still be called after its session was finished. Then it ends, and "
+        "its hidden recovery checkpoint and its initial checkpoint 000000 are deleted; earlier if a save needs the "
+        "storage.",
+    )
     save_async: bool = Field(
         default=False,
         description="Write checkpoints in the background while the workers run calls of other models. The call that "

@@ -10,12 +10,13 @@ import time
 
 from msgspec.structs import replace
 
-from xorl.server.identifiers import seed_of
+from xorl.server.identifiers import CheckpointRef, seed_of
 from xorl.server.messages import Accepted, Ok, Rejected, Submit, Tombstone, Unreadable
 from xorl.server.operations import (
     CheckpointSampler,
     CreateModel,
     Failure,
+    LoadWeights,
     LoraSpec,
     ModelCreated,
     ModelOperation,
@@ -28,6 +29,7 @@ from xorl.server.orchestrator.journal import Submission, Written
 from xorl.server.orchestrator.lane import Ticket
 from xorl.server.orchestrator.operation_properties import (
     INTERNAL_PREFIX,
+    RECOVERY_PREFIX,
     RESERVED_PREFIXES,
     UNNAMED_PREFIX,
     cost_of,
@@ -156,6 +158,10 @@ class Admission:
                 await self.reject(Tombstone(model.model_id, submit.seq_id))
             prefixes = " or ".join(RESERVED_PREFIXES)
             raise Refused(400, f"names that begin with {prefixes} are reserved for the service; choose another")
+        elif isinstance(operation, LoadWeights) and _is_hidden(operation.checkpoint):
+            if submit.seq_id is not None:
+                await self.reject(Tombstone(model.model_id, submit.seq_id))
+            raise Refused(404, f"there is no checkpoint {operation.checkpoint.uri('xorl')}")
         submission = _submission(submit.request_id, operation, model.client, model.lane, submit=submit)
         return await self._journal_and_queue(submission, submit.source)
 
@@ -246,6 +252,8 @@ class Admission:
 
     def _check_creation(self, operation: CreateModel, submit: Submit, old: ModelRecord | None) -> None:
         state, options = self._state, self._state.options
+        if operation.checkpoint is not None and _is_hidden(operation.checkpoint):
+            raise Refused(404, f"there is no checkpoint {operation.checkpoint.uri('xorl')}")
         if operation.base_model not in (None, *options.base_names):
             raise Refused(400, f"base_model: this service trains {options.model_name}, got {operation.base_model!r}")
         if submit.session_id is not None and submit.session_id not in state.registry.sessions:
@@ -271,6 +279,8 @@ class Admission:
         model = self._state.registry.models.get(operation.model_id)
         if model is None or not model.exists:
             reason = "" if model is None else f": it is {model.state}"
+            if model is not None and self._state.registry.is_finished(model):
+                reason += ", since its session is finished; its checkpoints are kept"
             raise Refused(404, f"there is no model {operation.model_id}{reason}; create it first")
         return model
 
@@ -291,6 +301,11 @@ class Admission:
         if isinstance(operation.sampler, CheckpointSampler):
             note_use(self._state.registry, operation.sampler.checkpoint, time.time())
         return submit.session_id or "samples"
+
+
+def _is_hidden(checkpoint: CheckpointRef) -> bool:
+    """Whether only the service itself may read a checkpoint."""
+    return checkpoint.name.startswith(RECOVERY_PREFIX)
 
 
 def _submission(

@@ -40,7 +40,14 @@ from xorl.server.orchestrator.operation_properties import (
 )
 from xorl.server.orchestrator.registry import CheckpointRecord, ModelRecord, SamplerRecord, checkpoint_key, stored
 from xorl.server.orchestrator.state import State
-from xorl.server.orchestrator.unnamed import KEPT_S, NUM_ADAPTERS, NUM_WHOLE_MODELS, expire_excess, is_unnamed
+from xorl.server.orchestrator.unnamed import (
+    KEPT_S,
+    NUM_ADAPTERS,
+    NUM_WHOLE_MODELS,
+    expire_excess,
+    expire_with_model,
+    is_unnamed,
+)
 
 
 def apply_result(
@@ -56,7 +63,7 @@ def apply_result(
     tail = None if isinstance(result, Failure) else tail_of(operation)
     cuts: Literal["settled", "all"] | None = None
     if isinstance(result, Failure):
-        _apply_failure(model, operation, result)
+        _apply_failure(model, operation, result, ticket.arrival)
     elif tail is not None:
         _apply_training(model, operation, result, seconds)
         model.tail_bytes += ticket.size
@@ -64,7 +71,9 @@ def apply_result(
         _apply_creation(state, model, result, workers)
     elif isinstance(result, Unloaded):
         model.state, model.workers, cuts = "unloaded", None, "all"
-        records = expire_excess(state.registry, model.model_id, now, num_kept=0)
+        is_finished = state.registry.is_finished(model)
+        initial_at = now if is_finished else now + state.options.finished_session_retention_s
+        records = expire_with_model(state.registry, model.model_id, now, initial_at)
     elif isinstance(result, Saved):
         cuts = "settled" if isinstance(operation, SaveWeights) else None
         model.save_s = seconds if cuts else model.save_s
@@ -87,7 +96,7 @@ def apply_save(
         model.checkpoint_bytes[like] = result.size_bytes // factor
     if isinstance(operation, SaveWeights):
         model.boundary, model.boundary_steps, model.is_overwriting = checkpoint, model.num_steps, False
-        model.tail_s, model.tail_bytes, model.loads = 0.0, 0, []
+        model.tail_s, model.tail_bytes, model.loads = 0.0, 0, {}
     if checkpoint.name.startswith(RECOVERY_PREFIX):
         model.num_recoveries += 1
         return []
@@ -139,10 +148,13 @@ def _apply_training(model: ModelRecord, operation: Operation, result: Result, se
         model.num_steps = result.num_steps
 
 
-def _apply_failure(model: ModelRecord, operation: Operation, failure: Failure) -> None:
+def _apply_failure(model: ModelRecord, operation: Operation, failure: Failure, number: int) -> None:
     if isinstance(operation, CreateModel):
         model.state = "failed"
     elif isinstance(operation, SaveWeights) and saved_as(operation) == model.boundary:
         model.is_overwriting = False
+    elif isinstance(operation, LoadWeights):
+        # It is not in the tail.
+        model.loads.pop(number, None)
     if failure.model_given_up:
         model.workers = None

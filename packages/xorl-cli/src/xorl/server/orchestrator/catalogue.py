@@ -27,7 +27,11 @@ _STORED_NAMES: Mapping[CheckpointKind, StoredName] = {
 
 
 class StorageLimitError(Exception):
-    """There is no storage for a checkpoint; the message has the sizes and the remedy."""
+    """There is no storage for a checkpoint; the message has the sizes and the remedy. missing_bytes: what to free."""
+
+    def __init__(self, message: str, missing_bytes: int) -> None:
+        super().__init__(f"StorageLimitError: {message}")
+        self.missing_bytes = missing_bytes
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,11 @@ def find(output_dir: Path, checkpoint: CheckpointRef) -> CheckpointFolder | None
     return CheckpointFolder(checkpoint, folder.stat().st_mtime, size_of(folder))
 
 
+def exists(output_dir: Path, checkpoint: CheckpointRef) -> bool:
+    """Whether a checkpoint exists."""
+    return checkpoint_folder(output_dir, checkpoint).is_dir()
+
+
 def manifest(output_dir: Path, checkpoint: CheckpointRef) -> Mapping[str, Any]:
     """The metadata.json that the workers wrote; empty for an export, or if it cannot be read."""
     try:
@@ -79,6 +88,11 @@ def delete(output_dir: Path, checkpoint: CheckpointRef) -> bool:
         return False
     shutil.rmtree(hidden, ignore_errors=True)
     return True
+
+
+def rename(output_dir: Path, checkpoint: CheckpointRef, new: CheckpointRef) -> None:
+    """Give a checkpoint another name, which must be free."""
+    checkpoint_folder(output_dir, checkpoint).rename(checkpoint_folder(output_dir, new))
 
 
 def measure(output_dir: Path) -> list[StoredKind]:
@@ -100,16 +114,18 @@ def check_storage(output_dir: Path, kind: CheckpointKind, limit_bytes: int, new_
     used = _used_bytes(output_dir)
     if used + new_bytes > limit_bytes:
         raise StorageLimitError(
-            f"StorageLimitError: {output_dir} holds {readable_size(used)} and this would add about "
+            f"{output_dir} holds {readable_size(used)} and this would add about "
             f"{readable_size(new_bytes)}, but storage_limit is {readable_size(limit_bytes)}: delete checkpoints, or "
-            "start the service with a higher storage_limit"
+            "start the service with a higher storage_limit",
+            used + new_bytes - limit_bytes,
         )
     disk = output_dir / kind if (output_dir / kind).exists() else output_dir
     free = shutil.disk_usage(disk).free
     if new_bytes + FREE_MARGIN_BYTES > free:
         raise StorageLimitError(
-            f"StorageLimitError: the disk of {disk} has {readable_size(free)} free, but this would take about "
-            f"{readable_size(new_bytes)}: delete checkpoints, or free space on the disk"
+            f"the disk of {disk} has {readable_size(free)} free, but this would take about "
+            f"{readable_size(new_bytes)}: delete checkpoints, or free space on the disk",
+            new_bytes + FREE_MARGIN_BYTES - free,
         )
 
 

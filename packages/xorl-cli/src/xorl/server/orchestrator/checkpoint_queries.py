@@ -1,4 +1,4 @@
-"""Answers clients' queries about checkpoints and training runs, and deletes checkpoints.
+"""Answers clients' queries about checkpoints and training runs; `deletion` deletes checkpoints.
 
 It combines the folders on disk with the records of the registry.
 """
@@ -15,18 +15,14 @@ from xorl.server.identifiers import CheckpointRef
 from xorl.server.messages import Ok, Rejected
 from xorl.server.operations import LoraSpec
 from xorl.server.orchestrator import catalogue
-from xorl.server.orchestrator.admission import Admission
 from xorl.server.orchestrator.catalogue import CheckpointFolder
-from xorl.server.orchestrator.commit import JournalError
-from xorl.server.orchestrator.eviction import save_dependents
 from xorl.server.orchestrator.operation_properties import RESERVED_PREFIXES, UNNAMED_PREFIX
-from xorl.server.orchestrator.registry import CheckpointRecord, checkpoint_key, deleted, stored
+from xorl.server.orchestrator.registry import CheckpointRecord, checkpoint_key, stored
 from xorl.server.orchestrator.state import State
 from xorl.server.orchestrator.unnamed import is_unnamed
 from xorl.server.queries import (
     CheckpointInfo,
     CheckpointList,
-    DeleteCheckpoint,
     GetTrainingRun,
     GetWeightsInfo,
     ListCheckpoints,
@@ -45,52 +41,6 @@ async def list_checkpoints(state: State, query: ListCheckpoints) -> CheckpointLi
     found = await _scan(state, query.model_id)
     stop = None if query.limit is None else query.offset + query.limit
     return CheckpointList([_info(state, one) for one in found[query.offset : stop]], len(found))
-
-
-async def delete_checkpoint(state: State, admission: Admission, query: DeleteCheckpoint) -> Ok | Rejected:
-    """Delete a checkpoint. First saves the models that depend on it to other checkpoints."""
-    while (problem := await save_dependents(state, admission, query.checkpoint)) is None:
-        async with state.checkpoint_lock(query.checkpoint):
-            # While this waited for the lock, a save may have made the checkpoint a model's boundary again.
-            if not state.registry.dependents(query.checkpoint):
-                return await _delete(state, query.checkpoint)
-    return Rejected(503, problem)
-
-
-async def _delete(state: State, checkpoint: CheckpointRef) -> Ok | Rejected:
-    """Delete a checkpoint and its record. The caller holds its `State.checkpoint_lock`."""
-    # Set before the first await, so that no request starts to depend on it after the caller's check.
-    state.deleting.add(checkpoint)
-    try:
-        existed = await asyncio.to_thread(catalogue.delete, state.options.folder, checkpoint)
-    finally:
-        state.deleting.discard(checkpoint)
-    if not existed:
-        return _missing(checkpoint)
-    record = state.registry.checkpoints.pop(checkpoint_key(checkpoint), None)
-    if record is not None:
-        await state.journal.put([deleted(record)])
-    return Ok()
-
-
-async def delete_expired(state: State, admission: Admission, now: float) -> None:
-    """Delete the checkpoints that have expired at `now`."""
-    for record in [record for record in state.registry.checkpoints.values() if record.has_expired(now)]:
-        try:
-            problem = await save_dependents(state, admission, record.checkpoint)
-            async with state.checkpoint_lock(record.checkpoint):
-                if state.registry.checkpoints.get(record.key) is not record:
-                    # A new checkpoint has been saved under this name.
-                    continue
-                answer = await _delete(state, record.checkpoint) if problem is None else Rejected(503, problem)
-                logger.info("event=expired checkpoint=%s answer=%r", record.checkpoint.uri("xorl"), answer)
-                if isinstance(answer, Rejected) and answer.status == 404:
-                    # Its files have already been deleted.
-                    state.registry.checkpoints.pop(record.key, None)
-                    await state.journal.put([deleted(record)])
-        except (JournalError, OSError) as problem:
-            # Continue with the others; housekeeping retries this one.
-            logger.error("event=not_expired checkpoint=%s why=%r", record.checkpoint.uri("xorl"), str(problem))
 
 
 async def set_ttl(state: State, query: SetCheckpointTtl) -> Ok | Rejected:

@@ -1,4 +1,7 @@
-"""Saves models without a client's request, and evicts them from the workers without losing anything."""
+"""Saves models without a client's request, evicts them from the workers without losing anything, and ends models.
+
+Only a model whose session is finished is ended without its client's request.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,19 @@ import time
 from xorl.server.identifiers import CheckpointKind, CheckpointRef
 from xorl.server.messages import Operation, Result, Work
 from xorl.server.operations import Failure, Saved, SaveWeights, UnloadModel
-from xorl.server.orchestrator import catalogue, waiting
+from xorl.server.orchestrator import catalogue, deletion, waiting
 from xorl.server.orchestrator.admission import Admission
 from xorl.server.orchestrator.apply_result import apply_save
-from xorl.server.orchestrator.operation_properties import EVICTION, INTERNAL_PREFIX, RECOVERY_PREFIX
-from xorl.server.orchestrator.registry import ModelRecord, silence_limit_s, stored
+from xorl.server.orchestrator.commit import JournalError
+from xorl.server.orchestrator.operation_properties import (
+    EVICTION,
+    INTERNAL_PREFIX,
+    RECOVERY_PREFIX,
+    RESERVED_PREFIXES,
+)
+from xorl.server.orchestrator.registry import ModelRecord, checkpoint_key, silence_limit_s, stored
 from xorl.server.orchestrator.state import State
-from xorl.server.orchestrator.unnamed import expire_excess
+from xorl.server.orchestrator.unnamed import expire_excess, expire_with_model
 from xorl.server.orchestrator.workers import Incarnation
 
 logger = logging.getLogger(__name__)
@@ -61,6 +70,7 @@ class Eviction:
     def __init__(self, state: State) -> None:
         self._state = state
         self._evicting = asyncio.Lock()
+        self._reclaiming = asyncio.Lock()
 
     def is_client_silent(self, model: ModelRecord) -> bool:
         """Whether a model's client has gone silent and is not waiting for a request."""
@@ -70,19 +80,88 @@ class Eviction:
         return registry.client_has_left(model) or time.time() - registry.last_activity(model) > silence_limit_s(model)
 
     async def check_storage(
-        self, model: ModelRecord, kind: CheckpointKind, like: CheckpointKind | None = None, factor: int = 1
+        self,
+        model: ModelRecord,
+        kind: CheckpointKind,
+        workers: Incarnation,
+        like: CheckpointKind | None = None,
+        factor: int = 1,
     ) -> Failure | None:
         """Called before every save: the failure if there is no storage for another checkpoint of a kind, else None.
 
-        Its size is estimated as `factor` times that of a checkpoint of the kind `like`, by default the same kind.
+        Its size is estimated as `factor` times that of a checkpoint of the kind `like`, by default the same kind. If
+        there is too little storage, models whose sessions are finished give theirs back.
         """
-        options = self._state.options
         size = factor * model.checkpoint_bytes.get(like or kind, 0)
+        full = await self._storage_problem(kind, size)
+        if full is not None and await self._reclaim(full.missing_bytes, model, workers):
+            full = await self._storage_problem(kind, size)
+        return None if full is None else Failure("user", 507, str(full))
+
+    async def _storage_problem(self, kind: CheckpointKind, size: int) -> catalogue.StorageLimitError | None:
+        options = self._state.options
         try:
             await asyncio.to_thread(catalogue.check_storage, options.folder, kind, options.storage_limit_bytes, size)
         except catalogue.StorageLimitError as problem:
-            return Failure("user", 507, str(problem))
+            return problem
         return None
+
+    async def _reclaim(self, num_bytes: int, besides: ModelRecord, workers: Incarnation) -> bool:
+        """Delete what has expired, and end as many models of finished sessions as needed, the oldest first.
+
+        Returns False, and ends none, if all of them together would not free enough.
+        """
+        state, now = self._state, time.time()
+        chosen: list[ModelRecord] = []
+        async with self._reclaiming:
+            found = await asyncio.to_thread(catalogue.scan, state.options.folder)
+            busy = {request.ticket.lane for request in state.open.values()}
+            ended = [
+                model
+                for model in state.registry.models.values()
+                if model is not besides and model.exists and model.lane not in busy
+                if state.registry.client_has_left(model)
+            ]
+            freed = sum(one.size_bytes for one in found if state.registry.has_expired(one.checkpoint, now))
+            for model in sorted(ended, key=state.registry.last_activity):
+                if freed >= num_bytes:
+                    break
+                chosen.append(model)
+                freed += sum(one.size_bytes for one in found if self._ends_with(model, one.checkpoint))
+            if freed < num_bytes:
+                return False
+            for model in chosen:
+                await self._end(model, workers)
+            await deletion.delete_expired(state, time.time())
+        return True
+
+    def _ends_with(self, model: ModelRecord, checkpoint: CheckpointRef) -> bool:
+        """Whether a checkpoint is deleted when its model ends."""
+        record = self._state.registry.checkpoints.get(checkpoint_key(checkpoint))
+        is_own = checkpoint.name.startswith(RESERVED_PREFIXES) or (record is not None and record.is_initial)
+        return checkpoint.model_id == model.model_id and is_own
+
+    async def _end(self, model: ModelRecord, workers: Incarnation) -> None:
+        """End a model that has no requests, and delete what only its recovery needs. It cannot be called any more."""
+        state = self._state
+        if not model.exists or any(request.ticket.lane == model.lane for request in state.open.values()):
+            return
+        before = (model.state, model.workers, model.replaces)
+        was_loaded = model.workers == workers.name
+        # Before the first await, so that no request of its client is accepted any more.
+        model.state, model.workers, model.replaces = "unloaded", None, model.replaces or was_loaded
+        state.scheduler.close_lane(model.lane)
+        try:
+            records = expire_with_model(state.registry, model.model_id, time.time())
+            await state.journal.settle(model.lane, [stored(model), *records], cuts="all")
+        except JournalError:
+            model.state, model.workers, model.replaces = before
+            state.scheduler.open_lane(model.lane, model.next_seq)
+            raise
+        logger.info("event=ended model=%s why='its session is finished, and a save needs the storage'", model.model_id)
+        if was_loaded:
+            await _run_internal(UnloadModel(model.model_id), workers)
+        await self.delete_obsolete(model)
 
     async def save_if_changed(self, model: ModelRecord, workers: Incarnation) -> Failure | None:
         """Save a model unless its boundary already holds everything except the accumulated gradient."""
@@ -93,7 +172,7 @@ class Eviction:
     async def save_to_recovery(self, model: ModelRecord, workers: Incarnation) -> Failure | None:
         """Save a model to a recovery checkpoint, which becomes its boundary."""
         state = self._state
-        full = await self.check_storage(model, "weights")
+        full = await self.check_storage(model, "weights", workers)
         if full is not None:
             return full
         save = recovery_save(model)
@@ -116,11 +195,14 @@ class Eviction:
                 except (OSError, ValueError) as problem:
                     # It only takes up storage.
                     logger.warning("event=not_deleted checkpoint=%s why=%r", recovery.uri("xorl"), str(problem))
+        await deletion.delete_kept(self._state)
 
     async def evict(self, model: ModelRecord, workers: Incarnation) -> Failure | None:
         """Save a model if necessary and unload it from the workers. Its next request restores it."""
         # Housekeeping and a request that needs the base may both evict it; the second call then has nothing to do.
         async with self._evicting:
+            if not model.exists:
+                return None
             if model.workers == workers.name:
                 failure = await self.save_if_changed(model, workers)
                 if failure is not None:

@@ -8,7 +8,7 @@ import math
 import time
 
 from xorl.server.operations import Failure, UnloadModel
-from xorl.server.orchestrator import checkpoint_queries
+from xorl.server.orchestrator import deletion
 from xorl.server.orchestrator.admission import Admission
 from xorl.server.orchestrator.commit import JournalError
 from xorl.server.orchestrator.journal import PRUNED_AT_ONCE, Retention
@@ -26,6 +26,7 @@ PRUNE_EVERY_S = 15.0
 # When to retry an eviction that failed, for example for lack of storage.
 RETRY_EVICTION_S = 60.0
 SAMPLERS_KEPT_S = 24 * 3600.0
+# A session that is not used for this long counts as abandoned: few clients finish theirs.
 SESSIONS_KEPT_S = 30 * 24 * 3600.0
 
 
@@ -59,6 +60,7 @@ class Housekeeping:
         """Do everything that is due at `now`, seconds since 1970."""
         await self._fail_without_workers()
         await self._fail_behind_gaps()
+        await self._end_finished(now)
         await self._evict_idle(now)
         if time.monotonic() - self._pruned >= PRUNE_EVERY_S:
             self._pruned = time.monotonic()
@@ -95,6 +97,19 @@ class Housekeeping:
             )
             await state.fail(state.scheduler.clear_lane(lane), Failure("user", 408, message))
             state.wake.set()
+
+    async def _end_finished(self, now: float) -> None:
+        """End the models whose sessions were finished or abandoned too long ago."""
+        state, registry = self._state, self._state.registry
+        busy = {request.ticket.lane for request in state.open.values()}
+        for model in list(registry.models.values()):
+            if not model.exists or model.state == "creating" or model.lane in busy:
+                continue
+            is_finished = registry.is_finished(model)
+            kept_s = state.options.finished_session_retention_s if is_finished else SESSIONS_KEPT_S
+            if now - registry.last_activity(model) >= kept_s:
+                logger.info("event=ended model=%s why='its session was finished or abandoned'", model.model_id)
+                await self._admission.submit_internal(UnloadModel(model.model_id))
 
     async def _evict_idle(self, now: float) -> None:
         """Evict models whose clients are idle; their next request restores them."""
@@ -155,5 +170,5 @@ class Housekeeping:
         await self._delete_old_records(now)
         if self._expiring is None or self._expiring.done():
             # In a separate task, since it may wait for saves.
-            self._expiring = asyncio.create_task(checkpoint_queries.delete_expired(state, self._admission, now))
+            self._expiring = asyncio.create_task(deletion.delete_expired(state, now))
             self._expiring.add_done_callback(stop_if_broken)

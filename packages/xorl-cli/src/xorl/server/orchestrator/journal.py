@@ -29,7 +29,7 @@ T = TypeVar("T")
 # Raise it whenever these tables change, or the form or meaning of their contents: the operations and results of
 # `operations`, and the records of `registry` and `inference`. Other messages between processes may change without it;
 # an upgraded service then continues with its requests and models.
-JOURNAL_VERSION = 4
+JOURNAL_VERSION = 5
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS requests(
   number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, key TEXT, body_hash BLOB NOT NULL,
@@ -200,10 +200,10 @@ class Journal:
         rows = [(workers, workers, request_id) for request_id in request_ids]
         await self._commit.write(lambda connection: _execute_many(connection, statement, rows))
 
-    async def settle(self, lane: str, records: Iterable[Record]) -> None:
-        """Record that a checkpoint holds a lane's model up to the last request that settled."""
+    async def settle(self, lane: str, records: Iterable[Record], cuts: Literal["settled", "all"] = "settled") -> None:
+        """Write records, and cut a lane's tail as in `Outcome`: a checkpoint holds its model, or the model ended."""
         kept = list(records)
-        await self._commit.write(lambda connection: (_cut_tail(connection, lane, "settled"), _put(connection, kept)))
+        await self._commit.write(lambda connection: (_cut_tail(connection, lane, cuts), _put(connection, kept)))
 
     async def mark_retrieved(self, request_ids: Iterable[str], now: float) -> None:
         """Record that these results were fetched."""

@@ -45,6 +45,7 @@ class OrchestratorOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     allowed_inference_hosts: tuple[str, ...] | None = None
     storage_limit_bytes: int = 10 * 10**12
     idle_session_timeout_s: float = 7200.0
+    finished_session_retention_s: float = 24 * 3600.0
     skip_initial_checkpoint: bool = False
     seed: int = 0
     worker_connection_timeout_s: float = 120.0
@@ -112,6 +113,7 @@ def options_from_config(
         else tuple(config.allowed_inference_hosts),
         storage_limit_bytes=config.storage_limit_bytes,
         idle_session_timeout_s=config.idle_session_timeout,
+        finished_session_retention_s=config.finished_session_retention,
         skip_initial_checkpoint=config.skip_initial_checkpoint,
         seed=config.seed,
         worker_connection_timeout_s=config.worker_connection_timeout,

@@ -21,7 +21,15 @@ from xorl.server.endpoint_queries import (
 )
 from xorl.server.messages import Cancel, Poll, Rejected, Submit, Tombstone, Unreadable
 from xorl.server.operations import Failure, Message
-from xorl.server.orchestrator import checkpoint_queries, served_models, service_queries, session_search, status, waiting
+from xorl.server.orchestrator import (
+    checkpoint_queries,
+    deletion,
+    served_models,
+    service_queries,
+    session_search,
+    status,
+    waiting,
+)
 from xorl.server.orchestrator.admission import Admission
 from xorl.server.orchestrator.commit import JournalError
 from xorl.server.orchestrator.housekeeping import Housekeeping
@@ -78,6 +86,7 @@ QUERIES: dict[type[Message], Callable[[State, Any], Awaitable[Message]]] = {
     ListServedModels: served_models.list_served_models,
     FindServedModel: served_models.find_served_model,
     ListCheckpoints: checkpoint_queries.list_checkpoints,
+    DeleteCheckpoint: deletion.delete_checkpoint,
     SetCheckpointTtl: checkpoint_queries.set_ttl,
     GetWeightsInfo: checkpoint_queries.weights_info,
     ListTrainingRuns: checkpoint_queries.list_training_runs,
@@ -115,7 +124,6 @@ class Orchestrator:
         self.state = State(options, journal, registry, Scheduler(), workers, inference, {}, wake)
         self._admission = Admission(self.state)
         self._queries: dict[type[Message], QueryHandler] = {
-            DeleteCheckpoint: partial(checkpoint_queries.delete_checkpoint, self.state, self._admission),
             AddEndpoint: inference.add,
             RemoveEndpoint: inference.remove,
             ListEndpoints: inference.list_all,
@@ -127,6 +135,7 @@ class Orchestrator:
         stale = self._admission.requeue_unfinished()
         logger.info("event=journal_read requests=%d bytes=%d", len(self.state.open), journal.size_bytes())
         await self.state.fail(stale, Failure("user", 410, "the model was unloaded or recreated before this ran"))
+        await deletion.finish_keeping(self.state)
         await checkpoint_queries.adopt(self.state)
         (await workers.start()).add_done_callback(stop_if_broken)
         self._server: ChannelServer[Request] = ChannelServer(

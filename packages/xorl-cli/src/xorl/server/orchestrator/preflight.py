@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from contextlib import AsyncExitStack
 
 from msgspec.structs import replace
 
@@ -68,9 +69,12 @@ class Preflight:
                 return replace(operation, overwrite=True)
         return operation
 
-    async def prepare(self, ticket: Ticket, operation: Operation, workers: Incarnation) -> Operation:
+    async def prepare(
+        self, ticket: Ticket, operation: Operation, workers: Incarnation, until_settled: AsyncExitStack
+    ) -> Operation:
         """Prepare an operation and return it in the form that the workers get.
 
+        until_settled: keeps the checkpoint that the operation reads in place.
         Raises CannotRun if it cannot run, and CheckpointInUse if it would overwrite a checkpoint of other models.
         """
         if isinstance(operation, Sample):
@@ -90,12 +94,19 @@ class Preflight:
         if overwritten is not None:
             await self._remove_dependence(model, overwritten, workers)
         if checkpoint is not None:
-            await self._check_storage(model, checkpoint, operation)
+            await self._check_storage(model, checkpoint, operation, workers)
+        if isinstance(operation, CreateModel) and operation.checkpoint is not None:
+            # It may have been renamed since the request was submitted.
+            reading = self._state.reads.reading(lambda: model.create.checkpoint)
+            operation = replace(operation, checkpoint=await until_settled.enter_async_context(reading))
+        elif isinstance(operation, LoadWeights):
+            loaded = operation.checkpoint
+            await until_settled.enter_async_context(self._state.reads.reading(lambda: loaded))
         if isinstance(operation, CreateModel | LoadWeights) and operation.checkpoint is not None:
             self._require_checkpoint(operation.checkpoint)
         if isinstance(operation, LoadWeights):
             # Recorded before the load runs: from now on, no save may overwrite the checkpoint.
-            model.loads = [*{*model.loads, operation.checkpoint}]
+            model.loads[ticket.arrival] = operation.checkpoint
             await self._state.journal.put([stored(model)])
         if overwritten is not None and self._other_dependents(model, overwritten):
             # The last check before the operation is dispatched: any later load runs after this save.
@@ -155,7 +166,7 @@ class Preflight:
             raise CannotRun(Failure("user", 409, message))
         await self._free_base(model, workers)
         try:
-            num_replayed = await restore(model, state.journal, workers)
+            num_replayed = await restore(model, state.journal, state.reads, workers)
         except RecoveryError as problem:
             raise CannotRun(Failure("server", 500, str(problem))) from None
         state.counters.count("restores_total")
@@ -186,7 +197,7 @@ class Preflight:
         this one continues, and two such models would wait for each other.
         """
         start = None if model.boundary is not None else model.create.checkpoint
-        reads = {start, *model.loads} - {None}
+        reads = {start, *model.loads.values()} - {None}
         if checkpoint in reads or (reads and self._other_dependents(model, checkpoint)):
             failure = await self._eviction.save_to_recovery(model, workers)
             if failure is not None:
@@ -195,10 +206,12 @@ class Preflight:
     def _other_dependents(self, model: ModelRecord, checkpoint: CheckpointRef) -> list[ModelRecord]:
         return [other for other in self._state.registry.dependents(checkpoint) if other is not model]
 
-    async def _check_storage(self, model: ModelRecord, checkpoint: CheckpointRef, operation: Operation) -> None:
+    async def _check_storage(
+        self, model: ModelRecord, checkpoint: CheckpointRef, operation: Operation, workers: Incarnation
+    ) -> None:
         """Raise CannotRun if there is no storage for a save; record if it overwrites the model's boundary."""
         like, factor = estimated_size(operation, checkpoint, is_adapter=self._state.options.enable_lora)
-        full = await self._eviction.check_storage(model, checkpoint.kind, like, factor)
+        full = await self._eviction.check_storage(model, checkpoint.kind, workers, like, factor)
         if full is not None:
             raise CannotRun(full)
         if checkpoint == model.boundary:

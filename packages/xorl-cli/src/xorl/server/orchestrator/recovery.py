@@ -10,11 +10,14 @@ import logging
 import secrets
 import time
 from collections.abc import Sequence
+from functools import partial
 
 from msgspec.structs import replace
 
+from xorl.server.identifiers import CheckpointRef
 from xorl.server.messages import Operation, Result, Work
-from xorl.server.operations import CreateModel, Failure, ModelCreated, UnloadModel
+from xorl.server.operations import CreateModel, Failure, LoadWeights, ModelCreated, UnloadModel
+from xorl.server.orchestrator.checkpoint_reads import CheckpointReads
 from xorl.server.orchestrator.commit import Damaged
 from xorl.server.orchestrator.journal import Journal
 from xorl.server.orchestrator.operation_properties import decode_operation
@@ -28,7 +31,7 @@ class RecoveryError(Exception):
     """A model cannot be restored; the message has the reason and the remedy."""
 
 
-async def restore(model: ModelRecord, journal: Journal, workers: Incarnation) -> int:
+async def restore(model: ModelRecord, journal: Journal, reads: CheckpointReads, workers: Incarnation) -> int:
     """Restore a model to its state after the last request that ended. Returns the number of replayed requests.
 
     Raises RecoveryError, or WorkersLost if the workers die meanwhile. A partly restored model is harmless: the next
@@ -37,7 +40,8 @@ async def restore(model: ModelRecord, journal: Journal, workers: Incarnation) ->
     started = time.monotonic()
     # The result is ignored, since there may be no model to unload.
     await _run(workers, UnloadModel(model.model_id))
-    created = await _run(workers, _creation(model))
+    async with reads.reading(lambda: model.restore_checkpoint):
+        created = await _run(workers, _creation(model))
     if not isinstance(created, ModelCreated):
         raise RecoveryError(_advice(model, created))
     numbers = _after_boundary(model, created, journal)
@@ -49,7 +53,12 @@ async def restore(model: ModelRecord, journal: Journal, workers: Incarnation) ->
             raise RecoveryError(
                 _advice(model, Failure("server", 500, f"the journal is damaged: {problem}"))
             ) from problem
-        result = await _run(workers, operation)
+        if isinstance(operation, LoadWeights):
+            async with reads.reading(partial(_loaded, model, number)):
+                operation = replace(operation, checkpoint=_loaded(model, number) or operation.checkpoint)
+                result = await _run(workers, operation)
+        else:
+            result = await _run(workers, operation)
         if isinstance(result, Failure):
             await _run(workers, UnloadModel(model.model_id))
             raise RecoveryError(_advice(model, result))
@@ -69,6 +78,11 @@ def _creation(model: ModelRecord) -> CreateModel:
         # The settings it was created with, since the service's defaults may have changed.
         return replace(model.create, lora=model.lora)
     return replace(model.create, checkpoint=model.boundary, lora=None, with_optimizer=True)
+
+
+def _loaded(model: ModelRecord, number: int) -> CheckpointRef | None:
+    """The checkpoint that a request of the tail loads, by its name of today."""
+    return model.loads.get(number)
 
 
 def _after_boundary(model: ModelRecord, created: ModelCreated, journal: Journal) -> Sequence[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from xorl.server.identifiers import CheckpointKind, CheckpointRef
 from xorl.server.operations import CreateModel, LoraSpec
@@ -46,7 +47,7 @@ class ModelRecord(msgspec.Struct):
         boundary: the checkpoint to which the tail applies; None if the tail applies to the newly created model.
         boundary_steps: the optimizer steps in the boundary.
         is_overwriting: whether a newer state is being saved over the boundary.
-        loads: the checkpoints that the tail loads.
+        loads: the checkpoints that the tail loads, by the number of the request in the journal.
         num_steps: optimizer steps so far.
         tail_s, save_s: how long the workers took for the tail, and for the last save.
         checkpoint_bytes: the size of the last checkpoint, by kind; before the first one, the workers' estimate.
@@ -70,7 +71,7 @@ class ModelRecord(msgspec.Struct):
     tail_s: float = 0.0
     tail_bytes: int = 0
     save_s: float = 0.0
-    loads: list[CheckpointRef] = msgspec.field(default_factory=list)
+    loads: dict[int, CheckpointRef] = msgspec.field(default_factory=dict)
     num_recoveries: int = 0
     weights_id: str = ""
     checkpoint_bytes: dict[CheckpointKind, int] = msgspec.field(default_factory=dict)
@@ -94,6 +95,14 @@ class ModelRecord(msgspec.Struct):
     def restore_checkpoint(self) -> CheckpointRef | None:
         """The checkpoint that is loaded to restore it, before its tail is replayed."""
         return self.create.checkpoint if self.boundary is None else self.boundary
+
+    def redirect(self, old: CheckpointRef, new: CheckpointRef) -> None:
+        """Restore it from `new` wherever it would have been restored from `old`, which was renamed."""
+        if self.boundary == old:
+            self.boundary = new
+        if self.create.checkpoint == old:
+            self.create = replace(self.create, checkpoint=new)
+        self.loads = {number: new if checkpoint == old else checkpoint for number, checkpoint in self.loads.items()}
 
 
 class SamplerRecord(msgspec.Struct):
@@ -132,13 +141,25 @@ class CheckpointRecord(msgspec.Struct):
         return self.expires is not None and self.expires <= now
 
 
-AnyRecord = SessionRecord | ModelRecord | SamplerRecord | CheckpointRecord
-RecordT = TypeVar("RecordT", SessionRecord, ModelRecord, SamplerRecord, CheckpointRecord)
+class KeptRecord(msgspec.Struct):
+    """A checkpoint that a client deleted while models needed it: kept under the hidden name `kept` until none does."""
+
+    kept: CheckpointRef
+    original: CheckpointRef
+
+    @property
+    def key(self) -> str:
+        return checkpoint_key(self.kept)
+
+
+AnyRecord = SessionRecord | ModelRecord | SamplerRecord | CheckpointRecord | KeptRecord
+RecordT = TypeVar("RecordT", SessionRecord, ModelRecord, SamplerRecord, CheckpointRecord, KeptRecord)
 _KINDS: dict[type, str] = {
     SessionRecord: "session",
     ModelRecord: "model",
     SamplerRecord: "sampler",
     CheckpointRecord: "checkpoint",
+    KeptRecord: "kept",
 }
 
 
@@ -150,21 +171,32 @@ class Registry:
         self.models = _load(journal, ModelRecord)
         self.samplers = _load(journal, SamplerRecord)
         self.checkpoints = _load(journal, CheckpointRecord)
+        self.kept = _load(journal, KeptRecord)
 
     def last_activity(self, model: ModelRecord) -> float:
         """When a model's client was last active."""
         session = self.sessions.get(model.session_id or "")
         return max(model.last_active, session.last_active if session is not None else 0.0)
 
+    def is_finished(self, model: ModelRecord) -> bool:
+        """Whether a model's client has ended its session; it may have used the model since."""
+        session = self.sessions.get(model.session_id or "")
+        return session is not None and session.is_finished
+
     def client_has_left(self, model: ModelRecord) -> bool:
         """Whether a model's client has ended its session and has not used the model since."""
         session = self.sessions.get(model.session_id or "")
         return session is not None and session.is_finished and session.last_active >= model.last_active
 
+    def has_expired(self, checkpoint: CheckpointRef, now: float) -> bool:
+        """Whether a checkpoint has a record that says that it has expired."""
+        record = self.checkpoints.get(checkpoint_key(checkpoint))
+        return record is not None and record.has_expired(now)
+
     def dependents(self, checkpoint: CheckpointRef) -> list[ModelRecord]:
         """The models that need a checkpoint to be restored, for their boundary, their creation or their tail."""
         existing = [model for model in self.models.values() if model.exists]
-        return [model for model in existing if checkpoint in (model.restore_checkpoint, *model.loads)]
+        return [model for model in existing if checkpoint in (model.restore_checkpoint, *model.loads.values())]
 
     def models_of(self, session_id: str) -> list[ModelRecord]:
         """The models of a session, in order of creation."""
@@ -200,7 +232,7 @@ def _name(record: AnyRecord) -> str:
             return record.model_id
         case SamplerRecord():
             return record.sampling_session_id
-        case CheckpointRecord():
+        case CheckpointRecord() | KeptRecord():
             return record.key
 
 

@@ -226,7 +226,7 @@ class Runner:
     ) -> list[Dispatch]:
         """Prepare the requests of a group; returns those to send to the workers and ends the others.
 
-        until_settled: receives the locks on the checkpoints that the requests write.
+        until_settled: receives the locks on the checkpoints that the requests write, and their reads.
         """
         state, dispatches = self._state, []
         for ticket in group:
@@ -245,7 +245,7 @@ class Runner:
                 if (checkpoint := saved_as(operation)) is not None:
                     await until_settled.enter_async_context(state.checkpoint_lock(checkpoint))
                 await self._mark_begun(request, operation, workers.name)
-                operation = await self._preflight.prepare(ticket, operation, workers)
+                operation = await self._preflight.prepare(ticket, operation, workers, until_settled)
                 model = state.model_of(ticket)
                 if request.kind == EVICTION and model is not None:
                     await self._evict(ticket, model, workers)

@@ -16,14 +16,15 @@ from xorl.server.messages import CANCELLED, Result
 from xorl.server.operations import CreateModel, Failure, SampleResult
 from xorl.server.orchestrator import catalogue
 from xorl.server.orchestrator.catalogue import CheckpointFolder
+from xorl.server.orchestrator.checkpoint_reads import CheckpointReads
 from xorl.server.orchestrator.commit import JournalError
 from xorl.server.orchestrator.inference import Inference
 from xorl.server.orchestrator.journal import Journal, Outcome, Record
 from xorl.server.orchestrator.lane import Ticket
-from xorl.server.orchestrator.operation_properties import encode
+from xorl.server.orchestrator.operation_properties import RECOVERY_PREFIX, encode
 from xorl.server.orchestrator.options import OrchestratorOptions
 from xorl.server.orchestrator.progress import ProgressLog
-from xorl.server.orchestrator.registry import ModelRecord, Registry, checkpoint_key, stored
+from xorl.server.orchestrator.registry import ModelRecord, Registry, stored
 from xorl.server.orchestrator.scheduler import Scheduler
 from xorl.server.orchestrator.storage import StorageMeter
 from xorl.server.orchestrator.workers import Workers
@@ -120,6 +121,8 @@ class State:
         storage_problem: why the journal cannot be written at the moment, for example a full disk; shown to pollers.
         progress: how the training of each model goes.
         deleting: checkpoints that are being deleted; no request may start from them.
+        reads: the checkpoints that the workers are reading.
+        keeping: held while deleted checkpoints are renamed, or removed at last.
     """
 
     options: OrchestratorOptions
@@ -136,6 +139,8 @@ class State:
     storage_problem: str | None = None
     deleting: set[CheckpointRef] = field(default_factory=set)
     progress: ProgressLog = field(default_factory=ProgressLog)
+    reads: CheckpointReads = field(default_factory=CheckpointReads)
+    keeping: asyncio.Lock = field(default_factory=asyncio.Lock)
     storage: StorageMeter = field(default_factory=StorageMeter)
     _locks: WeakValueDictionary[CheckpointRef, asyncio.Lock] = field(default_factory=WeakValueDictionary)
 
@@ -233,12 +238,12 @@ class State:
 
     def is_unavailable(self, checkpoint: CheckpointRef) -> bool:
         """Whether a checkpoint is being deleted or has expired: nothing may start from it."""
-        record = self.registry.checkpoints.get(checkpoint_key(checkpoint))
-        return checkpoint in self.deleting or (record is not None and record.has_expired(time.time()))
+        return checkpoint in self.deleting or self.registry.has_expired(checkpoint, time.time())
 
     def find_checkpoint(self, checkpoint: CheckpointRef) -> CheckpointFolder | None:
-        """A checkpoint on disk; None if it does not exist or is unavailable."""
-        return None if self.is_unavailable(checkpoint) else catalogue.find(self.options.folder, checkpoint)
+        """A client's checkpoint on disk; None if it does not exist or is unavailable."""
+        is_hidden = checkpoint.name.startswith(RECOVERY_PREFIX) or self.is_unavailable(checkpoint)
+        return None if is_hidden else catalogue.find(self.options.folder, checkpoint)
 
     def _count_end(self, request: OpenRequest, outcome: Outcome, result: Result) -> None:
         if not isinstance(result, Failure):

@@ -1,7 +1,7 @@
 """Retention of weights that clients save for sampling without a name, as reinforcement learning does at every step.
 
 They are ordinary sampler checkpoints under names of the service's own, hidden from clients, with an expiry that each
-use postpones. `checkpoint_queries.delete_expired` deletes them.
+use postpones. `deletion.delete_expired` deletes them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from xorl.server.identifiers import CheckpointRef
 from xorl.server.orchestrator.journal import Record
-from xorl.server.orchestrator.operation_properties import UNNAMED_PREFIX
+from xorl.server.orchestrator.operation_properties import INITIAL_NAME, UNNAMED_PREFIX
 from xorl.server.orchestrator.registry import CheckpointRecord, Registry, checkpoint_key, stored
 
 # Deleted when they have not been used for this long, in seconds.
@@ -37,6 +37,20 @@ def note_use(registry: Registry, checkpoint: CheckpointRef, now: float) -> None:
     record = registry.checkpoints.get(checkpoint_key(checkpoint))
     if record is not None and is_unnamed(checkpoint) and not record.has_expired(now):
         record.expires = now + KEPT_S
+
+
+def expire_with_model(registry: Registry, model_id: str, now: float, initial_at: float | None = None) -> list[Record]:
+    """Expire the weights that no client named when their model ends; returns the records to write.
+
+    Those are its unnamed weights and, at `initial_at` (by default now), the initial checkpoint that the service saved,
+    unless its client has set when it expires.
+    """
+    records = expire_excess(registry, model_id, now, num_kept=0)
+    initial = registry.checkpoints.get(checkpoint_key(CheckpointRef(model_id, "weights", INITIAL_NAME)))
+    if initial is not None and initial.is_initial and initial.expires is None:
+        initial.expires = now if initial_at is None else initial_at
+        records.append(stored(initial))
+    return records
 
 
 def expire_excess(registry: Registry, model_id: str, now: float, *, num_kept: int) -> list[Record]:
