@@ -7,8 +7,8 @@ import pyarrow as pa
 import pytest
 
 from xorl.data import DataError
+from xorl.data.chunks import LoadedChunk
 from xorl.data.formats import TokenizedFormat
-from xorl.data.readers import LoadedChunk
 
 
 def encode(rows, *, as_table=False, **changes):
@@ -33,7 +33,8 @@ def test_the_vectorised_way_agrees_with_the_plain_one(make_rows, overflow, colum
         rows = [*make_rows(50, seed=seed, shortest=1), {"input_ids": [], "labels": []}]
         for row in rows:
             row["attention_mask"] = (rng.random(len(row["input_ids"])) < 0.9).astype(int).tolist()
-            row["weight"] = rng.random(len(row["input_ids"])).astype(np.float32).tolist()
+            if columns is not None:
+                row["weight"] = rng.random(len(row["input_ids"])).astype(np.float32).tolist()
         fast = encode(rows, as_table=True, overflow=overflow, columns=columns)
         plain = encode(rows, overflow=overflow, columns=columns)
         for field in dataclasses.fields(fast):

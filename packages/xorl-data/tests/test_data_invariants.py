@@ -102,7 +102,7 @@ def test_a_document_ends_once_and_says_where_it_cannot(tmp_path, text_options, w
 def test_ids_of_text_are_checked_against_the_model(tmp_path, text_options, write_jsonl):
     """Catches a tokenizer that is larger than the model's embedding."""
     path = str(write_jsonl(tmp_path / "rows.jsonl", [{"text": "abc"}]))
-    with pytest.raises(DataError, match=r"rows.jsonl, row 0 .* the id 257, but the model's vocab_size is 257"):
+    with pytest.raises(DataError, match=r"row 0 .* writes '.*' as id 257, but the model's vocab_size is 257"):
         prepare([DatasetEntry(path, type="text")], replace(text_options, vocab_size=257))
 
 

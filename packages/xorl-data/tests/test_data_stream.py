@@ -397,7 +397,7 @@ def test_a_tokenizer_that_is_not_the_models_stops_a_stream(tmp_path, text_option
     """Catches text streamed into ids that the model has not, and ends that it does not know."""
     path = str(write_jsonl(tmp_path / "rows.jsonl", [{"text": "abc"}] * 4))
     entry, folder = DatasetEntry(path, type="text"), text_options.tokenizer_folder
-    with pytest.raises(DataError, match=r"line 1: .*the id 257, but the model's vocab_size is 257"):
+    with pytest.raises(DataError, match=r"line 1: .*writes '.*' as id 257, but the model's vocab_size is 257"):
         read(loaders(stream_of(tmp_path, entry, tokenizer_folder=folder, vocab_size=257), num_steps=1))
     for special in ({"eos": (256,)}, {"bos": (257,)}):
         with pytest.raises(DataError, match=f"the {next(iter(special))}_token of the tokenizer"):

@@ -17,11 +17,11 @@ from jinja2.exceptions import SecurityError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from xorl.data import DataError, DatasetEntry, prepare
+from xorl.data.chunks import LoadedChunk, table_chunks
 from xorl.data.formats import load_tokenizer
 from xorl.data.formats.spans import Rendered, tokenize
 from xorl.data.formats.template import sandbox
 from xorl.data.inspect import text_segments, trained_texts
-from xorl.data.readers import LoadedChunk, table_chunks
 
 USER, ASSISTANT = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
 CHAT = {"messages": [USER, ASSISTANT, {"role": "user", "content": "And?"}, {"role": "assistant", "content": "Yes"}]}
@@ -169,8 +169,8 @@ CONVERSATIONS = {
         [{"role": "user", "content": [{"type": "image_url"}]}, ASSISTANT],
         r"message 0: content has parts that are not",
     ),
-    "weight": ([USER, {**ASSISTANT, "weight": 0.5}], r"message 1: train and weight must be equal"),
-    "trained user": ([{**USER, "train": True}, ASSISTANT], r"message 0 of role user sets train or weight"),
+    "weight": ([USER, {**ASSISTANT, "weight": 0.5}], r"message 1: weight must be true or false"),
+    "trained user": ([{**USER, "train": True}, ASSISTANT], r"message 0 of role user sets train, but only"),
     "arguments": (
         [USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
         r"message 1: a tool call contains arguments that are not JSON",

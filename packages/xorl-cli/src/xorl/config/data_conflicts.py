@@ -15,8 +15,11 @@ FORMAT_TARGETS: dict[str, tuple[str, ...]] = {
 }
 FORMAT_COLUMNS: dict[str, tuple[str, ...]] = {
     "tokenized": (),
-    "chat": ("messages", "tools", "system"),
-    "prompt_completion": ("prompt", "completion", "instruction", "input", "output", "question", "answer"),
+    "chat": ("messages", "tools", "system", "prompt", "completion"),
+    "prompt_completion": (
+        *("prompt", "completion", "instruction", "input", "output", "question", "answer"),
+        *("system", "history"),
+    ),
     "text": ("text",),
 }
 

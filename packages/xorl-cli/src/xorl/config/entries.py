@@ -47,11 +47,14 @@ class DatasetEntryConfig(Section):
     columns: dict[str, str] = Field(
         default={},
         description="Names of the columns if they are not the usual ones, such as {prompt: query, completion: "
-        "response}. The keys are messages, tools and system for chat; prompt and completion, instruction, input and "
-        "output, or question and answer for prompt_completion; text for text.",
+        "response}. The keys are messages (or prompt and completion with messages), tools and system for chat; prompt "
+        "and completion, instruction, input and output, or question and answer, and system and history, for "
+        "prompt_completion; text for text.",
     )
     name: str | None = Field(
-        default=None, description="Configuration (subset) of a Hub dataset. null means its default."
+        default=None,
+        description="Configuration (subset) of a Hub dataset, or of a folder whose README.md declares some, such as a "
+        "clone of one. null means its default.",
     )
     split: str | None = Field(
         default=None, description="Split to read, such as train or validation. null means train, or the only split."
@@ -85,6 +88,12 @@ class DatasetEntryConfig(Section):
         description="Maximum fraction of the samples, or of the tokens, that may be cut, dropped or split before the "
         "run stops. null means 0.01, but no limit for truncate with an explicit max_seq_len, and for split if every "
         "token is trained on.",
+    )
+    skip_bad_rows: Ratio | None = Field(
+        default=None,
+        description="Skip rows that cannot be used, such as broken JSON, missing columns or messages out of order, and "
+        "count them. The log names the first ones. If they are more than this fraction of the samples, the run stops. "
+        "null stops at the first such row.",
     )
     weight: Annotated[float, Field(gt=0)] | None = Field(
         default=None,

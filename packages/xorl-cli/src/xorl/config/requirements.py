@@ -396,6 +396,7 @@ ENTRY_REQUIREMENTS: tuple[EntryRequirement, ...] = (
             "chat_template_kwargs",
             "train_on",
             "columns",
+            "skip_bad_rows",
         ),
         "path",
         "a dataset (the rows of dummy are synthetic token ids)",

@@ -365,7 +365,7 @@ def _stream(config: Config, model: _ModelLimits) -> Stream:
         option="data.datasets",
         token=data.hf_use_auth_token,
     )
-    check_first_samples(stream, strict=model.strict)
+    stream = check_first_samples(stream, strict=model.strict)
     for entry in stream.entries:
         num_bytes, blocks = entry.num_bytes, entry.num_blocks
         logger.info(
@@ -422,6 +422,7 @@ def _entry(entry: DatasetEntryConfig, data: DataConfig) -> DatasetEntry:
         train_on=entry.train_on,
         column_names=entry.columns,
         overflow_limit=entry.overflow_limit,
+        skip_bad_rows=entry.skip_bad_rows,
         weight=entry.weight,
         num_epochs=entry.num_epochs,
     )

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, Protocol
 
+from xorl.data.chunks import Chunk, Row
 from xorl.data.entry import DatasetEntry
 from xorl.data.errors import DataError
 from xorl.data.formats import (
     COLUMN_SETS,
+    CONTEXT_COLUMNS,
     MESSAGE_COLUMNS,
+    SPLIT_COLUMNS,
     ChatFormat,
     Format,
     PromptCompletionFormat,
@@ -19,8 +22,7 @@ from xorl.data.formats import (
     TokenizedFormat,
     load_tokenizer,
 )
-from xorl.data.invariants import OverflowLimits
-from xorl.data.readers import Chunk
+from xorl.data.invariants import Limits
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +31,8 @@ FormatName = Literal["tokenized", "chat", "prompt_completion", "text"]
 # By type: the names that `column_names` maps, and the values that `train_on` accepts. The first target is the default.
 COLUMN_KEYS: dict[FormatName, tuple[str, ...]] = {
     "tokenized": (),
-    "chat": ("messages", "tools", "system"),
-    "prompt_completion": tuple(name for parts, answer in COLUMN_SETS for name in (*parts, answer)),
+    "chat": ("messages", "tools", "system", *SPLIT_COLUMNS),
+    "prompt_completion": (*(name for parts, answer in COLUMN_SETS for name in (*parts, answer)), *CONTEXT_COLUMNS),
     "text": ("text",),
 }
 TARGETS: dict[FormatName, tuple[str, ...]] = {
@@ -47,9 +49,9 @@ class RowSource(Protocol):
     def chunks(self, selected: Sequence[str] | None) -> Iterator[Chunk]: ...
 
 
-def overflow_limits(entry: DatasetEntry) -> OverflowLimits:
-    """The overflow that the options of `entry` allow."""
-    return OverflowLimits(explicit_limit=entry.max_seq_len is not None, overflow_fraction=entry.overflow_limit)
+def limits_of(entry: DatasetEntry) -> Limits:
+    """The losses that the options of `entry` allow."""
+    return Limits(entry.max_seq_len is not None, entry.overflow_limit, entry.skip_bad_rows)
 
 
 def choose_format(
@@ -70,8 +72,9 @@ def choose_format(
     _check_options(entry, kind, option)
     limit = entry.max_seq_len if entry.max_seq_len is not None else bin_len
     limit_option = f"{option}.max_seq_len" if entry.max_seq_len is not None else "bin_len"
+    skip = entry.skip_bad_rows is not None
     if kind == "tokenized":
-        return TokenizedFormat(limit, entry.overflow, limit_option, columns=entry.columns, vocab_size=vocab_size)
+        return TokenizedFormat(limit, entry.overflow, limit_option, entry.columns, vocab_size, skip)
     if tokenizer_folder is None:
         raise DataError(f"tokenizer_folder: {option} is of type {kind}, which needs a tokenizer; set its folder")
     tokenizer = load_tokenizer(tokenizer_folder)
@@ -81,12 +84,14 @@ def choose_format(
             logger.warning(
                 "prepare dataset=%s: the tokenizer has no eos_token, so documents have no end token", entry.path
             )
-        return TextFormat(limit, entry.overflow, limit_option, tokenizer, columns, vocab_size)
+        return TextFormat(limit, entry.overflow, limit_option, tokenizer, columns, vocab_size, skip)
     if kind == "prompt_completion":
         train_on = "all" if entry.train_on == "all" else "completion"
         if not tokenizer.eos_text:
             raise DataError(f"tokenizer_folder: the tokenizer has no eos_token, which {kind} samples end with")
-        return PromptCompletionFormat(limit, entry.overflow, limit_option, tokenizer, columns, vocab_size, train_on)
+        return PromptCompletionFormat(
+            limit, entry.overflow, limit_option, tokenizer, columns, vocab_size, skip, train_on=train_on
+        )
     target = entry.train_on if entry.train_on in ("last_turn", "all") else "assistant"
     chat = ChatFormat(
         limit,
@@ -99,32 +104,55 @@ def choose_format(
         train_on=target,
         columns=columns,
         vocab_size=vocab_size,
+        skip_bad_rows=skip,
     )
     chat.check_template()
     return chat
 
 
 def _resolve_type(entry: DatasetEntry, option: str, source: RowSource | None) -> FormatName:
+    if entry.type == "prompt_completion" and source is not None:
+        row = _first_row(entry, source, tuple(entry.column_names.get(name, name) for name in SPLIT_COLUMNS))
+        if row is not None and _has_split_messages(row, entry.column_names):
+            logger.info(
+                "prepare dataset=%s type=prompt_completion: its rows are messages, read as type chat", entry.path
+            )
+            return "chat"
     if entry.type != "auto":
         return entry.type
     if source is None:
         raise DataError(f"{option}.type: auto reads the data, which skip_prepare=True forbids; set the actual type")
-    rows = next((rows for chunk in source.chunks(None) if (rows := chunk.rows())), None)
-    if rows is None:
+    row = _first_row(entry, source, None)
+    if row is None:
         raise DataError(f"{option}: {entry.path} is empty: it has no samples")
     try:
-        kind = _recognise(rows[0])
+        kind = _recognise(row)
     except DataError as error:
         raise DataError(f"{option}.type: auto: {entry.path}: {error}") from error
-    logger.info("prepare dataset=%s type=auto recognised=%s columns=%s", entry.path, kind, ",".join(rows[0]))
+    logger.info("prepare dataset=%s type=auto recognised=%s columns=%s", entry.path, kind, ",".join(row))
     return kind
 
 
-def _recognise(columns: Iterable[str]) -> FormatName:
-    names = set(columns)
+def _first_row(entry: DatasetEntry, source: RowSource, selected: Sequence[str] | None) -> Row | None:
+    """The first row; the first that can be read if bad rows are skipped. Otherwise, a bad one raises its DataError."""
+    for chunk in source.chunks(selected):
+        for row in chunk.read():
+            if not isinstance(row, DataError):
+                return row
+            if entry.skip_bad_rows is None:
+                raise row
+    return None
+
+
+def _has_split_messages(row: Row, column_names: Mapping[str, str]) -> bool:
+    return all(isinstance(row.get(column_names.get(name, name)), list) for name in SPLIT_COLUMNS)
+
+
+def _recognise(row: Row) -> FormatName:
+    names = set(row)
     if "input_ids" in names:
         return "tokenized"
-    if names & set(MESSAGE_COLUMNS):
+    if names & set(MESSAGE_COLUMNS) or _has_split_messages(row, {}):
         return "chat"
     if any({parts[0], answer} <= names for parts, answer in COLUMN_SETS):
         return "prompt_completion"
@@ -138,7 +166,9 @@ def _recognise(columns: Iterable[str]) -> FormatName:
 
 
 def _check_options(entry: DatasetEntry, kind: FormatName, option: str) -> None:
-    if entry.train_on is not None and entry.train_on not in TARGETS[kind]:
+    # The completion of a conversation in two columns is what the assistant says in it.
+    is_split = entry.type == "prompt_completion" and kind == "chat" and entry.train_on == "completion"
+    if entry.train_on is not None and entry.train_on not in TARGETS[kind] and not is_split:
         wanted = ", ".join(TARGETS[kind]) or "none, because the labels select the trained tokens"
         raise DataError(f"{option}.train_on: {entry.train_on} is not valid for type {kind}; valid values: {wanted}")
     for name in ("chat_template", "chat_template_kwargs"):
@@ -150,8 +180,8 @@ def _check_options(entry: DatasetEntry, kind: FormatName, option: str) -> None:
         raise DataError(f"{option}.column_names: {unknown[0]!r} is not valid for type {kind}; valid names: {wanted}")
     if kind == "prompt_completion" and entry.column_names:
         column_sets = [{*parts, answer} for parts, answer in COLUMN_SETS]
-        if not any(set(entry.column_names) <= names for names in column_sets):
+        if not any(set(entry.column_names) <= {*names, *CONTEXT_COLUMNS} for names in column_sets):
             raise DataError(
                 f"{option}.column_names: {', '.join(entry.column_names)} do not belong together; name prompt and "
-                "completion, or instruction, input and output, or question and answer"
+                "completion, or instruction, input and output, or question and answer (and system and history)"
             )

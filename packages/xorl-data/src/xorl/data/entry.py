@@ -47,6 +47,7 @@ class DatasetEntry:
     train_on: TrainOn | None = None
     column_names: Mapping[str, str] = field(default_factory=dict)
     overflow_limit: float | None = None
+    skip_bad_rows: float | None = None
 
     def __post_init__(self) -> None:
         convert_fields_(self)
@@ -55,7 +56,7 @@ class DatasetEntry:
 _DEFAULTS = DatasetEntry(DUMMY)
 _NOT_OF_DUMMY = (
     *("type", "name", "split", "revision", "data_files", "ds_type", "shards", "shards_idx", "preprocess_shards"),
-    *("columns", "chat_template", "chat_template_kwargs", "train_on", "column_names"),
+    *("columns", "chat_template", "chat_template_kwargs", "train_on", "column_names", "skip_bad_rows"),
 )
 
 
@@ -82,6 +83,8 @@ def check_entry(entry: DatasetEntry, option: str, bin_len: int) -> None:
         raise DataError(f"{option}.data_files: is empty; name at least one file, or leave it out")
     if entry.overflow_limit is not None and not 0 <= entry.overflow_limit <= 1:
         raise DataError(f"{option}.overflow_limit: {entry.overflow_limit} is not a fraction from 0 to 1")
+    if entry.skip_bad_rows is not None and not 0 <= entry.skip_bad_rows <= 1:
+        raise DataError(f"{option}.skip_bad_rows: {entry.skip_bad_rows} is not a fraction from 0 to 1")
     if entry.preprocess_shards is not None and entry.preprocess_shards < 1:
         raise DataError(f"{option}.preprocess_shards: {entry.preprocess_shards}, want at least 1")
     if entry.shards is not None and entry.shards_idx is not None and not 0 <= entry.shards_idx < entry.shards:

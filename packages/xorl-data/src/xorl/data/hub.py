@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import datasets
 import pyarrow as pa
 from datasets.exceptions import DatasetNotFoundError, DatasetsError
 
+from xorl.data.chunks import Chunk, table_chunks
 from xorl.data.entry import DatasetEntry
 from xorl.data.errors import DataError, DataFailure
 from xorl.data.hashing import JSON, digest, hash_files
-from xorl.data.readers import Chunk, table_chunks
+
+# Fields of a dataset's config that do not change how its files are read.
+_NOT_OF_READING = frozenset(
+    ("name", "version", "data_dir", "data_files", "description", "features", "chunksize", "batch_size", "block_size")
+)
 
 
 @dataclass(frozen=True)
@@ -67,17 +73,41 @@ def load_hub_source(entry: DatasetEntry, *, option: str, token: str | bool | Non
     return HubSource(entry.path, split, dataset)
 
 
-def hub_urls(entry: DatasetEntry, *, option: str, token: str | bool | None) -> list[str]:
-    """The URLs of the files of one split of a Hub dataset, without downloading them. Raises as load_hub_source does."""
+def split_files(path: str, entry: DatasetEntry, *, option: str, token: str | bool | None = None) -> list[str]:
+    """The files (URLs, or paths of a local folder) of one split of a dataset, without downloading or reading them.
+
+    `path` is the id of a Hub dataset, or a local folder. Raises as load_hub_source does.
+    """
     split = entry.split or "train"
-    with _translated_errors(entry.path, split, option):
+    # The builder makes a folder for its lock, although it prepares nothing.
+    with _translated_errors(entry.path, split, option), tempfile.TemporaryDirectory(prefix="xorl-datasets-") as cache:
         builder = datasets.load_dataset_builder(
-            entry.path, entry.name, revision=entry.revision, data_files=_as_list(entry.data_files), token=token
+            path,
+            entry.name,
+            revision=entry.revision,
+            data_files=_as_list(entry.data_files),
+            token=token,
+            cache_dir=cache,
         )
+    _check_reading(builder.config, entry.path, option)
     splits = builder.config.data_files or {}
     if split not in splits:
         raise DataError(f"{option}.split: {entry.path} has no split {split!r}; it has {', '.join(map(str, splits))}")
     return [str(file) for file in splits[split]]
+
+
+def _check_reading(config: datasets.BuilderConfig, path: str, option: str) -> None:
+    """Raises DataError if the README of a dataset sets options for reading its files, such as a delimiter."""
+    default = type(config)(name=config.name)
+    for field in fields(config):
+        value = getattr(config, field.name)
+        is_tab = field.name == "sep" and value == "\t"  # of a .tsv file
+        if field.name in _NOT_OF_READING or value == getattr(default, field.name) or is_tab:
+            continue
+        raise DataError(
+            f"{option}.path: {path} sets {field.name}: {value!r} for its config {config.name}, which xorl does not "
+            "support; convert its files, or name them with data_files and ds_type"
+        )
 
 
 def _as_list(data_files: str | Sequence[str] | None) -> str | list[str] | None:

@@ -9,10 +9,10 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from xorl.data.chunks import Chunk
 from xorl.data.errors import DataError
 from xorl.data.formats import EncodedDocuments, Format, TextTokenizer, id_problem
-from xorl.data.readers import Chunk
-from xorl.data.receipt import Counts
+from xorl.data.receipt import Counts, Findings
 
 logger = logging.getLogger(__name__)
 
@@ -28,19 +28,19 @@ _SPECIAL = ("bos", "eos", "pad")
 
 
 @dataclass(frozen=True)
-class OverflowLimits:
-    """How much an entry may lose to overflow. `explicit_limit`: it sets max_seq_len, so truncation is intended.
+class Limits:
+    """How much an entry may lose. `explicit_limit`: it sets max_seq_len, so truncation is intended.
 
     `overflow_fraction` (overflow_limit) of the samples and of the tokens may overflow; None means the default.
+    `skipped_fraction` (skip_bad_rows) of the samples may be skipped; None means that none was.
     """
 
     explicit_limit: bool = False
     overflow_fraction: float | None = None
+    skipped_fraction: float | None = None
 
 
-def validate_counts(
-    counts: Counts, name: str, fmt: Format, option: str, limits: OverflowLimits, *, strict: bool
-) -> None:
+def validate_counts(counts: Counts, name: str, fmt: Format, option: str, limits: Limits, *, strict: bool) -> None:
     """Runs check_counts and warn_of_counts. Without `strict`, logs the error that would stop a run.
 
     Raises DataError in any case if there are no documents.
@@ -54,14 +54,16 @@ def validate_counts(
     warn_of_counts(counts, name)
 
 
-def check_counts(counts: Counts, name: str, fmt: Format, option: str, limits: OverflowLimits) -> None:
+def check_counts(counts: Counts, name: str, fmt: Format, option: str, limits: Limits) -> None:
     """Raises DataError if the counts of the dataset `name`, configured at `option`, are implausible."""
     if counts.samples == 0:
         raise DataError(f"{option}: {name} is empty: it has no samples")
+    check_skipped(counts, name, option, limits)
     if counts.documents == 0:
         raise DataError(
             f"{option}: {name} has no documents: of {counts.samples} samples {counts.dropped} are longer than "
-            f"{fmt.limit_option} = {fmt.limit} (overflow: {fmt.overflow}) and {counts.empty} are empty"
+            f"{fmt.limit_option} = {fmt.limit} (overflow: {fmt.overflow}), {counts.empty} are empty and "
+            f"{counts.skipped} cannot be used"
         )
     _check_trained(counts, name, fmt, option, limits)
     _check_overflow(counts, name, fmt, option, limits)
@@ -83,6 +85,28 @@ def check_counts(counts: Counts, name: str, fmt: Format, option: str, limits: Ov
             "Provide labels that are aligned with input_ids (-100 where a token is not trained), or ignore the column "
             'with columns=["input_ids"]'
         )
+
+
+def check_skipped(counts: Counts, name: str, option: str, limits: Limits) -> None:
+    """Raises DataError if more rows were skipped than the entry allows."""
+    limit = limits.skipped_fraction
+    if limit is not None and counts.skipped > limit * counts.samples:
+        raise DataError(
+            f"{option}: {counts.skipped} of the {counts.samples} samples of {name} cannot be used, more than "
+            f"{limit:.2%}, the limit of {option}.skip_bad_rows. Mend them (the log names the first ones), or raise the "
+            "limit"
+        )
+
+
+def log_findings(findings: Findings, counts: Counts, name: str, skipped_fraction: float | None) -> None:
+    """Logs what does not affect the documents of a dataset: columns and message keys, and skipped rows."""
+    if findings.unused:
+        logger.info("prepare dataset=%s columns and message keys not used: %s", name, ", ".join(findings.unused))
+    for problem in findings.problems:
+        logger.warning("prepare dataset=%s skipped: %s", name, problem)
+    if counts.skipped:
+        line = "prepare dataset=%s skipped_rows=%d of=%d limit=%.2f%%: they cannot be used (skip_bad_rows)"
+        logger.warning(line, name, counts.skipped, counts.samples, 100 * (skipped_fraction or 0))
 
 
 def warn_of_counts(counts: Counts, name: str) -> None:
@@ -116,7 +140,7 @@ def _why_untrained(counts: Counts) -> str:
     return f" ({', '.join(reasons)})" if reasons else ""
 
 
-def _check_trained(counts: Counts, name: str, fmt: Format, option: str, limits: OverflowLimits) -> None:
+def _check_trained(counts: Counts, name: str, fmt: Format, option: str, limits: Limits) -> None:
     why = _why_untrained(counts)
     if counts.trained_tokens == 0:
         raise DataError(
@@ -135,7 +159,7 @@ def _check_trained(counts: Counts, name: str, fmt: Format, option: str, limits: 
         )
 
 
-def _check_overflow(counts: Counts, name: str, fmt: Format, option: str, limits: OverflowLimits) -> None:
+def _check_overflow(counts: Counts, name: str, fmt: Format, option: str, limits: Limits) -> None:
     limit = limits.overflow_fraction
     if limit is None:
         # Truncation to an explicit length is intended; splitting loses no tokens if every token is trained.
@@ -171,17 +195,30 @@ def check_extras(columns: Sequence[tuple[str, tuple[str, ...]]]) -> None:
             )
 
 
-def check_largest_id(largest: tuple[int, int], name: str, vocab_size: int | None) -> None:
+def check_largest_id(largest: tuple[int, int], name: str, fmt: Format) -> None:
     """Raises DataError if `largest`, the largest id and its row, is outside the vocabulary."""
-    if vocab_size is not None and largest[0] >= vocab_size:
-        raise DataError(f"{name}, row {largest[1]} (the first is 0): {id_problem(largest[0], 'a sample', vocab_size)}")
+    if fmt.vocab_size is not None and largest[0] >= fmt.vocab_size:
+        raise DataError(f"{name}, row {largest[1]} (the first is 0): {_id_problem(largest[0], fmt)}")
+
+
+def _id_problem(largest: int, fmt: Format) -> str:
+    if fmt.tokenizer is None or fmt.vocab_size is None:
+        return id_problem(largest, "a sample", fmt.vocab_size)
+    token = fmt.tokenizer.core.id_to_token(largest)
+    num_tokens = fmt.tokenizer.core.get_vocab_size(with_added_tokens=True)
+    return (
+        f"the tokenizer in {fmt.tokenizer.folder} writes {token!r} as id {largest}, but the model's vocab_size is "
+        f"{fmt.vocab_size}, so the largest id is {fmt.vocab_size - 1}. The tokenizer has {num_tokens} tokens: if "
+        "tokens were added to it, the model needs rows for them in its embeddings and its head; otherwise it is "
+        "another model's tokenizer"
+    )
 
 
 def check_ids(encoded: EncodedDocuments, chunk: Chunk, fmt: Format) -> None:
     """Raises DataError if a chunk contains an id outside the vocabulary."""
     if fmt.vocab_size is not None and encoded.largest_id >= fmt.vocab_size:
         location = chunk.location(encoded.largest_id_row)
-        raise DataError(f"{location}: {id_problem(encoded.largest_id, 'a sample', fmt.vocab_size)}")
+        raise DataError(f"{location}: {_id_problem(encoded.largest_id, fmt)}")
 
 
 def special_ids(hf_config: Mapping[str, object]) -> dict[str, tuple[int, ...]]:

@@ -24,30 +24,32 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from xorl.data.arguments import check_at_least, check_fields, checked, convert_fields_
-from xorl.data.choose import choose_format, overflow_limits
+from xorl.data.choose import choose_format, limits_of
+from xorl.data.chunks import Chunk
 from xorl.data.documents import PreparedDocuments, merge
 from xorl.data.entry import DUMMY, DatasetEntry, check_entry
 from xorl.data.errors import DataError, DataFailure
 from xorl.data.formats import EncodedDocuments, Format, TokenizedFormat
 from xorl.data.hashing import JSON, digest, hash_files
 from xorl.data.invariants import (
-    OverflowLimits,
+    Limits,
     check_counts,
     check_extras,
     check_largest_id,
     check_special_ids,
     check_special_tokens,
+    log_findings,
     validate_counts,
 )
 from xorl.data.lock import exclusive, remove_if_dead
 from xorl.data.mixture import Share, check_repetitions, check_shares
 from xorl.data.orphans import exit_with_parent
-from xorl.data.readers import Chunk
-from xorl.data.receipt import Counts, DatasetReceipt, Receipt
+from xorl.data.receipt import Counts, DatasetReceipt, Findings, Receipt
 from xorl.data.saved import SavedStore, is_saved_folder, saved_files
 from xorl.data.sources import DOWNLOADS, ShardedSource, Source, count_rows, load_source
 from xorl.data.store import (
     FORMAT_VERSION,
+    KEY_VERSION,
     MANIFEST,
     DocumentStore,
     FlatStore,
@@ -199,7 +201,7 @@ def _prepare_parts(
 ) -> tuple[list[FlatStore], bool]:
     """Returns the published stores of all parts, and whether all of them were already cached."""
     identity = source.identity()
-    dataset_key = digest(FORMAT_VERSION, identity, fmt.fingerprint())
+    dataset_key = digest(KEY_VERSION, identity, fmt.fingerprint())
     num_rows: int | None = None
     stores: list[FlatStore] = []
     all_cached = True
@@ -208,9 +210,10 @@ def _prepare_parts(
         if len(parts) > 1:
             part_source = ShardedSource(source, len(parts), index, num_rows)
             shard = {"source": identity, "shards": len(parts), "shards_idx": index}
-            key = digest(FORMAT_VERSION, shard, fmt.fingerprint())
-        # num_files is part of the folder's name but not of the key, since it does not affect the documents' order.
-        folder = options.prepared_path / (digest(key, options.num_files) if options.num_files > 1 else key)
+            key = digest(KEY_VERSION, shard, fmt.fingerprint())
+        # These are part of the folder's name but not of the key, since they do not affect the documents' order.
+        layout = [options.num_files] if options.num_files > 1 else []
+        folder = options.prepared_path / digest(key, FORMAT_VERSION, *layout)
         lock = options.prepared_path / f".{folder.name}.lock"
         if (folder / MANIFEST).is_file():
             remove_if_dead(lock)
@@ -253,10 +256,11 @@ def _open_prepared_path(entry: DatasetEntry, options: PrepareOptions) -> tuple[D
     else:
         return None
     logger.info("prepare dataset=%s phase=skip", path)
-    limits = OverflowLimits(explicit_limit=True, overflow_fraction=1.0)
+    limits = Limits(explicit_limit=True, overflow_fraction=1.0)
     validate_counts(summary.counts, str(path), fmt, option, limits, strict=options.strict)
-    check_largest_id((summary.largest_id, summary.largest_id_row), str(path), fmt.vocab_size)
-    return store, DatasetReceipt(str(path), summary.counts, cached=True)
+    check_largest_id((summary.largest_id, summary.largest_id_row), str(path), fmt)
+    log_findings(summary.findings, summary.counts, str(path), None)
+    return store, DatasetReceipt(str(path), summary.counts, cached=True, findings=summary.findings)
 
 
 def _request(entry: DatasetEntry, fmt: Format) -> dict[str, JSON]:
@@ -281,14 +285,17 @@ def _dummy(entry: DatasetEntry, options: PrepareOptions, option: str) -> tuple[D
 def _open_stores(
     stores: Sequence[FlatStore], entry: DatasetEntry, fmt: Format, option: str, *, cached: bool, strict: bool
 ) -> tuple[DocumentStore, DatasetReceipt]:
-    counts, row = Counts(), 0
+    counts, findings, row = Counts(), Findings(), 0
     for store in stores:
         manifest = store.manifest
-        check_largest_id((manifest.largest_id, row + manifest.largest_id_row), entry.path, fmt.vocab_size)
+        check_largest_id((manifest.largest_id, row + manifest.largest_id_row), entry.path, fmt)
         row += manifest.counts.samples
         counts += manifest.counts
-    validate_counts(counts, _part_name(entry), fmt, option, overflow_limits(entry), strict=strict)
-    return stores[0] if len(stores) == 1 else PartedStore(stores), DatasetReceipt(entry.path, counts, cached)
+        findings += manifest.findings
+    log_findings(findings, counts, _part_name(entry), entry.skip_bad_rows)
+    validate_counts(counts, _part_name(entry), fmt, option, limits_of(entry), strict=strict)
+    receipt = DatasetReceipt(entry.path, counts, cached, findings=findings)
+    return stores[0] if len(stores) == 1 else PartedStore(stores), receipt
 
 
 def _part_name(entry: DatasetEntry) -> str:
@@ -318,10 +325,10 @@ def _publish(
     writer: FlatStoreWriter | None = None
     try:
         writer = FlatStoreWriter(temporary, fmt.extras)
-        counts, largest = _write_all(source, fmt, writer, options.num_proc)
+        counts, largest, findings = _write_all(source, fmt, writer, options.num_proc)
         # A part must not be empty; all other counts are checked later, summed over all parts.
         if not counts.documents or (options.strict and key == dataset_key):
-            check_counts(counts, _part_name(entry), fmt, option, overflow_limits(entry))
+            check_counts(counts, _part_name(entry), fmt, option, limits_of(entry))
         writer.finish(
             key=key,
             name=source.name,
@@ -331,6 +338,7 @@ def _publish(
             largest_id=largest,
             whole=dataset_key,
             num_files=options.num_files,
+            findings=findings,
         )
         temporary.rename(folder)
         fsync(folder.parent)
@@ -347,15 +355,19 @@ def _publish(
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _write_all(source: Source, fmt: Format, writer: FlatStoreWriter, num_proc: int) -> tuple[Counts, tuple[int, int]]:
-    counts, largest = Counts(), (-1, -1)
+def _write_all(
+    source: Source, fmt: Format, writer: FlatStoreWriter, num_proc: int
+) -> tuple[Counts, tuple[int, int], Findings]:
+    counts, largest, findings = Counts(), (-1, -1), Findings()
     labelled: tuple[bool, str] | None = None
     num_bytes, total_bytes = 0, source.num_bytes
     started = reported = time.monotonic()
     # Closed explicitly if an error leaves the loop: the traceback would keep the pool's processes alive.
     with closing(_encode_all(source, fmt, num_proc)) as encoded:
         for chunk, documents in encoded:
-            if not documents.counts.samples:
+            before, counts = counts, counts + documents.counts
+            findings += documents.findings
+            if documents.counts.samples == documents.counts.skipped:
                 continue
             if labelled is None:
                 labelled = documents.has_labels, chunk.location(0)
@@ -367,9 +379,8 @@ def _write_all(source: Source, fmt: Format, writer: FlatStoreWriter, num_proc: i
                     'columns=["input_ids"]'
                 )
             if documents.largest_id > largest[0]:
-                largest = documents.largest_id, counts.samples + documents.largest_id_row
+                largest = documents.largest_id, before.samples + documents.largest_id_row
             writer.append(documents)
-            counts += documents.counts
             num_bytes += chunk.num_bytes
             now = time.monotonic()
             if now - reported > _REPORT_EVERY_S:
@@ -377,7 +388,7 @@ def _write_all(source: Source, fmt: Format, writer: FlatStoreWriter, num_proc: i
                 left = max(0.0, total_bytes - num_bytes) / rate
                 line = "prepare dataset=%s phase=encode samples=%d mib=%d of=%d mib_per_s=%.1f left_s=%.0f"
                 logger.info(line, source.name, counts.samples, num_bytes >> 20, total_bytes >> 20, rate / 2**20, left)
-    return counts, largest
+    return counts, largest, findings
 
 
 def _encode_all(source: Source, fmt: Format, num_proc: int) -> Generator[tuple[Chunk, EncodedDocuments], None, None]:

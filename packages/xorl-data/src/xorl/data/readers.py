@@ -1,8 +1,4 @@
-"""Reads local files chunk by chunk, never whole: JSON lines, JSON arrays, text, CSV, Parquet and Arrow.
-
-A chunk offers its rows in two forms: `table` is fast, but None for irregular data; `rows` reads all valid data, and
-raises a DataError with file and line for the rest. The formats interpret the rows.
-"""
+"""Reads local files chunk by chunk, never whole: JSON lines, JSON arrays, text, CSV, Parquet and Arrow."""
 
 from __future__ import annotations
 
@@ -11,16 +7,28 @@ import json
 import lzma
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path, PurePath
-from typing import Literal, Protocol, get_args
+from typing import Literal, get_args
 
 import pyarrow as pa
 import pyarrow.csv as pa_csv
-import pyarrow.json as pa_json
 import pyarrow.parquet as pa_parquet
 
+from xorl.data.chunks import (
+    CHUNK_BYTES,
+    JSON_DECODER,
+    Chunk,
+    DuplicateKeyError,
+    LinesChunk,
+    LoadedChunk,
+    Row,
+    check_encoding,
+    check_names,
+    excerpt,
+    table_chunks,
+)
+from xorl.data.columns import COLUMNS, OPTIONAL_COLUMNS
 from xorl.data.errors import DataError
 
 FileType = Literal["json", "csv", "parquet", "arrow", "text"]
@@ -30,6 +38,7 @@ SUFFIXES: dict[str, FileType] = {
     ".json": "json",
     ".ndjson": "json",
     ".csv": "csv",
+    ".tsv": "csv",
     ".parquet": "parquet",
     ".arrow": "arrow",
     ".feather": "arrow",
@@ -37,53 +46,11 @@ SUFFIXES: dict[str, FileType] = {
     ".text": "text",
 }
 COMPRESSIONS = (".gz", ".bz2", ".zst", ".xz")
-Row = dict[str, object]
 
-# The columns of tokenized rows that are read if no columns are selected.
-COLUMNS = ("input_ids", "labels", "attention_mask")
-
-# Large enough to make the fixed cost per chunk negligible, small enough to hold several chunks per process in memory.
-CHUNK_BYTES = 8 << 20
 # A file with a longer element is probably not a JSON array.
 _LONGEST_ELEMENT = 256 << 20
 _SPACE = re.compile(r"[ \t\r\n]*")
 _NOT_UTF8 = re.compile("[\udc80-\udcff]")
-
-
-class _DuplicateKeyError(ValueError):
-    """A JSON object has a key twice."""
-
-
-def _unique_keys(pairs: list[tuple[str, object]]) -> Row:
-    """Converts an object's pairs; Python's parser would keep the last of two values."""
-    row = dict(pairs)
-    if len(row) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for index, key in enumerate(keys) if key in keys[:index])
-        raise _DuplicateKeyError(f"has the key {twice!r} twice in one object; remove one of the two")
-    return row
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys)
-
-
-class Chunk(Protocol):
-    """Consecutive rows of one source."""
-
-    @property
-    def num_bytes(self) -> int: ...
-
-    def table(self, columns: Sequence[str]) -> pa.Table | None:
-        """Those of `columns` that exist; None if only `rows` can read the chunk."""
-        ...
-
-    def rows(self) -> list[Row]: ...
-
-    def location(self, row: int) -> str:
-        """The location of the chunk's row number `row`, for error messages: 'train.jsonl, line 12'."""
-        ...
-
-    def num_rows(self) -> int: ...
 
 
 def file_type(path: PurePath) -> FileType | None:
@@ -120,203 +87,12 @@ def read_chunks(path: Path, ds_type: FileType, selected: Sequence[str] | None = 
         raise DataError(f"{path}: cannot be read as {ds_type}: {error}") from error
 
 
-@dataclass(frozen=True)
-class LinesChunk:
-    """Whole lines of a JSON lines or text file: bytes [start, stop), or `data` if the file is compressed or remote."""
-
-    path: Path
-    as_json: bool
-    start: int
-    stop: int
-    data: bytes | None = None
-    first_line: int | None = None
-    url: str | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        return self.stop - self.start
-
-    def table(self, columns: Sequence[str]) -> pa.Table | None:
-        if not self.as_json:
-            return None
-        data = self._bytes()
-        # Other fields are skipped without parsing; a selected column that no row has is returned as all null.
-        types = {"input_ids": pa.int32(), "labels": pa.int32(), "attention_mask": pa.int8()}
-        schema = pa.schema([(name, pa.list_(types.get(name, pa.float32()))) for name in columns])
-        try:
-            table = pa_json.read_json(
-                io.BytesIO(data),
-                read_options=pa_json.ReadOptions(use_threads=False, block_size=len(data) + 1),
-                parse_options=pa_json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore"),
-            )
-        except pa.ArrowInvalid:
-            return None
-        # Arrow silently accepts two objects on one line, or one object on two lines.
-        return table if table.num_rows == self._count_lines(data) else None
-
-    def rows(self) -> list[Row]:
-        return [self._row(line, index) for index, line in enumerate(self._lines(self._bytes()))]
-
-    def location(self, row: int) -> str:
-        lines = (number for number, line in enumerate(self._bytes().split(b"\n")) if line.strip())
-        offset = next(number for index, number in enumerate(lines) if index == row)
-        if self.url is not None and self.first_line is None:
-            return f"{self.url}, line {offset + 1} after byte {self.start}"
-        return f"{self.url or self.path}, line {self._first_line() + offset}"
-
-    def num_rows(self) -> int:
-        return self._count_lines(self._bytes())
-
-    def _bytes(self) -> bytes:
-        if self.data is not None:
-            data = self.data
-        else:
-            with self.path.open("rb") as file:
-                file.seek(self.start)
-                data = file.read(self.stop - self.start)
-        return data.removeprefix(b"\xef\xbb\xbf") if self.start == 0 else data
-
-    @staticmethod
-    def _lines(data: bytes) -> Iterator[bytes]:
-        return (line for line in data.split(b"\n") if line.strip())
-
-    @classmethod
-    def _count_lines(cls, data: bytes) -> int:
-        return sum(1 for _ in cls._lines(data))
-
-    def _first_line(self) -> int:
-        if self.first_line is not None:
-            return self.first_line
-        # Counted only for an error message: there may be many gigabytes before this chunk.
-        with self.path.open("rb") as file:
-            remaining, line = self.start, 1
-            while remaining:
-                block = file.read(min(remaining, CHUNK_BYTES))
-                remaining -= len(block)
-                line += block.count(b"\n")
-        return line
-
-    def _row(self, line: bytes, index: int) -> Row:
-        text = ""
-        try:
-            text = line.decode()
-            row: object = _DECODER.decode(text) if self.as_json else {"text": text.removesuffix("\r")}
-        except UnicodeDecodeError as error:
-            raise DataError(f"{self.location(index)} is not UTF-8: {error.reason} at byte {error.start}") from error
-        except (json.JSONDecodeError, RecursionError) as error:
-            reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
-            raise DataError(f"{self.location(index)} is not JSON: {reason}: {_excerpt(text)}") from error
-        except _DuplicateKeyError as error:
-            raise DataError(f"{self.location(index)} {error}: {_excerpt(text)}") from error
-        if not isinstance(row, dict):
-            raise DataError(f"{self.location(index)} is {type(row).__name__}, want one JSON object: {_excerpt(text)}")
-        return {**row}
-
-
-@dataclass(frozen=True)
-class LoadedChunk:
-    """Rows already in memory (or memory-mapped), as an Arrow table or as plain rows."""
-
-    source: str
-    unit: str
-    first: int
-    num_bytes: int
-    content: pa.Table | list[Row]
-
-    def table(self, columns: Sequence[str]) -> pa.Table | None:
-        if isinstance(self.content, list):
-            return None
-        return self.content.select([name for name in columns if name in self.content.column_names])
-
-    def rows(self) -> list[Row]:
-        if isinstance(self.content, list):
-            return self.content
-        rows = self.content.to_pylist()
-        for field in self.content.schema:
-            if _struct_depth(field.type) > 1:
-                for row in rows:
-                    row[field.name] = _without_nulls(row[field.name])
-        return rows
-
-    def location(self, row: int) -> str:
-        return f"{self.source}, {self.unit} {self.first + row} (the first is 0)"
-
-    def num_rows(self) -> int:
-        return len(self.content)
-
-    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        # Pickling a slice of an Arrow array pickles the whole array; the stream format writes only the slice.
-        content = self.content if isinstance(self.content, list) else _stream_of(self.content)
-        return _loaded_chunk, (self.source, self.unit, self.first, self.num_bytes, content)
-
-
-def _struct_depth(kind: pa.DataType) -> int:
-    """The nesting depth of structs."""
-    if not pa.types.is_nested(kind):
-        return 0
-    fields = [kind.field(index).type for index in range(kind.num_fields)]
-    return pa.types.is_struct(kind) + max(map(_struct_depth, fields), default=0)
-
-
-def _without_nulls(value: object) -> object:
-    """Drops null fields: a struct column gives each row the fields of all rows, such as arguments of other calls."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
-
-
-def _stream_of(table: pa.Table) -> bytes:
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(table)
-    return sink.getvalue().to_pybytes()
-
-
-def _loaded_chunk(source: str, unit: str, first: int, num_bytes: int, content: bytes | list[Row]) -> LoadedChunk:
-    """Unpickles a LoadedChunk."""
-    table = content if isinstance(content, list) else pa.ipc.open_stream(content).read_all()
-    return LoadedChunk(source, unit, first, num_bytes, table)
-
-
-@dataclass(frozen=True)
-class RowRange:
-    """The rows [start, stop) of another chunk, for shards that begin or end inside it."""
-
-    chunk: Chunk
-    start: int
-    stop: int
-
-    @property
-    def num_bytes(self) -> int:
-        return self.chunk.num_bytes
-
-    def table(self, columns: Sequence[str]) -> pa.Table | None:
-        table = self.chunk.table(columns)
-        return None if table is None else table.slice(self.start, self.stop - self.start)
-
-    def rows(self) -> list[Row]:
-        return self.chunk.rows()[self.start : self.stop]
-
-    def location(self, row: int) -> str:
-        return self.chunk.location(self.start + row)
-
-    def num_rows(self) -> int:
-        return self.stop - self.start
-
-
-def table_chunks(table: pa.Table, source: str, first: int = 0) -> Iterator[LoadedChunk]:
-    """Slices `table` into chunks of about CHUNK_BYTES without copying; `first` is the number of its first row."""
-    step = max(1, int(table.num_rows * CHUNK_BYTES / max(1, table.nbytes)))
-    for start in range(0, table.num_rows, step):
-        part = table.slice(start, step)
-        yield LoadedChunk(source, "row", first + start, part.nbytes, part)
-
-
 def _json_chunks(path: Path, selected: Sequence[str] | None) -> Iterator[Chunk]:
     with _decompressed(path) as stream:
         head = b" "
         while head and not head.strip(b" \t\r\n\xef\xbb\xbf"):
             head = stream.read(4096)
+    check_encoding(head, str(path))
     if head.lstrip(b" \t\r\n\xef\xbb\xbf").startswith(b"["):
         yield from _array_chunks(path, selected)
     else:
@@ -367,17 +143,24 @@ def line_chunks_of(stream: pa.NativeFile, path: Path, *, as_json: bool, url: str
 
 def _array_chunks(path: Path, selected: Sequence[str] | None) -> Iterator[Chunk]:
     rows: list[Row] = []
+    problems: list[str] = []
     size = first = 0
     for number, (element, num_chars) in enumerate(_array_elements(path)):
-        if not isinstance(element, dict):
+        is_row = isinstance(element, dict)
+        if size >= CHUNK_BYTES or (rows and not is_row):
+            # The rows of a chunk are numbered from its first one, so a chunk ends before an element that is left out.
+            yield LoadedChunk(str(path), "element", first, size, rows, tuple(problems))
+            rows, problems, size = [], [], 0
+        if not is_row and number == 0:  # not a list of rows at all
             raise DataError(_not_an_object(path, number, element, selected))
+        if not is_row:
+            problems.append(_not_an_object(path, number, element, selected))
+            continue
+        first = first if rows else number
         rows.append(element)
         size += num_chars
-        if size >= CHUNK_BYTES:
-            yield LoadedChunk(str(path), "element", first, size, rows)
-            rows, size, first = [], 0, number + 1
-    if rows:
-        yield LoadedChunk(str(path), "element", first, size, rows)
+    if rows or problems:
+        yield LoadedChunk(str(path), "element", first, size, rows, tuple(problems))
 
 
 def _not_an_object(path: Path, number: int, element: object, selected: Sequence[str] | None) -> str:
@@ -426,16 +209,16 @@ def _decode_element(text: str, start: int, location: str) -> tuple[object, int, 
     The message may be due to a text that ends too early; raises DataError for an error that more text cannot correct.
     """
     try:
-        element, end = _DECODER.raw_decode(text, _skip_space(text, start))
-    except _DuplicateKeyError as error:
+        element, end = JSON_DECODER.raw_decode(text, _skip_space(text, start))
+    except DuplicateKeyError as error:
         raise DataError(f"{location} {error}") from error
     except json.JSONDecodeError as error:
-        return f"{error.msg} near {_excerpt(text[max(0, error.pos - 20) : error.pos + 40])}"
+        return f"{error.msg} near {excerpt(text[max(0, error.pos - 20) : error.pos + 40])}"
     except RecursionError as error:
         return str(error)
     after = _skip_space(text, end)
     if not text.startswith((",", "]"), after):
-        return f"want ',' or ']' after {_excerpt(text[max(start, end - 40) : end])}"
+        return f"want ',' or ']' after {excerpt(text[max(start, end - 40) : end])}"
     return element, end, after
 
 
@@ -446,12 +229,25 @@ def _skip_space(text: str, start: int) -> int:
 
 
 def _csv_chunks(path: Path) -> Iterator[Chunk]:
-    parse = pa_csv.ParseOptions(newlines_in_values=True)
-    read = pa_csv.ReadOptions(use_threads=False, block_size=CHUNK_BYTES)
     if path.stat().st_size == 0:
         return
+    with _decompressed(path) as stream:
+        check_encoding(stream.read(4096), str(path))
+    problems: list[str] = []
+
+    def leave_out(row: pa_csv.InvalidRow) -> str:
+        wrong = f"{row.actual_columns} values, want {row.expected_columns}, one for each column"
+        problems.append(f"{path}, line {row.number} (the first is 1): has {wrong}: {excerpt(row.text)}")
+        return "skip"
+
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    delimiter = "\t" if ".tsv" in suffixes[-2:] else ","
+    parse = pa_csv.ParseOptions(newlines_in_values=True, delimiter=delimiter, invalid_row_handler=leave_out)
+    read = pa_csv.ReadOptions(use_threads=False, block_size=CHUNK_BYTES)
     with _decompressed(path) as file, pa_csv.open_csv(file, read_options=read, parse_options=parse) as reader:
+        check_names(reader.schema, str(path))
         names = reader.schema.names
+    problems.clear()
     # All columns are read as strings: Arrow would infer numbers if the first rows of a column have one id each.
     convert = pa_csv.ConvertOptions(column_types={name: pa.string() for name in names}, strings_can_be_null=False)
     first = 0
@@ -460,9 +256,11 @@ def _csv_chunks(path: Path) -> Iterator[Chunk]:
         pa_csv.open_csv(file, read_options=read, parse_options=parse, convert_options=convert) as reader,
     ):
         for batch in reader:
-            if batch.num_rows:
-                yield LoadedChunk(str(path), "row", first, batch.nbytes, pa.Table.from_batches([batch]))
-            first += batch.num_rows
+            if batch.num_rows or problems:
+                table = pa.Table.from_batches([batch])
+                yield LoadedChunk(str(path), "row", first, batch.nbytes, table, tuple(problems))
+            first += batch.num_rows + len(problems)
+            problems.clear()
 
 
 def parquet_chunks(
@@ -471,30 +269,33 @@ def parquet_chunks(
     """The rows of consecutive row groups; `source` names the file in error messages."""
     metadata = file.metadata
     names = file.schema_arrow.names
+    check_names(file.schema_arrow, source)
     # If a column is missing, all columns are read, so that the error message can list them.
     complete = all(name in names for name in selected or ("input_ids",))
-    wanted = [name for name in selected or COLUMNS if name in names] if complete else None
+    read = dict.fromkeys((*(selected or COLUMNS), *OPTIONAL_COLUMNS))
+    wanted = [name for name in read if name in names] if complete else None
+    schema = file.schema_arrow
+    left_out = [] if wanted is None else [name for name in names if name not in wanted]
+    unread = tuple(name for name in left_out if not pa.types.is_null(schema.field(name).type))
     num_bytes = sum(metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups))
     step = max(1, min(65536, int(metadata.num_rows * CHUNK_BYTES / max(1, num_bytes))))
     first = sum(metadata.row_group(group).num_rows for group in range(groups.start))
     for batch in file.iter_batches(batch_size=step, row_groups=list(groups), columns=wanted):
-        yield LoadedChunk(source, "row", first, batch.nbytes, pa.Table.from_batches([batch]))
+        yield LoadedChunk(source, "row", first, batch.nbytes, pa.Table.from_batches([batch]), unread=unread)
         first += batch.num_rows
 
 
 def arrow_batches(path: Path) -> Iterator[pa.RecordBatch]:
-    """The memory-mapped record batches of an Arrow file, IPC stream or IPC file."""
+    """The memory-mapped record batches of an Arrow file, IPC stream or IPC file. DataError for a repeated column."""
     mapped = pa.memory_map(str(path))
     try:
         reader = pa.ipc.open_file(mapped)
     except pa.ArrowInvalid:
         mapped.seek(0)
-        yield from pa.ipc.open_stream(mapped)
+        stream = pa.ipc.open_stream(mapped)
+        check_names(stream.schema, str(path))
+        yield from stream
         return
+    check_names(reader.schema, str(path))
     for index in range(reader.num_record_batches):
         yield reader.get_batch(index)
-
-
-def _excerpt(text: str, limit: int = 60) -> str:
-    text = text.strip()
-    return repr(text if len(text) <= limit else text[:limit] + "...")

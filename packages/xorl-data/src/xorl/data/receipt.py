@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
+
+# The skipped rows whose errors are kept.
+_NUM_PROBLEMS = 10
 
 
 @dataclass(frozen=True)
@@ -16,7 +20,8 @@ class Counts:
     were removed because their attention_mask is 0. In `misaligned` samples most labels differ from the token at the
     same position; in `shifted` samples, a subset, they equal the next token. `unwritten_reasoning` counts conversations
     whose reasoning the template omits entirely. `straddling_tokens` contain both trained and untrained text.
-    `unended_turns` are trained chat turns without a special token at the end.
+    `unended_turns` are trained chat turns without a special token at the end. `skipped` samples cannot be used and were
+    skipped, because the dataset allows it (skip_bad_rows).
     """
 
     samples: int = 0
@@ -39,6 +44,7 @@ class Counts:
     misaligned: int = 0
     shifted: int = 0
     unwritten_reasoning: int = 0
+    skipped: int = 0
 
     def __add__(self, other: Counts) -> Counts:
         return Counts(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
@@ -54,8 +60,38 @@ class Counts:
 
 
 @dataclass(frozen=True)
+class Findings:
+    """What was found in the rows of one dataset, apart from counts.
+
+    `unused` names the columns and, as `messages[].name`, the message keys that do not affect the documents.
+    `end_tokens` has the special tokens that end trained text, and how often each does: what a model learns to stop
+    with. `problems` are the errors of the first skipped rows.
+    """
+
+    unused: tuple[str, ...] = ()
+    end_tokens: Mapping[str, int] = field(default_factory=dict)
+    problems: tuple[str, ...] = ()
+
+    def __add__(self, other: Findings) -> Findings:
+        if other == _NOTHING:
+            return self
+        tokens = dict(self.end_tokens)
+        for token, number in other.end_tokens.items():
+            tokens[token] = tokens.get(token, 0) + number
+        unused = dict.fromkeys((*self.unused, *other.unused))
+        return Findings(tuple(unused), tokens, (*self.problems, *other.problems)[:_NUM_PROBLEMS])
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Findings:
+        return cls(tuple(values["unused"]), dict(values["end_tokens"]), tuple(values["problems"]))
+
+
+_NOTHING = Findings()
+
+
+@dataclass(frozen=True)
 class DatasetReceipt:
-    """The counts of one dataset entry. `cached`: an earlier preparation was reused.
+    """The counts of one dataset entry, and what was found in it. `cached`: an earlier preparation was reused.
 
     `drawn` is the number of documents that an epoch draws, if a mixture does not use each document once.
     """
@@ -64,6 +100,7 @@ class DatasetReceipt:
     counts: Counts
     cached: bool = False
     drawn: int | None = None
+    findings: Findings = field(default_factory=Findings)
 
 
 @dataclass(frozen=True)
@@ -81,6 +118,12 @@ class Receipt:
     fill: float | None = None
     plan_hash: str | None = None
     steps: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def end_tokens(self) -> dict[str, int]:
+        """The special tokens that end trained text in any dataset, and how often, most frequent first."""
+        tokens = sum((dataset.findings for dataset in self.datasets), Findings()).end_tokens
+        return dict(sorted(tokens.items(), key=lambda pair: -pair[1]))
 
     @property
     def total(self) -> Counts:

@@ -11,10 +11,11 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from xorl.data.chunks import table_chunks
 from xorl.data.errors import DataError
 from xorl.data.formats import EncodedDocuments, TokenizedFormat, as_numpy
-from xorl.data.readers import arrow_batches, table_chunks
-from xorl.data.receipt import Counts
+from xorl.data.readers import arrow_batches
+from xorl.data.receipt import Counts, Findings
 
 _STATE = "state.json"
 _SPLITS = "dataset_dict.json"
@@ -59,7 +60,7 @@ class SavedStore:
         self.extra_names = fmt.extras
         self._files, self._format = files, fmt
         self._map()
-        self.counts = Counts()
+        self.counts, self.findings = Counts(), Findings()
         self.largest_id, self.largest_id_row = -1, -1
         lengths, num_trained = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         for documents in self._checked():
@@ -67,6 +68,7 @@ class SavedStore:
                 self.largest_id = documents.largest_id
                 self.largest_id_row = self.counts.samples + documents.largest_id_row
             self.counts += documents.counts
+            self.findings += documents.findings
             lengths.append(documents.lengths)
             num_trained.append(documents.num_trained)
         self.lengths = np.concatenate(lengths)

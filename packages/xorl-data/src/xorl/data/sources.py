@@ -13,11 +13,13 @@ from functools import partial
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Protocol
 
+from xorl.data.chunks import Chunk, RowRange
+from xorl.data.declared import CARDS, declared_files, declared_names, declares_files, local_cards
 from xorl.data.downloads import Download, fetch_all, with_retries
 from xorl.data.entry import DatasetEntry
 from xorl.data.errors import DataError
 from xorl.data.hashing import JSON, hash_files
-from xorl.data.readers import COMPRESSIONS, FILE_TYPES, SUFFIXES, Chunk, FileType, RowRange, file_type, read_chunks
+from xorl.data.readers import COMPRESSIONS, FILE_TYPES, SUFFIXES, FileType, file_type, read_chunks
 from xorl.data.remote import RemoteFile, Storage, is_url, storage_of
 from xorl.data.saved import is_saved_folder, saved_files
 
@@ -214,12 +216,26 @@ def shard_range(total: int, num: int, index: int) -> tuple[int, int]:
 
 
 def _check_no_hub_options(entry: DatasetEntry, option: str) -> None:
-    for name, value in (("name", entry.name), ("revision", entry.revision)):
-        if value is not None:
-            raise DataError(f"{option}.{name}: {value!r} applies only to Hub datasets, not to {entry.path}; remove it")
+    _check_no_revision(entry, option)
+    if entry.name is not None:
+        raise DataError(
+            f"{option}.name: {entry.name!r} applies only to Hub datasets, and to folders whose README.md declares "
+            f"configs, not to {entry.path}{' with data_files' if entry.data_files is not None else ''}; remove it"
+        )
+
+
+def _check_no_revision(entry: DatasetEntry, option: str) -> None:
+    if entry.revision is not None:
+        raise DataError(
+            f"{option}.revision: {entry.revision!r} applies only to Hub datasets, not to {entry.path}; remove it"
+        )
 
 
 def _local_source(path: Path, entry: DatasetEntry, option: str) -> FileSource:
+    if entry.data_files is None and path.is_dir() and declares_files(local_cards(path)):
+        _check_no_revision(entry, option)
+        files = declared_files(path, entry, option)
+        return FileSource(entry.path, tuple(files), type_of(files, entry, option))
     _check_no_hub_options(entry, option)
     if entry.data_files is None and path.is_dir() and is_saved_folder(path):
         return FileSource(entry.path, tuple(saved_files(path, entry.split, option=option)), "arrow")
@@ -320,7 +336,8 @@ def has_urls(entry: DatasetEntry) -> bool:
 
 def remote_files(entry: DatasetEntry, option: str) -> tuple[Storage, list[RemoteFile]]:
     """The storage of an entry's remote files, and the files in order."""
-    _check_no_hub_options(entry, option)
+    if entry.data_files is not None:
+        _check_no_hub_options(entry, option)
     if entry.data_files is None:
         storage = storage_of(entry.path, f"{option}.path")
         return storage, _files_at(storage, entry, option)
@@ -345,18 +362,26 @@ def remote_files(entry: DatasetEntry, option: str) -> tuple[Storage, list[Remote
 def _files_at(storage: Storage, entry: DatasetEntry, option: str) -> list[RemoteFile]:
     url = entry.path
     single = with_retries(partial(storage.stat, url), url)
-    if single is not None:
-        _check_no_split(entry, option)
-        return [single]
-    found = with_retries(partial(storage.find, url), url)
+    found = [single] if single is not None else with_retries(partial(storage.find, url), url)
     if not found:
         raise DataError(f"{option}.path: {url} does not exist, or is an empty folder")
-    if any(character in url for character in "*?["):
+    if single is not None or any(character in url for character in "*?["):
+        _check_no_hub_options(entry, option)
         _check_no_split(entry, option)
         return found
     root = f"{url.rstrip('/')}/"
     by_name = {file.url.removeprefix(root): file for file in found}
+    cards = {name: _read_text(storage, by_name[name]) for name in CARDS if name in by_name}
+    if declares_files(cards):
+        _check_no_revision(entry, option)
+        return [by_name[name] for name in declared_names(list(by_name), cards, entry, option)]
+    _check_no_hub_options(entry, option)
     return [by_name[name] for name in data_files_among(sorted(by_name), entry, option)]
+
+
+def _read_text(storage: Storage, file: RemoteFile) -> str:
+    content = with_retries(lambda: b"".join(storage.read(file, 0)[1]), file.url)
+    return content.decode("utf-8", errors="replace")
 
 
 def _remote_source(entry: DatasetEntry, option: str, downloads: Path) -> DownloadedSource:
@@ -380,9 +405,9 @@ def _hub_source(entry: DatasetEntry, option: str, token: str | bool | None) -> S
 
 def _hub_urls(entry: DatasetEntry, option: str, token: str | bool | None) -> list[str]:
     _check_hub_types(entry, option)
-    from xorl.data.hub import hub_urls  # noqa: PLC0415  (as above)
+    from xorl.data.hub import split_files  # noqa: PLC0415  (as above)
 
-    return hub_urls(entry, option=option, token=token)
+    return split_files(entry.path, entry, option=option, token=token)
 
 
 def _check_hub_types(entry: DatasetEntry, option: str) -> None:

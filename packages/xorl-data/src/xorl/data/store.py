@@ -14,7 +14,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import BinaryIO, Protocol
@@ -24,10 +24,12 @@ import numpy as np
 from xorl.data.errors import DataError
 from xorl.data.formats import EncodedDocuments
 from xorl.data.hashing import JSON, digest
-from xorl.data.receipt import Counts
+from xorl.data.receipt import Counts, Findings
 
-# Part of every key. Increment it when the file format changes, or when a row is converted to different documents.
-FORMAT_VERSION = 4
+# Part of the name of every folder. Increment it when its files change, or when rows become other documents.
+FORMAT_VERSION = 5
+# Part of every key, from which the order of documents is drawn: the same data should keep its order.
+KEY_VERSION = 4
 MANIFEST = "manifest.json"
 _COPY_BYTES = 16 << 20
 
@@ -64,9 +66,15 @@ class StoreManifest:
     # The key of the dataset: differs from `key` if this is one of several separately prepared parts.
     whole: str = ""
     num_files: int = 1
+    findings: Findings = field(default_factory=Findings)
 
     def write(self, folder: Path) -> None:
-        values = {**vars(self), "counts": vars(self.counts), "format_version": FORMAT_VERSION}
+        values = {
+            **vars(self),
+            "counts": vars(self.counts),
+            "findings": vars(self.findings),
+            "format_version": FORMAT_VERSION,
+        }
         (folder / MANIFEST).write_text(json.dumps(values, indent=1) + "\n")
 
     @classmethod
@@ -78,6 +86,7 @@ class StoreManifest:
             if version != FORMAT_VERSION:
                 raise DataError(f"{folder} was prepared in format {version}, but this version reads {FORMAT_VERSION}")
             values["counts"] = Counts.from_dict(values["counts"])
+            values["findings"] = Findings.from_dict(values["findings"])
             values["extra_names"] = tuple(values["extra_names"])
             return cls(**values)
         except (OSError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
@@ -228,6 +237,7 @@ class FlatStoreWriter:
         largest_id: tuple[int, int],
         whole: str,
         num_files: int = 1,
+        findings: Findings,
     ) -> None:
         """Splits the tokens into `num_files` files of whole documents. DataError if there are fewer documents."""
         lengths = np.concatenate(self._lengths)
@@ -261,6 +271,7 @@ class FlatStoreWriter:
             files=sizes,
             whole=whole,
             num_files=num_files,
+            findings=findings,
         ).write(self._folder)
         for name in (*sizes, MANIFEST):
             fsync(self._folder / name)

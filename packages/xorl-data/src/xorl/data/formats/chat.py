@@ -8,17 +8,29 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import ClassVar, Literal
 
+from xorl.data.chunks import Row
 from xorl.data.errors import DataError
-from xorl.data.formats.messages import MESSAGE_COLUMNS, REASONING, Conversation, api_variants, read_conversation
-from xorl.data.formats.shapes import ShapeCache
+from xorl.data.formats.finder import TurnFinder
+from xorl.data.formats.keys import KeyTests
+from xorl.data.formats.messages import (
+    MESSAGE_COLUMNS,
+    REASONING,
+    Conversation,
+    api_variants,
+    message_columns,
+    read_conversation,
+)
 from xorl.data.formats.spans import Rendered
 from xorl.data.formats.template import ChatTemplate, load_template
 from xorl.data.formats.text import RenderedFormat
-from xorl.data.formats.turns import render_all, render_turns, special_pattern
+from xorl.data.formats.turns import render_all, special_pattern
 from xorl.data.hashing import JSON
-from xorl.data.readers import Row
+
+# Templates with the variables of a row are compiled again after eviction.
+_MAX_FINDERS = 256
 
 ChatTarget = Literal["assistant", "last_turn", "all"]
 
@@ -28,7 +40,8 @@ class ChatFormat(RenderedFormat):
     """Conversations. `template` is a file, the name of one of the tokenizer's templates, or None for its default.
 
     `train_on`: assistant trains every assistant message, last_turn only those after the last user message, all every
-    token. `template_kwargs` are variables for the template. The columns are messages, tools and system.
+    token. `template_kwargs` are variables for the template; a row may set others (chat_template_kwargs). The columns
+    are messages, or prompt and completion, and tools and system.
     """
 
     template: str | None = None
@@ -49,6 +62,13 @@ class ChatFormat(RenderedFormat):
     def masks_prompts(self) -> bool:
         return self.train_on != "all"
 
+    def used_columns(self, row: Row) -> frozenset[str]:
+        others = (self.columns.get(name, name) for name in ("tools", "system"))
+        return frozenset((*message_columns(row, self.columns), *others, "chat_template_kwargs"))
+
+    def unused_keys(self) -> tuple[str, ...]:
+        return self._key_tests.unused
+
     def fingerprint(self) -> dict[str, JSON]:
         return {
             **super().fingerprint(),
@@ -60,6 +80,7 @@ class ChatFormat(RenderedFormat):
     def render(self, row: Row) -> Rendered:
         conversation = read_conversation(row, self.columns)
         rendered = self._render_any_variant(conversation)
+        self._key_tests.add(conversation, rendered.text, self._finder(conversation).template)
         thoughts = [str(message[REASONING]).strip() for message in conversation.messages if REASONING in message]
         lacks = any(thoughts) and not any(thought and thought in rendered.text for thought in thoughts)
         return replace(rendered, lacks_reasoning=True) if lacks else rendered
@@ -78,13 +99,15 @@ class ChatFormat(RenderedFormat):
             raise
 
     def _render(self, conversation: Conversation) -> Rendered:
-        template = self._template if conversation.tools is None else self._tool_template
-        if self.train_on == "all":
-            return render_all(template, conversation)
-        turns = self._turns(conversation)
-        if conversation.tools is None:
-            return self._shapes.render(conversation, turns)
-        return render_turns(template, conversation, turns, self._special)
+        finder = self._finder(conversation)
+        if self.train_on != "all":
+            return finder.render(conversation, self._turns(conversation))
+        if False in conversation.trained:
+            raise DataError(
+                f"message {conversation.trained.index(False)} is not to be trained, but train_on: all trains every "
+                "token; set train_on to assistant, or remove the key"
+            )
+        return render_all(finder.template, conversation)
 
     def check_template(self) -> None:
         """Raises DataError if the template is unusable, or does not use one of `template_kwargs`."""
@@ -103,11 +126,11 @@ class ChatFormat(RenderedFormat):
     def _turns(self, conversation: Conversation) -> list[int]:
         """The indices of the messages that are trained."""
         roles = [message["role"] for message in conversation.messages]
-        first = 0
+        first = conversation.num_prompt
         if self.train_on == "last_turn":
             # If the conversation ends with a question, this is the answer to the previous question.
             last_answer = max(number for number, role in enumerate(roles) if role == "assistant")
-            first = max((number for number in range(last_answer) if roles[number] == "user"), default=0)
+            first = max([first, *(number for number in range(last_answer) if roles[number] == "user")])
         return [
             number
             for number, role in enumerate(roles)
@@ -122,17 +145,33 @@ class ChatFormat(RenderedFormat):
     def _tool_template(self) -> ChatTemplate:
         return self._load(with_tools=True)
 
-    def _load(self, *, with_tools: bool) -> ChatTemplate:
-        option, kwargs = self.template_option, self.template_kwargs
-        return load_template(option, self.template, self.tokenizer, with_tools=with_tools, kwargs=kwargs)
+    def _load(self, *, with_tools: bool, kwargs: Mapping[str, object] = MappingProxyType({})) -> ChatTemplate:
+        kwargs = {**self.template_kwargs, **kwargs}
+        return load_template(self.template_option, self.template, self.tokenizer, with_tools=with_tools, kwargs=kwargs)
+
+    def _finder(self, conversation: Conversation) -> TurnFinder:
+        """The template for a conversation, which depends on whether it has tools, and on its own variables."""
+        with_tools, kwargs = conversation.tools is not None, conversation.template_kwargs
+        key = with_tools, json.dumps(kwargs, sort_keys=True) if kwargs else ""
+        if key not in self._finders:
+            if len(self._finders) == _MAX_FINDERS:
+                self._finders.clear()
+            own = self._tool_template if with_tools else self._template
+            template = self._load(with_tools=with_tools, kwargs=kwargs) if kwargs else own
+            self._finders[key] = TurnFinder(template, self._special)
+        return self._finders[key]
 
     @cached_property
     def _special(self) -> re.Pattern[str]:
         return special_pattern(self.tokenizer.special_texts)
 
     @cached_property
-    def _shapes(self) -> ShapeCache:
-        return ShapeCache(self._template, self._special)
+    def _finders(self) -> dict[tuple[bool, str], TurnFinder]:
+        return {}
+
+    @cached_property
+    def _key_tests(self) -> KeyTests:
+        return KeyTests()
 
     def __getstate__(self) -> dict[str, object]:
         # Compiled templates cannot be pickled and are compiled again.

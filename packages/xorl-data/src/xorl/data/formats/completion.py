@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from xorl.data.chunks import Row
 from xorl.data.errors import DataError
 from xorl.data.formats.spans import Rendered
 from xorl.data.formats.text import RenderedFormat
 from xorl.data.hashing import JSON
-from xorl.data.readers import Row
 
 CompletionTarget = Literal["completion", "all"]
 # The columns of the prompt, in order, and the column of the answer. `input` may be missing or empty.
@@ -18,7 +20,9 @@ COLUMN_SETS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("instruction", "input"), "output"),
     (("question",), "answer"),
 )
-_OPTIONAL = ("input",)
+_OPTIONAL = ("input", "system")
+# Columns that come before the prompt: the system message, and earlier pairs of prompt and answer.
+CONTEXT_COLUMNS = ("system", "history")
 # Put between the parts, except between prompt and completion: a completion continues the prompt directly.
 _SEPARATOR = "\n\n"
 
@@ -27,8 +31,9 @@ _SEPARATOR = "\n\n"
 class PromptCompletionFormat(RenderedFormat):
     """Rows of prompt and completion, of instruction, input and output, or of question and answer.
 
-    A completion follows its prompt directly; the other columns are separated by blank lines. The text ends with one
-    EOS, which is trained, and begins with BOS if the tokenizer itself would add one.
+    A completion follows its prompt directly; the other columns are separated by blank lines. The columns system and
+    history, if they exist, come before the prompt. The text ends with one EOS, which is trained, and begins with BOS if
+    the tokenizer itself would add one.
     """
 
     train_on: CompletionTarget = "completion"
@@ -39,7 +44,8 @@ class PromptCompletionFormat(RenderedFormat):
     def selected(self) -> tuple[str, ...]:
         # If one of these is missing, the reader returns all columns, so a column of another set is never skipped.
         parts, answer = self._renamed_columns() or COLUMN_SETS[0]
-        return tuple(self.columns.get(name, name) for name in (*parts, answer))
+        context = [name for name in CONTEXT_COLUMNS if name in self.columns]
+        return tuple(self.columns.get(name, name) for name in (*context, *parts, answer))
 
     @property
     def masks_prompts(self) -> bool:
@@ -48,9 +54,14 @@ class PromptCompletionFormat(RenderedFormat):
     def fingerprint(self) -> dict[str, JSON]:
         return {**super().fingerprint(), "train_on": self.train_on}
 
+    def used_columns(self, row: Row) -> frozenset[str]:
+        parts, answer = self._renamed_columns() or _columns_of(row)
+        return frozenset(self.columns.get(name, name) for name in (*CONTEXT_COLUMNS, *parts, answer))
+
     def render(self, row: Row) -> Rendered:
         parts, answer = self._renamed_columns() or _columns_of(row)
-        values = [self._value(row, name) for name in (*parts, answer)]
+        context = [self._value(row, "system"), *self._history(row)]
+        values = [*context, *(self._value(row, name) for name in (*parts, answer))]
         prompt = _SEPARATOR.join(value for value in values[:-1] if value)
         if answer != "completion" and prompt:
             prompt += _SEPARATOR
@@ -64,14 +75,32 @@ class PromptCompletionFormat(RenderedFormat):
         """The column set that `columns` refers to."""
         return next((names for names in COLUMN_SETS if set(self.columns) & {*names[0], names[1]}), None)
 
+    def _history(self, row: Row) -> list[str]:
+        """The texts of the earlier pairs, in order."""
+        column = self.columns.get("history", "history")
+        value = row.get(column)
+        if "history" in self.columns and column not in row:
+            raise DataError(f"column {column!r} does not exist; the columns are: {', '.join(row)}")
+        if isinstance(value, str) and value.strip():
+            with suppress(json.JSONDecodeError):
+                value = json.loads(value)
+        if not value:
+            return []
+        texts: list[str] = []
+        for pair in value if isinstance(value, list) else [value]:
+            if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
+                raise DataError(f"column {column!r} contains {pair!r}, want a list of pairs of prompt and answer")
+            texts += pair
+        return texts
+
     def _value(self, row: Row, name: str) -> str:
         column = self.columns.get(name, name)
         value = row.get(column)
-        if value is None and name in _OPTIONAL:
+        if value is None and name in _OPTIONAL and (column in row or name not in self.columns):
             return ""
         if not isinstance(value, str):
             state = "does not exist" if column not in row else f"is {'null' if value is None else type(value).__name__}"
-            hint = "; for messages, set type: chat" if isinstance(value, list) else ""
+            hint = "; for messages in both columns, set type: chat" if isinstance(value, list) else ""
             raise DataError(f"column {column!r} {state}, want a string{hint}; the columns are: {', '.join(row)}")
         return value
 

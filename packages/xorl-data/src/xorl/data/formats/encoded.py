@@ -5,17 +5,21 @@ Array legend: T tokens of all documents on one axis, N documents, R rows.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 import numpy as np
 
 from xorl.data.batch import IGNORE
+from xorl.data.chunks import Chunk, Row, SomeRows
 from xorl.data.errors import DataError
 from xorl.data.formats.tokenizer import TextTokenizer
 from xorl.data.hashing import JSON
-from xorl.data.readers import Chunk
-from xorl.data.receipt import Counts
+from xorl.data.receipt import Counts, Findings
+
+# Tokens of whitespace that a template may write after the end token of a turn.
+_MAX_SPACE_TOKENS = 2
 
 Overflow = Literal["truncate", "drop", "split", "error"]
 
@@ -85,6 +89,7 @@ class EncodedDocuments:
     has_labels: bool
     largest_id: int
     largest_id_row: int
+    findings: Findings = field(default_factory=Findings)
 
 
 @dataclass(frozen=True)
@@ -97,6 +102,7 @@ class EncodedRows:
     lengths: np.ndarray
     has_labels: bool
     counts: Counts = field(default_factory=Counts)
+    findings: Findings = field(default_factory=Findings)
 
 
 def id_problem(offender: int, name: str, vocab_size: int | None) -> str:
@@ -110,6 +116,66 @@ def id_problem(offender: int, name: str, vocab_size: int | None) -> str:
         f"{name} contains the id {offender}, but the model's vocab_size is {vocab_size}, so the largest id is "
         f"{vocab_size - 1}; check that the data was tokenized with the model's tokenizer"
     )
+
+
+def encode_usable(
+    chunk: Chunk, encode: Callable[[Chunk], EncodedRows], *, skip_bad_rows: bool
+) -> tuple[EncodedRows, Chunk]:
+    """Encodes the rows of a chunk; with `skip_bad_rows`, those that can be used. Returns them and their chunk.
+
+    Raises DataError for a row that cannot be used, or for rows that do not fit each other.
+    """
+    if not skip_bad_rows:
+        if chunk.problems:
+            raise DataError(chunk.problems[0])
+        return encode(chunk), chunk
+    problems, usable = [*chunk.problems], chunk
+    try:
+        rows = encode(chunk)
+    except DataError:
+        kept: list[tuple[int, Row]] = []
+        names = chunk.names()
+        for index, row in enumerate(chunk.read()):
+            try:
+                if isinstance(row, DataError):
+                    raise row
+                encode(SomeRows(chunk, [index], [row], names))
+                kept.append((index, row))
+            except DataError as error:
+                problems.append(str(error))
+        usable = SomeRows(chunk, [index for index, _ in kept], [row for _, row in kept], names)
+        rows = encode(usable)
+    num = len(problems)
+    findings = rows.findings + Findings(problems=tuple(problems))
+    return replace(rows, counts=rows.counts + Counts(samples=num, skipped=num), findings=findings), usable
+
+
+def _end_tokens(rows: EncodedRows, tokenizer: TextTokenizer | None) -> dict[str, int]:
+    """The special tokens at the end of each run of trained tokens, apart from whitespace after them, and their counts.
+
+    These are the tokens with which the model learns to end its text.
+    """
+    if tokenizer is None or not len(rows.input_ids):
+        return {}
+    is_end = np.zeros(len(rows.input_ids), np.bool_)
+    is_end[np.cumsum(rows.lengths)[rows.lengths > 0] - 1] = True
+    if rows.labels is not None:
+        trained = rows.labels != IGNORE
+        is_end[:-1] |= ~trained[1:]
+        is_end &= trained
+    ends = np.flatnonzero(is_end)
+    special = np.array(tokenizer.special_ids, dtype=np.int64)
+    tokens: dict[str, int] = {}
+    for _ in range(_MAX_SPACE_TOKENS + 1):
+        ids = rows.input_ids[ends]
+        found = np.isin(ids, special)
+        for token_id, number in zip(*np.unique(ids[found], return_counts=True), strict=True):
+            text = str(tokenizer.core.id_to_token(int(token_id)))
+            tokens[text] = tokens.get(text, 0) + int(number)
+        spaces = [token_id for token_id in np.unique(ids[~found]).tolist() if tokenizer.is_space(token_id)]
+        ends = ends[np.isin(ids, spaces)] - 1
+        ends = ends[ends >= 0]
+    return tokens
 
 
 def apply_overflow(rows: EncodedRows, chunk: Chunk, fmt: Format) -> EncodedDocuments:
@@ -142,6 +208,7 @@ def apply_overflow(rows: EncodedRows, chunk: Chunk, fmt: Format) -> EncodedDocum
     labels = fitted.labels
     if labels is not None and np.array_equal(labels, fitted.input_ids):
         labels = None
+    findings = rows.findings + Findings(end_tokens=_end_tokens(rows, fmt.tokenizer))
     counts = rows.counts + Counts(
         samples=len(rows.lengths),
         kept=int(np.count_nonzero(kept_lengths)),
@@ -168,6 +235,7 @@ def apply_overflow(rows: EncodedRows, chunk: Chunk, fmt: Format) -> EncodedDocum
         has_labels=rows.has_labels,
         largest_id=largest,
         largest_id_row=largest_row,
+        findings=findings,
     )
 
 

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import chain
 
+from xorl.data.columns import TRAIN_KEYS
 from xorl.data.errors import DataError
+from xorl.data.formats.masks import train_flag
 from xorl.data.formats.template import Message
 
 MESSAGE_COLUMNS = ("messages", "conversations")
+# A conversation in two columns, as TRL has it: only messages of the second are trained.
+SPLIT_COLUMNS = ("prompt", "completion")
+_KWARGS = "chat_template_kwargs"
 _ROLES = {
     "system": "system",
     "developer": "developer",
@@ -38,35 +44,73 @@ _NEXT_ROLES: dict[str | None, tuple[str, ...]] = {
 }
 REASONING = "reasoning_content"
 _REASONING_FIELDS = (REASONING, "thinking", "reasoning")
-_TRAIN_FIELDS = ("train", "weight")
+# The keys of messages whose use is not a matter of the template.
+KNOWN_KEYS = frozenset(("role", "content", "tool_calls", *_REASONING_FIELDS))
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages as templates expect them. `trained` has each message's train or weight field, or None."""
+    """Messages as templates expect them. `trained` has whether each message is to be trained, by its keys, or None.
+
+    The first `num_prompt` messages are a prompt, which is not trained. `template_kwargs` are the row's own variables
+    for the template.
+    """
 
     messages: list[Message]
     tools: list[object] | None
     trained: tuple[bool | None, ...]
+    num_prompt: int = 0
+    template_kwargs: Mapping[str, object] = field(default_factory=dict)
+
+
+def message_columns(row: Mapping[str, object], columns: Mapping[str, str]) -> tuple[str, ...]:
+    """The column that holds the row's messages, or the two of SPLIT_COLUMNS; the names that are wanted if none does.
+
+    Raises DataError if two columns hold a conversation each, since either could be the right one.
+    """
+    if "messages" in columns:
+        return (columns["messages"],)
+    found = [name for name in MESSAGE_COLUMNS if row.get(name) is not None]
+    if len(found) > 1:
+        raise DataError(
+            f"columns {found[0]!r} and {found[1]!r} both have a conversation; set column_names to the one to read, "
+            f"such as {{messages: {found[0]}}}"
+        )
+    split = tuple(columns.get(name, name) for name in SPLIT_COLUMNS)
+    if not found and all(isinstance(row.get(name), list) for name in split):
+        return split
+    return tuple(found) or tuple(name for name in MESSAGE_COLUMNS if name in row) or MESSAGE_COLUMNS
 
 
 def read_conversation(row: Mapping[str, object], columns: Mapping[str, str]) -> Conversation:
     """The conversation of a row. Raises DataError, without the location of the row, if it is invalid."""
-    value = _messages_of(row, columns)
-    if not isinstance(value, list):
-        raise DataError(f"the messages are {type(value).__name__}, want a list")
-    if not value:
+    names = message_columns(row, columns)
+    is_split = len(names) == 2 and names != MESSAGE_COLUMNS
+    parts: list[list[object]] = []
+    for value in [_messages_of(row, (name,)) for name in names] if is_split else [_messages_of(row, names)]:
+        if not isinstance(value, list):
+            raise DataError(f"the messages are {type(value).__name__}, want a list")
+        parts.append(value)
+    if not any(parts):
         raise DataError("the conversation is empty: it has no messages")
     for name in ("system", "tools"):
         if name in columns and columns[name] not in row:
             raise DataError(
                 f"column {columns[name]!r} (column_names: {name}) does not exist; the columns are: {', '.join(row)}"
             )
-    read = [_message(item, number) for number, item in enumerate(value)]
+    read = [_message(item, number) for number, item in enumerate(chain.from_iterable(parts))]
+    num_after = len(parts[1]) if is_split else len(read)
     _add_system(read, row, columns.get("system", "system"))
     messages = [message for message, _ in read]
     _check_order(messages)
-    return Conversation(messages, _tools(row.get(columns.get("tools", "tools"))), tuple(flag for _, flag in read))
+    tools = _tools(row.get(columns.get("tools", "tools")))
+    return Conversation(
+        messages,
+        tools,
+        tuple(flag for _, flag in read),
+        num_prompt=len(messages) - num_after if is_split else 0,
+        template_kwargs=_template_kwargs(row.get(_KWARGS)),
+    )
 
 
 def api_variants(conversation: Conversation) -> Iterator[Conversation]:
@@ -114,17 +158,28 @@ def _add_system(read: list[tuple[Message, bool | None]], row: Mapping[str, objec
         raise DataError(f"message 0 is a system message, and column {column!r} has another one; remove one of them")
 
 
-def _messages_of(row: Mapping[str, object], columns: Mapping[str, str]) -> object:
-    names = (columns["messages"],) if "messages" in columns else MESSAGE_COLUMNS
+def _template_kwargs(value: object) -> Mapping[str, object]:
+    if isinstance(value, str) and value.strip():
+        value = _parsed(value, f"column {_KWARGS!r}")
+    if not value:
+        return {}
+    if not isinstance(value, dict):
+        raise DataError(f"column {_KWARGS!r} is {type(value).__name__}, want an object: the template's variables")
+    return {str(name): item for name, item in value.items() if item is not None}
+
+
+def _parsed(text: str, what: str) -> object:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{what} is a string that is not JSON: {error.msg}") from error
+
+
+def _messages_of(row: Mapping[str, object], names: tuple[str, ...]) -> object:
     for name in names:
         if row.get(name) is not None:
             value = row[name]
-            if isinstance(value, str):
-                try:
-                    return json.loads(value)
-                except json.JSONDecodeError as error:
-                    raise DataError(f"column {name!r} is a string that is not JSON: {error.msg}") from error
-            return value
+            return _parsed(value, f"column {name!r}") if isinstance(value, str) else value
     state = "is null" if any(name in row for name in names) else "does not exist"
     wanted = " or ".join(map(repr, names))
     raise DataError(
@@ -148,15 +203,21 @@ def _message(item: object, number: int) -> tuple[Message, bool | None]:
     flag = _train_flag(fields, role, number)
     content = fields.pop(content_field, None)
     if role_name == "function_call":  # in ShareGPT's format, the content is the call
-        fields["tool_calls"], content = [_json_object(content, f"message {number}")], None
+        fields["tool_calls"], content = _list_of_calls(content, f"message {number}"), None
     _normalize_calls_(fields, number)
     may_be_missing = any(key in fields for key in ("tool_calls", *_REASONING_FIELDS))
     message: Message = {"role": role, "content": _text(content, number, may_be_missing=may_be_missing)}
-    message |= {key: value for key, value in fields.items() if key not in _TRAIN_FIELDS}
-    reasoning = next((message[key] for key in _REASONING_FIELDS if key in message), None)
-    if reasoning is not None:
+    message |= {key: value for key, value in fields.items() if key not in TRAIN_KEYS}
+    reasonings = {key: message[key] for key in _REASONING_FIELDS if key in message}
+    if reasonings:
+        reasoning = next(iter(reasonings.values()))
         if not isinstance(reasoning, str):
             raise DataError(f"message {number}: its reasoning is {type(reasoning).__name__}, want a string")
+        if any(other != reasoning for other in reasonings.values()):
+            raise DataError(
+                f"message {number} has different texts in {' and '.join(reasonings)}, which are names of the same; "
+                "remove all but one"
+            )
         message = {"thinking": reasoning, **message, REASONING: reasoning}
     return message, flag
 
@@ -166,7 +227,7 @@ def _normalize_calls_(fields: dict[str, object], number: int) -> None:
     if "function_call" in fields:
         if fields.get("tool_calls"):
             raise DataError(f"message {number} has both tool_calls and function_call; remove one of them")
-        fields["tool_calls"] = [fields.pop("function_call")]
+        fields["tool_calls"] = _list_of_calls(fields.pop("function_call"), f"message {number}: function_call")
     calls = fields.get("tool_calls", [])
     if not isinstance(calls, list):
         raise DataError(f"message {number}: tool_calls is {type(calls).__name__}, want a list")
@@ -177,19 +238,15 @@ def _normalize_calls_(fields: dict[str, object], number: int) -> None:
 
 
 def _train_flag(fields: Mapping[str, object], role: str, number: int) -> bool | None:
-    """The train or weight field of a message. It may only be true for assistant messages: no others are predicted."""
-    flags = [fields[name] for name in _TRAIN_FIELDS if name in fields]
-    if not flags:
-        return None
-    flag = flags[0]
-    if flag not in (0, 1) or any(other != flag for other in flags):
-        raise DataError(f"message {number}: train and weight must be equal, and true or false (1 or 0), got {flags}")
+    """Whether a message is to be trained, by its keys. Only assistant messages can be: no others are predicted."""
+    flag = train_flag(fields, number)
     if flag and role != "assistant":
+        names = " and ".join(name for name in TRAIN_KEYS if name in fields)
         raise DataError(
-            f"message {number} of role {role} sets train or weight, but only assistant messages can be trained; remove "
-            "the field, or train all tokens with train_on: all"
+            f"message {number} of role {role} sets {names}, but only assistant messages can be trained; remove "
+            f"{names}, or train all tokens with train_on: all"
         )
-    return bool(flag)
+    return flag
 
 
 def _text(content: object, number: int, *, may_be_missing: bool) -> str:
@@ -223,6 +280,20 @@ def _tool_call(call: object, number: int) -> dict[str, object]:
     normalized = {"name": function["name"], "arguments": _json_object(function.get("arguments") or {}, location)}
     rest = {key: value for key, value in call.items() if key in ("id", "index")}
     return {**rest, "type": "function", "function": normalized}
+
+
+def _list_of_calls(value: object, location: str) -> list[object]:
+    """One call, or several that are made in parallel: an object or a list of them, or either as JSON."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{location} is a call that is not JSON: {error.msg}") from error
+    calls = value if isinstance(value, list) else [value]
+    if not calls or not all(isinstance(call, dict) for call in calls):
+        wrong = next((type(call).__name__ for call in calls if not isinstance(call, dict)), "an empty list")
+        raise DataError(f"{location} contains {wrong}, want a call or a list of calls: objects with name and arguments")
+    return calls
 
 
 def _json_object(value: object, location: str) -> dict[str, object]:

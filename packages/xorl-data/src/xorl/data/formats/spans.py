@@ -11,14 +11,13 @@ from dataclasses import dataclass, field
 from itertools import accumulate, chain
 
 import numpy as np
-from tokenizers import Encoding
 
 from xorl.data.batch import IGNORE
+from xorl.data.chunks import Chunk
 from xorl.data.errors import DataError
 from xorl.data.formats.encoded import EncodedRows
 from xorl.data.formats.tokenizer import TextTokenizer
 from xorl.data.formats.windows import encode_in_windows
-from xorl.data.readers import Chunk
 from xorl.data.receipt import Counts
 
 # Encodings have a string and two numbers per token, so those of a whole chunk are not kept at once.
@@ -136,12 +135,13 @@ def _encode(texts: Sequence[Rendered], tokenizer: TextTokenizer) -> _Encoded:
             ranges.append((start, start + len(row)))
         elif bytes_of is not None and b"".join([bytes_of[token] for token in row]) == text.text.encode():
             first = int(ends[start - 1]) if start else 0
-            spans += [(first + _num_bytes(text.text, a), first + _num_bytes(text.text, b)) for a, b in text.spans]
+            spans += [(first + a, first + b) for a, b in _in_bytes(text.text, text.spans)]
         else:
             with_offsets = encoding if needs_offsets else core.encode(text.text, add_special_tokens=False)
-            for span in text.spans:
-                low, high, straddling = _token_range(with_offsets, *span, len(text.text), len(row))
-                ranges.append((start + low, start + high))
+            if row and text.spans:
+                offsets = np.array(with_offsets.offsets)
+                low, high, straddling = _ranges(np.array(text.spans), offsets[:, 1], offsets[:, 0])
+                ranges += zip((start + low).tolist(), (start + high).tolist(), strict=True)
                 num_straddling += straddling
     if spans:
         low, high, straddling = _ranges(np.array(spans), ends)
@@ -164,7 +164,7 @@ def _encode_long(text: Rendered, tokenizer: TextTokenizer) -> _Encoded:
     num_straddling = 0
     if text.spans:
         if tokenizer.bytes_of is not None and _spells(ids, tokenizer.bytes_of, text.text):
-            spans = np.array([[_num_bytes(text.text, char) for char in span] for span in text.spans])
+            spans = np.array(_in_bytes(text.text, text.spans))
             ends = tokenizer.num_bytes_of.astype(np.int32)[ids]
             np.cumsum(ends, out=ends)
             starts = None
@@ -188,8 +188,17 @@ def _spells(ids: np.ndarray, bytes_of: Sequence[bytes], text: str) -> bool:
     return position == len(expected)
 
 
-def _num_bytes(text: str, num_chars: int) -> int:
-    return num_chars if text.isascii() else len(text[:num_chars].encode())
+def _in_bytes(text: str, spans: Sequence[Span]) -> list[Span]:
+    """Spans of characters, in order, as spans of bytes."""
+    if text.isascii():
+        return [*spans]
+    found: list[Span] = []
+    char = num_bytes = 0
+    for start, stop in spans:
+        first = num_bytes + len(text[char:start].encode())
+        char, num_bytes = stop, first + len(text[start:stop].encode())
+        found.append((first, num_bytes))
+    return found
 
 
 def _ranges(
@@ -209,28 +218,6 @@ def _ranges(
     low, high = np.searchsorted(ends, spans[:, 0], side="right"), np.searchsorted(ends, spans[:, 1], side="right")
     cut_low, cut_high = start_of(low) < spans[:, 0], start_of(high) < spans[:, 1]
     return low, high + cut_high, int(cut_low.sum() + cut_high.sum())
-
-
-def _token_range(encoding: Encoding, start: int, stop: int, num_chars: int, num_tokens: int) -> tuple[int, int, int]:
-    """The tokens [low, high) that contain any of the characters [start, stop), and how many also contain others."""
-    low = _token_at(encoding, start, num_chars, num_tokens)
-    high = _token_at(encoding, stop, num_chars, num_tokens)
-    straddling = 0
-    if low < num_tokens and (chars := encoding.token_to_chars(low)) is not None and chars[0] < start < chars[1]:
-        straddling += 1
-    if high < num_tokens and (chars := encoding.token_to_chars(high)) is not None and chars[0] < stop < chars[1]:
-        high += 1
-        straddling += 1
-    return low, high, straddling
-
-
-def _token_at(encoding: Encoding, char: int, num_chars: int, num_tokens: int) -> int:
-    """The token that contains the character `char`, or the next one if the tokenizer drops it, such as a space."""
-    for position in range(char, num_chars):
-        token = encoding.char_to_token(position)
-        if token is not None:
-            return token
-    return num_tokens
 
 
 def _batches(texts: Sequence[Rendered]) -> list[tuple[int, int]]:

@@ -47,7 +47,7 @@ class ChatTemplate:
     """A compiled template. `special` are the special tokens and `kwargs` other variables that it may use.
 
     `marks_generation`: the template itself marks the model's text with {% generation %}. `variables` are the names that
-    `kwargs` may set; the value of strftime_now is a date.
+    `kwargs` may set; the value of strftime_now is a date. `mentioned` are the strings and names of attributes in it.
     """
 
     def __init__(
@@ -61,8 +61,10 @@ class ChatTemplate:
         self._variables = {**environment.globals, **special, **kwargs, _DATE: self._format_date}
         try:
             self._compiled = environment.from_string(source)
-            names = meta.find_undeclared_variables(environment.parse(source))
+            tree = environment.parse(source)
+            names = meta.find_undeclared_variables(tree)
             self.variables = frozenset(names - special.keys() - environment.globals.keys() - _STANDARD_VARIABLES)
+            self.mentioned = _mentioned(tree)
         except TemplateSyntaxError as error:
             raise DataError(
                 f"{name}, line {error.lineno}: the chat template has a syntax error: {error.message}"
@@ -160,6 +162,11 @@ def load_template(
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{option}: {path} cannot be read as UTF-8 text: {error}") from error
     return ChatTemplate(source, tokenizer.special, str(path), kwargs)
+
+
+def _mentioned(tree: nodes.Template) -> frozenset[str]:
+    attributes = {node.attr for node in tree.find_all(nodes.Getattr)}
+    return frozenset(attributes | {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)})
 
 
 def _parse_date(value: object) -> datetime | None:

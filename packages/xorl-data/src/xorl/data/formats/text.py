@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from xorl.data.arguments import check_fields
+from xorl.data.chunks import Chunk, Row
 from xorl.data.errors import DataError
-from xorl.data.formats.encoded import EncodedDocuments, Overflow, apply_overflow
+from xorl.data.formats.encoded import EncodedDocuments, EncodedRows, Overflow, apply_overflow, encode_usable
+from xorl.data.formats.masks import check_row_masks
 from xorl.data.formats.spans import Rendered, tokenize
 from xorl.data.formats.tokenizer import TextTokenizer
 from xorl.data.hashing import JSON
-from xorl.data.readers import Chunk, Row
+from xorl.data.receipt import Findings
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class RenderedFormat(ABC):
     tokenizer: TextTokenizer
     columns: Mapping[str, str] = field(default_factory=dict)
     vocab_size: int | None = None
+    skip_bad_rows: bool = False
 
     type_name: ClassVar[str]
 
@@ -55,20 +58,43 @@ class RenderedFormat(ABC):
             "overflow": self.overflow,
             "tokenizer": self.tokenizer.content,
             "columns": dict(self.columns),
+            # Not part of the key if it is off, although the documents are the same if no row is skipped.
+            **({"skip_bad_rows": True} if self.skip_bad_rows else {}),
         }
 
     @abstractmethod
     def render(self, row: Row) -> Rendered:
         """The text of a row with its trained characters. Raises DataError, without location, for an unusable row."""
 
+    @abstractmethod
+    def used_columns(self, row: Row) -> frozenset[str]:
+        """The columns of a row that `render` reads."""
+
+    def unused_keys(self) -> tuple[str, ...]:
+        """The keys within columns, such as those of messages, that were found so far and not used."""
+        return ()
+
     def encode(self, chunk: Chunk) -> EncodedDocuments:
+        rows, usable = encode_usable(chunk, self._encode_rows, skip_bad_rows=self.skip_bad_rows)
+        return apply_overflow(rows, usable, self)
+
+    def _encode_rows(self, chunk: Chunk) -> EncodedRows:
         rendered: list[Rendered] = []
+        unused: dict[str, None] = {}
+        seen = set[str]()
         for index, row in enumerate(chunk.rows()):
             try:
+                used = self.used_columns(row)
+                check_row_masks(row, used)
                 rendered.append(self.render(row))
             except DataError as error:
                 raise DataError(f"{chunk.location(index)}: {error}") from error
-        return apply_overflow(tokenize(rendered, self.tokenizer, chunk), chunk, self)
+            seen.update(row)
+            unused |= {name: None for name in row if name not in used and row[name] is not None}
+        # Readers leave columns of Parquet files out of the rows.
+        unused |= {name: None for name in chunk.names() if name not in seen}
+        rows = tokenize(rendered, self.tokenizer, chunk)
+        return replace(rows, findings=Findings((*unused, *self.unused_keys())))
 
 
 @dataclass(frozen=True)
@@ -83,6 +109,9 @@ class TextFormat(RenderedFormat):
     @property
     def selected(self) -> tuple[str, ...]:
         return (self.columns.get("text", "text"),)
+
+    def used_columns(self, row: Row) -> frozenset[str]:
+        return frozenset(self.selected)
 
     def render(self, row: Row) -> Rendered:
         (column,) = self.selected

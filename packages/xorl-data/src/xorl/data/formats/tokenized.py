@@ -18,11 +18,12 @@ import pyarrow.compute as pc
 
 from xorl.data.arguments import check_fields
 from xorl.data.batch import IGNORE
+from xorl.data.chunks import Chunk, Row
+from xorl.data.columns import COLUMNS, ROW_MASKS
 from xorl.data.errors import DataError
-from xorl.data.formats.encoded import EncodedDocuments, EncodedRows, Overflow, apply_overflow, id_problem
+from xorl.data.formats.encoded import EncodedDocuments, EncodedRows, Overflow, apply_overflow, encode_usable, id_problem
 from xorl.data.hashing import JSON
-from xorl.data.readers import COLUMNS, Chunk, Row
-from xorl.data.receipt import Counts
+from xorl.data.receipt import Counts, Findings
 
 _LARGEST_ID = 2**31 - 1
 
@@ -36,6 +37,7 @@ class TokenizedFormat:
     limit_option: str
     columns: tuple[str, ...] | None = None
     vocab_size: int | None = None
+    skip_bad_rows: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -70,15 +72,38 @@ class TokenizedFormat:
     def fingerprint(self) -> dict[str, JSON]:
         # Without vocab_size, because the largest id of a cached dataset is checked when the dataset is loaded.
         columns = None if self.columns is None else list(self.wanted)
-        return {"type": "tokenized", "limit": self.limit, "overflow": self.overflow, "columns": columns}
+        skip: dict[str, JSON] = {"skip_bad_rows": True} if self.skip_bad_rows else {}
+        return {"type": "tokenized", "limit": self.limit, "overflow": self.overflow, "columns": columns, **skip}
 
     def encode(self, chunk: Chunk) -> EncodedDocuments:
         """Encodes one chunk and applies the overflow policy. Raises DataError, with the location, for unusable rows."""
+        rows, usable = encode_usable(chunk, self._encode_chunk, skip_bad_rows=self.skip_bad_rows)
+        return apply_overflow(replace(rows, counts=rows.counts + _count_misaligned(rows)), usable, self)
+
+    def _encode_chunk(self, chunk: Chunk) -> EncodedRows:
+        names = chunk.names()
+        unused = tuple(name for name in names if name not in self.wanted)
+        if self.columns is None and set(unused) & set(ROW_MASKS):
+            _check_masks(chunk)
+        if "input_ids" not in names and unused == ("text",):
+            unused = ()  # a text file, whose lines are ids
         table = chunk.table(self.wanted)
         rows = None if table is None else _encode_table(table, self)
         if rows is None:
             rows = _encode_rows(chunk.rows(), chunk, self)
-        return apply_overflow(replace(rows, counts=rows.counts + _count_misaligned(rows)), chunk, self)
+        return replace(rows, findings=Findings(unused))
+
+
+def _check_masks(chunk: Chunk) -> None:
+    """Raises DataError if a column masks or weighs tokens elsewhere, since no selection of columns leaves it out."""
+    for index, row in enumerate(chunk.rows()):
+        found = [name for name in row if name in ROW_MASKS and row[name] is not None]
+        if found:
+            raise DataError(
+                f"{chunk.location(index)}: column {found[0]!r} masks or weighs tokens in other trainers, and xorl "
+                f"would ignore it: it trains the tokens whose labels are not {IGNORE}. Write the mask into labels, or "
+                'select the columns to read: columns=["input_ids", "labels"]'
+            )
 
 
 def _encode_table(table: pa.Table, fmt: TokenizedFormat) -> EncodedRows | None:

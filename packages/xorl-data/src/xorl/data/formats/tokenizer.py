@@ -73,6 +73,10 @@ class TextTokenizer:
         """The number of bytes of each id, [V] int64."""
         return np.array([len(each) for each in self.bytes_of or ()], dtype=np.int64)
 
+    def is_space(self, token_id: int) -> bool:
+        """Whether a token is whitespace only."""
+        return not self.core.decode([token_id], skip_special_tokens=False).strip()
+
     @property
     def eos_text(self) -> str:
         return str(self.special.get("eos_token") or "")

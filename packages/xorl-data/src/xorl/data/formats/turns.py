@@ -34,7 +34,7 @@ _MIN_UNIQUE_CHARS = 24
 
 
 @dataclass(frozen=True)
-class _Turn:
+class Turn:
     """The characters of a turn in the whole rendering, and whether method (2) found it."""
 
     start: int
@@ -66,11 +66,11 @@ def render_turns(
         num_unended = 0
         by_prefix = True
         for turn in turns:
-            found = _locate_turn(template, conversation, whole, turn, special, by_prefix=by_prefix)
+            found = locate_turn(template, conversation, whole, turn, special, by_prefix=by_prefix)
             start, end, ended = found.start, found.end, found.ended
             # A template that renders one earlier turn differently does so for all, so prefixes would fail again.
             by_prefix = by_prefix and found.by_prefix
-            _check_tool_calls(template, conversation, turn, whole[start:end])
+            check_tool_calls(template, conversation, turn, whole[start:end])
             if spans and start < spans[-1][1]:
                 raise DataError(f"message {turn} overlaps the trained message before it in the rendering")
             spans.append((start, end))
@@ -95,7 +95,8 @@ def render_all(template: ChatTemplate, conversation: Conversation) -> Rendered:
     return Rendered(text, None)
 
 
-def _check_tool_calls(template: ChatTemplate, conversation: Conversation, turn: int, text: str) -> None:
+def check_tool_calls(template: ChatTemplate, conversation: Conversation, turn: int, text: str) -> None:
+    """Raises DataError if the text of a turn lacks a tool call of its message."""
     calls = conversation.messages[turn].get("tool_calls")
     for call in calls if isinstance(calls, list) else []:
         if call["function"]["name"] not in text:
@@ -111,10 +112,11 @@ def _by_blocks(
     text, blocks = template.render_marked(conversation.messages, conversation.tools)
     answers = [n for n, message in enumerate(conversation.messages) if message["role"] == "assistant"]
     _check_blocks(template, conversation, len(answers), [text[a:b] for a, b in blocks])
+    wanted = frozenset(turns)
     if len(turns) == len(answers):
         chosen = blocks
     elif len(blocks) == len(answers):
-        chosen = [block for block, answer in zip(blocks, answers, strict=True) if answer in turns]
+        chosen = [block for block, answer in zip(blocks, answers, strict=True) if answer in wanted]
     else:
         raise DataError(
             f"{template.name} marks {len(blocks)} generation blocks for {len(answers)} assistant messages, so they "
@@ -122,25 +124,35 @@ def _by_blocks(
         )
     if turns and not chosen:
         raise DataError(f"{template.name} has no generation block for the conversation")
+    marked = "".join(text[a:b] for a, b in chosen)
     for turn in turns:
-        _check_tool_calls(template, conversation, turn, "".join(text[a:b] for a, b in chosen))
-    return Rendered(text, tuple(chosen), sum(not _is_ended(text[a:b], special) for a, b in chosen))
+        check_tool_calls(template, conversation, turn, marked)
+    return Rendered(text, tuple(chosen), sum(not is_ended(text[a:b], special) for a, b in chosen))
 
 
 def _check_blocks(template: ChatTemplate, conversation: Conversation, num_answers: int, blocks: Sequence[str]) -> None:
     """Raises DataError if the generation blocks contain messages that are not the assistant's.
 
-    An answer may also quote another message, so the template is rendered again with a tracer in that message.
+    An answer may also quote another message, so the template is rendered again with tracers in the other messages: in
+    all of them first, and then one by one.
     """
     messages = conversation.messages
-    for number, message in enumerate(messages):
-        content = message["content"]
-        if message["role"] == "assistant" or not isinstance(content, str) or not content.strip():
-            continue
-        if not any(content.strip() in block for block in blocks):
-            continue
-        marked = [*messages[:number], {**message, "content": content + _TRACER}, *messages[number + 1 :]]
+    marked = [
+        {**message, "content": f"{message['content']}{_TRACER}"}
+        if message["role"] != "assistant" and isinstance(message["content"], str) and message["content"].strip()
+        else message
+        for message in messages
+    ]
+    with suppress(TemplateRefusal):
         text, spans = template.render_marked(marked, conversation.tools)
+        if not any(_TRACER in text[start:stop] for start, stop in spans):
+            return
+    for number, message in enumerate(messages):
+        if message is marked[number] or not any(str(message["content"]).strip() in block for block in blocks):
+            continue
+        text, spans = template.render_marked(
+            [*messages[:number], marked[number], *messages[number + 1 :]], conversation.tools
+        )
         if any(_TRACER in text[start:stop] for start, stop in spans):
             raise DataError(
                 f"{template.name} marks {len(blocks)} generation blocks for {num_answers} assistant messages, and "
@@ -149,7 +161,7 @@ def _check_blocks(template: ChatTemplate, conversation: Conversation, num_answer
             )
 
 
-def _locate_turn(
+def locate_turn(
     template: ChatTemplate,
     conversation: Conversation,
     whole: str,
@@ -157,7 +169,11 @@ def _locate_turn(
     special: re.Pattern[str],
     *,
     by_prefix: bool,
-) -> _Turn:
+) -> Turn:
+    """Finds one turn in the whole rendering, with method (2) if `by_prefix`, and otherwise with method (3).
+
+    Raises DataError if it cannot be found with certainty, TemplateRefusal if the template rejects a rendering.
+    """
     messages, tools = conversation.messages, conversation.tools
     before = template.render(messages[:turn], tools, add_generation_prompt=True)
     is_last = turn == len(messages) - 1
@@ -168,22 +184,23 @@ def _locate_turn(
     return _locate_by_alignment(template, conversation, whole, turn, before, special)
 
 
-def _with_end_token(whole: str, start: int, end: int, special: re.Pattern[str]) -> _Turn:
+def _with_end_token(whole: str, start: int, end: int, special: re.Pattern[str]) -> Turn:
     stripped = whole[start:end].rstrip()
-    if _is_ended(stripped, special):
-        return _Turn(start, start + len(stripped), ended=True, by_prefix=True)
+    if is_ended(stripped, special):
+        return Turn(start, start + len(stripped), ended=True, by_prefix=True)
     following = special.match(whole, end)
-    return _Turn(start, following.end() if following else end, ended=following is not None, by_prefix=True)
+    return Turn(start, following.end() if following else end, ended=following is not None, by_prefix=True)
 
 
-def _is_ended(text: str, special: re.Pattern[str]) -> bool:
+def is_ended(text: str, special: re.Pattern[str]) -> bool:
+    """Whether a text ends with a special token, apart from whitespace."""
     text = text.rstrip()
     return any(match.end() == len(text) for match in special.finditer(text))
 
 
 def _locate_by_alignment(
     template: ChatTemplate, conversation: Conversation, whole: str, turn: int, before: str, special: re.Pattern[str]
-) -> _Turn:
+) -> Turn:
     """Method (3). `before` is the rendering of the messages before the turn, with the generation prompt."""
     messages = conversation.messages
     first, last = _affected_region(template, conversation, whole, turn)
@@ -199,12 +216,12 @@ def _locate_by_alignment(
     # With other contents, the template may write another end token with the same last characters.
     inside = next((match for match in special.finditer(whole, start) if match.start() < last < match.end()), None)
     if inside is not None:
-        return _Turn(start, inside.end(), ended=True, by_prefix=False)
-    if _is_ended(whole[start:last], special):
-        return _Turn(start, last, ended=True, by_prefix=False)
+        return Turn(start, inside.end(), ended=True, by_prefix=False)
+    if is_ended(whole[start:last], special):
+        return Turn(start, last, ended=True, by_prefix=False)
     gap = len(whole[last:]) - len(whole[last:].lstrip())
     following = special.match(whole, last + gap)
-    return _Turn(start, following.end() if following else last, ended=following is not None, by_prefix=False)
+    return Turn(start, following.end() if following else last, ended=following is not None, by_prefix=False)
 
 
 def _turn_start(

@@ -22,15 +22,17 @@ import pyarrow as pa
 import pyarrow.parquet as pa_parquet
 
 from xorl.data.arguments import check_at_least, check_fields, checked, convert_fields_
-from xorl.data.choose import choose_format, overflow_limits
+from xorl.data.choose import choose_format, limits_of
+from xorl.data.chunks import Chunk
 from xorl.data.entry import DUMMY, DatasetEntry, check_entry
 from xorl.data.errors import DataError
 from xorl.data.formats import Format
 from xorl.data.hashing import digest
-from xorl.data.invariants import OverflowLimits, check_extras, check_special_ids, check_special_tokens
+from xorl.data.invariants import Limits, check_extras, check_special_ids, check_special_tokens
 from xorl.data.lock import exclusive
 from xorl.data.mixture import Share, check_repetitions, check_shares
-from xorl.data.readers import COMPRESSIONS, Chunk, FileType
+from xorl.data.readers import COMPRESSIONS, FileType
+from xorl.data.receipt import Findings
 from xorl.data.remote import is_url
 from xorl.data.sources import LocatedFile, locate_files
 from xorl.data.store import make_prepared_folder
@@ -53,7 +55,7 @@ class StreamEntry:
     files: tuple[StreamFile, ...]
     format: Format
     share: Share
-    limits: OverflowLimits
+    limits: Limits
 
     @property
     def num_bytes(self) -> int:
@@ -88,10 +90,14 @@ class StreamOptions:
 
 @dataclass(frozen=True)
 class Stream:
-    """All entries of a streamed dataset. Cheap to pickle: workers receive it and open the files themselves."""
+    """All entries of a streamed dataset. Cheap to pickle: workers receive it and open the files themselves.
+
+    `findings` are those in the first samples of each entry (sample.check_first_samples), if these were checked.
+    """
 
     entries: tuple[StreamEntry, ...]
     options: StreamOptions
+    findings: tuple[Findings, ...] = ()
 
     @property
     def extra_names(self) -> tuple[str, ...]:
@@ -179,7 +185,7 @@ def _open_entry(
         )
     if fmt.tokenizer is not None:
         check_special_tokens(fmt.tokenizer, options.model_special_ids)
-    return StreamEntry(entry.path, option, files, fmt, Share(entry.weight, entry.num_epochs), overflow_limits(entry))
+    return StreamEntry(entry.path, option, files, fmt, Share(entry.weight, entry.num_epochs), limits_of(entry))
 
 
 @dataclass(frozen=True)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from xorl.data.batch import Document
+from xorl.data.chunks import Chunk
 from xorl.data.errors import DataError
 from xorl.data.formats import EncodedDocuments
 from xorl.data.hashing import permutation
-from xorl.data.invariants import check_ids, validate_counts
+from xorl.data.invariants import check_ids, check_skipped, validate_counts
 from xorl.data.packing import OpenBins, best_fit_decreasing
-from xorl.data.readers import Chunk
 from xorl.data.receipt import Counts
 from xorl.data.stream.files import BlockTable, Stream
 from xorl.data.stream.order import RUN_BINS, StreamOrder
@@ -23,6 +24,10 @@ from xorl.data.stream.reading import block_chunks
 _OPEN_BINS = 32
 # Counts are checked after this many samples, when they become meaningful, then after each tenfold number.
 _FIRST_CHECK_SAMPLES = 1000
+# The skipped rows of an entry that each lane names in the log.
+_NUM_NAMED = 3
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -129,7 +134,9 @@ class StreamLane:
 
     def _check(self, index: int, encoded: EncodedDocuments, chunk: Chunk) -> None:
         progress, entry = self._progress[index], self._stream.entries[index]
-        if not encoded.counts.samples:
+        self._warn_of_skipped(index, encoded)
+        if encoded.counts.samples == encoded.counts.skipped:
+            self._count(index, encoded)
             return
         if progress.labelled not in (None, encoded.has_labels):
             raise DataError(
@@ -138,8 +145,19 @@ class StreamLane:
             )
         progress.labelled = encoded.has_labels
         check_ids(encoded, chunk, entry.format)
+        self._count(index, encoded)
+
+    def _warn_of_skipped(self, index: int, encoded: EncodedDocuments) -> None:
+        entry, num_before = self._stream.entries[index], self._progress[index].counts.skipped
+        for problem in encoded.findings.problems[: max(0, _NUM_NAMED - num_before)]:
+            logger.warning("stream dataset=%s skipped: %s", entry.name, problem)
+
+    def _count(self, index: int, encoded: EncodedDocuments) -> None:
+        progress, entry = self._progress[index], self._stream.entries[index]
         self._read.append((index, encoded.counts))
         progress.counts += encoded.counts
+        if encoded.counts.skipped and progress.counts.samples >= _FIRST_CHECK_SAMPLES:
+            check_skipped(progress.counts, entry.name, entry.option, entry.limits)
         if progress.counts.samples >= progress.next_check_at:
             progress.next_check_at *= 10
             validate_counts(progress.counts, entry.name, entry.format, entry.option, entry.limits, strict=True)

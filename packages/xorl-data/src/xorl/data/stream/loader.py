@@ -22,7 +22,7 @@ from xorl.data.errors import DataError
 from xorl.data.hashing import digest
 from xorl.data.packing import StartMethod
 from xorl.data.plan import check_loading, check_start
-from xorl.data.receipt import Counts, DatasetReceipt, Receipt
+from xorl.data.receipt import Counts, DatasetReceipt, Findings, Receipt
 from xorl.data.stream.files import Stream
 from xorl.data.stream.lane import RunStart, StreamBin, StreamLane
 from xorl.data.stream.order import StreamOrder
@@ -91,7 +91,7 @@ class StreamTally:
         # The counts of each entry, then the number of bins and the number of tokens in them.
         self.values = np.zeros(len(stream.entries) * _NUM_COUNTS + 2, dtype=np.int64)
         if saved is not None:
-            counts = np.asarray(saved)
+            counts = _with_all_counts(np.asarray(saved), len(stream.entries))
             if counts.shape != self.values.shape or counts.dtype.kind not in "iu":
                 raise DataError(f"saved: {counts.dtype} {list(counts.shape)}, want {len(self.values)} integers")
             self.values[:] = counts
@@ -105,15 +105,25 @@ class StreamTally:
     def receipt(self, plan_hash: str | None) -> Receipt:
         """The counts as a receipt; `plan_hash` (StreamPlan.hash) identifies the stream and its order."""
         values = self.values.tolist()
+        findings = self._stream.findings or [Findings()] * len(self._stream.entries)
         datasets = [
-            DatasetReceipt(entry.name, Counts(*values[index * _NUM_COUNTS : (index + 1) * _NUM_COUNTS]))
-            for index, entry in enumerate(self._stream.entries)
+            DatasetReceipt(entry.name, Counts(*values[index * _NUM_COUNTS : (index + 1) * _NUM_COUNTS]), findings=found)
+            for index, (entry, found) in enumerate(zip(self._stream.entries, findings, strict=True))
         ]
         num_bins, num_tokens = values[-2:]
         fill = num_tokens / (max(1, num_bins) * self._stream.options.bin_len)
         return Receipt(tuple(datasets)).with_bins(
             num_bins=num_bins, fill=fill, plan_hash=plan_hash, packed={"tokens": num_tokens}
         )
+
+
+def _with_all_counts(saved: np.ndarray, num_entries: int) -> np.ndarray:
+    """The values of a tally of an earlier version, which had fewer counts: those that were added are 0."""
+    num_saved = (len(saved) - 2) // num_entries if saved.ndim == 1 else 0
+    if not 0 < num_saved < _NUM_COUNTS or len(saved) != num_saved * num_entries + 2:
+        return saved
+    counts = saved[:-2].reshape(num_entries, num_saved)
+    return np.concatenate([np.pad(counts, ((0, 0), (0, _NUM_COUNTS - num_saved))).ravel(), saved[-2:]])
 
 
 class StreamLoader:

@@ -14,9 +14,10 @@ from typing import BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pa_parquet
 
+from xorl.data.chunks import Chunk, LinesChunk
 from xorl.data.downloads import with_retries
 from xorl.data.errors import DataError
-from xorl.data.readers import Chunk, FileType, LinesChunk, line_chunks_of, parquet_chunks, read_chunks
+from xorl.data.readers import FileType, line_chunks_of, parquet_chunks, read_chunks
 from xorl.data.remote import RemoteFile, Storage, is_url, storage_of
 
 _NEWLINE_BYTES = 64 << 10

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import accumulate, islice
 
 import numpy as np
@@ -11,8 +12,8 @@ from xorl.data.arguments import checked
 from xorl.data.errors import DataError
 from xorl.data.formats import EncodedDocuments
 from xorl.data.hashing import permutation
-from xorl.data.invariants import check_ids, validate_counts
-from xorl.data.receipt import Counts, DatasetReceipt, Receipt
+from xorl.data.invariants import check_ids, log_findings, validate_counts
+from xorl.data.receipt import Counts, DatasetReceipt, Findings, Receipt
 from xorl.data.stream.files import BlockTable, Stream
 from xorl.data.stream.loader import stream_bins
 from xorl.data.stream.order import StreamOrder
@@ -75,14 +76,15 @@ class StreamSample:
         return ids, ids if chunk.labels is None else chunk.labels[span]
 
 
-def check_first_samples(stream: Stream, *, strict: bool = True) -> None:
-    """Applies the checks of prepared data to some samples of each entry, drawn by the seed.
+def check_first_samples(stream: Stream, *, strict: bool = True) -> Stream:
+    """Applies the checks of prepared data to some samples of each entry, drawn by the seed; adds what was found.
 
     Reads a thousand samples, or all if there are fewer. If documents are long, it reads only a few blocks, and then
     only checks whether any token is trained. Raises DataError for data that stops a run; without `strict`, logs it.
     """
+    found: list[Findings] = []
     for index, entry in enumerate(stream.entries):
-        counts, table = Counts(), BlockTable(entry)
+        counts, findings, table = Counts(), Findings(), BlockTable(entry)
         order = permutation(entry.num_blocks, "judged", stream.options.seed, index)
         chunks = (
             chunk
@@ -97,8 +99,12 @@ def check_first_samples(stream: Stream, *, strict: bool = True) -> None:
             encoded = entry.format.encode(chunk)
             check_ids(encoded, chunk, entry.format)
             counts += encoded.counts
+            findings += encoded.findings
+        log_findings(findings, counts, entry.name, entry.limits.skipped_fraction)
+        found.append(findings)
         if is_all or counts.samples >= _CHECKED_SAMPLES or (counts.samples and not counts.trained_tokens):
             validate_counts(counts, entry.name, entry.format, entry.option, entry.limits, strict=strict)
+    return replace(stream, findings=tuple(found))
 
 
 @checked

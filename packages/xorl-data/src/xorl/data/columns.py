@@ -1,0 +1,19 @@
+"""Names of columns that readers and formats agree on."""
+
+from __future__ import annotations
+
+# The columns of tokenized rows that are read if no columns are selected.
+COLUMNS = ("input_ids", "labels", "attention_mask")
+
+# Keys that include a message in training (true) or exclude it (false) in other trainers, and here.
+TRAIN_KEYS = ("train", "training", "trainable", "loss", "weight")
+# Keys that mask or weigh messages elsewhere, with meanings that differ between trainers or that xorl does not have.
+FOREIGN_MASKS = (
+    *("mask", "masked", "loss_mask", "train_detail", "loss_weight", "loss_weights", "loss_scale", "weights"),
+    *("train_on", "train_on_turn", "train_on_input", "train_on_inputs", "mask_prompt", "mask_history", "no_loss"),
+    *("trained", "is_trained", "ignore_loss", "sample_weight", "sample_weights", "example_weight"),
+    *("assistant_mask", "assistant_masks", "completion_mask", "prompt_mask", "labels_mask", "label_mask"),
+)
+ROW_MASKS = (*TRAIN_KEYS, *FOREIGN_MASKS)
+# Columns that readers of files with columns return in addition to those that a format asks for, if they exist.
+OPTIONAL_COLUMNS = (*ROW_MASKS, "system", "history", "tools", "chat_template_kwargs")

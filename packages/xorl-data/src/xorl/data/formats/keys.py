@@ -1,0 +1,46 @@
+"""Tests which keys of messages, and which of a row's template variables, change the text of conversations."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from xorl.data.formats.messages import KNOWN_KEYS, Conversation
+from xorl.data.formats.template import ChatTemplate, Message, TemplateRefusal
+
+# A key that a template mentions may only be used for some roles, so it is tested with several conversations.
+_NUM_TESTS = 8
+
+
+class KeyTests:
+    """The keys seen so far. Each is left out of some conversations; it is used if that changes the text of one."""
+
+    def __init__(self) -> None:
+        self._tests: dict[str, int] = {}
+        self._used: set[str] = set()
+        self._unused_variables: dict[str, None] = {}
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """The keys that changed no text: `messages[].name`, `chat_template_kwargs.name`."""
+        keys = (f"messages[].{key}" for key in self._tests if key not in self._used)
+        return (*keys, *self._unused_variables)
+
+    def add(self, conversation: Conversation, text: str, template: ChatTemplate) -> None:
+        """Tests the keys of a conversation that `template` renders as `text`."""
+        for name in conversation.template_kwargs:
+            if name not in template.variables:
+                self._unused_variables[f"chat_template_kwargs.{name}"] = None
+        found = {key for message in conversation.messages if len(message) > 2 for key in message} - KNOWN_KEYS
+        for key in sorted(found - self._used):
+            num_tests = self._tests.get(key, 0)
+            if num_tests >= (_NUM_TESTS if key in template.mentioned else 1):
+                continue
+            self._tests[key] = num_tests + 1
+            without: list[Message] = [
+                {name: value for name, value in message.items() if name != key} for message in conversation.messages
+            ]
+            is_used = True  # if the template rejects the conversation without it
+            with suppress(TemplateRefusal):
+                is_used = template.render(without, conversation.tools) != text
+            if is_used:
+                self._used.add(key)
