@@ -5,18 +5,23 @@ from __future__ import annotations
 import logging
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch.distributed as dist
 
+from sockets import ipc_address
 from worker_ranks import datum, done, service_config, shards
 from xorl.core import join, runtime
+from xorl.server.channel import BlockingServer
 from xorl.server.hangs import NOTICE_FILE, Hang, HangWatch
+from xorl.server.messages import Cancel, Work
 from xorl.server.operations import BaseSampler, CreateModel, ForwardBackward, Sample
 from xorl.server.worker.base import build_base
-from xorl.server.worker.watch import watchdog_of
+from xorl.server.worker.serve import CancelledIds, lead
+from xorl.server.worker.watch import idle_s, watchdog_of
 from xorl.server.worker.worker import Worker
 from xorl.train.watchdog import Position, Watchdog
 
@@ -64,6 +69,26 @@ def test_a_rank_that_is_stuck_is_named_with_its_stack(tmp_path: Path, run_ranks)
     assert watch.look(os.getpid()) == hang
     watch.reset()
     assert watch.look(os.getpid()) is None
+
+
+@pytest.mark.multi
+def test_a_rank_that_is_stuck_while_there_are_no_calls_is_noticed(tmp_path: Path, run_ranks) -> None:
+    # Catches a hang that only the next client finds, who then waits for as long again.
+    def run() -> None:
+        config = service_config(tmp_path, worker_stall_timeout=STALL_S)
+        worker, _ = watched_worker(tmp_path)
+        if dist.get_rank() == 1:
+            stuck()
+        # The other rank may end first.
+        with ipc_address("workers") as address, suppress(RuntimeError):
+            lead(worker, BlockingServer(address, Work | Cancel), CancelledIds(), idle_s=idle_s(config))
+        stuck()
+
+    begun = time.monotonic()
+    assert run_ranks(run, 2) == ["no result"] * 2
+    assert time.monotonic() - begun < 60
+    hang = msgspec.json.decode((tmp_path / NOTICE_FILE).read_bytes(), type=Hang)
+    assert "the others wait for rank 1 on host host" in hang.reason
 
 
 def test_a_long_call_that_advances_is_left_alone(tmp_path: Path, run_ranks) -> None:

@@ -31,10 +31,11 @@ STACKS_S = 0.5
 
 
 class Hang(msgspec.Struct, frozen=True):
-    """Why a process must be replaced, and since when it has not worked."""
+    """Why a process must be replaced, and since when it has not worked. is_logged: its log has the stacks already."""
 
     reason: str
     since: float
+    is_logged: bool = False
 
 
 def silence_s(config: ServerConfig) -> float | None:

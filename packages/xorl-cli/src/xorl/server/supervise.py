@@ -93,7 +93,8 @@ class Supervised:
         self._hang, self.hung_since = hang, hang.since
         if self.pid is not None:
             logger.error("event=hung name=%s pid=%d why=%r", self.name, self.process.pid, hang.reason)
-            self.hangs.print_stacks(self.process.pid)
+            if not hang.is_logged:
+                self.hangs.print_stacks(self.process.pid)
             self.kill()
 
     def restart_if_dead(self) -> None:
@@ -109,7 +110,9 @@ class Supervised:
         if code is None:
             return
         ran_s = now - self._started
-        self._early_exits = self._early_exits + 1 if ran_s < self.early_exit_s else 1
+        # A process that hangs has started before.
+        is_early = ran_s < self.early_exit_s and self._hang is None
+        self._early_exits = self._early_exits + 1 if is_early else 1
         reason = describe_exit(code)
         self.reason = f"it ended with {reason}" if self._hang is None else f"it hung: {self._hang.reason}"
         self.hung_since = None if self._hang is None else self._hang.since

@@ -62,7 +62,7 @@ def end(error: Exception, signs: Path | None, stall_s: float) -> None:
     since = time.time() - stall_s if isinstance(error, StalledError) else time.time()
     reason = "; ".join(str(error).partition("\n\n")[0].splitlines())
     try:
-        is_first = signs is None or give_notice(signs, Hang(reason, since))
+        is_first = signs is None or give_notice(signs, Hang(reason, since, is_logged=True))
     except OSError:  # the launcher has ended, with its folder
         is_first = True
     logger.critical("event=hung why=%s", error if is_first else "see what another rank has logged")
