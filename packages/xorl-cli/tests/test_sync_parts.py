@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from xorl.ckpt.layout import TensorRecord
 from xorl.ckpt.tensor_file import TensorGroup
 from xorl.train.sync import ReceiverAddress, SyncOptions, WeightSender
 from xorl.train.sync.buckets import plan_buckets
-from xorl.train.sync.group import Rendezvous, source_address_for
+from xorl.train.sync.group import Rendezvous, let_nccl_reach, require_nccl_reaches, source_address_for
 
 
 def group(**tensors: torch.Tensor) -> TensorGroup:
@@ -63,6 +65,20 @@ def test_nothing_to_send_is_said() -> None:
         WeightSender(torch.device("cpu")).send([group(a=torch.zeros(1))], [], SyncOptions())
     with pytest.raises(ValueError, match="0 groups"):
         WeightSender(torch.device("cpu")).send([], [ReceiverAddress("localhost", 1)], SyncOptions())
+
+
+def test_nccl_is_reachable_only_from_hosts_that_were_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Catches a service that opens NCCL's ports to a network for servers of its own host, and a sync to another host
+    # that hangs on a loopback address.
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    let_nccl_reach(["127.0.0.1", "localhost"])
+    assert "NCCL_SOCKET_IFNAME" not in os.environ
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "=lo")
+    require_nccl_reaches("localhost")
+    with pytest.raises(RuntimeError, match=r"which 203.0.113.1 cannot reach. Name the server in inference_endpoints"):
+        require_nccl_reaches("203.0.113.1")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
+    require_nccl_reaches("203.0.113.1")
 
 
 def test_the_store_listens_where_it_was_told() -> None:

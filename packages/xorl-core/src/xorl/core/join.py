@@ -279,6 +279,15 @@ def interface_towards(address: str) -> str | None:
     return None if ipaddress.ip_address(source).is_loopback else found
 
 
+def is_on_this_host(host: str) -> bool:
+    """Whether a host name or address means an interface of this host; False if it cannot be resolved."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    return any(_is_local(str(entry[4][0])) for entry in found)
+
+
 def _is_local(address: str) -> bool:
     """Whether an interface of this host has the address."""
     with socket.socket(_family(address), socket.SOCK_STREAM) as probe:

@@ -44,6 +44,7 @@ __all__ = [
     "configure_inductor",
     "flattened",
     "gather_event",
+    "gloo_group",
     "is_traceable_wrapper_subclass",
     "local_shape_and_offset",
     "nccl_options",
@@ -243,6 +244,14 @@ def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
 def num_collectives(group: dist.ProcessGroup) -> int:
     """The number of collectives that this rank has begun in a group."""
     return group._get_sequence_number_for_group()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def gloo_group(store: dist.Store, rank: int, size: int, address: str, timeout: timedelta) -> dist.ProcessGroupGloo:
+    """A group that is unknown to torch's table of groups, and whose sockets listen at `address`. Collective."""
+    options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    options._timeout = timeout
+    return dist.ProcessGroupGloo(store, rank, size, options)
 
 
 def nccl_options(name: str, timeout: timedelta) -> dist.ProcessGroupNCCL.Options:

@@ -34,7 +34,7 @@ from xorl.server.worker.selftest import self_test
 from xorl.server.worker.serve import CancelledIds, follow, lead
 from xorl.server.worker.watch import collective_timeout_s, idle_s, watchdog_of
 from xorl.server.worker.worker import Worker
-from xorl.train.sync import match_sglang_nccl
+from xorl.train.sync import let_nccl_reach, match_sglang_nccl
 from xorl.train.watchdog import Position
 
 logger = logging.getLogger(__name__)
@@ -58,6 +58,8 @@ def run(config: ServerConfig, address: str, keys: ChannelKeys | None, signs: Pat
         server = BlockingServer(address, Work | Cancel, keys=keys, intercept=cancelled.intercept)
         publish(config, server.address)
     match_sglang_nccl()
+    if num_hosts() == 1:  # otherwise NCCL chooses an interface that reaches other hosts anyway
+        let_nccl_reach(endpoint.host for endpoint in config.inference_endpoints)
     peers = meet(global_rank(), world_size()) if is_launched() else None
     if watchdog is not None:
         watchdog.start(peers, global_rank())

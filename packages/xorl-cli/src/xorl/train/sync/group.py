@@ -7,11 +7,10 @@ failing receiver ends neither the trainer's process nor its own groups.
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Literal, cast
@@ -20,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from xorl.core.torch_private import nccl_options
+from xorl.core.join import NCCL_INTERFACE, interface_towards, is_on_this_host, store_server
+from xorl.core.torch_private import gloo_group, nccl_options
 
 SyncBackend = Literal["nccl", "gloo"]
 
@@ -42,6 +42,27 @@ def match_sglang_nccl() -> None:
     os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
 
 
+def let_nccl_reach(hosts: Iterable[str]) -> None:
+    """Let NCCL listen on the interface that leads to the first of these hosts that is not this one, if any.
+
+    Call it before the first process group is created. The user's own NCCL_SOCKET_IFNAME takes precedence.
+    """
+    found = (interface_towards(host) for host in hosts if not is_on_this_host(host))
+    if (interface := next(filter(None, found), None)) is not None:
+        os.environ.setdefault(NCCL_INTERFACE, f"={interface}")
+
+
+def require_nccl_reaches(host: str) -> None:
+    """Raises RuntimeError if NCCL listens on the loopback interface only, and `host` is another host."""
+    if os.environ.get(NCCL_INTERFACE, "").lstrip("=") != "lo" or is_on_this_host(host):
+        return
+    raise RuntimeError(
+        f"NCCL of the workers listens on the loopback interface only, which {host} cannot reach. Name the server in "
+        f"inference_endpoints of the service's file, or set {NCCL_INTERFACE} to the interface that leads to it "
+        f"({interface_towards(host) or 'such as eth0'}), and restart the service"
+    )
+
+
 class Rendezvous:
     """The store through which receivers find the trainer; listens on `address` and `port` (0: any free port).
 
@@ -50,33 +71,14 @@ class Rendezvous:
 
     def __init__(self, address: str, port: int, *, timeout_s: float) -> None:
         try:
-            listening = _listen(address, port)
+            self.store = store_server(address, port, timeout_s=timeout_s)
         except OSError as error:
             raise RuntimeError(
                 f"master_address, master_port: cannot listen at {address}:{port} ({error.strerror}); use an address "
                 "of this host, and a free port or 0 for any"
             ) from error
         self.address = address
-        self.port: int = listening.getsockname()[1]
-        self.store = dist.TCPStore(
-            address,
-            self.port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=timeout_s),
-            master_listen_fd=listening.detach(),
-        )
-
-
-def _listen(address: str, port: int) -> socket.socket:
-    """Listen on `address` only, if it is an IP address; by default the store would listen on every interface."""
-    try:
-        ipaddress.ip_address(address)
-    except ValueError:
-        # A host name may resolve to a different address here, even loopback, than on the receivers.
-        return socket.create_server(("", port), backlog=128)
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    return socket.create_server((address, port), family=family, backlog=128)
+        self.port: int = self.store.port
 
 
 class UpdateGroup:
@@ -103,7 +105,9 @@ class UpdateGroup:
         store: dist.Store = dist.PrefixStore(f"{name}/", dist.PrefixStore(name, rendezvous.store))
         if backend == "gloo":
             cpu_store = dist.PrefixStore("cpu/", store)
-            gloo = dist.ProcessGroupGloo(cpu_store, 0, num_receivers + 1, timedelta(seconds=timeout_s))
+            # The other groups of this process may listen on the loopback interface only.
+            limit = timedelta(seconds=timeout_s)
+            gloo = gloo_group(cpu_store, 0, num_receivers + 1, rendezvous.address, limit)
             self._group = cast(dist.ProcessGroup, gloo)
             return
         # The caller enforces deadlines and aborts; torch's timeout must not fire before that.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from xorl.ckpt.tensor_file import TensorGroup
 from xorl.train.sync.buckets import Bucket, plan_buckets
-from xorl.train.sync.group import Rendezvous, SyncBackend, source_address_for
+from xorl.train.sync.group import Rendezvous, SyncBackend, require_nccl_reaches, source_address_for
 from xorl.train.sync.receiver import Receiver, ReceiverAddress, Timeouts, run_in_thread
 from xorl.train.sync.sglang import PauseMode
 
@@ -188,6 +188,8 @@ class _Sync:
             buffers = [
                 torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(min(2, len(self._buckets)))
             ]
+            if backend == "nccl":
+                self._fail_unreachable()
             address = options.master_address or self._choose_address()
             rendezvous = rendezvous_at(address, options.master_port, options.timeouts.group_s)
         except RuntimeError as error:
@@ -196,6 +198,13 @@ class _Sync:
             return []
         self._for_each(lambda receiver: receiver.connect(rendezvous, backend, self._device))
         return buffers
+
+    def _fail_unreachable(self) -> None:
+        for receiver in self._receivers:
+            try:
+                require_nccl_reaches(receiver.address.host)
+            except RuntimeError as error:
+                receiver.fail("opening the group", error)
 
     def _choose_address(self) -> str:
         """An address of this host that all reachable receivers can connect to; the others are marked as failed."""
