@@ -60,9 +60,9 @@ class Destinations:
         """Whether a server that a client has named `host` may have this address."""
         if host.lower() in self._trusted:
             return True
-        numeric = _unmapped(address)
-        if any(numeric in network for network in _NEVER):
+        if _is_never_allowed(address):
             return False
+        numeric = _unmapped(address)
         return host.lower() in self._names or any(numeric in network for network in self._networks)
 
 
@@ -83,11 +83,7 @@ class DestinationTransport(httpx.AsyncBaseTransport):
         found = await _addresses(host, port)
         permitted = [address for address in found if self._destinations.permits(host, address)]
         if not permitted:
-            raise httpx.ConnectError(
-                f"clients may not register inference servers at {host} ({', '.join(found)}): add it to "
-                "allowed_inference_hosts in the service's configuration (link-local addresses are never allowed)",
-                request=request,
-            )
+            raise httpx.ConnectError(_refusal(host, found), request=request)
         for address in permitted[:-1]:
             try:
                 return await self._send(request, address)
@@ -122,6 +118,19 @@ async def _addresses(host: str, port: int) -> list[str]:
     except (OSError, UnicodeError) as problem:
         raise httpx.ConnectError(f"{host} cannot be resolved: {problem}") from problem
     return list(dict.fromkeys(str(address[0]) for *_, address in found))
+
+
+def _refusal(host: str, addresses: Sequence[str]) -> str:
+    shown = host if host in addresses else f"{host} ({', '.join(addresses)})"
+    reason = f"clients may not register inference servers at {shown}"
+    if all(map(_is_never_allowed, addresses)):
+        return f"{reason}: link-local addresses and those of a cloud's metadata are never allowed"
+    return f"{reason}: add it to allowed_inference_hosts in the service's configuration"
+
+
+def _is_never_allowed(address: str) -> bool:
+    numeric = _unmapped(address)
+    return any(numeric in network for network in _NEVER)
 
 
 def _unmapped(address: str) -> IPv4Address | IPv6Address:
