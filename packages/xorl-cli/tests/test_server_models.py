@@ -286,45 +286,6 @@ async def test_a_service_that_is_stopped_saves_its_models_and_runs_nothing_again
 
 
 @in_a_loop
-async def test_full_weights_go_to_who_asks_when_their_client_is_gone_and_not_before(tmp_path):
-    """Catches a script that cannot start because one that crashed has the base, and one that takes it from another."""
-    chosen = options(tmp_path, enable_lora=False)
-    async with serving(chosen) as (client, counting):
-        await client.begin()
-        await client.orchestrator.answer(CreateSession("session-2"))
-        other = CreateModel("session-2:train:0")
-        refused = await client.do(other, session="session-2")
-        assert isinstance(refused, Failure)
-        assert MODEL in refused.message
-        registry = client.orchestrator.state.registry
-        registry.sessions[SESSION].last_active = registry.models[MODEL].last_active = 0.0
-        other = CreateModel("session-2:train:1")
-        assert not isinstance(await client.do(other, session="session-2"), Failure)
-        assert list(counting.models) == ["session-2:train:1"]
-        registry.models["session-2:train:1"].last_active = registry.sessions["session-2"].last_active = 0.0
-        await client.do(forward_backward(2), 3)
-        assert (await client.do(step(), 4)).metrics["weights"] == folded(folded(1, 1), 2)
-
-
-@in_a_loop
-async def test_full_weights_go_to_who_asks_as_soon_as_their_client_has_ended_its_session(tmp_path):
-    """Catches runs one after the other of which all but the first are refused: before the clock has come, and after."""
-    async with serving(options(tmp_path, enable_lora=False)) as (client, counting):
-        answer = client.orchestrator.answer
-        await client.begin()
-        for session, following in ((SESSION, "session-2"), ("session-2", "session-3")):
-            await answer(FinishSession(session, "success"))
-            if following == "session-3":
-                await client.orchestrator.housekeeping.tick(time.time())
-            await answer(CreateSession(following))
-            created = await client.do(CreateModel(f"{following}:train:0"), session=following)
-            assert not isinstance(created, Failure), created
-            assert list(counting.models) == [f"{following}:train:0"]
-            await client.do(forward_backward(2, model=f"{following}:train:0"), 1)
-            await client.do(step(f"{following}:train:0"), 2)
-
-
-@in_a_loop
 async def test_a_checkpoint_whose_time_is_over_goes_and_its_model_stays(tmp_path):
     """Catches a disk that fills with what was to be deleted, and a model that is deleted with it."""
     chosen = options(tmp_path)

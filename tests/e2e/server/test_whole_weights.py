@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import httpx
 import pytest
 import torch
@@ -37,6 +39,12 @@ def exported(service: Service, model_id: str) -> transformers.PreTrainedModel:
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
 
 
+def asked(service: Service, call: str, **body: object) -> dict[str, Any]:
+    answer = httpx.post(f"{service.url}/api/v1/{call}", json=body, timeout=60, trust_env=False)
+    answer.raise_for_status()
+    return answer.json()
+
+
 def plain_loss(model: transformers.PreTrainedModel) -> torch.Tensor:
     """Summed over all tokens."""
     losses = []
@@ -51,11 +59,11 @@ def test_steps_of_all_weights_are_those_of_plain_torch(service: Service) -> None
     def whole() -> None:
         from tinker import types  # noqa: PLC0415  (a dependency group that is not always there)
 
-        training = service.tinker().create_lora_training_client(base_model=MODEL, rank=4).result()
+        client = service.tinker()
+        training = client.create_lora_training_client(base_model=MODEL, rank=4).result()
         info = training.get_info()
         assert (info.is_lora, info.lora_rank) == (False, None)
-        with pytest.raises(Exception, match="uses the base and its client is still active"):
-            service.xorl().create_training_client(base_model=MODEL, model_id="other")
+        other = asked(service, "create_model", model_id="other", base_model=MODEL)["request_id"]
         data = [
             types.Datum(
                 model_input=types.ModelInput.from_ints(tokens[:-1].tolist()),
@@ -89,5 +97,11 @@ def test_steps_of_all_weights_are_those_of_plain_torch(service: Service) -> None
         training.optim_step(adam).result()
         training.load_state(saved.path).result()
         assert training.forward(data, "cross_entropy").result().metrics == after.metrics
+        waits = asked(service, "retrieve_future", request_id=other)
+        assert waits["type"] == "try_again"
+        assert waits["queue_state_reason"].startswith(f"model {training.model_id} uses the base")
+        client.close("success").result()
+        created = asked(service, "retrieve_future", request_id=other)
+        assert created["model_id"] == "other", "it does not get the base when the session ends"
 
     in_child(whole)

@@ -82,6 +82,15 @@ class RunningCall(Message, frozen=True):
     num_calls: int = 1
 
 
+class WaitingCall(Message, frozen=True):
+    """A request that was put off until something else happens, which `reason` names."""
+
+    request_id: str
+    operation: str
+    model_id: str | None
+    reason: str
+
+
 class ProcessStatus(Message, frozen=True):
     """A process of the service, or all workers together.
 
@@ -151,3 +160,4 @@ class Status(Message, frozen=True):
     counters: dict[str, float]
     gauges: dict[str, float]
     storage: Storage | None = None
+    waiting: list[WaitingCall] = msgspec.field(default_factory=list)

@@ -56,6 +56,7 @@ async def status_json(request: Request) -> Response:
             "world_size": status.world_size,
             "queue_depth": status.queue_depth,
             "running": [_json(call, "since") for call in status.running],
+            "waiting": [_json(call) for call in status.waiting],
             "processes": [_json(process, "last_restart", "hung_since") for process in status.processes],
             "tokens_per_second": status.tokens_per_second,
             "token_rates": status.token_rates,

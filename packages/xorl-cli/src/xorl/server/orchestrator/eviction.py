@@ -18,12 +18,11 @@ from xorl.server.orchestrator.admission import Admission
 from xorl.server.orchestrator.apply_result import apply_save
 from xorl.server.orchestrator.commit import JournalError
 from xorl.server.orchestrator.operation_properties import (
-    EVICTION,
     INTERNAL_PREFIX,
     RECOVERY_PREFIX,
     RESERVED_PREFIXES,
 )
-from xorl.server.orchestrator.registry import ModelRecord, checkpoint_key, silence_limit_s, stored
+from xorl.server.orchestrator.registry import ModelRecord, checkpoint_key, stored
 from xorl.server.orchestrator.state import State
 from xorl.server.orchestrator.unnamed import expire_excess, expire_with_model
 from xorl.server.orchestrator.workers import Incarnation
@@ -71,13 +70,6 @@ class Eviction:
         self._state = state
         self._evicting = asyncio.Lock()
         self._reclaiming = asyncio.Lock()
-
-    def is_client_silent(self, model: ModelRecord) -> bool:
-        """Whether a model's client has gone silent and is not waiting for a request."""
-        registry, requests = self._state.registry, self._state.open.values()
-        if any(request.ticket.lane == model.lane and request.kind != EVICTION for request in requests):
-            return False
-        return registry.client_has_left(model) or time.time() - registry.last_activity(model) > silence_limit_s(model)
 
     async def check_storage(
         self,

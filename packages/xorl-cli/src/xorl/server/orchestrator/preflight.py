@@ -26,11 +26,12 @@ from xorl.server.operations import (
     UnloadModel,
 )
 from xorl.server.orchestrator import catalogue
+from xorl.server.orchestrator.base_use import BaseInUse, is_client_silent
 from xorl.server.orchestrator.eviction import Eviction
 from xorl.server.orchestrator.lane import Ticket
 from xorl.server.orchestrator.operation_properties import SYNC_AFTER_STEP, estimated_size, saved_as
 from xorl.server.orchestrator.recovery import RecoveryError, restore
-from xorl.server.orchestrator.registry import ModelRecord, checkpoint_key, silence_limit_s, stored
+from xorl.server.orchestrator.registry import ModelRecord, checkpoint_key, stored
 from xorl.server.orchestrator.state import OpenRequest, State
 from xorl.server.orchestrator.unnamed import KEPT_S, expire_excess, is_unnamed
 from xorl.server.orchestrator.workers import Incarnation
@@ -75,7 +76,8 @@ class Preflight:
         """Prepare an operation and return it in the form that the workers get.
 
         until_settled: keeps the checkpoint that the operation reads in place.
-        Raises CannotRun if it cannot run, and CheckpointInUse if it would overwrite a checkpoint of other models.
+        Raises CannotRun if it cannot run, CheckpointInUse if it would overwrite a checkpoint of other models, and
+        BaseInUse if it has to wait for the base.
         """
         if isinstance(operation, Sample):
             return self.resolve_sampler(operation)
@@ -179,12 +181,8 @@ class Preflight:
         for other in self._state.registry.models.values():
             if other is model or other.workers != workers.name:
                 continue
-            if not self._eviction.is_client_silent(other):
-                message = (
-                    f"model {other.model_id} uses the base and its client is still active: unload that model, or close "
-                    f"its client; it is evicted after {silence_limit_s(other):.0f} s without activity"
-                )
-                raise CannotRun(Failure("user", 409, message))
+            if not is_client_silent(self._state, other):
+                raise BaseInUse(other)
             failure = await self._eviction.evict(other, workers)
             if failure is not None:
                 raise CannotRun(failure)

@@ -204,11 +204,6 @@ class Registry:
         return sorted(found, key=lambda model: model.created)
 
 
-def silence_limit_s(model: ModelRecord) -> float:
-    """After how many seconds of silence a model's client counts as gone."""
-    return SESSION_SILENCE_S if model.session_id is not None else SESSIONLESS_SILENCE_S
-
-
 def checkpoint_key(checkpoint: CheckpointRef) -> str:
     """The name of a checkpoint's record."""
     return f"{checkpoint.model_id}/{checkpoint.kind}/{checkpoint.name}"

@@ -27,6 +27,7 @@ from xorl.server.operations import (
 )
 from xorl.server.orchestrator.admission import Admission
 from xorl.server.orchestrator.apply_result import apply_result
+from xorl.server.orchestrator.base_use import BaseInUse, wait_for_base
 from xorl.server.orchestrator.commit import Damaged, JournalError
 from xorl.server.orchestrator.eviction import Eviction, recovery_save, save_dependents
 from xorl.server.orchestrator.journal import Outcome
@@ -189,11 +190,21 @@ class Runner:
     async def _save_dependents(self, dispatch: Dispatch, conflict: CheckpointInUse) -> None:
         """Move dependents off the checkpoint that a save would overwrite, then retry the save."""
         problem = await save_dependents(self._state, self._admission, conflict.checkpoint, besides=conflict.model)
-        if problem is None:
-            await self._requeue([dispatch.ticket], "no model needs the overwritten checkpoint any more")
+        failure = None if problem is None else Failure("server", 503, problem)
+        await self._retry(dispatch, failure, "no model needs the overwritten checkpoint any more")
+
+    async def _wait_for_base(self, dispatch: Dispatch, owner: ModelRecord) -> None:
+        """Wait until the model that uses the base may make way, then retry a request of another one."""
+        failure = await wait_for_base(self._state, dispatch.request, owner)
+        await self._retry(dispatch, failure, "the base may be free")
+
+    async def _retry(self, dispatch: Dispatch, failure: Failure | None, reason: str) -> None:
+        """Queue a request that was put off again, or end it with a failure."""
+        if failure is None:
+            await self._requeue([dispatch.ticket], reason)
             self._state.wake.set()
         else:
-            await self._settle([dispatch], [Failure("server", 503, problem)], 0.0)
+            await self._settle([dispatch], [failure], 0.0)
 
     async def _sample_on_endpoint(self, ticket: Ticket, request: OpenRequest) -> None:
         state = self._state
@@ -253,6 +264,10 @@ class Runner:
             except CheckpointInUse as conflict:
                 dispatch = Dispatch(ticket, request, operation, None)
                 self._start_in_background(self._save_dependents(dispatch, conflict))
+                continue
+            except BaseInUse as conflict:
+                dispatch = Dispatch(ticket, request, operation, None)
+                self._start_in_background(self._wait_for_base(dispatch, conflict.owner))
                 continue
             except (WorkersLost, JournalError):
                 raise

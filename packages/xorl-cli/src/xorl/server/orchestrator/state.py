@@ -51,6 +51,7 @@ class OpenRequest:
         needs_workers: no endpoint can run it.
         endpoint_task: the task in which an endpoint runs it, if one does.
         is_cancelled: the client has cancelled it.
+        waits_for: why it was put off, if it was: it is neither queued nor running. waiting_since: when it first was.
         waiters: futures of the polls that wait for its end.
     """
 
@@ -61,6 +62,8 @@ class OpenRequest:
     running_since: float | None = None
     needs_workers: bool = False
     is_cancelled: bool = False
+    waits_for: str | None = None
+    waiting_since: float | None = None
     endpoint_task: asyncio.Task[SampleResult | None] | None = None
     waiters: list[asyncio.Future[None]] = field(default_factory=list)
 

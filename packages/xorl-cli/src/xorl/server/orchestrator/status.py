@@ -22,6 +22,7 @@ from xorl.server.status_queries import (
     SessionStatus,
     Status,
     Storage,
+    WaitingCall,
 )
 
 
@@ -54,6 +55,7 @@ async def get_status(state: State, query: GetStatus) -> Status:
         | {f'process_hung{{process="{one.name}"}}': float(one.hung_since is not None) for one in processes}
         | _storage_gauges(storage),
         storage=storage,
+        waiting=_waiting_calls(state),
     )
 
 
@@ -79,6 +81,16 @@ def _running_calls(state: State) -> list[RunningCall]:
             attempts = max(call.attempts, request.attempts)
             found[key] = replace(call, num_calls=call.num_calls + 1, attempts=attempts)
     return list(found.values())
+
+
+def _waiting_calls(state: State) -> list[WaitingCall]:
+    found: list[WaitingCall] = []
+    for request_id, request in state.open.items():
+        if request.waits_for is not None:
+            model = state.model_of(request.ticket)
+            model_id = None if model is None else model.model_id
+            found.append(WaitingCall(request_id, request.kind, model_id, request.waits_for))
+    return found
 
 
 def _processes(state: State) -> list[ProcessStatus]:

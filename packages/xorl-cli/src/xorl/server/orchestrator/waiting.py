@@ -94,6 +94,8 @@ def _pending(state: State, request: OpenRequest) -> Pending:
     if not state.workers.is_ready:
         activity = "are loading the model" if state.workers.is_connected else "are starting"
         return Pending(ticket.request_id, "paused_capacity", position, f"the workers {activity}")
+    if request.waits_for is not None:
+        return Pending(ticket.request_id, "paused_capacity", None, request.waits_for)
     gap = None if request.is_running or ticket.lane is None else state.scheduler.gap(ticket.lane)
     reason = None if gap is None else f"request {gap.seq} of this model has not arrived"
     return Pending(ticket.request_id, "active", position, reason)
