@@ -209,17 +209,24 @@ class ListServedModels(Message, frozen=True):
 
 
 class FindServedModel(Message, frozen=True):
-    """Ask for the weights of such a name now; answered by ServedModel."""
+    """Ask for the weights of such a name now; answered by ServedModel.
+
+    saves: the weights will be sampled from; a model's current weights are saved first, if they are not saved already.
+    """
 
     name: str
+    saves: bool = False
 
 
 class ServedModel(Message, frozen=True):
-    """A model that can be sampled from by name. created: when its weights were saved."""
+    """A model that can be sampled from by name. created: when its weights were saved.
+
+    sampler: None if its weights are not saved yet, and the query did not ask to save them.
+    """
 
     name: str
     created: float
-    sampler: BaseSampler | CheckpointSampler
+    sampler: BaseSampler | CheckpointSampler | None
 
 
 class ServedModels(Message, frozen=True):

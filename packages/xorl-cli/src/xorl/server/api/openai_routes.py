@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 router = APIRouter(prefix="/v1")
 
+# A save of a model's weights waits for the requests of the model that came before it.
+_SAVE_TIMEOUT_S = 600.0
 _encode = msgspec.json.Encoder().encode
 
 
@@ -128,9 +130,10 @@ async def _read_body(request: Request, kind: type[Body]) -> Body:
         return read_fields(given, kind)
 
 
-async def _find_model(api: Api, name: str) -> ServedModel:
+async def _find_model(api: Api, name: str, *, saves: bool = False) -> ServedModel:
+    """The model of a name. saves: its current weights are needed, which may have to be saved first."""
     try:
-        return await api.orchestrator.ask(FindServedModel(name), ServedModel)
+        return await api.orchestrator.ask(FindServedModel(name, saves), ServedModel, timeout_s=_SAVE_TIMEOUT_S)
     except Refusal as refusal:
         code = "model_not_found" if refusal.status == 404 else None
         raise Refusal(refusal.status, refusal.message, code=code, param="model") from None
@@ -143,10 +146,11 @@ async def _call(
     info: ServiceInfo,
     prompts: Sequence[list[int]],
 ) -> Call:
-    model = await _find_model(api, body.model)
+    sampler = (await _find_model(api, body.model, saves=True)).sampler
+    assert sampler is not None, "its weights have been saved"
     with refuse_invalid():
         prompts = [body.truncated(prompt) for prompt in prompts]
-        operations = [body.operation(model.sampler, prompt, info.vocab_size) for prompt in prompts]
+        operations = [body.operation(sampler, prompt, info.vocab_size) for prompt in prompts]
         operations = [_within_context(operation, body, info.max_context_length) for operation in operations]
     texts = TokenTexts(
         await api.text.require(info.tokenizer),

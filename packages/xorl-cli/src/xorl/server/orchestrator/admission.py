@@ -89,10 +89,12 @@ class Admission:
         except JournalError as problem:
             return Rejected(507, f"the request cannot be saved: {problem}; free space on the service's disk")
 
-    async def submit_internal(self, operation: ModelOperation, kind: str | None = None) -> str | None:
+    async def submit_internal(
+        self, operation: ModelOperation, kind: str | None = None, *, request_id: str | None = None
+    ) -> str | None:
         """Queue an internal request behind those of its model; returns None if the journal cannot be written."""
         model = self._state.registry.models[operation.model_id]
-        request_id = f"{INTERNAL_PREFIX}{secrets.token_hex(8)}"
+        request_id = request_id or f"{INTERNAL_PREFIX}{secrets.token_hex(8)}"
         try:
             await self._journal_and_queue(_submission(request_id, operation, model.client, model.lane, kind=kind))
         except JournalError as problem:

@@ -31,6 +31,7 @@ from xorl.server.orchestrator.inference import weights_version
 from xorl.server.orchestrator.journal import Outcome, Record
 from xorl.server.orchestrator.lane import Ticket
 from xorl.server.orchestrator.operation_properties import (
+    INITIAL_NAME,
     INTERNAL_PREFIX,
     RECOVERY_PREFIX,
     encode,
@@ -112,15 +113,17 @@ def apply_save(
         {} if isinstance(operation, SaveFullWeights) else operation.user_metadata,
         None if ttl_s is None else now + ttl_s,
         weights_version(model),
-        is_initial=is_internal,
+        is_initial=is_internal and checkpoint.name == INITIAL_NAME,
     )
     state.registry.checkpoints[record.key] = record
     records = [stored(record)]
     if isinstance(operation, SaveWeightsForSampler) and operation.sampler_id is not None:
         sampler = SamplerRecord(operation.sampler_id, model.session_id, state.options.model_name, now, checkpoint)
         state.registry.samplers[sampler.sampling_session_id] = sampler
+        records.append(stored(sampler))
+    if is_unnamed(checkpoint):
         num_kept = NUM_ADAPTERS if state.options.enable_lora else NUM_WHOLE_MODELS
-        records += [stored(sampler), *expire_excess(state.registry, model.model_id, now, num_kept=num_kept)]
+        records += expire_excess(state.registry, model.model_id, now, num_kept=num_kept)
     return records
 
 

@@ -84,7 +84,6 @@ QUERIES: dict[type[Message], Callable[[State, Any], Awaitable[Message]]] = {
     CreateSamplingSession: service_queries.create_sampling_session,
     GetSampler: service_queries.get_sampler,
     ListServedModels: served_models.list_served_models,
-    FindServedModel: served_models.find_served_model,
     ListCheckpoints: checkpoint_queries.list_checkpoints,
     DeleteCheckpoint: deletion.delete_checkpoint,
     SetCheckpointTtl: checkpoint_queries.set_ttl,
@@ -124,6 +123,7 @@ class Orchestrator:
         self.state = State(options, journal, registry, Scheduler(), workers, inference, {}, wake)
         self._admission = Admission(self.state)
         self._queries: dict[type[Message], QueryHandler] = {
+            FindServedModel: partial(served_models.find_served_model, self.state, self._admission),
             AddEndpoint: inference.add,
             RemoveEndpoint: inference.remove,
             ListEndpoints: inference.list_all,

@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 
 from xorl.server.identifiers import CheckpointRef
 from xorl.server.messages import CANCELLED, Result
-from xorl.server.operations import CreateModel, Failure, SampleResult
+from xorl.server.operations import CreateModel, Failure, SampleResult, Saved
 from xorl.server.orchestrator import catalogue
 from xorl.server.orchestrator.catalogue import CheckpointFolder
 from xorl.server.orchestrator.checkpoint_reads import CheckpointReads
@@ -125,6 +125,7 @@ class State:
         progress: how the training of each model goes.
         deleting: checkpoints that are being deleted; no request may start from them.
         reads: the checkpoints that the workers are reading.
+        serving: by lane, the running save of a model's current weights, to sample from them by the model's id.
         keeping: held while deleted checkpoints are renamed, or removed at last.
     """
 
@@ -143,6 +144,7 @@ class State:
     deleting: set[CheckpointRef] = field(default_factory=set)
     progress: ProgressLog = field(default_factory=ProgressLog)
     reads: CheckpointReads = field(default_factory=CheckpointReads)
+    serving: dict[str, asyncio.Task[Saved | Failure]] = field(default_factory=dict)
     keeping: asyncio.Lock = field(default_factory=asyncio.Lock)
     storage: StorageMeter = field(default_factory=StorageMeter)
     _locks: WeakValueDictionary[CheckpointRef, asyncio.Lock] = field(default_factory=WeakValueDictionary)
