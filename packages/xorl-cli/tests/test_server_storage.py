@@ -304,3 +304,25 @@ async def test_finished_sessions_give_back_their_storage_as_soon_as_a_save_needs
         assert [registry.models[model].exists for model in ended] == [False, True, True], "the oldest is enough"
         assert await weights_of(client, 3, ended[1]) == folded(TRAINED, 5)
         assert await weights_of(client, 5, live) == folded(TRAINED, 5)
+
+
+@in_a_loop
+async def test_a_save_in_place_of_an_expired_checkpoint_does_not_wait_for_itself_when_the_storage_is_full(tmp_path):
+    """Catches a save that frees storage by deleting what it is about to replace, and waits for its own lock."""
+    chosen, size = options(tmp_path), 10**6
+    async with serving(chosen) as (client, _):
+        await client.begin()
+        await client.do(SaveWeights(MODEL, "last", ttl_s=0.1), 3)
+        await client.do(SaveWeightsForSampler(MODEL, "old", ttl_s=0.1), 4)
+        client.orchestrator.housekeeping._pruned = float("inf")
+        old = checkpoint_folder(chosen.folder, ref("old", kind="sampler_weights"))
+        (old / "large").write_bytes(bytes(size))
+        await asyncio.sleep(0.2)
+        used = sum(path.stat().st_size for path in chosen.folder.rglob("*") if path.is_file())
+        fill(client, used - size // 2)
+        saved = await client.do(SaveWeights(MODEL, "last", overwrite=True), 5)
+        assert not isinstance(saved, Failure), saved
+        assert not old.exists()
+        assert [one.checkpoint for one in (await client.orchestrator.answer(ListCheckpoints(MODEL))).checkpoints] == [
+            ref("last")
+        ]

@@ -55,9 +55,14 @@ async def delete(state: State, checkpoint: CheckpointRef) -> bool:
         state.deleting.discard(checkpoint)
 
 
-async def delete_expired(state: State, now: float) -> None:
-    """Delete the checkpoints that have expired at `now`, and those that were kept and that no model needs any more."""
+async def delete_expired(state: State, now: float, *, waits: bool = True) -> None:
+    """Delete the checkpoints that have expired at `now`, and those that were kept and that no model needs any more.
+
+    waits: whether to wait for requests that are saving under the name of one; otherwise those are left.
+    """
     for record in [record for record in state.registry.checkpoints.values() if record.has_expired(now)]:
+        if not waits and state.is_locked(record.checkpoint):
+            continue
         try:
             async with state.checkpoint_lock(record.checkpoint):
                 if state.registry.checkpoints.get(record.key) is not record:

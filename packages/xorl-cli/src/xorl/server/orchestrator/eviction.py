@@ -124,7 +124,8 @@ class Eviction:
                 return False
             for model in chosen:
                 await self._end(model, workers)
-            await deletion.delete_expired(state, time.time())
+            # The caller itself may be saving under the name of an expired checkpoint.
+            await deletion.delete_expired(state, time.time(), waits=False)
         return True
 
     def _ends_with(self, model: ModelRecord, checkpoint: CheckpointRef) -> bool:

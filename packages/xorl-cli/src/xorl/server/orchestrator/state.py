@@ -241,6 +241,11 @@ class State:
         async with self._locks.setdefault(checkpoint, asyncio.Lock()):
             yield
 
+    def is_locked(self, checkpoint: CheckpointRef) -> bool:
+        """Whether somebody holds the lock of a checkpoint."""
+        lock = self._locks.get(checkpoint)
+        return lock is not None and lock.locked()
+
     def is_unavailable(self, checkpoint: CheckpointRef) -> bool:
         """Whether a checkpoint is being deleted or has expired: nothing may start from it."""
         return checkpoint in self.deleting or self.registry.has_expired(checkpoint, time.time())
