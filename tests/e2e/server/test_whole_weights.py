@@ -54,6 +54,18 @@ def plain_loss(model: transformers.PreTrainedModel) -> torch.Tensor:
     return torch.stack(losses).sum()
 
 
+def test_a_script_that_ends_without_closing_its_session_delays_the_next_one_by_half_a_minute(service: Service) -> None:
+    # Catches every second run of a researcher that fails: the client that has ended counts as active.
+    def run(*, closes: bool) -> None:
+        client = service.tinker()
+        client.create_lora_training_client(base_model=MODEL, rank=4).result(timeout=90)
+        if closes:
+            client.close("success").result()
+
+    in_child(lambda: run(closes=False))
+    in_child(lambda: run(closes=True))
+
+
 def test_steps_of_all_weights_are_those_of_plain_torch(service: Service) -> None:
     # Would catch a gradient that is averaged over shards, a number of Adam that is lost, other weights exported.
     def whole() -> None:
