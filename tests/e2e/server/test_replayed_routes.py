@@ -68,6 +68,15 @@ def test_routes_of_samples_replay_through_the_client_that_has_the_field(service:
     in_child(whole)
 
 
+def test_routes_of_a_completion_have_a_row_for_each_computed_token(service: Service) -> None:
+    """Catches a completion that promises routes and loses those of its prompt, or of one of its choices."""
+    body = {"model": "xorl/quickstart", "prompt": PROMPT, "max_tokens": 5, "n": 2, "return_routed_experts": True}
+    answer = httpx.post(f"{service.url}/v1/completions", json=body, timeout=60, trust_env=False).raise_for_status()
+    for choice in answer.json()["choices"]:
+        num_tokens = len(PROMPT) + len(choice["token_ids"])
+        assert choice["routed_experts"]["shape"] == [num_tokens - 1, 3, 2]
+
+
 def test_routes_of_the_trainer_replay_through_the_other_client_and_rest(service: Service) -> None:
     # Catches routes that the binary format of the other client loses.
     def whole() -> None:

@@ -20,10 +20,9 @@ class OrchestratorOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     api_address: on which it listens for the API. worker_address: on which rank 0 listens; keys: a file of ChannelKeys,
     needed if rank 0 is reached over the network. workers_file: in which a restarted rank 0 publishes its address, if
     that can change. restarts_file: what the launcher writes about restarts (`restarts`). model_name: the name that
-    clients use; they may also use model_path and tokenizer_path. tokenizer: a name or folder. tokenizer_path: the same
-    as configured, if it is. lora_rank, lora_alpha: defaults for
-    adapters; None if full weights are trained. gap_timeout_s: how long requests wait for a missing number before they
-    fail; clients retry for 300 s.
+    clients use; they may also use model_path and tokenizer_path. tokenizer: a name or folder. tokenizer_path: as
+    configured, if it is not the model's own. lora_rank, lora_alpha: defaults for adapters; None if full weights are
+    trained. gap_timeout_s: how long requests wait for a missing number before they fail; clients retry for 300 s.
     """
 
     api_address: str
@@ -98,7 +97,8 @@ def options_from_config(
         model_name=config.model_name or path,
         model_path=config.model_path or path,
         tokenizer=_absolute(config.tokenizer_path or path),
-        tokenizer_path=config.tokenizer_path,
+        # By default it is the model's own path, which model_name stands for.
+        tokenizer_path=None if config.tokenizer_path == path else config.tokenizer_path,
         arch=str(model_config.get("model_type", "")),
         vocab_size=vocab_size if isinstance(vocab_size, int) else 0,
         enable_lora=enable_lora,
