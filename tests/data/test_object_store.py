@@ -41,6 +41,14 @@ def test_objects_are_read_by_name_pattern_and_folder(bucket, tmp_path) -> None:
     named = DatasetEntry("s3://corpus/web", data_files=["train-1.jsonl", "test-*"], ds_type="json")
     assert documents_of(named, options) == ROWS[20:]
 
+    one, every = "{config_name: one, data_files: train-1.jsonl}", "{config_name: all, data_files: '*'}"
+    readme = f"---\nconfigs:\n- {one}\n- {every}\n---\n"
+    bucket.put_object(Bucket="corpus", Key="web/README.md", Body=readme.encode())
+    assert documents_of(DatasetEntry("s3://corpus/web", name="one"), options) == ROWS[20:50]
+    assert documents_of(DatasetEntry("s3://corpus/web", name="all"), options) == ROWS[50:] + ROWS[:50]
+    with pytest.raises(DataError, match=r"entries\[0\]: s3://corpus/web .* pick one .*\['one', 'all'\]; set .*name"):
+        prepare([DatasetEntry("s3://corpus/web")], options)
+
     bucket.put_object(Bucket="corpus", Key="web/train-1.jsonl", Body=lines(ROWS[::-1]))
     assert documents_of(DatasetEntry("s3://corpus/web/train-1.jsonl"), options) == ROWS[::-1]
     with pytest.raises(DataError, match=r"entries\[0\].path: s3://corpus/none does not exist"):

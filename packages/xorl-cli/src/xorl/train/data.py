@@ -26,7 +26,7 @@ from xorl.data.invariants import special_ids
 from xorl.data.packing import Bins
 from xorl.data.plan import rescale_accumulation
 from xorl.data.push import push_documents
-from xorl.data.receipt import Receipt
+from xorl.data.receipt import Findings, Receipt
 from xorl.data.stream import (
     Stream,
     StreamLoader,
@@ -80,6 +80,13 @@ class RunData:
 
     train: PackedDocuments | Stream
     held_out: PackedDocuments | None
+
+    @property
+    def end_tokens(self) -> dict[str, int]:
+        """The special tokens that end the trained text, and how often; of a stream, in its first samples."""
+        if isinstance(self.train, PackedDocuments):
+            return self.train.documents.receipt.end_tokens
+        return sum(self.train.findings, Findings()).end_tokens_by_number
 
 
 @dataclass(frozen=True)
@@ -398,7 +405,11 @@ def _prepare(
         token=data.hf_use_auth_token,
         strict=model.strict,
     )
-    return prepare([_entry(entry, data) for entry in entries], options, option=option)
+    documents = prepare([_entry(entry, data) for entry in entries], options, option=option)
+    if documents.extra_names:
+        names = ", ".join(documents.extra_names)
+        logger.info("%s: training does not use the per-token columns %s (data.select_columns)", option, names)
+    return documents
 
 
 def _entry(entry: DatasetEntryConfig, data: DataConfig) -> DatasetEntry:

@@ -52,6 +52,7 @@ from xorl.train.data import (
     write_receipt,
 )
 from xorl.train.deadline import Deadline
+from xorl.train.end_tokens import with_end_tokens
 from xorl.train.evaluate import EvalPoints, Evaluation
 from xorl.train.model import head_options_of
 from xorl.train.model_source import pin_checkpoint, read_architecture
@@ -196,7 +197,10 @@ def start_up(
     configs = {member.name: member_config(config, member) for member in config.lora.sweep} or {"": config}
     with phases("data", f"prepared_path={config.data.dataset_prepared_path}"):
         data = {name: _prepare_data(run_config, architecture) for name, run_config in configs.items()}
-        trained = {name: with_chat_template(architecture, run_config.data) for name, run_config in configs.items()}
+        trained = {
+            name: with_end_tokens(with_chat_template(architecture, run_config.data), data[name].end_tokens)
+            for name, run_config in configs.items()
+        }
 
     with phases("join", f"world_size={world_size()}"):
         peers = meet(global_rank(), world_size()) if is_launched() else None

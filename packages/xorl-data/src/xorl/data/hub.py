@@ -128,5 +128,7 @@ def _translated_errors(path: str, split: str, option: str) -> Iterator[None]:
             f"{option}.path: {path} is not a path on this machine, and the Hugging Face Hub cannot be reached: {error}"
         ) from error
     except (ValueError, FileNotFoundError, DatasetsError) as error:
-        # These errors already list the existing configs and splits.
-        raise DataError(f"{option}: {path} (split {split}) cannot be loaded: {error}") from error
+        # These errors already list the existing configs and splits; an example of Python code may follow.
+        reason = " ".join(str(error).partition("\nExample of usage")[0].split())
+        hint = f"; set {option}.name" if "Config name is missing" in reason else ""
+        raise DataError(f"{option}: {path} (split {split}) cannot be loaded: {reason}{hint}") from error

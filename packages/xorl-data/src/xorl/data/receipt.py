@@ -81,6 +81,11 @@ class Findings:
         unused = dict.fromkeys((*self.unused, *other.unused))
         return Findings(tuple(unused), tokens, (*self.problems, *other.problems)[:_NUM_PROBLEMS])
 
+    @property
+    def end_tokens_by_number(self) -> dict[str, int]:
+        """The end tokens, most frequent first."""
+        return dict(sorted(self.end_tokens.items(), key=lambda pair: -pair[1]))
+
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Findings:
         return cls(tuple(values["unused"]), dict(values["end_tokens"]), tuple(values["problems"]))
@@ -122,8 +127,7 @@ class Receipt:
     @property
     def end_tokens(self) -> dict[str, int]:
         """The special tokens that end trained text in any dataset, and how often, most frequent first."""
-        tokens = sum((dataset.findings for dataset in self.datasets), Findings()).end_tokens
-        return dict(sorted(tokens.items(), key=lambda pair: -pair[1]))
+        return sum((dataset.findings for dataset in self.datasets), Findings()).end_tokens_by_number
 
     @property
     def total(self) -> Counts:

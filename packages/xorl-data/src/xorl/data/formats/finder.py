@@ -23,6 +23,8 @@ from xorl.data.formats.turns import Turn, check_tool_calls, is_ended, locate_tur
 
 # In conversations with at most this many answers, every turn is located by itself.
 _FEW_ANSWERS = 6
+# Longer conversations seldom have the shape of another one.
+_MAX_SHAPE = 64
 # Stands for the messages before a window, and for user messages after it.
 _OTHER: Message = {"role": "user", "content": "x0x"}
 
@@ -45,24 +47,24 @@ class TurnFinder:
     def __init__(self, template: ChatTemplate, special: re.Pattern[str]) -> None:
         self.template = template
         self._special = special
-        self._shapes = ShapeCache(template, special)
+        self._shapes = ShapeCache(template, self._find)
 
     def render(self, conversation: Conversation, turns: Sequence[int]) -> Rendered:
         """Returns the same result as turns.render_turns, and raises the same DataErrors, but faster."""
+        if conversation.tools is None and len(conversation.messages) <= _MAX_SHAPE:
+            return self._shapes.render(conversation, turns)
+        return self._find(conversation, turns)
+
+    def _find(self, conversation: Conversation, turns: Sequence[int]) -> Rendered:
         answers = [n for n, message in enumerate(conversation.messages) if message["role"] == "assistant"]
         if len(answers) <= _FEW_ANSWERS or len(turns) < 2 or self.template.marks_generation:
-            return self._render_window(conversation, turns)
+            return render_turns(self.template, conversation, turns, self._special)
         try:
             return self._render_long(conversation, turns, [n for n in answers if turns[0] <= n <= turns[-1]])
         except TemplateRefusal as error:
             raise DataError(f"{self.template.name} rejects the conversation: {error}") from error
         except _ContradictionError:
             return render_turns(self.template, conversation, turns, self._special)
-
-    def _render_window(self, conversation: Conversation, turns: Sequence[int]) -> Rendered:
-        if conversation.tools is None:
-            return self._shapes.render(conversation, turns)
-        return render_turns(self.template, conversation, turns, self._special)
 
     def _render_long(self, conversation: Conversation, turns: Sequence[int], answers: Sequence[int]) -> Rendered:
         whole = self.template.render(conversation.messages, conversation.tools)
@@ -82,7 +84,7 @@ class TurnFinder:
         self, conversation: Conversation, whole: str, answers: Sequence[int], wanted: frozenset[int]
     ) -> Iterator[tuple[int, Turn]]:
         """Yields the turns of `answers`, at least of those that are `wanted`."""
-        windows = _Windows(conversation, self._render_window)
+        windows = _Windows(conversation, self.render)
         start: int | None = None  # of the next answer, if the windows before it tell
         by_prefix = True
         for answer, following in zip(answers, [*answers[1:], None], strict=True):

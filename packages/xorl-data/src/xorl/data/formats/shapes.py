@@ -8,15 +8,13 @@ turns are those of the frame. Otherwise turns.py processes it, so the result for
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from xorl.data.errors import DataError
 from xorl.data.formats.messages import Conversation
 from xorl.data.formats.spans import Rendered
 from xorl.data.formats.template import ChatTemplate, Message, TemplateRefusal
-from xorl.data.formats.turns import render_turns
 
 # The fields of a message, in order. `thinking` and `reasoning_content` hold the same text.
 _PLAIN = ("role", "content")
@@ -46,15 +44,15 @@ class _Frame:
 
 
 class ShapeCache:
-    """The frames of one template, for conversations without tools."""
+    """The frames of one template, for conversations without tools. `find` finds turns without the cache."""
 
-    def __init__(self, template: ChatTemplate, special: re.Pattern[str]) -> None:
+    def __init__(self, template: ChatTemplate, find: Callable[[Conversation, Sequence[int]], Rendered]) -> None:
         self._template = template
-        self._special = special
+        self._find = find
         self._frames: dict[Shape, _Frame | None] = {}
 
     def render(self, conversation: Conversation, turns: Sequence[int]) -> Rendered:
-        """Returns the same result as render_turns, and raises the same DataErrors, but faster."""
+        """Returns the same result as `find`, and raises the same DataErrors, but faster."""
         frame = self._frame(conversation, turns)
         if frame is not None:
             try:
@@ -65,7 +63,7 @@ class ShapeCache:
             if ends is not None:
                 spans = tuple((ends[a.slot] + a.offset, ends[b.slot] + b.offset) for a, b in frame.spans)
                 return Rendered(text, spans, frame.num_unended)
-        return render_turns(self._template, conversation, turns, self._special)
+        return self._find(conversation, turns)
 
     def _frame(self, conversation: Conversation, turns: Sequence[int]) -> _Frame | None:
         messages = conversation.messages
@@ -101,7 +99,7 @@ class ShapeCache:
             for number, message in enumerate(messages)
         ]
         try:
-            rendered = render_turns(self._template, Conversation(probes, None, ()), turns, self._special)
+            rendered = self._find(Conversation(probes, None, ()), turns)
         except DataError:
             return None
         text = rendered.text

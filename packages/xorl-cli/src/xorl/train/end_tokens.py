@@ -1,0 +1,53 @@
+"""The tokens at which generation stops after training: those of the model, and those that the data teaches it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+
+from xorl.data.formats import load_tokenizer
+from xorl.train.architecture import Architecture
+
+logger = logging.getLogger(__name__)
+
+# A special token that ends fewer of the trained texts than this is not their end token.
+_MIN_SHARE = 0.01
+_SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def with_end_tokens(architecture: Architecture, end_tokens: Mapping[str, int]) -> Architecture:
+    """The architecture, whose generation_config.json also has the end tokens of the trained text.
+
+    `end_tokens` has the special tokens that end trained text, and how often (Receipt.end_tokens). With a base model, a
+    chat template may end turns with a token at which the model's generation would not stop.
+    """
+    folder = architecture.tokenizer_folder
+    total = sum(end_tokens.values())
+    frequent = [text for text, number in end_tokens.items() if number >= _MIN_SHARE * total]
+    if folder is None or not frequent:
+        return architecture
+    core = load_tokenizer(folder).core
+    ids = {text: core.token_to_id(text) for text in frequent}
+    generation = dict(architecture.generation)
+    if not generation:
+        # Without the file, transformers takes these from config.json.
+        generation = {name: architecture.hf_config[name] for name in _SPECIAL if architecture.hf_config.get(name)}
+    stops = _ids(generation.get("eos_token_id", architecture.hf_config.get("eos_token_id")))
+    missing = {text: token_id for text, token_id in ids.items() if token_id is not None and token_id not in stops}
+    if not missing:
+        return architecture
+    logger.info(
+        "generation of the model stops at %s, but its trained text ends with %s: exports add %s to eos_token_id of "
+        "generation_config.json",
+        ", ".join(f"{core.id_to_token(each)} ({each})" for each in stops) or "no token",
+        ", ".join(f"{text} ({token_id})" for text, token_id in missing.items()),
+        "it" if len(missing) == 1 else "these",
+    )
+    # With this mark, transformers may take the values of config.json instead.
+    generation.pop("_from_model_config", None)
+    return replace(architecture, generation={**generation, "eos_token_id": [*stops, *missing.values()]})
+
+
+def _ids(value: object) -> list[int]:
+    return [each for each in (value if isinstance(value, list) else [value]) if isinstance(each, int)]
