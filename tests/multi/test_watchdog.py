@@ -137,10 +137,8 @@ def test_a_rank_that_is_stopped_is_named_with_its_state(stopped: int, tmp_path: 
     assert "is stopped (state T): it got SIGSTOP" in text
 
 
-def test_a_job_that_is_stopped_as_a_whole_goes_on_where_it_was(tmp_path: Path, run_ranks, monkeypatch) -> None:
+def test_a_job_that_is_stopped_as_a_whole_goes_on_where_it_was(tmp_path: Path, run_ranks) -> None:
     # Catches a job that a scheduler has suspended, which ends once it may continue since all were silent so long.
-    monkeypatch.setattr("xorl.train.watchdog.MAX_ROUND_S", 0.3)
-
     def rank_code(rank: int, _: Watchdog) -> None:
         pids = torch.zeros(2, dtype=torch.int64)
         pids[rank] = os.getpid()

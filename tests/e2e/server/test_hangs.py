@@ -103,6 +103,22 @@ def test_everything_else_that_is_stopped_is_replaced(service: Service, plain: li
         assert "is stopped (state T)" in status_of(service, name)["reason"]
 
 
+def test_a_service_that_is_suspended_as_a_whole_goes_on_where_it_was(service: Service, plain: list[float]) -> None:
+    # Catches a service that finds all its processes silent once a scheduler lets it continue, and kills them.
+    caller = Caller(service)
+    losses = rounds(caller, 1)
+    assert service.process is not None
+    pids = [service.process.pid, *(process.pid for process in service.running())]
+    for number, seconds in ((signal.SIGSTOP, 1.5 * LIMIT_S), (signal.SIGCONT, LIMIT_S / 2)):
+        for pid in pids:
+            os.kill(pid, number)
+        time.sleep(seconds)
+    assert [service.process.pid, *(process.pid for process in service.running())] == pids
+    caller.http = httpx.Client(base_url=service.url, timeout=60, trust_env=False)
+    losses.append(caller.loss(caller.forward_backward(4)))
+    assert losses == pytest.approx(plain[:3], rel=NEAR)
+
+
 def test_a_service_stops_although_its_processes_are_stopped(service: Service) -> None:
     # Catches a stop that waits half an hour for an orchestrator that cannot hear it, or for ranks that never answer.
     stop(service.pids("orchestrator")[-1])

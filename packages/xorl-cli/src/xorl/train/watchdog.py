@@ -117,7 +117,9 @@ class Watchdog:
         self._store: WatchStore | None = None
         self._rank = 0
         self._num_rounds = 0
-        self._view = _View(1)
+        # Where the limits are short, a gap of MAX_ROUND_S would exceed them.
+        self._max_round_s = min(MAX_ROUND_S, stall_s / 3, lost_s / 3)
+        self._view = _View(1, self._max_round_s)
         self._threads: list[threading.Thread] = []
 
     def start(self, peers: Peers | None, rank: int) -> None:
@@ -125,7 +127,7 @@ class Watchdog:
         timeout = timedelta(seconds=max(10.0, self._interval_s))
         self._store = dist.HashStore() if peers is None else peers.watch_store(timeout)
         self._peers, self._rank = peers, rank
-        self._view = _View(self._num_ranks)
+        self._view = _View(self._num_ranks, self._max_round_s)
         targets = (self._watch, self._watch_store)
         self._threads = [threading.Thread(target=each, name="xorl-watchdog", daemon=True) for each in targets]
         for thread in self._threads:
@@ -220,7 +222,7 @@ class Watchdog:
 
     def _watch_store(self) -> None:
         """End this rank if the store does not answer: operations on a host that vanished may never return."""
-        clock, round_s, num_rounds = AwakeClock(MAX_ROUND_S), 0.0, 0
+        clock, round_s, num_rounds = AwakeClock(self._max_round_s), 0.0, 0
         # A stall ends after the stacks have been collected, within a few rounds.
         limit_s = self._lost_s + GRACE_S + 10 * self._interval_s
         while not self._stopped.wait(self._interval_s):
@@ -299,9 +301,9 @@ class Watchdog:
 class _View:
     """The newest reports, and when they changed by this process's clock."""
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, num_ranks: int, max_round_s: float) -> None:
         self.reports: dict[int, Report] = {}
-        self._clock = AwakeClock(MAX_ROUND_S)
+        self._clock = AwakeClock(max_round_s)
         self.now_s = self.moved_s = 0.0
         self.heard_s = [0.0] * num_ranks
 
