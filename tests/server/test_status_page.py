@@ -50,6 +50,7 @@ def test_the_page_shows_the_service_and_runs_nothing_that_clients_have_named(tmp
                 "limit": "of 1.5 MB",
             }
             assert text_of(page, "calls").startswith("forward_backward m ")
+            assert text_of(page, "calls").endswith("create_model n: model m uses the base waits")
             assert text_of(page, "sessions").startswith(f"user {markup} {markup} 3 requests · began")
             assert "Loss 2.25 Step 3 Learning rate 1e-4 Last step" in text_of(page, "sessions")
             assert text_of(page, "departed") == "1 session whose client is gone"

@@ -109,6 +109,7 @@ from xorl.server.status_queries import (
     Status,
     Storage,
     StoredKind,
+    WaitingCall,
 )
 
 VOCAB = 64
@@ -246,6 +247,7 @@ class AnsweringOrchestrator:
             world_size=2,
             queue_depth=4,
             running=[RunningCall("r", "ForwardBackward", "m", "m", time.time() - 9, 0)],
+            waiting=[WaitingCall("w", "CreateModel", "n", "model m uses the base")],
             processes=[ProcessStatus("workers", 1, time.time() - 60, "signal=SIGKILL")],
             tokens_per_second=1234.5,
             token_rates=[0.0, 100.0, 1234.5],
