@@ -332,6 +332,29 @@ def test_two_launchers_make_one_job() -> None:
     assert [Path(f"rank_{rank}").read_text() for rank in (0, 1)] == ["0 of 2"] * 2
 
 
+def test_a_port_that_is_taken_is_told_at_once(capfd: pytest.CaptureFixture[str]) -> None:
+    # Catches hosts that wait ten minutes for each other, since node 0 cannot listen.
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert started("tell_place", LaunchFlags(nproc_per_node=1, master_port=port))[0] == 1
+    assert capfd.readouterr().err.startswith(f"error: node 0 cannot listen at 127.0.0.1:{port} ([Errno 98]")
+
+
+@pytest.mark.multi
+def test_hosts_with_different_flags_refuse_each_other() -> None:
+    # Catches hosts whose ranks would have the same numbers, or wait for ranks that nobody starts.
+    flags = {"nnodes": 2, "master_addr": "127.0.0.1", "master_port": free_port()}
+    code = (
+        f"from xorl.cli.launch import *; flags = LaunchFlags(**{flags}, nproc_per_node=2, node_rank=1); "
+        f"launch(plan_launch(flags, num_gpus=0, is_single_process=False), [{TINY_RANK!r}, 'tell_place'])"
+    )
+    node_1 = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+    with pytest.raises(ValueError, match=r"--nproc-per-node: 1 on node 0 .*, but 2 on node 1 .*; all hosts need"):
+        started("tell_place", LaunchFlags(**flags, nproc_per_node=1, node_rank=0))
+    assert "--nproc-per-node: 2 on node 1" in node_1.communicate(timeout=60)[1]
+    assert not Path("rank_0").exists()
+
+
 def record_at(seconds: float, text: str) -> dict[str, object]:
     extra = {"py_callstack": f"Traceback\n{text}", "timestamp": str(int(seconds))}
     return {"message": {"message": text, "extraInfo": extra, "xorl": {"time_ns": int(seconds * 1e9)}}}

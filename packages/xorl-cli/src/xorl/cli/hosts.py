@@ -68,8 +68,12 @@ class Hosts:
                     return
             except (RuntimeError, OSError) as error:
                 reason = str(error).splitlines()[0]
-                if self._nodes.node_rank == 0 and not isinstance(error, socket.gaierror):
-                    break
+                if self._store is None and self._nodes.node_rank == 0 and not isinstance(error, socket.gaierror):
+                    address, port = self._endpoint
+                    raise HostsError(
+                        f"node 0 cannot listen at {address}:{port} ({reason}): --master-addr must be an address of "
+                        "this host, and --master-port a free port"
+                    ) from error
             time.sleep(POLL_S)
         if not stops:
             raise HostsError(self._missed(reason))

@@ -159,7 +159,8 @@ def listen_at(address: str, port: int) -> socket.socket:
         found = [str(ipaddress.ip_address(address))]
     except ValueError:
         found = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)})
-        if any(ipaddress.ip_address(each).is_loopback for each in found) or not any(map(_is_local, found)):
+        is_loopback = any(ipaddress.ip_address(each).is_loopback for each in found) and address != "localhost"
+        if is_loopback or not any(map(_is_local, found)):
             logger.warning(
                 "event=listens_everywhere address=%s port=%d: this name means no address here that others can reach "
                 "(%s), so the store listens on all interfaces: close the port to all but the job's hosts, or give an "
