@@ -76,6 +76,15 @@ def test_a_repeated_column_is_refused_in_every_format(text_options, tmp_path, ki
         read_sample(stream_of(path, text_options, type="prompt_completion"), 1)
 
 
+def test_a_repeated_column_of_token_rows_is_refused(text_options, tmp_path):
+    """Catches keys of token rows that are repeated, which the fast path does not parse."""
+    for key in ("input_ids", "labels", "other"):
+        path = tmp_path / "rows.jsonl"
+        path.write_text(f'{{"input_ids": [1, 2], "{key}": [1, 2], "{key}": [3, 4]}}\n')
+        with pytest.raises(DataError, match=r"rows.jsonl, line 1 has the key '.*' twice"):
+            prepare([DatasetEntry(str(path))], text_options)
+
+
 def test_columns_without_names_may_be_repeated(text_options, tmp_path):
     """Catches CSV files whose lines end with commas, whose unnamed columns nobody can mean."""
     path = tmp_path / "rows.csv"

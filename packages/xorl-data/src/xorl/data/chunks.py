@@ -54,7 +54,10 @@ class Chunk(Protocol):
         ...
 
     def names(self) -> Sequence[str]:
-        """The names of all columns, also of those that were not read; for JSON lines, those of the first row."""
+        """The names of all columns, also of those that were not read; for JSON lines, those of the first row.
+
+        Nothing if that row cannot be read; `rows` then raises the error.
+        """
         ...
 
     def table(self, columns: Sequence[str]) -> pa.Table | None:
@@ -119,8 +122,8 @@ class LinesChunk:
             return ("text",)
         first = next(self._lines(self._bytes()), b"")
         try:
-            row: object = json.loads(first)
-        except ValueError:  # `rows` raises the error
+            row: object = JSON_DECODER.decode(first.decode())
+        except (ValueError, RecursionError):  # also for a repeated key; `rows` raises the error
             return ()
         return tuple(row) if isinstance(row, dict) else ()
 

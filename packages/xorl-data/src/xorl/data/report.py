@@ -64,6 +64,7 @@ def _rows(dataset: DatasetStatistics) -> list[tuple[str, str]]:
         ("dropped", f"{counts.dropped:,}"),
         ("split", f"{counts.split:,}"),
         ("empty", f"{counts.empty:,}"),
+        ("skipped", f"{counts.skipped:,} that cannot be used"),
         ("nothing trained", f"{counts.untrained:,} samples"),
         ("everything trained", f"{counts.all_trained:,} samples that have labels"),
         ("labels out of place", f"{counts.misaligned:,} samples"),

@@ -87,7 +87,7 @@ class TokenizedFormat:
             _check_masks(chunk)
         if "input_ids" not in names and unused == ("text",):
             unused = ()  # a text file, whose lines are ids
-        table = chunk.table(self.wanted)
+        table = chunk.table(self.wanted) if names else None
         rows = None if table is None else _encode_table(table, self)
         if rows is None:
             rows = _encode_rows(chunk.rows(), chunk, self)
