@@ -1,13 +1,16 @@
 """What the orchestrator tells an operator: which calls run, of whom, and which processes were restarted."""
 
 import asyncio
+import json
 import time
 from datetime import datetime
 
 import numpy as np
 
+from answering_orchestrator import served
 from asynchronous import in_a_loop
 from orchestrated import MODEL, SESSION, forward_backward, options, over_http, running, serving, submit, workers
+from xorl.cli.serve import status_text
 from xorl.server.datum import Array
 from xorl.server.operations import (
     AbortGradients,
@@ -25,7 +28,7 @@ from xorl.server.orchestrator.progress import ProgressLog
 from xorl.server.orchestrator.state import Counters
 from xorl.server.queries import CreateSession
 from xorl.server.restarts import write_restarts
-from xorl.server.status_queries import GetStatus, ProcessStatus
+from xorl.server.status_queries import ErrorSeen, GetStatus, ProcessStatus
 
 
 @in_a_loop
@@ -171,3 +174,15 @@ def test_the_throughput_of_the_last_ten_minutes_is_kept_in_intervals(monkeypatch
     assert counters.token_rates() == [0.0] * 59 + [50.0]
     now = 2000.0
     assert (counters.token_rates(), len(counters._intervals)) == ([0.0] * 60, 0)
+
+
+def test_the_command_line_shows_a_history_in_one_line(tmp_path):
+    """Catches a status of which a hundred numbers fill the terminal, one a line, and text that is changed with them."""
+    message = "it has [\n 1,  2] and {}"
+    with served(tmp_path) as (url, orchestrator):
+        orchestrator.models["m"] = None
+        orchestrator.errors.append(ErrorSeen(time.time(), "m", "OptimStep", message))
+        shown = status_text(url, None)
+    assert '"losses": [ 3.5, null, 2.25 ],' in shown
+    assert '"token_rates": [ 0.0, 100.0, 1234.5 ],' in shown
+    assert json.loads(shown)["last_errors"][0]["message"] == message

@@ -4,6 +4,7 @@ The configuration is validated before the service is imported.
 """
 
 import json
+import re
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -101,4 +102,5 @@ def status_text(url: str, api_key: str | None) -> str:
             f"cannot reach a service at {url} ({error}): start one with `xorl serve config.yaml`, or set --api-host "
             "and --api-port"
         ) from error
-    return json.dumps(status, indent=2)
+    # A list of numbers takes one line; no string in JSON has a line break.
+    return re.sub(r'\[\n[^][{}"]*\]', lambda numbers: " ".join(numbers[0].split()), json.dumps(status, indent=2))

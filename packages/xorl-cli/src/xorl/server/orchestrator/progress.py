@@ -48,10 +48,10 @@ class ProgressLog:
                 progress.num_trained += result.metrics.get(_NUM_TRAINED, 0.0)
         elif isinstance(operation, OptimStep) and isinstance(result, OptimResult):
             mean = progress.sum_loss / progress.num_trained if progress.num_trained else math.nan
-            progress.losses.append(_finite(mean))
+            progress.losses.append(_shown(mean))
             progress.last_step = time.time()
-            progress.grad_norm = _finite(result.metrics.get("grad_norm", math.nan))
-            progress.learning_rate = _finite(operation.learning_rate)
+            progress.grad_norm = _shown(result.metrics.get("grad_norm", math.nan))
+            progress.learning_rate = _shown(operation.learning_rate)
             progress.sum_loss = progress.num_trained = 0.0
         elif isinstance(operation, AbortGradients):
             progress.sum_loss = progress.num_trained = 0.0
@@ -61,5 +61,6 @@ class ProgressLog:
         self._by_lane = {lane: progress for lane, progress in self._by_lane.items() if lane in lanes}
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def _shown(value: float) -> float | None:
+    """A value with as many digits as anyone reads; None if it is not finite."""
+    return float(f"{value:.6g}") if math.isfinite(value) else None
