@@ -101,7 +101,10 @@ def _processes(state: State) -> list[ProcessStatus]:
         reason = "the connection to the first worker was lost" if workers.num_restarts else None
         found = [ProcessStatus("workers", workers.num_restarts, workers.last_restart, reason), *found]
     # The launcher does not know when new workers are ready.
-    return [replace(one, hung_since=None) if one.name == "workers" and workers.is_ready else one for one in found]
+    return [
+        replace(one, hung_since=None) if one.name == "workers" and workers.ready_at > (one.hung_since or 0.0) else one
+        for one in found
+    ]
 
 
 def _gauges(state: State) -> dict[str, float]:

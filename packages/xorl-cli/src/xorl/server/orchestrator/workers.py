@@ -37,7 +37,8 @@ class Workers:
     find: returns the address and keys of the newest workers, if known; called while the workers are absent.
     timeout_s: how long the workers may be absent before waiting requests fail.
 
-    num_restarts, last_restart: how often, and when, other workers took the place of the first ones.
+    num_restarts, last_restart: how often, and when, other workers took the place of the first ones. ready_at: when the
+    last ones became ready.
 
     An incarnation is one start of the workers, with everything in their memory. They remember the results of their
     last successful operations, so work that is sent again is not run again.
@@ -64,6 +65,7 @@ class Workers:
         self.health: HealthResult | None = None
         self.num_restarts = 0
         self.last_restart: float | None = None
+        self.ready_at = 0.0
         self._last_health_check = 0.0
         self._is_closing = False
 
@@ -190,7 +192,7 @@ class Workers:
             if self.incarnation is not None:
                 self.num_restarts, self.last_restart = self.num_restarts + 1, time.time()
             logger.info("event=workers_ready incarnation=%s world_size=%d", incarnation, result.world_size)
-            self.incarnation = incarnation
+            self.incarnation, self.ready_at = incarnation, time.time()
             self._on_change()
 
 
