@@ -59,7 +59,7 @@ def test_a_sample_without_a_limit_takes_the_room_that_there_is(tmp_path: Path, r
                 assert len(result.sequences[0].tokens.numpy()) == limit + 1 - length
             (refused,) = ask(worker, Sample(BaseSampler(), tokens(limit + 1)))
             assert isinstance(refused, Failure)
-            assert (refused.status, f"more than the {limit}" in refused.message) == (400, True)
+            assert (refused.status, f"maximum context length is {limit} tokens" in refused.message) == (400, True)
             (refused,) = ask(worker, Sample(BaseSampler(), tokens(4), max_tokens=limit))
             assert isinstance(refused, Failure)
             # It is the model's own limit that none can raise.

@@ -20,7 +20,7 @@ import numpy as np
 from xorl.server.channel import BlockingServer, ChannelKeys, Limits
 from xorl.server.datum import Array
 from xorl.server.identifiers import CheckpointKind, CheckpointRef, checkpoint_folder
-from xorl.server.messages import CANCELLED, Cancel, Done, Health, HealthResult, Ok, Work
+from xorl.server.messages import CANCELLED, Cancel, Done, Health, HealthResult, Ok, Resume, Suspended, Work
 from xorl.server.operations import (
     AbortGradients,
     CheckpointSampler,
@@ -70,14 +70,16 @@ class Counted:
 class CountingWorkers:
     """Answers at `address` from a thread until `close`.
 
-    delay_s: of each forward_backward. token_s: of each token of a sample, until it is cancelled. published_s: from when
-    a checkpoint is there until that is said. checkpoint_bytes: what it says of each new model. ran: the ids of all
-    operations that were run, in their order.
+    delay_s: of each forward_backward. datum_s: of each datum of one; between two, it gives way to other work.
+    token_s: of each token of a sample, until it is cancelled. published_s: from when a checkpoint is there until that
+    is said. checkpoint_bytes: what it says of each new model. ran: the ids of all operations that were run, in their
+    order. suspended: the ids of passes, each time that they gave way.
     """
 
     address: str
     output_dir: Path
     delay_s: float = 0.0
+    datum_s: float = 0.0
     token_s: float = 0.0
     published_s: float = 0.0
     max_context_length: int = 4096
@@ -87,10 +89,12 @@ class CountingWorkers:
     ran: list[str] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     created: list[CreateModel] = field(default_factory=list)
+    suspended: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._remembered: OrderedDict[str, object] = OrderedDict()
         self._cancelled: set[str] = set()
+        self._begun: dict[str, tuple[ForwardBackward, int]] = {}
         self._server: BlockingServer[Work | Cancel] = BlockingServer(
             self.address,
             Work | Cancel,
@@ -129,17 +133,23 @@ class CountingWorkers:
         # As in a mixed pass: one bad call fails all of them, and changes nothing.
         bad = any(isinstance(op, ForwardBackward) and op.loss_fn == BAD for op in new)
         results = [
-            self._result(name, operation, fails=bad and len(work.ids) > 1)
+            self._result(name, operation, fails=bad and len(work.ids) > 1, may_suspend=work.may_suspend)
             for name, operation in zip(work.ids, work.operations, strict=True)
         ]
         return Done(work.ids, results)
 
-    def _result(self, name: str, operation: object, *, fails: bool) -> object:
+    def _result(self, name: str, operation: object, *, fails: bool, may_suspend: bool) -> object:
         if name in self._remembered:
             return self._remembered[name]
         if fails:
             return Failure("user", 400, "a call beside it is bad")
-        result = self._run(name, operation)
+        if self.datum_s and isinstance(operation, ForwardBackward | Resume):
+            result = self._pass(name, operation, may_suspend=may_suspend)
+        else:
+            result = self._run(name, operation)
+        if isinstance(result, Suspended):
+            self.suspended.append(name)
+            return result
         if not isinstance(operation, Health):
             self.ran.append(name)
         if not isinstance(result, Failure):
@@ -170,6 +180,19 @@ class CountingWorkers:
         if model is None:
             return Failure("user", 404, f"no model {operation.model_id}")
         return self._change(operation, model)
+
+    def _pass(self, name: str, operation: ForwardBackward | Resume, *, may_suspend: bool) -> object:
+        whole, num_done = self._begun.pop(name, (operation, 0))
+        assert isinstance(whole, ForwardBackward), "only what was suspended can be resumed"
+        while num_done < len(whole.data):
+            time.sleep(self.datum_s)
+            num_done += 1
+            if name in self._cancelled:
+                return CANCELLED
+            if may_suspend and num_done < len(whole.data) and self._server.has_waiting:
+                self._begun[name] = (whole, num_done)
+                return Suspended(num_done / len(whole.data))
+        return self._run(name, whole)
 
     def _change(self, operation: object, model: Counted) -> object:
         match operation:

@@ -406,9 +406,9 @@ def test_decode_spans_depend_on_no_other_span_of_the_step() -> None:
                 span.continuation.tokens.append(7)
         return [(span.continuation.request_id, span.start, span.stop, span.is_decode) for span in spans]
 
-    scheduler.waiting.append(first)
+    scheduler.add([first])
     assert [step(), step(), step()] == [[(0, 0, 6, False)], [(0, 6, 9, False)], [(0, 9, 10, True)]]
-    scheduler.waiting.append(second)
+    scheduler.add([second])
     assert step() == [(0, 10, 11, True), (1, 8, 9, False)]
     scheduler.preempt(first)
     assert step() == [(1, 9, 10, True), (0, 8, 12, False)]

@@ -68,9 +68,10 @@ async def test_the_answer_says_what_runs_on_and_what_is_unknown(tmp_path):
                 answer = await http.post("/api/v1/cancel_future", json={"request_id": request_id})
                 return answer.status_code, answer.json().get("status")
 
-            assert await status_of(running_call) == (200, "running")
             assert await status_of(waiting) == (200, "cancelled")
             assert await status_of(queued) == (200, "cancelled")
+            # Its only micro-batch cannot be ended any more.
+            assert await status_of(running_call) == (200, "finished")
             assert await status_of("nobody") == (404, None)
             polled = await http.post("/api/v1/retrieve_future", json={"request_id": waiting})
             assert polled.json() == {"error": CANCELLED.message, "category": "user", "status": 410}

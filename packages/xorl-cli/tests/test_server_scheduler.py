@@ -222,3 +222,42 @@ def test_a_dropped_request_is_skipped_whatever_has_arrived(seqs, data):
     assert [name for name in ran if name != "last"] == [one.request_id for one in kept if one.seq is not None]
     assert not scheduler.gaps()
     assert scheduler.next_seq("m") == 7
+
+
+def test_a_suspended_request_pays_for_what_it_used_and_waits_for_its_turn():
+    """Catches a long request that is charged as a whole, and waits for all others, or not at all, and goes first."""
+    scheduler = Scheduler()
+    scheduler.open_lane("long")
+    long = ticket("long", lane="long", client="a", cost=100.0)
+    scheduler.add(long)
+    left, ran, arrival = 1.0, [], 0
+    while left > 0:
+        arrival += 1
+        scheduler.add(ticket(f"short{arrival}", lane=None, client="b", cost=10.0, arrival=arrival))
+        (one,) = scheduler.take()
+        ran.append(one.request_id[:5].rstrip("0123456789"))
+        if one is long:
+            left = round(left - 0.1, 1)
+            if left > 0:
+                scheduler.suspend(one, left, alone=True)
+                continue
+        scheduler.finish([one])
+    # Each turn of the long request costs as much as a short one.
+    assert abs(ran.count("short") - ran.count("long")) <= 2
+    assert ran.count("long") == 10
+    longest = max(len(run) for run in "".join("l" if name == "long" else "s" for name in ran).split("l"))
+    assert longest <= 2
+    scheduler.finish([long])
+    assert not scheduler._left
+
+
+def test_a_pass_that_models_share_is_bounded_by_a_micro_batch_and_samples_are_not():
+    """Catches a shared pass, which is not suspended, that takes minutes."""
+    scheduler = Scheduler()
+    for index in range(3):
+        scheduler.open_lane(str(index))
+        scheduler.add(ticket(f"p{index}", lane=str(index), group="p", cost=4, client=str(index), arrival=index))
+    for index in range(3, 6):
+        scheduler.add(ticket(f"s{index}", lane=None, group="s", cost=4, client=str(index), arrival=index))
+    taken = [[one.request_id for one in scheduler.take(8.0)] for _ in range(3)]
+    assert taken == [["p0", "p1"], ["p2"], ["s3", "s4", "s5"]]

@@ -24,6 +24,10 @@ class Shutdown(Message, frozen=True):
     """Finish the current work and exit."""
 
 
+class Resume(Message, frozen=True):
+    """Continue the ForwardBackward of this id, which the workers have answered with Suspended."""
+
+
 class HealthResult(Message, frozen=True):
     """Result of Health: the number of ranks, and the memory of each rank's GPU (empty without GPUs).
 
@@ -40,15 +44,29 @@ class ShutdownResult(Message, frozen=True):
     """Result of Shutdown."""
 
 
-Operation = ClientOperation | Health | Shutdown
-Result = ClientResult | HealthResult | ShutdownResult
+class Suspended(Message, frozen=True):
+    """Result of a ForwardBackward or a Sample that gave way to other work: the share of it that is done, from 0 to 1.
+
+    The workers keep what they have computed. To continue, send Resume, or the same Sample again, under the same id. A
+    pass that is cancelled or fails leaves the gradient as it was before its first micro-batch.
+    """
+
+    done: float
+
+
+Operation = ClientOperation | Health | Shutdown | Resume
+Result = ClientResult | HealthResult | ShutdownResult | Suspended
 
 
 class Work(Message, frozen=True):
-    """Operations to run together: several ForwardBackward or several Sample, of any models, or one other operation."""
+    """Operations to run together: several ForwardBackward or several Sample, of any models, or one other operation.
+
+    may_suspend: whether a single ForwardBackward, or samples, may be answered with Suspended when other work waits.
+    """
 
     ids: list[str]
     operations: list[Operation]
+    may_suspend: bool = False
 
     def __post_init__(self) -> None:
         if len(self.ids) != len(self.operations) or not self.ids:
@@ -150,7 +168,9 @@ class Unknown(Message, frozen=True):
 
 
 class Cancel(Message, frozen=True):
-    """End a request early, if it has not begun or is a sample; its result is CANCELLED.
+    """End a request early, if it has not begun, or is a sample or a pass between two micro-batches.
+
+    Its result is then CANCELLED.
 
     The orchestrator answers with CancelOutcome, or with Unknown for an unknown id; the workers answer with Ok.
     """

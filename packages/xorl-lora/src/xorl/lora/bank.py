@@ -338,20 +338,24 @@ class AdapterBank:
         self._entries[name].has_gradient = False
 
     @contextmanager
-    def gradients_kept(self, names: Collection[str]) -> Iterator[None]:
-        """Restore the gradients of these adapters if the passes inside the context raise."""
+    def gradients_kept(self, names: Collection[str]) -> Iterator[dict[str, Tensor]]:
+        """Restore the gradients of these adapters if the passes inside the context raise.
+
+        Yields the copies by adapter, so that a caller can move them to host memory while it does other work.
+        """
         earlier = {
             name: self._slots.gradient(self._load(name), self._entries[name].segments).clone()
             for name in names
             if self._entry(name).has_gradient
         }
         try:
-            yield
+            yield earlier
         except BaseException:
             for name in names:
                 self.zero_grad(name)
                 if name in earlier:
-                    self._slots.set_gradient(self._load(name), earlier[name])
+                    slot = self._load(name)
+                    self._slots.set_gradient(slot, earlier[name].to(self._slots.rows[VALUE].device))
                 self._entries[name].has_gradient = name in earlier
             raise
 

@@ -75,6 +75,11 @@ class BlockingServer(Generic[RequestT]):
         except queue.Empty:
             return None
 
+    @property
+    def has_waiting(self) -> bool:
+        """Whether a request waits to be received."""
+        return not self._requests.empty()
+
     def close(self) -> None:
         """Stop listening."""
         self._loop.call_soon_threadsafe(self._task.cancel)

@@ -22,7 +22,8 @@ class OrchestratorOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     that can change. restarts_file: what the launcher writes about restarts (`restarts`). model_name: the name that
     clients use; they may also use model_path and tokenizer_path. tokenizer: a name or folder. tokenizer_path: as
     configured, if it is not the model's own. lora_rank, lora_alpha: defaults for adapters; None if full weights are
-    trained. gap_timeout_s: how long requests wait for a missing number before they fail; clients retry for 300 s.
+    trained. tokens_per_row: of a micro-batch on each rank. gap_timeout_s: how long requests wait for a missing number
+    before they fail; clients retry for 300 s.
     """
 
     api_address: str
@@ -49,6 +50,7 @@ class OrchestratorOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     seed: int = 0
     worker_connection_timeout_s: float = 120.0
     worker_max_retries: int = 3
+    tokens_per_row: int = 32_000
     max_queued: int = 20_000
     max_sessions: int = 1024
     result_retention_s: float = 3600.0
@@ -118,6 +120,7 @@ def options_from_config(
         seed=config.seed,
         worker_connection_timeout_s=config.worker_connection_timeout,
         worker_max_retries=config.worker_max_retries,
+        tokens_per_row=config.sample_packing_sequence_len,
         max_queued=config.max_queued_requests,
         max_sessions=config.max_sessions,
         result_retention_s=config.result_retention,

@@ -15,7 +15,7 @@ from functools import partial
 from msgspec.structs import replace
 
 from xorl.server.identifiers import CheckpointRef
-from xorl.server.messages import Operation, Result, Work
+from xorl.server.messages import Operation, Result, Resume, Suspended, Work
 from xorl.server.operations import CreateModel, Failure, LoadWeights, ModelCreated, UnloadModel
 from xorl.server.orchestrator.checkpoint_reads import CheckpointReads
 from xorl.server.orchestrator.commit import Damaged
@@ -99,8 +99,13 @@ def _after_boundary(model: ModelRecord, created: ModelCreated, journal: Journal)
 
 async def _run(workers: Incarnation, operation: Operation) -> Result:
     # A new id, since the workers answer a known id with the remembered result.
-    done = await workers.run(Work([f"again-{secrets.token_hex(8)}"], [operation]))
-    return done.results[0]
+    name = f"again-{secrets.token_hex(8)}"
+    while True:
+        (result,) = (await workers.run(Work([name], [operation], may_suspend=True))).results
+        if not isinstance(result, Suspended):
+            return result
+        # The work that waited has come first.
+        operation = Resume()
 
 
 def _advice(model: ModelRecord, result: Result) -> str:

@@ -7,9 +7,8 @@ import logging
 import time
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
-from dataclasses import dataclass
 
-from xorl.server.messages import CANCELLED, Operation, Result, Work
+from xorl.server.messages import CANCELLED, Operation, Result, Suspended
 from xorl.server.operations import (
     Failure,
     ForwardBackward,
@@ -29,10 +28,12 @@ from xorl.server.orchestrator.admission import Admission
 from xorl.server.orchestrator.apply_result import apply_result
 from xorl.server.orchestrator.base_use import BaseInUse, wait_for_base
 from xorl.server.orchestrator.commit import Damaged, JournalError
+from xorl.server.orchestrator.dispatch import RUN_AHEAD, Dispatch, failure_of, refuse_cancelled, runs_ahead, work_of
 from xorl.server.orchestrator.eviction import Eviction, recovery_save, save_dependents
 from xorl.server.orchestrator.journal import Outcome
 from xorl.server.orchestrator.lane import Ticket
 from xorl.server.orchestrator.operation_properties import (
+    BYTES_PER_TOKEN,
     EVICTION,
     INITIAL_NAME,
     SYNC_AFTER_STEP,
@@ -56,25 +57,13 @@ MAX_TAIL_S = 600.0
 # ... or when the tail's bodies take more disk than this. Saves take at most a thirtieth of the workers' time.
 MAX_TAIL_BYTES = 1024**3
 TAIL_PER_SAVE = 30.0
-# Operations that may run while the previous result of their model is still being written (`_runs_ahead`).
-RUN_AHEAD = (ForwardBackward, OptimStep)
-
-
-@dataclass(frozen=True)
-class Dispatch:
-    """A request with its prepared operation. workers: the name of the incarnation that runs it, or None."""
-
-    ticket: Ticket
-    request: OpenRequest
-    operation: Operation
-    workers: str | None
 
 
 class Runner:
     """Runs requests until it is cancelled.
 
     A result is written to the journal before any client sees it. While it is being written, the model's next request
-    may run only if both are gradients or steps (`_runs_ahead`). If the workers die, the requests they had are queued
+    may run only if both are gradients or steps (`runs_ahead`). If the workers die, the requests they had are queued
     again, and the models are restored before these run.
     """
 
@@ -96,11 +85,17 @@ class Runner:
         while True:
             await state.wake.wait()
             state.wake.clear()
-            while self._slots > 0 and state.workers.is_ready and (group := state.scheduler.take()):
+            while self._slots > 0 and state.workers.is_ready and (group := state.scheduler.take(self._max_pass_cost())):
                 self._slots -= 1
                 task = asyncio.create_task(self._run(group))
                 self._tasks.add(task)
                 task.add_done_callback(self._on_run_done)
+
+    def _max_pass_cost(self) -> float:
+        """The cost of a pass that several requests share: a micro-batch on each rank, as it is not suspended."""
+        health = self._state.workers.health
+        num_ranks = 1 if health is None else health.world_size
+        return float(BYTES_PER_TOKEN * self._state.options.tokens_per_row * num_ranks)
 
     async def save_models(self) -> None:
         """Before `stop`: start no more requests, wait for running ones, and save the models on the workers.
@@ -161,9 +156,8 @@ class Runner:
                 dispatches = await self._prepare(group, workers, until_settled)
                 if dispatches:
                     started = time.monotonic()
-                    ids = [dispatch.ticket.request_id for dispatch in dispatches]
-                    done = await workers.run(Work(ids, [dispatch.operation for dispatch in dispatches]))
-                    await self._settle(dispatches, done.results, time.monotonic() - started)
+                    done = await workers.run(work_of(dispatches))
+                    await self._settle_turn(dispatches, done.results, time.monotonic() - started)
         except WorkersLost as problem:
             state.counters.count("workers_lost_total")
             await self._requeue([t for t in group if t.request_id in state.open], str(problem))
@@ -214,7 +208,7 @@ class Runner:
             return
         try:
             assert isinstance(operation, Sample)
-            _refuse_cancelled(request)
+            refuse_cancelled(request, None)
             operation = self._preflight.resolve_sampler(operation)
             sampling = state.inference.sample(operation, state.workers.max_context_length)
             request.endpoint_task = asyncio.create_task(sampling)
@@ -224,7 +218,7 @@ class Runner:
                 raise
             result = CANCELLED
         except Exception as problem:  # noqa: BLE001 - any error becomes this request's result; the others continue
-            result = _failure(request, problem)
+            result = failure_of(request, problem)
         if result is not None:
             await self._settle([Dispatch(ticket, request, operation, None)], [result], 0.0)
             return
@@ -242,7 +236,11 @@ class Runner:
         state, dispatches = self._state, []
         for ticket in group:
             request = state.open[ticket.request_id]
-            request.running_since = time.time()
+            request.running_since = request.running_since or time.time()
+            resumed, request.suspended = request.suspended, None
+            if resumed is not None and resumed.workers == workers.name:
+                dispatches.append(Dispatch(ticket, request, resumed.operation, workers.name, resumed))
+                continue
             operation = await self._load_operation(ticket)
             if operation is None:
                 continue
@@ -252,7 +250,7 @@ class Runner:
                 # Saving or restoring a model reads its tail from the journal.
                 await self._wait_result_written(ticket)
             try:
-                _refuse_cancelled(request)
+                refuse_cancelled(request, workers.name)
                 if (checkpoint := saved_as(operation)) is not None:
                     await until_settled.enter_async_context(state.checkpoint_lock(checkpoint))
                 await self._mark_begun(request, operation, workers.name)
@@ -272,7 +270,7 @@ class Runner:
             except (WorkersLost, JournalError):
                 raise
             except Exception as problem:  # noqa: BLE001 - as in `_sample_on_endpoint`
-                await self._settle([Dispatch(ticket, request, operation, None)], [_failure(request, problem)], 0.0)
+                await self._settle([Dispatch(ticket, request, operation, None)], [failure_of(request, problem)], 0.0)
                 continue
             dispatch = Dispatch(ticket, request, operation, workers.name)
             if isinstance(operation, UnloadModel) and model is not None and model.workers != workers.name:
@@ -327,23 +325,44 @@ class Runner:
         if not write.cancelled() and write.exception() is not None:
             logger.error("event=journal_failed why=%r", str(write.exception()))
 
-    async def _settle(self, dispatches: Sequence[Dispatch], results: Sequence[Result], seconds: float) -> None:
+    async def _settle_turn(self, dispatches: Sequence[Dispatch], results: Sequence[Result], seconds: float) -> None:
+        """End the requests of a turn of the workers, and queue those again that the workers have suspended."""
+        state, share_s = self._state, seconds / len(dispatches)
+        pairs = list(zip(dispatches, results, strict=True))
+        for dispatch, result in pairs:
+            ticket, request = dispatch.ticket, dispatch.request
+            if not isinstance(result, Suspended):
+                continue
+            if ticket.lane is not None and not state.scheduler.has_lane(ticket.lane):
+                await self._requeue([ticket], "its model was recreated")
+                continue
+            request.suspended, request.needs_workers = dispatch.suspended(share_s), True
+            state.scheduler.suspend(ticket, 1 - result.done, alone=ticket.lane is not None)
+        ended = [(dispatch, result) for dispatch, result in pairs if not isinstance(result, Suspended)]
+        state.wake.set()
+        if ended:
+            chosen, found = [dispatch for dispatch, _ in ended], [result for _, result in ended]
+            await self._settle(chosen, found, share_s * len(ended), is_shared=len(dispatches) > 1)
+
+    async def _settle(
+        self, dispatches: Sequence[Dispatch], results: Sequence[Result], seconds: float, *, is_shared: bool = False
+    ) -> None:
         """End requests. If requests failed in a shared pass, retry each alone, since a single one may be the cause."""
         state = self._state
         for dispatch in dispatches:
             await self._wait_result_written(dispatch.ticket)
         pairs = list(zip(dispatches, results, strict=True))
-        retried = [d for d, result in pairs if isinstance(result, Failure) and len(dispatches) > 1]
+        retried = [d for d, result in pairs if isinstance(result, Failure) and is_shared]
         ended = [(d, result) for d, result in pairs if d not in retried]
         outcomes = []
         for dispatch, result in ended:
             ticket, operation = dispatch.ticket, dispatch.operation
             if isinstance(result, ModelCreated) and not state.options.skip_initial_checkpoint:
                 await self._admission.submit_internal(SaveWeights(result.model_id, INITIAL_NAME, overwrite=True))
-            self._count(ticket, operation, result)
-            duration_s = seconds / len(dispatches)
+            self._count(dispatch, result)
+            duration_s = dispatch.total_seconds(seconds / len(dispatches))
             outcomes.append(apply_result(state, ticket, operation, result, dispatch.workers, duration_s))
-        ahead = [dispatch.ticket for dispatch, result in ended if _runs_ahead(dispatch, result)]
+        ahead = [dispatch.ticket for dispatch, result in ended if runs_ahead(dispatch, result)]
         if outcomes:
             with self._run_ahead_of_write(ahead):
                 await state.end(outcomes, [result for _, result in ended])
@@ -435,13 +454,14 @@ class Runner:
         await self._state.end([Outcome(ticket.request_id, encode(result), time.time(), records=records)], [result])
         self._state.scheduler.finish([ticket])
 
-    def _count(self, ticket: Ticket, operation: Operation, result: Result) -> None:
+    def _count(self, dispatch: Dispatch, result: Result) -> None:
+        ticket, operation = dispatch.ticket, dispatch.operation
         if isinstance(result, Failure):
             return
         if ticket.lane is not None:
             self._state.progress.note(ticket.lane, operation, result)
         if isinstance(operation, ForwardBackward):
-            self._state.counters.count_tokens(sum(datum.tokens.shape[0] for datum in operation.data))
+            self._state.counters.count_tokens(dispatch.num_tokens)
         elif isinstance(operation, Sample) and isinstance(result, SampleResult):
             self._state.counters.count_tokens(sum(one.tokens.shape[0] for one in result.sequences))
         if (checkpoint := saved_as(operation)) is not None:
@@ -456,30 +476,3 @@ def stop_if_broken(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and task.exception() is not None:
         logger.critical("event=orchestrator_broken", exc_info=task.exception())
         asyncio.get_running_loop().stop()
-
-
-def _failure(request: OpenRequest, problem: Exception) -> Failure:
-    """The result of a request that cannot run.
-
-    Unexpected errors also end the request; otherwise every restart would fail on it again.
-    """
-    if isinstance(problem, CannotRun):
-        return problem.failure
-    logger.error("event=not_prepared request=%s kind=%s", request.ticket.request_id, request.kind, exc_info=problem)
-    error = f"{type(problem).__name__}: {problem}"
-    return Failure("server", 500, f"this did not run, since the service failed to prepare it ({error}). See its log")
-
-
-def _refuse_cancelled(request: OpenRequest) -> None:
-    if request.is_cancelled:
-        raise CannotRun(CANCELLED)
-
-
-def _runs_ahead(dispatch: Dispatch, result: Result) -> bool:
-    """Whether the model's next request may run while this result is being written to disk.
-
-    If this process dies before the write, the next one gets the same result from the workers, which remember it under
-    the request's id. The workers do not remember failures: retrying a failed request after its successor has run would
-    change the order.
-    """
-    return isinstance(dispatch.operation, RUN_AHEAD) and not isinstance(result, Failure)

@@ -5,6 +5,7 @@ A pure data structure without time, disk or network. Every request in it is also
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
@@ -41,6 +42,7 @@ class Scheduler:
         self._clients: dict[str, _Client] = {}
         self._arrivals: list[int] = []  # of all queued requests, sorted
         self._alone: set[str] = set()
+        self._left: dict[str, float] = {}  # of queued requests that were suspended: the share of their cost
         self._floor = 0.0
 
     def open_lane(self, lane: str, next_seq: int = FIRST_SEQ) -> None:
@@ -93,15 +95,19 @@ class Scheduler:
         self._lanes[lane].reject(seq)
         self._refresh(lane)
 
-    def take(self) -> list[Ticket]:
-        """Start the next requests: one, or several of one group and of different models; [] if none can run."""
+    def take(self, max_pass_cost: float = math.inf) -> list[Ticket]:
+        """Start the next requests: one, or several of one group and of different models; [] if none can run.
+
+        max_pass_cost: of several requests of models that share a pass.
+        """
         turns = self._turns()
         if not turns:
             return []
         first = turns[0]
         group = [first]
         if first.group is not None and first.request_id not in self._alone:
-            group += self._companions(first)
+            max_cost = self._max_group_cost if first.lane is None else min(max_pass_cost, self._max_group_cost)
+            group += self._companions(first, max_cost)
         self._floor = max(self._floor, self._clients[first.client].served)
         for ticket in group:
             self._start(ticket)
@@ -129,6 +135,16 @@ class Scheduler:
             else:
                 self._lanes[ticket.lane].requeue()
                 self._refresh(ticket.lane)
+
+    def suspend(self, ticket: Ticket, left: float, *, alone: bool) -> None:
+        """Queue a running request again, as `requeue` does. Its client is charged for what it used.
+
+        left: the share of its whole cost that it has not used yet.
+        """
+        client = self._clients.setdefault(ticket.client, _Client(self._floor))
+        client.served = max(client.served - left * ticket.cost, self._floor)
+        self._left[ticket.request_id] = left
+        self.requeue([ticket], alone=alone)
 
     def drop(self, ticket: Ticket) -> bool:
         """Remove a queued request; its number, if it has one, is skipped. False if it is not queued."""
@@ -188,7 +204,7 @@ class Scheduler:
             ready.append(client.unordered[0])
         return min(ready, key=lambda ticket: ticket.arrival, default=None)
 
-    def _companions(self, first: Ticket) -> list[Ticket]:
+    def _companions(self, first: Ticket, max_cost: float) -> list[Ticket]:
         """The requests to run in one pass with `first`, preferring clients with the least served cost."""
         ready = [*self._ready.values(), *(t for client in self._clients.values() for t in client.unordered)]
         candidates = [
@@ -197,17 +213,17 @@ class Scheduler:
             if ticket is not first and ticket.group == first.group and ticket.request_id not in self._alone
         ]
         candidates.sort(key=lambda ticket: (self._clients[ticket.client].served, ticket.arrival))
-        companions, cost = [], first.cost
+        companions, cost = [], self._cost_left(first)
         for ticket in candidates[: self._max_group_size - 1]:
-            cost += ticket.cost
-            if cost > self._max_group_cost:
+            cost += self._cost_left(ticket)
+            if cost > max_cost:
                 break
             companions.append(ticket)
         return companions
 
     def _start(self, ticket: Ticket) -> None:
         client = self._clients[ticket.client]
-        client.served = max(client.served, self._floor) + ticket.cost
+        client.served = max(client.served, self._floor) + self._cost_left(ticket)
         if ticket.lane is None:
             client.unordered.remove(ticket)
         else:
@@ -225,7 +241,11 @@ class Scheduler:
             self._ready[lane] = head
             self._clients.setdefault(head.client, _Client(self._floor)).lanes.add(lane)
 
+    def _cost_left(self, ticket: Ticket) -> float:
+        return self._left.get(ticket.request_id, 1.0) * ticket.cost
+
     def _forget(self, ticket: Ticket) -> None:
+        self._left.pop(ticket.request_id, None)
         index = bisect_left(self._arrivals, ticket.arrival)
         if index < len(self._arrivals) and self._arrivals[index] == ticket.arrival:
             del self._arrivals[index]

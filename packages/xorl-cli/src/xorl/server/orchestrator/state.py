@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
 from xorl.server.identifiers import CheckpointRef
-from xorl.server.messages import CANCELLED, Result
+from xorl.server.messages import CANCELLED, Operation, Result
 from xorl.server.operations import CreateModel, Failure, SampleResult, Saved
 from xorl.server.orchestrator import catalogue
 from xorl.server.orchestrator.catalogue import CheckpointFolder
@@ -40,6 +40,23 @@ RATE_INTERVAL_S, NUM_INTERVALS = 10.0, 60
 RETRY_WRITE_S = 1.0
 
 
+@dataclass(frozen=True)
+class Suspension:
+    """A request that the workers have begun and suspended, to run others.
+
+    Attributes:
+        workers: the incarnation that holds what has been computed.
+        operation: the prepared operation; of a pass without its data.
+        num_tokens: of a pass.
+        seconds: the workers' time so far.
+    """
+
+    workers: str
+    operation: Operation
+    num_tokens: int
+    seconds: float
+
+
 @dataclass
 class OpenRequest:
     """An acknowledged request that has not ended.
@@ -51,6 +68,7 @@ class OpenRequest:
         needs_workers: no endpoint can run it.
         endpoint_task: the task in which an endpoint runs it, if one does.
         is_cancelled: the client has cancelled it.
+        suspended: set while it waits to be resumed.
         waits_for: why it was put off, if it was: it is neither queued nor running. waiting_since: when it first was.
         waiters: futures of the polls that wait for its end.
     """
@@ -62,6 +80,7 @@ class OpenRequest:
     running_since: float | None = None
     needs_workers: bool = False
     is_cancelled: bool = False
+    suspended: Suspension | None = None
     waits_for: str | None = None
     waiting_since: float | None = None
     endpoint_task: asyncio.Task[SampleResult | None] | None = None

@@ -6,6 +6,7 @@ import asyncio
 import logging
 
 from xorl.server.messages import CANCELLED, Cancel, CancelOutcome, Finished, Pending, Poll, Unknown
+from xorl.server.operations import ForwardBackward
 from xorl.server.orchestrator.commit import Damaged
 from xorl.server.orchestrator.operation_properties import INTERNAL_PREFIX, decode_result, encode
 from xorl.server.orchestrator.state import OpenRequest, State
@@ -42,7 +43,7 @@ async def poll(state: State, query: Poll) -> Pending | Finished | Unknown:
 
 
 async def cancel(state: State, query: Cancel) -> CancelOutcome | Unknown:
-    """Cancel a request that has not begun, or a sample. Returns how far it has come, once that is known."""
+    """Cancel a request that has not begun, a sample or a pass. Returns what became of it, once that is known."""
     request_id, request = query.request_id, state.open.get(query.request_id)
     if request is None:
         stored = state.journal.find(request_id)
@@ -56,12 +57,15 @@ async def cancel(state: State, query: Cancel) -> CancelOutcome | Unknown:
     may_have_run = ticket.lane is not None and request.begun_by is not None
     if not may_have_run and state.scheduler.drop(ticket):
         await state.cancel_queued(ticket)
+        if request.suspended is not None:
+            await state.workers.cancel(request_id)
         state.wake.set()
         return CancelOutcome(request_id, "cancelled")
-    if ticket.lane is not None:
+    if ticket.lane is not None and request.kind != ForwardBackward.__name__:
         # Later requests of its model depend on it.
         return CancelOutcome(request_id, "running")
-    # The endpoint or the workers stop it, and the runner ends the request. The flag keeps the runner from retrying it.
+    # The endpoint or the workers stop it (a pass between two micro-batches, if no other request shares it), and the
+    # runner ends the request. The flag keeps the runner from retrying it.
     request.is_cancelled = True
     if request.endpoint_task is not None:
         request.endpoint_task.cancel()

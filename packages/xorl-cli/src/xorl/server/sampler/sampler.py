@@ -122,7 +122,7 @@ class Sampler:
 
     def submit(self, request: GenerationRequest) -> int:
         """Queue a request; returns its id. Raises ValueError if the sampler cannot run it."""
-        self._check(request)
+        self.check(request)
         request_id = next(self._request_ids)
         if request_id % self._num_ranks != self._rank:
             self._pending[request_id] = []
@@ -132,8 +132,20 @@ class Sampler:
         if request.first_scored is not None:
             self._scores[request_id] = PromptScores(request)
         self._pending[request_id] = continuations
-        self._scheduler.waiting.extend(continuations)
+        self._scheduler.add(continuations)
         return request_id
+
+    def is_pending(self, request_id: int) -> bool:
+        """Whether a request has neither a result nor been cancelled."""
+        return request_id in self._pending
+
+    def done(self, request_id: int) -> float:
+        """The share of a request's tokens that are sampled; 1 if it is not pending, or if another rank samples it."""
+        continuations = self._pending.get(request_id)
+        if not continuations:
+            return 1.0
+        left = [one.request.max_tokens - one.num_sampled for one in continuations if one.finish_reason is None]
+        return 1.0 - sum(left) / (len(continuations) * max(continuations[0].request.max_tokens, 1))
 
     def step(self, cancelled: Sequence[int] = ()) -> list[GenerationResult]:
         """Run one pass; returns the results of the requests that it finished. Does nothing without requests.
@@ -171,8 +183,8 @@ class Sampler:
 
     def cancel(self, request_id: int) -> None:
         """Cancel a request; does nothing if it is finished."""
-        for continuation in self._pending.pop(request_id, []):
-            self._scheduler.remove(continuation)
+        self._pending.pop(request_id, None)
+        self._scheduler.remove(request_id)
         self._scores.pop(request_id, None)
 
     def cancel_all(self) -> None:
@@ -206,7 +218,8 @@ class Sampler:
         self._cache = self._decode = None
         self._model.drop_gathered()
 
-    def _check(self, request: GenerationRequest) -> None:
+    def check(self, request: GenerationRequest) -> None:
+        """Raise ValueError if the sampler cannot run a request."""
         config = self._decoder.config
         self.check_length(len(request.prompt), request.max_tokens)
         targets = () if request.target_tokens is None else request.target_tokens.ravel().tolist()
@@ -356,7 +369,7 @@ class Sampler:
             else:
                 continuation.finish_reason = "length"
             if continuation.finish_reason is not None:
-                self._scheduler.remove(continuation)
+                self._scheduler.finish(continuation)
                 siblings = self._pending[continuation.request_id]
                 if all(one.finish_reason is not None for one in siblings):
                     finished.append(self._finish(continuation.request_id))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -12,6 +13,9 @@ from numpy.typing import NDArray
 
 from xorl.server.sampler.blocks import BlockPool, block_keys, next_key
 from xorl.server.sampler.request import GenerationRequest
+
+# How many continuations of a request may run in any case, however many others wait; the usual number of samples.
+MIN_SHARE = 16
 
 
 @dataclass(eq=False)
@@ -78,11 +82,13 @@ class TokenSpan(NamedTuple):
 
 
 class SampleScheduler:
-    """The queue of waiting continuations and the list of running ones.
+    """The queues of waiting continuations, one for each request, and the list of running ones.
 
     Each pass first takes the running continuations, each with its tokens that are not computed yet. Then it admits
-    waiting ones strictly in order. If blocks run out, the continuation admitted last is preempted: its blocks are
-    released, and it moves to the front of the queue and later recomputes its tokens.
+    waiting ones in order, but those of requests that have their share of `max_running` after all others. The shares are
+    equal, and at least MIN_SHARE. If blocks run out, a continuation of the request that runs most is preempted, the one
+    admitted last: its blocks are released, and it moves to the front of its queue and later recomputes its tokens. The
+    same happens to requests that run more than their share when others, which run less, have no room.
 
     Args:
         pool: the blocks.
@@ -107,10 +113,11 @@ class SampleScheduler:
         self._max_adapters = max_adapters
         self._root = root
         self.running: list[Continuation] = []
-        self.waiting: deque[Continuation] = deque()
+        self._waiting: OrderedDict[int, deque[Continuation]] = OrderedDict()
 
     def plan(self) -> list[TokenSpan]:
         """The spans of the next pass, with blocks reserved; empty only if no continuation waits or runs."""
+        self._make_room()
         spans: list[TokenSpan] = []
         left = self._max_tokens
         for continuation in list(self.running):
@@ -120,7 +127,7 @@ class SampleScheduler:
             # The preempted continuation was admitted later, so it has no span yet, and no span depends on blocks that
             # it would compute.
             while not self._reserve(continuation, continuation.num_cached + count):
-                self.preempt(self.running[-1])
+                self.preempt(self._largest(self.running[self.running.index(continuation) :]))
                 if continuation not in self.running:
                     break
             else:
@@ -128,25 +135,80 @@ class SampleScheduler:
                 is_decode = continuation.num_sampled > 0 and count == 1 and span.is_last
                 spans.append(span._replace(is_decode=is_decode))
                 left -= count
-        while left > 0 and self.waiting and self._admit(self.waiting[0]):
-            continuation = self.waiting.popleft()
+        while left > 0 and self._waiting:
+            request_id = self._next_request()
+            queue = self._waiting[request_id]
+            if not self._admit(queue[0]):
+                break
+            continuation = queue.popleft()
+            if not queue:
+                del self._waiting[request_id]
             self.running.append(continuation)
             count = min(len(continuation.tokens) - continuation.num_cached, left)
             spans.append(self._span(continuation, count))
             left -= count
         return spans
 
+    def add(self, continuations: Sequence[Continuation]) -> None:
+        """Queue new continuations behind the others of their requests."""
+        for continuation in continuations:
+            self._waiting.setdefault(continuation.request_id, deque()).append(continuation)
+
     def preempt(self, continuation: Continuation) -> None:
         """Release the continuation's blocks and put it at the front of the queue."""
         self._leave(continuation)
-        self.waiting.appendleft(continuation)
+        self._waiting.setdefault(continuation.request_id, deque()).appendleft(continuation)
+        self._waiting.move_to_end(continuation.request_id, last=False)
 
-    def remove(self, continuation: Continuation) -> None:
-        """Remove a finished or cancelled continuation."""
-        if continuation in self.running:
+    def remove(self, request_id: int) -> None:
+        """Remove all continuations of a request."""
+        for continuation in [one for one in self.running if one.request_id == request_id]:
             self._leave(continuation)
-        elif continuation in self.waiting:
-            self.waiting.remove(continuation)
+        self._waiting.pop(request_id, None)
+
+    def finish(self, continuation: Continuation) -> None:
+        """Remove a running continuation that has ended."""
+        self._leave(continuation)
+
+    def _share(self) -> int:
+        """How many continuations of each request may run while others wait."""
+        requests = {one.request_id for one in self.running} | self._waiting.keys()
+        return max(self._max_running // len(requests), MIN_SHARE)
+
+    def _num_running(self) -> Counter[int]:
+        return Counter(one.request_id for one in self.running)
+
+    def _next_request(self) -> int:
+        """The request whose continuation is admitted next."""
+        if len(self._waiting) == 1:
+            return next(iter(self._waiting))
+        share, num_running = self._share(), self._num_running()
+        below = (request_id for request_id in self._waiting if num_running[request_id] < share)
+        return next(below, next(iter(self._waiting)))
+
+    def _largest(self, candidates: Sequence[Continuation]) -> Continuation:
+        """Of the request that runs most, the continuation that was admitted last."""
+        num_running = self._num_running()
+        return max(reversed(candidates), key=lambda one: num_running[one.request_id])
+
+    def _make_room(self) -> None:
+        """Preempt continuations of requests that run more than their share, if others, below theirs, have no room."""
+        if not self._waiting or not self.running:
+            return
+        share, num_running = self._share(), self._num_running()
+        if num_running.most_common(1)[0][1] <= share:
+            return
+        slots, blocks = self._max_running - len(self.running), self._pool.num_unused
+        for request_id, queue in list(self._waiting.items()):
+            for continuation in list(islice(queue, max(share - num_running[request_id], 0))):
+                slots, blocks = slots - 1, blocks - -(-len(continuation.tokens) // self._pool.block_size)
+                while slots < 0 or blocks < 0:
+                    victim = self._largest(self.running)
+                    if num_running[victim.request_id] <= share:
+                        return
+                    num_running[victim.request_id] -= 1
+                    slots, blocks = slots + 1, blocks + len(victim.blocks)
+                    self.preempt(victim)
 
     def _leave(self, continuation: Continuation) -> None:
         self.running.remove(continuation)

@@ -55,7 +55,12 @@ class AdapterRows:
     def __init__(self, engine: BankEngine) -> None:
         self._engine = engine
 
-    def gradients_kept(self, model_ids: Sequence[str]) -> AbstractContextManager[None]:
+    def rows_per_block(self, *, forward_only: bool) -> int:
+        """Adapters add up their gradients on each rank, whatever the ranks do in between."""
+        del forward_only
+        return 1
+
+    def gradients_kept(self, model_ids: Sequence[str]) -> AbstractContextManager[dict[str, Tensor]]:
         return self._engine.bank.gradients_kept(model_ids)
 
     def forward_backward(

@@ -26,6 +26,9 @@ logger = logging.getLogger(__name__)
 
 # The maximum number of sources. Each takes this rank's part of the model in host memory once the model has changed.
 NUM_SOURCES = 2
+# Rows whose gradients are reduced over the ranks together. More would let a pass keep others waiting for longer, fewer
+# would reduce more often; a call of at most this many rows on a rank is reduced once.
+ROWS_PER_REDUCTION = 16
 
 
 class WholeRows:
@@ -34,8 +37,14 @@ class WholeRows:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
-    def gradients_kept(self, model_ids: Sequence[str]) -> AbstractContextManager[None]:
-        return self._engine.gradients_kept()
+    def rows_per_block(self, *, forward_only: bool) -> int:
+        """Gradients are reduced over the ranks at the end of each block, whether or not other work follows."""
+        return 1 if forward_only else ROWS_PER_REDUCTION
+
+    @contextmanager
+    def gradients_kept(self, model_ids: Sequence[str]) -> Iterator[dict[str, Tensor]]:
+        with self._engine.gradients_kept():
+            yield {}
 
     def forward_backward(
         self,

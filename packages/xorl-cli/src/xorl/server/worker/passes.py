@@ -5,9 +5,11 @@ Shapes: T tokens of a row, K targets at each token.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -19,10 +21,10 @@ from torch import Tensor
 from xorl.core.loss import LossFn, LossOutput, all_reduce_metrics, combine_metrics, read_metrics
 from xorl.core.loss.metrics import empty_metrics, metrics_between
 from xorl.core.mesh import Mesh
-from xorl.core.models.router_losses import RouterLosses
+from xorl.core.models.router_losses import RouterLosses, RouterSums
 from xorl.data import PackedBatch
-from xorl.server.batching import Assignment, Example, Layout, assign, build_row, in_datum_order, rows_in_datum_order
-from xorl.server.collectives import all_or_none, gather_rows
+from xorl.server.batching import Layout, assign, build_row, in_datum_order, rows_in_datum_order
+from xorl.server.collectives import Sum, all_or_none, gather_rows
 from xorl.server.datum import Array
 from xorl.server.operations import LossResult
 from xorl.server.worker.base import Base
@@ -39,8 +41,15 @@ Row = Sequence[tuple[str, PackedBatch]]
 class RowEngine(Protocol):
     """Computes rows with the models of their segments; passes are collective."""
 
-    def gradients_kept(self, model_ids: Sequence[str]) -> AbstractContextManager[None]:
-        """A context for `forward_backward` of these models; restores the gradients if it raises, then on all ranks."""
+    def rows_per_block(self, *, forward_only: bool) -> int:
+        """How many rows are computed together, without any other work of the ranks in between."""
+        ...
+
+    def gradients_kept(self, model_ids: Sequence[str]) -> AbstractContextManager[dict[str, Tensor]]:
+        """A context for `forward_backward` of these models; restores the gradients if it raises, then on all ranks.
+
+        Yields the copies on the device of what it would restore; the caller may move them to host memory.
+        """
         ...
 
     def forward_backward(
@@ -67,6 +76,23 @@ class Values(NamedTuple):
     routes: Sequence[Array]
 
 
+class Verdict(IntEnum):
+    """What rank 0 decides between two blocks of a pass; the other ranks always say CONTINUE."""
+
+    CONTINUE = 0
+    PAUSE = 1
+    CANCEL = 2
+
+
+class PassCancelled(Exception):
+    """The pass was cancelled between two blocks. Gradients are as before it."""
+
+
+def always_continue() -> Verdict:
+    """Neither pause nor cancel."""
+    return Verdict.CONTINUE
+
+
 @dataclass(frozen=True)
 class PassRunner:
     """Runs calls that share a pass: they have the same key and different models.
@@ -80,107 +106,177 @@ class PassRunner:
     pad_to_multiple_of: int
     routed: RoutedLayers | None
 
-    def run(self, calls: Sequence[PassCall]) -> tuple[list[LossResult], Mapping[str, StepLosses]]:
-        """The result of each call and, by model, the sums of a pass with gradients.
+    def begin(self, calls: Sequence[PassCall]) -> Pass:
+        """A pass of which nothing has been computed; collective. If it fails on any rank, it fails on all."""
+        return Pass(self, calls)
 
-        Collective; if it fails on any rank, no rank's gradients change. Metrics and sums are the same on every rank;
-        only rank 0 has the values per token.
-        """
-        config, mesh = self.base.config, self.base.mesh
-        examples = [example for call in calls for example in call.examples]
-        assignment = assign(
-            [len(example.tokens) for example in examples],
+
+class Pass:
+    """Calls that are computed block by block (`RowEngine.rows_per_block`); between blocks, ranks may do other work.
+
+    The rows, their order and the values do not depend on where it pauses. Until it is finished, the gradients from
+    before it are kept, and they are restored if it fails or is cancelled. `results` and `routers` are complete once it
+    is finished: metrics and sums are the same on every rank; only rank 0 has the values per token.
+    """
+
+    def __init__(self, runner: PassRunner, calls: Sequence[PassCall]) -> None:
+        self._runner = runner
+        self.calls = calls
+        self.model_ids = [call.model_id for call in calls]
+        self.results: list[LossResult] = []
+        self.routers: dict[str, RouterSums] = {}
+        self._num_done = 0
+        self._kept = ExitStack()
+        self._copies: dict[str, Tensor] = {}
+        config, mesh = runner.base.config, runner.base.mesh
+        self._examples = [example for call in calls for example in call.examples]
+        self._assignment = assign(
+            [len(example.tokens) for example in self._examples],
             num_ranks=mesh.data.size,
             bin_len=config.sample_packing_sequence_len,
             packs=config.enable_packing,
-            owners=[example.owner for example in examples],
+            owners=[example.owner for example in self._examples],
         )
-        layout = Layout.of(examples, self.pad_to_multiple_of)
-        model_ids = [call.model_id for call in calls]
-        results: list[LossResult] = []
+        self._layout = Layout.of(self._examples, runner.pad_to_multiple_of)
+        head = head_options_of(runner.base.local.model, runner.base.local.train)
+        self._loss_fn = partial(calls[0].loss, **head)
+        try:
+            # This may fail on one rank only, because data and adapters differ; the others must not start the pass then.
+            with all_or_none("preparing the pass"):
+                self._rows = [
+                    # Padding has no owner; assign it to the first model.
+                    [
+                        (owner or self.model_ids[0], batch)
+                        for owner, batch in build_row(self._examples, members, self._layout)
+                    ]
+                    for members in self._assignment.bins[mesh.data.rank]
+                ]
+                if not calls[0].forward_only:
+                    self._copies = self._kept.enter_context(runner.engine.gradients_kept(self.model_ids))
+        except BaseException:
+            self.abandon()
+            raise
+        self._routers = runner.base.module.routers if any(call.returns_routes for call in calls) else None
+        self._outputs = _Outputs(self._rows, mesh, self._routers)
+
+    @property
+    def done(self) -> float:
+        """The share of the rows that have been computed."""
+        return self._num_done / len(self._rows)
+
+    def advance(self, verdict: Callable[[], Verdict] = always_continue) -> bool:
+        """Compute blocks until the pass is finished, or rank 0 wants a pause; returns whether it is finished.
+
+        Collective; after an error, or PassCancelled, on any rank, no rank's gradients have changed.
+        """
+        try:
+            with nullcontext() if self._routers is None else self._routers.recording():
+                while self._num_done < len(self._rows):
+                    decision = self._compute_block(verdict)
+                    if self._num_done == len(self._rows):
+                        break
+                    if decision == Verdict.CANCEL:
+                        raise PassCancelled
+                    if decision == Verdict.PAUSE:
+                        # On the device, they would take the memory of the passes in between.
+                        self._copies.update({name: copy.cpu() for name, copy in self._copies.items()})
+                        return False
+        except BaseException:
+            self._kept.__exit__(*sys.exc_info())
+            raise
+        self._kept.close()
+        return True
+
+    def abandon(self) -> None:
+        """Forget the pass; its models must be removed, or not have been computed yet."""
+        self._kept.close()
+
+    def cancel(self) -> None:
+        """Restore the gradients from before the pass, and forget it. Collective."""
+        try:
+            raise PassCancelled
+        except PassCancelled:
+            self._kept.__exit__(*sys.exc_info())
+
+    def _compute_block(self, verdict: Callable[[], Verdict]) -> int:
+        """Compute the next block; returns rank 0's verdict after it."""
+        engine, forward_only = self._runner.engine, self.calls[0].forward_only
+        first = self._num_done
+        block = self._rows[first : first + engine.rows_per_block(forward_only=forward_only)]
+        is_last = first + len(block) == len(self._rows)
+        decision = Sum()
 
         @contextmanager
         def guarded() -> Iterator[None]:
             # If one rank fails, it must not enter the next collectives while the others are still in these.
-            with all_or_none("the pass"):
+            with all_or_none("the pass") as agreed:
                 yield
-            with all_or_none("reading the results of the pass"):
-                is_flat = layout.num_targets == 0
-                # Queue this on the device before the host waits for the metrics.
-                local = outputs.values(is_flat=is_flat)
-                metrics = self._metrics(outputs, model_ids)
-                values = self._values(local, outputs.routes(), examples, assignment, is_flat=is_flat)
-                results.extend(_results(calls, metrics, values))
+                agreed.number += 0 if is_last else verdict()
+            decision.number = agreed.number
+            if is_last:
+                with all_or_none("reading the results of the pass"):
+                    self._read_results()
 
-        loss_fn = partial(calls[0].loss, **head_options_of(self.base.local.model, self.base.local.train))
-        with ExitStack() as kept:
-            # This may fail on one rank only, because data and adapters differ; the others must not start the pass then.
-            with all_or_none("preparing the pass"):
-                rows = [
-                    # Padding has no owner; assign it to the first model.
-                    [(owner or model_ids[0], batch) for owner, batch in build_row(examples, members, layout)]
-                    for members in assignment.bins[mesh.data.rank]
-                ]
-                if not calls[0].forward_only:
-                    kept.enter_context(self.engine.gradients_kept(model_ids))
-            routers = self.base.module.routers if any(call.returns_routes for call in calls) else None
-            kept.enter_context(nullcontext() if routers is None else routers.recording())
-            outputs = _Outputs(rows, mesh, routers)
+        def take(index: int, output: LossOutput) -> None:
+            self._outputs.take(first + index, output)
+            self._runner.base.position.move()
 
-            def take(index: int, output: LossOutput) -> None:
-                outputs.take(index, output)
-                self.base.position.move()
+        if forward_only:
+            with guarded():
+                engine.forward(block, self._loss_fn, take)
+        else:
+            losses = engine.forward_backward(block, self._loss_fn, self.model_ids, take, guarded())
+            for model_id, found in losses.items():
+                if found.routers is not None:
+                    earlier = self.routers.get(model_id)
+                    self.routers[model_id] = found.routers if earlier is None else earlier + found.routers
+        self._num_done += len(block)
+        return decision.number
 
-            losses: Mapping[str, StepLosses] = {}
-            if calls[0].forward_only:
-                with guarded():
-                    self.engine.forward(rows, loss_fn, take)
-            else:
-                losses = self.engine.forward_backward(rows, loss_fn, model_ids, take, guarded())
-        return results, losses
+    def _read_results(self) -> None:
+        is_flat = self._layout.num_targets == 0
+        # Queue this on the device before the host waits for the metrics.
+        local = self._outputs.values(is_flat=is_flat)
+        metrics = self._metrics()
+        values = self._values(local, self._outputs.routes(), is_flat=is_flat)
+        self.results = _results(self.calls, metrics, values)
 
-    def _metrics(self, outputs: _Outputs, model_ids: Sequence[str]) -> list[dict[str, float]]:
+    def _metrics(self) -> list[dict[str, float]]:
         """The metrics of each call, over all ranks."""
-        by_model = [outputs.metrics(model_id, self.base.device) for model_id in model_ids]
+        base = self._runner.base
+        by_model = [self._outputs.metrics(model_id, base.device) for model_id in self.model_ids]
         stacked = {name: torch.stack([metrics[name] for metrics in by_model]) for name in by_model[0]}
-        reduced = all_reduce_metrics(stacked, self.base.mesh.loss.group)
+        reduced = all_reduce_metrics(stacked, base.mesh.loss.group)
         table = torch.stack(list(reduced.values()), dim=1).cpu()
         return [read_metrics(dict(zip(reduced, row.unbind(), strict=True))) for row in table]
 
-    def _values(
-        self,
-        local: Tensor,
-        routes: Tensor | None,
-        examples: Sequence[Example],
-        assignment: Assignment,
-        *,
-        is_flat: bool,
-    ) -> Values | None:
+    def _values(self, local: Tensor, routes: Tensor | None, *, is_flat: bool) -> Values | None:
         """The values of each datum on rank 0; None on others.
 
         local, routes: `_Outputs.values` and `_Outputs.routes` of this rank.
         """
-        gathered = self._gather(local, examples, assignment)
-        routes_of = [] if routes is None else self._gather(routes, examples, assignment)
+        examples, assignment, routed = self._examples, self._assignment, self._runner.routed
+        gathered = self._gather(local)
+        routes_of = [] if routes is None else self._gather(routes)
         if gathered is None or routes_of is None:
             return None
         found: list[Array] = []
         if routes_of:
-            assert self.routed is not None
+            assert routed is not None
             by_datum = rows_in_datum_order(examples, assignment, routes_of)
-            found = [self.routed.of_all_layers(one, np.int32) for one in by_datum]
+            found = [routed.of_all_layers(one, np.int32) for one in by_datum]
         if not is_flat:
             return Values(in_datum_order(examples, assignment, gathered), None, found)
         logprobs = in_datum_order(examples, assignment, [part[:, 0] for part in gathered])
         return Values(logprobs, in_datum_order(examples, assignment, [part[:, 1] for part in gathered]), found)
 
-    def _gather(self, local: Tensor, examples: Sequence[Example], assignment: Assignment) -> list[NDArray[Any]] | None:
+    def _gather(self, local: Tensor) -> list[NDArray[Any]] | None:
         """Rows of tokens by data rank on rank 0; None on others."""
-        mesh = self.base.mesh
+        mesh = self._runner.base.mesh
         # Ranks that share rows all have their values; the first of them sends these.
-        sizes = [0] * self.base.runtime.world_size
+        sizes = [0] * self._runner.base.runtime.world_size
         for data_rank, reader in enumerate(mesh.readers):
-            sizes[reader] = sum(len(examples[index].tokens) for index in assignment.order(data_rank))
+            sizes[reader] = sum(len(self._examples[index].tokens) for index in self._assignment.order(data_rank))
         gathered = gather_rows(local if mesh.context.rank == 0 else local[:0], sizes)
         return None if gathered is None else [gathered[reader].numpy() for reader in mesh.readers]
 

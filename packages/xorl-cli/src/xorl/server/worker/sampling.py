@@ -19,7 +19,7 @@ from xorl.lora import AdapterBank
 from xorl.server.collectives import all_or_none
 from xorl.server.datum import Array
 from xorl.server.identifiers import CheckpointRef
-from xorl.server.messages import CANCELLED
+from xorl.server.messages import CANCELLED, Suspended
 from xorl.server.operations import (
     NO_LOGPROB,
     BaseSampler,
@@ -42,6 +42,8 @@ CACHE_SHARE = 0.1
 CACHE_CONTEXTS = 64
 # The minimum number of samples for an idle rank, which must compute the prompt again for them.
 MIN_SHARE = 4
+# Results of suspended calls that no one has asked for yet; more than the orchestrator has in flight.
+MAX_UNCLAIMED = 1024
 
 
 class SampleCall(NamedTuple):
@@ -50,6 +52,13 @@ class SampleCall(NamedTuple):
     operation_id: str
     request: GenerationRequest
     source: str | None
+
+
+class _Running(NamedTuple):
+    """A call in the sampler: its source, and the sampler's requests."""
+
+    source: str | None
+    request_ids: tuple[int, ...]
 
 
 class WorkerSampler:
@@ -69,6 +78,9 @@ class WorkerSampler:
             is_distributed=base.runtime.world_size > 1,
             bank=bank,
         )
+        # Calls that have begun, by their operation's id, and the results of the sampler that are not returned yet.
+        self._running: dict[str, _Running] = {}
+        self._found: dict[int, GenerationResult] = {}
         self._has_gathered = False
         self._num_changes = 0
         self._loaded_source: str | None = None
@@ -98,6 +110,8 @@ class WorkerSampler:
         The old one may still be in memory, and the cache may hold keys and values computed with it.
         """
         source = ref.uri("xorl")
+        for name in [name for name, running in self._running.items() if running.source == source]:
+            self._drop(name)
         self._models.release_source(source)
         self.weights_changed(source)
 
@@ -133,15 +147,20 @@ class WorkerSampler:
             prompt_routes=operation.routed_experts,
             sample_routes=operation.routed_experts,
         )
-        # `submit` validates it; `run` submits it again, split for the ranks.
-        self._sampler.cancel(self._sampler.submit(request))
+        self._sampler.check(request)
         return request
 
-    def run(self, calls: Sequence[SampleCall], cancelled: Container[str] = ()) -> list[SampleResult | Failure]:
+    def run(
+        self,
+        calls: Sequence[SampleCall],
+        cancelled: Container[str] = (),
+        wants_pause: Callable[[], bool] = lambda: False,
+    ) -> list[SampleResult | Suspended | Failure]:
         """The results of requests that can be sampled together; collective. If it fails on any rank, it fails on all.
 
-        If a model computes NaN, only its requests fail. cancelled: checked at each step for the ids of operations to
-        cancel; an id that one rank has is cancelled on all.
+        If a model computes NaN, only its requests fail. Of all that is given, only rank 0's is used, at each step:
+        cancelled: the ids of operations to cancel. wants_pause: whether to suspend the calls that are not finished.
+        They continue when they are passed again, and beside the calls that are passed in between.
         """
         sources = [call.source for call in calls]
         if not self._models.samples_together and sources[0] != self._loaded_source:
@@ -153,29 +172,75 @@ class WorkerSampler:
                 # This may fail on one rank only; the others must not start to step then.
                 with all_or_none("preparing to sample"):
                     entered.enter_context(self._models.sampling_from(sources))
-                    # The sampler assigns requests to ranks in turn. With fewer requests than ranks, some would be
-                    # idle, so requests are split.
-                    max_shares = self._base.runtime.world_size // len(calls)
-                    split = [_shares(call.request, max_shares) for call in calls]
-                    pending = [[self._sampler.submit(share) for share in shares] for shares in split]
-                found: dict[int, GenerationResult] = {}
-                running = {call.operation_id: ids for call, ids in zip(calls, pending, strict=True)}
-                while self._sampler.num_pending:
+                    self._submit(calls)
+                while not self._have_ended(calls):
                     self._base.position.move()
-                    ended = [running.pop(name) for name in list(running) if name in cancelled]
+                    ended = [running.request_ids for name, running in self._running.items() if name in cancelled]
                     finished = self._sampler.step(list(chain.from_iterable(ended)))
-                    found |= {result.request_id: result for result in finished}
+                    self._found |= {result.request_id: result for result in finished}
+                    # A source of full weights is in the model itself, so other samples would continue with it.
+                    if self._models.samples_together and self._agreed(wants_pause):
+                        break
             except BaseException:
                 self._sampler.cancel_all()
+                self._running.clear()
+                self._found.clear()
                 self._sampler.release_memory()
                 self._base.model.recover()
                 raise
-        return [
-            _result(call.request, GenerationResult.of_shares([found[request_id] for request_id in ids]), self._routed)
-            if found.keys() >= {*ids}
-            else CANCELLED
-            for call, ids in zip(calls, pending, strict=True)
-        ]
+        results = [self._result_of(call) for call in calls]
+        self._forget_ended()
+        return results
+
+    def _submit(self, calls: Sequence[SampleCall]) -> None:
+        """Pass new calls to the sampler; drop suspended ones whose source is gone, so that they begin again."""
+        for name, running in list(self._running.items()):
+            if running.source is not None and not self._models.has_source(running.source):
+                self._drop(name)
+        # The sampler assigns requests to ranks in turn. With fewer requests than ranks, some would be idle, so requests
+        # are split.
+        max_shares = self._base.runtime.world_size // len(calls)
+        for call in calls:
+            if call.operation_id not in self._running:
+                shares = _shares(call.request, max_shares)
+                request_ids = tuple(self._sampler.submit(share) for share in shares)
+                self._running[call.operation_id] = _Running(call.source, request_ids)
+
+    def _have_ended(self, calls: Sequence[SampleCall]) -> bool:
+        return all(self._has_ended(self._running[call.operation_id]) for call in calls)
+
+    def _has_ended(self, running: _Running) -> bool:
+        return not any(map(self._sampler.is_pending, running.request_ids))
+
+    def _agreed(self, wants_pause: Callable[[], bool]) -> bool:
+        """Whether rank 0 wants a pause. Collective."""
+        with all_or_none("a pause of the sampler") as votes:
+            votes.number = int(wants_pause())
+        return votes.number > 0
+
+    def _result_of(self, call: SampleCall) -> SampleResult | Suspended | Failure:
+        running = self._running[call.operation_id]
+        if not self._has_ended(running):
+            return Suspended(sum(map(self._sampler.done, running.request_ids)) / len(running.request_ids))
+        del self._running[call.operation_id]
+        found = [self._found.pop(request_id, None) for request_id in running.request_ids]
+        whole = [result for result in found if result is not None]
+        if len(whole) < len(found):
+            return CANCELLED
+        return _result(call.request, GenerationResult.of_shares(whole), self._routed)
+
+    def _forget_ended(self) -> None:
+        """Drop suspended calls that were cancelled, and the oldest finished ones that no one has asked for."""
+        ended = [name for name, running in self._running.items() if self._has_ended(running)]
+        cancelled = [name for name in ended if not self._found.keys() >= {*self._running[name].request_ids}]
+        for name in [*cancelled, *[name for name in ended if name not in cancelled][:-MAX_UNCLAIMED]]:
+            self._drop(name)
+
+    def _drop(self, name: str) -> None:
+        """Forget a call. If it is passed again, it begins again."""
+        for request_id in self._running.pop(name).request_ids:
+            self._sampler.cancel(request_id)
+            self._found.pop(request_id, None)
 
     def weights_changed(self, source: str | None = None) -> None:
         """Call this when the weights of a source changed; None: the model's."""

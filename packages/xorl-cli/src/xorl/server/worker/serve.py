@@ -11,8 +11,9 @@ import msgspec
 from xorl.core.runtime import GarbageCollection
 from xorl.server.channel import BlockingServer, Received
 from xorl.server.collectives import broadcast_bytes
-from xorl.server.messages import Cancel, Done, Ok, Result, ShutdownResult, Work
-from xorl.server.operations import Failure, Saved
+from xorl.server.messages import CANCELLED, Cancel, Done, Ok, Operation, Result, ShutdownResult, Suspended, Work
+from xorl.server.operations import Failure, ForwardBackward, Saved
+from xorl.server.worker.interrupts import Interrupts
 from xorl.server.worker.saved_models import PendingSave
 from xorl.server.worker.watch import IDLE_S
 from xorl.server.worker.worker import Worker, failure_of
@@ -38,7 +39,7 @@ class ResultCache:
 
     def add(self, operation_id: str, result: Result) -> None:
         """Add a result and evict the oldest if there are too many. Failures are not cached: they may be retried."""
-        if isinstance(result, Failure):
+        if isinstance(result, Failure | Suspended):
             return
         size = len(_encode(result))
         self._results[operation_id] = (result, size)
@@ -90,7 +91,8 @@ def lead(
                 broadcast_bytes(b"")
                 continue
             assert isinstance(received.message, Work), "`cancelled` intercepts Cancel"
-            done = _run_missing(worker, received.message, results, cancelled)
+            interrupts = Interrupts(cancelled, lambda: server.has_waiting)
+            done = _run_missing(worker, received.message, results, interrupts)
             if isinstance(done, PendingSave):
                 done.when_done(partial(_reply_to_save, received))
             else:
@@ -124,30 +126,39 @@ def _reply_to_save(received: Received[Work | Cancel], ended: Saved | Exception) 
     received.reply(Done(received.message.ids, [result]))
 
 
-def _run_missing(worker: Worker, work: Work, results: ResultCache, cancelled: CancelledIds) -> Done | PendingSave:
+def _run_missing(worker: Worker, work: Work, results: ResultCache, interrupts: Interrupts) -> Done | PendingSave:
     """Run the operations whose results are not cached, and answer with all results.
 
     A save in the background is the only operation of its work.
     """
-    missing = [index for index, operation_id in enumerate(work.ids) if results.get(operation_id) is None]
+    found: dict[str, Result] = {}
+    for operation_id, operation in zip(work.ids, work.operations, strict=True):
+        cached = results.get(operation_id)
+        if cached is not None:
+            found[operation_id] = cached
+        elif _ends_unbegun(worker, operation_id, operation, interrupts):
+            found[operation_id] = CANCELLED
+    missing = [index for index, operation_id in enumerate(work.ids) if operation_id not in found]
     if missing:
-        rest = Work([work.ids[index] for index in missing], [work.operations[index] for index in missing])
+        ids = [work.ids[index] for index in missing]
+        rest = Work(ids, [work.operations[index] for index in missing], work.may_suspend)
         broadcast_bytes(_encode(rest))
-        ran = worker.run(rest, cancelled)
+        ran = worker.run(rest, interrupts)
         if isinstance(ran[0], PendingSave):
             return ran[0]
-        found = dict(zip(missing, [result for result in ran if not isinstance(result, PendingSave)], strict=True))
+        for operation_id, result in zip(ids, ran, strict=True):
+            assert not isinstance(result, PendingSave), "a save in the background is the only operation of its work"
+            found[operation_id] = result
+            results.add(operation_id, result)
     else:
-        found = {}
         logger.info("event=answered_again ids=%s", ",".join(work.ids))
-    answer: list[Result] = []
-    for index, operation_id in enumerate(work.ids):
-        result = found.get(index) or results.get(operation_id)
-        assert result is not None, "it is either new or cached"
-        answer.append(result)
-    for index, result in found.items():
-        results.add(work.ids[index], result)
-    return Done(work.ids, answer)
+    return Done(work.ids, [found[operation_id] for operation_id in work.ids])
+
+
+def _ends_unbegun(worker: Worker, operation_id: str, operation: Operation, interrupts: Interrupts) -> bool:
+    """Whether a pass was cancelled before it began."""
+    is_pass = isinstance(operation, ForwardBackward) and not worker.is_suspended(operation_id)
+    return is_pass and operation_id in interrupts.cancelled
 
 
 def _garbage(worker: Worker) -> GarbageCollection:

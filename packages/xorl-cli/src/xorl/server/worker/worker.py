@@ -11,7 +11,7 @@ import errno
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -27,7 +27,18 @@ from xorl.lora import Adam
 from xorl.server.collectives import all_or_none, gather_numbers
 from xorl.server.context_length import ContextOverflow
 from xorl.server.identifiers import CheckpointRef
-from xorl.server.messages import Health, HealthResult, Operation, Result, Shutdown, ShutdownResult, Work
+from xorl.server.messages import (
+    CANCELLED,
+    Health,
+    HealthResult,
+    Operation,
+    Result,
+    Resume,
+    Shutdown,
+    ShutdownResult,
+    Suspended,
+    Work,
+)
 from xorl.server.operations import (
     AbortGradients,
     CreateModel,
@@ -36,6 +47,7 @@ from xorl.server.operations import (
     GradientsAborted,
     Loaded,
     LoadWeights,
+    LossResult,
     ModelCreated,
     OptimResult,
     OptimStep,
@@ -53,8 +65,9 @@ from xorl.server.worker.adapters import AdapterModels
 from xorl.server.worker.base import Base
 from xorl.server.worker.calls import PassCall, read_call
 from xorl.server.worker.full import WholeModel
+from xorl.server.worker.interrupts import NO_INTERRUPTS, Interrupts
 from xorl.server.worker.models import Models, UnknownName
-from xorl.server.worker.passes import PassRunner
+from xorl.server.worker.passes import Pass, PassCancelled, PassRunner, Verdict
 from xorl.server.worker.routes import RoutedLayers
 from xorl.server.worker.sampling import SampleCall, WorkerSampler
 from xorl.server.worker.saved_models import AlreadySaved, PartiallyLoaded, PendingSave, SavedModels
@@ -109,26 +122,27 @@ class Worker:
         self._routed = RoutedLayers.of(base.architecture.config)
         self._passes = PassRunner(base, self.models.engine, padding_multiple(base.local), self._routed)
         self._progress: dict[str, ModelProgress] = {}
+        self._suspended: dict[str, Pass] = {}  # by the id of its operation
         # The model that the current operation changes in place; if the operation fails, its state is undefined.
         self._partially_changed: str | None = None
 
-    def run(self, work: Work, cancelled: Container[str] = ()) -> Sequence[Result | PendingSave]:
+    def run(self, work: Work, interrupts: Interrupts = NO_INTERRUPTS) -> Sequence[Result | PendingSave]:
         """The result of each operation on rank 0; other ranks return a list of the same length. Collective.
 
         With save_async, the result of a save is a PendingSave, which gets its result later.
 
-        cancelled: ids of cancelled operations; may grow during the call. Only rank 0's are used.
+        interrupts: only rank 0's are used.
         """
         first = work.operations[0]
         self.base.position.move(type(first).__name__)
         self.saved.before_change()
+        self._cancel_left_behind(work)
         # All operations of a Work have the same type; of most types there is only one.
-        if isinstance(first, ForwardBackward):
-            calls = self._read(work, self._read_call)
-            return self._run_groups(work, calls, self._call_groups(calls), self._run_calls)
+        if isinstance(first, ForwardBackward | Resume):
+            return self._run_passes(work, interrupts)
         if isinstance(first, Sample):
             samples = self._read(work, self._read_sample)
-            run = partial(self.sampling.run, cancelled=cancelled)
+            run = partial(self.sampling.run, cancelled=interrupts.cancelled, wants_pause=interrupts.pauses(work))
             return self._run_groups(work, samples, self._sample_groups(samples), run)
         try:
             with all_or_none(type(first).__name__):
@@ -148,6 +162,58 @@ class Worker:
         self._forget(model_id)
         advice = f"model {model_id} is rebuilt as it was before this call, which may be retried"
         return replace(failure, message=f"{failure.message}; {advice}", model_given_up=True)
+
+    def _run_passes(self, work: Work, interrupts: Interrupts) -> list[Result]:
+        wants_pause = interrupts.pauses(work)
+
+        def verdict() -> Verdict:
+            if all(operation_id in interrupts.cancelled for operation_id in work.ids):
+                return Verdict.CANCEL
+            return Verdict.PAUSE if len(work.ids) == 1 and wants_pause() else Verdict.CONTINUE
+
+        suspended = self._suspended.pop(work.ids[0], None)
+        if suspended is not None:
+            resume = partial(self._advance, work.ids[0], verdict)
+            return self._run_groups(work, [suspended], [[0]], lambda passes: resume(passes[0]))
+        if isinstance(work.operations[0], Resume):
+            return [Failure("server", 500, f"the workers do not hold the pass of {work.ids[0]}: send it again")]
+        calls = self._read(work, self._read_call)
+
+        def run(chosen: list[PassCall]) -> Sequence[Result]:
+            return self._advance(work.ids[0], verdict, self._passes.begin(chosen))
+
+        return self._run_groups(work, calls, self._call_groups(calls), run)
+
+    def _advance(self, operation_id: str, verdict: Callable[[], Verdict], running: Pass) -> Sequence[Result]:
+        """Compute a pass to its end or to its next pause."""
+        self.sampling.before_training()
+        if not running.advance(verdict):
+            self._suspended[operation_id] = running
+            return [Suspended(running.done)]
+        for call, result in zip(running.calls, running.results, strict=True):
+            if not call.forward_only:
+                self._count_pass(call, result, running.routers.get(call.model_id))
+        return running.results
+
+    def _count_pass(self, call: PassCall, result: LossResult, routers: RouterSums | None) -> None:
+        progress = self._progress[call.model_id]
+        progress.num_passes += 1
+        progress.num_trained += result.metrics[NUM_TRAINED]
+        if routers is not None and self.base.config.log_router_stats:
+            has_replayed = any(example.routes is not None for example in call.examples)
+            progress.add_routers(routers, has_replayed=has_replayed)
+
+    def is_suspended(self, operation_id: str) -> bool:
+        """Whether a pass of this id has begun and gave way to other work."""
+        return operation_id in self._suspended
+
+    def _cancel_left_behind(self, work: Work) -> None:
+        """Cancel suspended passes of models that other operations use now: no one will resume them."""
+        used = {getattr(operation, "model_id", None) for operation in work.operations}
+        for operation_id, suspended in list(self._suspended.items()):
+            if operation_id not in work.ids and not used.isdisjoint(suspended.model_ids):
+                del self._suspended[operation_id]
+                suspended.cancel()
 
     def _read(self, work: Work, read: Callable[[Any, str], ReadT]) -> list[ReadT | Failure]:
         """Each operation validated by `read`, or its failure; the same on every rank."""
@@ -173,6 +239,8 @@ class Worker:
             try:
                 with all_or_none(type(work.operations[0]).__name__):
                     found = run(chosen)
+            except PassCancelled:
+                found = [CANCELLED] * len(members)
             except Exception as problem:  # noqa: BLE001 - as in `run`
                 # `_read` has already found the errors of clients.
                 found = [failure_of(problem, is_server=True)] * len(members)
@@ -202,20 +270,6 @@ class Worker:
             seen[key := (call.key, seen[call.model_id])] += 1
             groups.setdefault((*key, (seen[key] - 1) // self.models.max_per_pass), []).append(index)
         return list(groups.values())
-
-    def _run_calls(self, calls: Sequence[PassCall]) -> Sequence[Result]:
-        self.sampling.before_training()
-        results, losses = self._passes.run(calls)
-        for call, result in zip(calls, results, strict=True):
-            if call.forward_only:
-                continue
-            progress, routers = self._progress[call.model_id], losses[call.model_id].routers
-            progress.num_passes += 1
-            progress.num_trained += result.metrics[NUM_TRAINED]
-            if routers is not None and self.base.config.log_router_stats:
-                has_replayed = any(example.routes is not None for example in call.examples)
-                progress.add_routers(routers, has_replayed=has_replayed)
-        return results
 
     def _read_sample(self, operation: Sample, operation_id: str) -> SampleCall:
         source = self.sampling.source_of(operation.sampler)
