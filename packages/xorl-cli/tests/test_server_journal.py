@@ -13,6 +13,7 @@ import textwrap
 import msgspec
 import pytest
 
+from asynchronous import in_a_loop
 from tiny_models import hf_config, write_config
 from xorl.server.operations import ClientOperation, ClientResult
 from xorl.server.orchestrator.commit import JournalError, OtherVersion
@@ -273,3 +274,18 @@ def test_an_orchestrator_with_a_journal_that_it_cannot_read_is_not_started_again
     assert ended.returncode == BAD_INPUT, ended.stderr
     assert "or move journal.sqlite and the files beside it away" in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+@in_a_loop
+async def test_the_file_shrinks_after_a_large_result_has_gone(tmp_path):
+    """Catches a journal that stays as large as the largest request there ever was."""
+    journal = Journal(tmp_path / "journal.sqlite")
+    body = b"x" * 2**25
+    await journal.submit(Submission("a", None, b"", None, None, "c", "xorl", "Sample", None, 1.0, body))
+    await journal.finish([Outcome("a", body, 1.0)])
+    assert journal.size_bytes() > 2**25
+    for _ in range(3):
+        await journal.prune(1e9, Retention(), {})
+    assert journal.size_bytes() < 2**24
+    journal.close()
+    assert sum(file.stat().st_size for file in tmp_path.iterdir()) < 2**25

@@ -2,13 +2,16 @@
 
 import asyncio
 import contextlib
+import shutil
 import time
+
+import msgspec
 
 from asynchronous import in_a_loop
 from counting_workers import folded
-from orchestrated import MODEL, forward_backward, options, running, serving, step, tokens, workers
-from xorl.server.messages import CANCELLED, Cancel
-from xorl.server.operations import ForwardBackward
+from orchestrated import MODEL, forward_backward, options, running, serving, step, submit, tokens, workers
+from xorl.server.messages import CANCELLED, Cancel, Rejected
+from xorl.server.operations import CreateModel, ForwardBackward, LoraSpec
 
 OTHER = "session-1:train:1"
 
@@ -111,3 +114,31 @@ async def test_a_suspended_pass_survives_workers_and_orchestrators_that_die(tmp_
             assert (await client.do(step(), 2)).metrics["weights"] == folded(1, 40)
             assert (await client.do(step(OTHER), 3)).metrics["weights"] == folded(1, 7)
             assert others.ran.count(pending) == 1
+
+
+@in_a_loop
+async def test_a_client_that_fills_its_share_of_the_queue_is_refused_and_others_are_not(tmp_path):
+    """Catches a client whose requests, or whose bodies, leave no room in the queue for others."""
+    body = len(msgspec.msgpack.encode(long()))
+    for limits in ({"max_queued": 16}, {"max_queued_bytes": 16 * body}):
+        chosen = options(tmp_path, max_client_share=0.25, **limits)
+        async with running(chosen) as client:
+            ids = []
+            for model in ("a", "b"):
+                ids.append(await client.send(CreateModel(model, lora=LoraSpec(rank=8, seed=0)), session=None))
+                refused = None
+                for seq in range(1, 9):
+                    answer = await client.orchestrator.answer(submit(long(model), seq))
+                    if isinstance(answer, Rejected):
+                        refused = answer
+                        break
+                    ids.append(answer.request_id)
+                assert refused.status == 429
+                assert "25% of max_queued_requests and of max_queued_mb" in refused.message
+                assert 3 <= seq - 1 <= 5
+            with workers(chosen):
+                for request_id in ids:
+                    await client.result(request_id)
+                # What was refused is accepted once there is room.
+                assert (await client.do(long("a"), seq)).metrics["loss:sum"] == 40
+        shutil.rmtree(chosen.output_dir)

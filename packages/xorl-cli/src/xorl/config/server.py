@@ -269,6 +269,18 @@ class ApiFields(Section):
         default=20000,
         description="Maximum number of requests waiting to be computed, over all clients; further ones get status 429.",
     )
+    max_queued_mb: Positive = Field(
+        default=8000.0,
+        description="Maximum size of the bodies of all requests waiting to be computed, in MB; further requests get "
+        "status 429.",
+    )
+    max_client_share: float = Field(
+        default=0.5,
+        gt=0,
+        le=1,
+        description="The share of max_queued_requests and of max_queued_mb that the waiting requests of one client (a "
+        "session or, without one, a model) may take, so that there is room for others; further ones get status 429.",
+    )
     result_retention: Positive = Field(
         default=3600.0,
         description="Seconds that a result is kept after a client has received it, so that a retried call finds it.",

@@ -339,10 +339,7 @@ class AdapterBank:
 
     @contextmanager
     def gradients_kept(self, names: Collection[str]) -> Iterator[dict[str, Tensor]]:
-        """Restore the gradients of these adapters if the passes inside the context raise.
-
-        Yields the copies by adapter, so that a caller can move them to host memory while it does other work.
-        """
+        """Restore these adapters' gradients if the body raises. Yields their copies, which may be moved to the host."""
         earlier = {
             name: self._slots.gradient(self._load(name), self._entries[name].segments).clone()
             for name in names

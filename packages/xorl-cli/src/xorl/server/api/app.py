@@ -31,6 +31,7 @@ from xorl.server.api.gate import ApiMetrics, BodyReader, Gate
 from xorl.server.api.orchestrator_client import OrchestratorClient
 from xorl.server.api.responses import Refusal
 from xorl.server.api.text import TextCoder
+from xorl.server.memory import return_freed_memory
 from xorl.server.queries import ServiceInfo
 
 logger = logging.getLogger(__name__)
@@ -67,6 +68,7 @@ def create_app(settings: ApiSettings) -> ASGIApp:
         bodies = BodyReader(settings.body_bytes, settings.bytes_in_flight, metrics)
         decode_slots = asyncio.Semaphore(MAX_CONCURRENT_DECODES)
         signs = settings.signs
+        trimming = asyncio.create_task(return_freed_memory())
         alive = None if signs is None else asyncio.create_task(AliveFile(signs / "API").keep_touching())
         app.state.api = Api(settings, orchestrator, bodies, metrics, TextCoder(), decode_slots)
         try:
@@ -74,6 +76,7 @@ def create_app(settings: ApiSettings) -> ASGIApp:
         finally:
             # An open socket would keep the process from exiting.
             await orchestrator.close()
+            trimming.cancel()
             if alive is not None:
                 alive.cancel()
 

@@ -144,9 +144,11 @@ class Admission:
         self._check_open()
         if isinstance(operation, Sample):
             client = self._sampling_client(operation, submit)
+            self._check_share(client)
             return await self._journal_and_queue(_submission(submit.request_id, operation, client, None, submit=submit))
         model = self._model(operation)
         model.last_active = time.time()
+        self._check_share(model.client)
         if not state.scheduler.admits(model.lane, submit.seq_id):
             raise Refused(
                 400,
@@ -172,9 +174,22 @@ class Admission:
         state = self._state
         if len(state.scheduler) >= state.options.max_queued:
             raise Refused(429, f"{len(state.scheduler)} requests are waiting, which is the limit: try again later")
+        if state.scheduler.num_bytes >= state.options.max_queued_bytes:
+            raise Refused(429, "the bodies of waiting requests take max_queued_mb, the limit: try again later")
         if state.workers.absent_too_long:
             absence = f"{state.workers.timeout_s:g} s"
             raise Refused(503, f"the workers have been away for more than {absence}: see the service's log")
+
+    def _check_share(self, client: str) -> None:
+        """Raise Refused if a client's queued requests take its share of the queue, so that there is room for others."""
+        options, (count, size) = self._state.options, self._state.scheduler.load_of(client)
+        share = options.max_client_share
+        if count >= share * options.max_queued or size >= share * options.max_queued_bytes:
+            raise Refused(
+                429,
+                f"{count} requests of this client are waiting, with {size / 10**6:.0f} MB of bodies; one client may "
+                f"take {share:.0%} of max_queued_requests and of max_queued_mb: try again when some have been computed",
+            )
 
     async def _journal_and_queue(self, submission: Submission, source: str = "") -> Accepted:
         state, s = self._state, submission

@@ -128,10 +128,12 @@ def connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
     source = path.absolute().as_uri() + ("?mode=ro" if read_only else "")
     connection = sqlite3.connect(source, uri=True, isolation_level=None, check_same_thread=False, timeout=30)
     if not read_only:
+        # Of a new file: its free pages can be returned (`journal`). Before anything else is written.
+        connection.execute("PRAGMA auto_vacuum=INCREMENTAL")
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute("PRAGMA synchronous=FULL")
         # The log is cut back to this when it has been copied into the file; large results make it grow.
-        connection.execute(f"PRAGMA journal_size_limit={64 * 1024 * 1024}")
+        connection.execute(f"PRAGMA journal_size_limit={8 * 1024 * 1024}")
     return connection
 
 

@@ -50,6 +50,8 @@ CREATE TABLE IF NOT EXISTS records(kind TEXT, name TEXT, body BLOB NOT NULL, PRI
 """
 # The most rows pruned in one transaction, since submissions wait for it.
 PRUNED_AT_ONCE = 1000
+# Free pages, of 4 KiB, that stay in the file for the next requests, and how many are returned in one transaction.
+FREE_PAGES_KEPT, PAGES_AT_ONCE = 2048, 16384
 
 
 @dataclass(frozen=True)
@@ -381,7 +383,16 @@ def _prune(connection: sqlite3.Connection, now: float, retention: Retention, lan
     remove = f"DELETE FROM requests WHERE number IN ({oldest} LIMIT {PRUNED_AT_ONCE})"
     connection.execute(remove, (retention.num_requests,))
     _execute_many(connection, "DELETE FROM tombstones WHERE lane = ? AND seq < ?", lanes)
+    _shrink(connection)
     return len(rows)
+
+
+def _shrink(connection: sqlite3.Connection) -> None:
+    """Return free pages at the end of the file to the system, a bounded number at a time, and keep some."""
+    (num_free,) = connection.execute("PRAGMA freelist_count").fetchone()
+    for _ in range(min(num_free - FREE_PAGES_KEPT, PAGES_AT_ONCE)):
+        # The sqlite3 module steps it once, which returns one page whatever the argument.
+        connection.execute("PRAGMA incremental_vacuum(1)")
 
 
 def _drop_results(connection: sqlite3.Connection, rows: Sequence[tuple[int]]) -> None:

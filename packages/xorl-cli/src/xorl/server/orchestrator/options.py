@@ -22,8 +22,8 @@ class OrchestratorOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     that can change. restarts_file: what the launcher writes about restarts (`restarts`). model_name: the name that
     clients use; they may also use model_path and tokenizer_path. tokenizer: a name or folder. tokenizer_path: as
     configured, if it is not the model's own. lora_rank, lora_alpha: defaults for adapters; None if full weights are
-    trained. tokens_per_row: of a micro-batch on each rank. gap_timeout_s: how long requests wait for a missing number
-    before they fail; clients retry for 300 s.
+    trained. tokens_per_row: of a micro-batch on each rank. max_client_share: of max_queued and of max_queued_bytes.
+    gap_timeout_s: how long requests wait for a missing number before they fail; clients retry for 300 s.
     """
 
     api_address: str
@@ -52,6 +52,8 @@ class OrchestratorOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     worker_max_retries: int = 3
     tokens_per_row: int = 32_000
     max_queued: int = 20_000
+    max_queued_bytes: int = 8 * 10**9
+    max_client_share: float = 0.5
     max_sessions: int = 1024
     result_retention_s: float = 3600.0
     gap_timeout_s: float = 360.0
@@ -122,6 +124,8 @@ def options_from_config(
         worker_max_retries=config.worker_max_retries,
         tokens_per_row=config.sample_packing_sequence_len,
         max_queued=config.max_queued_requests,
+        max_queued_bytes=int(config.max_queued_mb * 10**6),
+        max_client_share=config.max_client_share,
         max_sessions=config.max_sessions,
         result_retention_s=config.result_retention,
     )

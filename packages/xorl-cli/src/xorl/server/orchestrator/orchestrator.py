@@ -19,6 +19,7 @@ from xorl.server.endpoint_queries import (
     RemoveEndpoint,
     SetSyncQuantization,
 )
+from xorl.server.memory import return_freed_memory
 from xorl.server.messages import Cancel, Poll, Rejected, Submit, Tombstone, Unreadable
 from xorl.server.operations import Failure, Message
 from xorl.server.orchestrator import (
@@ -149,6 +150,7 @@ class Orchestrator:
             asyncio.create_task(self.runner.drive()),
             asyncio.create_task(self.housekeeping.run()),
             asyncio.create_task(inference.watch()),
+            asyncio.create_task(return_freed_memory()),
         ]
         for task in self._tasks:
             task.add_done_callback(stop_if_broken)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -43,6 +43,8 @@ class Scheduler:
         self._arrivals: list[int] = []  # of all queued requests, sorted
         self._alone: set[str] = set()
         self._left: dict[str, float] = {}  # of queued requests that were suspended: the share of their cost
+        self._num_queued: Counter[str] = Counter()  # by client
+        self._bytes_queued: Counter[str] = Counter()
         self._floor = 0.0
 
     def open_lane(self, lane: str, next_seq: int = FIRST_SEQ) -> None:
@@ -82,7 +84,7 @@ class Scheduler:
 
     def add(self, ticket: Ticket) -> None:
         """Queue a request. Its lane must be open and admit it."""
-        insort(self._arrivals, ticket.arrival)
+        self._enter(ticket)
         client = self._clients.setdefault(ticket.client, _Client(self._floor))
         if ticket.lane is None:
             client.unordered.append(ticket)
@@ -126,7 +128,7 @@ class Scheduler:
     def requeue(self, tickets: Sequence[Ticket], *, alone: bool = False) -> None:
         """Queue running requests again, before others of their model. alone: run each in a separate pass."""
         for ticket in tickets:
-            insort(self._arrivals, ticket.arrival)
+            self._enter(ticket)
             client = self._clients.setdefault(ticket.client, _Client(self._floor))
             if alone:
                 self._alone.add(ticket.request_id)
@@ -166,8 +168,9 @@ class Scheduler:
         tickets = [ticket for lane in self._lanes for ticket in self.clear_lane(lane)]
         for client in self._clients.values():
             tickets += client.unordered
+            for ticket in client.unordered:
+                self._forget(ticket)
             client.unordered.clear()
-        self._arrivals.clear()
         self._drop_idle_clients()
         return tickets
 
@@ -192,6 +195,15 @@ class Scheduler:
     def __len__(self) -> int:
         """The number of queued requests."""
         return len(self._arrivals)
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of all queued requests."""
+        return self._bytes_queued.total()
+
+    def load_of(self, client: str) -> tuple[int, int]:
+        """The number of a client's queued requests, and their size in bytes."""
+        return self._num_queued[client], self._bytes_queued[client]
 
     def _turns(self) -> list[Ticket]:
         """The head request of each client that has one, in the order of the clients' turns."""
@@ -241,6 +253,11 @@ class Scheduler:
             self._ready[lane] = head
             self._clients.setdefault(head.client, _Client(self._floor)).lanes.add(lane)
 
+    def _enter(self, ticket: Ticket) -> None:
+        insort(self._arrivals, ticket.arrival)
+        self._num_queued[ticket.client] += 1
+        self._bytes_queued[ticket.client] += ticket.size
+
     def _cost_left(self, ticket: Ticket) -> float:
         return self._left.get(ticket.request_id, 1.0) * ticket.cost
 
@@ -249,6 +266,10 @@ class Scheduler:
         index = bisect_left(self._arrivals, ticket.arrival)
         if index < len(self._arrivals) and self._arrivals[index] == ticket.arrival:
             del self._arrivals[index]
+            self._num_queued[ticket.client] -= 1
+            self._bytes_queued[ticket.client] -= ticket.size
+            if not self._num_queued[ticket.client]:
+                del self._num_queued[ticket.client], self._bytes_queued[ticket.client]
 
     def _drop_idle_clients(self) -> None:
         """Forget idle clients without debt, so that memory does not grow with every new client."""
