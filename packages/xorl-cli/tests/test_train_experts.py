@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from live_bytes import LiveBytes
 from tiny_models import hf_config, write_config
 from xorl.config import Config, config_from_mapping, server_config_from_mapping
+from xorl.config.local import LoraConfig
 from xorl.core import runtime
 from xorl.core.loss import cross_entropy
 from xorl.core.mesh import Mesh, ParallelDims
@@ -78,6 +79,18 @@ def test_options_reach_the_routers(tmp_path: Path) -> None:
             trained = router.weight.requires_grad
             assert (losses.balance_coef, losses.z_coef, router.fp32, trained) == expected
         assert len(routers) == 4
+
+
+def test_a_router_is_not_both_frozen_and_trained(tmp_path: Path) -> None:
+    """Catches a router that moves although train.freeze_router says that it does not."""
+    config = config_with(tmp_path, "qwen3_moe", {"train.freeze_router": True})
+    lora = LoraConfig(enable_lora=True, lora_target_modules=["q_proj"], modules_to_save=["gate"])
+    architecture = read_architecture(config.model)
+    with pytest.raises(ValueError, match=r"lora\.modules_to_save: names the router .*train\.freeze_router: true"):
+        sketch_model(architecture, config.model, config.train, lora)
+    thawed = config.train.model_copy(update={"freeze_router": False})
+    decoder = sketch_model(architecture, config.model, thawed, lora)
+    assert all(module.weight.requires_grad for module in decoder.modules() if isinstance(module, Router))
 
 
 @pytest.fixture

@@ -18,7 +18,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from child import in_child
 from xorl.ckpt import Checkpointer
 from xorl.ckpt.publish import set_aside_after
 from xorl.cli.signals import raise_on_signal
@@ -35,7 +34,6 @@ from xorl.train.observe.observer import DivergedError, Observer
 from xorl.train.observe.profile import Profiler, build_profiler
 from xorl.train.observe.progress import progress_sink, set_up_logging
 from xorl.train.observe.timing import StepTimer
-from xorl.train.observe.wandb_log import RUN_ID, WandbSink, credentials_are_missing
 from xorl.train.output_dir import STARTED_FROM, open_output_dir, resume_from, start_of
 
 
@@ -177,36 +175,6 @@ def test_a_trace_holds_what_was_asked_for(option: str, trace: str, tmp_path: Pat
             profiler.step(1)
         [file] = folder.iterdir()
         assert (trace in gzip.decompress(file.read_bytes()).decode()) is is_on
-
-
-def test_wandb_is_told_every_so_many_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Catches an interval that is not kept, and one that swallows evaluations.
-    told: list[tuple[int, dict[str, object]]] = []
-    asked: dict[str, object] = {}
-
-    class Listener:
-        id = "made-up"
-
-        def log(self, values: dict[str, object], step: int) -> None:
-            told.append((step, values))
-
-        def finish(self) -> None:
-            pass
-
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setattr("wandb.init", lambda **options: asked.update(options) or Listener())
-    options = {"project": "p", "name": "n", "tags": ["a"], "config": {"seed": 1}}
-    sink = WandbSink(**options, log_interval=3, folder=tmp_path, is_resumed=False)
-    for step in range(1, 8):
-        sink.write({"step": step, "loss": 0.5, "mfu": None})
-    sink.write({"step": 7, "eval_loss": 0.25})
-    sink.close()
-    assert told == [
-        (3, {"step": 3, "loss": 0.5}),
-        (6, {"step": 6, "loss": 0.5}),
-        (7, {"step": 7, "eval_loss": 0.25}),
-    ]
-    assert {name: asked[name] for name in options} == options
 
 
 def test_garbage_is_collected_when_it_is_due_and_not_before() -> None:
@@ -361,52 +329,6 @@ def test_a_signal_whose_exception_was_lost_still_stops_the_run() -> None:
 def test_devices_are_told_apart_by_their_whole_name() -> None:
     # Catches "H20" in "H200", which would make the utilisation seven times too high.
     assert PEAK_BF16_FLOPS["NVIDIA H200"] > 6 * PEAK_BF16_FLOPS["NVIDIA H20"]
-
-
-@pytest.mark.parametrize(
-    ("environment", "would_ask"),
-    [
-        ({}, True),
-        ({"WANDB_MODE": "online"}, True),
-        ({"WANDB_MODE": "offline"}, False),
-        ({"WANDB_MODE": "disabled"}, False),
-        ({"WANDB_API_KEY": "0" * 40}, False),
-        ({"WANDB_BASE_URL": "https://wandb.example:8080"}, False),
-    ],
-)
-def test_wandb_is_not_asked_to_go_online_without_a_key(
-    environment: dict[str, str], would_ask: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Catches a prompt that a run on a cluster waits at, and a server of one's own whose key is not found.
-    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / ".netrc").write_text("machine wandb.example login user password " + "0" * 40 + "\n")
-    (tmp_path / ".netrc").chmod(0o600)
-    assert credentials_are_missing() is would_ask
-
-
-def test_a_resumed_run_goes_on_with_its_run_in_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Catches a loss curve that falls to pieces at each restart, and a new run that is drawn over the one before.
-    monkeypatch.setenv("WANDB_MODE", "offline")
-
-    def logged(*, is_resumed: bool) -> str:
-        options = {"project": "p", "name": None, "tags": None, "log_interval": 1, "config": {}}
-        sink = WandbSink(**options, folder=tmp_path, is_resumed=is_resumed)
-        sink.write({"step": 1, "loss": 0.5})
-        sink.close()
-        return (tmp_path / RUN_ID).read_text().strip()
-
-    # In processes of their own, since wandb reads its variables once and leaves threads behind.
-    first, again, new = in_child(lambda: [logged(is_resumed=is_resumed) for is_resumed in (False, True, False)])
-    assert again == first != new
-    monkeypatch.setenv("WANDB_RUN_ID", "own")
-    assert in_child(lambda: logged(is_resumed=True)) == "own"
-    # offline-run-{time}-{id}, and a number for a second one within a second
-    runs = [run.name.split("-")[3] for run in sorted((tmp_path / "wandb").glob("offline-run-*"))]
-    assert set(runs) == {first, new, "own"}
 
 
 def test_metrics_that_cannot_be_written_do_not_end_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from xorl.core.optim import (
     Fp32Accumulation,
@@ -13,6 +15,7 @@ from xorl.core.optim import (
     gradient_scale,
     scale_and_clip_,
 )
+from xorl.core.optim.decay import undecayed
 from xorl.core.optim.matrices import Matrix, _joined, plan_rounds
 from xorl.core.optim.muon import lr_ratio
 from xorl.core.optim.newton_schulz import orthogonalisation_flops, orthogonalise
@@ -115,6 +118,75 @@ def test_weight_decay_leaves_out_named_modules_and_parameters() -> None:
     assert named == {
         "0.weight": 0.5, "0.bias": 0.0, "1.weight": 0.0, "1.bias": 0.0, "2.weight": 0.5, "2.bias": 0.0,
     }  # fmt: skip
+
+
+NAMES = [
+    f"layers.{layer}.{leaf}"
+    for layer in range(12)
+    for leaf in (
+        "input_layernorm.weight",
+        "q_norm.weight",
+        "v_proj.weight",
+        "v_proj.bias",
+        "mlp.gate.weight",
+        "mlp.0.gate_proj.weight",
+    )
+] + ["norm.weight", "embed_tokens.weight"]
+
+
+@pytest.mark.parametrize(
+    ("entries", "leaves", "num_chosen"),
+    [
+        ({"modules": ["norm"]}, {"input_layernorm.weight", "q_norm.weight", "norm.weight"}, 25),
+        ({"modules": ["gate"]}, {"mlp.gate.weight"}, 12),
+        ({"modules": ["mlp.gate"]}, {"mlp.gate.weight"}, 12),
+        ({"modules": ["mlp"]}, {"mlp.gate.weight", "mlp.0.gate_proj.weight"}, 24),
+        ({"modules": ["embed"]}, {"embed_tokens.weight"}, 1),
+        ({"modules": ["layers.1"], "params": ["ias"]}, None, 6 + 11),
+        ({"params": ["bias"]}, {"v_proj.bias"}, 12),
+    ],
+)
+def test_names_select_parts_that_end_with_them(entries: dict, leaves: set[str] | None, num_chosen: int) -> None:
+    """Catches a router's name that frees all gate projections, and layer 1 that brings layers 10 and 11."""
+    chosen = undecayed(NAMES, entries.get("modules", ()), entries.get("params", ()))
+    assert len(chosen) == num_chosen
+    if leaves is not None:
+        assert {re.sub(r"^layers\.\d+\.", "", name) for name in chosen} == leaves
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("first", [0, 3])
+def test_tensors_that_are_stacked_are_decayed_by_their_own_names(name: str, first: int) -> None:
+    """Catches rows of q and k that lose their decay with v's, and ranks that count the rows of the whole parameter.
+
+    Random bits of the rows are as without the option.
+    """
+    stacked = {"qkv.weight": [("q_proj.weight", 6), ("k_proj.weight", 4), ("v_proj.weight", 4), ("o.weight", 2)]}
+    held = slice(first, 12)
+
+    def stepped(**options: object) -> Tensor:
+        torch.manual_seed(0)
+        whole = torch.randn(16, 8)
+        module = nn.ModuleDict({"qkv": nn.Linear(8, 12 - first, bias=False)})
+        module["qkv"].weight.data = whole[held].clone()
+        matrices = {"qkv.weight": (6 - first, 4, 2)}
+        optimizer = build_optimizer(
+            name,
+            module.named_parameters(),
+            lr=0.1,
+            muon=MuonOptions(matrices) if name == "muon" else None,
+            first_rows={"qkv.weight": first},
+            stacked=stacked,
+            **{"weight_decay": 0.5, **options},
+        )
+        module["qkv"].weight.grad = torch.randn(16, 8)[held].clone()
+        optimizer.step()
+        return module["qkv"].weight.detach()
+
+    expected = stepped()
+    expected[10 - first :] = stepped(weight_decay=0.0)[10 - first :]
+    found = stepped(no_decay_modules=["v_proj"])
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def test_unmatched_no_decay_name_is_an_error() -> None:

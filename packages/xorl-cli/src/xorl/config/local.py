@@ -72,10 +72,13 @@ class ScheduleFields(OptimizerFields):
     weight_decay: NonNegative = Field(default=0.0, description="Weight decay, decoupled from the gradient in AdamW.")
     no_decay_modules: list[str] = Field(
         default=[],
-        description="Parts of module names, such as norm; the parameters of these modules get no weight decay.",
+        description="Names of modules as in the checkpoint, such as norm or v_proj; their parameters get no weight "
+        "decay. An entry selects modules whose names, or parts between dots, end with it: norm includes "
+        "input_layernorm, and gate is a router, not gate_proj. Without any, it selects all that contain it.",
     )
     no_decay_params: list[str] = Field(
-        default=[], description="Parts of parameter names, such as bias; these parameters get no weight decay."
+        default=[],
+        description="Last parts of parameter names, or their ends, such as bias; these parameters get no weight decay.",
     )
     max_grad_norm: NonNegative | None = Field(
         default=1.0,

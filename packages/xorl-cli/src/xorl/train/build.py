@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,8 +15,9 @@ from xorl.config.local import TrainConfig
 from xorl.core.loss import LossFn, cross_entropy
 from xorl.core.mesh import Mesh
 from xorl.core.models import Decoder
+from xorl.core.models.recipes import stacked_tensors
 from xorl.core.optim import MuonOptions, Schedule, build_optimizer
-from xorl.core.optim.optimizer import require_no_decay_matches, unmatched_no_decay
+from xorl.core.optim.decay import require_no_decay_matches, tensor_names, undecayed, unmatched_no_decay
 from xorl.core.parallel import ParallelModel
 from xorl.core.runtime import GarbageCollection, default_device_type
 from xorl.data import DataPlan
@@ -125,10 +127,15 @@ def _check(config: Config, architecture: Architecture) -> None:
     train, device = config.train, torch.device(default_device_type())
     sketch = check_model(architecture, config.model, train, config.lora, device)
     parameters = dict(sketch.named_parameters())
-    require_no_decay_matches(parameters, train.no_decay_modules, train.no_decay_params)
-    trained = [path for path, parameter in parameters.items() if parameter.requires_grad]
-    for option, parts in unmatched_no_decay(trained, train.no_decay_modules, train.no_decay_params).items():
+    stacked = stacked_tensors(architecture.recipes(merge_qkv=config.model.merge_qkv))
+    entries = train.no_decay_modules, train.no_decay_params
+    require_no_decay_matches(tensor_names(parameters, stacked), *entries)
+    trained = tensor_names([path for path, parameter in parameters.items() if parameter.requires_grad], stacked)
+    for option, parts in unmatched_no_decay(trained, *entries).items():
         logger.info("options without effect: train.%s %s (matches only frozen parameters)", option, ", ".join(parts))
+    if free := undecayed(trained, *entries):
+        shown = dict.fromkeys(re.sub(r"\.\d+(?=\.)", ".*", name) for name in trained if name in free)
+        logger.info("without weight decay: %s (%d of %d tensors)", ", ".join(shown), len(free), len(trained))
 
 
 def _with_recomputation(startup: Startup, run: PreparedRun) -> Startup:
@@ -181,6 +188,7 @@ def engine_over(model: ParallelModel, config: Config, architecture: Architecture
         seed=train.seed,
         muon=_muon_options(train, model) if train.optimizer == "muon" else None,
         first_rows=model.parts.first_rows(),
+        stacked=stacked_tensors(architecture.recipes(merge_qkv=config.model.merge_qkv)),
     )
     return Engine(
         model,

@@ -275,6 +275,8 @@ def _adapt_(
     if start is not None:
         _check_adapter(start, architecture, model)
     add_adapters(module, lora, architecture.spec)
+    if train.freeze_router:
+        _check_routers_frozen(module)
     quantization = read_options(lora, architecture.hf_config)
     dtypes = KeptDtypes.of(train, lora)
     for parameter in module.parameters():
@@ -296,6 +298,15 @@ def _set_routers_(module: Decoder, model: ModelConfig, train: TrainConfig) -> No
         if isinstance(router, Router):
             router.fp32 = model.router_fp32
             router.requires_grad_(not train.freeze_router)
+
+
+def _check_routers_frozen(module: Decoder) -> None:
+    for path, router in module.named_modules():
+        if isinstance(router, Router) and any(parameter.requires_grad for parameter in router.parameters()):
+            raise ValueError(
+                f"lora.modules_to_save: names the router {path}, which train.freeze_router: true keeps as it is; leave "
+                "it out, or set train.freeze_router to false"
+            )
 
 
 def _check_adapter(start: AdapterFolder, architecture: Architecture, model: ModelConfig) -> None:

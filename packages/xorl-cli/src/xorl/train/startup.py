@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from xorl.ckpt import Checkpointer, CheckpointError, read_manifest
-from xorl.ckpt.layout import Manifest
+from xorl.ckpt.layout import Manifest, step_of
 from xorl.config import Config
 from xorl.config.resolve import member_config
 from xorl.core.join import meet
@@ -372,6 +372,7 @@ def build_observer(startup: Startup, start_step: int, timer: StepTimer) -> Obser
         from xorl.train.observe.wandb_log import WandbSink  # noqa: PLC0415
 
         options: Mapping[str, object] = startup.config.model_dump()
+        latest = startup.checkpointer.latest()  # later checkpoints are set aside before the first step
         sinks.append(
             WandbSink(
                 project=train.wandb_project,
@@ -380,7 +381,8 @@ def build_observer(startup: Startup, start_step: int, timer: StepTimer) -> Obser
                 log_interval=train.wandb_log_interval,
                 folder=startup.output_dir,
                 config=options,
-                is_resumed=start_step > 0,
+                start_step=start_step,
+                went_back=latest is not None and (step_of(latest) or 0) > start_step,
             )
         )
     return observer

@@ -18,14 +18,17 @@ logger = logging.getLogger(__name__)
 
 # The file in output_dir with the id of the wandb run.
 RUN_ID = "wandb_run_id"
+# In the config of a wandb run: the wandb run and the step that it continues from.
+CONTINUED = "continued_from"
 
 
 class WandbSink:
     """Logs to a wandb run: every `log_interval`-th step, and all evaluations.
 
     A resumed run continues the wandb run whose id is in `folder`; otherwise a new wandb run is created and its id is
-    saved there. WANDB_RUN_ID and WANDB_RESUME take precedence. wandb keeps its old values of steps that are repeated
-    after a resume.
+    saved there. WANDB_RUN_ID and WANDB_RESUME take precedence. wandb keeps the first values of steps that are logged
+    again, so a run that `went_back` to an earlier checkpoint gets a new wandb run, whose config names the old one and
+    the step.
     """
 
     def __init__(
@@ -37,20 +40,26 @@ class WandbSink:
         log_interval: int,
         folder: Path,
         config: Mapping[str, object],
-        is_resumed: bool,
+        start_step: int,
+        went_back: bool,
     ) -> None:
         offline = credentials_are_missing()
         if offline:
             logger.info("wandb=offline reason=no_api_key folder=%s later='wandb sync'", folder / "wandb")
         self._log_interval = log_interval
+        file = folder / RUN_ID if start_step else None
+        continued = None
+        if went_back and file is not None and file.exists():
+            continued = {"run": _read_id(file), "step": start_step}
+            file = None
         settings = wandb.Settings(silent=True, init_timeout=30)
         options = {
             "project": project,
             "name": name,
             "tags": list(tags or ()),
             "dir": str(folder),
-            "config": dict(config),
-            **_run_options(folder / RUN_ID if is_resumed else None),
+            "config": {**config, **({} if continued is None else {CONTINUED: continued})},
+            **_run_options(file),
         }
         try:
             self._run = wandb.init(mode="offline" if offline else None, settings=settings, **options)
@@ -58,6 +67,9 @@ class WandbSink:
             logger.info("wandb=offline reason=%r folder=%s", str(error).splitlines()[0], folder / "wandb")
             self._run = wandb.init(mode="offline", settings=settings, **options)
         (folder / RUN_ID).write_text(f"{self._run.id}\n", encoding="utf-8")
+        if continued is not None:
+            old, step = continued.values()
+            logger.info("wandb: new run %s, because the run went back to step %s of %s", self._run.id, step, old)
 
     def write(self, metrics: Metrics) -> None:
         step = metrics["step"]
@@ -73,10 +85,14 @@ def _run_options(file: Path | None) -> dict[str, str]:
     """`id` and `resume` for `wandb.init`; omitted options come from its environment variables or are generated."""
     options: dict[str, str] = {}
     if file is not None and file.exists() and not os.environ.get("WANDB_RUN_ID"):
-        options["id"] = file.read_text(encoding="utf-8").strip()
+        options["id"] = _read_id(file)
     if not os.environ.get("WANDB_RESUME"):
         options["resume"] = "allow"
     return options
+
+
+def _read_id(file: Path) -> str:
+    return file.read_text(encoding="utf-8").strip()
 
 
 def credentials_are_missing() -> bool:

@@ -171,16 +171,24 @@ class LogicalModule:
     is_whole: bool
 
 
+def stacked_tensors(recipes: Mapping[str, WeightRecipe]) -> dict[str, list[tuple[str, int]]]:
+    """For each native parameter with one name in the checkpoint, or several: the names, each with its rows."""
+    return {
+        native: list(
+            zip(recipe.sources, recipe.row_counts if isinstance(recipe, Rows) else recipe.shape[:1], strict=True)
+        )
+        for native, recipe in recipes.items()
+    }
+
+
 def logical_modules(recipes: Mapping[str, WeightRecipe]) -> dict[str, tuple[LogicalModule, ...]]:
     """For each native module with a weight, the checkpoint modules that it contains, in the order of their rows."""
     return {
         native.removesuffix(".weight"): tuple(
-            LogicalModule(source.removesuffix(".weight"), num_rows, recipe.join_dim is None)
-            for source, num_rows in zip(
-                recipe.sources, recipe.row_counts if isinstance(recipe, Rows) else recipe.shape[:1], strict=True
-            )
+            LogicalModule(source.removesuffix(".weight"), num_rows, recipes[native].join_dim is None)
+            for source, num_rows in tensors
         )
-        for native, recipe in recipes.items()
+        for native, tensors in stacked_tensors(recipes).items()
         if native.endswith(".weight")
     }
 

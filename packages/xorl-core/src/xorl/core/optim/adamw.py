@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from xorl.core.optim.decay import local_ranges, rows_of
 from xorl.core.shards import flat_offset, local
 from xorl.kernels.optim import Noise, adamw_
 from xorl.kernels.torch_private import add_tensor_
@@ -80,26 +81,32 @@ class AdamW(torch.optim.Optimizer):
         states = [self.state[parameter] for parameter in parameters]
         grad_scale, skip = step_controls(self, local(parameters[0]).device)
         count_steps_(states, skip)
-        noises = None
-        if "keys" in group:
-            noises = [
-                Noise(group["keys"][index], group["offsets"][index], state["step"])
-                for index, state in zip(indices, states, strict=True)
-            ]
-        adamw_(
-            [local(parameter) for parameter in parameters],
-            [local(parameter.grad).contiguous() for parameter in parameters],
-            [local(state["exp_avg"]) for state in states],
-            [local(state["exp_avg_sq"]) for state in states],
-            [state["step"] for state in states],
-            lr=group["lr"],
-            betas=group["betas"],
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            grad_scale=grad_scale,
-            skip=skip,
-            noises=noises,
-        )
+        for decay, ranges in local_ranges(group, parameters).items():
+            held = [(parameters[at], states[at], rows) for at, rows in ranges]
+            noises = None
+            if "keys" in group:
+                noises = [
+                    Noise(
+                        group["keys"][indices[at]],
+                        group["offsets"][indices[at]] + rows.start * math.prod(parameters[at].shape[1:]),
+                        states[at]["step"],
+                    )
+                    for at, rows in ranges
+                ]
+            adamw_(
+                [rows_of(parameter, rows) for parameter, _, rows in held],
+                [rows_of(parameter.grad, rows).contiguous() for parameter, _, rows in held],
+                [rows_of(state["exp_avg"], rows) for _, state, rows in held],
+                [rows_of(state["exp_avg_sq"], rows) for _, state, rows in held],
+                [state["step"] for _, state, _ in held],
+                lr=group["lr"],
+                betas=group["betas"],
+                eps=group["eps"],
+                weight_decay=decay,
+                grad_scale=grad_scale,
+                skip=skip,
+                noises=noises,
+            )
 
 
 def noise_key(seed: int, name: str) -> int:

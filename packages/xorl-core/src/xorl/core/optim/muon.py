@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from xorl.core.optim.adamw import AdamW, StepControls, count_steps_, step_controls
+from xorl.core.optim.decay import local_ranges
 from xorl.core.optim.matrices import Exchange, Grid, Matrix, Run, logical_matrices, plan_rounds
 from xorl.core.optim.newton_schulz import orthogonalise
 from xorl.core.shards import is_dtensor, local
@@ -192,15 +194,20 @@ class Muon(AdamW):
         if start == stop:
             return
         lr = stack.group["lr"]
-        descend_(
-            local(stack.parameter)[start:stop],
-            update,
-            decay=lr * stack.group["weight_decay"],
-            rate=lr * lr_ratio(self._options.adjust_lr, *run.shape),
-            grad_scale=None,
-            skip=skip,
-            noise=stack.noise(start),
-        )
+        rate = lr * lr_ratio(self._options.adjust_lr, *run.shape)
+        update = update.view(stop - start, -1)
+        for decay, rows in stack.decays:
+            if not (part := range(max(rows.start, start), min(rows.stop, stop))):
+                continue
+            descend_(
+                local(stack.parameter)[part.start : part.stop],
+                update[part.start - start : part.stop - start],
+                decay=lr * decay,
+                rate=rate,
+                grad_scale=None,
+                skip=skip,
+                noise=stack.noise(part.start),
+            )
 
 
 @dataclass(frozen=True)
@@ -213,6 +220,12 @@ class _MatrixStack:
     key: int
     offset: int
     group: Mapping[str, Any]
+
+    @cached_property
+    def decays(self) -> list[tuple[float, range]]:
+        """The weight decay of this rank's rows."""
+        found = local_ranges(self.group, [self.parameter])
+        return [(decay, rows) for decay, ranges in found.items() for _, rows in ranges]
 
     def noise(self, row: int) -> Noise:
         """The random bits for this rank's rows from `row` on."""

@@ -10,6 +10,14 @@ import torch
 from torch import nn
 
 from xorl.core.optim.adamw import AdamW, noise_key
+from xorl.core.optim.decay import (
+    RowDecay,
+    Stacked,
+    require_no_decay_matches,
+    row_decays,
+    tensor_names,
+    undecayed,
+)
 from xorl.core.optim.muon import Muon, MuonOptions
 from xorl.core.optim.sgd import SGD
 from xorl.kernels.arguments import check_choice, check_number
@@ -31,6 +39,7 @@ def build_optimizer(
     seed: int = 0,
     muon: MuonOptions | None = None,
     first_rows: Mapping[str, int] = MappingProxyType({}),
+    stacked: Stacked = MappingProxyType({}),
 ) -> torch.optim.Optimizer:
     """Build an optimizer over the parameters that require gradients. Shard or replicate the model first.
 
@@ -40,17 +49,19 @@ def build_optimizer(
 
     Args:
         lr: the schedule's peak. Each group has an `lr_scale`, which multiplies the schedule's learning rate.
-        no_decay_modules, no_decay_params: substrings of a parameter's module path, and of the last part of its name. A
-            parameter that matches either has no weight decay.
+        no_decay_modules, no_decay_params: parts of module paths, and of last parts of names; what either selects has no
+            weight decay. See `undecayed`.
         state_dtype, seed: for anyprecision_adamw and muon, the dtype of the state and the seed of stochastic rounding.
         muon: options that the optimizer `muon` requires.
         first_rows: for parameters that are some rows of a larger one, which ranks divide: the index of the first, on
             which stochastic rounding depends.
+        stacked: for parameters that stack several tensors, whose names `no_decay_modules` and `no_decay_params` then
+            select: their names and numbers of rows, of the whole parameter.
 
     Raises ValueError for an unknown name, for an argument of the wrong type or out of range, for two parameters of the
-    same name, for a substring or a matrix of muon that matches no parameter, trained or frozen, if no parameter
-    requires a gradient, or if one is on the meta device: build the optimizer after `parallelize`, which may replace
-    the parameters.
+    same name, for an entry of no_decay_* or a matrix of muon that matches no parameter, trained or frozen, if no
+    parameter requires a gradient, or if one is on the meta device: build the optimizer after `parallelize`, which may
+    replace the parameters.
     """
     check_choice("name", name, OptimizerName)
     check_number("lr", lr)
@@ -62,18 +73,26 @@ def build_optimizer(
     named = _named(named_parameters)
     if muon is not None:
         _check_matrices(muon.matrices, named)
-    require_no_decay_matches(named, no_decay_modules, no_decay_params)
+    require_no_decay_matches(tensor_names(named, stacked), no_decay_modules, no_decay_params)
     trained = [(path, parameter) for path, parameter in named.items() if parameter.requires_grad]
     if not trained:
         raise ValueError("no parameter requires a gradient: there is nothing to train")
     if any(parameter.is_meta for parameter in named.values()):
         raise ValueError("named_parameters: some are on the meta device; build the optimizer after `parallelize`")
-    decays = [0.0 if _matches(path, no_decay_modules, no_decay_params) else weight_decay for path, _ in trained]
-    groups: dict[tuple[bool, float], dict[str, Any]] = {}
-    for (path, parameter), decay in zip(trained, decays, strict=True):
+    free = undecayed(tensor_names(named, stacked), no_decay_modules, no_decay_params)
+    groups: dict[tuple[bool, float, tuple[RowDecay, ...]], dict[str, Any]] = {}
+    for path, parameter in trained:
+        num_rows = parameter.shape[0] if parameter.ndim else 1
+        parts = stacked.get(path, [(path, first_rows.get(path, 0) + num_rows)])
+        rows = row_decays(parts, free, weight_decay, first=first_rows.get(path, 0), num_rows=num_rows)
+        by_rows = rows if len(rows) > 1 else ()
+        decay = rows[0].decay if len(rows) == 1 else weight_decay
         is_matrix = name == "muon" and muon is not None and path in muon.matrices
         lr_scale = muon.lr / lr if is_matrix and muon is not None else 1.0
-        group = groups.setdefault((is_matrix, decay), {"params": [], "weight_decay": decay, "lr_scale": lr_scale})
+        group = groups.setdefault(
+            (is_matrix, decay, by_rows),
+            {"params": [], "weight_decay": decay, "row_decays": by_rows, "lr_scale": lr_scale},
+        )
         group["params"].append(parameter)
         if name in ("anyprecision_adamw", "muon"):
             group.setdefault("keys", []).append(noise_key(seed, path))
@@ -124,43 +143,3 @@ def _named(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, nn
         repeated = next(name for name in named if names.count(name) > 1)
         raise ValueError(f"named_parameters: {repeated!r} is there twice; give each parameter a name of its own")
     return named
-
-
-def require_no_decay_matches(
-    paths: Iterable[str], no_decay_modules: Sequence[str], no_decay_params: Sequence[str]
-) -> None:
-    """Raise ValueError for a substring that matches none of the parameters at `paths`; see `build_optimizer`."""
-    if unmatched := unmatched_no_decay(paths, no_decay_modules, no_decay_params):
-        option, parts = next(iter(unmatched.items()))
-        raise ValueError(f"{option}: no parameter matches {', '.join(parts)}")
-
-
-def unmatched_no_decay(
-    paths: Iterable[str], no_decay_modules: Sequence[str], no_decay_params: Sequence[str]
-) -> dict[str, list[str]]:
-    """The substrings that match none of the parameters at `paths`, by option; without options that have none."""
-    for option, given in (("no_decay_modules", no_decay_modules), ("no_decay_params", no_decay_params)):
-        if isinstance(given, str):
-            raise ValueError(f"{option}: must be a list of strings, got {given!r}; write [{given!r}]")
-        if not isinstance(given, list | tuple) or not all(isinstance(part, str) for part in given):
-            raise ValueError(f"{option}: must be a list of strings, got {given!r}")
-    modules, names = zip(*(_split(path) for path in paths), strict=True)
-    unmatched = {
-        option: sorted(part for part in given if not any(part in name for name in candidates))
-        for option, given, candidates in (
-            ("no_decay_modules", no_decay_modules, modules),
-            ("no_decay_params", no_decay_params, names),
-        )
-    }
-    return {option: parts for option, parts in unmatched.items() if parts}
-
-
-def _matches(path: str, no_decay_modules: Sequence[str], no_decay_params: Sequence[str]) -> bool:
-    module, name = _split(path)
-    return any(part in module for part in no_decay_modules) or any(part in name for part in no_decay_params)
-
-
-def _split(path: str) -> tuple[str, str]:
-    """The module path of a parameter, and the last part of its name."""
-    module, _, name = path.rpartition(".")
-    return module, name

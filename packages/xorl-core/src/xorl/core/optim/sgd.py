@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from xorl.core.optim.adamw import step_controls
+from xorl.core.optim.decay import local_ranges, rows_of
 from xorl.core.shards import local
 from xorl.kernels.optim import descend_
 
@@ -39,13 +40,14 @@ class SGD(torch.optim.Optimizer):
             if not parameters:
                 continue
             grad_scale, skip = step_controls(self, local(parameters[0]).device)
-            for parameter in parameters:
-                descend_(
-                    local(parameter),
-                    local(parameter.grad).contiguous(),
-                    decay=group["lr"] * group["weight_decay"],
-                    rate=group["lr"],
-                    grad_scale=grad_scale,
-                    skip=skip,
-                    noise=None,
-                )
+            for decay, ranges in local_ranges(group, parameters).items():
+                for index, rows in ranges:
+                    descend_(
+                        rows_of(parameters[index], rows),
+                        rows_of(parameters[index].grad, rows).contiguous(),
+                        decay=group["lr"] * decay,
+                        rate=group["lr"],
+                        grad_scale=grad_scale,
+                        skip=skip,
+                        noise=None,
+                    )
