@@ -91,7 +91,7 @@ def export_hf(
     otherwise it is a floating-point dtype of at least 16 bits, and integers and flags among the parameters keep theirs.
     `hf_config` is written unchanged except for its dtype, which is set to that of the weights, and `generation_config`
     as generation_config.json. The tokenizer's files are copied from `tokenizer_folder`; `chat_template` replaces its
-    template. Tied weights are not written, as they are not in `params`. `model_card` becomes README.md. For `gather`
+    template. Tied weights are not in `params`, so they are not written. `model_card` becomes README.md. For `gather`,
     see `parameter_groups`.
 
     Raises CheckpointError, before anything is written, if the folder exists and is not empty or cannot be written to,
@@ -340,7 +340,7 @@ def _config_files(
 
 
 def tokenizer_files(tokenizer_folder: Path | None, chat_template: str | None) -> dict[str, bytes]:
-    """The contents of a tokenizer's files by their names; `chat_template` replaces its template."""
+    """Return the contents of a tokenizer's files by file name; `chat_template` replaces its template."""
     files: dict[str, bytes] = {}
     if tokenizer_folder is not None:
         patterns = [name for name in TOKENIZER_FILES if chat_template is None or name != _NAMED_TEMPLATES]
@@ -352,7 +352,7 @@ def tokenizer_files(tokenizer_folder: Path | None, chat_template: str | None) ->
 
 
 def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write files of an export by their names, durably."""
+    """Write files of an export, given by name, and flush them to disk."""
     for name, content in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content)

@@ -1,4 +1,4 @@
-"""The launchers of several hosts: they meet before the ranks start, and tell each other why a host ends.
+"""Connects the launchers of several hosts: they meet before the ranks start, and report why a host ends.
 
 Node 0 keeps the job's store, which the ranks use too. Nothing in it is unpickled.
 """
@@ -30,11 +30,11 @@ class HostsError(RuntimeError):
 
 
 class _TakenError(RuntimeError):
-    """Another launcher has this one's index, perhaps that of an earlier job whose end is near."""
+    """Another launcher has this one's index; it may belong to an earlier job that is about to end."""
 
 
 class Hosts:
-    """This launcher's connection to those of the other hosts. `endpoint` is an address of node 0, and a port."""
+    """This launcher's connection to the launchers of the other hosts. `endpoint` is an address of node 0 and a port."""
 
     def __init__(self, nodes: Nodes, endpoint: tuple[str, int], job_id: str) -> None:
         self._nodes, self._endpoint, self._job_id = nodes, endpoint, job_id
@@ -53,7 +53,7 @@ class Hosts:
         return variables
 
     def meet(self, stops: Sequence[int]) -> None:
-        """Wait until the launchers of all hosts are here, or `stops` is not empty.
+        """Wait until the launchers of all hosts have arrived, or `stops` is not empty.
 
         Raises HostsError if they do not meet within MEET_S, and ValueError if their flags differ.
         """
@@ -79,15 +79,15 @@ class Hosts:
             raise HostsError(self._missed(reason))
 
     def tell(self, text: str) -> None:
-        """Publish why this host ends in the job's store, which the ranks of the other hosts watch."""
+        """Publish the reason why this host ends in the job's store, which the ranks of the other hosts watch."""
         if self._store is None or self._nodes.num_nodes == 1:
             return
         # torch takes seconds to import, so the configuration is validated before.
         from xorl.core.join import FAILED  # noqa: PLC0415
 
         node = f"node {self._nodes.node_rank} ({platform.node()})"
-        with suppress(RuntimeError, OSError):  # the store has ended with its host
-            # If that host has vanished, this fails in time, unlike an operation of the store.
+        with suppress(RuntimeError, OSError):  # the store ended with its host
+            # If that host has vanished, this times out, unlike an operation of the store.
             socket.create_connection(self._endpoint, TELL_S).close()
             self._store.compare_set(FAILED, "", json.dumps([LostRankError.__name__, f"{node} ended: {text}"]))
             if self._nodes.node_rank == 0:
@@ -111,7 +111,7 @@ class Hosts:
         return own
 
     def _wait(self, store: "TCPStore", stops: Sequence[int], deadline: float) -> bool:
-        """Whether all launchers have come."""
+        """Whether all launchers have arrived."""
         while store.add("xorl/nodes", 0) < self._nodes.num_nodes:
             if stops or time.monotonic() > deadline:
                 return False
@@ -125,7 +125,7 @@ class Hosts:
             for flag, here, there in zip(("--nproc-per-node", "--nnodes", "--rdzv-id"), own, other, strict=True):
                 if here != there:
                     if self._nodes.node_rank == 0:
-                        time.sleep(TELL_S)  # the others compare as well, and the store is in this process
+                        time.sleep(TELL_S)  # the others also compare the flags, in the store of this process
                     raise ValueError(
                         f"{flag}: {here} on node {self._nodes.node_rank} ({platform.node()}), but {there} on node "
                         f"{node} ({host}); all hosts need the same"

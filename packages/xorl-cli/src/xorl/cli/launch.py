@@ -46,7 +46,7 @@ class LaunchFlags:
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """The ranks to start on this node. `endpoint` is where the nodes meet, None for one node whose ranks use files."""
+    """The ranks to start on this node. `endpoint` is where the nodes meet; None for a single node, which uses files."""
 
     nproc_per_node: int
     nnodes: int = 1
@@ -63,7 +63,7 @@ class LaunchPlan:
         return self.nodes.world_size
 
     def torchrun_line(self, arguments: Sequence[str], *, module: str = "xorl.cli.train") -> str:
-        """Returns the torchrun command that would start the same ranks, with its rendezvous that unpickles nothing."""
+        """Returns the torchrun command that would start the same ranks, with a rendezvous that unpickles nothing."""
         flags = [f"--nproc-per-node={self.nproc_per_node}"]
         if self.endpoint is not None:
             flags += [f"--nnodes={self.nnodes}", f"--node-rank={self.node_rank}"]
@@ -96,7 +96,7 @@ def plan_launch(flags: LaunchFlags, *, num_gpus: int, is_single_process: bool) -
 
 
 def _as_static(flags: LaunchFlags, nproc: int, nnodes: int) -> LaunchFlags:
-    """The flags of a static rendezvous in their other form, --master-addr and --master-port."""
+    """Converts --rdzv-endpoint of a static rendezvous to the equivalent --master-addr and --master-port."""
     if flags.master_addr or flags.master_port:
         raise ValueError("--rdzv-endpoint replaces --master-addr and --master-port: do not pass both")
     if not flags.rdzv_endpoint:
@@ -182,7 +182,7 @@ def _run(
     with Ranks(command, plan.nodes, variables, records) as ranks:
         exits = ranks.wait(signals.stops)
     failures = [failure_of(each.rank, each.exit_code, each.record, each.seen_s) for each in exits]
-    # Ranks that a failure or a second signal ends may hear of that before they hear the signal that was forwarded.
+    # Ranks may be told to end, after a failure or a second signal, before they handle the forwarded signal.
     stop = ranks.stopped_by
     if not stop and signals.forwarded and failures and all(failure.was_stopped for failure in failures):
         stop = signals.forwarded[0]

@@ -102,5 +102,5 @@ def status_text(url: str, api_key: str | None) -> str:
             f"cannot reach a service at {url} ({error}): start one with `xorl serve config.yaml`, or set --api-host "
             "and --api-port"
         ) from error
-    # A list of numbers takes one line; no string in JSON has a line break.
+    # Put each list of numbers on one line. This is safe, since JSON strings contain no line breaks.
     return re.sub(r'\[\n[^][{}"]*\]', lambda numbers: " ".join(numbers[0].split()), json.dumps(status, indent=2))

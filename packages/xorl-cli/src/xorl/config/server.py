@@ -39,7 +39,7 @@ Port = Annotated[int, Field(ge=1, le=65535)]
 OneBlockOrMore = Annotated[int, Field(ge=16)]  # a block of the sampler's cache is 16 tokens
 
 TOKEN_PREFIX = "tml-"  # the tinker client rejects keys without it before sending them
-# With a letter, since an incomplete address such as 10.0 is no name.
+# A host name needs a letter: an incomplete address such as 10.0 is not a name.
 HOST_NAME = re.compile(r"(?=.*[A-Za-z])[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
 SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?) ?(?P<unit>[KMGTP]?B)")
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15}

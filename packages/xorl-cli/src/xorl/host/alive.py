@@ -1,4 +1,4 @@
-"""Signs of life: files that processes touch while they work, so that whoever started them notices when they stop."""
+"""Signs of life: files that processes touch while they work, so that the process that started them notices a hang."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ class AliveFile:
         faulthandler.register(STACKS_SIGNAL, all_threads=True)
 
     def touch(self) -> None:
-        """Give a sign of life. Does nothing once the folder is gone, since nobody looks at it any more."""
+        """Give a sign of life. Does nothing once the folder is gone, since nobody looks at the file any more."""
         with suppress(OSError):
             os.utime(self._path)
 
     async def keep_touching(self) -> None:
-        """Give signs of life as long as the event loop works."""
+        """Give signs of life as long as the event loop runs."""
         while True:
             self.touch()
             await asyncio.sleep(TOUCH_EVERY_S)
 
 
 class AwakeClock:
-    """Counts seconds, but not those in which this process was stopped itself and noticed nothing.
+    """Counts seconds, except those during which this process itself was stopped.
 
-    Otherwise a job that a terminal or a scheduler has stopped and continued would find all its processes silent.
-    `now` must be called at least every `max_gap_s` seconds; a longer gap counts as one of `max_gap_s`.
+    Otherwise, after a terminal or a scheduler stops and continues a job, its processes would all seem silent. `now`
+    must be called at least every `max_gap_s` seconds; a longer gap counts as one of `max_gap_s`.
     """
 
     def __init__(self, max_gap_s: float) -> None:

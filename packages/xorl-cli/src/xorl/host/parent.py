@@ -1,4 +1,4 @@
-"""What happens to a process when the one that started it ends."""
+"""Ends or signals a process when its parent ends."""
 
 import ctypes
 import os

@@ -1,4 +1,4 @@
-"""Looks at other processes of this host through /proc. Where there is none, as on macOS, no process has children."""
+"""Inspects processes of this host through /proc. Without /proc, as on macOS, no process seems to have children."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _STATES = {
 
 
 def state_of(pid: int) -> str | None:
-    """The letter of a process's state, as in ps; None if it has ended or is unknown."""
+    """The letter of a process's state, as in ps; None if the process has ended or its state is unknown."""
     fields = _fields(pid)
     return None if fields is None or fields[0] in "ZX" else fields[0]
 
 
 def describe_state(pid: int) -> str:
-    """Why a process may not answer, as a predicate: `is stopped (state T): ...`."""
+    """Describes why a process may not answer, as a predicate: `is stopped (state T): ...`."""
     state = state_of(pid)
     if state is None:
         return "has ended"
@@ -45,16 +45,16 @@ def descendants(pid: int) -> list[int]:
 
 
 def kill_with_descendants(pid: int) -> None:
-    """Send SIGKILL to a process and to all of its descendants; stopped ones end, too."""
+    """Send SIGKILL to a process and all of its descendants, including stopped ones."""
     for each in (pid, *descendants(pid)):
         with suppress(ProcessLookupError):
             os.kill(each, signal.SIGKILL)
 
 
 def kill_stopped_descendants() -> None:
-    """Kill the processes that this one, which is about to end, has started and that are stopped.
+    """Kill this process's stopped descendants, before it ends.
 
-    Others notice its end themselves.
+    Running descendants notice its end themselves.
     """
     for each in descendants(os.getpid()):
         if state_of(each) == STOPPED:

@@ -1,6 +1,6 @@
 """Starts, watches and ends the ranks of a job on this host, without torch.
 
-How the ranks find each other is not decided here, see `xorl.core.launched`; nor what is said about a failure.
+`xorl.core.launched` defines how the ranks find each other. Failures are reported elsewhere.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from types import TracebackType
 from typing import Self
 
 POLL_S = 0.05
-END_S = 30.0  # until a rank that was told to end is killed; it may still be saving
+END_S = 30.0  # how long a rank that was told to end may still be saving, before it is killed
 RECORD_FILE = "error.json"
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """The hosts of a job, all with the same number of ranks, and which of them this one is."""
+    """The hosts of a job, all with the same number of ranks, and the index of this host."""
 
     ranks_per_node: int
     num_nodes: int = 1
@@ -40,8 +40,8 @@ class Nodes:
 class RankExit:
     """A rank that did not end with 0.
 
-    `exit_code` is negative for a signal. `record` is what the rank wrote to its error file, None if nothing. `seen_s`
-    is when its end was noticed.
+    `exit_code` is negative for a signal. `record` is the content of the rank's error file; None if it wrote none.
+    `seen_s` is when its end was noticed.
     """
 
     rank: int
@@ -53,14 +53,15 @@ class RankExit:
 class Ranks:
     """The processes of this host's ranks: `python -u *command`, each in a session of its own.
 
-    They start on entering. On leaving, what still runs is killed, with the processes that it has started.
+    They start when the context is entered. When it is left, ranks that still run are killed, with the processes they
+    started.
 
-    Whether running ranks make progress is watched elsewhere: by the ranks themselves (`xorl.train.watchdog`), and in
-    the service also by its launcher (`xorl.server.hangs`).
+    This class does not watch whether running ranks make progress: the ranks do so themselves (`xorl.train.watchdog`),
+    and in the service also the launcher (`xorl.server.hangs`).
 
     Args:
-        variables: further environment variables of every rank, such as where the job's store is.
-        folder: gets a folder for each rank, with its error file. Only this user may enter it.
+        variables: additional environment variables for every rank, such as the location of the job's store.
+        folder: receives a folder for each rank, with its error file. Only this user may enter it.
     """
 
     def __init__(self, command: Sequence[str], nodes: Nodes, variables: Mapping[str, str], folder: Path) -> None:
@@ -85,8 +86,8 @@ class Ranks:
     def wait(self, stops: Sequence[int]) -> list[RankExit]:
         """Wait until all ranks have ended; returns those that did not end with 0, in the order of their ends.
 
-        Once one has failed, the others are ended. So are all once `stops` is not empty, with the signal in it: a
-        handler may append to it meanwhile.
+        Once one has failed, the others are ended. Once `stops` is not empty, all are ended with the signal in it; a
+        signal handler may append to `stops` meanwhile.
         """
         while self._running() and not self._exits and not stops:
             time.sleep(POLL_S)
@@ -97,9 +98,9 @@ class Ranks:
         return list(self._exits.values())
 
     def end(self, number: signal.Signals, stops: Sequence[int] = ()) -> None:
-        """Send a signal to the ranks that run, with the processes they started, and wait for them to end.
+        """Send a signal to the running ranks and the processes they started, and wait for them to end.
 
-        Kills what still runs after END_S, or once `stops` has grown.
+        Kills those that still run after END_S, or once `stops` has grown.
         """
         patience = len(stops)
         deadline = time.monotonic() + END_S
@@ -122,7 +123,7 @@ class Ranks:
             "LOCAL_RANK": str(local_rank),
             "LOCAL_WORLD_SIZE": str(nodes.ranks_per_node),
             "GROUP_RANK": str(nodes.node_rank),
-            # With these, torch and others know a rank of a launcher that reads error files.
+            # From these, torch and other libraries recognise a rank whose launcher reads error files.
             "TORCHELASTIC_RUN_ID": "xorl",
             "TORCHELASTIC_ERROR_FILE": str(folder / RECORD_FILE),
             **self._variables,

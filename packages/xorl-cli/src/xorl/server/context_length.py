@@ -1,4 +1,4 @@
-"""The limit of a prompt and its sample together, and the error of a request that exceeds it."""
+"""The limit on the length of a prompt plus its sample, and the error for requests that exceed it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ POSITIONS = "is the number of the model's positions"
 
 
 class ContextOverflow(ValueError):
-    """A prompt and max_tokens that do not fit. Clients shorten the prompt when they see the code or the first words."""
+    """A prompt and max_tokens that do not fit. Clients shorten the prompt if they see the code or the first words."""
 
     code = "context_length_exceeded"
 
@@ -21,7 +21,7 @@ class ContextOverflow(ValueError):
 
 
 def check_context(num_prompt: int, max_tokens: int, limit: int, limited_by: str = POSITIONS) -> None:
-    """Raise ContextOverflow unless the tokens fit. The last token of a sample is not computed and needs no room.
+    """Raise ContextOverflow unless the tokens fit. The last token of a sample is never an input, so it needs no room.
 
     limited_by: the reason for the limit, as the rest of a relative clause.
     """

@@ -49,7 +49,7 @@ class DisconnectEndpoints(Message, frozen=True):
 
 
 class EndpointState(Message, frozen=True):
-    """A registered endpoint. state: a failed endpoint may hold mixed weights and is not used."""
+    """A registered endpoint. state: a failed endpoint may hold a mixture of old and new weights, and is not used."""
 
     endpoint: Endpoint
     state: Literal["healthy", "unreachable", "disconnected", "failed"]

@@ -1,7 +1,7 @@
-"""Hangs: how the launcher notices processes of the service that run but do not work, and how they tell it.
+"""Detects hangs: processes of the service that run but make no progress.
 
-Processes leave their signs in a folder of the launcher: a file that each touches (`host.alive`), and a notice of ranks
-that have noticed a hang themselves (`train.watchdog`).
+Processes leave signs in a folder of the launcher: each touches a file (`host.alive`), and ranks that detect a hang
+themselves (`train.watchdog`) leave a notice.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from xorl.host.alive import STACKS_SIGNAL, AwakeClock
 from xorl.host.processes import STOPPED, descendants, describe_state, state_of
 
 NOTICE_FILE = "notice"
-# From the start of a process to its first sign of life, while it imports torch from a slow network file system.
+# From the start of a process to its first sign of life: it may import torch from a slow network file system.
 START_S = 600.0
-# A busy machine may let a process wait for some seconds.
+# On a busy machine, a process may not run for some seconds.
 MIN_SILENCE_S = 10.0
 # Far longer than a round of the launcher takes. If one takes longer, the launcher itself was stopped.
 MAX_ROUND_S = 1.0
-# For processes to print their stacks.
+# The time that processes have to print their stacks.
 STACKS_S = 0.5
 
 
 class Hang(msgspec.Struct, frozen=True):
-    """Why a process must be replaced, and since when it has not worked. is_logged: its log has the stacks already."""
+    """Why a process must be replaced, and since when it has hung. is_logged: its log already has the stacks."""
 
     reason: str
     since: float
@@ -39,9 +39,9 @@ class Hang(msgspec.Struct, frozen=True):
 
 
 def silence_s(config: ServerConfig) -> float | None:
-    """How long a process may give no sign of life; None if hangs are not looked for.
+    """How long a process may give no sign of life; None if hang detection is off.
 
-    Waiting calls fail `worker_connection_timeout` after the workers were lost, so new ones must start before that.
+    Waiting calls fail `worker_connection_timeout` after the workers were lost, so new workers must start before that.
     """
     if config.worker_stall_timeout is None:
         return None
@@ -63,10 +63,10 @@ def give_notice(folder: Path, hang: Hang) -> bool:
 
 @dataclass
 class HangWatch:
-    """Looks for hangs of one process that the launcher has started, or of the ranks below it.
+    """Detects hangs of a process that the launcher started, or of the ranks below it.
 
-    folder: where the processes leave their signs. names: of the files that they touch. limit_s: for their silence.
-    takes_notice: whether the processes are ranks, which may also give notice of a hang.
+    folder: where the processes leave their signs. names: the files that they touch. limit_s: how long they may be
+    silent. takes_notice: whether the processes are ranks, which may also give notice of a hang.
     """
 
     folder: Path
@@ -78,7 +78,7 @@ class HangWatch:
     _stopped_at: float | None = field(default=None, repr=False)
 
     def reset(self) -> None:
-        """Forget the signs of the last process, before the next one starts."""
+        """Forget the signs of the previous process, before the next one starts."""
         for name in (*self.names, *([NOTICE_FILE] if self.takes_notice else [])):
             (self.folder / name).unlink(missing_ok=True)
         now = self._clock.now()
@@ -86,7 +86,7 @@ class HangWatch:
         self._stopped_at = None
 
     def look(self, pid: int) -> Hang | None:
-        """The hang of a process, if there is one. Call it all the time."""
+        """The hang of a process, if there is one. Must be called continually."""
         now = self._clock.now()
         notice = self.folder / NOTICE_FILE
         if self.takes_notice and notice.exists():
@@ -108,7 +108,7 @@ class HangWatch:
         return None
 
     def print_stacks(self, pid: int) -> None:
-        """Let the process and those below it print the stacks of their threads, as far as they can."""
+        """Have the process and its descendants print the stacks of their threads, as far as they can."""
         files = [self.folder / name for name in self.names]
         able = {int(file.read_text()) for file in files if _touch_time(file) is not None}
         running = [each for each in (pid, *descendants(pid)) if each in able and state_of(each) not in (None, STOPPED)]

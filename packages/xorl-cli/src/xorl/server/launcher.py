@@ -1,8 +1,8 @@
 """Starts the service and keeps it running: `python -m xorl.server.launcher --mode auto --config config.yaml`.
 
-The launcher starts the workers, the orchestrator and the API, and restarts each when it dies. To
-lose nothing, it stops the API first, which accepts requests, then the orchestrator, which saves the models, and the
-workers last. `xorl serve` runs the same code.
+The launcher starts the workers, the orchestrator and the API, and restarts each when it dies or hangs. To lose nothing,
+it first stops the API, which accepts requests, then the orchestrator, which saves the models, and finally the workers.
+`xorl serve` runs the same code.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Plan:
 
     @property
     def restarts_file(self) -> Path:
-        """The file in which the launcher tells the orchestrator of restarts."""
+        """The file in which the launcher reports restarts to the orchestrator."""
         return self.config_file.with_name(RESTARTS_FILE)
 
     @property
@@ -432,7 +432,7 @@ def stop_all(processes: Sequence[Supervised], stop_now: threading.Event) -> None
         process.signal(signal.SIGTERM)
         deadline = time.monotonic() + (SAVE_TIMEOUT_S if process.name == "orchestrator" else STOP_TIMEOUT_S)
         while not process.wait(POLL_EVERY_S) and time.monotonic() < deadline and not stop_now.is_set():
-            # The orchestrator would wait for workers that hang.
+            # Otherwise the orchestrator would wait for the hung workers.
             for other in processes:
                 other.kill_if_hung()
         process.kill()

@@ -1,4 +1,4 @@
-"""Returns memory to the system that the process has freed, since a large request makes the heap grow for good."""
+"""Returns freed memory to the system; otherwise, the heap would stay large after one large request."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ import os
 from pathlib import Path
 
 TRIM_EVERY_S = 5.0
-# Up to this, the interval doubles after a trim that returned nothing.
+# The interval doubles after a trim that returned nothing, up to this.
 LONGEST_WAIT_S = 80.0
-# Less than this is soon used again.
+# Less than this is likely to be used again soon.
 KEPT_BYTES = 32 * 2**20
 
 
 async def return_freed_memory() -> None:
-    """Look every TRIM_EVERY_S whether the process has grown, and if so trim its heap, until cancelled.
+    """Trim the heap regularly if the process has grown, until cancelled.
 
-    The allocator keeps what lies below any block in use, and in each thread's arena, however large it is.
+    In each thread's arena, the allocator keeps freed memory that lies below a block in use, however much it is.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is None:
-        return  # another libc than glibc
+        return  # not glibc
     smallest, wait_s = resident_bytes(), TRIM_EVERY_S
     while True:
         await asyncio.sleep(wait_s)
         if (before := resident_bytes()) > smallest + KEPT_BYTES:
-            # In a thread: it takes some milliseconds for each 100 MB, without the interpreter's lock.
+            # In a thread: a trim takes some milliseconds for each 100 MB, and does not hold the GIL.
             await asyncio.to_thread(trim, 0)
             has_shrunk = resident_bytes() < before - 2**20
             wait_s = TRIM_EVERY_S if has_shrunk else min(2 * wait_s, LONGEST_WAIT_S)

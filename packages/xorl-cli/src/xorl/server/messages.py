@@ -45,10 +45,10 @@ class ShutdownResult(Message, frozen=True):
 
 
 class Suspended(Message, frozen=True):
-    """Result of a ForwardBackward or a Sample that gave way to other work: the share of it that is done, from 0 to 1.
+    """Result of a ForwardBackward or a Sample that gave way to other work: the completed share, from 0 to 1.
 
-    The workers keep what they have computed. To continue, send Resume, or the same Sample again, under the same id. A
-    pass that is cancelled or fails leaves the gradient as it was before its first micro-batch.
+    The workers keep what they have computed. To continue, send Resume for a pass, or the same Sample again, under the
+    same id. A pass that fails or is cancelled restores the gradient from before its first micro-batch.
     """
 
     done: float
@@ -59,7 +59,7 @@ Result = ClientResult | HealthResult | ShutdownResult | Suspended
 
 
 class Work(Message, frozen=True):
-    """Operations to run together: several ForwardBackward or several Sample, of any models, or one other operation.
+    """Operations to run together: several ForwardBackward or several Sample, for any models, or one other operation.
 
     may_suspend: whether a single ForwardBackward, or samples, may be answered with Suspended when other work waits.
     """
@@ -115,9 +115,9 @@ class Tombstone(Message, frozen=True):
 
 
 class Unreadable(Message, frozen=True):
-    """The API refused a request of which not even the model and the seq_id could be read. Answered by Ok.
+    """The API refused a request whose model and seq_id could not be read. Answered by Ok.
 
-    source: the client's address and program. If a number of its requests is missing, this request had it.
+    source: the client's address and program. A missing number of this source's requests belongs to this request.
     """
 
     source: str
@@ -170,7 +170,7 @@ class Unknown(Message, frozen=True):
 class Cancel(Message, frozen=True):
     """End a request early, if it has not begun, or is a sample or a pass between two micro-batches.
 
-    Its result is then CANCELLED.
+    The result of an ended request is CANCELLED.
 
     The orchestrator answers with CancelOutcome, or with Unknown for an unknown id; the workers answer with Ok.
     """
@@ -182,7 +182,7 @@ class CancelOutcome(Message, frozen=True):
     """Answer of the orchestrator to Cancel.
 
     status: cancelled if the request's result is CANCELLED, cancelling if it is being ended, running if it has begun and
-    runs to its end, finished if it had ended before.
+    will run to its end, finished if it had already ended.
     """
 
     request_id: str

@@ -166,13 +166,13 @@ class Sample(Message, frozen=True):
     """Continue a prompt num_samples times, and return log-probabilities. P: number of prompt tokens.
 
     prompt: int32 [P]. num_continued: how many of the prompt's last tokens are the beginning of the same sample, drawn
-    with the same seed; it continues as if all had been sampled at once. max_tokens: None fills the context. top_k: None
+    with the same seed; it continues as if sampled in one call. max_tokens: None fills the context. top_k: None
     considers all tokens. seed: the seed of the first sample; sample i uses seed + i; None draws a seed. stop_ids:
     single tokens. ignore_end: do not stop at the model's end token. topk_*: the number of most likely tokens to return
-    at each position. num_prompt_scored: how many of the prompt's last tokens prompt_logprobs and topk_prompt_logprobs
-    are for; None: all. prompt_draws: the number of tokens to draw in place of each of the prompt's but the first.
-    target_prompt_tokens: int64 [P - 1, K], more tokens whose log-probabilities to return at positions 1, 2, ... of the
-    prompt; -1 marks an empty cell. routed_experts: return the experts of each token.
+    at each position. num_prompt_scored: prompt_logprobs and topk_prompt_logprobs cover this many of the prompt's last
+    tokens; None: all. prompt_draws: the number of alternatives to draw for each token of the prompt except the first.
+    target_prompt_tokens: int64 [P - 1, K], further tokens whose log-probabilities to return at positions 1, 2, ... of
+    the prompt; -1 marks an empty cell. routed_experts: return the experts of each token.
     """
 
     sampler: SamplerRef
@@ -351,7 +351,7 @@ class SampleResult(Message, frozen=True):
     """Result of Sample: sequences in the order of their seeds. P: number of prompt tokens.
 
     prompt_logprobs: float32 [P], NaN where nothing was scored. topk_prompt_logprobs: for the P - 1 tokens after the
-    first. prompt_draws: tokens drawn in place of these, with their log-probabilities at temperature 1.
+    first. prompt_draws: alternatives drawn for these tokens, with their log-probabilities at temperature 1.
     target_prompt_logprobs: float32 [P - 1, K], NaN in empty cells. prompt_routed_experts: int16, of the prompt's first
     P - 1 tokens, as in the sequences.
     """

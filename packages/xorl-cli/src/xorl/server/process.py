@@ -38,7 +38,7 @@ def follow_parent() -> None:
     that children do not inherit it.
     """
     parent = int(os.environ.pop(PARENT_VARIABLE, os.getppid()))
-    signal_at_end_of_parent(signal.SIGCONT)  # a stopped process would not notice it
+    signal_at_end_of_parent(signal.SIGCONT)  # a stopped process would not notice its parent's end
 
     def watch() -> None:
         while os.getppid() == parent:

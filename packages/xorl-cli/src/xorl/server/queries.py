@@ -1,7 +1,7 @@
 """Queries that the orchestrator answers at once, and their answers: sessions, models, checkpoints.
 
-Those about inference endpoints are in `endpoint_queries`, those about the status in `status_queries`; Request and
-Answer below contain all.
+Queries about inference endpoints are in `endpoint_queries`, and those about the status in `status_queries`. The unions
+Request and Answer below contain all of them.
 
 A query that cannot be answered gets Rejected. Times are in seconds since 1970.
 """
@@ -209,7 +209,7 @@ class ListServedModels(Message, frozen=True):
 
 
 class FindServedModel(Message, frozen=True):
-    """Ask for the weights of such a name now; answered by ServedModel.
+    """Ask which weights a name currently stands for; answered by ServedModel.
 
     saves: the weights will be sampled from; a model's current weights are saved first, if they are not saved already.
     """

@@ -1,6 +1,6 @@
 """`python -m xorl.server.ranks N ARGUMENT...`: runs N ranks of `python ARGUMENT...` on this host.
 
-Returns the exit code of the first failed rank, so that the caller can tell bad input from a crash.
+Returns the exit code of the first failed rank, so that the caller can distinguish bad input from a crash.
 """
 
 from __future__ import annotations

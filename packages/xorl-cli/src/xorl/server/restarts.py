@@ -1,4 +1,4 @@
-"""The file in which the launcher tells the orchestrator which processes it has restarted, and why."""
+"""The file in which the launcher reports to the orchestrator which processes it has restarted, and why."""
 
 from __future__ import annotations
 

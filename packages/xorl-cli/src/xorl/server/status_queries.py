@@ -1,4 +1,4 @@
-"""Queries about the status of the service that the orchestrator answers at once, and their answers; part of `queries`.
+"""Queries about the service's status that the orchestrator answers at once, and their answers; part of `queries`.
 
 Times are in seconds since 1970.
 """
@@ -20,7 +20,7 @@ class GetStatus(Message, frozen=True):
 class SessionStatus(Message, frozen=True):
     """The status of a session, or of a model without one.
 
-    num_requests: those that wait or run. is_gone: its client has gone silent and waits for nothing.
+    num_requests: waiting or running requests. is_gone: its client has been silent and waits for nothing.
     """
 
     session_id: str
@@ -37,9 +37,10 @@ class ModelStatus(Message, frozen=True):
     """A model and its training.
 
     state: creating, ready or released, or absent if it is ready but not on the workers, which restore it for its next
-    call. num_requests: those that wait or run. losses: of its last steps, the oldest first, each the mean over the
-    trained tokens since the step before; None if it is not finite or there were none. last_step, grad_norm and
-    learning_rate: of the last step. Steps before the orchestrator was started are not known.
+    call. num_requests: waiting or running requests. losses: those of its last steps, the oldest first, each the mean
+    over the trained tokens since the previous step; None if the mean is not finite or there were no such tokens.
+    last_step, grad_norm and learning_rate: those of the last step. Steps before the orchestrator was started are not
+    known.
     """
 
     model_id: str
@@ -69,8 +70,8 @@ class ErrorSeen(Message, frozen=True):
 class RunningCall(Message, frozen=True):
     """Requests of one kind and of one model or session that the workers or an endpoint are running.
 
-    request_id, since: of the oldest. session_id: the session, or the model without one, that they belong to. attempts:
-    how often workers that ran them were lost before, at most.
+    request_id, since: those of the oldest request. session_id: their session, or their model if it has no session.
+    attempts: the highest number of times that workers were lost while running one of them.
     """
 
     request_id: str
@@ -83,7 +84,7 @@ class RunningCall(Message, frozen=True):
 
 
 class WaitingCall(Message, frozen=True):
-    """A request that was put off until something else happens, which `reason` names."""
+    """A request that is postponed until something else happens, which `reason` names."""
 
     request_id: str
     operation: str
@@ -94,8 +95,8 @@ class WaitingCall(Message, frozen=True):
 class ProcessStatus(Message, frozen=True):
     """A process of the service, or all workers together.
 
-    num_restarts: since the launcher was started. last_restart: None if there was none; reason: why it was necessary.
-    hung_since: None unless it hangs and is being replaced.
+    num_restarts: counted since the launcher was started. last_restart: None if there was none; reason: why it was
+    necessary. hung_since: None unless the process hangs and is being replaced.
     """
 
     name: Literal["workers", "orchestrator", "API"]
@@ -109,9 +110,9 @@ StoredName = Literal["training", "sampler", "external", "recovery", "other"]
 
 
 class StoredKind(Message, frozen=True):
-    """The storage that one kind of files takes. recovery: checkpoints of the service's own, hidden from clients.
+    """The storage that one kind of files takes. recovery: the service's own checkpoints, hidden from clients.
 
-    other: everything that is no complete checkpoint, such as the journal.
+    other: everything except complete checkpoints, such as the journal.
     """
 
     kind: StoredName
@@ -120,7 +121,7 @@ class StoredKind(Message, frozen=True):
 
 
 class Storage(Message, frozen=True):
-    """The storage that output_dir takes, and its limit. kinds: each once; together they are the whole folder."""
+    """The storage that output_dir takes, and its limit. kinds: each kind once; together they cover the whole folder."""
 
     limit_bytes: int
     kinds: list[StoredKind]
@@ -131,7 +132,7 @@ class Storage(Message, frozen=True):
 
 
 class GetStorage(Message, frozen=True):
-    """Ask how much storage is used, measured a few seconds ago at most; answered by Storage."""
+    """Ask how much storage is used, measured at most a few seconds ago; answered by Storage."""
 
 
 class Status(Message, frozen=True):

@@ -1,4 +1,4 @@
-"""Supervised processes: restarted when they die or hang, and stopped without leaving any behind."""
+"""Supervises processes: restarts them when they die or hang, and stops them without leaving any behind."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Supervised:
     """A process that is restarted when it dies or hangs.
 
     It is given up once it has died max_early_exits times in a row within early_exit_s. inherited_fds: file descriptors
-    that stay open in it. hangs: looks for hangs, if at all. num_restarts, last_restart, reason, hung_since: as in
+    that stay open in it. hangs: detects hangs; None detects none. num_restarts, last_restart, reason, hung_since: as in
     `ProcessStatus`.
     """
 
@@ -110,7 +110,7 @@ class Supervised:
         if code is None:
             return
         ran_s = now - self._started
-        # A process that hangs has started before.
+        # A process that hangs had started successfully.
         is_early = ran_s < self.early_exit_s and self._hang is None
         self._early_exits = self._early_exits + 1 if is_early else 1
         reason = describe_exit(code)
@@ -129,7 +129,7 @@ class Supervised:
         self._restart_at = now + min(FIRST_BACKOFF_S * 2 ** (self._early_exits - 1), MAX_BACKOFF_S)
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to the process if it is running, and do not restart it. Let a stopped one handle it."""
+        """Send a signal to the process if it is running, continuing it if it is stopped, and do not restart it."""
         self._restart_at = None
         if self.pid is not None and self.process is not None:
             self.process.send_signal(number)
@@ -146,14 +146,14 @@ class Supervised:
         return True
 
     def kill(self) -> None:
-        """Kill the process and everything that it has started."""
+        """Kill the process and all its descendants."""
         if self.pid is None or self.process is None:
             return
         logger.warning("event=killed name=%s pid=%d", self.name, self.process.pid)
         kill_with_descendants(self.process.pid)
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        # A process that waits for a lost disk does not even end now.
+        # A process that waits for a lost disk does not end even after SIGKILL.
         self.wait(KILL_S)
 
 

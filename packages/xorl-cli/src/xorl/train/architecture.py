@@ -22,7 +22,7 @@ CONFIG_PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja")
 class Architecture:
     """A model's family, its shape and its Hugging Face configuration.
 
-    `chat_template` is the template it is trained with, if that is not its tokenizer's. `generation` is the content of
+    `chat_template` is the template used in training, if it is not the tokenizer's own. `generation` is the content of
     its generation_config.json; empty without one. `own_tokenizer`: the tokenizer is not that of the base weights.
     """
 
@@ -35,7 +35,7 @@ class Architecture:
     own_tokenizer: bool = False
 
     def files_beside_adapter(self) -> dict[str, bytes]:
-        """The files of the tokenizer and template, by name, that an adapter needs because its base has others."""
+        """The tokenizer's and template's files, by name, that an adapter needs because they differ from its base's."""
         return tokenizer_files(self.tokenizer_folder if self.own_tokenizer else None, self.chat_template)
 
     def recipes(self, *, merge_qkv: bool) -> Mapping[str, WeightRecipe]:

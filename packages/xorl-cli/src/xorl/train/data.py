@@ -83,7 +83,7 @@ class RunData:
 
     @property
     def end_tokens(self) -> dict[str, int]:
-        """The special tokens that end the trained text, and how often; of a stream, in its first samples."""
+        """The special tokens that end the trained text, and how often; for a stream, in its first samples."""
         if isinstance(self.train, PackedDocuments):
             return self.train.documents.receipt.end_tokens
         return sum(self.train.findings, Findings()).end_tokens_by_number

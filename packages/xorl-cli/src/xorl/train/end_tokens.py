@@ -1,4 +1,4 @@
-"""The tokens at which generation stops after training: those of the model, and those that the data teaches it."""
+"""The tokens at which generation stops after training: the model's end tokens, and those learned from the data."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from xorl.train.architecture import Architecture
 
 logger = logging.getLogger(__name__)
 
-# A special token that ends fewer of the trained texts than this is not their end token.
+# A special token that ends a smaller share of the trained texts than this does not count as an end token.
 _MIN_SHARE = 0.01
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def with_end_tokens(architecture: Architecture, end_tokens: Mapping[str, int]) -> Architecture:
-    """The architecture, whose generation_config.json also has the end tokens of the trained text.
+    """The architecture, with the end tokens of the trained text added to its generation_config.json.
 
     `end_tokens` has the special tokens that end trained text, and how often (Receipt.end_tokens). With a base model, a
     chat template may end turns with a token at which the model's generation would not stop.
@@ -31,7 +31,7 @@ def with_end_tokens(architecture: Architecture, end_tokens: Mapping[str, int]) -
     ids = {text: core.token_to_id(text) for text in frequent}
     generation = dict(architecture.generation)
     if not generation:
-        # Without the file, transformers takes these from config.json.
+        # Without generation_config.json, transformers takes these from config.json.
         generation = {name: architecture.hf_config[name] for name in _SPECIAL if architecture.hf_config.get(name)}
     stops = _ids(generation.get("eos_token_id", architecture.hf_config.get("eos_token_id")))
     missing = {text: token_id for text, token_id in ids.items() if token_id is not None and token_id not in stops}

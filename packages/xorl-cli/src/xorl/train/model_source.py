@@ -1,4 +1,4 @@
-"""Reads the architecture of a run's model, which the section model describes by config.json or by a checkpoint."""
+"""Reads the architecture of a run's model from the config.json or the checkpoint that the section `model` names."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def read_architecture(
 ) -> Architecture:
     """Read config.json from `model.config_path`, and apply the entries of `model.foundation`.
 
-    With dcp, `model.model_path` is a checkpoint that describes its model, so the file is optional. `adapter_path` is
-    that of `lora`. Raises ValueError for an unknown model, for a file that describes another model than the
-    checkpoint's, for entries without effect, and for an adapter beside the weights that is not `adapter_path`.
+    With dcp, `model.model_path` is a checkpoint that describes its model, so config.json is optional. `adapter_path` is
+    `lora.adapter_path`. Raises ValueError for an unknown model, for a config.json that does not describe the
+    checkpoint's model, for entries without effect, and for an adapter beside the weights that is not `adapter_path`.
     """
     start = starting_checkpoint(config) if load_weights_mode == "dcp" else None
     path = config.config_path or (config.model_path if start is None else None)
@@ -63,7 +63,7 @@ def _refuse_unread_adapter(base: Path, model_path: str, adapter_path: str | None
 
 
 def pin_checkpoint(config: ModelConfig) -> ModelConfig:
-    """Replace `model.model_path` by the folder of its newest checkpoint: that run may write a newer one meanwhile."""
+    """Replace `model.model_path` by the folder of its newest checkpoint, since that run may write a newer one later."""
     return config.model_copy(update={"model_path": str(starting_checkpoint(config).folder)})
 
 
@@ -79,7 +79,7 @@ def starting_checkpoint(config: ModelConfig) -> StartingCheckpoint:
 
 
 def _with_foundation(architecture: Architecture, entries: Mapping[str, object], file: Path) -> Architecture:
-    """The architecture after `entries` replace or extend those of its config.json, which is `file`."""
+    """The architecture with `entries` replacing or extending those of its config.json, which is `file`."""
     hf_config = {**architecture.hf_config, **entries}
     dropout = [f"{name}: {entries[name]}" for name in DROPOUT_KEYS if entries.get(name)]
     if dropout:
@@ -101,6 +101,6 @@ def _with_foundation(architecture: Architecture, entries: Mapping[str, object], 
                 f"model.foundation: {name} is not in {file} and has no effect on {spec.architecture}; check the name"
             )
     generation = dict(architecture.generation)
-    if generation:  # transformers then reads these from that file alone
+    if generation:  # transformers then reads these from generation_config.json only
         generation |= {key: value for key, value in entries.items() if key in generation or key.endswith("_token_id")}
     return replace(architecture, spec=spec, config=config, hf_config=hf_config, generation=generation)

@@ -1,4 +1,4 @@
-"""Watches all ranks of a job from a thread of each: ends the job if it hangs, or if a host or a rank is lost.
+"""Watches all ranks of a job from a thread in each rank: ends the job if it hangs, or if a host or rank is lost.
 
 Each rank publishes its position, with the number of collectives that it has begun and the amount of data that it has
 read and written, in the job's store. Rank 0 compares them. This works while the main thread waits in a collective or
@@ -39,7 +39,7 @@ INTERVAL_S = 2.0
 GRACE_S = 5.0
 # How long to wait for a store operation that is under way when the watch ends; if its host is lost, it never returns.
 STOP_S = 10.0
-# A round of the watch with slow operations of the store. If one takes longer, this process was stopped.
+# The longest round of the watch, with slow store operations. If one takes longer, this process was stopped.
 MAX_ROUND_S = 15.0
 ADVICE = "Run the same command again on all hosts; it continues from the newest checkpoint"
 _STACKS_WANTED = "xorl/stacks"
@@ -47,8 +47,9 @@ _STACKS_WANTED = "xorl/stacks"
 
 @dataclass
 class Position:
-    """Where this rank is: its phase and, in training, its step. `moves` counts all changes; a phase that goes on calls
-    `move` as well.
+    """Where this rank is: its phase and, in training, its step.
+
+    `moves` counts all changes; long phases also call `move` as they advance.
     """
 
     phase: str = "start"
@@ -65,7 +66,7 @@ class Position:
 class Report:
     """What a rank publishes.
 
-    beat: grows with each report. collectives: those that the rank has begun. file_mib: what it has read and written.
+    beat: increases with each report. collectives: the number that the rank has begun. file_mib: MiB read and written.
     """
 
     beat: int
@@ -86,13 +87,13 @@ class Report:
 
 
 class Watchdog:
-    """Calls `end` with StalledError or LostRankError, from a thread, where it must end the process.
+    """Calls `end` with StalledError or LostRankError from a thread; `end` must end the process.
 
     Args:
         end: does not return.
         stall_s: how long no rank may make progress.
         lost_s: how long a rank may give no sign of life.
-        position: where this rank is; the caller moves it.
+        position: this rank's position; the caller moves it.
         on_round: called every `interval_s` seconds, even if the store does not answer.
         advice: what the user can do about a rank that was lost.
     """
@@ -117,7 +118,7 @@ class Watchdog:
         self._store: WatchStore | None = None
         self._rank = 0
         self._num_rounds = 0
-        # Where the limits are short, a gap of MAX_ROUND_S would exceed them.
+        # With short limits, a gap of MAX_ROUND_S would exceed them.
         self._max_round_s = min(MAX_ROUND_S, stall_s / 3, lost_s / 3)
         self._view = _View(1, self._max_round_s)
         self._threads: list[threading.Thread] = []
@@ -223,7 +224,7 @@ class Watchdog:
     def _watch_store(self) -> None:
         """End this rank if the store does not answer: operations on a host that vanished may never return."""
         clock, round_s, num_rounds = AwakeClock(self._max_round_s), 0.0, 0
-        # A stall ends after the stacks have been collected, within a few rounds.
+        # In a stall, ranks end a few rounds later, once the stacks have been collected.
         limit_s = self._lost_s + GRACE_S + 10 * self._interval_s
         while not self._stopped.wait(self._interval_s):
             self._on_round()
@@ -341,17 +342,17 @@ def _num_collectives() -> int:
 
 
 def _file_mib() -> int:
-    """How much this process has read and written, as far as the system tells; in steps, so that logs do not count."""
+    """MiB that this process has read and written, if the system tells; in coarse steps, so that logs do not count."""
     try:
         fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     except OSError:
         return 0
-    # Files that are mapped into memory only count as `read_bytes`.
+    # Reads of memory-mapped files are only counted in `read_bytes`.
     return sum(int(fields[name]) for name in ("rchar", "wchar", "read_bytes")) >> 20
 
 
 def _main_stack() -> str:
-    """The stack of this process's main thread, and which of its child processes are stopped."""
+    """The stack of this process's main thread, and its stopped child processes."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     stack = "".join(traceback.format_stack(frame)).rstrip() if frame else "no Python frame"
     stopped = [child for child in descendants(os.getpid()) if state_of(child) == STOPPED]

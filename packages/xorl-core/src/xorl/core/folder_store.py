@@ -13,10 +13,9 @@ import torch.distributed as dist
 
 
 class FolderStore:
-    """Keeps each value in a file, which the next value replaces; torch's FileStore grows with every value.
+    """Keeps each value in a file that the next value replaces; torch's FileStore grows with every value.
 
-    Takes no locks, so a stopped process never keeps another one waiting. Raises torch's DistStoreError if the folder
-    is gone.
+    Uses no locks, so a stopped process never blocks another one. Raises torch's DistStoreError if the folder is gone.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -60,7 +60,7 @@ class Place:
 
 
 class WatchStore(Protocol):
-    """What a watch asks of a store. Keys must have a value when they are read; "" is the only expected value."""
+    """The store operations that a watch uses. A key must have a value when it is read; `expected` is always ""."""
 
     def set(self, key: str, value: str, /) -> None: ...
     def get(self, key: str, /) -> bytes: ...
@@ -77,7 +77,7 @@ class Peers:
     places: tuple[Place, ...]
 
     def watch_store(self, timeout: timedelta) -> WatchStore:
-        """A store for another thread, which may publish for as long as the job runs."""
+        """A store for use in another thread, which may publish values as long as the job runs."""
         if isinstance(self.store, dist.FileStore):
             return FolderStore(Path(self.store.path).with_name("watch"))  # pyright: ignore[reportAttributeAccessIssue]
         store: dist.Store = self.store.clone()  # pyright: ignore[reportAttributeAccessIssue]
@@ -140,8 +140,8 @@ def meet(rank: int, world_size: int, *, arrive_s: float = ARRIVE_S) -> Peers:
 def stay_on_loopback() -> None:
     """Lets gloo and NCCL listen only on the loopback interface, unless the user has chosen an interface.
 
-    For ranks of one host. NCCL then sends its data over NVLink, PCIe or shared memory in any case; its sockets only
-    serve to connect the ranks.
+    For jobs whose ranks are all on one host. NCCL then sends its data over NVLink, PCIe or shared memory; its sockets
+    only serve to connect the ranks.
     """
     names = {name for _, name in socket.if_nameindex()}
     if "lo" in names:
@@ -150,10 +150,10 @@ def stay_on_loopback() -> None:
 
 
 def listen_at(address: str, port: int) -> socket.socket:
-    """Listen on the interface that has this address; torch's stores would listen on all of them.
+    """Listen on the interface that has this address; torch's stores would listen on all interfaces.
 
-    If a host name means loopback or no interface here, it may still mean one of this host's addresses to other hosts.
-    Then this listens on all interfaces, and logs a warning. Raises OSError if it cannot listen.
+    A host name that resolves to loopback or to no local interface here may still resolve to this host elsewhere. This
+    function then listens on all interfaces, and logs a warning. Raises OSError if it cannot listen.
     """
     try:
         found = [str(ipaddress.ip_address(address))]
@@ -193,14 +193,14 @@ def store_client(address: str, port: int, *, timeout_s: float) -> dist.TCPStore:
 
 
 def _open_store(rank: int, arrive_s: float) -> tuple[dist.Store, str]:
-    """The job's store, and its name in messages."""
+    """The job's store, and its name for messages."""
     given = os.environ.get(STORE_VARIABLE)
     if given is not None and given.startswith("/"):
         return dist.FileStore(given), given
     endpoint = given or f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     address, _, port = endpoint.rpartition(":")
     address = address.strip("[]")
-    # A launcher's store exists before the ranks do; without a launcher, rank 0 starts one when it arrives.
+    # A launcher starts the store before the ranks; without a launcher, rank 0 starts it when it arrives.
     is_of_launcher = given is not None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     limit_s = CONNECT_S if is_of_launcher else arrive_s
     open_ = store_server if rank == 0 and not is_of_launcher else store_client
@@ -214,7 +214,7 @@ def _open_store(rank: int, arrive_s: float) -> tuple[dist.Store, str]:
             f"port: {error}"
         ) from error
     if (restart := os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) != "0":
-        store = dist.PrefixStore(f"restart_{restart}", store)  # what earlier ranks wrote is still there
+        store = dist.PrefixStore(f"restart_{restart}", store)  # values of earlier ranks are still there
     return store, endpoint
 
 
@@ -267,7 +267,7 @@ def _gloo_address() -> str:
 
 
 def interface_towards(address: str) -> str | None:
-    """The interface through which this host reaches an address, or that has it; None for loopback, or if unknown."""
+    """The interface that has an address or leads to it; None for loopback, or if unknown."""
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -281,7 +281,7 @@ def interface_towards(address: str) -> str | None:
 
 
 def is_on_this_host(host: str) -> bool:
-    """Whether a host name or address means an interface of this host; False if it cannot be resolved."""
+    """Whether a host name or address belongs to an interface of this host; False if it cannot be resolved."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
@@ -290,7 +290,7 @@ def is_on_this_host(host: str) -> bool:
 
 
 def _is_local(address: str) -> bool:
-    """Whether an interface of this host has the address."""
+    """Whether an interface of this host has this address."""
     with socket.socket(_family(address), socket.SOCK_STREAM) as probe:
         try:
             probe.bind((address, 0))

@@ -1,8 +1,8 @@
-"""The variable with which xorl's own launchers tell a rank where the store of its job is. Does not import torch."""
+"""The variable with which xorl's launchers tell ranks where the job's store is. Does not import torch."""
 
 from pathlib import Path
 
-# Beside torchrun's variables. The value is the path of a file for ranks of one host, and host:port for several hosts.
+# Set in addition to torchrun's variables. The value is a file's path for ranks of one host, and otherwise host:port.
 STORE_VARIABLE = "XORL_STORE"
 
 

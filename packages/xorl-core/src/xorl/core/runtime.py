@@ -65,7 +65,7 @@ def default_device_type() -> Literal["cpu", "cuda"]:
 
 
 def is_launched() -> bool:
-    """Whether torchrun, one of xorl's launchers, or another one with torchrun's variables started this process."""
+    """Whether this process was started by torchrun, by xorl, or by another launcher that sets torchrun's variables."""
     return "RANK" in os.environ and (STORE_VARIABLE in os.environ or "MASTER_ADDR" in os.environ)
 
 

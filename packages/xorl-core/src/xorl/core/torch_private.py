@@ -247,7 +247,7 @@ def num_collectives(group: dist.ProcessGroup) -> int:
 
 
 def gloo_group(store: dist.Store, rank: int, size: int, address: str, timeout: timedelta) -> dist.ProcessGroupGloo:
-    """A group that is unknown to torch's table of groups, and whose sockets listen at `address`. Collective."""
+    """A group that is not in torch's table of groups, and whose sockets listen at `address`. Collective."""
     options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
     options._timeout = timeout

@@ -134,7 +134,7 @@ def _resolve_type(entry: DatasetEntry, option: str, source: RowSource | None) ->
 
 
 def _first_row(entry: DatasetEntry, source: RowSource, selected: Sequence[str] | None) -> Row | None:
-    """The first row; the first that can be read if bad rows are skipped. Otherwise, a bad one raises its DataError."""
+    """The first row or, if bad rows are skipped, the first readable one. Otherwise, a bad row raises its DataError."""
     for chunk in source.chunks(selected):
         for row in chunk.read():
             if not isinstance(row, DataError):
@@ -166,7 +166,7 @@ def _recognise(row: Row) -> FormatName:
 
 
 def _check_options(entry: DatasetEntry, kind: FormatName, option: str) -> None:
-    # The completion of a conversation in two columns is what the assistant says in it.
+    # The completion of a conversation in two columns consists of the assistant's messages in it.
     is_split = entry.type == "prompt_completion" and kind == "chat" and entry.train_on == "completion"
     if entry.train_on is not None and entry.train_on not in TARGETS[kind] and not is_split:
         wanted = ", ".join(TARGETS[kind]) or "none, because the labels select the trained tokens"

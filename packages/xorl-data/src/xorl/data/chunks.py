@@ -1,4 +1,4 @@
-"""Chunks: consecutive rows of one source, read when they are needed; readers.py cuts files into them.
+"""Chunks: consecutive rows of one source, read when needed; readers.py divides files into chunks.
 
 A chunk offers its rows in two forms: `table` is fast, but None for irregular data; `rows` reads all valid data, and
 raises a DataError with file and line for the rest. The formats interpret the rows.
@@ -26,11 +26,11 @@ CHUNK_BYTES = 8 << 20
 
 
 class DuplicateKeyError(ValueError):
-    """A JSON object has a key twice."""
+    """A JSON object contains a key twice."""
 
 
 def _unique_keys(pairs: list[tuple[str, object]]) -> Row:
-    """Converts an object's pairs; Python's parser would keep the last of two values."""
+    """Converts an object's pairs. Python's parser would silently keep the last of two values."""
     row = dict(pairs)
     if len(row) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -54,9 +54,9 @@ class Chunk(Protocol):
         ...
 
     def names(self) -> Sequence[str]:
-        """The names of all columns, also of those that were not read; for JSON lines, those of the first row.
+        """The names of all columns, including columns that were not read; for JSON lines, those of the first row.
 
-        Nothing if that row cannot be read; `rows` then raises the error.
+        Empty if that row cannot be read; `rows` then raises the error.
         """
         ...
 
@@ -175,7 +175,7 @@ class LinesChunk:
     def _first_line(self) -> int:
         if self.first_line is not None:
             return self.first_line
-        # Counted only for an error message: there may be many gigabytes before this chunk.
+        # Counted only for an error message, since many gigabytes may precede this chunk.
         with self.path.open("rb") as file:
             remaining, line = self.start, 1
             while remaining:
@@ -370,9 +370,9 @@ def table_chunks(table: pa.Table, source: str, first: int = 0) -> Iterator[Loade
 
 
 def check_names(schema: pa.Schema, source: str) -> None:
-    """Raises DataError if a column, or a field of a nested column, has the name of another: only one would be read.
+    """Raises DataError if two columns, or two fields of a nested column, have the same name: only one would be read.
 
-    Columns without a name, as commas at the end of CSV lines make, cannot be used and may be repeated.
+    Columns without a name, such as those from commas at the end of CSV lines, cannot be used and may be repeated.
     """
     twice = _repeated([(name, schema.field(index).type) for index, name in enumerate(schema.names)])
     if twice is not None:
@@ -386,7 +386,7 @@ def _repeated(fields: Sequence[tuple[str, pa.DataType]]) -> str | None:
             return name
         seen.add(name)
         nested = [kind.field(index) for index in range(kind.num_fields)] if pa.types.is_nested(kind) else []
-        # The fields of lists and maps have fixed names, which a nested one may share.
+        # The fields of lists and maps have fixed names, which may recur in nested lists and maps.
         inner = [(each.name, each.type) for each in nested]
         is_struct = pa.types.is_struct(kind)
         found = _repeated(inner) if is_struct else next(filter(None, (_repeated([each]) for each in inner)), None)

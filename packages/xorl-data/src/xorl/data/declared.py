@@ -20,14 +20,14 @@ _HEADER = re.compile(r"^\s*---[ \t]*\r?\n(.*?)^---", re.DOTALL | re.MULTILINE)
 
 
 def declares_files(cards: Mapping[str, str]) -> bool:
-    """Whether one of `cards`, the contents of the files CARDS that exist, declares configs."""
+    """Whether one of `cards`, the contents of existing files of CARDS, declares configs."""
     readme, standalone = (cards.get(name, "").removeprefix("\ufeff") for name in CARDS)
     header = _HEADER.match(readme)
     return any(_CONFIGS.search(text) for text in (header.group(1) if header else "", standalone))
 
 
 def local_cards(folder: Path) -> dict[str, str]:
-    """The contents of the files CARDS of a folder."""
+    """The contents of the files of CARDS in a folder."""
     files = [folder / name for name in CARDS]
     return {file.name: file.read_text(encoding="utf-8", errors="replace") for file in files if file.is_file()}
 
@@ -50,7 +50,7 @@ def declared_files(folder: Path, entry: DatasetEntry, option: str) -> list[Path]
 
 
 def declared_names(names: Sequence[str], cards: Mapping[str, str], entry: DatasetEntry, option: str) -> list[str]:
-    """Does the same for a remote folder with files of these relative names: resolves them in a copy of empty files."""
+    """Like `declared_files`, for a remote folder with these relative names: resolves them in a copy of empty files."""
     with tempfile.TemporaryDirectory(prefix="xorl-declared-") as temporary:
         root = Path(temporary).resolve()
         for name in names:

@@ -17,7 +17,7 @@ from xorl.data.entry import DatasetEntry
 from xorl.data.errors import DataError, DataFailure
 from xorl.data.hashing import JSON, digest, hash_files
 
-# Fields of a dataset's config that do not change how its files are read.
+# Fields of a dataset's config that do not affect how its files are read.
 _NOT_OF_READING = frozenset(
     ("name", "version", "data_dir", "data_files", "description", "features", "chunksize", "batch_size", "block_size")
 )
@@ -79,7 +79,7 @@ def split_files(path: str, entry: DatasetEntry, *, option: str, token: str | boo
     `path` is the id of a Hub dataset, or a local folder. Raises as load_hub_source does.
     """
     split = entry.split or "train"
-    # The builder makes a folder for its lock, although it prepares nothing.
+    # The builder creates a folder for its lock, although it prepares nothing.
     with _translated_errors(entry.path, split, option), tempfile.TemporaryDirectory(prefix="xorl-datasets-") as cache:
         builder = datasets.load_dataset_builder(
             path,

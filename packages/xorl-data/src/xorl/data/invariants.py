@@ -29,10 +29,10 @@ _SPECIAL = ("bos", "eos", "pad")
 
 @dataclass(frozen=True)
 class Limits:
-    """How much an entry may lose. `explicit_limit`: it sets max_seq_len, so truncation is intended.
+    """How much an entry may lose. `explicit_limit`: the entry sets max_seq_len, so truncation is intended.
 
     `overflow_fraction` (overflow_limit) of the samples and of the tokens may overflow; None means the default.
-    `skipped_fraction` (skip_bad_rows) of the samples may be skipped; None means that none was.
+    `skipped_fraction` (skip_bad_rows) of the samples may be skipped; None means that rows are not skipped.
     """
 
     explicit_limit: bool = False
@@ -99,7 +99,7 @@ def check_skipped(counts: Counts, name: str, option: str, limits: Limits) -> Non
 
 
 def log_findings(findings: Findings, counts: Counts, name: str, skipped_fraction: float | None) -> None:
-    """Logs what does not affect the documents of a dataset: columns and message keys, and skipped rows."""
+    """Logs the columns, message keys and skipped rows that do not affect the documents of a dataset."""
     if findings.unused:
         logger.info("prepare dataset=%s columns and message keys not used: %s", name, ", ".join(findings.unused))
     for problem in findings.problems:

@@ -211,7 +211,7 @@ def _prepare_parts(
             part_source = ShardedSource(source, len(parts), index, num_rows)
             shard = {"source": identity, "shards": len(parts), "shards_idx": index}
             key = digest(KEY_VERSION, shard, fmt.fingerprint())
-        # These are part of the folder's name but not of the key, since they do not affect the documents' order.
+        # These are part of the folder's name but not of the key, which determines the order of documents.
         layout = [options.num_files] if options.num_files > 1 else []
         folder = options.prepared_path / digest(key, FORMAT_VERSION, *layout)
         lock = options.prepared_path / f".{folder.name}.lock"

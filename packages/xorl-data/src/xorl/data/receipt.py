@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-# The skipped rows whose errors are kept.
+# The number of skipped rows whose errors are kept.
 _NUM_PROBLEMS = 10
 
 
@@ -14,14 +14,14 @@ _NUM_PROBLEMS = 10
 class Counts:
     """Counts over one dataset. A sample is a row of the source; a document is a training sequence made from it.
 
-    `untrained` samples have no trained token; `untrained_by_overflow` are those of them that had one before truncation
-    or splitting removed it. `all_trained` samples have labels, none of which is masked. `lost_tokens` were truncated or
-    dropped because of length, `split_tokens` belong to samples that were split because of length, and `masked_tokens`
-    were removed because their attention_mask is 0. In `misaligned` samples most labels differ from the token at the
-    same position; in `shifted` samples, a subset, they equal the next token. `unwritten_reasoning` counts conversations
-    whose reasoning the template omits entirely. `straddling_tokens` contain both trained and untrained text.
-    `unended_turns` are trained chat turns without a special token at the end. `skipped` samples cannot be used and were
-    skipped, because the dataset allows it (skip_bad_rows).
+    `untrained` samples have no trained token; `untrained_by_overflow` is the subset in which truncation or splitting
+    removed the trained tokens. `all_trained` samples have labels, none of which is masked. `lost_tokens` were truncated
+    or dropped because of length, `split_tokens` belong to samples that were split because of length, and
+    `masked_tokens` were removed because their attention_mask is 0. In `misaligned` samples most labels differ from the
+    token at the same position; in `shifted` samples, a subset, they equal the next token. `unwritten_reasoning` counts
+    conversations whose reasoning the template omits entirely. `straddling_tokens` contain both trained and untrained
+    text. `unended_turns` are trained chat turns without a special token at the end. `skipped` samples are unusable and
+    were skipped, as the dataset allows (skip_bad_rows).
     """
 
     samples: int = 0
@@ -61,11 +61,11 @@ class Counts:
 
 @dataclass(frozen=True)
 class Findings:
-    """What was found in the rows of one dataset, apart from counts.
+    """Findings in the rows of one dataset, apart from counts.
 
     `unused` names the columns and, as `messages[].name`, the message keys that do not affect the documents.
-    `end_tokens` has the special tokens that end trained text, and how often each does: what a model learns to stop
-    with. `problems` are the errors of the first skipped rows.
+    `end_tokens` has the special tokens that end trained text, with which a model learns to stop, and how often each
+    does. `problems` are the errors of the first skipped rows.
     """
 
     unused: tuple[str, ...] = ()
@@ -96,7 +96,7 @@ _NOTHING = Findings()
 
 @dataclass(frozen=True)
 class DatasetReceipt:
-    """The counts of one dataset entry, and what was found in it. `cached`: an earlier preparation was reused.
+    """The counts and findings of one dataset entry. `cached`: an earlier preparation was reused.
 
     `drawn` is the number of documents that an epoch draws, if a mixture does not use each document once.
     """

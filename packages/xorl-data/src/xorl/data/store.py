@@ -26,9 +26,9 @@ from xorl.data.formats import EncodedDocuments
 from xorl.data.hashing import JSON, digest
 from xorl.data.receipt import Counts, Findings
 
-# Part of the name of every folder. Increment it when its files change, or when rows become other documents.
+# Part of every folder's name. Increment it when the format of the files, or the documents made from rows, change.
 FORMAT_VERSION = 5
-# Part of every key, from which the order of documents is drawn: the same data should keep its order.
+# Part of every key. The order of documents is drawn from the key, and should stay the same for the same data.
 KEY_VERSION = 4
 MANIFEST = "manifest.json"
 _COPY_BYTES = 16 << 20

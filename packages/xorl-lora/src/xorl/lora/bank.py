@@ -339,7 +339,7 @@ class AdapterBank:
 
     @contextmanager
     def gradients_kept(self, names: Collection[str]) -> Iterator[dict[str, Tensor]]:
-        """Restore these adapters' gradients if the body raises. Yields their copies, which may be moved to the host."""
+        """Restore these adapters' gradients if the body raises. Yields copies, which may be moved to the host."""
         earlier = {
             name: self._slots.gradient(self._load(name), self._entries[name].segments).clone()
             for name in names

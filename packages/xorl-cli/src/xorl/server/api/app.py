@@ -168,7 +168,7 @@ async def _on_invalid_parameters(request: Request, problem: Exception) -> Respon
 
 
 async def _on_disconnect(request: Request, problem: Exception) -> Response:
-    # Nobody receives it. The metrics count it by nginx's status for a client that left before its answer.
+    # Nobody receives this. The metrics count it under nginx's status for a client that disconnected early.
     return Response(status_code=CLIENT_LEFT)
 
 

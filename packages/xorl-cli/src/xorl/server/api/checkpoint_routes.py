@@ -138,9 +138,9 @@ async def set_ttl(request: Request, model_id: str, kind: str, name: str) -> Resp
 
 @router.get("/billing/usage/checkpoints/current")
 async def storage_usage(request: Request, project_id: str | None = None) -> Response:
-    """Return the storage used, a row for each kind of files, in the form of a vendor's usage by project and user.
+    """Return the storage used, with a row for each kind of files, in tinker's form of usage by project and user.
 
-    tinker's client shows only the fields of that form, so the project names the limit and the user the kind.
+    tinker's client shows only the fields of that form, so project_id holds the limit and user_name the kind.
     """
     if project_id is not None:
         raise Refusal(400, "project_id: this service has no projects; leave it out")

@@ -120,7 +120,7 @@ async def submit_operation(
     """Read the body and submit its operation; returns the id to poll and the operation.
 
     If the request is refused permanently, its seq_id is marked as skipped, so that later calls do not wait for it.
-    If its body is so damaged that it has no legible seq_id, the orchestrator finds out which number is missing.
+    If its body is so damaged that the seq_id cannot be read, the orchestrator infers the missing number.
 
     read: converts the body to an operation; raises ValueError or Refusal if it is invalid.
     """
@@ -163,7 +163,7 @@ async def future_response(request: Request, read: Callable[[bytes, ServiceInfo],
 
 
 async def _skip_refused(request: Request, body: bytes | None) -> None:
-    """Keep later calls from waiting for the seq_id of a refused request. body: None if it could not be read whole."""
+    """Keep later calls from waiting for the seq_id of a refused request. body: None if it was not read completely."""
     api, sequence = api_of(request), _sequence_of(request, body)
     if sequence is not None:
         await api.orchestrator.ask(Tombstone(*sequence), Ok)
@@ -172,13 +172,13 @@ async def _skip_refused(request: Request, body: bytes | None) -> None:
 
 
 def _source_of(request: Request) -> str:
-    """The client's address and program, which tell most clients apart."""
+    """The client's address and program, which distinguish most clients."""
     address = "" if request.client is None else request.client.host
     return f"{address} {request.headers.get('user-agent', '')[:200]}"
 
 
 def _is_legible(request: Request, body: bytes) -> bool:
-    """Whether a body is well-formed, so that it has no seq_id if none was found in it."""
+    """Whether a body is well-formed. If so, and no seq_id was found in it, it has none."""
     try:
         if is_protobuf(request):
             parse("ForwardBackwardRequest", body)
@@ -190,7 +190,7 @@ def _is_legible(request: Request, body: bytes) -> bool:
 
 
 def _sequence_of(request: Request, body: bytes | None) -> tuple[str, int] | None:
-    """The model and seq_id of a refused request, from the ends of its body; None if they are not there."""
+    """The model and seq_id of a refused request, from the beginning and end of its body; None if they are not there."""
     try:
         ends = _head_of(request) if body is None else body[:HEAD_BYTES] + body[HEAD_BYTES:][-HEAD_BYTES:]
     except zstandard.ZstdError:
@@ -205,7 +205,7 @@ def _sequence_of(request: Request, body: bytes | None) -> tuple[str, int] | None
 
 
 def _head_of(request: Request) -> bytes:
-    """The beginning of a body that was not read whole. Raises ZstdError if it is damaged."""
+    """The beginning of a body that was not read completely. Raises ZstdError if it is damaged."""
     head: bytes = getattr(request.state, "head", b"")
     return decompress(head, HEAD_BYTES) if request.headers.get("content-encoding") == "zstd" else head
 

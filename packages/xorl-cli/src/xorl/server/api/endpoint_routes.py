@@ -261,7 +261,7 @@ def _check(given: EndpointBody) -> None:
 
 
 def _is_host(host: str) -> bool:
-    """Whether this is a host name or an address, and not a URL with a path of the client's choice."""
+    """Whether this is only a host name or an address, without a path or other parts of a URL."""
     try:
         return HOST_NAME.fullmatch(host) is not None or bool(ip_address(host))
     except ValueError:

@@ -51,7 +51,7 @@ async def retrieve_future(request: Request) -> Response:
 
 @router.post("/cancel_future")
 async def cancel_future(request: Request) -> Response:
-    """Cancel a request that has not begun, or a sample; the answer says what became of it."""
+    """Cancel a request that has not begun, a sample or a pass; the answer has the request's status."""
     api = api_of(request)
     given = await api.bodies.parse(request, FutureBody)
     outcome = await api.orchestrator.cancel(given.request_id)

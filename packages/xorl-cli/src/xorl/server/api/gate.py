@@ -127,7 +127,7 @@ def _bearer_token(request: Request) -> str:
 
 
 def _has_ambiguous_length(request: Request) -> bool:
-    """Whether a reverse proxy might see the end of the body elsewhere than this server, and so smuggle a request."""
+    """Whether a reverse proxy and this server might disagree about the body's end, which allows request smuggling."""
     if "transfer-encoding" not in request.headers:
         return False
     return "content-length" in request.headers or request.scope["http_version"] == "1.0"
@@ -136,7 +136,7 @@ def _has_ambiguous_length(request: Request) -> bool:
 def _ambiguous_length_response(path: str) -> Response:
     reason = "the request has both Content-Length and Transfer-Encoding, or has the latter in HTTP/1.0: send one length"
     response = Refusal(400, reason).response(path)
-    # What follows on this connection may be the rest of the body or another request.
+    # The rest of this connection may be more of the body or another request.
     response.headers["connection"] = "close"
     return response
 

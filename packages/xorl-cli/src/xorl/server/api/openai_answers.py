@@ -12,7 +12,7 @@ from xorl.server.api.results import likely_tokens
 from xorl.server.api.token_texts import Offsets, TokenTexts, token_id_text
 from xorl.server.operations import SampledSequence, SampleResult, TopLogprobs
 
-# Before the text of a token of a completion that is a part of a character.
+# Precedes the bytes of a token that is only part of a character, in completions.
 _BYTES = "bytes:"
 # A token, its log-probability and the most likely tokens at its position.
 Row = tuple[int, float | None, Sequence[tuple[int, float]] | None]
@@ -24,7 +24,7 @@ def rows_of(sequence: SampledSequence) -> list[Row]:
 
 
 def prompt_rows(prompt: Sequence[int], result: SampleResult, num_top: int) -> list[Row]:
-    """The same of a prompt that was scored, with `num_top` likely tokens; nothing predicts its first token."""
+    """Rows of a scored prompt, with the `num_top` most likely tokens; the first token has no log-probability."""
     assert result.prompt_logprobs is not None, "the call scores the prompt"
     later = _rows(list(prompt[1:]), result.prompt_logprobs.numpy()[1:].tolist(), result.topk_prompt_logprobs)
     return [
@@ -34,7 +34,7 @@ def prompt_rows(prompt: Sequence[int], result: SampleResult, num_top: int) -> li
 
 
 def completion_logprobs(rows: Sequence[Row], texts: TokenTexts, offsets: Offsets) -> dict[str, JSON]:
-    """Log-probabilities as completions have them. offsets: at the first of these tokens."""
+    """Log-probabilities in the form of completions. offsets: positioned at the first of these tokens."""
     return {
         "tokens": [texts.token(token, _BYTES) for token, _, _ in rows],
         "token_logprobs": [_finite(logprob) for _, logprob, _ in rows],
@@ -56,7 +56,7 @@ def chat_logprobs(rows: Sequence[Row], texts: TokenTexts) -> dict[str, JSON]:
 
 
 def prompt_logprobs(rows: Sequence[Row], texts: TokenTexts) -> list[JSON]:
-    """Log-probabilities of a prompt as vLLM has them: by token id, the prompt's own token first."""
+    """Log-probabilities of a prompt in vLLM's form: by token id, the prompt's own token first."""
     return [None if logprob is None else _by_id(token, logprob, top or (), texts) for token, logprob, top in rows]
 
 
@@ -76,7 +76,7 @@ def _rows(tokens: Sequence[int], logprobs: Sequence[float], top: TopLogprobs | N
 
 
 def _top_by_text(row: Row, texts: TokenTexts) -> dict[str, JSON] | None:
-    """The most likely tokens and the token itself. Of tokens with the same text, the less likely have their ids."""
+    """The most likely tokens and the token itself. Of tokens with the same text, the less likely are named by id."""
     token, logprob, top = row
     if top is None or logprob is None:
         return None

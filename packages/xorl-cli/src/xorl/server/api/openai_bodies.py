@@ -24,21 +24,21 @@ from xorl.server.operations import Sample, SamplerRef
 # The default of OpenAI's completions.
 COMPLETION_TOKENS = 16
 MAX_PROMPTS = 1024
-# The names of a sample's fields in these calls.
+# The names that these calls use for fields of a sample.
 _NAMES = {"num_samples": "n", "stop_strings": "stop", "topk_prompt_logprobs": "prompt_logprobs"}
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """include_usage: end the stream with a chunk that has the numbers of tokens. include_obfuscation has no effect."""
+    """include_usage: end the stream with a chunk that has the token counts. include_obfuscation has no effect."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
 
 
 class SamplingBody(msgspec.Struct, frozen=True, kw_only=True):
-    """What both calls share. The fields from top_k on are extensions that other servers have, too.
+    """The fields that both calls share. Those from top_k on are extensions that other servers also have.
 
-    prompt_logprobs: how many of the most likely tokens to return at each position of the prompt, beside its own token.
+    prompt_logprobs: how many of the most likely tokens to return at each position of the prompt, besides its own token.
     """
 
     model: str
@@ -72,7 +72,7 @@ class SamplingBody(msgspec.Struct, frozen=True, kw_only=True):
         return self.prompt_logprobs is not None
 
     def truncated(self, prompt: list[int]) -> list[int]:
-        """The prompt's last tokens, if it is longer than the body allows; raises InvalidField."""
+        """The prompt, cut to its last tokens if it is longer than the body allows; raises InvalidField."""
         limit = self.truncate_prompt_tokens
         if limit is None:
             return prompt
@@ -152,7 +152,7 @@ def _is_prompt(given: object) -> bool:
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
-    """A message. content: text, or a list of parts of which each is text. reasoning is a synonym."""
+    """A message. content: text, or a list of text parts. reasoning is a synonym of reasoning_content."""
 
     role: str
     content: str | list[dict[str, Any]] = ""
@@ -225,7 +225,7 @@ class ChatBody(SamplingBody, frozen=True, kw_only=True):
 
     @property
     def asks_for_answer(self) -> bool:
-        """Whether the prompt ends with the beginning of an answer; raises InvalidField."""
+        """Whether the prompt ends with the template's prompt for an answer; raises InvalidField."""
         if self.continue_final_message and self.add_generation_prompt:
             raise InvalidField("continue_final_message", "cannot be combined with add_generation_prompt: true")
         return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt

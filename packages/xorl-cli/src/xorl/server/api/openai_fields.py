@@ -1,6 +1,6 @@
-"""What becomes of the fields of OpenAI's requests, and of vLLM's extensions to them, that this service does not serve.
+"""Ignores or refuses fields of OpenAI's requests, and of vLLM's extensions, that this service does not serve.
 
-`openai_bodies` has the fields that it serves. A field is either there or here; all others are refused as unknown.
+`openai_bodies` has the fields that are served. All fields in neither module are refused as unknown.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ IGNORED = frozenset(
         "parallel_tool_calls",
     )
 )
-"""Fields that cannot change an answer: labels, hints for caches and speed, and a setting of tools (refused)."""
+"""Fields that cannot change an answer: labels, hints for caches and speed, and a setting for tools (refused)."""
 
 
 class Unserved(NamedTuple):
-    """neutral: the values that ask for nothing; empty lists and objects always do. advice: what to do instead."""
+    """neutral: the values that request nothing, besides empty lists and objects. advice: what to do instead."""
 
     neutral: tuple[object, ...]
     advice: str
@@ -72,7 +72,7 @@ UNSERVED: Mapping[str, Unserved] = {
     **_alike("return_token_offsets return_prompt_text", _LEAVE, False),
     **_alike("cache_salt stream_interval kv_transfer_params ec_transfer_params vllm_xargs", _LEAVE),
 }
-"""Fields that would change an answer, or that promise something which the service does not do."""
+"""Fields that would change an answer, or that request something the service cannot do."""
 
 MESSAGE_IGNORED = frozenset(("annotations", "id", "provider_specific_fields", "cache_control"))
 MESSAGE_UNSERVED: Mapping[str, Unserved] = {
@@ -86,9 +86,9 @@ PART_IGNORED = frozenset(("cache_control", "prompt_cache_breakpoint"))
 
 
 def read_fields(given: Mapping[str, Any], kind: type[Body]) -> Body:
-    """The body of a request. A field that is null counts as left out.
+    """The body of a request. A null field counts as left out.
 
-    Raises InvalidField for an unknown field, one of a wrong type, and one that is not served.
+    Raises InvalidField for a field that is unknown, has the wrong type, or is not served.
     """
     return msgspec_of(served_fields(given, field_names(kind), IGNORED, UNSERVED), kind)
 
@@ -105,7 +105,7 @@ def served_fields(
     unserved: Mapping[str, Unserved],
     where: str = "",
 ) -> dict[str, Any]:
-    """The fields that are served and not null. Raises InvalidField for others, unless they ask for nothing."""
+    """The fields that are served and not null. Raises InvalidField for others, unless their values request nothing."""
     found: dict[str, Any] = {}
     for name, value in given.items():
         if value is None or name in ignored:
@@ -122,7 +122,7 @@ def served_fields(
 
 
 def msgspec_of(fields: Mapping[str, Any], kind: type[Body], where: str = "") -> Body:
-    """Convert fields to a struct. Raises InvalidField for a missing one and one of a wrong type."""
+    """Convert fields to a struct. Raises InvalidField for a missing field or one of the wrong type."""
     try:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as problem:

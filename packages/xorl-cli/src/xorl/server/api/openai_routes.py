@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 router = APIRouter(prefix="/v1")
 
-# A save of a model's weights waits for the requests of the model that came before it.
+# A save of a model's weights waits for the model's earlier requests.
 _SAVE_TIMEOUT_S = 600.0
 _encode = msgspec.json.Encoder().encode
 
@@ -131,7 +131,7 @@ async def _read_body(request: Request, kind: type[Body]) -> Body:
 
 
 async def _find_model(api: Api, name: str, *, saves: bool = False) -> ServedModel:
-    """The model of a name. saves: its current weights are needed, which may have to be saved first."""
+    """Find the model of a name. saves: its current weights are needed, so save them first if necessary."""
     try:
         return await api.orchestrator.ask(FindServedModel(name, saves), ServedModel, timeout_s=_SAVE_TIMEOUT_S)
     except Refusal as refusal:
@@ -162,7 +162,7 @@ async def _call(
 
 
 def _within_context(operation: Sample, body: ChatBody | CompletionBody, limit: int | None) -> Sample:
-    """The operation, for a stream with max_tokens, which a sample in parts needs; by default it fills the context."""
+    """The operation; for a stream, with max_tokens set, as sampling in parts requires (default: fill the context)."""
     if limit is None:
         raise Refusal(503, "the workers have not reported the model's context length yet: retry the request")
     num_prompt = operation.prompt.shape[0]
@@ -236,7 +236,7 @@ def _choice(
 
 
 def _of_prompt(call: Call, prompt: list[int], result: SampleResult) -> dict[str, JSON]:
-    """What an answer says about its prompt."""
+    """The fields of an answer about its prompt."""
     found: dict[str, JSON] = {}
     if call.body.return_token_ids:
         found["prompt_token_ids"] = prompt

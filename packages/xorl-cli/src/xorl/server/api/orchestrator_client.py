@@ -130,7 +130,7 @@ class OrchestratorClient:
         return answer
 
     async def cancel(self, request_id: str) -> CancelOutcome:
-        """Cancel a request if it has not begun or is a sample. Raises Refusal(404) for an unknown id."""
+        """Cancel a request if it has not begun, or is a sample or a pass. Raises Refusal(404) for an unknown id."""
         answer = await self._ask(Cancel(request_id), _ANSWER_TIMEOUT_S)
         if isinstance(answer, Unknown):
             raise no_request(request_id)

@@ -44,7 +44,7 @@ def _is_finite(content: JSON) -> bool:
 class Refusal(Exception):
     """An HTTP error with a status and message. 4xx except 408 and 429, and 507, are final; clients retry others.
 
-    code, param: for OpenAI's clients, the kind of the error and the parameter that is wrong.
+    code, param: for OpenAI's clients, the kind of the error and the invalid parameter.
     """
 
     def __init__(self, status: int, message: str, *, code: str | None = None, param: str | None = None) -> None:
@@ -69,7 +69,7 @@ class Refusal(Exception):
 
 
 def no_request(request_id: str) -> Refusal:
-    """The refusal of a call on a request that does not exist."""
+    """The refusal of a call for a request that does not exist."""
     return Refusal(404, f"there is no request {request_id[:100]}")
 
 

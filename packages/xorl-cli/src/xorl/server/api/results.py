@@ -220,7 +220,7 @@ def _tensor_message(array: Array) -> ProtobufMessage:
 
 
 def _draws(draws: TopLogprobs) -> dict[str, Array]:
-    """Tokens drawn in place of the prompt's, as clients expect them."""
+    """Alternative tokens drawn for the prompt, in the form that clients expect."""
     return {"tokens": Array.of(draws.token_ids.numpy().astype(np.int64)), "logprobs": draws.logprobs}
 
 

@@ -90,7 +90,7 @@ async def metrics(request: Request) -> Response:
 
 
 def _json(message: Message, *times: str) -> dict[str, JSON]:
-    """The fields of a message; those that are times in ISO 8601."""
+    """The fields of a message, with the fields named in `times` in ISO 8601."""
     fields: dict[str, JSON] = to_builtins(message)
     del fields["type"]
     for name in times:

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 Message = dict[str, object]
 
-# Put at the end of a message, to find that place in the rendered text: a Unicode noncharacter, which is in no text.
+# Appended to a message to find its end in the rendered text. A Unicode noncharacter does not occur in real text.
 _END = "\ufdd2"
 
 
@@ -34,7 +34,7 @@ class TextCoder:
         self._loading = asyncio.Lock()
 
     async def encode(self, tokenizer: str, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`, by default with special tokens around it. Raises Refusal(501) without a tokenizer."""
+        """Token ids of `text`, by default with special tokens added. Raises Refusal(501) without a tokenizer."""
         return (await self.require(tokenizer)).encode(text, add_special_tokens=add_special_tokens).ids
 
     async def decode(self, tokenizer: str, ids: list[int]) -> str | None:
@@ -87,7 +87,7 @@ class TextCoder:
 
 
 class TextStream:
-    """The text of a sample that grows: the part that no further token can change.
+    """The text of a growing sample, up to where further tokens could change it.
 
     decode: the text of token ids. keeps_stop: see `sample_text`.
     """
@@ -100,7 +100,7 @@ class TextStream:
         self._num_sent = 0
 
     def add(self, tokens: Sequence[int], *, is_last: bool, is_stopped: bool = False) -> str:
-        """Add tokens; returns the new text. is_stopped: the last one is, or completes, what ends the sample."""
+        """Add tokens; returns the new text. is_stopped: the last token is a stop token or completes a stop string."""
         self._tokens += tokens
         text = sample_text(self._decode, self._tokens, self._stops, is_stopped=is_stopped, keeps_stop=self._keeps_stop)
         if not is_last and not is_stopped:
@@ -121,7 +121,7 @@ def sample_text(
 
 
 def until_stop(text: str, stops: Sequence[str], *, keeps_stop: bool = False) -> tuple[str, bool]:
-    """The text before the first stop string, or with it, and whether there is one."""
+    """The text before the first stop string, or including it, and whether there is one."""
     found = [(position + len(stop), position) for stop in stops if (position := text.find(stop)) >= 0]
     if not found:
         return text, False

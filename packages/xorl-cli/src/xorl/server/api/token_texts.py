@@ -1,4 +1,4 @@
-"""The texts and bytes of single tokens. A token may be a part of a character, so its bytes need not be text."""
+"""The texts and bytes of single tokens. A token may be part of a character, so its bytes need not be valid text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 _PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _OTHERS = tuple(byte for byte in range(256) if byte not in _PRINTABLE)
 _SPELLED = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + index): byte for index, byte in enumerate(_OTHERS)}
-# Tokenizers of sentences have tokens for the bytes of characters that are not in their vocabulary.
+# SentencePiece tokenizers have tokens for the bytes of characters that are not in their vocabulary.
 _FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -27,7 +27,7 @@ class TokenBytes:
         self._added = tokenizer.get_added_tokens_decoder()
 
     def of(self, token: int) -> bytes:
-        """The token's bytes; none for an id that the tokenizer does not have."""
+        """The token's bytes; empty for an id that the tokenizer does not have."""
         if token in self._added:
             return self._added[token].content.encode()
         piece = self._tokenizer.id_to_token(token)
@@ -42,7 +42,7 @@ class TokenBytes:
         return (twice[len(once) :] if twice.startswith(once) else once).encode()
 
     def is_special(self, token: int) -> bool:
-        """Whether the text of an answer may leave the token out."""
+        """Whether the text of an answer may omit the token."""
         return token in self._added and self._added[token].special
 
 
@@ -69,7 +69,7 @@ class TokenTexts:
         return self._bytes.of(token)
 
     def token(self, token: int, mark: str = "") -> str:
-        r"""The name of a token: its text, after `mark` and with bytes as \xd9 if it is a part of a character."""
+        r"""The name of a token: its text or, for a part of a character, `mark` and its bytes in the form \xd9."""
         if self._as_ids:
             return token_id_text(token)
         data = self._bytes.of(token)
@@ -82,7 +82,7 @@ class TokenTexts:
 
 
 class Offsets:
-    """The positions of a text's tokens, as numbers of characters; the text may grow."""
+    """The positions of a text's tokens, in characters; the text may grow."""
 
     def __init__(self, texts: TokenTexts, start: int = 0) -> None:
         self._texts = texts
@@ -90,7 +90,7 @@ class Offsets:
         self._num_chars = start
 
     def add(self, tokens: Sequence[int]) -> list[int]:
-        """The positions of the text's next tokens; a part of a character is at that of the character."""
+        """The positions of the text's next tokens. A part of a character has the character's position."""
         found: list[int] = []
         for token in tokens:
             found.append(self._num_chars)

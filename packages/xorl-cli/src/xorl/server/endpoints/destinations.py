@@ -1,4 +1,4 @@
-"""Which addresses inference servers may have, and a transport for httpx that connects only to these.
+"""The addresses that inference servers may have, and a transport for httpx that connects only to these.
 
 Clients name the servers, and the orchestrator connects to them from inside the operator's network.
 """
@@ -22,8 +22,7 @@ PRIVATE = (
     "100.64.0.0/10",
     "fc00::/7",
 )
-# Link-local addresses and others at which clouds serve the credentials of their machines: AWS, Google, Oracle, Alibaba,
-# Azure.
+# Link-local and other addresses at which clouds serve their machines' credentials: AWS, Google, Oracle, Alibaba, Azure.
 _NEVER = tuple(
     map(
         ip_network,
@@ -41,9 +40,9 @@ _NEVER = tuple(
 
 
 class Destinations:
-    """The hosts of inference servers. allowed: host names, addresses and networks; None means PRIVATE.
+    """The permitted hosts of inference servers. allowed: host names, addresses and networks; None means PRIVATE.
 
-    trusted: host names or addresses that the operator has configured, which may have any address.
+    trusted: hosts that the operator has configured; they may have any address.
     """
 
     def __init__(self, allowed: Sequence[str] | None, trusted: Iterable[str] = ()) -> None:
@@ -134,6 +133,6 @@ def _is_never_allowed(address: str) -> bool:
 
 
 def _unmapped(address: str) -> IPv4Address | IPv6Address:
-    """The address; the IPv4 address if it is one in IPv6's form."""
+    """Parses an address; an IPv4-mapped IPv6 address becomes the IPv4 address."""
     numeric = ip_address(address)
     return numeric.ipv4_mapped or numeric if isinstance(numeric, IPv6Address) else numeric

@@ -118,12 +118,12 @@ class Admission:
         return Ok()
 
     async def note_unreadable(self, unreadable: Unreadable) -> Ok | Rejected:
-        """Record that the API refused a request without knowing its model and number."""
+        """Record that the API refused a request whose model and number it could not read."""
         self._unreadable.note(unreadable.source)
         return await self._skip_unreadable(unreadable.source)
 
     async def _skip_unreadable(self, source: str) -> Ok | Rejected:
-        """Skip the numbers that unreadable requests of this source must have had, if they are known by now."""
+        """Skip the numbers of this source's unreadable requests, if they can be inferred by now."""
         lane, numbers = self._unreadable.missing_numbers(source)
         for seq in numbers:
             logger.info("event=unreadable_skipped lane=%s seq=%d", lane, seq)
@@ -181,7 +181,7 @@ class Admission:
             raise Refused(503, f"the workers have been away for more than {absence}: see the service's log")
 
     def _check_share(self, client: str) -> None:
-        """Raise Refused if a client's queued requests take its share of the queue, so that there is room for others."""
+        """Raise Refused if a client's queued requests fill its share of the queue, so that there is room for others."""
         options, (count, size) = self._state.options, self._state.scheduler.load_of(client)
         share = options.max_client_share
         if count >= share * options.max_queued or size >= share * options.max_queued_bytes:

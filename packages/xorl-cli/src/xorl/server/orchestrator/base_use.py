@@ -1,6 +1,6 @@
-"""Waiting for the base: with full weights, one model at a time uses it, and a request of another one waits.
+"""Waits for the base: with full weights, one model at a time uses it, and requests of other models wait.
 
-A wrong guess that a client is gone loses nothing: its model is saved, and restored when the client calls again.
+If a client is wrongly considered gone, nothing is lost: its model is saved, and restored when it calls again.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from xorl.server.orchestrator.state import OpenRequest, State
 # While another model waits, a client with a session counts as gone after this many seconds of silence: three
 # heartbeats of ten seconds, and some time for a slow one.
 SILENCE_S = 35.0
-# A client without heartbeats may be busy with its last result.
+# A client without heartbeats may be silent because it is busy with its last result.
 SESSIONLESS_SILENCE_S = 120.0
-# How long a request waits for a base whose client stays active.
+# How long a request waits for the base while the client that uses it stays active.
 MAX_WAIT_S = 300.0
 POLL_S = 0.5
 
 
 class BaseInUse(Exception):
-    """A request needs the base, which another model uses, whose client may still be active."""
+    """A request needs the base while another model uses it and that model's client may still be active."""
 
     def __init__(self, owner: ModelRecord) -> None:
         super().__init__(owner.model_id)
@@ -32,14 +32,14 @@ class BaseInUse(Exception):
 
 
 def is_client_silent(state: State, owner: ModelRecord) -> bool:
-    """Whether the client of the model that uses the base is gone: it waits for no request and has been silent."""
+    """Whether the client whose model uses the base is gone: it waits for no request and has been silent."""
     if any(request.ticket.lane == owner.lane and request.kind != EVICTION for request in state.open.values()):
         return False
     return state.registry.client_has_left(owner) or _silent_for_s(state, owner) > _limit_s(owner)
 
 
 async def wait_for_base(state: State, request: OpenRequest, owner: ModelRecord) -> Failure | None:
-    """Wait until a request that needs the base can be tried again; returns its failure if it has waited too long."""
+    """Wait until a request that needs the base can be retried; returns its failure if it has waited too long."""
     ticket, workers = request.ticket, owner.workers
     request.waiting_since = request.waiting_since or time.monotonic()
     request.running_since = None

@@ -27,7 +27,7 @@ _STORED_NAMES: Mapping[CheckpointKind, StoredName] = {
 
 
 class StorageLimitError(Exception):
-    """There is no storage for a checkpoint; the message has the sizes and the remedy. missing_bytes: what to free."""
+    """There is no storage for a checkpoint; the message has sizes and the remedy. missing_bytes: how much to free."""
 
     def __init__(self, message: str, missing_bytes: int) -> None:
         super().__init__(f"StorageLimitError: {message}")

@@ -1,4 +1,4 @@
-"""CheckpointReads: which checkpoints the workers are reading, so that none is moved or deleted meanwhile."""
+"""CheckpointReads: tracks the checkpoints that workers are reading, so that none is moved or deleted meanwhile."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from xorl.server.identifiers import CheckpointRef
 
 
 class CheckpointReads:
-    """Lets a checkpoint be read by many or paused by one."""
+    """Lets many readers read a checkpoint at once, or one caller pause its readers."""
 
     def __init__(self) -> None:
         self._reading = Counter[CheckpointRef]()
@@ -20,9 +20,9 @@ class CheckpointReads:
 
     @asynccontextmanager
     async def reading(self, find: Callable[[], CheckpointRef | None]) -> AsyncIterator[CheckpointRef | None]:
-        """Hold this while the workers read a checkpoint. Waits while it is paused, and returns the one to read.
+        """Hold this while the workers read a checkpoint. Waits while reads of it are paused, then yields it.
 
-        find: the checkpoint to read, which may be another one after a pause; None if none is read.
+        find: returns the checkpoint to read, which may change during a pause; None if there is none.
         """
         async with self._changed:
             await self._changed.wait_for(lambda: find() not in self._paused)
@@ -39,7 +39,7 @@ class CheckpointReads:
 
     @asynccontextmanager
     async def paused(self, checkpoint: CheckpointRef) -> AsyncIterator[None]:
-        """Wait until nobody reads a checkpoint any more, and let nobody begin to."""
+        """Wait until nobody reads a checkpoint, and keep new readers out."""
         self._paused.add(checkpoint)
         try:
             async with self._changed:

@@ -128,7 +128,7 @@ def connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
     source = path.absolute().as_uri() + ("?mode=ro" if read_only else "")
     connection = sqlite3.connect(source, uri=True, isolation_level=None, check_same_thread=False, timeout=30)
     if not read_only:
-        # Of a new file: its free pages can be returned (`journal`). Before anything else is written.
+        # Lets free pages be returned (`journal`). Only has an effect on a new file, before anything else is written.
         connection.execute("PRAGMA auto_vacuum=INCREMENTAL")
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute("PRAGMA synchronous=FULL")

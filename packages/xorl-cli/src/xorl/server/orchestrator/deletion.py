@@ -1,6 +1,6 @@
-"""Deletes checkpoints. One that a model needs to be restored is kept under a hidden name until no model needs it.
+"""Deletes checkpoints. If a model needs a checkpoint for recovery, it is kept under a hidden name until no model does.
 
-Keeping renames the folder, which takes no storage: a checkpoint can be deleted even if nothing else can be written.
+Keeping a checkpoint only renames its folder, so deletion works even if the disk is full.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ async def delete_checkpoint(state: State, query: DeleteCheckpoint) -> Ok | Rejec
 async def delete(state: State, checkpoint: CheckpointRef) -> bool:
     """Delete a checkpoint and its record; False if it does not exist. The caller holds its `State.checkpoint_lock`.
 
-    Raises OSError or JournalError; the checkpoint and its record are then unchanged, or both will be gone soon.
+    Raises OSError or JournalError; then the checkpoint and its record are either unchanged, or will both be deleted
+    soon.
     """
     # Set before the first await, so that no request starts to depend on it after this check.
     state.deleting.add(checkpoint)
@@ -56,9 +57,9 @@ async def delete(state: State, checkpoint: CheckpointRef) -> bool:
 
 
 async def delete_expired(state: State, now: float, *, waits: bool = True) -> None:
-    """Delete the checkpoints that have expired at `now`, and those that were kept and that no model needs any more.
+    """Delete the checkpoints that have expired at `now`, and kept checkpoints that no model needs any more.
 
-    waits: whether to wait for requests that are saving under the name of one; otherwise those are left.
+    waits: whether to wait for requests that are saving under a checkpoint's name; otherwise it is skipped.
     """
     for record in [record for record in state.registry.checkpoints.values() if record.has_expired(now)]:
         if not waits and state.is_locked(record.checkpoint):
@@ -79,7 +80,7 @@ async def delete_expired(state: State, now: float, *, waits: bool = True) -> Non
 async def delete_kept(state: State) -> None:
     """Delete the kept checkpoints that no model needs any more."""
     if state.keeping.locked():
-        # Housekeeping calls this again; the caller may be what the holder of the lock waits for.
+        # Do not wait, since the holder of the lock may be waiting for the caller. Housekeeping calls this again.
         return
     async with state.keeping:
         for record in list(state.registry.kept.values()):
@@ -93,10 +94,10 @@ async def delete_kept(state: State) -> None:
 
 
 async def finish_keeping(state: State) -> None:
-    """At the start: rename what the orchestrator had recorded as kept when it died, but had not renamed yet."""
+    """At startup, rename checkpoints that an orchestrator recorded as kept, but did not rename before it died."""
     folder, registry = state.options.folder, state.registry
     for record in registry.kept.values():
-        # With a record, the original is a newer checkpoint of that name.
+        # If the original has a record, it is a newer checkpoint of that name.
         is_renamed = catalogue.find(folder, record.kept) is not None or checkpoint_key(record.original) in (
             registry.checkpoints
         )
@@ -106,7 +107,7 @@ async def finish_keeping(state: State) -> None:
 
 
 async def _keep(state: State, checkpoint: CheckpointRef) -> bool:
-    """Rename a checkpoint and make its dependents need the new name; clients no longer see it."""
+    """Rename a checkpoint, and point the models that depend on it to the new name; clients no longer see it."""
     folder, registry = state.options.folder, state.registry
     if not catalogue.exists(folder, checkpoint):
         return False
@@ -118,7 +119,7 @@ async def _keep(state: State, checkpoint: CheckpointRef) -> bool:
         _redirect(models, checkpoint, kept)
         try:
             gone = [] if hidden is None else [deleted(hidden)]
-            # First, since a start completes the renaming that is in the journal.
+            # Write the journal first: the next start completes a rename that is recorded there.
             await state.journal.put([*map(stored, models), stored(record), *gone])
             await asyncio.to_thread(catalogue.rename, folder, checkpoint, kept)
         except (JournalError, OSError):

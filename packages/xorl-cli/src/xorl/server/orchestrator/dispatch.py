@@ -1,4 +1,4 @@
-"""A request on its way to the workers: what they are sent, and what follows from how it ended there."""
+"""A request on its way to the workers: the message for them, and the consequences of how it ended there."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RUN_AHEAD = (ForwardBackward, OptimStep)
 class Dispatch:
     """A request with its prepared operation. workers: the name of the incarnation that runs it, or None.
 
-    resumed: if the workers have suspended it; its operation is then that of the suspension.
+    resumed: the suspension, if the workers have suspended the request; `operation` is then the suspension's.
     """
 
     ticket: Ticket
@@ -35,7 +35,7 @@ class Dispatch:
 
     @property
     def sent(self) -> Operation:
-        """What the workers get."""
+        """The operation to send to the workers."""
         return Resume() if self.resumed is not None and isinstance(self.operation, ForwardBackward) else self.operation
 
     @property
@@ -48,19 +48,19 @@ class Dispatch:
         return sum(datum.tokens.shape[0] for datum in self.operation.data)
 
     def total_seconds(self, seconds: float) -> float:
-        """The workers' time for it, with `seconds` of this turn."""
+        """The workers' time for the request, including `seconds` for this turn."""
         return seconds if self.resumed is None else self.resumed.seconds + seconds
 
     def suspended(self, seconds: float) -> Suspension:
-        """How to continue after the workers have suspended it. seconds: of this turn."""
+        """The state from which to continue after the workers have suspended it. seconds: the time of this turn."""
         assert self.workers is not None, "only workers suspend requests"
-        # The workers keep the data, which may be long.
+        # The workers keep the data, which may be large.
         light = replace(self.operation, data=[]) if isinstance(self.operation, ForwardBackward) else self.operation
         return Suspension(self.workers, light, self.num_tokens, self.total_seconds(seconds))
 
 
 def work_of(dispatches: Sequence[Dispatch]) -> Work:
-    """The message that runs or resumes requests. A pass that several share is short and is not suspended."""
+    """The message that runs or resumes requests. A pass that several requests share is short and is not suspended."""
     operations = [dispatch.operation for dispatch in dispatches]
     may_suspend = isinstance(operations[0], Sample) or (len(operations) == 1 and isinstance(operations[0], RUN_AHEAD))
     ids = [dispatch.ticket.request_id for dispatch in dispatches]
@@ -78,7 +78,7 @@ def runs_ahead(dispatch: Dispatch, result: Result) -> bool:
 
 
 def refuse_cancelled(request: OpenRequest, workers: str | None) -> None:
-    """Raise CannotRun for a cancelled request, unless these workers may have computed it: they tell how it ended."""
+    """Raise CannotRun for a cancelled request, unless these workers may have computed it: they know how it ended."""
     if request.is_cancelled and (request.ticket.lane is None or request.begun_by != workers):
         raise CannotRun(CANCELLED)
 

@@ -82,7 +82,7 @@ class Eviction:
         """Called before every save: the failure if there is no storage for another checkpoint of a kind, else None.
 
         Its size is estimated as `factor` times that of a checkpoint of the kind `like`, by default the same kind. If
-        there is too little storage, models whose sessions are finished give theirs back.
+        there is too little storage, models of finished sessions are ended to free theirs.
         """
         size = factor * model.checkpoint_bytes.get(like or kind, 0)
         full = await self._storage_problem(kind, size)
@@ -99,7 +99,7 @@ class Eviction:
         return None
 
     async def _reclaim(self, num_bytes: int, besides: ModelRecord, workers: Incarnation) -> bool:
-        """Delete what has expired, and end as many models of finished sessions as needed, the oldest first.
+        """Delete expired checkpoints, and end as many models of finished sessions as needed, least recently used first.
 
         Returns False, and ends none, if all of them together would not free enough.
         """
@@ -135,13 +135,13 @@ class Eviction:
         return checkpoint.model_id == model.model_id and is_own
 
     async def _end(self, model: ModelRecord, workers: Incarnation) -> None:
-        """End a model that has no requests, and delete what only its recovery needs. It cannot be called any more."""
+        """End a model that has no requests, and delete the files that only its recovery needs."""
         state = self._state
         if not model.exists or any(request.ticket.lane == model.lane for request in state.open.values()):
             return
         before = (model.state, model.workers, model.replaces)
         was_loaded = model.workers == workers.name
-        # Before the first await, so that no request of its client is accepted any more.
+        # Before the first await, so that no further request for the model is accepted.
         model.state, model.workers, model.replaces = "unloaded", None, model.replaces or was_loaded
         state.scheduler.close_lane(model.lane)
         try:

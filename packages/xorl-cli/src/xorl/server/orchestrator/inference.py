@@ -77,7 +77,7 @@ class Inference:
         trusted = [one.endpoint.host for one in options.endpoints]
         destinations = Destinations(options.allowed_inference_hosts, trusted)
         limits = httpx.Limits(max_connections=MAX_CONNECTIONS, max_keepalive_connections=100)
-        # A redirect would lead anywhere.
+        # A redirect could lead to any address.
         transport = DestinationTransport(destinations, limits)
         self._client = httpx.AsyncClient(transport=transport, trust_env=False, follow_redirects=False)
         read_added = msgspec.msgpack.Decoder(Added).decode

@@ -50,7 +50,7 @@ CREATE TABLE IF NOT EXISTS records(kind TEXT, name TEXT, body BLOB NOT NULL, PRI
 """
 # The most rows pruned in one transaction, since submissions wait for it.
 PRUNED_AT_ONCE = 1000
-# Free pages, of 4 KiB, that stay in the file for the next requests, and how many are returned in one transaction.
+# The number of free pages (4 KiB) to keep in the file for further requests, and to return per transaction.
 FREE_PAGES_KEPT, PAGES_AT_ONCE = 2048, 16384
 
 
@@ -123,8 +123,8 @@ class Outcome:
 
     tail: "changes" if the request changed its model and must be replayed when the model is restored; "settles" if in
     addition no accumulated gradient is left; None otherwise. cuts: "settled" deletes the lane's tail up to the last
-    request that settled, since a checkpoint now holds it; "all" deletes the whole tail. skipped: the request's
-    number, if it did not run and the later requests of its lane must not wait for it.
+    request that settled, since a checkpoint now holds it; "all" deletes the whole tail. skipped: the request's number,
+    if the request did not run and later requests of its lane must not wait for it.
     """
 
     request_id: str
@@ -203,7 +203,7 @@ class Journal:
         await self._commit.write(lambda connection: _execute_many(connection, statement, rows))
 
     async def settle(self, lane: str, records: Iterable[Record], cuts: Literal["settled", "all"] = "settled") -> None:
-        """Write records, and cut a lane's tail as in `Outcome`: a checkpoint holds its model, or the model ended."""
+        """Write records, and cut a lane's tail as in `Outcome`, after its model was saved or ended."""
         kept = list(records)
         await self._commit.write(lambda connection: (_cut_tail(connection, lane, cuts), _put(connection, kept)))
 
@@ -391,7 +391,7 @@ def _shrink(connection: sqlite3.Connection) -> None:
     """Return free pages at the end of the file to the system, a bounded number at a time, and keep some."""
     (num_free,) = connection.execute("PRAGMA freelist_count").fetchone()
     for _ in range(min(num_free - FREE_PAGES_KEPT, PAGES_AT_ONCE)):
-        # The sqlite3 module steps it once, which returns one page whatever the argument.
+        # The sqlite3 module only steps this statement once, which returns one page regardless of the argument.
         connection.execute("PRAGMA incremental_vacuum(1)")
 
 

@@ -21,7 +21,7 @@ class Ticket:
         cost: the workers' time that it takes, in any common unit.
         arrival: a number that increases from request to request.
         size: bytes of its body.
-        source: where it came from, as in Submit; "" for internal requests and after a restart.
+        source: the client's address and program, as in Submit; "" for internal requests and after a restart.
     """
 
     request_id: str
@@ -139,7 +139,7 @@ class Lane:
         return self.gap_ahead()
 
     def gap_ahead(self) -> SequenceGap | None:
-        """The first gap, also if requests before it are running or can run."""
+        """The first gap, even if requests before it are running or can run."""
         missing = self._next
         while not self.admits(missing):
             missing += 1

@@ -17,13 +17,14 @@ from xorl.server.operations import Endpoint
 class OrchestratorOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The service's settings and the addresses of the other processes. Times are in seconds.
 
-    api_address: on which it listens for the API. worker_address: on which rank 0 listens; keys: a file of ChannelKeys,
-    needed if rank 0 is reached over the network. workers_file: in which a restarted rank 0 publishes its address, if
-    that can change. restarts_file: what the launcher writes about restarts (`restarts`). model_name: the name that
-    clients use; they may also use model_path and tokenizer_path. tokenizer: a name or folder. tokenizer_path: as
-    configured, if it is not the model's own. lora_rank, lora_alpha: defaults for adapters; None if full weights are
-    trained. tokens_per_row: of a micro-batch on each rank. max_client_share: of max_queued and of max_queued_bytes.
-    gap_timeout_s: how long requests wait for a missing number before they fail; clients retry for 300 s.
+    api_address: the address where the orchestrator listens for the API. worker_address: the address where rank 0
+    listens; keys: a file of ChannelKeys, needed if rank 0 is reached over the network. workers_file: the file in which
+    a restarted rank 0 publishes its address, if that can change. restarts_file: the launcher's file about restarts
+    (`restarts`). model_name: the name that clients use; they may also use model_path and tokenizer_path. tokenizer: a
+    name or folder. tokenizer_path: as configured, if it is not the model's own. lora_rank, lora_alpha: defaults for
+    adapters; None if full weights are trained. tokens_per_row: the tokens of a micro-batch on each rank.
+    max_client_share: a client's share of max_queued and max_queued_bytes. gap_timeout_s: how long requests wait for a
+    missing number before they fail; clients retry for 300 s.
     """
 
     api_address: str
@@ -65,7 +66,7 @@ class OrchestratorOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
 
     @property
     def tokenizer_name(self) -> str:
-        """The base's name for clients that load the tokenizer by it: model_name, unless the tokenizer is elsewhere."""
+        """The base's name, by which clients load the tokenizer: model_name, unless the tokenizer is elsewhere."""
         return self.model_name if self.tokenizer_path is None else self.tokenizer
 
     @property
@@ -101,7 +102,7 @@ def options_from_config(
         model_name=config.model_name or path,
         model_path=config.model_path or path,
         tokenizer=_absolute(config.tokenizer_path or path),
-        # By default it is the model's own path, which model_name stands for.
+        # By default, the tokenizer is at the model's own path, for which model_name stands.
         tokenizer_path=None if config.tokenizer_path == path else config.tokenizer_path,
         arch=str(model_config.get("model_type", "")),
         vocab_size=vocab_size if isinstance(vocab_size, int) else 0,

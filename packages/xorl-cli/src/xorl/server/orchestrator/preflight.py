@@ -73,11 +73,11 @@ class Preflight:
     async def prepare(
         self, ticket: Ticket, operation: Operation, workers: Incarnation, until_settled: AsyncExitStack
     ) -> Operation:
-        """Prepare an operation and return it in the form that the workers get.
+        """Prepare an operation and return it in the form that is sent to the workers.
 
-        until_settled: keeps the checkpoint that the operation reads in place.
-        Raises CannotRun if it cannot run, CheckpointInUse if it would overwrite a checkpoint of other models, and
-        BaseInUse if it has to wait for the base.
+        until_settled: keeps the checkpoint that the operation reads in place. Raises CannotRun if it cannot run,
+        CheckpointInUse if it would overwrite a checkpoint of other models, and BaseInUse if it has to wait for the
+        base.
         """
         if isinstance(operation, Sample):
             return self.resolve_sampler(operation)
@@ -98,7 +98,7 @@ class Preflight:
         if checkpoint is not None:
             await self._check_storage(model, checkpoint, operation, workers)
         if isinstance(operation, CreateModel) and operation.checkpoint is not None:
-            # It may have been renamed since the request was submitted.
+            # The checkpoint may have been renamed since the request was submitted.
             reading = self._state.reads.reading(lambda: model.create.checkpoint)
             operation = replace(operation, checkpoint=await until_settled.enter_async_context(reading))
         elif isinstance(operation, LoadWeights):

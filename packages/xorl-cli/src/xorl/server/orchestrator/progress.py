@@ -1,4 +1,4 @@
-"""How the training of each model goes, for the status. Kept in memory only: a restart forgets it."""
+"""Training progress of each model, for the status. Kept in memory only, so it is lost on a restart."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from xorl.server.messages import Operation, Result
 from xorl.server.operations import AbortGradients, ForwardBackward, LossResult, OptimResult, OptimStep
 
-# As many points as a small chart can show.
+# A small chart can show this many points.
 NUM_LOSSES = 100
 # The loss's metric that counts trained tokens; its definition in xorl.core.loss.metrics would import torch.
 _NUM_TRAINED = "valid_tokens:sum"
@@ -19,7 +19,7 @@ _NUM_TRAINED = "valid_tokens:sum"
 
 @dataclass
 class Progress:
-    """The last steps of a model, as in ModelStatus. sum_loss, num_trained: of the passes since the last step."""
+    """The last steps of a model, as in ModelStatus. sum_loss, num_trained: totals of the passes since the last step."""
 
     losses: deque[float | None] = field(default_factory=lambda: deque(maxlen=NUM_LOSSES))
     last_step: float | None = None
@@ -57,10 +57,10 @@ class ProgressLog:
             progress.sum_loss = progress.num_trained = 0.0
 
     def keep(self, lanes: Container[str]) -> None:
-        """Forget all models but those of these lanes."""
+        """Forget all models except those of these lanes."""
         self._by_lane = {lane: progress for lane, progress in self._by_lane.items() if lane in lanes}
 
 
 def _shown(value: float) -> float | None:
-    """A value with as many digits as anyone reads; None if it is not finite."""
+    """A value rounded for display; None if it is not finite."""
     return float(f"{value:.6g}") if math.isfinite(value) else None

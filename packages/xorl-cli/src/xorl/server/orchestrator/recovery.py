@@ -81,7 +81,7 @@ def _creation(model: ModelRecord) -> CreateModel:
 
 
 def _loaded(model: ModelRecord, number: int) -> CheckpointRef | None:
-    """The checkpoint that a request of the tail loads, by its name of today."""
+    """The checkpoint that a request of the tail loads, by its current name."""
     return model.loads.get(number)
 
 
@@ -104,7 +104,7 @@ async def _run(workers: Incarnation, operation: Operation) -> Result:
         (result,) = (await workers.run(Work([name], [operation], may_suspend=True))).results
         if not isinstance(result, Suspended):
             return result
-        # The work that waited has come first.
+        # Work that was waiting has run first.
         operation = Resume()
 
 

@@ -97,7 +97,7 @@ class ModelRecord(msgspec.Struct):
         return self.create.checkpoint if self.boundary is None else self.boundary
 
     def redirect(self, old: CheckpointRef, new: CheckpointRef) -> None:
-        """Restore it from `new` wherever it would have been restored from `old`, which was renamed."""
+        """Use `new` wherever the model would have been restored from `old`, which was renamed."""
         if self.boundary == old:
             self.boundary = new
         if self.create.checkpoint == old:
@@ -142,7 +142,7 @@ class CheckpointRecord(msgspec.Struct):
 
 
 class KeptRecord(msgspec.Struct):
-    """A checkpoint that a client deleted while models needed it: kept under the hidden name `kept` until none does."""
+    """A checkpoint deleted while models needed it: kept under the hidden name `kept` until no model needs it."""
 
     kept: CheckpointRef
     original: CheckpointRef
@@ -179,7 +179,7 @@ class Registry:
         return max(model.last_active, session.last_active if session is not None else 0.0)
 
     def is_finished(self, model: ModelRecord) -> bool:
-        """Whether a model's client has ended its session; it may have used the model since."""
+        """Whether a model's client has finished its session. The client may have used the model since."""
         session = self.sessions.get(model.session_id or "")
         return session is not None and session.is_finished
 
@@ -189,7 +189,7 @@ class Registry:
         return session is not None and session.is_finished and session.last_active >= model.last_active
 
     def has_expired(self, checkpoint: CheckpointRef, now: float) -> bool:
-        """Whether a checkpoint has a record that says that it has expired."""
+        """Whether a checkpoint has expired according to its record, if it has one."""
         record = self.checkpoints.get(checkpoint_key(checkpoint))
         return record is not None and record.has_expired(now)
 

@@ -92,7 +92,7 @@ class Runner:
                 task.add_done_callback(self._on_run_done)
 
     def _max_pass_cost(self) -> float:
-        """The cost of a pass that several requests share: a micro-batch on each rank, as it is not suspended."""
+        """The maximum cost of a shared pass: one micro-batch on each rank, as it is never suspended."""
         health = self._state.workers.health
         num_ranks = 1 if health is None else health.world_size
         return float(BYTES_PER_TOKEN * self._state.options.tokens_per_row * num_ranks)
@@ -188,12 +188,12 @@ class Runner:
         await self._retry(dispatch, failure, "no model needs the overwritten checkpoint any more")
 
     async def _wait_for_base(self, dispatch: Dispatch, owner: ModelRecord) -> None:
-        """Wait until the model that uses the base may make way, then retry a request of another one."""
+        """Wait until the base can be taken from the model that uses it, then retry a request of another model."""
         failure = await wait_for_base(self._state, dispatch.request, owner)
         await self._retry(dispatch, failure, "the base may be free")
 
     async def _retry(self, dispatch: Dispatch, failure: Failure | None, reason: str) -> None:
-        """Queue a request that was put off again, or end it with a failure."""
+        """Requeue a postponed request, or end it with a failure."""
         if failure is None:
             await self._requeue([dispatch.ticket], reason)
             self._state.wake.set()
@@ -231,7 +231,7 @@ class Runner:
     ) -> list[Dispatch]:
         """Prepare the requests of a group; returns those to send to the workers and ends the others.
 
-        until_settled: receives the locks on the checkpoints that the requests write, and their reads.
+        until_settled: receives the locks on checkpoints that the requests write, and the reads of those that they read.
         """
         state, dispatches = self._state, []
         for ticket in group:
@@ -326,7 +326,7 @@ class Runner:
             logger.error("event=journal_failed why=%r", str(write.exception()))
 
     async def _settle_turn(self, dispatches: Sequence[Dispatch], results: Sequence[Result], seconds: float) -> None:
-        """End the requests of a turn of the workers, and queue those again that the workers have suspended."""
+        """End the requests of one turn of the workers; requeue those that the workers have suspended."""
         state, share_s = self._state, seconds / len(dispatches)
         pairs = list(zip(dispatches, results, strict=True))
         for dispatch, result in pairs:

@@ -42,7 +42,7 @@ class Scheduler:
         self._clients: dict[str, _Client] = {}
         self._arrivals: list[int] = []  # of all queued requests, sorted
         self._alone: set[str] = set()
-        self._left: dict[str, float] = {}  # of queued requests that were suspended: the share of their cost
+        self._left: dict[str, float] = {}  # the remaining share of the cost of suspended requests in the queue
         self._num_queued: Counter[str] = Counter()  # by client
         self._bytes_queued: Counter[str] = Counter()
         self._floor = 0.0
@@ -100,7 +100,7 @@ class Scheduler:
     def take(self, max_pass_cost: float = math.inf) -> list[Ticket]:
         """Start the next requests: one, or several of one group and of different models; [] if none can run.
 
-        max_pass_cost: of several requests of models that share a pass.
+        max_pass_cost: the maximum cost of several requests together that share a pass.
         """
         turns = self._turns()
         if not turns:
@@ -180,7 +180,7 @@ class Scheduler:
         return {name: gap for name, gap in found.items() if gap is not None}
 
     def gaps_behind(self, source: str) -> dict[str, SequenceGap]:
-        """The first gap of each lane if the request behind it is from this source, even if earlier ones can run."""
+        """The first gap of each lane whose next request is from this source, even if earlier requests can run."""
         found = {name: lane.gap_ahead() for name, lane in self._lanes.items()}
         return {name: gap for name, gap in found.items() if gap is not None and gap.waiting[0].source == source}
 

@@ -36,9 +36,9 @@ async def list_served_models(state: State, query: ListServedModels) -> ServedMod
 
 
 async def find_served_model(state: State, admission: Admission, query: FindServedModel) -> ServedModel | Rejected:
-    """The model of a name: the base's, a checkpoint's URI, a model's id, or the name of a sampler checkpoint.
+    """Find the model for a name: the base's, a checkpoint's URI, a model's id, or the name of a sampler checkpoint.
 
-    The id of a model stands for its current weights, and once the model has ended, for those that it saved last.
+    The id of a model stands for its current weights or, once the model has ended, for those that it saved last.
     """
     name, options = query.name, state.options
     model = state.registry.models.get(name)
@@ -69,7 +69,7 @@ def _is_created(model: ModelRecord) -> bool:
 
 
 def _saved(state: State, model: ModelRecord) -> ServedModel:
-    """A model with the weights that it saved last, if any."""
+    """The model with the weights that it saved last, if any."""
     newest = _newest(state, model.model_id)
     if newest is None:
         return ServedModel(model.model_id, model.created, None)
@@ -77,7 +77,7 @@ def _saved(state: State, model: ModelRecord) -> ServedModel:
 
 
 async def _current(state: State, admission: Admission, model: ModelRecord) -> ServedModel | Rejected:
-    """A model with its current weights, which are saved first unless a checkpoint holds them."""
+    """The model with its current weights, which are saved first unless a checkpoint holds them."""
     version, boundary = weights_version(model), model.boundary
     saved = [r for r in _usable(state) if r.checkpoint.model_id == model.model_id and r.version == version]
     if saved:
@@ -85,7 +85,7 @@ async def _current(state: State, admission: Admission, model: ModelRecord) -> Se
         return ServedModel(model.model_id, newest.created, CheckpointSampler(newest.checkpoint))
     is_released = model.state == "released" and boundary is not None and not state.is_unavailable(boundary)
     if boundary is not None and is_released and not state.journal.num_settled(model.lane):
-        # Saving it would restore it first, and take the base from another model if it has full weights.
+        # Saving would first restore the model and, with full weights, take the base from another model.
         return ServedModel(model.model_id, model.last_active, CheckpointSampler(boundary))
     saving = state.serving.get(model.lane)
     if saving is None:

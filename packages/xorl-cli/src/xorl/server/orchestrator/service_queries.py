@@ -1,4 +1,4 @@
-"""Answers queries about the service, its sessions, models and samplers; `status` has those about the status."""
+"""Answers queries about the service, its sessions, models and samplers; `status` answers those about the status."""
 
 from __future__ import annotations
 

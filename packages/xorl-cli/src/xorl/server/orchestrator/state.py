@@ -42,13 +42,13 @@ RETRY_WRITE_S = 1.0
 
 @dataclass(frozen=True)
 class Suspension:
-    """A request that the workers have begun and suspended, to run others.
+    """A request that the workers have begun, and suspended to run others.
 
     Attributes:
         workers: the incarnation that holds what has been computed.
-        operation: the prepared operation; of a pass without its data.
-        num_tokens: of a pass.
-        seconds: the workers' time so far.
+        operation: the prepared operation; for a pass, without its data.
+        num_tokens: the number of tokens of a pass.
+        seconds: the workers' time for it so far.
     """
 
     workers: str
@@ -65,11 +65,12 @@ class OpenRequest:
         kind: the class name of its operation, or the kind of an internal request.
         attempts, begun_by: as in `journal.Unfinished`.
         running_since: when it was sent to the workers or to an endpoint; None while it waits.
-        needs_workers: no endpoint can run it.
+        needs_workers: whether no endpoint can run it.
         endpoint_task: the task in which an endpoint runs it, if one does.
-        is_cancelled: the client has cancelled it.
+        is_cancelled: whether the client has cancelled it.
         suspended: set while it waits to be resumed.
-        waits_for: why it was put off, if it was: it is neither queued nor running. waiting_since: when it first was.
+        waits_for: why it is postponed, if it is: it is then neither queued nor running. waiting_since: when it was
+            first postponed.
         waiters: futures of the polls that wait for its end.
     """
 
@@ -99,7 +100,7 @@ class Counters:
         self.totals: Counter[str] = Counter()
         self.errors: deque[ErrorSeen] = deque(maxlen=NUM_ERRORS_SHOWN)
         self._tokens: deque[tuple[float, int]] = deque()
-        self._intervals: Counter[int] = Counter()  # tokens by the number of the interval
+        self._intervals: Counter[int] = Counter()  # tokens, keyed by the interval's number
 
     def count(self, name: str, amount: float = 1, **labels: str) -> None:
         """Add to a counter."""
@@ -119,7 +120,7 @@ class Counters:
         return sum(count for _, count in self._tokens) / RATE_WINDOW_S
 
     def token_rates(self) -> list[float]:
-        """Tokens per second in each of the last intervals that are over, the oldest first."""
+        """Tokens per second in each of the last complete intervals, the oldest first."""
         self._forget()
         now = int(time.monotonic() / RATE_INTERVAL_S)
         return [self._intervals[number] / RATE_INTERVAL_S for number in range(now - NUM_INTERVALS, now)]
@@ -141,11 +142,11 @@ class State:
         wake: set when there may be requests to start.
         retrieved: ids of results that were fetched since the journal last recorded them.
         storage_problem: why the journal cannot be written at the moment, for example a full disk; shown to pollers.
-        progress: how the training of each model goes.
+        progress: the training progress of each model.
         deleting: checkpoints that are being deleted; no request may start from them.
         reads: the checkpoints that the workers are reading.
-        serving: by lane, the running save of a model's current weights, to sample from them by the model's id.
-        keeping: held while deleted checkpoints are renamed, or removed at last.
+        serving: by lane, the running save of a model's current weights for sampling by the model's id.
+        keeping: lock held while deleted checkpoints are renamed, or finally removed.
     """
 
     options: OrchestratorOptions
@@ -198,7 +199,7 @@ class State:
                     waiter.set_result(None)
 
     async def cancel_queued(self, ticket: Ticket) -> None:
-        """End a request that was dropped from the scheduler. Its number is skipped, also after a restart."""
+        """End a request that was dropped from the scheduler. Its number is skipped, even after a restart."""
         await self.fail([ticket], CANCELLED, skips_numbers=True)
 
     async def fail(self, tickets: Sequence[Ticket], failure: Failure, *, skips_numbers: bool = False) -> None:

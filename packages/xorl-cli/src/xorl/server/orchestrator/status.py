@@ -1,4 +1,4 @@
-"""Answers queries about the status: what runs, of whom, how far the models are, and what it takes."""
+"""Answers queries about the status: running calls, clients, training progress and resources."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ async def get_storage(state: State, query: GetStorage) -> Storage | Rejected:
 
 
 def _running_calls(state: State) -> list[RunningCall]:
-    """The requests that run, those of one kind and client together, the oldest first."""
+    """The running requests, grouped by kind and client, the oldest first."""
     found: dict[tuple[str, str | None, str], RunningCall] = {}
     running = [request for request in state.open.values() if request.running_since is not None]
     for request in sorted(running, key=lambda request: request.running_since or 0.0):
@@ -94,7 +94,7 @@ def _waiting_calls(state: State) -> list[WaitingCall]:
 
 
 def _processes(state: State) -> list[ProcessStatus]:
-    """The processes and their restarts. Workers that the launcher has not started are counted by their connections."""
+    """The processes and their restarts. Restarts of workers not started by the launcher are counted by connection."""
     file, workers = state.options.restarts_file, state.workers
     found = read_restarts(None if file is None else Path(file))
     if all(one.name != "workers" for one in found):

@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 # Measuring reads the size of every file, which takes seconds for many checkpoints on a network file system.
 MAX_AGE_S = 5.0
-# How long the status waits for a measurement.
+# How long the status waits for a storage measurement.
 STATUS_WAIT_S = 0.5
 
 

@@ -1,7 +1,7 @@
 """Retention of weights that clients save for sampling without a name, as reinforcement learning does at every step.
 
-They are ordinary sampler checkpoints under names of the service's own, hidden from clients, with an expiry that each
-use postpones. `deletion.delete_expired` deletes them.
+They are ordinary sampler checkpoints under reserved names, hidden from clients, with an expiry that each use postpones.
+`deletion.delete_expired` deletes them.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def note_use(registry: Registry, checkpoint: CheckpointRef, now: float) -> None:
 
 
 def expire_with_model(registry: Registry, model_id: str, now: float, initial_at: float | None = None) -> list[Record]:
-    """Expire the weights that no client named when their model ends; returns the records to write.
+    """Expire a model's weights that no client named, when the model ends; returns the records to write.
 
-    Those are its unnamed weights and, at `initial_at` (by default now), the initial checkpoint that the service saved,
-    unless its client has set when it expires.
+    These are its unnamed weights and, at `initial_at` (by default now), the initial checkpoint that the service saved,
+    unless its client has set an expiry for it.
     """
     records = expire_excess(registry, model_id, now, num_kept=0)
     initial = registry.checkpoints.get(checkpoint_key(CheckpointRef(model_id, "weights", INITIAL_NAME)))

@@ -1,4 +1,4 @@
-"""Finds the numbers of refused requests that could not be read, so that later requests do not wait for them."""
+"""Infers the numbers of refused requests that could not be read, so that later requests do not wait for them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class UnreadableRequests:
         self._times: dict[str, list[float]] = {}
 
     def note(self, source: str) -> None:
-        """Remember that a request of this source was refused now."""
+        """Remember that a request of this source has just been refused."""
         self._times.setdefault(source, []).append(time.monotonic())
 
     def missing_numbers(self, source: str) -> tuple[str, Sequence[int]]:
-        """The lane and the numbers that this source's unreadable requests must have had, which are then forgotten.
+        """Infer the lane and numbers of this source's unreadable requests, which are then forgotten.
 
-        There are none ("", ()) as long as more than one lane of the source waits for numbers, or one for more numbers
-        than there were unreadable requests: a missing one may then still arrive.
+        Returns ("", ()) unless exactly one lane of the source waits for numbers, and for no more numbers than there
+        were unreadable requests: otherwise, a missing number may still arrive.
         """
         since = time.monotonic() - self._max_age_s
         recent = {name: [when for when in times if when > since] for name, times in self._times.items()}

@@ -43,7 +43,7 @@ async def poll(state: State, query: Poll) -> Pending | Finished | Unknown:
 
 
 async def cancel(state: State, query: Cancel) -> CancelOutcome | Unknown:
-    """Cancel a request that has not begun, a sample or a pass. Returns what became of it, once that is known."""
+    """Cancel a request that has not begun, a sample or a pass. Returns the outcome once it is known."""
     request_id, request = query.request_id, state.open.get(query.request_id)
     if request is None:
         stored = state.journal.find(request_id)

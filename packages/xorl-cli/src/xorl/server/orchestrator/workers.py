@@ -37,8 +37,8 @@ class Workers:
     find: returns the address and keys of the newest workers, if known; called while the workers are absent.
     timeout_s: how long the workers may be absent before waiting requests fail.
 
-    num_restarts, last_restart: how often, and when, other workers took the place of the first ones. ready_at: when the
-    last ones became ready.
+    num_restarts, last_restart: how often, and when last, new workers replaced the previous ones. ready_at: when the
+    current workers became ready.
 
     An incarnation is one start of the workers, with everything in their memory. They remember the results of their
     last successful operations, so work that is sent again is not run again.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 # Lower temperatures count as 0: dividing fp32 logits by them gives infinities, whose differences are NaN.
 MIN_TEMPERATURE = 1e-6
-# Rows of fp64 weights of a large vocabulary take a megabyte each.
+# With a large vocabulary, each row of fp64 weights takes a megabyte.
 _ROWS_AT_ONCE = 64
 
 
@@ -89,8 +89,8 @@ def _draw_among_likely(logprobs: Tensor, rules: Sequence[DrawRule]) -> Tensor:
 def draw_alternatives(logits: Tensor, temperature: float, seed: int, first: int, num_draws: int) -> Tensor:
     """Draw tokens [R, num_draws] int64, with replacement, from each row of logits [R, V] fp32.
 
-    first: the position of the first row. The random numbers depend on the seed and the position, and are others than
-    those of `uniform_number`.
+    first: the position of the first row. The random numbers depend on the seed and the position, and differ from those
+    of `uniform_number`.
     """
     if temperature < MIN_TEMPERATURE:
         return logits.argmax(dim=-1, keepdim=True).expand(-1, num_draws)

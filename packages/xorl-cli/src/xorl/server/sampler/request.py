@@ -44,9 +44,10 @@ class GenerationRequest:
         adapter: the name of an adapter in the bank; None: the base without an adapter.
         prompt_logprobs: whether to return the log-probabilities of the prompt's tokens.
         top_prompt_logprobs, top_sample_logprobs: how many of the most likely tokens to return at each position.
-        num_prompt_scored: return these two only of the prompt's last tokens; None: of all but the first.
-        prompt_draws: how many tokens to draw, with replacement and at the temperature, in place of each of the prompt's
-            tokens but the first.
+        num_prompt_scored: return prompt_logprobs and top_prompt_logprobs only for this many of the prompt's last
+            tokens; None: for all but the first.
+        prompt_draws: how many alternatives to draw, with replacement and at the temperature, for each of the prompt's
+            tokens except the first.
         target_tokens: [P - 1, K] int64 or None: tokens to score at the prompt's positions 1, 2, ...; -1 scores none.
         prompt_routes, sample_routes: whether to return the experts of the tokens that predict the prompt, and of those
             that predict a sample.
@@ -113,7 +114,7 @@ class GenerationRequest:
 
     @property
     def first_scored(self) -> int | None:
-        """The first of the prompt's tokens whose hidden state is needed, to score the next one; None if none is."""
+        """The first prompt token whose hidden state is needed to score the next one; None if there is none."""
         if self.target_tokens is not None or self.prompt_draws:
             return 0
         return self.first_reported - 1 if self.prompt_logprobs or self.top_prompt_logprobs else None
@@ -180,9 +181,9 @@ class GenerationResult:
         request_id: the id that `submit` returned.
         samples: in the order of their seeds; empty if max_tokens is 0.
         prompt_logprobs: [P] fp32, NaN where nothing was scored: at least at the first token, which nothing predicts.
-        top_prompt_logprobs: at P - 1 positions, those of the tokens 1, 2, ...
+        top_prompt_logprobs: at P - 1 positions, for the tokens 1, 2, ...
         target_logprobs: [P - 1, K] fp32, NaN where nothing was scored.
-        prompt_draws: drawn tokens at P - 1 positions, with their log-probabilities at temperature 1.
+        prompt_draws: drawn alternatives at P - 1 positions, with their log-probabilities at temperature 1.
         num_cached_tokens: how many of the prompt's tokens the first sample found in the cache.
         prompt_routes: [P - 1, ..] int16, of the prompt's tokens without its last, if requested.
     """

@@ -136,11 +136,11 @@ class Sampler:
         return request_id
 
     def is_pending(self, request_id: int) -> bool:
-        """Whether a request has neither a result nor been cancelled."""
+        """Whether a request has no result yet and was not cancelled."""
         return request_id in self._pending
 
     def done(self, request_id: int) -> float:
-        """The share of a request's tokens that are sampled; 1 if it is not pending, or if another rank samples it."""
+        """The share of a request's tokens already sampled; 1 if it is not pending, or if another rank samples it."""
         continuations = self._pending.get(request_id)
         if not continuations:
             return 1.0

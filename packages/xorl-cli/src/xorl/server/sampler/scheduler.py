@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from xorl.server.sampler.blocks import BlockPool, block_keys, next_key
 from xorl.server.sampler.request import GenerationRequest
 
-# How many continuations of a request may run in any case, however many others wait; the usual number of samples.
+# How many continuations of a request may run however many others wait: a usual number of samples.
 MIN_SHARE = 16
 
 
@@ -26,7 +26,8 @@ class Continuation:
     index: int
     request: GenerationRequest
     tokens: list[int]
-    # Scores need hidden states, which the cache does not hold: of the prompt's tokens from this one on (None: of none).
+    # Hidden states are needed for the prompt's tokens from this one on (None: for none), since the cache does not hold
+    # them.
     first_scored: int | None
     blocks: list[int] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)
@@ -85,10 +86,10 @@ class SampleScheduler:
     """The queues of waiting continuations, one for each request, and the list of running ones.
 
     Each pass first takes the running continuations, each with its tokens that are not computed yet. Then it admits
-    waiting ones in order, but those of requests that have their share of `max_running` after all others. The shares are
-    equal, and at least MIN_SHARE. If blocks run out, a continuation of the request that runs most is preempted, the one
-    admitted last: its blocks are released, and it moves to the front of its queue and later recomputes its tokens. The
-    same happens to requests that run more than their share when others, which run less, have no room.
+    waiting continuations in order, but last those of requests that already run their share of `max_running`. Shares are
+    equal, and at least MIN_SHARE. If blocks run out, the request that runs the most continuations loses the one
+    admitted last: its blocks are released, and it moves to the front of its queue and later recomputes its tokens.
+    Requests that run more than their share are preempted in the same way when others below their share have no room.
 
     Args:
         pool: the blocks.
@@ -150,7 +151,7 @@ class SampleScheduler:
         return spans
 
     def add(self, continuations: Sequence[Continuation]) -> None:
-        """Queue new continuations behind the others of their requests."""
+        """Queue new continuations behind other continuations of the same request."""
         for continuation in continuations:
             self._waiting.setdefault(continuation.request_id, deque()).append(continuation)
 
@@ -187,12 +188,12 @@ class SampleScheduler:
         return next(below, next(iter(self._waiting)))
 
     def _largest(self, candidates: Sequence[Continuation]) -> Continuation:
-        """Of the request that runs most, the continuation that was admitted last."""
+        """The last admitted continuation of the request that runs the most."""
         num_running = self._num_running()
         return max(reversed(candidates), key=lambda one: num_running[one.request_id])
 
     def _make_room(self) -> None:
-        """Preempt continuations of requests that run more than their share, if others, below theirs, have no room."""
+        """Preempt continuations of requests above their share, if requests below their share have no room."""
         if not self._waiting or not self.running:
             return
         share, num_running = self._share(), self._num_running()

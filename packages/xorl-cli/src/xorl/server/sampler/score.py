@@ -45,7 +45,7 @@ class PromptScores:
         request, num_rows = self._request, len(logits)
         logprobs = logits.log_softmax(dim=-1)
         rows = slice(first, first + num_rows)
-        # Row i is of token i + 1.
+        # Row i belongs to token i + 1.
         skipped = min(max(request.first_reported - 1 - first, 0), num_rows)
         reported = slice(first + skipped, first + num_rows)
         following = torch.tensor(request.prompt[first + 1 : first + 1 + num_rows], device=logits.device)

@@ -58,7 +58,7 @@ def run(config: ServerConfig, address: str, keys: ChannelKeys | None, signs: Pat
         server = BlockingServer(address, Work | Cancel, keys=keys, intercept=cancelled.intercept)
         publish(config, server.address)
     match_sglang_nccl()
-    if num_hosts() == 1:  # otherwise NCCL chooses an interface that reaches other hosts anyway
+    if num_hosts() == 1:  # on several hosts, NCCL chooses an interface that reaches other hosts anyway
         let_nccl_reach(endpoint.host for endpoint in config.inference_endpoints)
     peers = meet(global_rank(), world_size()) if is_launched() else None
     if watchdog is not None:
@@ -146,7 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         if global_rank() != 0:
             # Usually all ranks fail with the same error. Rank 0 then reports it and exits, and its launcher ends the
-            # others before they report it again.
+            # other ranks before they report it, too.
             time.sleep(ERROR_DELAY_S)
         sys.stderr.write(f"error: {in_server_terms(str(error))}\n")
         return BAD_INPUT

@@ -56,7 +56,7 @@ class AdapterRows:
         self._engine = engine
 
     def rows_per_block(self, *, forward_only: bool) -> int:
-        """Adapters add up their gradients on each rank, whatever the ranks do in between."""
+        """One: adapters accumulate gradients on each rank, so ranks may do other work between any two rows."""
         del forward_only
         return 1
 

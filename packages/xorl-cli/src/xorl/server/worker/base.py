@@ -51,7 +51,7 @@ class Base:
         identity: the origin of the base weights (name, checkpoint, seed). An adapter is valid only over the base that
             it was trained on; adapter checkpoints record this and loading compares it.
         fill: resets the base's parameters to their initial values; collective.
-        position: where this rank is, for the watchdog. Long operations move it as they advance.
+        position: this rank's progress, for the watchdog. Long operations move it as they advance.
     """
 
     config: ServerConfig

@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 
 # The maximum number of sources. Each takes this rank's part of the model in host memory once the model has changed.
 NUM_SOURCES = 2
-# Rows whose gradients are reduced over the ranks together. More would let a pass keep others waiting for longer, fewer
-# would reduce more often; a call of at most this many rows on a rank is reduced once.
+# The number of rows of a rank after which gradients are reduced. More would make other work wait longer; fewer would
+# reduce more often. A call with at most this many rows on each rank is reduced once.
 ROWS_PER_REDUCTION = 16
 
 
@@ -38,7 +38,7 @@ class WholeRows:
         self._engine = engine
 
     def rows_per_block(self, *, forward_only: bool) -> int:
-        """Gradients are reduced over the ranks at the end of each block, whether or not other work follows."""
+        """More than one for gradients, which are reduced at the end of each block whether or not other work waits."""
         return 1 if forward_only else ROWS_PER_REDUCTION
 
     @contextmanager

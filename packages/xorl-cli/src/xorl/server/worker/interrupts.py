@@ -1,4 +1,4 @@
-"""What may end or suspend the work of the ranks before it is finished: cancellations, and other work that waits."""
+"""Reasons to end or suspend the ranks' work before it is finished: cancellations, and other work that waits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MIN_SLICE_S = 0.1
 
 @dataclass(frozen=True)
 class Interrupts:
-    """Rank 0's view; other ranks have none and follow its decisions.
+    """Rank 0's view. Other ranks have none, and follow rank 0's decisions.
 
     cancelled: ids of cancelled operations; may grow during the work. others_wait: whether other work has arrived.
     """
@@ -23,7 +23,7 @@ class Interrupts:
     others_wait: Callable[[], bool] = lambda: False
 
     def pauses(self, work: Work) -> Callable[[], bool]:
-        """Whether `work`, which begins now, should give way to other work."""
+        """Returns a function that tells whether `work`, which begins now, should give way to other work."""
         pause_from = time.monotonic() + MIN_SLICE_S
         return lambda: work.may_suspend and time.monotonic() > pause_from and self.others_wait()
 

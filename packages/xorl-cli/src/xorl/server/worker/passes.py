@@ -46,9 +46,10 @@ class RowEngine(Protocol):
         ...
 
     def gradients_kept(self, model_ids: Sequence[str]) -> AbstractContextManager[dict[str, Tensor]]:
-        """A context for `forward_backward` of these models; restores the gradients if it raises, then on all ranks.
+        """A context for `forward_backward` of these models, which restores their gradients if its body raises.
 
-        Yields the copies on the device of what it would restore; the caller may move them to host memory.
+        If the body raises, it must do so on all ranks. Yields the copies on the device that would be restored; the
+        caller may move them to host memory.
         """
         ...
 
@@ -89,7 +90,7 @@ class PassCancelled(Exception):
 
 
 def always_continue() -> Verdict:
-    """Neither pause nor cancel."""
+    """Never pause or cancel."""
     return Verdict.CONTINUE
 
 
@@ -107,16 +108,16 @@ class PassRunner:
     routed: RoutedLayers | None
 
     def begin(self, calls: Sequence[PassCall]) -> Pass:
-        """A pass of which nothing has been computed; collective. If it fails on any rank, it fails on all."""
+        """Returns a pass of which nothing has been computed; collective. If this fails on any rank, it fails on all."""
         return Pass(self, calls)
 
 
 class Pass:
     """Calls that are computed block by block (`RowEngine.rows_per_block`); between blocks, ranks may do other work.
 
-    The rows, their order and the values do not depend on where it pauses. Until it is finished, the gradients from
-    before it are kept, and they are restored if it fails or is cancelled. `results` and `routers` are complete once it
-    is finished: metrics and sums are the same on every rank; only rank 0 has the values per token.
+    The rows, their order and the values do not depend on where the pass pauses. Until the pass is finished, the
+    gradients from before it are kept; they are restored if it fails or is cancelled. `results` and `routers` are
+    complete once it is finished: metrics and sums are the same on every rank; only rank 0 has the values per token.
     """
 
     def __init__(self, runner: PassRunner, calls: Sequence[PassCall]) -> None:
@@ -178,7 +179,7 @@ class Pass:
                     if decision == Verdict.CANCEL:
                         raise PassCancelled
                     if decision == Verdict.PAUSE:
-                        # On the device, they would take the memory of the passes in between.
+                        # On the device, they would take memory from the passes in between.
                         self._copies.update({name: copy.cpu() for name, copy in self._copies.items()})
                         return False
         except BaseException:
@@ -188,7 +189,7 @@ class Pass:
         return True
 
     def abandon(self) -> None:
-        """Forget the pass; its models must be removed, or not have been computed yet."""
+        """Forget the pass. Its models must be removed, unless nothing of it has been computed."""
         self._kept.close()
 
     def cancel(self) -> None:
@@ -208,7 +209,7 @@ class Pass:
 
         @contextmanager
         def guarded() -> Iterator[None]:
-            # If one rank fails, it must not enter the next collectives while the others are still in these.
+            # A rank that fails must not enter the next collectives while the others are still in these.
             with all_or_none("the pass") as agreed:
                 yield
                 agreed.number += 0 if is_last else verdict()

@@ -42,7 +42,7 @@ CACHE_SHARE = 0.1
 CACHE_CONTEXTS = 64
 # The minimum number of samples for an idle rank, which must compute the prompt again for them.
 MIN_SHARE = 4
-# Results of suspended calls that no one has asked for yet; more than the orchestrator has in flight.
+# The maximum number of unclaimed results of suspended calls; more than the orchestrator has in flight.
 MAX_UNCLAIMED = 1024
 
 
@@ -78,7 +78,7 @@ class WorkerSampler:
             is_distributed=base.runtime.world_size > 1,
             bank=bank,
         )
-        # Calls that have begun, by their operation's id, and the results of the sampler that are not returned yet.
+        # Calls that have begun, by their operation's id, and results of the sampler that have not been returned yet.
         self._running: dict[str, _Running] = {}
         self._found: dict[int, GenerationResult] = {}
         self._has_gathered = False
@@ -158,9 +158,10 @@ class WorkerSampler:
     ) -> list[SampleResult | Suspended | Failure]:
         """The results of requests that can be sampled together; collective. If it fails on any rank, it fails on all.
 
-        If a model computes NaN, only its requests fail. Of all that is given, only rank 0's is used, at each step:
-        cancelled: the ids of operations to cancel. wants_pause: whether to suspend the calls that are not finished.
-        They continue when they are passed again, and beside the calls that are passed in between.
+        If a model computes NaN, only its requests fail. Suspended calls continue when they are passed again, and also
+        advance beside the calls that are passed in between. Only rank 0's `cancelled` and `wants_pause` are used, at
+        each step. cancelled: the ids of operations to cancel. wants_pause: whether to suspend the calls that are not
+        finished.
         """
         sources = [call.source for call in calls]
         if not self._models.samples_together and sources[0] != self._loaded_source:
@@ -178,7 +179,7 @@ class WorkerSampler:
                     ended = [running.request_ids for name, running in self._running.items() if name in cancelled]
                     finished = self._sampler.step(list(chain.from_iterable(ended)))
                     self._found |= {result.request_id: result for result in finished}
-                    # A source of full weights is in the model itself, so other samples would continue with it.
+                    # With full weights, the model itself holds the source, so other samples would continue with it.
                     if self._models.samples_together and self._agreed(wants_pause):
                         break
             except BaseException:
@@ -193,7 +194,7 @@ class WorkerSampler:
         return results
 
     def _submit(self, calls: Sequence[SampleCall]) -> None:
-        """Pass new calls to the sampler; drop suspended ones whose source is gone, so that they begin again."""
+        """Pass new calls to the sampler; drop suspended calls whose source is gone, so that they begin again."""
         for name, running in list(self._running.items()):
             if running.source is not None and not self._models.has_source(running.source):
                 self._drop(name)

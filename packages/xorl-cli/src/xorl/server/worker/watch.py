@@ -1,4 +1,4 @@
-"""The watchdog of the service's ranks: it ends them if they hang, and tells the launcher why."""
+"""The watchdog of the service's ranks: ends them if they hang, and reports the reason to the launcher."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from xorl.train.watchdog import INTERVAL_S, Position, Watchdog
 
 logger = logging.getLogger(__name__)
 
-EXIT_CODE = 5  # as of a run that stalls (`xorl.cli.exit_codes`)
-# While idle, rank 0 broadcasts an empty message this often. The other ranks wait for it in a broadcast, which times out
-# if rank 0 is lost, and a rank that does not take part is noticed.
+EXIT_CODE = 5  # the same as for a stalled run (`xorl.cli.exit_codes`)
+# While idle, rank 0 broadcasts an empty message this often. The broadcast times out on the other ranks if rank 0 is
+# lost, and reveals ranks that do not take part.
 IDLE_S = 10.0
 
 
-# If nobody looks for hangs.
+# Used if hang detection is off.
 COLLECTIVE_TIMEOUT_S = 1800.0
 
 
@@ -38,7 +38,7 @@ def watchdog_of(config: ServerConfig, signs: Path | None, position: Position) ->
     return Watchdog(
         lambda error: end(error, signs, stall_s),
         stall_s=stall_s,
-        # The launcher looks for silent ranks; the other ranks only act if it does not.
+        # The launcher detects silent ranks; the other ranks only act if it does not.
         lost_s=lost_s if signs is None else 2 * lost_s,
         interval_s=min(INTERVAL_S, lost_s / 5),
         position=position,
@@ -48,12 +48,12 @@ def watchdog_of(config: ServerConfig, signs: Path | None, position: Position) ->
 
 
 def idle_s(config: ServerConfig) -> float:
-    """How often rank 0 lets the others know that there is nothing to do."""
+    """How often rank 0 tells the other ranks that there is nothing to do."""
     return min(IDLE_S, (config.worker_stall_timeout or IDLE_S) / 4)
 
 
 def collective_timeout_s(config: ServerConfig) -> float:
-    """For operations of process groups. They must not end the ranks before the watchdog has collected their stacks."""
+    """The timeout of collectives, which must not end the ranks before the watchdog has collected their stacks."""
     return max(COLLECTIVE_TIMEOUT_S, 2 * (config.worker_stall_timeout or 0.0))
 
 

@@ -204,11 +204,11 @@ class Worker:
             progress.add_routers(routers, has_replayed=has_replayed)
 
     def is_suspended(self, operation_id: str) -> bool:
-        """Whether a pass of this id has begun and gave way to other work."""
+        """Whether a pass of this id has begun and is suspended."""
         return operation_id in self._suspended
 
     def _cancel_left_behind(self, work: Work) -> None:
-        """Cancel suspended passes of models that other operations use now: no one will resume them."""
+        """Cancel suspended passes of models that other operations now use, since no one will resume these passes."""
         used = {getattr(operation, "model_id", None) for operation in work.operations}
         for operation_id, suspended in list(self._suspended.items()):
             if operation_id not in work.ids and not used.isdisjoint(suspended.model_ids):

@@ -31,8 +31,8 @@ from xorl.lora.peft.layout import PREFIX, FileTensors
 class AdapterFiles:
     """Writes the adapters of a model, or one adapter of a bank, at any time during training.
 
-    `by_layer` holds them by layer name. `others` are further files by name, such as the tokenizer that they are trained
-    with, if it is not that of their base.
+    `by_layer` holds the adapters by layer name. `others` are further files by name, such as the tokenizer used in
+    training, if it is not the base's.
     """
 
     model: ParallelModel
@@ -68,7 +68,7 @@ class AdapterFiles:
 
     @property
     def readers(self) -> tuple[Reader, ...]:
-        """The programs that compute what the files mean."""
+        """The programs that interpret the files correctly."""
         modules = [name for adapter in self.by_layer.values() for name in adapter.members]
         base = self.model.module
         return readers_of(self.config, modules, is_mixture=isinstance(base, Decoder) and base.config.has_experts)

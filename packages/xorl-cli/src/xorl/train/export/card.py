@@ -29,7 +29,7 @@ def model_card(
 
     Args:
         verified: None if the export was not verified.
-        readers: of an adapter, the programs that read its files; None for a model.
+        readers: for an adapter, the programs that read its files; None for a model.
     """
     is_adapter = readers is not None
     library = "transformers" if readers is None else "peft" if "peft" in readers else None
@@ -62,7 +62,7 @@ def model_card(
 
 
 def reader_names(readers: Sequence[Reader]) -> str:
-    """The programs that read an adapter, for people."""
+    """The names of the programs that read an adapter, for display."""
     return " and ".join(READER_NAMES[reader] for reader in readers) or "xorl export --merge"
 
 
@@ -81,7 +81,7 @@ def adapter_facts(spec: AdapterSpec) -> dict[str, str | int | float]:
 
 
 def _loading(base: str | None, facts: Figures, readers: Sequence[Reader]) -> list[str]:
-    """How to load an adapter, with each program that reads its files."""
+    """Instructions for loading an adapter with each program that reads its files."""
     base = base or "BASE"
     if "peft" in readers:
         return [

@@ -75,7 +75,7 @@ class AdapterExport:
 
     @property
     def readers(self) -> str:
-        """The programs that read the folder."""
+        """The names of the programs that read the folder."""
         return reader_names(self.files.readers)
 
     def write(self, folder: Path) -> None:

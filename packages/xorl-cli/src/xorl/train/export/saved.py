@@ -76,7 +76,7 @@ def _write_adapter(
 ) -> tuple[torch.dtype, tuple[Reader, ...]]:
     """Write PEFT's two files, and the tokenizer and the chat template if they are not the base's.
 
-    Returns the narrowest dtype in them, and the programs that read them.
+    Returns the narrowest dtype in the files, and the programs that read them.
     """
     adapter, architecture = saved.adapter, saved.architecture
     assert adapter is not None, "the caller checked it"

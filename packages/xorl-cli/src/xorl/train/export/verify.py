@@ -90,8 +90,8 @@ def verify_model(folder: Path, saved: SavedModel, dtype: torch.dtype) -> Figures
 def verify_adapter(folder: Path, saved: SavedModel, dtype: torch.dtype) -> Figures:
     """Load an adapter on its base in transformers, and compare with xorl's model. See `verify_model`.
 
-    PEFT loads it if it is among its readers (`readers_of`). Otherwise it is merged by the names of its tensors, and the
-    results say which of its readers were not tried.
+    PEFT loads the adapter if `readers_of` lists PEFT. Otherwise, the adapter is merged by the names of its tensors, and
+    the results say which programs were not tried.
 
     Raises VerificationError if they differ, ValueError if the base model or PEFT is not available.
     """
@@ -132,9 +132,9 @@ def verify_adapter(folder: Path, saved: SavedModel, dtype: torch.dtype) -> Figur
 
 
 def _model_of(path: str, weights: WeightSource) -> nn.Module:
-    """The model of transformers in `path`, in fp32. If it is quantised, it is filled with the dequantised `weights`.
+    """Load the transformers model in `path` in fp32. If it is quantised, fill it with the dequantised `weights`.
 
-    The products of quantised layers are not exact: bitsandbytes rounds them on CPUs.
+    The products of quantised layers would not be exact: bitsandbytes rounds them on CPUs.
     """
     config = AutoConfig.from_pretrained(path)
     if getattr(config, QUANTIZATION_KEY, None) is None:

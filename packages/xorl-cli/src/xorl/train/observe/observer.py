@@ -68,10 +68,10 @@ class _Pending:
 
 @dataclass
 class Observer:
-    """Turns the device scalars of each step into metrics. On a GPU, one step late, so that the host never waits.
+    """Turns the device scalars of each step into metrics; on a GPU, one step late, so that the host never waits.
 
     sinks: the destinations of metrics; only the main process has any. world_size: for MFU per device. timer: the
-    engine's timer, for the phases of a step. waits: looks for waits that are too long. A step with a non-finite loss or
+    engine's timer, for the phases of a step. waits: detects waits that are too long. A step with a non-finite loss or
     gradient norm is passed to `on_nonfinite` (step, reason) on every rank; by default that raises DivergedError.
     `first` and `last` hold the first and the last value of every metric.
 

@@ -1,4 +1,4 @@
-"""WaitWatch: says, once in a run, that ranks wait too long for collectives, and for what."""
+"""WaitWatch: warns once per run if ranks wait too long for collectives, and tells what they wait for."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from xorl.train.observe.timing import queue_copy
 
 logger = logging.getLogger(__name__)
 
-# Waits of a smaller part of a step are usual.
+# Waits that take a smaller share of a step are normal.
 LONG_WAIT = 0.25
-# How much longer than the median rank a rank must take itself to be what the others wait for.
+# A rank counts as slow if its own part of a step takes longer than the median rank's by this factor.
 SLOW_RANK = 1.2
-# A host that waits for its device for a smaller part of a step has launched too late.
+# If a host waits for its device for a smaller share of a step, it launched the step too late.
 SHORT_LEAD = 0.02
-# The first steps compile and allocate.
+# The first steps are slow because they compile and allocate.
 FIRST_STEP, EVERY_STEPS = 5, 100
 
 
 class StepWaits(NamedTuple):
     """Seconds of one step on one rank.
 
-    time: from the end of the previous step to its own, on the device.
-    wait: of these, waits for collectives.
-    lead: how long the host then waited for the device, having launched the next step. 0 if the device was done before.
+    time: from the end of the previous step to the end of this one, on the device.
+    wait: the part of `time` spent waiting for collectives.
+    lead: how long the host, having launched the next step, waited for the device. 0 if the device was done first.
     """
 
     time: float
@@ -56,12 +56,12 @@ class WaitWatch:
         self._has_warned = False
 
     def step(self, ended: StepWaits) -> None:
-        """Take the seconds of the step that ended last. Collective."""
+        """Record the seconds of the last step. Collective."""
         self._num_steps += 1
         if self._has_warned:
             return
         if self._on_its_way is not None:
-            # It was queued before the end of the step that ended last.
+            # The copy was queued before the end of the last step.
             ranks, self._on_its_way = [StepWaits(*row) for row in self._on_its_way.tolist()], None
             if (warning := diagnosis(ranks, is_sharded=self._is_sharded)) is not None:
                 self._has_warned = True
@@ -77,7 +77,7 @@ class WaitWatch:
 
 
 def diagnosis(ranks: Sequence[StepWaits], *, is_sharded: bool) -> str | None:
-    """What is wrong with a step of these ranks, and what to try; None if no rank waits long.
+    """Describe what is wrong with a step of these ranks, and what to try; None if no rank waits long.
 
     is_sharded: whether parameters are sharded, so that they are gathered and their gradients reduced.
     """

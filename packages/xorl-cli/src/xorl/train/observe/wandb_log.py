@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 # The file in output_dir with the id of the wandb run.
 RUN_ID = "wandb_run_id"
-# In the config of a wandb run: the wandb run and the step that it continues from.
+# The key in a wandb run's config for the run and step from which it continues.
 CONTINUED = "continued_from"
 
 
@@ -27,8 +27,8 @@ class WandbSink:
 
     A resumed run continues the wandb run whose id is in `folder`; otherwise a new wandb run is created and its id is
     saved there. WANDB_RUN_ID and WANDB_RESUME take precedence. wandb keeps the first values of steps that are logged
-    again, so a run that `went_back` to an earlier checkpoint gets a new wandb run, whose config names the old one and
-    the step.
+    again. A run that `went_back` to an earlier checkpoint therefore gets a new wandb run, whose config names the old
+    run and the step.
     """
 
     def __init__(

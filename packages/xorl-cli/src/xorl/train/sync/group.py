@@ -43,7 +43,7 @@ def match_sglang_nccl() -> None:
 
 
 def let_nccl_reach(hosts: Iterable[str]) -> None:
-    """Let NCCL listen on the interface that leads to the first of these hosts that is not this one, if any.
+    """Let NCCL listen on the interface that leads to the first of these hosts that is a different host, if any.
 
     Call it before the first process group is created. The user's own NCCL_SOCKET_IFNAME takes precedence.
     """
@@ -53,7 +53,7 @@ def let_nccl_reach(hosts: Iterable[str]) -> None:
 
 
 def require_nccl_reaches(host: str) -> None:
-    """Raises RuntimeError if NCCL listens on the loopback interface only, and `host` is another host."""
+    """Raise RuntimeError if NCCL listens only on the loopback interface, and `host` is another host."""
     if os.environ.get(NCCL_INTERFACE, "").lstrip("=") != "lo" or is_on_this_host(host):
         return
     raise RuntimeError(
@@ -105,7 +105,7 @@ class UpdateGroup:
         store: dist.Store = dist.PrefixStore(f"{name}/", dist.PrefixStore(name, rendezvous.store))
         if backend == "gloo":
             cpu_store = dist.PrefixStore("cpu/", store)
-            # The other groups of this process may listen on the loopback interface only.
+            # The other groups of this process may listen only on the loopback interface.
             limit = timedelta(seconds=timeout_s)
             gloo = gloo_group(cpu_store, 0, num_receivers + 1, rendezvous.address, limit)
             self._group = cast(dist.ProcessGroup, gloo)

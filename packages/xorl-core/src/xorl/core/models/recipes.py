@@ -172,7 +172,7 @@ class LogicalModule:
 
 
 def stacked_tensors(recipes: Mapping[str, WeightRecipe]) -> dict[str, list[tuple[str, int]]]:
-    """For each native parameter with one name in the checkpoint, or several: the names, each with its rows."""
+    """For each native parameter, its names in the checkpoint (one or several), each with its number of rows."""
     return {
         native: list(
             zip(recipe.sources, recipe.row_counts if isinstance(recipe, Rows) else recipe.shape[:1], strict=True)

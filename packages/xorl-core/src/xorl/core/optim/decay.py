@@ -1,4 +1,4 @@
-"""Weight decay by name: the tensors, and the rows of stacked parameters, that have none."""
+"""Selects, by name, the tensors and the rows of stacked parameters that have no weight decay."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class RowDecay(NamedTuple):
 
 
 def tensor_names(paths: Iterable[str], stacked: Stacked) -> list[str]:
-    """The names of parameters, with those of their tensors in place of a stacked one's."""
+    """The names of parameters; a stacked parameter's name is replaced by the names of its tensors."""
     return [name for path in paths for name in ([part for part, _ in stacked[path]] if path in stacked else [path])]
 
 
@@ -32,8 +32,9 @@ def undecayed(names: Collection[str], no_decay_modules: Sequence[str], no_decay_
     """The tensors among `names` without weight decay.
 
     `no_decay_modules` are compared with the paths of their modules, `no_decay_params` with the last parts of their
-    names. An entry selects the names of which a part ends with it: `norm` selects `input_layernorm`, and `gate` selects
-    a router of that name, but not `gate_proj`. An entry that no part ends with selects every name that contains it.
+    names. An entry selects the names in which some part ends with the entry: `norm` selects `input_layernorm`, and
+    `gate` selects a router named `gate`, but not `gate_proj`. If no part of any name ends with an entry, the entry
+    selects every name that contains it.
     """
     modules = {name: name.rpartition(".")[0] for name in names}
     leaves = {name: name.rpartition(".")[2] for name in names}
@@ -56,9 +57,10 @@ def _selected(entry: str, texts: Mapping[str, str]) -> list[str]:
 def row_decays(
     parts: Sequence[tuple[str, int]], free: Collection[str], decay: float, *, first: int, num_rows: int
 ) -> tuple[RowDecay, ...]:
-    """The decay of a stacked parameter's rows, of which this rank has `num_rows` from `first` on.
+    """The decay of a stacked parameter's rows, of which this rank has `num_rows` starting at `first`.
 
-    `free` are the names of tensors without decay. Rows are counted from `first`. One entry if all rows have the same.
+    `free` are the names of tensors without decay. Rows are counted from `first`. Returns one entry if all rows have the
+    same decay.
     """
     found: list[RowDecay] = []
     start = -first
@@ -76,9 +78,9 @@ def row_decays(
 
 
 def local_ranges(group: Mapping[str, Any], parameters: Sequence[Tensor]) -> dict[float, list[tuple[int, range]]]:
-    """By weight decay, the rows of this rank's shards that have it, as (index of the parameter, rows of the shard).
+    """For each weight decay, this rank's rows that have it, as (index of the parameter, rows of its shard).
 
-    `group` is an optimizer's; `parameters` are some of it.
+    `group` is an optimizer's parameter group; `parameters` are some of its parameters.
     """
     if not group.get("row_decays"):
         return {group["weight_decay"]: [(index, range(_num_rows(local(one)))) for index, one in enumerate(parameters)]}
@@ -93,7 +95,7 @@ def local_ranges(group: Mapping[str, Any], parameters: Sequence[Tensor]) -> dict
 
 
 def rows_of(tensor: Tensor, rows: range) -> Tensor:
-    """These rows of this rank's shard of a tensor; a number is one row."""
+    """These rows of this rank's shard of a tensor; a 0-dimensional tensor has one row."""
     shard = local(tensor)
     return shard if len(rows) == _num_rows(shard) else shard[rows.start : rows.stop]
 
@@ -117,7 +119,7 @@ def require_no_decay_matches(
 def unmatched_no_decay(
     names: Iterable[str], no_decay_modules: Sequence[str], no_decay_params: Sequence[str]
 ) -> dict[str, list[str]]:
-    """The entries that select none of the tensors `names`, by option; without options that have none.
+    """The entries that select none of the tensors `names`, by option; options without such entries are left out.
 
     Raises ValueError for options that are not lists of strings.
     """

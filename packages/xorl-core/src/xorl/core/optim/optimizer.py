@@ -49,14 +49,14 @@ def build_optimizer(
 
     Args:
         lr: the schedule's peak. Each group has an `lr_scale`, which multiplies the schedule's learning rate.
-        no_decay_modules, no_decay_params: parts of module paths, and of last parts of names; what either selects has no
-            weight decay. See `undecayed`.
+        no_decay_modules, no_decay_params: matched against module paths and against the last parts of names; tensors
+            that either selects have no weight decay. See `undecayed`.
         state_dtype, seed: for anyprecision_adamw and muon, the dtype of the state and the seed of stochastic rounding.
         muon: options that the optimizer `muon` requires.
-        first_rows: for parameters that are some rows of a larger one, which ranks divide: the index of the first, on
-            which stochastic rounding depends.
-        stacked: for parameters that stack several tensors, whose names `no_decay_modules` and `no_decay_params` then
-            select: their names and numbers of rows, of the whole parameter.
+        first_rows: for parameters that are a rank's rows of a larger parameter, the index of the first row, on which
+            stochastic rounding depends.
+        stacked: for parameters that stack several tensors: the names of these tensors, which `no_decay_modules` and
+            `no_decay_params` select, and their numbers of rows in the whole parameter.
 
     Raises ValueError for an unknown name, for an argument of the wrong type or out of range, for two parameters of the
     same name, for an entry of no_decay_* or a matrix of muon that matches no parameter, trained or frozen, if no

@@ -54,8 +54,8 @@ class ParallelPolicy:
         reshard_after_forward: free gathered parameters between forward and backward pass (ZeRO-3) instead of keeping
             them (ZeRO-2).
         forward_prefetch: gather each unit's parameters while the previous unit computes.
-        collectives: how sharded parameters are gathered and gradients reduced between GPUs; "auto" measures at the
-            start.
+        collectives: how sharded parameters are gathered and gradients reduced between GPUs; "auto" measures both ways
+            at the start.
         unit_modules: class names, or last parts of module paths, of further modules to shard as separate units.
         cpu_offload: keep sharded parameters, gradients and optimizer state in host memory. Parameters are gathered on
             the device to compute.

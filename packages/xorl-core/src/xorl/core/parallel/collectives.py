@@ -1,6 +1,6 @@
-"""Choosing how FSDP2 gathers parameters and reduces gradients on the GPUs of one host: by copy engines or by NCCL.
+"""Chooses how FSDP2 gathers parameters and reduces gradients on the GPUs of one host: copy engines or NCCL.
 
-Which is faster depends on the host, so `auto` measures both, beside matrix products as in training.
+The faster one depends on the host, so `auto` measures both, overlapped with matrix products as in training.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 Transport = Literal["copy_engine", "nccl"]
 Collectives = Literal["auto", "copy_engine", "nccl"]
 
-# Copy engines were faster in training on every host where both were measured, and they sum in a fixed order. They are
-# therefore kept unless NCCL is faster by more than repeated measurements on one host differ, which is up to a fifth.
+# Copy engines were faster in training on every host where both were measured, and they sum in a fixed order. NCCL is
+# therefore only chosen if it is faster by more than a fifth, by which repeated measurements on one host may differ.
 MARGIN = 1.2
 # A rank that takes this much longer than the median rank for the same products delays every step of all ranks.
 SLOW_RANK = 1.2
@@ -37,7 +37,7 @@ _chosen: dict[tuple[int, ...], Transport] = {}
 
 @dataclass(frozen=True)
 class Times:
-    """Milliseconds of each rank for the same products: alone, and with the units' communication beside them."""
+    """Milliseconds of each rank for the same products: alone, and overlapped with each transport's communication."""
 
     products: Sequence[float]
     copy_engine: Sequence[float]
@@ -45,21 +45,21 @@ class Times:
 
     @property
     def choice(self) -> Transport:
-        """The transport whose slowest rank is done first; NCCL only if it is clearly faster."""
+        """The transport with the faster slowest rank; NCCL only if it is clearly faster."""
         return "nccl" if max(self.nccl) * MARGIN < max(self.copy_engine) else "copy_engine"
 
     @property
     def slow_rank(self) -> int | None:
-        """The rank that needs much longer for products alone than the median rank, if there is one."""
+        """The rank that takes much longer for products alone than the median rank, if there is one."""
         slowest = max(self.products)
         is_slow = slowest > SLOW_RANK * statistics.median_low(self.products)
         return self.products.index(slowest) if is_slow else None
 
 
 def transport(group: dist.ProcessGroup, collectives: Collectives) -> Transport:
-    """How the ranks of `group`, on GPUs, gather and reduce. Collective.
+    """The transport with which the ranks of `group`, on GPUs, gather and reduce. Collective.
 
-    "auto" measures once for the same ranks, and logs the times and the choice. Raises ValueError for "copy_engine" if
+    "auto" measures once per set of ranks, and logs the times and the choice. Raises ValueError for "copy_engine" if
     copy engines cannot be used.
     """
     if collectives == "nccl" or group.size() == 1:
@@ -68,7 +68,7 @@ def transport(group: dist.ProcessGroup, collectives: Collectives) -> Transport:
         if collectives == "copy_engine":
             raise ValueError("collectives: copy_engine needs GPUs of one host that can access each other; use auto")
         return "nccl"
-    # A run that must repeat itself cannot depend on times.
+    # A deterministic run cannot depend on measured times.
     if collectives == "copy_engine" or torch.are_deterministic_algorithms_enabled():
         return "copy_engine"
     ranks = tuple(dist.get_process_group_ranks(group))
@@ -101,7 +101,7 @@ def log(times: Times, ranks: Sequence[int]) -> None:
 
 
 def measure(group: dist.ProcessGroup) -> Times:
-    """Time products alone and beside both transports. Collective; takes about a second."""
+    """Time products alone and overlapped with each transport. Collective; the first call takes some seconds."""
     device, size = torch.device("cuda", torch.cuda.current_device()), group.size()
     count = UNIT_VALUES // size // 64 * 64
     gathered = torch.zeros(count * size, dtype=torch.bfloat16, device=device)
@@ -138,10 +138,11 @@ def measure(group: dist.ProcessGroup) -> Times:
 
 
 class _Products:
-    """The products of several layers, with the communication of layers on streams beside them, as FSDP2 has it."""
+    """The products of several layers, with the layers' communication on other streams, as in FSDP2."""
 
     def __init__(self, device: torch.device) -> None:
-        # Products of zeros would need less power and run faster. The run's own random numbers stay as they are.
+        # Products of zeros would need less power and run faster. A separate generator leaves the run's random state
+        # unchanged.
         generator = torch.Generator(device).manual_seed(0)
         self._x, self._weight = (
             torch.randn(size, dtype=torch.bfloat16, device=device, generator=generator)
@@ -154,7 +155,7 @@ class _Products:
         current = torch.cuda.current_stream()
         for _ in range(NUM_UNITS):
             for stream, communicate in ((self._gathering, gather), (self._reducing, reduce)):
-                # A unit is used, or its buffer filled again, only after the communication before it.
+                # A unit is used, or its buffer refilled, only after the preceding communication.
                 current.wait_stream(stream)
                 stream.wait_stream(current)
                 if communicate is not None:
@@ -167,7 +168,7 @@ class _Products:
 
 
 def _milliseconds(run: Callable[[], None], group: dist.ProcessGroup, device: torch.device) -> list[float]:
-    """Of each rank, the median of several runs that all ranks begin together, after one to warm up."""
+    """For each rank, the median of several runs that all ranks start together, after a warm-up run."""
     found: list[float] = []
     for _ in range(1 + ROUNDS):
         dist.barrier(group=group, device_ids=[device.index])

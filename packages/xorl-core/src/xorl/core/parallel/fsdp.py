@@ -33,9 +33,9 @@ def shard(
     """Shard each of `units`, innermost first, and then the rest of `model` over `mesh`, in place.
 
     `kept` are units that stay gathered after the forward pass, because the backward pass starts with them; `meshes` are
-    those of units that are sharded over other ranks. A unit's parameters are gathered together, in param_dtype (None:
-    their own dtype). Gradients are summed, in fp32. cpu_offload keeps parameters, gradients and optimizer state in host
-    memory. `collectives` are those between GPUs.
+    the meshes of units that are sharded over other ranks. A unit's parameters are gathered together, in param_dtype
+    (None: their own dtype). Gradients are summed, in fp32. cpu_offload keeps parameters, gradients and optimizer state
+    in host memory. `collectives` selects how GPUs communicate.
     """
     by_copy_engines = [one for one in dict.fromkeys([mesh, *meshes.values()]) if uses_copy_engines(one, collectives)]
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -60,7 +60,7 @@ def shard(
 def uses_copy_engines(mesh: DeviceMesh, collectives: Collectives) -> bool:
     """Whether parameters sharded over `mesh` are gathered and reduced by copy engines. Collective.
 
-    Raises ValueError for "copy_engine" if these cannot be used.
+    Raises ValueError for "copy_engine" if copy engines cannot be used.
     """
     return mesh.device_type == "cuda" and transport(mesh.get_group(mesh.ndim - 1), collectives) == "copy_engine"
 

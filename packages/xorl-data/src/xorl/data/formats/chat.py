@@ -29,7 +29,7 @@ from xorl.data.formats.text import RenderedFormat
 from xorl.data.formats.turns import render_all, special_pattern
 from xorl.data.hashing import JSON
 
-# Templates with the variables of a row are compiled again after eviction.
+# Templates with a row's own variables are compiled again after eviction.
 _MAX_FINDERS = 256
 
 ChatTarget = Literal["assistant", "last_turn", "all"]
@@ -40,8 +40,8 @@ class ChatFormat(RenderedFormat):
     """Conversations. `template` is a file, the name of one of the tokenizer's templates, or None for its default.
 
     `train_on`: assistant trains every assistant message, last_turn only those after the last user message, all every
-    token. `template_kwargs` are variables for the template; a row may set others (chat_template_kwargs). The columns
-    are messages, or prompt and completion, and tools and system.
+    token. `template_kwargs` are variables for the template; a row may set its own (chat_template_kwargs). The columns
+    are messages (or prompt and completion), tools and system.
     """
 
     template: str | None = None

@@ -21,7 +21,7 @@ COLUMN_SETS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("question",), "answer"),
 )
 _OPTIONAL = ("input", "system")
-# Columns that come before the prompt: the system message, and earlier pairs of prompt and answer.
+# Columns whose text precedes the prompt: the system message, and earlier pairs of prompt and answer.
 CONTEXT_COLUMNS = ("system", "history")
 # Put between the parts, except between prompt and completion: a completion continues the prompt directly.
 _SEPARATOR = "\n\n"

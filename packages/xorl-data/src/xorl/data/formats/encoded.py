@@ -18,7 +18,7 @@ from xorl.data.formats.tokenizer import TextTokenizer
 from xorl.data.hashing import JSON
 from xorl.data.receipt import Counts, Findings
 
-# Tokens of whitespace that a template may write after the end token of a turn.
+# The maximum number of whitespace tokens that a template may write after the end token of a turn.
 _MAX_SPACE_TOKENS = 2
 
 Overflow = Literal["truncate", "drop", "split", "error"]
@@ -121,9 +121,9 @@ def id_problem(offender: int, name: str, vocab_size: int | None) -> str:
 def encode_usable(
     chunk: Chunk, encode: Callable[[Chunk], EncodedRows], *, skip_bad_rows: bool
 ) -> tuple[EncodedRows, Chunk]:
-    """Encodes the rows of a chunk; with `skip_bad_rows`, those that can be used. Returns them and their chunk.
+    """Encodes the rows of a chunk; with `skip_bad_rows`, only usable rows. Returns them and their chunk.
 
-    Raises DataError for a row that cannot be used, or for rows that do not fit each other.
+    Raises DataError for a row that cannot be used, or for rows that are inconsistent with each other.
     """
     if not skip_bad_rows:
         if chunk.problems:

@@ -1,11 +1,11 @@
 """Finds the trained turns of a conversation in time that is linear in its number of turns.
 
 turns.py locates a turn with renderings of all messages before it, so locating every turn that way is quadratic. A long
-conversation is therefore cut into windows of two consecutive answers and what is between them. Each window is rendered
-by itself, and turns.py (or shapes.py) finds its two turns. If the text from the start of the first to the start of the
-second is the same in the rendering of the whole conversation, the first turn ends there as it does in the window, and
-the second starts there. The first and the last turn, and those whose text differs, are located in the whole rendering
-itself. If that contradicts the windows, every turn is.
+conversation is therefore cut into windows of two consecutive answers and the messages between them. Each window is
+rendered by itself, and turns.py (or shapes.py) finds its two turns. The text from the start of the first turn to the
+start of the second is then compared with the rendering of the whole conversation. If it is the same there, the first
+turn ends, and the second starts, at the same place as in the window. The first and the last turn, and turns whose text
+differs, are located in the whole rendering. If the result contradicts the windows, every turn is located there.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from xorl.data.formats.spans import Rendered, Span
 from xorl.data.formats.template import ChatTemplate, Message, TemplateRefusal
 from xorl.data.formats.turns import Turn, check_tool_calls, is_ended, locate_turn, render_turns
 
-# In conversations with at most this many answers, every turn is located by itself.
+# In conversations with at most this many answers, every turn is located without windows.
 _FEW_ANSWERS = 6
-# Longer conversations seldom have the shape of another one.
+# Longer conversations rarely share their shape with another conversation.
 _MAX_SHAPE = 64
 # Stands for the messages before a window, and for user messages after it.
 _OTHER: Message = {"role": "user", "content": "x0x"}
 
 
 class _ContradictionError(Exception):
-    """A turn is not where the windows before it say."""
+    """A turn is not where the preceding windows place it."""
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,9 @@ class TurnFinder:
     def _turns(
         self, conversation: Conversation, whole: str, answers: Sequence[int], wanted: frozenset[int]
     ) -> Iterator[tuple[int, Turn]]:
-        """Yields the turns of `answers`, at least of those that are `wanted`."""
+        """Yields the turns of `answers`, at least those in `wanted`."""
         windows = _Windows(conversation, self.render)
-        start: int | None = None  # of the next answer, if the windows before it tell
+        start: int | None = None  # of the next answer, if known from the windows before it
         by_prefix = True
         for answer, following in zip(answers, [*answers[1:], None], strict=True):
             window = None if start is None else windows.matching(whole, start, answer, following)
@@ -130,7 +130,7 @@ class _Windows:
         return None
 
     def _window(self, answer: int, following: int, tools: list[object] | None) -> _Window | None:
-        # Templates may treat what is before the last user message differently.
+        # Templates may render messages before the last user message differently.
         after = [_OTHER] if self._last_user > following else []
         messages = [_OTHER, *self._messages[answer : following + 1], *after]
         try:

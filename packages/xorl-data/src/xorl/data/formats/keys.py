@@ -1,4 +1,4 @@
-"""Tests which keys of messages, and which of a row's template variables, change the text of conversations."""
+"""Tests whether the keys of messages, and a row's template variables, change the text of conversations."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from contextlib import suppress
 from xorl.data.formats.messages import KNOWN_KEYS, Conversation
 from xorl.data.formats.template import ChatTemplate, Message, TemplateRefusal
 
-# A key that a template mentions may only be used for some roles, so it is tested with several conversations.
+# A template may use a key only for some roles, so keys that it mentions are tested with several conversations.
 _NUM_TESTS = 8
 
 
 class KeyTests:
-    """The keys seen so far. Each is left out of some conversations; it is used if that changes the text of one."""
+    """The keys seen so far. Each is left out of some conversations; if a text then changes, the key is used."""
 
     def __init__(self) -> None:
         self._tests: dict[str, int] = {}

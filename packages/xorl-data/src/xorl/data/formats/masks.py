@@ -1,4 +1,4 @@
-"""Keys that mask or weigh messages and rows: those that are honoured, and those that are refused by name.
+"""Honours or refuses keys that mask or weight messages and rows.
 
 A key that excludes text in another trainer must not be ignored here, because the text would be trained.
 """
@@ -16,11 +16,11 @@ _ROW_MASKS, _FOREIGN_MASKS = frozenset(ROW_MASKS), frozenset(FOREIGN_MASKS)
 
 
 def check_row_masks(row: Mapping[str, object], used: frozenset[str]) -> None:
-    """Raises DataError for a column that masks or weighs rows, unless it says that the row is trained as usual.
+    """Raises DataError for a column that masks or weights rows, unless its value means ordinary training.
 
     NeMo's `mask: User` does, because only the assistant's messages are trained.
 
-    `used` are the columns that the format reads, which may have any name.
+    `used` are the columns that the format reads; they may have any name.
     """
     for name in sorted((row.keys() & _ROW_MASKS) - used):
         value = row[name]
@@ -37,8 +37,8 @@ def check_row_masks(row: Mapping[str, object], used: frozenset[str]) -> None:
 def train_flag(fields: Mapping[str, object], number: int) -> bool | None:
     """Whether a message is to be trained, by the TRAIN_KEYS in it; None if it has none.
 
-    Raises DataError for other values than true and false, for keys that contradict each other, and for keys that mask
-    messages in other trainers only.
+    Raises DataError for values other than true and false (1 and 0), for keys that contradict each other, and for
+    masking keys of other trainers that xorl does not support.
     """
     foreign = sorted(fields.keys() & _FOREIGN_MASKS)
     if foreign:

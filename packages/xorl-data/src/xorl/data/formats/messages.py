@@ -13,7 +13,7 @@ from xorl.data.formats.masks import train_flag
 from xorl.data.formats.template import Message
 
 MESSAGE_COLUMNS = ("messages", "conversations")
-# A conversation in two columns, as TRL has it: only messages of the second are trained.
+# A conversation in two columns, as in TRL: only messages of the second are trained.
 SPLIT_COLUMNS = ("prompt", "completion")
 _KWARGS = "chat_template_kwargs"
 _ROLES = {
@@ -44,13 +44,13 @@ _NEXT_ROLES: dict[str | None, tuple[str, ...]] = {
 }
 REASONING = "reasoning_content"
 _REASONING_FIELDS = (REASONING, "thinking", "reasoning")
-# The keys of messages whose use is not a matter of the template.
+# Message keys whose use does not depend on the template.
 KNOWN_KEYS = frozenset(("role", "content", "tool_calls", *_REASONING_FIELDS))
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages as templates expect them. `trained` has whether each message is to be trained, by its keys, or None.
+    """Messages as templates expect them. `trained` tells whether to train each message, by its keys; None if unset.
 
     The first `num_prompt` messages are a prompt, which is not trained. `template_kwargs` are the row's own variables
     for the template.
@@ -64,9 +64,9 @@ class Conversation:
 
 
 def message_columns(row: Mapping[str, object], columns: Mapping[str, str]) -> tuple[str, ...]:
-    """The column that holds the row's messages, or the two of SPLIT_COLUMNS; the names that are wanted if none does.
+    """The column with the row's messages, or the two of SPLIT_COLUMNS; if none has them, the expected names.
 
-    Raises DataError if two columns hold a conversation each, since either could be the right one.
+    Raises DataError if two columns each hold a conversation, since either could be the right one.
     """
     if "messages" in columns:
         return (columns["messages"],)
@@ -238,7 +238,7 @@ def _normalize_calls_(fields: dict[str, object], number: int) -> None:
 
 
 def _train_flag(fields: Mapping[str, object], role: str, number: int) -> bool | None:
-    """Whether a message is to be trained, by its keys. Only assistant messages can be: no others are predicted."""
+    """Whether to train a message, by its keys. Only assistant messages can be trained: no others are predicted."""
     flag = train_flag(fields, number)
     if flag and role != "assistant":
         names = " and ".join(name for name in TRAIN_KEYS if name in fields)
@@ -283,7 +283,7 @@ def _tool_call(call: object, number: int) -> dict[str, object]:
 
 
 def _list_of_calls(value: object, location: str) -> list[object]:
-    """One call, or several that are made in parallel: an object or a list of them, or either as JSON."""
+    """One call, or several parallel calls: an object or a list of objects, or either as a JSON string."""
     if isinstance(value, str):
         try:
             value = json.loads(value)

@@ -47,7 +47,8 @@ class ChatTemplate:
     """A compiled template. `special` are the special tokens and `kwargs` other variables that it may use.
 
     `marks_generation`: the template itself marks the model's text with {% generation %}. `variables` are the names that
-    `kwargs` may set; the value of strftime_now is a date. `mentioned` are the strings and names of attributes in it.
+    `kwargs` may set; the value of strftime_now is a date. `mentioned` are the strings and attribute names in the
+    template.
     """
 
     def __init__(

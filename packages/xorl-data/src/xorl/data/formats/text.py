@@ -58,7 +58,7 @@ class RenderedFormat(ABC):
             "overflow": self.overflow,
             "tokenizer": self.tokenizer.content,
             "columns": dict(self.columns),
-            # Not part of the key if it is off, although the documents are the same if no row is skipped.
+            # Part of the key only if it is on, although the documents are the same if no row is skipped.
             **({"skip_bad_rows": True} if self.skip_bad_rows else {}),
         }
 
@@ -71,7 +71,7 @@ class RenderedFormat(ABC):
         """The columns of a row that `render` reads."""
 
     def unused_keys(self) -> tuple[str, ...]:
-        """The keys within columns, such as those of messages, that were found so far and not used."""
+        """The keys within columns, such as message keys, that were found so far and are not used."""
         return ()
 
     def encode(self, chunk: Chunk) -> EncodedDocuments:
@@ -91,7 +91,7 @@ class RenderedFormat(ABC):
                 raise DataError(f"{chunk.location(index)}: {error}") from error
             seen.update(row)
             unused |= {name: None for name in row if name not in used and row[name] is not None}
-        # Readers leave columns of Parquet files out of the rows.
+        # Readers leave unselected columns of Parquet files out of the rows.
         unused |= {name: None for name in chunk.names() if name not in seen}
         rows = tokenize(rendered, self.tokenizer, chunk)
         return replace(rows, findings=Findings((*unused, *self.unused_keys())))

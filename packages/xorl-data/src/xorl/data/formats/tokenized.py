@@ -95,7 +95,7 @@ class TokenizedFormat:
 
 
 def _check_masks(chunk: Chunk) -> None:
-    """Raises DataError if a column masks or weighs tokens elsewhere, since no selection of columns leaves it out."""
+    """Raises DataError for columns that mask or weight tokens in other trainers. Only for entries that select none."""
     for index, row in enumerate(chunk.rows()):
         found = [name for name in row if name in ROW_MASKS and row[name] is not None]
         if found:

@@ -74,7 +74,7 @@ class TextTokenizer:
         return np.array([len(each) for each in self.bytes_of or ()], dtype=np.int64)
 
     def is_space(self, token_id: int) -> bool:
-        """Whether a token is whitespace only."""
+        """Whether a token consists only of whitespace."""
         return not self.core.decode([token_id], skip_special_tokens=False).strip()
 
     @property

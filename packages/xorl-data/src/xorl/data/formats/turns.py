@@ -133,8 +133,8 @@ def _by_blocks(
 def _check_blocks(template: ChatTemplate, conversation: Conversation, num_answers: int, blocks: Sequence[str]) -> None:
     """Raises DataError if the generation blocks contain messages that are not the assistant's.
 
-    An answer may also quote another message, so the template is rendered again with tracers in the other messages: in
-    all of them first, and then one by one.
+    An answer may also quote another message. The template is therefore rendered again with tracers in the other
+    messages: first in all of them, then one by one.
     """
     messages = conversation.messages
     marked = [

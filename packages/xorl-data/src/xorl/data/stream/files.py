@@ -92,7 +92,7 @@ class StreamOptions:
 class Stream:
     """All entries of a streamed dataset. Cheap to pickle: workers receive it and open the files themselves.
 
-    `findings` are those in the first samples of each entry (sample.check_first_samples), if these were checked.
+    `findings` are from the first samples of each entry (sample.check_first_samples), if these were checked.
     """
 
     entries: tuple[StreamEntry, ...]

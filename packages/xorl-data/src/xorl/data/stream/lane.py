@@ -24,7 +24,7 @@ from xorl.data.stream.reading import block_chunks
 _OPEN_BINS = 32
 # Counts are checked after this many samples, when they become meaningful, then after each tenfold number.
 _FIRST_CHECK_SAMPLES = 1000
-# The skipped rows of an entry that each lane names in the log.
+# The number of skipped rows of an entry that each lane names in the log.
 _NUM_NAMED = 3
 
 logger = logging.getLogger(__name__)

@@ -118,7 +118,7 @@ class StreamTally:
 
 
 def _with_all_counts(saved: np.ndarray, num_entries: int) -> np.ndarray:
-    """The values of a tally of an earlier version, which had fewer counts: those that were added are 0."""
+    """The values of a tally from an earlier version with fewer counts; counts added since are 0."""
     num_saved = (len(saved) - 2) // num_entries if saved.ndim == 1 else 0
     if not 0 < num_saved < _NUM_COUNTS or len(saved) != num_saved * num_entries + 2:
         return saved

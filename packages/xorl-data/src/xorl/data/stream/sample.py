@@ -77,10 +77,11 @@ class StreamSample:
 
 
 def check_first_samples(stream: Stream, *, strict: bool = True) -> Stream:
-    """Applies the checks of prepared data to some samples of each entry, drawn by the seed; adds what was found.
+    """Applies the checks of prepared data to some samples of each entry, drawn by the seed; adds the findings.
 
     Reads a thousand samples, or all if there are fewer. If documents are long, it reads only a few blocks, and then
-    only checks whether any token is trained. Raises DataError for data that stops a run; without `strict`, logs it.
+    only checks whether any token is trained. Raises DataError for data with which a run must not start; without
+    `strict`, logs the error.
     """
     found: list[Findings] = []
     for index, entry in enumerate(stream.entries):

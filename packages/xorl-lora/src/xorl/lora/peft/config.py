@@ -80,8 +80,8 @@ class AdapterConfig:
         task_type: what PEFT wraps the base as, such as "CAUSAL_LM"; None for modules that are no language models.
         fan_in_fan_out: weights of adapted linear layers are stored as [in, out] in the base's files.
         form: how the file holds adapters on experts; `spec` describes them as in the form per_expert.
-        form_settings: what the file says for its form, beside the settings of `spec` or instead of them.
-        selection: the layers that the file names, each of which must be in it.
+        form_settings: the file's settings that are specific to its form; they add to those of `spec` or replace them.
+        selection: the layers that the configuration names; each must be in the adapter's file.
     """
 
     spec: AdapterSpec

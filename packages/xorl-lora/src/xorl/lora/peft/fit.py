@@ -1,4 +1,4 @@
-"""Compares an adapter file with a base model: layers and shapes that do not fit, and what the file should have."""
+"""Compares an adapter file with a base model: layers and shapes that do not fit, and tensors that are missing."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -39,10 +39,10 @@ def differences(layout: AdapterLayout, base_shapes: Mapping[str, Sequence[int]],
 
 
 def missing(layout: AdapterLayout, layers: Iterable[str], tensors: Iterable[str]) -> list[str]:
-    """List what an adapter's configuration names among these layers and tensors of a base, and its file lacks.
+    """List those of a base's layers and tensors that an adapter's configuration names but its file lacks.
 
-    Experts are only missing if the file has others: PEFT does not adapt them by the names of their layers if the base
-    stacks them.
+    Experts only count as missing if the file has other experts: if the base stacks experts, PEFT does not adapt them by
+    the names of their layers.
     """
     known = list(layers)
     selected = [*layout.config.selection.of(known), *_of_parameters(layout.config.selection.parameters, known)]

@@ -154,7 +154,7 @@ def _inject_fitting(model: nn.Module, layout: AdapterLayout) -> None:
 
 
 def _check_complete(model: nn.Module, layout: AdapterLayout, folder: Path) -> None:
-    """Raise ValueError if the configuration names layers or modules of `model` of which the file lacks tensors."""
+    """Raise ValueError if the file lacks tensors of layers or modules of `model` that the configuration names."""
     layers = [name for site in sites_of(model).values() for name in site.members or (site.name,)]
     tensors = {
         f"{name}.{without_wrappers(leaf)}".removeprefix("."): None

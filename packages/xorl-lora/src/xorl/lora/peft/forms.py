@@ -30,7 +30,7 @@ PARAMETERS: Mapping[ExpertRole, str] = MappingProxyType(
 )
 # The module of experts in transformers 5, below their layer.
 MODULE = "mlp.experts"
-# A program that computes what an adapter's files mean.
+# A program that interprets an adapter's files correctly.
 Reader: TypeAlias = Literal["peft", "vllm", "sglang"]
 _DEFAULTS: Mapping[ExpertSharing, ExpertForm] = MappingProxyType(
     {"none": "per_expert", "outer": "sglang", "all": "per_expert"}
@@ -116,13 +116,13 @@ def settings_of(
 
 
 def readers_of(config: AdapterConfig, modules: Collection[str], *, is_mixture: bool) -> tuple[Reader, ...]:
-    """The programs that compute what the files of an adapter mean; none if only xorl does.
+    """The programs that interpret an adapter's files correctly; empty if only xorl does.
 
     Args:
-        config: of the file in its own form.
+        config: the configuration of the file, in the file's own form.
         modules: the adapted layers, as in the form per_expert.
-        is_mixture: whether the base is a mixture of experts. PEFT takes the names of projections in a mixture for those
-            of stacked experts, also where a layer is dense.
+        is_mixture: whether the base is a mixture of experts. In a mixture, PEFT treats layers named like the experts'
+            projections as stacked experts, even if they are dense.
     """
     if config.form != "per_expert":
         return (config.form,)
@@ -140,7 +140,7 @@ def _refuse_if_peft_can(
 ) -> None:
     """Raise ValueError for several ranks or alphas if the form `peft` can hold them; vLLM and SGLang do not read them.
 
-    If it cannot, no program but xorl reads the adapters, and this form is as good as any.
+    If it cannot, only xorl can read the adapters in any form, so this form is accepted.
     """
     found = _sizes(experts, others)
     if len(set(found.values())) <= 1:
@@ -171,7 +171,7 @@ def _require_sglang(
 def _sizes(
     experts: Sequence[ExpertFactors], others: Mapping[str, tuple[int, float]]
 ) -> Mapping[str, tuple[int, float]]:
-    """Rank and alpha by layer, of which one stands for all experts of a projection."""
+    """Rank and alpha by layer; one layer stands for all experts of a projection."""
     return {**others, **{each.members[0]: (each.rank, each.alpha) for each in experts}}
 
 

@@ -1,4 +1,4 @@
-"""The layers of a base model that an adapter_config.json names, so that a file without some of them is noticed."""
+"""Finds the layers of a base model that an adapter_config.json names, so that missing layers are detected."""
 
 import re
 from collections.abc import Collection, Iterable, Mapping
@@ -14,8 +14,8 @@ class Selection:
     """Selects layers as PEFT does when it adds adapters.
 
     Attributes:
-        targets: names of layers, or a regular expression for their whole names; () if the file does not say.
-        excluded: layers without an adapter, written as in `targets`.
+        targets: names of layers, or a regular expression for their whole names; () if the file names none.
+        excluded: layers without an adapter, in the same form as `targets`.
         layers: the indices of the decoder's layers that have adapters; () for all.
         lists: the names of the lists of layers to which `layers` refers; () for any.
         parameters: names of stacked parameters of experts, for files in the form `peft` that xorl did not write.
@@ -40,7 +40,7 @@ class Selection:
         )
 
     def of(self, modules: Iterable[str]) -> list[str]:
-        """The selected ones of these names of layers."""
+        """The names of layers that are selected, out of `modules`."""
         return [
             name
             for name in modules
@@ -51,7 +51,7 @@ class Selection:
         if not self.layers:
             return True
         lists = "|".join(map(re.escape, self.lists)) or r"[^.]+"
-        # PEFT takes the last number that a list's name precedes.
+        # PEFT takes the last number that follows the name of a list.
         found = re.findall(rf"(?<=\.)(?:{lists})\.(\d+)(?=\.)", f".{name}.")
         return bool(found) and int(found[-1]) in self.layers
 
@@ -74,7 +74,7 @@ def _names_or_pattern(content: Mapping[str, object], key: str) -> Names:
 
 
 def _listed(content: Mapping[str, object], key: str) -> Collection[str]:
-    """Names of a list; PEFT also takes a single one."""
+    """The names in a list; PEFT also accepts a single name."""
     value = content.get(key) or ()
     value = (value,) if isinstance(value, str) else value
     if not isinstance(value, (list, tuple)) or not all(isinstance(one, str) for one in value):
