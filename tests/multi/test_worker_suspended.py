@@ -159,6 +159,36 @@ def test_a_suspended_pass_that_fails_or_is_cancelled_leaves_the_earlier_gradient
     assert stepped == run_ranks(alone, 2)[0]
 
 
+@pytest.mark.multi
+def test_a_suspended_pass_that_is_sent_again_with_others_begins_again(tmp_path: Path, run_ranks, monkeypatch) -> None:
+    # Catches a rank that ends because results are missing, and a gradient that is taken back after it was acknowledged:
+    # an orchestrator that restarts does not know which passes were suspended.
+    monkeypatch.setattr(interrupts, "MIN_SLICE_S", 0.0)
+    other = ForwardBackward("other0", [datum(9, 1)], "cross_entropy")
+
+    def run() -> list[dict[str, Tensor]]:
+        found = []
+        for is_suspended in (False, True):
+            worker = make(tmp_path / str(is_suspended), "lora", data_parallel_replicate_size=2)
+            done(worker, CreateModel("other0", lora=ADAPTER), EARLIER)
+            for name, operations in (("x", [LONG, other]), ("y", [other, LONG])):
+                ids = [name if operation is LONG else f"beside {name}" for operation in operations]
+                if is_suspended:
+                    (first,) = worker.run(Work([name], [LONG], may_suspend=True), BUSY)
+                    assert isinstance(first, Suspended)
+                results = worker.run(Work(ids, operations))
+                assert all(isinstance(result, LossResult) for result in results)
+                assert len(results) == 2
+            done(worker, OptimStep("other0", 1e-2))
+            found.append(gradients(worker, "m"))
+        return found
+
+    for folder in ("False", "True"):
+        (tmp_path / folder).mkdir()
+    for plain, again in run_ranks(run, 2):
+        torch.testing.assert_close(again, plain, rtol=0, atol=0)
+
+
 def _broken(module: nn.Module, given: tuple[Tensor, ...], taken: tuple[Tensor, ...]) -> None:
     raise OSError("a broken pass")
 

@@ -53,6 +53,19 @@ async def test_a_new_run_waits_until_the_client_before_it_is_gone_and_that_one_l
 
 
 @in_a_loop
+async def test_two_who_wait_for_the_base_get_it_one_after_the_other(tmp_path, quick):
+    """Catches a base that is given away while another model is being put on it: the second one was refused."""
+    chosen = options(tmp_path, enable_lora=False)
+    with workers(chosen, delay_s=0.5) as counting:
+        async with running(chosen) as client:
+            await client.begin()
+            for request in [await ask_for_base(client, model) for model in (SECOND, THIRD)]:
+                created = await client.result(request)
+                assert not isinstance(created, Failure), created
+            assert list(counting.models) == [THIRD]
+
+
+@in_a_loop
 async def test_who_waits_for_the_base_holds_nobody_up_and_is_told_what_for(tmp_path, quick):
     """Catches a waiting request that takes the workers' turns, and a client that waits for ever without a reason."""
     async with serving(options(tmp_path, enable_lora=False)) as (client, counting):

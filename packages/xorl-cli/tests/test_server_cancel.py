@@ -51,6 +51,27 @@ async def test_what_has_not_begun_is_cancelled_and_skipped_and_what_follows_runs
 
 
 @in_a_loop
+async def test_a_running_call_is_not_lost_with_the_orchestrator_after_a_later_one_was_cancelled(tmp_path):
+    """Catches a record of the next number that passes over one that still runs: after a crash it would not be run."""
+    chosen = options(tmp_path)
+    with workers(chosen, delay_s=1.0) as counting:
+        async with running(chosen) as client:
+            await client.create()
+            first = await client.send(forward_backward(3), 1)
+            while not client.orchestrator.state.open[first].begun_by:
+                await asyncio.sleep(0.01)
+            second, third = await client.send(forward_backward(4), 2), await client.send(forward_backward(5), 3)
+            assert await cancel(client, third) == "cancelled"
+            assert client.orchestrator.state.registry.models[MODEL].next_seq == 1
+        async with running(chosen) as client:
+            assert (await client.result(first)).metrics["loss:sum"] == 3
+            assert (await client.result(second)).metrics["loss:sum"] == 4
+            assert await client.result(third) == CANCELLED
+            assert (await client.do(step(), 4)).metrics["weights"] == folded(1, 3 + 4)
+            assert third not in counting.ran
+
+
+@in_a_loop
 async def test_the_answer_says_what_runs_on_and_what_is_unknown(tmp_path):
     """Catches an API that says yes to everything: a call that cannot be stopped, and an id that there is not."""
     chosen = options(tmp_path)

@@ -11,7 +11,7 @@ from asynchronous import in_a_loop
 from counting_workers import folded
 from orchestrated import MODEL, forward_backward, options, running, serving, step, submit, tokens, workers
 from xorl.server.messages import CANCELLED, Cancel, Rejected
-from xorl.server.operations import CreateModel, ForwardBackward, LoraSpec
+from xorl.server.operations import CreateModel, Failure, ForwardBackward, LoraSpec
 
 OTHER = "session-1:train:1"
 
@@ -142,3 +142,20 @@ async def test_a_client_that_fills_its_share_of_the_queue_is_refused_and_others_
                 # What was refused is accepted once there is room.
                 assert (await client.do(long("a"), seq)).metrics["loss:sum"] == 40
         shutil.rmtree(chosen.output_dir)
+
+
+@in_a_loop
+async def test_the_number_that_a_full_share_waits_for_is_accepted(tmp_path):
+    """Catches a client whose calls overtake each other, and which is refused the very call that would let them run."""
+    chosen = options(tmp_path, max_client_share=0.25, max_queued=16)
+    async with running(chosen) as client:
+        ids = [await client.send(CreateModel("a", lora=LoraSpec(rank=8, seed=0)), session=None)]
+        seq = 2
+        while not isinstance(answer := await client.orchestrator.answer(submit(long("a"), seq)), Rejected):
+            ids.append(answer.request_id)
+            seq += 1
+        assert answer.status == 429
+        ids.append(await client.send(long("a"), 1))
+        with workers(chosen):
+            for request_id in ids:
+                assert not isinstance(await client.result(request_id), Failure)

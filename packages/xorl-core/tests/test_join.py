@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from xorl.core.folder_store import FolderStore
-from xorl.core.join import listen_at, store_client, store_server
+from xorl.core.join import listen_at, meet, store_client, store_server
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "localhost"])
@@ -43,6 +43,19 @@ def test_a_name_that_others_understand_otherwise_is_told(caplog: pytest.LogCaptu
     is_everywhere = address in ("0.0.0.0", "::")
     assert is_everywhere == ("event=listens_everywhere" in caplog.text)
     assert is_everywhere or address in found
+
+
+def test_ranks_without_a_launcher_meet_twice_and_only_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Catches a second meeting in one process, as of a library and a run, that cannot listen where the first one does,
+    # and a job of one host whose store other hosts reach.
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "203.0.113.1"}
+    for name, value in {**variables, "MASTER_PORT": str(port)}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("XORL_STORE", "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.delenv(name, raising=False)
+    assert len(meet(0, 1).places) == len(meet(0, 1).places) == 1
 
 
 def test_values_of_a_folder_replace_each_other(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import os
 import shlex
 import signal
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
@@ -16,7 +17,7 @@ from xorl.cli.hosts import Hosts, HostsError
 from xorl.cli.signals import exit_if_stuck
 from xorl.core.launched import store_in
 from xorl.host.ranks import Nodes, Ranks
-from xorl.host.signals import STOP_SIGNALS
+from xorl.host.signals import DUPLICATE_S, STOP_SIGNALS
 from xorl.host.temporary import temporary_folder
 
 DEFAULT_PORT = 29500  # torchrun's
@@ -130,7 +131,8 @@ def _plan_static(flags: LaunchFlags, nproc: int, nnodes: int) -> LaunchPlan:
     port = flags.master_port or DEFAULT_PORT
     if not 0 < port < 2**16:
         raise ValueError(f"--master-port {port}: a port must be from 1 to 65535")
-    endpoint = (flags.master_addr or "127.0.0.1", port)
+    # One host needs no address that others reach, as in a Slurm job of one node.
+    endpoint = ((flags.master_addr or "127.0.0.1") if nnodes > 1 else "127.0.0.1", port)
     return LaunchPlan(nproc, nnodes, node_rank, endpoint, flags.rdzv_id or "none")
 
 
@@ -167,9 +169,10 @@ def launch(plan: LaunchPlan, command: Sequence[str]) -> int:
 
 @dataclass
 class _Signals:
-    """The signals that were passed on to the ranks, and those that end them."""
+    """The signals that were passed on to the ranks, and those that end them. `first_s` is when the first one came."""
 
     forwarded: list[int] = field(default_factory=list)
+    first_s: float = 0.0
     stops: list[int] = field(default_factory=list)
 
 
@@ -195,10 +198,15 @@ def _run(
 def _forwarding_signals(notes: Path, num_ranks: int, signals: _Signals) -> Iterator[None]:
     """While entered, forwards the first signal to the ranks.
 
-    A second signal ends the ranks, and so does the first one if some ranks are not ready for signals yet.
+    A second signal ends the ranks, and so does the first one if some ranks are not ready for signals yet. A signal
+    within DUPLICATE_S after the first one is a copy of it.
     """
 
     def forward(number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if signals.forwarded and now - signals.first_s < DUPLICATE_S:
+            return
+        signals.first_s = signals.first_s or now
         if signals.forwarded or len(pids := recorded_pids(notes)) < num_ranks:
             signals.stops.append(number)
         else:

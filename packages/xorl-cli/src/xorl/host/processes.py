@@ -65,5 +65,5 @@ def _fields(pid: int) -> list[str] | None:
     """The fields of /proc/PID/stat that follow the name: the state, the parent's id and so on."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError, NotADirectoryError):
+    except OSError:  # it has ended or belongs to another user (hidepid), or there is no /proc
         return None

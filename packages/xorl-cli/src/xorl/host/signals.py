@@ -7,6 +7,8 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 # A repeated signal counts only this much later: schedulers often signal both the ranks and their launcher, which
 # forwards it to the ranks.
 REPEATED_S = 3.0
+# Signals this close together are one: terminals, `timeout` and uv signal a process and then its process group.
+DUPLICATE_S = 1.0
 
 _raised: list[int] = []
 

@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Literal, NamedTuple, get_args
@@ -35,6 +35,7 @@ from xorl.config.overrides import split_overrides
 from xorl.config.server import TOKEN_PREFIX, num_workers
 from xorl.config.show import show
 from xorl.host.lock import FolderInUseError, lock_within
+from xorl.host.signals import DUPLICATE_S
 from xorl.host.temporary import temporary_folder
 from xorl.server.addresses import (
     KEYS_FILE,
@@ -68,7 +69,6 @@ POLL_EVERY_S = 0.1
 HEALTH_EVERY_S = 0.5
 SAVE_TIMEOUT_S = 1800.0  # for the orchestrator to save every model
 STOP_TIMEOUT_S = 30.0
-DUPLICATE_SIGNAL_S = 1.0  # terminals, `timeout` and uv signal both the launcher and its process group
 LEFTOVER_TIMEOUT_S = GRACE_S + 20.0  # for the processes of a killed launcher to end
 DRIVER = Path("/proc/driver/nvidia/version")
 COUNT_GPUS = "import torch; print(torch.cuda.device_count())"
@@ -394,7 +394,7 @@ def _supervise(plan: Plan, processes: Sequence[Supervised], token_file: str | No
         if first_signal is None:
             first_signal = now
             stop.set()
-        elif now - first_signal > DUPLICATE_SIGNAL_S:
+        elif now - first_signal > DUPLICATE_S:
             stop_now.set()
 
     previous = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -412,8 +412,9 @@ def _supervise(plan: Plan, processes: Sequence[Supervised], token_file: str | No
                 process.restart_if_dead()
             latest = [process.status for process in processes]
             if latest != statuses:
-                statuses = latest
-                write_restarts(plan.restarts_file, statuses)
+                with suppress(OSError):  # a full disk, perhaps; the status page alone needs it, in a later round
+                    write_restarts(plan.restarts_file, latest)
+                    statuses = latest
     except ProcessFailed as error:
         logger.error("event=giving_up %s", error)
         code = error.code if error.code == BAD_INPUT else 1

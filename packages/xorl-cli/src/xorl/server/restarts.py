@@ -14,10 +14,14 @@ RESTARTS_FILE = "restarts.json"
 
 
 def write_restarts(file: Path, processes: Sequence[ProcessStatus]) -> None:
-    """Replace the file's content."""
+    """Replace the file's content. Raises OSError if that is not possible; the file is then as it was."""
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
-    temporary.write_bytes(msgspec.json.encode(processes))
-    temporary.replace(file)
+    try:
+        temporary.write_bytes(msgspec.json.encode(processes))
+        temporary.replace(file)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def read_restarts(file: Path | None) -> list[ProcessStatus]:

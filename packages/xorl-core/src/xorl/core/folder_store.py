@@ -36,7 +36,9 @@ class FolderStore:
 
     def check(self, keys: list[str]) -> bool:
         """Whether all keys have a value."""
-        return all(self._file(key).exists() for key in keys)
+        with _store_errors():
+            self._folder.stat()
+            return all(self._file(key).exists() for key in keys)
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         """Set a key that has no value yet, and return its value; the first of several processes wins."""

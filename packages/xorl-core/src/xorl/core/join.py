@@ -32,6 +32,8 @@ POLL_S = 0.05
 FAILED = "xorl/failed"  # the key of why the job cannot go on: as JSON, the kind of failure and a text
 _ARRIVED = "xorl/arrived"
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
+# The stores that this process keeps, by endpoint: its ranks may meet again.
+_kept: dict[str, dist.Store] = {}
 INTERFACE = "GLOO_SOCKET_IFNAME"
 NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 _LOOPBACK = "127.0.0.1"
@@ -202,10 +204,14 @@ def _open_store(rank: int, arrive_s: float) -> tuple[dist.Store, str]:
     address = address.strip("[]")
     # A launcher starts the store before the ranks; without a launcher, rank 0 starts it when it arrives.
     is_of_launcher = given is not None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if not is_of_launcher and os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
+        address = _LOOPBACK  # all ranks are on this host, and all of them have these variables
     limit_s = CONNECT_S if is_of_launcher else arrive_s
-    open_ = store_server if rank == 0 and not is_of_launcher else store_client
+    keeps_it = rank == 0 and not is_of_launcher
     try:
-        store: dist.Store = open_(address, int(port), timeout_s=limit_s)
+        if keeps_it and endpoint not in _kept:
+            _kept[endpoint] = store_server(address, int(port), timeout_s=limit_s)
+        store: dist.Store = store_client(address, int(port), timeout_s=limit_s)
     except (RuntimeError, OSError) as error:
         origin = STORE_VARIABLE if given is not None else "MASTER_ADDR and MASTER_PORT"
         raise JoinError(

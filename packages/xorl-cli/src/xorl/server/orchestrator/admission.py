@@ -141,14 +141,18 @@ class Admission:
         found = self._find(submit)
         if found is not None:
             return _accepted(found, submit.key)
-        self._check_open()
+        self._check_workers()
         if isinstance(operation, Sample):
+            self._check_queue()
             client = self._sampling_client(operation, submit)
             self._check_share(client)
             return await self._journal_and_queue(_submission(submit.request_id, operation, client, None, submit=submit))
         model = self._model(operation)
         model.last_active = time.time()
-        self._check_share(model.client)
+        if not state.scheduler.fills_gap(model.lane, submit.seq_id):
+            # Requests that wait for this number keep their places until it runs.
+            self._check_queue()
+            self._check_share(model.client)
         if not state.scheduler.admits(model.lane, submit.seq_id):
             raise Refused(
                 400,
@@ -169,13 +173,17 @@ class Admission:
         submission = _submission(submit.request_id, operation, model.client, model.lane, submit=submit)
         return await self._journal_and_queue(submission, submit.source)
 
-    def _check_open(self) -> None:
-        """Raise Refused if no new requests are accepted at the moment."""
+    def _check_queue(self) -> None:
+        """Raise Refused if the queue is full."""
         state = self._state
         if len(state.scheduler) >= state.options.max_queued:
             raise Refused(429, f"{len(state.scheduler)} requests are waiting, which is the limit: try again later")
         if state.scheduler.num_bytes >= state.options.max_queued_bytes:
             raise Refused(429, "the bodies of waiting requests take max_queued_mb, the limit: try again later")
+
+    def _check_workers(self) -> None:
+        """Raise Refused if the workers have been away for too long."""
+        state = self._state
         if state.workers.absent_too_long:
             absence = f"{state.workers.timeout_s:g} s"
             raise Refused(503, f"the workers have been away for more than {absence}: see the service's log")
@@ -216,7 +224,8 @@ class Admission:
         found = self._find(submit)
         if found is not None and self._is_retry(submit, old, found):
             return _accepted(found, submit.key)
-        self._check_open()
+        self._check_queue()
+        self._check_workers()
         self._check_creation(operation, submit, old)
         generation = 1 if old is None else old.generation + 1
         create = self._fill_defaults(operation)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import time
 
-from xorl.server.operations import Failure
-from xorl.server.orchestrator.operation_properties import EVICTION
+from xorl.server.operations import Failure, SaveWeights
+from xorl.server.orchestrator.operation_properties import EVICTION, INTERNAL_PREFIX
 from xorl.server.orchestrator.registry import ModelRecord
 from xorl.server.orchestrator.state import OpenRequest, State
 
@@ -40,11 +40,18 @@ def is_client_silent(state: State, owner: ModelRecord) -> bool:
 
 async def wait_for_base(state: State, request: OpenRequest, owner: ModelRecord) -> Failure | None:
     """Wait until a request that needs the base can be retried; returns its failure if it has waited too long."""
-    ticket, workers = request.ticket, owner.workers
+    ticket, workers, incarnation = request.ticket, owner.workers, state.workers.incarnation
+    if request.kind == SaveWeights.__name__ and ticket.request_id.startswith(INTERNAL_PREFIX):
+        # A save of the model that uses the base may be waiting for this one.
+        return Failure("user", 409, f"model {owner.model_id} uses the base")
     request.waiting_since = request.waiting_since or time.monotonic()
     request.running_since = None
     try:
-        while owner.workers == workers and ticket.lane is not None and state.scheduler.has_lane(ticket.lane):
+        while (
+            (owner.workers, owner.exists, state.workers.incarnation) == (workers, True, incarnation)
+            and ticket.lane is not None
+            and state.scheduler.has_lane(ticket.lane)
+        ):
             if is_client_silent(state, owner):
                 break
             seen = f"its client was last active {_silent_for_s(state, owner):.0f} s ago"

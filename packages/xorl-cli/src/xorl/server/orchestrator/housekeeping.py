@@ -40,6 +40,7 @@ class Housekeeping:
         # Times of `time.monotonic`, which adjustments of the system clock do not affect.
         self._gaps: dict[tuple[str, int], float] = {}  # by lane and number: when the gap was first seen
         self._eviction_attempts: dict[str, float] = {}  # by lane
+        self._end_attempts: dict[str, float] = {}
         self._pruned = -math.inf
         self._expiring: asyncio.Task[None] | None = None
 
@@ -79,7 +80,8 @@ class Housekeeping:
         )
         drained = state.scheduler.drain()
         state.invalidate_models(ticket for ticket in drained if state.open[ticket.request_id].begun_by is not None)
-        await state.fail(drained, Failure("server", 503, message))
+        # Numbers are skipped after a restart, too, although an earlier one may still be running.
+        await state.fail(drained, Failure("server", 503, message), skips_numbers=True)
 
     async def _fail_behind_gaps(self) -> None:
         """Fail the requests behind a number that did not arrive in time; running them would skip its changes."""
@@ -101,22 +103,25 @@ class Housekeeping:
     async def _end_finished(self, now: float) -> None:
         """End the models whose sessions were finished or abandoned too long ago."""
         state, registry = self._state, self._state.registry
+        if state.workers.absent_too_long:
+            return  # they would have to unload it
         busy = {request.ticket.lane for request in state.open.values()}
+        self._end_attempts = _recent(self._end_attempts)
         for model in list(registry.models.values()):
-            if not model.exists or model.state == "creating" or model.lane in busy:
+            if not model.exists or model.state == "creating" or model.lane in busy or model.lane in self._end_attempts:
                 continue
             is_finished = registry.is_finished(model)
             kept_s = state.options.finished_session_retention_s if is_finished else SESSIONS_KEPT_S
             if now - registry.last_activity(model) >= kept_s:
                 logger.info("event=ended model=%s why='its session was finished or abandoned'", model.model_id)
+                self._end_attempts[model.lane] = time.monotonic()
                 await self._admission.submit_internal(UnloadModel(model.model_id))
 
     async def _evict_idle(self, now: float) -> None:
         """Evict models whose clients are idle; their next request restores them."""
         state, registry = self._state, self._state.registry
         busy = {request.ticket.lane for request in state.open.values()}
-        since = time.monotonic() - RETRY_EVICTION_S
-        self._eviction_attempts = {lane: tried for lane, tried in self._eviction_attempts.items() if tried > since}
+        self._eviction_attempts = _recent(self._eviction_attempts)
         for model in list(registry.models.values()):
             if model.state != "ready" or model.lane in busy or model.lane in self._eviction_attempts:
                 continue
@@ -172,3 +177,9 @@ class Housekeeping:
             # In a separate task, since it may wait for saves.
             self._expiring = asyncio.create_task(deletion.delete_expired(state, now))
             self._expiring.add_done_callback(stop_if_broken)
+
+
+def _recent(attempts: dict[str, float]) -> dict[str, float]:
+    """The attempts that are too recent to be repeated."""
+    since = time.monotonic() - RETRY_EVICTION_S
+    return {lane: tried for lane, tried in attempts.items() if tried > since}

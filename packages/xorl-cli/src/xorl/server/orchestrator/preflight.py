@@ -60,6 +60,7 @@ class Preflight:
     def __init__(self, state: State, eviction: Eviction) -> None:
         self._state = state
         self._eviction = eviction
+        self._claim: ModelRecord | None = None  # with full weights: the model that is being put on the base
 
     def allow_initial_overwrite(self, operation: Operation) -> Operation:
         """The operation; a save under the name of the service's initial checkpoint is allowed to overwrite it."""
@@ -86,11 +87,11 @@ class Preflight:
             raise CannotRun(Failure("user", 410, "the model was unloaded or recreated before this ran"))
         if isinstance(operation, CreateModel):
             await self._unload_predecessor(model, workers)
-            await self._free_base(model, workers)
+            await self._free_base(model, workers, until_settled)
         elif model.state == "creating":
             raise CannotRun(Failure("user", 404, f"model {model.model_id} has not been created"))
         elif not isinstance(operation, UnloadModel):
-            await self._ensure_loaded(model, workers)
+            await self._ensure_loaded(model, workers, until_settled)
         checkpoint = saved_as(operation)
         overwritten = checkpoint if isinstance(operation, SaveWeights) and operation.overwrite else None
         if overwritten is not None:
@@ -154,7 +155,7 @@ class Preflight:
         records = expire_excess(self._state.registry, model.model_id, time.time(), num_kept=0)
         await self._state.journal.put([stored(model), *records])
 
-    async def _ensure_loaded(self, model: ModelRecord, workers: Incarnation) -> None:
+    async def _ensure_loaded(self, model: ModelRecord, workers: Incarnation, until_settled: AsyncExitStack) -> None:
         """Restore a model that the workers do not hold."""
         state = self._state
         if model.workers == workers.name:
@@ -166,7 +167,7 @@ class Preflight:
                 "start the service with that base, or create a new model"
             )
             raise CannotRun(Failure("user", 409, message))
-        await self._free_base(model, workers)
+        await self._free_base(model, workers, until_settled)
         try:
             num_replayed = await restore(model, state.journal, state.reads, workers)
         except RecoveryError as problem:
@@ -174,18 +175,31 @@ class Preflight:
         state.counters.count("restores_total")
         state.counters.count("requests_run_again_total", num_replayed)
 
-    async def _free_base(self, model: ModelRecord, workers: Incarnation) -> None:
-        """With full weights, only one model can use the base: evict any other one whose client has left."""
+    async def _free_base(self, model: ModelRecord, workers: Incarnation, until_settled: AsyncExitStack) -> None:
+        """With full weights, only one model can use the base: evict any other one whose client has left.
+
+        The base stays reserved for `model` until its request ends.
+        """
         if self._state.options.enable_lora:
             return
-        for other in self._state.registry.models.values():
-            if other is model or other.workers != workers.name:
-                continue
+        if self._claim is not None and self._claim is not model:
+            raise BaseInUse(self._claim)
+        found = list(self._state.registry.models.values())
+        others = [other for other in found if other is not model and other.workers == workers.name]
+        for other in others:
             if not is_client_silent(self._state, other):
                 raise BaseInUse(other)
+        # Before anything is awaited: a model's record names the workers only once it is on them.
+        self._claim = model
+        until_settled.callback(self._give_up_claim, model)
+        for other in others:
             failure = await self._eviction.evict(other, workers)
             if failure is not None:
                 raise CannotRun(failure)
+
+    def _give_up_claim(self, model: ModelRecord) -> None:
+        if self._claim is model:
+            self._claim = None
 
     async def _remove_dependence(self, model: ModelRecord, checkpoint: CheckpointRef, workers: Incarnation) -> None:
         """Save a model elsewhere before it overwrites a checkpoint that its creation or its tail reads.

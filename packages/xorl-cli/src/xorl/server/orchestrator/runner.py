@@ -253,7 +253,7 @@ class Runner:
                 refuse_cancelled(request, workers.name)
                 if (checkpoint := saved_as(operation)) is not None:
                     await until_settled.enter_async_context(state.checkpoint_lock(checkpoint))
-                await self._mark_begun(request, operation, workers.name)
+                await self._mark_begun(request, operation, workers.name, was_suspended=resumed is not None)
                 operation = await self._preflight.prepare(ticket, operation, workers, until_settled)
                 model = state.model_of(ticket)
                 if request.kind == EVICTION and model is not None:
@@ -293,14 +293,17 @@ class Runner:
             state.scheduler.finish([ticket])
             return None
 
-    async def _mark_begun(self, request: OpenRequest, operation: Operation, workers: str) -> None:
+    async def _mark_begun(
+        self, request: OpenRequest, operation: Operation, workers: str, *, was_suspended: bool
+    ) -> None:
         """Record the incarnation that gets a request. If it differs from the last one, that one is gone."""
         state = self._state
         request_id, before = request.ticket.request_id, request.begun_by
         if before == workers:
             return
         await self._preflight.check_name(request, operation, workers)
-        request.attempts += before is not None
+        # A suspended request was not running when the workers died.
+        request.attempts += before is not None and not was_suspended
         request.begun_by = workers
         if request.attempts > state.options.worker_max_retries:
             raise CannotRun(

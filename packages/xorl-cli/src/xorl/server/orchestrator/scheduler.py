@@ -74,6 +74,18 @@ class Scheduler:
         """The lowest number of an open lane that has neither started nor been skipped."""
         return self._lanes[lane].next_seq
 
+    def next_unended(self, lane: str, leaving: Ticket) -> int:
+        """The lowest number of an open lane that has neither ended nor been skipped, once `leaving` has left it."""
+        running = self._lanes[lane].running
+        if running is not None and running.seq is not None and running.request_id != leaving.request_id:
+            return running.seq
+        return self._lanes[lane].next_seq
+
+    def fills_gap(self, lane: str, seq: int | None) -> bool:
+        """Whether queued requests of an open lane wait for this number."""
+        gap = self._lanes[lane].gap_ahead()
+        return gap is not None and gap.seq == seq
+
     def is_pristine(self, lane: str) -> bool:
         """Whether no numbered request of an open lane has arrived, run or been skipped."""
         return self._lanes[lane].is_pristine

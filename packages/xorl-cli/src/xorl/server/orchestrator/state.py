@@ -249,7 +249,7 @@ class State:
         if model is None:
             return []
         if self.scheduler.has_lane(model.lane):
-            model.next_seq = self.scheduler.next_seq(model.lane)
+            model.next_seq = self.scheduler.next_unended(model.lane, ticket)
         return [stored(model)]
 
     @asynccontextmanager

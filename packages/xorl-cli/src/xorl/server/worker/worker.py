@@ -208,10 +208,13 @@ class Worker:
         return operation_id in self._suspended
 
     def _cancel_left_behind(self, work: Work) -> None:
-        """Cancel suspended passes of models that other operations now use, since no one will resume these passes."""
+        """Cancel suspended passes of models that other operations now use, since no one will resume these passes.
+
+        A pass that is sent again alone continues. If it is sent again in a group, it begins again.
+        """
         used = {getattr(operation, "model_id", None) for operation in work.operations}
         for operation_id, suspended in list(self._suspended.items()):
-            if operation_id not in work.ids and not used.isdisjoint(suspended.model_ids):
+            if list(work.ids) != [operation_id] and not used.isdisjoint(suspended.model_ids):
                 del self._suspended[operation_id]
                 suspended.cancel()
 
