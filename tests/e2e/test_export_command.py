@@ -75,6 +75,29 @@ def test_an_adapter_is_written_again_as_peft_reads_it(folders: Path, tmp_path: P
     torch.testing.assert_close(load_file(half / "adapter_model.safetensors"), rounded, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize(
+    "selected",
+    [
+        {"layers_to_transform": [1]},
+        {"exclude_modules": ["layers.0.self_attn.q_proj"]},
+        {"target_modules": r".*\.1\..*q_proj"},
+    ],
+)
+def test_an_adapter_on_some_layers_is_written_so_that_it_can_be_read(
+    selected: dict[str, object], folders: Path, tmp_path: Path
+) -> None:
+    """Catches an export that names layers of which it has no adapter, and is then refused as incomplete."""
+    model = AutoModelForCausalLM.from_pretrained(folders / "base", dtype=torch.float32)
+    model = get_peft_model(model, LoraConfig(r=4, **{"target_modules": ["q_proj"], **selected}))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(tmp_path / "adapter")
+    once = export_saved(str(tmp_path / "adapter"), str(tmp_path / "once"), verify=True)
+    twice = export_saved(str(once), str(tmp_path / "twice"))
+    assert len(load_file(twice / "adapter_model.safetensors")) == 2
+
+
 def test_what_is_wrong_is_said_and_nothing_is_left(folders: Path, tmp_path: Path) -> None:
     # Catches an adapter that is folded into another model, and a folder that appears though it was not verified.
     write_base(tmp_path / "other", hidden_size=48)

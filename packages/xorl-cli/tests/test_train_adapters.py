@@ -12,12 +12,15 @@ from torch.utils.flop_counter import FlopCounterMode
 from tiny_models import hf_config, write_config
 from xorl.config import config_from_mapping
 from xorl.config.local import LoraConfig, ModelConfig
+from xorl.core import runtime
+from xorl.core.mesh import Mesh, ParallelDims
 from xorl.core.models import SPECS, Decoder
 from xorl.core.nn import LayerKernels
 from xorl.kernels.attention.reference import eager_attention
 from xorl.kernels.layout import SequenceLayout
 from xorl.lora import adapters
 from xorl.train.adapters.inject import add_adapters, flops_of
+from xorl.train.build import build_engine
 from xorl.train.model_source import read_architecture
 
 SIZES = hf_config(vocab_size=50)
@@ -123,3 +126,32 @@ def test_generation_follows_the_base_and_the_entries_of_the_run(tmp_path: Path) 
     assert generation(config_path=str(base))["temperature"] == 0.6
     assert generation(model_path=str(base), foundation=stops) == {**stops, "temperature": 0.6}
     assert generation(model_path=str(other), foundation=stops) == {}
+
+
+@pytest.mark.parametrize("merge_qkv", [True, False])
+def test_weight_decay_of_adapters_goes_by_the_names_of_checkpoints(merge_qkv: bool, tmp_path: Path) -> None:
+    """Catches `v_proj` that frees the adapters of q, which is stored in the same module, or `up_proj` those of gate."""
+    folder = write_config(tmp_path, SIZES)
+    decay = {"weight_decay": 0.5, "no_decay_modules": ["v_proj", "up_proj"]}
+    plain = {"data_parallel_mode": "none", "enable_mixed_precision": False, "enable_gradient_checkpointing": False}
+    targets = ["q_proj", "v_proj", "gate_proj", "up_proj"]
+    config = config_from_mapping(
+        {
+            "model": {"config_path": str(folder), "merge_qkv": merge_qkv},
+            "data": {"datasets": [{"path": "a"}]},
+            "train": {"output_dir": "o", **plain, **decay},
+            "lora": {"enable_lora": True, "lora_target_modules": targets, "use_dora": True},
+        }
+    ).config
+    place = runtime.init("cpu")
+    try:
+        mesh = Mesh(ParallelDims.resolve("none", 1), "cpu")
+        engine = build_engine(config, read_architecture(config.model), mesh, place.device)
+    finally:
+        runtime.shutdown()
+    names = {parameter: name for name, parameter in engine.model.module.named_parameters()}
+    groups = engine.optimizer.param_groups
+    free = {names[one] for group in groups if not group["weight_decay"] for one in group["params"]}
+    assert not any(group["row_decays"] for group in groups)
+    assert {name.split(".")[-2] for name in free} == {"v_proj", "up_proj"}
+    assert len(free) == 2 * 2 * 3

@@ -133,6 +133,8 @@ TWO_LAYERS = {f"layers.{layer}.{name}.weight": (4, 8) for layer in (0, 1) for na
         ({"target_modules": "all-linear"}, []),
         ({"target_modules": None}, []),
         ({"modules_to_save": ["lm_head", "score"], "exclude_modules": ["1.q_proj"]}, ["lm_head.weight"]),
+        ({"target_modules": ["0.q_proj", "lm_head"], "modules_to_save": ["lm_head"]}, ["lm_head.weight"]),
+        ({"target_modules": ["0.q_proj"], "modules_to_save": ["orm"]}, ["norm.weight"]),
     ],
 )
 def test_a_file_without_what_its_configuration_names_is_told(changes, absent):
@@ -149,11 +151,23 @@ def test_experts_are_missing_only_where_the_file_has_others():
     """Catches a lost expert, and a file of PEFT that is refused although PEFT adapts no stacked experts by names."""
     names = [f"layers.0.mlp.experts.{expert}.{leaf}" for expert in (0, 1) for leaf in ("gate_proj", "up_proj")]
     base = {**{f"{name}.weight": (4, 8) for name in names}, "layers.0.q_proj.weight": (4, 8)}
-    config = AdapterConfig.from_json(CONFIG | {"target_modules": ["q_proj", "gate_proj", "up_proj"]})
+    content = CONFIG | {"target_modules": ["q_proj", "gate_proj", "up_proj"]}
+    config = AdapterConfig.from_json(content | {"peft_version": "0.21.2"})
     assert differences(read_layout(config, shapes()), base) == []
+    assert len(differences(read_layout(AdapterConfig.from_json(content), shapes()), base)) == len(names)
+    stacked = AdapterConfig.from_json(CONFIG | {"target_parameters": ["experts.gate_up_proj"], "peft_version": "1"})
+    assert len(differences(read_layout(stacked, shapes()), base)) == len(names)
     with_three = {key: (2, 8) if "lora_A" in key else (4, 2) for name in names[:3] for key in keys_of(name)[:2]}
     told = differences(read_layout(config, held({**with_three, **Q_PROJ})), base)
     assert [problem.partition(":")[0] for problem in told] == [names[3]]
+
+
+def test_a_number_that_chooses_layers_may_also_be_that_of_an_expert():
+    """Catches a file of one layer that is refused because its experts have other numbers than the layer."""
+    names = [f"layers.{layer}.mlp.experts.{expert}.up_proj" for layer in (0, 1) for expert in (0, 1)]
+    config = AdapterConfig.from_json(CONFIG | {"target_modules": ["up_proj"], "layers_to_transform": [1]})
+    of_layer_1 = {key: (2, 8) if "lora_A" in key else (4, 2) for name in names[2:] for key in keys_of(name)[:2]}
+    assert differences(read_layout(config, held(of_layer_1)), {f"{name}.weight": (4, 8) for name in names}) == []
 
 
 def test_a_head_that_is_tied_is_named_as_such():

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+from torch import nn
 
 from xorl.config import Config
 from xorl.config.local import TrainConfig
@@ -127,7 +129,7 @@ def _check(config: Config, architecture: Architecture) -> None:
     train, device = config.train, torch.device(default_device_type())
     sketch = check_model(architecture, config.model, train, config.lora, device)
     parameters = dict(sketch.named_parameters())
-    stacked = stacked_tensors(architecture.recipes(merge_qkv=config.model.merge_qkv))
+    stacked = _tensors_of(sketch, architecture, config)
     entries = train.no_decay_modules, train.no_decay_params
     require_no_decay_matches(tensor_names(parameters, stacked), *entries)
     trained = tensor_names([path for path, parameter in parameters.items() if parameter.requires_grad], stacked)
@@ -136,6 +138,17 @@ def _check(config: Config, architecture: Architecture) -> None:
     if free := undecayed(trained, *entries):
         shown = dict.fromkeys(re.sub(r"\.\d+(?=\.)", ".*", name) for name in trained if name in free)
         logger.info("without weight decay: %s (%d of %d tensors)", ", ".join(shown), len(free), len(trained))
+
+
+def _tensors_of(module: nn.Module, architecture: Architecture, config: Config) -> dict[str, list[tuple[str, int]]]:
+    """For each parameter, the names that users see of its tensors, those of checkpoints, and their rows."""
+    tensors = stacked_tensors(architecture.recipes(merge_qkv=config.model.merge_qkv))
+    paths = {parameter: path for path, parameter in module.named_parameters()}
+    for name, adapter in adapters(module).items():
+        own = {"A": adapter.A, "B": adapter.B, "magnitude_offset": adapter.magnitude_offset}
+        # All rows, of which this rank may hold some.
+        tensors |= {paths[each]: [(f"{name}.{leaf}", sys.maxsize)] for leaf, each in own.items() if each is not None}
+    return tensors
 
 
 def _with_recomputation(startup: Startup, run: PreparedRun) -> Startup:
@@ -188,7 +201,7 @@ def engine_over(model: ParallelModel, config: Config, architecture: Architecture
         seed=train.seed,
         muon=_muon_options(train, model) if train.optimizer == "muon" else None,
         first_rows=model.parts.first_rows(),
-        stacked=stacked_tensors(architecture.recipes(merge_qkv=config.model.merge_qkv)),
+        stacked=_tensors_of(model.module, architecture, config),
     )
     return Engine(
         model,

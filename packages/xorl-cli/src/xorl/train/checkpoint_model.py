@@ -208,8 +208,12 @@ def read_description(folder: Path, manifest: Manifest) -> ModelDescription:
     generation = cast("Mapping[str, object] | None", recorded.get("generation"))
     if generation is None:  # recorded by an older xorl
         generation = {} if tokenizer is None else read_generation(str(folder), tokenizer)
-    own = bool(recorded.get("own_tokenizer", False))
-    architecture = Architecture(spec, spec.config_from_hf(hf_config), hf_config, tokenizer, template, generation, own)
+    own = recorded.get("own_tokenizer")
+    if own is None:  # recorded by an older xorl
+        own = tokenizer is not None and not is_same_base(str(tokenizer), str(recorded["path"]))
+    architecture = Architecture(
+        spec, spec.config_from_hf(hf_config), hf_config, tokenizer, template, generation, bool(own)
+    )
     stored = cast("Mapping[str, JSON] | None", recorded.get("quantization"))
     scheme = None
     if stored is not None:

@@ -32,7 +32,9 @@ def with_end_tokens(architecture: Architecture, end_tokens: Mapping[str, int]) -
     generation = dict(architecture.generation)
     if not generation:
         # Without generation_config.json, transformers takes these from config.json.
-        generation = {name: architecture.hf_config[name] for name in _SPECIAL if architecture.hf_config.get(name)}
+        generation = {
+            name: architecture.hf_config[name] for name in _SPECIAL if architecture.hf_config.get(name) is not None
+        }
     stops = _ids(generation.get("eos_token_id", architecture.hf_config.get("eos_token_id")))
     missing = {text: token_id for text, token_id in ids.items() if token_id is not None and token_id not in stops}
     if not missing:

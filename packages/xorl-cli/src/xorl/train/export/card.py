@@ -18,6 +18,8 @@ _LOADING_A_MODEL = (
     "```",
 )
 READER_NAMES: Mapping[Reader, str] = {"peft": "PEFT's PeftModel.from_pretrained", "vllm": "vLLM", "sglang": "SGLang"}
+# The values that vLLM's --max-lora-rank takes.
+_VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 # The entry "adapter" of a model whose adapters were merged.
 MERGED_ADAPTER = "merged into the base in fp32, rounded once"
 
@@ -95,8 +97,9 @@ def _loading(base: str | None, facts: Figures, readers: Sequence[Reader]) -> lis
             "PEFT, vLLM and SGLang do not read all settings of this adapter. xorl merges it into its base:",
             *("", "```sh", f"xorl export . --merge --base {base} --output merged", "```"),
         ]
+    max_rank = next((rank for rank in _VLLM_RANKS if rank >= int(facts["rank"])), facts["rank"])
     commands: Mapping[Reader, str] = {
-        "vllm": f"vllm serve {base} --enable-lora --max-lora-rank {facts['rank']} --lora-modules adapter=.",
+        "vllm": f"vllm serve {base} --enable-lora --max-lora-rank {max_rank} --lora-modules adapter=.",
         "sglang": f"python -m sglang.launch_server --model-path {base} --enable-lora --lora-paths adapter=.",
     }
     return ["```sh", *(commands[reader] for reader in readers), "```"]

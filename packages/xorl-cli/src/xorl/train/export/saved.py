@@ -16,7 +16,7 @@ from xorl.ckpt.tensor_file import write_tensor_file
 from xorl.lora.peft import CONFIG_FILE, WEIGHTS_FILE, AdapterConfig, MergedWeights, in_form
 from xorl.lora.peft.config import ExpertForm
 from xorl.lora.peft.forms import Reader, readers_of
-from xorl.lora.peft.layout import MadeTensors
+from xorl.lora.peft.layout import MadeTensors, expert_of
 from xorl.train.adapters.folder import AdapterFolder
 from xorl.train.export.card import MERGED_ADAPTER, Figures, adapter_facts, model_card
 from xorl.train.export.source import SavedModel, open_saved
@@ -85,6 +85,12 @@ def _write_adapter(
     dtype_of = None if dtype is None else lambda name: dtype
     write_tensor_file(folder / WEIGHTS_FILE, source_groups(source, dtype_of=dtype_of, names=names))
     config = replace(config, base=saved.base_path or adapter.base)
+    has_experts = any(expert_of(name) for name in adapter.layout.modules)
+    if not config.selection.is_plain or (config.selection.is_of_peft and not has_experts):
+        # What selected the layers, such as a pattern or PEFT's rules for experts, is not written, so each is named.
+        is_stacked = config.form == "peft"  # its experts are in target_parameters
+        layers = sorted(name for name in adapter.layout.modules if not (is_stacked and expert_of(name)))
+        config = replace(config, form_settings={**config.form_settings, "target_modules": layers})
     write_file(folder / CONFIG_FILE, json_bytes(config.to_json()))
     write_files(folder, architecture.files_beside_adapter())
     narrowest = min((dtype or source.dtype(name) for name in names), key=lambda each: each.itemsize)

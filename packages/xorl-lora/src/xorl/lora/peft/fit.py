@@ -41,29 +41,32 @@ def differences(layout: AdapterLayout, base_shapes: Mapping[str, Sequence[int]],
 def missing(layout: AdapterLayout, layers: Iterable[str], tensors: Iterable[str]) -> list[str]:
     """List those of a base's layers and tensors that an adapter's configuration names but its file lacks.
 
-    Experts only count as missing if the file has other experts: if the base stacks experts, PEFT does not adapt them by
-    the names of their layers.
+    In files of PEFT, experts that are selected by the names of their layers only count as missing if the file has other
+    experts: PEFT does not adapt them by these names if the base stacks them.
     """
     known = list(layers)
-    selected = [*layout.config.selection.of(known), *_of_parameters(layout.config.selection.parameters, known)]
-    has_experts = any(expert_of(name) for name in layout.modules)
-    absent = [name for name in selected if name not in layout.modules and (has_experts or not expert_of(name))]
+    selection = layout.config.selection
+    has_experts = not selection.is_of_peft or any(expert_of(name) for name in layout.modules)
+    named = [name for name in selection.of(known) if has_experts or not expert_of(name)]
+    selected = dict.fromkeys([*named, *_of_parameters(selection.parameters, known)])
+    absent = [name for name in selected if name not in layout.modules]
     problems = [f"{name}: {CONFIG_FILE} names this layer, but the file has no adapter for it" for name in absent]
     for name in tensors:
         owner = f".{name.rpartition('.')[0]}."
-        is_saved = any(f".{wanted}." in owner for wanted in layout.config.spec.modules_to_save)
+        # PEFT compares the ends of names, so `norm` is also `input_layernorm`.
+        is_saved = any(f"{wanted}." in owner for wanted in layout.config.spec.modules_to_save)
         if is_saved and name not in layout.replaced:
             problems.append(f"{name}: modules_to_save in {CONFIG_FILE} names its module, but the file lacks it")
     return problems
 
 
 def _of_parameters(parameters: Sequence[str], layers: Iterable[str]) -> list[str]:
-    """The experts' layers that belong to these stacked parameters of transformers."""
+    """The layers that belong to these parameters of transformers: experts, which it stacks, and routers."""
     selected: list[str] = []
     for name in layers:
-        found = MEMBER.fullmatch(name)
+        found, parameter = MEMBER.fullmatch(name), f"{name}.weight"
         if found is not None and found["leaf"] in ROLES:
             parameter = f"{found['layer']}.{MODULE}.{PARAMETERS[ROLES[found['leaf']]]}"
-            if any(matches_name(parameter, wanted) for wanted in parameters):
-                selected.append(name)
+        if any(matches_name(parameter, wanted) for wanted in parameters):
+            selected.append(name)
     return selected

@@ -19,6 +19,8 @@ class Selection:
         layers: the indices of the decoder's layers that have adapters; () for all.
         lists: the names of the lists of layers to which `layers` refers; () for any.
         parameters: names of stacked parameters of experts, for files in the form `peft` that xorl did not write.
+        saved: modules that are trained whole; neither they nor what is in them has an adapter.
+        is_of_peft: whether PEFT wrote the file.
     """
 
     targets: Names = ()
@@ -26,6 +28,8 @@ class Selection:
     layers: tuple[int, ...] = ()
     lists: tuple[str, ...] = ()
     parameters: tuple[str, ...] = ()
+    saved: tuple[str, ...] = ()
+    is_of_peft: bool = True
 
     @classmethod
     def from_json(cls, content: Mapping[str, object]) -> "Selection":
@@ -37,6 +41,8 @@ class Selection:
             layers=_indices(content, "layers_to_transform"),
             lists=tuple(_listed(content, "layers_pattern")),
             parameters=() if content.get("xorl") else tuple(_listed(content, "target_parameters")),
+            saved=tuple(_listed(content, "modules_to_save")),
+            is_of_peft="auto_mapping" in content or "peft_version" in content,
         )
 
     def of(self, modules: Iterable[str]) -> list[str]:
@@ -44,16 +50,24 @@ class Selection:
         return [
             name
             for name in modules
-            if _matches(name, self.targets) and not _matches(name, self.excluded) and self._is_in_layers(name)
+            if _matches(name, self.targets) and not self._is_left_out(name) and self._is_in_layers(name)
         ]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the names of `targets` alone select the layers."""
+        return isinstance(self.targets, tuple) and not (self.excluded or self.layers)
+
+    def _is_left_out(self, name: str) -> bool:
+        return _matches(name, self.excluded) or any(f".{one}." in f".{name}." for one in self.saved)
 
     def _is_in_layers(self, name: str) -> bool:
         if not self.layers:
             return True
         lists = "|".join(map(re.escape, self.lists)) or r"[^.]+"
-        # PEFT takes the last number that follows the name of a list.
+        # PEFT takes the first number that follows the name of a list; old versions take the last one.
         found = re.findall(rf"(?<=\.)(?:{lists})\.(\d+)(?=\.)", f".{name}.")
-        return bool(found) and int(found[-1]) in self.layers
+        return bool(found) and {int(found[0]), int(found[-1])} <= {*self.layers}
 
 
 def _matches(name: str, wanted: Names) -> bool:
