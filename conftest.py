@@ -35,3 +35,16 @@ def _logging_as_it_was() -> Iterator[None]:
     logger.handlers[:] = handlers
     logger.propagate = propagate
     logger.setLevel(level)
+
+
+@pytest.fixture(autouse=True)
+def interfaces_of_a_test_alone() -> Iterator[None]:
+    """Ranks of one host choose the loopback interface in their environment, which processes of other tests inherit."""
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    before = {name: os.environ.get(name) for name in names}
+    yield
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

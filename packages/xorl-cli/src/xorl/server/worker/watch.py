@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from xorl.config import ServerConfig
@@ -35,6 +34,7 @@ def watchdog_of(config: ServerConfig, signs: Path | None, position: Position) ->
     stall_s, lost_s = config.worker_stall_timeout, silence_s(config)
     if stall_s is None or lost_s is None:
         return None
+    alive = None if signs is None else AliveFile(signs / f"rank {global_rank()}")
     return Watchdog(
         lambda error: end(error, signs, stall_s),
         stall_s=stall_s,
@@ -42,22 +42,9 @@ def watchdog_of(config: ServerConfig, signs: Path | None, position: Position) ->
         lost_s=lost_s if signs is None else 2 * lost_s,
         interval_s=min(INTERVAL_S, lost_s / 5),
         position=position,
-        on_round=(lambda: None) if signs is None else _touching(signs / f"rank {global_rank()}"),
+        on_round=(lambda: None) if alive is None else alive.touch,
         advice="",
     )
-
-
-def _touching(file: Path) -> Callable[[], None]:
-    """Gives signs of life, from the first call on: until then, the launcher allows more time, for a slow start."""
-    alive: AliveFile | None = None
-
-    def touch() -> None:
-        nonlocal alive
-        if alive is None:
-            alive = AliveFile(file)
-        alive.touch()
-
-    return touch
 
 
 def idle_s(config: ServerConfig) -> float:
