@@ -4,6 +4,7 @@ import logging
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -37,9 +38,22 @@ def _logging_as_it_was() -> Iterator[None]:
     logger.setLevel(level)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _interfaces_of_a_module() -> Iterator[None]:
+    """The next fixture, for what a module's own fixtures run."""
+    with _interfaces_as_they_were():
+        yield
+
+
 @pytest.fixture(autouse=True)
-def interfaces_of_a_test_alone() -> Iterator[None]:
+def _interfaces_of_a_test() -> Iterator[None]:
     """Ranks of one host choose the loopback interface in their environment, which processes of other tests inherit."""
+    with _interfaces_as_they_were():
+        yield
+
+
+@contextmanager
+def _interfaces_as_they_were() -> Iterator[None]:
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     before = {name: os.environ.get(name) for name in names}
     yield
