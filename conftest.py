@@ -40,20 +40,21 @@ def _logging_as_it_was() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _interfaces_of_a_module() -> Iterator[None]:
-    """The next fixture, for what a module's own fixtures run."""
+    """For what the fixtures of a module run."""
     with _interfaces_as_they_were():
         yield
 
 
 @pytest.fixture(autouse=True)
 def _interfaces_of_a_test() -> Iterator[None]:
-    """Ranks of one host choose the loopback interface in their environment, which processes of other tests inherit."""
+    """For what a test runs in its own process."""
     with _interfaces_as_they_were():
         yield
 
 
 @contextmanager
 def _interfaces_as_they_were() -> Iterator[None]:
+    """Takes back the loopback interface that ranks of one host choose: processes of later tests would inherit it."""
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     before = {name: os.environ.get(name) for name in names}
     yield

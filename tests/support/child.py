@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import signal
 import tempfile
 import time
 import traceback
@@ -13,12 +12,17 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import IO, TypeVar
 
+from xorl.host.alive import STACKS_SIGNAL
+
 Answer = TypeVar("Answer")
 CHILD_S = 120.0
 
 
 def in_child(function: Callable[[], Answer]) -> Answer:
-    """What it returns; fails with its traceback. The clients' threads end with it, and tests that fork go on safely."""
+    """Return what the function returns; fail with its traceback, or with its stacks if it does not end.
+
+    The threads of public clients end with the process, so later tests can fork safely.
+    """
     context = get_context("fork")
     ours, theirs = context.Pipe()
     with tempfile.TemporaryFile(mode="w+") as stacks:
@@ -38,7 +42,7 @@ def in_child(function: Callable[[], Answer]) -> Answer:
 
 
 def _call(function: Callable[[], object], answer: Connection, stacks: IO[str]) -> None:
-    faulthandler.register(signal.SIGUSR1, file=stacks)
+    faulthandler.register(STACKS_SIGNAL, file=stacks)
     try:
         answer.send((True, function()))
     except BaseException:  # noqa: BLE001  (whatever it is, the test says so)
@@ -46,8 +50,9 @@ def _call(function: Callable[[], object], answer: Connection, stacks: IO[str]) -
 
 
 def _stacks_of(pid: int | None, stacks: IO[str]) -> str:
+    """What the process writes to the file when it is asked for the stacks of its threads."""
     assert pid is not None
-    os.kill(pid, signal.SIGUSR1)
+    os.kill(pid, STACKS_SIGNAL)
     time.sleep(1)
     stacks.seek(0)
     return stacks.read()
