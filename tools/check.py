@@ -16,6 +16,7 @@ import check_layout
 import check_locked
 import check_sizes
 import check_text
+import plant_faults
 from workspace import ROOT
 
 Check = Callable[[], list[str]]
@@ -46,6 +47,7 @@ CHECKS: dict[str, Check] = {
     "cycles": check_cycles.violations,
     "text": check_text.violations,
     "docs": command("python", "tools/check_docs.py"),
+    "faults": plant_faults.violations,
     "locked": check_locked.violations,
 }
 FIXES: dict[str, Check] = {

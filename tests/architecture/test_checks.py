@@ -12,6 +12,7 @@ import check_isolated
 import check_layout
 import check_sizes
 import check_text
+import plant_faults
 
 
 def test_a_size_exception_may_neither_grow_nor_idle() -> None:
@@ -124,3 +125,31 @@ def test_tests_that_took_long_are_told_from_the_others(tmp_path: Path) -> None:
     (tmp_path / "report.xml").write_text(f"<testsuites><testsuite>{cases}</testsuite></testsuites>")
     found = list(check_isolated._that_took_long(tmp_path / "report.xml", "packages/xorl-core/tests"))
     assert found == ["packages/xorl-core/tests/test_a.py::test_x[1.5]"]
+
+
+def test_a_fault_that_can_no_longer_be_planted_is_named() -> None:
+    # Would catch a list of faults that are tried in vain, because their text or their tests have moved.
+    file, tests = "tools/plant_faults.py", "tests/architecture/test_checks.py"
+    fault = plant_faults.Fault(
+        "gone", file, old="no such" + " text", new="", tests=f"{tests} tests/test_gone.py", effect=""
+    )
+    assert plant_faults.misplaced([fault]) == [
+        f"gone: its text occurs 0 times in {file}, not once; update tests/faults.toml",
+        "gone: there is no tests/test_gone.py; update tests/faults.toml",
+    ]
+    with pytest.raises(ValueError, match="occurs 2 times"):
+        plant_faults.Fault("twice", file, old="a", new="b", tests=tests, effect="").planted_in("a a")
+
+
+def test_tests_that_catch_a_fault_are_told_from_those_that_always_fail(tmp_path: Path) -> None:
+    # Would catch a tool that takes any failure for a catch, or that tests the files of the working tree.
+    names = ("missed", "noticed", "always")
+    for name in names:
+        (tmp_path / "tests").mkdir(exist_ok=True)
+        check = {"missed": "1", "noticed": "text == 'right'", "always": "0"}[name]
+        code = f"from pathlib import Path\ndef test_it():\n    text = Path('product').read_text()\n    assert {check}\n"
+        (tmp_path / "tests" / f"test_{name}.py").write_text(code)
+    (tmp_path / "product").write_text("right")
+    faults = [plant_faults.Fault(name, "product", "right", "wrong", f"tests/test_{name}.py", "") for name in names]
+    assert plant_faults.verdicts(faults, tmp_path) == {"missed": "escaped", "noticed": "caught", "always": "broken"}
+    assert (tmp_path / "product").read_text() == "right"
