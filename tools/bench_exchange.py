@@ -1,13 +1,12 @@
-"""Times a layer of experts that ranks share, forward and backward: the exact exchange of expert parallelism, and the
-gathering of all tokens on all ranks, with sums scattered back.
+"""Times a layer of experts that ranks share, forward and backward, with each way to send tokens to their experts.
 
     uv run torchrun --nproc-per-node 2 tools/bench_exchange.py                            # a tiny layer, on CPUs
     torchrun --nproc-per-node 4 tools/bench_exchange.py --shape qwen3-30b --tokens 4096 16384
 
-"exact" is `AllToAll`: tokens go to the ranks that hold their experts, and the host waits for their number. "gathered"
-computes, of the tokens of all ranks, the choices of this rank's experts. Sizes never change, so the host does not wait,
-and a CUDA graph can hold the layer. It reserves room for twice the mean number of choices, and has no second pass for
-more. "reduced in bf16" adds up the ranks' sums by NCCL's reduce-scatter, "summed in fp32" exchanges and then adds them.
+"alltoall": tokens go to the ranks that hold their experts, and the host waits for their number. "allgather": all ranks
+get the tokens of all, and compute the choices of their own experts. Sizes never change, so the host does not wait, and
+a CUDA graph can hold the layer. It reserves room for twice the mean number of choices, and later passes compute what is
+more; "first pass alone" leaves them out. With --skew, more choices than the mean fall on the first rank.
 
 Prints a table in Markdown of the slowest rank: milliseconds of the device for a pass that ranks begin together, for one
 of several in a row, and of the host to launch one of these.
@@ -21,13 +20,15 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from bench_experts import SHAPES
-from xorl.core.nn.dispatch import AllToAll
+from xorl.core.nn.all_gather import AllGather
+from xorl.core.nn.dispatch import AllToAll, Dispatcher
 from xorl.core.runtime import shutdown
 from xorl.kernels.experts import EXPERTS, ExpertsFn, ExpertsRequest
 from xorl.kernels.experts.routing import top_experts
@@ -40,76 +41,19 @@ Leaves = tuple[Tensor, Tensor, Tensor, Tensor]
 Layer = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-def gather(x: Tensor) -> Tensor:
-    """The rows of all ranks, in their order."""
-    out = x.new_empty(dist.get_world_size() * len(x), *x.shape[1:])
-    dist.all_gather_into_tensor(out, x.contiguous())
-    return out
-
-
-def reduce(y: Tensor) -> Tensor:
-    """This rank's rows of the sum over ranks, added up by the library in the dtype of y."""
-    out = y.new_empty(len(y) // dist.get_world_size(), *y.shape[1:])
-    dist.reduce_scatter_tensor(out, y.contiguous())
-    return out
-
-
-def reduce_wide(y: Tensor) -> Tensor:
-    """As `reduce`, added up in fp32."""
-    received = torch.empty_like(y, memory_format=torch.contiguous_format)
-    dist.all_to_all_single(received, y.contiguous())
-    return received.view(dist.get_world_size(), -1, *y.shape[1:]).sum(0, dtype=torch.float32).to(y.dtype)
-
-
-class Gathered(torch.autograd.Function):
-    """`gather`, whose gradient is a sum over ranks."""
-
-    @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, summed: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.summed = summed  # pyright: ignore[reportAttributeAccessIssue]
-        return gather(x)
-
-    @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.summed(grads[0]), None  # pyright: ignore[reportAttributeAccessIssue]
-
-
-class Summed(torch.autograd.Function):
-    """A sum over ranks, whose gradient is `gather`."""
-
-    @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, y: Tensor, summed: Callable[[Tensor], Tensor]) -> Tensor:
-        return summed(y)
-
-    @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor, None]:
-        return gather(grads[0]), None
-
-
-def exact(ids: Tensor, num_experts: int, kernel: ExpertsFn, group: RankGroup) -> Layer:
-    """The exchange of `AllToAll`, planned in each pass."""
-    dispatcher = AllToAll(group)
-
-    def layer(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        plan = dispatcher.plan(ids, num_experts, None)
-        got = dispatcher.dispatch(x, weights, plan)
-        out = kernel(got.x, gate_up, down, got.weights, got.ids, None, num_rows=got.num_rows)
-        return dispatcher.combine(out, plan)
-
-    return layer
-
-
-def gathered(
-    ids: Tensor, num_experts: int, kernel: ExpertsFn, group: RankGroup, summed: Callable[[Tensor], Tensor]
+def exchanged(
+    dispatcher: Dispatcher[Any], ids: Tensor, num_experts: int, kernel: ExpertsFn, *, is_once: bool = False
 ) -> Layer:
-    """All tokens on all ranks, and room for twice the mean number of choices."""
-    num_local = num_experts // group.size
+    """A layer whose tokens `dispatcher` sends, planned in each pass. is_once: compute what fits into the first pass."""
 
     def layer(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        local = gather(ids) - group.rank * num_local
-        local = torch.where((local >= 0) & (local < num_local), local, num_local)
-        everything = Gathered.apply(x, summed), gate_up, down, Gathered.apply(weights, summed), local
-        return Summed.apply(kernel(*everything, num_rows=2 * ids.numel()), summed)
+        plan = dispatcher.plan(ids, num_experts, None, len(x))
+        got = dispatcher.dispatch(x, weights, plan)
+        num_rows, num_passes = got.num_rows, got.num_passes
+        if is_once:
+            num_rows, num_passes = got.ids.numel() // num_passes, 1
+        given = got.x, gate_up, down, got.weights, got.ids
+        return dispatcher.combine(kernel(*given, num_rows=num_rows, num_passes=num_passes), plan)
 
     return layer
 
@@ -191,7 +135,9 @@ def rows(options: argparse.Namespace, num_tokens: int, device: torch.device) -> 
         return torch.randn(*size, device=device, generator=generator)
 
     x, grad = normal(num_tokens, width).to(dtype), normal(num_tokens, width).to(dtype)
-    probabilities = normal(num_tokens, num_experts).softmax(-1)
+    scores = normal(num_tokens, num_experts)
+    scores[:, :num_local] += options.skew
+    probabilities = scores.softmax(-1)
     ids = top_experts(probabilities, num_active)
     weights = probabilities.gather(-1, ids)
     gate_up = (normal(num_local, 2 * inner, width) * 0.02).to(dtype)
@@ -201,13 +147,14 @@ def rows(options: argparse.Namespace, num_tokens: int, device: torch.device) -> 
         leaf.requires_grad_()
     kernel = EXPERTS.resolve(options.experts, ExpertsRequest(device.type, dtype, width, inner))
     layers = {
-        "exact": exact(ids, num_experts, kernel, ranks),
-        "gathered, reduced in bf16": gathered(ids, num_experts, kernel, ranks, reduce),
-        "gathered, summed in fp32": gathered(ids, num_experts, kernel, ranks, reduce_wide),
+        "alltoall": exchanged(AllToAll(ranks), ids, num_experts, kernel),
+        "allgather": exchanged(AllGather(ranks), ids, num_experts, kernel),
     }
+    if not options.skew:
+        layers["allgather, first pass alone"] = exchanged(AllGather(ranks), ids, num_experts, kernel, is_once=True)
     local = lambda: torch.autograd.grad(kernel(x, gate_up, down, leaves[1], ids % num_local), leaves, grad)  # noqa: E731
     yield measured("this rank's experts, with nothing sent", local, device)
-    expected = layers["exact"](*leaves).detach().double()
+    expected = layers["alltoall"](*leaves).detach().double()
     for name, layer in layers.items():
         out = layer(*leaves).detach().double()
         assert (out - expected).norm() < 1e-2 * expected.norm(), name
@@ -222,6 +169,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
     parser.add_argument("--tokens", type=int, nargs="+", default=[64], help="of each rank")
+    parser.add_argument("--skew", type=float, default=0.0, help="added to the logits of the first rank's experts")
     parser.add_argument("--experts", default="auto", help=f"auto, {', '.join(EXPERTS.names)}")
     options = parser.parse_args()
     device = torch.device("cpu")

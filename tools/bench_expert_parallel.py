@@ -1,11 +1,19 @@
-"""Times what one rank of expert parallelism computes, without communication, beside a rank that holds all experts.
+"""Times steps with experts divided among ranks, beside FSDP2 alone: tokens/s, and the host's time to launch a layer.
 
-    uv run tools/bench_expert_parallel.py                                     # a tiny model, to test the tool
+    uv run torchrun --nproc-per-node 4 tools/bench_expert_parallel.py                 # a tiny model, to test the tool
+    torchrun --nproc-per-node 4 tools/bench_expert_parallel.py --shape qwen3-30b-a3b --num-tokens 16384 4096 \
+        --recompute --compile
     uv run tools/bench_expert_parallel.py --shape qwen3-30b-a3b --layers 12 --num-tokens 16384 --json ep.json
 
-The other ranks exist only in torch's fake process group. They are taken to hold the same tokens: this rank receives, as
-many times as there are ranks, what it would send to itself. Routes are those of random weights. Prints a table in
-Markdown: tokens/s of the median step, GiB, and each rank's time as a multiple of the first.
+Under torchrun, all ranks train together. Without it, the others exist only in torch's fake process group: this rank
+receives, as many times as there are ranks, what it would send to itself, which shows what it computes without
+communication, and one rank alone stands for FSDP2.
+
+Routes are those of random weights, documents have --length tokens, and the learning rate is 0, so that all layouts have
+the same loss. Layers are compiled where that is possible. Prints a table in Markdown for each size of a micro-batch:
+tokens/s of all ranks (by the slowest rank's mean over steps in a row), the host's milliseconds a layer for a forward
+and backward pass, GiB, and the loss. The host's time is taken with few tokens, for which it does not wait for the GPU;
+with FSDP2 alone it may still wait for gathers.
 """
 
 from __future__ import annotations
@@ -13,10 +21,11 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -28,12 +37,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from xorl.cli.bench_config import SHAPES
 from xorl.config import Config, config_from_mapping
+from xorl.core import runtime
 from xorl.core.loss import cross_entropy
 from xorl.core.mesh import Mesh
-from xorl.core.nn import dispatch
+from xorl.core.nn import all_gather, dispatch
+from xorl.data import PackedBatch
 from xorl.data.batch import Document, collate
 from xorl.kernels.layout import RankGroup
 from xorl.train.build import build_engine
+from xorl.train.engine import Engine, StepLosses
 from xorl.train.model import head_options_of
 from xorl.train.model_source import read_architecture
 from xorl.train.startup import parallel_dims
@@ -41,16 +53,31 @@ from xorl.train.startup import parallel_dims
 TINY: dict[str, object] = {"hidden_size": 64, "moe_intermediate_size": 32, "num_attention_heads": 4, "head_dim": 16}
 # Steps that are not measured.
 WARMUP = 3
+# Of each rank, for the time of the host.
+FEW_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Ranks that share the experts, and how tokens reach them."""
+
+    ep: int
+    dispatch: str
+
+    def __str__(self) -> str:
+        return "fsdp2" if self.ep == 1 else f"ep {self.ep}, {self.dispatch}"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One size of expert parallelism."""
+    """One layout with one size of a micro-batch; of the slowest rank."""
 
-    ep: int
-    seconds: float
+    layout: str
+    num_tokens: int
     tokens_per_s: float
+    host_ms: float
     peak_gib: float
+    loss: float
 
 
 def mirrored(x: Tensor, sent: Sequence[int], received: Sequence[int], group: RankGroup) -> Tensor:
@@ -66,92 +93,212 @@ def _resized(rows: Tensor, size: int) -> Tensor:
     return rows.repeat(-(-size // len(rows)), *[1] * (rows.ndim - 1))[:size] if size else rows[:0]
 
 
-def config_of(folder: Path, ep: int, options: argparse.Namespace) -> Config:
-    """bf16 parameters and states, all of them on this rank but the other ranks' experts."""
-    changes: dict[str, object] = {"num_hidden_layers": options.layers}
+def alone(num_ranks: int) -> None:
+    """Make this process rank 0 of so many that do not exist."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
+    dispatch.exchange = mirrored
+    gather, reduce = all_gather.gather, all_gather.reduce
+    all_gather.gather = lambda x, num_ranks, group_name: gather(x, num_ranks, all_gather.ALONE)
+    all_gather.reduce = lambda y, num_ranks, group_name: reduce(y, num_ranks, all_gather.ALONE)
+
+
+def config_of(folder: Path, layout: Layout, options: argparse.Namespace) -> Config:
+    """bf16 parameters and states, sharded over the ranks that there are."""
+    changes: dict[str, object] = {"num_hidden_layers": options.layers} if options.layers else {}
     if options.tiny:
         changes |= TINY | {"vocab_size": 512, "num_key_value_heads": 2, "num_experts": 16, "num_experts_per_tok": 4}
+    divides = {"expert_parallel_size": layout.ep} if layout.ep > 1 else {}
     return config_from_mapping(
         {
-            "model": {"config_path": str(folder), "foundation": changes},
+            "model": {
+                "config_path": str(folder),
+                "foundation": changes,
+                **({"ep_dispatch": layout.dispatch} if layout.ep > 1 else {}),
+            },
             "data": {"datasets": [{"path": "unused"}]},
             "train": {
                 "output_dir": str(folder / "output"),
+                "data_parallel_mode": "fsdp2",
                 "param_dtype": "bf16",
                 "optimizer": "anyprecision_adamw",
-                "expert_parallel_size": ep,
                 "enable_gradient_checkpointing": options.recompute,
+                "enable_compile": options.compile and layout.dispatch != "alltoall",
                 "max_grad_norm": 1.0,
+                **divides,
             },
         }
     ).config
 
 
-def measure(folder: Path, ep: int, options: argparse.Namespace, device: torch.device) -> Row:
-    """The steps of rank 0 of `ep`."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ep)
-    dispatch.exchange = mirrored
-    config = config_of(folder, ep, options)
-    architecture = read_architecture(config.model)
-    engine = build_engine(config, architecture, Mesh(parallel_dims(config, ep), device.type), device)
-    generator = torch.Generator().manual_seed(0)
+def batch_of(num_tokens: int, length: int, vocab_size: int, rank: int) -> PackedBatch:
+    """Documents of random tokens, other ones on each rank."""
+    generator = torch.Generator().manual_seed(rank)
     documents = []
-    for _ in range(options.num_tokens // options.length):
-        ids = torch.randint(architecture.config.vocab_size, (options.length,), generator=generator).numpy()
+    for _ in range(max(num_tokens // length, 1)):
+        ids = torch.randint(vocab_size, (min(length, num_tokens),), generator=generator).numpy()
         documents.append(Document(ids, ids))
-    batch = collate(documents, pad_to_multiple_of=128)
-    loss_fn = partial(cross_entropy, **head_options_of(config.model, config.train))
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    times: list[float] = []
-    for _ in range(WARMUP + options.rounds):
-        started = time.perf_counter()
-        engine.forward_backward([batch], loss_fn)
-        engine.optim_step(0.0, batch.num_tokens)
-        if device.type == "cuda":
+    return collate(documents, pad_to_multiple_of=128)
+
+
+def slowest(value: float) -> float:
+    """The largest of all ranks' values."""
+    if not runtime.is_launched():
+        return value
+    values = [0.0] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return max(values)
+
+
+class Steps:
+    """Steps of one layout."""
+
+    def __init__(self, folder: Path, layout: Layout, options: argparse.Namespace, device: torch.device) -> None:
+        config = config_of(folder, layout, options)
+        architecture = read_architecture(config.model)
+        mesh = Mesh(parallel_dims(config, dist.get_world_size()), device.type)
+        self.engine: Engine = build_engine(config, architecture, mesh, device)
+        self.num_layers = architecture.config.num_layers
+        self._vocab_size = architecture.config.vocab_size
+        self._device = device
+        self._loss_fn = partial(cross_entropy, **head_options_of(config.model, config.train))
+
+    def _finish(self) -> None:
+        if self._device.type == "cuda":
             torch.cuda.synchronize()
-        times.append(time.perf_counter() - started)
-    seconds = statistics.median(times[WARMUP:])
-    peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
-    del engine
+        if runtime.is_launched():
+            dist.barrier()
+
+    def _run(self, batch: PackedBatch, num_steps: int) -> tuple[float, float]:
+        """Seconds of a step, of several in a row, and the loss."""
+        self._finish()
+        started = time.perf_counter()
+        steps = [self._step(batch) for _ in range(num_steps)]
+        self._finish()
+        loss = steps[-1].loss_sum / steps[-1].num_trained_tokens
+        return (time.perf_counter() - started) / num_steps, float(loss)
+
+    def _step(self, batch: PackedBatch) -> StepLosses:
+        losses = self.engine.forward_backward([batch], self._loss_fn)
+        self.engine.optim_step(0.0, losses.divisor)
+        return losses
+
+    def host_seconds(self, rounds: int) -> float:
+        """Seconds until a forward and backward pass of few tokens are launched."""
+        batch = batch_of(FEW_TOKENS, FEW_TOKENS, self._vocab_size, dist.get_rank())
+        times: list[float] = []
+        for _ in range(WARMUP + rounds):
+            self._finish()
+            started = time.perf_counter()
+            losses = self.engine.forward_backward([batch], self._loss_fn)
+            times.append(time.perf_counter() - started)
+            self.engine.optim_step(0.0, losses.divisor)
+        return statistics.median(times[WARMUP:])
+
+    def profile(self, num_tokens: int, length: int, file: Path) -> None:
+        """Write the kernels of one pass that take the most time."""
+        batch = batch_of(num_tokens, length, self._vocab_size, dist.get_rank())
+        if dist.get_rank():
+            self._run(batch, 1)
+            return
+        with torch.profiler.profile() as recorded:
+            self._run(batch, 1)
+        key = f"self_{self._device.type}_time_total"
+        file.write_text(recorded.key_averages().table(sort_by=key, row_limit=60, max_name_column_width=90))
+
+    def measure(self, num_tokens: int, options: argparse.Namespace) -> tuple[float, float, float]:
+        """Seconds of a step, peak GiB, and the loss."""
+        batch = batch_of(num_tokens, options.length, self._vocab_size, dist.get_rank())
+        self._run(batch, WARMUP)
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        seconds, loss = self._run(batch, options.rounds)
+        peak = torch.cuda.max_memory_allocated() / 2**30 if self._device.type == "cuda" else 0.0
+        return seconds, peak, loss
+
+
+def rows_of(folder: Path, layout: Layout, options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
+    """A row for each size of a micro-batch."""
+    if not runtime.is_launched():
+        alone(layout.ep)
+    steps = Steps(folder, layout, options, device)
+    num_ranks = dist.get_world_size() if runtime.is_launched() else 1
+    host = 0.0
+    for index, num_tokens in enumerate(options.num_tokens):
+        seconds, peak, loss = steps.measure(num_tokens, options)
+        if index == 0:
+            host = slowest(steps.host_seconds(options.rounds)) * 1000 / steps.num_layers
+        if options.profile is not None:
+            name = f"{str(layout).replace(', ', '_').replace(' ', '')}_{num_tokens}.txt"
+            steps.profile(num_tokens, options.length, options.profile / name)
+        yield Row(str(layout), num_tokens, num_ranks * num_tokens / slowest(seconds), host, slowest(peak), loss)
+    del steps
     gc.collect()
+    torch.compiler.reset()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    dist.destroy_process_group()
-    return Row(ep, seconds, options.num_tokens / seconds, peak)
+    if not runtime.is_launched():
+        dist.destroy_process_group()
+
+
+def layouts_of(options: argparse.Namespace) -> Iterator[Layout]:
+    """FSDP2 alone, and every way to reach experts on other ranks."""
+    for ep in options.ep:
+        yield from [Layout(1, "none")] if ep == 1 else [Layout(ep, name) for name in options.dispatch]
+
+
+def print_tables(rows: Sequence[Row], options: argparse.Namespace, shape: str) -> None:
+    """A table for each size of a micro-batch."""
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    num_ranks = dist.get_world_size() if runtime.is_launched() else 1
+    for num_tokens in options.num_tokens:
+        own = [row for row in rows if row.num_tokens == num_tokens]
+        print(f"\n{shape}, {num_tokens:,} tokens a rank, {num_ranks} x {name}\n")
+        print("| layout | tokens/s | of the first | host, ms a layer | peak GiB | loss |\n|---|---|---|---|---|---|")
+        for row in own:
+            print(
+                f"| {row.layout} | {row.tokens_per_s:,.0f} | {row.tokens_per_s / own[0].tokens_per_s:.3f} | "
+                f"{row.host_ms:.1f} | {row.peak_gib:.1f} | {row.loss:.5f} |"
+            )
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="tiny")
-    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--layers", type=int, help="only so many layers; 2 of the tiny model")
     parser.add_argument("--ep", type=int, nargs="+", default=[1, 4])
-    parser.add_argument("--num-tokens", type=int, default=512)
-    parser.add_argument("--length", type=int, help="of a document; default: min(4096, num-tokens)")
+    parser.add_argument("--dispatch", nargs="+", default=["alltoall", "allgather"])
+    parser.add_argument("--num-tokens", type=int, nargs="+", default=[512], help="of a micro-batch on each rank")
+    parser.add_argument("--length", type=int, default=4096, help="of a document")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--recompute", action="store_true")
+    parser.add_argument("--recompute", action="store_true", help="recompute whole layers")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--profile", type=Path, help="write the kernels of a step to this folder")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     options.tiny = options.shape == "tiny"
-    options.length = options.length or min(4096, options.num_tokens)
+    options.layers = options.layers or (2 if options.tiny else None)
+    options.length = min(options.length, *options.num_tokens)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if runtime.is_launched():
+        device = runtime.init().device
+    is_main = int(os.environ.get("RANK", "0")) == 0
     shape = "qwen3-30b-a3b" if options.tiny else options.shape
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="xorl_ep_") as temporary:
         folder = Path(temporary)
         (folder / "config.json").write_text((SHAPES / f"{shape}.json").read_text())
-        for ep in options.ep:
-            rows.append(measure(folder, ep, options, device))
-            print(rows[-1], flush=True)
-    name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-    print(f"\n{shape}, {options.layers} layers, {options.num_tokens} tokens, {name}\n")
-    print("| ranks that share the experts | tokens/s | of the first | peak GiB |\n|---|---|---|---|")
-    for row in rows:
-        ratio = row.tokens_per_s / rows[0].tokens_per_s
-        print(f"| {row.ep} | {row.tokens_per_s:,.0f} | {ratio:.3f} | {row.peak_gib:.1f} |")
-    if options.json is not None:
-        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1), encoding="utf-8")
+        for layout in layouts_of(options):
+            for row in rows_of(folder, layout, options, device):
+                rows.append(row)
+                if is_main:
+                    print(row, flush=True)
+    if is_main:
+        print_tables(rows, options, options.shape)
+        if options.json is not None:
+            options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1), encoding="utf-8")
+    if runtime.is_launched():
+        runtime.shutdown()
 
 
 if __name__ == "__main__":

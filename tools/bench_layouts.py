@@ -35,6 +35,8 @@ from xorl.train.observe.progress import set_up_logging
 WARMUP = 5
 SHORTEST, LONGEST = 256, 4096
 CYCLE = 64
+# With this `ep_dispatch`, layers cannot be compiled.
+EXACT = "alltoall"
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class Run:
 
 
 def layouts(num_ranks: int, *, has_experts: bool) -> Iterator[tuple[str, Mapping[str, int]]]:
-    """The name and sizes of each layout, FSDP2 alone first."""
+    """The name and sizes of each layout, FSDP2 alone first. A name may end with a dispatch of tokens to experts."""
     yield "fsdp2", {}
     sizes = [size for size in (2, 4, 8) if num_ranks % size == 0]
     for size in sizes:
@@ -69,6 +71,7 @@ def layouts(num_ranks: int, *, has_experts: bool) -> Iterator[tuple[str, Mapping
         if has_experts:
             experts = {"expert_parallel_size": size}
             yield f"ep {size}", experts
+            yield f"ep {size}, {EXACT}", experts
             for name, axis in context.items():
                 yield f"{name}, ep {size}", {**axis, **experts}
     if num_ranks % 4 == 0:
@@ -91,7 +94,7 @@ def write_documents(file: Path, vocab_size: int, longest: int, num_tokens: int) 
 def train_rank(config: Path) -> None:
     """What `xorl train` does on one rank, except that nothing is saved."""
     loaded = load_config(config).config
-    set_up_logging(loaded.train.log_format, loaded.train.log_level, is_main=global_rank() == 0)
+    set_up_logging(loaded.train.log_format, is_main=global_rank() == 0)
     run = build_run(loaded)
     run.checkpoints.due = lambda step: False
     try:
@@ -105,8 +108,9 @@ def measure(options: argparse.Namespace, name: str, sizes: Mapping[str, int], fo
     """Train in one layout, on all ranks."""
     num_sharing = sizes.get("ulysses_parallel_size", 1) * sizes.get("ringattn_parallel_size", 1)
     output = folder / name.replace(" ", "_").replace(",", "")
+    is_exact = name.endswith(EXACT)
     config = {
-        "model": {"config_path": str(folder / "model")},
+        "model": {"config_path": str(folder / "model"), **({"ep_dispatch": EXACT} if is_exact else {})},
         "data": {
             "datasets": [{"path": str(folder / "documents.jsonl"), "type": "tokenized"}],
             "sample_packing_sequence_len": options.seq,
@@ -121,7 +125,7 @@ def measure(options: argparse.Namespace, name: str, sizes: Mapping[str, int], fo
             "enable_mixed_precision": options.mixed,
             "enable_gradient_checkpointing": options.recompute,
             "recompute_policy": "operation" if options.recompute else "module",
-            "enable_compile": options.compile and "expert_parallel_size" not in sizes,
+            "enable_compile": options.compile and not is_exact,
             "max_steps": options.steps,
             "save_hf_weights": False,
             "log_format": "structured",
@@ -152,7 +156,7 @@ def main() -> int:
     parser.add_argument("--recompute", action="store_true", help="recompute what is not a product or attention")
     parser.add_argument("--mixed", action="store_true", help="compute in bf16, as GPUs should")
     parser.add_argument(
-        "--compile", action="store_true", help="compile the layers, except under expert parallelism, which refuses it"
+        "--compile", action="store_true", help=f"compile the layers, except with {EXACT}, which refuses it"
     )
     parser.add_argument("--layouts", nargs="+", help="only these, by name")
     parser.add_argument("--config", type=Path, help="be one rank of this run; passed by the tool itself")

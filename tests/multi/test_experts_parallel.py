@@ -6,8 +6,9 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -100,9 +101,15 @@ def runs_of(layout: str, options: dict[str, object]) -> tuple[str, ...]:
     return tuple(RUNS) if layout in WITH_ALL_RUNS else BASIC_RUNS
 
 
-def run_config(folder: Path, model: str, train: dict[str, object], lora: dict[str, object]) -> Config:
+def run_config(
+    folder: Path,
+    model: str,
+    train: dict[str, object],
+    lora: dict[str, object],
+    of_model: Mapping[str, object] = MappingProxyType({}),
+) -> Config:
     values = {
-        "model": {"config_path": str(folder / model)},
+        "model": {"config_path": str(folder / model), **of_model},
         "data": {"datasets": [{"path": "a"}]},
         "train": {"output_dir": str(folder / "out"), "enable_mixed_precision": False, **train},
         "lora": lora,
@@ -300,8 +307,12 @@ def test_sizes_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         parallel_dims(config, 4)
     for options, message in (
         ({"data_parallel_mode": "ddp"}, "ddp does not shard, so expert_parallel_size cannot be 2"),
-        ({**FSDP, "enable_compile": True}, "cannot be compiled: set enable_compile to false"),
-        ({**FSDP, "recompute_policy": "auto", **RECOMPUTE}, "auto measures the layers on one GPU"),
+        ({**FSDP, "enable_compile": True}, "with alltoall, .* cannot be compiled: set enable_compile to false"),
+        ({**FSDP, "recompute_policy": "auto", **RECOMPUTE}, "auto measures the layers on one GPU, but alltoall"),
     ):
         with pytest.raises(ValueError, match=message):
-            run_config(tmp_path, "qwen3_moe", {"expert_parallel_size": 2, **options}, {})
+            run_config(tmp_path, "qwen3_moe", {"expert_parallel_size": 2, **options}, {}, {"ep_dispatch": "alltoall"})
+    # With 2 of 4 experts, 4 ranks are sent 44 % of all tokens.
+    config = run_config(tmp_path, "qwen3_moe", {**LAYOUTS["ep 4"][1], "enable_compile": True}, {})
+    with pytest.raises(ValueError, match=r"train\.enable_compile: true, but .* auto takes alltoall"):
+        model_module.check_model(architecture, config.model, config.train, config.lora, torch.device("cpu"))

@@ -180,7 +180,11 @@ def experts(num_tokens: int = 64) -> None:
         y, up = empty(8 * num_tokens, width, dtype=dtype), empty(8 * num_tokens, 2 * width, dtype=dtype)
         rows_triton.combine(y, weights, rows, ends)
         rows_triton.combine(y, None, rows, ends)
-        rows_triton.gated_backward(y, up, weights, rows.flatten(), ends)
+        rows_triton.gated(up, ends)
+        rows_triton.sum_parts(empty(4, 8 * num_tokens, width, dtype=dtype))
+        rows_triton.combine(y, weights, rows, ends, empty(num_tokens, width, dtype=dtype))
+        rows_triton.combine(y, None, rows, ends, empty(num_tokens, width, dtype=dtype))
+        rows_triton.gated_backward(y, up, weights, rows.flatten(), ends, empty(num_tokens, 8, dtype=FP32))
         stacked, index = empty(128, 2 * width, 512, dtype=dtype), empty(8 * num_tokens, dtype=torch.int32)
         for x in (Rows(empty(8 * num_tokens, 512, dtype=dtype)), Rows(empty(num_tokens, 512, dtype=dtype), index)):
             products_triton.product(x, stacked.transpose(1, 2), ends)
@@ -188,6 +192,8 @@ def experts(num_tokens: int = 64) -> None:
             products_triton.gated(x, stacked.transpose(1, 2), ends, keep_up=False)
             products_triton.outer(Rows(up), x, ends)
             products_triton.outer(x, Rows(up), ends)
+            products_triton.add_outer(empty(128, 2 * width, 512, dtype=dtype), Rows(up), x, ends)
+            products_triton.add_outer(empty(128, 512, 2 * width, dtype=dtype), x, Rows(up), ends)
         products_triton.product(Rows(up), stacked, ends)
         products_triton.add_product(empty(8 * num_tokens, 512, dtype=dtype), Rows(up), stacked, ends)
         products_triton.product(Rows(up), empty(128, 2 * width, 16, dtype=dtype), ends)
@@ -356,6 +362,8 @@ HOT = {
     "optim.triton_lists._adamw": (28, 56),
     "optim.triton_lists._square_sum": (64, 8),
     "fused.widened_sum._widened_sum": (48, 0),
+    "experts.rows_triton._gated": (48, 0),
+    "experts.rows_triton._sum_parts": (40, 0),
     "experts.products_triton._product": (8, 0),
     "experts.products_triton._outer": (8, 0),
 }

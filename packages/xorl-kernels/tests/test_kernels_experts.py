@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 import pytest
 import torch
 from torch import Tensor
@@ -81,6 +83,33 @@ def test_experts_match_the_twin(shape: tuple[int, ...], num_padding: int, kind: 
     assert not out[num_real:].any()
     for mine, theirs in zip(found, gradients(expected, tensors), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("num_passes", [2, 3, 200])
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.99])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_choices_computed_in_parts_equal_all_at_once(
+    shape: tuple[int, ...], share: float, num_passes: int, recompute: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Catches a part that is left out or computed twice, rows of another part, and a part without choices.
+    tensors, num_experts = inputs(shape, torch.float64), shape[4]
+    is_absent = torch.rand(shape[:2], generator=torch.Generator().manual_seed(2)) < (1 if share > 0.9 else share)
+    ids = torch.where(is_absent, num_experts, routes("random", shape))
+
+    def results(**options: object) -> tuple[Tensor, ...]:
+        with nan_poisoned_empty():
+            out = grouped.experts(*tensors, ids, recompute=recompute, **options)
+            return out, *gradients(out, tensors)
+
+    expected = results()
+    for mine, theirs in zip(results(num_passes=num_passes), expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-11)
+    # The check itself: without the last parts, what they compute is missing.
+    monkeypatch.setattr(RoutePlan, "parts", lambda plan, count, parts=RoutePlan.parts: islice(parts(plan, count), 1))
+    is_missing = not torch.allclose(results(num_passes=num_passes)[0], expected[0])
+    has_later = int((~is_absent).sum()) > -(-ids.numel() // num_passes)
+    assert is_missing == has_later
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.99])
@@ -311,7 +340,7 @@ def test_operators_are_registered_correctly(recompute: bool) -> None:
     tensors, ids = inputs(shape, torch.float32), routes("random", shape)
     plan = RoutePlan.of(ids, shape[4])
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
-    torch.library.opcheck(grouped._experts, (*tensors, *plan, recompute, "native"), test_utils=tests)
+    torch.library.opcheck(grouped._experts, (*tensors, *plan, 2, recompute, "native"), test_utils=tests)
 
 
 LENGTHS = [[1], [64, 64], [5, 130, 1, 60], [63, 2, 200]]

@@ -365,8 +365,20 @@ def test_between_the_products_of_experts(
             wanted = rows.combine(y, given, plan.rows, plan.ends)
             assert not wanted.isnan().any()
             assert_close("out", rows_triton.combine(y, given, plan.rows, plan.ends), wanted, TOLERANCES[torch.float32])
-        wanted = rows.gated_backward(grad, up, weights, plan.choices, plan.ends)
-        found = rows_triton.gated_backward(grad, up, weights, plan.choices, plan.ends)
+        for part in plan.parts(2):
+            start = randn(num_tokens, width + 1, seed=6)
+            wanted, found = start.clone(), start.clone()
+            rows.combine(y, weights, part.rows, part.ends, wanted)
+            assert rows_triton.combine(y, weights, part.rows, part.ends, found) is found
+            assert_close("sum", found, wanted, TOLERANCES[torch.float32])
+        of_weights = [torch.full_like(weights, torch.nan) for _ in range(2)]
+        wanted = *rows.gated_backward(grad, up, weights, plan.choices, plan.ends, of_weights[0]), of_weights[0]
+        grads = rows_triton.gated_backward(grad, up, weights, plan.choices, plan.ends, of_weights[1])
+        found = *grads, of_weights[1]
+        gated = rows_triton.gated(up, plan.ends)[:num_read]
+        assert_close("gated", gated, rows.gated(up, plan.ends)[:num_read], TOLERANCES[torch.float32])
+    parts = randn(4, num_tokens, width)
+    assert_close("sum of parts", rows_triton.sum_parts(parts), parts.sum(0), TOLERANCES[torch.float32])
     for name, mine, theirs in zip(("grad_up", "weighted", "grad_weights"), found, wanted, strict=True):
         whole = name == "grad_weights"
         assert_close(
@@ -422,6 +434,9 @@ def test_products_of_experts(monkeypatch, counts, depth, width, dtype, gathers):
         wanted = products_native.outer(their_grad, theirs, ends)
         assert_close("outer", products_triton.outer(my_grad, mine, ends), wanted, tolerance)
         assert_close("outer", products_triton.outer(Rows(grad), mine, ends), wanted, tolerance)
+        total = torch.ones_like(wanted)
+        products_triton.add_outer(total, my_grad, mine, ends)
+        assert_close("sum of outer", total, wanted + 1, tolerance)
 
 
 @pytest.mark.parametrize(("num_tokens", "num_experts", "num_active"), [(5, 8, 3), (70, 60, 6), (1, 3, 3)])

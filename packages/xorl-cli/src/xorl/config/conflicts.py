@@ -88,16 +88,20 @@ def _expert_parallelism_is_compatible(config: Config) -> Iterator[Conflict]:
     train = config.train
     if train.expert_parallel_size == 1:
         return
+    dispatch = config.model.ep_dispatch
+    if dispatch in ("auto", "allgather"):
+        return
     if train.enable_compile:
         yield Conflict(
-            ("train.enable_compile", "train.expert_parallel_size"),
-            "how many tokens a rank gets is known only while a layer runs, so layers with experts on other ranks "
-            "cannot be compiled: set enable_compile to false",
+            ("train.enable_compile", "model.ep_dispatch"),
+            f"with {dispatch}, how many tokens a rank gets is known only while a layer runs, so layers cannot be "
+            "compiled: set enable_compile to false, or ep_dispatch to allgather",
         )
     if train.enable_gradient_checkpointing and train.recompute_policy == "auto":
         yield Conflict(
-            ("train.recompute_policy", "train.expert_parallel_size"),
-            "auto measures the layers on one GPU, but experts are on several: set it to module or operation",
+            ("train.recompute_policy", "model.ep_dispatch"),
+            f"auto measures the layers on one GPU, but {dispatch} needs the others: set it to module or operation, or "
+            "ep_dispatch to allgather",
         )
 
 

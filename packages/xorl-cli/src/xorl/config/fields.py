@@ -13,7 +13,7 @@ AttentionBackend = Literal[
     "auto", "eager", "sdpa", "native", "flash_attention_2", "flash_attention_3", "flash_attention_4"
 ]
 ExpertBackend = Literal["eager", "triton", "native", "quack"]
-ExpertDispatch = Literal["alltoall", "deepep"]
+ExpertDispatch = Literal["auto", "alltoall", "allgather", "deepep"]
 EncoderKind = Literal["image", "video", "audio"]
 DataParallelMode = Literal["none", "ddp", "fsdp2"]
 PipelineSchedule = Literal["1F1B", "GPipe"]
@@ -23,7 +23,6 @@ OptimizerDtype = Literal["fp32", "bf16"]
 ParameterDtype = Literal["fp32", "bf16"]
 MuonAdjustment = Literal["original", "match_rms_adamw"]
 Collectives = Literal["auto", "copy_engine", "nccl"]
-LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
 InitDevice = Literal["auto", "cpu", "cuda", "meta", "npu"]
 LoadWeightsMode = Literal["broadcast", "all_ranks", "auto", "safetensors", "dcp"]
 CheckpointFormat = Literal["dcp", "torch"]
@@ -83,9 +82,12 @@ class ModelFields(Section):
         "the tokens within its own grouped matmul, in bf16 and fp32; quack uses the library quack-kernels.",
     )
     ep_dispatch: ExpertDispatch = Field(
-        default="alltoall",
-        description="How tokens are sent to experts on other GPUs: alltoall (torch collectives) or deepep (the DeepEP "
-        "library over NVLink).",
+        default="auto",
+        description="How tokens are sent to experts on other GPUs. alltoall sends each token to the ranks of its "
+        "experts, and the host waits for their number in every layer; deepep does so by the DeepEP library over "
+        "NVLink. allgather sends all tokens to all ranks and adds up what these compute: more is sent, but sizes are "
+        "known, so that layers can be compiled. auto takes allgather if at least half of all pairs of a token and a "
+        "rank would be sent anyway, else alltoall, and logs the choice.",
     )
     deepep_buffer_size_gb: float = Field(
         default=2.0, gt=0, description="Size of the DeepEP NVLink buffer on each GPU, in GB. Only used by deepep."

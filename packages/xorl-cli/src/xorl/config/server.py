@@ -15,7 +15,6 @@ from xorl.config.fields import (
     CheckpointFields,
     DegreeOrRest,
     LoadWeightsMode,
-    LogLevel,
     LoraFields,
     LossFields,
     MemoryFields,
@@ -29,6 +28,7 @@ from xorl.config.fields import (
     SeedFields,
 )
 
+LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
 SyncMethod = Literal["nccl_broadcast"]
 GradNormalization = Literal["sum", "token_mean"]
 

@@ -122,7 +122,7 @@ class StartingCheckpoint:
             weights.verify()
         except CheckpointError as error:
             raise CheckpointError(f"{self.option}: {error}") from error
-        logger.debug("weights_from=%s step=%d", self.folder, self.step)
+        logger.info("weights_from=%s step=%d", self.folder, self.step)
         return weights
 
 

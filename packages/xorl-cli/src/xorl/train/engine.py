@@ -22,7 +22,7 @@ from xorl.data import PackedBatch
 from xorl.kernels.layout import SequenceLayout
 from xorl.lora import Adam
 from xorl.train.observe.timing import StepTimer
-from xorl.train.rows import part_of
+from xorl.train.rows import among_ranks, part_of
 
 OnOutput = Callable[[int, LossOutput], None]
 """(index of a micro-batch of this rank, its loss output, on the device) -> None. If ranks share rows, the output is of
@@ -302,6 +302,8 @@ def call_model(model: ParallelModel, batch: PackedBatch, loss_fn: LossFn, device
         num_trained=None if routers_of(model) is None else trained_by_document(batch),
     )
     layout = part_of(layout, model.mesh)
+    if model.gathers_tokens:
+        layout = among_ranks(layout, model.mesh)
     targets = {name: layout.local(values) for name, values in {"labels": batch.labels, **batch.extras}.items()}
     input_ids = layout.local(batch.input_ids)
     # Other modules than decoders take no recorded experts.

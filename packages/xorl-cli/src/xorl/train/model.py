@@ -20,6 +20,7 @@ from xorl.core.models import Decoder, DecoderConfig
 from xorl.core.models.decoder_config import ExpertsConfig
 from xorl.core.models.router_losses import RouterLossOptions
 from xorl.core.nn import LayerKernels
+from xorl.core.nn.all_gather import ALONE, AllGather, sent_share
 from xorl.core.nn.deepep import DeepEP, deepep_refusal
 from xorl.core.nn.dispatch import AllToAll, Dispatcher
 from xorl.core.nn.kernels import FusedKernel, choose_kernels
@@ -30,6 +31,7 @@ from xorl.core.parallel.activations import Recompute
 from xorl.core.parallel.apply import check_parallelizable
 from xorl.kernels.attention import ATTENTION, AttentionRequest, resolve_attention
 from xorl.kernels.experts import EXPERTS, ExpertsRequest, grouped
+from xorl.kernels.layout import RankGroup
 from xorl.kernels.quant.fp8 import fp8_refusal
 from xorl.kernels.registry import AUTO
 from xorl.lora import adapters, init_adapters
@@ -60,6 +62,10 @@ EXPERT_OPTIONS = (
     "train.expert_parallel_size",
 )
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16})
+
+# From this share of the pairs of a token and a rank on, sending all of them costs less than waiting for their number
+# in every layer: at most twice as much is sent.
+GATHERED_SHARE = 0.5
 
 # Option names for error messages.
 ATTENTION_OPTION = "model.attn_implementation"
@@ -93,12 +99,15 @@ def build_model(
     mesh: Mesh,
     device: torch.device,
     fill_: Callable[[nn.Module], None] | None = None,
+    *,
+    apart: bool = False,
 ) -> ParallelModel:
     """Build and parallelize the model and load its weights; collective if it is placed on several ranks.
 
-    `fill_` sets the weights instead of loading them, for a measurement, in which ranks may compute apart. Parameters
-    are created on the meta device and sharded before they get memory, so no rank ever holds more than its part. With
-    `train.init_device` cpu or cuda, each rank first fills the whole model on that device.
+    `fill_` sets the weights instead of loading them. `apart` is for a measurement in which each rank computes alone, as
+    if the ranks that share its experts had the same tokens. Parameters are created on the meta device and sharded
+    before they get memory, so no rank ever holds more than its part. With `train.init_device` cpu or cuda, each rank
+    first fills the whole model on that device.
     """
     assert train.recompute_policy != "auto" or not train.enable_gradient_checkpointing, (
         "replaced by choose_recomputation"
@@ -106,9 +115,9 @@ def build_model(
     _require_device(train, device)
     if train.fp8 != "none":
         emulated = " emulated=true (slower than bf16: a CPU has no fp8)" if device.type == "cpu" else ""
-        logger.debug("fp8 recipe=%s device=%s%s", train.fp8, device, emulated)
-    _require_dispatch(model, train, device)
-    kernels = _kernels(architecture.config, model, train, device, mesh)
+        logger.info("fp8 recipe=%s device=%s%s", train.fp8, device, emulated)
+    _require_dispatch(architecture.config, model, train, device)
+    kernels = _kernels(architecture.config, model, train, device, mesh, apart=apart)
     with torch.device("meta"):
         module = architecture.spec.build(architecture.config, merge_qkv=model.merge_qkv, kernels=kernels)
     module.compute_dtype = _compute_dtype(train)
@@ -129,11 +138,11 @@ def build_model(
         fill(module)
         module.to(device)
     policy, later = _policy(model, train), None if is_filled else fill
-    return parallelize(module, mesh, policy, device=device, fill=later, apart=fill_ is not None)
+    return parallelize(module, mesh, policy, device=device, fill=later, apart=apart)
 
 
 def _kernels(
-    config: DecoderConfig, model: ModelConfig, train: TrainConfig, device: torch.device, mesh: Mesh
+    config: DecoderConfig, model: ModelConfig, train: TrainConfig, device: torch.device, mesh: Mesh, *, apart: bool
 ) -> LayerKernels:
     try:
         attention = resolve_attention(model.attn_implementation, _attention_request(config, train, device))
@@ -158,34 +167,61 @@ def _kernels(
         native={name for name, is_native in native.items() if is_native},
         cast_bf16=model.attention_cast_bf16,
         experts=experts,
-        dispatcher=None if mesh.ep is None else _dispatcher(mesh.ep, config.hidden_size, model),
+        dispatcher=None if mesh.ep is None else _dispatcher(mesh.ep, config, model, apart=apart),
     )
 
 
-def attention_name(config: DecoderConfig, model: ModelConfig, train: TrainConfig, device: torch.device) -> str:
-    """The name of the attention backend that the model uses on `device`."""
-    return ATTENTION.resolved_name(model.attn_implementation, _attention_request(config, train, device))
-
-
-def _dispatcher(axis: Axis, width: int, model: ModelConfig) -> Dispatcher[Any]:
-    """Collective with deepep."""
-    if model.ep_dispatch == "alltoall":
+def _dispatcher(axis: Axis, config: DecoderConfig, model: ModelConfig, *, apart: bool) -> Dispatcher[Any]:
+    """Collective with deepep. apart: for a measurement on each rank alone."""
+    name = _dispatch_name(config, model, axis.size)
+    if model.ep_dispatch == "auto" and not apart:
+        share = sent_share(axis.size, _num_active(config))
+        logger.info("ep_dispatch=auto takes %s pairs_sent=%.2f ranks=%d", name, share, axis.size)
+    if name == "allgather":
+        return AllGather(axis.ranks, apart=apart)
+    assert not apart, "other exchanges need other ranks"
+    if name == "alltoall":
         return AllToAll(axis.ranks)
     return DeepEP(
         axis,
-        width=width,
+        width=config.hidden_size,
         buffer_bytes=round(model.deepep_buffer_size_gb * 1e9),
         num_sms=model.deepep_num_sms,
         async_combine=model.deepep_async_combine,
     )
 
 
-def _require_dispatch(model: ModelConfig, train: TrainConfig, device: torch.device) -> None:
+def _dispatch_name(config: DecoderConfig, model: ModelConfig, num_ranks: int) -> str:
+    """`ep_dispatch`, with auto replaced by the choice."""
+    if model.ep_dispatch != "auto":
+        return model.ep_dispatch
+    return "allgather" if sent_share(num_ranks, _num_active(config)) >= GATHERED_SHARE else "alltoall"
+
+
+def _num_active(config: DecoderConfig) -> int:
+    return min(layer.ffn.num_active for layer in config.layers if isinstance(layer.ffn, ExpertsConfig))
+
+
+def _require_dispatch(config: DecoderConfig, model: ModelConfig, train: TrainConfig, device: torch.device) -> None:
     """Raise ValueError if tokens cannot be sent to experts in the way that is configured."""
-    if train.expert_parallel_size == 1 or model.ep_dispatch == "alltoall":
+    num_ranks = train.expert_parallel_size
+    if num_ranks == 1:
+        return
+    if model.ep_dispatch == "auto" and _dispatch_name(config, model, num_ranks) == "alltoall":
+        option = None
+        if train.enable_compile:
+            option = "train.enable_compile: true"
+        elif train.enable_gradient_checkpointing and train.recompute_policy == "auto":
+            option = "train.recompute_policy: auto"
+        if option is not None:
+            raise ValueError(
+                f"{option}, but with {num_ranks} ranks and {_num_active(config)} active experts model.ep_dispatch: "
+                "auto takes alltoall, for which it is impossible; change it, or set ep_dispatch to allgather"
+            )
+    if model.ep_dispatch != "deepep":
         return
     if (refusal := deepep_refusal(device.type, _compute_dtype(train))) is not None:
-        raise ValueError(f"model.ep_dispatch: deepep cannot run here: {refusal}; or use alltoall")
+        raise ValueError(f"model.ep_dispatch: deepep cannot run here: {refusal}; or use auto")
 
 
 def check_model(
@@ -209,13 +245,17 @@ def check_model(
             EXPERTS.check(model.moe_implementation or AUTO, _experts_request(architecture.config, train, device))
         except RuntimeError as error:
             raise ValueError(f"{EXPERTS_OPTION}: {error}") from error
-    _require_dispatch(model, train, device)
+    _require_dispatch(architecture.config, model, train, device)
     check_parallelizable(sketch, _policy(model, train), device.type)
     return sketch
 
 
-def sketch_model(architecture: Architecture, model: ModelConfig, train: TrainConfig, lora: LoraConfig) -> Decoder:
+def sketch_model(
+    architecture: Architecture, model: ModelConfig, train: TrainConfig, lora: LoraConfig, *, divided: bool = False
+) -> Decoder:
     """The model that `build_model` would build, but on the meta device and with plain kernels.
+
+    It has all experts or, with `divided`, those of one of the ranks that share them.
 
     Its shapes are enough to check adapters, quantised weights and layer counts before data is prepared; ValueError
     names the option that does not fit the model.
@@ -234,8 +274,11 @@ def sketch_model(architecture: Architecture, model: ModelConfig, train: TrainCon
             f"train.recompute_num_layers: {train.recompute_num_layers} exceeds the {num_layers} layers of the model; "
             "use fewer, or leave it out for all"
         )
+    kernels = LayerKernels()
+    if divided:
+        kernels = LayerKernels(dispatcher=AllGather(RankGroup(0, train.expert_parallel_size, ALONE), apart=True))
     with torch.device("meta"):
-        module = architecture.spec.build(architecture.config, merge_qkv=model.merge_qkv)
+        module = architecture.spec.build(architecture.config, merge_qkv=model.merge_qkv, kernels=kernels)
     _adapt_(module, architecture, model, train, lora)
     return module
 
@@ -340,10 +383,10 @@ def _fill(
     if found := adapters(module):
         init_adapters(module, seed=train.seed)
         trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
-        logger.debug("adapters=%d trained_parameters=%d", len(found), trained)
+        logger.info("adapters=%d trained_parameters=%d", len(found), trained)
     if start is not None:
         load_adapter(module, start, architecture.recipes(merge_qkv=model.merge_qkv))
-        logger.debug("adapters_from=%s", start.folder)
+        logger.info("adapters_from=%s", start.folder)
 
 
 def fill_base(
@@ -362,7 +405,7 @@ def fill_base(
     if model.model_path is None and source is None:
         targets = quantized_rows(module)
         module.init_weights(train.seed, device=device, targets=targets)
-        logger.debug("weights=random seed=%d parameters=%d", train.seed, num_parameters(module))
+        logger.info("weights=random seed=%d parameters=%d", train.seed, num_parameters(module))
         log_quantized(module, None if quantization is None else quantization.from_plain_weights())
         return
     assert train.load_weights_mode not in ("auto", "safetensors"), "resolved by the configuration"
@@ -385,7 +428,7 @@ def fill_base(
         report = load_weights(*base_targets(module, recipes, source, quantization), mode=mode)
     except CheckpointError as error:
         raise CheckpointError(f"{option}{error}") from error
-    logger.debug("weights=%s mode=%s %s", model.model_path, train.load_weights_mode, report)
+    logger.info("weights=%s mode=%s %s", model.model_path, train.load_weights_mode, report)
     log_quantized(module, quantization)
 
 

@@ -92,7 +92,7 @@ def choose_recomputation(
     Draws no random number and reads no data.
     """
     if device.type != "cuda":
-        logger.debug("recompute_policy=auto setting=none: host memory has no limit that could be found by a probe")
+        logger.info("recompute_policy=auto setting=none: host memory has no limit that could be found by a probe")
         return _with(config.train, "none")
     usable = usable_bytes(device)
     by_copy_engines = uses_copy_engines(mesh.fsdp, config.train.fsdp_collectives)
@@ -113,7 +113,7 @@ def choose_recomputation(
 
     agreed = Held(throughout, held.gradient_ratio)
     choices = choose(profile, architecture.config.num_layers, agreed, -negative_usable)
-    logger.debug("%s", table(choices))
+    logger.info("%s", table(choices))
     return _with(config.train, choices[-1].setting, choices[-1].num_layers)
 
 
@@ -228,7 +228,7 @@ def measure_slice(
     loss_fn = partial(cross_entropy, **head_options_of(config.model, train))
     before = rng_state(device)
     try:
-        model = build_model(part, config.model, train, lora, mesh, device, fill_=_fill_with_zeros)
+        model = build_model(part, config.model, train, lora, mesh, device, fill_=_fill_with_zeros, apart=True)
         assert isinstance(model.module, Decoder)
         _pass(model, device, batch, loss_fn)  # compiles
         model.module.zero_grad(set_to_none=True)

@@ -25,6 +25,13 @@ def part_of(layout: SequenceLayout, mesh: Mesh) -> SequenceLayout:
     return ShardedLayout(layout, mesh.ring.ranks, mesh.ulysses.ranks, mesh.context.ranks.name)
 
 
+def among_ranks(layout: SequenceLayout, mesh: Mesh) -> SequenceLayout:
+    """The layout with the largest number of tokens of a rank, which the hosts tell each other. Collective."""
+    most = torch.tensor(layout.num_tokens)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=mesh.loss.group)
+    return layout.among(int(most))
+
+
 def sizes_in_part(sizes: Sequence[int], mesh: Mesh) -> list[int]:
     """How many tokens of each segment of a row are in this rank's part. sizes: of the segments, which fill the row."""
     segment = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))

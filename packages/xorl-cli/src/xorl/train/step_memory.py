@@ -218,18 +218,20 @@ def held_bytes(config: Config, architecture: Architecture, mesh: Mesh, *, by_cop
     train = config.train
     module, dtypes = _sketch(config, architecture), KeptDtypes.of(train, config.lora)
     compute = 2 if train.enable_mixed_precision else 4
-    whole, layers = (_Size.of(part, compute, dtypes.frozen.itemsize) for part in (module, module.layers))
+    # What other ranks hold of the experts is not gathered, and a profiled pass does not have it either.
+    own = module if mesh.dims.ep == 1 else _sketch(config, architecture, divided=True)
+    whole, held, layers = (_Size.of(part, compute, dtypes.frozen.itemsize) for part in (module, own, own.layers))
     throughout, grown = _kept_bytes(train, whole, dtypes, mesh.dims)
     profiled = KeptDtypes.of(train.model_copy(update={"param_dtype": profiled_param_dtype(config)}), config.lora)
-    ratio = grown / profiled.trained.itemsize / mesh.dims.num_shards
+    ratio = grown / profiled.trained.itemsize / mesh.dims.num_shards * whole.trained / max(held.trained, 1)
     if train.data_parallel_mode != "fsdp2":
         return Held(throughout, ratio)
     # All layers but the one that computes and the one gathered ahead.
     others = 1 - 2 / len(module.layers)
-    gathered = whole.gathered_bytes - (others if train.enable_full_shard else 0) * layers.gathered_bytes
+    gathered = held.gathered_bytes - (others if train.enable_full_shard else 0) * layers.gathered_bytes
     # Gradients, whole and on their way: for NCCL in fp32, through copy engines as they are.
     travelling, windows = (compute, WINDOW_BYTES) if by_copy_engines else (torch.float32.itemsize, 0)
-    in_flight = (whole.trained - others * layers.trained) * (compute + travelling)
+    in_flight = (held.trained - others * layers.trained) * (compute + travelling)
     if train.enable_cpu_offload:
         throughout = ratio = 0.0
     return Held(throughout + gathered + in_flight + windows, ratio)
@@ -266,9 +268,9 @@ def kept_bytes(config: Config, architecture: Architecture, dims: ParallelDims) -
     return throughout + whole.trained * grown / dims.num_shards
 
 
-def _sketch(config: Config, architecture: Architecture) -> Decoder:
-    """The model's shape, with those layers in fp8 that keep copies of their weights."""
-    module = sketch_model(architecture, config.model, config.train, config.lora)
+def _sketch(config: Config, architecture: Architecture, *, divided: bool = False) -> Decoder:
+    """The model's shape, with those layers in fp8 that keep copies of their weights. divided: as in `sketch_model`."""
+    module = sketch_model(architecture, config.model, config.train, config.lora, divided=divided)
     if config.train.fp8 == "tensorwise":
         convert_linears(module.layers, "tensorwise")
     return module

@@ -40,6 +40,7 @@ __all__ = [
     "FixedBuckets",
     "ReduceScatter",
     "allow_integer_parameters",
+    "call_hooks_around",
     "configure_dynamo",
     "configure_inductor",
     "flattened",
@@ -123,6 +124,18 @@ def allow_integer_parameters() -> Iterator[None]:
         yield
     finally:
         _fsdp_param.nn = nn
+
+
+def call_hooks_around(unit: FSDPModule, outer: nn.Module) -> None:
+    """Gather and free the parameters of `unit`, a module inside `outer`, around the forward function of `outer`.
+
+    The hooks of `outer` itself stay around those of the unit.
+    """
+    state = unit._get_fsdp_state()
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
+    state._pre_forward_hook_handle = outer.register_forward_pre_hook(state._pre_forward, with_kwargs=True)
+    state._post_forward_hook_handle = outer.register_forward_hook(state._post_forward, prepend=True)
 
 
 @contextmanager

@@ -1,8 +1,9 @@
 """The layout of a packed row: where each document begins and ends, and each token's position in its document."""
 
 from collections.abc import Sequence
+from copy import copy
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -35,6 +36,8 @@ class SequenceLayout:
 
     num_real: Tensor | None = None
     num_trained: Tensor | None = None
+    # Only its length counts: the compiler would make a constant of a number.
+    _most: Tensor | None = None
 
     def __init__(
         self,
@@ -84,12 +87,25 @@ class SequenceLayout:
 
         Otherwise the compiler specialises on the first layout and recompiles for the second.
         """
-        for tensor in (self.cu_seqlens, self.positions, self.offsets):
-            maybe_mark_dynamic(tensor, 0)
+        for tensor in (self.cu_seqlens, self.positions, self.offsets, self._most):
+            if tensor is not None:
+                maybe_mark_dynamic(tensor, 0)
 
     @property
     def num_tokens(self) -> int:
         return self.positions.shape[0]
+
+    @property
+    def most_tokens(self) -> int | None:
+        """The largest number of tokens of a rank in this pass; None if this rank does not know it."""
+        return None if self._most is None else self._most.shape[0]
+
+    def among(self, most_tokens: int) -> Self:
+        """The same layout for a pass in which no rank has more than `most_tokens`, which must be equal on all ranks."""
+        assert most_tokens >= self.num_tokens, f"this rank has {self.num_tokens} tokens, more than {most_tokens}"
+        layout = copy(self)
+        layout._most = torch.empty(most_tokens, 0)
+        return layout
 
     @property
     def whole(self) -> "SequenceLayout":
@@ -111,13 +127,14 @@ class SequenceLayout:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "SequenceLayout":
         """The same layout with `cu_seqlens` and `positions` on `device`."""
-        return SequenceLayout(
+        moved = SequenceLayout(
             cu_seqlens=self.cu_seqlens.to(device, non_blocking=non_blocking),
             positions=self.positions.to(device, non_blocking=non_blocking),
             lengths=self.lengths,
             num_real=None if self.num_real is None else self.num_real.to(device, non_blocking=non_blocking),
             num_trained=None if self.num_trained is None else self.num_trained.to(device, non_blocking=non_blocking),
         )
+        return moved if self.most_tokens is None else moved.among(self.most_tokens)
 
 
 def _checked_lengths(lengths: Sequence[int]) -> tuple[int, ...]:
@@ -220,7 +237,8 @@ class ShardedLayout(SequenceLayout):
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "ShardedLayout":
         """The same part with its tensors on `device`."""
         whole = self._whole.to(device, non_blocking=non_blocking)
-        return ShardedLayout(whole, self.ring, self.ulysses, self.group_name)
+        moved = ShardedLayout(whole, self.ring, self.ulysses, self.group_name)
+        return moved if self.most_tokens is None else moved.among(self.most_tokens)
 
     def _count_before(self, indices: Tensor) -> Tensor:
         """How many tokens of this part lie before each index of the whole row."""

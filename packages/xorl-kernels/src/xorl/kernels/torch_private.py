@@ -18,6 +18,7 @@ __all__ = [
     "OpOverload",
     "TorchDispatchMode",
     "add_tensor_",
+    "all_gather",
     "all_reduce",
     "all_to_all",
     "all_to_all_autograd",
@@ -100,6 +101,11 @@ def add_tensor_(tensors: Sequence[Tensor], added: Tensor) -> None:
 def all_reduce(value: Tensor, group_name: str) -> Tensor:
     """The sum of `value` over the ranks of a group, without a gradient."""
     return wait_tensor(torch.ops._c10d_functional.all_reduce(value.contiguous(), "sum", group_name))
+
+
+def all_gather(x: Tensor, group_size: int, group_name: str) -> Tensor:
+    """The rows of x on all ranks of a group, which have equally many, in the order of the ranks; without a gradient."""
+    return wait_tensor(torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), group_size, group_name))
 
 
 def has_hooks(module: nn.Module) -> bool:

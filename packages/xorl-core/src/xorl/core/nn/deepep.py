@@ -58,8 +58,8 @@ class DeepEP:
         self.returns_late = async_combine
         self._buffer = _buffer(axis.group, width * torch.bfloat16.itemsize, buffer_bytes, num_sms)
 
-    def plan(self, ids: Tensor, num_experts: int, num_real: Tensor | None) -> _Plan:
-        """As `Dispatcher.plan`."""
+    def plan(self, ids: Tensor, num_experts: int, num_real: Tensor | None, most_tokens: int | None = None) -> _Plan:
+        """As `Dispatcher.plan`; this exchange does not need `most_tokens`."""
         if num_real is not None:
             ids = ids.masked_fill(is_padding(len(ids), num_real)[:, None], -1)
         per_rank, per_host, per_expert, is_in_rank, _ = self._buffer.get_dispatch_layout(ids, num_experts)

@@ -28,13 +28,15 @@ class Received(NamedTuple):
     x: [R, D].
     weights: [R, K], of all experts of a token.
     ids: [R, K], indices of this rank's experts; their number stands for experts of other ranks.
-    num_rows: how many of `ids` are of this rank.
+    num_rows: how many of `ids` are of this rank; None if the host does not know.
+    num_passes: in how many parts to compute them.
     """
 
     x: Tensor
     weights: Tensor
     ids: Tensor
-    num_rows: int
+    num_rows: int | None
+    num_passes: int = 1
 
 
 PlanT = TypeVar("PlanT")
@@ -54,13 +56,14 @@ class Dispatcher(Protocol[PlanT]):
     @property
     def returns_late(self) -> bool: ...
 
-    def plan(self, ids: Tensor, num_experts: int, num_real: Tensor | None) -> PlanT:
+    def plan(self, ids: Tensor, num_experts: int, num_real: Tensor | None, most_tokens: int | None = None) -> PlanT:
         """Begin to find out who sends how much.
 
         Args:
             ids: [T, K] integers in [0, E).
             num_experts: E, a multiple of P.
-            num_real: 0-d integer tensor; tokens from this index on are padding, which is not sent.
+            num_real: 0-d integer tensor; tokens from this index on are padding, which is not computed.
+            most_tokens: the largest T of a rank, the same on all; None if that is not known.
         """
         ...
 
@@ -128,8 +131,8 @@ class AllToAll:
     def __init__(self, group: RankGroup) -> None:
         self.group = group
 
-    def plan(self, ids: Tensor, num_experts: int, num_real: Tensor | None) -> _Plan:
-        """As `Dispatcher.plan`."""
+    def plan(self, ids: Tensor, num_experts: int, num_real: Tensor | None, most_tokens: int | None = None) -> _Plan:
+        """As `Dispatcher.plan`; this exchange does not need `most_tokens`."""
         return _Plan(ids, num_experts, num_real, self.group)
 
     def dispatch(self, x: Tensor, weights: Tensor, plan: _Plan) -> Received:

@@ -165,8 +165,8 @@ class Experts(nn.Module):
         """
         if self.dispatcher is None:
             return self._compute(x, weights, ids, num_real, None, shared)
-        x, weights, ids, num_rows = self.dispatcher.dispatch(x, weights, plan)
-        return self.dispatcher.combine(self._compute(x, weights, ids, None, num_rows, shared), plan)
+        x, weights, ids, num_rows, num_passes = self.dispatcher.dispatch(x, weights, plan)
+        return self.dispatcher.combine(self._compute(x, weights, ids, None, num_rows, shared, num_passes), plan)
 
     def _compute(
         self,
@@ -176,6 +176,7 @@ class Experts(nn.Module):
         num_real: Tensor | None,
         num_rows: int | None,
         shared: Mapping[str, Tensor],
+        num_passes: int = 1,
     ) -> Tensor:
         return self.kernel(
             x,
@@ -185,6 +186,7 @@ class Experts(nn.Module):
             ids,
             num_real,
             num_rows=num_rows,
+            num_passes=num_passes,
             recompute=self.recompute,
             factors=None if self.adapter is None else self.adapter(x, shared),
         )
@@ -249,8 +251,10 @@ class MixtureOfExperts(nn.Module):
             ids = replay_experts(own, recorded)
         groups, num_groups = self.experts.groups_of(x, ids, self.num_experts)
         dispatcher = self.experts.dispatcher
-        # The host waits for the numbers of a plan, so it is begun early.
-        plan = None if dispatcher is None else dispatcher.plan(groups, num_groups, layout.num_real)
+        # The host may wait for the numbers of a plan, so it is begun early.
+        plan = None
+        if dispatcher is not None:
+            plan = dispatcher.plan(groups, num_groups, layout.num_real, layout.most_tokens)
         weights = probabilities.gather(-1, ids)
         if self.normalize:
             weights = weights / weights.sum(-1, keepdim=True)

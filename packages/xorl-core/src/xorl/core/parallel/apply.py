@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from xorl.core.mesh import DataParallelMode, Mesh
+from xorl.core.nn.all_gather import AllGather
 from xorl.core.nn.fp8 import Fp8Recipe, convert_linears, fp8_linears
 from xorl.core.nn.moe import Experts
 from xorl.core.parallel.activations import Recompute, RecomputeModule, recompute_layers
@@ -23,9 +24,9 @@ from xorl.core.parallel.compile import CompileBackend, compile_layers, require_c
 from xorl.core.parallel.ddp import replicate
 from xorl.core.parallel.fp8 import Fp8Weights
 from xorl.core.parallel.fsdp import (
+    gather_in_order,
     is_gathered,
     no_reshard_after_forward,
-    prefetch_forward,
     shard,
     sharding_units,
     uses_copy_engines,
@@ -194,6 +195,11 @@ class ParallelModel:
         """Whether every forward pass is collective, because other ranks hold experts that its tokens need."""
         return bool(divided_experts(self.module))
 
+    @cached_property
+    def gathers_tokens(self) -> bool:
+        """Whether layers need `SequenceLayout.most_tokens` to gather the tokens of all ranks for their experts."""
+        return any(isinstance(experts.dispatcher, AllGather) for experts in divided_experts(self.module))
+
     def cuda_graph_capture(self) -> AbstractContextManager[None]:
         """Context manager, inside `generation`, for capturing the forward pass of a gathered model in a CUDA graph."""
         return without_streams(self.forward) if isinstance(self.forward, FSDPModule) else nullcontext()
@@ -294,8 +300,7 @@ def parallelize(
                 cpu_offload=policy.cpu_offload,
                 collectives=policy.collectives,
             )
-        if policy.forward_prefetch:
-            prefetch_forward([unit for layer in layers for unit in (layer, *divided_experts(layer))] + last)
+        gather_in_order([[layer, *divided_experts(layer)] for layer in layers], last, ahead=policy.forward_prefetch)
     if fill is not None and any(parameter.is_meta for parameter in model.parameters()):
         model.to_empty(device="cpu" if policy.cpu_offload else device)
         fill(model)
@@ -333,7 +338,7 @@ def _check_fill(model: nn.Module, fill: Callable[[nn.Module], None] | None) -> N
         raise ValueError("fill: would not be called, because no parameter is on the meta device; leave it out")
 
 
-def divided_experts(model: nn.Module) -> list[nn.Module]:
+def divided_experts(model: nn.Module) -> list[Experts]:
     """The experts of all layers if ranks hold different ones: units of their own, whose shards are on fewer ranks."""
     return [module for module in model.modules() if isinstance(module, Experts) and module.dispatcher is not None]
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from xorl.core.parallel.collectives import Collectives, transport
 from xorl.core.parallel.copy_engine import CopyEngineAllGather, CopyEngineReduceScatter
-from xorl.core.torch_private import FSDPParam, owner, parameter_group
+from xorl.core.torch_private import FSDPParam, call_hooks_around, owner, parameter_group
 
 
 def shard(
@@ -33,20 +33,25 @@ def shard(
     """Shard each of `units`, innermost first, and then the rest of `model` over `mesh`, in place.
 
     `kept` are units that stay gathered after the forward pass, because the backward pass starts with them; `meshes` are
-    the meshes of units that are sharded over other ranks. A unit's parameters are gathered together, in param_dtype
-    (None: their own dtype). Gradients are summed, in fp32. cpu_offload keeps parameters, gradients and optimizer state
-    in host memory. `collectives` selects how GPUs communicate.
+    the meshes of units that are sharded over other ranks. Such a unit stays as it is if its mesh is this rank alone and
+    there is nothing to cast: FSDP2 would copy its parameters and gradients several times. A unit's parameters are
+    gathered together, in param_dtype (None: their own dtype). Gradients are summed, in fp32. cpu_offload keeps
+    parameters, gradients and optimizer state in host memory. `collectives` selects how GPUs communicate.
     """
-    by_copy_engines = [one for one in dict.fromkeys([mesh, *meshes.values()]) if uses_copy_engines(one, collectives)]
+    own = [] if cpu_offload else [unit for unit, one in meshes.items() if one.size() == 1 and _fits(unit, param_dtype)]
+    ignored = {parameter for unit in own for parameter in unit.parameters()}
+    units = [unit for unit in units if unit not in own]
+    used = dict.fromkeys(meshes.get(unit, mesh) for unit in (model, *units))
+    by_copy_engines = [one for one in used if uses_copy_engines(one, collectives)]
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     # Memory can be pinned only if there is a GPU.
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
+    options = {"mp_policy": policy, "offload_policy": offload, "ignored_params": ignored}
     for unit in units:
         reshards = reshard_after_forward and unit not in kept
-        unit_mesh = meshes.get(unit, mesh)
-        fully_shard(unit, mesh=unit_mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshards)
+        fully_shard(unit, mesh=meshes.get(unit, mesh), reshard_after_forward=reshards, **options)
     # The root holds the embedding, which a tied head also reads.
-    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False, **options)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # By default, FSDP2 divides by the number of ranks. Without force_sum it uses PREMUL_SUM, which gloo lacks.
@@ -55,6 +60,11 @@ def shard(
     for one in by_copy_engines:
         sharded = [unit for unit in (*units, model) if meshes.get(unit, mesh) is one]
         _use_copy_engines(sharded, one.get_group(one.ndim - 1), param_dtype)
+
+
+def _fits(unit: nn.Module, dtype: torch.dtype | None) -> bool:
+    """Whether FSDP2 would not cast any parameter of `unit` to `dtype`."""
+    return dtype is None or all(parameter.dtype == dtype for parameter in unit.parameters())
 
 
 def uses_copy_engines(mesh: DeviceMesh, collectives: Collectives) -> bool:
@@ -79,12 +89,23 @@ def _use_copy_engines(units: Sequence[nn.Module], group: dist.ProcessGroup, para
             unit.set_custom_reduce_scatter(reduce_scatter)
 
 
-def prefetch_forward(units: Sequence[nn.Module]) -> None:
-    """Gather each unit's parameters while the previous unit computes."""
-    for unit, following in pairwise(units):
-        assert isinstance(unit, FSDPModule)
-        assert isinstance(following, FSDPModule)
-        unit.set_modules_to_forward_prefetch([following])
+def gather_in_order(layers: Sequence[Sequence[nn.Module]], last: Sequence[nn.Module], *, ahead: bool) -> None:
+    """Gather and free the parameters of each layer together with those of the modules inside it that are units.
+
+    A compiled layer cannot contain the gather of a unit. Each of `layers` is a layer and modules in it, and `last` are
+    the units after them. `ahead` gathers each while what is before it computes. In the backward pass FSDP2 does so by
+    itself, but only for one unit, so groups of several are named there.
+    """
+    groups: list[list[FSDPModule]] = []
+    for group in (*layers, *([unit] for unit in last)):
+        groups.append([module for module in group if isinstance(module, FSDPModule)])
+        for inner in groups[-1][1:]:
+            call_hooks_around(inner, group[0])
+    for group, following in pairwise(groups if ahead else []):
+        group[0].set_modules_to_forward_prefetch(following)
+        if len(group) > 1:
+            for unit in following:
+                unit.set_modules_to_backward_prefetch(group)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F
 
 from xorl.kernels.experts.plan import RoutePlan
-from xorl.kernels.experts.products import Products, Rows, between_products, narrow_products, products_of
+from xorl.kernels.experts.products import Products, Rows, adding_products, between_products, products_of
 from xorl.kernels.experts.quantized import ExpertsWeight, QuantizedExperts, StoredExperts, num_experts_of
 
 
@@ -68,28 +68,50 @@ def adapted_experts(
     factors: Factors,
     *,
     num_rows: int | None,
+    num_passes: int,
     recompute: bool,
     products: str,
 ) -> Tensor:
     """As `grouped.experts`, with adapters; [T, D]."""
     num_experts = num_experts_of(gate_up)
     plan = RoutePlan.of(ids, num_experts * factors.num_slots, num_real, num_rows)
+    stored = StoredExperts.of(gate_up), StoredExperts.of(down)
+    out = None
+    for part in plan.parts(num_passes):
+        # After the first part, which is empty only if all are, there is mostly nothing to keep.
+        again = recompute or out is not None
+        y = _adapted_part(x, stored, weights, part, num_experts, factors, recompute=again, products=products)
+        out = y if out is None else out + y
+    assert out is not None, "there is at least one part"
+    return out
+
+
+def _adapted_part(
+    x: Tensor,
+    stored: tuple[StoredExperts, StoredExperts],
+    weights: Tensor,
+    plan: RoutePlan,
+    num_experts: int,
+    factors: Factors,
+    *,
+    recompute: bool,
+    products: str,
+) -> Tensor:
     mask = x.new_empty(0, dtype=torch.bool)
     if factors.kept < 1:
-        mask = torch.rand(len(plan.choices), factors.down_a.shape[2], device=x.device) < factors.kept
-    stored_gate_up, stored_down = StoredExperts.of(gate_up), StoredExperts.of(down)
+        mask = torch.rand(plan.choices.shape[0], factors.down_a.shape[2], device=x.device) < factors.kept
     out, *_ = _adapted(
         x,
         x.new_empty(0) if factors.x is None else factors.x,
-        stored_gate_up.tensors,
-        stored_down.tensors,
+        stored[0].tensors,
+        stored[1].tensors,
         *factors[:4],
         weights,
         mask,
         *plan,
         num_experts,
-        stored_gate_up.form,
-        stored_down.form,
+        stored[0].form,
+        stored[1].form,
         factors.kept,
         recompute,
         products,
@@ -113,7 +135,7 @@ class _Layer:
         products: str,
     ) -> None:
         self._by: Products = products_of(products)
-        self._by_narrow = narrow_products(x)
+        self._by_narrow = adding_products(x)
         self.between = between_products(x)
         self.plan = plan
         self.tokens = plan.choices // plan.rows.shape[1]
@@ -230,7 +252,7 @@ def _adapted(
     layer = _Layer(x, x_low, gate_up, down, factors, plan, num_experts, forms, products)
     up_low = layer.up_low()
     up = layer.up(up_low)
-    inner = layer.between.gated(up)
+    inner = layer.between.gated(up, ends)
     y = layer.product(Rows(inner), layer.down().transpose(1, 2))
     down_low = layer.down_low(_dropped(inner, mask, kept), weights)
     if down_low.numel() and not is_shared(down_b):
@@ -317,7 +339,8 @@ def _adapted_backward(
             grad_inner += _dropped(layer.low_product(grad_down_low, down_a), mask, kept)
         else:
             layer.add_low_product(grad_inner, grad_down_low, down_a)
-    grad_up, weighted, grad_weights = layer.between.gated_backward(grad_inner, up, weights, choices, ends)
+    grad_weights = torch.zeros_like(weights, memory_format=torch.contiguous_format)
+    grad_up, weighted = layer.between.gated_backward(grad_inner, up, weights, choices, ends, grad_weights)
     # For a rank of 0 the gradients of factors have no elements.
     grad_up_a, grad_up_b, grad_down_a, grad_down_b = map(torch.empty_like, factors)
     if down_low.numel():

@@ -34,6 +34,7 @@ class ExpertsFn(Protocol):
         num_real: Tensor | None = None,
         *,
         num_rows: int | None = None,
+        num_passes: int = 1,
         recompute: bool = False,
         factors: Factors | None = None,
     ) -> Tensor:

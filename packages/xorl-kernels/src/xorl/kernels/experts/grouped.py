@@ -18,7 +18,7 @@ from torch.autograd.function import FunctionCtx
 from xorl.kernels.experts.adapted import Factors, adapted_experts, no_factors
 from xorl.kernels.experts.arguments import check_experts
 from xorl.kernels.experts.plan import RoutePlan
-from xorl.kernels.experts.products import Rows, between_products, products_of
+from xorl.kernels.experts.products import Products, Rows, adding_products, between_products, products_of
 from xorl.kernels.experts.quantized import ExpertsWeight
 
 Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -33,6 +33,7 @@ def experts(
     num_real: Tensor | None = None,
     *,
     num_rows: int | None = None,
+    num_passes: int = 1,
     recompute: bool = False,
     factors: Factors | None = None,
     products: str = "native",
@@ -48,6 +49,9 @@ def experts(
             checked, since the host would wait: the result of others is undefined.
         num_real: 0-d integer tensor; the output of tokens from this index on, which are padding, is 0.
         num_rows: how many choices have an expert, if the host knows it; the others then need no memory.
+        num_passes: how many parts of the choices are computed one after another, in the memory of one. The choices with
+            an expert come first, so if there are few, the last parts are empty, which takes little time, and the host
+            need not know. Only what the first part needs is kept for the backward pass.
         recompute: compute the up product again in the backward pass instead of keeping it.
         factors: of adapters. With these, or quantised weights, the weights of the experts must be frozen.
         products: the implementation of the products: native, triton or quack.
@@ -58,7 +62,7 @@ def experts(
     check_experts(x, gate_up, down, weights, ids, num_real, num_rows, factors)
     if factors is None and isinstance(gate_up, Tensor) and isinstance(down, Tensor):
         plan = RoutePlan.of(ids, len(gate_up), num_real, num_rows)
-        out, _ = _experts(x, gate_up, down, weights, *plan, recompute, products)
+        out, _ = _experts(x, gate_up, down, weights, *plan, num_passes, recompute, products)
         return out
     return adapted_experts(
         x,
@@ -69,6 +73,7 @@ def experts(
         num_real,
         no_factors(x, gate_up) if factors is None else factors,
         num_rows=num_rows,
+        num_passes=num_passes,
         recompute=recompute,
         products=products,
     )
@@ -83,16 +88,25 @@ def _experts(
     choices: Tensor,
     rows: Tensor,
     ends: Tensor,
+    num_passes: int,
     recompute: bool,
     products: str,
 ) -> tuple[Tensor, Tensor]:
+    """The output, and the up product of the first pass."""
     if not len(choices):  # no product has to support an empty operand
         return torch.zeros_like(x, memory_format=torch.contiguous_format), x.new_empty(0)
-    by = products_of(products)
-    tokens = choices // rows.shape[1]
-    up, gated = by.gated(by.gather(x, tokens), gate_up.transpose(1, 2), ends, keep_up=not recompute)
-    y = by.product(Rows(gated), down.transpose(1, 2), ends)  # [M, D]
-    return between_products(x).combine(y, weights, rows, ends), up
+    between, out, up = between_products(x), None, x.new_empty(0)
+    for index, plan in enumerate(RoutePlan(choices, rows, ends).parts(num_passes)):
+        if not len(plan.choices):
+            continue
+        by, keep_up = _products_of_pass(index, products, x), index == 0 and not recompute
+        gathered = by.gather(x, plan.choices // rows.shape[1])
+        kept, gated = by.gated(gathered, gate_up.transpose(1, 2), plan.ends, keep_up=keep_up)
+        y = by.product(Rows(gated), down.transpose(1, 2), plan.ends)  # [M, D]
+        out = between.combine(y, weights, plan.rows, plan.ends, out)
+        up = kept if keep_up else up
+    assert out is not None, "the first pass has choices"
+    return out, up
 
 
 @_experts.register_fake
@@ -104,10 +118,12 @@ def _(
     choices: Tensor,
     rows: Tensor,
     ends: Tensor,
+    num_passes: int,
     recompute: bool,
     products: str,
 ) -> tuple[Tensor, Tensor]:
-    up = x.new_empty(0) if recompute else x.new_empty(choices.shape[0], gate_up.shape[1])
+    num_rows = -(-choices.shape[0] // num_passes)
+    up = x.new_empty(0) if recompute else x.new_empty(num_rows, gate_up.shape[1])
     return torch.empty_like(x, memory_format=torch.contiguous_format), up
 
 
@@ -122,24 +138,42 @@ def _experts_backward(
     rows: Tensor,
     ends: Tensor,
     up: Tensor,
+    num_passes: int,
     trains_experts: bool,
     products: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    grad_weights = torch.zeros_like(weights, memory_format=torch.contiguous_format)
     if not len(choices):
         of_experts = [torch.zeros_like(w) if trains_experts else x.new_empty(0) for w in (gate_up, down)]
         grad_x = torch.zeros_like(x, memory_format=torch.contiguous_format)
-        return grad_x, of_experts[0], of_experts[1], torch.zeros_like(weights)
-    by, between = products_of(products), between_products(x)
-    tokens = choices // rows.shape[1]
-    gathered, grad_rows = by.gather(x, tokens), by.gather(grad, tokens)
-    if not up.numel():
-        up = by.product(gathered, gate_up.transpose(1, 2), ends)
-    grad_gated = by.product(grad_rows, down, ends)  # [M, F], before the routing weight
-    grad_up, weighted, grad_weights = between.gated_backward(grad_gated, up, weights, choices, ends)
-    grad_down = by.outer(grad_rows, Rows(weighted), ends) if trains_experts else x.new_empty(0)
-    grad_gate_up = by.outer(Rows(grad_up), gathered, ends) if trains_experts else x.new_empty(0)
-    grad_x = between.combine(by.product(Rows(grad_up), gate_up, ends), None, rows, ends)
+        return grad_x, of_experts[0], of_experts[1], grad_weights
+    between, grad_x = between_products(x), None
+    grad_gate_up, grad_down = x.new_empty(0), x.new_empty(0)
+    for index, plan in enumerate(RoutePlan(choices, rows, ends).parts(num_passes)):
+        if not len(plan.choices):
+            continue
+        by = _products_of_pass(index, products, x)
+        tokens = plan.choices // rows.shape[1]
+        gathered, grad_rows = by.gather(x, tokens), by.gather(grad, tokens)
+        kept = up if index == 0 else x.new_empty(0)
+        if not kept.numel():
+            kept = by.product(gathered, gate_up.transpose(1, 2), plan.ends)
+        grad_gated = by.product(grad_rows, down, plan.ends)  # [M, F], before the routing weight
+        grad_up, weighted = between.gated_backward(grad_gated, kept, weights, plan.choices, plan.ends, grad_weights)
+        pairs = (grad_rows, Rows(weighted)), (Rows(grad_up), gathered)
+        if trains_experts and index == 0:
+            grad_down, grad_gate_up = (by.outer(left, right, plan.ends) for left, right in pairs)
+        elif trains_experts:
+            for total, (left, right) in zip((grad_down, grad_gate_up), pairs, strict=True):
+                adding_products(x).add_outer(total, left, right, plan.ends)
+        grad_x = between.combine(by.product(Rows(grad_up), gate_up, plan.ends), None, plan.rows, plan.ends, grad_x)
+    assert grad_x is not None, "the first pass has choices"
     return grad_x, grad_gate_up, grad_down, grad_weights
+
+
+def _products_of_pass(index: int, products: str, x: Tensor) -> Products:
+    """The implementation `products` for the first pass, and the one that takes least for empty parts for the others."""
+    return products_of(products) if index == 0 else adding_products(x)
 
 
 @_experts_backward.register_fake
@@ -153,6 +187,7 @@ def _(
     rows: Tensor,
     ends: Tensor,
     up: Tensor,
+    num_passes: int,
     trains_experts: bool,
     products: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -167,11 +202,12 @@ def _(
 class _Context(FunctionCtx):
     saved_tensors: Saved
     needs_input_grad: tuple[bool, ...]
+    num_passes: int
     products: str
 
 
 def _save(ctx: _Context, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    ctx.products = inputs[8]
+    ctx.num_passes, _, ctx.products = inputs[7:]
     ctx.save_for_backward(*inputs[:7], output[1])
     ctx.mark_non_differentiable(output[1])
 
@@ -179,10 +215,10 @@ def _save(ctx: _Context, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
 def _differentiate(ctx: _Context, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     trains_experts = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
     grad_x, grad_gate_up, grad_down, grad_weights = _experts_backward(
-        grad.contiguous(), *ctx.saved_tensors, trains_experts, ctx.products
+        grad.contiguous(), *ctx.saved_tensors, ctx.num_passes, trains_experts, ctx.products
     )
     grads = (grad_gate_up, grad_down) if trains_experts else (None, None)
-    return grad_x, *grads, grad_weights, None, None, None, None, None
+    return grad_x, *grads, grad_weights, None, None, None, None, None, None
 
 
 _experts.register_autograd(_differentiate, setup_context=_save)

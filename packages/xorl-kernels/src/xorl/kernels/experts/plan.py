@@ -5,6 +5,7 @@ Shapes: T tokens, K experts per token, M = T * K rows, E experts.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -18,7 +19,8 @@ class RoutePlan(NamedTuple):
     padding, come last, and nothing reads their rows.
 
     choices: [M] int32, the choice t * K + k of each row.
-    rows: [T, K] int32, the row of each choice; from the last end on if it has no expert.
+    rows: [T, K] int32, the row of each choice; from the last end on if it has no expert, negative if it is in an
+        earlier part.
     ends: [E] int32, the end of each expert's rows; experts may have none.
     """
 
@@ -41,6 +43,19 @@ class RoutePlan(NamedTuple):
         """
         choices, rows, ends = _route_plan(ids, num_experts, num_real)
         return cls(choices if num_rows is None else choices[:num_rows], rows, ends)
+
+    def parts(self, count: int) -> Iterator[RoutePlan]:
+        """The plan as `count` plans of almost equal size, of adjacent rows; those of the last ones may all be padding.
+
+        The rows of a part count from its first one, so those of choices in earlier parts are negative.
+        """
+        if count == 1:
+            yield self
+            return
+        size = -(-self.choices.shape[0] // count)
+        for part in range(count):
+            choices = self.choices[part * size : (part + 1) * size]
+            yield RoutePlan(choices, self.rows - part * size, (self.ends - part * size).clamp(0, choices.shape[0]))
 
 
 @torch.library.custom_op("xorl::route_plan", mutates_args=())

@@ -49,11 +49,15 @@ class Products(Protocol):
         ...
 
 
-class NarrowProducts(Products, Protocol):
-    """Products of rows with few features, which have little to compute and much to read and write."""
+class AddingProducts(Products, Protocol):
+    """Products that can be added to others, and that take little time where there is little to compute."""
 
     def add_product(self, out: Tensor, rows: Rows, weight: Tensor, ends: Tensor) -> None:
         """Add `product` to `out` [M, N], whose padding stays undefined."""
+        ...
+
+    def add_outer(self, out: Tensor, left: Rows, right: Rows, ends: Tensor) -> None:
+        """Add `outer` to `out` [E, N, K], contiguous. Experts without rows take no time."""
         ...
 
 
@@ -62,10 +66,10 @@ def products_of(name: str) -> Products:
     return cast("Products", import_module(f"xorl.kernels.experts.products_{name}"))
 
 
-def narrow_products(x: Tensor) -> NarrowProducts:
-    """The fastest module for rows with few features."""
+def adding_products(x: Tensor) -> AddingProducts:
+    """The fastest module for rows with few features, and for few rows among much padding."""
     name = "native" if _is_plain(x) else "triton"
-    return cast("NarrowProducts", import_module(f"xorl.kernels.experts.products_{name}"))
+    return cast("AddingProducts", import_module(f"xorl.kernels.experts.products_{name}"))
 
 
 def between_products(x: Tensor) -> ModuleType:

@@ -20,14 +20,14 @@ def product(rows: Rows, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def add_product(out: Tensor, rows: Rows, weight: Tensor, ends: Tensor) -> None:
-    """As `NarrowProducts.add_product`."""
+    """As `AddingProducts.add_product`."""
     out += product(rows, weight, ends)
 
 
 def gated(rows: Rows, weight: Tensor, ends: Tensor, *, keep_up: bool) -> tuple[Tensor, Tensor]:
     """As `Products.gated`."""
     up = product(rows, weight, ends)
-    return up if keep_up else up.new_empty(0), between_products(up).gated(up)
+    return up if keep_up else up.new_empty(0), between_products(up).gated(up, ends)
 
 
 def outer(left: Rows, right: Rows, ends: Tensor) -> Tensor:
@@ -35,3 +35,8 @@ def outer(left: Rows, right: Rows, ends: Tensor) -> Tensor:
     assert left.indices is None, "rows are gathered beforehand"
     assert right.indices is None, "rows are gathered beforehand"
     return grouped_outer(left.values, right.values, ends)
+
+
+def add_outer(out: Tensor, left: Rows, right: Rows, ends: Tensor) -> None:
+    """As `AddingProducts.add_outer`."""
+    out += outer(left, right, ends)

@@ -25,7 +25,7 @@ def product(rows: Rows, weight: Tensor, ends: Tensor) -> Tensor:
 def gated(rows: Rows, weight: Tensor, ends: Tensor, *, keep_up: bool) -> tuple[Tensor, Tensor]:
     """As `Products.gated`."""
     up = product(rows, weight, ends)
-    return up if keep_up else up.new_empty(0), between_products(up).gated(up)
+    return up if keep_up else up.new_empty(0), between_products(up).gated(up, ends)
 
 
 def outer(left: Rows, right: Rows, ends: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ def product(rows: Rows, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def add_product(out: Tensor, rows: Rows, weight: Tensor, ends: Tensor) -> None:
-    """As `NarrowProducts.add_product`."""
+    """As `AddingProducts.add_product`."""
     _launch_product(rows, weight, ends, out, None, adds=True)
 
 
@@ -52,9 +52,20 @@ def gated(rows: Rows, weight: Tensor, ends: Tensor, *, keep_up: bool) -> tuple[T
 
 def outer(left: Rows, right: Rows, ends: Tensor) -> Tensor:
     """As `Products.outer`."""
+    out = left.values.new_empty(len(ends), left.values.shape[1], right.values.shape[1])
+    _launch_outer(out, left, right, ends)
+    return out
+
+
+def add_outer(out: Tensor, left: Rows, right: Rows, ends: Tensor) -> None:
+    """As `AddingProducts.add_outer`."""
+    assert out.is_contiguous(), "the kernel adds to it in place"
+    _launch_outer(out, left, right, ends, adds=True)
+
+
+def _launch_outer(out: Tensor, left: Rows, right: Rows, ends: Tensor, *, adds: bool = False) -> None:
     left_values, right_values = left.values.contiguous(), right.values.contiguous()
     num_left, num_right = left_values.shape[1], right_values.shape[1]
-    out = left_values.new_empty(len(ends), num_left, num_right)
     if out.numel():
         blocks_left, blocks_right = math.ceil(num_left / OUTER_BLOCK), math.ceil(num_right / OUTER_BLOCK)
         launch(
@@ -70,6 +81,7 @@ def outer(left: Rows, right: Rows, ends: Tensor) -> Tensor:
             NUM_RIGHT=num_right,
             GATHERS_LEFT=left.indices is not None,
             GATHERS_RIGHT=right.indices is not None,
+            ADDS=adds,
             PRECISION=_precision(left_values),
             BLOCKS_LEFT=blocks_left,
             BLOCKS_RIGHT=blocks_right,
@@ -78,7 +90,6 @@ def outer(left: Rows, right: Rows, ends: Tensor) -> Tensor:
             num_warps=OUTER_NUM_WARPS,
             num_stages=NUM_STAGES,
         )
-    return out
 
 
 def _launch_product(
@@ -224,6 +235,7 @@ def _outer(
     NUM_RIGHT: tl.constexpr,
     GATHERS_LEFT: tl.constexpr,
     GATHERS_RIGHT: tl.constexpr,
+    ADDS: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCKS_LEFT: tl.constexpr,
     BLOCKS_RIGHT: tl.constexpr,
@@ -236,6 +248,9 @@ def _outer(
     rights = (program % BLOCKS_RIGHT) * BLOCK + tl.arange(0, BLOCK)
     first_row = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
     end = tl.load(ends_ptr + expert)
+    if ADDS:  # noqa: SIM102 - known when the kernel is compiled
+        if end == first_row:
+            return
     total = tl.zeros([BLOCK, BLOCK], tl.float32)
     for start in range(first_row, end, BLOCK_ROWS):
         rows = start + tl.arange(0, BLOCK_ROWS)
@@ -256,7 +271,10 @@ def _outer(
     dtype = out_ptr.dtype.element_ty  # pyright: ignore[reportAttributeAccessIssue] it is a pointer
     out_ptr += expert.to(tl.int64) * NUM_LEFT * NUM_RIGHT
     is_inside = (lefts < NUM_LEFT)[:, None] & (rights < NUM_RIGHT)[None, :]
-    tl.store(out_ptr + lefts[:, None] * NUM_RIGHT + rights[None, :], total.to(dtype), mask=is_inside)
+    offsets = lefts[:, None] * NUM_RIGHT + rights[None, :]
+    if ADDS:
+        total += tl.load(out_ptr + offsets, mask=is_inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + offsets, total.to(dtype), mask=is_inside)
 
 
 @triton.jit

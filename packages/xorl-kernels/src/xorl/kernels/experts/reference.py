@@ -27,6 +27,7 @@ def experts(
     num_real: Tensor | None = None,
     *,
     num_rows: int | None = None,
+    num_passes: int = 1,
     activation: Callable[[Tensor], Tensor] = F.silu,
     recompute: bool = False,
     factors: Factors | None = None,
@@ -43,7 +44,8 @@ def experts(
         ids: [T, K] int64 in [0, E]; E is a choice without an expert, which adds nothing. With slots, see `Factors`. On
             a GPU the values are not checked, since the host would wait: the result of others is undefined.
         num_real: 0-d integer tensor; the output of tokens from this index on, which are padding, is 0.
-        num_rows: how many choices have an expert; this form does not need it.
+        num_rows, num_passes: how many choices have an expert, and in how many parts they are computed; this form needs
+            neither.
         activation: of the gate.
         recompute: compute everything again in the backward pass, and keep only the arguments.
         factors: of adapters.

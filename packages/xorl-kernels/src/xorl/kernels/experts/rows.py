@@ -12,16 +12,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-def gated(up: Tensor) -> Tensor:
-    """silu(gate) * up: [M, 2F], the gate first, to [M, F]."""
+def gated(up: Tensor, ends: Tensor) -> Tensor:
+    """silu(gate) * up: [M, 2F], the gate first, to [M, F]. Rows from the last end on are padding, left undefined."""
     gate, value = _wide(up).chunk(2, dim=-1)
     return (F.silu(gate) * value).to(up.dtype)
 
 
 def gated_backward(
-    grad: Tensor, up: Tensor, weights: Tensor, choices: Tensor, ends: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The backward pass of weight * gated(up). Rows from the last end on are padding; weights without a row get 0.
+    grad: Tensor, up: Tensor, weights: Tensor, choices: Tensor, ends: Tensor, grad_weights: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The backward pass of weight * gated(up). Rows from the last end on are padding.
 
     Args:
         grad: [M, F], without the routing weights; it may be overwritten.
@@ -29,42 +29,50 @@ def gated_backward(
         weights: [T, K], in fp32 or fp64.
         choices: [M] int32, the index of each row's weight in the flattened weights.
         ends: [E] int32.
+        grad_weights: [T, K], contiguous; gets the gradients of the weights of all `choices`, 0 for padding.
 
     Returns:
-        The gradient of `up` [M, 2F], weight * gated(up) [M, F], and the gradient of the weights [T, K].
+        The gradient of `up` [M, 2F], and weight * gated(up) [M, F].
     """
     gate, value = _wide(up).chunk(2, dim=-1)
     weight, unweighted = weights.flatten()[choices, None], grad.to(weights.dtype)
     sigmoid = torch.sigmoid(gate)
     output = gate * sigmoid * value
     is_padding = torch.arange(len(choices), device=choices.device) >= ends[-1]
-    grad_weights = torch.zeros_like(weights)
     grad_weights.view(-1)[choices.long()] = (unweighted * output).sum(-1).masked_fill_(is_padding, 0)
     weighted = unweighted * weight
     grad_gate = weighted * value * sigmoid * (1 + gate * (1 - sigmoid))
     grad_up = torch.cat([grad_gate, weighted * gate * sigmoid], dim=-1).to(up.dtype)
-    return grad_up, (output * weight).to(up.dtype), grad_weights
+    return grad_up, (output * weight).to(up.dtype)
 
 
-def combine(y: Tensor, weights: Tensor | None, rows: Tensor, ends: Tensor) -> Tensor:
+def combine(y: Tensor, weights: Tensor | None, rows: Tensor, ends: Tensor, out: Tensor | None = None) -> Tensor:
     """sum_k weights[t, k] * y[rows[t, k]] over the rows before the last end, in the order of k; in the dtype of y.
 
     Args:
         y: [M, D].
         weights: [T, K], in fp32 or fp64; None for ones.
-        rows: [T, K] int32; those from the last end on add nothing.
+        rows: [T, K] int32; negative ones and those from the last end on add nothing.
         ends: [E] int32.
+        out: [T, D], contiguous, which the sum is added to, in place; None for zeros.
 
     Returns [T, D].
     """
     wide = _wide(y)
-    total = torch.zeros(len(rows), y.shape[1], dtype=wide.dtype, device=y.device)
+    shape = len(rows), y.shape[1]
+    total = torch.zeros(shape, dtype=wide.dtype, device=y.device) if out is None else _wide(out.clone())
     for choice in range(rows.shape[1]):
-        index, has_row = rows[:, choice], rows[:, choice] < ends[-1]
+        index = rows[:, choice]
+        has_row = (index >= 0) & (index < ends[-1])
         part = wide[torch.where(has_row, index, 0)] if len(y) else torch.zeros_like(total)
         part = part if weights is None else part * weights[:, choice, None]
         total += part.masked_fill_(~has_row[:, None], 0)
-    return total.to(y.dtype)
+    return total.to(y.dtype) if out is None else out.copy_(total)
+
+
+def sum_parts(parts: Tensor) -> Tensor:
+    """The sum over the first dimension, of the same dtype: [P, ..] to [..]."""
+    return _wide(parts).sum(0).to(parts.dtype)
 
 
 def _wide(x: Tensor) -> Tensor:

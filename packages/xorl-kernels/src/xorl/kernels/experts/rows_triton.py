@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from xorl.kernels.fused import swiglu
 from xorl.kernels.fused.device import launch, power_of_2
 
 # Values of a row that a program holds at once.
@@ -20,18 +19,26 @@ MAX_BLOCK = 2048
 NUM_WARPS = 4
 
 
-def gated(up: Tensor) -> Tensor:
+def gated(up: Tensor, ends: Tensor) -> Tensor:
     """As `rows.gated`."""
-    return swiglu.launch_forward(up)
+    up = up.contiguous()
+    num_rows, width = up.shape[0], up.shape[1] // 2
+    out = up.new_empty(num_rows, width)
+    if num_rows:
+        block = min(power_of_2(width), MAX_BLOCK)
+        grid = (num_rows, math.ceil(width / block))
+        launch(_gated, grid, up, ends[-1:], out, WIDTH=width, BLOCK=block, num_warps=NUM_WARPS)
+    return out
 
 
 def gated_backward(
-    grad: Tensor, up: Tensor, weights: Tensor, choices: Tensor, ends: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad: Tensor, up: Tensor, weights: Tensor, choices: Tensor, ends: Tensor, grad_weights: Tensor
+) -> tuple[Tensor, Tensor]:
     """As `rows.gated_backward`; overwrites `grad`, contiguous, with the second result."""
     assert grad.is_contiguous(), "the kernel overwrites it row by row"
+    assert grad_weights.is_contiguous(), "the kernel writes to the choices in it"
     up, weights = up.contiguous(), weights.contiguous()
-    grad_up, grad_weights = torch.empty_like(up), torch.zeros_like(weights)
+    grad_up = torch.empty_like(up)
     num_rows, width = grad.shape
     if num_rows:
         launch(
@@ -48,14 +55,15 @@ def gated_backward(
             BLOCK=min(power_of_2(width), MAX_BLOCK),
             num_warps=NUM_WARPS,
         )
-    return grad_up, grad, grad_weights
+    return grad_up, grad
 
 
-def combine(y: Tensor, weights: Tensor | None, rows: Tensor, ends: Tensor) -> Tensor:
+def combine(y: Tensor, weights: Tensor | None, rows: Tensor, ends: Tensor, out: Tensor | None = None) -> Tensor:
     """As `rows.combine`."""
     y = y.contiguous()
     (num_tokens, num_choices), width = rows.shape, y.shape[1]
-    out = y.new_empty(num_tokens, width)
+    adds = out is not None
+    out = y.new_empty(num_tokens, width) if out is None else out
     if out.numel():
         block = min(power_of_2(width), MAX_BLOCK)
         launch(
@@ -69,10 +77,51 @@ def combine(y: Tensor, weights: Tensor | None, rows: Tensor, ends: Tensor) -> Te
             WIDTH=width,
             NUM_CHOICES=num_choices,
             HAS_WEIGHTS=weights is not None,
+            ADDS=adds,
             BLOCK=block,
             num_warps=NUM_WARPS,
         )
     return out
+
+
+def sum_parts(parts: Tensor) -> Tensor:
+    """As `rows.sum_parts`."""
+    parts = parts.contiguous()
+    out = parts.new_empty(parts.shape[1:])
+    if count := out.numel():
+        grid = (math.ceil(count / MAX_BLOCK),)
+        launch(_sum_parts, grid, parts, out, count, NUM_PARTS=len(parts), BLOCK=MAX_BLOCK, num_warps=NUM_WARPS)
+    return out
+
+
+@triton.jit
+def _gated(up_ptr: tl.tensor, end_ptr: tl.tensor, out_ptr: tl.tensor, WIDTH: tl.constexpr, BLOCK: tl.constexpr) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_inside = columns < WIDTH
+    if row < tl.load(end_ptr):
+        gate = tl.load(up_ptr + row * 2 * WIDTH + columns, mask=is_inside, other=0.0).to(tl.float32)
+        up = tl.load(up_ptr + row * 2 * WIDTH + WIDTH + columns, mask=is_inside, other=0.0).to(tl.float32)
+        out = gate * tl.sigmoid(gate) * up
+        dtype = out_ptr.dtype.element_ty  # pyright: ignore[reportAttributeAccessIssue] it is a pointer
+        tl.store(out_ptr + row * WIDTH + columns, out.to(dtype), mask=is_inside)
+
+
+@triton.jit
+def _sum_parts(
+    parts_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    count: tl.int64,  # pyright: ignore[reportInvalidTypeForm]  (Triton's way to pass a wide integer)
+    NUM_PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    is_inside = offsets < count
+    total = tl.zeros([BLOCK], tl.float32)
+    for part in tl.static_range(NUM_PARTS):
+        total += tl.load(parts_ptr + part * count + offsets, mask=is_inside, other=0.0).to(tl.float32)
+    dtype = out_ptr.dtype.element_ty  # pyright: ignore[reportAttributeAccessIssue] it is a pointer
+    tl.store(out_ptr + offsets, total.to(dtype), mask=is_inside)
 
 
 @triton.jit
@@ -122,6 +171,7 @@ def _combine(
     WIDTH: tl.constexpr,
     NUM_CHOICES: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
+    ADDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     token = tl.program_id(0).to(tl.int64)
@@ -129,12 +179,18 @@ def _combine(
     is_inside = columns < WIDTH
     end = tl.load(end_ptr)
     total = tl.zeros([BLOCK], tl.float32)
+    num_found = 0
     for choice in tl.static_range(NUM_CHOICES):
         row = tl.load(rows_ptr + token * NUM_CHOICES + choice)
-        has_row = is_inside & (row < end)
+        is_found = (row >= 0) & (row < end)
+        num_found += is_found.to(tl.int32)
+        has_row = is_inside & is_found
         part = tl.load(y_ptr + row.to(tl.int64) * WIDTH + columns, mask=has_row, other=0.0).to(tl.float32)
         if HAS_WEIGHTS:
             part *= tl.load(weights_ptr + token * NUM_CHOICES + choice)
         total += part
     dtype = out_ptr.dtype.element_ty  # pyright: ignore[reportAttributeAccessIssue] it is a pointer
+    if ADDS:
+        is_inside = is_inside & (num_found > 0)
+        total += tl.load(out_ptr + token * WIDTH + columns, mask=is_inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + token * WIDTH + columns, total.to(dtype), mask=is_inside)

@@ -72,11 +72,6 @@ class _SwigluLinear(torch.autograd.Function):
 
 @torch.library.custom_op("xorl::swiglu", mutates_args=())
 def _swiglu(gate_up: Tensor) -> Tensor:
-    return launch_forward(gate_up)
-
-
-def launch_forward(gate_up: Tensor) -> Tensor:
-    """`swiglu` for use inside another operator: without checks, a gradient or the overhead of an operator call."""
     gate_up = gate_up.contiguous()
     out = torch.empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2, dtype=gate_up.dtype, device=gate_up.device)
     width = out.shape[-1]

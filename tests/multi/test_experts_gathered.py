@@ -1,0 +1,218 @@
+"""Expert parallelism that gathers all tokens on all ranks: it computes what one process and the exact exchange do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tiny_models import hf_config, write_config
+from xorl.config import Config, config_from_mapping
+from xorl.config.local import ModelConfig, TrainConfig
+from xorl.core import runtime
+from xorl.core.mesh import Mesh
+from xorl.core.nn import all_gather, moe
+from xorl.core.nn.all_gather import AllGather
+from xorl.core.nn.dispatch import AllToAll
+from xorl.core.parallel import ParallelPolicy
+from xorl.kernels.experts.grouped import experts
+from xorl.kernels.experts.plan import RoutePlan
+from xorl.kernels.layout import RankGroup
+from xorl.train import model as model_module
+from xorl.train.build import build_engine
+from xorl.train.model_source import read_architecture
+from xorl.train.recompute_choice import MicroBatch, measure_slice
+from xorl.train.startup import parallel_dims
+from xorl.train.step_memory import held_bytes
+from xorl.train.verify import Result, compare, one_process, take_steps
+
+pytestmark = pytest.mark.multi
+NUM_BINS = 8
+
+EP_4: dict[str, object] = {"data_parallel_mode": "fsdp2", "expert_parallel_size": 4}
+ALL_GATHER = {"ep_dispatch": "allgather"}
+RECOMPUTE = {"enable_gradient_checkpointing": True}
+LORA = {
+    "enable_lora": True,
+    "lora_rank": 4,
+    "lora_target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"],
+}
+QLORA = {**LORA, "enable_qlora": True, "quant_format": "nf4", "quant_group_size": 16}
+# By name: (options of train, options of lora).
+RUNS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
+    "full": ({"router_z_loss_coef": 0.1}, {}),
+    "recomputed": (RECOMPUTE, {}),
+    "compiled": ({**RECOMPUTE, "enable_compile": True}, {}),
+    "operation": ({**RECOMPUTE, "recompute_policy": "operation"}, {}),
+    "QLoRA, adapted experts": (RECOMPUTE, QLORA),
+    "outer factors shared": ({}, {**LORA, "moe_hybrid_shared_lora": True}),
+}
+
+
+def to_first_rank(scores: Tensor, count: int) -> Tensor:
+    """In place of `top_experts`: all choices are experts of the first rank."""
+    return torch.arange(count).expand(len(scores), count)
+
+
+def config_of(
+    folder: Path, train: Mapping[str, object], lora: Mapping[str, object], of_model: Mapping[str, object]
+) -> Config:
+    values = {
+        "model": {"config_path": str(folder / "model"), **of_model},
+        "data": {"datasets": [{"path": "unused"}]},
+        "train": {"output_dir": str(folder / "out"), "enable_mixed_precision": False, **train},
+        "lora": lora,
+    }
+    return config_from_mapping(values).config
+
+
+def take_steps_of(config: Config, mesh: Mesh) -> Result:
+    runtime.seed_everything(0)
+    architecture = read_architecture(config.model)
+    engine = build_engine(config, architecture, mesh, torch.device("cpu"))
+    return take_steps(engine, config, architecture, NUM_BINS)
+
+
+def uncompiled_policy(
+    policy_of: Callable[[ModelConfig, TrainConfig], ParallelPolicy], model: ModelConfig, train: TrainConfig
+) -> ParallelPolicy:
+    """The policy that captures the graphs of compiled layers and runs them as they are."""
+    policy = policy_of(model, train)
+    return policy if policy.compile_backend is None else replace(policy, compile_backend="aot_eager")
+
+
+def results(folder: Path, layout: Mapping[str, object], of_model: Mapping[str, object]) -> list[Result]:
+    """The steps of every run, and of the first with all choices on one rank."""
+    # Only this dispatch can be compiled, here without the compiler that generates code.
+    only = {} if of_model is ALL_GATHER else {"enable_compile": False}
+    configs = [config_of(folder, {**layout, **train, **only}, lora, of_model) for train, lora in RUNS.values()]
+    if layout["data_parallel_mode"] == "none":
+        configs = [one_process(config) for config in configs]
+    mesh = Mesh(parallel_dims(configs[0], runtime.world_size()), "cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        policy_of = partial(uncompiled_policy, model_module._policy)
+        patch.setattr(model_module, "_policy", policy_of)
+        found = [take_steps_of(config, mesh) for config in configs]
+        patch.setattr(moe, "top_experts", to_first_rank)
+        return [*found, take_steps_of(configs[0], mesh)]
+
+
+def outside(found: Result, expected: Result) -> dict[str, object]:
+    """The differences that are too large."""
+    return {kind: one for kind, one in compare(found, expected).items() if not one.is_within}
+
+
+def test_gathered_tokens_give_what_one_process_computes(run_ranks, tmp_path: Path) -> None:
+    # Catches choices beyond the first pass that are dropped, tokens that another rank takes for its own, and gradients
+    # that one rank alone counts.
+    shape = hf_config("qwen3_moe", num_experts=8, moe_intermediate_size=48, output_router_logits=True)
+    write_config(tmp_path / "model", shape)
+    whole = run_ranks(lambda: results(tmp_path, {"data_parallel_mode": "none"}, {}), 1)[0]
+
+    def compared() -> tuple[list[Result], list[Result], Result]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(AllToAll, "plan", None)  # nothing is exchanged
+            gathered = results(tmp_path, EP_4, ALL_GATHER)
+        exact = results(tmp_path, EP_4, {"ep_dispatch": "alltoall"})
+        with pytest.MonkeyPatch.context() as patch:
+            parts = RoutePlan.parts
+            patch.setattr(RoutePlan, "parts", lambda plan, count: islice(parts(plan, count), 1))
+            return gathered, exact, results(tmp_path, EP_4, ALL_GATHER)[-1]
+
+    gathered, exact, dropped = run_ranks(compared, 4)[0]
+    names = [*RUNS, "all choices on one rank"]
+    for name, found, exchanged, expected in zip(names, gathered, exact, whole, strict=True):
+        assert not outside(found, expected), name
+        assert not outside(exchanged, expected), name
+    # The check itself: without a second pass, half of the choices are missing if one rank has all.
+    assert outside(dropped, whole[-1])
+
+
+@pytest.mark.parametrize("is_even", [True, False])
+def test_gathered_tokens_give_what_an_exchange_gives(is_even: bool, run_ranks) -> None:
+    # Catches ranks with fewer tokens than others or with padding alone, padding that is computed or has a gradient, and
+    # an expert of the next rank.
+    size, num_experts, width = 4, 8, 6
+
+    def both() -> list[list[Tensor]]:
+        group = dist.group.WORLD
+        assert group is not None
+        rank = dist.get_rank()
+        generator = torch.Generator().manual_seed(rank)
+        num_tokens, num_real = [(7, 7), (1, 0), (12, 9), (3, 3)][rank]
+        scores = torch.rand(num_tokens, num_experts, generator=generator)
+        ids = scores.topk(3).indices if is_even else to_first_rank(scores, 2)
+        x = torch.randn(num_tokens, width, generator=generator, requires_grad=True)
+        weights = torch.rand(ids.shape, generator=generator, requires_grad=True)
+        gate_up = torch.randn(num_experts // size, 2 * width, width, generator=generator, requires_grad=True)
+        down = torch.randn(num_experts // size, width, width, generator=generator, requires_grad=True)
+        grad = torch.randn(num_tokens, width, generator=generator)
+        found = []
+        for kind in (AllToAll, AllGather):
+            dispatcher = kind(RankGroup(rank, size, group.group_name))
+            plan = dispatcher.plan(ids, num_experts, torch.tensor(num_real), 12)
+            got = dispatcher.dispatch(x, weights, plan)
+            counts = {"num_rows": got.num_rows, "num_passes": got.num_passes}
+            out = dispatcher.combine(experts(got.x, gate_up, down, got.weights, got.ids, **counts), plan)
+            assert not out[num_real:].any()
+            found.append([out, *torch.autograd.grad(out, (x, weights, gate_up, down), grad)])
+        return found
+
+    for rank, (exchanged, gathered) in enumerate(run_ranks(both, size)):
+        for name, mine, theirs in zip(("out", "x", "weights", "gate_up", "down"), gathered, exchanged, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6, msg=lambda text: f"{rank} {name}: {text}")  # noqa: B023
+
+
+def test_operators_of_gathered_tokens_are_registered_correctly() -> None:
+    # Catches shapes that a compiler would trust and that are wrong, as with ranks of unequal numbers of tokens.
+    x, weights, ids = torch.randn(5, 6), torch.rand(5, 2), torch.randint(8, (5, 2))
+    tests = ("test_schema", "test_faketensor")
+    for operator, arguments in (
+        (all_gather._gather_tokens, (x, weights, ids, 3, 8, 1, 4)),
+        (all_gather._reduce_tokens, (torch.randn(32, 6), torch.rand(32, 2), 5, 4)),
+        (all_gather._reduce_rows, (torch.randn(32, 6), 5, 4)),
+        (all_gather._gather_rows, (torch.randn(5, 6), 3, 4)),
+    ):
+        torch.library.opcheck(operator, (*arguments, all_gather.ALONE), test_utils=tests)
+
+
+class NoMeter:
+    """Counts nothing."""
+
+    def held(self) -> int:
+        return 0
+
+    def peak(self) -> int:
+        return 0
+
+    def restart(self) -> None: ...
+
+
+def test_a_rank_measures_its_layers_alone(run_ranks, tmp_path: Path) -> None:
+    # Catches a measurement that waits for another rank, which may have run out of memory, and one with all experts.
+    write_config(tmp_path / "model", hf_config("qwen3_moe", num_experts=8))
+
+    def measured() -> tuple[int, float]:
+        config = config_of(tmp_path, {**EP_4, **RECOMPUTE, "recompute_policy": "auto"}, {}, ALL_GATHER)
+        architecture, device = read_architecture(config.model), torch.device("cpu")
+        mesh = Mesh(parallel_dims(config, runtime.world_size()), "cpu")
+        ratio = held_bytes(config, architecture, mesh).gradient_ratio
+        if mesh.loss.rank:
+            return 2, ratio
+        profile = measure_slice(config, "layer", architecture, 2, mesh, device, MicroBatch(48, 48), NoMeter())
+        return len(profile.forward), ratio
+
+    shape = read_architecture(config_of(tmp_path, {}, {}, {}).model)
+    numbers = {name: weight.numel() for name, weight in shape.spec.build(shape.config).named_parameters()}
+    of_experts = sum(number for name, number in numbers.items() if ".experts." in name)
+    total = sum(numbers.values())
+    # A profile has a quarter of the experts' gradients, and a rank keeps a quarter of all.
+    expected = total / (total - 3 / 4 * of_experts) / 4
+    assert run_ranks(measured, 4) == [(2, pytest.approx(expected))] * 4
