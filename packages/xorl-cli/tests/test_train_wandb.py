@@ -27,7 +27,7 @@ def test_wandb_is_told_every_so_many_steps(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setattr("wandb.init", lambda **options: asked.update(options) or Listener())
     options = {"project": "p", "name": "n", "tags": ["a"], "config": {"seed": 1}}
-    sink = WandbSink(**options, log_interval=3, folder=tmp_path, start_step=0, went_back=False)
+    sink = WandbSink(**options, log_interval=3, folder=tmp_path, start_step=0, went_back=False, repeats=False)
     for step in range(1, 8):
         sink.write({"step": step, "loss": 0.5, "mfu": None})
     sink.write({"step": 7, "eval_loss": 0.25})
@@ -70,19 +70,22 @@ def test_a_resumed_run_goes_on_with_its_run_in_wandb(tmp_path: Path, monkeypatch
     # of steps after going back, of which wandb shows the old ones.
     monkeypatch.setenv("WANDB_MODE", "offline")
 
-    def logged(start_step: int, *, went_back: bool = False) -> str:
-        options = {"project": "p", "name": None, "tags": None, "log_interval": 1, "config": {}}
-        sink = WandbSink(**options, folder=tmp_path, start_step=start_step, went_back=went_back)
+    def logged(start_step: int, *, went_back: bool = False, repeats: bool = False, lr: float = 0.1) -> str:
+        config = {"train": {"lr": lr, "load_checkpoint_path": str(start_step)}}
+        options = {"project": "p", "name": None, "tags": None, "log_interval": 1, "config": config}
+        sink = WandbSink(**options, folder=tmp_path, start_step=start_step, went_back=went_back, repeats=repeats)
         sink.write({"step": start_step + 1, "loss": 0.5})
         sink.close()
-        return (tmp_path / RUN_ID).read_text().strip()
+        return (tmp_path / RUN_ID).read_text().split()[0]
 
     # In processes of their own, since wandb reads its variables once and leaves threads behind.
     first, again, new = in_child(lambda: [logged(start_step) for start_step in (0, 1, 0)])
     assert again == first != new
     back = in_child(lambda: logged(4, went_back=True))
     assert back not in (first, new)
-    assert in_child(lambda: logged(5)) == back
+    assert in_child(lambda: [logged(5), logged(5, repeats=True), logged(5, lr=0.2)]) == [back] * 3
+    changed = in_child(lambda: logged(5, repeats=True, lr=0.3))
+    assert changed not in (first, new, back)
     written = b"".join(file.read_bytes() for file in (tmp_path / "wandb").glob(f"*/run-{back}.wandb"))
     assert b"continued_from" in written
     assert new.encode() in written
@@ -90,4 +93,4 @@ def test_a_resumed_run_goes_on_with_its_run_in_wandb(tmp_path: Path, monkeypatch
     assert in_child(lambda: logged(1)) == "own"
     # offline-run-{time}-{id}, and a number for a second one within a second
     runs = [run.name.split("-")[3] for run in sorted((tmp_path / "wandb").glob("offline-run-*"))]
-    assert set(runs) == {first, new, back, "own"}
+    assert set(runs) == {first, new, back, changed, "own"}

@@ -176,7 +176,7 @@ def test_keys_that_exclude_a_message_are_honoured(text_options, tmp_path, key):
 def test_keys_that_xorl_does_not_have_are_refused_by_name(text_options, tmp_path, key):
     """Catches masks and weights of other trainers that are ignored, in a message or beside one, in every type."""
     path = write_rows("jsonl", tmp_path, [{"messages": [USER, {**ASSISTANT, key: 0}]}])
-    with pytest.raises(DataError, match=rf"line 1: message 1 has the key '{key}', which masks or weighs"):
+    with pytest.raises(DataError, match=rf"line 1: message 1 has the key '{key}', which masks messages or gives"):
         texts(path, text_options, type="chat")
     rows = {
         "chat": {"messages": [USER, ASSISTANT]},
@@ -186,13 +186,32 @@ def test_keys_that_xorl_does_not_have_are_refused_by_name(text_options, tmp_path
     }
     for kind, row in rows.items():
         for file in ("jsonl", "parquet"):
-            path = write_rows(file, tmp_path, [{**row, key: [0, 1]}])
-            with pytest.raises(DataError, match=rf"rows.*column '{key}' .*masks or weighs"):
+            # A key that only a later row of JSON lines has; Parquet's rows all have the columns of the first one.
+            path = write_rows(file, tmp_path, [row | ({key: None} if file == "parquet" else {}), {**row, key: [0, 1]}])
+            with pytest.raises(DataError, match=rf"rows.*column '{key}' .*gives? them weights"):
                 texts(path, text_options, type=kind)
-            with pytest.raises(DataError, match=rf"column '{key}' .*masks or weighs"):
-                read_sample(stream_of(path, text_options, type=kind), 1)
+            with pytest.raises(DataError, match=rf"column '{key}' .*gives? them weights"):
+                read_sample(stream_of(path, text_options, type=kind), 2)
+            left_out = texts(path, text_options, type=kind, ignore_columns=[key])
+            assert left_out == texts(write_rows(file, tmp_path, [row, row]), text_options, type=kind)
             # Columns of nulls mask nothing.
             texts(write_rows(file, tmp_path, [{**row, key: None}]), text_options, type=kind)
+
+
+def test_a_message_of_a_prompt_cannot_ask_to_be_trained(text_options, tmp_path):
+    """Catches a key of an assistant message that is ignored because prompts are not trained."""
+    row = {"prompt": [USER, {**ASSISTANT, "train": True}, USER], "completion": [ASSISTANT]}
+    path = write_rows("jsonl", tmp_path, [row])
+    with pytest.raises(DataError, match=r"line 1: message 1 is in column 'prompt', which is not trained, but its key"):
+        texts(path, text_options, type="chat")
+    row["prompt"][1]["train"] = False
+    assert len(texts(write_rows("jsonl", tmp_path, [row]), text_options, type="chat")) == 1
+
+
+def test_ignored_columns_do_not_choose_the_type(text_options, tmp_path):
+    """Catches a column that is left out, and yet decides how the rows are read."""
+    path = write_rows("jsonl", tmp_path, [{"text": "a", "input_ids": [1, 2], "loss": 0.5}])
+    assert texts(path, text_options, type="auto", ignore_columns=["input_ids", "loss"])[0][0] == "a<|end|>"
 
 
 def test_rows_may_say_that_they_are_trained_as_usual(text_options, tmp_path):
@@ -203,7 +222,7 @@ def test_rows_may_say_that_they_are_trained_as_usual(text_options, tmp_path):
         assert texts(path, text_options, type="chat") == [(f"{HEAD}Hello<|end|>\n", ["Hello<|end|>"])]
     for name, value in (("train", False), ("weight", 0.5), ("mask", "Assistant")):
         path = write_rows("jsonl", tmp_path, [{**row, name: value}])
-        with pytest.raises(DataError, match=rf"line 1: column '{name}' is {value!r}: it masks or weighs rows"):
+        with pytest.raises(DataError, match=rf"line 1: column '{name}' is {value!r}: it masks rows"):
             texts(path, text_options, type="chat")
     # A column that is named is data, whatever its name, and selected columns of ids leave others out.
     path = write_rows("jsonl", tmp_path, [{"mask": "a"}])

@@ -95,6 +95,12 @@ class DatasetEntryConfig(Section):
         "count them. The log names the first ones. If they are more than this fraction of the samples, the run stops. "
         "null stops at the first such row.",
     )
+    ignore_columns: Annotated[list[str], Field(min_length=1)] | None = Field(
+        default=None,
+        description="Columns to leave out, as if the data did not have them: for columns named like a mask or a weight "
+        "of other trainers (loss, weight, mask ...), which are refused because ignoring them could train other text. "
+        "null leaves out none.",
+    )
     weight: Annotated[float, Field(gt=0)] | None = Field(
         default=None,
         description="Share of this dataset in the mixture, relative to the weights of the other entries, which must "

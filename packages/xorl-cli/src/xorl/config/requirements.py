@@ -397,6 +397,7 @@ ENTRY_REQUIREMENTS: tuple[EntryRequirement, ...] = (
             "train_on",
             "columns",
             "skip_bad_rows",
+            "ignore_columns",
         ),
         "path",
         "a dataset (the rows of dummy are synthetic token ids)",

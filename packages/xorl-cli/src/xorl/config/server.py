@@ -322,7 +322,7 @@ class WorkerFields(Section):
         "sampling or a collective, or has read or written files. They are replaced, and their calls run again. A "
         "process of the service that gives no sign of life, for example because it got SIGSTOP, is replaced after "
         "half of worker_connection_timeout (at least 10 s), or after this time if it is shorter. Must be longer than "
-        "a compilation of the model. null looks for no hangs, for example to use a debugger.",
+        "a compilation of the model. null turns this off, for example to use a debugger.",
     )
 
 

@@ -434,6 +434,7 @@ def _entry(entry: DatasetEntryConfig, data: DataConfig) -> DatasetEntry:
         column_names=entry.columns,
         overflow_limit=entry.overflow_limit,
         skip_bad_rows=entry.skip_bad_rows,
+        ignore_columns=tuple(entry.ignore_columns or ()),
         weight=entry.weight,
         num_epochs=entry.num_epochs,
     )

@@ -40,11 +40,11 @@ def with_end_tokens(architecture: Architecture, end_tokens: Mapping[str, int]) -
     if not missing:
         return architecture
     logger.info(
-        "generation of the model stops at %s, but its trained text ends with %s: exports add %s to eos_token_id of "
-        "generation_config.json",
+        "The model stops generating at %s, but its trained text ends with %s: eos_token_id in the exported "
+        "generation_config.json has %s, too",
         ", ".join(f"{core.id_to_token(each)} ({each})" for each in stops) or "no token",
         ", ".join(f"{text} ({token_id})" for text, token_id in missing.items()),
-        "it" if len(missing) == 1 else "these",
+        "this token" if len(missing) == 1 else "these tokens",
     )
     # With this mark, transformers may take the values of config.json instead.
     generation.pop("_from_model_config", None)

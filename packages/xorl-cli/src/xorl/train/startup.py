@@ -56,7 +56,7 @@ from xorl.train.end_tokens import with_end_tokens
 from xorl.train.evaluate import EvalPoints, Evaluation
 from xorl.train.model import head_options_of
 from xorl.train.model_source import pin_checkpoint, read_architecture
-from xorl.train.observe.metrics_file import MetricsFile, is_evaluated
+from xorl.train.observe.metrics_file import MetricsFile, is_evaluated, last_step
 from xorl.train.observe.observer import Observer, Sink
 from xorl.train.observe.progress import Phases, progress_sink
 from xorl.train.observe.timing import StepTimer
@@ -365,6 +365,7 @@ def build_observer(startup: Startup, start_step: int, timer: StepTimer) -> Obser
     observer = Observer(runtime.device, runtime.world_size, sinks, timer, waits=waits)
     if not runtime.is_main:
         return observer
+    repeats = last_step(startup.output_dir / METRICS) > start_step
     progress = progress_sink(train.log_format, startup.num_steps, start_step)
     sinks += [MetricsFile(startup.output_dir / METRICS, start_step), progress]
     if train.use_wandb:
@@ -383,6 +384,7 @@ def build_observer(startup: Startup, start_step: int, timer: StepTimer) -> Obser
                 config=options,
                 start_step=start_step,
                 went_back=latest is not None and (step_of(latest) or 0) > start_step,
+                repeats=repeats,
             )
         )
     return observer

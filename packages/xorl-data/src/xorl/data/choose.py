@@ -72,9 +72,9 @@ def choose_format(
     _check_options(entry, kind, option)
     limit = entry.max_seq_len if entry.max_seq_len is not None else bin_len
     limit_option = f"{option}.max_seq_len" if entry.max_seq_len is not None else "bin_len"
-    skip = entry.skip_bad_rows is not None
+    skip, ignored = entry.skip_bad_rows is not None, tuple(entry.ignore_columns)
     if kind == "tokenized":
-        return TokenizedFormat(limit, entry.overflow, limit_option, entry.columns, vocab_size, skip)
+        return TokenizedFormat(limit, entry.overflow, limit_option, entry.columns, vocab_size, skip, ignored)
     if tokenizer_folder is None:
         raise DataError(f"tokenizer_folder: {option} is of type {kind}, which needs a tokenizer; set its folder")
     tokenizer = load_tokenizer(tokenizer_folder)
@@ -84,13 +84,13 @@ def choose_format(
             logger.warning(
                 "prepare dataset=%s: the tokenizer has no eos_token, so documents have no end token", entry.path
             )
-        return TextFormat(limit, entry.overflow, limit_option, tokenizer, columns, vocab_size, skip)
+        return TextFormat(limit, entry.overflow, limit_option, tokenizer, columns, vocab_size, skip, ignored)
     if kind == "prompt_completion":
         train_on = "all" if entry.train_on == "all" else "completion"
         if not tokenizer.eos_text:
             raise DataError(f"tokenizer_folder: the tokenizer has no eos_token, which {kind} samples end with")
         return PromptCompletionFormat(
-            limit, entry.overflow, limit_option, tokenizer, columns, vocab_size, skip, train_on=train_on
+            limit, entry.overflow, limit_option, tokenizer, columns, vocab_size, skip, ignored, train_on=train_on
         )
     target = entry.train_on if entry.train_on in ("last_turn", "all") else "assistant"
     chat = ChatFormat(
@@ -105,6 +105,7 @@ def choose_format(
         columns=columns,
         vocab_size=vocab_size,
         skip_bad_rows=skip,
+        ignored=ignored,
     )
     chat.check_template()
     return chat
@@ -138,7 +139,7 @@ def _first_row(entry: DatasetEntry, source: RowSource, selected: Sequence[str] |
     for chunk in source.chunks(selected):
         for row in chunk.read():
             if not isinstance(row, DataError):
-                return row
+                return {name: value for name, value in row.items() if name not in entry.ignore_columns}
             if entry.skip_bad_rows is None:
                 raise row
     return None

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -58,6 +59,10 @@ class Chunk(Protocol):
 
         Empty if that row cannot be read; `rows` then raises the error.
         """
+        ...
+
+    def may_have(self, columns: Collection[str]) -> bool:
+        """Whether any row may have one of `columns`. Cheaper than reading the rows; never False if one has."""
         ...
 
     def table(self, columns: Sequence[str]) -> pa.Table | None:
@@ -126,6 +131,10 @@ class LinesChunk:
         except (ValueError, RecursionError):  # also for a repeated key; `rows` raises the error
             return ()
         return tuple(row) if isinstance(row, dict) else ()
+
+    def may_have(self, columns: Collection[str]) -> bool:
+        names = b"|".join(re.escape(name).encode() for name in columns)
+        return self.as_json and bool(names) and re.search(rb'"(?:' + names + rb')"\s*:', self._bytes()) is not None
 
     def rows(self) -> list[Row]:
         return [self._row(line, index) for index, line in enumerate(self._lines(self._bytes()))]
@@ -218,6 +227,9 @@ class LoadedChunk:
             return tuple(dict.fromkeys(name for row in self.content for name in row))
         return (*self.content.column_names, *self.unread)
 
+    def may_have(self, columns: Collection[str]) -> bool:
+        return not set(columns).isdisjoint(self.names())
+
     def table(self, columns: Sequence[str]) -> pa.Table | None:
         if isinstance(self.content, list):
             return None
@@ -304,6 +316,9 @@ class RowRange:
     def names(self) -> Sequence[str]:
         return self.chunk.names()
 
+    def may_have(self, columns: Collection[str]) -> bool:
+        return self.chunk.may_have(columns)
+
     def table(self, columns: Sequence[str]) -> pa.Table | None:
         table = self.chunk.table(columns)
         return None if table is None else table.slice(self.start, self.stop - self.start)
@@ -319,6 +334,46 @@ class RowRange:
 
     def num_rows(self) -> int:
         return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class WithoutColumns:
+    """Another chunk as if it did not have the columns `ignored`."""
+
+    chunk: Chunk
+    ignored: Collection[str]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.chunk.num_bytes
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        return self.chunk.problems
+
+    def names(self) -> Sequence[str]:
+        return tuple(name for name in self.chunk.names() if name not in self.ignored)
+
+    def may_have(self, columns: Collection[str]) -> bool:
+        return self.chunk.may_have([name for name in columns if name not in self.ignored])
+
+    def table(self, columns: Sequence[str]) -> pa.Table | None:
+        return self.chunk.table([name for name in columns if name not in self.ignored])
+
+    def rows(self) -> list[Row]:
+        return [self._kept(row) for row in self.chunk.rows()]
+
+    def read(self) -> list[Row | DataError]:
+        return [row if isinstance(row, DataError) else self._kept(row) for row in self.chunk.read()]
+
+    def location(self, row: int) -> str:
+        return self.chunk.location(row)
+
+    def num_rows(self) -> int:
+        return self.chunk.num_rows()
+
+    def _kept(self, row: Row) -> Row:
+        return {name: value for name, value in row.items() if name not in self.ignored}
 
 
 @dataclass(frozen=True)
@@ -340,6 +395,9 @@ class SomeRows:
 
     def names(self) -> Sequence[str]:
         return self.columns
+
+    def may_have(self, columns: Collection[str]) -> bool:
+        return any(not row.keys().isdisjoint(columns) for row in self.content)
 
     def table(self, columns: Sequence[str]) -> pa.Table | None:
         return None

@@ -48,6 +48,7 @@ class DatasetEntry:
     column_names: Mapping[str, str] = field(default_factory=dict)
     overflow_limit: float | None = None
     skip_bad_rows: float | None = None
+    ignore_columns: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         convert_fields_(self)
@@ -57,6 +58,7 @@ _DEFAULTS = DatasetEntry(DUMMY)
 _NOT_OF_DUMMY = (
     *("type", "name", "split", "revision", "data_files", "ds_type", "shards", "shards_idx", "preprocess_shards"),
     *("columns", "chat_template", "chat_template_kwargs", "train_on", "column_names", "skip_bad_rows"),
+    "ignore_columns",
 )
 
 

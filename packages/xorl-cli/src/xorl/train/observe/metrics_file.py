@@ -78,6 +78,11 @@ def evaluation_losses(path: Path) -> dict[int, float]:
     return {int(record["step"]): float(record["eval_loss"]) for _, record in _records(path) if "eval_loss" in record}
 
 
+def last_step(path: Path) -> int:
+    """The last step in the metrics.jsonl at `path`; 0 if there is none."""
+    return max((int(record.get("step", 0)) for _, record in _records(path)), default=0) if path.exists() else 0
+
+
 def _records(path: Path) -> Iterator[tuple[str, dict[str, float]]]:
     """The lines and their parsed content, skipping a partial line of a run that was killed while writing it."""
     for line in path.read_text().splitlines(keepends=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import netrc
 import os
@@ -16,7 +18,7 @@ from xorl.train.observe.observer import Metrics
 
 logger = logging.getLogger(__name__)
 
-# The file in output_dir with the id of the wandb run.
+# The file in output_dir with the id of the wandb run, and a hash of the options it was logged with.
 RUN_ID = "wandb_run_id"
 # The key in a wandb run's config for the run and step from which it continues.
 CONTINUED = "continued_from"
@@ -28,7 +30,7 @@ class WandbSink:
     A resumed run continues the wandb run whose id is in `folder`; otherwise a new wandb run is created and its id is
     saved there. WANDB_RUN_ID and WANDB_RESUME take precedence. wandb keeps the first values of steps that are logged
     again. A run that `went_back` to an earlier checkpoint therefore gets a new wandb run, whose config names the old
-    run and the step.
+    run and the step; so does one that `repeats` steps with other options, whose values differ.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class WandbSink:
         config: Mapping[str, object],
         start_step: int,
         went_back: bool,
+        repeats: bool,
     ) -> None:
         offline = credentials_are_missing()
         if offline:
@@ -49,9 +52,12 @@ class WandbSink:
         self._log_interval = log_interval
         file = folder / RUN_ID if start_step else None
         continued = None
-        if went_back and file is not None and file.exists():
-            continued = {"run": _read_id(file), "step": start_step}
-            file = None
+        options_hash = _hash(config)
+        if file is not None and file.exists():
+            old, *hashes = file.read_text(encoding="utf-8").split()
+            if went_back or (repeats and hashes not in ([], [options_hash])):
+                continued = {"run": old, "step": start_step}
+                file = None
         settings = wandb.Settings(silent=True, init_timeout=30)
         options = {
             "project": project,
@@ -66,10 +72,10 @@ class WandbSink:
         except (CommError, UsageError) as error:
             logger.info("wandb=offline reason=%r folder=%s", str(error).splitlines()[0], folder / "wandb")
             self._run = wandb.init(mode="offline", settings=settings, **options)
-        (folder / RUN_ID).write_text(f"{self._run.id}\n", encoding="utf-8")
+        (folder / RUN_ID).write_text(f"{self._run.id}\n{options_hash}\n", encoding="utf-8")
         if continued is not None:
             old, step = continued.values()
-            logger.info("wandb: new run %s, because the run went back to step %s of %s", self._run.id, step, old)
+            logger.info("wandb: new run %s, because the values after step %s of %s change", self._run.id, step, old)
 
     def write(self, metrics: Metrics) -> None:
         step = metrics["step"]
@@ -92,7 +98,14 @@ def _run_options(file: Path | None) -> dict[str, str]:
 
 
 def _read_id(file: Path) -> str:
-    return file.read_text(encoding="utf-8").strip()
+    return file.read_text(encoding="utf-8").split()[0]
+
+
+def _hash(config: Mapping[str, object]) -> str:
+    """Identifies the options of a run, whichever checkpoint it resumes from."""
+    train = config.get("train")
+    options = {**config, "train": {**train, "load_checkpoint_path": None}} if isinstance(train, dict) else {**config}
+    return hashlib.sha256(json.dumps(options, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def credentials_are_missing() -> bool:

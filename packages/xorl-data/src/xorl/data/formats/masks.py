@@ -27,9 +27,10 @@ def check_row_masks(row: Mapping[str, object], used: frozenset[str]) -> None:
         if value is None or (name in TRAIN_KEYS and _is_one(value)) or (name == "mask" and value in _MASKED_ROLES):
             continue
         shown = repr(value)
+        shown = shown if len(shown) <= 40 else shown[:40] + "..."
         raise DataError(
-            f"column {name!r} is {shown if len(shown) <= 40 else shown[:40] + '...'}: it masks or weighs rows in other "
-            "trainers, and xorl would ignore it. Remove the column; to exclude an assistant message from training, set "
+            f"column {name!r} is {shown}: it masks rows or gives them weights in other trainers, and xorl would ignore "
+            f"it. Leave it out with ignore_columns=[{name!r}]; to exclude an assistant message from training, set "
             "train: false in the message, and to exclude tokens, give tokenized rows labels of -100"
         )
 
@@ -43,8 +44,9 @@ def train_flag(fields: Mapping[str, object], number: int) -> bool | None:
     foreign = sorted(fields.keys() & _FOREIGN_MASKS)
     if foreign:
         raise DataError(
-            f"message {number} has the key {foreign[0]!r}, which masks or weighs messages in other trainers, and which "
-            "xorl does not support; remove it, and set train: false in the messages that are not to be trained"
+            f"message {number} has the key {foreign[0]!r}, which masks messages or gives them weights in other "
+            "trainers, and which xorl does not support; remove it, and set train: false in the messages that are not "
+            "to be trained"
         )
     flags = {name: fields[name] for name in TRAIN_KEYS if name in fields}
     if not flags:

@@ -104,11 +104,17 @@ def read_conversation(row: Mapping[str, object], columns: Mapping[str, str]) -> 
     messages = [message for message, _ in read]
     _check_order(messages)
     tools = _tools(row.get(columns.get("tools", "tools")))
+    num_prompt = len(messages) - num_after if is_split else 0
+    if True in (flags := [flag for _, flag in read])[:num_prompt]:
+        raise DataError(
+            f"message {flags.index(True)} is in column {names[0]!r}, which is not trained, but its key asks to train "
+            f"it; move it and what follows it to {names[1]!r}, or remove the key"
+        )
     return Conversation(
         messages,
         tools,
-        tuple(flag for _, flag in read),
-        num_prompt=len(messages) - num_after if is_split else 0,
+        tuple(flags),
+        num_prompt=num_prompt,
         template_kwargs=_template_kwargs(row.get(_KWARGS)),
     )
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from xorl.data.arguments import check_fields
-from xorl.data.chunks import Chunk, Row
+from xorl.data.chunks import Chunk, Row, WithoutColumns
 from xorl.data.errors import DataError
 from xorl.data.formats.encoded import EncodedDocuments, EncodedRows, Overflow, apply_overflow, encode_usable
 from xorl.data.formats.masks import check_row_masks
@@ -29,6 +29,7 @@ class RenderedFormat(ABC):
     columns: Mapping[str, str] = field(default_factory=dict)
     vocab_size: int | None = None
     skip_bad_rows: bool = False
+    ignored: tuple[str, ...] = ()
 
     type_name: ClassVar[str]
 
@@ -60,6 +61,7 @@ class RenderedFormat(ABC):
             "columns": dict(self.columns),
             # Part of the key only if it is on, although the documents are the same if no row is skipped.
             **({"skip_bad_rows": True} if self.skip_bad_rows else {}),
+            **({"ignored": [*self.ignored]} if self.ignored else {}),
         }
 
     @abstractmethod
@@ -75,6 +77,7 @@ class RenderedFormat(ABC):
         return ()
 
     def encode(self, chunk: Chunk) -> EncodedDocuments:
+        chunk = WithoutColumns(chunk, self.ignored) if self.ignored else chunk
         rows, usable = encode_usable(chunk, self._encode_rows, skip_bad_rows=self.skip_bad_rows)
         return apply_overflow(rows, usable, self)
 

@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 
 from xorl.data.arguments import check_fields
 from xorl.data.batch import IGNORE
-from xorl.data.chunks import Chunk, Row
+from xorl.data.chunks import Chunk, Row, WithoutColumns
 from xorl.data.columns import COLUMNS, ROW_MASKS
 from xorl.data.errors import DataError
 from xorl.data.formats.encoded import EncodedDocuments, EncodedRows, Overflow, apply_overflow, encode_usable, id_problem
@@ -30,7 +30,10 @@ _LARGEST_ID = 2**31 - 1
 
 @dataclass(frozen=True)
 class TokenizedFormat:
-    """Rows of token ids. `columns` None reads COLUMNS; other columns become per-token extras."""
+    """Rows of token ids. `columns` None reads COLUMNS; other columns become per-token extras.
+
+    Rows are read as if they had none of the columns `ignored`.
+    """
 
     limit: int
     overflow: Overflow
@@ -38,6 +41,7 @@ class TokenizedFormat:
     columns: tuple[str, ...] | None = None
     vocab_size: int | None = None
     skip_bad_rows: bool = False
+    ignored: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -73,17 +77,20 @@ class TokenizedFormat:
         # Without vocab_size, because the largest id of a cached dataset is checked when the dataset is loaded.
         columns = None if self.columns is None else list(self.wanted)
         skip: dict[str, JSON] = {"skip_bad_rows": True} if self.skip_bad_rows else {}
-        return {"type": "tokenized", "limit": self.limit, "overflow": self.overflow, "columns": columns, **skip}
+        ignored: dict[str, JSON] = {"ignored": [*self.ignored]} if self.ignored else {}
+        fields: dict[str, JSON] = {"type": "tokenized", "limit": self.limit, "overflow": self.overflow}
+        return {**fields, "columns": columns, **skip, **ignored}
 
     def encode(self, chunk: Chunk) -> EncodedDocuments:
         """Encodes one chunk and applies the overflow policy. Raises DataError, with the location, for unusable rows."""
+        chunk = WithoutColumns(chunk, self.ignored) if self.ignored else chunk
         rows, usable = encode_usable(chunk, self._encode_chunk, skip_bad_rows=self.skip_bad_rows)
         return apply_overflow(replace(rows, counts=rows.counts + _count_misaligned(rows)), usable, self)
 
     def _encode_chunk(self, chunk: Chunk) -> EncodedRows:
         names = chunk.names()
         unused = tuple(name for name in names if name not in self.wanted)
-        if self.columns is None and set(unused) & set(ROW_MASKS):
+        if self.columns is None and chunk.may_have(ROW_MASKS):
             _check_masks(chunk)
         if "input_ids" not in names and unused == ("text",):
             unused = ()  # a text file, whose lines are ids
@@ -100,9 +107,9 @@ def _check_masks(chunk: Chunk) -> None:
         found = [name for name in row if name in ROW_MASKS and row[name] is not None]
         if found:
             raise DataError(
-                f"{chunk.location(index)}: column {found[0]!r} masks or weighs tokens in other trainers, and xorl "
-                f"would ignore it: it trains the tokens whose labels are not {IGNORE}. Write the mask into labels, or "
-                'select the columns to read: columns=["input_ids", "labels"]'
+                f"{chunk.location(index)}: column {found[0]!r} masks tokens or gives them weights in other trainers, "
+                f"and xorl would ignore it: it trains the tokens whose labels are not {IGNORE}. Write the mask into "
+                f"labels, or leave the column out with ignore_columns=[{found[0]!r}]"
             )
 
 
