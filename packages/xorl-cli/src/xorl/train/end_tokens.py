@@ -40,7 +40,7 @@ def with_end_tokens(architecture: Architecture, end_tokens: Mapping[str, int]) -
     if not missing:
         return architecture
     logger.info(
-        "The model stops generating at %s, but its trained text ends with %s: eos_token_id in the exported "
+        "The model stops at %s, but its trained text ends with %s: eos_token_id in the exported "
         "generation_config.json has %s, too",
         ", ".join(f"{core.id_to_token(each)} ({each})" for each in stops) or "no token",
         ", ".join(f"{text} ({token_id})" for text, token_id in missing.items()),
