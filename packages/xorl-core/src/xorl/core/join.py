@@ -164,8 +164,8 @@ def listen_at(address: str, port: int) -> socket.socket:
         is_loopback = any(ipaddress.ip_address(each).is_loopback for each in found) and address != "localhost"
         if is_loopback or not any(map(_is_local, found)):
             logger.warning(
-                "event=listens_everywhere address=%s port=%d: the name resolves to %s, which other hosts cannot reach, so "
-                "the store listens on all interfaces: close the port to all but the job's hosts, or give an IP "
+                "event=listens_everywhere address=%s port=%d: the name resolves to %s, which other hosts cannot reach, "
+                "so the store listens on all interfaces: close the port to all but the job's hosts, or give an IP "
                 "address of this host",
                 address,
                 port,
