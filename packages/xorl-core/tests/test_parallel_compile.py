@@ -22,6 +22,7 @@ from xorl.core.parallel.activations import Recompute, recompute_layers
 from xorl.core.parallel.compile import CompileBackend, compile_layers
 from xorl.core.parallel.offload import ActivationOffload
 from xorl.kernels.attention.sdpa import sdpa_attention
+from xorl.kernels.experts import rows
 from xorl.kernels.layout import SequenceLayout
 
 WINDOWS = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
@@ -188,3 +189,18 @@ def test_compiled_layers_keep_no_product_of_the_two_branches() -> None:
     width, num_layers = config["intermediate_size"], config["num_hidden_layers"]
     assert kept.count(2 * width) == num_layers
     assert kept.count(width) == num_layers, "the weight of down_proj alone"
+
+
+def test_compiled_layers_recompute_no_output_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Catches a recomputed layer that computes, and sends to other ranks, what nobody reads.
+    weighted: list[Tensor] = []
+    combine = rows.combine
+
+    def counted(y: Tensor, weights: Tensor | None, *others: Tensor) -> Tensor:
+        weighted.extend([] if weights is None else [weights])
+        return combine(y, weights, *others)
+
+    monkeypatch.setattr(rows, "combine", counted)
+    family, _ = FAMILIES["mixtral"]
+    gradients_of(model_of(family, "layer", "aot_eager"), [5, 3])
+    assert len(weighted) == 3, "one sum for each layer"

@@ -56,8 +56,10 @@ def recompute_layers(
 ) -> None:
     """Apply activation recomputation to the first `num_layers` (None: all) layers, in place.
 
-    `experts` makes the experts of these layers recompute their gate, up and activation, which saves nothing in a layer
-    that is recomputed as a whole.
+    `experts` makes the experts of these layers recompute their gate, up and activation. This saves no memory in a layer
+    that is recomputed as a whole, but in compiled code it is done there to save time: as the backward pass then needs
+    no output of the experts, the compiler leaves these out of the recomputation, with the down product and what is sent
+    to other ranks afterwards.
 
     If the layers will be compiled, the gated activation of every MLP is recomputed: it is the second-widest tensor, and
     the backward pass reads its input anyway. In uncompiled code this would save nothing, because the next linear layer
@@ -77,7 +79,7 @@ def recompute_layers(
         others = layers[len(first) :] if is_nested else layers
         for mlp in [module for module in others.modules() if isinstance(module, GatedMLP)]:
             mlp.gated = _checkpointed(mlp.gated)
-    for module in first.modules() if experts else ():
+    for module in first.modules() if experts or (compiled and recompute == "layer") else ():
         if isinstance(module, Experts):
             module.recompute = True
     if recompute == "none":

@@ -327,7 +327,10 @@ def _adapted_backward(
     factors, plan, forms = (up_a, up_b, down_a, down_b), RoutePlan(choices, rows, ends), (gate_up_form, down_form)
     layer = _Layer(x, x_low, gate_up, down, factors, plan, num_experts, forms, products)
     if not up.numel():
+        up_low = layer.up_low()
         up = layer.up(up_low)
+        if down_a.numel():
+            down_low = layer.down_low(_dropped(layer.between.gated(up, ends), mask, kept), weights)
     # Before the routing weight: its gradient is the product of these and the experts' inner activations.
     grad_rows = layer.gather(grad)
     grad_inner = layer.product(grad_rows, layer.down())  # [M, F]
@@ -415,14 +418,17 @@ class _Context(FunctionCtx):
     num_stored: tuple[int, int]
     options: tuple[int, str, str, float, str]
     has_low: bool
+    has_outputs: bool
 
 
 def _save(ctx: _Context, inputs: tuple, output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
     x, x_low, gate_up, down, *others = inputs
     ctx.num_stored, ctx.has_low = (len(gate_up), len(down)), x_low.numel() > 0
-    num_experts, gate_up_form, down_form, kept, _, products = inputs[13:]
+    num_experts, gate_up_form, down_form, kept, recompute, products = inputs[13:]
     ctx.options = num_experts, gate_up_form, down_form, kept, products
-    ctx.save_for_backward(x, x_low, *gate_up, *down, *others[:9], *output[1:])
+    # If the backward pass needs no output, a compiler can leave this operator out of a layer that is recomputed.
+    ctx.has_outputs = not recompute
+    ctx.save_for_backward(x, x_low, *gate_up, *down, *others[:9], *([] if recompute else output[1:]))
     ctx.mark_non_differentiable(*output[1:])
 
 
@@ -430,12 +436,14 @@ def _differentiate(ctx: _Context, grad: Tensor, *_: Tensor) -> tuple[Tensor | li
     saved = list(ctx.saved_tensors)  # once: recomputation unpacks them
     of_gate_up, of_down = ctx.num_stored
     middle = 2 + of_gate_up
+    outputs = [] if ctx.has_outputs else [saved[0].new_empty(0)] * 3
     grad_x, grad_x_low, *of_factors, grad_weights = _adapted_backward(
         grad.contiguous(),
         *saved[:2],
         saved[2:middle],
         saved[middle : middle + of_down],
         *saved[middle + of_down :],
+        *outputs,
         *ctx.options,
     )
     frozen = [None] * of_gate_up, [None] * of_down

@@ -21,8 +21,6 @@ from xorl.kernels.experts.plan import RoutePlan
 from xorl.kernels.experts.products import Products, Rows, adding_products, between_products, products_of
 from xorl.kernels.experts.quantized import ExpertsWeight
 
-Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-
 
 def experts(
     x: Tensor,
@@ -200,22 +198,26 @@ def _(
 
 
 class _Context(FunctionCtx):
-    saved_tensors: Saved
+    saved_tensors: tuple[Tensor, ...]
     needs_input_grad: tuple[bool, ...]
     num_passes: int
     products: str
 
 
 def _save(ctx: _Context, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    ctx.num_passes, _, ctx.products = inputs[7:]
-    ctx.save_for_backward(*inputs[:7], output[1])
+    ctx.num_passes, recompute, ctx.products = inputs[7:]
+    # If the backward pass needs no output, a compiler can leave this operator out of a layer that is recomputed.
+    ctx.save_for_backward(*inputs[:7], *([] if recompute else [output[1]]))
     ctx.mark_non_differentiable(output[1])
 
 
 def _differentiate(ctx: _Context, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     trains_experts = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
+    x, gate_up, down, weights, choices, rows, ends, *kept = ctx.saved_tensors
+    up = kept[0] if kept else x.new_empty(0)
+    given = grad.contiguous(), x, gate_up, down, weights, choices, rows, ends, up
     grad_x, grad_gate_up, grad_down, grad_weights = _experts_backward(
-        grad.contiguous(), *ctx.saved_tensors, ctx.num_passes, trains_experts, ctx.products
+        *given, ctx.num_passes, trains_experts, ctx.products
     )
     grads = (grad_gate_up, grad_down) if trains_experts else (None, None)
     return grad_x, *grads, grad_weights, None, None, None, None, None, None
