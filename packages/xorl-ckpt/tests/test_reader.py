@@ -26,6 +26,31 @@ def indexed(tmp_path, hf_tensors):
     return folder
 
 
+def test_a_fingerprint_is_of_the_tensors_and_not_of_the_files(tmp_path, indexed, hf_tensors):
+    # Catches a base that counts as changed because it was divided otherwise, and one that changed without notice.
+    def fingerprint(tensors):
+        save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        with SafetensorsSource(tmp_path) as source:
+            assert source.metadata == {"format": "pt"}
+            return source.fingerprint()
+
+    whole = fingerprint(hf_tensors)
+    with SafetensorsSource(indexed) as source:
+        assert source.fingerprint() == whole
+    name, tensor = next(iter(hf_tensors.items()))
+    others = [
+        {**hf_tensors, name: tensor + 1},
+        {**hf_tensors, name: tensor.float()},
+        {**hf_tensors, name: tensor.reshape(-1)},
+        {**hf_tensors, "added": torch.zeros(0)},
+        {("renamed" if key == name else key): value for key, value in hf_tensors.items()},
+    ]
+    # Of a large tensor, its ends and its middle count.
+    large = torch.zeros(100, 1000)
+    others += [{"large": large.index_fill(0, torch.tensor([row]), 1)} for row in (0, 50, 99)] + [{"large": large}]
+    assert len({whole, *map(fingerprint, others)}) == len(others) + 1
+
+
 def test_one_file_and_many_read_the_same(tmp_path, indexed, hf_tensors):
     # Catches a wrong file for a name, and rows cut at the wrong place.
     save_file(hf_tensors, tmp_path / "model.safetensors")

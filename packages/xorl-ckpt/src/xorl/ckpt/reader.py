@@ -8,11 +8,13 @@ import math
 import os
 import threading
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, Self
 
 import torch
+import xxhash
 from safetensors import SafetensorError, safe_open
 
 from xorl.ckpt.errors import CheckpointError, require
@@ -39,6 +41,12 @@ STORED_DTYPES = {
     "BOOL": torch.bool,
 }
 
+
+# A fingerprint covers this many samples of a tensor's bytes, of this size each: the first and the last ones, and those
+# in the middle. A sample is a page, the least that a file system reads.
+_NUM_SAMPLES, _SAMPLE_BYTES = 3, 4096
+# A disk answers several reads at once.
+_NUM_READERS = 16
 
 # Of values that need no scales.
 WEIGHT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -203,6 +211,35 @@ class SafetensorsSource:
             raise CheckpointError(f"{self._location(name)} cannot be read: {error}") from error
         return rows.view(dtype).view(max(last - first, 0), *stored.shape[1:]) if stored.shape else rows.view(dtype)[0]
 
+    @property
+    def metadata(self) -> Mapping[str, str]:
+        """The texts that the header of the file records beside its tensors; of one of them if there are several."""
+        return self._file(next(iter(self._files.values()))).metadata if self._files else {}
+
+    def fingerprint(self) -> str:
+        """Hash the name, dtype and shape of every tensor, and three samples of its values.
+
+        Does not depend on the folder, or on how tensors are divided into files. Tensors of up to 12 KiB are hashed
+        completely; of larger ones, a change may be missed if it is confined to values between the samples.
+        """
+        with ThreadPoolExecutor(_NUM_READERS) as readers:
+            parts = readers.map(self._tensor_hash, sorted(self._files))
+            return xxhash.xxh3_128_hexdigest("".join(parts).encode())
+
+    def _tensor_hash(self, name: str) -> str:
+        descriptor, stored = self._tensor(name)
+        hashed = xxhash.xxh3_128(json.dumps([name, stored.dtype, stored.shape]).encode())
+        last = max(stored.num_bytes - _SAMPLE_BYTES, 0)
+        starts = [last * index // (_NUM_SAMPLES - 1) for index in range(_NUM_SAMPLES)]
+        for start in starts:
+            sample = torch.empty(min(_SAMPLE_BYTES, stored.num_bytes), dtype=torch.uint8)
+            try:
+                _read_into(sample, descriptor, stored.offset + start)
+            except OSError as error:
+                raise CheckpointError(f"{self._location(name)} cannot be read: {error}") from error
+            hashed.update(sample.numpy().data)
+        return hashed.hexdigest()
+
     def _list_tensors(self) -> Mapping[str, str]:
         """The file of each tensor."""
         folder = self._folder
@@ -246,17 +283,19 @@ class SafetensorsSource:
 
 @dataclass(frozen=True)
 class _StoredTensor:
-    """A tensor in a file: its dtype as safetensors names it, and the offset of its first byte."""
+    """A tensor in a file: its dtype as safetensors names it, and where its bytes are."""
 
     dtype: str
     shape: tuple[int, ...]
     offset: int
+    num_bytes: int
 
 
 @dataclass(frozen=True)
 class _OpenFile:
     descriptor: int
     tensors: Mapping[str, _StoredTensor]
+    metadata: Mapping[str, str]
 
 
 def _open(path: Path) -> _OpenFile:
@@ -265,12 +304,17 @@ def _open(path: Path) -> _OpenFile:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
     header = json.loads(os.pread(descriptor, length, 8))
+    metadata = header.pop("__metadata__", {})
     tensors = {
-        name: _StoredTensor(entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
+        name: _StoredTensor(
+            entry["dtype"],
+            tuple(entry["shape"]),
+            offset=8 + length + entry["data_offsets"][0],
+            num_bytes=entry["data_offsets"][1] - entry["data_offsets"][0],
+        )
         for name, entry in header.items()
-        if name != "__metadata__"
     }
-    return _OpenFile(descriptor, tensors)
+    return _OpenFile(descriptor, tensors, metadata)
 
 
 def _read_into(buffer: torch.Tensor, descriptor: int, offset: int) -> None:

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -37,10 +38,13 @@ class TensorGroup:
         return sum(record.num_bytes for record in self.records.values())
 
 
-def write_tensor_file(path: Path | str, groups: Sequence[TensorGroup]) -> FileRecord | None:
+def write_tensor_file(
+    path: Path | str, groups: Sequence[TensorGroup], metadata: Mapping[str, str] = MappingProxyType({})
+) -> FileRecord | None:
     """Collective: rank 0 writes a new, durable file and returns its record; other ranks return None.
 
-    The bytes depend only on the names, values and order of the groups, not on the number of ranks.
+    `metadata` is recorded in the file's header. The bytes depend only on it and on the names, values and order of the
+    groups, not on the number of ranks.
     """
     path = Path(path).expanduser()
     # Wide dtypes first, as safetensors' own writer does: readers map the values in place, which requires alignment.
@@ -49,7 +53,7 @@ def write_tensor_file(path: Path | str, groups: Sequence[TensorGroup]) -> FileRe
     with fail_together(f"write {path}"):
         if this_rank() == 0:
             stream = HashedFile(path)
-            stream.write(_header(ordered))
+            stream.write(_header(ordered, metadata))
     try:
         for group in ordered:
             tensors = group.make()
@@ -67,8 +71,8 @@ def write_tensor_file(path: Path | str, groups: Sequence[TensorGroup]) -> FileRe
     return None if stream is None else stream.record
 
 
-def _header(groups: Sequence[TensorGroup]) -> bytes:
-    content: dict[str, object] = {"__metadata__": _METADATA}
+def _header(groups: Sequence[TensorGroup], metadata: Mapping[str, str]) -> bytes:
+    content: dict[str, object] = {"__metadata__": {**_METADATA, **metadata}}
     end = 0
     for group in groups:
         for name, record in group.records.items():

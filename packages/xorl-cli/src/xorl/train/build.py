@@ -29,6 +29,7 @@ from xorl.lora.quantized import AdaptiveNoise, quantized_layers
 from xorl.train.adapters.files import AdapterFiles
 from xorl.train.adapters.inject import AdapterMerging, adapter_spec, flops_of
 from xorl.train.architecture import Architecture
+from xorl.train.base_weights import base_fingerprint
 from xorl.train.checkpoint_model import describe_model, recorded_options
 from xorl.train.checkpoints import Checkpoints, SavePoints, is_exported, saved_stream_state
 from xorl.train.data import DataIdentity, Loader, StreamState, build_loader, build_stream_loader
@@ -36,6 +37,7 @@ from xorl.train.engine import Engine
 from xorl.train.evaluate import Evaluation
 from xorl.train.export.folder import AdapterExport, ModelExport
 from xorl.train.model import DTYPES, build_model, check_model, head_options_of
+from xorl.train.model_source import MODEL_PATH
 from xorl.train.observe.observer import Observer
 from xorl.train.observe.profile import Profiler, build_profiler
 from xorl.train.quantization import scheme_of
@@ -229,17 +231,24 @@ def _checkpoints(startup: Startup, run: PreparedRun, engine: Engine, stream: Str
     config, plan, architecture = startup.config, run.plan, run.architecture
     train, lora = config.train, config.lora
     recipes = architecture.recipes(merge_qkv=config.model.merge_qkv)
-    files = None
+    files, fingerprint = None, None
     # The engine of a benchmark's peer has none of our adapters.
     if adapters(engine.model.module):
         spec = adapter_spec(lora, architecture.spec)
         assert spec is not None, "a model only has adapters if the configuration enables them"
         base = config.model.model_path
+        fingerprint = base_fingerprint(MODEL_PATH, base, train.load_weights_mode)
         if lora.merge_lora_interval:
             # No other tool can load this base; a name that is no model says so, to people and to `check_name`.
             base = f"{base or config.model.config_path} (with adapters merged into it while training)"
         files = AdapterFiles.of(
-            engine.model, spec, base, recipes, others=architecture.files_beside_adapter(), form=lora.moe_lora_format
+            engine.model,
+            spec,
+            base,
+            recipes,
+            others=architecture.files_beside_adapter(),
+            form=lora.moe_lora_format,
+            base_fingerprint=None if lora.merge_lora_interval else fingerprint,
         )
     export: ModelExport | AdapterExport | None = None
     if train.save_hf_weights and lora.save_lora_only:
@@ -256,7 +265,7 @@ def _checkpoints(startup: Startup, run: PreparedRun, engine: Engine, stream: Str
         startup.runtime,
         due=due,
         data=DataIdentity.of(plan),
-        model=describe_model(config.model, architecture, scheme_of(engine.model.module)),
+        model=describe_model(config.model, architecture, scheme_of(engine.model.module), fingerprint),
         options=recorded_options(config),
         export=export,
         adapters=files,

@@ -26,6 +26,7 @@ from xorl.lora.prequantized import QUANTIZATION_KEY
 from xorl.train.adapters.folder import is_adapter, is_same_base
 from xorl.train.adapters.inject import SHARING_OPTIONS
 from xorl.train.architecture import Architecture, read_generation
+from xorl.train.base_weights import base_fingerprint, differing_weights
 
 logger = logging.getLogger(__name__)
 
@@ -55,12 +56,14 @@ class ModelDescription:
         architecture: without adapters or quantisation.
         merge_qkv: whether projections are merged.
         base_path: the folder or Hub id that training started from; None for random weights.
+        base_fingerprint: of the weights there, if adapters were trained over them and it was recorded.
         scheme: of quantised base weights; None if they are not quantised.
     """
 
     architecture: Architecture
     merge_qkv: bool
     base_path: str | None
+    base_fingerprint: str | None
     scheme: QuantScheme | None
 
     def weights_in(self, folder: Path) -> SavedParameters | None:
@@ -72,14 +75,17 @@ class ModelDescription:
         return SavedParameters(folder, MODEL, recipes, dense)
 
 
-def describe_model(model: ModelConfig, architecture: Architecture, scheme: QuantScheme | None) -> dict[str, JSON]:
+def describe_model(
+    model: ModelConfig, architecture: Architecture, scheme: QuantScheme | None, base_fingerprint: str | None
+) -> dict[str, JSON]:
     """The description of a model in its checkpoints, so that these can be exported without the run's configuration.
 
-    `scheme` is None unless the base weights are quantised.
+    `scheme` is None unless the base weights are quantised. `base_fingerprint` is None for a model without adapters.
     """
     tokenizer = architecture.tokenizer_folder
     return {
         "path": model.model_path,
+        "base_fingerprint": base_fingerprint,
         "hf_config": cast(Mapping[str, JSON], architecture.hf_config),
         "merge_qkv": model.merge_qkv,
         "tokenizer": None if tokenizer is None else str(tokenizer.absolute()),
@@ -165,6 +171,16 @@ def require_resumable(folder: Path, manifest: Manifest, model: ModelConfig, arch
     if description.weights_in(folder) is not None:
         return
     saved, base = description.base_path, model.model_path
+    recorded = description.base_fingerprint
+    if recorded is not None and base is not None:
+        found = base_fingerprint("model.model_path", base)
+        if found != recorded:
+            raise ValueError(
+                f"{option}: {folder} does not contain its base and was trained over "
+                f"{differing_weights(saved, recorded, f'those in {base}, which model.model_path names,', found)}. "
+                "Restore the base, or name a copy of it in model.model_path"
+            )
+        return
     is_same = saved == base if saved is None or base is None else is_same_base(saved, base)
     if not is_same:
         raise ValueError(
@@ -218,7 +234,8 @@ def read_description(folder: Path, manifest: Manifest) -> ModelDescription:
     scheme = None
     if stored is not None:
         scheme = QuantScheme(cast(QuantFormat, stored["quant_format"]), cast(int, stored["group_size"]))
-    return ModelDescription(architecture, bool(recorded["merge_qkv"]), cast("str | None", recorded["path"]), scheme)
+    path, fingerprint = (cast("str | None", recorded.get(key)) for key in ("path", "base_fingerprint"))
+    return ModelDescription(architecture, bool(recorded["merge_qkv"]), path, fingerprint, scheme)
 
 
 def recorded_options(config: Config) -> dict[str, JSON]:

@@ -39,6 +39,7 @@ from xorl.lora.quantized import num_parameters, quantized_rows
 from xorl.train.adapters.folder import AdapterFolder, check_name, check_shapes, load_adapter
 from xorl.train.adapters.inject import add_adapters, starting_adapter
 from xorl.train.architecture import Architecture, folder_of
+from xorl.train.base_weights import require_weights
 from xorl.train.model_source import MODEL_PATH, starting_checkpoint
 from xorl.train.quantization import (
     Quantization,
@@ -322,6 +323,7 @@ def _adapt_(
     start = starting_adapter(lora, architecture.spec)
     if start is not None:
         _check_adapter(start, architecture, model)
+        require_weights(start, MODEL_PATH, model.model_path, train.load_weights_mode)
     add_adapters(module, lora, architecture.spec)
     if train.freeze_router:
         _check_routers_frozen(module)

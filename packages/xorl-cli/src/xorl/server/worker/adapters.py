@@ -196,6 +196,7 @@ class AdapterModels:
             base.architecture.recipes(merge_qkv=base.local.model.merge_qkv),
             bank_adapters=self.bank.adapters(model_id),
             others=base.architecture.files_beside_adapter(),
+            base_fingerprint=cast("str | None", base.identity["weights"]),
         )
 
     def snapshot(self, model_id: str, source: str) -> None:

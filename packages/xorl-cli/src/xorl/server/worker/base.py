@@ -21,9 +21,10 @@ from xorl.core.nn.ulysses import check_heads
 from xorl.core.parallel import ParallelModel
 from xorl.core.runtime import Runtime, seed_everything
 from xorl.train.architecture import Architecture
+from xorl.train.base_weights import base_fingerprint
 from xorl.train.checkpoint_model import describe_model, open_start
 from xorl.train.model import build_model, check_experts, fill_base
-from xorl.train.model_source import read_architecture
+from xorl.train.model_source import MODEL_PATH, read_architecture
 from xorl.train.quantization import read_options, scheme_of
 from xorl.train.startup import parallel_dims
 from xorl.train.watchdog import Position
@@ -48,8 +49,8 @@ class Base:
         config: the service's configuration, resolved.
         local: the equivalent configuration of local training.
         described: the description of the model in checkpoints.
-        identity: the origin of the base weights (name, checkpoint, seed). An adapter is valid only over the base that
-            it was trained on; adapter checkpoints record this and loading compares it.
+        identity: the origin of the base weights (name, checkpoint, seed, fingerprint). An adapter is valid only over
+            the base that it was trained on; adapter checkpoints record this and loading compares it.
         fill: resets the base's parameters to their initial values; collective.
         position: this rank's progress, for the watchdog. Long operations move it as they advance.
     """
@@ -133,8 +134,11 @@ def _build(config: ServerConfig, runtime: Runtime, position: Position) -> Base:
         fill(module)
         model.drop_gathered()
 
-    described = describe_model(local.model, architecture, scheme_of(module))
-    identity = _identity(config, local)
+    fingerprint = None
+    if lora.enable_lora and source is None:
+        fingerprint = base_fingerprint(MODEL_PATH, local.model.model_path)
+    described = describe_model(local.model, architecture, scheme_of(module), fingerprint)
+    identity = {**_identity(config, local), "weights": fingerprint}
     return Base(config, local, architecture, runtime, mesh, model, described, identity, refill, position)
 
 

@@ -212,16 +212,18 @@ class SavedModels:
     def _check_base(self, ref: CheckpointRef, saved: Mapping[str, JSON]) -> None:
         theirs, ours = saved.get("base"), self._base.identity
         # Full weights do not depend on a base.
-        if saved.get("lora") is not None and isinstance(theirs, Mapping) and theirs != ours:
-            differing = (
-                f"{key} {value!r} (this service: {ours[key]!r})"
-                for key, value in cast("Mapping[str, JSON]", theirs).items()
-                if value != ours[key]
-            )
+        if saved.get("lora") is None or not isinstance(theirs, Mapping):
+            return
+        differing = [
+            f"{key} {value!r} (this service: {ours[key]!r})"
+            for key, value in cast("Mapping[str, JSON]", theirs).items()
+            if value != ours[key]
+        ]
+        if differing:
             raise ValueError(
                 f"checkpoint {ref.name!r} of model {ref.model_id!r} is an adapter over another base: "
                 f"{', '.join(differing)}. Start the service with that base or, if it is the same base under another "
-                "name, set model_name to the old name"
+                "name, set model_name to the old name (weights is the fingerprint of the values)"
             )
 
     def _folder(self, ref: CheckpointRef) -> Path:

@@ -25,6 +25,7 @@ from xorl.lora.peft import CONFIG_FILE, WEIGHTS_FILE, AdapterConfig, adapter_ten
 from xorl.lora.peft.config import ExpertForm
 from xorl.lora.peft.forms import Reader, readers_of
 from xorl.lora.peft.layout import PREFIX, FileTensors
+from xorl.train.adapters.folder import BASE_FINGERPRINT
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class AdapterFiles:
     """Writes the adapters of a model, or one adapter of a bank, at any time during training.
 
     `by_layer` holds the adapters by layer name. `others` are further files by name, such as the tokenizer used in
-    training, if it is not the base's.
+    training, if it is not the base's. `base_fingerprint` is that of the base weights; None does not record it.
     """
 
     model: ParallelModel
@@ -40,6 +41,7 @@ class AdapterFiles:
     recipes: Mapping[str, WeightRecipe]
     by_layer: Mapping[str, Adapter]
     others: Mapping[str, bytes]
+    base_fingerprint: str | None
 
     @classmethod
     def of(
@@ -51,6 +53,7 @@ class AdapterFiles:
         bank_adapters: Mapping[str, Adapter] | None = None,
         others: Mapping[str, bytes] = MappingProxyType({}),
         form: ExpertForm | None = None,
+        base_fingerprint: str | None = None,
     ) -> AdapterFiles:
         """The files of adapters made by `spec` on the base model `base`: those of `model`, or the ones of a bank.
 
@@ -64,7 +67,7 @@ class AdapterFiles:
         }
         transposed &= by_layer.keys()
         config = config_of(model.module, spec, base=base, transposed=transposed, found=by_layer, form=form)
-        return cls(model, config, recipes, by_layer, others)
+        return cls(model, config, recipes, by_layer, others, base_fingerprint)
 
     @property
     def readers(self) -> tuple[Reader, ...]:
@@ -86,7 +89,7 @@ class AdapterFiles:
         return self._content([_made(group) for group in self._groups()])
 
     def _content(self, groups: Sequence[TensorGroup]) -> AdapterContent:
-        return AdapterContent(groups, self.config, self.others)
+        return AdapterContent(groups, self.config, self.others, header_of(self.base_fingerprint))
 
     def _groups(self) -> list[TensorGroup]:
         # Parameters that an evaluation left gathered are rounded to the compute dtype.
@@ -111,11 +114,12 @@ class AdapterContent:
     groups: Sequence[TensorGroup]
     config: AdapterConfig
     others: Mapping[str, bytes]
+    header: Mapping[str, str]
 
     @torch.no_grad()
     def write(self, folder: Path) -> dict[str, FileRecord]:
         """See `AdapterFiles.write`."""
-        record = write_tensor_file(folder / WEIGHTS_FILE, self.groups)
+        record = write_tensor_file(folder / WEIGHTS_FILE, self.groups, self.header)
         files: dict[str, FileRecord] = {}
         with fail_together(f"write {folder / CONFIG_FILE}"):
             if this_rank() == 0:
@@ -128,6 +132,11 @@ class AdapterContent:
                     (folder / name).parent.mkdir(exist_ok=True)
                     files[name] = write_file(folder / name, content)
         return files
+
+
+def header_of(base_fingerprint: str | None) -> dict[str, str]:
+    """What the header of the file with an adapter's tensors records."""
+    return {} if base_fingerprint is None else {BASE_FINGERPRINT: base_fingerprint}
 
 
 @torch.no_grad()

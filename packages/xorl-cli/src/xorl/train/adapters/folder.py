@@ -24,6 +24,8 @@ from xorl.lora.peft import (
 )
 from xorl.lora.peft.layout import AdapterLayout, ReplacedTensors
 
+# In the header of the file with an adapter's tensors: the fingerprint of the base weights that it was trained over.
+BASE_FINGERPRINT = "base_fingerprint"
 # How many differences a message lists.
 _MAX_LISTED = 5
 
@@ -33,6 +35,7 @@ class AdapterFolder:
     """A complete adapter that was read from a folder; `option` is for error messages.
 
     `layout` and `source` are as in the form per_expert, whatever that of the file is; `stored` are its own tensors.
+    `base_fingerprint` is that of the base weights it was trained over, if its file records it.
     """
 
     option: str
@@ -40,6 +43,7 @@ class AdapterFolder:
     layout: AdapterLayout
     source: WeightSource
     stored: WeightSource
+    base_fingerprint: str | None
 
     @property
     def base(self) -> str | None:
@@ -75,7 +79,7 @@ def open_adapter(option: str, path: str, experts: ExpertNames | None = None) -> 
         layout = read_layout(config, tensors)
     except ValueError as error:
         raise ValueError(f"{option}: {folder / WEIGHTS_FILE}: {error}") from error
-    return AdapterFolder(option, folder, layout, tensors, source)
+    return AdapterFolder(option, folder, layout, tensors, source, source.metadata.get(BASE_FINGERPRINT))
 
 
 def read_adapter_config(option: str, folder: Path) -> AdapterConfig:
@@ -128,8 +132,10 @@ def check_shapes(adapter: AdapterFolder, base: str, shapes: Mapping[str, Sequenc
 def check_name(adapter: AdapterFolder, base_option: str, base: str | None) -> None:
     """Raise ValueError if an adapter names another base: different models may have the same shapes.
 
-    A base of None has random weights.
+    A base of None has random weights. An adapter that records the fingerprint of its base may name any folder.
     """
+    if adapter.base_fingerprint is not None and base is not None:
+        return
     if adapter.base is None or (base is not None and is_same_base(adapter.base, base)):
         return
     same = "" if base is None else f"; if both are the same weights, write {base} into that file"

@@ -17,6 +17,7 @@ from xorl.lora.peft import CONFIG_FILE, WEIGHTS_FILE, AdapterConfig, MergedWeigh
 from xorl.lora.peft.config import ExpertForm
 from xorl.lora.peft.forms import Reader, readers_of
 from xorl.lora.peft.layout import MadeTensors, expert_of
+from xorl.train.adapters.files import header_of
 from xorl.train.adapters.folder import AdapterFolder
 from xorl.train.export.card import MERGED_ADAPTER, Figures, adapter_facts, model_card
 from xorl.train.export.source import SavedModel, open_saved
@@ -83,7 +84,8 @@ def _write_adapter(
     config, source = _in_form(adapter, form)
     names = sorted(source.names())
     dtype_of = None if dtype is None else lambda name: dtype
-    write_tensor_file(folder / WEIGHTS_FILE, source_groups(source, dtype_of=dtype_of, names=names))
+    groups = source_groups(source, dtype_of=dtype_of, names=names)
+    write_tensor_file(folder / WEIGHTS_FILE, groups, header_of(adapter.base_fingerprint))
     config = replace(config, base=saved.base_path or adapter.base)
     has_experts = any(expert_of(name) for name in adapter.layout.modules)
     if not config.selection.is_plain or (config.selection.is_of_peft and not has_experts):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,8 +16,11 @@ from xorl.lora.peft import CONFIG_FILE, WEIGHTS_FILE
 from xorl.lora.prequantized import QUANTIZATION_KEY
 from xorl.train.adapters.folder import AdapterFolder, check_shapes, is_adapter, open_adapter, read_adapter_config
 from xorl.train.architecture import CONFIG_PATTERNS, Architecture, folder_of, read_config
+from xorl.train.base_weights import base_fingerprint, differing_weights
 from xorl.train.checkpoint_model import find_checkpoint, read_description
 from xorl.train.quantization import dense_source
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -72,11 +76,13 @@ def open_saved(path: str, base: str | None = None, *, merge: bool = False) -> Sa
                 raise ValueError(f"--base: {folder} contains all weights of its model; remove --base to export them")
             named = weights_at("--base", base, description.architecture)
             _check_fits(adapter, f"{base}, which --base names", named, description.architecture)
+            adapter = _over(base, adapter, is_given=True)
         trained.verify()
         base = None if changed_its_base else base or description.base_path
         return SavedModel(folder, description.architecture, trained, base, adapter, step, scheme)
     if not is_adapter(folder):
         raise ValueError(f"PATH: {folder} contains neither all weights of its model nor an adapter")
+    is_given = base is not None
     shown = "its base" if base is None else f"{base}, which --base names"
     base = base or (None if description is None else description.base_path) or read_adapter_config("PATH", folder).base
     if base is None:
@@ -97,7 +103,28 @@ def open_saved(path: str, base: str | None = None, *, merge: bool = False) -> Sa
     architecture = replace(architecture, hf_config=dense_config)
     adapter = open_adapter("PATH", str(folder), architecture.spec.checkpoint_names.experts)
     _check_fits(adapter, shown, weights, architecture)
+    adapter = _over(base, adapter, is_given=is_given)
     return SavedModel(folder, architecture, weights, base, adapter, step, scheme)
+
+
+def _over(base: str, adapter: AdapterFolder, *, is_given: bool) -> AdapterFolder:
+    """The adapter with the fingerprint of the weights in `base`, if it records one.
+
+    Raises ValueError if they are others than the adapter's own, unless --base named them.
+    """
+    if adapter.base_fingerprint is None:
+        return adapter
+    found = base_fingerprint("--base", base)
+    if found != adapter.base_fingerprint:
+        now = f"those in {base}"
+        differing = differing_weights(adapter.base, adapter.base_fingerprint, now, found)
+        if not is_given:
+            raise ValueError(
+                f"PATH: the adapter in {adapter.folder} was trained over {differing}. Restore the base, or name with "
+                "--base the weights to use instead, the same folder too"
+            )
+        logger.warning("--base: the adapter in %s was trained over %s", adapter.folder, differing)
+    return replace(adapter, base_fingerprint=found)
 
 
 def _with_tokenizer_in(folder: Path, architecture: Architecture) -> Architecture:

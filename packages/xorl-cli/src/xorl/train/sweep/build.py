@@ -22,10 +22,12 @@ from xorl.train.adapters.files import AdapterFiles
 from xorl.train.adapters.inject import adapter_spec, expert_sharing, num_used
 from xorl.train.architecture import Architecture
 from xorl.train.bank_engine import BankEngine
+from xorl.train.base_weights import base_fingerprint
 from xorl.train.checkpoint_model import describe_model, recorded_options
 from xorl.train.checkpoints import SavePoints
 from xorl.train.data import DataIdentity, PackedDocuments, build_loader
 from xorl.train.model import build_model, check_model, head_options_of
+from xorl.train.model_source import MODEL_PATH
 from xorl.train.observe.metrics_file import MetricsFile
 from xorl.train.observe.profile import build_profiler
 from xorl.train.output_dir import METRICS
@@ -151,6 +153,7 @@ def _saving(startup: Startup, engine: BankEngine) -> SweepSaving:
     config, architecture, bank, runs = startup.config, startup.architecture, engine.bank, startup.runs
     train, plan = config.train, startup.longest.plan
     recipes = architecture.recipes(merge_qkv=config.model.merge_qkv)
+    fingerprint = base_fingerprint(MODEL_PATH, config.model.model_path, train.load_weights_mode)
 
     def files(name: str) -> AdapterFiles:
         return AdapterFiles.of(
@@ -161,6 +164,7 @@ def _saving(startup: Startup, engine: BankEngine) -> SweepSaving:
             bank_adapters=bank.adapters(name),
             others=runs[name].architecture.files_beside_adapter(),
             form=config.lora.moe_lora_format,
+            base_fingerprint=fingerprint,
         )
 
     for name in runs:
@@ -174,7 +178,7 @@ def _saving(startup: Startup, engine: BankEngine) -> SweepSaving:
         startup.runtime,
         due=SavePoints(plan.num_steps, plan.steps_per_epoch, train.save_steps, train.save_epochs),
         data={name: DataIdentity.of(run.plan) for name, run in runs.items()},
-        model=describe_model(config.model, architecture, scheme_of(engine.model.module)),
+        model=describe_model(config.model, architecture, scheme_of(engine.model.module), fingerprint),
         options=recorded_options(config),
         files=files,
         spec=architecture.spec,
