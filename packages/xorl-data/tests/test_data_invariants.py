@@ -100,10 +100,33 @@ def test_a_document_ends_once_and_says_where_it_cannot(tmp_path, text_options, w
 
 
 def test_ids_of_text_are_checked_against_the_model(tmp_path, text_options, write_jsonl):
-    """Catches a tokenizer that is larger than the model's embedding."""
+    """Catches a tokenizer that is larger than the model's embedding, whose new tokens nobody names."""
     path = str(write_jsonl(tmp_path / "rows.jsonl", [{"text": "abc"}]))
-    with pytest.raises(DataError, match=r"row 0 .* writes '.*' as id 257, but the model's vocab_size is 257"):
-        prepare([DatasetEntry(path, type="text")], replace(text_options, vocab_size=257))
+    refusal = (
+        r"row 0 .* writes '<\|end\|>' as id 257, but the model's vocab_size is 257.* has 263 tokens and the model 257 "
+        r"rows .* none of them for <\|end\|> \(257\), .*, 1 more\. If .*resize_token_embeddings"
+    )
+    entries, smaller = [DatasetEntry(path, type="text")], replace(text_options, vocab_size=257)
+    with pytest.raises(DataError, match=refusal):
+        prepare(entries, smaller)
+    assert len(prepare(entries, text_options)) == 1
+    for cached in (smaller, replace(smaller, skip_prepare=True)):
+        with pytest.raises(DataError, match=refusal):
+            prepare(entries, cached)
+
+
+def test_tokens_that_the_model_lacks_are_named_if_the_data_does_not_use_them(
+    tmp_path, text_options, write_jsonl, caplog
+):
+    """Catches a tokenizer that is exported beside a model that fails on its tokens."""
+    path = str(write_jsonl(tmp_path / "rows.jsonl", [{"text": "abc"}]))
+    prepare([DatasetEntry(path, type="text")], replace(text_options, vocab_size=262))
+    assert "263 tokens and the model 262 rows in its embeddings and its head, none of them for <|pad|> (262)" in (
+        caplog.text
+    )
+    caplog.clear()
+    prepare([DatasetEntry(path, type="text")], replace(text_options, vocab_size=263))
+    assert "rows" not in caplog.text
 
 
 SPECIAL = {

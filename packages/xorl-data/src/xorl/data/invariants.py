@@ -25,6 +25,8 @@ _MISALIGNED_LIMIT = 0.01
 # The fraction that may overflow without an explicit limit. Above it, the length is probably set too short.
 _OVERFLOW_LIMIT = 0.01
 _SPECIAL = ("bos", "eos", "pad")
+# How many tokens a message lists.
+_MAX_TOKENS = 5
 
 
 @dataclass(frozen=True)
@@ -204,13 +206,27 @@ def check_largest_id(largest: tuple[int, int], name: str, fmt: Format) -> None:
 def _id_problem(largest: int, fmt: Format) -> str:
     if fmt.tokenizer is None or fmt.vocab_size is None:
         return id_problem(largest, "a sample", fmt.vocab_size)
-    token = fmt.tokenizer.core.id_to_token(largest)
-    num_tokens = fmt.tokenizer.core.get_vocab_size(with_added_tokens=True)
     return (
-        f"the tokenizer in {fmt.tokenizer.folder} writes {token!r} as id {largest}, but the model's vocab_size is "
-        f"{fmt.vocab_size}, so the largest id is {fmt.vocab_size - 1}. The tokenizer has {num_tokens} tokens: if "
-        "tokens were added to it, the model needs rows for them in its embeddings and its head; otherwise it is "
-        "another model's tokenizer"
+        f"the tokenizer writes {fmt.tokenizer.core.id_to_token(largest)!r} as id {largest}, but the model's vocab_size "
+        f"is {fmt.vocab_size}, so the largest id is {fmt.vocab_size - 1}. {_tokens_without_rows(fmt)}. If tokens were "
+        "added for this model, give it rows for them with transformers, model.resize_token_embeddings(len(tokenizer)), "
+        "save it, and train from that folder; otherwise set model.tokenizer_path to the model's own tokenizer"
+    )
+
+
+def _tokens_without_rows(fmt: Format) -> str:
+    """Name the tokens beyond the vocabulary of the model; "" if there are none."""
+    if fmt.tokenizer is None or fmt.vocab_size is None:
+        return ""
+    tokens = fmt.tokenizer.core.get_vocab(with_added_tokens=True)
+    beyond = sorted((number, token) for token, number in tokens.items() if number >= fmt.vocab_size)
+    if not beyond:
+        return ""
+    shown = [f"{token} ({number})" for number, token in beyond[:_MAX_TOKENS]]
+    shown += [f"{len(beyond) - _MAX_TOKENS} more"] * (len(beyond) > _MAX_TOKENS)
+    return (
+        f"The tokenizer in {fmt.tokenizer.folder} has {len(tokens)} tokens and the model {fmt.vocab_size} rows in its "
+        f"embeddings and its head, none of them for {', '.join(shown)}"
     )
 
 
@@ -242,7 +258,18 @@ def check_special_ids(ids: Mapping[str, Sequence[int]]) -> None:
             raise DataError(f"model_special_ids: {name}: {values!r}, want a tuple of int, such as (2,)")
 
 
-def check_special_tokens(tokenizer: TextTokenizer, model: Mapping[str, tuple[int, ...]]) -> None:
+def check_tokenizer(fmt: Format, model: Mapping[str, tuple[int, ...]], name: str) -> None:
+    """Check the tokenizer of the dataset `name`, if any, against the model's special ids and its vocabulary.
+
+    Raises DataError for different special tokens. Tokens beyond the vocabulary are a warning, since data may lack them.
+    """
+    if fmt.tokenizer is not None:
+        _check_special_tokens(fmt.tokenizer, model)
+    if problem := _tokens_without_rows(fmt):
+        logger.warning("prepare dataset=%s: %s: text with these tokens cannot be trained or generated", name, problem)
+
+
+def _check_special_tokens(tokenizer: TextTokenizer, model: Mapping[str, tuple[int, ...]]) -> None:
     """Raises DataError if the tokenizer and config.json name different special tokens.
 
     With different tokens the model would never stop, or start with a token it does not know. A token that only one of

@@ -37,7 +37,7 @@ from xorl.data.invariants import (
     check_extras,
     check_largest_id,
     check_special_ids,
-    check_special_tokens,
+    check_tokenizer,
     log_findings,
     validate_counts,
 )
@@ -168,8 +168,7 @@ def _prepare_entry(entry: DatasetEntry, options: PrepareOptions, option: str) ->
         source=source,
         tokenizer_folder=options.tokenizer_folder,
     )
-    if fmt.tokenizer is not None:
-        check_special_tokens(fmt.tokenizer, options.model_special_ids)
+    check_tokenizer(fmt, options.model_special_ids, entry.path)
     if fmt.uses_current_date:
         logger.warning(
             "prepare dataset=%s: the chat template writes the current date; set %s.chat_template_kwargs: "

@@ -28,7 +28,7 @@ from xorl.data.entry import DUMMY, DatasetEntry, check_entry
 from xorl.data.errors import DataError
 from xorl.data.formats import Format
 from xorl.data.hashing import digest
-from xorl.data.invariants import Limits, check_extras, check_special_ids, check_special_tokens
+from xorl.data.invariants import Limits, check_extras, check_special_ids, check_tokenizer
 from xorl.data.lock import exclusive
 from xorl.data.mixture import Share, check_repetitions, check_shares
 from xorl.data.readers import COMPRESSIONS, FileType
@@ -183,8 +183,7 @@ def _open_entry(
             f"{option}.chat_template: the template writes the current date, so the data would change when a run is "
             f"resumed on another day; set {option}.chat_template_kwargs: {{strftime_now: 2026-01-31}} to fix the date"
         )
-    if fmt.tokenizer is not None:
-        check_special_tokens(fmt.tokenizer, options.model_special_ids)
+    check_tokenizer(fmt, options.model_special_ids, entry.path)
     return StreamEntry(entry.path, option, files, fmt, Share(entry.weight, entry.num_epochs), limits_of(entry))
 
 
