@@ -84,6 +84,7 @@ def test_folder_is_loaded_trained_and_exported(
                 "load_weights_mode": load_weights_mode,
                 "max_steps": 12,
                 "lr": 0.01,
+                "lr_warmup_ratio": 0.25,
                 "enable_mixed_precision": False,
                 "log_format": "structured",
                 "use_wandb": False,
@@ -101,6 +102,9 @@ def test_folder_is_loaded_trained_and_exported(
         assert type(exported) is type(model)
         assert evaluations[12]["eval_loss"] == pytest.approx(mean_loss(exported, data), rel=1e-5)
     assert evaluations[12]["eval_loss"] < evaluations[0]["eval_loss"] / 2
+    # Catches a schedule that is a step early or late.
+    rates = [record["lr"] for record in records if "lr" in record]
+    assert rates == pytest.approx([0.01 * min(step / 3, 1) for step in range(1, 13)])
     assert evaluations[12]["eval_token_accuracy"] > evaluations[0]["eval_token_accuracy"]
 
     # Catches a checkpoint that does not say what it takes to export it, or is exported as another model.

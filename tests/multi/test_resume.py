@@ -410,14 +410,19 @@ def test_export_that_a_kill_prevented_is_made_up_for(folder: Path, tmp_path: Pat
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("model", [[], EXPERTS], ids=["dense", "experts"])
-def test_evaluation_of_fewer_bins_than_ranks(model: list[str], folder: Path, tmp_path: Path, run_ranks) -> None:
-    # Catches a rank without held-out data that leaves the others alone in a collective, or counts its padding.
+@pytest.mark.parametrize(
+    ("model", "layout"), [([], []), (EXPERTS, []), ([], ULYSSES)], ids=["dense", "experts", "ulysses"]
+)
+def test_evaluation_of_fewer_bins_than_ranks(
+    model: list[str], layout: list[str], folder: Path, tmp_path: Path, run_ranks
+) -> None:
+    # Catches a rank without held-out data that leaves the others alone in a collective, or counts its padding, and
+    # ranks that share rows and all count them.
     results = []
     for world_size in (1, 4):
         output = tmp_path / f"on_{world_size}"
         options = ["--data.val_set_size", "2", "--train.max_steps", "1", "--train.gradient_accumulation_steps", "4"]
-        options += [part.format(folder=folder) for part in model]
+        options += [part.format(folder=folder) for part in (*model, *(layout if world_size > 1 else []))]
         run_ranks(lambda output=output, options=options: error_of(folder, output, *options), world_size)
         records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
         results.append([record for record in records if record["step"] == 0])

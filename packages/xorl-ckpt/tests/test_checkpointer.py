@@ -15,6 +15,7 @@ import torch
 
 from xorl.ckpt import Checkpointer, CheckpointError, CheckpointFailure, Retention, read_manifest
 from xorl.ckpt.export import published
+from xorl.ckpt.files import FileRecord
 from xorl.ckpt.layout import verify
 from xorl.ckpt.publish import complete_interrupted, prepare_root, set_aside_after
 
@@ -298,7 +299,8 @@ def test_old_checkpoints_go_when_asked(tmp_path, make_state):
     assert [path.name for path in checkpointer.checkpoints()] == ["global_step_2", "global_step_10"]
     checkpointer.save(3, make_state())
     assert checkpointer.latest() == tmp_path / "global_step_3"
-    assert checkpointer.latest() in checkpointer.checkpoints()
+    Checkpointer(tmp_path, retention=Retention(last=1)).save(4, make_state())
+    assert [path.name for path in checkpointer.checkpoints()] == ["global_step_4", "global_step_10"]
     with pytest.raises(ValueError, match="last: 0 is not an int of at least 1"):
         Retention(last=0)
 
@@ -426,11 +428,15 @@ def test_unknown_manager_is_refused(tmp_path):
 
 
 def test_a_name_is_not_saved_again_with_another_step(tmp_path, make_state):
-    # Catches a save that reports success while the old weights stay.
+    # Catches a save that reports success while the old weights stay, and one that fails after it deleted them.
     checkpointer = Checkpointer(tmp_path)
     path = checkpointer.save(1, make_state(1), name="final")
     assert checkpointer.save(1, make_state(1), name="final") == path
     with pytest.raises(CheckpointError, match="final already exists"):
         checkpointer.save(2, make_state(2), name="final")
+    lost = {"lost.json": FileRecord(1, "0")}
+    with pytest.raises(CheckpointError, match="does not see lost"):
+        checkpointer.save(2, make_state(2), name="final", replaces=True, write_extra_files=lambda _: lost)
+    assert read_manifest(path).step == 1
     checkpointer.save(2, make_state(2), name="final", replaces=True)
     assert read_manifest(path).step == 2

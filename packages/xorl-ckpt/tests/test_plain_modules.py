@@ -1,6 +1,7 @@
 """Modules and optimizers of torch as they come: saved, loaded, exported and read back without anything of xorl's."""
 
 import json
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -25,9 +26,25 @@ def train(module: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> Non
     optimizer.zero_grad()
 
 
+class Counting(torch.optim.Optimizer):
+    """Counts its steps in an int, as optimizers outside torch may do."""
+
+    def __init__(self, parameters: Iterator[nn.Parameter], lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["step"] = state.get("step", 0) + 1
+                parameter.sub_(parameter.grad, alpha=group["lr"] / state["step"])
+
+
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
+        (Counting, {}),
         (torch.optim.AdamW, {}),
         (torch.optim.Adam, {"amsgrad": True}),
         (torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.1}),
@@ -39,7 +56,8 @@ def train(module: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> Non
 def test_an_optimizer_of_torch_continues_to_the_bit(tmp_path, kind, options) -> None:
     # Catches moments, step counts or a learning rate that a resumed run does not have.
     module, optimizer = module_and(kind, **options)
-    train(module, optimizer, 1)
+    for seed in (0, 1):
+        train(module, optimizer, seed)
     optimizer.param_groups[0]["lr"] = 0.05
     Checkpointer(str(tmp_path)).save(1, {"model": module, "optimizer": optimizer})
     other, others_optimizer = module_and(kind, **options)

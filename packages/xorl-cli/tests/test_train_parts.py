@@ -420,3 +420,11 @@ def test_structured_lines_are_short(capsys: pytest.CaptureFixture[str]) -> None:
         {"step": 3, "loss": 2.0, "grad_norm": 1.0, "lr": 1e-3, "num_tokens": 5, "mfu": None, **timings}
     )
     assert capsys.readouterr().err.strip().endswith(" level=INFO step=3 loss=2 grad_norm=1 lr=0.001")
+
+
+def test_a_step_is_divided_by_its_trained_tokens() -> None:
+    """Catches a learning rate that depends on prompts, and an update from a loss that is not finite."""
+    step = StepLosses.of(torch.tensor([6.0, 3.0, 10.0, 1.0]))
+    assert step.divisor == 3
+    assert StepLosses.of(torch.tensor([0.0, 0.0, 10.0, 1.0])).divisor == 1
+    assert StepLosses.of(torch.tensor([torch.inf, 3.0, 10.0, 1.0])).divisor.isnan()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tiny_models import hf_config
 from xorl.core.models import SPECS, Decoder
 from xorl.core.models.router_losses import RouterLossOptions, RouterSums
 from xorl.core.nn.kernels import LayerKernels
+from xorl.core.nn.moe import Router
 from xorl.core.optim import MuonOptions, OptimizerName, build_optimizer
 from xorl.core.optim.muon import lr_ratio
 from xorl.core.optim.newton_schulz import orthogonalise
@@ -59,6 +61,20 @@ def gradients(decoder: Decoder) -> dict[str, Tensor]:
     found = {name: parameter.grad.clone() for name, parameter in decoder.named_parameters()}
     decoder.zero_grad()
     return found
+
+
+def test_a_router_multiplies_in_fp32_unless_told_otherwise() -> None:
+    """Catches a product in bf16, which sends tokens to other experts than the reference does."""
+    generator = torch.Generator().manual_seed(0)
+    router = Router(256, 8)
+    nn.init.normal_(router.weight, generator=generator)
+    x = torch.randn(64, 256, generator=generator).bfloat16()
+    weight = router.weight.bfloat16()
+    wide, narrow = F.linear(x.float(), weight.float()), F.linear(x, weight).float()
+    torch.testing.assert_close(router(x), wide, rtol=0, atol=1e-4)
+    router.fp32 = False
+    torch.testing.assert_close(router(x), narrow, rtol=0, atol=0)
+    assert (narrow - wide).abs().max() > 1e-2
 
 
 LOSSES = [

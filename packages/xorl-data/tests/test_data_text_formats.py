@@ -452,6 +452,11 @@ def test_lengths_of_tokens_place_them_as_offsets_do(text_options, name):
     np.testing.assert_array_equal(found.labels, wanted.labels)
     assert found.counts == wanted.counts
     assert found.counts.straddling_tokens
+    # Catches a token that is lost because it begins or ends outside the span: he|ll.
+    for each in (tokenizer, by_offsets):
+        cut = tokenize([Rendered("hell", ((1, 3),))], each, chunk)
+        assert cut.labels[-2:].tolist() == cut.input_ids[-2:].tolist()
+        assert cut.counts.straddling_tokens == 2
 
 
 def test_the_sandbox_lets_templates_see_what_jinjas_own_does():

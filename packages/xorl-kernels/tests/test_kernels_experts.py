@@ -390,10 +390,11 @@ def test_of_equal_scores_the_lowest_expert_wins() -> None:
 
 
 def test_recorded_experts_replace_the_choice_and_are_counted() -> None:
-    # Catches an order of experts that counts as a difference, padding that is counted, and tokens without a record.
+    # Catches an order of experts that counts as a difference, padding that is counted, tokens without a record, and
+    # a first expert with the number 0 that is taken for none.
     ids = torch.tensor([[0, 1], [2, 3], [4, 0], [1, 2], [3, 4], [0, 1]])
-    recorded = torch.tensor([[1, 0], [-1, -1], [4, 1], [3, 0], [-1, -1], [2, 3]], dtype=torch.int16)
-    chosen = [[1, 0], [2, 3], [4, 1], [3, 0], [3, 4], [2, 3]]
+    recorded = torch.tensor([[1, 0], [-1, -1], [4, 1], [0, 3], [-1, -1], [2, 3]], dtype=torch.int16)
+    chosen = [[1, 0], [2, 3], [4, 1], [0, 3], [3, 4], [2, 3]]
     assert replay_experts(ids, recorded).tolist() == chosen
     assert replay_experts(ids, recorded).dtype == torch.int64
     cu_seqlens = torch.tensor([0, 2, 2, 4, 6], dtype=torch.int32)

@@ -15,9 +15,12 @@ from xorl.core.models import SPECS, Decoder
 from xorl.core.nn import Linear
 from xorl.kernels.layout import SequenceLayout
 from xorl.kernels.quant import GROUP_SIZES, QuantScheme
+from xorl.kernels.quant.block_fp8 import quantize_block_fp8
 from xorl.lora import AdapterSpec, adapter_parameters, adapters, init_adapters, inject
 from xorl.lora.linear import LowRank
 from xorl.lora.merge import fold_, merged_rows
+from xorl.lora.peft.layout import InMemoryTensors
+from xorl.lora.prequantized import dequantized_source
 from xorl.lora.quantize import quantizable_layers, quantize_, quantize_layers
 from xorl.lora.quantized import (
     AdaptiveNoise,
@@ -335,3 +338,12 @@ def test_every_format_learns_as_well_as_adapters_on_the_base_itself():
     assert results[None] < 3.4, "adapters learn nothing here that could be lost"
     for quant_format in FORMATS:
         assert abs(results[quant_format] / results[None] - 1) <= 0.02, results
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 128), (100, 260), (130, 140), (299, 300)])
+def test_rows_read_from_a_quantised_checkpoint_are_those_of_the_whole_weight(start: int, stop: int) -> None:
+    """Catches ranks that read other rows than theirs, where these begin within a block."""
+    codes, scales = quantize_block_fp8(linear(192, 300).weight.detach(), 128)
+    tensors = InMemoryTensors({"m.weight": codes, "m.weight_scale_inv": scales})
+    source = dequantized_source(tensors, scheme_of("block_fp8"), {"m.weight": (300, 192)}, torch.float32)
+    assert torch.equal(source.read("m.weight", start, stop), source.read("m.weight")[start:stop])
