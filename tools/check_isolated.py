@@ -109,12 +109,12 @@ def _unmet_imports(distribution: Distribution) -> list[str]:
     return [
         f"{file.relative_to(ROOT)}:{line}: imports {name}, which is not installed with {distribution.name} alone"
         for file in sorted((distribution.folder / "src").rglob("*.py"))
-        for line, name in _imports(file.read_text(encoding="utf-8"))
+        for line, name in imports(file.read_text(encoding="utf-8"))
         if importlib.util.find_spec(name) is None
     ]
 
 
-def _imports(source: str) -> Iterator[tuple[int, str]]:
+def imports(source: str) -> Iterator[tuple[int, str]]:
     """Yields (line, package) of each required import: a subpackage of xorl, or another top-level package."""
     lines, nodes = source.splitlines(), list(ast.walk(ast.parse(source)))
     tried = {

@@ -13,6 +13,7 @@ import check_layout
 import check_sizes
 import check_text
 import plant_faults
+import unless_passed
 
 
 def test_a_size_exception_may_neither_grow_nor_idle() -> None:
@@ -109,13 +110,51 @@ def late():
     except ImportError:
         import xxhash
 """
-    assert list(check_isolated._imports(source)) == [
+    assert list(check_isolated.imports(source)) == [
         (2, "numpy"),
         (2, "torch"),
         (3, "xorl.data"),
         (5, "xorl.core"),
         (10, "xxhash"),
     ]
+
+
+def test_a_phase_is_left_out_only_while_what_it_passed_with_is_unchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    # Would catch a phase of CI that is left out after a change, or after it failed, or whose leaving out is not told.
+    tested = ["a"]
+    monkeypatch.setattr(unless_passed, "RECORD", tmp_path / "passed.json")
+    monkeypatch.setattr(unless_passed, "ROOT", tmp_path)
+    monkeypatch.setattr(unless_passed, "INPUTS", {"wheels": lambda: iter(tested), "torch": lambda: iter(["b"])})
+
+    def run(phase: str, code: int, *options: str) -> tuple[int, str]:
+        monkeypatch.setattr("sys.argv", ["", *options, phase, "sh", "-c", f"echo ran; exit {code}"])
+        return unless_passed.main(), capfd.readouterr().out.split(":")[0].split("\n")[0]
+
+    left_out = (0, "left out")
+    assert [run("wheels", 1), run("wheels", 0), run("wheels", 0)] == [(1, "ran"), (0, "ran"), left_out]
+    assert [run("wheels", 3, "--all"), run("torch", 0), run("torch", 1)] == [(3, "ran"), (0, "ran"), left_out]
+    tested.append("c")
+    assert [run("wheels", 1), run("wheels", 0), run("wheels", 1)] == [(1, "ran"), (0, "ran"), left_out]
+
+
+@pytest.mark.parametrize(
+    ("line", "packages", "torch"),
+    [
+        ("import numpy.linalg", {"numpy"}, set()),
+        ("def f():\n    from xorl.core.nn import (\n        Linear,\n    )", {"xorl.core"}, set()),
+        ("PROGRAM = 'import liger_kernel'", {"liger_kernel"}, set()),
+        ("run('python', '-m', 'xorl.train')", {"xorl.train"}, set()),
+        ("from torch.nn import Linear as L, functional", {"torch"}, {"torch.nn.Linear", "torch.nn.functional"}),
+        ("import torch._inductor", {"torch"}, {"torch._inductor"}),
+        ("from xorl import data", {"xorl.data"}, set()),
+    ],
+)
+def test_imports_that_phases_of_ci_test_are_found(line: str, packages: set[str], torch: set[str]) -> None:
+    # Would catch a new dependency with which a phase is not repeated.
+    assert unless_passed.packages_imported(line) == packages
+    assert set(unless_passed.names_of_torch(line)) == torch
 
 
 def test_tests_that_took_long_are_told_from_the_others(tmp_path: Path) -> None:
