@@ -7,16 +7,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from xorl.train import DataLoader, FSDPTrainer, Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def programs() -> list[str]:
-    """Those of the section on training from Python."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    section = text[text.index("\n## From Python\n") :]
-    return re.findall(r"^```python\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
+def programs(readme: Path = ROOT / "README.md", section: str = "\n## From Python\n") -> list[str]:
+    """The programs in a README, from a section on."""
+    text = readme.read_text(encoding="utf-8")
+    return re.findall(r"^```python\n(.*?)^```", text[text.index(section) :], re.DOTALL | re.MULTILINE)
 
 
 def test_what_xorl_train_does_runs_as_a_program(tmp_path: Path) -> None:
@@ -28,6 +29,19 @@ def test_what_xorl_train_does_runs_as_a_program(tmp_path: Path) -> None:
     )
     assert ended.returncode == 0, ended.stderr
     assert (tmp_path / "outputs" / "quickstart" / "checkpoints" / "global_step_3").is_dir()
+
+
+@pytest.mark.parametrize("package", sorted((ROOT / "packages").glob("*")), ids=lambda package: package.name)
+def test_the_examples_of_each_package_run(package: Path, tmp_path: Path) -> None:
+    # Would catch a function, an argument or a metric that is called otherwise now. CI runs them with the package alone
+    # only after its requirements or imports have changed.
+    examples = programs(package / "README.md", "#")
+    assert examples
+    code = "\n".join(f"exec({example!r}, {{'__name__': '__main__'}})" for example in examples)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_the_trainers_take_what_is_shown() -> None:
