@@ -1,18 +1,17 @@
-"""run_ranks: call a function in several gloo ranks. run_command: `xorl train` in a process that is forked.
+"""Gloo ranks for the tests: `run_ranks` calls one function in them, and `launch` computes a table of cells.
 
-Both fork this process, in which torch is imported already: a fresh one takes seconds to be where a fork begins.
+`run_command` runs `xorl train` in a process that is forked.
 """
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_context
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -21,9 +20,9 @@ import torch._dynamo  # FSDP2 would import it in every forked rank, as the comma
 
 import xorl.train  # noqa: F401
 from ports import free_port
+from ranks import Failure, Launch, Launches, run_rank, run_to_the_end
 from xorl.cli import train as train_command
 from xorl.cli.arguments import run_module
-from xorl.core import runtime
 
 # Autograd looks for devices in its first backward pass. After a test with fake tensors or a compiler it would find one,
 # start a thread for it, and no rank that is forked later could differentiate anything.
@@ -44,17 +43,25 @@ def run_ranks(tmp_path: Path) -> RunRanks:
         files = [tmp_path / f"result_{world_size}_{rank}_{port}.pt" for rank in range(world_size)]
         context = get_context("fork")
         processes = [
-            context.Process(target=_rank, args=(function, rank, world_size, port, files[rank]))
+            context.Process(target=run_rank, args=(function, rank, world_size, port, files[rank]))
             for rank in range(world_size)
         ]
-        hung = _run_to_the_end(processes)
+        hung = run_to_the_end(processes)
         results = [torch.load(file, weights_only=False) if file.exists() else "no result" for file in files]
-        failures = [str(result) for result in results if isinstance(result, _Failure)]
+        failures = [str(result) for result in results if isinstance(result, Failure)]
         assert not failures, "\n".join(failures)
         assert not hung, f"ranks {hung} hung"
         return results
 
     return run
+
+
+@pytest.fixture(scope="module")
+def launch(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Launch:
+    """(cells) -> their results, which tests of the module share; call it once in a module."""
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    return partial(Launches, base / "cells" / request.module.__name__.rpartition(".")[2])
 
 
 @dataclass(frozen=True)
@@ -75,27 +82,11 @@ def run_command(tmp_path: Path) -> RunCommand:
     def run(*arguments: str, prepare: Callable[[], None] | None = None) -> Ended:
         file = tmp_path / "stderr"
         process = get_context("fork").Process(target=_command, args=(arguments, prepare, file))
-        hung = _run_to_the_end([process])
+        hung = run_to_the_end([process])
         assert not hung, f"the command hung:\n{file.read_text()}"
         return Ended(process.exitcode, file.read_text())
 
     return run
-
-
-def _run_to_the_end(processes: Sequence[BaseProcess]) -> list[int]:
-    """Starts the processes, waits for them, and returns which had to be killed."""
-    # The garbage collector of a child would write to, and so copy, every page of what it has from its parent.
-    gc.freeze()
-    for process in processes:
-        process.start()
-    gc.unfreeze()
-    for process in processes:
-        process.join(timeout=240)
-    hung = [index for index, process in enumerate(processes) if process.is_alive()]
-    for index in hung:
-        processes[index].kill()
-        processes[index].join()
-    return hung
 
 
 def _command(arguments: Sequence[str], prepare: Callable[[], None] | None, file: Path) -> None:
@@ -116,27 +107,3 @@ def _command(arguments: Sequence[str], prepare: Callable[[], None] | None, file:
             traceback.print_exc()
         output.flush()
     os._exit(code if isinstance(code, int) else 0)
-
-
-class _Failure(str):
-    pass
-
-
-def _rank(function: Callable[[], object], rank: int, world_size: int, port: int, file: Path) -> None:
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )
-    # A forked child must not touch the thread pool that its parent started.
-    torch.set_num_threads(1)
-    try:
-        runtime.init("cpu", timeout_s=120)
-        result = function()
-        runtime.shutdown()
-    except BaseException:  # noqa: BLE001 - the test shows it
-        result = _Failure(f"rank {rank}:\n{traceback.format_exc()}")
-    torch.save(result, file)
-    os._exit(0)

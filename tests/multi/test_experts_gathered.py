@@ -13,11 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from layouts import BY_OPERATION, EXPERT_LORA, ONE_PROCESS, QLORA, RECOMPUTE, mesh_for, run_config, steps
 from tiny_models import hf_config, write_config
-from xorl.config import Config, config_from_mapping
 from xorl.config.local import ModelConfig, TrainConfig
-from xorl.core import runtime
-from xorl.core.mesh import Mesh
 from xorl.core.nn import all_gather, moe
 from xorl.core.nn.all_gather import AllGather
 from xorl.core.nn.dispatch import AllToAll
@@ -26,58 +24,28 @@ from xorl.kernels.experts.grouped import experts
 from xorl.kernels.experts.plan import RoutePlan
 from xorl.kernels.layout import RankGroup
 from xorl.train import model as model_module
-from xorl.train.build import build_engine
 from xorl.train.model_source import read_architecture
 from xorl.train.recompute_choice import MicroBatch, measure_slice
-from xorl.train.startup import parallel_dims
 from xorl.train.step_memory import held_bytes
-from xorl.train.verify import Result, compare, one_process, take_steps
+from xorl.train.verify import Result, compare, one_process
 
 pytestmark = pytest.mark.multi
-NUM_BINS = 8
-
 EP_4: dict[str, object] = {"data_parallel_mode": "fsdp2", "expert_parallel_size": 4}
 ALL_GATHER = {"ep_dispatch": "allgather"}
-RECOMPUTE = {"enable_gradient_checkpointing": True}
-LORA = {
-    "enable_lora": True,
-    "lora_rank": 4,
-    "lora_target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"],
-}
-QLORA = {**LORA, "enable_qlora": True, "quant_format": "nf4", "quant_group_size": 16}
 # By name: (options of train, options of lora).
 RUNS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
     "full": ({"router_z_loss_coef": 0.1}, {}),
     "recomputed": (RECOMPUTE, {}),
     "compiled": ({**RECOMPUTE, "enable_compile": True}, {}),
-    "operation": ({**RECOMPUTE, "recompute_policy": "operation"}, {}),
-    "QLoRA, adapted experts": (RECOMPUTE, QLORA),
-    "outer factors shared": ({}, {**LORA, "moe_hybrid_shared_lora": True}),
+    "operation": (BY_OPERATION, {}),
+    "QLoRA, adapted experts": (RECOMPUTE, {**QLORA, **EXPERT_LORA}),
+    "outer factors shared": ({}, {**EXPERT_LORA, "moe_hybrid_shared_lora": True}),
 }
 
 
 def to_first_rank(scores: Tensor, count: int) -> Tensor:
     """In place of `top_experts`: all choices are experts of the first rank."""
     return torch.arange(count).expand(len(scores), count)
-
-
-def config_of(
-    folder: Path, train: Mapping[str, object], lora: Mapping[str, object], of_model: Mapping[str, object]
-) -> Config:
-    values = {
-        "model": {"config_path": str(folder / "model"), **of_model},
-        "data": {"datasets": [{"path": "unused"}]},
-        "train": {"output_dir": str(folder / "out"), "enable_mixed_precision": False, **train},
-        "lora": lora,
-    }
-    return config_from_mapping(values).config
-
-
-def take_steps_of(config: Config, mesh: Mesh) -> Result:
-    runtime.seed_everything(0)
-    architecture = read_architecture(config.model)
-    engine = build_engine(config, architecture, mesh, torch.device("cpu"))
-    return take_steps(engine, config, architecture, NUM_BINS)
 
 
 def uncompiled_policy(
@@ -92,16 +60,17 @@ def results(folder: Path, layout: Mapping[str, object], of_model: Mapping[str, o
     """The steps of every run, and of the first with all choices on one rank."""
     # Only this dispatch can be compiled, here without the compiler that generates code.
     only = {} if of_model is ALL_GATHER else {"enable_compile": False}
-    configs = [config_of(folder, {**layout, **train, **only}, lora, of_model) for train, lora in RUNS.values()]
+    configs = [
+        run_config(folder, "model", {**layout, **train, **only}, lora, of_model) for train, lora in RUNS.values()
+    ]
     if layout["data_parallel_mode"] == "none":
         configs = [one_process(config) for config in configs]
-    mesh = Mesh(parallel_dims(configs[0], runtime.world_size()), "cpu")
     with pytest.MonkeyPatch.context() as patch:
         policy_of = partial(uncompiled_policy, model_module._policy)
         patch.setattr(model_module, "_policy", policy_of)
-        found = [take_steps_of(config, mesh) for config in configs]
+        found = [steps(config) for config in configs]
         patch.setattr(moe, "top_experts", to_first_rank)
-        return [*found, take_steps_of(configs[0], mesh)]
+        return [*found, steps(configs[0])]
 
 
 def outside(found: Result, expected: Result) -> dict[str, object]:
@@ -114,7 +83,7 @@ def test_gathered_tokens_give_what_one_process_computes(run_ranks, tmp_path: Pat
     # that one rank alone counts.
     shape = hf_config("qwen3_moe", num_experts=8, moe_intermediate_size=48, output_router_logits=True)
     write_config(tmp_path / "model", shape)
-    whole = run_ranks(lambda: results(tmp_path, {"data_parallel_mode": "none"}, {}), 1)[0]
+    whole = run_ranks(lambda: results(tmp_path, ONE_PROCESS, {}), 1)[0]
 
     def compared() -> tuple[list[Result], list[Result], Result]:
         with pytest.MonkeyPatch.context() as patch:
@@ -200,16 +169,16 @@ def test_a_rank_measures_its_layers_alone(run_ranks, tmp_path: Path) -> None:
     write_config(tmp_path / "model", hf_config("qwen3_moe", num_experts=8))
 
     def measured() -> tuple[int, float]:
-        config = config_of(tmp_path, {**EP_4, **RECOMPUTE, "recompute_policy": "auto"}, {}, ALL_GATHER)
+        config = run_config(tmp_path, "model", {**EP_4, **RECOMPUTE, "recompute_policy": "auto"}, {}, ALL_GATHER)
         architecture, device = read_architecture(config.model), torch.device("cpu")
-        mesh = Mesh(parallel_dims(config, runtime.world_size()), "cpu")
+        mesh = mesh_for(config)
         ratio = held_bytes(config, architecture, mesh).gradient_ratio
         if mesh.loss.rank:
             return 2, ratio
         profile = measure_slice(config, "layer", architecture, 2, mesh, device, MicroBatch(48, 48), NoMeter())
         return len(profile.forward), ratio
 
-    shape = read_architecture(config_of(tmp_path, {}, {}, {}).model)
+    shape = read_architecture(run_config(tmp_path, "model", {}).model)
     numbers = {name: weight.numel() for name, weight in shape.spec.build(shape.config).named_parameters()}
     of_experts = sum(number for name, number in numbers.items() if ".experts." in name)
     total = sum(numbers.values())

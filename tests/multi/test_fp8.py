@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 
 from placement import RECOMPUTE, assert_same, num_ranks, place, whole
+from ranks import Launch, Launches
 from tiny_models import hf_config
 from xorl.core.loss import cross_entropy
 from xorl.core.models import spec_for
@@ -20,9 +22,16 @@ from xorl.data import PackedBatch
 from xorl.data.batch import Document, collate
 from xorl.train.engine import Engine
 
-pytestmark = pytest.mark.multi
+# The first test that needs a number of ranks waits for all that they compute.
+pytestmark = [pytest.mark.multi, pytest.mark.timeout(900)]
 
 NUM_BATCHES = 6
+KINDS = ("tensorwise", "rowwise")
+PLACED = ("ddp-2", "zero3-1", "zero3-2", "zero3-3", "zero2-2", "hsdp-2x2")  # 3 divides no number of features
+STEPPED = [
+    *((layout, None) for layout in ("ddp-2", "zero3-2", "zero2-2", "hsdp-2x2")),
+    ("zero3-2", torch.bfloat16),
+]
 HF_CONFIG = hf_config("qwen2", tie_word_embeddings=True)
 
 
@@ -67,19 +76,6 @@ def gradients(layout: str, *options) -> dict[str, Tensor]:
     return {name: whole(p.grad) for name, p in engine.model.module.named_parameters()}
 
 
-@pytest.mark.parametrize("fp8", ["tensorwise", "rowwise"])
-def test_gradient_does_not_depend_on_the_placement(fp8: str, run_ranks) -> None:
-    # Catches a scale of one shard in place of the whole weight's, padding of shards that is multiplied, and a copy of
-    # a weight that another rank's rows are missing from.
-    [reference] = run_ranks(lambda: gradients("none", fp8), 1)
-    [plain] = run_ranks(lambda: gradients("none", "none"), 1)
-    name = "model.layers.0.mlp.gate_up_proj.weight"
-    assert 0.01 < (reference[name] - plain[name]).norm() / plain[name].norm() < 0.4, "that is not fp8"
-    for layout in ("ddp-2", "zero3-1", "zero3-2", "zero3-3", "zero2-2", "hsdp-2x2"):  # 3 divides no number of features
-        for measured in run_ranks(lambda layout=layout: gradients(layout, fp8), num_ranks(layout)):
-            assert_same(reference, measured, limit=2e-6)
-
-
 def dtypes_reduced(fp8: str) -> set[torch.dtype]:
     """Of the gradients that FSDP2 hands on to be added up over ranks."""
     seen: set[torch.dtype] = set()
@@ -89,33 +85,10 @@ def dtypes_reduced(fp8: str) -> set[torch.dtype]:
         seen.update(gradient.dtype for gradient in gradients)
         copy_in(gradients, *rest)
 
-    collectives.foreach_reduce_scatter_copy_in = see
-    gradients("zero3-2", fp8, "none", (), torch.bfloat16)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "foreach_reduce_scatter_copy_in", see)
+        gradients("zero3-2", fp8, "none", (), torch.bfloat16)
     return seen
-
-
-@pytest.mark.parametrize("fp8", ["none", "tensorwise", "rowwise"])
-def test_gradients_are_in_the_dtype_that_parameters_are_gathered_in(fp8: str, run_ranks) -> None:
-    # Catches gradients that copy engines, which carry that dtype, would round.
-    assert run_ranks(lambda: dtypes_reduced(fp8), 2) == [{torch.bfloat16}] * 2
-
-
-@pytest.mark.parametrize("fp8", ["tensorwise", "rowwise"])
-def test_recomputation_and_units_do_not_change_the_gradient(fp8: str, run_ranks) -> None:
-    # Catches a recomputed forward pass that multiplies by freed or newer weights.
-    [reference] = run_ranks(lambda: gradients("zero3-1", fp8), 1)
-    options = [(fp8, recompute) for recompute in RECOMPUTE if recompute != "none"] + [(fp8, "layer", ("mlp", "Linear"))]
-    for measured in run_ranks(lambda: [gradients("zero3-2", *option) for option in options], 2):
-        for option in measured:
-            assert_same(reference, option, limit=2e-6)
-
-
-def test_compiled_layers_have_the_same_gradient(run_ranks) -> None:
-    # Catches a graph that keeps the values of a gathered weight, or its copy in fp8, of the call that it was made in.
-    [reference] = run_ranks(lambda: gradients("none", "tensorwise"), 1)
-    options = ("tensorwise", "layer", (), None, "aot_eager")
-    for measured in run_ranks(lambda: gradients("zero3-2", *options), 2):
-        assert_same(reference, measured, limit=2e-6)
 
 
 def steps(layout: str, fp8: str, dtype: torch.dtype | None) -> tuple[dict[str, Tensor], list[float]]:
@@ -132,59 +105,126 @@ def steps(layout: str, fp8: str, dtype: torch.dtype | None) -> tuple[dict[str, T
     return {name: whole(p) for name, p in engine.model.module.named_parameters()}, losses
 
 
-@pytest.mark.parametrize(
-    ("dtype", "layouts"),
-    [(None, ("ddp-2", "zero3-2", "zero2-2", "hsdp-2x2")), (torch.bfloat16, ("zero3-2",))],
-    ids=["fp32", "bf16"],
-)
-def test_steps_do_not_depend_on_the_placement(dtype: torch.dtype | None, layouts: Sequence[str], run_ranks) -> None:
+def check_gathered() -> None:
+    """Asserts in each rank."""
+    engine, plain = engine_for("zero3-2"), engine_for("zero3-2", "none")
+    state, wanted = engine.state()["model"].state_dict(), plain.state()["model"].state_dict()
+    assert state.keys() == wanted.keys()
+    assert all(torch.equal(whole(state[name]), whole(value)) for name, value in wanted.items())
+    assert engine.state()["optimizer"].state_dict().keys() == plain.state()["optimizer"].state_dict().keys()
+    engine.forward_backward(own(engine), cross_entropy)
+    layer = engine.model.module.layers[0]
+    assert isinstance(layer, FSDPModule)
+    layer.unshard()
+    linear = layer.mlp.down_proj
+    assert isinstance(linear, Fp8Linear)
+    assert linear.weight.untyped_storage().nbytes() == 4, "one value of fp32 stands for the gathered weight"
+    assert linear.weight_fp8.untyped_storage().nbytes() == linear.weight.numel()
+    layer.reshard()
+    assert linear.weight_fp8.untyped_storage().nbytes() == 0
+    assert type(linear.weight.to_local()) is Tensor
+
+
+def losses_around_a_restored_state() -> list[float]:
+    engine = engine_for("zero3-2")
+    batch = batches()[0]
+    found = [float(engine.forward(batch, cross_entropy).sum)]
+    state = {name: value.detach().clone() * 0.5 for name, value in engine.state()["model"].state_dict().items()}
+    engine.state()["model"].load_state_dict(state)
+    engine.model.module.reshard()  # not drop_gathered, so that only the versions tell
+    found.append(float(engine.forward(batch, cross_entropy).sum))
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(launch: Launch) -> Launches:
+    """By layout and what is computed: the table of this module."""
+    cells = {}
+
+    def add(layout: str, *key: object, compute: Callable[[], object]) -> None:
+        cells[layout, *key] = (num_ranks(layout), compute)
+
+    for fp8 in ("none", *KINDS):
+        add("none", "gradients", fp8, compute=partial(gradients, "none", fp8))
+        add("zero3-2", "dtypes", fp8, compute=partial(dtypes_reduced, fp8))
+    for fp8 in KINDS:
+        for layout in PLACED:
+            add(layout, "gradients", fp8, compute=partial(gradients, layout, fp8))
+        for recompute in list(RECOMPUTE)[1:]:
+            add("zero3-2", "recomputed", fp8, recompute, compute=partial(gradients, "zero3-2", fp8, recompute))
+        add("zero3-2", "units", fp8, compute=partial(gradients, "zero3-2", fp8, "layer", ("mlp", "Linear")))
+    compiled = ("tensorwise", "layer", (), None, "aot_eager")
+    add("zero3-2", "compiled", compute=partial(gradients, "zero3-2", *compiled))
+    for dtype in (None, torch.bfloat16):
+        for fp8 in ("none", "tensorwise"):
+            add("none", "steps", fp8, dtype, compute=partial(steps, "none", fp8, dtype))
+    for layout, dtype in STEPPED:
+        add(layout, "steps", "tensorwise", dtype, compute=partial(steps, layout, "tensorwise", dtype))
+    add("zero3-2", "gathered", compute=check_gathered)
+    add("zero3-2", "restored", compute=losses_around_a_restored_state)
+    return launch(cells)
+
+
+def assert_same_gradients(found: Launches, fp8: str, *key: object) -> None:
+    """On every rank, as one process computes them."""
+    [reference] = found("none", "gradients", fp8)
+    for measured in found(*key):
+        assert_same(reference, measured, limit=2e-6)
+
+
+@pytest.mark.parametrize("layout", PLACED)
+@pytest.mark.parametrize("fp8", KINDS)
+def test_gradient_does_not_depend_on_the_placement(fp8: str, layout: str, found: Launches) -> None:
+    # Catches a scale of one shard in place of the whole weight's, padding of shards that is multiplied, and a copy of
+    # a weight that another rank's rows are missing from.
+    [reference], [plain] = found("none", "gradients", fp8), found("none", "gradients", "none")
+    name = "model.layers.0.mlp.gate_up_proj.weight"
+    assert 0.01 < (reference[name] - plain[name]).norm() / plain[name].norm() < 0.4, "that is not fp8"
+    assert_same_gradients(found, fp8, layout, "gradients", fp8)
+
+
+@pytest.mark.parametrize("fp8", ["none", *KINDS])
+def test_gradients_are_in_the_dtype_that_parameters_are_gathered_in(fp8: str, found: Launches) -> None:
+    # Catches gradients that copy engines, which carry that dtype, would round.
+    assert found("zero3-2", "dtypes", fp8) == [{torch.bfloat16}] * 2
+
+
+@pytest.mark.parametrize("recompute", list(RECOMPUTE)[1:])
+@pytest.mark.parametrize("fp8", KINDS)
+def test_recomputation_does_not_change_the_gradient(fp8: str, recompute: str, found: Launches) -> None:
+    # Catches a recomputed forward pass that multiplies by freed or newer weights.
+    assert_same_gradients(found, fp8, "zero3-2", "recomputed", fp8, recompute)
+
+
+@pytest.mark.parametrize("fp8", KINDS)
+def test_further_units_of_sharding_do_not_change_the_gradient(fp8: str, found: Launches) -> None:
+    # Catches a unit within a layer that multiplies by freed or newer weights.
+    assert_same_gradients(found, fp8, "zero3-2", "units", fp8)
+
+
+def test_compiled_layers_have_the_same_gradient(found: Launches) -> None:
+    # Catches a graph that keeps the values of a gathered weight, or its copy in fp8, of the call that it was made in.
+    assert_same_gradients(found, "tensorwise", "zero3-2", "compiled")
+
+
+@pytest.mark.parametrize(("layout", "dtype"), STEPPED)
+def test_steps_do_not_depend_on_the_placement(layout: str, dtype: torch.dtype | None, found: Launches) -> None:
     # Catches copies of weights from before an optimizer step, and a gradient of the gathered placeholder that is lost.
-    [(parameters, losses)] = run_ranks(lambda: steps("none", "tensorwise", dtype), 1)
-    [(_, plain)] = run_ranks(lambda: steps("none", "none", dtype), 1)
+    [(parameters, losses)], [(_, plain)] = (found("none", "steps", fp8, dtype) for fp8 in ("tensorwise", "none"))
     assert losses == pytest.approx(plain, rel=0.1)
     assert losses[-1] < 0.8 * losses[0]
-    for layout in layouts:
-        placed = run_ranks(lambda layout=layout: steps(layout, "tensorwise", dtype), num_ranks(layout))
-        for measured, its_losses in placed:
-            # bf16 rounds the gradients of each rank before they are summed, and AdamW divides by their own size.
-            assert its_losses == pytest.approx(losses, rel=2e-2 if dtype else 1e-4)
-            assert_same(parameters, measured, limit=0.2 if dtype else 1e-3)
+    for measured, its_losses in found(layout, "steps", "tensorwise", dtype):
+        # bf16 rounds the gradients of each rank before they are summed, and AdamW divides by their own size.
+        assert its_losses == pytest.approx(losses, rel=2e-2 if dtype else 1e-4)
+        assert_same(parameters, measured, limit=0.2 if dtype else 1e-3)
 
 
-def test_weights_are_gathered_as_bytes_and_kept_as_they_were(run_ranks) -> None:
+def test_weights_are_gathered_as_bytes_and_kept_as_they_were(found: Launches) -> None:
     # Catches a gather in bf16, a gathered copy that is kept beside fp8's, and names or values that conversion changes.
-    def check() -> None:
-        engine, plain = engine_for("zero3-2"), engine_for("zero3-2", "none")
-        state, wanted = engine.state()["model"].state_dict(), plain.state()["model"].state_dict()
-        assert state.keys() == wanted.keys()
-        assert all(torch.equal(whole(state[name]), whole(value)) for name, value in wanted.items())
-        assert engine.state()["optimizer"].state_dict().keys() == plain.state()["optimizer"].state_dict().keys()
-        engine.forward_backward(own(engine), cross_entropy)
-        layer = engine.model.module.layers[0]
-        assert isinstance(layer, FSDPModule)
-        layer.unshard()
-        linear = layer.mlp.down_proj
-        assert isinstance(linear, Fp8Linear)
-        assert linear.weight.untyped_storage().nbytes() == 4, "one value of fp32 stands for the gathered weight"
-        assert linear.weight_fp8.untyped_storage().nbytes() == linear.weight.numel()
-        layer.reshard()
-        assert linear.weight_fp8.untyped_storage().nbytes() == 0
-        assert type(linear.weight.to_local()) is Tensor
-
-    run_ranks(check, 2)
+    found("zero3-2", "gathered")
 
 
-def test_parameters_written_to_without_an_optimizer_are_taken(run_ranks) -> None:
+def test_parameters_written_to_without_an_optimizer_are_taken(found: Launches) -> None:
     # Catches a restored checkpoint that is trained with the copies of what was there before.
-    def losses() -> list[float]:
-        engine = engine_for("zero3-2")
-        batch = batches()[0]
-        found = [float(engine.forward(batch, cross_entropy).sum)]
-        state = {name: value.detach().clone() * 0.5 for name, value in engine.state()["model"].state_dict().items()}
-        engine.state()["model"].load_state_dict(state)
-        engine.model.module.reshard()  # not drop_gathered, so that only the versions tell
-        found.append(float(engine.forward(batch, cross_entropy).sum))
-        return found
-
-    for before, after in run_ranks(losses, 2):
+    for before, after in found("zero3-2", "restored"):
         assert abs(before - after) > 0.01 * before

@@ -12,13 +12,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from placement import whole
+from placement import assert_same, mesh_of, whole
+from ranks import Launch, Launches
 from tiny_models import hf_config, write_config
 from xorl.ckpt import CheckpointError, SafetensorsSource, load_weights
 from xorl.config import load_config
 from xorl.core import runtime
 from xorl.core.loss import cross_entropy
-from xorl.core.mesh import Mesh, ParallelDims
+from xorl.core.mesh import ParallelDims
 from xorl.core.models import Decoder, spec_for
 from xorl.core.optim import build_optimizer
 from xorl.core.parallel import ParallelPolicy, parallelize
@@ -38,7 +39,8 @@ from xorl.train.engine import Engine
 from xorl.train.export.saved import export_saved
 from xorl.train.run import run_training
 
-pytestmark = pytest.mark.multi
+# The first test that needs a number of ranks waits for all that they compute.
+pytestmark = [pytest.mark.multi, pytest.mark.timeout(900)]
 
 CPU = torch.device("cpu")
 HF_CONFIG = hf_config(hidden_size=64, intermediate_size=96, tie_word_embeddings=True)
@@ -57,6 +59,12 @@ LAYOUTS = {
     "fsdp2-3": ("fsdp2", 3, -1, -1),
     "hsdp-2x2": ("fsdp2", 4, 2, 2),
 }
+PLACED = [
+    ("nf4", "fsdp2-2"),
+    *(("nvfp4", layout) for layout in ("ddp-2", "fsdp2-3", "hsdp-2x2")),
+    ("block_fp8", "fsdp2-3"),
+]
+READ = [("nvfp4", "all_ranks"), ("nvfp4", "broadcast"), ("block_fp8", "all_ranks")]
 
 
 def batches() -> list[PackedBatch]:
@@ -78,7 +86,7 @@ def engine_for(
 ) -> Engine:
     """A model with adapters over quantised weights, drawn by a seed or read from (folder, mode)."""
     mode, world_size, shard_size, replicate_size = LAYOUTS[layout]
-    mesh = Mesh(ParallelDims.resolve(mode, world_size, shard_size=shard_size, replicate_size=replicate_size), "cpu")
+    mesh = mesh_of(ParallelDims.resolve(mode, world_size, shard_size=shard_size, replicate_size=replicate_size))
     spec = spec_for(HF_CONFIG)
     config = spec.config_from_hf(HF_CONFIG)
     with torch.device("meta"):
@@ -150,93 +158,98 @@ def trained(
     return first, gradients, stored(engine)
 
 
-def assert_same(reference: dict[str, Tensor], measured: dict[str, Tensor], limit: float) -> None:
-    assert set(reference) == set(measured)
-    for name, tensor in reference.items():
-        difference = (measured[name].float() - tensor.float()).norm() / tensor.float().norm()
-        assert difference <= limit, f"{name} differs by {difference:.2e}"
+def read(layout: str, quant_format: str, mode: str, folder: Path) -> dict[str, Tensor]:
+    return stored(engine_for(layout, quant_format, weights=(folder, mode)))
 
 
-@pytest.mark.parametrize(
-    ("quant_format", "layouts"),
-    [("nf4", ("fsdp2-2",)), ("nvfp4", ("ddp-2", "fsdp2-3", "hsdp-2x2")), ("block_fp8", ("fsdp2-3",))],
-)
-def test_bytes_gradients_and_merged_bytes_do_not_depend_on_the_placement(quant_format, layouts, run_ranks) -> None:
+def error_of_a_failed_read(mode: str, folder: Path) -> str:
+    read, num_reads = SafetensorsSource.read, 0
+
+    def fail(self: SafetensorsSource, *arguments) -> Tensor:
+        nonlocal num_reads
+        num_reads += 1
+        if num_reads == 8 and runtime.global_rank() == (1 if mode == "all_ranks" else 0):
+            raise CheckpointError("the disk is gone")
+        return read(self, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SafetensorsSource, "read", fail)
+        try:
+            engine_for("fsdp2-2", "nvfp4", weights=(folder, mode))
+        except CheckpointError as error:
+            return str(error)
+    return "loaded"
+
+
+def losses_of_bytes(backend: str | None) -> list[float]:
+    """Of two steps on one rank; checks what its first layer gathers."""
+    engine = engine_for("fsdp2-1", "block_fp8", dtype=torch.bfloat16, compile_backend=backend)
+    found = []
+    for _ in range(2):
+        sums = engine.forward_backward(own(engine)[:2], cross_entropy)
+        engine.optim_step(0.05, divisor=sums.num_trained_tokens)
+        found.append(float(engine.forward(batches()[0], cross_entropy).sum))
+    layer = engine.model.module.layers[0]
+    assert isinstance(layer, FSDPModule)
+    layer.unshard()
+    linear = layer.self_attn.qkv_proj
+    assert (linear.weight.dtype, linear.weight_scale.dtype) == (torch.uint8, torch.float32)
+    assert linear.weight.shape == (4, 32, 64)
+    assert linear.dense_weight(torch.float32).isfinite().all()
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Launches:
+    """By layout and what is computed: the table of this module."""
+    folder = tmp_path_factory.mktemp("weights")
+    write_weights(folder)
+    cells = {}
+    for quant_format, layout in [*((quant_format, "none") for quant_format in SCHEMES), *PLACED]:
+        cells[layout, "trained", quant_format] = (LAYOUTS[layout][1], partial(trained, layout, quant_format))
+    for quant_format, mode in READ:
+        cells["none", "read", quant_format] = (1, partial(read, "none", quant_format, "all_ranks", folder))
+        cells["fsdp2-3", "read", quant_format, mode] = (3, partial(read, "fsdp2-3", quant_format, mode, folder))
+    for mode in ("all_ranks", "broadcast"):
+        cells["failed read", mode] = (2, partial(error_of_a_failed_read, mode, folder))
+    for backend in (None, "eager"):
+        cells["bytes", backend] = (1, partial(losses_of_bytes, backend))
+    return launch(cells)
+
+
+@pytest.mark.parametrize(("quant_format", "layout"), PLACED)
+def test_bytes_gradients_and_merged_bytes_do_not_depend_on_the_placement(quant_format, layout, found: Launches) -> None:
     # Catches a global scale of one shard, blocks that straddle shards, noise that is another on each rank, padding of
     # shards that is multiplied, and a merge of other rows than the rank's own.
-    [(first, gradients, merged)] = run_ranks(lambda: trained("none", quant_format), 1)
-    for layout in layouts:
-        for result in run_ranks(lambda layout=layout: trained(layout, quant_format), LAYOUTS[layout][1]):
-            assert all(torch.equal(result[0][name], value) for name, value in first.items())
-            assert_same(gradients, result[1], limit=1e-4)
-            # Weights that the merge leaves on the border of two codes may fall to either side.
-            assert_same(merged, result[2], limit=1e-2)
+    [(first, gradients, merged)] = found("none", "trained", quant_format)
+    for its_first, its_gradients, its_merged in found(layout, "trained", quant_format):
+        assert all(torch.equal(its_first[name], value) for name, value in first.items())
+        assert_same(gradients, its_gradients, limit=1e-4)
+        # Weights that the merge leaves on the border of two codes may fall to either side.
+        assert_same(merged, its_merged, limit=1e-2)
     assert any(not torch.equal(merged[name], value) for name, value in first.items())
 
 
-@pytest.mark.parametrize(
-    ("quant_format", "modes"), [("nvfp4", ("all_ranks", "broadcast")), ("block_fp8", ("all_ranks",))]
-)
-def test_weights_from_a_checkpoint_are_quantised_alike_by_any_rank(quant_format, modes, tmp_path, run_ranks) -> None:
+@pytest.mark.parametrize(("quant_format", "mode"), READ)
+def test_weights_from_a_checkpoint_are_quantised_alike_by_any_rank(quant_format, mode, found: Launches) -> None:
     # Catches rows of a neighbouring shard, chunks that are quantised before a matrix is whole, and a broadcast in which
     # ranks meet in different collectives.
-    write_weights(tmp_path)
-    [reference] = run_ranks(lambda: stored(engine_for("none", quant_format, weights=(tmp_path, "all_ranks"))), 1)
-    path = "model.layers.1.self_attn.qkv_proj"
-    assert reference[f"{path}.weight"].any()
-    for mode in modes:
-        read = partial(engine_for, "fsdp2-3", quant_format, weights=(tmp_path, mode))
-        for measured in run_ranks(lambda read=read: stored(read()), 3):
-            assert all(torch.equal(measured[name], value) for name, value in reference.items())
+    [reference] = found("none", "read", quant_format)
+    assert reference["model.layers.1.self_attn.qkv_proj.weight"].any()
+    for measured in found("fsdp2-3", "read", quant_format, mode):
+        assert all(torch.equal(measured[name], value) for name, value in reference.items())
 
 
 @pytest.mark.parametrize("mode", ["all_ranks", "broadcast"])
-def test_a_rank_that_cannot_read_fails_every_rank(mode: str, tmp_path: Path, run_ranks) -> None:
+def test_a_rank_that_cannot_read_fails_every_rank(mode: str, found: Launches) -> None:
     # Catches ranks that wait for ever in the collective of a weight that another never came to.
-    write_weights(tmp_path)
-
-    def load() -> str:
-        read, num_reads = SafetensorsSource.read, 0
-
-        def fail(self: SafetensorsSource, *arguments) -> Tensor:
-            nonlocal num_reads
-            num_reads += 1
-            if num_reads == 8 and runtime.global_rank() == (1 if mode == "all_ranks" else 0):
-                raise CheckpointError("the disk is gone")
-            return read(self, *arguments)
-
-        SafetensorsSource.read = fail
-        try:
-            engine_for("fsdp2-2", "nvfp4", weights=(tmp_path, mode))
-        except CheckpointError as error:
-            return str(error)
-        return "loaded"
-
-    for told in run_ranks(load, 2):
+    for told in found("failed read", mode):
         assert "the disk is gone" in told
 
 
-def test_weights_are_gathered_as_bytes_under_compiled_layers(run_ranks) -> None:
+def test_weights_are_gathered_as_bytes_under_compiled_layers(found: Launches) -> None:
     # Catches bytes and fp32 scales that FSDP2's mixed precision casts to bf16, and graphs that keep gathered memory.
-    def losses(layout: str, backend: str | None) -> list[float]:
-        engine = engine_for(layout, "block_fp8", dtype=torch.bfloat16, compile_backend=backend)
-        found = []
-        for _ in range(2):
-            sums = engine.forward_backward(own(engine)[:2], cross_entropy)
-            engine.optim_step(0.05, divisor=sums.num_trained_tokens)
-            found.append(float(engine.forward(batches()[0], cross_entropy).sum))
-        layer = engine.model.module.layers[0]
-        if isinstance(layer, FSDPModule):
-            layer.unshard()
-            linear = layer.self_attn.qkv_proj
-            assert (linear.weight.dtype, linear.weight_scale.dtype) == (torch.uint8, torch.float32)
-            assert linear.weight.shape == (4, 32, 64)
-            assert linear.dense_weight(torch.float32).isfinite().all()
-        return found
-
-    [plain] = run_ranks(lambda: losses("fsdp2-1", None), 1)
-    [compiled] = run_ranks(lambda: losses("fsdp2-1", "eager"), 1)
-    assert compiled == plain
+    assert found("bytes", "eager") == found("bytes", None)
 
 
 CONFIG = """

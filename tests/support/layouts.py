@@ -1,0 +1,198 @@
+"""The table of layouts and of the runs that each computes, and what computes them. A new axis or family is a row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+
+import pytest
+import torch
+
+from placement import mesh_of
+from tiny_models import hf_config, write_config
+from xorl.config import Config, config_from_mapping
+from xorl.core import runtime
+from xorl.core.mesh import Mesh
+from xorl.kernels.attention import ring
+from xorl.train.build import build_engine
+from xorl.train.model_source import read_architecture
+from xorl.train.startup import parallel_dims
+from xorl.train.verify import Result, one_process, take_steps
+
+NUM_BINS = 8
+Options = Mapping[str, object]
+NO_OPTIONS: Options = MappingProxyType({})
+
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+MODELS: dict[str, dict[str, object]] = {
+    "llama": hf_config("llama", max_position_embeddings=20, rope_parameters=DYNAMIC),
+    "qwen3": hf_config("qwen3", num_attention_heads=8, num_key_value_heads=2),
+    "mistral": hf_config("mistral", sliding_window=5),
+    "gpt2": hf_config("gpt2"),
+    "qwen3_moe": hf_config(
+        "qwen3_moe",
+        moe_intermediate_size=48,
+        num_hidden_layers=3,
+        mlp_only_layers=[1],
+        output_router_logits=True,
+        router_aux_loss_coef=0.1,
+    ),
+    "mixtral": hf_config("mixtral"),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A model and the options of sections train and lora that every layout computes it with."""
+
+    model: str
+    train: Options = field(default_factory=dict)
+    lora: Options = field(default_factory=dict)
+
+
+LORA = {"enable_lora": True, "lora_rank": 4, "lora_target_modules": "all-linear"}
+QLORA = {**LORA, "enable_qlora": True, "quant_format": "nf4", "quant_group_size": 16}
+EXPERT_LORA = {**LORA, "lora_target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"]}
+MUON = {"optimizer": "muon"}
+RECOMPUTE = {"enable_gradient_checkpointing": True}
+BY_OPERATION = {**RECOMPUTE, "recompute_policy": "operation"}
+MOE_ACT = {"moe_checkpoint_method": "moe_act"}
+RUNS: dict[str, Run] = {
+    "llama": Run("llama"),
+    "llama, LoRA": Run("llama", lora=LORA),
+    "qwen3": Run("qwen3"),
+    "qwen3, LoRA": Run("qwen3", MUON, LORA),
+    "qwen3, DoRA": Run("qwen3", lora={**LORA, "use_dora": True}),
+    "qwen3, QLoRA": Run("qwen3", lora=QLORA),
+    "qwen3, Muon": Run("qwen3", {**MUON, **BY_OPERATION}),
+    "mistral": Run("mistral"),
+    "gpt2": Run("gpt2", RECOMPUTE),
+    "mixtral, Muon": Run("mixtral", MUON),
+    "qwen3_moe": Run("qwen3_moe", {"router_z_loss_coef": 0.1}),
+    "qwen3_moe, recomputed": Run("qwen3_moe", RECOMPUTE),
+    "qwen3_moe, moe_act": Run("qwen3_moe", {**RECOMPUTE, **MOE_ACT}),
+    "qwen3_moe, operation": Run("qwen3_moe", BY_OPERATION),
+    "qwen3_moe, operation and moe_act": Run("qwen3_moe", {**BY_OPERATION, **MOE_ACT}),
+    "qwen3_moe, LoRA": Run("qwen3_moe", lora=LORA),
+    "qwen3_moe, adapted experts": Run("qwen3_moe", MUON, EXPERT_LORA),
+    "qwen3_moe, adapted experts, recomputed": Run("qwen3_moe", RECOMPUTE, EXPERT_LORA),
+    "qwen3_moe, QLoRA": Run("qwen3_moe", lora=QLORA),
+    "qwen3_moe, QLoRA, adapted experts": Run("qwen3_moe", RECOMPUTE, {**QLORA, **EXPERT_LORA}),
+    "qwen3_moe, shared adapters": Run("qwen3_moe", MUON, {**EXPERT_LORA, "moe_shared_lora": True}),
+    "qwen3_moe, outer factors shared": Run("qwen3_moe", RECOMPUTE, {**EXPERT_LORA, "moe_hybrid_shared_lora": True}),
+}
+SHARED = ("qwen3_moe, shared adapters", "qwen3_moe, outer factors shared")
+CONTEXT = ("llama, LoRA", "qwen3", "qwen3_moe")
+ALL_CONTEXT = (
+    *(name for name, run in RUNS.items() if run.model in ("llama", "qwen3", "mistral", "gpt2")),
+    "qwen3_moe",
+    "qwen3_moe, operation and moe_act",
+)
+EXPERTS = (
+    "qwen3_moe",
+    "mixtral, Muon",
+    "qwen3_moe, LoRA",
+    "qwen3_moe, adapted experts",
+    "qwen3_moe, outer factors shared",
+)
+ALL_EXPERTS = tuple(
+    name for name, run in RUNS.items() if run.model in ("qwen3_moe", "mixtral") and name not in ALL_CONTEXT[-1:]
+)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Options of section train that place a run on a number of ranks, and the names of the runs to compare there."""
+
+    num_ranks: int
+    runs: tuple[str, ...]
+    train: Options
+
+
+def _layout(num_ranks: int, runs: tuple[str, ...], **train: object) -> Layout:
+    return Layout(num_ranks, runs, {"data_parallel_mode": "fsdp2", **train})
+
+
+ULYSSES = {"ulysses_parallel_size": 2}
+RING = {"ringattn_parallel_size": 2}
+EP = {"expert_parallel_size": 2}
+DDP = {"data_parallel_mode": "ddp"}
+HSDP = {"data_parallel_replicate_size": 2}
+ONE_PROCESS: Options = {"data_parallel_mode": "none"}
+LAYOUTS: dict[str, Layout] = {
+    "ddp 2": _layout(2, SHARED, **DDP),
+    "fsdp 2": _layout(2, SHARED),
+    "ulysses 2": _layout(2, (*ALL_CONTEXT, *SHARED), **ULYSSES),
+    "ulysses 2, none": _layout(2, CONTEXT, **ULYSSES, cp_fsdp_mode="none"),
+    "ulysses 2, ddp": _layout(2, CONTEXT, **ULYSSES, **DDP),
+    "ring 2": _layout(2, ALL_CONTEXT, **RING),
+    "ring 2, none": _layout(2, CONTEXT, **RING, cp_fsdp_mode="none"),
+    "ep 2": _layout(2, ALL_EXPERTS, **EP),
+    "ep 2, ulysses 2": _layout(2, EXPERTS, **EP, **ULYSSES),
+    "ep 2, ring 2": _layout(2, EXPERTS, **EP, **RING),
+    "hsdp 2": _layout(4, SHARED, **HSDP),
+    "ulysses 4": _layout(4, CONTEXT, ulysses_parallel_size=4),
+    "dp 2, ulysses 2": _layout(4, ALL_CONTEXT, **ULYSSES),
+    "dp 2, ulysses 2, none": _layout(4, CONTEXT, **ULYSSES, cp_fsdp_mode="none"),
+    "dp 2, ulysses 2, ddp": _layout(4, CONTEXT, **ULYSSES, **DDP),
+    "hsdp 2, ulysses 2": _layout(4, CONTEXT, **ULYSSES, **HSDP),
+    "ring 4": _layout(4, CONTEXT, ringattn_parallel_size=4),
+    "dp 2, ring 2": _layout(4, CONTEXT, **RING),
+    "dp 2, ring 2, ddp": _layout(4, CONTEXT, **RING, **DDP),
+    "ring 2, ulysses 2": _layout(4, ALL_CONTEXT, **RING, **ULYSSES),
+    "ring 2, ulysses 2, ulysses_only": _layout(4, CONTEXT, **RING, **ULYSSES, cp_fsdp_mode="ulysses_only"),
+    "ring 2, ulysses 2, ring_only": _layout(4, CONTEXT, **RING, **ULYSSES, cp_fsdp_mode="ring_only"),
+    "ep 4": _layout(4, EXPERTS, expert_parallel_size=4),
+    "ep 2, fsdp 2": _layout(4, ALL_EXPERTS, **EP),
+    "ep 2 outside, fsdp 2": _layout(4, EXPERTS, **EP, ep_outside=True),
+    "hsdp 2, ep 2": _layout(4, EXPERTS, **EP, **HSDP),
+    "dp 2, ulysses 2, ep 2": _layout(4, EXPERTS, **EP, **ULYSSES),
+    "dp 2, ring 2, ep 4": _layout(4, EXPERTS, **RING, expert_parallel_size=4),
+}
+
+
+def write_models(folder: Path) -> Path:
+    """The folder, with a folder for each of MODELS."""
+    for name, shape in MODELS.items():
+        write_config(folder / name, shape)
+    return folder
+
+
+def run_config(
+    folder: Path, model: str, train: Options, lora: Options = NO_OPTIONS, of_model: Options = NO_OPTIONS
+) -> Config:
+    """The configuration of a run of a model that `write_models` wrote."""
+    values = {
+        "model": {"config_path": str(folder / model), **of_model},
+        "data": {"datasets": [{"path": "a"}]},
+        "train": {"output_dir": str(folder / "out"), "enable_mixed_precision": False, **train},
+        "lora": lora,
+    }
+    return config_from_mapping(values).config
+
+
+def mesh_for(config: Config) -> Mesh:
+    """The mesh of a configuration over all ranks; collective. Runs in one process share it."""
+    return mesh_of(parallel_dims(config, runtime.world_size()))
+
+
+def steps(config: Config, num_bins: int = NUM_BINS) -> Result:
+    """Two steps from the same weights and over the same rows for every layout."""
+    runtime.seed_everything(0)
+    architecture = read_architecture(config.model)
+    engine = build_engine(config, architecture, mesh_for(config), torch.device("cpu"))
+    return take_steps(engine, config, architecture, num_bins)
+
+
+def run_in_layout(folder: Path, run: Run, train: Options) -> Result:
+    """The steps of a run in a layout. One ring exchanges the heads in several parts, as large models do."""
+    config = run_config(folder, run.model, {**train, **run.train}, run.lora)
+    if train == ONE_PROCESS:
+        return steps(one_process(config))
+    dims = mesh_for(config).dims
+    with pytest.MonkeyPatch.context() as patch:
+        if dims.ring == dims.world_size == 2:
+            patch.setattr(ring, "MIN_PART_ELEMENTS", 1)
+        return steps(config)
