@@ -210,7 +210,7 @@ def _id_problem(largest: int, fmt: Format) -> str:
         f"the tokenizer writes {fmt.tokenizer.core.id_to_token(largest)!r} as id {largest}, but the model's vocab_size "
         f"is {fmt.vocab_size}, so the largest id is {fmt.vocab_size - 1}. {_tokens_without_rows(fmt)}. If tokens were "
         "added for this model, give it rows for them with transformers, model.resize_token_embeddings(len(tokenizer)), "
-        "save it, and train from that folder; otherwise set model.tokenizer_path to the model's own tokenizer"
+        "save it, and train from that folder; otherwise use the model's own tokenizer"
     )
 
 
