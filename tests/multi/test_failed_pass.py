@@ -80,7 +80,8 @@ def fail(engine: Engine, where: str) -> None:
 def test_gradients_and_later_passes_know_nothing_of_it(
     layout: str, param_dtype: torch.dtype, recompute: str, run_ranks
 ) -> None:
-    # Catches half of a failed call in the next step, and a model that gathers nothing, or waits, after a failure.
+    # Catches half of a failed call in the next step, a model that gathers nothing, or waits, after a failure, and
+    # gradients of an earlier call that each replica adds.
     def gradients(failures: bool) -> dict[str, Tensor]:
         engine = engine_for(layout, param_dtype, recompute)
         rank = engine.model.mesh.data.rank
@@ -93,8 +94,15 @@ def test_gradients_and_later_passes_know_nothing_of_it(
             engine.forward_backward([batch(rank + number), batch(5 + number)], cross_entropy)
         return {name: whole(p.grad) for name, p in engine.model.module.named_parameters()}
 
-    def both() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        return gradients(False), gradients(True)
+    def gradients_of_one_call() -> dict[str, Tensor]:
+        engine = engine_for(layout, param_dtype, recompute)
+        rank = engine.model.mesh.data.rank
+        engine.forward_backward([batch(number) for number in (rank, 5, rank + 1, 6)], cross_entropy)
+        return {name: whole(p.grad) for name, p in engine.model.module.named_parameters()}
 
-    for wanted, got in run_ranks(both, num_ranks(layout)):
+    for wanted, got, at_once in run_ranks(
+        lambda: (gradients(False), gradients(True), gradients_of_one_call()), num_ranks(layout)
+    ):
         assert all(torch.equal(wanted[name], got[name]) for name in wanted)
+        if param_dtype == torch.float32:
+            torch.testing.assert_close(got, at_once, rtol=1e-4, atol=1e-4)

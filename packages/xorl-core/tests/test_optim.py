@@ -17,7 +17,7 @@ from xorl.core.optim import (
 )
 from xorl.core.optim.decay import undecayed
 from xorl.core.optim.matrices import Matrix, _joined, plan_rounds
-from xorl.core.optim.muon import lr_ratio
+from xorl.core.optim.muon import _MatrixStack, lr_ratio
 from xorl.core.optim.newton_schulz import orthogonalisation_flops, orthogonalise
 
 
@@ -413,3 +413,9 @@ def test_half_precision_parameters_step_after_several_micro_batches(name: str) -
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     assert (parameter < 1).all()
+
+
+def test_the_noise_of_a_row_is_that_of_its_place_in_the_whole_weight() -> None:
+    """Catches rounding under Muon that depends on which rows a rank holds."""
+    held = _MatrixStack(torch.zeros(4, 3), {"step": torch.zeros(())}, (4,), key=7, offset=30, group={})
+    assert [held.noise(row).first for row in range(4)] == [30, 33, 36, 39]
