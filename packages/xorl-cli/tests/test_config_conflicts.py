@@ -28,6 +28,25 @@ def loaded_with(**changes: dict[str, Any]) -> LoadedConfig:
     return config_from_mapping(data)
 
 
+def options_of(text: str) -> tuple[str, Options]:
+    """Reads `train.lr: 0.1, data.datasets: [{weight: 2}]`: returns the path of the first option, and all by section.
+
+    An entry without a path gets one.
+    """
+    document = read_document(f"{{{text}}}", "")
+    assert document.root is not None
+    flat = document.root.plain()
+    (first, value), *_ = flat.items()
+    if first in ("data.datasets", "data.test_datasets"):
+        first = f"{first}.0.{next(iter(value[0]))}"
+    options: Options = {}
+    for path, value in flat.items():
+        section, _, name = path.partition(".")
+        is_entries = name in ("datasets", "test_datasets")
+        options.setdefault(section, {})[name] = [{"path": "a", **entry} for entry in value] if is_entries else value
+    return first, options
+
+
 def test_what_a_type_of_data_takes_is_what_its_format_takes() -> None:
     # Would catch a configuration that is refused for what a format reads, or accepted for what it does not: the tables
     # stand twice, since a configuration is checked without torch.
@@ -44,137 +63,78 @@ def swept(*members: dict[str, Any], **lora: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("changes", "path", "message"),
+    ("options", "message"),
     [
-        ({"model": {"model_path": None}}, "model.model_path", "both are null"),
-        ({"data": entry(data_files="x.json")}, "data.datasets.0.data_files", "needs ds_type"),
-        ({"data": entry(shards=2)}, "data.datasets.0.shards", "needs shards_idx, the part to use (0 to 1)"),
-        ({"data": entry(shards_idx=1)}, "data.datasets.0.shards_idx", "needs shards, the number"),
-        ({"data": entry(shards=2, shards_idx=2)}, "data.datasets.0.shards_idx", "use 0 to 1"),
-        ({"data": entry(shards=2, shards_idx=0, preprocess_shards=2)}, "data.datasets.0.preprocess_shards", "not both"),
-        ({"data": entry(weight=1.0, num_epochs=2.0)}, "data.datasets.0.num_epochs", "not both"),
+        ("model.model_path: null", "both are null"),
+        ("data.datasets: [{data_files: x.json}]", "needs ds_type"),
+        ("data.datasets: [{shards: 2}]", "needs shards_idx, the part to use (0 to 1)"),
+        ("data.datasets: [{shards_idx: 1}]", "needs shards, the number"),
+        ("data.datasets: [{shards_idx: 2, shards: 2}]", "use 0 to 1"),
+        ("data.datasets: [{preprocess_shards: 2, shards: 2, shards_idx: 0}]", "not both"),
+        ("data.datasets: [{num_epochs: 2.0, weight: 1.0}]", "not both"),
+        ("data.datasets: [{weight: 1.0}, {path: b}]", "set them on every entry, or on none"),
+        ("data.streaming: true", "has no known length: set train.max_steps"),
         (
-            {"data": {"datasets": [{"path": "a", "weight": 1.0}, {"path": "b"}]}},
-            "data.datasets.0.weight",
-            "set them on every entry, or on none",
-        ),
-        ({"data": {"streaming": True}}, "data.streaming", "has no known length: set train.max_steps"),
-        (
-            {"data": {"streaming": True, "val_set_size": 5}, "train": {"max_steps": 3}},
-            "data.val_set_size",
+            "data.val_set_size: 5, data.streaming: true, train.max_steps: 3",
             "has no effect unless data.streaming is false",
         ),
-        ({"data": {"push_dataset_to_hub": "a/b"}}, "data.push_dataset_to_hub", "needs hf_use_auth_token: true"),
-        ({"data": {"dataset_shard_num": 3}}, "data.dataset_shard_num", "needs dataset_shard_idx"),
-        ({"data": {"dataset_shard_idx": 0}}, "data.dataset_shard_idx", "needs dataset_shard_num"),
-        ({"data": {"dataset_shard_num": 3, "dataset_shard_idx": 3}}, "data.dataset_shard_idx", "use 0 to 2"),
-        ({"data": entry(max_seq_len=32001)}, "data.datasets.0.max_seq_len", "documents must fit into a bin"),
-        ({"data": {"test_datasets": [{"path": "b"}], "val_set_size": 5}}, "data.val_set_size", "a single source"),
+        ("data.push_dataset_to_hub: a/b", "needs hf_use_auth_token: true"),
+        ("data.dataset_shard_num: 3", "needs dataset_shard_idx"),
+        ("data.dataset_shard_idx: 0", "needs dataset_shard_num"),
+        ("data.dataset_shard_idx: 3, data.dataset_shard_num: 3", "use 0 to 2"),
+        ("data.datasets: [{max_seq_len: 32001}]", "documents must fit into a bin"),
+        ("data.val_set_size: 5, data.test_datasets: [{path: b}]", "a single source"),
+        ("lora.lora_dropout: 0.1, lora.enable_lora: true, train.enable_compile: true", "draw random numbers"),
+        ("lora.use_dora: true, lora.enable_lora: true, train.fp8: tensorwise", "needs their norms"),
         (
-            {"lora": {"enable_lora": True, "lora_dropout": 0.1}, "train": {"enable_compile": True}},
-            "lora.lora_dropout",
-            "draw random numbers",
-        ),
-        (
-            {"lora": {"enable_lora": True, "use_dora": True}, "train": {"fp8": "tensorwise"}},
-            "lora.use_dora",
-            "needs their norms",
-        ),
-        (
-            {"train": {"enable_profiling": True, "profile_start_step": 6, "profile_end_step": 8, "max_steps": 5}},
-            "train.profile_start_step",
+            "train.profile_start_step: 6, train.enable_profiling: true, train.profile_end_step: 8, train.max_steps: 5",
             "max_steps ends the run at 5",
         ),
-        ({"train": {"optimizer": "muon", "lr": 0.0}}, "train.lr", "set lr above 0"),
+        ("train.lr: 0.0, train.optimizer: muon", "set lr above 0"),
+        ("train.param_dtype: bf16, train.enable_mixed_precision: false", "set enable_mixed_precision to true"),
+        ("train.enable_activation_offload: true, train.recompute_policy: operation", "cannot be offloaded"),
+        ("train.enable_reentrant: true, train.enable_compile: true", "cannot be compiled"),
+        ("train.fp8: rowwise, train.enable_mixed_precision: false", "enable_mixed_precision is true"),
+        ("train.fp8: tensorwise, train.enable_cpu_offload: true", "casts the gathered weights"),
         (
-            {"train": {"param_dtype": "bf16", "enable_mixed_precision": False}},
-            "train.param_dtype",
-            "set enable_mixed_precision to true",
-        ),
-        (
-            {"train": {"recompute_policy": "operation", "enable_activation_offload": True}},
-            "train.enable_activation_offload",
-            "cannot be offloaded",
-        ),
-        (
-            {"train": {"enable_compile": True, "enable_reentrant": True}},
-            "train.enable_reentrant",
-            "cannot be compiled",
-        ),
-        (
-            {"train": {"fp8": "rowwise", "enable_mixed_precision": False}},
-            "train.fp8",
-            "enable_mixed_precision is true",
-        ),
-        ({"train": {"fp8": "tensorwise", "enable_cpu_offload": True}}, "train.fp8", "casts the gathered weights"),
-        (
-            {"model": {"model_path": None, "config_path": "c"}, "train": {"load_weights_mode": "dcp"}},
-            "train.load_weights_mode",
+            "train.load_weights_mode: dcp, model.model_path: null, model.config_path: c",
             "unless model.model_path is set",
         ),
         (
-            {"train": {"load_weights_mode": "dcp"}, "lora": {"enable_lora": True, "save_lora_only": True}},
-            "train.load_weights_mode",
+            "train.load_weights_mode: dcp, lora.enable_lora: true, lora.save_lora_only: true",
             "convert it with `xorl export`",
         ),
+        ("train.reshard_after_forward: true, train.enable_full_shard: false", "remove one of the two"),
+        ("train.data_parallel_shard_size: 2, train.data_parallel_mode: none", "none uses a single process"),
+        ("train.data_parallel_replicate_size: 2, train.data_parallel_mode: none", "none uses a single process"),
+        ("train.data_parallel_shard_size: 2, train.data_parallel_mode: ddp", "ddp does not shard"),
+        ("train.tensor_parallel_size: 2", "model.merge_qkv: false"),
+        ("train.lr_start: 0.0001, train.lr: 1e-5, train.lr_warmup_ratio: 0.1", "is above lr"),
         (
-            {"train": {"reshard_after_forward": True, "enable_full_shard": False}},
-            "train.reshard_after_forward",
-            "remove one of the two",
-        ),
-        (
-            {"train": {"data_parallel_mode": "none", "data_parallel_shard_size": 2}},
-            "train.data_parallel_shard_size",
-            "none uses a single process",
-        ),
-        (
-            {"train": {"data_parallel_mode": "none", "data_parallel_replicate_size": 2}},
-            "train.data_parallel_replicate_size",
-            "none uses a single process",
-        ),
-        (
-            {"train": {"data_parallel_mode": "ddp", "data_parallel_shard_size": 2}},
-            "train.data_parallel_shard_size",
-            "ddp does not shard",
-        ),
-        ({"train": {"tensor_parallel_size": 2}}, "train.tensor_parallel_size", "model.merge_qkv: false"),
-        (
-            {"train": {"lr": 1e-5, "lr_start": 1e-4, "lr_warmup_ratio": 0.1}},
-            "train.lr_start",
-            "is above lr",
-        ),
-        (
-            {"data": {"streaming": True, **entry(shards=2, shards_idx=0)}, "train": {"max_steps": 3}},
-            "data.datasets.0.shards",
+            "data.datasets: [{shards: 2, shards_idx: 0}], data.streaming: true, train.max_steps: 3",
             "a stream is not split",
         ),
-        ({"train": {"lr": 1e-5, "lr_min": 1e-4, "lr_decay_style": "linear"}}, "train.lr_min", "is above lr"),
+        ("train.lr_min: 0.0001, train.lr: 1e-5, train.lr_decay_style: linear", "is above lr"),
         (
-            {"train": {"lr_decay_style": "linear", "lr_warmup_ratio": 0.5, "lr_decay_ratio": 0.4}},
-            "train.lr_decay_ratio",
+            "train.lr_decay_ratio: 0.4, train.lr_decay_style: linear, train.lr_warmup_ratio: 0.5",
             "would end before the warm-up",
         ),
-        ({"train": {"enable_full_determinism": True}}, "train.enable_full_determinism", "allow_cuda_launch_blocking"),
+        ("train.enable_full_determinism: true", "allow_cuda_launch_blocking"),
+        ("train.profile_end_step: 1, train.enable_profiling: true", "must be greater than profile_start_step"),
         (
-            {"train": {"enable_profiling": True, "profile_end_step": 1}},
-            "train.profile_end_step",
-            "must be greater than profile_start_step",
-        ),
-        (
-            {"model": {"foundation": {"rope_theta": 5.0}}, "lora": {"enable_lora": True, "save_lora_only": True}},
-            "model.foundation",
+            "model.foundation: {rope_theta: 5.0}, lora.enable_lora: true, lora.save_lora_only: true",
             "with its own config.json",
         ),
-        ({"lora": {"enable_lora": True, "lora_target_modules": []}}, "lora.lora_target_modules", "the list is empty"),
+        ("lora.lora_target_modules: [], lora.enable_lora: true", "the list is empty"),
         (
-            {"model": {"config_path": "c", "model_path": None}, "lora": {"enable_lora": True, "save_lora_only": True}},
-            "lora.save_lora_only",
+            "lora.save_lora_only: true, model.config_path: c, model.model_path: null, lora.enable_lora: true",
             "would not be saved anywhere",
         ),
     ],
 )
-def test_options_that_contradict_each_other_are_refused(changes: Options, path: str, message: str) -> None:
+def test_options_that_contradict_each_other_are_refused(options: str, message: str) -> None:
     # Would catch a run in which one of two options silently wins.
+    path, changes = options_of(options)
     with pytest.raises(ConfigError) as caught:
         loaded_with(**changes)
     found = [(problem.path, problem.message) for problem in caught.value.problems]
@@ -182,154 +142,85 @@ def test_options_that_contradict_each_other_are_refused(changes: Options, path: 
 
 
 @pytest.mark.parametrize(
-    ("changes", "path", "message"),
+    ("options", "message"),
     [
+        ("train.save_epochs: 0.5, data.streaming: true, train.max_steps: 3", "use train.save_steps"),
         (
-            {"data": {"streaming": True}, "train": {"max_steps": 3, "save_epochs": 0.5}},
-            "train.save_epochs",
-            "use train.save_steps",
-        ),
-        (
-            {"data": {"streaming": True, **entry(preprocess_shards=2)}, "train": {"max_steps": 3}},
-            "data.datasets.0.preprocess_shards",
+            "data.datasets: [{preprocess_shards: 2}], data.streaming: true, train.max_steps: 3",
             "data.streaming is false",
         ),
+        ("data.num_dataset_shards_to_save: 2, data.skip_prepare_dataset: true", "skip_prepare_dataset is false"),
+        ("data.hf_use_auth_token: true", "is a Hub id"),
+        ("model.lm_head_fp32: false, train.enable_mixed_precision: false", "enable_mixed_precision is true"),
+        ("model.attention_cast_bf16: true", "enable_mixed_precision is false"),
+        ("train.eval_steps: 5", "data.val_set_size is set, or data.test_datasets"),
+        ("data.eval_sample_packing: false", "unless data.val_set_size is set"),
+        ("data.datasets: [{split: test, path: dummy}]", "rows of dummy are synthetic"),
+        ("data.sample_packing_group_size: 9", "is multipack"),
+        ("data.sample_packing_mp_start_method: spawn", "is multipack"),
+        ("train.reshard_after_forward: true, train.data_parallel_mode: ddp", "data_parallel_mode is fsdp2"),
+        ("train.enable_full_shard: false, train.data_parallel_mode: ddp", "data_parallel_mode is fsdp2"),
+        ("train.fsdp_collectives: nccl, train.data_parallel_mode: ddp", "data_parallel_mode is fsdp2"),
+        ("train.enable_forward_prefetch: false, train.data_parallel_mode: none", "data_parallel_mode is fsdp2"),
+        ("model.basic_modules: [mlp], train.data_parallel_mode: none", "data_parallel_mode is fsdp2"),
         (
-            {"data": {"num_dataset_shards_to_save": 2, "skip_prepare_dataset": True}},
-            "data.num_dataset_shards_to_save",
-            "skip_prepare_dataset is false",
-        ),
-        ({"data": {"hf_use_auth_token": True}}, "data.hf_use_auth_token", "is a Hub id"),
-        (
-            {"model": {"lm_head_fp32": False}, "train": {"enable_mixed_precision": False}},
-            "model.lm_head_fp32",
-            "enable_mixed_precision is true",
-        ),
-        ({"model": {"attention_cast_bf16": True}}, "model.attention_cast_bf16", "enable_mixed_precision is false"),
-        ({"train": {"eval_steps": 5}}, "train.eval_steps", "data.val_set_size is set, or data.test_datasets"),
-        ({"data": {"eval_sample_packing": False}}, "data.eval_sample_packing", "unless data.val_set_size is set"),
-        (
-            {"data": {"datasets": [{"path": "dummy", "split": "test"}]}},
-            "data.datasets.0.split",
-            "rows of dummy are synthetic",
-        ),
-        ({"data": {"sample_packing_group_size": 9}}, "data.sample_packing_group_size", "is multipack"),
-        ({"data": {"sample_packing_mp_start_method": "spawn"}}, "data.sample_packing_mp_start_method", "is multipack"),
-        (
-            {"train": {"data_parallel_mode": "ddp", "reshard_after_forward": True}},
-            "train.reshard_after_forward",
-            "data_parallel_mode is fsdp2",
-        ),
-        (
-            {"train": {"data_parallel_mode": "ddp", "enable_full_shard": False}},
-            "train.enable_full_shard",
-            "data_parallel_mode is fsdp2",
-        ),
-        (
-            {"train": {"data_parallel_mode": "ddp", "fsdp_collectives": "nccl"}},
-            "train.fsdp_collectives",
-            "data_parallel_mode is fsdp2",
-        ),
-        (
-            {"train": {"data_parallel_mode": "none", "enable_forward_prefetch": False}},
-            "train.enable_forward_prefetch",
-            "data_parallel_mode is fsdp2",
-        ),
-        (
-            {"model": {"basic_modules": ["mlp"]}, "train": {"data_parallel_mode": "none"}},
-            "model.basic_modules",
-            "data_parallel_mode is fsdp2",
-        ),
-        (
-            {"train": {"enable_gradient_checkpointing": False, "enable_reentrant": True}},
-            "train.enable_reentrant",
+            "train.enable_reentrant: true, train.enable_gradient_checkpointing: false",
             "enable_gradient_checkpointing is true",
         ),
         (
-            {"train": {"enable_gradient_checkpointing": False, "recompute_policy": "operation"}},
-            "train.recompute_policy",
+            "train.recompute_policy: operation, train.enable_gradient_checkpointing: false",
             "enable_gradient_checkpointing is true",
         ),
+        ("train.recompute_modules: [mlp], train.recompute_policy: operation", "recompute_policy is module"),
+        ("train.enable_reentrant: true, train.recompute_policy: operation", "recompute_policy is module"),
+        ("train.enable_cpu_offload: true, train.data_parallel_mode: ddp", "data_parallel_mode is fsdp2"),
+        ("train.optimizer_dtype: fp32", "is anyprecision_adamw or muon"),
+        ("train.muon_momentum: 0.5, train.optimizer: sgd", "optimizer is muon"),
+        ("train.activation_gpu_limit: 2.0", "enable_activation_offload is true"),
+        ("train.enable_activation_offload: true, train.recompute_policy: auto", "auto chooses it"),
+        ("train.recompute_num_layers: 2, train.recompute_policy: auto", "auto chooses it"),
         (
-            {"train": {"recompute_policy": "operation", "recompute_modules": ["mlp"]}},
-            "train.recompute_modules",
-            "recompute_policy is module",
-        ),
-        (
-            {"train": {"recompute_policy": "operation", "enable_reentrant": True}},
-            "train.enable_reentrant",
-            "recompute_policy is module",
-        ),
-        (
-            {"train": {"data_parallel_mode": "ddp", "enable_cpu_offload": True}},
-            "train.enable_cpu_offload",
-            "data_parallel_mode is fsdp2",
-        ),
-        ({"train": {"optimizer_dtype": "fp32"}}, "train.optimizer_dtype", "is anyprecision_adamw or muon"),
-        ({"train": {"optimizer": "sgd", "muon_momentum": 0.5}}, "train.muon_momentum", "optimizer is muon"),
-        ({"train": {"activation_gpu_limit": 2.0}}, "train.activation_gpu_limit", "enable_activation_offload is true"),
-        (
-            {"train": {"recompute_policy": "auto", "enable_activation_offload": True}},
-            "train.enable_activation_offload",
-            "auto chooses it",
-        ),
-        (
-            {"train": {"recompute_policy": "auto", "recompute_num_layers": 2}},
-            "train.recompute_num_layers",
-            "auto chooses it",
-        ),
-        (
-            {"train": {"recompute_num_layers": 2, "enable_gradient_checkpointing": False}},
-            "train.recompute_num_layers",
+            "train.recompute_num_layers: 2, train.enable_gradient_checkpointing: false",
             "enable_gradient_checkpointing is true",
         ),
-        ({"train": {"lr_min": 1e-6}}, "train.lr_min", "is linear or cosine"),
-        ({"train": {"lr_decay_ratio": 0.5}}, "train.lr_decay_ratio", "is linear or cosine"),
-        ({"train": {"lr_start": 1e-6}}, "train.lr_start", "lr_warmup_ratio is above 0"),
-        ({"train": {"no_decay_modules": ["norm"]}}, "train.no_decay_modules", "weight_decay is above 0"),
-        ({"train": {"no_decay_params": ["bias"]}}, "train.no_decay_params", "weight_decay is above 0"),
+        ("train.lr_min: 1e-6", "is linear or cosine"),
+        ("train.lr_decay_ratio: 0.5", "is linear or cosine"),
+        ("train.lr_start: 1e-6", "lr_warmup_ratio is above 0"),
+        ("train.no_decay_modules: [norm]", "weight_decay is above 0"),
+        ("train.no_decay_params: [bias]", "weight_decay is above 0"),
         (
-            {"model": {"model_path": None, "config_path": "c"}, "train": {"load_weights_mode": "all_ranks"}},
-            "train.load_weights_mode",
+            "train.load_weights_mode: all_ranks, model.model_path: null, model.config_path: c",
             "random weights are not read",
         ),
-        ({"train": {"profile_rank0_only": False}}, "train.profile_rank0_only", "enable_profiling is true"),
-        ({"train": {"lr": 1e-5, "lr_start": 1e-4}}, "train.lr_start", "lr_warmup_ratio is above 0"),
+        ("train.profile_rank0_only: false", "enable_profiling is true"),
+        ("train.lr_start: 0.0001, train.lr: 1e-5", "lr_warmup_ratio is above 0"),
         (
-            {"train": {"recompute_modules": ["mlp"], "enable_gradient_checkpointing": False}},
-            "train.recompute_modules",
+            "train.recompute_modules: [mlp], train.enable_gradient_checkpointing: false",
             "enable_gradient_checkpointing is true",
         ),
-        ({"lora": {"save_lora_only": True}}, "lora.save_lora_only", "enable_lora is true"),
-        (
-            {"lora": {"reset_optimizer_on_merge": True}},
-            "lora.reset_optimizer_on_merge",
-            "merge_lora_interval is above 0",
-        ),
-        ({"lora": {"use_dora": True}}, "lora.use_dora", "enable_lora is true"),
-        ({"lora": {"moe_shared_lora": True}}, "lora.moe_shared_lora", "enable_lora is true"),
-        ({"lora": {"moe_lora_format": "peft"}}, "lora.moe_lora_format", "enable_lora is true"),
-        ({"lora": {"adapter_path": "a"}}, "lora.adapter_path", "enable_lora is true"),
-        ({"lora": {"sweep": [{"name": "a"}]}}, "lora.sweep", "enable_lora is true"),
-        ({"lora": {"enable_lora": True, "sweep_members_per_pass": 2}}, "lora.sweep_members_per_pass", "lora.sweep is"),
-        ({"lora": {"enable_lora": True, "quant_group_size": 16}}, "lora.quant_group_size", "enable_qlora is true"),
-        ({"lora": {"aqn_alpha": 0.5}}, "lora.aqn_alpha", "enable_aqn is true"),
-        (swept({}, save_lora_only=True), "lora.save_lora_only", "only saves adapters"),
-        ({"data": entry(type="text", chat_template="a.jinja")}, "data.datasets.0.chat_template", "type is chat"),
-        ({"data": entry(overflow="error", overflow_limit=0.1)}, "data.datasets.0.overflow_limit", "truncate"),
-        ({"data": {"select_columns": ["a"], **entry(type="text")}}, "data.select_columns", "tokenized or auto"),
-        ({"train": {"use_wandb": False, "wandb_name": "a"}}, "train.wandb_name", "use_wandb is true"),
-        ({"train": {"lr_min": 1e-4, "lr": 1e-5}}, "train.lr_min", "is linear or cosine"),
-        (
-            {"data": {"dataloader_num_workers": 0, "dataloader_prefetch_factor": 4}},
-            "data.dataloader_prefetch_factor",
-            "dataloader_num_workers is above 0",
-        ),
-        ({"lora": {"enable_lora": True, "adapter_path": "a", "lora_rank": 8}}, "lora.lora_rank", "determine it"),
+        ("lora.save_lora_only: true", "enable_lora is true"),
+        ("lora.reset_optimizer_on_merge: true", "merge_lora_interval is above 0"),
+        ("lora.use_dora: true", "enable_lora is true"),
+        ("lora.moe_shared_lora: true", "enable_lora is true"),
+        ("lora.moe_lora_format: peft", "enable_lora is true"),
+        ("lora.adapter_path: a", "enable_lora is true"),
+        ("lora.sweep: [{name: a}]", "enable_lora is true"),
+        ("lora.sweep_members_per_pass: 2, lora.enable_lora: true", "lora.sweep is"),
+        ("lora.quant_group_size: 16, lora.enable_lora: true", "enable_qlora is true"),
+        ("lora.aqn_alpha: 0.5", "enable_aqn is true"),
+        ("lora.save_lora_only: true, lora.enable_lora: true, lora.sweep: [{name: m0}]", "only saves adapters"),
+        ("data.datasets: [{chat_template: a.jinja, type: text}]", "type is chat"),
+        ("data.datasets: [{overflow_limit: 0.1, overflow: error}]", "truncate"),
+        ("data.select_columns: [a], data.datasets: [{type: text}]", "tokenized or auto"),
+        ("train.wandb_name: a, train.use_wandb: false", "use_wandb is true"),
+        ("train.lr_min: 0.0001, train.lr: 1e-5", "is linear or cosine"),
+        ("data.dataloader_prefetch_factor: 4, data.dataloader_num_workers: 0", "dataloader_num_workers is above 0"),
+        ("lora.lora_rank: 8, lora.enable_lora: true, lora.adapter_path: a", "determine it"),
     ],
 )
-def test_an_option_without_effect_is_listed_and_reset(changes: Options, path: str, message: str) -> None:
+def test_an_option_without_effect_is_listed_and_reset(options: str, message: str) -> None:
     # Would catch an option that ends a run which it does not concern, or one that is ignored in silence.
+    path, changes = options_of(options)
     loaded = loaded_with(**changes)
     assert [option.path for option in loaded.without_effect] == [path]
     assert message in loaded.without_effect[0].condition
@@ -338,38 +229,38 @@ def test_an_option_without_effect_is_listed_and_reset(changes: Options, path: st
 
 
 @pytest.mark.parametrize(
-    "changes",
+    "options",
     [
-        {"model": {"model_path": None, "config_path": "c"}},
-        {"data": entry(data_files=["x.json"], ds_type="json")},
-        {"data": entry(shards=2, shards_idx=1)},
-        {"data": {"dataset_shard_num": 3, "dataset_shard_idx": 2}},
-        {"data": {"streaming": True}, "train": {"max_steps": 3, "save_epochs": 0}},
-        {"data": entry(max_seq_len=32000)},
-        {"data": {"val_set_size": 0.05}, "train": {"eval_steps": 5}},
-        {"data": {"test_datasets": [{"path": "b"}]}, "train": {"eval_steps": 5}},
-        {"data": {"dataloader_num_workers": 0}},
-        {"data": {"dataloader_num_workers": 0, "dataloader_prefetch_factor": None}},
-        {"train": {"reshard_after_forward": False, "enable_full_shard": False}},
-        {"train": {"data_parallel_mode": "none", "data_parallel_shard_size": 1, "data_parallel_replicate_size": -1}},
-        {"train": {"data_parallel_mode": "ddp", "data_parallel_replicate_size": 2}},
-        {"train": {"data_parallel_shard_size": 2, "data_parallel_replicate_size": 2}},
-        {"train": {"lr": 1e-8}},
-        {"train": {"load_weights_mode": "all_ranks"}},
-        {"train": {"load_weights_mode": "dcp"}, "lora": {"enable_lora": True}},
-        {"train": {"lr_warmup_ratio": 0.5, "lr_start": 1e-6}},
-        {"train": {"data_parallel_mode": "ddp", "enable_full_shard": True, "enable_forward_prefetch": True}},
-        {"train": {"enable_profiling": False, "profile_start_step": 1, "profile_end_step": 9}},
-        {"train": {"enable_full_determinism": True, "allow_cuda_launch_blocking": True}},
-        {"train": {"enable_profiling": True, "profile_start_step": 5, "profile_end_step": 6}},
-        {"train": {"enable_gradient_checkpointing": False}},
-        {"train": {"enable_activation_offload": True, "activation_gpu_limit": 2.0}},
-        {"train": {"enable_activation_offload": True, "recompute_policy": "operation", "enable_compile": True}},
+        "model.model_path: null, model.config_path: c",
+        "data.datasets: [{data_files: [x.json], ds_type: json}]",
+        "data.datasets: [{shards: 2, shards_idx: 1}]",
+        "data.dataset_shard_num: 3, data.dataset_shard_idx: 2",
+        "data.streaming: true, train.max_steps: 3, train.save_epochs: 0",
+        "data.datasets: [{max_seq_len: 32000}]",
+        "data.val_set_size: 0.05, train.eval_steps: 5",
+        "data.test_datasets: [{path: b}], train.eval_steps: 5",
+        "data.dataloader_num_workers: 0",
+        "data.dataloader_num_workers: 0, data.dataloader_prefetch_factor: null",
+        "train.reshard_after_forward: false, train.enable_full_shard: false",
+        "train.data_parallel_mode: none, train.data_parallel_shard_size: 1, train.data_parallel_replicate_size: -1",
+        "train.data_parallel_mode: ddp, train.data_parallel_replicate_size: 2",
+        "train.data_parallel_shard_size: 2, train.data_parallel_replicate_size: 2",
+        "train.lr: 1e-8",
+        "train.load_weights_mode: all_ranks",
+        "train.load_weights_mode: dcp, lora.enable_lora: true",
+        "train.lr_warmup_ratio: 0.5, train.lr_start: 1e-6",
+        "train.data_parallel_mode: ddp, train.enable_full_shard: true, train.enable_forward_prefetch: true",
+        "train.enable_profiling: false, train.profile_start_step: 1, train.profile_end_step: 9",
+        "train.enable_full_determinism: true, train.allow_cuda_launch_blocking: true",
+        "train.enable_profiling: true, train.profile_start_step: 5, train.profile_end_step: 6",
+        "train.enable_gradient_checkpointing: false",
+        "train.enable_activation_offload: true, train.activation_gpu_limit: 2.0",
+        "train.enable_activation_offload: true, train.recompute_policy: operation, train.enable_compile: true",
     ],
 )
-def test_options_that_agree_are_accepted(changes: Options) -> None:
+def test_options_that_agree_are_accepted(options: str) -> None:
     # Would catch a rule that refuses more than it says.
-    loaded_with(**changes)
+    loaded_with(**options_of(options)[1])
 
 
 @pytest.mark.parametrize(
