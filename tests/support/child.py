@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import faulthandler
+import importlib
+import importlib.util
 import os
 import tempfile
 import time
@@ -16,6 +18,7 @@ from xorl.host.alive import STACKS_SIGNAL
 
 Answer = TypeVar("Answer")
 CHILD_S = 120.0
+CLIENTS = ("tinker", "xorl_client")
 
 
 def in_child(function: Callable[[], Answer]) -> Answer:
@@ -23,6 +26,10 @@ def in_child(function: Callable[[], Answer]) -> Answer:
 
     The threads of public clients end with the process, so later tests can fork safely.
     """
+    # Each child would import them anew. They start no thread before they are used.
+    for name in CLIENTS:
+        if importlib.util.find_spec(name) is not None:
+            importlib.import_module(name)
     context = get_context("fork")
     ours, theirs = context.Pipe()
     with tempfile.TemporaryFile(mode="w+") as stacks:
