@@ -16,7 +16,7 @@ import pytest
 from caller import NEAR, Caller, rounds
 from service import Running, Serve, Service
 
-LIMIT_S = 15.0
+LIMIT_S = 10.0
 # With the start of new workers beside other tests.
 WITHIN_S = 120.0
 
