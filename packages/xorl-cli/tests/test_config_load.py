@@ -91,6 +91,7 @@ def test_a_sound_configuration_is_read_with_its_origins(write) -> None:
         ("train", "optimizer: adam", "train.optimizer", ["one of adamw", "did you mean adamw?"]),
         ("train", "wandb_name: 5", "train.wandb_name", ["string or null", 'add quotes: "5"']),
         ("train", "wandb_tags: a", "train.wandb_tags", ["list of strings or null", "write [a]"]),
+        ("train", "wandb_tags: a, b", "train.wandb_tags", ["write [a, b]"]),
         ("train", "wandb_tags: [a, 5]", "train.wandb_tags.1", ["list of strings or null", 'add quotes: "5"']),
         ("train", "recompute_modules: [attn]", "train.recompute_modules.0", ["list of self_attn, mlp"]),
         ("train", "recompute_modules: [mlpp]", "train.recompute_modules.0", ["list of self_attn, mlp", "mean mlp?"]),

@@ -63,6 +63,21 @@ def test_targets_are_the_family_s_own_where_none_are_named() -> None:
 
 
 @pytest.mark.parametrize(
+    ("targets", "hint"),
+    [
+        ("all", "did you mean all-linear"),
+        (".*q_proj", r"such as \[q_proj, v_proj\]; regular expressions are not supported"),
+        ("q_proj,v_proj", r"write \[q_proj, v_proj\]"),
+    ],
+)
+def test_targets_in_another_form_are_told_what_to_write(targets: str, hint: str) -> None:
+    # Catches advice that leads to the next error.
+    values = {"model": {"config_path": "c"}, "data": {"datasets": [{"path": "a"}]}, "train": {"output_dir": "o"}}
+    with pytest.raises(ValueError, match=hint):
+        config_from_mapping({**values, "lora": {"enable_lora": True, "lora_target_modules": targets}})
+
+
+@pytest.mark.parametrize(
     ("lora", "message"),
     [
         ({"moe_hybrid_shared_lora": True}, r"(?s)lora\.moe_shared_lora.*set one to false"),

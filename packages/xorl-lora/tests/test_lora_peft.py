@@ -147,6 +147,17 @@ def test_a_file_without_what_its_configuration_names_is_told(changes, absent):
     assert [problem.partition(":")[0] for problem in told] == absent
 
 
+@pytest.mark.parametrize(
+    "targets", [["all-linear"], "all", [".*q_proj"], "q_proj", ["v_proj"], ["all"], "layers.0", ["1.q_proj"]]
+)
+def test_a_file_with_more_than_its_configuration_names_is_told(targets):
+    """Catches an adapter that is applied here and that PEFT ignores, such as one whose targets are another tool's."""
+    config = AdapterConfig.from_json(CONFIG | {"target_modules": targets})
+    told = differences(read_layout(config, shapes()), {"layers.0.q_proj.weight": (4, 8), "norm.weight": (8,)})
+    assert [problem for problem in told if problem.startswith("layers.0.q_proj: the file has an adapter")], told
+    assert 'list "q_proj" there' in told[0]
+
+
 def test_experts_are_missing_only_where_the_file_has_others():
     """Catches a lost expert, and a file of PEFT that is refused although PEFT adapts no stacked experts by names."""
     names = [f"layers.0.mlp.experts.{expert}.{leaf}" for expert in (0, 1) for leaf in ("gate_proj", "up_proj")]

@@ -71,6 +71,21 @@ def test_a_target_that_matches_nothing_is_an_error_that_lists_the_names(unmatche
         found(AdapterSpec(targets=("q_proj", unmatched)), two_layers())
 
 
+@pytest.mark.parametrize(
+    ("target", "hint"),
+    [
+        ("all", "write all-linear, which is not in a list$"),
+        ("All_Linear", "write all-linear, which is not in a list$"),
+        (r".*\.(seq|q)_proj", r"not regular expressions: write \[q_proj, seq_proj\]$"),
+        ("(", "names of layers, not regular expressions$"),
+    ],
+)
+def test_targets_in_another_form_are_told_what_to_write(target, hint):
+    """Catches a list of names as the only answer to an expression, or to another word for all layers."""
+    with pytest.raises(ValueError, match=f"match no layer .*{hint}"):
+        found(AdapterSpec(targets=("q_proj", target)), two_layers())
+
+
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()

@@ -30,6 +30,9 @@ ENDPOINT_LIST = "inference_endpoints"  # an option of the service
 # The list that contains the entries at each documented path.
 OWNERS = {ENTRIES: ENTRY_LISTS[0], MEMBERS: MEMBER_LIST, f"{ENDPOINT_LIST}[]": ENDPOINT_LIST}
 # Names in other trainers that are too different for a spelling suggestion.
+# The fewest characters by which a choice is recognised from its beginning.
+_MIN_BEGINNING = 3
+
 OTHER_NAMES = {
     "adapter": "enable_lora",
     "alpha": "lora_alpha",
@@ -207,8 +210,10 @@ def _meant_elsewhere(option: Option) -> tuple[str, str]:
 
 
 def suggest_choice(option: Option, value: str) -> str | None:
-    """Returns the allowed value most similar to the given one, or None."""
-    near = difflib.get_close_matches(value.lower(), {choice.lower(): choice for choice in option.choices}, n=1)
+    """Returns the allowed value that begins with the given one or is most similar to it, or None."""
+    choices = [choice.lower() for choice in option.choices]
+    begun = [choice for choice in choices if len(value) >= _MIN_BEGINNING and choice.startswith(value.lower())]
+    near = begun if len(begun) == 1 else difflib.get_close_matches(value.lower(), choices, n=1)
     return next((choice for choice in option.choices if near and choice.lower() == near[0]), None)
 
 

@@ -37,6 +37,8 @@ KINDS = {str: " (a string)", list: " (a list)", dict: " (a mapping)"}
 SECTION_DEPTH = 2  # path components of an option in a section
 MAX_SHOWN = 60  # characters of a value shown in a message
 PLACEHOLDER = "-"
+# Characters that occur in regular expressions and not in the names of layers.
+_EXPRESSION = re.compile(r"[][*+?^$(){}|\\]")
 
 Path = tuple[str | int, ...]
 ConfigT = TypeVar("ConfigT", bound=Section)
@@ -237,7 +239,9 @@ def _hint(option: Option, value: Plain) -> str:
         if is_wanted_boolean or (type(number) in (int, float) and re.search("integer|number", words)):
             return f"\nwrite {yaml_text(number)}, without {'quotes' if '_' not in value else 'underscores'}"
         if "list of strings" in words:
-            return f"\nwrite [{yaml_text(value)}]"
+            if "all-linear" in words and _EXPRESSION.search(value):
+                return "\nlist names of layers, such as [q_proj, v_proj]; regular expressions are not supported"
+            return f"\nwrite [{', '.join(yaml_text(part.strip()) for part in value.split(','))}]"
     elif isinstance(value, float) and math.isfinite(value) and value.is_integer():
         least = re.search(r"integer >= (-?\d+)", words)
         return f"\nwrite {int(value)}" if least and value >= int(least[1]) else ""

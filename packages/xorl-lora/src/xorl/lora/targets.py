@@ -6,6 +6,7 @@ separate site here. In any other model, each layer is a site.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,11 +16,13 @@ from torch import nn
 from xorl.core.models import Decoder
 from xorl.core.models.recipes import LogicalModule
 from xorl.core.nn import Embedding, Linear
-from xorl.core.nn.moe import ExpertLinear
+from xorl.core.nn.moe import ExpertLinear, Router
 from xorl.kernels.torch_private import has_hooks
 from xorl.lora.arguments import check_instance
 from xorl.lora.spec import AdapterSpec, matches_name
 
+# Characters that occur in regular expressions and not in the names of modules.
+_EXPRESSION = re.compile(r"[][*+?^$(){}|\\]")
 # The name parts that torch.compile, activation checkpointing and FSDP add for the modules that they wrap.
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
@@ -185,9 +188,11 @@ def _named(sites: dict[str, Site], targets: Sequence[str], model: nn.Module) -> 
     if unmatched:
         known = sorted({site.name.rpartition(".")[2] for site in sites.values()})
         reasons = [reason for target in unmatched for reason in _unsupported(model, target)]
+        hints = list(dict.fromkeys(hint for target in unmatched if (hint := _hint(target, sites, model)) is not None))
         raise ValueError(
             f"targets {unmatched} match no layer of {type(model).__name__}; its layers are named {known}"
             + f" ({'; '.join(reasons[:3])}: only nn.Linear and nn.Embedding can be adapted)" * bool(reasons)
+            + "".join(f". {hint}" for hint in hints[:3])
         )
     found = [site for site in sites.values() if any(matches(site, target) for target in targets)]
     for site in found:
@@ -200,6 +205,24 @@ def _named(sites: dict[str, Site], targets: Sequence[str], model: nn.Module) -> 
     return found
 
 
+def _hint(target: str, sites: dict[str, Site], model: nn.Module) -> str | None:
+    """What to write in place of a target that matches no layer; None if that cannot be told."""
+    if target.lower().replace("_", "-") in {"all", "*", "all-linear"}:
+        return "For every linear layer but the head and experts, write all-linear, which is not in a list"
+    routers = (name for name, module in model.named_modules() if isinstance(module, Router))
+    if any(matches_name(without_wrappers(name), target) for name in routers):
+        return "Routers have no adapter: leave them out, or train them whole with modules_to_save"
+    if not _EXPRESSION.search(target):
+        return None
+    try:
+        expression = re.compile(target)
+    except re.error:
+        return "Targets are names of layers, not regular expressions"
+    names = [name for site in sites.values() for name in site.names if expression.search(name)]
+    found = sorted({name.rpartition(".")[2] for name in names})
+    return "Targets are names of layers, not regular expressions" + f": write [{', '.join(found)}]" * bool(found)
+
+
 def _unsupported(model: nn.Module, target: str | None) -> list[str]:
     """Why no adapter can be on the matrices of other modules than sites, such as Conv1D or experts in one parameter.
 
@@ -207,7 +230,7 @@ def _unsupported(model: nn.Module, target: str | None) -> list[str]:
     """
     reasons: list[str] = []
     for path, module in model.named_modules():
-        if isinstance(module, (nn.Linear, Linear, nn.Embedding, Embedding)):
+        if isinstance(module, (nn.Linear, Linear, nn.Embedding, Embedding, Router)):
             continue
         for name, parameter in module.named_parameters(prefix=path, recurse=False):
             if parameter.dim() > 1 and (target is None or any(matches_name(one, target) for one in (path, name))):

@@ -223,7 +223,13 @@ def _xorl_logits(saved: SavedModel) -> tuple[Tensor, Tensor]:
     recipes = saved.architecture.recipes(merge_qkv=True)
     load_weights(dict(decoder.named_parameters()), recipes, _Fp32Source(saved.base), mode="all_ranks")
     if saved.adapter is not None:
-        inject(decoder, saved.adapter.layout.spec)
+        try:
+            inject(decoder, saved.adapter.layout.spec)
+        except ValueError as error:
+            raise ValueError(
+                f"--verify: xorl's model cannot have this adapter, so nothing can be compared with it: {error}. "
+                "Without --verify, the adapter is exported or merged as it is"
+            ) from error
         load_adapter(decoder, saved.adapter, recipes)
     generator = torch.Generator().manual_seed(0)
     length = min(ROW_LEN, config.max_position_embeddings)

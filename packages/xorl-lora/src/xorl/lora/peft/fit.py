@@ -14,7 +14,7 @@ def differences(layout: AdapterLayout, base_shapes: Mapping[str, Sequence[int]],
     Includes the layers and tensors that the adapter's configuration names and its file lacks. `tied`: the head of the
     base uses the weight of its embedding.
     """
-    problems: list[str] = []
+    problems = unnamed(layout)
     for module, adapted in layout.modules.items():
         shape = base_shapes.get(f"{module}.weight")
         wanted = (adapted.out_features, adapted.in_features)
@@ -36,6 +36,25 @@ def differences(layout: AdapterLayout, base_shapes: Mapping[str, Sequence[int]],
             problems.append(f"{name}: {list(layout.shapes[key])} in the adapter, {list(shape)} in the base")
     matrices = [name for name, shape in base_shapes.items() if len(shape) == 2 and name.endswith(".weight")]
     return problems + missing(layout, [name.removesuffix(".weight") for name in matrices], base_shapes)
+
+
+def unnamed(layout: AdapterLayout) -> list[str]:
+    """List the layers of an adapter's file that its configuration does not name, so that PEFT would ignore them."""
+    selection = layout.config.selection
+    # Experts have other names in PEFT, and are checked as parameters.
+    layers = [name for name in layout.modules if not expert_of(name) and not selection.names(name)]
+    layers = [name for name in layers if not any(matches_name(f"{name}.weight", one) for one in selection.parameters)]
+    if not layers:
+        return []
+    targets = selection.targets
+    shown = repr(targets) if isinstance(targets, str) else str(list(targets))
+    leaves = ", ".join(sorted({f'"{name.rpartition(".")[2]}"' for name in layers}))
+    is_expression = ", a regular expression for whole names," * isinstance(targets, str)
+    return [
+        f"{layers[0]}: the file has an adapter for this layer ({len(layers)} such layers in all), but target_modules "
+        f"in {CONFIG_FILE} is {shown}{is_expression} and does not match it, so PEFT would ignore it: "
+        f"list {leaves} there"
+    ]
 
 
 def missing(layout: AdapterLayout, layers: Iterable[str], tensors: Iterable[str]) -> list[str]:

@@ -53,6 +53,10 @@ class Selection:
             if _matches(name, self.targets) and not self._is_left_out(name) and self._is_in_layers(name)
         ]
 
+    def names(self, module: str) -> bool:
+        """Whether `targets` names a layer; True for all layers if the file names none."""
+        return not self.targets or _matches(module, self.targets)
+
     @property
     def is_plain(self) -> bool:
         """Whether the names of `targets` alone select the layers."""
