@@ -47,6 +47,25 @@ def test_the_order_is_new_each_epoch_and_can_be_entered_anywhere() -> None:
     assert read(DataLoader(numbered(11), 2, seed=5), 0) != epochs[0]
 
 
+@pytest.mark.parametrize(
+    ("dataset", "told"),
+    [
+        ([torch.arange(3), torch.arange(4)], r"\[3\], \[4\]\. Cut or pad .* collate_fn"),
+        ([{"input_ids": torch.arange(3)}, {"input_ids": torch.arange(4)}], r"\{input_ids: \[3\]\}, .*collate_fn"),
+        ([(torch.arange(3),) * 2, (torch.arange(4),) * 2], r"\(\[3\], \[3\]\), \(\[4\], \[4\]\)\. .*collate_fn"),
+        ([{"input_ids": [1, 2]}, {"input_ids": [1]}], r"\{input_ids: 2 values\}, .*collate_fn"),
+        ([[1, 2, 3], [4, 5]], r"a row is a list of int, want a tensor"),
+        ([[1, 2], [4, 5]], r"a row is a list of int, want a tensor"),
+        ([None, None], "NoneType"),
+    ],
+)
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_rows_that_make_no_batch_are_refused(dataset: list, told: str, num_workers: int) -> None:
+    # Catches torch's error about elements of a list, which names neither the rows nor collate_fn.
+    with pytest.raises(ValueError, match=rf"(?s)loader: .*{told}"):
+        read(DataLoader(dataset, 2, num_workers, shuffle=False), 0)
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_stream_is_dealt_out_and_skipped(num_workers: int) -> None:
     # Catches workers that each read the whole stream, and an epoch that the stream does not hear of.

@@ -115,6 +115,25 @@ def test_what_is_not_finite_changes_nothing() -> None:
     assert all(torch.equal(*pair) for pair in zip(before, weights(trainer), strict=True))
 
 
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"loss_fn": lambda out, labels: out[..., 0]}, r"^loss_fn: .* one number, got a tensor of \[2, 5\].*sum"),
+        ({"loss_fn": lambda out, labels: out.sum().item()}, r"^loss_fn: want a tensor, got float .*without \.item"),
+        ({"loss_fn": lambda out, labels: None}, "^loss_fn: want a tensor, got NoneType None"),
+        ({"loss_fn": lambda out, labels: out.detach().sum()}, "^loss_fn: its result has no gradient"),
+        ({"learning_rate": [0.1, 0.2]}, r"^learning_rate: .* got list \[0.1, 0.2\]; .* pass a function"),
+        ({"learning_rate": "1e-3"}, "^learning_rate: .* got str '1e-3'"),
+        ({"learning_rate": lambda step: [0.1]}, r"^learning_rate: .* got list \[0.1\] in step 1"),
+        ({"learning_rate": lambda step: 0.1 if step == 1 else None}, "^learning_rate: .* got NoneType None in step 2"),
+    ],
+)
+def test_what_a_user_s_function_returns_is_checked_under_its_name(options: dict, told: str) -> None:
+    # Catches errors from inside torch that name neither the argument nor what to return.
+    with pytest.raises(ValueError, match=told):
+        build(**options).train(epochs=1)
+
+
 def test_nothing_to_train_on_is_an_error() -> None:
     # Catches a run that "succeeds" at a loss of 0.
     model, options = Model(), {"learning_rate": 0.1, "device": "cpu"}

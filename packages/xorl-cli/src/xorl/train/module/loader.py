@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol, TypeAlias
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -19,6 +20,9 @@ from torch.utils import data as torch_data
 from xorl.core.loss import IGNORE
 
 Batch: TypeAlias = "Tensor | Sequence[Tensor] | Mapping[str, Tensor]"
+
+# How many characters of the sizes of rows a message shows.
+_MAX_SHOWN = 200
 
 
 class MapDataset(Protocol):
@@ -73,7 +77,7 @@ class DataLoader(torch_data.DataLoader[Batch]):
             sampler=self._sampler,
             num_workers=num_workers,
             drop_last=drop_last,
-            collate_fn=collate_fn,
+            collate_fn=_stacked if collate_fn is None else collate_fn,
             pin_memory=torch.cuda.is_available() if pin_memory is None else pin_memory,
             # By default, worker seeds are drawn from the global generator, which would change dropout.
             generator=torch.Generator(),
@@ -91,6 +95,35 @@ class DataLoader(torch_data.DataLoader[Batch]):
         assert self.batch_size is not None
         self._sampler.first = batch * self.batch_size
         return True
+
+
+def _stacked(rows: list) -> Batch:
+    """Stack rows as torch does. Raises ValueError for rows of different lengths, and rows that are lists of numbers."""
+    first = rows[0]
+    if isinstance(first, (list, tuple)) and not any(isinstance(part, (Tensor, np.ndarray)) for part in first):
+        raise ValueError(
+            f"loader: a row is a {type(first).__name__} of {type(first[0]).__name__ if first else 'nothing'}, want a "
+            "tensor of token ids, (ids, labels) or a mapping with input_ids: convert it with torch.tensor(row)"
+        )
+    try:
+        return torch_data.default_collate(rows)
+    except (RuntimeError, TypeError, KeyError, ValueError) as error:
+        sizes = ", ".join(dict.fromkeys(map(_sizes, rows)))
+        raise ValueError(
+            f"loader: these rows cannot be stacked to a batch: {sizes[:_MAX_SHOWN]}. Cut or pad all rows to one "
+            "length, or set collate_fn to a function that pads those of a batch (labels with -100)"
+        ) from error
+
+
+def _sizes(row: object) -> str:
+    """The shapes of the parts of a row."""
+    if isinstance(row, Mapping):
+        return "{" + ", ".join(f"{name}: {_sizes(part)}" for name, part in row.items()) + "}"
+    if isinstance(row, (list, tuple)) and row and isinstance(row[0], (Tensor, np.ndarray)):
+        return f"({', '.join(map(_sizes, row))})"
+    if isinstance(row, (Tensor, np.ndarray)):
+        return str(list(row.shape))
+    return f"{len(row)} values" if isinstance(row, (list, tuple)) else type(row).__name__
 
 
 class _ResumableSampler(torch_data.DistributedSampler):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from itertools import islice
+from numbers import Real
 from pathlib import Path
 from typing import Literal, Required, TypedDict, get_args
 
@@ -146,7 +147,7 @@ class Trainer:
         self._forward = self._place(model)
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._lr = learning_rate if callable(learning_rate) else None
-        first_lr = learning_rate(1) if callable(learning_rate) else learning_rate
+        first_lr = _rate(learning_rate, 1)
         options = dict(optimizer_options or {})
         self.optimizer = optimizer_class(self._parameters, lr=first_lr, weight_decay=weight_decay, **options)
         self._state = ModuleState(model, self.optimizer, self.device, group_scalars(self.optimizer))
@@ -277,7 +278,7 @@ class Trainer:
             raise ValueError(f"loader: no token of step {self.step + 1} is trained, because all labels are {IGNORE}")
         if self._lr is not None:
             for parameters in self.optimizer.param_groups:
-                parameters["lr"] = self._lr(self.step + 1)
+                parameters["lr"] = _rate(self._lr, self.step + 1)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
@@ -291,6 +292,7 @@ class Trainer:
         rows = rows.to(self.device)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast):
             loss = self._loss_fn(self._forward(rows.input_ids, **rows.extras), rows.labels)
+        _check_loss(loss)
         loss.backward()
         counts = torch.stack([(rows.labels != IGNORE).sum(), torch.tensor(rows.labels.numel(), device=self.device)])
         return torch.cat([loss.detach().double().reshape(1), counts.double()])
@@ -301,6 +303,37 @@ class Trainer:
         if not dist.is_initialized() or dist.get_rank() == 0:
             logger.info(key_values(asdict(metrics)))
         return metrics
+
+
+def _rate(learning_rate: float | Callable[[int], float], step: int) -> float:
+    """The learning rate of a step. Raises ValueError if it is not a number."""
+    rate: object = learning_rate(step) if callable(learning_rate) else learning_rate
+    if isinstance(rate, bool) or not isinstance(rate, Real):
+        got = f"{type(rate).__name__} {rate!r}" + f" in step {step}" * callable(learning_rate)
+        raise ValueError(
+            f"learning_rate: want a number, or a function from the step to a number, got {got}; for rates that change "
+            "with the step, pass a function such as xorl.core.optim.Schedule or lambda step: rates[step - 1]"
+        )
+    return float(rate)
+
+
+def _check_loss(loss: object) -> None:
+    """Raise ValueError unless the result of a loss_fn is one number that has a gradient."""
+    if not isinstance(loss, Tensor):
+        raise ValueError(
+            f"loss_fn: want a tensor, got {type(loss).__name__} {loss!r}, which has no gradient; return the sum of the "
+            "loss as a tensor, without .item() or float()"
+        )
+    if loss.numel() != 1:
+        raise ValueError(
+            f"loss_fn: want the sum of the loss over the trained labels, one number, got a tensor of "
+            f"{list(loss.shape)}; return loss.sum(), or use reduction='sum'"
+        )
+    if not loss.requires_grad:
+        raise ValueError(
+            "loss_fn: its result has no gradient, because it does not depend on the parameters; compute it from the "
+            "model's output, without detach() or torch.no_grad()"
+        )
 
 
 def _show_records() -> None:
