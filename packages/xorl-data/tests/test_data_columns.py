@@ -172,7 +172,9 @@ def test_keys_that_exclude_a_message_are_honoured(text_options, tmp_path, key):
             texts(path, text_options, type="chat")
 
 
-@pytest.mark.parametrize("key", ["mask", "masked", "loss_mask", "train_detail", "loss_scale", "loss_weight"])
+@pytest.mark.parametrize(
+    "key", ["mask", "loss_mask", "train_detail", "loss_scale", "response_mask", "loss_masking_spans"]
+)
 def test_keys_that_xorl_does_not_have_are_refused_by_name(text_options, tmp_path, key):
     """Catches masks and weights of other trainers that are ignored, in a message or beside one, in every type."""
     path = write_rows("jsonl", tmp_path, [{"messages": [USER, {**ASSISTANT, key: 0}]}])
@@ -325,6 +327,66 @@ def test_parallel_calls_of_sharegpt_are_read(text_options, tmp_path):
             texts(write_rows("jsonl", tmp_path, [{"conversations": turns}]), text_options, **entry)
 
 
+def test_parts_and_calls_have_no_masks_of_their_own(text_options, tmp_path, caplog):
+    """Catches a part of an answer that is trained although its key excludes it, and keys of parts dropped silently."""
+    template = tmp_path / "calls.jinja"
+    template.write_text(CALLS)
+    entry = {"type": "chat", "chat_template": str(template)}
+    for key, value in (("train", False), ("weight", 0), ("weight", 0.5), ("loss_mask", 1)):
+        part = {"type": "text", "text": "BAD", key: value}
+        call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}, key: value}
+        for content in ({"content": [part, {"type": "text", "text": "ok"}]}, {"tool_calls": [call]}):
+            path = write_rows("jsonl", tmp_path, [{"messages": [USER, {"role": "assistant", **content}]}])
+            with pytest.raises(
+                DataError, match=f"line 1: message 1: a part of its content or a tool call sets {key}: "
+            ):
+                texts(path, text_options, **entry)
+    part = {"type": "text", "text": "ok", "train": True, "weight": None, "cache_control": "x"}
+    function = {"name": "f", "arguments": {"x": 1}, "strict": True}
+    answer = {"role": "assistant", "content": [part], "tool_calls": [{"id": "1", "function": function, "by": "me"}]}
+    path = write_rows("jsonl", tmp_path, [{"messages": [USER, answer]}])
+    assert unused_in(path, text_options, caplog, **entry) == [
+        *("messages[].content[].cache_control", "messages[].content[].train"),
+        *("messages[].tool_calls[].by", "messages[].tool_calls[].function.strict"),
+    ]
+
+
+def test_repeated_keys_in_json_text_are_refused(text_options, tmp_path):
+    """Catches the last of two values being read from JSON that a column or a call holds as text."""
+    twice = '{"name": "f", "name": "g", "arguments": {}}'
+    whole = '[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "content": "c"}]'
+    arguments = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"x": 1, "x": 2}'}}]}
+    call = [{"from": "human", "value": "a"}, {"from": "function_call", "value": twice}]
+    for row, key in (
+        ({"messages": whole}, "content"),
+        ({"messages": [USER, arguments]}, "x"),
+        ({"conversations": call}, "name"),
+        ({"messages": [USER, ASSISTANT], "tools": f"[{twice}]"}, "name"),
+        ({"messages": [USER, ASSISTANT], "chat_template_kwargs": '{"x": 1, "x": 2}'}, "x"),
+    ):
+        for kind in ("jsonl", "parquet"):
+            with pytest.raises(DataError, match=f"has the key '{key}' twice in one object"):
+                texts(write_rows(kind, tmp_path, [row]), text_options, type="chat")
+
+
+def test_a_message_before_the_last_turn_cannot_ask_to_be_trained(text_options, tmp_path):
+    """Catches a key of an assistant message that train_on: last_turn overrides silently."""
+    messages = [USER, {**ASSISTANT, "train": True}, USER, {"role": "assistant", "content": "Last"}]
+    path = write_rows("jsonl", tmp_path, [{"messages": messages}])
+    with pytest.raises(DataError, match=r"line 1: message 1 is to be trained, but train_on: last_turn excludes it"):
+        texts(path, text_options, type="chat", train_on="last_turn")
+    messages[1]["train"], messages[3]["train"] = False, True
+    path = write_rows("jsonl", tmp_path, [{"messages": messages}])
+    assert texts(path, text_options, type="chat", train_on="last_turn")[0][1] == ["Last<|end|>"]
+
+
+def test_content_beside_from_is_refused(text_options, tmp_path):
+    """Catches a message of two texts, of which one replaced the other."""
+    turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b", "content": "c"}]
+    with pytest.raises(DataError, match="line 1: message 1 has content beside from; write role and content, or from"):
+        texts(write_rows("jsonl", tmp_path, [{"conversations": turns}]), text_options, type="chat")
+
+
 @pytest.mark.parametrize("kind", ["chat", "auto", "prompt_completion"])
 def test_messages_in_prompt_and_completion_are_one_conversation(text_options, tmp_path, kind):
     """Catches TRL's conversational rows that are refused, or trained on the answers of the prompt."""
@@ -337,11 +399,22 @@ def test_messages_in_prompt_and_completion_are_one_conversation(text_options, tm
         assert texts(path, text_options, type=kind) == [(whole, ["Hello<|end|>"])]
         everything = texts(path, text_options, type=kind, train_on="all")
         assert everything == [(whole, [whole.removeprefix("<|system|>")])]
+        # CSV files, and some others, hold messages as JSON.
+        as_json = {name: json.dumps(value) if isinstance(value, list) else value for name, value in row.items()}
+        assert texts(write_rows(file, tmp_path, [as_json]), text_options, type=kind) == [(whole, ["Hello<|end|>"])]
         names = {"prompt": "p", "completion": "c"}
-        renamed = write_rows(file, tmp_path, [{names.get(name, name): value for name, value in row.items()}])
+        renamed_row = {names.get(name, name): value for name, value in row.items()}
+        renamed = write_rows(file, tmp_path, [renamed_row])
         if kind != "auto":
             assert texts(renamed, text_options, type=kind, column_names=names) == [(whole, ["Hello<|end|>"])]
     if kind == "prompt_completion":
+        # Text that only looks like messages remains text.
+        for text in ("[1]", "[]", "[x", '[{"a": "b"}]'):
+            found = texts(
+                write_rows("jsonl", tmp_path, [{"prompt": text, "completion": text}]), text_options, type=kind
+            )
+            assert found == [(f"{text}{text}<|end|>", [f"{text}<|end|>"])]
+        path = write_rows("parquet", tmp_path, [renamed_row])
         assert texts(path, text_options, type=kind, train_on="completion", column_names=names)[0][1] == ["Hello<|end|>"]
     with pytest.raises(DataError, match="line 1: message 1 has role user after user"):
         texts(write_rows("jsonl", tmp_path, [{"prompt": [USER], "completion": [USER]}]), text_options, type=kind)

@@ -98,7 +98,7 @@ def test_data_files_are_names_or_globs_in_the_folder(tmp_path, make_rows, write_
 
 
 def test_splits_in_file_names_are_kept_apart(tmp_path, make_rows, write_jsonl):
-    """Catches a folder whose test file is trained on."""
+    """Catches a folder whose test file is trained on, and a file left out because its folder says otherwise."""
     rows = make_rows(4)
     write_jsonl(tmp_path / "data" / "train-00000.jsonl", rows[:1])
     write_jsonl(tmp_path / "data" / "train-00001.jsonl", rows[1:2])
@@ -109,6 +109,13 @@ def test_splits_in_file_names_are_kept_apart(tmp_path, make_rows, write_jsonl):
     assert read(load_source(DatasetEntry(str(tmp_path / "data"), split="validation"))) == rows[2:]
     with pytest.raises(DataError, match=r"'test' not found; .* name the splits train, validation"):
         load_source(DatasetEntry(str(tmp_path), split="test"))
+    write_jsonl(tmp_path / "train" / "eval-0.jsonl", rows)
+    with pytest.raises(
+        DataError, match=r"train/eval-0.jsonl in .* names two splits \(train and test\); list the files"
+    ):
+        load_source(DatasetEntry(str(tmp_path)))
+    assert read(load_source(DatasetEntry(str(tmp_path), split="validation"))) == rows[2:]
+    (tmp_path / "train" / "eval-0.jsonl").unlink()
     write_jsonl(tmp_path / "more.jsonl", rows)
     with pytest.raises(DataError, match=r"\(train-00000.jsonl\) and some do not \(more.jsonl\)"):
         load_source(DatasetEntry(str(tmp_path)))

@@ -20,6 +20,7 @@ from xorl.data.formats import (
     PromptCompletionFormat,
     TextFormat,
     TokenizedFormat,
+    holds_messages,
     load_tokenizer,
 )
 from xorl.data.invariants import Limits
@@ -146,7 +147,7 @@ def _first_row(entry: DatasetEntry, source: RowSource, selected: Sequence[str] |
 
 
 def _has_split_messages(row: Row, column_names: Mapping[str, str]) -> bool:
-    return all(isinstance(row.get(column_names.get(name, name)), list) for name in SPLIT_COLUMNS)
+    return all(holds_messages(row.get(column_names.get(name, name))) for name in SPLIT_COLUMNS)
 
 
 def _recognise(row: Row) -> FormatName:

@@ -13,6 +13,8 @@ FOREIGN_MASKS = (
     *("train_on", "train_on_turn", "train_on_input", "train_on_inputs", "mask_prompt", "mask_history", "no_loss"),
     *("trained", "is_trained", "ignore_loss", "sample_weight", "sample_weights", "example_weight"),
     *("assistant_mask", "assistant_masks", "completion_mask", "prompt_mask", "labels_mask", "label_mask"),
+    *("response_mask", "answer_mask", "target_mask", "train_mask", "step_loss_mask", "loss_masking_spans"),
+    *("token_weights", "loss_multiplier", "is_masked", "should_train"),
 )
 ROW_MASKS = (*TRAIN_KEYS, *FOREIGN_MASKS)
 # Columns that readers of columnar files return, if they exist, in addition to those that a format requests.

@@ -297,6 +297,12 @@ def data_files_among(names: Sequence[str], entry: DatasetEntry, option: str) -> 
     if wanted not in splits:
         known = ", ".join(name for name in splits if name)
         raise DataError(f"{option}.split: {wanted!r} not found; the file names in {entry.path} name the splits {known}")
+    unclear = next((path for path in files if wanted in (named := _splits_named(path)) and len(named) > 1), None)
+    if unclear is not None:
+        raise DataError(
+            f"{option}.path: {unclear} in {entry.path} names two splits ({' and '.join(_splits_named(unclear))}); list "
+            f"the files in {option}.data_files"
+        )
     if "" in splits:
         raise DataError(
             f"{option}.path: some file names in {entry.path} name a split ({splits[wanted][0].name}) and some do not "
@@ -306,12 +312,17 @@ def data_files_among(names: Sequence[str], entry: DatasetEntry, option: str) -> 
 
 
 def _split_of(path: PurePosixPath) -> str:
-    for part in reversed(path.parts):
-        words = re.split(r"[^a-z]+", part.lower())
-        for split, keywords in _SPLIT_WORDS.items():
-            if any(word in keywords for word in words):
-                return split
-    return ""
+    return next(filter(None, map(_split_in, reversed(path.parts))), "")
+
+
+def _splits_named(path: PurePosixPath) -> list[str]:
+    """The splits that the file and its folders name; more than one if they disagree."""
+    return [*dict.fromkeys(filter(None, map(_split_in, path.parts)))]
+
+
+def _split_in(part: str) -> str:
+    words = re.split(r"[^a-z]+", part.lower())
+    return next((name for name, keywords in _SPLIT_WORDS.items() if any(word in keywords for word in words)), "")
 
 
 def type_of(files: Sequence[PurePath], entry: DatasetEntry, option: str) -> FileType:

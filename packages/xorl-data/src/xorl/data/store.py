@@ -27,7 +27,7 @@ from xorl.data.hashing import JSON, digest
 from xorl.data.receipt import Counts, Findings
 
 # Part of every folder's name. Increment it when the format of the files, or the documents made from rows, change.
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 # Part of every key. The order of documents is drawn from the key, and should stay the same for the same data.
 KEY_VERSION = 4
 MANIFEST = "manifest.json"

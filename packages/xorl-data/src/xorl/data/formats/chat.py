@@ -131,6 +131,11 @@ class ChatFormat(RenderedFormat):
             # If the conversation ends with a question, this is the answer to the previous question.
             last_answer = max(number for number, role in enumerate(roles) if role == "assistant")
             first = max([first, *(number for number in range(last_answer) if roles[number] == "user")])
+            if True in conversation.trained[:first]:
+                raise DataError(
+                    f"message {conversation.trained.index(True)} is to be trained, but train_on: last_turn excludes "
+                    "it; set train_on to assistant, or remove the key"
+                )
         return [
             number
             for number, role in enumerate(roles)

@@ -17,19 +17,20 @@ class KeyTests:
     def __init__(self) -> None:
         self._tests: dict[str, int] = {}
         self._used: set[str] = set()
-        self._unused_variables: dict[str, None] = {}
+        self._never_used: dict[str, None] = {}
 
     @property
     def unused(self) -> tuple[str, ...]:
         """The keys that changed no text: `messages[].name`, `chat_template_kwargs.name`."""
         keys = (f"messages[].{key}" for key in self._tests if key not in self._used)
-        return (*keys, *self._unused_variables)
+        return (*keys, *self._never_used)
 
     def add(self, conversation: Conversation, text: str, template: ChatTemplate) -> None:
         """Tests the keys of a conversation that `template` renders as `text`."""
+        self._never_used |= dict.fromkeys(conversation.unread)
         for name in conversation.template_kwargs:
             if name not in template.variables:
-                self._unused_variables[f"chat_template_kwargs.{name}"] = None
+                self._never_used[f"chat_template_kwargs.{name}"] = None
         found = {key for message in conversation.messages if len(message) > 2 for key in message} - KNOWN_KEYS
         for key in sorted(found - self._used):
             num_tests = self._tests.get(key, 0)

@@ -59,5 +59,15 @@ def train_flag(fields: Mapping[str, object], number: int) -> bool | None:
     return bool(values[0])
 
 
+def check_part_masks(part: Mapping[str, object], number: int) -> None:
+    """Raises DataError for a key of a part of message `number` that excludes it from training, or gives it a weight."""
+    for name in part:
+        if name in _ROW_MASKS and part[name] is not None and not (name in TRAIN_KEYS and _is_one(part[name])):
+            raise DataError(
+                f"message {number}: a part of its content or a tool call sets {name}: {part[name]!r}, but only whole "
+                "messages can be excluded from training; remove the key, or set train: false in the message"
+            )
+
+
 def _is_one(value: object) -> bool:
     return isinstance(value, (bool, int, float)) and value == 1

@@ -10,6 +10,7 @@ from itertools import chain
 from xorl.data.columns import TRAIN_KEYS
 from xorl.data.errors import DataError
 from xorl.data.formats.masks import train_flag
+from xorl.data.formats.parts import list_of_calls, parsed_json, text_of, tool_call, unread_keys
 from xorl.data.formats.template import Message
 
 MESSAGE_COLUMNS = ("messages", "conversations")
@@ -53,7 +54,7 @@ class Conversation:
     """Messages as templates expect them. `trained` tells whether to train each message, by its keys; None if unset.
 
     The first `num_prompt` messages are a prompt, which is not trained. `template_kwargs` are the row's own variables
-    for the template.
+    for the template. `unread` names the keys of parts and tool calls that are left out of `messages`.
     """
 
     messages: list[Message]
@@ -61,6 +62,7 @@ class Conversation:
     trained: tuple[bool | None, ...]
     num_prompt: int = 0
     template_kwargs: Mapping[str, object] = field(default_factory=dict)
+    unread: tuple[str, ...] = ()
 
 
 def message_columns(row: Mapping[str, object], columns: Mapping[str, str]) -> tuple[str, ...]:
@@ -77,9 +79,24 @@ def message_columns(row: Mapping[str, object], columns: Mapping[str, str]) -> tu
             f"such as {{messages: {found[0]}}}"
         )
     split = tuple(columns.get(name, name) for name in SPLIT_COLUMNS)
-    if not found and all(isinstance(row.get(name), list) for name in split):
+    if not found and all(holds_messages(row.get(name)) for name in split):
         return split
     return tuple(found) or tuple(name for name in MESSAGE_COLUMNS if name in row) or MESSAGE_COLUMNS
+
+
+def holds_messages(value: object) -> bool:
+    """Whether a column holds messages rather than text: a list, or the JSON text of a list of messages."""
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return isinstance(value, list)
+    try:
+        items: object = json.loads(value)
+    except (json.JSONDecodeError, RecursionError):
+        return False
+    return isinstance(items, list) and any(items) and all(map(_is_message, items))
+
+
+def _is_message(item: object) -> bool:
+    return isinstance(item, dict) and not item.keys().isdisjoint(("role", "from"))
 
 
 def read_conversation(row: Mapping[str, object], columns: Mapping[str, str]) -> Conversation:
@@ -98,7 +115,8 @@ def read_conversation(row: Mapping[str, object], columns: Mapping[str, str]) -> 
             raise DataError(
                 f"column {columns[name]!r} (column_names: {name}) does not exist; the columns are: {', '.join(row)}"
             )
-    read = [_message(item, number) for number, item in enumerate(chain.from_iterable(parts))]
+    items = list(chain.from_iterable(parts))
+    read = [_message(item, number) for number, item in enumerate(items)]
     num_after = len(parts[1]) if is_split else len(read)
     _add_system(read, row, columns.get("system", "system"))
     messages = [message for message, _ in read]
@@ -116,6 +134,7 @@ def read_conversation(row: Mapping[str, object], columns: Mapping[str, str]) -> 
         tuple(flags),
         num_prompt=num_prompt,
         template_kwargs=_template_kwargs(row.get(_KWARGS)),
+        unread=unread_keys(items),
     )
 
 
@@ -166,7 +185,7 @@ def _add_system(read: list[tuple[Message, bool | None]], row: Mapping[str, objec
 
 def _template_kwargs(value: object) -> Mapping[str, object]:
     if isinstance(value, str) and value.strip():
-        value = _parsed(value, f"column {_KWARGS!r}")
+        value = parsed_json(value, f"column {_KWARGS!r}")
     if not value:
         return {}
     if not isinstance(value, dict):
@@ -174,18 +193,11 @@ def _template_kwargs(value: object) -> Mapping[str, object]:
     return {str(name): item for name, item in value.items() if item is not None}
 
 
-def _parsed(text: str, what: str) -> object:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{what} is a string that is not JSON: {error.msg}") from error
-
-
 def _messages_of(row: Mapping[str, object], names: tuple[str, ...]) -> object:
     for name in names:
         if row.get(name) is not None:
             value = row[name]
-            return _parsed(value, f"column {name!r}") if isinstance(value, str) else value
+            return parsed_json(value, f"column {name!r}") if isinstance(value, str) else value
     state = "is null" if any(name in row for name in names) else "does not exist"
     wanted = " or ".join(map(repr, names))
     raise DataError(
@@ -201,6 +213,8 @@ def _message(item: object, number: int) -> tuple[Message, bool | None]:
         return {"role": role_name, "content": content}, None  # a fast path for most messages
     fields: dict[str, object] = {str(key): value for key, value in item.items() if value is not None}
     role_field, content_field = ("role", "content") if "role" in fields else ("from", "value")
+    if role_field == "from" and "from" in fields and "content" in fields:
+        raise DataError(f"message {number} has content beside from; write role and content, or from and value")
     role_name = fields.pop(role_field, None)
     if not isinstance(role_name, str) or role_name not in _ROLES:
         shown = "no role" if role_name is None else f"the role {role_name!r}"
@@ -209,10 +223,10 @@ def _message(item: object, number: int) -> tuple[Message, bool | None]:
     flag = _train_flag(fields, role, number)
     content = fields.pop(content_field, None)
     if role_name == "function_call":  # in ShareGPT's format, the content is the call
-        fields["tool_calls"], content = _list_of_calls(content, f"message {number}"), None
+        fields["tool_calls"], content = list_of_calls(content, f"message {number}"), None
     _normalize_calls_(fields, number)
     may_be_missing = any(key in fields for key in ("tool_calls", *_REASONING_FIELDS))
-    message: Message = {"role": role, "content": _text(content, number, may_be_missing=may_be_missing)}
+    message: Message = {"role": role, "content": text_of(content, number, may_be_missing=may_be_missing)}
     message |= {key: value for key, value in fields.items() if key not in TRAIN_KEYS}
     reasonings = {key: message[key] for key in _REASONING_FIELDS if key in message}
     if reasonings:
@@ -233,12 +247,12 @@ def _normalize_calls_(fields: dict[str, object], number: int) -> None:
     if "function_call" in fields:
         if fields.get("tool_calls"):
             raise DataError(f"message {number} has both tool_calls and function_call; remove one of them")
-        fields["tool_calls"] = _list_of_calls(fields.pop("function_call"), f"message {number}: function_call")
+        fields["tool_calls"] = list_of_calls(fields.pop("function_call"), f"message {number}: function_call")
     calls = fields.get("tool_calls", [])
     if not isinstance(calls, list):
         raise DataError(f"message {number}: tool_calls is {type(calls).__name__}, want a list")
     if calls:
-        fields["tool_calls"] = [_tool_call(call, number) for call in calls]
+        fields["tool_calls"] = [tool_call(call, number) for call in calls]
     else:
         fields.pop("tool_calls", None)
 
@@ -255,72 +269,9 @@ def _train_flag(fields: Mapping[str, object], role: str, number: int) -> bool | 
     return flag
 
 
-def _text(content: object, number: int, *, may_be_missing: bool) -> str:
-    """The content as one string; a list of text parts is joined."""
-    if content is None and may_be_missing:
-        return ""
-    if isinstance(content, list):
-        parts = [
-            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
-        ]
-        if parts and all(isinstance(part, str) for part in parts):
-            return "".join(str(part) for part in parts)
-        raise DataError(f"message {number}: content has parts that are not text, which xorl does not support")
-    if not isinstance(content, str):
-        raise DataError(
-            f"message {number}: content is {'null' if content is None else type(content).__name__}, want a string"
-        )
-    return content
-
-
-def _tool_call(call: object, number: int) -> dict[str, object]:
-    """A call in OpenAI's format, with its arguments as an object, because templates write the JSON themselves."""
-    location = f"message {number}: a tool call"
-    if not isinstance(call, dict):
-        raise DataError(f"{location} is {type(call).__name__}, want an object")
-    call = {str(key): value for key, value in call.items() if value is not None}
-    function = call.get("function", call)
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise DataError(f"{location} has no function name")
-    # Clients send null, an empty string or an empty object for a call without arguments.
-    normalized = {"name": function["name"], "arguments": _json_object(function.get("arguments") or {}, location)}
-    rest = {key: value for key, value in call.items() if key in ("id", "index")}
-    return {**rest, "type": "function", "function": normalized}
-
-
-def _list_of_calls(value: object, location: str) -> list[object]:
-    """One call, or several parallel calls: an object or a list of objects, or either as a JSON string."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{location} is a call that is not JSON: {error.msg}") from error
-    calls = value if isinstance(value, list) else [value]
-    if not calls or not all(isinstance(call, dict) for call in calls):
-        wrong = next((type(call).__name__ for call in calls if not isinstance(call, dict)), "an empty list")
-        raise DataError(f"{location} contains {wrong}, want a call or a list of calls: objects with name and arguments")
-    return calls
-
-
-def _json_object(value: object, location: str) -> dict[str, object]:
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{location} contains arguments that are not JSON: {error.msg}") from error
-    if not isinstance(value, dict):
-        raise DataError(
-            f"{location} contains {type(value).__name__}, want an object: the names and values of arguments"
-        )
-    return value
-
-
 def _tools(value: object) -> list[object] | None:
     if isinstance(value, str) and value.strip():
-        try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise DataError(f"the tools are a string that is not JSON: {error.msg}") from error
+        value = parsed_json(value, "the column of tools")
     if not value:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
