@@ -15,12 +15,17 @@ pytestmark = [pytest.mark.multi, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
-def found(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Launches:
+def found(request: pytest.FixtureRequest, launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Launches:
+    """By layout and run, of those that were selected."""
     folder = write_models(tmp_path_factory.mktemp("models"))
-    cells = {("one process", name): (1, partial(run_in_layout, folder, run, ONE_PROCESS)) for name, run in RUNS.items()}
-    for name, layout in LAYOUTS.items():
-        for run in layout.runs:
-            cells[name, run] = (layout.num_ranks, partial(run_in_layout, folder, RUNS[run], layout.train))
+    own = [item.callspec.params for item in request.session.items if item.path == request.path]
+    cells = {}
+    for layout, run in [(params["layout"], params["run"]) for params in own]:
+        cells["one process", run] = (1, partial(run_in_layout, folder, RUNS[run], ONE_PROCESS))
+        cells[layout, run] = (
+            LAYOUTS[layout].num_ranks,
+            partial(run_in_layout, folder, RUNS[run], LAYOUTS[layout].train),
+        )
     return launch(cells)
 
 

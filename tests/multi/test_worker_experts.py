@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from placement import assert_same, whole
+from ranks import Launch, Launches
 from tiny_models import hf_config
 from worker_ranks import (
     VOCAB,
@@ -65,6 +67,17 @@ KINDS: dict[str, dict[str, object]] = {
     },
 }
 KINDS["lora outer"] = {**KINDS["lora experts"], "moe_hybrid_shared_lora": True}
+TRAINED = [
+    ("full", False),
+    ("full", True),
+    ("frozen", False),
+    *((kind, divided) for kind in ("lora", "lora experts") for divided in (False, True)),
+    ("lora outer", True),
+]
+SAMPLED = [("full", False), ("full", True), ("lora", True), ("lora experts", True)]
+DIVERGED = ("lora", "lora experts")
+# The first test that needs a number of ranks waits for all that they compute.
+pytestmark = [pytest.mark.multi, pytest.mark.timeout(900)]
 STATISTICS = ("balance_loss", "z_loss", "imbalance", "entropy", "dead_experts")
 
 
@@ -125,141 +138,151 @@ def statistics(worker: Worker, model_id: str) -> list[float]:
     return list(found.values())
 
 
-@pytest.mark.multi
-@pytest.mark.parametrize(
-    ("kind", "divided"),
-    [
-        ("full", False),
-        ("full", True),
-        ("frozen", False),
-        *((kind, divided) for kind in ("lora", "lora experts") for divided in (False, True)),
-        ("lora outer", True),
-    ],
-)
+def trained(
+    folder: Path, kind: str, num_ranks: int, divided: bool
+) -> tuple[dict[str, Tensor], list[float], dict[str, Tensor], list[float]]:
+    """A client's gradients and statistics, and those of local training where there is one rank."""
+    documents, other = rows(1, [9, 14, 5, 11, 7]), rows(2, [13, 6, 8])
+    worker = make(folder, kind, num_ranks, "m", *(["n"] if kind.startswith("lora") else []), divided=divided)
+    before = trained_values(worker, "m")
+    done(worker, ForwardBackward("m", data_of(other), "cross_entropy"), AbortGradients("m"))
+    if num_ranks == 1:
+        done(worker, ForwardBackward("m", data_of(documents), "cross_entropy"))
+    else:
+        done(worker, ForwardBackward("m", data_of(documents[:2]), "cross_entropy"))
+        done(worker, ForwardBackward("m", data_of(other), "cross_entropy", forward_only=True))
+        calls = [ForwardBackward("m", data_of(documents[2:]), "cross_entropy")]
+        if kind.startswith("lora"):
+            calls.append(ForwardBackward("n", data_of(other), "cross_entropy"))
+        assert all(isinstance(result, LossResult) for result in ask(worker, *calls))
+    # A of an adapter has no gradient yet, since B is 0.
+    found = {name: gradient for name, gradient in gradients(worker, "m").items() if gradient.any()}
+    expected, expected_statistics = local(worker, documents) if num_ranks == 1 else ({}, [])
+    of_step = statistics(worker, "m")
+    after = trained_values(worker, "m")
+    moved = {name for name, value in before.items() if not torch.equal(value, after[name])}
+    assert moved >= found.keys()
+    assert (before.keys() - moved == {name for name in before if ".gate." in name}) == (kind == "frozen")
+    return found, of_step, expected, expected_statistics
+
+
+def check_samples_and_checkpoints(folder: Path, kind: str, divided: bool) -> None:
+    """Asserts in each rank."""
+    data = [datum(8 + i, i) for i in range(5)]
+    worker = make(folder, kind, 2, "m", divided=divided)
+    done(worker, *train("m", data), SaveWeightsForSampler("m", "s", sampler_id="s"))
+    prompts = [datum(length, 20 + length).tokens for length in (3, 17, 9)]
+    samples = ask(
+        worker,
+        *(
+            Sample(
+                CheckpointSampler(CheckpointRef("m", "sampler_weights", "s")),
+                prompt,
+                num_samples=2,
+                max_tokens=6,
+                seed=i,
+                ignore_end=True,
+            )
+            for i, prompt in enumerate(prompts)
+        ),
+    )
+    for prompt, result in zip(prompts, samples, strict=True):
+        assert isinstance(result, SampleResult), result
+        for sequence in result.sequences:
+            tokens = np.concatenate([prompt.numpy(), sequence.tokens.numpy()])
+            scored = Datum(Array.of(tokens[:-1]), {"target_tokens": Array.of(tokens[1:].astype(np.int64))})
+            loss = done(worker, ForwardBackward("m", [scored], "cross_entropy", forward_only=True))
+            assert isinstance(loss, LossResult)
+            if worker.base.runtime.is_main:
+                expected = values(loss.fields["logprobs"][0])[len(prompt.numpy()) - 1 :]
+                np.testing.assert_allclose(values(sequence.logprobs), expected, atol=1e-4)
+    done(worker, SaveWeights("m", "a"), *train("m", data))
+    other = make(folder, kind, 2, divided=divided)
+    done(
+        other,
+        CreateModel("n", checkpoint=CheckpointRef("m", "weights", "a"), with_optimizer=True),
+        *train("n", data),
+    )
+    learnt = trained_values(worker, "m")
+    assert all(torch.equal(learnt[name], value) for name, value in trained_values(other, "n").items())
+    again = ask(
+        worker,
+        Sample(
+            CheckpointSampler(CheckpointRef("m", "sampler_weights", "s")),
+            prompts[0],
+            num_samples=2,
+            max_tokens=6,
+            seed=0,
+            ignore_end=True,
+        ),
+    )
+    assert isinstance(again[0], SampleResult)
+    assert isinstance(samples[0], SampleResult)
+    for one, same in zip(again[0].sequences, samples[0].sequences, strict=True):
+        assert one.tokens.numpy().tolist() == same.tokens.numpy().tolist()
+
+
+def check_beside_a_diverged_model(folder: Path, kind: str) -> None:
+    """Asserts in one rank."""
+    data = data_of(rows(1, [9, 14, 5]))
+    worker = make(folder, kind, 1, "bad", "good")
+    assert isinstance(worker.models, AdapterModels)
+    with torch.no_grad():
+        for adapter in worker.models.bank.adapters("bad").values():
+            adapter.B.fill_(torch.nan)
+    done(worker, ForwardBackward("good", data, "cross_entropy"))
+    alone, expected = gradients(worker, "good"), worker.models.bank.snapshot("good")
+    of_step = statistics(worker, "good")
+    worker.models.bank.restore("good", expected)
+    ask(worker, *(ForwardBackward(name, data, "cross_entropy") for name in ("bad", "good")))
+    torch.testing.assert_close(gradients(worker, "good"), alone, rtol=1e-4, atol=1e-5)
+    assert statistics(worker, "good") == pytest.approx(of_step, rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def found(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Launches:
+    """By what is computed, the kind and whether each rank has its own experts: the table of this module."""
+
+    def folder() -> Path:
+        return tmp_path_factory.mktemp("worker")
+
+    cells = {}
+    for (kind, divided), num_ranks in product(TRAINED, (1, 2)):
+        cells["trained", kind, divided, num_ranks] = (num_ranks, partial(trained, folder(), kind, num_ranks, divided))
+    for kind, divided in SAMPLED:
+        cells["sampled", kind, divided] = (2, partial(check_samples_and_checkpoints, folder(), kind, divided))
+    for kind in DIVERGED:
+        cells["diverged", kind] = (1, partial(check_beside_a_diverged_model, folder(), kind))
+    return launch(cells)
+
+
+@pytest.mark.parametrize(("kind", "divided"), TRAINED)
 def test_gradients_and_statistics_are_those_of_local_training_for_any_split(
-    kind: str, divided: bool, tmp_path: Path, run_ranks
+    kind: str, divided: bool, found: Launches
 ) -> None:
     # Catches a loss of routers that no client asked for, a frozen router that learns, statistics of another client's
     # tokens, of a call that was aborted, or of one call of several, and options that do not reach the model.
-    documents, other = rows(1, [9, 14, 5, 11, 7]), rows(2, [13, 6, 8])
-
-    def run(num_ranks: int) -> tuple[dict[str, Tensor], list[float], dict[str, Tensor], list[float]]:
-        worker = make(tmp_path, kind, num_ranks, "m", *(["n"] if kind.startswith("lora") else []), divided=divided)
-        before = trained_values(worker, "m")
-        done(worker, ForwardBackward("m", data_of(other), "cross_entropy"), AbortGradients("m"))
-        if num_ranks == 1:
-            done(worker, ForwardBackward("m", data_of(documents), "cross_entropy"))
-        else:
-            done(worker, ForwardBackward("m", data_of(documents[:2]), "cross_entropy"))
-            done(worker, ForwardBackward("m", data_of(other), "cross_entropy", forward_only=True))
-            calls = [ForwardBackward("m", data_of(documents[2:]), "cross_entropy")]
-            if kind.startswith("lora"):
-                calls.append(ForwardBackward("n", data_of(other), "cross_entropy"))
-            assert all(isinstance(result, LossResult) for result in ask(worker, *calls))
-        # A of an adapter has no gradient yet, since B is 0.
-        found = {name: gradient for name, gradient in gradients(worker, "m").items() if gradient.any()}
-        expected, expected_statistics = local(worker, documents) if num_ranks == 1 else ({}, [])
-        of_step = statistics(worker, "m")
-        after = trained_values(worker, "m")
-        moved = {name for name, value in before.items() if not torch.equal(value, after[name])}
-        assert moved >= found.keys()
-        assert (before.keys() - moved == {name for name in before if ".gate." in name}) == (kind == "frozen")
-        return found, of_step, expected, expected_statistics
-
-    [(alone, of_step, expected, expected_statistics)] = run_ranks(lambda: run(1), 1)
+    [(alone, of_step, expected, expected_statistics)] = found("trained", kind, divided, 1)
     assert ("model.layers.0.mlp.gate.weight" in expected) == (kind == "full")
     # The service's adapters train the head too, unless a client leaves it out.
     assert_same({name: expected.get(name, value) for name, value in alone.items()}, alone, limit=1e-5)
     assert {name for name, value in expected.items() if value.any()} == {name for name in alone if name in expected}
     assert of_step == pytest.approx([] if kind == "frozen" else expected_statistics, rel=1e-5)
-    (first, *of_splits), (second, *_) = run_ranks(lambda: run(2), 2)
+    (first, *of_splits), (second, *_) = found("trained", kind, divided, 2)
     # The gradient of an adapter is summed over ranks by its step.
     split = {name: first[name] + second[name] if kind.startswith("lora") else first[name] for name in first}
     assert_same(alone, split, limit=1e-5)
     assert of_splits[0] == pytest.approx(of_step, rel=1e-5)
 
 
-@pytest.mark.multi
-@pytest.mark.parametrize(("kind", "divided"), [("full", False), ("full", True), ("lora", True), ("lora experts", True)])
-def test_samples_and_checkpoints_are_of_the_trained_model(kind: str, divided: bool, tmp_path: Path, run_ranks) -> None:
+@pytest.mark.parametrize(("kind", "divided"), SAMPLED)
+def test_samples_and_checkpoints_are_of_the_trained_model(kind: str, divided: bool, found: Launches) -> None:
     # Catches log-probabilities that training does not have, sequences that change each other's, a snapshot or a
     # checkpoint that lacks the experts, and a restored model that trains otherwise.
-    data = [datum(8 + i, i) for i in range(5)]
-
-    def run() -> None:
-        worker = make(tmp_path, kind, 2, "m", divided=divided)
-        done(worker, *train("m", data), SaveWeightsForSampler("m", "s", sampler_id="s"))
-        prompts = [datum(length, 20 + length).tokens for length in (3, 17, 9)]
-        samples = ask(
-            worker,
-            *(
-                Sample(
-                    CheckpointSampler(CheckpointRef("m", "sampler_weights", "s")),
-                    prompt,
-                    num_samples=2,
-                    max_tokens=6,
-                    seed=i,
-                    ignore_end=True,
-                )
-                for i, prompt in enumerate(prompts)
-            ),
-        )
-        for prompt, result in zip(prompts, samples, strict=True):
-            assert isinstance(result, SampleResult), result
-            for sequence in result.sequences:
-                tokens = np.concatenate([prompt.numpy(), sequence.tokens.numpy()])
-                scored = Datum(Array.of(tokens[:-1]), {"target_tokens": Array.of(tokens[1:].astype(np.int64))})
-                loss = done(worker, ForwardBackward("m", [scored], "cross_entropy", forward_only=True))
-                assert isinstance(loss, LossResult)
-                if worker.base.runtime.is_main:
-                    expected = values(loss.fields["logprobs"][0])[len(prompt.numpy()) - 1 :]
-                    np.testing.assert_allclose(values(sequence.logprobs), expected, atol=1e-4)
-        done(worker, SaveWeights("m", "a"), *train("m", data))
-        other = make(tmp_path, kind, 2, divided=divided)
-        done(
-            other,
-            CreateModel("n", checkpoint=CheckpointRef("m", "weights", "a"), with_optimizer=True),
-            *train("n", data),
-        )
-        learnt = trained_values(worker, "m")
-        assert all(torch.equal(learnt[name], value) for name, value in trained_values(other, "n").items())
-        again = ask(
-            worker,
-            Sample(
-                CheckpointSampler(CheckpointRef("m", "sampler_weights", "s")),
-                prompts[0],
-                num_samples=2,
-                max_tokens=6,
-                seed=0,
-                ignore_end=True,
-            ),
-        )
-        assert isinstance(again[0], SampleResult)
-        assert isinstance(samples[0], SampleResult)
-        for one, same in zip(again[0].sequences, samples[0].sequences, strict=True):
-            assert one.tokens.numpy().tolist() == same.tokens.numpy().tolist()
-
-    run_ranks(run, 2)
+    found("sampled", kind, divided)
 
 
-@pytest.mark.multi
-@pytest.mark.parametrize("kind", ["lora", "lora experts"])
-def test_a_model_that_has_diverged_does_not_change_another(kind: str, tmp_path: Path, run_ranks) -> None:
+@pytest.mark.parametrize("kind", DIVERGED)
+def test_a_model_that_has_diverged_does_not_change_another(kind: str, found: Launches) -> None:
     # Catches NaN of one client's tokens in the gradient or the statistics of the next client in the row.
-    data = data_of(rows(1, [9, 14, 5]))
-
-    def run() -> None:
-        worker = make(tmp_path, kind, 1, "bad", "good")
-        assert isinstance(worker.models, AdapterModels)
-        with torch.no_grad():
-            for adapter in worker.models.bank.adapters("bad").values():
-                adapter.B.fill_(torch.nan)
-        done(worker, ForwardBackward("good", data, "cross_entropy"))
-        alone, expected = gradients(worker, "good"), worker.models.bank.snapshot("good")
-        of_step = statistics(worker, "good")
-        worker.models.bank.restore("good", expected)
-        ask(worker, *(ForwardBackward(name, data, "cross_entropy") for name in ("bad", "good")))
-        torch.testing.assert_close(gradients(worker, "good"), alone, rtol=1e-4, atol=1e-5)
-        assert statistics(worker, "good") == pytest.approx(of_step, rel=1e-5)
-
-    run_ranks(run, 1)
+    found("diverged", kind)
