@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import product
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from ranks import Launch, Launches
 from xorl.core.optim import MuonOptions, OptimizerName, build_optimizer, gradient_norms, gradient_scale
 
 # Rows that two and four ranks cut unevenly, and one matrix of which some ranks hold nothing.
@@ -17,6 +21,9 @@ SHAPES = {"wide": (5, 24), "tall": (26, 6), "square": (7, 7), "fused": (22, 10),
 MATRICES = {"wide": (5,), "tall": (26,), "square": (7,), "fused": (12, 4, 6), "last": (13, 13)}
 LAYOUTS = {"none": 1, "shard-1": 1, "shard-2": 2, "shard-4": 4, "hsdp-2x2": 4, "replicate-4": 4}
 NUM_STEPS = 3
+KINDS: list[tuple[OptimizerName, torch.dtype]] = [("anyprecision_adamw", torch.bfloat16), ("muon", torch.float32)]
+ALIKE = ("hsdp-2x2", "replicate-4")
+pytestmark = pytest.mark.multi
 
 
 def placed(tensor: Tensor, layout: str) -> Tensor:
@@ -58,85 +65,90 @@ def train(layout: str, name: OptimizerName, dtype: torch.dtype, skipped: int = -
     return {key: full(parameter).detach() for key, parameter in parameters.items()} | states
 
 
-@pytest.mark.multi
-@pytest.mark.parametrize("layouts", [("shard-1", "shard-2"), ("shard-4", "hsdp-2x2", "replicate-4")], ids="+".join)
-def test_sharded_optimizers_do_what_whole_ones_do(layouts: tuple[str, ...], run_ranks) -> None:
+def norms() -> tuple[list[float], int]:
+    # Two ways of sharding: over all four ranks, and over two, of which the others hold other rows.
+    mesh, rank = init_device_mesh("cpu", (2, 2), mesh_dim_names=("others", "shard")), dist.get_rank()
+    first = nn.Parameter(distribute_tensor(torch.zeros(8, 2), mesh, [Replicate(), Shard(0)]))
+    second = nn.Parameter(distribute_tensor(torch.zeros(8, 2), mesh["shard"], [Shard(0)]))
+    divided = {second: (mesh.get_group("others"),)}
+    if rank in (0, 2):
+        first.grad = torch.ones_like(first)
+    if rank == 1:
+        second.grad = torch.full_like(second, 2.0)
+    num_reductions = 0
+    with pytest.MonkeyPatch.context() as patch:
+        reduce = dist.all_reduce
+
+        def counted(tensor: Tensor, group: dist.ProcessGroup) -> None:
+            nonlocal num_reductions
+            num_reductions += 1
+            reduce(tensor, group=group)
+
+        patch.setattr(dist, "all_reduce", counted)
+        found = gradient_norms([[first], [second], [first, second]], divided)
+    scale, _ = gradient_scale([first, second], 1.0, None, divided=divided)
+    return [*found.tolist(), scale.item()], num_reductions
+
+
+def error_of_another_placement() -> str:
+    mesh = init_device_mesh("cpu", (2,))
+    parameter = DTensor.from_local(torch.ones(2, 2), mesh, [_StridedShard(0, split_factor=2)], run_check=False)
+    try:
+        gradient_norms([[parameter]])
+    except AssertionError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.fixture(scope="module")
+def found(launch: Launch) -> Launches:
+    """By what is computed and layout: the table of this module."""
+    cells = {}
+    for (layout, size), (name, dtype) in product(LAYOUTS.items(), KINDS):
+        cells["trained", layout, name] = (size, partial(train, layout, name, dtype))
+    for layout in ALIKE:
+        cells["alike", layout] = (4, partial(train, layout, "muon", torch.bfloat16, skipped=1))
+    cells["norms",] = (4, norms)
+    cells["error",] = (2, error_of_another_placement)
+    return launch(cells)
+
+
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "none"])
+def test_sharded_optimizers_do_what_whole_ones_do(layout: str, found: Launches) -> None:
     # Catches random bits that depend on the shard, rows that reach the wrong matrix or come back to the wrong place,
     # and a rank without rows or without a matrix of its own that leaves the others alone in a collective.
-    kinds = [("anyprecision_adamw", torch.bfloat16), ("muon", torch.float32)]
-    [expected] = run_ranks(lambda: [train("none", *kind) for kind in kinds], 1)
-    for world_size in {LAYOUTS[layout] for layout in layouts}:
-        own = [layout for layout in layouts if LAYOUTS[layout] == world_size]
-        for by_layout in run_ranks(
-            lambda own=own: [[train(layout, *kind) for kind in kinds] for layout in own], world_size
-        ):
-            for adamw, muon in by_layout:
-                # Elementwise, and so to the bit, bf16 rounding included.
-                torch.testing.assert_close(adamw, expected[0], rtol=0, atol=0)
-                for key, tensor in muon.items():
-                    wanted = expected[1][key]
-                    if key.partition(".")[0] in MATRICES and key in SHAPES:
-                        assert (tensor - wanted).norm() <= 1e-5 * wanted.norm(), key
-                    else:
-                        torch.testing.assert_close(tensor, wanted, rtol=0, atol=0)
+    for name, _ in KINDS:
+        [expected] = found("trained", "none", name)
+        for state in found("trained", layout, name):
+            for key, tensor in state.items():
+                wanted = expected[key]
+                if name == "muon" and key in MATRICES:
+                    assert (tensor - wanted).norm() <= 1e-5 * wanted.norm(), key
+                else:
+                    # Elementwise, and so to the bit, bf16 rounding included.
+                    torch.testing.assert_close(tensor, wanted, rtol=0, atol=0)
+            assert state.keys() == expected.keys()
 
 
-@pytest.mark.multi
-def test_replicas_and_shards_of_bf16_weights_stay_alike(run_ranks) -> None:
+@pytest.mark.parametrize("layout", ALIKE)
+def test_replicas_and_shards_of_bf16_weights_stay_alike(layout: str, found: Launches) -> None:
     # Catches replicas that round differently and drift apart, and weights that a skipped step poisons on some rank.
-    layouts = ("hsdp-2x2", "replicate-4")
-    results = run_ranks(lambda: [train(layout, "muon", torch.bfloat16, skipped=1) for layout in layouts], 4)
-    for by_layout in results:
-        for index, state in enumerate(by_layout):
-            torch.testing.assert_close(state, results[0][index], rtol=0, atol=0)
-            assert all(bool(tensor.isfinite().all()) for tensor in state.values())
-            assert {int(state[f"{key}.step"]) for key in SHAPES} == {NUM_STEPS - 1}
+    first, *others = found("alike", layout)
+    for state in (first, *others):
+        torch.testing.assert_close(state, first, rtol=0, atol=0)
+        assert all(bool(tensor.isfinite().all()) for tensor in state.values())
+        assert {int(state[f"{key}.step"]) for key in SHAPES} == {NUM_STEPS - 1}
 
 
-@pytest.mark.multi
-def test_the_norm_is_the_same_whatever_has_a_gradient(run_ranks) -> None:
+def test_the_norm_is_the_same_whatever_has_a_gradient(found: Launches) -> None:
     # Catches a rank that has no gradients and leaves the others waiting, reductions in an order that depends on which
     # gradients a rank has, and one reduction for each set of parameters.
-    def norms() -> tuple[list[float], int]:
-        # Two ways of sharding: over all four ranks, and over two, of which the others hold other rows.
-        mesh, rank = init_device_mesh("cpu", (2, 2), mesh_dim_names=("others", "shard")), dist.get_rank()
-        first = nn.Parameter(distribute_tensor(torch.zeros(8, 2), mesh, [Replicate(), Shard(0)]))
-        second = nn.Parameter(distribute_tensor(torch.zeros(8, 2), mesh["shard"], [Shard(0)]))
-        divided = {second: (mesh.get_group("others"),)}
-        if rank in (0, 2):
-            first.grad = torch.ones_like(first)
-        if rank == 1:
-            second.grad = torch.full_like(second, 2.0)
-        num_reductions = 0
-        with pytest.MonkeyPatch.context() as patch:
-            reduce = dist.all_reduce
-
-            def counted(tensor: Tensor, group: dist.ProcessGroup) -> None:
-                nonlocal num_reductions
-                num_reductions += 1
-                reduce(tensor, group=group)
-
-            patch.setattr(dist, "all_reduce", counted)
-            found = gradient_norms([[first], [second], [first, second]], divided)
-        scale, _ = gradient_scale([first, second], 1.0, None, divided=divided)
-        return [*found.tolist(), scale.item()], num_reductions
-
     # 4 rows of 2 ones, of which ranks 0 and 2 hold copies; 4 rows of 2 twos on one rank of four.
-    for found, num_reductions in run_ranks(norms, 4):
-        assert found == pytest.approx([8**0.5, 32**0.5, 40**0.5, 40**0.5])
+    for measured, num_reductions in found("norms"):
+        assert measured == pytest.approx([8**0.5, 32**0.5, 40**0.5, 40**0.5])
         assert num_reductions == 3
 
 
-@pytest.mark.multi
-def test_a_placement_that_cannot_be_summed_is_an_error(run_ranks) -> None:
+def test_a_placement_that_cannot_be_summed_is_an_error(found: Launches) -> None:
     # Catches rows that are taken for copies: this placement is none of torch's Shard.
-    def norm() -> str:
-        mesh = init_device_mesh("cpu", (2,))
-        parameter = DTensor.from_local(torch.ones(2, 2), mesh, [_StridedShard(0, split_factor=2)], run_check=False)
-        try:
-            gradient_norms([[parameter]])
-        except AssertionError as error:
-            return str(error)
-        return "no error"
-
-    assert all("cannot be summed" in message for message in run_ranks(norm, 2))
+    assert all("cannot be summed" in message for message in found("error"))
