@@ -22,6 +22,16 @@ from xorl.train.quantization import dense_source
 
 logger = logging.getLogger(__name__)
 
+_TOKENIZER_CONFIG = "tokenizer_config.json"
+# The files of which a tokenizer needs one set beside its configuration.
+_VOCABULARIES = (
+    ("tokenizer.json",),
+    ("tokenizer.model",),
+    ("spiece.model",),
+    ("vocab.json", "merges.txt"),
+    ("vocab.txt",),
+)
+
 
 @dataclass(frozen=True)
 class SavedModel:
@@ -128,9 +138,17 @@ def _over(base: str, adapter: AdapterFolder, *, is_given: bool) -> AdapterFolder
 
 
 def _with_tokenizer_in(folder: Path, architecture: Architecture) -> Architecture:
-    """`architecture` with the tokenizer or the template beside an adapter in `folder`, if there is one."""
-    if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+    """`architecture` with the tokenizer or the template beside an adapter in `folder`, if there is one.
+
+    A tokenizer that lacks files is not used, since transformers would read another one from the rest.
+    """
+    has_config = (folder / _TOKENIZER_CONFIG).is_file()
+    has_vocabulary = any(all((folder / name).is_file() for name in names) for names in _VOCABULARIES)
+    if has_config and has_vocabulary:
         return replace(architecture, tokenizer_folder=folder, own_tokenizer=True)
+    if has_config or has_vocabulary:
+        lacking = "a vocabulary, such as tokenizer.json" if has_config else _TOKENIZER_CONFIG
+        logger.warning("tokenizer=the base's: the tokenizer beside the adapter in %s lacks %s", folder, lacking)
     if (file := folder / TEMPLATE_FILE).is_file():
         return replace(architecture, chat_template=file.read_text(encoding="utf-8"))
     return architecture
