@@ -83,6 +83,7 @@ def test_generation_stops_at_the_tokens_that_end_trained_text(
     with caplog.at_level("INFO"):
         after = with_end_tokens(before, end_tokens)
     assert after.generation == (generation if expected is None else expected)
+    assert ("generation_config.json" in after.files_beside_adapter()) == (expected is not None)
     lines = [message for message in caplog.messages if "generation_config.json" in message]
     assert len(lines) == (expected is not None)
     assert all("stops at <eos> (256), but its trained text ends with <end> (257)" in line for line in lines)

@@ -61,3 +61,14 @@ def test_a_part_of_a_tokenizer_does_not_replace_that_of_the_base(
         assert "tokenizer=the base's" not in caplog.text
     else:
         assert problem in caplog.text
+
+
+def test_end_tokens_beside_an_adapter_follow_it(folder: Path, tmp_path: Path) -> None:
+    """Catches end tokens that an adapter was trained with, and that its copies and merged models forget."""
+    adapter = tmp_path / "adapter"
+    shutil.copytree(folder / "adapter", adapter)
+    (adapter / "generation_config.json").write_text('{"eos_token_id": [256, 257]}')
+    copied = export_saved(str(adapter), str(tmp_path / "copied"), merge=False)
+    assert "eos_token_id` of the one in this folder" in (copied / "README.md").read_text()
+    for exported in (copied, export_saved(str(copied), str(tmp_path / "merged"), merge=True)):
+        assert json.loads((exported / "generation_config.json").read_text())["eos_token_id"] == [256, 257]

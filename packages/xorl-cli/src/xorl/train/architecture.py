@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from xorl.ckpt import CheckpointError, CheckpointFailure, WeightRecipe, resolve_folder
-from xorl.ckpt.export import GENERATION_FILE, tokenizer_files
+from xorl.ckpt.export import GENERATION_FILE, json_bytes, tokenizer_files
 from xorl.ckpt.layout import is_complete
 from xorl.core.models import DecoderConfig, ModelSpec, spec_for
 from xorl.lora.prequantized import MODELOPT_FILE, with_modelopt_file
@@ -23,7 +23,8 @@ class Architecture:
     """A model's family, its shape and its Hugging Face configuration.
 
     `chat_template` is the template used in training, if it is not the tokenizer's own. `generation` is the content of
-    its generation_config.json; empty without one. `own_tokenizer`: the tokenizer is not that of the base weights.
+    its generation_config.json; empty without one. `own_tokenizer` and `own_generation`: the tokenizer, or `generation`,
+    is not that of the base weights.
     """
 
     spec: ModelSpec
@@ -33,10 +34,15 @@ class Architecture:
     chat_template: str | None = None
     generation: Mapping[str, object] = field(default_factory=dict)
     own_tokenizer: bool = False
+    own_generation: bool = False
 
     def files_beside_adapter(self) -> dict[str, bytes]:
-        """The tokenizer's and template's files, by name, that an adapter needs because they differ from its base's."""
-        return tokenizer_files(self.tokenizer_folder if self.own_tokenizer else None, self.chat_template)
+        """The files, by name, that an adapter needs because they differ from its base's.
+
+        These are the tokenizer's, its template and generation_config.json.
+        """
+        files = tokenizer_files(self.tokenizer_folder if self.own_tokenizer else None, self.chat_template)
+        return files | ({GENERATION_FILE: json_bytes(self.generation)} if self.own_generation else {})
 
     def recipes(self, *, merge_qkv: bool) -> Mapping[str, WeightRecipe]:
         """The names and layouts of the parameters in Hugging Face files."""

@@ -92,6 +92,7 @@ def describe_model(
         "chat_template": architecture.chat_template,
         "generation": cast(Mapping[str, JSON], architecture.generation),
         "own_tokenizer": architecture.own_tokenizer,
+        "own_generation": architecture.own_generation,
         "quantization": None if scheme is None else cast("dict[str, JSON]", asdict(scheme)),
     }
 
@@ -228,7 +229,14 @@ def read_description(folder: Path, manifest: Manifest) -> ModelDescription:
     if own is None:  # recorded by an older xorl
         own = tokenizer is not None and not is_same_base(str(tokenizer), str(recorded["path"]))
     architecture = Architecture(
-        spec, spec.config_from_hf(hf_config), hf_config, tokenizer, template, generation, bool(own)
+        spec,
+        spec.config_from_hf(hf_config),
+        hf_config,
+        tokenizer,
+        template,
+        generation,
+        bool(own),
+        bool(recorded.get("own_generation")),
     )
     stored = cast("Mapping[str, JSON] | None", recorded.get("quantization"))
     scheme = None

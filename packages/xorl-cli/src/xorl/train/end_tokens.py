@@ -48,7 +48,8 @@ def with_end_tokens(architecture: Architecture, end_tokens: Mapping[str, int]) -
     )
     # With this mark, transformers may take the values of config.json instead.
     generation.pop("_from_model_config", None)
-    return replace(architecture, generation={**generation, "eos_token_id": [*stops, *missing.values()]})
+    generation["eos_token_id"] = [*stops, *missing.values()]
+    return replace(architecture, generation=generation, own_generation=True)
 
 
 def _ids(value: object) -> list[int]:

@@ -103,4 +103,7 @@ def _with_foundation(architecture: Architecture, entries: Mapping[str, object], 
     generation = dict(architecture.generation)
     if generation:  # transformers then reads these from generation_config.json only
         generation |= {key: value for key, value in entries.items() if key in generation or key.endswith("_token_id")}
-    return replace(architecture, spec=spec, config=config, hf_config=hf_config, generation=generation)
+    own = architecture.own_generation or generation != architecture.generation
+    return replace(
+        architecture, spec=spec, config=config, hf_config=hf_config, generation=generation, own_generation=own
+    )

@@ -17,6 +17,13 @@ _LOADING_A_MODEL = (
     'model = AutoModelForCausalLM.from_pretrained(".")',
     "```",
 )
+_OWN_GENERATION = (
+    "The model was trained to stop at other tokens than its base. Programs read the base's generation_config.json, so "
+    "pass them the `eos_token_id` of the one in this folder, for example as "
+    '`model.generation_config = GenerationConfig.from_pretrained(".")` in transformers or as `stop_token_ids` in vLLM '
+    "and SGLang.",
+    "",
+)
 READER_NAMES: Mapping[Reader, str] = {"peft": "PEFT's PeftModel.from_pretrained", "vllm": "vLLM", "sglang": "SGLang"}
 # The values that vLLM's --max-lora-rank takes.
 _VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -25,13 +32,20 @@ MERGED_ADAPTER = "merged into the base in fp32, rounded once"
 
 
 def model_card(
-    title: str, *, base: str | None, facts: Figures, verified: Figures | None, readers: Sequence[Reader] | None = None
+    title: str,
+    *,
+    base: str | None,
+    facts: Figures,
+    verified: Figures | None,
+    readers: Sequence[Reader] | None = None,
+    own_generation: bool = False,
 ) -> str:
     """Markdown with the metadata header that the Hub reads.
 
     Args:
         verified: None if the export was not verified.
         readers: for an adapter, the programs that read its files; None for a model.
+        own_generation: whether an adapter has a generation_config.json, which none of these programs reads.
     """
     is_adapter = readers is not None
     library = "transformers" if readers is None else "peft" if "peft" in readers else None
@@ -49,6 +63,7 @@ def model_card(
         "",
         *(_LOADING_A_MODEL if readers is None else _loading(base, facts, readers)),
         "",
+        *(_OWN_GENERATION if own_generation else ()),
         *_table(facts),
     ]
     if verified is not None:

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 
 from xorl.ckpt import WeightRecipe, export_hf
-from xorl.ckpt.export import CARD_FILE, published
+from xorl.ckpt.export import CARD_FILE, GENERATION_FILE, published
 from xorl.ckpt.files import write_file
 from xorl.ckpt.ranks import fail_together, this_rank
 from xorl.core.models import ModelSpec
@@ -87,6 +87,11 @@ class AdapterExport:
             with fail_together(f"export to {folder}"):
                 if this_rank() == 0:
                     card = model_card(
-                        "Adapter", base=config.base, facts=facts, verified=None, readers=self.files.readers
+                        "Adapter",
+                        base=config.base,
+                        facts=facts,
+                        verified=None,
+                        readers=self.files.readers,
+                        own_generation=GENERATION_FILE in self.files.others,
                     )
                     write_file(temporary / CARD_FILE, card.encode())

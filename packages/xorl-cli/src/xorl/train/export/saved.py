@@ -149,4 +149,5 @@ def _card(
             facts["base while training"] = f"{saved.scheme.quant_format} in groups of {saved.scheme.group_size}"
         if readers is None:
             facts["adapter"] = MERGED_ADAPTER
-    return model_card(title, base=saved.base_path, facts=facts, verified=figures, readers=readers)
+    own = readers is not None and saved.architecture.own_generation
+    return model_card(title, base=saved.base_path, facts=facts, verified=figures, readers=readers, own_generation=own)

@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 
 from xorl.ckpt import CheckpointError, SafetensorsSource, WeightSource, read_manifest, resolve_folder
-from xorl.ckpt.export import TEMPLATE_FILE, TOKENIZER_FILES
+from xorl.ckpt.export import GENERATION_FILE, TEMPLATE_FILE, TOKENIZER_FILES
 from xorl.ckpt.layout import is_complete
 from xorl.kernels.quant import QuantScheme
 from xorl.lora.peft import CONFIG_FILE, WEIGHTS_FILE
 from xorl.lora.prequantized import QUANTIZATION_KEY
 from xorl.train.adapters.folder import AdapterFolder, check_shapes, is_adapter, open_adapter, read_adapter_config
-from xorl.train.architecture import CONFIG_PATTERNS, Architecture, folder_of, read_config
+from xorl.train.architecture import CONFIG_PATTERNS, Architecture, folder_of, read_config, read_generation
 from xorl.train.base_weights import base_fingerprint, differing_weights
 from xorl.train.checkpoint_model import find_checkpoint, read_description
 from xorl.train.quantization import dense_source
@@ -99,13 +99,14 @@ def open_saved(path: str, base: str | None = None, *, merge: bool = False) -> Sa
         raise ValueError(f"--base: {folder} does not name its base model; give its folder or Hub id")
     base_folder = folder_of("--base", base, CONFIG_PATTERNS)
     architecture = read_config("--base", base_folder / "config.json", base_folder)
-    trained = _with_tokenizer_in(folder, architecture if description is None else description.architecture)
+    trained = _with_files_in(folder, architecture if description is None else description.architecture)
     architecture = replace(
         architecture,
         tokenizer_folder=trained.tokenizer_folder if trained.own_tokenizer else base_folder,
         chat_template=trained.chat_template,
         generation=trained.generation,
         own_tokenizer=trained.own_tokenizer,
+        own_generation=trained.own_generation,
     )
     weights = weights_at("--base", base, architecture)
     # Exported weights are not quantised.
@@ -137,11 +138,13 @@ def _over(base: str, adapter: AdapterFolder, *, is_given: bool) -> AdapterFolder
     return replace(adapter, base_fingerprint=found)
 
 
-def _with_tokenizer_in(folder: Path, architecture: Architecture) -> Architecture:
-    """`architecture` with the tokenizer or the template beside an adapter in `folder`, if there is one.
+def _with_files_in(folder: Path, architecture: Architecture) -> Architecture:
+    """`architecture` with the tokenizer or template and the generation_config.json beside an adapter in `folder`.
 
     A tokenizer that lacks files is not used, since transformers would read another one from the rest.
     """
+    if (folder / GENERATION_FILE).is_file():
+        architecture = replace(architecture, generation=read_generation("PATH", folder), own_generation=True)
     has_config = (folder / _TOKENIZER_CONFIG).is_file()
     has_vocabulary = any(all((folder / name).is_file() for name in names) for names in _VOCABULARIES)
     if has_config and has_vocabulary:
