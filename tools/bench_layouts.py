@@ -94,7 +94,7 @@ def write_documents(file: Path, vocab_size: int, longest: int, num_tokens: int) 
 def train_rank(config: Path) -> None:
     """What `xorl train` does on one rank, except that nothing is saved."""
     loaded = load_config(config).config
-    set_up_logging(loaded.train.log_format, is_main=global_rank() == 0)
+    set_up_logging(loaded.train.log_format, loaded.train.log_level, is_main=global_rank() == 0)
     run = build_run(loaded)
     run.checkpoints.due = lambda step: False
     try:

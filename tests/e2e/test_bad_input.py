@@ -233,7 +233,7 @@ def test_bad_input_is_told_and_ends_with_2(case: str, folder: Path, train) -> No
 def test_an_unknown_wandb_mode_is_told_before_anything_starts(folder: Path, train, monkeypatch) -> None:
     # Catches a traceback of wandb, after the data is prepared and the model is loaded.
     monkeypatch.setenv("WANDB_MODE", "of")
-    result = train("--train.use_wandb", "true")
+    result = train("--train.use_wandb", "true", "--train.log_level", "DEBUG")
     assert result.returncode == 2
     assert "WANDB_MODE must be one of online, offline, shared, disabled, got 'of'" in result.stderr
     assert "Traceback" not in result.stderr

@@ -30,7 +30,7 @@ def test_the_chat_example_trains_and_leaves_a_receipt(tmp_path: Path, run_comman
     assert 600 * 2 * 3 < chat["counts"]["trained_tokens"] < chat["counts"]["tokens"] // 2
     assert receipt["train"]["plan_hash"]
     assert 0 < receipt["held_out"]["fill"] <= 1
-    assert "receipt train bins=" in result.stderr
+    assert "Data: 900 samples, " in result.stderr
     # The tokenizer has no template of its own: the one of the data is in every export.
     exported = export_saved(str(tmp_path / "out"), str(tmp_path / "exported"))
     template = (ROOT / "configs" / "local" / "chat.jinja").read_text()
@@ -60,6 +60,6 @@ def test_an_adapter_is_exported_with_the_template_that_it_was_trained_with(tmp_p
         assert (folder / "chat_template.jinja").read_text() == template
         # The base has no tokenizer.
         assert (folder / "tokenizer.json").read_bytes() == tokenizer
-    # The template ends turns with a token at which the base does not stop. A checkpoint knows it, an adapter does not.
-    for folder, eos in ((merged, [1, 2, 0]), (again, [1, 2])):
-        assert json.loads((folder / "generation_config.json").read_text()) == {**stops, "eos_token_id": eos}
+    # The template ends turns with a token at which the base does not stop.
+    for folder in (adapter, merged, again):
+        assert json.loads((folder / "generation_config.json").read_text()) == {**stops, "eos_token_id": [1, 2, 0]}

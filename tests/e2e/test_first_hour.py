@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -114,3 +115,29 @@ def test_every_command_line_runs_with_the_same_file(name: str, folder: Path, run
     listed = [line for line in result.stderr.splitlines() if "options without effect: " in line]
     assert all(option in "\n".join(listed) for option in WITHOUT_EFFECT.get(name, ())), listed
     assert len([line for line in listed if "frozen" not in line]) == 1
+    check_first_lines(name, [line for line in result.stderr.splitlines() if line not in listed])
+
+
+def check_first_lines(name: str, lines: list[str]) -> None:
+    """Catches a start that scrolls the facts out of sight, and lines that only their programmer can read."""
+    first = next(index for index, line in enumerate(lines) if line.startswith("step 1/2 "))
+    opening = lines[:first]
+    assert len(opening) <= 10, opening
+    assert not [line for line in opening if re.search(r"\b(None|True|False)\b|[\[{]|\w\(|\w=\w*\(", line)], opening
+    facts = [
+        "Model: Qwen3ForCausalLM with ",
+        "Data: 32 samples, 317 tokens, 285 of them trained, in 11 rows (90.1% full) of up to 32 tokens",
+        "Steps: 2 ",
+        "Optimizer: ",
+        "Computation: ",
+        "Output: ",
+    ]
+    facts += (
+        [" with 22,720 parameters, ", "; 4,096 in adapters are trained, on 2 q_proj, 2 k_proj, "]
+        if "LoRA" in name
+        else []
+    )
+    facts += [", quantised to nf4; "] if "QLoRA" in name else []
+    facts += ["No weight decay on "] if "LoRA" not in name else []
+    facts += [" on 2 ranks (CPU; fsdp2, dp_shard 2)."] if name == "two ranks" else []
+    assert not [fact for fact in facts if not any(fact in line for line in opening)], opening

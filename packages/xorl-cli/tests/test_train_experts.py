@@ -138,7 +138,7 @@ def test_the_base_of_the_service_has_quantised_experts(
     exclude: list[str] | None, of_experts: int, tmp_path: Path, place: Runtime, caplog: pytest.LogCaptureFixture
 ) -> None:
     # Catches experts that the service loads as they are, and a log that says nothing of them.
-    caplog.set_level("INFO")
+    caplog.set_level("DEBUG")
     write_config(tmp_path, hf_config("qwen3_moe", moe_intermediate_size=32))
     values = {"config_path": str(tmp_path), "output_dir": str(tmp_path), "enable_mixed_precision": False}
     qlora = {"enable_qlora": True, "quant_format": "nvfp4", "qlora_exclude_modules": exclude}

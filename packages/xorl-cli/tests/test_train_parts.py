@@ -397,7 +397,7 @@ def own_logging() -> Iterator[None]:
 @pytest.mark.usefixtures("own_logging")
 def test_progress_in_a_file_is_lines(capsys: pytest.CaptureFixture[str]) -> None:
     # Catches a bar of carriage returns in a log file, and one line for each of a million steps.
-    set_up_logging("progress_bar", is_main=True)
+    set_up_logging("progress_bar", "INFO", is_main=True)
     sink = progress_sink("progress_bar", num_steps=30, start_step=0)
     for step in range(1, 31):
         sink.write({"step": step, "loss": 2.0, "lr": 1e-3, "mfu": None, "time_s": 0.5})
@@ -414,7 +414,7 @@ def test_progress_in_a_file_is_lines(capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.usefixtures("own_logging")
 def test_structured_lines_are_short(capsys: pytest.CaptureFixture[str]) -> None:
     # Catches a line with every metric, in which nobody finds the loss.
-    set_up_logging("structured", is_main=True)
+    set_up_logging("structured", "INFO", is_main=True)
     timings = {f"{phase}_s": 0.1 for phase in ("time", "forward", "backward", "comm", "optimizer", "idle", "data")}
     progress_sink("structured", 9, 0).write(
         {"step": 3, "loss": 2.0, "grad_norm": 1.0, "lr": 1e-3, "num_tokens": 5, "mfu": None, **timings}

@@ -190,7 +190,7 @@ def test_a_quantised_checkpoint_is_read_as_it_is(quant_format, merge_qkv, family
 def test_a_quantised_checkpoint_is_dequantised_where_the_model_is_not(quant_format, family, tmp_path, mesh, caplog):
     # Catches codes that are read as weights, scales of other rows, and weights that are rounded on their way.
     write_model(tmp_path, quant_format, family=family)
-    caplog.set_level("INFO")
+    caplog.set_level("DEBUG")
     plain = build(tmp_path, mesh, enable_qlora=False)
     assert f"dequantized modules={13 if family == 'qwen3' else 22} of_checkpoint={quant_format}_" in caplog.text
     partly = build(

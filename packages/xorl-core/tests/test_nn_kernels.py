@@ -51,7 +51,7 @@ def test_plain_forms_where_no_kernel_runs_or_none_is_wanted(where):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_layers_take_the_fused_kernels_where_they_run(caplog, compiled):
     """Catches plain forms in the place of faster kernels, compiled or not, and a choice that is not told."""
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.DEBUG)
     everything = choose(compiled=compiled)
     assert all(f"{name}=fused" in caplog.text for name in FUSED_KERNELS)
     assert everything.swiglu != PLAIN.swiglu
@@ -61,7 +61,7 @@ def test_layers_take_the_fused_kernels_where_they_run(caplog, compiled):
 
 def test_what_was_chosen_is_logged(caplog):
     """Catches a silent fall-back."""
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.DEBUG)
     choose(device_type="cpu")
     assert "rms_norm=plain rope=plain swiglu=plain" in caplog.text
     assert "not on cpu" in caplog.text

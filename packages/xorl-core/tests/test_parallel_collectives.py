@@ -38,5 +38,5 @@ def test_a_rank_that_all_others_wait_for_is_named(
     assert times.slow_rank == slow
     log(times, range(8, 8 + len(products)))
     choice, *warnings = [record.getMessage() for record in caplog.records]
-    assert choice.startswith("fsdp_collectives=copy_engine chosen_by=auto copy_engine_ms=500.0 nccl_ms=490.0")
+    assert choice.startswith("fsdp_collectives: copy_engine was chosen; a layer's products took 500.0 ms beside")
     assert [warning.split(" takes")[0] for warning in warnings] == ([] if slow is None else [f"rank {8 + slow}"])

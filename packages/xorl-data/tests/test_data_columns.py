@@ -109,7 +109,7 @@ def unused_in(path, options, caplog, **entry):
         [receipt] = prepare([DatasetEntry(str(path), **entry)], options).receipt.datasets
     lines = [message for message in caplog.messages if "not used" in message]
     named = receipt.findings.unused
-    expected = [f"prepare dataset={path} columns and message keys not used: {', '.join(named)}"] if named else []
+    expected = [f"{path}: columns and message keys that are not used: {', '.join(named)}"] if named else []
     assert lines == expected
     assert check_first_samples(stream_of(path, options, **entry), strict=False).findings[0].unused == named
     return sorted(named)

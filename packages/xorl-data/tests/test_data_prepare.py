@@ -358,7 +358,7 @@ def test_two_processes_prepare_once_and_the_waiting_one_says_for_whom(tmp_path, 
 def test_progress_is_logged(tmp_path, options, make_rows, write_jsonl, caplog, monkeypatch):
     """Catches the silent first minutes of a large preparation."""
     monkeypatch.setattr(prepare_module, "_REPORT_EVERY_S", 0.0)
-    caplog.set_level(logging.INFO, logger="xorl.data")
+    caplog.set_level(logging.DEBUG, logger="xorl.data")
     path = write_jsonl(tmp_path / "rows.jsonl", make_rows(20))
     prepare([DatasetEntry(str(path))], PrepareOptions(bin_len=64, prepared_path=options.prepared_path))
     assert "phase=encode samples=20" in caplog.text

@@ -196,7 +196,7 @@ def load_weights(
                 unfinished.finish_before(None)
     num_bytes = 0 if source is None else sum(chunk.num_bytes for bucket in buckets for chunk in bucket.chunks)
     report = LoadReport(len(params), num_bytes, time.monotonic() - started, ignored)
-    logger.info(
+    logger.debug(
         "event=weights_loaded mode=%s tensors=%d bytes_read=%d gib_per_s=%.2f",
         mode,
         report.num_tensors,

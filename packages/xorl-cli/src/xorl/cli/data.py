@@ -250,7 +250,7 @@ def _load_data(config: Config, *, strict: bool = False) -> tuple[RunData, TextTo
     from xorl.train.model_source import read_architecture  # noqa: PLC0415
     from xorl.train.observe.progress import set_up_logging  # noqa: PLC0415
 
-    set_up_logging(config.train.log_format, is_main=True)
+    set_up_logging(config.train.log_format, config.train.log_level, is_main=True)
     architecture = read_architecture(config.model, config.train.load_weights_mode, config.lora.adapter_path)
     folder = architecture.tokenizer_folder
     data = prepare_data(config, architecture.config.vocab_size, folder, architecture.hf_config, strict=strict)

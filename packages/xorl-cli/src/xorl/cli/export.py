@@ -89,7 +89,7 @@ def _export(
     from xorl.train.observe.progress import set_up_logging  # noqa: PLC0415
 
     dtypes = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    set_up_logging("progress_bar", is_main=True)
+    set_up_logging("progress_bar", "INFO", is_main=True)
     folder = export_saved(
         path,
         None if output is None else str(output),

@@ -14,6 +14,7 @@ from xorl.config.entries import SweepMemberConfig
 from xorl.config.fields import (
     AtLeastOne,
     AtLeastZero,
+    LogLevel,
     LoraFields,
     LossFields,
     MemoryFields,
@@ -209,6 +210,11 @@ class LoggingFields(Section):
         default="progress_bar",
         description="Console output of a run: progress_bar (lines if it is not a terminal), or structured "
         "(key=value lines). metrics.jsonl has all metrics in either case.",
+    )
+    log_level: LogLevel = Field(
+        default="INFO",
+        description="Minimum level of the lines on the console. DEBUG adds every choice and measure of the start-up, "
+        "with its duration; ranks other than the first log warnings and errors, whatever the level.",
     )
     use_wandb: bool = Field(
         default=True,

@@ -15,6 +15,7 @@ from xorl.config.fields import (
     CheckpointFields,
     DegreeOrRest,
     LoadWeightsMode,
+    LogLevel,
     LoraFields,
     LossFields,
     MemoryFields,
@@ -28,7 +29,6 @@ from xorl.config.fields import (
     SeedFields,
 )
 
-LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
 SyncMethod = Literal["nccl_broadcast"]
 GradNormalization = Literal["sum", "token_mean"]
 

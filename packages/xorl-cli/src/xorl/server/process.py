@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 
-from xorl.config.server import LogLevel
+from xorl.config.fields import LogLevel
 from xorl.host.parent import signal_at_end_of_parent
 
 PARENT_VARIABLE = "XORL_PARENT"  # environment variable with the id of the parent process

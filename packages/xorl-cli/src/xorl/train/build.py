@@ -39,6 +39,7 @@ from xorl.train.export.folder import AdapterExport, ModelExport
 from xorl.train.model import DTYPES, build_model, check_model, head_options_of
 from xorl.train.model_source import MODEL_PATH
 from xorl.train.observe.observer import Observer
+from xorl.train.observe.opening import log_opening
 from xorl.train.observe.profile import Profiler, build_profiler
 from xorl.train.quantization import scheme_of
 from xorl.train.recompute_choice import MicroBatch, choose_recomputation
@@ -100,15 +101,16 @@ def build_run(config: Config, *, make_engine: EngineMaker | None = None, watchdo
 
     startup = _with_recomputation(startup, run)
     config, architecture, phases = startup.config, run.architecture, startup.phases
-    with phases("model", f"architecture={architecture.spec.architecture} device={runtime.device}"):
+    with phases("model", "Loading the model"):
         engine = (make_engine or build_engine)(config, architecture, startup.mesh, runtime.device)
     loader, stream = _loader(startup, run)
     checkpoints = _checkpoints(startup, run, engine, stream)
     start_step = 0
     if resumed is not None:
-        with phases("resume", f"path={resumed.path}"):
+        with phases("resume", f"Loading {resumed.path}"):
             start_step = checkpoints.restore(resumed.path)
             checkpoints.saves.go_back(start_step)
+    log_opening(startup, start_step)
     return Run(
         startup=startup,
         engine=engine,
@@ -139,7 +141,8 @@ def _check(config: Config, architecture: Architecture) -> None:
         logger.info("options without effect: train.%s %s (matches only frozen parameters)", option, ", ".join(parts))
     if free := undecayed(trained, *entries):
         shown = dict.fromkeys(re.sub(r"\.\d+(?=\.)", ".*", name) for name in trained if name in free)
-        logger.info("without weight decay: %s (%d of %d tensors)", ", ".join(shown), len(free), len(trained))
+        level = logging.INFO if train.no_decay_modules or train.no_decay_params else logging.DEBUG
+        logger.log(level, "No weight decay on %d of %d tensors: %s.", len(free), len(trained), ", ".join(shown))
 
 
 def _tensors_of(module: nn.Module, architecture: Architecture, config: Config) -> dict[str, list[tuple[str, int]]]:
@@ -158,7 +161,7 @@ def _with_recomputation(startup: Startup, run: PreparedRun) -> Startup:
     config = startup.config
     if config.train.recompute_policy != "auto":
         return startup
-    with startup.phases("probe", "recompute_policy=auto"):
+    with startup.phases("probe", "Measuring how much has to be recomputed (train.recompute_policy: auto)"):
         batch = MicroBatch.of(config, longest_document(run.data.train))
         chosen = choose_recomputation(config, run.architecture, startup.mesh, startup.runtime.device, batch)
     return replace(startup, config=config.model_copy(update={"train": chosen}))

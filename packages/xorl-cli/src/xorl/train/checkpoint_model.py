@@ -129,7 +129,7 @@ class StartingCheckpoint:
             weights.verify()
         except CheckpointError as error:
             raise CheckpointError(f"{self.option}: {error}") from error
-        logger.info("weights_from=%s step=%d", self.folder, self.step)
+        logger.debug("weights_from=%s step=%d", self.folder, self.step)
         return weights
 
 

@@ -185,7 +185,7 @@ class Checkpoints:
         if loaded.rng is not None:
             set_rng_state(loaded.rng, self._runtime.device)
         self.saves.last = path
-        logger.info("resumed=%s step=%d load_s=%.2f", path, loaded.step, time.perf_counter() - start)
+        logger.debug("resumed=%s step=%d load_s=%.2f", path, loaded.step, time.perf_counter() - start)
         return loaded.step
 
 

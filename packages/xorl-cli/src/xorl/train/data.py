@@ -255,7 +255,7 @@ def write_receipt(path: Path, data: RunData, plan: Plan, streamed: Receipt | Non
             continue
         stored[name] = receipt.as_dict()
         for line in receipt.lines():
-            logger.info("receipt %s %s", name, line)
+            logger.debug("receipt %s %s", name, line)
     temporary = path.with_suffix(".tmp")
     try:
         temporary.write_text(json.dumps(stored, indent=1) + "\n")
@@ -375,7 +375,7 @@ def _stream(config: Config, model: _ModelLimits) -> Stream:
     stream = check_first_samples(stream, strict=model.strict)
     for entry in stream.entries:
         num_bytes, blocks = entry.num_bytes, entry.num_blocks
-        logger.info(
+        logger.debug(
             "stream dataset=%s files=%d mib=%d blocks=%d", entry.name, len(entry.files), num_bytes >> 20, blocks
         )
     return stream
@@ -453,5 +453,5 @@ def _pack(config: Config, documents: PreparedDocuments, *, held_out: bool = Fals
         start_method=data.sample_packing_mp_start_method,
         num_proc=data.dataset_num_proc,
     )
-    logger.info("packed=%d bins=%d fill=%.4f", len(documents.lengths), len(bins), bins.fill)
+    logger.debug("packed=%d bins=%d fill=%.4f", len(documents.lengths), len(bins), bins.fill)
     return PackedDocuments(documents, bins)

@@ -116,7 +116,7 @@ def build_model(
     _require_device(train, device)
     if train.fp8 != "none":
         emulated = " emulated=true (slower than bf16: a CPU has no fp8)" if device.type == "cpu" else ""
-        logger.info("fp8 recipe=%s device=%s%s", train.fp8, device, emulated)
+        logger.debug("fp8 recipe=%s device=%s%s", train.fp8, device, emulated)
     _require_dispatch(architecture.config, model, train, device)
     kernels = _kernels(architecture.config, model, train, device, mesh, apart=apart)
     with torch.device("meta"):
@@ -172,12 +172,17 @@ def _kernels(
     )
 
 
+def attention_name(config: DecoderConfig, model: ModelConfig, train: TrainConfig, device: torch.device) -> str:
+    """The name of the attention backend that the model uses on `device`."""
+    return ATTENTION.resolved_name(model.attn_implementation, _attention_request(config, train, device))
+
+
 def _dispatcher(axis: Axis, config: DecoderConfig, model: ModelConfig, *, apart: bool) -> Dispatcher[Any]:
     """Collective with deepep. apart: for a measurement on each rank alone."""
     name = _dispatch_name(config, model, axis.size)
     if model.ep_dispatch == "auto" and not apart:
         share = sent_share(axis.size, _num_active(config))
-        logger.info("ep_dispatch=auto takes %s pairs_sent=%.2f ranks=%d", name, share, axis.size)
+        logger.debug("ep_dispatch=auto takes %s pairs_sent=%.2f ranks=%d", name, share, axis.size)
     if name == "allgather":
         return AllGather(axis.ranks, apart=apart)
     assert not apart, "other exchanges need other ranks"
@@ -385,10 +390,10 @@ def _fill(
     if found := adapters(module):
         init_adapters(module, seed=train.seed)
         trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
-        logger.info("adapters=%d trained_parameters=%d", len(found), trained)
+        logger.debug("adapters=%d trained_parameters=%d", len(found), trained)
     if start is not None:
         load_adapter(module, start, architecture.recipes(merge_qkv=model.merge_qkv))
-        logger.info("adapters_from=%s", start.folder)
+        logger.debug("adapters_from=%s", start.folder)
 
 
 def fill_base(
@@ -407,7 +412,7 @@ def fill_base(
     if model.model_path is None and source is None:
         targets = quantized_rows(module)
         module.init_weights(train.seed, device=device, targets=targets)
-        logger.info("weights=random seed=%d parameters=%d", train.seed, num_parameters(module))
+        logger.debug("weights=random seed=%d parameters=%d", train.seed, num_parameters(module))
         log_quantized(module, None if quantization is None else quantization.from_plain_weights())
         return
     assert train.load_weights_mode not in ("auto", "safetensors"), "resolved by the configuration"
@@ -430,7 +435,7 @@ def fill_base(
         report = load_weights(*base_targets(module, recipes, source, quantization), mode=mode)
     except CheckpointError as error:
         raise CheckpointError(f"{option}{error}") from error
-    logger.info("weights=%s mode=%s %s", model.model_path, train.load_weights_mode, report)
+    logger.debug("weights=%s mode=%s %s", model.model_path, train.load_weights_mode, report)
     log_quantized(module, quantization)
 
 

@@ -133,7 +133,7 @@ def base_targets(
             raise ValueError(f"model.model_path: {error}") from error
         quantized = stored_source(module, recipes, source, quantization.stored, source_shapes(recipes))
         if quantized.num_dequantized:
-            logger.info(
+            logger.debug(
                 "dequantized modules=%d of_checkpoint=%s",
                 quantized.num_dequantized,
                 _described(quantization.stored).replace(" ", "_"),
@@ -175,7 +175,7 @@ def log_quantized(module: Decoder, quantization: Quantization | None) -> None:
     }
     num_bytes = {name: count * module.get_parameter(name).element_size() for name, count in sizes.items()}
     num_weights = sum(layer.whole_rows * layer.in_features for layer in layers.values())
-    logger.info(
+    logger.debug(
         "quantized layers=%d of_experts=%d format=%s by=%s bytes_per_weight=%.4f base_gib=%.3f",
         len(layers),
         len(experts) - plain,

@@ -92,7 +92,7 @@ def choose_recomputation(
     Draws no random number and reads no data.
     """
     if device.type != "cuda":
-        logger.info("recompute_policy=auto setting=none: host memory has no limit that could be found by a probe")
+        logger.debug("recompute_policy=auto setting=none: host memory has no limit that could be found by a probe")
         return _with(config.train, "none")
     usable = usable_bytes(device)
     by_copy_engines = uses_copy_engines(mesh.fsdp, config.train.fsdp_collectives)
@@ -113,7 +113,7 @@ def choose_recomputation(
 
     agreed = Held(throughout, held.gradient_ratio)
     choices = choose(profile, architecture.config.num_layers, agreed, -negative_usable)
-    logger.info("%s", table(choices))
+    logger.debug("%s", table(choices))
     return _with(config.train, choices[-1].setting, choices[-1].num_layers)
 
 

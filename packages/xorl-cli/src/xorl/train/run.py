@@ -35,7 +35,7 @@ def run_training(loaded: LoadedConfig, end: Callable[[Exception], object] | None
     """
     config = loaded.config
     is_main = global_rank() == 0
-    set_up_logging(config.train.log_format, is_main=is_main)
+    set_up_logging(config.train.log_format, config.train.log_level, is_main=is_main)
     if is_main and (line := loaded.without_effect_line()) is not None:
         logger.warning("%s", line)
     watchdog = None if end is None else Watchdog(end)

@@ -195,21 +195,21 @@ def start_up(
         resumed = ResumePoint(resumed_path, read_manifest(resumed_path))
         require_resumable(resumed_path, resumed.manifest, config.model, architecture)
     configs = {member.name: member_config(config, member) for member in config.lora.sweep} or {"": config}
-    with phases("data", f"prepared_path={config.data.dataset_prepared_path}"):
+    with phases("data"):
         data = {name: _prepare_data(run_config, architecture) for name, run_config in configs.items()}
         trained = {
             name: with_end_tokens(with_chat_template(architecture, run_config.data), data[name].end_tokens)
             for name, run_config in configs.items()
         }
 
-    with phases("join", f"world_size={world_size()}"):
+    with phases("join", f"Waiting until all {world_size()} ranks have started"):
         peers = meet(global_rank(), world_size()) if is_launched() else None
         if watchdog is not None:
             watchdog.start(peers, global_rank())
         runtime = init_runtime(timeout_s=COLLECTIVE_TIMEOUT.total_seconds(), peers=peers)
         mesh = Mesh(parallel_dims(config, runtime.world_size), runtime.device.type)
         set_timeouts(COLLECTIVE_TIMEOUT)
-        logger.info("%s", mesh.describe())
+        logger.debug("%s", mesh.describe())
         # Ranks with different tokens draw different dropout masks.
         seed_everything(train.seed, mesh.loss.rank)
     require_agreement("train.output_dir / load_checkpoint_path", str(resumed_path))
@@ -341,7 +341,7 @@ def build_schedule(run: PreparedRun) -> Schedule:
         decay_ratio=train.lr_decay_ratio,
         style=train.lr_decay_style,
     )
-    logger.info("lr %s", " ".join(f"{step}:{lr:.3g}" for step, lr in schedule.sample()))
+    logger.debug("lr %s", " ".join(f"{step}:{lr:.3g}" for step, lr in schedule.sample()))
     return schedule
 
 

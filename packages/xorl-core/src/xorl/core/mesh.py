@@ -69,6 +69,11 @@ class ParallelDims:
         return self.size_of(AXES)
 
     @property
+    def used(self) -> str:
+        """The axes of more than one rank and their sizes, for people."""
+        return " x ".join(f"{axis} {size}" for axis in AXES if (size := getattr(self, axis)) > 1)
+
+    @property
     def shard_axes(self) -> tuple[str, ...]:
         """The axes that parameters are sharded over."""
         return ("dp_shard", *_SHARDED_CONTEXT[self.context_sharding])
@@ -228,8 +233,7 @@ class Mesh:
 
     def describe(self) -> str:
         """The axes in use and which ranks share what; a few lines for the start of a run."""
-        used = [f"{axis} {size}" for axis in AXES if (size := getattr(self.dims, axis)) > 1]
-        lines = [f"mesh of {self.dims.world_size} ranks: {' x '.join(used) or 'one process'}"]
+        lines = [f"mesh of {self.dims.world_size} ranks: {self.dims.used or 'one process'}"]
         numbers = torch.arange(self.dims.world_size).view([getattr(self.dims, axis) for axis in AXES])
         for use, axes in (
             ("share the rows of the same batches", CONTEXT_AXES),

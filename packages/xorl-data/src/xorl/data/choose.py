@@ -131,7 +131,7 @@ def _resolve_type(entry: DatasetEntry, option: str, source: RowSource | None) ->
         kind = _recognise(row)
     except DataError as error:
         raise DataError(f"{option}.type: auto: {entry.path}: {error}") from error
-    logger.info("prepare dataset=%s type=auto recognised=%s columns=%s", entry.path, kind, ",".join(row))
+    logger.info("%s: read as type %s, by its columns %s", entry.path, kind, ", ".join(row))
     return kind
 
 

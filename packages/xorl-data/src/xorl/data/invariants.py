@@ -103,7 +103,7 @@ def check_skipped(counts: Counts, name: str, option: str, limits: Limits) -> Non
 def log_findings(findings: Findings, counts: Counts, name: str, skipped_fraction: float | None) -> None:
     """Logs the columns, message keys and skipped rows that do not affect the documents of a dataset."""
     if findings.unused:
-        logger.info("prepare dataset=%s columns and message keys not used: %s", name, ", ".join(findings.unused))
+        logger.info("%s: columns and message keys that are not used: %s", name, ", ".join(findings.unused))
     for problem in findings.problems:
         logger.warning("prepare dataset=%s skipped: %s", name, problem)
     if counts.skipped:

@@ -191,7 +191,7 @@ def _prepare_entry(entry: DatasetEntry, options: PrepareOptions, option: str) ->
     store, receipt = _open_stores(stores, entry, fmt, option, cached=cached, strict=options.strict)
     took = time.monotonic() - started
     line = "prepare dataset=%s cached=%s time_s=%.1f folder=%s"
-    logger.info(line, source.name, str(cached).lower(), took, ",".join(str(part.folder) for part in stores))
+    logger.debug(line, source.name, str(cached).lower(), took, ",".join(str(part.folder) for part in stores))
     return store, receipt
 
 
@@ -254,7 +254,7 @@ def _open_prepared_path(entry: DatasetEntry, options: PrepareOptions) -> tuple[D
             )
     else:
         return None
-    logger.info("prepare dataset=%s phase=skip", path)
+    logger.debug("prepare dataset=%s phase=skip", path)
     limits = Limits(explicit_limit=True, overflow_fraction=1.0)
     validate_counts(summary.counts, str(path), fmt, option, limits, strict=options.strict)
     check_largest_id((summary.largest_id, summary.largest_id_row), str(path), fmt)
@@ -318,7 +318,7 @@ def _publish(
     `key` and `dataset_key` are equal if the store is the whole dataset.
     """
     for leftover in folder.parent.glob(f".{folder.name}.tmp-*"):
-        logger.info("prepare dataset=%s phase=clean leftover=%s", source.name, leftover)
+        logger.debug("prepare dataset=%s phase=clean leftover=%s", source.name, leftover)
         shutil.rmtree(leftover)
     temporary = folder.parent / f".{folder.name}.tmp-{secrets.token_hex(4)}"
     writer: FlatStoreWriter | None = None

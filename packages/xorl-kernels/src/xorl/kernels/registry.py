@@ -73,11 +73,15 @@ class Registry(Generic[RequestT, FunctionT]):
         """
         self.check(name, request)
         if name == AUTO:
-            return self._resolve_auto(request)
+            return self._resolve_auto(request)[1]
         try:
             return self._backends[name].load()
         except ImportError as error:
             raise self._refusal_error(name, request, [_import_failure(error)]) from error
+
+    def resolved_name(self, name: str, request: RequestT) -> str:
+        """The name of the backend whose function `resolve` returns; raises its errors for "auto"."""
+        return self._resolve_auto(request)[0] if name == AUTO else name
 
     def check(self, name: str, request: RequestT) -> None:
         """Raise the errors of `resolve` for a name, as far as they can be found without importing the library."""
@@ -109,8 +113,9 @@ class Registry(Generic[RequestT, FunctionT]):
     def _reasons(self, backend: Backend[RequestT, FunctionT], request: RequestT) -> list[str]:
         return [reason for reason in (_reason(backend, request), backend.missing()) if reason is not None]
 
-    def _resolve_auto(self, request: RequestT) -> FunctionT:
-        passed_over = []
+    def _resolve_auto(self, request: RequestT) -> tuple[str, FunctionT]:
+        passed_over: list[str] = []
+        broken: list[str] = []
         for name in self._preference:
             backend = self._backends[name]
             reasons = self._reasons(backend, request)
@@ -119,18 +124,21 @@ class Registry(Generic[RequestT, FunctionT]):
                     function = backend.load()
                 except ImportError as error:
                     reasons = [_import_failure(error)]
+                    broken.append(f"{name}: {reasons[0]}")
                 else:
-                    self._log_once(name, request, passed_over)
-                    return function
+                    self._log_once(name, request, passed_over, broken)
+                    return name, function
             passed_over.append(f"{name} ({reasons[0]})")
         raise RuntimeError(f"no {self.kind} backend can run {request}: {'; '.join(passed_over)}")
 
-    def _log_once(self, name: str, request: RequestT, refused: list[str]) -> None:
+    def _log_once(self, name: str, request: RequestT, refused: list[str], broken: list[str]) -> None:
         if name in self._logged:
             return
         self._logged.add(name)
+        if broken:
+            logger.warning("%s backend %s is used, not %s", self.kind, name, "; ".join(broken))
         passed_over = f" passed_over={'; '.join(refused)!r}" if refused else ""
-        logger.info("%s backend=%s chosen_by=auto %s%s", self.kind, name, request, passed_over)
+        logger.debug("%s backend=%s chosen_by=auto %s%s", self.kind, name, request, passed_over)
 
 
 def _reason(backend: Backend[RequestT, FunctionT], request: RequestT) -> str | None:

@@ -92,7 +92,7 @@ def run_bench(loaded: LoadedConfig, options: BenchOptions, against: Mapping[str,
     """
     imported = time.time()
     is_main = runtime.global_rank() == 0
-    set_up_logging("structured", is_main=is_main)
+    set_up_logging("structured", "INFO", is_main=is_main)
     if is_main and (line := loaded.without_effect_line()) is not None:
         logger.warning("%s", line)
     config = loaded.config

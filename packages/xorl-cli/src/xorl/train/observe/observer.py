@@ -177,7 +177,7 @@ class Observer:
             **pending.host_s,
         }
         if "time_s" not in self.first:
-            logger.info("phase=first_step done_s=%.2f", elapsed)
+            logger.debug("phase=first_step done_s=%.2f", elapsed)
         self._reported = StepWaits(elapsed, spent["comm"], ahead)
         self.write(metrics)
         if skipped or not math.isfinite(loss_sum):

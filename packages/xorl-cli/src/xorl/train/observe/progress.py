@@ -14,6 +14,7 @@ from datetime import timedelta
 import torch
 from tqdm import tqdm
 
+from xorl.config.fields import LogLevel
 from xorl.train.observe.observer import LogFormat, Metrics, Sink, key_values
 
 logger = logging.getLogger(__name__)
@@ -22,6 +23,7 @@ logger = logging.getLogger(__name__)
 # Metrics of a step that the console shows; metrics.jsonl has all of them.
 SHOWN = ("loss", "grad_norm", "lr", "tokens_per_s", "mfu", "peak_memory_gib")
 SECONDS_BETWEEN_LINES = 10.0  # keeps log files short
+SECONDS_BEFORE_NOTICE = 5.0  # of a phase of the start-up
 
 
 def progress_sink(log_format: LogFormat, num_steps: int, start_step: int) -> Sink:
@@ -102,7 +104,7 @@ class _TqdmHandler(logging.Handler):
         tqdm.write(self.format(record), file=sys.stderr)
 
 
-def set_up_logging(log_format: LogFormat, *, is_main: bool) -> None:
+def set_up_logging(log_format: LogFormat, level: LogLevel, *, is_main: bool) -> None:
     """Log to standard error, one event per line. Ranks other than the main one only log warnings and errors."""
     # tqdm's default lock is shared with forked processes: if one is killed while it holds the lock, all others hang.
     tqdm.set_lock(threading.RLock())
@@ -112,27 +114,38 @@ def set_up_logging(log_format: LogFormat, *, is_main: bool) -> None:
     root = logging.getLogger("xorl")
     root.handlers[:] = [handler]
     root.propagate = False
-    root.setLevel(logging.INFO if is_main else logging.WARNING)
+    root.setLevel(level if is_main or level == "ERROR" else logging.WARNING)
     if not torch.cuda.is_available():
         # Where there is no GPU, the compiler warns that there is none.
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 
 class Phases:
-    """Logs the start and the duration of each start-up phase, and calls `on_start` with its name."""
+    """Follows the phases of the start-up: calls `on_start` with the name of each, and says which ones take long."""
 
     def __init__(self, on_start: Callable[[str], object] = lambda name: None) -> None:
         self._on_start = on_start
         self.seconds: dict[str, float] = {}
 
     @contextmanager
-    def __call__(self, name: str, detail: str = "") -> Iterator[None]:
-        logger.info("phase=%s %s", name, detail)
+    def __call__(self, name: str, doing: str | None = None) -> Iterator[None]:
+        """A phase. doing: what it does, for a line that is logged if it takes more than a few seconds.
+
+        None starts no thread, for phases that fork and log their own progress.
+        """
+        logger.debug("phase=%s", name)
         self._on_start(name)
+        slow = threading.Timer(SECONDS_BEFORE_NOTICE, logger.info, (f"{doing} ...",))
+        slow.daemon = True
+        if doing is not None:
+            slow.start()
         start = time.perf_counter()
-        yield
+        try:
+            yield
+        finally:
+            slow.cancel()
         self.seconds[name] = time.perf_counter() - start
-        logger.info("phase=%s done_s=%.2f", name, self.seconds[name])
+        logger.debug("phase=%s done_s=%.2f", name, self.seconds[name])
 
 
 def _cell(value: float | int | None) -> str:

@@ -29,6 +29,7 @@ from xorl.train.data import DataIdentity, PackedDocuments, build_loader
 from xorl.train.model import build_model, check_model, head_options_of
 from xorl.train.model_source import MODEL_PATH
 from xorl.train.observe.metrics_file import MetricsFile
+from xorl.train.observe.opening import log_opening
 from xorl.train.observe.profile import build_profiler
 from xorl.train.output_dir import METRICS
 from xorl.train.quantization import scheme_of
@@ -47,7 +48,7 @@ def build_sweep(config: Config, *, watchdog: Watchdog | None = None) -> Sweep:
     correct, RunComplete if every member has already taken all its steps.
     """
     startup = start_up(config, _check, watchdog)
-    runtime, phases, architecture = startup.runtime, startup.phases, startup.architecture
+    runtime, phases = startup.runtime, startup.phases
     evaluated_at_start = {name for name, run in startup.runs.items() if startup.evaluates_at_start(run)}
     if (resumed := startup.resumed) is not None:
         lacks_export = config.train.save_hf_weights and not all(
@@ -55,18 +56,19 @@ def build_sweep(config: Config, *, watchdog: Watchdog | None = None) -> Sweep:
         )
         startup.require_work_left(lacks_results=bool(evaluated_at_start) or lacks_export)
 
-    with phases("model", f"architecture={architecture.spec.architecture} device={runtime.device}"):
+    with phases("model", "Loading the model"):
         engine = _build_engine(startup)
     saving = _saving(startup, engine)
     start_step, diverged = 0, list[str]()
     if resumed is not None:
-        with phases("resume", f"path={resumed.path}"):
+        with phases("resume", f"Loading {resumed.path}"):
             start_step, diverged = saving.restore(resumed.path)
             saving.saves.go_back(start_step)
     if runtime.is_main:
         for run in startup.runs.values():
             run.folder.mkdir(parents=True, exist_ok=True)
             run.write_receipt()
+    log_opening(startup, start_step)
     return Sweep(
         startup=startup,
         engine=engine,
@@ -122,7 +124,7 @@ def _build_engine(startup: Startup) -> BankEngine:
             bank.add(name, spec, seed=startup.runs[name].config.train.seed)
     except ValueError as error:
         raise ValueError(f"lora.sweep / lora.lora_target_modules: {error}") from error
-    logger.info("sweep=%d trained_parameters=%d", len(specs), sum(bank.num_values(name) for name in specs))
+    logger.debug("sweep=%d trained_parameters=%d", len(specs), sum(bank.num_values(name) for name in specs))
     num_frozen = matmul_parameters(architecture.config)
     num_added = {name: sum(map(num_used, bank.adapters(name).values())) for name in specs}
 

@@ -125,7 +125,7 @@ class SweepSaving:
         if loaded.rng is not None:
             set_rng_state(loaded.rng, self._runtime.device)
         self.saves.last = path
-        logger.info("resumed=%s step=%d", path, loaded.step)
+        logger.debug("resumed=%s step=%d", path, loaded.step)
         return loaded.step, list(cast(Sequence[str], loaded.scalars["diverged"]))
 
     def export(self, names: Sequence[str]) -> None:

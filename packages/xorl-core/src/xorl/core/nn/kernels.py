@@ -82,7 +82,7 @@ def choose_kernels(
         refusal = "fused kernels compute in fp32"
     fused: set[FusedKernel] = {name for name in FUSED_KERNELS if name not in native and refusal is None}
     chosen = " ".join(f"{name}={'fused' if name in fused else 'plain'}" for name in FUSED_KERNELS)
-    logger.info("kernels %s compiled=%s%s", chosen, compiled, f" refusal={refusal!r}" if refusal else "")
+    logger.debug("kernels %s compiled=%s%s", chosen, compiled, f" refusal={refusal!r}" if refusal else "")
     # Only compiled layers need opaque operators: the compiler would fuse plain ones and change their rounding.
     plain = _with_opaque(attention, native) if compiled and native else LayerKernels(attention)
     kernels = _with_fused(plain, fused, compiled=compiled) if fused else plain
