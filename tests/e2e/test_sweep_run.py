@@ -160,7 +160,10 @@ def test_a_sweep_does_not_go_on_with_another_model(folder: Path, tmp_path: Path)
     assert run_training(config_of(folder, tmp_path, quantized, max_steps=2)) == 0
     for loaded, said in (
         (config_of(folder, tmp_path, {**quantized, "lora_alpha": 4.0}, **on), r"lora\.lora_alpha: 4\.0.*with 16\.0"),
-        (config_of(other, tmp_path, quantized, **on), r"does not contain its base and was trained over .*base with the fingerprint"),
+        (
+            config_of(other, tmp_path, quantized, **on),
+            r"does not contain its base and was trained over .*base with the",
+        ),
         (
             config_of(folder, tmp_path, {**quantized, "enable_qlora": False}, **on),
             "a base with lora.enable_qlora: true",
