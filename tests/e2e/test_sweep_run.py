@@ -90,6 +90,17 @@ def output(folder: Path) -> Path:
     return folder / "out"
 
 
+def test_a_sweep_says_once_what_its_members_share(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches three lines for each member, in which nobody finds what differs."""
+    lora = {"lora_rank": 4, "sweep": [{"name": "one"}, {"name": "two"}, {"name": "three", "lr": 0.03}]}
+    assert run_training(config_of(folder, tmp_path, lora, max_steps=1)) == 0
+    lines = [line.split(" level=INFO ")[-1] for line in capsys.readouterr().err.splitlines()]
+    titles = [line.partition(": ")[0] for line in lines if line.startswith(("Data", "Steps", "Optimizer"))]
+    assert titles == ["Data", "Steps", "Optimizer of one, two", "Optimizer of three"]
+
+
 def lines_of(path: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
 

@@ -85,11 +85,8 @@ def _recomputation_is_compatible(config: Config) -> Iterator[Conflict]:
 
 
 def _expert_parallelism_is_compatible(config: Config) -> Iterator[Conflict]:
-    train = config.train
-    if train.expert_parallel_size == 1:
-        return
-    dispatch = config.model.ep_dispatch
-    if dispatch in ("auto", "allgather"):
+    train, dispatch = config.train, config.model.ep_dispatch
+    if train.expert_parallel_size == 1 or dispatch in ("auto", "allgather"):
         return
     if train.enable_compile:
         yield Conflict(

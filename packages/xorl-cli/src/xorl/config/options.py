@@ -29,10 +29,9 @@ MEMBER_LIST = "lora.sweep"
 ENDPOINT_LIST = "inference_endpoints"  # an option of the service
 # The list that contains the entries at each documented path.
 OWNERS = {ENTRIES: ENTRY_LISTS[0], MEMBERS: MEMBER_LIST, f"{ENDPOINT_LIST}[]": ENDPOINT_LIST}
-# Names in other trainers that are too different for a spelling suggestion.
 # The fewest characters by which a choice is recognised from its beginning.
 _MIN_BEGINNING = 3
-
+# Names in other trainers that are too different for a spelling suggestion.
 OTHER_NAMES = {
     "adapter": "enable_lora",
     "alpha": "lora_alpha",

@@ -179,7 +179,7 @@ def attention_name(config: DecoderConfig, model: ModelConfig, train: TrainConfig
 
 def _dispatcher(axis: Axis, config: DecoderConfig, model: ModelConfig, *, apart: bool) -> Dispatcher[Any]:
     """Collective with deepep. apart: for a measurement on each rank alone."""
-    name = _dispatch_name(config, model, axis.size)
+    name = dispatch_name(config, model, axis.size)
     if model.ep_dispatch == "auto" and not apart:
         share = sent_share(axis.size, _num_active(config))
         logger.debug("ep_dispatch=auto takes %s pairs_sent=%.2f ranks=%d", name, share, axis.size)
@@ -197,8 +197,8 @@ def _dispatcher(axis: Axis, config: DecoderConfig, model: ModelConfig, *, apart:
     )
 
 
-def _dispatch_name(config: DecoderConfig, model: ModelConfig, num_ranks: int) -> str:
-    """`ep_dispatch`, with auto replaced by the choice."""
+def dispatch_name(config: DecoderConfig, model: ModelConfig, num_ranks: int) -> str:
+    """`model.ep_dispatch`, with auto replaced by the choice for `num_ranks` that share the experts."""
     if model.ep_dispatch != "auto":
         return model.ep_dispatch
     return "allgather" if sent_share(num_ranks, _num_active(config)) >= GATHERED_SHARE else "alltoall"
@@ -213,7 +213,7 @@ def _require_dispatch(config: DecoderConfig, model: ModelConfig, train: TrainCon
     num_ranks = train.expert_parallel_size
     if num_ranks == 1:
         return
-    if model.ep_dispatch == "auto" and _dispatch_name(config, model, num_ranks) == "alltoall":
+    if model.ep_dispatch == "auto" and dispatch_name(config, model, num_ranks) == "alltoall":
         option = None
         if train.enable_compile:
             option = "train.enable_compile: true"
@@ -239,6 +239,8 @@ def check_model(
     since the data is prepared afterwards by processes that fork.
     """
     sketch = sketch_model(architecture, model, train, lora)
+    if (start := starting_adapter(lora, architecture.spec)) is not None:
+        require_weights(start, MODEL_PATH, model.model_path, train.load_weights_mode)
     _require_device(train, device)
     if (quantization := read_options(lora, architecture.hf_config)) is not None:
         require_device(quantization, device)
@@ -328,7 +330,6 @@ def _adapt_(
     start = starting_adapter(lora, architecture.spec)
     if start is not None:
         _check_adapter(start, architecture, model)
-        require_weights(start, MODEL_PATH, model.model_path, train.load_weights_mode)
     add_adapters(module, lora, architecture.spec)
     if train.freeze_router:
         _check_routers_frozen(module)

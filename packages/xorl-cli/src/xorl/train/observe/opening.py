@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from xorl.config import Config
 from xorl.config.local import TrainConfig
@@ -15,7 +15,7 @@ from xorl.data.stream import Stream
 from xorl.lora import adapters
 from xorl.lora.quantized import num_parameters
 from xorl.train.data import Plan, RunData
-from xorl.train.model import attention_name, sketch_model
+from xorl.train.model import attention_name, dispatch_name, sketch_model
 from xorl.train.startup import PreparedRun, Startup
 
 logger = logging.getLogger(__name__)
@@ -31,13 +31,14 @@ _CHANGED = {
 
 
 def log_opening(startup: Startup, start_step: int) -> None:
-    """Log the first lines of a run, or of each part of a sweep that its members do not share."""
-    config = startup.config
+    """Log the first lines of a run, or of a sweep: what differs between its members has a line for each kind."""
+    if not startup.runtime.is_main:
+        return
+    config, runs = startup.config, startup.runs
     lines = [_model(startup, config)]
-    for name, run in startup.runs.items():
-        lines.append(f"{_titled('Data', name)}: {_data(run.data, run.plan, config)}.")
-        lines.append(f"{_titled('Steps', name)}: {_steps(run)}{_ranks(startup)}.")
-        lines.append(f"{_titled('Optimizer', name)}: {_optimizer(run.config)}.")
+    lines += _by_member("Data", {name: _data(run.data, run.plan, config) for name, run in runs.items()})
+    lines += _by_member("Steps", {name: _steps(run) + _ranks(startup) for name, run in runs.items()})
+    lines += _by_member("Optimizer", {name: _optimizer(run.config) for name, run in runs.items()})
     lines.append(f"Computation: {_computation(startup)}.")
     if startup.resumed is not None:
         lines.append(f"Resumed from {startup.resumed.path}, after step {start_step:,} of {startup.num_steps:,}.")
@@ -46,8 +47,14 @@ def log_opening(startup: Startup, start_step: int) -> None:
         logger.info("%s", line)
 
 
-def _titled(title: str, member: str) -> str:
-    return f"{title} of {member}" if member else title
+def _by_member(title: str, texts: Mapping[str, str]) -> list[str]:
+    """A line for each different text, with the names of the members that it is of; without names if it is of all."""
+    members: dict[str, list[str]] = {}
+    for name, text in texts.items():
+        members.setdefault(text, []).append(name)
+    if len(members) == 1:
+        return [f"{title}: {text}." for text in members]
+    return [f"{title} of {', '.join(names)}: {text}." for text, names in members.items()]
 
 
 def _model(startup: Startup, config: Config) -> str:
@@ -89,7 +96,8 @@ def _data(data: RunData, plan: Plan, config: Config) -> str:
     length = config.data.sample_packing_sequence_len
     if isinstance(data.train, Stream):
         size = data.train.num_bytes / 2**30
-        line = f"{size:,.2f} GiB of {len(data.train.entries)} datasets, streamed into rows of up to {length:,} tokens"
+        entries = _numbered(len(data.train.entries), "dataset")
+        line = f"{entries} of {size:,.2f} GiB, streamed into rows of up to {length:,} tokens"
     else:
         assert isinstance(plan, DataPlan), "plan_steps returns a DataPlan for packed documents"
         receipt = data.train.receipt(plan)
@@ -105,20 +113,26 @@ def _data(data: RunData, plan: Plan, config: Config) -> str:
 def _samples(receipt: Receipt) -> str:
     counts = receipt.total
     changed = [f"{number:,} {what}" for name, what in _CHANGED.items() if (number := getattr(counts, name))]
-    return f"{counts.samples:,} samples ({', '.join(changed)})" * bool(changed) or f"{counts.samples:,} samples"
+    return _numbered(counts.samples, "sample") + (f" ({', '.join(changed)})" if changed else "")
 
 
 def _rows(receipt: Receipt) -> str:
+    assert receipt.num_bins is not None, "the data is packed"
     assert receipt.fill is not None, "the data is packed"
-    return f"{receipt.num_bins:,} rows ({receipt.fill:.1%} full)"
+    return f"{_numbered(receipt.num_bins, 'row')} ({receipt.fill:.1%} full)"
+
+
+def _numbered(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def _steps(run: PreparedRun) -> str:
     plan = run.plan
     line = f"{plan.num_steps:,}"
     if isinstance(plan, DataPlan):
-        line += f" ({plan.num_steps / plan.steps_per_epoch:.3g} epochs)"
-    return f"{line} of {plan.bins_per_step:,} {'row' if plan.bins_per_step == 1 else 'rows'}"
+        epochs = f"{plan.num_steps / plan.steps_per_epoch:.3g}"
+        line += " (1 epoch)" if epochs == "1" else f" ({epochs} epochs)"
+    return f"{line} of {_numbered(plan.bins_per_step, 'row')}"
 
 
 def _ranks(startup: Startup) -> str:
@@ -147,11 +161,14 @@ def _computation(startup: Startup) -> str:
     line = computed if computed == stored else f"{computed} over parameters in {stored}"
     if train.fp8 != "none":
         line += f", with {train.fp8} fp8 products"
-    line += f", {attention} attention, {recomputed(train)}"
+    line += f", {attention} attention, {_recomputed(train)}"
+    if train.expert_parallel_size > 1:
+        name = dispatch_name(startup.architecture.config, config.model, train.expert_parallel_size)
+        line += f", tokens sent to experts by {name}"
     return f"{line}, compiled" if train.enable_compile else line
 
 
-def recomputed(train: TrainConfig) -> str:
+def _recomputed(train: TrainConfig) -> str:
     """What gradient checkpointing recomputes, in words."""
     if not train.enable_gradient_checkpointing:
         return "nothing recomputed"
@@ -168,6 +185,8 @@ def _saves(config: Config) -> str:
     train = config.train
     points = [f"every {train.save_steps:,} steps"] if train.save_steps else []
     points += [f"every {train.save_epochs:g} epochs"] if train.save_epochs else []
-    exported = "" if not train.save_hf_weights else ", exported for transformers"
-    exported = ", exported for PEFT" if exported and config.lora.save_lora_only else exported
-    return f"a checkpoint {', '.join([*points, 'and at the end' if points else 'at the end'])}{exported}"
+    line = f"a checkpoint {', '.join([*points, 'and at the end' if points else 'at the end'])}"
+    if not train.save_hf_weights:
+        return line
+    exports_adapters = config.lora.save_lora_only or config.lora.sweep
+    return f"{line}, exported as {'an adapter' if exports_adapters else 'a model for transformers'}"
