@@ -186,6 +186,8 @@ def run_tests(copy: Path, arguments: Sequence[str], *, stops: bool) -> Attempt:
     sources = [str(folder) for folder in sorted(copy.glob("packages/*/src"))]
     # They come before the installed packages, which are those of the working tree.
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sources), "OMP_NUM_THREADS": "1", "COLUMNS": "1000"}
+    # Workers of pytest-xdist would change its exit code.
+    environment.pop("PYTEST_ADDOPTS", None)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *(["-x"] if stops else []), *arguments]
     start = time.monotonic()
     with tempfile.TemporaryFile("w+") as log:

@@ -5,6 +5,7 @@ A fork has torch imported already: a fresh process takes seconds to be where a f
 
 from __future__ import annotations
 
+import faulthandler
 import fcntl
 import gc
 import os
@@ -66,13 +67,16 @@ def _launch(cells: Mapping[Path, Callable[[], object]], num_ranks: int) -> None:
         context = get_context("fork")
         own = {cell: cells[cell] for cell in waiting}
         arguments = [(own, rank, num_ranks, port) for rank in range(num_ranks)]
-        run_to_the_end([context.Process(target=_cells, args=each) for each in arguments], timeout_s=600)
+        processes = [context.Process(target=_cells, args=each) for each in arguments]
+        hung = run_to_the_end(processes, timeout_s=600)
         while waiting:
             cell = waiting.pop(0)
             files = _by_rank(cell, num_ranks)
             missing = [file for file in files if not file.exists()]
             for file in missing:
-                torch.save(Failure(f"{file.name}: its rank hung or ended\n{_ended(file)}"), file)
+                rank = files.index(file)
+                ended = "hung" if rank in hung else f"ended with exit code {processes[rank].exitcode}"
+                torch.save(Failure(f"{file.name}: its rank {ended}\n{_last_words(_launch_file(cell, rank))}"), file)
             if missing or any(isinstance(torch.load(file, weights_only=False), Failure) for file in files):
                 break
     for cell in waiting:
@@ -80,10 +84,19 @@ def _launch(cells: Mapping[Path, Callable[[], object]], num_ranks: int) -> None:
             torch.save(Failure(f"not computed, as {MAX_FAILED_CELLS} cells before it failed"), file)
 
 
-def _ended(file: Path) -> object:
-    """How the launch ended in the rank that should have written the file."""
-    launch = file.with_name(f"launch{file.suffixes[-2]}.pt")
-    return torch.load(launch, weights_only=False) if launch.exists() else ""
+def _launch_file(cell: Path, rank: int) -> Path:
+    return cell.with_name(f"launch.{rank}.pt")
+
+
+def _last_words(result: Path) -> str:
+    """What a rank left about its end: its traceback, or its stacks if native code crashed."""
+    words = [str(torch.load(result, weights_only=False))] if result.exists() else []
+    stacks = _stacks_file(result)
+    return "\n".join(words + ([stacks.read_text()] if stacks.exists() else []))
+
+
+def _stacks_file(result: Path) -> Path:
+    return result.with_suffix(".stacks")
 
 
 def _cells(cells: Mapping[Path, Callable[[], object]], rank: int, num_ranks: int, port: int) -> None:
@@ -102,7 +115,7 @@ def _cells(cells: Mapping[Path, Callable[[], object]], rank: int, num_ranks: int
             torch.save(result, part)
             part.rename(file)
 
-    run_rank(compute_all, rank, num_ranks, port, next(iter(cells)).with_name(f"launch.{rank}.pt"))
+    run_rank(compute_all, rank, num_ranks, port, _launch_file(next(iter(cells)), rank))
 
 
 def run_to_the_end(processes: Sequence[BaseProcess], timeout_s: float = 240) -> list[int]:
@@ -135,6 +148,8 @@ def run_rank(function: Callable[[], object], rank: int, world_size: int, port: i
     )
     # A forked child must not touch the thread pool that its parent started.
     torch.set_num_threads(1)
+    stacks = _stacks_file(file).open("w")
+    faulthandler.enable(file=stacks)
     try:
         runtime.init("cpu", timeout_s=120)
         result = function()
