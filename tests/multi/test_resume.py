@@ -18,8 +18,10 @@ from tiny_models import hf_config, write_config
 from xorl.ckpt import Checkpointer, CheckpointFailure, read_manifest
 from xorl.ckpt.files import HashedFile
 from xorl.config import load_config
+from xorl.core.parallel.collectives import keep_choices
 from xorl.train.checkpoints import Checkpoints
 from xorl.train.run import run_training
+from xorl.train.transports import FSDP_COLLECTIVES
 
 NUM_STEPS = 20
 KILLED_AT = 10
@@ -83,6 +85,7 @@ def run(
     path.write_text(text)
     overrides = [part.format(folder=folder) for part in overrides]
     if killed_at is not None:
+        keep_choices({os.environ["RANK"]: "nccl"})  # stands for a measurement on GPUs
         save = Checkpoints.save
 
         def save_and_die(checkpoints: Checkpoints, step: int, *, is_final: bool) -> None:
@@ -170,7 +173,8 @@ def test_killed_and_resumed_run_is_the_same_to_the_bit(
 ) -> None:
     # Catches anything that a checkpoint forgets: a moment, a step count, a place in the data, a schedule, the bits by
     # which weights in bf16 are rounded, where a gradient lies when four ranks are added to it. Two ranks save in the
-    # background: catches a copy that the next step has changed, and one that disturbs the training.
+    # background: catches a copy that the next step has changed, and one that disturbs the training. Also catches a
+    # resumed run that measures again how its GPUs should communicate, or knows only the choice of rank 0.
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     split = {"mode": mode, "accumulation": 4 // world_size, "overrides": overrides}
     assert run_ranks(lambda: run(folder, straight, **split), world_size) == [0] * world_size
@@ -182,6 +186,8 @@ def test_killed_and_resumed_run_is_the_same_to_the_bit(
     assert run_ranks(lambda: run(folder, resumed, **split), world_size) == [0] * world_size
     assert losses(resumed) == losses(straight)
     assert len(losses(resumed)) == NUM_STEPS
+    info = read_manifest(resumed / "checkpoints" / f"global_step_{NUM_STEPS}").info
+    assert info[FSDP_COLLECTIVES] == {str(rank): "nccl" for rank in range(world_size)}
     expected, state = final_state(straight), final_state(resumed)
     assert any(name.startswith("optimizer.") for name in expected)
     torch.testing.assert_close(state, expected, rtol=0, atol=0)

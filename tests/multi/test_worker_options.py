@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from placement import whole
-from worker_ranks import ask, datum, done, service_config, train, worker_of
+from worker_ranks import ask, datum, done, service_config, shards, train, worker_of
+from xorl.core.parallel.collectives import Transport, choices, keep_choices
 from xorl.server.identifiers import CheckpointRef
 from xorl.server.operations import (
     CreateModel,
@@ -138,3 +139,19 @@ def test_an_adapter_over_another_base_is_refused(tmp_path: Path, run_ranks) -> N
             assert isinstance(refused, Failure)
 
     run_ranks(run, 1)
+
+
+@pytest.mark.multi
+def test_workers_that_restart_keep_how_their_gpus_communicate(tmp_path: Path, run_ranks) -> None:
+    """Catches workers that measure again after a crash, and a record that only rank 0 reads."""
+
+    def first() -> None:
+        keep_choices({"0,1": "nccl"})  # stands for a measurement on GPUs
+        worker_of(service_config(tmp_path, **shards(2)))
+
+    def restarted() -> dict[str, Transport]:
+        worker_of(service_config(tmp_path, **shards(2)))
+        return choices()
+
+    run_ranks(first, 2)
+    assert run_ranks(restarted, 2) == [{"0,1": "nccl"}] * 2

@@ -294,7 +294,8 @@ class MemoryFields(Section):
         default="auto",
         description="Under fsdp2, how GPUs gather parameters and reduce gradients: nccl, or copy_engine, which leaves "
         "the multiprocessors to the computation and needs GPUs of one host that can access each other. auto measures "
-        "both at the start and takes the faster one; name one if runs must repeat each other to the bit.",
+        "both at the first start and takes the faster one, also after a resume or restart; name one if separate runs "
+        "must repeat each other to the bit.",
     )
     enable_activation_offload: bool = Field(
         default=False,

@@ -63,6 +63,7 @@ from xorl.train.observe.timing import StepTimer
 from xorl.train.observe.waits import WaitWatch
 from xorl.train.output_dir import MEMBERS, METRICS, RECEIPT, STARTED_FROM, open_output_dir, start_of
 from xorl.train.saves import Saves
+from xorl.train.transports import FSDP_COLLECTIVES, all_choices, keep_choices_of
 from xorl.train.watchdog import COLLECTIVE_TIMEOUT, Position, Watchdog
 
 logger = logging.getLogger(__name__)
@@ -135,14 +136,17 @@ class Startup:
         return self.longest.plan.num_steps
 
     def saves(self) -> Saves:
-        """The saves of the job as its options set them."""
-        train = self.config.train
+        """The saves of the job as its options set them. Collective; call it once the model is placed."""
+        train, choices = self.config.train, all_choices()
         resumed = None if self.resumed is None else self.resumed.path
         return Saves(
             self.checkpointer,
             in_background=train.save_async,
             stops_on_failure=train.on_save_failure == "stop",
-            info={STARTED_FROM: start_of(self.checkpointer.root, train.load_checkpoint_path, resumed)},
+            info={
+                STARTED_FROM: start_of(self.checkpointer.root, train.load_checkpoint_path, resumed),
+                **({FSDP_COLLECTIVES: dict(choices)} if choices else {}),
+            },
         )
 
     def deadline(self, saves: Saves) -> Callable[[], bool]:
@@ -213,6 +217,8 @@ def start_up(
         # Ranks with different tokens draw different dropout masks.
         seed_everything(train.seed, mesh.loss.rank)
     require_agreement("train.output_dir / load_checkpoint_path", str(resumed_path))
+    if resumed is not None:
+        keep_choices_of(resumed.manifest.info, resumed.path)
     if runtime.is_main:
         checkpointer.complete_interrupted(resumed_path)
     if train.load_weights_mode == "dcp":

@@ -20,6 +20,7 @@ from xorl.core.models import Decoder
 from xorl.core.nn.ulysses import check_heads
 from xorl.core.parallel import ParallelModel
 from xorl.core.runtime import Runtime, seed_everything
+from xorl.server.addresses import SERVICE_FOLDER
 from xorl.train.architecture import Architecture
 from xorl.train.base_weights import base_fingerprint
 from xorl.train.checkpoint_model import describe_model, open_start
@@ -27,6 +28,7 @@ from xorl.train.model import build_model, check_experts, fill_base
 from xorl.train.model_source import MODEL_PATH, read_architecture
 from xorl.train.quantization import read_options, scheme_of
 from xorl.train.startup import parallel_dims
+from xorl.train.transports import ChoicesFile
 from xorl.train.watchdog import Position
 
 logger = logging.getLogger(__name__)
@@ -125,7 +127,10 @@ def _build(config: ServerConfig, runtime: Runtime, position: Position) -> Base:
     if lora.enable_lora:
         # As in a sweep, the base is frozen and has no adapter itself: all adapters are in a bank.
         lora = lora.model_copy(update={"sweep": [SweepMemberConfig(name="adapter")]})
+    choices = ChoicesFile(Path(config.output_dir) / SERVICE_FOLDER / "fsdp_collectives.json")
+    choices.keep()
     model = build_model(architecture, local.model, local.train, lora, mesh, runtime.device, fill)
+    choices.write()
     module = model.module
     assert isinstance(module, Decoder)
 

@@ -1,15 +1,16 @@
 """Chooses how FSDP2 gathers parameters and reduces gradients on the GPUs of one host: copy engines or NCCL.
 
-The faster one depends on the host, so `auto` measures both, overlapped with matrix products as in training.
+The faster one depends on the host, so `auto` measures both, overlapped with matrix products as in training. The two
+sum in different orders, so a restart keeps the choice of the first start: see `choices` and `keep_choices`.
 """
 
 from __future__ import annotations
 
 import logging
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,7 @@ UNIT_VALUES = 1 << 26
 TOKENS, WIDTH, INNER = 8192, 2048, 12288
 NUM_UNITS, PRODUCTS_PER_UNIT, ROUNDS = 6, 6, 3
 
+# What `auto` has chosen, in this process or before a restart, by the ranks that communicate.
 _chosen: dict[tuple[int, ...], Transport] = {}
 
 
@@ -64,20 +66,59 @@ def transport(group: dist.ProcessGroup, collectives: Collectives) -> Transport:
     """
     if collectives == "nccl" or group.size() == 1:
         return "nccl"
-    if not can_use_copy_engines(group):
+    ranks = tuple(dist.get_process_group_ranks(group))
+    chosen = decided(
+        collectives,
+        _chosen.get(ranks),
+        can_use=can_use_copy_engines(group),
+        is_deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
+    if chosen is not None:
+        return chosen
+    times = measure(group)
+    torch.cuda.empty_cache()
+    _chosen[ranks] = times.choice
+    log(times, ranks)
+    return times.choice
+
+
+def decided(
+    collectives: Collectives, before: Transport | None, *, can_use: bool, is_deterministic: bool
+) -> Transport | None:
+    """The transport if it need not be measured, otherwise None.
+
+    before: the choice of "auto" for the same ranks. can_use: whether they can use copy engines. Raises ValueError for
+    "copy_engine" if not.
+    """
+    if not can_use:
         if collectives == "copy_engine":
             raise ValueError("collectives: copy_engine needs GPUs of one host that can access each other; use auto")
         return "nccl"
+    if collectives != "auto":
+        return collectives
     # A deterministic run cannot depend on measured times.
-    if collectives == "copy_engine" or torch.are_deterministic_algorithms_enabled():
-        return "copy_engine"
-    ranks = tuple(dist.get_process_group_ranks(group))
-    if ranks not in _chosen:
-        times = measure(group)
-        torch.cuda.empty_cache()
-        _chosen[ranks] = times.choice
-        log(times, ranks)
-    return _chosen[ranks]
+    return "copy_engine" if is_deterministic else before
+
+
+def choices() -> dict[str, Transport]:
+    """What "auto" has chosen for groups of this rank, by their global ranks, such as "0,1,2,3"; for `keep_choices`."""
+    return {",".join(map(str, ranks)): chosen for ranks, chosen in _chosen.items()}
+
+
+def keep_choices(kept: Mapping[str, object]) -> None:
+    """Make "auto" choose for the same ranks what it chose before a restart, without measuring.
+
+    kept: the `choices` of all ranks, the same on every rank. Raises ValueError if it has another form.
+    """
+    found: dict[tuple[int, ...], Transport] = {}
+    for ranks, chosen in kept.items():
+        if chosen not in get_args(Transport) or not all(rank.isdecimal() for rank in ranks.split(",")):
+            raise ValueError(f"kept: {ranks!r}: {chosen!r} is not a transport of ranks, such as '0,1': 'nccl'")
+        found[tuple(map(int, ranks.split(",")))] = cast(Transport, chosen)
+    if found:
+        listed = " ".join(f"{ranks}={chosen}" for ranks, chosen in kept.items())
+        logger.info("fsdp_collectives=auto chosen_by=the first start by_ranks: %s", listed)
+    _chosen.update(found)
 
 
 def log(times: Times, ranks: Sequence[int]) -> None:
