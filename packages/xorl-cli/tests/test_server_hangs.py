@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -9,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from xorl.config import server_config_from_mapping
+from xorl.core.launched import store_in
 from xorl.host.alive import AwakeClock
 from xorl.host.processes import state_of
-from xorl.server.hangs import HangWatch, silence_s
+from xorl.server.hangs import Hang, HangWatch, silence_s
 from xorl.server.supervise import Supervised
 
 STUCK = """
@@ -54,6 +56,43 @@ def test_a_process_that_is_stuck_shows_where_and_is_replaced_with_what_it_starte
     assert status.hung_since is not None
     assert "in stuck" in capfd.readouterr().err
     assert state_of(child) is None
+
+
+def test_a_rank_that_waits_for_a_slower_one_is_alive_until_it_is_stopped(tmp_path: Path) -> None:
+    """Catches a start that counts as a hang because the last rank is much slower, or a stop during it unnoticed."""
+    limit_s = 3.0
+    config = tmp_path / "server.yaml"
+    config.write_text(f"model_path: m\noutput_dir: {tmp_path}\n")
+    (signs := tmp_path / "signs").mkdir()
+    arguments = ["--config", str(config), "--bind", f"ipc://{tmp_path}/socket", "--signs", str(signs)]
+    ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", **store_in(tmp_path)}
+    watch = HangWatch(signs, ["rank 0"], limit_s, takes_notice=True)
+    watch.reset()
+    rank = subprocess.Popen([sys.executable, "-m", "xorl.server.worker", *arguments], env=os.environ | ranks)
+
+    def hang_within(seconds: float) -> Hang | None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if (hang := watch.look(rank.pid)) is not None:
+                return hang
+            time.sleep(0.1)
+        return None
+
+    try:
+        deadline = time.monotonic() + 120
+        while not (signs / "rank 0").exists():
+            assert rank.poll() is None
+            assert time.monotonic() < deadline
+            assert hang_within(0.1) is None
+        assert hang_within(2.5 * limit_s) is None
+        assert rank.poll() is None, "it waits for rank 1"
+        rank.send_signal(signal.SIGSTOP)
+        hang = hang_within(60)
+        assert hang is not None
+        assert "is stopped (state T)" in hang.reason
+    finally:
+        rank.kill()
+        rank.wait()
 
 
 def test_a_stopped_process_handles_the_signal_to_end(tmp_path: Path) -> None:

@@ -6,8 +6,10 @@ import asyncio
 import faulthandler
 import os
 import signal
+import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 # Makes a process with an AliveFile print the stacks of all its threads, even if native code holds the GIL.
@@ -29,6 +31,23 @@ class AliveFile:
         """Give a sign of life. Does nothing once the folder is gone, since nobody looks at the file any more."""
         with suppress(OSError):
             os.utime(self._path)
+
+    @contextmanager
+    def touching(self) -> Iterator[None]:
+        """Give signs of life from a thread until the block ends, also while the main thread waits in native code."""
+        ended = threading.Event()
+
+        def touch() -> None:
+            while not ended.wait(TOUCH_EVERY_S):
+                self.touch()
+
+        thread = threading.Thread(target=touch, name="xorl-alive", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
 
     async def keep_touching(self) -> None:
         """Give signs of life as long as the event loop runs."""

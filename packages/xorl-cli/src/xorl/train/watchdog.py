@@ -94,7 +94,6 @@ class Watchdog:
         stall_s: how long no rank may make progress.
         lost_s: how long a rank may give no sign of life.
         position: this rank's position; the caller moves it.
-        on_round: called every `interval_s` seconds, even if the store does not answer.
         advice: what the user can do about a rank that was lost.
     """
 
@@ -106,11 +105,10 @@ class Watchdog:
         lost_s: float = LOST_S,
         interval_s: float = INTERVAL_S,
         position: Position | None = None,
-        on_round: Callable[[], object] = lambda: None,
         advice: str = ADVICE,
     ) -> None:
         self.position = position or Position()
-        self._on_round, self._advice = on_round, advice
+        self._advice = advice
         self._end = end
         self._stall_s, self._lost_s, self._interval_s = stall_s, lost_s, interval_s
         self._stopped = threading.Event()
@@ -227,7 +225,6 @@ class Watchdog:
         # In a stall, ranks end a few rounds later, once the stacks have been collected.
         limit_s = self._lost_s + GRACE_S + 10 * self._interval_s
         while not self._stopped.wait(self._interval_s):
-            self._on_round()
             now = clock.now()
             if num_rounds != self._num_rounds:
                 round_s, num_rounds = now, self._num_rounds

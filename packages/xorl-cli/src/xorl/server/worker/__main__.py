@@ -32,7 +32,7 @@ from xorl.server.supervise import BAD_INPUT
 from xorl.server.worker.base import build_base
 from xorl.server.worker.selftest import self_test
 from xorl.server.worker.serve import CancelledIds, follow, lead
-from xorl.server.worker.watch import collective_timeout_s, idle_s, watchdog_of
+from xorl.server.worker.watch import collective_timeout_s, idle_s, signs_of_life, watchdog_of
 from xorl.server.worker.worker import Worker
 from xorl.train.sync import let_nccl_reach, match_sglang_nccl
 from xorl.train.watchdog import Position
@@ -50,6 +50,11 @@ def run(config: ServerConfig, address: str, keys: ChannelKeys | None, signs: Pat
 
     signs: the launcher's folder for signs of life.
     """
+    with signs_of_life(config, signs):
+        _run(config, address, keys, signs)
+
+
+def _run(config: ServerConfig, address: str, keys: ChannelKeys | None, signs: Path | None) -> None:
     position = Position(step=None)
     watchdog = watchdog_of(config, signs, position)
     server, cancelled = None, CancelledIds()

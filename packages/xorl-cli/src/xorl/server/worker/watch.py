@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from xorl.config import ServerConfig
@@ -34,7 +35,6 @@ def watchdog_of(config: ServerConfig, signs: Path | None, position: Position) ->
     stall_s, lost_s = config.worker_stall_timeout, silence_s(config)
     if stall_s is None or lost_s is None:
         return None
-    alive = None if signs is None else AliveFile(signs / f"rank {global_rank()}")
     return Watchdog(
         lambda error: end(error, signs, stall_s),
         stall_s=stall_s,
@@ -42,9 +42,19 @@ def watchdog_of(config: ServerConfig, signs: Path | None, position: Position) ->
         lost_s=lost_s if signs is None else 2 * lost_s,
         interval_s=min(INTERVAL_S, lost_s / 5),
         position=position,
-        on_round=(lambda: None) if alive is None else alive.touch,
         advice="",
     )
+
+
+def signs_of_life(config: ServerConfig, signs: Path | None) -> AbstractContextManager[None]:
+    """Gives the launcher signs of life until the block ends; nothing if `worker_stall_timeout` is null.
+
+    Begins before the ranks meet, since a rank may wait for others that start far more slowly. `signs`: see
+    `watchdog_of`.
+    """
+    if signs is None or config.worker_stall_timeout is None:
+        return nullcontext()
+    return AliveFile(signs / f"rank {global_rank()}").touching()
 
 
 def idle_s(config: ServerConfig) -> float:
