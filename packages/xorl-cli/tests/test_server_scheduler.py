@@ -261,3 +261,31 @@ def test_a_pass_that_models_share_is_bounded_by_a_micro_batch_and_samples_are_no
         scheduler.add(ticket(f"s{index}", lane=None, group="s", cost=4, client=str(index), arrival=index))
     taken = [[one.request_id for one in scheduler.take(8.0)] for _ in range(3)]
     assert taken == [["p0", "p1"], ["p2"], ["s3", "s4", "s5"]]
+
+
+def test_requests_that_leave_the_queue_without_running_leave_nothing_behind():
+    """Catches a scheduler that grows with each request that failed in a shared pass and was then dropped."""
+    scheduler = Scheduler()
+
+    def requeued_alone(*tickets):
+        for lane in {one.lane for one in tickets} - {None}:
+            if not scheduler.has_lane(lane):
+                scheduler.open_lane(lane)
+        for one in tickets:
+            scheduler.add(one)
+        started = [one for _ in tickets for one in scheduler.take()]
+        assert started == list(tickets)
+        scheduler.requeue(started, alone=True)
+
+    numbered, unordered = ticket("a", seq=1), ticket("b", lane=None, arrival=1)
+    for leave in (
+        lambda: scheduler.drop(numbered) and scheduler.drop(unordered),
+        scheduler.drain,
+    ):
+        requeued_alone(numbered, unordered)
+        leave()
+        assert (len(scheduler), scheduler._alone, scheduler._left) == (0, set(), {})
+        scheduler.close_lane("m")
+    requeued_alone(numbered)
+    scheduler.close_lane("m")
+    assert not scheduler._alone

@@ -62,7 +62,7 @@ class Scheduler:
         """Remove and return the requests queued in a lane, which then waits for later numbers."""
         dropped = self._lanes[lane].clear()
         for ticket in dropped:
-            self._forget(ticket)
+            self._leave(ticket)
         self._refresh(lane)
         return dropped
 
@@ -171,7 +171,7 @@ class Scheduler:
             return False
         else:
             client.unordered.remove(ticket)
-        self._forget(ticket)
+        self._leave(ticket)
         self._drop_idle_clients()
         return True
 
@@ -181,7 +181,7 @@ class Scheduler:
         for client in self._clients.values():
             tickets += client.unordered
             for ticket in client.unordered:
-                self._forget(ticket)
+                self._leave(ticket)
             client.unordered.clear()
         self._drop_idle_clients()
         return tickets
@@ -273,7 +273,13 @@ class Scheduler:
     def _cost_left(self, ticket: Ticket) -> float:
         return self._left.get(ticket.request_id, 1.0) * ticket.cost
 
+    def _leave(self, ticket: Ticket) -> None:
+        """Forget everything about a queued request that will not run."""
+        self._alone.discard(ticket.request_id)
+        self._forget(ticket)
+
     def _forget(self, ticket: Ticket) -> None:
+        """Forget what concerns a request only while it is queued."""
         self._left.pop(ticket.request_id, None)
         index = bisect_left(self._arrivals, ticket.arrival)
         if index < len(self._arrivals) and self._arrivals[index] == ticket.arrival:
