@@ -51,6 +51,23 @@ async def test_what_has_not_begun_is_cancelled_and_skipped_and_what_follows_runs
 
 
 @in_a_loop
+async def test_simultaneous_cancellations_of_a_queued_call_get_one_answer(tmp_path):
+    """Catches a client that is told its step runs, while the same call of another thread has cancelled it."""
+    async with running(options(tmp_path)) as client:
+        # No workers, so nothing begins.
+        await client.send(CreateModel(MODEL, lora=LoraSpec(rank=8, seed=0)), session=None)
+        sample = Sample(BaseSampler(), Array.of(np.array([1], np.int32)), max_tokens=4)
+        for queued in (
+            await client.send(forward_backward(5), 1),
+            await client.send(step(), 2),
+            await client.send(sample, session=None),
+        ):
+            answers = await asyncio.gather(*(cancel(client, queued) for _ in range(3)))
+            assert answers == ["cancelled"] * 3
+            assert await client.result(queued) == CANCELLED
+
+
+@in_a_loop
 async def test_a_running_call_is_not_lost_with_the_orchestrator_after_a_later_one_was_cancelled(tmp_path):
     """Catches a record of the next number that passes over one that still runs: after a crash it would not be run."""
     chosen = options(tmp_path)

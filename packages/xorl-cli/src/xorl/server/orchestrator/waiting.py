@@ -56,13 +56,14 @@ async def cancel(state: State, query: Cancel) -> CancelOutcome | Unknown:
     # The workers may have computed a request that began before this process started; they remember its result.
     may_have_run = ticket.lane is not None and request.begun_by is not None
     if not may_have_run and state.scheduler.drop(ticket):
+        request.is_cancelled = True
         await state.cancel_queued(ticket)
         if request.suspended is not None:
             await state.workers.cancel(request_id)
         state.wake.set()
         return CancelOutcome(request_id, "cancelled")
-    if ticket.lane is not None and request.kind != ForwardBackward.__name__:
-        # Later requests of its model depend on it.
+    if ticket.lane is not None and request.kind != ForwardBackward.__name__ and not request.is_cancelled:
+        # It runs, and later requests of its model depend on it.
         return CancelOutcome(request_id, "running")
     # The endpoint or the workers stop it (a pass between two micro-batches, if no other request shares it), and the
     # runner ends the request. The flag keeps the runner from retrying it.
