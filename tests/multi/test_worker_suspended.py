@@ -28,7 +28,7 @@ from xorl.server.operations import (
     SampleResult,
     SaveWeightsForSampler,
 )
-from xorl.server.worker import full, interrupts
+from xorl.server.worker import adapters, full, interrupts
 from xorl.server.worker.interrupts import Interrupts
 from xorl.server.worker.worker import Worker
 
@@ -245,3 +245,35 @@ def test_samples_in_turns_are_those_at_once_and_training_runs_between_them(
         for one, two in zip(plain.sequences, other.sequences, strict=True):
             assert one.tokens == two.tokens
             np.testing.assert_allclose(values(one.logprobs), values(two.logprobs), atol=1e-5)
+
+
+@pytest.mark.multi
+def test_suspended_samples_of_any_number_of_adapters_end(tmp_path: Path, run_ranks, monkeypatch) -> None:
+    """Catches samples that begin again in each of their turns, since the turns of others dropped their adapters."""
+    monkeypatch.setattr(interrupts, "MIN_SLICE_S", 0.0)
+    monkeypatch.setattr(adapters, "NUM_SOURCES", 2)
+    names, num_tokens = [f"w{index}" for index in range(5)], 6
+
+    def run() -> int:
+        worker = make(tmp_path, "lora")
+        for name in names:
+            done(worker, SaveWeightsForSampler("m", name))
+        waiting = {
+            name: Sample(
+                CheckpointSampler(CheckpointRef("m", "sampler_weights", name)),
+                datum(3).tokens,
+                max_tokens=num_tokens,
+                ignore_end=True,
+            )
+            for name in names
+        }
+        for _ in range(2 * num_tokens):
+            for name, sample in list(waiting.items()):
+                (result,) = worker.run(Work([name], [sample], may_suspend=True), BUSY)
+                if not isinstance(result, Suspended):
+                    assert isinstance(result, SampleResult)
+                    del waiting[name]
+        assert not waiting
+        return sum(worker.models.has_source(f"xorl://m/sampler_weights/{name}") for name in names)
+
+    assert run_ranks(run, 1) == [2]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from typing import cast
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 # The share of host memory that all ranks together use for adapters that are not on the device; others go to disk.
 HOST_SHARE = 0.25
-# The maximum number of sources to sample from; beyond it, the least recently used one is dropped.
+# The maximum number of sources to sample from that no unfinished sample needs. The least recently used are dropped.
 NUM_SOURCES = 64
 SPILL_FOLDER = "service/adapters"
 
@@ -203,7 +203,6 @@ class AdapterModels:
         """Copy the adapter's values to another name in the bank."""
         self._model(model_id)
         self.release_source(source)
-        self._make_room()
         self.bank.copy(model_id, source)
         self._sources[source] = None
 
@@ -218,7 +217,6 @@ class AdapterModels:
         *,
         has_optimizer: bool,
     ) -> None:
-        self._make_room()
         self.bank.add(source, _from_json(saved).spec)
         try:
             read({"adapter": AdapterState(self.bank, source, with_optimizer=has_optimizer)})
@@ -229,6 +227,11 @@ class AdapterModels:
 
     def release_source(self, source: str) -> None:
         if source in self._sources:
+            self._forget(source)
+
+    def release_idle_sources(self, needed: Collection[str | None]) -> None:
+        idle = [source for source in self._sources if source not in needed]
+        for source in idle[: max(len(idle) - NUM_SOURCES, 0)]:
             self._forget(source)
 
     @contextmanager
@@ -264,10 +267,6 @@ class AdapterModels:
             alpha_pattern=options.alpha_pattern,
             modules_to_save=tuple(options.modules_to_save),
         )
-
-    def _make_room(self) -> None:
-        while len(self._sources) >= NUM_SOURCES:
-            self._forget(next(iter(self._sources)))
 
     def _forget(self, source: str) -> None:
         del self._sources[source]

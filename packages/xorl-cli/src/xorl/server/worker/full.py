@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -188,6 +188,9 @@ class WholeModel:
 
     def release_source(self, source: str) -> None:
         self._sources.pop(source, None)
+
+    def release_idle_sources(self, needed: Collection[str | None]) -> None:
+        """Has nothing to do: a new source replaces an old one, since each may take as much memory as the model."""
 
     @contextmanager
     def sampling_from(self, sources: Sequence[str | None]) -> Iterator[Sequence[str | None]]:

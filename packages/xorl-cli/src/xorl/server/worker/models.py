@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -111,6 +111,10 @@ class Models(Protocol):
 
     def release_source(self, source: str) -> None:
         """Drop a source if it is in memory."""
+        ...
+
+    def release_idle_sources(self, needed: Collection[str | None]) -> None:
+        """Drop the least recently used sources, if there are too many; never those that unfinished samples need."""
         ...
 
     def sampling_from(self, sources: Sequence[str | None]) -> AbstractContextManager[Sequence[str | None]]:

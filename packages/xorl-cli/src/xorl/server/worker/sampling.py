@@ -115,6 +115,17 @@ class WorkerSampler:
         self._models.release_source(source)
         self.weights_changed(source)
 
+    def keep_weights(self, model_id: str, ref: CheckpointRef) -> None:
+        """Keep a model's weights in memory as the source of the checkpoint that they were just saved to. Collective."""
+        source = ref.uri("xorl")
+        try:
+            with all_or_none("keeping the weights"):
+                self._models.snapshot(model_id, source)
+        except BaseException:
+            self._models.release_source(source)
+            raise
+        self._release_idle_sources()
+
     def request(self, operation: Sample, operation_id: str, source: str | None) -> GenerationRequest:
         """The sampler's request for an operation. Raises ValueError if the sampler cannot run it."""
         prompt = tuple(operation.prompt.numpy().tolist())
@@ -191,6 +202,7 @@ class WorkerSampler:
                 raise
         results = [self._result_of(call) for call in calls]
         self._forget_ended()
+        self._release_idle_sources()
         return results
 
     def _submit(self, calls: Sequence[SampleCall]) -> None:
@@ -236,6 +248,10 @@ class WorkerSampler:
         cancelled = [name for name in ended if not self._found.keys() >= {*self._running[name].request_ids}]
         for name in [*cancelled, *[name for name in ended if name not in cancelled][:-MAX_UNCLAIMED]]:
             self._drop(name)
+
+    def _release_idle_sources(self) -> None:
+        """Keep the sources of suspended calls. Without its source, a call would begin again in each of its turns."""
+        self._models.release_idle_sources({running.source for running in self._running.values()})
 
     def _drop(self, name: str) -> None:
         """Forget a call. If it is passed again, it begins again."""

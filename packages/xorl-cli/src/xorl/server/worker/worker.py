@@ -416,13 +416,7 @@ class Worker:
         self.sampling.checkpoint_saved(ref)
         if operation.sampler_id is not None:
             # The client samples from these weights next, and they need not be read back for that.
-            source = ref.uri("xorl")
-            try:
-                with all_or_none("keeping the weights"):
-                    self.models.snapshot(operation.model_id, source)
-            except BaseException:
-                self.models.release_source(source)
-                raise
+            self.sampling.keep_weights(operation.model_id, ref)
         return saved
 
     def save_full_weights(self, operation: SaveFullWeights, _: str) -> Saved:
