@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import logging
 import os
 import socket
@@ -12,7 +14,8 @@ import pytest
 import torch.distributed as dist
 
 from xorl.core.folder_store import FolderStore
-from xorl.core.join import listen_at, meet, store_client, store_server
+from xorl.core.join import JoinError, listen_at, meet, stay_on_loopback, store_client, store_server
+from xorl.core.launched import store_in
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "localhost"])
@@ -56,6 +59,45 @@ def test_ranks_without_a_launcher_meet_twice_and_only_on_loopback(monkeypatch: p
     for name in ("XORL_STORE", "TORCHELASTIC_USE_AGENT_STORE"):
         monkeypatch.delenv(name, raising=False)
     assert len(meet(0, 1).places) == len(meet(0, 1).places) == 1
+
+
+@pytest.mark.parametrize("address", ["localhost", "127.0.0.1", "[::1]"])
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_an_address_that_is_another_host_on_each_host_is_refused_at_once(
+    address: str, rank: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches ranks of several hosts that wait for each other for half an hour, each at its own host."""
+    variables = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": address, "MASTER_PORT": "1"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    for name in ("XORL_STORE", "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(JoinError, match=f"MASTER_ADDR is {address.strip('[]')}, which is a different host on each"):
+        meet(int(rank), 2, arrive_s=1.0)
+
+
+@pytest.mark.parametrize("interface", ["lo", "lo0"])
+def test_ranks_of_one_host_stay_on_its_loopback_interface(interface: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches ranks on macOS, whose loopback interface has another name, that listen on all interfaces."""
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "en0"), (2, interface)])
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    stay_on_loopback()
+    assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == (interface, f"={interface}")
+
+
+def test_a_folder_whose_files_cannot_be_locked_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a raw error of torch's store on a network file system without locks."""
+    assert store_in(tmp_path) == {"XORL_STORE": str(tmp_path / "store")}
+
+    def unsupported(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    with pytest.raises(ValueError, match=r"^TMPDIR: .*No locks available.*set TMPDIR to a folder on a local disk"):
+        store_in(tmp_path)
 
 
 def test_values_of_a_folder_replace_each_other(tmp_path: Path) -> None:

@@ -146,8 +146,9 @@ def launch(plan: LaunchPlan, command: Sequence[str]) -> int:
     signals = _Signals()
     with temporary_folder() as (notes, _), _forwarding_signals(notes, plan.nproc_per_node, signals):
         hosts = None
-        variables = store_in(notes)
-        if plan.endpoint is not None:
+        if plan.endpoint is None:
+            variables = store_in(notes)
+        else:
             hosts = Hosts(plan.nodes, plan.endpoint, plan.job_id)
             try:
                 hosts.meet(signals.stops)

@@ -15,6 +15,7 @@ from xorl.core.launched import store_in
 from xorl.host.ranks import Nodes, Ranks
 from xorl.host.temporary import temporary_folder
 from xorl.server.process import PARENT_VARIABLE
+from xorl.server.supervise import BAD_INPUT
 
 BY_SIGNAL = 128
 
@@ -29,7 +30,11 @@ def run(num_ranks: int, arguments: Sequence[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, stop)
     with temporary_folder() as folder:
-        variables = {PARENT_VARIABLE: str(os.getpid()), **store_in(folder.path)}
+        try:
+            variables = {PARENT_VARIABLE: str(os.getpid()), **store_in(folder.path)}
+        except ValueError as error:
+            sys.stderr.write(f"error: {error}\n")
+            return BAD_INPUT
         with Ranks(arguments, Nodes(num_ranks), variables, folder.path) as ranks:
             exits = ranks.wait(stops)
         if ranks.stopped_by:

@@ -37,6 +37,7 @@ _kept: dict[str, dist.Store] = {}
 INTERFACE = "GLOO_SOCKET_IFNAME"
 NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 _LOOPBACK = "127.0.0.1"
+_LOOPBACK_INTERFACES = ("lo", "lo0")  # of Linux, and of macOS and BSD
 
 
 class JoinError(RuntimeError):
@@ -101,7 +102,7 @@ def meet(rank: int, world_size: int, *, arrive_s: float = ARRIVE_S) -> Peers:
 
     If all ranks are on one host, their process groups listen on its loopback interface, unless the user chose another.
     Raises JoinError if the store cannot be reached, if ranks are missing after `arrive_s` seconds, if a rank has
-    failed meanwhile, or if ranks on several hosts announce addresses that only their own host can reach.
+    failed meanwhile, or if MASTER_ADDR or the addresses of ranks on several hosts mean only the own host.
     """
     store, name = _open_store(rank, arrive_s)
     own = Place(rank, platform.node(), _network(), _gloo_address())
@@ -146,9 +147,10 @@ def stay_on_loopback() -> None:
     only serve to connect the ranks.
     """
     names = {name for _, name in socket.if_nameindex()}
-    if "lo" in names:
-        os.environ.setdefault(INTERFACE, "lo")
-        os.environ.setdefault(NCCL_INTERFACE, "=lo")  # "lo" would be a prefix
+    loopback = next((name for name in _LOOPBACK_INTERFACES if name in names), None)
+    if loopback is not None:
+        os.environ.setdefault(INTERFACE, loopback)
+        os.environ.setdefault(NCCL_INTERFACE, f"={loopback}")  # without "=", it would be a prefix
 
 
 def listen_at(address: str, port: int) -> socket.socket:
@@ -206,6 +208,12 @@ def _open_store(rank: int, arrive_s: float) -> tuple[dist.Store, str]:
     is_of_launcher = given is not None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if not is_of_launcher and os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
         address = _LOOPBACK  # all ranks are on this host, and all of them have these variables
+    elif not is_of_launcher and "LOCAL_WORLD_SIZE" in os.environ and _is_loopback_everywhere(address):
+        raise JoinError(
+            f"MASTER_ADDR is {address}, which is a different host on each host, but the job has several "
+            f"(WORLD_SIZE {os.environ.get('WORLD_SIZE')}, LOCAL_WORLD_SIZE {os.environ['LOCAL_WORLD_SIZE']}). Set it "
+            "to an address of the host of rank 0 that the other hosts can reach"
+        )
     limit_s = CONNECT_S if is_of_launcher else arrive_s
     keeps_it = rank == 0 and not is_of_launcher
     try:
@@ -264,6 +272,8 @@ def _gloo_address() -> str:
     """The address at which gloo listens: of the interface that the user chose, else of the host name, else loopback."""
     interface = os.environ.get(INTERFACE, "").split(",")[0]
     if interface:
+        if interface in _LOOPBACK_INTERFACES:
+            return _LOOPBACK
         return _interface_address(interface) or f"interface {interface}"
     try:
         found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
@@ -293,6 +303,14 @@ def is_on_this_host(host: str) -> bool:
     except OSError:
         return False
     return any(_is_local(str(entry[4][0])) for entry in found)
+
+
+def _is_loopback_everywhere(address: str) -> bool:
+    """Whether the address or name means the own host on every host. Other names may resolve differently elsewhere."""
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"
 
 
 def _is_local(address: str) -> bool:
