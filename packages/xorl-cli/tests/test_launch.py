@@ -1,6 +1,7 @@
 """Starting ranks: which and where, whose failure is told, which exit code is the job's, and what signals do."""
 
 import fcntl
+import logging
 import os
 import signal
 import socket
@@ -16,6 +17,7 @@ import pytest
 from ports import free_port
 from xorl.cli.failures import failure_of, report
 from xorl.cli.launch import LaunchFlags, LaunchPlan, launch, plan_launch
+from xorl.host import ranks
 
 TINY_RANK = str(Path(__file__).with_name("tiny_rank.py"))
 TWO_RANKS = LaunchFlags(nproc_per_node=2)
@@ -305,6 +307,26 @@ def test_a_signal_ends_the_ranks(capfd: pytest.CaptureFixture[str], number: sign
 
 
 @pytest.mark.multi
+def test_a_rank_that_even_sigkill_does_not_end_is_left_and_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Catches a launcher that waits for ever for a rank in state D, as of a lost disk, and workers never replaced."""
+    monkeypatch.setattr(ranks, "END_S", 0.2)
+    monkeypatch.setattr(ranks, "KILL_S", 0.4)
+    with monkeypatch.context() as signals:
+        # No test can put a process into state D: instead, no signal reaches this one.
+        signals.setattr("os.killpg", lambda *_: None)
+        begun = time.monotonic()
+        with ranks.Ranks(["-c", "import time; time.sleep(60)"], ranks.Nodes(1), {}, tmp_path) as started_ranks:
+            [process] = started_ranks._processes.values()
+            with caplog.at_level(logging.ERROR, logger="xorl.host.ranks"):
+                assert started_ranks.wait([signal.SIGTERM]) == []
+        assert time.monotonic() - begun < 10
+    process.kill()
+    process.wait()
+    assert caplog.text.count(f"event=rank_left rank=0 pid={process.pid}") == 1
+
+
 def test_a_signal_lets_every_rank_save() -> None:
     # Would catch a launcher that kills a rank which still saves, since another one was done before it.
     assert signalled("save_when_told", signal.SIGTERM) == 143

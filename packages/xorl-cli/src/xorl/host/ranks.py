@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -18,8 +19,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from xorl.host.processes import describe_state
+
+logger = logging.getLogger(__name__)
+
 POLL_S = 0.05
 END_S = 30.0  # how long a rank that was told to end may still be saving, before it is killed
+KILL_S = 10.0  # how long killed ranks take to end; one that waits for a lost disk or device does not end at all
 RECORD_FILE = "error.json"
 
 
@@ -69,6 +75,7 @@ class Ranks:
         self._nodes, self._variables, self._folder = nodes, variables, folder
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._exits: dict[int, RankExit] = {}
+        self._left: set[int] = set()  # ranks that did not end even when they were killed
         self.stopped_by = 0  # the signal with which `wait` ended the ranks, before any had failed
 
     def __enter__(self) -> Self:
@@ -100,7 +107,8 @@ class Ranks:
     def end(self, number: signal.Signals, stops: Sequence[int] = ()) -> None:
         """Send a signal to the running ranks and the processes they started, and wait for them to end.
 
-        Kills those that still run after END_S, or once `stops` has grown.
+        Kills those that still run after END_S, or once `stops` has grown. Logs and leaves those that are not gone
+        KILL_S later.
         """
         patience = len(stops)
         deadline = time.monotonic() + END_S
@@ -108,8 +116,20 @@ class Ranks:
         while self._running() and time.monotonic() < deadline and len(stops) <= patience:
             time.sleep(POLL_S)
         self._signal(signal.SIGKILL)
-        for process in self._processes.values():
-            process.wait()
+        deadline = time.monotonic() + KILL_S
+        while self._running() and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        for rank, process in self._processes.items():
+            if rank not in self._left and process.poll() is None:
+                self._left.add(rank)
+                logger.error(
+                    "event=rank_left rank=%d pid=%d why='it was killed %g s ago and %s; its GPU and memory stay taken "
+                    "until it ends'",
+                    rank,
+                    process.pid,
+                    KILL_S,
+                    describe_state(process.pid),
+                )
         self._look()
 
     def _start(self, local_rank: int) -> None:
@@ -134,7 +154,7 @@ class Ranks:
         self._processes[rank] = subprocess.Popen(self._command, env=environment, start_new_session=True)
 
     def _running(self) -> bool:
-        return any(process.poll() is None for process in self._processes.values())
+        return any(process.poll() is None for rank, process in self._processes.items() if rank not in self._left)
 
     def _look(self) -> None:
         """Note the ranks that have failed since the last look."""
