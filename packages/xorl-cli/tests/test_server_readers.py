@@ -216,7 +216,7 @@ async def test_a_checkpoint_whose_reader_cannot_be_saved_is_not_written_over(tmp
         )
         refused = await client.do(SaveWeights(MODEL, "kept", overwrite=True), 4)
         assert isinstance(refused, Failure)
-        assert (refused.status, OTHER in refused.message) == (503, True)
+        assert (refused.status, OTHER in refused.message) == (507, True)
         model = client.orchestrator.state.registry.models[MODEL]
         assert not model.is_overwriting
 

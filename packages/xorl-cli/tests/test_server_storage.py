@@ -144,6 +144,26 @@ async def test_a_checkpoint_that_its_model_needs_can_be_deleted_when_the_storage
 
 
 @in_a_loop
+async def test_overwriting_what_another_model_needs_is_refused_like_any_save_when_the_storage_is_full(tmp_path):
+    """Catches an error that clients retry for ever, and that does not say what is full."""
+    async with serving(options(tmp_path)) as (client, _):
+        await client.begin()
+        await client.do(SaveWeights(MODEL, "a"), 3)
+        await client.create(OTHER)
+        await client.do(LoadWeights(OTHER, ref("a"), optimizer=True), 1)
+        fill(client, 10**9)
+        # There is storage for the save itself, but not for the larger model that needs the old checkpoint.
+        models = client.orchestrator.state.registry.models
+        models[OTHER].checkpoint_bytes = {"weights": 10**12}
+        refused = await client.do(SaveWeights(MODEL, "a", overwrite=True), 4)
+        assert (refused.category, refused.status) == ("user", 507)
+        assert refused.message.startswith("StorageLimitError: ")
+        assert f"model {OTHER} needs {ref('a').uri('xorl')} to be restored" in refused.message
+        models[OTHER].checkpoint_bytes = {}
+        assert not isinstance(await client.do(SaveWeights(MODEL, "a", overwrite=True), 5), Failure)
+
+
+@in_a_loop
 async def test_what_others_read_can_be_deleted_and_saved_anew_without_workers_and_storage(tmp_path):
     """Catches a model that is restored from another checkpoint than it was made from: a newer one of the same name."""
     chosen = options(tmp_path)

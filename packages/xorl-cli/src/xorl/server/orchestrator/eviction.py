@@ -10,17 +10,20 @@ import logging
 import secrets
 import time
 
+from msgspec.structs import replace
+
 from xorl.server.identifiers import CheckpointKind, CheckpointRef
 from xorl.server.messages import Operation, Result, Work
 from xorl.server.operations import Failure, Saved, SaveWeights, UnloadModel
 from xorl.server.orchestrator import catalogue, deletion, waiting
 from xorl.server.orchestrator.admission import Admission
 from xorl.server.orchestrator.apply_result import apply_save
-from xorl.server.orchestrator.commit import JournalError
+from xorl.server.orchestrator.commit import Damaged, JournalError
 from xorl.server.orchestrator.operation_properties import (
     INTERNAL_PREFIX,
     RECOVERY_PREFIX,
     RESERVED_PREFIXES,
+    decode_result,
 )
 from xorl.server.orchestrator.registry import ModelRecord, checkpoint_key, stored
 from xorl.server.orchestrator.state import State
@@ -43,10 +46,11 @@ def recovery_save(model: ModelRecord) -> SaveWeights:
 
 async def save_dependents(
     state: State, admission: Admission, checkpoint: CheckpointRef, besides: ModelRecord | None = None
-) -> str | None:
+) -> Failure | None:
     """Move the models that depend on a checkpoint off it, by saving each to a recovery checkpoint.
 
-    Returns an error message if a model other than `besides` still depends on it.
+    Returns a failure if a model other than `besides` still depends on it. For lack of storage, it is the same one as of
+    other saves.
     """
     for model in state.registry.dependents(checkpoint):
         if model is besides:
@@ -56,11 +60,24 @@ async def save_dependents(
         while (request := state.open.get(request_id or "")) and model in state.registry.dependents(checkpoint):
             await waiting.wait_for_end(request, DEPENDENT_POLL_S)
         if model in state.registry.dependents(checkpoint):
-            return (
-                f"model {model.model_id} needs {checkpoint.uri('xorl')} to be restored and could not be saved "
-                "elsewhere: try again later, or unload the model"
-            )
+            needed = f"model {model.model_id} needs {checkpoint.uri('xorl')} to be restored and could not be saved"
+            full = _storage_failure(state, request_id)
+            if full is not None:
+                return replace(full, message=f"{full.message}. {needed} elsewhere before that is overwritten")
+            return Failure("server", 503, f"{needed} elsewhere: try again later, or unload the model")
     return None
+
+
+def _storage_failure(state: State, request_id: str | None) -> Failure | None:
+    """The failure of a save, if it failed for lack of storage."""
+    found = None if request_id is None else state.journal.find(request_id)
+    if found is None or found.result is None:
+        return None
+    try:
+        result = decode_result(found.result)
+    except Damaged:
+        return None
+    return result if isinstance(result, Failure) and result.status == 507 else None
 
 
 class Eviction:

@@ -183,8 +183,7 @@ class Runner:
 
     async def _save_dependents(self, dispatch: Dispatch, conflict: CheckpointInUse) -> None:
         """Move dependents off the checkpoint that a save would overwrite, then retry the save."""
-        problem = await save_dependents(self._state, self._admission, conflict.checkpoint, besides=conflict.model)
-        failure = None if problem is None else Failure("server", 503, problem)
+        failure = await save_dependents(self._state, self._admission, conflict.checkpoint, besides=conflict.model)
         await self._retry(dispatch, failure, "no model needs the overwritten checkpoint any more")
 
     async def _wait_for_base(self, dispatch: Dispatch, owner: ModelRecord) -> None:
