@@ -48,8 +48,8 @@ class RowEngine(Protocol):
     def gradients_kept(self, model_ids: Sequence[str]) -> AbstractContextManager[dict[str, Tensor]]:
         """A context for `forward_backward` of these models, which restores their gradients if its body raises.
 
-        If the body raises, it must do so on all ranks. Yields the copies on the device that would be restored; the
-        caller may move them to host memory.
+        If the body raises, it must do so on all ranks. Yields the copies that the caller may move to host memory
+        while other work runs; copies of whole models stay on the device.
         """
         ...
 
