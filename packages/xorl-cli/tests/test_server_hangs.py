@@ -22,7 +22,9 @@ from xorl.host.alive import AliveFile
 
 child = subprocess.Popen(["sleep", "60"], start_new_session=True)
 child.send_signal(signal.SIGSTOP)
-pathlib.Path(sys.argv[1], "child").write_text(str(child.pid))
+written = pathlib.Path(sys.argv[1], "written")
+written.write_text(str(child.pid))
+written.rename(pathlib.Path(sys.argv[1], "child"))
 alive = AliveFile(pathlib.Path(sys.argv[1], "API"))
 
 def stuck():
