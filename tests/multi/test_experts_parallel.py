@@ -92,7 +92,7 @@ def test_each_rank_reads_its_own_experts(mode: str, run_ranks, tmp_path: Path) -
         mesh = mesh_for(config)
         with counted_reads() as sizes:
             model = build_model(architecture, model_config, train, config.lora, mesh, torch.device("cpu"))
-        gathered = {name: model.parts.gather(name, weight) for name, weight in model.module.named_parameters()}
+        gathered = {name: model.shares.gather(name, weight) for name, weight in model.module.named_parameters()}
         return gathered, sum(sizes) / total
 
     [(whole, _)] = run_ranks(lambda: load(ONE_PROCESS), 1)

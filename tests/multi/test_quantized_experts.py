@@ -102,7 +102,7 @@ def run(config: Config) -> Found:
     def stored() -> dict[str, Tensor]:
         names = [f"{path}.{field}" for path, layer in quantized_layers(module).items() for field in layer.stored]
         held = dict(module.named_parameters())
-        return {name: engine.model.parts.gather(name, held[name]).clone() for name in names if name in held}
+        return {name: engine.model.shares.gather(name, held[name]).clone() for name in names if name in held}
 
     first = stored()
     AdaptiveNoise(module, alpha=0.5, seed=0).set_step(3)
@@ -139,7 +139,7 @@ def load(folder: Path, kind: str, train: dict[str, object], mode: str) -> tuple[
     with counted_reads() as sizes:
         engine = build_engine(config, read_architecture(config.model), mesh_for(config), torch.device("cpu"))
     model = engine.model
-    held = {name: model.parts.gather(name, one) for name, one in model.module.named_parameters()}
+    held = {name: model.shares.gather(name, one) for name, one in model.module.named_parameters()}
     return {name: one for name, one in held.items() if ".adapter." not in name}, sum(sizes) / total
 
 

@@ -21,8 +21,9 @@ from xorl.core.mesh import Mesh
 from xorl.core.nn import dispatch
 from xorl.core.nn.rotary import Rotary
 from xorl.core.optim import clip
-from xorl.core.parallel import activations, local_part
-from xorl.core.parallel.parts import Parts
+from xorl.core.parallel import activations
+from xorl.core.parallel.shares import Shares
+from xorl.core.shards import local
 from xorl.kernels.attention import ring
 from xorl.kernels.layout import SequenceLayout, ShardedLayout
 from xorl.train import engine as engine_module
@@ -102,7 +103,7 @@ def swapped_shards_of_a_stack(patch: pytest.MonkeyPatch) -> Callable[[Engine], N
     @torch.no_grad()
     def swap(engine: Engine) -> None:
         weight = dict(engine.model.module.named_parameters())["model.layers.0.mlp.gate_up_proj.weight"]
-        part, _ = local_part(weight)
+        part = local(weight)
         part.copy_(part.flip(0))
 
     return swap
@@ -153,14 +154,14 @@ def expert_gradients_times_ranks(patch: pytest.MonkeyPatch) -> None:
 
 
 def norm_without_other_experts(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Parts, "divided", lambda self, model: {})
+    patch.setattr(Shares, "divided", lambda self, model: {})
 
 
 def norm_of_whole_parameters_twice(patch: pytest.MonkeyPatch) -> None:
-    def all_of_them(self: Parts, model: torch.nn.Module) -> dict:
+    def all_of_them(self: Shares, model: torch.nn.Module) -> dict:
         return {parameter: (self._mesh.axis("ep").group,) for parameter in model.parameters()}
 
-    patch.setattr(Parts, "divided", all_of_them)
+    patch.setattr(Shares, "divided", all_of_them)
 
 
 def tokens_that_do_not_return(patch: pytest.MonkeyPatch) -> None:
@@ -188,8 +189,8 @@ def experts_under_other_numbers(patch: pytest.MonkeyPatch) -> Callable[[Engine],
     @torch.no_grad()
     def swap(engine: Engine) -> None:
         for name, parameter in engine.model.module.named_parameters():
-            if name in engine.model.parts and engine.model.mesh.axis("ep").rank == 1:
-                part, _ = local_part(parameter)
+            if name in engine.model.shares and engine.model.mesh.axis("ep").rank == 1:
+                part = local(parameter)
                 part.copy_(
                     part.unflatten(0, (engine.model.module.config.layers[0].ffn.num_experts // 2, -1))
                     .flip(0)

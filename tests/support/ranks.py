@@ -148,7 +148,9 @@ def run_rank(function: Callable[[], object], rank: int, world_size: int, port: i
     )
     # A forked child must not touch the thread pool that its parent started.
     torch.set_num_threads(1)
+    # With what native code says before it ends the process, which pytest would show with another test's output.
     stacks = _stacks_file(file).open("w")
+    os.dup2(stacks.fileno(), 2)
     faulthandler.enable(file=stacks)
     try:
         runtime.init("cpu", timeout_s=120)

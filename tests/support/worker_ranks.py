@@ -87,7 +87,7 @@ def gradients(worker: Worker, model_id: str) -> dict[str, Tensor]:
     if isinstance(worker.models, AdapterModels):
         return {name: grad.clone() for name, grad in worker.models.bank.gradients(model_id).items()}
     assert isinstance(worker.models, WholeModel)
-    named, gather = worker.base.module.named_parameters(), worker.base.model.parts.gather
+    named, gather = worker.base.module.named_parameters(), worker.base.model.shares.gather
     return {name: gather(name, p.grad).clone() for name, p in named if p.grad is not None}
 
 
@@ -97,7 +97,7 @@ def trained_values(worker: Worker, model_id: str) -> dict[str, Tensor]:
         snapshot = worker.models.bank.snapshot(model_id)
         return {name: snapshot.tensors()[name] for name, _ in snapshot.names}
     worker.base.model.drop_gathered()
-    gather = worker.base.model.parts.gather
+    gather = worker.base.model.shares.gather
     return {name: gather(name, value).clone() for name, value in worker.base.module.named_parameters()}
 
 

@@ -7,6 +7,7 @@ from torch.utils.checkpoint import checkpoint
 from tiny_models import hf_config
 from xorl.core.models import SPECS, Decoder
 from xorl.core.nn import LayerKernels
+from xorl.core.shards import Box
 from xorl.kernels.attention import ATTENTION, AttentionRequest, resolve_attention
 from xorl.kernels.layout import SequenceLayout
 from xorl.kernels.linear_ce import linear_cross_entropy
@@ -162,8 +163,10 @@ def test_initial_values_depend_on_seed_name_and_shape_alone(architecture, monkey
     for parameter in decoder.parameters():
         parameter.data.fill_(torch.nan)
     with monkeypatch.context() as patch:
-        part = lambda parameter: (parameter[1:3], (1,) + (0,) * (parameter.dim() - 1))  # noqa: E731
-        patch.setattr("xorl.core.models.decoder.local_part", part)
+        for module in ("models.decoder", "nn.share"):
+            patch.setattr(f"xorl.core.{module}.local", lambda parameter: parameter[1:3])
+        box = lambda parameter: Box((1,) + (0,) * (parameter.dim() - 1), tuple(parameter[1:3].shape))  # noqa: E731
+        patch.setattr("xorl.core.nn.share.local_box", box)
         decoder.init_weights(seed=1)
     for name, parameter in decoder.named_parameters():
         assert torch.equal(parameter[1:3], whole[name][1:3]), name

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from xorl.core.nn.share import Share
 from xorl.core.optim import (
     Fp32Accumulation,
     MuonOptions,
@@ -15,7 +16,7 @@ from xorl.core.optim import (
     gradient_scale,
     scale_and_clip_,
 )
-from xorl.core.optim.decay import undecayed
+from xorl.core.optim.decay import LocalRows, undecayed
 from xorl.core.optim.matrices import Matrix, _joined, plan_rounds
 from xorl.core.optim.muon import _MatrixStack, lr_ratio
 from xorl.core.optim.newton_schulz import orthogonalisation_flops, orthogonalise
@@ -175,7 +176,7 @@ def test_tensors_that_are_stacked_are_decayed_by_their_own_names(name: str, firs
             module.named_parameters(),
             lr=0.1,
             muon=MuonOptions(matrices) if name == "muon" else None,
-            first_rows={"qkv.weight": first},
+            shares={"qkv.weight": Share(16, ((first, 12),))},
             stacked=stacked,
             **{"weight_decay": 0.5, **options},
         )
@@ -417,5 +418,6 @@ def test_half_precision_parameters_step_after_several_micro_batches(name: str) -
 
 def test_the_noise_of_a_row_is_that_of_its_place_in_the_whole_weight() -> None:
     """Catches rounding under Muon that depends on which rows a rank holds."""
-    held = _MatrixStack(torch.zeros(4, 3), {"step": torch.zeros(())}, (4,), key=7, offset=30, group={})
+    rows = [LocalRows(range(4), first=30, decay=None)]
+    held = _MatrixStack(torch.zeros(4, 3), {"step": torch.zeros(())}, (4,), key=7, local_rows=rows, group={})
     assert [held.noise(row).first for row in range(4)] == [30, 33, 36, 39]

@@ -38,7 +38,7 @@ from xorl.ckpt.reader import (
     require_recipes,
     source_shapes,
 )
-from xorl.ckpt.regions import Piece, Stored, dtype_name, local_region, local_tensor
+from xorl.ckpt.regions import Piece, Stored, dtype_name, local_boxes
 from xorl.ckpt.transfer import stream_buckets
 
 logger = logging.getLogger(__name__)
@@ -57,22 +57,22 @@ _ALIGNMENT = 64
 class RowTarget(Protocol):
     """Receives the rows of one parameter, in order.
 
-    `shape` is the global shape of the parameter, as in its recipe; `rows` is the range [first, last) that this rank
-    needs, (0, 0) for none; `device` is where the rows are delivered. After the last rows every rank calls `finish`, in
-    the order of the parameters, so `finish` may be collective.
+    `shape` is the global shape of the parameter, as in its recipe; `ranges` are the ranges [first, last) of rows that
+    this rank needs, in ascending order; `device` is where the rows are delivered. After the last rows every rank calls
+    `finish`, in the order of the parameters, so `finish` may be collective.
     """
 
     @property
     def shape(self) -> tuple[int, ...]: ...
 
     @property
-    def rows(self) -> tuple[int, int]: ...
+    def ranges(self) -> Sequence[tuple[int, int]]: ...
 
     @property
     def device(self) -> torch.device: ...
 
     def put(self, start: int, rows: torch.Tensor) -> None:
-        """Receive the next rows, which begin at row `start`, in the dtype of the source.
+        """Receive the next rows, which begin at row `start` and lie in one range, in the dtype of the source.
 
         The caller reuses the tensor's memory afterwards.
         """
@@ -85,16 +85,16 @@ class _ParameterTarget:
     """The RowTarget of a parameter: stores the rows, cast to its dtype."""
 
     def __init__(self, parameter: Stored) -> None:
-        self._local = local_tensor(parameter)
-        self._region = local_region(parameter)
+        self._boxes = [(box, values) for box, values in local_boxes(parameter) if 0 not in box.sizes]
         self.shape = tuple(parameter.shape)
-        self.rows = self._region.rows
+        self.ranges = [box.rows for box, _ in self._boxes]
         self.device = parameter.device
 
     def put(self, start: int, rows: torch.Tensor) -> None:
-        first = start - self._region.offsets[0]
+        box, values = next((box, values) for box, values in self._boxes if box.rows[0] <= start < box.rows[1])
+        first = start - box.rows[0]
         # Casts on the device, where it is fast; the rows arrive in the file's dtype.
-        self._local[first : first + len(rows)].copy_(self._region.cut_other_dims(rows))
+        values[first : first + len(rows)].copy_(box.cut_other_dims(rows))
 
     def finish(self) -> None:
         """Does nothing: `put` has stored the rows."""
@@ -182,7 +182,7 @@ def load_weights(
         buckets = _broadcast(targets, recipes, source, dtypes, bucket_bytes)
     else:
         assert source is not None
-        ranges = {name: target.rows for name, target in targets.items()}
+        ranges = {name: target.ranges for name, target in targets.items()}
         buckets = _pack(ranges, recipes, dtypes, bucket_bytes)
         with fail_together("load the weights"):
             unfinished = _UnfinishedTargets(targets)
@@ -299,7 +299,7 @@ def _check_dtypes(
 
 
 def _pack(
-    ranges: Mapping[str, tuple[int, int]],
+    ranges: Mapping[str, Sequence[tuple[int, int]]],
     recipes: Mapping[str, WeightRecipe],
     dtypes: Mapping[str, torch.dtype],
     bucket_bytes: int,
@@ -308,11 +308,12 @@ def _pack(
     buckets: list[_Bucket] = []
     chunks: list[_Chunk] = []
     end = _ALIGNMENT
-    for name, (first, last) in ranges.items():
+    for name, of_parameter in ranges.items():
         dtype = dtypes[name]
         row_bytes = math.prod(recipes[name].shape[1:]) * dtype.itemsize
         rows_per_chunk = max(1, bucket_bytes // max(row_bytes, 1))
-        for start in range(first, last, rows_per_chunk):
+        starts = [(start, last) for first, last in of_parameter for start in range(first, last, rows_per_chunk)]
+        for start, last in starts:
             stop = min(start + rows_per_chunk, last)
             num_bytes = (stop - start) * row_bytes
             if chunks and end + num_bytes > bucket_bytes + _ALIGNMENT:
@@ -355,7 +356,7 @@ def _broadcast(
     )
     stored = broadcast_text(" ".join(dtype_name(dtypes[name]) for name in dtypes)).split()
     dtypes = {name: getattr(torch, dtype) for name, dtype in zip(recipes, stored, strict=True)}
-    buckets = _pack({name: (0, recipe.shape[0]) for name, recipe in recipes.items()}, recipes, dtypes, bucket_bytes)
+    buckets = _pack({name: [(0, recipe.shape[0])] for name, recipe in recipes.items()}, recipes, dtypes, bucket_bytes)
     device = collective_device(_device_of(targets))
     read_buckets = None if source is None else _read(buckets, recipes, source, device)
     received = torch.empty(
@@ -427,10 +428,11 @@ def _put_local_rows(
         if chunk.name not in targets:
             continue
         unfinished.finish_before(chunk.name)
-        first, last = targets[chunk.name].rows
-        start, stop = max(chunk.start, first), min(chunk.stop, last)
-        if start < stop:
-            targets[chunk.name].put(start, _rows(chunk, data, recipes)[start - chunk.start : stop - chunk.start])
+        target = targets[chunk.name]
+        for first, last in target.ranges:
+            start, stop = max(chunk.start, first), min(chunk.stop, last)
+            if start < stop:
+                target.put(start, _rows(chunk, data, recipes)[start - chunk.start : stop - chunk.start])
 
 
 def _rows(chunk: _Chunk, data: torch.Tensor, recipes: Mapping[str, WeightRecipe]) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias, TypeGuard
 
@@ -24,9 +24,7 @@ class Region:
 
     @property
     def rows(self) -> tuple[int, int]:
-        """The range along dim 0; (0, 0) if the box is empty."""
-        if 0 in self.sizes:
-            return 0, 0
+        """The range along dim 0."""
         return self.offsets[0], self.offsets[0] + self.sizes[0]
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
@@ -49,22 +47,26 @@ def is_dtensor(tensor: torch.Tensor) -> TypeGuard[DTensor]:
 
 
 class Piece:
-    """Some rows of a global tensor, of which other ranks hold the rest. Their boxes decide what is saved and loaded.
+    """Boxes of a global tensor, of which other ranks hold the rest. They decide what is saved and loaded.
 
     torch's distributed checkpoint calls the methods with underscores.
 
     Attributes:
-        tensor: the rows, which may be sharded further: a DTensor then, whose whole is these rows.
-        rows: ranges [start, stop) of the rows of the global tensor, in the order in which `tensor` holds them.
+        tensor: one that holds the boxes, and is a DTensor if its rows are sharded further.
         shape: of the global tensor.
+        regions: the boxes whose values are the consecutive rows of the local tensor, in their order.
     """
 
-    def __init__(self, tensor: torch.Tensor, rows: Sequence[tuple[int, int]], num_rows: int) -> None:
-        assert sum(stop - start for start, stop in rows) == tensor.shape[0], f"{rows} are not {tensor.shape[0]} rows"
+    def __init__(
+        self, tensor: torch.Tensor, shape: Sequence[int], boxes: Iterable[tuple[Sequence[int], Sequence[int]]]
+    ) -> None:
+        """`boxes`: the offsets and sizes of each."""
         self.tensor = tensor
-        self.rows = tuple(rows)
-        self.shape = torch.Size((num_rows, *tensor.shape[1:]))
+        self.shape = torch.Size(shape)
+        self.regions = tuple(Region(tuple(offsets), tuple(sizes)) for offsets, sizes in boxes)
         self.dtype, self.device, self.ndim = tensor.dtype, tensor.device, tensor.ndim
+        num_rows = sum(region.sizes[0] for region in self.regions)
+        assert num_rows == local_tensor(tensor).shape[0], f"{self.regions} do not have the rows of the local tensor"
 
     def size(self) -> torch.Size:
         """The shape of the global tensor."""
@@ -112,24 +114,11 @@ def local_boxes(tensor: Stored) -> list[tuple[Region, torch.Tensor]]:
     local = local_tensor(tensor)
     if not isinstance(tensor, Piece):
         return [(local_region(tensor), local)]
-    inner = local_region(tensor.tensor)
-    first, last = inner.rows
-    found: list[tuple[Region, torch.Tensor]] = []
-    held = 0  # the rows of the ranges so far
-    for start, stop in tensor.rows:
-        begin, end = max(first, held), min(last, held + stop - start)
-        if begin < end:
-            box = Region((start + begin - held, *inner.offsets[1:]), (end - begin, *inner.sizes[1:]))
-            found.append((box, local[begin - first : end - first]))
-        held += stop - start
-    return found or [(Region((0,) * len(inner.sizes), (0, *inner.sizes[1:])), local)]
+    return list(zip(tensor.regions, local.split([region.sizes[0] for region in tensor.regions]), strict=True))
 
 
-def local_region(tensor: Stored) -> Region:
-    """The region that `local_tensor` covers, which must be a single one."""
-    if isinstance(tensor, Piece):
-        [(region, _)] = local_boxes(tensor)
-        return region
+def local_region(tensor: torch.Tensor) -> Region:
+    """The region that `local_tensor` covers."""
     if not is_dtensor(tensor):
         return Region((0,) * tensor.ndim, tuple(tensor.shape))
     from xorl.ckpt.torch_private import local_shape_and_offset  # noqa: PLC0415 - imports DCP, which takes a second
@@ -141,7 +130,8 @@ def local_region(tensor: Stored) -> Region:
 def with_local(tensor: Stored, local: torch.Tensor) -> Stored:
     """A tensor that is placed like `tensor`, with `local` as this rank's part, which may be on another device."""
     if isinstance(tensor, Piece):
-        return Piece(_like(tensor.tensor, local), tensor.rows, tensor.shape[0])
+        boxes = [(region.offsets, region.sizes) for region in tensor.regions]
+        return Piece(_like(tensor.tensor, local), tensor.shape, boxes)
     return _like(tensor, local)
 
 

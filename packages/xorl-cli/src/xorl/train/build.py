@@ -205,7 +205,7 @@ def engine_over(model: ParallelModel, config: Config, architecture: Architecture
         state_dtype=DTYPES[train.optimizer_dtype],
         seed=train.seed,
         muon=_muon_options(train, model) if train.optimizer == "muon" else None,
-        first_rows=model.parts.first_rows(),
+        shares=model.shares,
         stacked=_tensors_of(model.module, architecture, config),
     )
     return Engine(

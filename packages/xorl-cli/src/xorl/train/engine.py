@@ -10,17 +10,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from xorl.ckpt import OptimizerState, Piece, Stateful
+from xorl.ckpt import OptimizerState, Stateful
 from xorl.core.loss import IGNORE, LossFn, LossOutput
 from xorl.core.models import Decoder
 from xorl.core.models.router_losses import RouterLosses, RouterSums
-from xorl.core.nn.parts import Part
 from xorl.core.optim import Fp32Accumulation, gradient_norms, gradient_scale
 from xorl.core.parallel import ParallelModel
 from xorl.core.parallel.exposed import record_waits
 from xorl.data import PackedBatch
 from xorl.kernels.layout import SequenceLayout
 from xorl.lora import Adam
+from xorl.train.divided import DividedState
 from xorl.train.observe.timing import StepTimer
 from xorl.train.rows import among_ranks, part_of
 
@@ -89,31 +89,6 @@ class ModelState:
                 tensor.copy_(state[name])
 
 
-class DividedState:
-    """Another state, with the tensors of divided parameters as `Piece`s. `parts` are by name of a parameter.
-
-    The values of an optimizer's state are named after their parameter and divided like it.
-    """
-
-    def __init__(self, state: Stateful, parts: Mapping[str, Part]) -> None:
-        self._state = state
-        self._parts = parts
-
-    def state_dict(self) -> dict[str, Tensor | Piece]:
-        """The tensors of the other state."""
-        return {name: self._placed(name, tensor) for name, tensor in self._state.state_dict().items()}
-
-    def load_state_dict(self, state: Mapping[str, Tensor | Piece]) -> None:
-        """Load the other state."""
-        self._state.load_state_dict({key: one.tensor if isinstance(one, Piece) else one for key, one in state.items()})
-
-    def _placed(self, name: str, tensor: Tensor | Piece) -> Tensor | Piece:
-        part = self._parts.get(name) or self._parts.get(name.rpartition(".")[0])
-        if part is None or tensor.ndim == 0 or isinstance(tensor, Piece):
-            return tensor
-        return Piece(tensor, part.rows, part.num_rows)
-
-
 class Engine:
     """A parallelized model and its optimizer, made by `build_optimizer` so that it scales gradients on the device.
 
@@ -141,7 +116,7 @@ class Engine:
         self.timer = StepTimer(device)
         record_waits(model, self.timer)
         self._parameters = [p for p in model.module.parameters() if p.requires_grad]
-        self._divided = model.parts.divided(model.module)
+        self._divided = model.shares.divided(model.module)
         self._accumulation = Fp32Accumulation(self._parameters)
 
     def forward_backward(
@@ -264,12 +239,12 @@ class Engine:
 
     def state(self, *, trained_only: bool = False) -> dict[str, Stateful]:
         """The parts of a checkpoint, by name; `trained_only` leaves out frozen parameters."""
-        module, parts = self.model.module, self.model.parts
+        module, shares = self.model.module, self.model.shares
         state: dict[str, Stateful] = {
             "model": ModelState(module, trained_only=trained_only),  # first: it frees gathered parameters
             "optimizer": OptimizerState(self.optimizer, module.named_parameters()),
         }
-        return {name: DividedState(one, parts) for name, one in state.items()} if parts else state
+        return {name: DividedState(one, shares) for name, one in state.items()} if shares else state
 
     def _call(self, batch: PackedBatch, loss_fn: LossFn) -> LossOutput:
         return call_model(self.model, batch, loss_fn, self.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -15,7 +16,7 @@ from xorl.ckpt.reader import source_shapes
 from xorl.config.local import LoraConfig
 from xorl.core.models import Decoder
 from xorl.core.nn.moe import ExpertLinear
-from xorl.core.nn.parts import parameter_parts
+from xorl.core.nn.share import shares_of
 from xorl.kernels.quant import QuantScheme, quant_refusal
 from xorl.lora.inject import base_parameters
 from xorl.lora.prequantized import (
@@ -28,6 +29,7 @@ from xorl.lora.prequantized import (
 from xorl.lora.quantize import quantizable_layers, quantize_layers
 from xorl.lora.quantized import quantized_layers, quantized_rows
 from xorl.train.architecture import Architecture
+from xorl.train.divided import piece
 
 logger = logging.getLogger(__name__)
 
@@ -120,10 +122,9 @@ def base_targets(
 ) -> tuple[dict[str, Tensor | Piece | RowTarget], Mapping[str, WeightRecipe], WeightSource]:
     """The arguments of `load_weights`: targets, recipes and source. Quantised weights need different ones."""
     parameters: dict[str, Tensor | Piece | RowTarget] = dict(base_parameters(module))
-    for name, part in parameter_parts(module).items():
-        if name not in parameters:  # an adapter's
-            continue
-        parameters[name] = Piece(module.get_parameter(name), part.rows, part.num_rows)
+    for name, share in shares_of(module).items():
+        if name in parameters:  # not an adapter's
+            parameters[name] = piece(module.get_parameter(name), share)
     if quantization is None:
         return parameters, recipes, source
     if quantization.stored is not None:
@@ -168,13 +169,13 @@ def log_quantized(module: Decoder, quantization: Quantization | None) -> None:
     experts = [one for one in module.modules() if isinstance(one, ExpertLinear)]
     if plain := sum(not one.stored for one in experts):
         logger.warning("quantized: %d of %d projections of experts are not quantised", plain, len(experts))
-    parts, stored = parameter_parts(module), stored_parameters(module)
+    shares, stored = shares_of(module), stored_parameters(module)
     sizes = {
-        name: parameter.numel() // len(parameter) * (parts[name].num_rows if name in parts else len(parameter))
+        name: math.prod(shares[name].whole(parameter.shape)) if name in shares else parameter.numel()
         for name, parameter in base_parameters(module).items()
     }
     num_bytes = {name: count * module.get_parameter(name).element_size() for name, count in sizes.items()}
-    num_weights = sum(layer.whole_rows * layer.in_features for layer in layers.values())
+    num_weights = sum(math.prod(layer.whole_shape) for layer in layers.values())
     logger.debug(
         "quantized layers=%d of_experts=%d format=%s by=%s bytes_per_weight=%.4f base_gib=%.3f",
         len(layers),

@@ -272,7 +272,7 @@ def take_steps(engine: Engine, config: Config, architecture: Architecture, num_b
         losses.append(float(summed.loss_sum / divisor))
         if step == 0:
             gradients = {
-                name: engine.model.parts.gather(name, parameter.grad).float().cpu().clone() / divisor.cpu().float()
+                name: engine.model.shares.gather(name, parameter.grad).float().cpu().clone() / divisor.cpu().float()
                 for name, parameter in module.named_parameters()
                 if parameter.requires_grad and parameter.grad is not None
             }
@@ -293,8 +293,9 @@ def take_steps(engine: Engine, config: Config, architecture: Architecture, num_b
 def _draw_adapters(module: Decoder) -> None:
     """Draw the factors of adapters that start at zero, which let no gradient reach the others: alike on all layouts."""
     for adapter in adapters(module).values():
-        part, shape, offset = adapter.place(adapter.zero)
-        fill_normal_(part, std=0.1, key=key_of(0, adapter.name, shape), shape=shape, offset=offset)
+        shape, held = adapter.place(adapter.zero)
+        for box, part in held:
+            fill_normal_(part, std=0.1, key=key_of(0, adapter.name, shape), shape=shape, offset=box.offset)
 
 
 def batches_of(step: int, num_bins: int, vocab_size: int, config: Config, mesh: Mesh) -> list[PackedBatch]:

@@ -222,7 +222,7 @@ class Mesh:
             self.expert_fsdp, self.ep = self._expert_meshes()
 
     def axis(self, name: str) -> Axis:
-        """This process's place along an axis that parts of parameters name (`xorl.core.nn.parts`).
+        """This process's place along an axis that shares of parameters name (`xorl.core.nn.share`).
 
         Raises ValueError for an axis that no parameter is divided along.
         """

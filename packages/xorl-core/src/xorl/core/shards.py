@@ -1,10 +1,11 @@
-"""This rank's part of a tensor that may be sharded."""
+"""This rank's part of a tensor that may be sharded, and blocks of tensors."""
 
 from __future__ import annotations
 
 import math
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
@@ -26,21 +27,30 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
-def local_part(tensor: Tensor) -> tuple[Tensor, Sequence[int]]:
-    """This rank's part of `tensor`, sharing its memory, and the index of its first element in the whole."""
-    if not is_dtensor(tensor):
-        return tensor, (0,) * tensor.dim()
-    _, offset = _shape_and_offset(tensor)
-    return tensor.to_local(), offset
+@dataclass(frozen=True)
+class Box:
+    """A block of a tensor: the index of its first element, and its shape."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """The view of this block in the tensor."""
+        return whole[tuple(slice(start, start + size) for start, size in zip(self.offset, self.shape, strict=True))]
+
+    def first_of(self, whole: Sequence[int]) -> int:
+        """The row-major index of its first element in a tensor of the shape `whole`."""
+        return sum(start * math.prod(whole[dim + 1 :]) for dim, start in enumerate(self.offset))
 
 
-def flat_offset(tensor: Tensor) -> int:
-    """The row-major index in the whole tensor of this rank's first element. Only rows may be sharded."""
+def local_box(tensor: Tensor) -> Box:
+    """Where `local(tensor)` lies in the tensor."""
     if not is_dtensor(tensor):
-        return 0
-    shape, offset = _shape_and_offset(tensor)
-    assert tuple(shape[1:]) == tuple(tensor.shape[1:]), f"only rows may be sharded, not {tensor.placements}"
-    return offset[0] * math.prod(tensor.shape[1:]) if offset else 0
+        return Box((0,) * tensor.dim(), tuple(tensor.shape))
+    from xorl.core.torch_private import local_shape_and_offset  # noqa: PLC0415 - see is_dtensor
+
+    shape, offset = local_shape_and_offset(tensor)
+    return Box(tuple(offset), tuple(shape))
 
 
 def shard_groups(weight: Tensor) -> list[dist.ProcessGroup]:
@@ -67,11 +77,4 @@ def copy_shard_(parameter: Tensor, full: Tensor) -> None:
     """
     if full.shape != parameter.shape:
         raise ValueError(f"full: must have the parameter's shape {list(parameter.shape)}, got {list(full.shape)}")
-    part, offset = local_part(parameter)
-    part.copy_(full[tuple(slice(start, start + size) for start, size in zip(offset, part.shape, strict=True))])
-
-
-def _shape_and_offset(tensor: DTensor) -> tuple[Sequence[int], Sequence[int]]:
-    from xorl.core.torch_private import local_shape_and_offset  # noqa: PLC0415 - see is_dtensor
-
-    return local_shape_and_offset(tensor)
+    local(parameter).copy_(local_box(parameter).cut(full))

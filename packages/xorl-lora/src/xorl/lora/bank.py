@@ -481,7 +481,7 @@ class AdapterBank:
         if not segment.site.members:
             return new_pair(segment.site, spec, segment.in_features, device)
         pair = new_expert_pair(segment.site, spec, self._model, device)
-        pair.held, pair.parts = range(len(segment.site.members)), {}
+        pair.held, pair.shares = range(len(segment.site.members)), {}
         return pair
 
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from xorl.core.nn.moe import ExpertLinear, Experts
-from xorl.core.nn.parts import Part
 from xorl.core.nn.roles import Role
+from xorl.core.nn.share import Share
 from xorl.kernels.experts.adapted import Factors
 from xorl.lora.linear import Leaf, LowRank, join_parts
 from xorl.lora.spec import ExpertSharing
@@ -98,11 +98,11 @@ class ExpertLowRank(LowRank):
             self.register_parameter(leaf, None if leaf in self.shared else own)
         # In a tuple, because another module owns it and its parameters.
         self._shared_pair = (pair,)
-        self.parts: Mapping[str, Part] = {}
-        if layer.parts:
-            axes = layer.parts["weight"].sharded_over
-            self.parts = {
-                leaf: Part(len(members) * rows, ((self.held.start * rows, self.held.stop * rows),), axes)
+        self.shares: Mapping[str, Share] = {}
+        if layer.shares:
+            axes = layer.shares["weight"].divided_over
+            self.shares = {
+                leaf: Share(len(members) * rows, ((self.held.start * rows, self.held.stop * rows),), axes)
                 for leaf, (rows, _) in self._shapes(in_features).items()
                 if leaf not in self.shared
             }

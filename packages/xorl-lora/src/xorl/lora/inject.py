@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from xorl.core.models.initial import fill_normal_, fill_uniform_, key_of
 from xorl.core.nn import Embedding, Linear
 from xorl.core.nn.moe import ExpertLinear, Experts, MixtureOfExperts
-from xorl.core.shards import copy_shard_, local_part
+from xorl.core.nn.share import pieces
+from xorl.core.shards import Box, copy_shard_
 from xorl.lora.arguments import check_instance, check_integer
 from xorl.lora.bank_layer import belongs_to_bank
 from xorl.lora.experts import ExpertLowRank, ExpertsAdapter, SharedFactors
@@ -89,15 +90,12 @@ class Adapter:
         """The names of all layers that it adapts: of each expert, or its own."""
         return self.pair.members if isinstance(self.pair, ExpertLowRank) else (self.name,)
 
-    def place(self, leaf: Leaf) -> tuple[Tensor, tuple[int, ...], Sequence[int]]:
-        """This rank's part of A or B, the shape of the factor on all ranks, and where the part starts in it."""
+    def place(self, leaf: Leaf) -> tuple[tuple[int, ...], list[tuple[Box, Tensor]]]:
+        """The shape of A or B on all ranks together, and this rank's `pieces` of it."""
         parameter = self.pair.factor(leaf)
-        part, offset = local_part(parameter)
-        shape = tuple(parameter.shape)
-        if isinstance(self.pair, ExpertLowRank) and leaf in self.pair.parts:
-            whole = self.pair.parts[leaf]
-            shape, offset = (whole.num_rows, shape[1]), (whole.rows[0][0] + offset[0], offset[1])
-        return part, shape, offset
+        share = self.pair.shares.get(leaf)
+        whole = tuple(parameter.shape) if share is None else share.whole(parameter.shape)
+        return whole, pieces(parameter, share)
 
     @property
     def zero(self) -> Leaf:
@@ -244,12 +242,13 @@ def init_adapters(model: nn.Module, *, seed: int, generation: int = 0) -> None:
     suffix = f"/{generation}" if generation else ""
     for adapter in adapters(model).values():
         drawn: Leaf = "A" if adapter.zero == "B" else "B"
-        part, shape, offset = adapter.place(drawn)
+        shape, held = adapter.place(drawn)
         key = key_of(seed, f"{adapter.name}.lora_{drawn}{suffix}", shape)
-        if adapter.is_embedding:
-            fill_normal_(part, std=1.0, key=key, shape=shape, offset=offset)
-        else:
-            fill_uniform_(part, bound=initial_bound(shape[1]), key=key, shape=shape, offset=offset)
+        for box, part in held:
+            if adapter.is_embedding:
+                fill_normal_(part, std=1.0, key=key, shape=shape, offset=box.offset)
+            else:
+                fill_uniform_(part, bound=initial_bound(shape[1]), key=key, shape=shape, offset=box.offset)
         adapter.pair.factor(adapter.zero).zero_()
         if adapter.magnitude_offset is not None:
             adapter.magnitude_offset.zero_()

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from xorl.core.nn import Embedding, Linear
 from xorl.core.nn.lookup import look_up
 from xorl.core.nn.roles import Role
+from xorl.core.nn.share import Share
 
 Leaf: TypeAlias = Literal["A", "B"]
 
@@ -32,6 +33,7 @@ class LowRank(nn.Module):
         name: the adapted layer's name in checkpoints.
         rank, alpha, scale: R, the numerator of the scale, and the scale.
         start, stop: the part's range in the output features of the layer.
+        shares: what it holds of A and B, if other ranks hold the rest.
         magnitude_offset: [P] with DoRA, else None: the trained norm of each row of the weight minus its norm in the
             base. It starts at zero and stays small, so that it may be gathered in bf16.
     """
@@ -59,6 +61,7 @@ class LowRank(nn.Module):
         self.alpha = alpha
         self.scale = scale
         self.start, self.stop = part
+        self.shares: Mapping[str, Share] = {}
         num_outputs = self.stop - self.start
         self.A = nn.Parameter(torch.empty(rank, in_features, dtype=torch.float32, device=device))
         self.B = nn.Parameter(torch.empty(num_outputs, rank, dtype=torch.float32, device=device))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from xorl.core.nn import Embedding, Linear
 from xorl.core.nn.moe import ExpertLinear
-from xorl.core.shards import copy_shard_, is_dtensor, local_part
+from xorl.core.shards import copy_shard_, is_dtensor, local, local_box
 from xorl.lora.experts import ExpertLowRank, fold_expert_pair_
 from xorl.lora.inject import Adapter, adapters, remove_
 from xorl.lora.linear import LowRank
@@ -59,7 +59,7 @@ def _merge_dequantized_(model: nn.Module, dtype: torch.dtype) -> None:
     if sharded := [
         path
         for path, layer in quantized.items()
-        if is_dtensor(layer.weight) or layer.num_rows < layer.whole_rows  # experts divided among ranks
+        if is_dtensor(layer.weight) or layer.share is not None  # experts divided among ranks
     ]:
         raise ValueError(f"dequantize_to: {sharded[0]!r} is sharded; merge a model that is whole")
     pairs = _pairs_by_layer(model)
@@ -102,8 +102,7 @@ def _fold_into_(layer: Linear | Embedding | ExpertLinear, pairs: Sequence[LowRan
     if isinstance(layer, QuantizedLayer):
         write_rows_(layer, merged_rows(layer, pairs))
     else:
-        part, _ = local_part(layer.weight)
-        part.copy_(merged_rows(layer, pairs))
+        local(layer.weight).copy_(merged_rows(layer, pairs))
 
 
 @torch.no_grad()
@@ -130,8 +129,8 @@ def _base_rows(layer: Linear | Embedding | ExpertLinear) -> tuple[Tensor, int]:
     """A copy of this rank's rows of the weight, in fp32 (fp64 for fp64), and the index of the first row."""
     if isinstance(layer, QuantizedLayer):
         return read_rows(layer), local_rows(layer)[0]
-    part, offset = local_part(layer.weight)
-    return part.to(torch.promote_types(part.dtype, torch.float32), copy=True), offset[0] if offset else 0
+    part = local(layer.weight)
+    return part.to(torch.promote_types(part.dtype, torch.float32), copy=True), local_box(layer.weight).offset[0]
 
 
 def _fold_pair_(rows: Tensor, pair: LowRank, first: int) -> None:

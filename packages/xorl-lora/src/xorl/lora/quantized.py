@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import ClassVar
 
@@ -22,8 +23,8 @@ from torch import Tensor, nn
 
 from xorl.core.nn import Linear
 from xorl.core.nn.moe import ExpertLinear
-from xorl.core.nn.parts import Part, parameter_parts
-from xorl.core.shards import local_part, shard_groups
+from xorl.core.nn.share import Share, shares_of
+from xorl.core.shards import Box, local, local_box, shard_groups
 from xorl.kernels.experts.quantized import QuantizedExperts
 from xorl.kernels.quant import QuantizedWeight, QuantScheme, adapted_quantized_linear, dequantized, quantized_linear
 from xorl.kernels.quant.nvfp4 import nvfp4_global_scale
@@ -37,8 +38,7 @@ class QuantizedLayer(nn.Module):
     Attributes:
         scheme: the format.
         num_rows: O, of the rows that the module holds.
-        first_row, whole_rows: if other ranks' modules hold the other rows, where these start and how many there are;
-            else 0 and O.
+        share: the rows of a whole weight that the module holds; None: all.
         in_features: I.
         part_rows: the rows of each matrix that the weight stacks; nvfp4 has one global scale per matrix.
         weight, weight_scale, weight_global_scale: the fields of `QuantScheme.stored`: codes, group scales, and for
@@ -55,6 +55,11 @@ class QuantizedLayer(nn.Module):
     weight_global_scale: nn.Parameter | None
     noise: Tensor | None
 
+    @property
+    def whole_shape(self) -> tuple[int, int]:
+        """The rows of the whole weight, of which other ranks' modules may hold some, and I."""
+        return (self.num_rows if self.share is None else self.share.num_rows, self.in_features)
+
     def dense_weight(self, dtype: torch.dtype) -> Tensor:
         """The weight [O, I] in `dtype`, without noise."""
         return dequantized(*self._arguments(), dtype)
@@ -66,7 +71,7 @@ class QuantizedLayer(nn.Module):
         """Create the fields of a weight of `shape` on the device of `like`, uninitialised."""
         self.scheme = scheme
         self.num_rows, self.in_features = shape
-        self.first_row, self.whole_rows = 0, self.num_rows
+        self.share: Share | None = None
         self.part_rows = tuple(part_rows)
         stored = {
             name: nn.Parameter(torch.empty(size, dtype=dtype, device=like.device), requires_grad=False)
@@ -146,16 +151,16 @@ class QuantizedExpertLinear(QuantizedLayer, ExpertLinear):
         self.out_features = experts.out_features
         shape = (experts.num_experts * experts.out_features, experts.in_features)
         self._store(experts.weight, shape, scheme, part_rows or (experts.out_features,) * experts.num_experts)
-        self.parts = {}
-        if (part := experts.parts.get("weight")) is not None:
-            [(self.first_row, _)], self.whole_rows = part.rows, part.num_rows
-            units = _in_units(part, scheme.unit_rows)
-            self.parts = {name: units for name in self.stored if getattr(self, name) is not None}
+        self.share = experts.shares.get("weight")
+        self.shares = {}
+        if self.share is not None:
+            units = _in_units(self.share, scheme.unit_rows)
+            self.shares = {name: units for name in self.stored if getattr(self, name) is not None}
         self.train(experts.training)
 
     def dense(self, weight: nn.Parameter) -> ExpertLinear:
         """The projection that this one has replaced, with `weight` [O, I]."""
-        assert not self.parts, "all experts are here"
+        assert not self.shares, "all experts are here"
         with torch.device("meta"):
             layer = ExpertLinear(self.num_experts, self.held, self.in_features, self.out_features)
         layer.weight = weight
@@ -185,9 +190,9 @@ def _require_fit(layer: Linear | ExpertLinear, scheme: QuantScheme, part_rows: S
         raise ValueError(refusal)
 
 
-def _in_units(part: Part, unit_rows: int) -> Part:
-    rows = tuple((start // unit_rows, stop // unit_rows) for start, stop in part.rows)
-    return Part(part.num_rows // unit_rows, rows, part.sharded_over)
+def _in_units(share: Share, unit_rows: int) -> Share:
+    rows = tuple((start // unit_rows, stop // unit_rows) for start, stop in share.rows)
+    return replace(share, num_rows=share.num_rows // unit_rows, rows=rows)
 
 
 def quantized_layers(model: nn.Module) -> dict[str, QuantizedLayer]:
@@ -197,9 +202,9 @@ def quantized_layers(model: nn.Module) -> dict[str, QuantizedLayer]:
 
 def local_rows(layer: QuantizedLayer) -> tuple[int, int]:
     """The range of the module's rows of the weight that this rank holds; (0, 0) for none."""
-    part, offset = local_part(layer.weight)
-    first = offset[0] * layer.scheme.unit_rows
-    last = min(first + len(part) * layer.scheme.unit_rows, layer.num_rows)
+    box = local_box(layer.weight)
+    first = box.offset[0] * layer.scheme.unit_rows
+    last = min(first + box.shape[0] * layer.scheme.unit_rows, layer.num_rows)
     return (first, last) if first < last else (0, 0)
 
 
@@ -260,9 +265,9 @@ def _global_scale(layer: QuantizedLayer, rows: Tensor, first: int) -> Tensor:
 
 def _local(layer: QuantizedLayer) -> QuantizedWeight:
     """This rank's part of the quantised weight, sharing its memory."""
-    codes, scales = (local_part(field.detach())[0] for field in (layer.weight, layer.weight_scale))
+    codes, scales = (local(field.detach()) for field in (layer.weight, layer.weight_scale))
     global_scale = layer.weight_global_scale
-    return QuantizedWeight(codes, scales, None if global_scale is None else local_part(global_scale.detach())[0])
+    return QuantizedWeight(codes, scales, None if global_scale is None else local(global_scale.detach()))
 
 
 class QuantizedRows:
@@ -274,21 +279,26 @@ class QuantizedRows:
     def __init__(self, layer: QuantizedLayer) -> None:
         self._layer = layer
         self._rows: Tensor | None = None
-        self.shape = (layer.whole_rows, layer.in_features)
+        self.shape = layer.whole_shape
         first, last = local_rows(layer)
-        self.rows = (first + layer.first_row, last + layer.first_row) if first < last else (0, 0)
+        self._num_rows = last - first
+        held = Box((first, 0), (last - first, layer.in_features))
+        boxes = [held] if layer.share is None else list(layer.share.boxes(held))
+        self.ranges = [(box.offset[0], box.offset[0] + box.shape[0]) for box in boxes if first < last]
         self.device = layer.weight.device
 
     def put(self, start: int, rows: Tensor) -> None:
-        first, last = self.rows
         if self._rows is None:
-            self._rows = torch.empty((last - first, self.shape[1]), dtype=rows.dtype, device=self.device)
-        self._rows[start - first : start - first + len(rows)].copy_(rows)
+            self._rows = torch.empty((self._num_rows, self.shape[1]), dtype=rows.dtype, device=self.device)
+        before = 0
+        for first, last in self.ranges:
+            if first <= start < last:
+                self._rows[before + start - first :][: len(rows)].copy_(rows)
+            before += last - first
 
     def finish(self) -> None:
         """Quantise the collected rows; see `write_rows_`."""
-        first, last = self.rows
-        rows = torch.zeros((last - first, self.shape[1]), device=self.device) if self._rows is None else self._rows
+        rows = torch.zeros((self._num_rows, self.shape[1]), device=self.device) if self._rows is None else self._rows
         self._rows = None
         write_rows_(self._layer, rows)
 
@@ -306,10 +316,10 @@ def dense_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 def num_parameters(model: nn.Module) -> int:
     """The number of parameters of `model`, in which each element of a quantised weight counts as one."""
-    quantized = sum(layer.whole_rows * layer.in_features for layer in quantized_layers(model).values())
-    parts = parameter_parts(model)
+    quantized = sum(math.prod(layer.whole_shape) for layer in quantized_layers(model).values())
+    shares = shares_of(model)
     return quantized + sum(
-        parts[name].num_rows * math.prod(parameter.shape[1:]) if name in parts else parameter.numel()
+        math.prod(shares[name].whole(parameter.shape)) if name in shares else parameter.numel()
         for name, parameter in dense_parameters(model)
     )
 
@@ -324,7 +334,7 @@ class AdaptiveNoise:
     def __init__(self, model: nn.Module, *, alpha: float, seed: int) -> None:
         check_number("alpha", alpha)
         layers = quantized_layers(model)
-        states = [[_key(seed, path), 0, layer.first_row * layer.in_features // 2] for path, layer in layers.items()]
+        states = [[_key(seed, path), 0, _first_row(layer) * layer.in_features // 2] for path, layer in layers.items()]
         device = next((layer.weight.device for layer in layers.values()), torch.device("cpu"))
         self._noise = torch.tensor(states, dtype=torch.int64, device=device).reshape(-1, 3)
         for layer, noise in zip(layers.values(), self._noise, strict=True):
@@ -333,6 +343,10 @@ class AdaptiveNoise:
     def set_step(self, step: int) -> None:
         """Set the optimizer step of the next passes."""
         self._noise[:, 1] = step
+
+
+def _first_row(layer: QuantizedLayer) -> int:
+    return 0 if layer.share is None else layer.share.rows[0][0]
 
 
 def _key(seed: int, path: str) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 from xorl.ckpt import Stateful
 from xorl.ckpt.layout import JSON
 from xorl.core.loss import LossFn
-from xorl.core.parallel import local_part
+from xorl.core.shards import local
 from xorl.lora import Adam
 from xorl.server.operations import LoraSpec
 from xorl.server.worker.base import Base
@@ -232,13 +232,13 @@ class WholeModel:
     def _copy(self) -> dict[str, Tensor]:
         """This rank's part of the weights, in host memory."""
         self._base.model.drop_gathered()
-        return {name: local_part(weight)[0].cpu().clone() for name, weight in self._base.module.named_parameters()}
+        return {name: local(weight).cpu().clone() for name, weight in self._base.module.named_parameters()}
 
     @torch.no_grad()
     def _put(self, weights: Mapping[str, Tensor]) -> None:
         self._base.model.drop_gathered()
         for name, weight in self._base.module.named_parameters():
-            local_part(weight)[0].copy_(weights[name])
+            local(weight).copy_(weights[name])
         self._base.model.drop_gathered()
 
     def _reset_optimizer(self) -> None:

@@ -97,7 +97,7 @@ class AdapterFiles:
         names: dict[Tensor, str] = {parameter: name for name, parameter in self.model.module.named_parameters()}
 
         def gather(parameter: Tensor) -> Tensor:
-            return self.model.parts.gather(names.get(parameter, ""), parameter)
+            return self.model.shares.gather(names.get(parameter, ""), parameter)
 
         written = adapter_tensors(self.model.module, self.by_layer, gather, self.config.form)
         groups = [_group(tensors) for tensors in written]

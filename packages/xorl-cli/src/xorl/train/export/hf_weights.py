@@ -49,7 +49,7 @@ class ExportWeights:
         merged_adapters: Mapping[str, Adapter] | None = None,
     ) -> None:
         module = model.module
-        self._parts = model.parts
+        self._shares = model.shares
         parameters = base_parameters(module)
         self.params: dict[str, Tensor] = {name: parameters[name] for name in recipes}
         self._dtype = dtype
@@ -64,7 +64,7 @@ class ExportWeights:
         for path, layer in quantized_layers(module).items():
             assert isinstance(layer, (Linear, ExpertLinear))
             self._computed[f"{path}.weight"] = layer
-            self.params[f"{path}.weight"] = torch.empty(layer.whole_rows, layer.in_features, device="meta")
+            self.params[f"{path}.weight"] = torch.empty(layer.whole_shape, device="meta")
 
     @torch.no_grad()
     def gather(self, name: str) -> Tensor:
@@ -73,15 +73,15 @@ class ExportWeights:
         if layer is None:
             weight = self.params[name]
             rows = weight.to_local() if isinstance(weight, DTensor) else weight
-            return self._parts.gather(name, _gather_like(weight, rows, self._dtype))
+            return self._shares.gather(name, _gather_like(weight, rows, self._dtype))
         rows = merged_rows(layer, self._pairs.get(name, ()))
         if isinstance(layer, QuantizedLayer):
             held = gather_rows(layer, rows if self._dtype is None else rows.to(self._dtype))
-            if layer.whole_rows == layer.num_rows:
+            if layer.share is None:
                 return held
             # Ranks divide the units in which the weight is stored.
-            return self._parts.gather(name, held.unflatten(0, (-1, layer.scheme.unit_rows))).flatten(0, 1)
-        return self._parts.gather(name, _gather_like(layer.weight, rows, self._dtype))
+            return self._shares.gather(name, held.unflatten(0, (-1, layer.scheme.unit_rows))).flatten(0, 1)
+        return self._shares.gather(name, _gather_like(layer.weight, rows, self._dtype))
 
 
 def _gather_like(weight: Tensor, rows: Tensor, dtype: torch.dtype | None) -> Tensor:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from xorl.ckpt.ranks import all_gather_text, this_rank
 from xorl.core.loss import LossFn, LossOutput
-from xorl.core.parallel import local_part
 from xorl.core.runtime import rng_state, set_rng_state
+from xorl.core.shards import local
 from xorl.data import PackedBatch
 from xorl.train.data import Loader
 from xorl.train.engine import Engine, OnOutput
@@ -101,7 +101,7 @@ class NonFiniteSteps:
         bad = {
             name
             for name, parameter in engine.model.module.named_parameters()
-            if parameter.grad is not None and not bool(torch.isfinite(local_part(parameter.grad)[0]).all())
+            if parameter.grad is not None and not bool(torch.isfinite(local(parameter.grad)).all())
         }
         engine.zero_grad()
         engine.timer.take()

@@ -18,9 +18,9 @@ from xorl.core.models.recipes import LogicalModule, RowTarget
 from xorl.core.models.router_losses import RouterLosses, RouterLossOptions
 from xorl.core.nn import Attention, Embedding, GatedMLP, LayerKernels, LayerNorm, Linear, PlainMLP, RMSNorm, Rotary
 from xorl.core.nn.moe import Experts, LayerRoutes, MixtureOfExperts
-from xorl.core.nn.parts import parameter_parts
 from xorl.core.nn.roles import DeclaresRoles, Role, StacksMatrices, StoresWeight
-from xorl.core.shards import local_part
+from xorl.core.nn.share import pieces, shares_of
+from xorl.core.shards import local
 from xorl.kernels.arguments import is_readable
 from xorl.kernels.fused import RopeTables
 from xorl.kernels.layout import SequenceLayout
@@ -180,11 +180,11 @@ class Decoder(nn.Module):
                 the target that receives its values. With targets, the call is collective.
         """
         for name, target in targets.items():
-            first, last = target.rows
-            part = torch.empty((last - first, *target.shape[1:]), device=target.device)
             key = key_of(seed, name, target.shape)
-            fill_normal_(part, std=self._std(name), key=key, shape=target.shape, offset=(first, 0), device=device)
-            target.put(first, part)
+            for first, last in target.ranges:
+                part = torch.empty((last - first, *target.shape[1:]), device=target.device)
+                fill_normal_(part, std=self._std(name), key=key, shape=target.shape, offset=(first, 0), device=device)
+                target.put(first, part)
             target.finish()
         stored = {
             f"{path}.{name}"
@@ -192,21 +192,18 @@ class Decoder(nn.Module):
             if isinstance(module, StoresWeight)
             for name in module.stored
         }
-        parameters, parts = dict(self.named_parameters()), parameter_parts(self)
+        parameters, shares = dict(self.named_parameters()), shares_of(self)
         for name, role in self.parameter_roles().items():
             if role == "adapter" or name in stored:
                 continue
-            parameter = parameters[name]
-            part, offset = local_part(parameter)
-            shape = tuple(parameter.shape)
-            if name in parts:
-                [(first, _)] = parts[name].rows
-                shape, offset = (parts[name].num_rows, *shape[1:]), (first + offset[0], *offset[1:])
+            parameter, share = parameters[name], shares.get(name)
             if role in ("bias", "norm"):
-                part.fill_(0.0 if role == "bias" else 1.0)
+                local(parameter).fill_(0.0 if role == "bias" else 1.0)
                 continue
+            shape = tuple(parameter.shape) if share is None else share.whole(parameter.shape)
             key = key_of(seed, name, shape)
-            fill_normal_(part, std=self._std(name), key=key, shape=shape, offset=offset, device=device)
+            for box, part in pieces(parameter, share):
+                fill_normal_(part, std=self._std(name), key=key, shape=shape, offset=box.offset, device=device)
 
     def _std(self, name: str) -> float:
         std = self.config.initializer_range

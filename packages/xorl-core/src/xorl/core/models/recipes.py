@@ -5,7 +5,7 @@ The protocols match those of xorl.ckpt, which this package does not import.
 
 import itertools
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -62,7 +62,7 @@ class RowTarget(Protocol):
 
     Attributes:
         shape: of the whole parameter, as in its recipe.
-        rows: the range [first, last) of rows that this process needs; (0, 0) for none.
+        ranges: the ranges [first, last) of rows that this process needs, in ascending order.
         device: the device on which rows are received.
     """
 
@@ -70,13 +70,13 @@ class RowTarget(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
     @property
-    def rows(self) -> tuple[int, int]: ...
+    def ranges(self) -> Sequence[tuple[int, int]]: ...
 
     @property
     def device(self) -> torch.device: ...
 
     def put(self, start: int, rows: Tensor) -> None:
-        """Receive the next rows, starting at row `start`. The caller may overwrite `rows` afterwards."""
+        """Receive the next rows, from row `start` on, of one range. The caller may overwrite `rows` afterwards."""
         ...
 
     def finish(self) -> None:

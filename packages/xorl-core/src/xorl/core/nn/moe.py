@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from xorl.core.nn.kernels import LayerKernels
-from xorl.core.nn.parts import Part
 from xorl.core.nn.roles import Role
+from xorl.core.nn.share import Share
 from xorl.kernels.experts.adapted import Factors
 from xorl.kernels.experts.quantized import ExpertsWeight
 from xorl.kernels.experts.routing import Routing, count_replayed, replay_experts, sum_routing, top_experts
@@ -56,7 +56,7 @@ class ExpertLinear(nn.Module):
         num_experts: of those that this rank holds.
         held: their indices.
         in_features, out_features: of one expert.
-        parts: the rows of the weight of all experts, if this rank does not hold them all.
+        shares: the rows of the weight of all experts, if this rank does not hold them all.
         stored: see `StoresWeight`; empty, except in subclasses with a weight in another format.
     """
 
@@ -70,8 +70,8 @@ class ExpertLinear(nn.Module):
         self.in_features, self.out_features = in_features, out_features
         self.weight = nn.Parameter(torch.empty(len(held) * out_features, in_features))
         rows = ((held.start * out_features, held.stop * out_features),)
-        part = Part(num_experts * out_features, rows, sharded_over=("ep",))
-        self.parts: Mapping[str, Part] = {} if len(held) == num_experts else {"weight": part}
+        share = Share(num_experts * out_features, rows, divided_over=("ep",))
+        self.shares: Mapping[str, Share] = {} if len(held) == num_experts else {"weight": share}
 
     def stacked(self, dtype: torch.dtype) -> ExpertsWeight:
         """[E, out, in] in `dtype`, or what the kernels dequantise."""

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from xorl.core.optim.decay import local_ranges, rows_of
-from xorl.core.shards import flat_offset, local
+from xorl.core.optim.decay import by_decay, note_local_rows_, rows_of
+from xorl.core.shards import local
 from xorl.kernels.optim import Noise, adamw_
 from xorl.kernels.torch_private import add_tensor_
 
@@ -38,13 +37,7 @@ class AdamW(torch.optim.Optimizer):
     def __init__(self, params: Iterable[dict[str, Any]], lr: float, *, state_dtype: torch.dtype | None = None) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": 0.0, "betas": BETAS, "eps": EPS})
         self._state_dtype = state_dtype
-        for group in self.param_groups:
-            if "keys" in group:
-                first_rows = group.get("first_rows", [0] * len(group["params"]))
-                group["offsets"] = [
-                    flat_offset(parameter) + first * math.prod(parameter.shape[1:])
-                    for parameter, first in zip(group["params"], first_rows, strict=True)
-                ]
+        note_local_rows_(self.param_groups)
 
     @torch.no_grad()
     def materialise(self) -> None:
@@ -77,22 +70,14 @@ class AdamW(torch.optim.Optimizer):
         indices = [index for index, parameter in enumerate(group["params"]) if parameter.grad is not None]
         if not indices:
             return
-        parameters = [group["params"][index] for index in indices]
-        states = [self.state[parameter] for parameter in parameters]
-        grad_scale, skip = step_controls(self, local(parameters[0]).device)
-        count_steps_(states, skip)
-        for decay, ranges in local_ranges(group, parameters).items():
-            held = [(parameters[at], states[at], rows) for at, rows in ranges]
+        states = {index: self.state[group["params"][index]] for index in indices}
+        grad_scale, skip = step_controls(self, local(group["params"][indices[0]]).device)
+        count_steps_(list(states.values()), skip)
+        for decay, ranges in by_decay(group, indices).items():
+            held = [(group["params"][index], states[index], rows) for index, (rows, _, _) in ranges]
             noises = None
             if "keys" in group:
-                noises = [
-                    Noise(
-                        group["keys"][indices[at]],
-                        group["offsets"][indices[at]] + rows.start * math.prod(parameters[at].shape[1:]),
-                        states[at]["step"],
-                    )
-                    for at, rows in ranges
-                ]
+                noises = [Noise(group["keys"][index], first, states[index]["step"]) for index, (_, first, _) in ranges]
             adamw_(
                 [rows_of(parameter, rows) for parameter, _, rows in held],
                 [rows_of(parameter.grad, rows).contiguous() for parameter, _, rows in held],

@@ -9,18 +9,33 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from xorl.core.shards import flat_offset, local
+from xorl.core.nn.share import Share, pieces
+from xorl.core.shards import local
 
 # For a parameter that stacks tensors of a checkpoint along its rows: their names and their numbers of rows.
 Stacked = Mapping[str, Sequence[tuple[str, int]]]
 
 
 class RowDecay(NamedTuple):
-    """The weight decay of rows [start, stop) of a parameter."""
+    """The weight decay of rows [start, stop) of a whole parameter."""
 
     start: int
     stop: int
     decay: float
+
+
+class LocalRows(NamedTuple):
+    """Rows of this rank's shard of a parameter that are adjacent in the whole parameter, too.
+
+    Attributes:
+        rows: of the shard.
+        first: the row-major index of their first element in the whole parameter.
+        decay: their weight decay; None: that of their group.
+    """
+
+    rows: range
+    first: int
+    decay: float | None
 
 
 def tensor_names(paths: Iterable[str], stacked: Stacked) -> list[str]:
@@ -54,44 +69,62 @@ def _selected(entry: str, texts: Mapping[str, str]) -> list[str]:
     ]
 
 
-def row_decays(
-    parts: Sequence[tuple[str, int]], free: Collection[str], decay: float, *, first: int, num_rows: int
-) -> tuple[RowDecay, ...]:
-    """The decay of a stacked parameter's rows, of which this rank has `num_rows` starting at `first`.
+def row_decays(parts: Sequence[tuple[str, int]], free: Collection[str], decay: float) -> tuple[RowDecay, ...]:
+    """The decay of the rows of a whole parameter that stacks tensors: their names and numbers of rows.
 
-    `free` are the names of tensors without decay. Rows are counted from `first`. Returns one entry if all rows have the
-    same decay.
+    `free` are the names of tensors without decay. Returns one entry if all rows have the same decay.
     """
     found: list[RowDecay] = []
-    start = -first
+    start = 0
     for name, count in parts:
-        begin, end = max(start, 0), min(start + count, num_rows)
-        start += count
-        if begin >= end:
-            continue
         own = 0.0 if name in free else decay
         if found and found[-1].decay == own:
-            found[-1] = found[-1]._replace(stop=end)
+            found[-1] = found[-1]._replace(stop=start + count)
         else:
-            found.append(RowDecay(begin, end, own))
+            found.append(RowDecay(start, start + count, own))
+        start += count
     return tuple(found)
 
 
-def local_ranges(group: Mapping[str, Any], parameters: Sequence[Tensor]) -> dict[float, list[tuple[int, range]]]:
-    """For each weight decay, this rank's rows that have it, as (index of the parameter, rows of its shard).
+def local_rows(parameter: Tensor, share: Share | None, decays: Sequence[RowDecay]) -> list[LocalRows]:
+    """This rank's rows of a parameter, of which the module holds `share`, in order. `decays`: empty for one decay."""
+    whole = tuple(parameter.shape) if share is None else share.whole(parameter.shape)
+    row_size = math.prod(whole[1:])
+    found: list[LocalRows] = []
+    taken = 0
+    for box, values in pieces(parameter, share):
+        assert box.shape[1:] == whole[1:], "only rows may be divided"
+        start = box.offset[0] if box.offset else 0
+        num_rows = _num_rows(values)
+        for row in decays or (RowDecay(start, start + num_rows, 0.0),):
+            begin, end = max(row.start, start), min(row.stop, start + num_rows)
+            if begin < end:
+                rows = range(taken + begin - start, taken + end - start)
+                found.append(LocalRows(rows, begin * row_size, row.decay if decays else None))
+        taken += num_rows
+    return found
 
-    `group` is an optimizer's parameter group; `parameters` are some of its parameters.
+
+def note_local_rows_(groups: Iterable[dict[str, Any]]) -> None:
+    """Give each of an optimizer's groups the `local_rows` of its parameters.
+
+    They follow from its `shares`, one for each parameter, and `row_decays`, which it may lack.
     """
-    if not group.get("row_decays"):
-        return {group["weight_decay"]: [(index, range(_num_rows(local(one)))) for index, one in enumerate(parameters)]}
-    ranges: dict[float, list[tuple[int, range]]] = {}
-    for index, parameter in enumerate(parameters):
-        first = flat_offset(parameter) // max(1, math.prod(parameter.shape[1:]))
-        num_rows = _num_rows(local(parameter))
-        for start, stop, decay in group["row_decays"]:
-            if rows := range(max(start - first, 0), min(stop - first, num_rows)):
-                ranges.setdefault(decay, []).append((index, rows))
-    return ranges
+    for group in groups:
+        shares = group.get("shares", [None] * len(group["params"]))
+        group["local_rows"] = [
+            local_rows(parameter, share, group.get("row_decays", ()))
+            for parameter, share in zip(group["params"], shares, strict=True)
+        ]
+
+
+def by_decay(group: Mapping[str, Any], indices: Iterable[int]) -> dict[float, list[tuple[int, LocalRows]]]:
+    """This rank's rows of the parameters of a group that `indices` select, each with its index, by weight decay."""
+    found: dict[float, list[tuple[int, LocalRows]]] = {}
+    for index in indices:
+        for rows in group["local_rows"][index]:
+            found.setdefault(group["weight_decay"] if rows.decay is None else rows.decay, []).append((index, rows))
+    return found
 
 
 def rows_of(tensor: Tensor, rows: range) -> Tensor:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from xorl.core.optim.newton_schulz import orthogonalisation_flops
-from xorl.core.shards import flat_offset, is_dtensor, local
+from xorl.core.shards import is_dtensor, local, local_box
 
 Owner = tuple[int, int]
 
@@ -118,7 +118,7 @@ def logical_matrices(parameters: Sequence[Tensor], row_counts: Sequence[Sequence
         chunk = -(-num_rows // grid.num_shards)
         shard = local(parameter)
         assert shard.shape[0] == max(0, min(chunk, num_rows - grid.shard * chunk)), "not sharded like torch.chunk"
-        assert shard.shape[0] == 0 or flat_offset(parameter) == grid.shard * chunk * columns, "not in rank order"
+        assert shard.shape[0] == 0 or local_box(parameter).offset[0] == grid.shard * chunk, "not in rank order"
     return matrices
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from xorl.core.optim.adamw import AdamW, StepControls, count_steps_, step_controls
-from xorl.core.optim.decay import local_ranges
+from xorl.core.optim.decay import LocalRows
 from xorl.core.optim.matrices import Exchange, Grid, Matrix, Run, logical_matrices, plan_rounds
 from xorl.core.optim.newton_schulz import orthogonalise
 from xorl.core.shards import is_dtensor, local
@@ -115,10 +114,10 @@ class Muon(AdamW):
             if "matrices" not in group:
                 self._step_group(group)
                 continue
-            rows = zip(group["params"], group["matrices"], group["keys"], group["offsets"], strict=True)
+            held = zip(group["params"], group["matrices"], group["keys"], group["local_rows"], strict=True)
             stacks += [
-                _MatrixStack(parameter, self.state[parameter], counts, key, offset, group)
-                for parameter, counts, key, offset in rows
+                _MatrixStack(parameter, self.state[parameter], counts, key, rows, group)
+                for parameter, counts, key, rows in held
                 if parameter.grad is not None
             ]
         # Each way of sharding has a grid of its own. The order is the same on every rank.
@@ -218,18 +217,20 @@ class _MatrixStack:
     state: dict[str, Tensor]
     row_counts: Sequence[int]
     key: int
-    offset: int
+    local_rows: Sequence[LocalRows]
     group: Mapping[str, Any]
 
-    @cached_property
+    @property
     def decays(self) -> list[tuple[float, range]]:
         """The weight decay of this rank's rows."""
-        found = local_ranges(self.group, [self.parameter])
-        return [(decay, rows) for decay, ranges in found.items() for _, rows in ranges]
+        decay = self.group["weight_decay"]
+        return [(decay if rows.decay is None else rows.decay, rows.rows) for rows in self.local_rows]
 
     def noise(self, row: int) -> Noise:
         """The random bits for this rank's rows from `row` on."""
-        return Noise(self.key, self.offset + row * self.parameter.shape[1], self.state["step"])
+        [rows] = [rows for rows in self.local_rows if row in rows.rows]
+        first = rows.first + (row - rows.rows.start) * self.parameter.shape[1]
+        return Noise(self.key, first, self.state["step"])
 
 
 @dataclass(frozen=True)

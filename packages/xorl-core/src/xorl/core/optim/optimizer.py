@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from xorl.core.nn.share import Share
 from xorl.core.optim.adamw import AdamW, noise_key
 from xorl.core.optim.decay import (
     RowDecay,
@@ -38,7 +39,7 @@ def build_optimizer(
     state_dtype: torch.dtype = torch.bfloat16,
     seed: int = 0,
     muon: MuonOptions | None = None,
-    first_rows: Mapping[str, int] = MappingProxyType({}),
+    shares: Mapping[str, Share] = MappingProxyType({}),
     stacked: Stacked = MappingProxyType({}),
 ) -> torch.optim.Optimizer:
     """Build an optimizer over the parameters that require gradients. Shard or replicate the model first.
@@ -53,8 +54,8 @@ def build_optimizer(
             that either selects have no weight decay. See `undecayed`.
         state_dtype, seed: for anyprecision_adamw and muon, the dtype of the state and the seed of stochastic rounding.
         muon: options that the optimizer `muon` requires.
-        first_rows: for parameters that are a rank's rows of a larger parameter, the index of the first row, on which
-            stochastic rounding depends.
+        shares: what the modules hold of parameters that they do not hold as a whole. Stochastic rounding and
+            `stacked` go by the rows of whole parameters.
         stacked: for parameters that stack several tensors: the names of these tensors, which `no_decay_modules` and
             `no_decay_params` select, and their numbers of rows in the whole parameter.
 
@@ -82,9 +83,7 @@ def build_optimizer(
     free = undecayed(tensor_names(named, stacked), no_decay_modules, no_decay_params)
     groups: dict[tuple[bool, float, tuple[RowDecay, ...]], dict[str, Any]] = {}
     for path, parameter in trained:
-        num_rows = parameter.shape[0] if parameter.ndim else 1
-        parts = stacked.get(path, [(path, first_rows.get(path, 0) + num_rows)])
-        rows = row_decays(parts, free, weight_decay, first=first_rows.get(path, 0), num_rows=num_rows)
+        rows = row_decays(stacked.get(path, [(path, 1)]), free, weight_decay)
         by_rows = rows if len(rows) > 1 else ()
         decay = rows[0].decay if len(rows) == 1 else weight_decay
         is_matrix = name == "muon" and muon is not None and path in muon.matrices
@@ -94,9 +93,9 @@ def build_optimizer(
             {"params": [], "weight_decay": decay, "row_decays": by_rows, "lr_scale": lr_scale},
         )
         group["params"].append(parameter)
+        group.setdefault("shares", []).append(shares.get(path))
         if name in ("anyprecision_adamw", "muon"):
             group.setdefault("keys", []).append(noise_key(seed, path))
-            group.setdefault("first_rows", []).append(first_rows.get(path, 0))
         if is_matrix and muon is not None:
             group.setdefault("matrices", []).append(tuple(muon.matrices[path]))
     if name == "adamw":

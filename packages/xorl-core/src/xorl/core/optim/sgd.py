@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from xorl.core.optim.adamw import step_controls
-from xorl.core.optim.decay import local_ranges, rows_of
+from xorl.core.optim.decay import by_decay, note_local_rows_, rows_of
 from xorl.core.shards import local
 from xorl.kernels.optim import descend_
 
@@ -26,6 +26,7 @@ class SGD(torch.optim.Optimizer):
 
     def __init__(self, params: Iterable[dict[str, Any]], lr: float) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": 0.0})
+        note_local_rows_(self.param_groups)
 
     def materialise(self) -> None:
         """Do nothing: SGD has no state."""
@@ -36,12 +37,13 @@ class SGD(torch.optim.Optimizer):
         if closure is not None:
             raise ValueError("closure: closures are not supported; compute the gradients before the step")
         for group in self.param_groups:
-            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if not parameters:
+            parameters = group["params"]
+            indices = [index for index, parameter in enumerate(parameters) if parameter.grad is not None]
+            if not indices:
                 continue
-            grad_scale, skip = step_controls(self, local(parameters[0]).device)
-            for decay, ranges in local_ranges(group, parameters).items():
-                for index, rows in ranges:
+            grad_scale, skip = step_controls(self, local(parameters[indices[0]]).device)
+            for decay, ranges in by_decay(group, indices).items():
+                for index, (rows, _, _) in ranges:
                     descend_(
                         rows_of(parameters[index], rows),
                         rows_of(parameters[index].grad, rows).contiguous(),

@@ -32,7 +32,7 @@ from xorl.core.parallel.fsdp import (
     uses_copy_engines,
 )
 from xorl.core.parallel.offload import ActivationOffload
-from xorl.core.parallel.parts import Parts
+from xorl.core.parallel.shares import Shares
 from xorl.core.parallel.stored import gather_as_stored
 from xorl.core.torch_private import allow_integer_parameters, reset_reducer, reset_units, without_streams
 from xorl.kernels.arguments import check_choice, check_floating, check_number, check_type
@@ -176,9 +176,9 @@ class ParallelModel:
         return [module for module in self.module.modules() if isinstance(module, FSDPModule)]
 
     @cached_property
-    def parts(self) -> Parts:
-        """The parameters of which other ranks hold rows that FSDP2 does not gather."""
-        return Parts(self.module, self.mesh)
+    def shares(self) -> Shares:
+        """The parameters of which the modules of other ranks hold the rest, which FSDP2 does not gather."""
+        return Shares(self.module, self.mesh)
 
     @property
     def is_sharded(self) -> bool:

@@ -49,7 +49,7 @@ def save_adapter(
     """
     config = config_of(model, spec, base=base, task_type=task_type, transposed=transposed, found=found, form=form)
     written = adapters(model) if found is None else found
-    if any(isinstance(adapter.pair, ExpertLowRank) and adapter.pair.parts for adapter in written.values()):
+    if any(isinstance(adapter.pair, ExpertLowRank) and adapter.pair.shares for adapter in written.values()):
         raise ValueError("model: its experts are divided among ranks; gather their adapters with adapter_tensors")
     saved = _saved_tensors(model, spec)
     saved_ids = {id(tensor) for tensor in saved.values()}

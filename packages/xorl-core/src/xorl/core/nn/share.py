@@ -1,0 +1,97 @@
+"""`Share`: what a rank's module holds of a parameter that several ranks hold together, or whose gradient they sum.
+
+FSDP2 shards the module's tensor further; `pieces` says where this rank's part of that lies in the whole parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor, nn
+
+from xorl.core.shards import Box, local, local_box
+
+
+@dataclass(frozen=True)
+class Share:
+    """The rows and columns of a whole parameter that a module holds.
+
+    Attributes:
+        num_rows: of the whole parameter.
+        rows: ranges [start, stop) of its rows, in the order in which the module holds them.
+        divided_over: the axes of the mesh whose ranks hold the rest; see `Mesh.axis`.
+        columns: the range [start, stop) of its columns (dim 1) that the module holds; None: all of them.
+        num_columns: of the whole parameter, with `columns`.
+        summed_over: the axes of the mesh whose ranks each compute some terms of the gradient of what this module holds;
+            they hold the same, so the gradient must be summed over them.
+    """
+
+    num_rows: int
+    rows: tuple[tuple[int, int], ...]
+    divided_over: tuple[str, ...] = ()
+    columns: tuple[int, int] | None = None
+    num_columns: int = 0
+    summed_over: tuple[str, ...] = ()
+
+    def whole(self, held: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the whole parameter, of which the module holds a tensor of the shape `held`."""
+        return (self.num_rows, *(held[1:] if self.columns is None else (self.num_columns, *held[2:])))
+
+    def held(self, whole: Sequence[int]) -> tuple[int, ...]:
+        """The shape of what the module holds of a whole parameter of the shape `whole`."""
+        num_rows = sum(stop - start for start, stop in self.rows)
+        return (num_rows, *(whole[1:] if self.columns is None else (self.columns[1] - self.columns[0], *whole[2:])))
+
+    def boxes(self, held: Box) -> Iterator[Box]:
+        """Where a block of the module's tensor lies in the whole parameter: a box for each range, in the order held."""
+        first, last = held.offset[0], held.offset[0] + held.shape[0]
+        offset = held.offset[1:]
+        if self.columns is not None:
+            offset = (self.columns[0] + offset[0], *offset[1:])
+        taken = 0
+        for start, stop in self.rows:
+            begin, end = max(first, taken), min(last, taken + stop - start)
+            if begin < end:
+                yield Box((start + begin - taken, *offset), (end - begin, *held.shape[1:]))
+            taken += stop - start
+
+
+def pieces(tensor: Tensor, share: Share | None) -> list[tuple[Box, Tensor]]:
+    """This rank's part of a module's tensor, by where it lies in the whole parameter.
+
+    Args:
+        tensor: of the module, which may be sharded by FSDP2.
+        share: what the module holds of the parameter; None: all of it.
+
+    Returns:
+        The boxes and, sharing memory with the tensor, their values. These are the consecutive rows of the local tensor.
+    """
+    part, held = local(tensor), local_box(tensor)
+    if share is None:
+        return [(held, part)]
+    boxes = list(share.boxes(held))
+    starts = [0]
+    for box in boxes:
+        starts.append(starts[-1] + box.shape[0])
+    return [(box, part[start:stop]) for box, (start, stop) in zip(boxes, pairwise(starts), strict=True)]
+
+
+@runtime_checkable
+class DeclaresShares(Protocol):
+    """A module that may not hold its parameters as a whole. `shares` maps the names of these to what it holds."""
+
+    @property
+    def shares(self) -> Mapping[str, Share]: ...
+
+
+def shares_of(model: nn.Module) -> dict[str, Share]:
+    """The shares that the modules of `model` declare, by the name of the parameter."""
+    return {
+        f"{path}.{name}" if path else name: share
+        for path, module in model.named_modules()
+        if isinstance(module, DeclaresShares)
+        for name, share in module.shares.items()
+    }

@@ -1,0 +1,81 @@
+"""`Shares`: the parameters of a model that a rank does not hold as a whole, and how the ranks join these."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import cached_property
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from xorl.core.mesh import Mesh
+from xorl.core.nn.share import Share, shares_of
+from xorl.core.shards import Box
+
+
+class Shares(Mapping[str, Share]):
+    """What this rank's modules hold of the parameters of `model` that they do not hold as a whole, by name.
+
+    FSDP2 shards the rows of a share further; what it calls the whole tensor is the share.
+    """
+
+    def __init__(self, model: nn.Module, mesh: Mesh) -> None:
+        self._shares = shares_of(model)
+        self._mesh = mesh
+
+    def __getitem__(self, name: str) -> Share:
+        return self._shares[name]
+
+    def __iter__(self):  # noqa: ANN204
+        return iter(self._shares)
+
+    def __len__(self) -> int:
+        return len(self._shares)
+
+    def divided(self, model: nn.Module) -> dict[Tensor, tuple[dist.ProcessGroup, ...]]:
+        """For each parameter of `model` that is divided, the process groups whose ranks hold the rest of it."""
+        return {
+            parameter: tuple(self._mesh.axis(axis).group for axis in self[name].divided_over)
+            for name, parameter in model.named_parameters()
+            if name in self and self[name].divided_over
+        }
+
+    @torch.no_grad()
+    def gather(self, name: str, tensor: Tensor) -> Tensor:
+        """The whole of `tensor`, which is held like the parameter `name`, on every rank. Collective if it is divided.
+
+        `tensor` may be sharded by FSDP2. The result shares memory with a tensor that is whole.
+        """
+        tensor = cast(DTensor, tensor).full_tensor() if isinstance(tensor, DTensor) else tensor
+        tensor = tensor.detach()
+        if name not in self or not self[name].divided_over:
+            return tensor
+        [axis] = self[name].divided_over
+        whole = tensor.new_empty(self[name].whole(tensor.shape))
+        by_rank = [shares[name] for shares in self._by_rank[axis]]
+        shapes = [share.held(whole.shape) for share in by_rank]
+        # The ranks may hold different numbers of rows.
+        sent = tensor.new_empty(max(map(math.prod, shapes)))
+        sent[: tensor.numel()] = tensor.flatten()
+        gathered = [torch.empty_like(sent) for _ in by_rank]
+        dist.all_gather(gathered, sent, group=self._mesh.axis(axis).group)
+        for share, shape, values in zip(by_rank, shapes, gathered, strict=True):
+            boxes = list(share.boxes(Box((0,) * len(shape), shape)))
+            rows = values[: math.prod(shape)].view(shape).split([box.shape[0] for box in boxes])
+            for box, part in zip(boxes, rows, strict=True):
+                box.cut(whole).copy_(part)
+        return whole
+
+    @cached_property
+    def _by_rank(self) -> dict[str, list[dict[str, Share]]]:
+        """For each axis, the shares of its ranks, by rank. Collective."""
+        found: dict[str, list[dict[str, Share]]] = {}
+        for axis in sorted({axis for share in self.values() for axis in share.divided_over}):
+            group = self._mesh.axis(axis).group
+            found[axis] = [{} for _ in range(group.size())]
+            dist.all_gather_object(found[axis], self._shares, group=group)
+        return found
