@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
 
 from tiny_models import hf_config
-from xorl.core import runtime
-from xorl.core.mesh import Mesh, ParallelDims
+from xorl.core.mesh import Mesh
 from xorl.core.models import spec_for
 from xorl.core.parallel import ParallelModel
 from xorl.core.runtime import Runtime
 from xorl.data.batch import Document, collate
 from xorl.train import Engine, evaluate
-
-
-@pytest.fixture
-def place() -> Iterator[Runtime]:
-    yield runtime.init("cpu")
-    runtime.shutdown()
 
 
 class OneStep:
@@ -34,7 +26,7 @@ class OneStep:
 
 
 @pytest.mark.parametrize("weight", [1.0, math.nan])
-def test_nothing_is_right_or_wrong_where_the_loss_is_nan(weight: float, place: Runtime) -> None:
+def test_nothing_is_right_or_wrong_where_the_loss_is_nan(weight: float, place: Runtime, mesh: Mesh) -> None:
     # Catches a fraction of right tokens that reads as a bad model's, and is that of one that computes nothing.
     values = hf_config()
     spec = spec_for(values)
@@ -42,7 +34,7 @@ def test_nothing_is_right_or_wrong_where_the_loss_is_nan(weight: float, place: R
     model.init_weights(0)
     with torch.no_grad():
         model.model.norm.weight.fill_(weight)
-    parallel = ParallelModel(model, model, Mesh(ParallelDims.resolve("none", 1), "cpu"))
+    parallel = ParallelModel(model, model, mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     scores = evaluate(Engine(parallel, optimizer, place.device, max_grad_norm=None, flops=sum), OneStep())
     is_nan = {name: math.isnan(value) for name, value in scores.items()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from torch import Tensor
 from live_bytes import LiveBytes
 from tiny_models import hf_config, write_config
 from xorl.config import Config, config_from_mapping
-from xorl.core import runtime
 from xorl.core.loss import cross_entropy
 from xorl.core.mesh import Mesh, ParallelDims
 from xorl.core.nn.fp8 import Fp8Linear
@@ -41,12 +39,6 @@ GIB = 2**30
 SHAPE = hf_config(num_hidden_layers=4)
 EXPERT_TARGETS = ["q_proj", "gate_proj", "up_proj", "down_proj"]
 BF16 = {"param_dtype": "bf16", "enable_mixed_precision": True}
-
-
-@pytest.fixture
-def place() -> Iterator[Runtime]:
-    yield runtime.init("cpu")
-    runtime.shutdown()
 
 
 def config_with(
@@ -225,10 +217,12 @@ def test_gradients_are_counted_as_they_are_held(
     assert sum(parameter.nbytes for parameter in parameters) + held == pytest.approx(estimate, rel=0.01)
 
 
-@pytest.mark.parametrize("setting", ["none", "operation", "layer", "layer in 5", "operation in 5"])
-@pytest.mark.parametrize(
-    ("model_type", "options"),
-    [
+BATCH = MicroBatch(192, 192)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
         ("qwen3", {}),
         ("qwen3", {"gradient_accumulation_steps": 2}),
         ("qwen3", {**BF16, "gradient_accumulation_steps": 2}),
@@ -239,34 +233,47 @@ def test_gradients_are_counted_as_they_are_held(
     ],
     ids=["full", "accumulated", "bf16", "eager", "lora", "qlora", "qlora-experts"],
 )
-def test_the_peak_of_a_step_is_predicted(
-    model_type: str, options: dict, setting: str, place: Runtime, tmp_path: Path
-) -> None:
-    # Catches activations and gradients that are counted as if all existed at the same time, and a phase that is missed.
+def profiled(
+    request: pytest.FixtureRequest, mesh: Mesh, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Config, dict[str, PassProfile]]:
+    """A configuration, and what the probe measures by setting."""
+    model_type, options = request.param
     sizes = {"moe_intermediate_size": 32} if model_type == "qwen3_moe" else {}
     shape = hf_config(model_type, num_hidden_layers=9, hidden_size=64, intermediate_size=128, **sizes)
-    config = config_with(tmp_path, shape=shape, data_parallel_mode="none", optimizer="sgd", **options)
-    architecture, mesh = read_architecture(config.model), Mesh(ParallelDims.resolve("none", 1), "cpu")
-    batch, num_layers = MicroBatch(192, 192), architecture.config.num_layers
-    name, _, count = setting.partition(" in ")
-    chosen = config.train.model_copy(update={**SETTINGS[name], "recompute_num_layers": int(count) if count else None})
-    profiles = {}
-    for each in {name, "none"}:
+    folder = tmp_path_factory.mktemp(model_type)
+    config = config_with(folder, shape=shape, data_parallel_mode="none", optimizer="sgd", **options)
+    architecture, cpu, profiles = read_architecture(config.model), torch.device("cpu"), {}
+    for setting in ("none", "operation", "layer"):
         with LiveBytes() as live:
-            profiles[each] = measure_slice(config, each, architecture, MEASURED_LAYERS, mesh, place.device, batch, live)
-    by_layer = [profiles[name if not count or index < int(count) else "none"] for index in range(num_layers)]
+            profiles[setting] = measure_slice(config, setting, architecture, MEASURED_LAYERS, mesh, cpu, BATCH, live)
+    return config, profiles
+
+
+@pytest.mark.parametrize(
+    ("setting", "count"), [("none", None), ("operation", None), ("layer", None), ("layer", 5), ("operation", 5)]
+)
+def test_the_peak_of_a_step_is_predicted(
+    profiled: tuple[Config, dict[str, PassProfile]], setting: str, count: int | None, place: Runtime, mesh: Mesh
+) -> None:
+    # Catches activations and gradients that are counted as if all existed at the same time, and a phase that is missed.
+    config, profiles = profiled
+    architecture = read_architecture(config.model)
+    num_layers = architecture.config.num_layers
+    chosen = config.train.model_copy(update={**SETTINGS[setting], "recompute_num_layers": count})
+    num_recomputed = num_layers if count is None else count
+    by_layer = [profiles[setting if index < num_recomputed else "none"] for index in range(num_layers)]
     held = held_bytes(config, architecture, mesh)
     expected = held.throughout + pass_peak(by_layer, held.gradient_ratio)
 
     model = build_model(architecture, config.model, chosen, config.lora, mesh, place.device)
     parameters = list(model.module.parameters())
     accumulation = Fp32Accumulation([parameter for parameter in parameters if parameter.requires_grad])
-    ids = torch.zeros(batch.num_tokens, dtype=torch.int64)
+    ids = torch.zeros(BATCH.num_tokens, dtype=torch.int64)
     loss_fn = partial(cross_entropy, targets={"labels": ids}, **head_options_of(config.model, chosen))
     with LiveBytes() as live:
         for _ in range(config.train.gradient_accumulation_steps):
             with accumulation.micro_batch():
-                model.forward(ids, batch.layout(place.device), loss=loss_fn).sum.backward()
+                model.forward(ids, BATCH.layout(place.device), loss=loss_fn).sum.backward()
     measured = sum(parameter.nbytes for parameter in parameters) + live.peak()
     assert measured == pytest.approx(expected, rel=0.02)
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from sampling import CPU, HF_CONFIG, MIXTURE, VOCAB, PlainDecodePass, make_sampler, place
@@ -25,14 +23,8 @@ from xorl.server.sampler.decode import DecodePass
 from xorl.server.sampler.draw import DrawRule, draw, uniform_number
 from xorl.server.sampler.scheduler import Continuation, SampleScheduler
 
+pytestmark = pytest.mark.usefixtures("place")
 PROMPT = tuple(range(3, 43))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture(autouse=True, params=["in one pass", "decode apart"])

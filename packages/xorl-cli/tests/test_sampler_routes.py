@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from sampling import MIXTURE, PlainDecodePass, make_sampler, place
 from xorl.core.models import Decoder
@@ -15,14 +12,8 @@ from xorl.kernels.layout import SequenceLayout
 from xorl.server.sampler import GenerationRequest, GenerationResult
 from xorl.server.sampler import sampler as sampler_module
 
+pytestmark = pytest.mark.usefixtures("place")
 PROMPT = tuple(range(3, 43))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("passes", ["in one pass", "decode apart"])

@@ -12,8 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tiny_models import hf_config, write_config
 from xorl.config import config_from_mapping
 from xorl.config.local import LoraConfig, ModelConfig
-from xorl.core import runtime
-from xorl.core.mesh import Mesh, ParallelDims
+from xorl.core.mesh import Mesh
 from xorl.core.models import SPECS, Decoder
 from xorl.core.nn import LayerKernels
 from xorl.kernels.attention.reference import eager_attention
@@ -144,7 +143,7 @@ def test_generation_follows_the_base_and_the_entries_of_the_run(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("merge_qkv", [True, False])
-def test_weight_decay_of_adapters_goes_by_the_names_of_checkpoints(merge_qkv: bool, tmp_path: Path) -> None:
+def test_weight_decay_of_adapters_goes_by_the_names_of_checkpoints(merge_qkv: bool, tmp_path: Path, mesh: Mesh) -> None:
     """Catches `v_proj` that frees the adapters of q, which is stored in the same module, or `up_proj` those of gate."""
     folder = write_config(tmp_path, SIZES)
     decay = {"weight_decay": 0.5, "no_decay_modules": ["v_proj", "up_proj"]}
@@ -158,12 +157,7 @@ def test_weight_decay_of_adapters_goes_by_the_names_of_checkpoints(merge_qkv: bo
             "lora": {"enable_lora": True, "lora_target_modules": targets, "use_dora": True},
         }
     ).config
-    place = runtime.init("cpu")
-    try:
-        mesh = Mesh(ParallelDims.resolve("none", 1), "cpu")
-        engine = build_engine(config, read_architecture(config.model), mesh, place.device)
-    finally:
-        runtime.shutdown()
+    engine = build_engine(config, read_architecture(config.model), mesh, torch.device("cpu"))
     names = {parameter: name for name, parameter in engine.model.module.named_parameters()}
     groups = engine.optimizer.param_groups
     free = {names[one] for group in groups if not group["weight_decay"] for one in group["params"]}

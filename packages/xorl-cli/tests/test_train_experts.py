@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,9 +15,8 @@ from live_bytes import LiveBytes
 from tiny_models import hf_config, write_config
 from xorl.config import Config, config_from_mapping, server_config_from_mapping
 from xorl.config.local import LoraConfig
-from xorl.core import runtime
 from xorl.core.loss import cross_entropy
-from xorl.core.mesh import Mesh, ParallelDims
+from xorl.core.mesh import Mesh
 from xorl.core.nn.moe import Router
 from xorl.core.runtime import Runtime
 from xorl.kernels.layout import SequenceLayout
@@ -93,12 +92,6 @@ def test_a_router_is_not_both_frozen_and_trained(tmp_path: Path) -> None:
     assert all(module.weight.requires_grad for module in decoder.modules() if isinstance(module, Router))
 
 
-@pytest.fixture
-def place() -> Iterator[Runtime]:
-    yield runtime.init("cpu")
-    runtime.shutdown()
-
-
 @pytest.mark.parametrize(
     ("model_type", "options", "message"),
     [
@@ -149,7 +142,7 @@ def test_the_base_of_the_service_has_quantised_experts(
     assert (f"{4 - of_experts} of 4 projections of experts are not quantised" in caplog.text) == (exclude is not None)
 
 
-def test_recomputed_experts_keep_less_and_compute_the_same(tmp_path: Path, place: Runtime) -> None:
+def test_recomputed_experts_keep_less_and_compute_the_same(tmp_path: Path, place: Runtime, mesh: Mesh) -> None:
     # Catches a method that is accepted and keeps everything, or recomputes the attention too.
     ids, layout = torch.arange(512) % 61, SequenceLayout.from_lengths([200, 312])
     found: dict[str, tuple[float, torch.Tensor]] = {}
@@ -158,7 +151,7 @@ def test_recomputed_experts_keep_less_and_compute_the_same(tmp_path: Path, place
         if method == "moe_act":
             options["train.moe_checkpoint_method"] = "moe_act"
         config = config_with(tmp_path, "qwen3_moe", options, vocab_size=61, moe_intermediate_size=96)
-        architecture, mesh = read_architecture(config.model), Mesh(ParallelDims.resolve("none", 1), "cpu")
+        architecture = read_architecture(config.model)
         model = build_model(architecture, config.model, config.train, config.lora, mesh, place.device)
         with LiveBytes() as live:
             output = model.forward(
@@ -185,12 +178,12 @@ UP = "model.layers.2.mlp.experts.3.up_proj.weight"
     ids=["missing", "shape"],
 )
 def test_a_wrong_expert_in_a_checkpoint_is_named(
-    change: Callable[[dict[str, torch.Tensor]], object], expected: str, tmp_path: Path, place: Runtime
+    change: Callable[[dict[str, torch.Tensor]], object], expected: str, tmp_path: Path, place: Runtime, mesh: Mesh
 ) -> None:
     # Catches an expert that keeps uninitialised memory because nothing was read for it.
     config = config_with(tmp_path, "qwen3_moe", {"model.model_path": str(tmp_path)}, **MOE)
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path)).save_pretrained(tmp_path)
-    architecture, mesh = read_architecture(config.model), Mesh(ParallelDims.resolve("none", 1), "cpu")
+    architecture = read_architecture(config.model)
 
     def build() -> object:
         return build_model(architecture, config.model, config.train, config.lora, mesh, place.device)

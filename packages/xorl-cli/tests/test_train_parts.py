@@ -22,7 +22,6 @@ from xorl.ckpt import Checkpointer
 from xorl.ckpt.publish import set_aside_after
 from xorl.cli.signals import raise_on_signal
 from xorl.config import Config, config_from_mapping
-from xorl.core import runtime
 from xorl.core.runtime import GarbageCollection, Runtime
 from xorl.train import interrupt
 from xorl.train.checkpoints import SavePoints
@@ -280,10 +279,10 @@ def test_observer_stops_a_run_that_diverged(loss: float, norm: float, skipped: f
     assert recorder.records[0]["step"] == 7
 
 
+@pytest.mark.usefixtures("place")
 def test_first_signal_is_agreed_on_one_step_later_and_a_later_one_acts(monkeypatch: pytest.MonkeyPatch) -> None:
     # Catches a signal that ranks see at different steps, a run that cannot be stopped at all, and one that is stopped
     # unsaved since the launcher told it what it had been told itself.
-    runtime.init("cpu")
     received = []
     previous = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
     try:
@@ -301,9 +300,9 @@ def test_first_signal_is_agreed_on_one_step_later_and_a_later_one_acts(monkeypat
             assert [interruption.agreed_signal() for _ in range(2)] == [0, interrupt.OUT_OF_TIME]
     finally:
         signal.signal(signal.SIGTERM, previous)
-        runtime.shutdown()
 
 
+@pytest.mark.usefixtures("place")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_signal_whose_exception_was_lost_still_stops_the_run() -> None:
     # Catches a run that goes on because the signal came while a loader's worker was forked: Python discards what
@@ -314,16 +313,12 @@ def test_a_signal_whose_exception_was_lost_still_stops_the_run() -> None:
             for _ in range(1000):
                 pass
 
-    runtime.init("cpu")
-    try:
-        with raise_on_signal():
-            Dropped()
-            with Interruption() as interruption:
-                assert [interruption.agreed_signal() for _ in range(2)] == [0, signal.SIGTERM]
+    with raise_on_signal():
+        Dropped()
         with Interruption() as interruption:
-            assert [interruption.agreed_signal() for _ in range(2)] == [0, 0]
-    finally:
-        runtime.shutdown()
+            assert [interruption.agreed_signal() for _ in range(2)] == [0, signal.SIGTERM]
+    with Interruption() as interruption:
+        assert [interruption.agreed_signal() for _ in range(2)] == [0, 0]
 
 
 def test_devices_are_told_apart_by_their_whole_name() -> None:

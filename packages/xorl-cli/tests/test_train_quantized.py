@@ -13,8 +13,6 @@ from tiny_models import hf_config, write_config
 from xorl.ckpt import CheckpointError
 from xorl.config.local import LoraConfig, ModelConfig, TrainConfig
 from xorl.config.resolve import GROUP_SIZES
-from xorl.core import runtime
-from xorl.core.mesh import Mesh, ParallelDims
 from xorl.kernels.quant import GROUP_SIZES as KERNEL_GROUP_SIZES
 from xorl.kernels.quant.block_fp8 import quantize_block_fp8
 from xorl.kernels.quant.nf4 import quantize_nf4
@@ -58,13 +56,6 @@ CONFIGS = {
         "llm_int8_skip_modules": SKIPPED,
     },
 }
-
-
-@pytest.fixture
-def mesh():
-    runtime.init("cpu")
-    yield Mesh(ParallelDims.resolve("none", 1), "cpu")
-    runtime.shutdown()
 
 
 def write_model(folder, quant_format=None, *, nested=False, family="qwen3", missing=()):
