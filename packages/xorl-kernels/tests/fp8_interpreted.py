@@ -1,4 +1,4 @@
-"""The casts to fp8 against their plain twins in Triton's interpreter; test_kernels_fp8.py runs this file.
+"""The casts to fp8 against their plain twins in Triton's interpreter; test_kernels_fused.py runs this file.
 
 The interpreter of Triton 3.6 rounds to fp8 wrongly (it loses the carry into the exponent), so all values here are ones
 that fp8 has; rounding is left to tests/gpu.

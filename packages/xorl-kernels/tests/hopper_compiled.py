@@ -5,6 +5,7 @@ It needs its own process, because the driver that stands in for a GPU's cannot b
 
 import math
 from collections.abc import Callable
+from functools import cache
 from itertools import product
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import triton
 from torch import Tensor
 from triton.compiler.errors import CompilationError
 
-from hopper import all_kernels, assemble, called_by_others, full_name, lower, narrow, recorded
+from hopper import Launch, all_kernels, assemble, called_by_others, full_name, lower, narrow, recorded
 from xorl.kernels import grouped_triton
 from xorl.kernels.attention import paged_triton
 from xorl.kernels.experts import products_triton, routing_triton, rows_triton
@@ -225,14 +226,19 @@ CALLS = (
 )
 
 
+@cache
+def launches_of(call: Callable[[], None]) -> list[Launch]:
+    with recorded() as launches:
+        call()
+    return launches
+
+
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
 def test_all_variants_pass_the_compiler(call: Callable[[], None]) -> None:
     # Catches errors that the interpreter accepts: variables that change their type between branches or iterations,
     # operations that a dtype does not have, and block lengths that are not powers of two.
-    with recorded() as launches:
-        call()
     failed: dict[str, str] = {}
-    for launch in {launch.key: launch for launch in launches}.values():
+    for launch in {launch.key: launch for launch in launches_of(call)}.values():
         try:
             lower(launch, "ttir")
         except CompilationError as error:
@@ -242,10 +248,7 @@ def test_all_variants_pass_the_compiler(call: Callable[[], None]) -> None:
 
 def test_every_kernel_is_among_those_compiled() -> None:
     # Catches a kernel that none of the calls launches, so that only a GPU would show that it does not compile.
-    with recorded() as launches:
-        for call in CALLS:
-            call()
-    launched = {launch.kernel for launch in launches}
+    launched = {launch.kernel for call in CALLS for launch in launches_of(call)}
     missing = [
         kernel.__name__ for kernel in all_kernels() if kernel not in launched and kernel not in called_by_others()
     ]

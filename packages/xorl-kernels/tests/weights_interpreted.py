@@ -1,4 +1,4 @@
-"""Formats of quantised weights against their plain twins in Triton's interpreter; test_kernels_weights.py runs this.
+"""Formats of quantised weights against their plain twins in Triton's interpreter; test_kernels_fused.py runs this.
 
 The interpreter reads bf16 as it is but rounds to it wrongly: dequantised weights are compared in fp32 and fp16 here.
 """
