@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from layouts import BY_OPERATION, EXPERT_LORA, ONE_PROCESS, QLORA, RECOMPUTE, mesh_for, run_config, steps
+from ranks import Launch, Launches
 from tiny_models import hf_config, write_config
 from xorl.config.local import ModelConfig, TrainConfig
 from xorl.core.nn import all_gather, moe
@@ -29,9 +30,11 @@ from xorl.train.recompute_choice import MicroBatch, measure_slice
 from xorl.train.step_memory import held_bytes
 from xorl.train.verify import Result, compare, one_process
 
-pytestmark = pytest.mark.multi
+# The first test that needs a number of ranks waits for all that they compute.
+pytestmark = [pytest.mark.multi, pytest.mark.timeout(900)]
 EP_4: dict[str, object] = {"data_parallel_mode": "fsdp2", "expert_parallel_size": 4}
-ALL_GATHER = {"ep_dispatch": "allgather"}
+ON_ONE_RANK = "all choices on one rank"
+PARTS = RoutePlan.parts
 # By name: (options of train, options of lora).
 RUNS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
     "full": ({"router_z_loss_coef": 0.1}, {}),
@@ -40,6 +43,7 @@ RUNS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
     "operation": (BY_OPERATION, {}),
     "QLoRA, adapted experts": (RECOMPUTE, {**QLORA, **EXPERT_LORA}),
     "outer factors shared": ({}, {**EXPERT_LORA, "moe_hybrid_shared_lora": True}),
+    ON_ONE_RANK: ({"router_z_loss_coef": 0.1}, {}),
 }
 
 
@@ -56,21 +60,41 @@ def uncompiled_policy(
     return policy if policy.compile_backend is None else replace(policy, compile_backend="aot_eager")
 
 
-def results(folder: Path, layout: Mapping[str, object], of_model: Mapping[str, object]) -> list[Result]:
-    """The steps of every run, and of the first with all choices on one rank."""
-    # Only this dispatch can be compiled, here without the compiler that generates code.
-    only = {} if of_model is ALL_GATHER else {"enable_compile": False}
-    configs = [
-        run_config(folder, "model", {**layout, **train, **only}, lora, of_model) for train, lora in RUNS.values()
-    ]
-    if layout["data_parallel_mode"] == "none":
-        configs = [one_process(config) for config in configs]
+def one_pass(plan: RoutePlan, count: int) -> Iterator[object]:
+    """In place of `RoutePlan.parts`: nothing beyond the first pass."""
+    return islice(PARTS(plan, count), 1)
+
+
+def result(folder: Path, run: str, dispatch: str | None = None, fault: Callable[..., object] | None = None) -> Result:
+    """The steps of a run on ranks that exchange tokens in this way, or in one process."""
+    train, lora = RUNS[run]
+    # Only gathered tokens can be compiled, here without the compiler that generates code.
+    only = {} if dispatch == "allgather" else {"enable_compile": False}
+    layout = ONE_PROCESS if dispatch is None else EP_4
+    of_model = {} if dispatch is None else {"ep_dispatch": dispatch}
+    config = run_config(folder, "model", {**layout, **train, **only}, lora, of_model)
     with pytest.MonkeyPatch.context() as patch:
-        policy_of = partial(uncompiled_policy, model_module._policy)
-        patch.setattr(model_module, "_policy", policy_of)
-        found = [steps(config) for config in configs]
-        patch.setattr(moe, "top_experts", to_first_rank)
-        return [*found, steps(configs[0])]
+        patch.setattr(model_module, "_policy", partial(uncompiled_policy, model_module._policy))
+        if run == ON_ONE_RANK:
+            patch.setattr(moe, "top_experts", to_first_rank)
+        if dispatch == "allgather":
+            patch.setattr(AllToAll, "plan", None)  # nothing is exchanged
+        if fault is not None:
+            patch.setattr(RoutePlan, "parts", fault)
+        return steps(one_process(config) if dispatch is None else config)
+
+
+@pytest.fixture(scope="module")
+def found(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Launches:
+    """By run and dispatch."""
+    folder = tmp_path_factory.mktemp("gathered")
+    shape = hf_config("qwen3_moe", num_experts=8, moe_intermediate_size=48, output_router_logits=True)
+    write_config(folder / "model", shape)
+    cells: dict[tuple, tuple[int, Callable[[], object]]] = {}
+    for run, dispatch in product(RUNS, (None, "allgather", "alltoall")):
+        cells[run, dispatch] = (1 if dispatch is None else 4, partial(result, folder, run, dispatch))
+    cells[ON_ONE_RANK, "one pass"] = (4, partial(result, folder, ON_ONE_RANK, "allgather", one_pass))
+    return launch(cells)
 
 
 def outside(found: Result, expected: Result) -> dict[str, object]:
@@ -78,30 +102,17 @@ def outside(found: Result, expected: Result) -> dict[str, object]:
     return {kind: one for kind, one in compare(found, expected).items() if not one.is_within}
 
 
-def test_gathered_tokens_give_what_one_process_computes(run_ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dispatch", ["allgather", "alltoall"])
+@pytest.mark.parametrize("run", RUNS)
+def test_gathered_tokens_give_what_one_process_computes(run: str, dispatch: str, found: Launches) -> None:
     # Catches choices beyond the first pass that are dropped, tokens that another rank takes for its own, and gradients
     # that one rank alone counts.
-    shape = hf_config("qwen3_moe", num_experts=8, moe_intermediate_size=48, output_router_logits=True)
-    write_config(tmp_path / "model", shape)
-    whole = run_ranks(lambda: results(tmp_path, ONE_PROCESS, {}), 1)[0]
+    assert not outside(found(run, dispatch)[0], found(run, None)[0])
 
-    def compared() -> tuple[list[Result], list[Result], Result]:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(AllToAll, "plan", None)  # nothing is exchanged
-            gathered = results(tmp_path, EP_4, ALL_GATHER)
-        exact = results(tmp_path, EP_4, {"ep_dispatch": "alltoall"})
-        with pytest.MonkeyPatch.context() as patch:
-            parts = RoutePlan.parts
-            patch.setattr(RoutePlan, "parts", lambda plan, count: islice(parts(plan, count), 1))
-            return gathered, exact, results(tmp_path, EP_4, ALL_GATHER)[-1]
 
-    gathered, exact, dropped = run_ranks(compared, 4)[0]
-    names = [*RUNS, "all choices on one rank"]
-    for name, found, exchanged, expected in zip(names, gathered, exact, whole, strict=True):
-        assert not outside(found, expected), name
-        assert not outside(exchanged, expected), name
-    # The check itself: without a second pass, half of the choices are missing if one rank has all.
-    assert outside(dropped, whole[-1])
+def test_choices_beyond_the_first_pass_show(found: Launches) -> None:
+    # Catches a comparison that sees nothing: if one rank has all choices, half of them are beyond the first pass.
+    assert outside(found(ON_ONE_RANK, "one pass")[0], found(ON_ONE_RANK, None)[0])
 
 
 @pytest.mark.parametrize("is_even", [True, False])
@@ -169,7 +180,9 @@ def test_a_rank_measures_its_layers_alone(run_ranks, tmp_path: Path) -> None:
     write_config(tmp_path / "model", hf_config("qwen3_moe", num_experts=8))
 
     def measured() -> tuple[int, float]:
-        config = run_config(tmp_path, "model", {**EP_4, **RECOMPUTE, "recompute_policy": "auto"}, {}, ALL_GATHER)
+        config = run_config(
+            tmp_path, "model", {**EP_4, **RECOMPUTE, "recompute_policy": "auto"}, {}, {"ep_dispatch": "allgather"}
+        )
         architecture, device = read_architecture(config.model), torch.device("cpu")
         mesh = mesh_for(config)
         ratio = held_bytes(config, architecture, mesh).gradient_ratio

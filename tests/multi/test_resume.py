@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -23,8 +23,10 @@ from xorl.train.checkpoints import Checkpoints
 from xorl.train.run import run_training
 from xorl.train.transports import FSDP_COLLECTIVES
 
-NUM_STEPS = 20
-KILLED_AT = 10
+pytestmark = pytest.mark.multi
+
+NUM_STEPS = 8
+KILLED_AT = 4
 CONFIG = """
 model:
   config_path: {folder}/model
@@ -47,7 +49,7 @@ train:
   weight_decay: 0.1
   enable_mixed_precision: false
   enable_gradient_checkpointing: false
-  save_steps: 10
+  save_steps: 4
   save_hf_weights: false
   load_checkpoint_path: auto
   log_format: structured
@@ -126,102 +128,109 @@ def final_state(output: Path) -> dict[str, Tensor]:
 
 # Merges happen on both sides of the step that is resumed from.
 LORA = ["--lora.enable_lora=true", "--lora.lora_rank=4", "--lora.lora_dropout=0.2", "--lora.use_dora=true"]
-LORA += ["--lora.merge_lora_interval=5", "--lora.reset_optimizer_on_merge=true"]
-QLORA = ["--lora.enable_qlora=true", "--lora.lora_rank=4", "--lora.enable_aqn=true", "--lora.merge_lora_interval=5"]
+LORA += ["--lora.merge_lora_interval=3", "--lora.reset_optimizer_on_merge=true"]
+QLORA = ["--lora.enable_qlora=true", "--lora.lora_rank=4", "--lora.enable_aqn=true", "--lora.merge_lora_interval=3"]
 EXPERTS = ["--model.config_path", "{folder}/experts", "--train.router_aux_loss_coef", "0.1"]
 EXPERTS += ["--train.enable_gradient_checkpointing", "true", "--train.moe_checkpoint_method", "moe_act"]
 ULYSSES = ["--train.ulysses_parallel_size", "2"]
-DIVIDED = [*EXPERTS, "--train.optimizer", "muon", "--train.expert_parallel_size"]
+MUON = ["--train.optimizer", "muon"]
+# Rounding momentum to bf16 would make a large difference of a small one.
+EXACT_MUON = [*MUON, "--train.optimizer_dtype", "fp32"]
+EP = ["--train.expert_parallel_size", "2"]
 EXPERT_QLORA = [*QLORA, *EXPERTS, "--lora.lora_target_modules", '["q_proj","up_proj","down_proj"]']
 HALF = ["--train.param_dtype", "bf16", "--train.enable_mixed_precision", "true", "--train.lr", "3e-3"]
+# By name: the mode, the number of ranks, the overrides.
+RUNS: dict[str, tuple[str, int, list[str]]] = {
+    "none-adamw": ("none", 1, []),
+    "fsdp2-adamw": ("fsdp2", 2, []),
+    "ddp-adamw": ("ddp", 4, []),
+    "none-anyprecision": ("none", 1, [*HALF, "--train.optimizer", "anyprecision_adamw"]),
+    "fsdp2-muon": ("fsdp2", 2, [*HALF, *MUON]),
+    "fsdp2-lora": ("fsdp2", 2, LORA),
+    "fsdp2-qlora": ("fsdp2", 2, QLORA),
+    "fsdp2-experts": ("fsdp2", 2, [*EXPERTS, *EXACT_MUON]),
+    "fsdp2-ulysses": ("fsdp2", 2, ULYSSES),
+    "fsdp2-ep": ("fsdp2", 2, [*EXPERTS, *MUON, *EP]),
+    "none-qlora-experts": ("none", 1, EXPERT_QLORA),
+    "fsdp2-qlora-ep": ("fsdp2", 2, [*EXPERT_QLORA, *EP]),
+}
 
 
-@pytest.mark.multi
-@pytest.mark.parametrize(
-    ("mode", "world_size", "overrides"),
-    [
-        ("none", 1, []),
-        ("fsdp2", 2, []),
-        ("ddp", 4, []),
-        ("none", 1, [*HALF, "--train.optimizer", "anyprecision_adamw"]),
-        ("fsdp2", 2, [*HALF, "--train.optimizer", "muon"]),
-        ("fsdp2", 2, LORA),
-        ("fsdp2", 2, QLORA),
-        ("fsdp2", 2, [*EXPERTS, "--train.optimizer", "muon"]),
-        ("fsdp2", 2, ULYSSES),
-        ("fsdp2", 2, [*DIVIDED, "2"]),
-        ("none", 1, EXPERT_QLORA),
-        ("fsdp2", 2, [*EXPERT_QLORA, "--train.expert_parallel_size", "2"]),
-    ],
-    ids=[
-        "none-adamw",
-        "fsdp2-adamw",
-        "ddp-adamw",
-        "none-anyprecision",
-        "fsdp2-muon",
-        "fsdp2-lora",
-        "fsdp2-qlora",
-        "fsdp2-experts",
-        "fsdp2-ulysses",
-        "fsdp2-ep",
-        "none-qlora-experts",
-        "fsdp2-qlora-ep",
-    ],
-)
+@pytest.fixture
+def ended(folder: Path, run_ranks) -> Callable[[str], tuple[Path, Path]]:
+    """(name of a run) -> its output, and that of its twin that was killed; tests of the module share them."""
+
+    def outputs(name: str) -> tuple[Path, Path]:
+        straight, killed = folder / name / "straight", folder / name / "killed"
+        if not killed.exists():
+            straight.parent.mkdir()
+            num_ranks = RUNS[name][1]
+            assert run_ranks(lambda: run_of(name, folder, straight), num_ranks) == [0] * num_ranks
+            ends = run_ranks(lambda: run_of(name, folder, killed, killed_at=KILLED_AT), num_ranks)
+            assert ends == ["no result"] * num_ranks
+            assert max(losses(killed)) == KILLED_AT
+        return straight, killed
+
+    return outputs
+
+
+def run_of(name: str, folder: Path, output: Path, **ends: int) -> int:
+    """What a rank does in one of RUNS. Its ranks save in the background if they are two, unless it runs straight."""
+    mode, own_ranks, overrides = RUNS[name]
+    accumulation = 4 // own_ranks
+    if own_ranks == 2 and output.name != "straight":
+        overrides = [*overrides, "--train.save_async", "true"]
+    return run(folder, output, mode=mode, accumulation=accumulation, overrides=overrides, **ends)
+
+
+@pytest.mark.parametrize("name", RUNS)
 def test_killed_and_resumed_run_is_the_same_to_the_bit(
-    mode: str, world_size: int, overrides: list[str], folder: Path, tmp_path: Path, run_ranks
+    name: str, ended, folder: Path, tmp_path: Path, run_ranks
 ) -> None:
     # Catches anything that a checkpoint forgets: a moment, a step count, a place in the data, a schedule, the bits by
     # which weights in bf16 are rounded, where a gradient lies when four ranks are added to it. Two ranks save in the
     # background: catches a copy that the next step has changed, and one that disturbs the training. Also catches a
     # resumed run that measures again how its GPUs should communicate, or knows only the choice of rank 0.
-    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
-    split = {"mode": mode, "accumulation": 4 // world_size, "overrides": overrides}
-    assert run_ranks(lambda: run(folder, straight, **split), world_size) == [0] * world_size
-    if world_size == 2:
-        split["overrides"] = [*overrides, "--train.save_async", "true"]
-    killed = run_ranks(lambda: run(folder, resumed, **split, killed_at=KILLED_AT), world_size)
-    assert killed == ["no result"] * world_size
-    assert max(losses(resumed)) == KILLED_AT
-    assert run_ranks(lambda: run(folder, resumed, **split), world_size) == [0] * world_size
+    straight, killed = ended(name)
+    resumed = shutil.copytree(killed, tmp_path / "resumed", symlinks=True)
+    num_ranks = RUNS[name][1]
+    assert run_ranks(lambda: run_of(name, folder, resumed), num_ranks) == [0] * num_ranks
     assert losses(resumed) == losses(straight)
     assert len(losses(resumed)) == NUM_STEPS
     info = read_manifest(resumed / "checkpoints" / f"global_step_{NUM_STEPS}").info
-    assert info[FSDP_COLLECTIVES] == {str(rank): "nccl" for rank in range(world_size)}
+    assert info[FSDP_COLLECTIVES] == {str(rank): "nccl" for rank in range(num_ranks)}
     expected, state = final_state(straight), final_state(resumed)
     assert any(name.startswith("optimizer.") for name in expected)
     torch.testing.assert_close(state, expected, rtol=0, atol=0)
 
 
-@pytest.mark.multi
 @pytest.mark.parametrize(
-    ("world_size", "overrides"),
-    [(1, []), (4, []), (4, EXPERTS), (4, ULYSSES)],
-    ids=["1", "4", "4-experts", "4-ulysses"],
+    ("name", "num_ranks"),
+    [("fsdp2-adamw", 1), ("fsdp2-adamw", 4), ("fsdp2-experts", 4), ("fsdp2-ulysses", 4)],
 )
 def test_run_of_two_ranks_resumes_on_another_number(
-    world_size: int, overrides: list[str], folder: Path, tmp_path: Path, run_ranks
+    name: str, num_ranks: int, ended, folder: Path, tmp_path: Path, run_ranks
 ) -> None:
     # Catches a data order, or a number of bins per step, that depends on how many ranks read it.
-    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
-    split = {"mode": "fsdp2", "accumulation": 2, "overrides": overrides}
-    run_ranks(lambda: run(folder, straight, **split), 2)
-    run_ranks(lambda: run(folder, resumed, **split, killed_at=KILLED_AT), 2)
-    assert run_ranks(lambda: run(folder, resumed, **split), world_size) == [0] * world_size
+    straight, killed = ended(name)
+    resumed = shutil.copytree(killed, tmp_path / "resumed", symlinks=True)
+    assert run_ranks(lambda: run_of(name, folder, resumed), num_ranks) == [0] * num_ranks
+    assert_alike(straight, resumed)
+
+
+def assert_alike(straight: Path, resumed: Path) -> None:
+    """Fail where losses or norms differ by more than rounding, as those of other numbers of ranks do."""
     expected, measured = losses(straight), losses(resumed)
     assert expected.keys() == measured.keys()
     for step, (loss, norm) in expected.items():
         assert measured[step] == (pytest.approx(loss, rel=1e-6), pytest.approx(norm, rel=1e-4))
 
 
-@pytest.mark.multi
-def test_divided_experts_resume_on_any_layout(folder: Path, tmp_path: Path, run_ranks) -> None:
+def test_divided_experts_resume_on_any_layout(ended, folder: Path, tmp_path: Path, run_ranks) -> None:
     # Catches experts under the numbers of other ones, moments that stay with a rank, and exports that depend on who
     # held what.
-    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
-    # Momentum in fp32: rounding to bf16 would make a large difference of a small one.
-    options = [*EXPERTS, "--train.optimizer", "muon", "--train.optimizer_dtype", "fp32", "--train.save_steps", "5"]
-    run_ranks(lambda: run(folder, straight, mode="fsdp2", accumulation=2, overrides=options), 2)
+    straight, resumed = ended("fsdp2-experts")[0], tmp_path / "resumed"
+    options = [*RUNS["fsdp2-experts"][2], "--train.save_steps", "2"]
     layouts = {
         "ep 4": (4, "fsdp2", 4),
         "none": (1, "none", 1),
@@ -236,12 +245,9 @@ def test_divided_experts_resume_on_any_layout(folder: Path, tmp_path: Path, run_
         ended = run_ranks(lambda: run(folder, output, **split, **ends), num_ranks)
         assert ended == ["no result" if ends else 0] * num_ranks
 
-    for layout, killed_at in zip(layouts, (5, 10, 15, None), strict=True):
+    for layout, killed_at in zip(layouts, (2, 4, 6, None), strict=True):
         run_on(resumed, layout, **({} if killed_at is None else {"killed_at": killed_at}))
-    expected, measured = losses(straight), losses(resumed)
-    assert expected.keys() == measured.keys()
-    for step, (loss, norm) in expected.items():
-        assert measured[step] == (pytest.approx(loss, rel=1e-6), pytest.approx(norm, rel=1e-4))
+    assert_alike(straight, resumed)
     exported: dict[str, bytes] = {}
     for layout in layouts:
         output = tmp_path / layout
@@ -252,41 +258,39 @@ def test_divided_experts_resume_on_any_layout(folder: Path, tmp_path: Path, run_
     assert len(set(exported.values())) == 1, list(exported)
 
 
-@pytest.mark.multi
 def test_a_run_goes_back_and_the_same_command_resumes_it(folder: Path, tmp_path: Path, run_ranks) -> None:
     # Catches a damaged newest checkpoint from which no message leads on, a later checkpoint that is lost, and a command
     # that goes back once more after its run was killed.
     output = tmp_path / "output"
     split = {"mode": "fsdp2", "accumulation": 2}
-    options = ["--train.save_steps", "5", "--train.keep_last", "3"]
+    options = ["--train.save_steps", "2", "--train.keep_last", "3"]
     run_ranks(lambda: run(folder, output, **split, overrides=options), 2)
     straight, checkpoints = losses(output), output / "checkpoints"
     names = [path.name for path in Checkpointer(checkpoints).checkpoints()]
-    assert names == ["global_step_10", "global_step_15", "global_step_20"]
+    assert names == ["global_step_4", "global_step_6", "global_step_8"]
     for file in ("metadata.json", "training_state/scalars.json", "__1_0.distcp"):
-        damaged = checkpoints / "global_step_20" / file
+        damaged = checkpoints / "global_step_8" / file
         content = damaged.read_bytes()
         damaged.write_bytes(content[:-2] + bytes([content[-2] ^ 1]) + content[-1:])
-        for error in run_ranks(lambda: error_of(folder, output, *options, "--train.max_steps", "25"), 2):
+        for error in run_ranks(lambda: error_of(folder, output, *options, "--train.max_steps", "10"), 2):
             assert file in error
-            assert f"{checkpoints}/global_step_15, the checkpoint before it" in error
+            assert f"{checkpoints}/global_step_6, the checkpoint before it" in error
         damaged.write_bytes(content)
-    options += ["--train.load_checkpoint_path", str(checkpoints / "global_step_10")]
-    run_ranks(lambda: run(folder, output, **split, overrides=options, killed_at=15), 2)
+    options += ["--train.load_checkpoint_path", str(checkpoints / "global_step_4")]
+    run_ranks(lambda: run(folder, output, **split, overrides=options, killed_at=6), 2)
     assert sorted(path.name for path in (checkpoints / "set_aside_1").iterdir()) == names[1:]
-    assert max(losses(output)) == 15
+    assert max(losses(output)) == 6
     assert run_ranks(lambda: run(folder, output, **split, overrides=options), 2) == [0, 0]
     assert losses(output) == straight
     assert not (checkpoints / "set_aside_2").exists()
 
 
-@pytest.mark.multi
 @pytest.mark.parametrize("in_background", ["false", "true"])
 def test_a_failed_save_ends_the_run_or_not_as_configured(
     in_background: str, folder: Path, tmp_path: Path, run_ranks
 ) -> None:
     # Catches a failure that only one rank notices, that is forgotten, or that ends a run which was to continue.
-    options = ["--train.save_async", in_background, "--train.save_steps", "5", "--train.max_steps", "20"]
+    options = ["--train.save_async", in_background, "--train.save_steps", "2"]
 
     def failing(output: Path, at: int, outcome: str) -> str:
         write = HashedFile.write
@@ -303,28 +307,26 @@ def test_a_failed_save_ends_the_run_or_not_as_configured(
         except CheckpointFailure as failure:
             return str(failure)
 
-    for error in run_ranks(lambda: failing(tmp_path / "stop", 10, "stop"), 2):
-        assert error.startswith("step 10: could not save a checkpoint on 1 of 2 ranks")
+    for error in run_ranks(lambda: failing(tmp_path / "stop", 4, "stop"), 2):
+        assert error.startswith("step 4: could not save a checkpoint on 1 of 2 ranks")
         assert "rank 1: OSError: [Errno 28] No space left on device" in error
-        assert "global_step_5 is complete" in error
+        assert "global_step_2 is complete" in error
     # On the CPU it is noticed within two steps.
-    assert max(losses(tmp_path / "stop")) in range(10, 16)
-    assert run_ranks(lambda: failing(tmp_path / "continue", 10, "continue"), 2) == ["no error"] * 2
+    assert max(losses(tmp_path / "stop")) in range(4, 7)
+    assert run_ranks(lambda: failing(tmp_path / "continue", 4, "continue"), 2) == ["no error"] * 2
     names = [path.name for path in Checkpointer(tmp_path / "continue" / "checkpoints").checkpoints()]
-    assert names == ["global_step_5", "global_step_15", "global_step_20"]
+    assert names == ["global_step_2", "global_step_6", "global_step_8"]
     assert len(losses(tmp_path / "continue")) == NUM_STEPS
-    for error in run_ranks(lambda: failing(tmp_path / "last", 20, "continue"), 2):
-        assert error.startswith("step 20: could not save a checkpoint on 1 of 2 ranks")
+    for error in run_ranks(lambda: failing(tmp_path / "last", 8, "continue"), 2):
+        assert error.startswith("step 8: could not save a checkpoint on 1 of 2 ranks")
 
 
-@pytest.mark.multi
-def test_automatic_recomputation_leaves_no_trace(folder: Path, tmp_path: Path, run_ranks) -> None:
+def test_automatic_recomputation_leaves_no_trace(ended, folder: Path, tmp_path: Path, run_ranks) -> None:
     # Catches a probe that draws random numbers, takes data, or leaves gradients behind. On a CPU it decides for none.
-    chosen = ["--train.enable_gradient_checkpointing", "true", "--train.recompute_policy", "auto"]
-    for name, options in (("auto", chosen), ("none", [])):
-        errors = run_ranks(lambda name=name, options=options: error_of(folder, tmp_path / name, *options), 2)
-        assert errors == ["no error"] * 2
-    assert losses(tmp_path / "auto") == losses(tmp_path / "none")
+    straight, chosen = ended("fsdp2-adamw")[0], tmp_path / "chosen"
+    overrides = ["--train.enable_gradient_checkpointing", "true", "--train.recompute_policy", "auto"]
+    run_ranks(lambda: run(folder, chosen, mode="fsdp2", accumulation=2, overrides=overrides), 2)
+    assert losses(chosen) == losses(straight)
 
 
 def error_of(folder: Path, output: Path, *overrides: str) -> str:
@@ -338,7 +340,6 @@ def error_of(folder: Path, output: Path, *overrides: str) -> str:
     return "no error"
 
 
-@pytest.mark.multi
 def test_order_of_the_data_that_changed_is_refused(folder: Path, tmp_path: Path, run_ranks) -> None:
     # Catches a resumed run that trains on some rows again and never on others, because the seed is another one.
     output = tmp_path / "output"
@@ -348,7 +349,6 @@ def test_order_of_the_data_that_changed_is_refused(folder: Path, tmp_path: Path,
     assert "comes in another order" in error
 
 
-@pytest.mark.multi
 def test_options_that_changed_are_named_before_tensors(folder: Path, tmp_path: Path, run_ranks) -> None:
     # Catches a list of tensors in place of the option that the user changed, and ranks that are told different things.
     output = tmp_path / "output"
@@ -363,7 +363,6 @@ def test_options_that_changed_are_named_before_tensors(folder: Path, tmp_path: P
         assert "another model or training set-up" in more[0]
 
 
-@pytest.mark.multi
 def test_ranks_that_see_other_files_are_told_so(folder: Path, tmp_path: Path, run_ranks) -> None:
     # Catches nodes with folders of their own that hang in different collectives, or train on a mixture.
     def with_own_data() -> str:
@@ -381,7 +380,6 @@ def test_ranks_that_see_other_files_are_told_so(folder: Path, tmp_path: Path, ru
     assert all("load_checkpoint_path: not every node" in error for error in run_ranks(with_own_output, 2))
 
 
-@pytest.mark.multi
 @pytest.mark.parametrize("option", ["enable_cpu_offload", "enable_activation_offload"])
 def test_what_moves_memory_to_the_host_is_refused_on_the_cpu(
     option: str, folder: Path, tmp_path: Path, run_ranks
@@ -391,7 +389,6 @@ def test_what_moves_memory_to_the_host_is_refused_on_the_cpu(
     assert error.startswith(f"train.{option}: ")
 
 
-@pytest.mark.multi
 def test_export_that_a_kill_prevented_is_made_up_for(folder: Path, tmp_path: Path, run_ranks) -> None:
     # Catches a run that calls itself complete and has no model for other tools.
     output = tmp_path / "output"
@@ -415,7 +412,6 @@ def test_export_that_a_kill_prevented_is_made_up_for(folder: Path, tmp_path: Pat
     assert len(losses(output)) == 2
 
 
-@pytest.mark.multi
 @pytest.mark.parametrize(
     ("model", "layout"), [([], []), (EXPERTS, []), ([], ULYSSES)], ids=["dense", "experts", "ulysses"]
 )

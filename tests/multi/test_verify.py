@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from layouts import run_config, steps
+from ranks import Launch, Launches
 from tiny_models import hf_config, write_config
-from xorl.config import Config, config_from_mapping
-from xorl.core import runtime
-from xorl.core.mesh import Mesh
+from xorl.config import Config
 from xorl.core.nn import dispatch
 from xorl.core.nn.rotary import Rotary
 from xorl.core.optim import clip
@@ -28,7 +28,6 @@ from xorl.kernels.attention import ring
 from xorl.kernels.layout import SequenceLayout, ShardedLayout
 from xorl.train import engine as engine_module
 from xorl.train import rows as rows_module
-from xorl.train.build import build_engine
 from xorl.train.engine import Engine
 from xorl.train.model_source import read_architecture
 from xorl.train.startup import parallel_dims
@@ -40,27 +39,25 @@ from xorl.train.verify import (
     is_equal,
     one_axis,
     one_process,
-    take_steps,
     with_dropout,
     without_recomputation,
 )
 
-pytestmark = pytest.mark.multi
-NUM_BINS = 8
+# The first test that needs a number of ranks waits for all that they compute.
+pytestmark = [pytest.mark.multi, pytest.mark.timeout(900)]
+
 NUM_EXPERTS = 4
+FSDP = {"data_parallel_mode": "fsdp2"}
+DROPOUT = {"enable_lora": True, "lora_dropout": 0.2}
+RECOMPUTE = {**FSDP, "enable_gradient_checkpointing": True}
+# A model of more layers than a verification computes, and those for planted faults, which show in two.
+MODELS = {
+    "deep": hf_config("qwen3", num_hidden_layers=6),
+    "qwen3": hf_config("qwen3"),
+    "qwen3_moe": hf_config("qwen3_moe", num_experts=NUM_EXPERTS),
+}
 
 Fault = Callable[[pytest.MonkeyPatch], Callable[[Engine], None] | None]
-
-
-def run_config(folder: Path, lora: dict[str, object] | None = None, /, **train: object) -> Config:
-    write_config(folder / "model", hf_config("qwen3", num_hidden_layers=6))
-    values = {
-        "model": {"config_path": str(folder / "model")},
-        "data": {"datasets": [{"path": "a"}]},
-        "train": {"output_dir": str(folder / "out"), "data_parallel_mode": "fsdp2", **train},
-        "lora": lora or {},
-    }
-    return config_from_mapping(values).config
 
 
 def wrong_divisor(patch: pytest.MonkeyPatch) -> None:
@@ -111,7 +108,7 @@ def swapped_shards_of_a_stack(patch: pytest.MonkeyPatch) -> Callable[[Engine], N
 
 def counts_over_the_data_axis(patch: pytest.MonkeyPatch) -> Callable[[Engine], None]:
     def narrow(engine: Engine) -> None:
-        engine.model.mesh.loss = engine.model.mesh.data
+        patch.setattr(engine.model.mesh, "loss", engine.model.mesh.data)
 
     return narrow
 
@@ -209,118 +206,108 @@ def masks_that_differ_when_recomputed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(activations, "checkpoint", without_state)
 
 
-# Faults of ranks that share experts, and what shows them.
-EXPERT_FAULTS: dict[str, tuple[Fault, str]] = {
-    "none": (lambda patch: None, ""),
-    "gradients of experts times the ranks": (expert_gradients_times_ranks, "gradients: expert"),
-    "norm without other experts": (norm_without_other_experts, "gradient norm"),
-    "norm of whole parameters twice": (norm_of_whole_parameters_twice, "gradient norm"),
-    "tokens that do not return": (tokens_that_do_not_return, "loss"),
-    "routers without gradients": (routers_without_gradients, "gradients: router"),
-    "experts under other numbers": (experts_under_other_numbers, "loss"),
-}
-# Faults of ranks that share rows, and what shows them.
+NO_FAULT: dict[str, tuple[Fault, str]] = {"none": (lambda patch: None, "")}
+# Faults of ranks that share rows.
 SHARING_FAULTS: dict[str, tuple[Fault, str]] = {
-    "none": (lambda patch: None, ""),
+    **NO_FAULT,
     "counts over the data axis": (counts_over_the_data_axis, "loss"),
     "positions of the part": (positions_of_the_part, "gradients: dense"),
 }
-RING_FAULTS: dict[str, tuple[Fault, str]] = {
-    **SHARING_FAULTS,
-    "keys of others without gradients": (gradients_that_do_not_return, "gradients: dense"),
-    "keys of others are missing": (keys_of_others_are_missing, "loss"),
+# By the model and the axis that has both ranks: faults, and what shows each.
+FAULTS: dict[tuple[str, str], dict[str, tuple[Fault, str]]] = {
+    ("qwen3", "dp_shard"): {
+        **NO_FAULT,
+        "wrong divisor": (wrong_divisor, "gradients: dense"),
+        "missing all-reduce": (missing_all_reduce, "loss"),
+        "norm of one rank": (norm_of_one_rank, "gradient norm"),
+        "ignored document border": (ignored_document_border, "gradients: dense"),
+        "wrong rotary offset": (wrong_rotary_offset, "gradients: dense"),
+        "swapped shards of a stack": (swapped_shards_of_a_stack, "gradients: dense"),
+    },
+    ("qwen3", "ulysses"): SHARING_FAULTS,
+    ("qwen3", "ring"): {
+        **SHARING_FAULTS,
+        "keys of others without gradients": (gradients_that_do_not_return, "gradients: dense"),
+        "keys of others are missing": (keys_of_others_are_missing, "loss"),
+    },
+    ("qwen3_moe", "ep"): {
+        **NO_FAULT,
+        "gradients of experts times the ranks": (expert_gradients_times_ranks, "gradients: expert"),
+        "norm without other experts": (norm_without_other_experts, "gradient norm"),
+        "norm of whole parameters twice": (norm_of_whole_parameters_twice, "gradient norm"),
+        "tokens that do not return": (tokens_that_do_not_return, "loss"),
+        "routers without gradients": (routers_without_gradients, "gradients: router"),
+        "experts under other numbers": (experts_under_other_numbers, "loss"),
+    },
 }
-# The fault, and what shows it.
-FAULTS: dict[str, tuple[Fault, str]] = {
-    "none": (lambda patch: None, ""),
-    "wrong divisor": (wrong_divisor, "gradients: dense"),
-    "missing all-reduce": (missing_all_reduce, "loss"),
-    "norm of one rank": (norm_of_one_rank, "gradient norm"),
-    "ignored document border": (ignored_document_border, "gradients: dense"),
-    "wrong rotary offset": (wrong_rotary_offset, "gradients: dense"),
-    "swapped shards of a stack": (swapped_shards_of_a_stack, "gradients: dense"),
-}
+PLANTED = [(model, axis, name) for (model, axis), faults in FAULTS.items() for name in faults]
 
 
-@contextmanager
-def planted(fault: Fault) -> Iterator[Callable[[Engine], None] | None]:
+def faulty(config: Config, fault: Fault = NO_FAULT["none"][0]) -> Result:
     with pytest.MonkeyPatch.context() as patch:
-        yield fault(patch)
+        found = steps(config, change=fault(patch))
+    ring.plan_ring.cache_clear()
+    return found
 
 
-def steps(config: Config, fault: Fault) -> Result:
-    mesh = Mesh(parallel_dims(config, runtime.world_size()), "cpu")
-    runtime.seed_everything(0)
-    architecture = read_architecture(config.model)
-    with planted(fault) as change:
-        engine = build_engine(config, architecture, mesh, torch.device("cpu"))
-        if change is not None:
-            change(engine)
-        return take_steps(engine, config, architecture, NUM_BINS)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    for name, shape in MODELS.items():
+        write_config(folder / name, shape)
+    return folder
 
 
-def test_every_planted_fault_is_found(run_ranks, tmp_path: Path) -> None:
-    # Catches a comparison that is blind to a fault, and one that finds a fault where there is none.
-    config = Verification.of(run_config(tmp_path), is_full=False).config
-    [whole] = run_ranks(lambda: steps(one_process(config), FAULTS["none"][0]), 1)
-    for axis, faults in (("dp_shard", FAULTS), ("ulysses", SHARING_FAULTS), ("ring", RING_FAULTS)):
-        layout = one_axis(config, axis, 2)
-        results = run_ranks(lambda of=layout, by=faults: {name: steps(of, by[name][0]) for name in by}, 2)[0]
-        for name, (_, kind) in faults.items():
-            differences = compare(results[name], whole)
-            assert is_equal(differences) == (name == "none"), (name, differences)
-            assert not kind or not differences[kind].is_within, (name, differences)
-        assert results["none"].sizes == {axis: 2}
+@pytest.fixture(scope="module")
+def found(launch: Launch, folder: Path) -> Launches:
+    """Steps by model, axis and fault, or with dropout by model and whether, and how, layers are recomputed."""
+    cells: dict[tuple, tuple[int, Callable[[], object]]] = {}
+    for model, axis, name in PLANTED:
+        config = Verification.of(run_config(folder, model, FSDP), is_full=False).config
+        cells[model, "one process"] = (1, partial(faulty, one_process(config)))
+        # The faults of experts are planted in the exact exchange.
+        exact = config.model_copy(update={"model": config.model.model_copy(update={"ep_dispatch": "alltoall"})})
+        cells[model, axis, name] = (2, partial(faulty, one_axis(exact, axis, 2), FAULTS[model, axis][name][0]))
+    for model in ("qwen3", "qwen3_moe"):
+        verification = Verification.of(run_config(folder, model, RECOMPUTE, DROPOUT), is_full=False)
+        assert verification.dropout == 0.2
+        dropped = one_axis(with_dropout(verification.config, verification.dropout), "dp_shard", 2)
+        cells[model, "kept"] = (2, partial(faulty, without_recomputation(dropped)))
+        cells[model, "recomputed"] = (2, partial(faulty, dropped))
+        cells[model, "recomputed with other masks"] = (2, partial(faulty, dropped, masks_that_differ_when_recomputed))
+    return launch(cells)
 
 
-def test_every_planted_fault_of_divided_experts_is_found(run_ranks, tmp_path: Path) -> None:
-    # Catches a comparison that is blind to what only ranks with different experts can get wrong.
-    config = run_config(tmp_path)
-    write_config(tmp_path / "model", hf_config("qwen3_moe", num_experts=NUM_EXPERTS))
-    config = Verification.of(config, is_full=False).config
-    [whole] = run_ranks(lambda: steps(one_process(config), FAULTS["none"][0]), 1)
-    layout = one_axis(config, "ep", 2)
-    # The faults are planted in the exact exchange.
-    exact = layout.model.model_copy(update={"ep_dispatch": "alltoall"})
-    layout = layout.model_copy(update={"model": exact})
-    results = run_ranks(lambda: {name: steps(layout, fault) for name, (fault, _) in EXPERT_FAULTS.items()}, 2)[0]
-    for name, (_, kind) in EXPERT_FAULTS.items():
-        differences = compare(results[name], whole)
-        assert is_equal(differences) == (name == "none"), (name, differences)
-        assert not kind or not differences[kind].is_within, (name, differences)
-    assert results["none"].sizes == {"dp_shard": 2, "ep": 2}
+@pytest.mark.parametrize(("model", "axis", "name"), PLANTED)
+def test_every_planted_fault_is_found(model: str, axis: str, name: str, found: Launches) -> None:
+    # Catches a comparison that is blind to a fault, or to what only ranks with different experts can get wrong, and one
+    # that finds a fault where there is none.
+    result = found(model, axis, name)[0]
+    differences = compare(result, found(model, "one process")[0])
+    assert is_equal(differences) == (name == "none"), differences
+    shown = FAULTS[model, axis][name][1]
+    assert not shown or not differences[shown].is_within, differences
+    assert result.sizes == ({"dp_shard": 2, "ep": 2} if axis == "ep" else {axis: 2})
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_masks_that_differ_where_they_must_agree_are_found(family: str, run_ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", ["qwen3", "qwen3_moe"])
+def test_masks_that_differ_where_they_must_agree_are_found(model: str, found: Launches) -> None:
     # Catches gradients of other masks than those of the forward pass.
-    lora = {"enable_lora": True, "lora_dropout": 0.2}
-    config = run_config(tmp_path, lora, enable_gradient_checkpointing=True)
-    write_config(tmp_path / "model", hf_config(family, num_hidden_layers=2))
-    verification = Verification.of(config, is_full=False)
-    assert verification.dropout == 0.2
-    dropped = one_axis(with_dropout(verification.config, verification.dropout), "dp_shard", 2)
-
-    def results() -> tuple[Result, Result, Result]:
-        kept = steps(without_recomputation(dropped), FAULTS["none"][0])
-        return kept, steps(dropped, FAULTS["none"][0]), steps(dropped, masks_that_differ_when_recomputed)
-
-    kept, recomputed, faulty = run_ranks(results, 2)[0]
-    assert compare_dropout(recomputed, kept).is_within
-    assert not compare_dropout(faulty, kept).is_within
+    kept = found(model, "kept")[0]
+    assert compare_dropout(found(model, "recomputed")[0], kept).is_within
+    assert not compare_dropout(found(model, "recomputed with other masks")[0], kept).is_within
 
 
-def test_dropout_is_compared_only_where_layers_are_recomputed(tmp_path: Path) -> None:
+def test_dropout_is_compared_only_where_layers_are_recomputed(folder: Path) -> None:
     # Catches an option that is left out in silence.
-    dropout = {"enable_lora": True, "lora_dropout": 0.2}
     for recompute, left_out in ((True, ()), (False, ("lora.lora_dropout: 0.2",))):
-        config = run_config(tmp_path, dropout, enable_gradient_checkpointing=recompute, enable_mixed_precision=False)
+        config = run_config(folder, "qwen3", {**FSDP, "enable_gradient_checkpointing": recompute}, DROPOUT)
         assert Verification.of(config, is_full=False).left_out == left_out
 
 
-def test_a_verification_is_cut_down_and_says_what_it_leaves_out(tmp_path: Path) -> None:
+def test_a_verification_is_cut_down_and_says_what_it_leaves_out(folder: Path) -> None:
     # Catches a model that stays as large as it is, and options that are left out in silence.
-    config = run_config(tmp_path, fp8="tensorwise")
+    config = run_config(folder, "deep", {**FSDP, "fp8": "tensorwise", "enable_mixed_precision": True})
     cut = Verification.of(config, is_full=False)
     assert cut.left_out == ("train.enable_mixed_precision: True", "train.fp8: tensorwise")
     assert read_architecture(cut.config.model).config.num_layers == 4
@@ -329,34 +316,29 @@ def test_a_verification_is_cut_down_and_says_what_it_leaves_out(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("axis", ["dp_replicate", "dp_shard", "ulysses", "ring"])
-def test_an_axis_alone_has_all_ranks(axis: str, tmp_path: Path) -> None:
+def test_an_axis_alone_has_all_ranks(axis: str, folder: Path) -> None:
     # Catches a fault that is attributed to an axis, found with another one.
-    config = run_config(
-        tmp_path,
-        data_parallel_shard_size=4,
-        data_parallel_replicate_size=2,
-        ulysses_parallel_size=2,
-        ringattn_parallel_size=2,
-    )
-    dims = parallel_dims(one_axis(config, axis, 2), 2)
+    options = {"data_parallel_shard_size": 4, "data_parallel_replicate_size": 2}
+    options |= {"ulysses_parallel_size": 2, "ringattn_parallel_size": 2}
+    dims = parallel_dims(one_axis(run_config(folder, "qwen3", {**FSDP, **options}), axis, 2), 2)
     assert getattr(dims, axis) == dims.world_size == 2
 
 
 def test_the_command_writes_a_certificate_that_checkpoints_carry(run_command, tmp_path: Path) -> None:
     # Catches ranks that are not started, an exit code that hides a difference, and a certificate that is lost.
-    config = run_config(tmp_path)
+    output = tmp_path / "out"
     arguments = [
         "configs/local/qwen3_moe_tiny.yaml",
-        *("--train.output_dir", config.train.output_dir, "--data.dataset_prepared_path", str(tmp_path / "prepared")),
+        *("--train.output_dir", str(output), "--data.dataset_prepared_path", str(tmp_path / "prepared")),
     ]
     command = [sys.executable, "-m", "xorl.cli.verify", *arguments, "--nproc-per-node", "2"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    certificate = json.loads((Path(config.train.output_dir) / "certificate.json").read_text())
+    certificate = json.loads((output / "certificate.json").read_text())
     assert certificate["passed"]
     assert certificate["layout"] == {"dp_replicate": 2}
     assert "gradients: router" in certificate["differences"]
     trained = run_command(*arguments, "--train.max_steps", "1", "--train.eval_steps", "null")
     assert trained.returncode == 0, trained.stderr
-    carried = Path(config.train.output_dir) / "checkpoints" / "global_step_1" / "certificate.json"
+    carried = output / "checkpoints" / "global_step_1" / "certificate.json"
     assert json.loads(carried.read_text()) == certificate

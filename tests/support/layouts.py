@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -16,12 +16,16 @@ from xorl.config import Config, config_from_mapping
 from xorl.core import runtime
 from xorl.core.mesh import Mesh
 from xorl.kernels.attention import ring
+from xorl.train import verify
 from xorl.train.build import build_engine
+from xorl.train.engine import Engine
 from xorl.train.model_source import read_architecture
 from xorl.train.startup import parallel_dims
-from xorl.train.verify import Result, one_process, take_steps
+from xorl.train.verify import Result, one_process
 
 NUM_BINS = 8
+# The gradients and losses of two steps show all that a layout can get wrong, but for what an optimizer keeps by matrix.
+NUM_STEPS, NUM_STEPS_OF_MUON = 2, 3
 Options = Mapping[str, object]
 NO_OPTIONS: Options = MappingProxyType({})
 
@@ -178,12 +182,16 @@ def mesh_for(config: Config) -> Mesh:
     return mesh_of(parallel_dims(config, runtime.world_size()))
 
 
-def steps(config: Config, num_bins: int = NUM_BINS) -> Result:
-    """Two steps from the same weights and over the same rows for every layout."""
+def steps(config: Config, num_bins: int = NUM_BINS, change: Callable[[Engine], None] | None = None) -> Result:
+    """A few steps from the same weights, unless they are changed, and over the same rows for every layout."""
     runtime.seed_everything(0)
     architecture = read_architecture(config.model)
     engine = build_engine(config, architecture, mesh_for(config), torch.device("cpu"))
-    return take_steps(engine, config, architecture, num_bins)
+    if change is not None:
+        change(engine)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(verify, "NUM_STEPS", NUM_STEPS_OF_MUON if config.train.optimizer == "muon" else NUM_STEPS)
+        return verify.take_steps(engine, config, architecture, num_bins)
 
 
 def run_in_layout(folder: Path, run: Run, train: Options) -> Result:
