@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from tiny_decoders import tiny_decoder
 from tiny_models import hf_config
 from xorl.core.mesh import Mesh
-from xorl.core.models import spec_for
 from xorl.core.parallel import ParallelModel
 from xorl.core.runtime import Runtime
 from xorl.data.batch import Document, collate
@@ -28,10 +28,7 @@ class OneStep:
 @pytest.mark.parametrize("weight", [1.0, math.nan])
 def test_nothing_is_right_or_wrong_where_the_loss_is_nan(weight: float, place: Runtime, mesh: Mesh) -> None:
     # Catches a fraction of right tokens that reads as a bad model's, and is that of one that computes nothing.
-    values = hf_config()
-    spec = spec_for(values)
-    model = spec.build(spec.config_from_hf(values))
-    model.init_weights(0)
+    model = tiny_decoder(hf_config())
     with torch.no_grad():
         model.model.norm.weight.fill_(weight)
     parallel = ParallelModel(model, model, mesh)

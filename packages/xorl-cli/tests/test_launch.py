@@ -188,7 +188,7 @@ def test_a_signal_while_ranks_wait_for_each_other_ends_them_at_once(capfd: pytes
 
 
 @pytest.mark.multi
-def test_a_signal_ends_ranks_that_hear_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_ends_ranks_that_hear_nothing() -> None:
     # Catches ranks that wait in torch for another host, and outlive everyone's patience.
     assert signalled("hear_nothing", signal.SIGTERM) == 143
 

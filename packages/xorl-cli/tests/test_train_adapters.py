@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from tiny_decoders import tiny_decoder
 from tiny_models import hf_config, write_config
 from xorl.config import config_from_mapping
 from xorl.config.local import LoraConfig, ModelConfig
@@ -27,9 +28,7 @@ FAMILY = SPECS["Qwen3ForCausalLM"]
 
 
 def decoder() -> Decoder:
-    model = FAMILY.build(FAMILY.config_from_hf(SIZES), kernels=LayerKernels(attention=eager_attention))
-    model.init_weights(0)
-    return model
+    return tiny_decoder(SIZES, kernels=LayerKernels(attention=eager_attention))
 
 
 def with_adapters(**lora: object) -> Decoder:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from xorl.cli import signals
 from xorl.cli.exit_codes import Diverged
 from xorl.cli.failures import peer_has_failed
 from xorl.cli.rank import RankEnvironment, run_rank
@@ -107,6 +108,7 @@ def wait_for_an_interrupted_peer(rank: int) -> int:
 def hear_nothing(rank: int) -> int:
     # As in native code: another thread receives the signal, and Python runs no handler.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    signals.CLEAN_UP_S = 0.5
     return sleep(rank)
 
 

@@ -7,8 +7,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
+from tiny_decoders import tiny_decoder
 from tiny_models import hf_config
-from xorl.core.models import spec_for
 from xorl.core.nn import Linear
 from xorl.core.nn.fp8 import Fp8Linear, convert_linears
 from xorl.kernels.layout import SequenceLayout
@@ -159,13 +159,11 @@ def test_conversion_takes_linear_layers_and_leaves_what_is_excluded():
 def test_a_small_model_learns_as_in_bf16(recipe):
     # Catches errors that add up in one direction: gradients of the wrong scale, copies of weights that are not renewed.
     values = hf_config(intermediate_size=64, num_attention_heads=2, initializer_range=0.02)
-    spec = spec_for(values)
     ids = torch.randint(64, (96,), generator=torch.Generator().manual_seed(0))
     layout = SequenceLayout.from_lengths([48, 48])
     losses = {}
     for chosen in ("none", recipe):
-        model = spec.build(spec.config_from_hf(values))
-        model.init_weights(0)
+        model = tiny_decoder(values)
         model.compute_dtype = torch.bfloat16
         if chosen != "none":
             convert_linears(model.layers, chosen)

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tiny_decoders import tiny_decoder
 from tiny_models import hf_config
-from xorl.core.models import SPECS, Decoder
+from xorl.core.models import Decoder
 from xorl.core.models.router_losses import RouterLossOptions, RouterSums
 from xorl.core.nn.kernels import LayerKernels
 from xorl.core.nn.moe import Router
@@ -26,11 +27,7 @@ LENGTHS = [9, 1, 14, 5]
 
 
 def make_decoder(**changes: object) -> Decoder:
-    spec = SPECS["Qwen3MoeForCausalLM"]
-    config = spec.config_from_hf({**CONFIG, **changes})
-    decoder = spec.build(config, kernels=LayerKernels())
-    decoder.init_weights(seed=1)
-    return decoder
+    return tiny_decoder({**CONFIG, **changes}, seed=1, kernels=LayerKernels())
 
 
 def make_ids(num_tokens: int, seed: int = 0) -> Tensor:

@@ -14,16 +14,15 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from tiny_decoders import summed_loss, tiny_decoder
 from tiny_models import hf_config
-from xorl.core.loss import cross_entropy
-from xorl.core.models import Decoder, spec_for
+from xorl.core.models import Decoder
 from xorl.core.nn.kernels import choose_kernels
 from xorl.core.parallel.activations import Recompute, recompute_layers
 from xorl.core.parallel.compile import CompileBackend, compile_layers
 from xorl.core.parallel.offload import ActivationOffload
 from xorl.kernels.attention.sdpa import sdpa_attention
 from xorl.kernels.experts import rows
-from xorl.kernels.layout import SequenceLayout
 
 WINDOWS = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
 BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
@@ -41,7 +40,6 @@ NUM_PACKS = 20
 
 
 def model_of(hf_config: dict, recompute: Recompute, backend: CompileBackend | None) -> Decoder:
-    spec = spec_for(hf_config)
     kernels = choose_kernels(
         sdpa_attention,
         device_type="cpu",
@@ -50,8 +48,7 @@ def model_of(hf_config: dict, recompute: Recompute, backend: CompileBackend | No
         native=(),
         cast_bf16=False,
     )
-    model = spec.build(spec.config_from_hf(hf_config), kernels=kernels)
-    model.init_weights(0)
+    model = tiny_decoder(hf_config, kernels=kernels)
     recompute_layers(model.layers, recompute, reentrant=False, compiled=backend is not None)
     if backend is not None:
         compile_layers(list(model.layers), backend=backend, device_type="cpu")
@@ -65,9 +62,7 @@ def packs() -> list[list[int]]:
 
 
 def loss_of(model: Decoder, lengths: list[int]) -> Tensor:
-    layout = SequenceLayout.from_lengths(lengths)
-    ids = torch.arange(layout.num_tokens) * 7 % 64
-    return model(ids, layout, loss=lambda hidden, head: cross_entropy(hidden, head, {"labels": ids})).sum
+    return summed_loss(model, torch.arange(sum(lengths)) * 7 % 64, lengths)
 
 
 def gradients_of(model: Decoder, lengths: list[int]) -> dict[str, Tensor]:

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tiny_decoders import summed_loss, tiny_decoder
 from tiny_models import hf_config
-from xorl.core.loss import cross_entropy
-from xorl.core.models import Decoder, spec_for
+from xorl.core.models import Decoder
 from xorl.core.nn.fp8 import convert_linears
 from xorl.core.parallel.activations import Recompute, recompute_layers
 from xorl.core.parallel.fp8 import Fp8Weights
@@ -22,9 +22,7 @@ INPUT_BYTES = 64 * 32 * 4
 
 
 def model_with(recompute: Recompute, limit_bytes: float | None) -> tuple[Decoder, ActivationOffload | None]:
-    spec = spec_for(HF_CONFIG)
-    model = spec.build(spec.config_from_hf(HF_CONFIG))
-    model.init_weights(0)
+    model = tiny_decoder(HF_CONFIG)
     recompute_layers(model.layers, recompute, reentrant=False)
     if limit_bytes is None:
         return model, None
@@ -36,10 +34,7 @@ def model_with(recompute: Recompute, limit_bytes: float | None) -> tuple[Decoder
 def step(model: Decoder, num_tokens: int = 64) -> dict[str, Tensor]:
     """The gradients of one step, by name."""
     model.zero_grad()
-    layout = SequenceLayout.from_lengths([5, 9, num_tokens - 14])
-    ids = torch.arange(num_tokens) % 64
-    output = model(ids, layout, loss=lambda hidden, head: cross_entropy(hidden, head, {"labels": ids}))
-    output.sum.backward()
+    summed_loss(model, torch.arange(num_tokens) % 64, [5, 9, num_tokens - 14]).backward()
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 

@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from live_bytes import LiveBytes
+from tiny_decoders import summed_loss, tiny_decoder
 from tiny_models import hf_config
-from xorl.core.loss import cross_entropy
-from xorl.core.models import Decoder, spec_for
+from xorl.core.models import Decoder
 from xorl.core.nn import LayerKernels
 from xorl.core.parallel.activations import Recompute, recompute_layers
 from xorl.kernels.attention.reference import eager_attention
@@ -25,21 +25,17 @@ ATTENTION = {"eager": eager_attention, "sdpa": sdpa_attention}
 def model_with(
     recompute: Recompute, attention: str, *, num_layers: int | None = None, reentrant: bool = False
 ) -> Decoder:
-    spec = spec_for(HF_CONFIG)
-    model = spec.build(spec.config_from_hf(HF_CONFIG), kernels=LayerKernels(attention=ATTENTION[attention]))
-    model.init_weights(0)
+    model = tiny_decoder(HF_CONFIG, kernels=LayerKernels(attention=ATTENTION[attention]))
     recompute_layers(model.layers, recompute, num_layers=num_layers, reentrant=reentrant)
     return model
 
 
 def step(model: Decoder) -> tuple[dict[str, Tensor], int]:
     """The gradients by name, and the bytes kept between forward and backward."""
-    layout = SequenceLayout.from_lengths(LENGTHS)
-    ids = torch.arange(layout.num_tokens) % 64
     with LiveBytes() as live:
-        output = model(ids, layout, loss=lambda hidden, head: cross_entropy(hidden, head, {"labels": ids}))
+        loss = summed_loss(model, torch.arange(sum(LENGTHS)) % 64, LENGTHS)
         kept = live.held()
-    output.sum.backward()
+    loss.backward()
     return {name: parameter.grad for name, parameter in model.named_parameters()}, kept
 
 

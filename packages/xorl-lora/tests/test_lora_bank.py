@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tiny_decoders import summed_loss, tiny_decoder, train_as_if_
 from tiny_models import hf_config
-from xorl.core.loss import cross_entropy
-from xorl.core.models import SPECS, Decoder
+from xorl.core.models import Decoder
 from xorl.core.parallel.compile import compile_layers
 from xorl.kernels.layout import SequenceLayout
 from xorl.lora import Adam, AdapterBank, AdapterSpec, adapter_parameters, adapters, inject
@@ -34,21 +34,11 @@ LENGTHS = (9, 2, 14, 5, 7, 3, 1, 6)
 
 
 def decoder() -> Decoder:
-    spec = SPECS["LlamaForCausalLM"]
-    model = spec.build(spec.config_from_hf(SIZES), merge_qkv=True)
-    model.init_weights(0)
-    return model
+    return tiny_decoder(SIZES)
 
 
 def bank_over(model: nn.Module, **options) -> AdapterBank:
     return AdapterBank(model, **{"targets": WITH_HEAD, "num_resident": 8, "max_rank": 64, "device": "cpu", **options})
-
-
-def as_if_trained(parameters: dict[str, Tensor], seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for _, parameter in sorted(parameters.items()):
-            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.2)
 
 
 def values_of(bank: AdapterBank, name: str) -> dict[str, Tensor]:
@@ -57,26 +47,23 @@ def values_of(bank: AdapterBank, name: str) -> dict[str, Tensor]:
 
 
 def loss_of(model: Decoder, lengths: Sequence[int], seed: int = 0) -> Tensor:
-    layout = SequenceLayout.from_lengths(lengths)
-    ids = torch.randint(37, (layout.num_tokens,), generator=torch.Generator().manual_seed(seed))
-    return model(ids, layout, loss=lambda hidden, head: cross_entropy(hidden, head, {"labels": ids}).sum)
+    ids = torch.randint(37, (sum(lengths),), generator=torch.Generator().manual_seed(seed))
+    return summed_loss(model, ids, lengths)
 
 
-def document(index: int) -> tuple[Tensor, SequenceLayout]:
-    length = LENGTHS[index]
-    ids = torch.randint(37, (length,), generator=torch.Generator().manual_seed(index))
-    return ids, SequenceLayout.from_lengths([length])
+def document(index: int) -> Tensor:
+    return torch.randint(37, (LENGTHS[index],), generator=torch.Generator().manual_seed(index))
 
 
-def run(model: Decoder, ids: Tensor, layout: SequenceLayout) -> Tensor:
-    return model(ids, layout, loss=lambda hidden, head: cross_entropy(hidden, head, {"labels": ids}).sum)
+def run(model: Decoder, *indices: int) -> Tensor:
+    ids = torch.cat([document(index) for index in indices])
+    return summed_loss(model, ids, [LENGTHS[index] for index in indices])
 
 
 def run_mixed(bank: AdapterBank, model: Decoder, names: Sequence[str]) -> Tensor:
     indices = [list(MEMBERS).index(name) for name in names]
     bank.activate([(name, LENGTHS[index]) for name, index in zip(names, indices, strict=True)])
-    ids = torch.cat([document(index)[0] for index in indices])
-    return run(model, ids, SequenceLayout.from_lengths([LENGTHS[index] for index in indices]))
+    return run(model, *indices)
 
 
 def alone(name: str) -> tuple[Decoder, dict[str, nn.Parameter]]:
@@ -84,7 +71,7 @@ def alone(name: str) -> tuple[Decoder, dict[str, nn.Parameter]]:
     index, model = list(MEMBERS).index(name), decoder()
     inject(model, MEMBERS[name], seed=index)
     parameters = adapter_parameters(model)
-    as_if_trained(dict(parameters), index)
+    train_as_if_(parameters, index)
     return model, parameters
 
 
@@ -92,7 +79,7 @@ def fill(bank: AdapterBank, names: Sequence[str] = tuple(MEMBERS)) -> None:
     for name in names:
         index = list(MEMBERS).index(name)
         bank.add(name, MEMBERS[name], seed=index)
-        as_if_trained(values_of(bank, name), index)
+        train_as_if_(values_of(bank, name), index)
 
 
 @pytest.mark.parametrize("order", [tuple(MEMBERS), ("head", "r64", "all", "r4", "patterns", "attention", "rs", "mlp")])
@@ -104,7 +91,7 @@ def test_each_gradient_of_a_mixed_batch_is_that_of_a_run_alone(order):
     run_mixed(bank, model, order).backward()
     for index, name in enumerate(MEMBERS):
         own, parameters = alone(name)
-        run(own, *document(index)).backward()
+        run(own, index).backward()
         gradients = bank.gradients(name)
         assert gradients.keys() == parameters.keys()
         for key, parameter in parameters.items():
@@ -149,7 +136,7 @@ def test_a_row_of_one_adapter_is_a_run_of_a_model_with_it():
         loss = run_mixed(bank, model, (name,))
         loss.backward()
         own, parameters = alone(name)
-        wanted = run(own, *document(list(MEMBERS).index(name)))
+        wanted = run(own, list(MEMBERS).index(name))
         wanted.backward()
         torch.testing.assert_close(loss, wanted, rtol=1e-6, atol=1e-6)
         gradients = bank.gradients(name)
@@ -160,7 +147,7 @@ def test_a_row_of_one_adapter_is_a_run_of_a_model_with_it():
     assert torch.equal(copied.values[""], bank.snapshot("r4").values[""])
     assert copied.step == 0
     bank.activate([("copied", LENGTHS[index])])
-    torch.testing.assert_close(run(model, *document(index)), run(alone("r4")[0], *document(index)))
+    torch.testing.assert_close(run(model, index), run(alone("r4")[0], index))
 
 
 def test_training_together_is_training_alone():
@@ -183,7 +170,7 @@ def test_training_together_is_training_alone():
         optimizer = torch.optim.AdamW(parameters.values(), lr=adam.lr, eps=adam.eps, weight_decay=adam.weight_decay)
         for _ in range(3 if index % 2 else 2):
             for _ in range(2):
-                run(own, *document(index)).backward()
+                run(own, index).backward()
             for parameter in parameters.values():
                 parameter.grad /= 3.0
             nn.utils.clip_grad_norm_(parameters.values(), 1.0)

@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tiny_decoders import summed_loss, tiny_decoder, train_as_if_
 from tiny_models import hf_config
-from xorl.core.loss import cross_entropy
 from xorl.core.models import Decoder, spec_for
-from xorl.kernels.layout import SequenceLayout
 from xorl.kernels.quant import QuantFormat, QuantScheme
 from xorl.lora import Adam, AdapterBank, AdapterSpec, adapter_parameters, inject
 from xorl.lora.peft import adapter_tensors
@@ -37,23 +36,11 @@ LENGTHS = (9, 2, 14, 5, 7, 3, 11, 6)
 
 
 def decoder() -> Decoder:
-    family = spec_for(SIZES)
-    model = family.build(family.config_from_hf(SIZES))
-    model.init_weights(0)
-    return model
+    return tiny_decoder(SIZES)
 
 
 def bank_over(model: nn.Module, **options) -> AdapterBank:
     return AdapterBank(model, **{"targets": TARGETS, "num_resident": 8, "max_rank": 8, "device": "cpu", **options})
-
-
-def as_if_trained(parameters: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        return {
-            name: parameter + torch.randn(parameter.shape, generator=generator) * 0.2
-            for name, parameter in sorted(parameters.items())
-        }
 
 
 def fill(bank: AdapterBank, names: Sequence[str] = tuple(MEMBERS)) -> None:
@@ -62,7 +49,7 @@ def fill(bank: AdapterBank, names: Sequence[str] = tuple(MEMBERS)) -> None:
         bank.add(name, MEMBERS[name], seed=index)
         held = bank.snapshot(name)
         tensors = held.tensors()
-        values = as_if_trained({key: tensors[key] for key, _ in held.names}, index)
+        train_as_if_(values := {key: tensors[key].clone() for key, _ in held.names}, index)
         bank.restore(name, type(held).of_tensors(held.spec, held.names, tensors | values))
 
 
@@ -70,8 +57,7 @@ def alone(name: str) -> tuple[Decoder, dict[str, nn.Parameter]]:
     index, model = list(MEMBERS).index(name), decoder()
     inject(model, MEMBERS[name], seed=index)
     parameters = adapter_parameters(model)
-    for key, value in as_if_trained(dict(parameters), index).items():
-        parameters[key].data = value
+    train_as_if_(parameters, index)
     return model, parameters
 
 
@@ -80,9 +66,7 @@ def document(index: int) -> Tensor:
 
 
 def run(model: Decoder, documents: Sequence[Tensor]) -> Tensor:
-    ids = torch.cat([*documents])
-    layout = SequenceLayout.from_lengths([len(one) for one in documents])
-    return model(ids, layout, loss=lambda hidden, head: cross_entropy(hidden, head, {"labels": ids}).sum)
+    return summed_loss(model, torch.cat([*documents]), [len(one) for one in documents])
 
 
 def run_mixed(bank: AdapterBank, model: Decoder, names: Sequence[str]) -> Tensor:
@@ -188,7 +172,7 @@ def test_a_bank_over_quantised_experts_trains_as_an_adapter_alone(quant_format: 
     sizes = {**SIZES, "hidden_size": 32, "moe_intermediate_size": 32}
     family = spec_for(sizes)
     spec = AdapterSpec(rank=4, alpha=8.0, targets=TARGETS)
-    ids, layout = torch.arange(24) % 37, SequenceLayout.from_lengths([10, 14])
+    ids = torch.arange(24) % 37
 
     def base() -> Decoder:
         with torch.device("meta"):
@@ -199,7 +183,7 @@ def test_a_bank_over_quantised_experts_trains_as_an_adapter_alone(quant_format: 
         return model.train()
 
     def loss_of(model: Decoder) -> Tensor:
-        return model(ids, layout, lambda hidden, head: cross_entropy(hidden, head, {"labels": ids.roll(-1)}).sum)
+        return summed_loss(model, ids, [10, 14], ids.roll(-1))
 
     alone, banked = base(), base()
     inject(alone, spec, seed=3)
@@ -228,7 +212,7 @@ def test_experts_share_factors_in_a_bank_as_alone(sharing: ExpertSharing) -> Non
         bank.add(name, spec, seed=index)
         held = bank.snapshot(name)
         tensors = held.tensors()
-        values = as_if_trained({key: tensors[key] for key, _ in held.names}, index)
+        train_as_if_(values := {key: tensors[key].clone() for key, _ in held.names}, index)
         bank.restore(name, type(held).of_tensors(held.spec, held.names, tensors | values))
     run_mixed(bank, model, tuple(members)).backward()
     run_mixed(bank, model, ("all",)).backward()
@@ -236,8 +220,7 @@ def test_experts_share_factors_in_a_bank_as_alone(sharing: ExpertSharing) -> Non
         own = decoder()
         inject(own, spec, seed=index)
         parameters = adapter_parameters(own)
-        for key, value in as_if_trained(dict(parameters), index).items():
-            parameters[key].data = value
+        train_as_if_(parameters, index)
         (run(own, [document(index)]) * (2 if name == "all" else 1)).backward()
         gradients = bank.gradients(name)
         assert gradients.keys() == parameters.keys()

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from tiny_decoders import summed_loss, tiny_decoder, train_as_if_
 from tiny_models import hf_config
 from xorl.core.loss import cross_entropy
-from xorl.core.models import SPECS, Decoder
+from xorl.core.models import Decoder
 from xorl.core.parallel.activations import Recompute, recompute_layers
 from xorl.core.parallel.compile import CompileBackend, compile_layers
 from xorl.kernels.layout import SequenceLayout
@@ -22,14 +23,9 @@ PACKS = [[32], [3, 9, 1, 20], [17, 5], [40, 2, 2]]
 
 
 def decoder(spec: AdapterSpec, recompute: Recompute, backend: CompileBackend | None) -> Decoder:
-    family = SPECS["Qwen3ForCausalLM"]
-    model = family.build(family.config_from_hf(SIZES))
-    model.init_weights(0)
+    model = tiny_decoder(SIZES)
     inject(model, spec)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in adapter_parameters(model).values():
-            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.2)
+    train_as_if_(adapter_parameters(model))
     recompute_layers(model.layers, recompute, reentrant=False, compiled=backend is not None)
     if backend is not None:
         compile_layers(list(model.layers), backend=backend, device_type="cpu")
@@ -38,9 +34,7 @@ def decoder(spec: AdapterSpec, recompute: Recompute, backend: CompileBackend | N
 
 def gradients(model: Decoder) -> dict[str, Tensor]:
     for lengths in PACKS:
-        layout = SequenceLayout.from_lengths(lengths)
-        ids = torch.arange(layout.num_tokens) % 64
-        model(ids, layout, partial(cross_entropy, targets={"labels": ids})).sum.backward()
+        summed_loss(model, torch.arange(sum(lengths)) % 64, lengths).backward()
     return {name: parameter.grad for name, parameter in adapter_parameters(model).items()}
 
 

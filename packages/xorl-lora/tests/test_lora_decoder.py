@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
+from tiny_decoders import tiny_decoder, train_as_if_
 from tiny_models import hf_config
 from xorl.core.loss import cross_entropy
 from xorl.core.models import SPECS, Decoder
@@ -31,21 +32,12 @@ GATED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_p
 
 
 def decoder(architecture: str = "Qwen3ForCausalLM", *, merge_qkv: bool = True) -> Decoder:
-    spec = SPECS[architecture]
-    model = spec.build(spec.config_from_hf(CONFIGS[architecture]), merge_qkv=merge_qkv)
-    model.init_weights(0)
+    model = tiny_decoder(CONFIGS[architecture], merge_qkv=merge_qkv)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 parameter.normal_(generator=torch.Generator().manual_seed(3))
     return model
-
-
-def as_if_trained(model: Decoder) -> None:
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in adapter_parameters(model).values():
-            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.2)
 
 
 def loss_of(model: Decoder, weights: dict[str, Tensor] | None = None) -> Tensor:
@@ -92,7 +84,7 @@ def test_loss_and_gradients_are_those_of_the_summed_weights(architecture, merge_
     """Catches an adapter on the wrong rows of a fused weight, a wrong scale, and a norm that takes gradients."""
     model = decoder(architecture, merge_qkv=merge_qkv)
     inject(model, AdapterSpec(**{"rank": 3, "alpha": 4.0, **options}), seed=7)
-    as_if_trained(model)
+    train_as_if_(adapter_parameters(model))
     trained = adapter_parameters(model)
     leaves = {name: value.detach().clone().requires_grad_() for name, value in trained.items()}
     plain = decoder(architecture, merge_qkv=merge_qkv).requires_grad_(False)
@@ -112,7 +104,7 @@ def test_a_merged_decoder_computes_the_same_without_adapters(options):
     """Catches a merge on other rows than the forward pass adapts, and one that forgets DoRA's norms."""
     model = decoder()
     inject(model, AdapterSpec(**{"rank": 3, **options}))
-    as_if_trained(model)
+    train_as_if_(adapter_parameters(model))
     before = loss_of(model)
     merge_(model)
     torch.testing.assert_close(loss_of(model), before, rtol=1e-5, atol=0)
@@ -215,7 +207,7 @@ def test_dropout_acts_on_the_adapters_in_training_alone():
     """Catches dropout that touches the frozen path, or goes on in evaluation."""
     model = decoder()
     inject(model, AdapterSpec(rank=3, dropout=0.5))
-    as_if_trained(model)
+    train_as_if_(adapter_parameters(model))
     values = {mode: [loss_of(model.train(mode == "train")).item() for _ in range(2)] for mode in ("train", "eval")}
     assert values["train"][0] != values["train"][1]
     assert values["eval"][0] == values["eval"][1]

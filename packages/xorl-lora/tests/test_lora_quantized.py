@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tiny_decoders import summed_loss
 from tiny_models import hf_config
-from xorl.core.loss import cross_entropy
 from xorl.core.models import SPECS, Decoder
 from xorl.core.nn import Linear
-from xorl.kernels.layout import SequenceLayout
 from xorl.kernels.quant import GROUP_SIZES, QuantScheme
 from xorl.kernels.quant.block_fp8 import quantize_block_fp8
 from xorl.lora import AdapterSpec, adapter_parameters, adapters, init_adapters, inject
@@ -35,8 +34,8 @@ from xorl.lora.quantized import (
 
 FORMATS = ["nf4", "nvfp4", "block_fp8"]
 CONFIG = hf_config(vocab_size=61, hidden_size=64, intermediate_size=192)
-LAYOUT = SequenceLayout.from_lengths([9, 1, 14, 5])
-IDS = torch.randint(61, (LAYOUT.num_tokens,), generator=torch.Generator().manual_seed(0))
+LENGTHS = [9, 1, 14, 5]
+IDS = torch.randint(61, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
 
 
 def scheme_of(quant_format) -> QuantScheme:
@@ -71,10 +70,7 @@ def decoder(quant_format=None, *, merge_qkv: bool = True, exclude=()) -> Decoder
 
 
 def loss_of(model: Decoder) -> Tensor:
-    def loss(hidden: Tensor, head: Tensor) -> Tensor:
-        return cross_entropy(hidden, head, {"labels": IDS.roll(-1)}).sum
-
-    return model(IDS, LAYOUT, loss)
+    return summed_loss(model, IDS, LENGTHS, IDS.roll(-1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -300,16 +296,12 @@ def chain(seed: int, num_tokens: int) -> Tensor:
 def train(model: Decoder, parameters: Sequence[nn.Parameter], ids: Tensor, num_steps: int, lr: float) -> float:
     """The mean loss of the last tenth of the steps."""
     optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0)
-    layout = SequenceLayout.from_lengths([128])
     losses = []
     for step in range(num_steps):
         row = ids[step * 128 : step * 128 + 129]
 
-        def loss(hidden: Tensor, head: Tensor, row: Tensor = row) -> Tensor:
-            return cross_entropy(hidden, head, {"labels": row[1:]}).sum
-
         optimizer.zero_grad()
-        value = model(row[:-1], layout, loss) / 128
+        value = summed_loss(model, row[:-1], [128], row[1:]) / 128
         value.backward()
         optimizer.step()
         losses.append(float(value.detach()))

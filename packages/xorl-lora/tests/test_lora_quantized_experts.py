@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tiny_decoders import summed_loss, train_as_if_
 from tiny_models import hf_config
-from xorl.core.loss import cross_entropy
 from xorl.core.models import SPECS, Decoder, DecoderConfig
 from xorl.core.parallel.activations import recompute_layers
 from xorl.core.parallel.compile import compile_layers
@@ -43,7 +43,8 @@ SHAPE = hf_config(
     num_experts=5,
 )
 EVERYWHERE = ("q_proj", "gate_proj", "up_proj", "down_proj")
-LAYOUT = SequenceLayout.from_lengths([9, 1, 14, 5])
+LENGTHS = [9, 1, 14, 5]
+LAYOUT = SequenceLayout.from_lengths(LENGTHS)
 IDS = torch.randint(64, (LAYOUT.num_tokens,), generator=torch.Generator().manual_seed(0))
 EXPERTS = "model.layers.0.mlp.experts"
 
@@ -63,19 +64,12 @@ def adapt(model: Decoder, targets: Sequence[str]) -> None:
     """Add adapters that are not zero."""
     inject(model, AdapterSpec(rank=3, alpha=6.0, targets=tuple(targets)))
     init_adapters(model, seed=0)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in adapter_parameters(model).values():
-            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
+    train_as_if_(adapter_parameters(model), scale=0.05)
 
 
 def trained(model: Decoder) -> tuple[float, dict[str, Tensor]]:
     """The loss, and the gradients of the adapters."""
-
-    def loss(hidden: Tensor, head: Tensor) -> Tensor:
-        return cross_entropy(hidden, head, {"labels": IDS.roll(-1)}).sum
-
-    value = model.train()(IDS, LAYOUT, loss) / len(IDS)
+    value = summed_loss(model.train(), IDS, LENGTHS, IDS.roll(-1)) / len(IDS)
     value.backward()
     gradients = {name: parameter.grad for name, parameter in adapter_parameters(model).items()}
     assert all(gradient is not None for gradient in gradients.values())
