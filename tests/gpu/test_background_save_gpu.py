@@ -6,21 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
+from tiny_runs import Tensors
 from xorl.ckpt import BackgroundWriter, Checkpointer
 
 pytestmark = pytest.mark.gpu
-
-
-class Tensors(dict):
-    """Named tensors as a part of a training state."""
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return dict(self)
-
-    def load_state_dict(self, _: dict[str, Tensor]) -> None:
-        pass
 
 
 def make_state(seed: int) -> dict[str, Tensors]:

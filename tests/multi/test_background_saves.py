@@ -12,27 +12,17 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from tiny_runs import Tensors
 from xorl.ckpt import BackgroundWriter, Checkpointer, CheckpointFailure, read_manifest
 from xorl.ckpt.files import HashedFile
 from xorl.ckpt.layout import verify
 
-pytestmark = pytest.mark.multi
 # Rows that two ranks divide unevenly, and fewer rows than ranks.
 SHAPES = {"embed": (11, 4), "norm": (3,), "bias": (1, 5)}
-
-
-class Tensors(dict):
-    """Named tensors as a part of a training state."""
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return dict(self)
-
-    def load_state_dict(self, _: dict[str, Tensor]) -> None:
-        pass
 
 
 def make_state(mesh_shape: tuple[int, ...]) -> dict[str, Tensors]:

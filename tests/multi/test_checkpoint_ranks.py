@@ -19,11 +19,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from tiny_runs import Tensors
 from xorl.ckpt import Checkpointer, CheckpointError, CheckpointFailure, SafetensorsSource, export_hf, load_weights
 from xorl.ckpt.layout import verify
 from xorl.core.models.recipes import Part, Rows
-
-pytestmark = pytest.mark.multi
 
 MANAGERS = pytest.mark.parametrize("manager", ["dcp", "torch"])
 # Rows that 2 and 4 ranks divide unevenly, and fewer rows than ranks.
@@ -35,16 +34,6 @@ RECIPES = {
     "left": Part("s", 0, (3, 4), transposed=True, shared=True),
     "right": Part("s", 3, (2, 4), transposed=True, shared=True),
 }
-
-
-class Tensors(dict):
-    """Named tensors as a part of a training state."""
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return dict(self)
-
-    def load_state_dict(self, _: Mapping[str, Tensor]) -> None:
-        pass
 
 
 def values(seed: int) -> dict[str, Tensor]:

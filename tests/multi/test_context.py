@@ -17,8 +17,6 @@ from xorl.train.build import build_engine
 from xorl.train.model_source import read_architecture
 from xorl.train.verify import batches_of
 
-pytestmark = pytest.mark.multi
-
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_document_does_not_change_the_others(run_ranks, tmp_path: Path, world_size: int) -> None:

@@ -12,31 +12,23 @@ import pytest
 import torch
 
 from tiny_models import hf_config, write_config
+from tiny_runs import write_run
 from xorl.cli.app import main
 from xorl.config import load_config
 from xorl.train import DivergedError, build_run, train
 
 POISON = 63
-CONFIG = """
-model: {{config_path: {folder}/model}}
-data:
-  datasets: [{{path: {folder}/train.jsonl}}]
-  streaming: {streaming}
-  dataset_prepared_path: {folder}/prepared
-  sample_packing_sequence_len: 32
-  dataloader_num_workers: 0
-  pad_to_multiple_of: 8
-train:
-  output_dir: {folder}/output
-  data_parallel_mode: ddp
-  micro_batch_size: 1
-  gradient_accumulation_steps: 4
-  max_steps: 3
-  enable_mixed_precision: false
-  save_hf_weights: false
-  log_format: structured
-  use_wandb: false
-"""
+
+
+def write_config_file(folder: Path, streaming: bool, output: str = "output") -> Path:
+    options = {
+        "data": {"streaming": streaming, "sample_packing_sequence_len": 32},
+        "data_parallel_mode": "ddp",
+        "micro_batch_size": 1,
+        "gradient_accumulation_steps": 4,
+        "max_steps": 3,
+    }
+    return write_run(folder / f"{output}.yaml", folder, folder / output, **options)
 
 
 def error_of(config: Path, poison: int | None) -> str:
@@ -50,10 +42,9 @@ def error_of(config: Path, poison: int | None) -> str:
     return str(raised.value)
 
 
-@pytest.mark.multi
-@pytest.mark.parametrize("streaming", ["true", "false"])
+@pytest.mark.parametrize("streaming", [True, False])
 def test_bins_of_a_step_that_diverged_are_named(
-    streaming: str, tmp_path: Path, run_ranks, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    streaming: bool, tmp_path: Path, run_ranks, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # Catches a run of weeks that ends with the number of a step, whose order of data nobody knows; bins that are those
     # of one rank alone, or that are counted otherwise than where they can be looked at.
@@ -62,8 +53,7 @@ def test_bins_of_a_step_that_diverged_are_named(
             ids = [(number + place) % 50 for place in range(20)]
             file.write(json.dumps({"input_ids": [*ids, POISON] if number % 6 == 0 else [*ids, 0]}) + "\n")
     write_config(tmp_path / "model", hf_config())
-    config = tmp_path / "config.yaml"
-    config.write_text(CONFIG.format(folder=tmp_path, streaming=streaming))
+    config = write_config_file(tmp_path, streaming)
     told = set(run_ranks(lambda: error_of(config, POISON), 2))
     assert len(told) == 1
     found = re.fullmatch(
@@ -96,7 +86,6 @@ def trained_with_skips(config: Path, *overrides: str) -> tuple[list[dict], dict[
     return [json.loads(line) for line in lines], {name: count for name, count in bad.items() if count}
 
 
-@pytest.mark.multi
 def test_steps_that_are_not_finite_are_skipped_and_reported(tmp_path: Path, run_ranks) -> None:
     # Catches NaN that reaches the weights, a report that disturbs the steps after it, and a run that never ends.
     with (tmp_path / "train.jsonl").open("w") as file:
@@ -104,8 +93,7 @@ def test_steps_that_are_not_finite_are_skipped_and_reported(tmp_path: Path, run_
             ids = [(number + place) % 50 for place in range(30)]
             file.write(json.dumps({"input_ids": [*ids, POISON if number == 30 else 0]}) + "\n")
     write_config(tmp_path / "model", hf_config())
-    config = tmp_path / "config.yaml"
-    config.write_text(CONFIG.format(folder=tmp_path, streaming="false"))
+    config = write_config_file(tmp_path, streaming=False)
     options = ["--train.max_steps", "15", "--train.save_steps", "100"]
     (metrics, bad), _ = run_ranks(lambda: trained_with_skips(config, *options), 2)
     skipped = [record["step"] for record in metrics if record["loss"] == "nan"]
@@ -118,8 +106,7 @@ def test_steps_that_are_not_finite_are_skipped_and_reported(tmp_path: Path, run_
     assert report["step"] == skipped[0]
     assert len(report["bins"]) == 1
     assert "model.layers.0.self_attn.qkv_proj.weight" in report["parameters"]
-    other = tmp_path / "other.yaml"
-    other.write_text(config.read_text().replace("/output", "/other"))
+    other = write_config_file(tmp_path, streaming=False, output="other")
     for told in run_ranks(lambda: ended(other, *options), 2):
         assert "10 steps in a row were skipped" in told
 

@@ -30,8 +30,6 @@ from xorl.train.recompute_choice import MicroBatch, measure_slice
 from xorl.train.step_memory import held_bytes
 from xorl.train.verify import Result, compare, one_process
 
-# The first test that needs a number of ranks waits for all that they compute.
-pytestmark = [pytest.mark.multi, pytest.mark.timeout(900)]
 EP_4: dict[str, object] = {"data_parallel_mode": "fsdp2", "expert_parallel_size": 4}
 ON_ONE_RANK = "all choices on one rank"
 PARTS = RoutePlan.parts

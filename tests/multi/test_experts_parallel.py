@@ -29,8 +29,6 @@ from xorl.train.run import run_training
 from xorl.train.startup import parallel_dims
 from xorl.train.verify import Result, compare
 
-pytestmark = pytest.mark.multi
-
 
 def test_ranks_without_tokens_and_many_micro_batches(run_ranks, tmp_path: Path) -> None:
     # Catches a rank that waits for others because none of its experts was chosen, gradients of such experts that are

@@ -65,7 +65,6 @@ def seconds_by_phase(mode: DataParallelMode) -> tuple[dict[str, float], list[str
     return seconds, warnings_about(seconds)
 
 
-@pytest.mark.multi
 @pytest.mark.parametrize("mode", ["fsdp2", "ddp"])
 def test_waiting_for_a_late_rank_is_exposed_communication(mode: DataParallelMode, run_ranks) -> None:
     # Catches waits that are counted as computation, in which an imbalance between ranks cannot be seen.

@@ -64,7 +64,6 @@ def fail(engine: Engine, where: str) -> None:
             hooks[0].remove()
 
 
-@pytest.mark.multi
 @pytest.mark.parametrize(
     ("layout", "param_dtype", "recompute"),
     [

@@ -22,9 +22,6 @@ from xorl.data import PackedBatch
 from xorl.data.batch import Document, collate
 from xorl.train.engine import Engine
 
-# The first test that needs a number of ranks waits for all that they compute.
-pytestmark = [pytest.mark.multi, pytest.mark.timeout(900)]
-
 NUM_BATCHES = 6
 KINDS = ("tensorwise", "rowwise")
 PLACED = ("ddp-2", "zero3-1", "zero3-2", "zero3-3", "zero2-2", "hsdp-2x2")  # 3 divides no number of features

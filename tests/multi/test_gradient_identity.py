@@ -64,8 +64,6 @@ REFUSED = {
     (("DecoderTrunk",), None): "unit_modules: .*the weight of the model's tied head",
     (("GatedMLP", "norm"), "aot_eager"): "unit_modules: GatedMLP .*is inside a layer",
 }
-# The first test that needs a number of ranks waits for all that they compute.
-pytestmark = [pytest.mark.multi, pytest.mark.timeout(900)]
 
 
 def rows() -> list[list[Document]]:

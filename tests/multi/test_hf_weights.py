@@ -85,7 +85,6 @@ def sent(folder: Path, kind: str, num_ranks: int) -> tuple[dict[str, Tensor], di
     return made, wanted
 
 
-@pytest.mark.multi
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_are_merged_and_dequantised_on_every_placement(kind: str, tmp_path: Path, run_ranks: Callable) -> None:
     # Catches a base sent without its adapter, a merge into the wrong rows of a shard, and codes sent as weights.

@@ -10,9 +10,6 @@ from layouts import LAYOUTS, ONE_PROCESS, RUNS, run_in_layout, write_models
 from ranks import Launch, Launches
 from xorl.train.verify import compare
 
-# The first test that needs a number of ranks waits for all that they compute.
-pytestmark = [pytest.mark.multi, pytest.mark.timeout(900)]
-
 
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest, launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Launches:

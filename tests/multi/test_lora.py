@@ -61,8 +61,6 @@ OPTIMIZERS: dict[str, dict[str, object]] = {
 SPLIT = [(kind, layout) for kind in KINDS for layout in (LAYOUTS if kind == "plain" else ("zero3-2", "hsdp-2x2"))]
 WRITTEN = [(kind, layout) for kind in KINDS for layout in (LAYOUTS if kind == "plain" else ("none", "zero3-4"))]
 FILES = ("adapter_model.safetensors", "adapter_config.json")
-# The first test that needs a number of ranks waits for all that they compute.
-pytestmark = [pytest.mark.multi, pytest.mark.timeout(900)]
 
 
 def config_of(folder: Path, layout: str, lora: Mapping[str, object], train: Mapping[str, object]) -> Config:

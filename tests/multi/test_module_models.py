@@ -17,8 +17,6 @@ from tiny_models import ARCHITECTURES, hf_config, write_config
 from xorl.core.models import GPT2, DecoderLayer
 from xorl.train import DataLoader, DDPTrainer, FSDPTrainer, Trainer, load_model
 
-pytestmark = pytest.mark.multi
-
 ROOT = Path(__file__).resolve().parents[2]
 LENGTH = 12
 PLACEMENTS = {

@@ -23,8 +23,6 @@ from xorl.train.module.distributed import DDPTrainer, FSDPTrainer
 from xorl.train.module.loader import DataLoader
 from xorl.train.module.trainer import StepMetrics, Trainer
 
-pytestmark = pytest.mark.multi
-
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 VOCABULARY, NUM_ROWS, LENGTH, WIDTH = 23, 28, 6, 12
 TRANSFORMER = {"auto_wrap_policy": "transformer"}

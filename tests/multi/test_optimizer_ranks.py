@@ -23,7 +23,6 @@ LAYOUTS = {"none": 1, "shard-1": 1, "shard-2": 2, "shard-4": 4, "hsdp-2x2": 4, "
 NUM_STEPS = 3
 KINDS: list[tuple[OptimizerName, torch.dtype]] = [("anyprecision_adamw", torch.bfloat16), ("muon", torch.float32)]
 ALIKE = ("hsdp-2x2", "replicate-4")
-pytestmark = pytest.mark.multi
 
 
 def placed(tensor: Tensor, layout: str) -> Tensor:

@@ -15,8 +15,9 @@ from torch.distributed.fsdp import FSDPModule
 from placement import assert_same, mesh_of, whole
 from ranks import Launch, Launches
 from tiny_models import hf_config, write_config
+from tiny_runs import run_values
 from xorl.ckpt import CheckpointError, SafetensorsSource, load_weights
-from xorl.config import load_config
+from xorl.config import config_from_mapping
 from xorl.core import runtime
 from xorl.core.loss import cross_entropy
 from xorl.core.mesh import ParallelDims
@@ -38,9 +39,6 @@ from xorl.lora.quantized import (
 from xorl.train.engine import Engine
 from xorl.train.export.saved import export_saved
 from xorl.train.run import run_training
-
-# The first test that needs a number of ranks waits for all that they compute.
-pytestmark = [pytest.mark.multi, pytest.mark.timeout(900)]
 
 CPU = torch.device("cpu")
 HF_CONFIG = hf_config(hidden_size=64, intermediate_size=96, tie_word_embeddings=True)
@@ -252,38 +250,17 @@ def test_weights_are_gathered_as_bytes_under_compiled_layers(found: Launches) ->
     assert found("bytes", "eager") == found("bytes", None)
 
 
-CONFIG = """
-model: {{config_path: {folder}}}
-data:
-  datasets: [{{path: {folder}/train.jsonl}}]
-  dataset_prepared_path: {folder}/prepared
-  sample_packing_sequence_len: 64
-  pad_to_multiple_of: 16
-  dataloader_num_workers: 0
-train:
-  output_dir: {folder}/out
-  data_parallel_mode: fsdp2
-  micro_batch_size: 1
-  max_steps: 3
-  lr: 1e-2
-  enable_mixed_precision: false
-  enable_gradient_checkpointing: false
-  enable_compile: false
-  save_hf_weights: true
-  log_format: structured
-  use_wandb: false
-lora: {{enable_qlora: true, quant_format: block_fp8, quant_group_size: 32, lora_rank: 4, merge_lora_interval: 2}}
-"""
-
-
 def test_exports_of_a_run_and_of_its_checkpoint_are_what_it_computes_with(tmp_path: Path, run_ranks) -> None:
     # Catches bytes that are exported as weights, rows of other shards, and a merge into the base as it was at first.
-    write_config(tmp_path, HF_CONFIG)
+    write_config(tmp_path / "model", HF_CONFIG)
     ids = list(range(1, 40))
     rows = [json.dumps({"input_ids": ids, "labels": ids})] * 20
     (tmp_path / "train.jsonl").write_text("\n".join(rows))
-    (tmp_path / "run.yaml").write_text(CONFIG.format(folder=tmp_path))
-    assert run_ranks(lambda: run_training(load_config(tmp_path / "run.yaml", [])), 2) == [0, 0]
+    options = {"data_parallel_mode": "fsdp2", "micro_batch_size": 1, "max_steps": 3, "save_hf_weights": True}
+    values = run_values(tmp_path, tmp_path / "out", data={"pad_to_multiple_of": 16}, **options)
+    lora = {"quant_format": "block_fp8", "quant_group_size": 32, "lora_rank": 4, "merge_lora_interval": 2}
+    loaded = config_from_mapping({**values, "lora": {"enable_qlora": True, **lora}})
+    assert run_ranks(lambda: run_training(loaded), 2) == [0, 0]
     exported = load_file(tmp_path / "out" / "checkpoints" / "global_step_3-export" / "model.safetensors")
     folder = export_saved(str(tmp_path / "out"), str(tmp_path / "merged"), merge=True, dtype=torch.float32)
     again = load_file(folder / "model.safetensors")

@@ -28,9 +28,6 @@ from xorl.train.export.hf_weights import ExportWeights
 from xorl.train.model_source import read_architecture
 from xorl.train.verify import Result, compare, one_process, take_steps
 
-# The first test that needs a number of ranks waits for all that they compute.
-pytestmark = [pytest.mark.multi, pytest.mark.timeout(900)]
-
 SHAPE = hf_config(
     "qwen3_moe", head_dim=32, intermediate_size=64, moe_intermediate_size=32, mlp_only_layers=[1], num_experts=8
 )

@@ -15,57 +15,23 @@ import torch
 from torch import Tensor
 
 from tiny_models import hf_config, write_config
+from tiny_runs import Tensors, write_rows, write_run
 from xorl.ckpt import Checkpointer, CheckpointFailure, read_manifest
 from xorl.ckpt.files import HashedFile
-from xorl.config import load_config
+from xorl.config import LoadedConfig, load_config
 from xorl.core.parallel.collectives import keep_choices
 from xorl.train.checkpoints import Checkpoints
 from xorl.train.run import run_training
 from xorl.train.transports import FSDP_COLLECTIVES
 
-pytestmark = pytest.mark.multi
-
 NUM_STEPS = 8
 KILLED_AT = 4
-CONFIG = """
-model:
-  config_path: {folder}/model
-data:
-  datasets: [{{path: {folder}/train.jsonl}}]
-  dataset_prepared_path: {folder}/prepared
-  sample_packing_sequence_len: 64
-  sample_packing_method: multipack
-  dataloader_num_workers: 0
-  pad_to_multiple_of: 16
-train:
-  output_dir: {output}
-  data_parallel_mode: {mode}
-  micro_batch_size: 1
-  gradient_accumulation_steps: {accumulation}
-  max_steps: {steps}
-  lr: 1e-2
-  lr_warmup_ratio: 0.2
-  lr_decay_style: cosine
-  weight_decay: 0.1
-  enable_mixed_precision: false
-  enable_gradient_checkpointing: false
-  save_steps: 4
-  save_hf_weights: false
-  load_checkpoint_path: auto
-  log_format: structured
-  use_wandb: false
-"""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("resume")
-    generator = torch.Generator().manual_seed(3)
-    with (folder / "train.jsonl").open("w") as file:
-        for _ in range(300):
-            length = int(torch.randint(4, 40, (1,), generator=generator))
-            ids = torch.randint(0, 64, (length,), generator=generator).tolist()
-            file.write(json.dumps({"input_ids": ids, "labels": [-100, *ids[1:]]}) + "\n")
+    write_rows(folder / "train.jsonl", 300)
     write_config(folder / "model", hf_config(tie_word_embeddings=True, initializer_range=0.02))
     experts = {"mlp_only_layers": [0], "moe_intermediate_size": 32}
     write_config(folder / "experts", hf_config("qwen3_moe", **experts, initializer_range=0.02))
@@ -82,9 +48,6 @@ def run(
     overrides: Sequence[str] = (),
 ) -> int:
     """What one rank does; with `killed_at`, every rank dies when the checkpoint of that step has been published."""
-    text = CONFIG.format(folder=folder, output=output, mode=mode, accumulation=accumulation, steps=NUM_STEPS)
-    path = output.parent / f"{output.name}_{os.environ['RANK']}.yaml"
-    path.write_text(text)
     overrides = [part.format(folder=folder) for part in overrides]
     if killed_at is not None:
         keep_choices({os.environ["RANK"]: "nccl"})  # stands for a measurement on GPUs
@@ -97,23 +60,30 @@ def run(
                 os.kill(os.getpid(), signal.SIGKILL)
 
         Checkpoints.save = save_and_die
-    return run_training(load_config(path, overrides))
+    return run_training(loaded(folder, output, mode, accumulation, overrides))
+
+
+def loaded(folder: Path, output: Path, mode: str, accumulation: int, overrides: Sequence[str]) -> LoadedConfig:
+    options = {
+        "data": {"sample_packing_method": "multipack", "pad_to_multiple_of": 16},
+        "data_parallel_mode": mode,
+        "micro_batch_size": 1,
+        "gradient_accumulation_steps": accumulation,
+        "max_steps": NUM_STEPS,
+        "lr_warmup_ratio": 0.2,
+        "lr_decay_style": "cosine",
+        "weight_decay": 0.1,
+        "save_steps": KILLED_AT,
+        "load_checkpoint_path": "auto",
+    }
+    path = output.parent / f"{output.name}_{os.environ['RANK']}.yaml"
+    return load_config(write_run(path, folder, output, **options), overrides)
 
 
 def losses(output: Path) -> dict[int, tuple[float, float]]:
     """(loss, gradient norm) by step."""
     records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     return {record["step"]: (record["loss"], record["grad_norm"]) for record in records if "loss" in record}
-
-
-class Tensors(dict):
-    """Named tensors as a part of a checkpoint's state."""
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return dict(self)
-
-    def load_state_dict(self, _: dict[str, Tensor]) -> None:
-        pass
 
 
 def final_state(output: Path) -> dict[str, Tensor]:
@@ -331,10 +301,8 @@ def test_automatic_recomputation_leaves_no_trace(ended, folder: Path, tmp_path: 
 
 def error_of(folder: Path, output: Path, *overrides: str) -> str:
     """What a run with these overrides is refused with."""
-    path = output.parent / f"{output.name}_{os.environ['RANK']}.yaml"
-    path.write_text(CONFIG.format(folder=folder, output=output, mode="fsdp2", accumulation=1, steps=NUM_STEPS))
     try:
-        run_training(load_config(path, overrides))
+        run_training(loaded(folder, output, "fsdp2", 1, overrides))
     except ValueError as error:
         return str(error)
     return "no error"

@@ -75,7 +75,6 @@ def outcome(layout: str, keep_gathered: bool = False, is_distributed: bool = Fal
     return Outcome(sorted(before, key=lambda result: result.request_id) + after, collectives, num_tokens, gradients)
 
 
-@pytest.mark.multi
 @pytest.mark.parametrize(
     ("layout", "options"),
     [

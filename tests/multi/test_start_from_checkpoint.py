@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tiny_models import hf_config, write_config
+from tiny_runs import run_values
 from xorl.ckpt import CheckpointError, read_manifest
 from xorl.ckpt.layout import latest_checkpoint
 from xorl.config import config_from_mapping
@@ -30,28 +31,8 @@ def write_data(path: Path) -> None:
 
 def run(folder: Path, name: str, model: dict[str, object], **train: object) -> Callable[[], int]:
     """What each rank does; the run's folder is `name` in `folder`."""
-    loaded = config_from_mapping(
-        {
-            "model": model,
-            "data": {
-                "datasets": [{"path": str(folder / "data.jsonl")}],
-                "dataset_prepared_path": str(folder / "prepared"),
-                "sample_packing_sequence_len": 64,
-                "dataloader_num_workers": 0,
-                "pad_to_multiple_of": 8,
-            },
-            "train": {
-                "output_dir": str(folder / name),
-                "max_steps": NUM_STEPS,
-                "lr": 0.01,
-                "enable_mixed_precision": False,
-                "save_hf_weights": False,
-                "log_format": "structured",
-                "use_wandb": False,
-                **train,
-            },
-        }
-    )
+    values = run_values(folder, folder / name, max_steps=NUM_STEPS, **train)
+    loaded = config_from_mapping({**values, "model": model})
     return lambda: run_training(loaded)
 
 
@@ -63,13 +44,12 @@ def first_step(output: Path) -> dict[str, float]:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with data, a model's config.json and, in `run`, the checkpoint of a process that trained it."""
     folder = tmp_path_factory.mktemp("saved")
-    write_data(folder / "data.jsonl")
+    write_data(folder / "train.jsonl")
     model = {"config_path": str(write_config(folder / "model", hf_config()))}
     assert run(folder, "run", model, data_parallel_mode="none")() == 0
     return folder
 
 
-@pytest.mark.multi
 @pytest.mark.parametrize(
     ("manager", "ranks", "modes"), [("dcp", (2, 1), ("fsdp2", "none")), ("torch", (1, 2), ("none", "fsdp2"))]
 )
@@ -77,7 +57,7 @@ def test_a_run_starts_from_a_checkpoint_as_from_its_export(
     manager: str, ranks: tuple[int, int], modes: tuple[str, str], tmp_path: Path, run_ranks
 ) -> None:
     # Catches weights in the wrong place, a step or moments that come along, and a layout that has to stay as it was.
-    write_data(tmp_path / "data.jsonl")
+    write_data(tmp_path / "train.jsonl")
     model = {"config_path": str(write_config(tmp_path / "model", hf_config()))}
     before = run(tmp_path, "before", model, data_parallel_mode=modes[0], ckpt_manager=manager)
     assert run_ranks(before, ranks[0]) == [0] * ranks[0]
@@ -130,7 +110,6 @@ def test_what_no_run_can_start_from_is_refused(saved: Path, tmp_path: Path) -> N
     assert read_architecture(ModelConfig(model_path=str(saved / "run")), "dcp").config.hidden_size == 32
 
 
-@pytest.mark.multi
 def test_a_damaged_checkpoint_is_refused_on_every_rank(saved: Path, tmp_path: Path, run_ranks) -> None:
     # Catches values that are loaded though their file has changed, and ranks that wait for the one that noticed.
     shutil.copytree(saved / "run", tmp_path / "run")

@@ -7,39 +7,15 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
 
 from tiny_models import hf_config, write_config
+from tiny_runs import write_rows, write_run
 from xorl.ckpt import CheckpointError, read_manifest
 from xorl.config import load_config
 from xorl.data import DataError
 from xorl.data.stream import files, lane, order
 from xorl.train.run import run_training
 
-CONFIG = """
-model:
-  config_path: {folder}/model
-data:
-  datasets: [{{path: {folder}/train.jsonl}}]
-  streaming: true
-  dataset_prepared_path: {folder}/prepared
-  sample_packing_sequence_len: 64
-  dataloader_num_workers: {workers}
-  pad_to_multiple_of: 16
-train:
-  output_dir: {output}
-  data_parallel_mode: ddp
-  gradient_accumulation_steps: {accumulation}
-  max_steps: {steps}
-  lr: 1e-2
-  enable_mixed_precision: false
-  enable_gradient_checkpointing: false
-  save_hf_weights: false
-  load_checkpoint_path: auto
-  log_format: structured
-  use_wandb: false
-  save_async: true
-"""
 BINS_PER_STEP = 12
 
 
@@ -50,22 +26,22 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(order, "_RUNS_PER_LANE", 1)
     for module in (order, lane):
         monkeypatch.setattr(module, "RUN_BINS", 6)
-    generator = torch.Generator().manual_seed(3)
-    with (tmp_path / "train.jsonl").open("w") as file:
-        for _ in range(250):
-            length = int(torch.randint(4, 40, (1,), generator=generator))
-            ids = torch.randint(0, 64, (length,), generator=generator).tolist()
-            file.write(json.dumps({"input_ids": ids, "labels": [-100, *ids[1:]]}) + "\n")
+    write_rows(tmp_path / "train.jsonl", 250)
     write_config(tmp_path / "model", hf_config(tie_word_embeddings=True, initializer_range=0.02))
     return tmp_path
 
 
 def run(folder: Path, output: Path, steps: int, workers: int = 0) -> int:
-    accumulation = BINS_PER_STEP // int(os.environ["WORLD_SIZE"])
+    options = {
+        "data": {"streaming": True, "dataloader_num_workers": workers, "pad_to_multiple_of": 16},
+        "data_parallel_mode": "ddp",
+        "gradient_accumulation_steps": BINS_PER_STEP // int(os.environ["WORLD_SIZE"]),
+        "max_steps": steps,
+        "load_checkpoint_path": "auto",
+        "save_async": True,
+    }
     path = output.parent / f"{output.name}_{os.environ['RANK']}.yaml"
-    text = CONFIG.format(folder=folder, output=output, accumulation=accumulation, steps=steps, workers=workers)
-    path.write_text(text)
-    return run_training(load_config(path))
+    return run_training(load_config(write_run(path, folder, output, **options)))
 
 
 def records(output: Path) -> list[tuple[float, ...]]:
@@ -74,7 +50,6 @@ def records(output: Path) -> list[tuple[float, ...]]:
     return [(line["step"], line["num_tokens"], line["num_trained_tokens"], line["loss"]) for line in lines]
 
 
-@pytest.mark.multi
 def test_resumed_streams_train_on_the_same_documents(folder: Path, run_ranks) -> None:
     # Catches documents that are repeated or lost where a run goes on, within an epoch (7 steps) and beyond its end.
     whole = folder / "whole"
@@ -96,7 +71,6 @@ def test_resumed_streams_train_on_the_same_documents(folder: Path, run_ranks) ->
     assert receipts[0]["fill"] == pytest.approx(sum(row[1] for row in found) / (10 * BINS_PER_STEP * 64))
 
 
-@pytest.mark.multi
 def test_a_stream_over_other_files_is_not_continued(folder: Path, run_ranks) -> None:
     # Catches a place in the data that is applied to data which it does not belong to.
     output = folder / "output"
@@ -114,7 +88,6 @@ def test_a_stream_over_other_files_is_not_continued(folder: Path, run_ranks) -> 
     assert "the data is not what this checkpoint was trained on" in run_ranks(refused, 1)[0]
 
 
-@pytest.mark.multi
 def test_a_stream_that_fails_before_its_first_checkpoint_leaves_a_receipt(folder: Path, run_ranks) -> None:
     # Catches a run of which nothing tells what it was to train on.
     output = folder / "output"

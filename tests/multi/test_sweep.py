@@ -99,7 +99,6 @@ def config_of(folder: Path, layout: str, data: dict[str, object] | None = None, 
     ).config
 
 
-@pytest.mark.multi
 @pytest.mark.parametrize(
     "layouts",
     [
@@ -154,7 +153,6 @@ def learnt(config: Config) -> tuple[dict[str, list[dict[str, float]]], dict[str,
     )
 
 
-@pytest.mark.multi
 def test_members_of_ranks_that_share_rows_learn_what_one_process_teaches(folder: Path, run_ranks) -> None:
     # Catches tokens of a member that are counted by every rank that shares them, rows whose parts have other members
     # than the row, and an evaluation of parts of documents.
@@ -207,7 +205,6 @@ def bank_engine(folder: Path, layout: str, names: str) -> BankEngine:
     return BankEngine(model, bank, device, flops=lambda name, lengths: 0.0)
 
 
-@pytest.mark.multi
 def test_ranks_may_have_tokens_of_different_adapters(folder: Path, run_ranks) -> None:
     # Catches residency that ranks must share, and an update from one rank's tokens alone.
     def batch(seed: int) -> list[Document]:
@@ -232,7 +229,6 @@ def test_ranks_may_have_tokens_of_different_adapters(folder: Path, run_ranks) ->
             torch.testing.assert_close(measured[name], value, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.multi
 def test_padding_between_adapters_is_left_out(tmp_path: Path, run_ranks) -> None:
     # Catches the experts of the last document left out instead of the padding, and statistics of routers that count
     # padding or the tokens of another adapter.

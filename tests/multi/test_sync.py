@@ -58,7 +58,6 @@ def sync(model: ParallelModel, to: list[ReceiverAddress], options: SyncOptions =
     return WeightSender(torch.device("cpu")).send(groups, to, options)
 
 
-@pytest.mark.multi
 @pytest.mark.parametrize("layout", ["none", "zero3-2", "hsdp-2x2"])
 def test_servers_get_the_bytes_of_the_weights(layout: str, run_ranks: Callable) -> None:
     # Catches shards sent as wholes, fused weights sent as such, other names, a wrong order, and lost gradients.
@@ -97,7 +96,6 @@ def test_servers_get_the_bytes_of_the_weights(layout: str, run_ranks: Callable) 
             ]
 
 
-@pytest.mark.multi
 def test_a_part_of_the_model_is_in_memory_at_a_time(run_ranks: Callable) -> None:
     # Catches weights that are all made before the first is sent, or that stay until the last is.
     alive: list[weakref.ref] = []
@@ -124,7 +122,6 @@ def test_a_part_of_the_model_is_in_memory_at_a_time(run_ranks: Callable) -> None
         assert held == [0] * 12
 
 
-@pytest.mark.multi
 def test_hosts_that_are_none_fail_alone(run_ranks: Callable) -> None:
     # Catches a rank that raises for an address, while the others wait for it.
     with fake_engines([]) as (engine,):
@@ -153,7 +150,6 @@ FAILURES: Mapping[str, tuple[list[str], str, str, bool]] = {
 }
 
 
-@pytest.mark.multi
 @pytest.mark.parametrize("fault", FAILURES)
 def test_one_server_fails_and_the_other_goes_on(fault: str, run_ranks: Callable) -> None:
     # Catches a rank that waits for the dead, a server that serves half-new weights, and one failure that is everyone's.
@@ -183,7 +179,6 @@ def test_one_server_fails_and_the_other_goes_on(fault: str, run_ranks: Callable)
             assert not seen["groups"]
 
 
-@pytest.mark.multi
 def test_a_whole_sync_mends_what_a_broken_one_left(run_ranks: Callable) -> None:
     # Catches groups, ports and names that a failed sync leaves taken.
     with fake_engines(["--refuse-bucket", "1"], []) as engines:

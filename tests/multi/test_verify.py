@@ -43,9 +43,6 @@ from xorl.train.verify import (
     without_recomputation,
 )
 
-# The first test that needs a number of ranks waits for all that they compute.
-pytestmark = [pytest.mark.multi, pytest.mark.timeout(900)]
-
 NUM_EXPERTS = 4
 FSDP = {"data_parallel_mode": "fsdp2"}
 DROPOUT = {"enable_lora": True, "lora_dropout": 0.2}

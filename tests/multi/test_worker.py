@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from engines import fake_engines
 from placement import whole
 from worker_ranks import (
     ADAPTER,
@@ -25,6 +22,7 @@ from worker_ranks import (
     done,
     gradients,
     make,
+    refusal_of,
     service_config,
     shards,
     train,
@@ -43,21 +41,17 @@ from xorl.server.identifiers import CheckpointKind, CheckpointRef, checkpoint_fo
 from xorl.server.operations import (
     AbortGradients,
     CreateModel,
-    Endpoint,
     Failure,
     ForwardBackward,
     LoadWeights,
     LoraSpec,
     LossResult,
-    ModelCreated,
     OptimResult,
     OptimStep,
     Saved,
     SaveFullWeights,
     SaveWeights,
     SaveWeightsForSampler,
-    SyncResult,
-    SyncWeights,
     UnloadModel,
 )
 from xorl.server.worker.adapters import AdapterModels
@@ -123,7 +117,6 @@ class Reference:
         return {name: value.detach().clone() for name, value in found.items() if value.requires_grad}
 
 
-@pytest.mark.multi
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_losses_gradients_and_steps_are_those_of_plain_torch(
@@ -175,9 +168,9 @@ def test_losses_gradients_and_steps_are_those_of_plain_torch(
         assert all(torch.equal(other[name], value) for name, value in learnt.items())
 
 
-@pytest.mark.multi
+@pytest.mark.ranks(1)
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_the_service_and_local_training_give_the_same_gradient_to_the_bit(kind: str, tmp_path: Path, run_ranks) -> None:
+def test_the_service_and_local_training_give_the_same_gradient_to_the_bit(kind: str, tmp_path: Path) -> None:
     # Catches a service that computes by other ways than local training.
     rows = [np.random.default_rng(seed).integers(0, 60, 9 + seed) for seed in range(4)]
     targets = [np.append(row[1:], -100) for row in rows]
@@ -188,133 +181,114 @@ def test_the_service_and_local_training_give_the_same_gradient_to_the_bit(kind: 
     # Ranks that a bank has no room beside; local training leaves the head out.
     options = {**LORA, "lora_rank": 8, "lora_target_modules": "all-linear"} if kind == "lora" else {}
 
-    def run() -> None:
-        worker = worker_of(service_config(tmp_path, **options))
-        done(worker, CreateModel("m", lora=LoraSpec(seed=42) if kind == "lora" else None))
-        result = done(worker, ForwardBackward("m", data, "cross_entropy"))
-        assert isinstance(result, LossResult)
-        base = worker.base
-        engine = build_engine(base.local, base.architecture, base.mesh, base.device)
-        packed = collate([Document(row, row) for row in rows], pad_to_multiple_of=base.local.data.pad_to_multiple_of)
-        losses = engine.forward_backward(
-            [packed], partial(cross_entropy, **head_options_of(base.local.model, base.local.train))
-        )
-        assert float(losses.loss_sum) == pytest.approx(result.metrics["loss:sum"], rel=1e-6)
-        module = engine.model.module
-        local = {name: whole(p.grad) for name, p in module.named_parameters() if p.requires_grad}
-        for name, adapter in adapters(module).items():
-            local |= {f"{name}.lora_A": whole(adapter.A.grad), f"{name}.lora_B": whole(adapter.B.grad)}
-        found = gradients(worker, "m")
-        assert len(found) > 10
-        assert all(torch.equal(gradient, local[name]) for name, gradient in found.items())
-
-    run_ranks(run, 1)
+    worker = worker_of(service_config(tmp_path, **options))
+    done(worker, CreateModel("m", lora=LoraSpec(seed=42) if kind == "lora" else None))
+    result = done(worker, ForwardBackward("m", data, "cross_entropy"))
+    base = worker.base
+    engine = build_engine(base.local, base.architecture, base.mesh, base.device)
+    packed = collate([Document(row, row) for row in rows], pad_to_multiple_of=base.local.data.pad_to_multiple_of)
+    losses = engine.forward_backward(
+        [packed], partial(cross_entropy, **head_options_of(base.local.model, base.local.train))
+    )
+    assert float(losses.loss_sum) == pytest.approx(result.metrics["loss:sum"], rel=1e-6)
+    module = engine.model.module
+    local = {name: whole(p.grad) for name, p in module.named_parameters() if p.requires_grad}
+    for name, adapter in adapters(module).items():
+        local |= {f"{name}.lora_A": whole(adapter.A.grad), f"{name}.lora_B": whole(adapter.B.grad)}
+    found = gradients(worker, "m")
+    assert len(found) > 10
+    assert all(torch.equal(gradient, local[name]) for name, gradient in found.items())
 
 
-@pytest.mark.multi
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_a_failed_call_leaves_the_gradient_on_every_rank(kind: str, tmp_path: Path, run_ranks) -> None:
+def test_a_failed_call_leaves_the_gradient_on_every_rank(kind: str, tmp_path: Path) -> None:
     # Catches half of a failed forward_backward in the next step, and workers that hang or end with it.
     good = [datum(5 + i, i) for i in range(5)]
 
-    def run() -> None:
-        worker = make(tmp_path, kind, **shards(2))
-        done(worker, ForwardBackward("m", good, "cross_entropy"))
-        before = gradients(worker, "m")
-        bad = [
-            (ForwardBackward("m", [good[0], datum(65)], "cross_entropy"), "datum 1 has 65 tokens"),
-            (ForwardBackward("m", good, "nonsense"), "unknown loss 'nonsense'"),
-            (ForwardBackward("m", good, "ppo"), "needs logprobs and advantages"),
-            (ForwardBackward("m", good, "cross_entropy", {"temperature": 2.0}), "has no option 'temperature'"),
-            (ForwardBackward("x", good, "cross_entropy"), "there is no model 'x'"),
-            (ForwardBackward("m", [], "cross_entropy"), "data is empty"),
-            (ForwardBackward("m", [datum(4, mask=1.0)], "cross_entropy"), "unknown input mask"),
-        ]
-        for operation, message in bad:
-            (failure,) = ask(worker, operation)
-            assert isinstance(failure, Failure)
-            assert failure.category == "user"
-            assert message in failure.message
-        layer = worker.base.module.layers[1]
+    worker = make(tmp_path, kind, **shards(2))
+    done(worker, ForwardBackward("m", good, "cross_entropy"))
+    before = gradients(worker, "m")
+    bad = [
+        (ForwardBackward("m", [good[0], datum(65)], "cross_entropy"), "datum 1 has 65 tokens"),
+        (ForwardBackward("m", good, "nonsense"), "unknown loss 'nonsense'"),
+        (ForwardBackward("m", good, "ppo"), "needs logprobs and advantages"),
+        (ForwardBackward("m", good, "cross_entropy", {"temperature": 2.0}), "has no option 'temperature'"),
+        (ForwardBackward("x", good, "cross_entropy"), "there is no model 'x'"),
+        (ForwardBackward("m", [], "cross_entropy"), "data is empty"),
+        (ForwardBackward("m", [datum(4, mask=1.0)], "cross_entropy"), "unknown input mask"),
+    ]
+    for operation, message in bad:
+        failure = refusal_of(worker, operation)
+        assert failure.category == "user"
+        assert message in failure.message
+    layer = worker.base.module.layers[1]
 
-        def broken(module: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> Tensor:
-            raise RuntimeError("a kernel failed")
+    def broken(module: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        raise RuntimeError("a kernel failed")
 
-        for hook in (layer.register_forward_hook(broken), layer.register_full_backward_pre_hook(_broken_backward)):
-            (failure,) = ask(worker, ForwardBackward("m", good, "cross_entropy"))
-            hook.remove()
-            assert isinstance(failure, Failure)
-            assert failure.category == "server"
-        after = gradients(worker, "m")
-        assert before.keys() == after.keys()
-        assert all(torch.equal(before[name], value) for name, value in after.items())
-        done(worker, ForwardBackward("m", good, "cross_entropy"), OptimStep("m", 1e-2))
-        learnt = trained_values(worker, "m")
-        done(worker, ForwardBackward("m", good, "cross_entropy"), AbortGradients("m"))
-        update = done(worker, OptimStep("m", 1e-2))
-        assert isinstance(update, OptimResult)
-        assert (update.metrics["no_gradient"], update.metrics["step"]) == (1, 1)
-        assert all(torch.equal(learnt[name], value) for name, value in trained_values(worker, "m").items())
-
-    run_ranks(run, 2)
+    for hook in (layer.register_forward_hook(broken), layer.register_full_backward_pre_hook(_broken_backward)):
+        (failure,) = ask(worker, ForwardBackward("m", good, "cross_entropy"))
+        hook.remove()
+        assert failure.category == "server"
+    after = gradients(worker, "m")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], value) for name, value in after.items())
+    done(worker, ForwardBackward("m", good, "cross_entropy"), OptimStep("m", 1e-2))
+    learnt = trained_values(worker, "m")
+    done(worker, ForwardBackward("m", good, "cross_entropy"), AbortGradients("m"))
+    update = done(worker, OptimStep("m", 1e-2))
+    assert (update.metrics["no_gradient"], update.metrics["step"]) == (1, 1)
+    assert all(torch.equal(learnt[name], value) for name, value in trained_values(worker, "m").items())
 
 
-@pytest.mark.multi
-def test_one_rank_that_fails_fails_the_call_on_all(tmp_path: Path, run_ranks) -> None:
+@pytest.mark.ranks(2)
+def test_one_rank_that_fails_fails_the_call_on_all(tmp_path: Path) -> None:
     # Catches a gradient that only the other ranks have, and ranks that then meet in different collectives.
     data = [datum(5 + i, i) for i in range(6)]
 
-    def run() -> None:
-        options = {"data_parallel_mode": "ddp", "data_parallel_replicate_size": 2}
-        worker = worker_of(service_config(tmp_path, **LORA, **options))
-        done(worker, CreateModel("m", lora=ADAPTER), ForwardBackward("m", data, "cross_entropy"))
-        before = gradients(worker, "m")
-        hooks = []
-        if worker.base.runtime.rank == 1:
-            hooks.append(worker.base.module.layers[1].register_full_backward_pre_hook(_broken_backward))
-        (failure,) = ask(worker, ForwardBackward("m", data, "cross_entropy"))
-        for hook in hooks:
-            hook.remove()
-        assert isinstance(failure, Failure)
-        assert "a kernel failed" in failure.message
-        assert all(torch.equal(before[name], value) for name, value in gradients(worker, "m").items())
-        done(worker, *train("m", data))
-
-    run_ranks(run, 2)
+    options = {"data_parallel_mode": "ddp", "data_parallel_replicate_size": 2}
+    worker = worker_of(service_config(tmp_path, **LORA, **options))
+    done(worker, CreateModel("m", lora=ADAPTER), ForwardBackward("m", data, "cross_entropy"))
+    before = gradients(worker, "m")
+    hooks = []
+    if worker.base.runtime.rank == 1:
+        hooks.append(worker.base.module.layers[1].register_full_backward_pre_hook(_broken_backward))
+    (failure,) = ask(worker, ForwardBackward("m", data, "cross_entropy"))
+    for hook in hooks:
+        hook.remove()
+    assert "a kernel failed" in failure.message
+    assert all(torch.equal(before[name], value) for name, value in gradients(worker, "m").items())
+    done(worker, *train("m", data))
 
 
-@pytest.mark.multi
-def test_one_rank_that_cannot_prepare_a_pass_fails_it_on_all(tmp_path: Path, run_ranks) -> None:
+@pytest.mark.ranks(2)
+def test_one_rank_that_cannot_prepare_a_pass_fails_it_on_all(tmp_path: Path) -> None:
     """Catches ranks that begin a pass while another, whose adapter is lost on its disk, tells them of its failure."""
     data = [datum(5 + i, i) for i in range(6)]
 
-    def run() -> None:
-        options = {"data_parallel_mode": "ddp", "data_parallel_replicate_size": 2}
-        worker = worker_of(service_config(tmp_path, **LORA | {"lora_models_on_device": 1}, **options))
-        assert isinstance(worker.models, AdapterModels)
-        done(worker, CreateModel("m", lora=ADAPTER), ForwardBackward("m", data, "cross_entropy"))
-        before = gradients(worker, "m")
-        done(worker, CreateModel("other", lora=ADAPTER))
-        store = worker.models.bank._store
-        away = store.get("m")
-        if worker.base.runtime.rank == 1:
-            store.drop("m")
-        (failure,) = ask(worker, ForwardBackward("m", data, "cross_entropy"))
-        assert isinstance(failure, Failure)
-        assert "its file on disk cannot be read" in failure.message
-        if worker.base.runtime.rank == 1:
-            store.put("m", away)
-        assert all(torch.equal(before[name], value) for name, value in gradients(worker, "m").items())
-        done(worker, *train("m", data))
-
-    run_ranks(run, 2)
+    options = {"data_parallel_mode": "ddp", "data_parallel_replicate_size": 2}
+    worker = worker_of(service_config(tmp_path, **LORA | {"lora_models_on_device": 1}, **options))
+    assert isinstance(worker.models, AdapterModels)
+    done(worker, CreateModel("m", lora=ADAPTER), ForwardBackward("m", data, "cross_entropy"))
+    before = gradients(worker, "m")
+    done(worker, CreateModel("other", lora=ADAPTER))
+    store = worker.models.bank._store
+    away = store.get("m")
+    if worker.base.runtime.rank == 1:
+        store.drop("m")
+    failure = refusal_of(worker, ForwardBackward("m", data, "cross_entropy"))
+    assert "its file on disk cannot be read" in failure.message
+    if worker.base.runtime.rank == 1:
+        store.put("m", away)
+    assert all(torch.equal(before[name], value) for name, value in gradients(worker, "m").items())
+    done(worker, *train("m", data))
 
 
 def _broken_backward(module: nn.Module, given: tuple[Tensor, ...]) -> None:
     raise RuntimeError("a kernel failed")
 
 
-@pytest.mark.multi
 @pytest.mark.parametrize(("kind", "num_ranks"), [("full", 1), ("full", 2), ("lora", 2)])
 def test_saved_models_go_on_to_the_bit(kind: str, num_ranks: int, tmp_path: Path, run_ranks) -> None:
     # Catches states, counts and seeds that a checkpoint lacks, and names that are overwritten or lead elsewhere.
@@ -324,11 +298,9 @@ def test_saved_models_go_on_to_the_bit(kind: str, num_ranks: int, tmp_path: Path
     def first() -> dict[str, Tensor]:
         worker = make(tmp_path, kind, **shards(num_ranks))
         done(worker, *train("m", data), SaveWeights("m", "a"), SaveWeightsForSampler("m", "s"))
-        (again,) = ask(worker, SaveWeights("m", "a"), ids=["another"])
-        assert isinstance(again, Failure)
+        again = refusal_of(worker, SaveWeights("m", "a"), ids=["another"])
         assert again.status == 409
-        (same,) = ask(worker, SaveWeights("m", "a"))
-        assert isinstance(same, Saved)
+        same = done(worker, SaveWeights("m", "a"))
         assert same.size_bytes > 0
         done(worker, *train("m", data))
         ask(worker, SaveWeights("m", "b"), ids=["b"])
@@ -338,11 +310,9 @@ def test_saved_models_go_on_to_the_bit(kind: str, num_ranks: int, tmp_path: Path
 
     def second() -> dict[str, Tensor]:
         worker = worker_of(service_config(tmp_path, **KINDS[kind], **shards(num_ranks)))
-        (missing,) = ask(worker, CreateModel("n", checkpoint=CheckpointRef("m", "weights", "no")))
-        assert isinstance(missing, Failure)
+        missing = refusal_of(worker, CreateModel("n", checkpoint=CheckpointRef("m", "weights", "no")))
         assert missing.status == 404
         created = done(worker, CreateModel("n", checkpoint=ref, with_optimizer=True))
-        assert isinstance(created, ModelCreated)
         assert (created.num_steps, created.lora_rank) == (1, 3 if kind == "lora" else None)
         names: dict[CheckpointKind, str] = {"weights": "a", "sampler_weights": "s", "external_weights": "e"}
         for saved, name in names.items():
@@ -354,8 +324,7 @@ def test_saved_models_go_on_to_the_bit(kind: str, num_ranks: int, tmp_path: Path
         done(worker, LoadWeights("n", ref, optimizer=True), *train("n", data))
         assert all(torch.equal(got[name], value) for name, value in trained_values(worker, "n").items())
         done(worker, LoadWeights("n", CheckpointRef("m", "sampler_weights", "s"), optimizer=False))
-        (refused,) = ask(worker, LoadWeights("n", CheckpointRef("m", "sampler_weights", "s"), optimizer=True))
-        assert isinstance(refused, Failure)
+        refusal_of(worker, LoadWeights("n", CheckpointRef("m", "sampler_weights", "s"), optimizer=True))
         done(worker, *train("n", data))
         fresh = trained_values(worker, "n")
         assert not all(torch.equal(got[name], value) for name, value in fresh.items())
@@ -387,46 +356,40 @@ def test_saved_models_go_on_to_the_bit(kind: str, num_ranks: int, tmp_path: Path
     assert kind != "lora" or alone.read_bytes() == (tmp_path / "outputs/weights/m/b" / alone.name).read_bytes()
 
 
-@pytest.mark.multi
-def test_models_in_one_pass_are_what_they_are_alone(tmp_path: Path, run_ranks) -> None:
+@pytest.mark.ranks(2)
+def test_models_in_one_pass_are_what_they_are_alone(tmp_path: Path) -> None:
     # Catches clients who see each other's tokens, metrics or gradients, and more models than one pass holds.
     names = ("a", "b", "c", "d")
     own = {
         name: [datum(4 + 3 * i + 5 * j, 7 * i + j, weights=1.0 + i) for j in range(3)] for i, name in enumerate(names)
     }
 
-    def run() -> None:
-        worker = worker_of(service_config(tmp_path, **LORA, **shards(2)))
-        for index, name in enumerate(names):
-            done(worker, CreateModel(name, lora=LoraSpec(rank=1 + index, seed=index)))
-        alone = {name: [done(worker, *train(name, own[name])), trained_values(worker, name)] for name in names}
-        for name in names:
-            done(worker, UnloadModel(name))
-            done(worker, CreateModel(name, lora=LoraSpec(rank=1 + names.index(name), seed=names.index(name))))
-        calls = [ForwardBackward(name, own[name], "cross_entropy") for name in names]
-        wanted = [done(worker, ForwardBackward(n, own[n], "cross_entropy", forward_only=True)) for n in names]
-        wrong = ForwardBackward("a", [datum(70)], "cross_entropy")
-        results = ask(worker, *calls, wrong)
-        assert isinstance(results.pop(), Failure)
-        for got, one in zip(results, wanted, strict=True):
-            assert isinstance(got, LossResult)
-            assert isinstance(one, LossResult)
-            assert got.metrics == pytest.approx(one.metrics, rel=1e-5)
-            for mine, other in zip(got.fields["logprobs"], one.fields["logprobs"], strict=True):
-                np.testing.assert_allclose(values(mine), values(other), atol=1e-5)
-        for name in names:
-            done(worker, OptimStep(name, 1e-2))
-            for key, value in trained_values(worker, name).items():
-                torch.testing.assert_close(value, alone[name][1][key], rtol=1e-3, atol=1e-5)
-
-    run_ranks(run, 2)
+    worker = worker_of(service_config(tmp_path, **LORA, **shards(2)))
+    for index, name in enumerate(names):
+        done(worker, CreateModel(name, lora=LoraSpec(rank=1 + index, seed=index)))
+    alone = {name: [done(worker, *train(name, own[name])), trained_values(worker, name)] for name in names}
+    for name in names:
+        done(worker, UnloadModel(name))
+        done(worker, CreateModel(name, lora=LoraSpec(rank=1 + names.index(name), seed=names.index(name))))
+    calls = [ForwardBackward(name, own[name], "cross_entropy") for name in names]
+    wanted = [done(worker, ForwardBackward(n, own[n], "cross_entropy", forward_only=True)) for n in names]
+    wrong = ForwardBackward("a", [datum(70)], "cross_entropy")
+    results = ask(worker, *calls, wrong)
+    assert isinstance(results.pop(), Failure)
+    for got, one in zip(results, wanted, strict=True):
+        assert isinstance(got, LossResult)
+        assert got.metrics == pytest.approx(one.metrics, rel=1e-5)
+        for mine, other in zip(got.fields["logprobs"], one.fields["logprobs"], strict=True):
+            np.testing.assert_allclose(values(mine), values(other), atol=1e-5)
+    for name in names:
+        done(worker, OptimStep(name, 1e-2))
+        for key, value in trained_values(worker, name).items():
+            torch.testing.assert_close(value, alone[name][1][key], rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.multi
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("train_unembed", [True, False])
-def test_a_model_that_has_diverged_says_so_and_others_keep_their_numbers(
-    train_unembed: bool, tmp_path: Path, run_ranks
-) -> None:
+def test_a_model_that_has_diverged_says_so_and_others_keep_their_numbers(train_unembed: bool, tmp_path: Path) -> None:
     """Catches the loss of a uniform guess for a model of NaN, and NaN of its head in the loss of others."""
     policy = {"logprobs": -3.0, "advantages": 1.0}
     asked = {
@@ -435,60 +398,26 @@ def test_a_model_that_has_diverged_says_so_and_others_keep_their_numbers(
         "causallm_loss": [datum(6, 1, num_targets=3)],
     }
 
-    def run() -> None:
-        worker = worker_of(service_config(tmp_path, **LORA, **shards(2)))
-        done(worker, CreateModel("good", lora=ADAPTER), CreateModel("bad", lora=LoraSpec(train_unembed=train_unembed)))
-        done(worker, *train("bad", [datum(9)], lr=1e38))
-        for loss_fn, data in asked.items():
-            good, bad = (ForwardBackward(name, data, loss_fn, forward_only=True) for name in ("good", "bad"))
-            (alone,), (spoilt,) = ask(worker, good), ask(worker, bad)
-            # One datum to each rank, and then both rows of each rank with both models in them.
-            beside, spoilt_beside = ask(worker, good, bad)
-            both = ForwardBackward("good", data * 2, loss_fn), ForwardBackward("bad", data * 2, loss_fn)
-            mixed, spoilt_mixed = ask(worker, *both)
-            for result in (spoilt, spoilt_beside, spoilt_mixed):
-                assert isinstance(result, LossResult), result
-                numbers = {name: value for name, value in result.metrics.items() if name != "valid_tokens:sum"}
-                assert np.isnan(list(numbers.values())).all(), (loss_fn, numbers)
-                assert all(np.isnan(values(array)).all() for found in result.fields.values() for array in found)
-            for result, times in ((beside, 1), (mixed, 2)):
-                assert isinstance(alone, LossResult)
-                assert isinstance(result, LossResult), result
-                assert result.metrics["loss:sum"] == pytest.approx(times * alone.metrics["loss:sum"], rel=1e-5)
-                for array in result.fields["logprobs"]:
-                    np.testing.assert_allclose(values(array), values(alone.fields["logprobs"][0]), atol=1e-5)
-        ask(worker, *(ForwardBackward(name, asked["ppo"], "ppo") for name in ("good", "bad")))
-        steps = [done(worker, OptimStep(name, 1e-2)) for name in ("good", "bad")]
-        assert [step.metrics["skipped"] for step in steps if isinstance(step, OptimResult)] == [0, 1]
-
-    run_ranks(run, 2)
-
-
-@pytest.mark.multi
-@pytest.mark.parametrize("kind", list(KINDS))
-def test_endpoints_get_what_an_export_has(kind: str, tmp_path: Path, run_ranks) -> None:
-    # Catches a sync that sends the base, or another client's adapter, and an endpoint that fails a training run.
-    def run(ports: list[int]) -> SyncResult:
-        worker = make(tmp_path, kind, **shards(2))
-        if kind == "lora":
-            done(worker, CreateModel("other", lora=ADAPTER))
-        done(worker, *train("m", [datum(6, 1), datum(7, 2)], lr=0.1), SaveFullWeights("m", "e", "float32"))
-        endpoints = tuple(Endpoint("127.0.0.1", port) for port in ports)
-        assert isinstance(ask(worker, SyncWeights("m", endpoints=()))[0], Failure)
-        result = done(worker, SyncWeights("m", endpoints=endpoints, weight_version="4", buffer_size_mb=1))
-        done(worker, *train("m", [datum(6, 1)]))
-        assert isinstance(result, SyncResult)
-        return result
-
-    with fake_engines([], ["--refuse-bucket", "0"]) as engines:
-        got = run_ranks(partial(run, [engine.port for engine in engines]), 2)[0]
-        seen = engines[0].seen()
-    assert [one.success for one in got.endpoints] == [True, False]
-    assert not got.success
-    assert seen["version"] == "4"
-    (file,) = (tmp_path / "outputs" / "external_weights" / "m" / "e").glob("*.safetensors")
-    exported = load_file(file)
-    assert set(seen["tensors"]) == set(exported)
-    for name, tensor in exported.items():
-        digest = hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
-        assert seen["tensors"][name]["sha256"] == digest, name
+    worker = worker_of(service_config(tmp_path, **LORA, **shards(2)))
+    done(worker, CreateModel("good", lora=ADAPTER), CreateModel("bad", lora=LoraSpec(train_unembed=train_unembed)))
+    done(worker, *train("bad", [datum(9)], lr=1e38))
+    for loss_fn, data in asked.items():
+        good, bad = (ForwardBackward(name, data, loss_fn, forward_only=True) for name in ("good", "bad"))
+        (alone,), (spoilt,) = ask(worker, good), ask(worker, bad)
+        # One datum to each rank, and then both rows of each rank with both models in them.
+        beside, spoilt_beside = ask(worker, good, bad)
+        both = ForwardBackward("good", data * 2, loss_fn), ForwardBackward("bad", data * 2, loss_fn)
+        mixed, spoilt_mixed = ask(worker, *both)
+        for result in (spoilt, spoilt_beside, spoilt_mixed):
+            assert isinstance(result, LossResult), result
+            numbers = {name: value for name, value in result.metrics.items() if name != "valid_tokens:sum"}
+            assert np.isnan(list(numbers.values())).all(), (loss_fn, numbers)
+            assert all(np.isnan(values(array)).all() for found in result.fields.values() for array in found)
+        for result, times in ((beside, 1), (mixed, 2)):
+            assert isinstance(alone, LossResult)
+            assert result.metrics["loss:sum"] == pytest.approx(times * alone.metrics["loss:sum"], rel=1e-5)
+            for array in result.fields["logprobs"]:
+                np.testing.assert_allclose(values(array), values(alone.fields["logprobs"][0]), atol=1e-5)
+    ask(worker, *(ForwardBackward(name, asked["ppo"], "ppo") for name in ("good", "bad")))
+    steps = [done(worker, OptimStep(name, 1e-2)) for name in ("good", "bad")]
+    assert [step.metrics["skipped"] for step in steps if isinstance(step, OptimResult)] == [0, 1]

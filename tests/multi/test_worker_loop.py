@@ -6,7 +6,8 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,20 @@ import torch
 from torch import Tensor
 
 from sockets import ipc_address
-from worker_ranks import ADAPTER, KINDS, ask, datum, done, make, service_config, shards, train, trained_values
+from worker_ranks import (
+    ADAPTER,
+    KINDS,
+    ask,
+    datum,
+    done,
+    make,
+    refusal_of,
+    service_config,
+    shards,
+    train,
+    trained_values,
+    worker_of,
+)
 from xorl.ckpt.files import HashedFile
 from xorl.core import runtime
 from xorl.server.channel import BlockingServer, ChannelClient
@@ -38,8 +52,6 @@ from xorl.server.operations import (
     Failure,
     ForwardBackward,
     LoadWeights,
-    LossResult,
-    ModelCreated,
     OptimResult,
     OptimStep,
     Sample,
@@ -50,7 +62,6 @@ from xorl.server.operations import (
     UnloadModel,
 )
 from xorl.server.worker import serve
-from xorl.server.worker.base import build_base
 from xorl.server.worker.selftest import self_test
 from xorl.server.worker.worker import Worker
 
@@ -65,6 +76,21 @@ def failing_once_done(method: Callable[..., None]) -> Callable[..., None]:
     return do_and_fail
 
 
+@contextmanager
+def broken_on_rank_1(owner: object, name: str) -> Iterator[None]:
+    """Within it, a method fails on rank 1 once it has done what it is to do."""
+    method = getattr(owner, name)
+    if runtime.global_rank() == 1:
+        setattr(owner, name, failing_once_done(method))
+    yield
+    setattr(owner, name, method)
+
+
+def broken_disk() -> str:
+    """What this rank says of a disk that is broken on rank 1."""
+    return "OSError: a broken disk" if runtime.global_rank() == 1 else "rank 1: a broken disk"
+
+
 async def ask_all(address: str, works: list[Work], answers: list[Result]) -> None:
     client: ChannelClient[Done] = ChannelClient(address, Done)
     await client.start()
@@ -75,7 +101,6 @@ async def ask_all(address: str, works: list[Work], answers: list[Result]) -> Non
     await client.close()
 
 
-@pytest.mark.multi
 def test_work_is_done_once_by_all_ranks_and_answered_again(tmp_path: Path, run_ranks, monkeypatch) -> None:
     # Catches ranks that part, a result that is lost with its orchestrator, a step that is taken twice because it was
     # asked for again, and ranks that give up on a rank 0 which has nothing to do.
@@ -105,7 +130,7 @@ def test_work_is_done_once_by_all_ranks_and_answered_again(tmp_path: Path, run_r
             server = BlockingServer(address, Work | Cancel, intercept=cancelled.intercept)
             asking = threading.Thread(target=lambda: asyncio.run(ask_all(server.address, works, answers)))
             asking.start()
-        worker = Worker(build_base(config, runtime.init("cpu")))
+        worker = worker_of(config)
         self_test(worker)
         assert not worker.models.names
         if server is None:
@@ -118,21 +143,16 @@ def test_work_is_done_once_by_all_ranks_and_answered_again(tmp_path: Path, run_r
 
     answers, _ = run_ranks(run, 2)
     health, _, loss, empty, first, again, second, refused, last = answers
-    assert isinstance(health, HealthResult)
     assert health.world_size == 2
-    assert isinstance(loss, LossResult)
     assert len(loss.fields["logprobs"]) == len(data)
     assert isinstance(empty, Failure)
     assert isinstance(first, OptimResult)
     assert first == again
-    assert isinstance(second, OptimResult)
     assert (first.metrics["step"], second.metrics["step"], second.metrics["no_gradient"]) == (1, 1, 1)
-    assert isinstance(refused, Failure)
     assert "1 to 128 of the characters" in refused.message
     assert isinstance(last, ShutdownResult)
 
 
-@pytest.mark.multi
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_a_save_in_the_background_lets_other_calls_run(kind: str, tmp_path: Path, run_ranks) -> None:
     # Catches workers that all clients wait for while one saves, a save that is acknowledged before it is complete, and
@@ -169,7 +189,7 @@ def test_a_save_in_the_background_lets_other_calls_run(kind: str, tmp_path: Path
 
         config = service_config(tmp_path, **KINDS[kind], save_async=True, **shards(2))
         with ipc_address("workers") as address:
-            worker = Worker(build_base(config, runtime.init("cpu")))
+            worker = worker_of(config)
             if runtime.global_rank() > 0:
                 serve.follow(worker)
                 return answers, trained_values(worker, "m")
@@ -190,10 +210,8 @@ def test_a_save_in_the_background_lets_other_calls_run(kind: str, tmp_path: Path
     health, was_saved, saved, again, taken, _ = answers
     assert isinstance(health, HealthResult)
     assert not was_saved
-    assert isinstance(saved, Saved)
     assert saved.size_bytes > 0
     assert again == saved
-    assert isinstance(taken, Failure)
     assert taken.status == 409
     expected, _ = run_ranks(fresh, 2)
     assert all(torch.equal(loaded[name], value) for name, value in expected.items())
@@ -213,7 +231,6 @@ def test_results_are_kept_within_bounds() -> None:
     assert [small.get(name) is not None for name in "ab"] == [False, True]
 
 
-@pytest.mark.multi
 def test_a_rank_that_dies_ends_the_others_and_its_call_has_no_answer(tmp_path: Path, run_ranks) -> None:
     """Catches a client that is told of a broken connection, as its call's final result, where one GPU's process died.
 
@@ -221,8 +238,7 @@ def test_a_rank_that_dies_ends_the_others_and_its_call_has_no_answer(tmp_path: P
     """
 
     def run() -> list[Result]:
-        worker = Worker(build_base(service_config(tmp_path, data_parallel_shard_size=2), runtime.init("cpu")))
-        worker.run(Work(["1"], [CreateModel("m")]))
+        worker = make(tmp_path, "full", **shards(2))
         if runtime.global_rank() == 1:
             worker.base.module.layers[1].register_forward_hook(lambda *_: os._exit(9))
         return worker.run(Work(["2"], [ForwardBackward("m", [datum(4, 1), datum(5, 2)], "cross_entropy")]))
@@ -230,13 +246,11 @@ def test_a_rank_that_dies_ends_the_others_and_its_call_has_no_answer(tmp_path: P
     assert run_ranks(run, 2) == ["no result", "no result"]
 
 
-@pytest.mark.multi
 def test_a_rank_that_dies_while_a_checkpoint_is_read_to_sample_from_leaves_no_answer(tmp_path: Path, run_ranks) -> None:
     """Catches a client that is told of a broken connection where the workers' start anew would give it its samples."""
 
     def run() -> list[Result]:
-        worker = Worker(build_base(service_config(tmp_path, data_parallel_shard_size=2), runtime.init("cpu")))
-        worker.run(Work(["1"], [CreateModel("m")]))
+        worker = make(tmp_path, "full", **shards(2))
         worker.run(Work(["2"], [SaveWeightsForSampler("m", "s")]))
         if runtime.global_rank() == 1:
             worker.saved.describe = lambda _: os._exit(9)
@@ -246,119 +260,72 @@ def test_a_rank_that_dies_while_a_checkpoint_is_read_to_sample_from_leaves_no_an
     assert run_ranks(run, 2) == ["no result", "no result"]
 
 
-@pytest.mark.multi
-def test_a_checkpoint_that_one_rank_cannot_read_is_held_by_none(tmp_path: Path, run_ranks) -> None:
+@pytest.mark.ranks(2)
+def test_a_checkpoint_that_one_rank_cannot_read_is_held_by_none(tmp_path: Path) -> None:
     # Catches ranks that part: one holds what another one has not, so only one of them reads it when it is asked for.
-
-    def run() -> list[Result]:
-        worker = Worker(build_base(service_config(tmp_path, data_parallel_shard_size=2), runtime.init("cpu")))
-        worker.run(Work(["1"], [CreateModel("m")]))
-        worker.run(Work(["2"], [SaveWeightsForSampler("m", "s")]))
-        sampler = CheckpointSampler(CheckpointRef("m", "sampler_weights", "s"))
-        sample = Sample(sampler, datum(4, 1).tokens, max_tokens=1)
-        hold = worker.saved.load_source
-        if runtime.global_rank() == 1:
-            worker.saved.load_source = failing_once_done(hold)
-        failed = worker.run(Work(["3"], [sample]))
-        worker.saved.load_source = hold
-        return [*failed, *worker.run(Work(["4"], [sample]))]
-
-    (failed, sampled), _ = run_ranks(run, 2)
-    assert isinstance(failed, Failure)
-    assert "rank 1: a broken disk" in failed.message
-    assert isinstance(sampled, SampleResult)
+    worker = make(tmp_path, "full", **shards(2))
+    done(worker, SaveWeightsForSampler("m", "s"))
+    sampler = CheckpointSampler(CheckpointRef("m", "sampler_weights", "s"))
+    sample = Sample(sampler, datum(4, 1).tokens, max_tokens=1)
+    with broken_on_rank_1(worker.saved, "load_source"):
+        assert broken_disk() in refusal_of(worker, sample).message
+    done(worker, sample)
 
 
-@pytest.mark.multi
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("fails", ["create", "load"])
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_a_model_that_one_rank_cannot_make_is_on_none(kind: str, fails: str, tmp_path: Path, run_ranks) -> None:
+def test_a_model_that_one_rank_cannot_make_is_on_none(kind: str, fails: str, tmp_path: Path) -> None:
     # Catches a name that is taken until the workers start anew, by a model that no client was given.
-    ref = CheckpointRef("m", "weights", "a")
-
-    def run() -> list[Result]:
-        config = service_config(tmp_path, **KINDS[kind], data_parallel_shard_size=2)
-        worker = Worker(build_base(config, runtime.init("cpu")))
-        done(worker, CreateModel("m"), SaveWeights("m", "a"), UnloadModel("m"))
-        owner = worker.models if fails == "create" else worker.saved
-        method = getattr(owner, fails)
-        if runtime.global_rank() == 1:
-            setattr(owner, fails, failing_once_done(method))
-        failed = ask(worker, CreateModel("n", checkpoint=ref))
-        setattr(owner, fails, method)
-        return [*failed, *ask(worker, CreateModel("n", checkpoint=ref))]
-
-    (failed, created), _ = run_ranks(run, 2)
-    assert isinstance(failed, Failure)
-    assert "rank 1: a broken disk" in failed.message
-    assert isinstance(created, ModelCreated)
+    worker = make(tmp_path, kind, **shards(2))
+    done(worker, SaveWeights("m", "a"), UnloadModel("m"))
+    again = CreateModel("n", checkpoint=CheckpointRef("m", "weights", "a"))
+    with broken_on_rank_1(worker.models if fails == "create" else worker.saved, fails):
+        assert broken_disk() in refusal_of(worker, again).message
+    done(worker, again)
 
 
-@pytest.mark.multi
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("change", ["before_loading", "after_loading"])
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_a_load_that_fails_on_one_rank_leaves_all_the_model_or_none(
-    kind: str, change: str, tmp_path: Path, run_ranks
-) -> None:
+def test_a_load_that_fails_on_one_rank_leaves_all_the_model_or_none(kind: str, change: str, tmp_path: Path) -> None:
     # Catches training with the checkpoint's weights on one rank and others on the next, and a base that is half loaded.
     load = LoadWeights("m", CheckpointRef("m", "weights", "a"), optimizer=True)
     data = [datum(4, 1), datum(5, 2)]
-
-    def run() -> tuple[list[Result], list[bool]]:
-        worker = make(tmp_path, kind, **shards(2))
-        first = trained_values(worker, "m")
-        done(worker, *train("m", data), SaveWeights("m", "a"), *train("m", data))
-        before = trained_values(worker, "m")
-
-        def failing(owner: object, name: str) -> Result:
-            method = getattr(owner, name)
-            if runtime.global_rank() == 1:
-                setattr(owner, name, failing_once_done(method))
-            (failure,) = ask(worker, load)
-            setattr(owner, name, method)
-            return failure
-
-        results = [failing(worker.saved, "describe")]
-        is_kept = same(before, trained_values(worker, "m"))
-        results += [failing(worker.models, change), *ask(worker, *train("m", data)[:1])]
-        done(worker, CreateModel("m", lora=ADAPTER if kind == "lora" else None))
-        return results, [is_kept, same(first, trained_values(worker, "m"))]
-
-    (results, kept), (_, others) = run_ranks(run, 2)
-    assert kept == others == [True, True]
-    early, late, gone = results
-    for failure, is_given_up in ((early, False), (late, True)):
-        assert isinstance(failure, Failure)
-        assert "rank 1: a broken disk" in failure.message
-        assert failure.model_given_up == is_given_up
-    assert isinstance(gone, Failure)
-    # Whoever lost the connection before it was told of the failure learns it, too.
-    assert ("there is no model 'm'" in gone.message, gone.model_given_up) == (True, True)
+    worker = make(tmp_path, kind, **shards(2))
+    first = trained_values(worker, "m")
+    done(worker, *train("m", data), SaveWeights("m", "a"), *train("m", data))
+    before = trained_values(worker, "m")
+    for owner, method in ((worker.saved, "describe"), (worker.models, change)):
+        with broken_on_rank_1(owner, method):
+            failure = refusal_of(worker, load)
+        assert broken_disk() in failure.message
+        assert failure.model_given_up == (method == change)
+        if method == "describe":
+            assert same(before, trained_values(worker, "m"))
+    assert_gone(worker, train("m", data)[0])
+    done(worker, CreateModel("m", lora=ADAPTER if kind == "lora" else None))
+    assert same(first, trained_values(worker, "m"))
 
 
-@pytest.mark.multi
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_a_step_that_fails_on_one_rank_leaves_the_model_on_none(kind: str, tmp_path: Path, run_ranks) -> None:
+def test_a_step_that_fails_on_one_rank_leaves_the_model_on_none(kind: str, tmp_path: Path) -> None:
     # Catches a client that is told that nothing was changed, by ranks of which some have taken the step.
-    data = [datum(4, 1), datum(5, 2)]
-
-    def run() -> list[Result]:
-        worker = make(tmp_path, kind, **shards(2))
-        call, step = train("m", data)
-        done(worker, call)
-        refused = ask(worker, OptimStep("m", 1e-2, grad_clip_norm=-1.0))
-        if runtime.global_rank() == 1:
-            worker.models.step = failing_once_done(worker.models.step)
-        return [*refused, *ask(worker, step), *ask(worker, call)]
-
-    (refused, failed, gone), _ = run_ranks(run, 2)
-    assert isinstance(refused, Failure)
-    assert not refused.model_given_up
-    assert isinstance(failed, Failure)
-    assert "rank 1: a broken disk; model m is rebuilt" in failed.message
+    worker = make(tmp_path, kind, **shards(2))
+    call, step = train("m", [datum(4, 1), datum(5, 2)])
+    done(worker, call)
+    assert not refusal_of(worker, OptimStep("m", 1e-2, grad_clip_norm=-1.0)).model_given_up
+    with broken_on_rank_1(worker.models, "step"):
+        failed = refusal_of(worker, step)
+    assert f"{broken_disk()}; model m is rebuilt" in failed.message
     assert failed.model_given_up
-    assert isinstance(gone, Failure)
-    # Whoever lost the connection before it was told of the failure learns it, too.
+    assert_gone(worker, call)
+
+
+def assert_gone(worker: Worker, call: Operation) -> None:
+    """Whoever lost the connection before it was told of the failure learns it, too."""
+    gone = refusal_of(worker, call)
     assert ("there is no model 'm'" in gone.message, gone.model_given_up) == (True, True)
 
 
@@ -367,7 +334,6 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
 
 
-@pytest.mark.multi
 @pytest.mark.parametrize(("kind", "fails"), [("full", "_compute"), ("lora", "_advance"), ("full", "submit")])
 def test_samples_that_one_rank_cannot_draw_fail_on_all_at_once(
     kind: str, fails: str, tmp_path: Path, run_ranks
@@ -401,27 +367,18 @@ def test_samples_that_one_rank_cannot_draw_fail_on_all_at_once(
     for results, seconds in run_ranks(run, 2):
         *wanted, failed = results
         assert all(isinstance(result, SampleResult) for result in wanted)
-        assert isinstance(failed, Failure)
         assert (failed.status, "a broken disk" in failed.message) == (500, True)
         assert seconds < GRACE_S / 10
 
 
-@pytest.mark.multi
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_weights_that_one_rank_cannot_keep_are_kept_by_none(kind: str, tmp_path: Path, run_ranks) -> None:
+def test_weights_that_one_rank_cannot_keep_are_kept_by_none(kind: str, tmp_path: Path) -> None:
     # Catches ranks that part: what one of them then forgets as its oldest weights, another one still samples from.
-    kept = [SaveWeightsForSampler("m", name, sampler_id="s") for name in ("first", "second")]
-
-    def run() -> list[bool]:
-        config = service_config(tmp_path, **KINDS[kind], data_parallel_shard_size=2)
-        worker = Worker(build_base(config, runtime.init("cpu")))
-        done(worker, CreateModel("m"))
-        keep = worker.models.snapshot
-        if runtime.global_rank() == 1:
-            worker.models.snapshot = failing_once_done(keep)
-        ask(worker, kept[0])
-        worker.models.snapshot = keep
-        done(worker, kept[1])
-        return [worker.models.has_source(f"xorl://m/sampler_weights/{name}") for name in ("first", "second")]
-
-    assert run_ranks(run, 2) == [[False, True]] * 2
+    first, second = (SaveWeightsForSampler("m", name, sampler_id="s") for name in ("first", "second"))
+    worker = make(tmp_path, kind, **shards(2))
+    with broken_on_rank_1(worker.models, "snapshot"):
+        ask(worker, first)
+    done(worker, second)
+    kept = [worker.models.has_source(f"xorl://m/sampler_weights/{name}") for name in ("first", "second")]
+    assert kept == [False, True]

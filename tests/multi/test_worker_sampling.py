@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from worker_ranks import ask, datum, done, make, service_config, shards, train, values, worker_of
+from worker_ranks import ask, datum, done, make, refusal_of, service_config, shards, train, values, worker_of
 from xorl.config import ConfigError
 from xorl.server.datum import Array
 from xorl.server.identifiers import CheckpointRef
@@ -21,7 +21,6 @@ from xorl.server.operations import (
     Failure,
     ForwardBackward,
     LoraSpec,
-    LossResult,
     Sample,
     SampleResult,
     SaveWeights,
@@ -44,31 +43,24 @@ def tokens(length: int) -> Array:
     return Array.of(np.arange(1, length + 1, dtype=np.int32) % 60)
 
 
-@pytest.mark.multi
-def test_a_sample_without_a_limit_takes_the_room_that_there_is(tmp_path: Path, run_ranks) -> None:
+@pytest.mark.ranks(1)
+def test_a_sample_without_a_limit_takes_the_room_that_there_is(tmp_path: Path) -> None:
     """Catches a limit of the service's own making that its sampler refuses, and an empty place behind a full prompt."""
     with pytest.raises(ConfigError, match="sampler_cache_tokens"):
         service_config(tmp_path, sampler_cache_tokens=BLOCK_SIZE - 1)
 
-    def run() -> None:
-        for cache_tokens, limit in ((BLOCK_SIZE, BLOCK_SIZE), (100, 96), (1024, 128)):
-            worker = worker_of(service_config(tmp_path, sampler_cache_tokens=cache_tokens, **ADAPTERS))
-            for length in (4, limit):
-                (result,) = ask(worker, Sample(BaseSampler(), tokens(length), ignore_end=True))
-                assert isinstance(result, SampleResult), result
-                assert len(result.sequences[0].tokens.numpy()) == limit + 1 - length
-            (refused,) = ask(worker, Sample(BaseSampler(), tokens(limit + 1)))
-            assert isinstance(refused, Failure)
-            assert (refused.status, f"maximum context length is {limit} tokens" in refused.message) == (400, True)
-            (refused,) = ask(worker, Sample(BaseSampler(), tokens(4), max_tokens=limit))
-            assert isinstance(refused, Failure)
-            # It is the model's own limit that none can raise.
-            assert ("sampler_cache_tokens" in refused.message) == (limit < 128)
-
-    run_ranks(run, 1)
+    for cache_tokens, limit in ((BLOCK_SIZE, BLOCK_SIZE), (100, 96), (1024, 128)):
+        worker = worker_of(service_config(tmp_path, sampler_cache_tokens=cache_tokens, **ADAPTERS))
+        for length in (4, limit):
+            result = done(worker, Sample(BaseSampler(), tokens(length), ignore_end=True))
+            assert len(result.sequences[0].tokens.numpy()) == limit + 1 - length
+        refused = refusal_of(worker, Sample(BaseSampler(), tokens(limit + 1)))
+        assert (refused.status, f"maximum context length is {limit} tokens" in refused.message) == (400, True)
+        refused = refusal_of(worker, Sample(BaseSampler(), tokens(4), max_tokens=limit))
+        # It is the model's own limit that none can raise.
+        assert ("sampler_cache_tokens" in refused.message) == (limit < 128)
 
 
-@pytest.mark.multi
 def test_samples_of_one_request_are_dealt_to_ranks_and_are_those_of_one_rank(tmp_path: Path, run_ranks) -> None:
     """Catches ranks that stand by while one computes all samples, and samples with other seeds or in another order."""
     many = Sample(
@@ -98,98 +90,81 @@ def test_samples_of_one_request_are_dealt_to_ranks_and_are_those_of_one_rank(tmp
     assert both < 0.7 * all_tokens[1]
 
 
-@pytest.mark.multi
-def test_a_model_that_has_diverged_fails_alone(tmp_path: Path, run_ranks) -> None:
+@pytest.mark.ranks(1)
+def test_a_model_that_has_diverged_fails_alone(tmp_path: Path) -> None:
     """Catches tokens that stand for no number, and a batch that fails or is spoilt by one model in it."""
-
-    def run() -> None:
-        worker = worker_of(service_config(tmp_path, lora_models_on_device=3, **ADAPTERS))
-        assert isinstance(worker.models, AdapterModels)
-        done(worker, CreateModel("sound", lora=LoraSpec(seed=1)), CreateModel("diverged", lora=LoraSpec(seed=2)))
-        with torch.no_grad():
-            for adapter in worker.models.bank.adapters("diverged").values():
-                adapter.B.fill_(torch.nan)
-        for model in ("sound", "diverged"):
-            done(worker, SaveWeightsForSampler(model, "s", sampler_id="s"))
-        sound, diverged = (
-            Sample(sampler, tokens(20), max_tokens=8, seed=3, topk_sample_logprobs=2, prompt_logprobs=True)
-            for sampler in (saved_by("sound", "s"), saved_by("diverged", "s"))
-        )
-        (alone,) = ask(worker, sound)
-        greedy = Sample(diverged.sampler, tokens(20), max_tokens=1, temperature=0.0)
-        scoring = Sample(diverged.sampler, tokens(20), max_tokens=0, prompt_logprobs=True)
-        together = ask(worker, diverged, sound, greedy, scoring, sound)
-        for index in (0, 2, 3):
-            failure = together[index]
-            assert isinstance(failure, Failure)
-            assert (failure.status, "has diverged" in failure.message) == (400, True)
-        assert isinstance(alone, SampleResult)
-        for result in (together[1], together[4]):
-            assert isinstance(result, SampleResult), result
-            np.testing.assert_array_equal(result.sequences[0].tokens.numpy(), alone.sequences[0].tokens.numpy())
-
-    run_ranks(run, 1)
+    worker = worker_of(service_config(tmp_path, lora_models_on_device=3, **ADAPTERS))
+    assert isinstance(worker.models, AdapterModels)
+    done(worker, CreateModel("sound", lora=LoraSpec(seed=1)), CreateModel("diverged", lora=LoraSpec(seed=2)))
+    with torch.no_grad():
+        for adapter in worker.models.bank.adapters("diverged").values():
+            adapter.B.fill_(torch.nan)
+    for model in ("sound", "diverged"):
+        done(worker, SaveWeightsForSampler(model, "s", sampler_id="s"))
+    sound, diverged = (
+        Sample(sampler, tokens(20), max_tokens=8, seed=3, topk_sample_logprobs=2, prompt_logprobs=True)
+        for sampler in (saved_by("sound", "s"), saved_by("diverged", "s"))
+    )
+    (alone,) = ask(worker, sound)
+    greedy = Sample(diverged.sampler, tokens(20), max_tokens=1, temperature=0.0)
+    scoring = Sample(diverged.sampler, tokens(20), max_tokens=0, prompt_logprobs=True)
+    together = ask(worker, diverged, sound, greedy, scoring, sound)
+    for index in (0, 2, 3):
+        failure = together[index]
+        assert (failure.status, "has diverged" in failure.message) == (400, True)
+    assert isinstance(alone, SampleResult)
+    for result in (together[1], together[4]):
+        assert isinstance(result, SampleResult), result
+        np.testing.assert_array_equal(result.sequences[0].tokens.numpy(), alone.sequences[0].tokens.numpy())
 
 
-@pytest.mark.multi
+@pytest.mark.ranks(1)
 @pytest.mark.parametrize("kind", ["lora", "full"])
-def test_weights_saved_anew_under_a_name_are_those_that_are_sampled(
-    kind: str, tmp_path: Path, run_ranks, monkeypatch
-) -> None:
+def test_weights_saved_anew_under_a_name_are_those_that_are_sampled(kind: str, tmp_path: Path, monkeypatch) -> None:
     """Catches keys and values of the weights before: of a name that is not in memory, and of the last one sampled."""
     if kind == "lora":
         monkeypatch.setattr(adapters, "NUM_SOURCES", 1)
     named = CheckpointSampler(CheckpointRef("m", "weights", "w"))
 
-    def run() -> None:
-        worker = worker_of(service_config(tmp_path, **(ADAPTERS if kind == "lora" else {})))
+    worker = worker_of(service_config(tmp_path, **(ADAPTERS if kind == "lora" else {})))
 
-        def sample(sampler: CheckpointSampler) -> tuple[list[float], int]:
-            (result,) = ask(worker, Sample(sampler, tokens(40), max_tokens=4, temperature=0.0, ignore_end=True))
-            assert isinstance(result, SampleResult), result
-            return result.sequences[0].logprobs.numpy().tolist(), result.num_cached_tokens
+    def sample(sampler: CheckpointSampler) -> tuple[list[float], int]:
+        result = done(worker, Sample(sampler, tokens(40), max_tokens=4, temperature=0.0, ignore_end=True))
+        return result.sequences[0].logprobs.numpy().tolist(), result.num_cached_tokens
 
-        done(worker, CreateModel("m", lora=LoraSpec(seed=1) if kind == "lora" else None), SaveWeights("m", "w"))
-        done(worker, *train("m", [datum(30)]))
-        before, _ = sample(named)
-        assert sample(named) == (before, 32)
-        if kind == "lora":
-            done(worker, SaveWeightsForSampler("m", "other", sampler_id="other"))
-            assert not worker.models.has_source(named.checkpoint.uri("xorl"))
-        done(worker, SaveWeights("m", "w", overwrite=True))
-        after, num_cached = sample(named)
-        assert num_cached == 0
-        done(worker, SaveWeightsForSampler("m", "s", sampler_id="s"))
-        wanted, _ = sample(saved_by("m", "s"))
-        np.testing.assert_allclose(after, wanted, atol=1e-5)
-        assert np.abs(np.subtract(after, before)).max() > 1e-3
-
-    run_ranks(run, 1)
+    done(worker, CreateModel("m", lora=LoraSpec(seed=1) if kind == "lora" else None), SaveWeights("m", "w"))
+    done(worker, *train("m", [datum(30)]))
+    before, _ = sample(named)
+    assert sample(named) == (before, 32)
+    if kind == "lora":
+        done(worker, SaveWeightsForSampler("m", "other", sampler_id="other"))
+        assert not worker.models.has_source(named.checkpoint.uri("xorl"))
+    done(worker, SaveWeights("m", "w", overwrite=True))
+    after, num_cached = sample(named)
+    assert num_cached == 0
+    done(worker, SaveWeightsForSampler("m", "s", sampler_id="s"))
+    wanted, _ = sample(saved_by("m", "s"))
+    np.testing.assert_allclose(after, wanted, atol=1e-5)
+    assert np.abs(np.subtract(after, before)).max() > 1e-3
 
 
-@pytest.mark.multi
-def test_checkpoints_that_are_sampled_leave_what_a_client_keeps(tmp_path: Path, run_ranks) -> None:
+@pytest.mark.ranks(1)
+def test_checkpoints_that_are_sampled_leave_what_a_client_keeps(tmp_path: Path) -> None:
     """Catches a policy that cannot be sampled any more once a teacher and a reference, both saved, were asked."""
-
-    def run() -> None:
-        worker = make(tmp_path, "full")
-        for name in ("teacher", "reference"):
-            done(worker, *train("m", [datum(9)]), SaveWeightsForSampler("m", name))
-        done(worker, *train("m", [datum(9)]), SaveWeightsForSampler("m", "policy", sampler_id="policy"))
-        saved = [saved_by("m", name) for name in ("teacher", "reference")]
-        found = []
-        for sampler in [saved_by("m", "policy"), *saved] * 2:
-            result = done(worker, Sample(sampler, tokens(5), max_tokens=1, prompt_logprobs=True))
-            assert isinstance(result, SampleResult)
-            assert result.prompt_logprobs is not None
-            found.append(values(result.prompt_logprobs)[1:].tolist())
-        assert found[:3] == found[3:]
-        assert len({tuple(one) for one in found}) == 3
-
-    run_ranks(run, 1)
+    worker = make(tmp_path, "full")
+    for name in ("teacher", "reference"):
+        done(worker, *train("m", [datum(9)]), SaveWeightsForSampler("m", name))
+    done(worker, *train("m", [datum(9)]), SaveWeightsForSampler("m", "policy", sampler_id="policy"))
+    saved = [saved_by("m", name) for name in ("teacher", "reference")]
+    found = []
+    for sampler in [saved_by("m", "policy"), *saved] * 2:
+        result = done(worker, Sample(sampler, tokens(5), max_tokens=1, prompt_logprobs=True))
+        assert result.prompt_logprobs is not None
+        found.append(values(result.prompt_logprobs)[1:].tolist())
+    assert found[:3] == found[3:]
+    assert len({tuple(one) for one in found}) == 3
 
 
-@pytest.mark.multi
 @pytest.mark.parametrize(("kind", "num_ranks"), [("full", 1), ("lora", 2)])
 def test_samples_are_of_the_weights_that_were_asked_for(kind: str, num_ranks: int, tmp_path: Path, run_ranks) -> None:
     # Catches a snapshot that learns, a base that has learnt, and log-probabilities that training does not have.
@@ -198,14 +173,12 @@ def test_samples_are_of_the_weights_that_were_asked_for(kind: str, num_ranks: in
 
     def sample(worker: Worker, sampler: object) -> tuple[list[int], list[float]]:
         operation = Sample(sampler, prompt, max_tokens=6, seed=3, prompt_logprobs=True, ignore_end=True)  # pyright: ignore
-        (result,) = ask(worker, operation)
-        assert isinstance(result, SampleResult), result
+        result = done(worker, operation)
         assert result.prompt_logprobs is not None
         return result.sequences[0].tokens.numpy().tolist(), values(result.prompt_logprobs)[1:].tolist()
 
     def trained(worker: Worker) -> list[float]:
         result = done(worker, ForwardBackward("m", data[:1], "cross_entropy", forward_only=True))
-        assert isinstance(result, LossResult)
         return values(result.fields["logprobs"][0])[:-1].tolist() if worker.base.runtime.is_main else []
 
     def run() -> None:
@@ -232,8 +205,7 @@ def test_samples_are_of_the_weights_that_were_asked_for(kind: str, num_ranks: in
             np.testing.assert_allclose(second[1], later, atol=1e-4)
             assert len({tuple(np.round(x[1], 3)) for x in (base, first, second)}) == 3
         for bad in (saved_by("m", "no"), CheckpointSampler(CheckpointRef("m", "weights", "no"))):
-            (failure,) = ask(worker, Sample(bad, prompt, max_tokens=1))
-            assert isinstance(failure, Failure)
+            failure = refusal_of(worker, Sample(bad, prompt, max_tokens=1))
             assert failure.status == 404
         together = ask(
             worker,

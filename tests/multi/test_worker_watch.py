@@ -9,7 +9,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import msgspec
-import pytest
 import torch.distributed as dist
 
 from sockets import ipc_address
@@ -46,7 +45,6 @@ def stuck(*_: object) -> None:
     time.sleep(120)
 
 
-@pytest.mark.multi
 def test_a_rank_that_is_stuck_is_named_with_its_stack(tmp_path: Path, run_ranks) -> None:
     # Catches a service that waits for ever for a rank that is stuck in Python, while its threads show that it lives.
     def run() -> None:
@@ -71,7 +69,6 @@ def test_a_rank_that_is_stuck_is_named_with_its_stack(tmp_path: Path, run_ranks)
     assert watch.look(os.getpid()) is None
 
 
-@pytest.mark.multi
 def test_a_rank_that_is_stuck_while_there_are_no_calls_is_noticed(tmp_path: Path, run_ranks) -> None:
     # Catches a hang that only the next client finds, who then waits for as long again.
     def run() -> None:

@@ -70,6 +70,13 @@ def done(worker: Worker, *operations: Operation) -> Result:
     return result
 
 
+def refusal_of(worker: Worker, operation: Operation, ids: Sequence[str] = ()) -> Failure:
+    """Why an operation failed, as it must; collective."""
+    (failure,) = ask(worker, operation, ids=ids)
+    assert isinstance(failure, Failure), failure
+    return failure
+
+
 def make(folder: Path, kind: str, model_id: str = "m", **options: object) -> Worker:
     """A worker of a kind, with a model."""
     worker = worker_of(service_config(folder, **KINDS[kind], **options))

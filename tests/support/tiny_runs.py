@@ -1,0 +1,63 @@
+"""Tiny runs of `xorl train`: their rows, their configuration, and named tensors in place of what they save."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+
+class Tensors(dict):
+    """Named tensors as a part of a training state."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return dict(self)
+
+    def load_state_dict(self, _: Mapping[str, Tensor]) -> None:
+        pass
+
+
+def write_rows(path: Path, num_rows: int) -> None:
+    """Rows of random tokens and of very different lengths, whose first token is not trained."""
+    generator = torch.Generator().manual_seed(3)
+    with path.open("w") as file:
+        for _ in range(num_rows):
+            length = int(torch.randint(4, 40, (1,), generator=generator))
+            ids = torch.randint(0, 64, (length,), generator=generator).tolist()
+            file.write(json.dumps({"input_ids": ids, "labels": [-100, *ids[1:]]}) + "\n")
+
+
+def run_values(
+    folder: Path, output: Path, *, data: Mapping[str, object] | None = None, **train: object
+) -> dict[str, dict[str, object]]:
+    """The options of a run in fp32 of the model in `folder`/model on the rows in `folder`/train.jsonl."""
+    return {
+        "model": {"config_path": str(folder / "model")},
+        "data": {
+            "datasets": [{"path": str(folder / "train.jsonl")}],
+            "dataset_prepared_path": str(folder / "prepared"),
+            "sample_packing_sequence_len": 64,
+            "dataloader_num_workers": 0,
+            "pad_to_multiple_of": 8,
+            **(data or {}),
+        },
+        "train": {
+            "output_dir": str(output),
+            "lr": 0.01,
+            "enable_mixed_precision": False,
+            "enable_gradient_checkpointing": False,
+            "save_hf_weights": False,
+            "log_format": "structured",
+            "use_wandb": False,
+            **train,
+        },
+    }
+
+
+def write_run(path: Path, folder: Path, output: Path, **options: object) -> Path:
+    """The file, which has the options of a run."""
+    path.write_text(json.dumps(run_values(folder, output, **options)))
+    return path
