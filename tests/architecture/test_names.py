@@ -2,6 +2,8 @@
 
 import ast
 import re
+from collections.abc import Set
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,9 +15,15 @@ MODELS = PACKAGES / "xorl-core" / "src" / "xorl" / "core" / "models"
 SOURCES = sorted(PACKAGES.glob("*/src/**/*.py"))
 
 
+@cache
+def tree(file: Path) -> ast.Module:
+    """Returns a parsed file, which several tests look at."""
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
 def families() -> list[str]:
     """The families of the table, which is made of what `__init__.py` imports from beside it."""
-    body = ast.parse((MODELS / "__init__.py").read_text(encoding="utf-8")).body
+    body = tree(MODELS / "__init__.py").body
     tables = [node for node in body if isinstance(node, ast.ImportFrom) and node.module == "xorl.core.models"]
     return [alias.name for table in tables for alias in table.names]
 
@@ -43,7 +51,7 @@ def test_libraries_name_arguments_and_not_options(library: str) -> None:
     named = [
         f"{file.relative_to(PACKAGES)}:{node.lineno}: {option}"
         for file in (PACKAGES / f"xorl-{library}" / "src").rglob("*.py")
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        for node in ast.walk(tree(file))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
         for option in re.findall(r"\b(?:model|data|train|lora)\.\w+", node.value)
         if option in options
@@ -71,7 +79,7 @@ def is_re_export(statement: ast.stmt) -> bool:
 )
 def test_a_package_only_re_exports(file: Path) -> None:
     # Would catch logic that hides in `__init__.py` and runs whenever anything below is imported.
-    body = ast.parse(file.read_text(encoding="utf-8")).body
+    body = tree(file).body
     other = [f"line {statement.lineno}" for statement in body if not is_re_export(statement)]
     assert not other, (
         f"{file.relative_to(PACKAGES)} holds more than a docstring, `from ... import`, tables, __all__ and __version__"
@@ -93,18 +101,23 @@ NOT_TORCH = {
 @pytest.mark.parametrize("package", sorted(path.name for path in PACKAGES.iterdir()))
 def test_private_parts_of_torch_stand_in_one_file(package: str) -> None:
     # Would catch a private name elsewhere, which a new release of torch could change without anyone looking there.
-    trees = {file: ast.parse(file.read_text(encoding="utf-8")) for file in SOURCES}
-    ours = {name for tree in trees.values() for node in ast.walk(tree) for name in defined_names(node)} | NOT_TORCH
+    ours = names_of_ours() | NOT_TORCH
     named = [
         f"{file.relative_to(PACKAGES)}:{node.lineno}: {name}"
-        for file, tree in trees.items()
+        for file in SOURCES
         if file.is_relative_to(PACKAGES / package) and file.name != "torch_private.py"
-        for node in ast.walk(tree)
+        for node in ast.walk(tree(file))
         if isinstance(node, ast.Attribute | ast.Import | ast.ImportFrom)
         for name in used_names(node)
         if re.match(r"_[^_]", name) and name not in ours
     ]
     assert not named
+
+
+@cache
+def names_of_ours() -> Set[str]:
+    """Returns the names that xorl defines anywhere."""
+    return {name for file in SOURCES for node in ast.walk(tree(file)) for name in defined_names(node)}
 
 
 def defined_names(node: ast.AST) -> list[str]:
