@@ -418,6 +418,6 @@ def test_half_precision_parameters_step_after_several_micro_batches(name: str) -
 
 def test_the_noise_of_a_row_is_that_of_its_place_in_the_whole_weight() -> None:
     """Catches rounding under Muon that depends on which rows a rank holds."""
-    rows = [LocalRows(range(4), first=30, decay=None)]
+    rows = [LocalRows(range(4), first=30, columns=(3, 3), decay=None)]
     held = _MatrixStack(torch.zeros(4, 3), {"step": torch.zeros(())}, (4,), key=7, local_rows=rows, group={})
     assert [held.noise(row).first for row in range(4)] == [30, 33, 36, 39]

@@ -28,6 +28,8 @@ DTYPES = [torch.float32, torch.bfloat16]
 # Odd, of several blocks of the kernels, and across the index at which the counter's upper half begins.
 COUNT = 3001
 FIRST = 2**32 - 1500
+# All elements follow each other; or they are 100 of the 1,000 columns of a matrix.
+COLUMNS = ((0, 0), (100, 1000))
 
 
 def noise(step: int = 7, key: int = 12345, first: int = FIRST) -> Noise:
@@ -53,6 +55,9 @@ def test_bits_differ_by_element_step_and_key_and_not_by_the_cut() -> None:
     whole = torch.stack(draw(noise(), 0, 4096))
     assert whole.unique().numel() > 8180
     torch.testing.assert_close(torch.stack(draw(noise(first=FIRST + 1000), 0, 96)), whole[:, 1000:1096], rtol=0, atol=0)
+    rows = torch.stack(draw(Noise(12345, FIRST, torch.tensor(7), 100, 1000), 150, 300))
+    in_rows = [whole[:, 1050:1100], whole[:, 2000:2100], whole[:, 3000:3100], whole[:, 4000:4050]]
+    torch.testing.assert_close(rows, torch.cat(in_rows, dim=1), rtol=0, atol=0)
     streams = [whole[0], whole[1], draw(noise(step=8), 0, 4096)[0], draw(noise(key=12346), 0, 4096)[0]]
     halves = [half for words in streams for half in (words & 0xFFFF, words >> 16)]
     table = torch.stack(halves).double()
@@ -144,10 +149,10 @@ def cases() -> list[tuple[str, list[Tensor], dict[str, object]]]:
 
 def assert_kernels_match(kernels: object, device: str = "cpu") -> None:
     """Each kernel gives its twin's results: fp32 to rounding, bf16 to the same random decision but for ties of it."""
-    for name, tensors, options in cases():
+    for number, (name, tensors, options) in enumerate(cases()):
         options = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in options.items()}
         if options["noise"] is not None:
-            options["noise"] = Noise(12345, FIRST, torch.tensor(7, device=device))
+            options["noise"] = Noise(12345, FIRST, torch.tensor(7, device=device), *COLUMNS[number % 2])
         wanted, got, untouched = (
             [None if tensor is None else tensor.clone().to(device) for tensor in tensors] for _ in range(3)
         )
@@ -196,7 +201,7 @@ def assert_lists_match(kernels: object, device: str = "cpu") -> None:
             if device == "cpu" and is_random == bool(number % 2):
                 continue
             step = torch.tensor(7, device=device)
-            noises = [Noise(12345 + index, FIRST + index, step) for index in range(len(LENGTHS))]
+            noises = [Noise(12345 + index, FIRST + index, step, *COLUMNS[index // 2]) for index in range(len(LENGTHS))]
             options = {
                 **HYPER,
                 "corrections": torch.rand(len(LENGTHS), 2, generator=torch.Generator().manual_seed(2)).to(device),

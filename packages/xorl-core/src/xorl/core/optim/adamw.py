@@ -11,7 +11,7 @@ from torch import Tensor
 
 from xorl.core.optim.decay import by_decay, note_local_rows_, rows_of
 from xorl.core.shards import local
-from xorl.kernels.optim import Noise, adamw_
+from xorl.kernels.optim import adamw_
 from xorl.kernels.torch_private import add_tensor_
 
 BETAS = (0.9, 0.999)
@@ -74,10 +74,10 @@ class AdamW(torch.optim.Optimizer):
         grad_scale, skip = step_controls(self, local(group["params"][indices[0]]).device)
         count_steps_(list(states.values()), skip)
         for decay, ranges in by_decay(group, indices).items():
-            held = [(group["params"][index], states[index], rows) for index, (rows, _, _) in ranges]
+            held = [(group["params"][index], states[index], local_rows.rows) for index, local_rows in ranges]
             noises = None
             if "keys" in group:
-                noises = [Noise(group["keys"][index], first, states[index]["step"]) for index, (_, first, _) in ranges]
+                noises = [rows.noise(group["keys"][index], states[index]["step"]) for index, rows in ranges]
             adamw_(
                 [rows_of(parameter, rows) for parameter, _, rows in held],
                 [rows_of(parameter.grad, rows).contiguous() for parameter, _, rows in held],

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from xorl.core.nn.share import Share, pieces
-from xorl.core.shards import local
+from xorl.core.shards import Box, local
+from xorl.kernels.optim import Noise
 
 # For a parameter that stacks tensors of a checkpoint along its rows: their names and their numbers of rows.
 Stacked = Mapping[str, Sequence[tuple[str, int]]]
@@ -30,12 +31,20 @@ class LocalRows(NamedTuple):
     Attributes:
         rows: of the shard.
         first: the row-major index of their first element in the whole parameter.
+        columns: the number of elements of a row of the shard, and of the whole parameter.
         decay: their weight decay; None: that of their group.
     """
 
     rows: range
     first: int
+    columns: tuple[int, int]
     decay: float | None
+
+    def noise(self, key: int, step: Tensor, row: int | None = None) -> Noise:
+        """The random bits of these rows, or of those from `row` of the shard on."""
+        width, stride = self.columns
+        first = self.first if row is None else self.first + (row - self.rows.start) * stride
+        return Noise(key, first, step) if width == stride else Noise(key, first, step, width, stride)
 
 
 def tensor_names(paths: Iterable[str], stacked: Stacked) -> list[str]:
@@ -89,18 +98,18 @@ def row_decays(parts: Sequence[tuple[str, int]], free: Collection[str], decay: f
 def local_rows(parameter: Tensor, share: Share | None, decays: Sequence[RowDecay]) -> list[LocalRows]:
     """This rank's rows of a parameter, of which the module holds `share`, in order. `decays`: empty for one decay."""
     whole = tuple(parameter.shape) if share is None else share.whole(parameter.shape)
-    row_size = math.prod(whole[1:])
+    columns = math.prod(parameter.shape[1:]), math.prod(whole[1:])
     found: list[LocalRows] = []
     taken = 0
     for box, values in pieces(parameter, share):
-        assert box.shape[1:] == whole[1:], "only rows may be divided"
         start = box.offset[0] if box.offset else 0
         num_rows = _num_rows(values)
         for row in decays or (RowDecay(start, start + num_rows, 0.0),):
             begin, end = max(row.start, start), min(row.stop, start + num_rows)
             if begin < end:
                 rows = range(taken + begin - start, taken + end - start)
-                found.append(LocalRows(rows, begin * row_size, row.decay if decays else None))
+                first = Box((begin, *box.offset[1:])[: len(whole)], box.shape).first_of(whole)
+                found.append(LocalRows(rows, first, columns, row.decay if decays else None))
         taken += num_rows
     return found
 

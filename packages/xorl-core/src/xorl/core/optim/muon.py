@@ -229,8 +229,7 @@ class _MatrixStack:
     def noise(self, row: int) -> Noise:
         """The random bits for this rank's rows from `row` on."""
         [rows] = [rows for rows in self.local_rows if row in rows.rows]
-        first = rows.first + (row - rows.rows.start) * self.parameter.shape[1]
-        return Noise(self.key, first, self.state["step"])
+        return rows.noise(self.key, self.state["step"], row)
 
 
 @dataclass(frozen=True)

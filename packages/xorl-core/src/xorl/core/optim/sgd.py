@@ -43,7 +43,7 @@ class SGD(torch.optim.Optimizer):
                 continue
             grad_scale, skip = step_controls(self, local(parameters[indices[0]]).device)
             for decay, ranges in by_decay(group, indices).items():
-                for index, (rows, _, _) in ranges:
+                for index, (rows, *_) in ranges:
                     descend_(
                         rows_of(parameters[index], rows),
                         rows_of(parameters[index].grad, rows).contiguous(),

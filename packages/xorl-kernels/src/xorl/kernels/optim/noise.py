@@ -19,7 +19,7 @@ _MASK = 0xFFFFFFFF
 
 @dataclass(frozen=True)
 class Noise:
-    """Identifies the random bits of consecutive elements of a parameter in one step.
+    """Identifies the random bits of elements of a parameter in one step.
 
     The bits depend on the key, the step and each element's index in the whole parameter. So a shard draws the same bits
     as the whole parameter, and a resumed run draws the same bits as an uninterrupted one.
@@ -28,11 +28,19 @@ class Noise:
         key: derived from the parameter and the run's seed, in [0, 2**31).
         first: row-major index of the first element in the whole parameter.
         step: 0-dim int64 tensor on the elements' device.
+        width, stride: if the elements are some columns of a matrix: their number, and that of all columns. 0: the
+            elements follow each other in the whole parameter.
     """
 
     key: int
     first: int
     step: Tensor
+    width: int = 0
+    stride: int = 0
+
+    def index_of(self, element: int) -> int:
+        """The row-major index of an element in the whole parameter."""
+        return self.first + (element // self.width * self.stride + element % self.width if self.width else element)
 
 
 def philox2x32(low: Tensor, high: Tensor, key: Tensor | int, num_rounds: int = ROUNDS) -> tuple[Tensor, Tensor]:
@@ -51,11 +59,14 @@ def philox2x32(low: Tensor, high: Tensor, key: Tensor | int, num_rounds: int = R
 
 def draw(noise: Noise, start: int, count: int) -> tuple[Tensor, Tensor]:
     """The two random words, int64 [count] each, of the elements [start, start + count) counted from `noise.first`."""
-    first = noise.first + start
-    index = torch.arange(first, first + count, device=noise.step.device)
+    first, last = noise.index_of(start), noise.index_of(start + count - 1)
+    if noise.width:
+        element = torch.arange(start, start + count, device=noise.step.device)
+        index = noise.first + element // noise.width * noise.stride + element % noise.width
+    else:
+        index = torch.arange(first, first + count, device=noise.step.device)
     # The index's upper half changes the key, so that parameters of more than 2**32 elements do not repeat bits.
-    is_same = first >> 32 == (first + count - 1) >> 32
-    upper = first >> 32 if is_same else index >> 32
+    upper = first >> 32 if first >> 32 == last >> 32 else index >> 32
     key = (upper * KEY_STEP + noise.key) & _MASK
     return philox2x32(index & _MASK, (noise.step & _MASK).expand_as(index), key)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from xorl.kernels.fused.device import launch
 from xorl.kernels.optim.noise import Noise
-from xorl.kernels.optim.triton_updates import draw, inverse, load, store
+from xorl.kernels.optim.triton_updates import draw, index_of, inverse, load, store
 
 BLOCK = 1024
 # Large enough that a table row is loaded only once for 16 blocks, small enough that even small models fill the device.
@@ -23,9 +23,11 @@ CHUNK = 16 * BLOCK
 # Bytes of the widest load; tensors whose addresses are not multiples of this are read element by element.
 ALIGNMENT = 16
 # Number of columns of the tables: number of elements, first program, and the arguments of the kernel.
-_NUM_ADAMW_COLUMNS = tl.constexpr(10)
+_NUM_ADAMW_COLUMNS = tl.constexpr(12)
 _NUM_SUM_COLUMNS = tl.constexpr(3)
 _ALIGNMENT = tl.constexpr(ALIGNMENT)
+# Of elements that follow each other, beside others that do not.
+NO_WIDTH = 1 << 62
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
 
@@ -76,7 +78,8 @@ def adamw_(
     for variant, members in _by_variant(zip(params, grads, exp_avgs, exp_avg_sqs, strict=True)).items():
         columns = [(*addresses, index, *_noise_columns(noises, index)) for index, addresses in members]
         table = _Table.of([params[index].numel() for index, _ in members], columns, params[0].device)
-        flags = {"IS_ALIGNED": variant.is_aligned, "IS_STOCHASTIC": noises is not None}
+        has_width = noises is not None and any(noises[index].width for index, _ in members)
+        flags = {"IS_ALIGNED": variant.is_aligned, "IS_STOCHASTIC": noises is not None, "HAS_WIDTH": has_width}
         names = ("PARAM_DTYPE", "GRAD_DTYPE", "EXP_AVG_DTYPE", "EXP_AVG_SQ_DTYPE")
         dtypes = dict(zip(names, map(_TYPES.get, variant.dtypes), strict=True))
         arguments = (table.rows, table.row_of_program, corrections, grad_scale, skip)
@@ -118,11 +121,11 @@ def _by_variant(groups: Iterable[tuple[Tensor, ...]]) -> dict[_KernelVariant, li
     return variants
 
 
-def _noise_columns(noises: Sequence[Noise] | None, index: int) -> tuple[int, int, int]:
+def _noise_columns(noises: Sequence[Noise] | None, index: int) -> tuple[int, ...]:
     if noises is None:
-        return (0, 0, 0)
+        return (0, 0, 0, 0, 0)
     noise = noises[index]
-    return (noise.key, noise.first, noise.step.data_ptr())
+    return (noise.key, noise.first, noise.step.data_ptr(), noise.width or NO_WIDTH, noise.stride)
 
 
 @triton.jit
@@ -198,11 +201,12 @@ def _adamw(
     EXP_AVG_SQ_DTYPE: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
     IS_STOCHASTIC: tl.constexpr,
+    HAS_WIDTH: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """Table columns: number of elements, first program, addresses of the four tensors, row of corrections, key, first,
-    address of step.
+    address of step, width, stride.
     """
     if tl.load(skip) != 0:
         return
@@ -217,10 +221,12 @@ def _adamw(
     step_size = lr / tl.load(correction)
     inverse_root = 1.0 / tl.sqrt(tl.load(correction + 1))
     factor = inverse(grad_scale)
-    key, first, step = 0, start, 0
+    key, first, step, width, stride = 0, 0, 0, 0, 0
     if IS_STOCHASTIC:
         key = tl.load(row + 7)
-        first = tl.load(row + 8) + start
+        first = tl.load(row + 8)
+        width = tl.load(row + 10)
+        stride = tl.load(row + 11)
         step = tl.load(tl.load(row + 9).to(tl.pointer_type(tl.int64)))
     zero = tl.load(skip).to(tl.int32)  # always 0, as checked above, but unknown to the compiler
     lanes = tl.arange(0, BLOCK)
@@ -228,15 +234,17 @@ def _adamw(
     if start + CHUNK <= count:
         for begin in range(0, CHUNK, BLOCK):
             at = begin + lanes
+            index = index_of(start + at, first, width, stride, HAS_WIDTH)
             _adamw_block(
-                param + at, grad + at, exp_avg + at, exp_avg_sq + at, None, first + at, key, step, step_size,
+                param + at, grad + at, exp_avg + at, exp_avg_sq + at, None, index, key, step, step_size,
                 inverse_root, factor, zero, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, eps, IS_STOCHASTIC,
             )  # fmt: skip
     else:
         for begin in range(0, CHUNK, BLOCK):
             at = begin + lanes
+            index = index_of(start + at, first, width, stride, HAS_WIDTH)
             _adamw_block(
-                param + at, grad + at, exp_avg + at, exp_avg_sq + at, start + at < count, first + at, key, step,
+                param + at, grad + at, exp_avg + at, exp_avg_sq + at, start + at < count, index, key, step,
                 step_size, inverse_root, factor, zero, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, eps,
                 IS_STOCHASTIC,
             )  # fmt: skip

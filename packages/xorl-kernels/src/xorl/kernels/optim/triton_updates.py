@@ -32,8 +32,9 @@ def momentum_(
     count = buffer.numel()
     tensors = (buffer, grad, buffer if update is None else update, grad_scale, skip, noise.step)
     rates = (momentum, 1 - momentum)
-    flags = {"NESTEROV": nesterov, "WRITES_UPDATE": update is not None}
-    launch(_momentum, _grid(count), *tensors, count, noise.key, noise.first, *rates, num_warps=4, **flags, BLOCK=BLOCK)
+    flags = {"NESTEROV": nesterov, "WRITES_UPDATE": update is not None, "HAS_WIDTH": noise.width > 0}
+    numbers = (count, noise.key, noise.first, noise.width, noise.stride)
+    launch(_momentum, _grid(count), *tensors, *numbers, *rates, num_warps=4, **flags, BLOCK=BLOCK)
 
 
 def descend_(
@@ -48,9 +49,11 @@ def descend_(
 ) -> None:
     """See `updates.descend_`."""
     count = param.numel()
-    key, first, step = (0, 0, None) if noise is None else (noise.key, noise.first, noise.step)
-    arguments = (param, update, grad_scale, skip, step, count, key, first, decay, rate)
-    launch(_descend, _grid(count), *arguments, num_warps=4, BLOCK=BLOCK)
+    step = None if noise is None else noise.step
+    numbers = (0, 0, 0, 0) if noise is None else (noise.key, noise.first, noise.width, noise.stride)
+    arguments = (param, update, grad_scale, skip, step, count, *numbers, decay, rate)
+    has_width = noise is not None and noise.width > 0
+    launch(_descend, _grid(count), *arguments, num_warps=4, HAS_WIDTH=has_width, BLOCK=BLOCK)
 
 
 def scale_(tensor: Tensor, factor: Tensor) -> None:
@@ -80,6 +83,17 @@ def draw(index: tl.tensor, step: tl.tensor, key: tl.tensor) -> tuple[tl.tensor, 
 
 
 @triton.jit
+def index_of(
+    element: tl.tensor, first: tl.tensor, width: tl.tensor, stride: tl.tensor, HAS_WIDTH: tl.constexpr
+) -> tl.tensor:
+    """`Noise.index_of` for int64 elements. Without a width, there is no division, which takes many registers."""
+    index = first + element
+    if HAS_WIDTH:
+        index = first + element // width * stride + element % width
+    return index
+
+
+@triton.jit
 def load(pointers: tl.tensor, mask: tl.tensor | None) -> tl.tensor:
     """Load values as fp32, zero where masked out."""
     values = tl.load(pointers) if mask is None else tl.load(pointers, mask=mask, other=0.0)
@@ -106,7 +120,7 @@ def inverse(grad_scale: tl.tensor | None) -> tl.tensor | float:
     return factor
 
 
-@triton.jit(do_not_specialize=["key", "first"])
+@triton.jit(do_not_specialize=["key", "first", "width", "stride"])
 def _momentum(
     buffer: tl.tensor,
     grad: tl.tensor,
@@ -117,10 +131,13 @@ def _momentum(
     count: tl.int64,  # pyright: ignore[reportInvalidTypeForm]
     key: tl.int64,  # pyright: ignore[reportInvalidTypeForm]
     first: tl.int64,  # pyright: ignore[reportInvalidTypeForm]
+    width: tl.int64,  # pyright: ignore[reportInvalidTypeForm]
+    stride: tl.int64,  # pyright: ignore[reportInvalidTypeForm]
     momentum: float,
     one_minus_momentum: float,
     NESTEROV: tl.constexpr,
     WRITES_UPDATE: tl.constexpr,
+    HAS_WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     if tl.load(skip) != 0:
@@ -132,11 +149,11 @@ def _momentum(
     if WRITES_UPDATE:
         direction = tl.fma(mean, momentum, gradient) if NESTEROV else mean
         tl.store(update + offsets, direction, mask=mask)
-    word, _ = draw(offsets + first, tl.load(step), key)  # pyright: ignore[reportGeneralTypeIssues]
+    word, _ = draw(index_of(offsets, first, width, stride, HAS_WIDTH), tl.load(step), key)  # pyright: ignore[reportGeneralTypeIssues]
     store(buffer + offsets, mean, mask, word >> 16)
 
 
-@triton.jit(do_not_specialize=["key", "first"])
+@triton.jit(do_not_specialize=["key", "first", "width", "stride"])
 def _descend(
     param: tl.tensor,
     update: tl.tensor,
@@ -146,8 +163,11 @@ def _descend(
     count: tl.int64,  # pyright: ignore[reportInvalidTypeForm]
     key: tl.int64,  # pyright: ignore[reportInvalidTypeForm]
     first: tl.int64,  # pyright: ignore[reportInvalidTypeForm]
+    width: tl.int64,  # pyright: ignore[reportInvalidTypeForm]
+    stride: tl.int64,  # pyright: ignore[reportInvalidTypeForm]
     decay: float,
     rate: float,
+    HAS_WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     if tl.load(skip) != 0:
@@ -160,7 +180,7 @@ def _descend(
     if step is None:
         store(param + offsets, old - change, mask, None)
     else:
-        word, _ = draw(offsets + first, tl.load(step), key)  # pyright: ignore[reportGeneralTypeIssues]
+        word, _ = draw(index_of(offsets, first, width, stride, HAS_WIDTH), tl.load(step), key)  # pyright: ignore[reportGeneralTypeIssues]
         store(param + offsets, old - change, mask, word)
 
 
