@@ -107,6 +107,7 @@ MUON = ["--train.optimizer", "muon"]
 # Rounding momentum to bf16 would make a large difference of a small one.
 EXACT_MUON = [*MUON, "--train.optimizer_dtype", "fp32"]
 EP = ["--train.expert_parallel_size", "2"]
+TP = ["--train.tensor_parallel_size", "2"]
 EXPERT_QLORA = [*QLORA, *EXPERTS, "--lora.lora_target_modules", '["q_proj","up_proj","down_proj"]']
 HALF = ["--train.param_dtype", "bf16", "--train.enable_mixed_precision", "true", "--train.lr", "3e-3"]
 # By name: the mode, the number of ranks, the overrides.
@@ -196,26 +197,40 @@ def assert_alike(straight: Path, resumed: Path) -> None:
         assert measured[step] == (pytest.approx(loss, rel=1e-6), pytest.approx(norm, rel=1e-4))
 
 
-def test_divided_experts_resume_on_any_layout(ended, folder: Path, tmp_path: Path, run_ranks) -> None:
-    # Catches experts under the numbers of other ones, moments that stay with a rank, and exports that depend on who
-    # held what.
-    straight, resumed = ended("fsdp2-experts")[0], tmp_path / "resumed"
-    options = [*RUNS["fsdp2-experts"][2], "--train.save_steps", "2"]
-    layouts = {
-        "ep 4": (4, "fsdp2", 4),
-        "none": (1, "none", 1),
-        "ep 2, fsdp 2": (4, "fsdp2", 2),
-        "fsdp 4": (4, "fsdp2", 1),
-    }
+# Runs that go on in one layout after the other, and then in the first again: by name of one of RUNS, and by layout, the
+# number of ranks, how many of these read the same batches, and the overrides.
+CHAINS: dict[str, dict[str, tuple[int, int, list[str]]]] = {
+    "fsdp2-experts": {
+        "ep 4": (4, 1, ["--train.expert_parallel_size", "4"]),
+        "none": (1, 1, ["--train.data_parallel_mode", "none"]),
+        "ep 2, fsdp 2": (4, 1, EP),
+        "fsdp 4": (4, 1, []),
+    },
+    "fsdp2-adamw": {
+        "fsdp 4": (4, 1, []),
+        "tp 2, fsdp 2": (4, 2, TP),
+        "tp 2": (2, 2, [*TP, "--train.data_parallel_mode", "none"]),
+        "none": (1, 1, ["--train.data_parallel_mode", "none"]),
+    },
+}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_parameters_that_ranks_divide_resume_on_any_layout(
+    name: str, ended, folder: Path, tmp_path: Path, run_ranks
+) -> None:
+    # Catches experts under the numbers of other ones, columns of other ranks, moments that stay with a rank, and
+    # exports that depend on who held what.
+    straight, resumed = ended(name)[0], tmp_path / "resumed"
+    options, layouts = [*RUNS[name][2], "--train.save_steps", "1"], CHAINS[name]
 
     def run_on(output: Path, layout: str, *more: str, **ends: int | None) -> None:
-        num_ranks, mode, ep = layouts[layout]
-        overrides = [*options, "--train.expert_parallel_size", str(ep), *more]
-        split = {"mode": mode, "accumulation": 4 // num_ranks, "overrides": overrides}
+        num_ranks, sharing, own = layouts[layout]
+        split = {"mode": "fsdp2", "accumulation": 4 * sharing // num_ranks, "overrides": [*options, *own, *more]}
         ended = run_ranks(lambda: run(folder, output, **split, **ends), num_ranks)
         assert ended == ["no result" if ends else 0] * num_ranks
 
-    for layout, killed_at in zip(layouts, (2, 4, 6, None), strict=True):
+    for layout, killed_at in zip([*layouts, next(iter(layouts))], (1, 3, 5, 7, None), strict=True):
         run_on(resumed, layout, **({} if killed_at is None else {"killed_at": killed_at}))
     assert_alike(straight, resumed)
     exported: dict[str, bytes] = {}

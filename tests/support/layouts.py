@@ -42,6 +42,7 @@ MODELS: dict[str, dict[str, object]] = {
         mlp_only_layers=[1],
         output_router_logits=True,
         router_aux_loss_coef=0.1,
+        pad_token_id=3,
     ),
     "mixtral": hf_config("mixtral"),
 }
@@ -68,8 +69,10 @@ RUNS: dict[str, Run] = {
     "llama, LoRA": Run("llama", lora=LORA),
     "qwen3": Run("qwen3"),
     "qwen3, LoRA": Run("qwen3", MUON, LORA),
+    "qwen3, tied LoRA": Run("qwen3", lora={**LORA, "lora_target_modules": ["q_proj", "down_proj", "embed_tokens"]}),
     "qwen3, DoRA": Run("qwen3", lora={**LORA, "use_dora": True}),
     "qwen3, QLoRA": Run("qwen3", lora=QLORA),
+    "qwen3, operation": Run("qwen3", BY_OPERATION),
     "qwen3, Muon": Run("qwen3", {**MUON, **BY_OPERATION}),
     "mistral": Run("mistral"),
     "gpt2": Run("gpt2", RECOMPUTE),
@@ -101,6 +104,8 @@ EXPERTS = (
     "qwen3_moe, adapted experts",
     "qwen3_moe, outer factors shared",
 )
+TENSOR = ("llama", "llama, LoRA", "qwen3", "qwen3, tied LoRA", "qwen3, operation", "mistral", "gpt2")
+TENSOR_EXPERTS = ("qwen3_moe", "qwen3_moe, recomputed", "qwen3_moe, LoRA", "qwen3_moe, outer factors shared")
 ALL_EXPERTS = tuple(
     name for name, run in RUNS.items() if run.model in ("qwen3_moe", "mixtral") and name not in ALL_CONTEXT[-1:]
 )
@@ -122,6 +127,7 @@ def _layout(num_ranks: int, runs: tuple[str, ...], **train: object) -> Layout:
 ULYSSES = {"ulysses_parallel_size": 2}
 RING = {"ringattn_parallel_size": 2}
 EP = {"expert_parallel_size": 2}
+TP = {"tensor_parallel_size": 2}
 DDP = {"data_parallel_mode": "ddp"}
 HSDP = {"data_parallel_replicate_size": 2}
 ONE_PROCESS: Options = {"data_parallel_mode": "none"}
@@ -136,6 +142,16 @@ LAYOUTS: dict[str, Layout] = {
     "ep 2": _layout(2, ALL_EXPERTS, **EP),
     "ep 2, ulysses 2": _layout(2, EXPERTS, **EP, **ULYSSES),
     "ep 2, ring 2": _layout(2, EXPERTS, **EP, **RING),
+    "tp 2": _layout(2, TENSOR, **{**TP, **ONE_PROCESS}),
+    "tp 2, fsdp": _layout(2, TENSOR_EXPERTS, **TP),
+    "tp 2, ep 2": _layout(2, ("qwen3_moe", "qwen3_moe, operation and moe_act"), **TP, **EP),
+    "tp 4": _layout(4, ("gpt2",), **{**ONE_PROCESS, "tensor_parallel_size": 4}),
+    "tp 2, fsdp 2": _layout(4, ("qwen3, tied LoRA", "gpt2", "qwen3_moe, adapted experts, recomputed"), **TP),
+    "tp 2, ddp 2": _layout(4, ("qwen3", "gpt2"), **TP, **DDP),
+    "tp 2, ulysses 2": _layout(4, ("llama", "qwen3_moe"), **TP, **ULYSSES),
+    "tp 2, ring 2": _layout(4, ("gpt2", "qwen3_moe"), **TP, **RING),
+    "tp 2, fsdp 2, ep 4": _layout(4, ("qwen3_moe",), **TP, expert_parallel_size=4),
+    "tp 2, fsdp 2, ep 2": _layout(4, ("qwen3_moe",), **TP, **EP),
     "hsdp 2": _layout(4, SHARED, **HSDP),
     "ulysses 4": _layout(4, CONTEXT, ulysses_parallel_size=4),
     "dp 2, ulysses 2": _layout(4, ALL_CONTEXT, **ULYSSES),

@@ -105,10 +105,29 @@ def swept(*members: dict[str, Any], **lora: Any) -> dict[str, Any]:
             "convert it with `xorl export`",
         ),
         ("train.reshard_after_forward: true, train.enable_full_shard: false", "remove one of the two"),
-        ("train.data_parallel_shard_size: 2, train.data_parallel_mode: none", "none uses a single process"),
-        ("train.data_parallel_replicate_size: 2, train.data_parallel_mode: none", "none uses a single process"),
+        (
+            "train.data_parallel_shard_size: 2, train.data_parallel_mode: none",
+            "none does not divide",
+        ),
+        (
+            "train.data_parallel_replicate_size: 2, train.data_parallel_mode: none",
+            "none does not divide",
+        ),
         ("train.data_parallel_shard_size: 2, train.data_parallel_mode: ddp", "ddp does not shard"),
-        ("train.tensor_parallel_size: 2", "model.merge_qkv: false"),
+        (
+            "train.tensor_parallel_size: 2, lora.enable_lora: true, lora.use_dora: true",
+            "with use_dora yet",
+        ),
+        (
+            "train.tensor_parallel_size: 2, lora.enable_lora: true, lora.enable_qlora: true",
+            "with enable_qlora",
+        ),
+        ("train.tensor_parallel_size: 2, train.optimizer: muon", "muon cannot join the matrices"),
+        ("train.tensor_parallel_size: 2, train.fp8: rowwise", "cannot be in fp8"),
+        (
+            "train.tensor_parallel_size: 2, train.enable_gradient_checkpointing: true, train.recompute_policy: auto",
+            "auto measures the layers on one GPU",
+        ),
         ("train.lr_start: 0.0001, train.lr: 1e-5, train.lr_warmup_ratio: 0.1", "is above lr"),
         (
             "data.datasets: [{shards: 2, shards_idx: 0}], data.streaming: true, train.max_steps: 3",

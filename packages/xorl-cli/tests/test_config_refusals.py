@@ -19,7 +19,6 @@ EXAMPLES: dict[str, object] = {
 }
 # What else is needed so that a value is wrong for no other reason.
 COMPANIONS: dict[str, dict[str, Any]] = {
-    "train.tensor_parallel_size": {"model": {"merge_qkv": False}},
     "lora.save_lora_only": {"lora": {"enable_lora": True}},
 }
 

@@ -43,6 +43,10 @@ def loss_of(num_rows: int) -> reference.RowLosses:
     return reference.RowLosses(*(empty(num_rows, dtype=dtype) for dtype in (FP32, torch.bool, FP32, FP32)))
 
 
+def part_of(num_rows: int) -> reference.PartLosses:
+    return reference.PartLosses(*(empty(num_rows, dtype=FP32) for _ in reference.PartLosses._fields))
+
+
 def losses() -> None:
     """Cross-entropy without a gradient, and with one that overwrites the logits or does not."""
     num_rows, vocab_size = 16, 50_304
@@ -52,6 +56,7 @@ def losses() -> None:
         weight = None if weight_dtype is None else empty(num_rows, dtype=weight_dtype)
         for gradient in (None, logits, empty(num_rows, vocab_size, dtype=BF16)):
             cross_entropy.cross_entropy_rows(logits, labels, weight, gradient, loss_of(num_rows))
+            cross_entropy.cross_entropy_part(logits, labels, gradient, part_of(num_rows))
     for dtype in FLOATS:
         cross_entropy.scale_(empty(num_rows, vocab_size, dtype=dtype), empty(dtype=FP32))
         cross_entropy.add_at_labels_(
@@ -259,7 +264,9 @@ def beyond_int32() -> None:
     """Launch the kernels that take integers with tensors of more than 2^31 elements."""
     rows, width = BEYOND_INT32 // 2048 + 1, 2048
     x, weight = empty(rows, width), empty(width)
-    cross_entropy.cross_entropy_rows(x, empty(rows, dtype=torch.int64), None, x, loss_of(rows))
+    labels = empty(rows, dtype=torch.int64)
+    cross_entropy.cross_entropy_rows(x, labels, None, x, loss_of(rows))
+    cross_entropy.cross_entropy_part(x, labels, x, part_of(rows))
     cross_entropy.scale_(x, empty(dtype=FP32))
     cross_entropy.add_at_labels_(x, x[:16], empty(16, dtype=torch.int64), empty(16, dtype=FP32))
     rms_norm._rms_norm_backward(x, x, x, weight, empty(rows, dtype=FP32))
@@ -319,7 +326,9 @@ def usual_sizes() -> None:
     outputs = heads.split_heads((empty(tokens, sum(shape.row_counts)),), shape, norms, (table, table))
     torch.autograd.backward(outputs, [empty(*output.shape) for output in outputs])
     logits, gradient = empty(512, 151_936, dtype=FP32), empty(512, 151_936)
-    cross_entropy.cross_entropy_rows(logits, empty(512, dtype=torch.int64), None, gradient, loss_of(512))
+    labels = empty(512, dtype=torch.int64)
+    cross_entropy.cross_entropy_rows(logits, labels, None, gradient, loss_of(512))
+    cross_entropy.cross_entropy_part(logits, labels, gradient, part_of(512))
     fp8_triton.cast_tensorwise_both(x, fp8_triton.amax(x), E4M3)
     fp8_triton.cast_axiswise(x, E4M3)
     blocks_triton.dequantize_nf4(*blocks_triton.quantize_nf4(x, 64), BF16, None)
@@ -354,6 +363,7 @@ HOT = {
     "fused.heads._forward": (28, 0),
     "fused.heads._backward": (20, 0),
     "fused.cross_entropy._cross_entropy_rows": (32, 3),
+    "fused.cross_entropy._cross_entropy_part": (32, 3),
     "quant.fp8_triton._amax_kernel": (64, 0),
     "quant.fp8_triton._axis_amax_kernel": (16, 0),
     "quant.fp8_triton._cast_kernel": (16, 0),

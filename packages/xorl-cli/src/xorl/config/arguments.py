@@ -46,6 +46,7 @@ OPTIONS: Mapping[str, str] = MappingProxyType(
         "pp": "train.pipeline_parallel_size",
         "replicate_size": "train.data_parallel_replicate_size",
         "shard_size": "train.data_parallel_shard_size",
+        "tp": "train.tensor_parallel_size",
         "ulysses": "train.ulysses_parallel_size",
         "unit_modules": "model.basic_modules",
         "collectives": "train.fsdp_collectives",

@@ -45,7 +45,7 @@ def _degrees_fit_the_mode(config: Config) -> Iterator[Conflict]:
     mode = train.data_parallel_mode
     if mode == "fsdp2":
         return
-    meaning = {"none": "none uses a single process", "ddp": "ddp does not shard"}[mode]
+    meaning = {"none": "none does not divide rows or parameters", "ddp": "ddp does not shard"}[mode]
     sizes = {
         "data_parallel_shard_size": train.data_parallel_shard_size,
         "expert_parallel_size": train.expert_parallel_size,
@@ -102,10 +102,24 @@ def _expert_parallelism_is_compatible(config: Config) -> Iterator[Conflict]:
         )
 
 
-def _tensor_parallelism_needs_separate_qkv(config: Config) -> Iterator[Conflict]:
-    if config.train.tensor_parallel_size > 1 and config.model.merge_qkv:
+def _tensor_parallelism_is_compatible(config: Config) -> Iterator[Conflict]:
+    train = config.train
+    if train.tensor_parallel_size == 1:
+        return
+    size = "train.tensor_parallel_size"
+    for option in ("enable_qlora", "use_dora", "sweep"):
+        if getattr(config.lora, option):
+            yield Conflict((size, f"lora.{option}"), f"ranks cannot share matrices with {option} yet: use fsdp2 alone")
+    if train.optimizer == "muon":
         yield Conflict(
-            ("train.tensor_parallel_size", "model.merge_qkv"), "tensor parallelism needs model.merge_qkv: false"
+            (size, "train.optimizer"), "muon cannot join the matrices that ranks share yet: use anyprecision_adamw"
+        )
+    if train.fp8 != "none":
+        yield Conflict((size, "train.fp8"), "matrices that ranks share cannot be in fp8 yet: set fp8 to none")
+    if train.enable_gradient_checkpointing and train.recompute_policy == "auto":
+        yield Conflict(
+            (size, "train.recompute_policy"),
+            "auto measures the layers on one GPU, but they need the others: set it to module or operation",
         )
 
 
@@ -187,7 +201,7 @@ MODEL_CHECKS: tuple[Callable[[Config], Iterator[Conflict]], ...] = (
     _degrees_fit_the_mode,
     _recomputation_is_compatible,
     _expert_parallelism_is_compatible,
-    _tensor_parallelism_needs_separate_qkv,
+    _tensor_parallelism_is_compatible,
     _fp8_is_compatible,
     _bf16_parameters_need_mixed_precision,
     *LORA_CHECKS,
@@ -206,8 +220,9 @@ def check_world_size(config: Config, world_size: int) -> None:
     """Raises ValueError, starting with an option's path, if the world size does not fit the parallel sizes."""
     train = config.train
     started = f"{world_size} process{'' if world_size == 1 else 'es'}"
-    if train.data_parallel_mode == "none" and world_size > 1:
-        raise ValueError(f"train.data_parallel_mode: none uses a single process, got {started}; set it to ddp or fsdp2")
+    if train.data_parallel_mode == "none" and world_size != train.tensor_parallel_size:
+        number = "a single process" if train.tensor_parallel_size == 1 else "one for each of train.tensor_parallel_size"
+        raise ValueError(f"train.data_parallel_mode: none uses {number}, got {started}; set it to ddp or fsdp2")
     model_sizes = {
         f"train.{name}_parallel_size": getattr(train, f"{name}_parallel_size")
         for name in ("tensor", "pipeline", "ulysses", "ringattn")

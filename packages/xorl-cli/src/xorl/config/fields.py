@@ -189,7 +189,10 @@ class ParallelFields(Section):
         "-1 too, and all ranks under ddp.",
     )
     tensor_parallel_size: AtLeastOne = Field(
-        default=1, description="Number of ranks that split each weight matrix. Above 1 needs merge_qkv: false."
+        default=1,
+        description="Number of ranks that share each matrix of attention and feed-forward layers and the vocabulary. "
+        "Between the matrices, each has a part of the tokens. It divides the number of key/value heads and "
+        "intermediate_size. Experts are not split further: these ranks count among those of expert_parallel_size.",
     )
     pipeline_parallel_size: AtLeastOne = Field(
         default=1, description="Number of pipeline stages that the layers are divided into."

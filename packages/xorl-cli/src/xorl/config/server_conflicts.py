@@ -35,6 +35,11 @@ SERVER_UNSUPPORTED: tuple[UnsupportedValues, ...] = (
         "edit a copy of config.json and set config_path to its folder",
         for_good=True,
     ),
+    UnsupportedValues(
+        "tensor_parallel_size",
+        "the service's workers cannot share matrices",
+        "leave it at 1; data_parallel_mode: fsdp2 shards models that do not fit on one GPU",
+    ),
     UnsupportedValues("merge_lora_interval", SHARED_BASE, "leave it at 0", for_good=True),
     UnsupportedValues("reset_optimizer_on_merge", SHARED_BASE, "leave it at false", for_good=True),
 )

@@ -60,7 +60,6 @@ UNSUPPORTED: tuple[UnsupportedValues, ...] = (
         "use a dataset of plain files (parquet, json, csv) and leave it at false",
         for_good=True,
     ),
-    UnsupportedValues("train.tensor_parallel_size", ONE_RANK, ONE_RANK_INSTEAD),
     UnsupportedValues("train.pipeline_parallel_size", ONE_RANK, ONE_RANK_INSTEAD),
     UnsupportedValues(
         "train.pipeline_parallel_schedule", "pipeline parallelism is not implemented", "leave it at 1F1B"

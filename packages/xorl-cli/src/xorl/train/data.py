@@ -271,7 +271,8 @@ def padding_multiple(config: Config) -> int:
     """Rows are padded to a multiple of this: of the option, and of the ranks that share a row."""
     train = config.train
     return math.lcm(
-        config.data.pad_to_multiple_of, row_multiple(train.ringattn_parallel_size, train.ulysses_parallel_size)
+        config.data.pad_to_multiple_of,
+        row_multiple(train.ringattn_parallel_size, train.ulysses_parallel_size * train.tensor_parallel_size),
     )
 
 

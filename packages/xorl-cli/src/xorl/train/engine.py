@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,7 @@ from xorl.core.parallel import ParallelModel
 from xorl.core.parallel.exposed import record_waits
 from xorl.data import PackedBatch
 from xorl.kernels.layout import SequenceLayout
+from xorl.kernels.vocabulary import Vocabulary
 from xorl.lora import Adam
 from xorl.train.divided import DividedState
 from xorl.train.observe.timing import StepTimer
@@ -222,6 +225,7 @@ class Engine:
     def _step(
         self, lr: float, divisor: Tensor | float, max_grad_norm: float | None, norm: Tensor | None = None
     ) -> Update:
+        self.model.shares.sum_gradients(self.model.module)
         norm, scale = gradient_scale(self._parameters, divisor, max_grad_norm, norm, divided=self._divided)
         skipped = (~torch.isfinite(norm)).float()
         for group in self.optimizer.param_groups:
@@ -283,9 +287,19 @@ def call_model(model: ParallelModel, batch: PackedBatch, loss_fn: LossFn, device
     input_ids = layout.local(batch.input_ids)
     # Other modules than decoders take no recorded experts.
     options = {} if batch.routes is None else {"recorded": layout.local(batch.routes)}
+    if (vocab := shared_vocabulary(model)) is not None:
+        loss_fn = partial(cast(Callable[..., LossOutput], loss_fn), vocab=vocab)
     return model.forward(
         input_ids, layout, loss=lambda hidden, weight: loss_fn(hidden, weight, targets, layout), **options
     )
+
+
+def shared_vocabulary(model: ParallelModel) -> Vocabulary | None:
+    """The vocabulary whose tokens the ranks share, so that losses get a part of the head's weight; None if none do."""
+    if model.mesh.tp.size == 1:
+        return None
+    assert isinstance(model.module, Decoder)
+    return Vocabulary(model.module.config.vocab_size, model.mesh.tp.ranks)
 
 
 def routers_of(model: ParallelModel) -> RouterLosses | None:

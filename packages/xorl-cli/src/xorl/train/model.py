@@ -14,7 +14,6 @@ from torch import nn
 from xorl.ckpt import CheckpointError, SafetensorsSource, WeightSource, load_weights
 from xorl.ckpt.reader import source_shapes
 from xorl.config.local import LoraConfig, ModelConfig, TrainConfig
-from xorl.config.options import yaml_text
 from xorl.core.mesh import Axis, Mesh
 from xorl.core.models import Decoder, DecoderConfig
 from xorl.core.models.decoder_config import ExpertsConfig
@@ -25,7 +24,7 @@ from xorl.core.nn.deepep import DeepEP, deepep_refusal
 from xorl.core.nn.dispatch import AllToAll, Dispatcher
 from xorl.core.nn.kernels import FusedKernel, choose_kernels
 from xorl.core.nn.moe import Router
-from xorl.core.nn.ulysses import check_heads
+from xorl.core.nn.tensor import TensorRanks
 from xorl.core.parallel import ParallelModel, ParallelPolicy, parallelize
 from xorl.core.parallel.activations import Recompute
 from xorl.core.parallel.apply import check_parallelizable
@@ -41,6 +40,7 @@ from xorl.train.adapters.inject import add_adapters, starting_adapter
 from xorl.train.architecture import Architecture, folder_of
 from xorl.train.base_weights import require_weights
 from xorl.train.model_source import MODEL_PATH, starting_checkpoint
+from xorl.train.parallel_sizes import check_experts, check_shared_matrices
 from xorl.train.quantization import (
     Quantization,
     base_targets,
@@ -169,6 +169,7 @@ def _kernels(
         cast_bf16=model.attention_cast_bf16,
         experts=experts,
         dispatcher=None if mesh.ep is None else _dispatcher(mesh.ep, config, model, apart=apart),
+        tensor=TensorRanks(mesh.tp.ranks),
     )
 
 
@@ -274,8 +275,7 @@ def sketch_model(
         section, name = path.split(".")
         options[path] = getattr(sections[section], name), type(sections[section]).model_fields[name].default
     check_experts(architecture.config, train, options)
-    attention = architecture.config.attention
-    check_heads(attention.num_heads, attention.num_kv_heads, train.ulysses_parallel_size)
+    check_shared_matrices(architecture.config, train)
     num_layers = architecture.config.num_layers
     if train.recompute_num_layers is not None and train.recompute_num_layers > num_layers:
         raise ValueError(
@@ -289,34 +289,6 @@ def sketch_model(
         module = architecture.spec.build(architecture.config, merge_qkv=model.merge_qkv, kernels=kernels)
     _adapt_(module, architecture, model, train, lora)
     return module
-
-
-def check_experts(config: DecoderConfig, train: TrainConfig, options: Mapping[str, tuple[object, object]]) -> None:
-    """Raise ValueError for options that do not fit the model's experts, or a model without any.
-
-    options: the options that only a mixture of experts has, as (value, default).
-    """
-    if not config.has_experts:
-        for option, (value, default) in options.items():
-            if value != default:
-                raise ValueError(
-                    f"{option}: {yaml_text(value)}, but the model has no experts; leave it at {yaml_text(default)}"
-                )
-        return
-    num_experts = min(layer.ffn.num_experts for layer in config.layers if isinstance(layer.ffn, ExpertsConfig))
-    if num_experts % (num_ranks := train.expert_parallel_size):
-        works = [size for size in range(1, num_experts + 1) if num_experts % size == 0]
-        raise ValueError(
-            f"train.expert_parallel_size: {num_ranks} ranks cannot share {num_experts} experts equally; the nearest "
-            f"size that works is {min(works, key=lambda size: (abs(size - num_ranks), size))}"
-        )
-    if train.fp8 != "none":
-        raise ValueError(f"train.fp8: {train.fp8}, but products of experts have no fp8 kernel yet; use none")
-    if train.enable_gradient_checkpointing and train.enable_reentrant:
-        raise ValueError(
-            "train.enable_reentrant: true, but reentrant recomputation cannot keep the routes of tokens, so that a "
-            "recomputed layer might choose other experts; set it to false"
-        )
 
 
 def _adapt_(

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from xorl.core.mesh import Mesh
-from xorl.kernels.layout import SequenceLayout, ShardedLayout
+from xorl.kernels.layout import RankGroup, SequenceLayout, ShardedLayout
 
 
 def part_of(layout: SequenceLayout, mesh: Mesh) -> SequenceLayout:
@@ -20,16 +20,23 @@ def part_of(layout: SequenceLayout, mesh: Mesh) -> SequenceLayout:
 
     Raises ValueError if the number of tokens is not a multiple of the number of ranks.
     """
-    if mesh.context.size == 1:
-        return layout
-    return ShardedLayout(layout, mesh.ring.ranks, mesh.ulysses.ranks, mesh.context.ranks.name)
+    part = layout
+    if mesh.context.size > 1:
+        part = ShardedLayout(layout, mesh.ring.ranks, mesh.ulysses.ranks, mesh.context.ranks.name)
+    if mesh.tp.size > 1:
+        # Outside of attention, the ranks of a tensor group split the part further, as more Ulysses ranks would.
+        ulysses, tp = mesh.ulysses.ranks, mesh.tp.ranks
+        inner = RankGroup(ulysses.rank * tp.size + tp.rank, ulysses.size * tp.size, mesh.rows.ranks.name)
+        part = part.with_rows(ShardedLayout(layout, mesh.ring.ranks, inner, mesh.rows.ranks.name))
+    return part
 
 
 def among_ranks(layout: SequenceLayout, mesh: Mesh) -> SequenceLayout:
     """The layout with the largest number of tokens of a rank, which the hosts tell each other. Collective."""
-    most = torch.tensor(layout.num_tokens)
+    most = torch.tensor(layout.rows.num_tokens)
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=mesh.loss.group)
-    return layout.among(int(most))
+    among = layout.rows.among(int(most))
+    return among if layout.rows is layout else layout.with_rows(among)
 
 
 def sizes_in_part(sizes: Sequence[int], mesh: Mesh) -> list[int]:

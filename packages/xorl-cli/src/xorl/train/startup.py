@@ -279,6 +279,7 @@ def parallel_dims(config: Config, world_size: int) -> ParallelDims:
         replicate_size=train.data_parallel_replicate_size,
         ring=train.ringattn_parallel_size,
         ulysses=train.ulysses_parallel_size,
+        tp=train.tensor_parallel_size,
         context_sharding=train.cp_fsdp_mode,
         ep=train.expert_parallel_size,
         ep_outside=train.ep_outside,

@@ -30,6 +30,7 @@ from xorl.core.loss import cross_entropy
 from xorl.core.mesh import AXES, Mesh
 from xorl.core.models import Decoder
 from xorl.core.models.initial import fill_normal_, key_of
+from xorl.core.nn.share import pieces, shares_of
 from xorl.data import PackedBatch
 from xorl.data.batch import IGNORE, Document, collate
 from xorl.lora import adapters
@@ -57,6 +58,7 @@ SIZE_OPTIONS: Mapping[str, str] = MappingProxyType(
         "ulysses": "ulysses_parallel_size",
         "ring": "ringattn_parallel_size",
         "ep": "expert_parallel_size",
+        "tp": "tensor_parallel_size",
     }
 )
 # Upper limits for a model that is cut down, by key of config.json. The widths suit all groups of quantisation.
@@ -145,7 +147,9 @@ class Verification:
         train, lora, model = config.train, config.lora, config.model
         architecture = read_architecture(model, train.load_weights_mode)
         sketch_model(architecture, model, train, lora)
-        cut = {} if is_full else cut_down(architecture.hf_config, train.ulysses_parallel_size)
+        cut = (
+            {} if is_full else cut_down(architecture.hf_config, train.ulysses_parallel_size, train.tensor_parallel_size)
+        )
         attention = "auto" if model.attn_implementation.startswith("flash_attention") else model.attn_implementation
         replaced: dict[str, dict[str, object]] = {
             "train": {"enable_mixed_precision": False, "fp8": "none"},
@@ -176,17 +180,21 @@ class Verification:
         return cls(config.model_copy(update=update), architecture.spec.architecture, dropout, is_full, left_out)
 
 
-def cut_down(hf_config: Mapping[str, object], min_heads: int) -> dict[str, object]:
-    """The entries of a config.json with few layers and narrow widths; heads keep their ratio to key/value heads."""
+def cut_down(hf_config: Mapping[str, object], min_heads: int, num_parts: int) -> dict[str, object]:
+    """The entries of a config.json with few layers and narrow widths; heads keep their ratio to key/value heads.
+
+    min_heads: the fewest heads. num_parts: it divides the number of key/value heads.
+    """
     found: dict[str, object] = {}
-    num_heads = max(CUT["num_attention_heads"], min_heads)
+    heads, kv_heads = hf_config.get("num_attention_heads"), hf_config.get("num_key_value_heads")
+    ratio = heads // kv_heads if isinstance(heads, int) and isinstance(kv_heads, int) else 1
+    num_heads = -(-max(CUT["num_attention_heads"], min_heads) // (num_parts * ratio)) * num_parts * ratio
     for name, most in ({**CUT, "num_attention_heads": num_heads, "n_head": num_heads}).items():
         value = hf_config.get(name)
         if isinstance(value, int) and value > most:
             found[name] = most
-    heads, kv_heads = hf_config.get("num_attention_heads"), hf_config.get("num_key_value_heads")
     if isinstance(heads, int) and isinstance(kv_heads, int):
-        found["num_key_value_heads"] = max(min(heads, num_heads) * kv_heads // heads, 1)
+        found["num_key_value_heads"] = max(min(heads, num_heads) // ratio, 1)
     num_layers = found.get("num_hidden_layers")
     if isinstance(num_layers, int):
         for name, value in hf_config.items():
@@ -218,6 +226,7 @@ def one_process(config: Config) -> Config:
         "data_parallel_replicate_size": -1,
         "ulysses_parallel_size": 1,
         "ringattn_parallel_size": 1,
+        "tensor_parallel_size": 1,
         "expert_parallel_size": 1,
         "ep_outside": False,
         "enable_activation_offload": False,
@@ -260,7 +269,7 @@ def take_steps(engine: Engine, config: Config, architecture: Architecture, num_b
     """Train for a few steps of `num_bins` bins. Collective."""
     module, mesh = engine.model.module, engine.model.mesh
     assert isinstance(module, Decoder)
-    _draw_adapters(module)
+    _draw(module)
     loss_fn = partial(cross_entropy, **head_options_of(config.model, config.train))
     losses: list[float] = []
     gradients: dict[str, Tensor] = {}
@@ -272,9 +281,9 @@ def take_steps(engine: Engine, config: Config, architecture: Architecture, num_b
         losses.append(float(summed.loss_sum / divisor))
         if step == 0:
             gradients = {
-                name: engine.model.shares.gather(name, parameter.grad).float().cpu().clone() / divisor.cpu().float()
+                name: engine.model.shares.gather_gradient(name, parameter).float().cpu().clone() / divisor.cpu().float()
                 for name, parameter in module.named_parameters()
-                if parameter.requires_grad and parameter.grad is not None
+                if parameter.requires_grad and (parameter.grad is not None or name in engine.model.shares)
             }
         update = engine.optim_step(LR, divisor)
         if step == 0:
@@ -290,8 +299,19 @@ def take_steps(engine: Engine, config: Config, architecture: Architecture, num_b
 
 
 @torch.no_grad()
-def _draw_adapters(module: Decoder) -> None:
-    """Draw the factors of adapters that start at zero, which let no gradient reach the others: alike on all layouts."""
+def _draw(module: Decoder) -> None:
+    """Draw what starts at zero or one, alike on all layouts.
+
+    Zeros hide a bias that every rank adds, and let no gradient reach the other factors of adapters.
+    """
+    shares, roles = shares_of(module), module.parameter_roles()
+    for name, parameter in module.named_parameters():
+        if roles[name] in ("bias", "norm"):
+            share = shares.get(name)
+            shape = tuple(parameter.shape) if share is None else share.whole(parameter.shape)
+            for box, part in pieces(parameter, share):
+                fill_normal_(part, std=0.1, key=key_of(1, name, shape), shape=shape, offset=box.offset)
+                part.add_(1.0 if roles[name] == "norm" else 0.0)
     for adapter in adapters(module).values():
         shape, held = adapter.place(adapter.zero)
         for box, part in held:

@@ -37,8 +37,10 @@ class ParallelDims:
     """The size of each parallel axis; their product is the number of processes.
 
     context_sharding: the context-parallel axes that fsdp2 shards parameters over; over the others, it replicates them.
-    ep: the number of ranks that share the experts. It divides the ranks that shard the parameters, which hold the
-        experts as a second grid of `ep` x `num_expert_shards`.
+    tp: the number of ranks that share each matrix of a layer and the vocabulary. They do not share matrices of experts:
+        for these, they are further ranks with tokens of their own.
+    ep: the number of ranks that share the experts. It divides the ranks that shard the parameters, together with those
+        of `tp`; they hold the experts as a second grid of `ep` x `num_expert_shards`.
     ep_outside: ranks that shard the same experts are neighbours; False: ranks that share the experts are.
     """
 
@@ -56,10 +58,11 @@ class ParallelDims:
         check_choice("context_sharding", self.context_sharding, ContextSharding)
         for axis in (*AXES, "ep"):
             check_at_least(f"parallel size {axis}", getattr(self, axis), 1)
-        if self.num_shards % self.ep:
-            sizes = " x ".join(f"{axis} {getattr(self, axis)}" for axis in self.shard_axes)
+        axes = self.expert_axes
+        if self.size_of(axes) % self.ep:
+            sizes = " x ".join(f"{axis} {getattr(self, axis)}" for axis in axes)
             raise ValueError(
-                f"ep: {self.ep} does not divide the {self.num_shards} ranks that shard the parameters ({sizes}); "
+                f"ep: {self.ep} does not divide the {self.size_of(axes)} ranks that shard the experts ({sizes}); "
                 "change it, or the sizes"
             )
 
@@ -96,7 +99,12 @@ class ParallelDims:
     @property
     def num_expert_shards(self) -> int:
         """The number of shards of the experts that one rank of the expert axis holds."""
-        return self.num_shards // self.ep
+        return self.size_of(self.expert_axes) // self.ep
+
+    @property
+    def expert_axes(self) -> tuple[str, ...]:
+        """The axes that experts are divided and sharded over."""
+        return (*self.shard_axes, *(["tp"] if self.tp > 1 else []))
 
     def size_of(self, axes: Sequence[str]) -> int:
         """The number of ranks along several axes."""
@@ -190,13 +198,17 @@ class Mesh:
         data: the ranks that read different data; ranks with the same index read the same batches.
         context: the ranks that share the sequences of a batch, each with its own part of the tokens.
         ring, ulysses: the two axes of `context`; consecutive ranks of `context` are of the same ring rank.
-        loss: the ranks whose losses, counts and gradients of whole parameters are summed: data and context together.
+        tp: the ranks that share each matrix.
+        rows: the ranks that have different tokens of the sequences of a batch between the matrices that they share, and
+            in experts: context and tp together.
+        loss: the ranks whose losses, counts and gradients are summed: data and context together. All ranks of `tp` have
+            the same losses and counts.
         readers: the global rank that is first among those that read the same batches, by index in `data`.
         fsdp: the device mesh that parameters are sharded over: (shard,), or (replicate, shard) if some ranks hold
             copies. Its ranks are those of `loss`.
         ep: the ranks among which the experts are divided; each holds an equal range of them. None: every rank holds
             all experts.
-        expert_fsdp: like `fsdp`, for the experts that this rank holds. The same if there is no `ep`.
+        expert_fsdp: like `fsdp`, for the experts that this rank holds, over `tp`, too.
     """
 
     def __init__(self, dims: ParallelDims, device_type: str) -> None:
@@ -211,24 +223,31 @@ class Mesh:
         self.device_mesh: DeviceMesh = init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
         self.data = self._view("data", *DATA_AXES)
         self.context = self._view("context", *CONTEXT_AXES)
-        self.ring, self.ulysses = (_axis_of(self.device_mesh[axis]) for axis in CONTEXT_AXES)
+        self.ring, self.ulysses, self.tp = (_axis_of(self.device_mesh[axis]) for axis in (*CONTEXT_AXES, "tp"))
+        self.rows = self._view("rows", *CONTEXT_AXES, "tp")
         self.loss = self._view("loss", *DATA_AXES, *CONTEXT_AXES)
         numbers = torch.arange(dims.world_size).view(sizes)
         self.readers: tuple[int, ...] = tuple(_groups(numbers, DATA_AXES)[0].tolist())
         self.fsdp = self._sharding_mesh()
         self.ep: Axis | None = None
         self.expert_fsdp = self.fsdp
-        if dims.ep > 1:
-            self.expert_fsdp, self.ep = self._expert_meshes()
+        if dims.ep > 1 or dims.tp > 1:
+            self.expert_fsdp, ep = self._expert_meshes()
+            self.ep = ep if dims.ep > 1 else None
+
+    @property
+    def is_reader(self) -> bool:
+        """Whether this rank is the first of those that read the same batches."""
+        return self.rows.rank == 0
 
     def axis(self, name: str) -> Axis:
         """This process's place along an axis that shares of parameters name (`xorl.core.nn.share`).
 
         Raises ValueError for an axis that no parameter is divided along.
         """
-        found = {"ep": self.ep}.get(name)
-        if found is None:
-            raise ValueError(f"name: no parameter of this mesh is divided along {name!r}; ep must be above 1 for 'ep'")
+        found = {"ep": self.ep, "tp": self.tp}.get(name)
+        if found is None or found.size == 1:
+            raise ValueError(f"name: no parameter of this mesh is divided along {name!r}; its size must be above 1")
         return found
 
     def describe(self) -> str:
@@ -237,6 +256,7 @@ class Mesh:
         numbers = torch.arange(self.dims.world_size).view([getattr(self.dims, axis) for axis in AXES])
         for use, axes in (
             ("share the rows of the same batches", CONTEXT_AXES),
+            ("share each matrix", ("tp",)),
             ("shard the parameters", self.dims.shard_axes),
             ("hold copies of the same shard", self.dims.replicate_axes),
         ):
@@ -255,9 +275,9 @@ class Mesh:
 
         return _axis_of(flattened(self.device_mesh[axes], name))
 
-    def _ranks(self) -> torch.Tensor:
-        """[others, replicas, shards]: the ranks by what they hold of the parameters."""
-        shard, replicate = self.dims.shard_axes, self.dims.replicate_axes
+    def _ranks(self, shard: Sequence[str]) -> torch.Tensor:
+        """[others, replicas, shards]: the ranks by what they hold of parameters sharded over the axes `shard`."""
+        replicate = self.dims.replicate_axes
         others = tuple(axis for axis in AXES if axis not in (*shard, *replicate))
         order = [AXES.index(axis) for axis in (*others, *replicate, *shard)]
         sizes = [self.dims.size_of(axes) for axes in (others, replicate, shard)]
@@ -266,12 +286,13 @@ class Mesh:
     def _expert_ranks(self) -> torch.Tensor:
         """[others, replicas, shards of the experts, ep]: the ranks by what they hold of the experts."""
         dims = self.dims
+        ranks = self._ranks(dims.expert_axes)
         if dims.ep_outside:
-            return self._ranks().unflatten(2, (dims.ep, dims.num_expert_shards)).transpose(2, 3)
-        return self._ranks().unflatten(2, (dims.num_expert_shards, dims.ep))
+            return ranks.unflatten(2, (dims.ep, dims.num_expert_shards)).transpose(2, 3)
+        return ranks.unflatten(2, (dims.num_expert_shards, dims.ep))
 
     def _sharding_mesh(self) -> DeviceMesh:
-        numbers = self._ranks()
+        numbers = self._ranks(self.dims.shard_axes)
         mesh = DeviceMesh(self.device_type, numbers, mesh_dim_names=("others", "replicate", "shard"))
         return self._replicated(mesh, numbers[mesh.get_local_rank("others")], "shard")
 

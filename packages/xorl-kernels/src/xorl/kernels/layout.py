@@ -3,13 +3,15 @@
 from collections.abc import Sequence
 from copy import copy
 from itertools import accumulate
-from typing import NamedTuple, Self
+from typing import NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from xorl.kernels.arguments import as_integers, is_readable
 from xorl.kernels.torch_private import maybe_mark_dynamic
+
+LayoutT = TypeVar("LayoutT", bound="SequenceLayout")
 
 
 class SequenceLayout:
@@ -38,6 +40,7 @@ class SequenceLayout:
     num_trained: Tensor | None = None
     # Only its length counts: the compiler would make a constant of a number.
     _most: Tensor | None = None
+    _outer: "SequenceLayout | None" = None
 
     def __init__(
         self,
@@ -90,6 +93,8 @@ class SequenceLayout:
         for tensor in (self.cu_seqlens, self.positions, self.offsets, self._most):
             if tensor is not None:
                 maybe_mark_dynamic(tensor, 0)
+        if self._outer is not None:
+            self._outer.mark_dynamic()
 
     @property
     def num_tokens(self) -> int:
@@ -112,6 +117,17 @@ class SequenceLayout:
         """The layout of the whole row, of which this may be a part."""
         return self
 
+    @property
+    def rows(self) -> "SequenceLayout":
+        """The layout of the tokens that this rank has outside of attention: a part of these if ranks share matrices."""
+        return self if self._outer is None else self._outer
+
+    def with_rows(self, rows: "SequenceLayout") -> Self:
+        """The same layout with other `rows`."""
+        layout = copy(self)
+        layout._outer = rows
+        return layout
+
     def local(self, values: Tensor) -> Tensor:
         """The values of this layout's tokens among those of the whole row [T, ..]."""
         return values
@@ -127,14 +143,19 @@ class SequenceLayout:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "SequenceLayout":
         """The same layout with `cu_seqlens` and `positions` on `device`."""
-        moved = SequenceLayout(
+        moved: SequenceLayout = SequenceLayout(
             cu_seqlens=self.cu_seqlens.to(device, non_blocking=non_blocking),
             positions=self.positions.to(device, non_blocking=non_blocking),
             lengths=self.lengths,
             num_real=None if self.num_real is None else self.num_real.to(device, non_blocking=non_blocking),
             num_trained=None if self.num_trained is None else self.num_trained.to(device, non_blocking=non_blocking),
         )
-        return moved if self.most_tokens is None else moved.among(self.most_tokens)
+        return self._with_others(moved, device, non_blocking=non_blocking)
+
+    def _with_others(self, moved: LayoutT, device: torch.device | str, *, non_blocking: bool) -> LayoutT:
+        """`moved`, the layout itself on another device, with what else belongs to this one."""
+        moved = moved if self.most_tokens is None else moved.among(self.most_tokens)
+        return moved if self._outer is None else moved.with_rows(self._outer.to(device, non_blocking=non_blocking))
 
 
 def _checked_lengths(lengths: Sequence[int]) -> tuple[int, ...]:
@@ -238,7 +259,7 @@ class ShardedLayout(SequenceLayout):
         """The same part with its tensors on `device`."""
         whole = self._whole.to(device, non_blocking=non_blocking)
         moved = ShardedLayout(whole, self.ring, self.ulysses, self.group_name)
-        return moved if self.most_tokens is None else moved.among(self.most_tokens)
+        return self._with_others(moved, device, non_blocking=non_blocking)
 
     def _count_before(self, indices: Tensor) -> Tensor:
         """How many tokens of this part lie before each index of the whole row."""

@@ -24,7 +24,9 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from xorl.kernels.arguments import check_at_least, check_one_device, check_type, is_readable
 from xorl.kernels.fused import reference, triton_refusal
-from xorl.kernels.fused.reference import IGNORE, RowLosses
+from xorl.kernels.fused.reference import IGNORE, PartLosses, RowLosses
+from xorl.kernels.layout import RankGroup
+from xorl.kernels.vocabulary import Vocabulary, combine
 
 __all__ = ["IGNORE", "linear_cross_entropy", "linear_cross_entropy_scores", "linear_cross_entropy_sum", "wide_logits"]
 
@@ -40,7 +42,13 @@ COLUMN_MULTIPLE = 64  # aligns buffer rows to cache lines for any vocabulary siz
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, *, logits_fp32: bool = True, chunk_tokens: int | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    logits_fp32: bool = True,
+    chunk_tokens: int | None = None,
+    vocab: Vocabulary | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Loss and log-probability of each token; both accept any gradient in the backward pass.
 
@@ -57,6 +65,9 @@ def linear_cross_entropy(
         logits_fp32: keep the logits in fp32 instead of rounding them to the dtype of `hidden`.
         chunk_tokens: maximum number of tokens whose gradients of the logits exist at once. By default as many as fit
             into 0.6 GiB, plus 0.3 GiB of logits if they have a different dtype.
+        vocab: of all ranks, if `weight` [V / P, D] is this rank's part of the head. Labels are of the whole vocabulary.
+            Results are the same on all ranks, but the gradient of `hidden` has the terms of this rank's tokens only.
+            Collective.
 
     Returns:
         (loss [T], logprob [T]) in fp32: loss = -logprob; both are 0 for ignored labels.
@@ -64,9 +75,10 @@ def linear_cross_entropy(
     Raises:
         ValueError: shapes or devices do not fit, or a label on the CPU is neither in [0, V) nor -100.
     """
-    rows_at_once = _check(hidden, weight, labels, chunk_tokens)
+    vocab = vocab or Vocabulary(len(weight), RankGroup(0, 1, ""))
+    rows_at_once = _check(hidden, weight, labels, chunk_tokens, vocab)
     computes_gradient = torch.is_grad_enabled() and hidden.requires_grad and not weight.requires_grad
-    loss = _LossPerToken.apply(hidden, weight, labels, logits_fp32, rows_at_once, computes_gradient)
+    loss = _LossPerToken.apply(hidden, weight, labels, logits_fp32, rows_at_once, vocab, computes_gradient)
     assert isinstance(loss, Tensor)
     return loss, -loss
 
@@ -79,6 +91,7 @@ def linear_cross_entropy_sum(
     token_weight: Tensor | None = None,
     logits_fp32: bool = True,
     chunk_tokens: int | None = None,
+    vocab: Vocabulary | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The sum of the losses, each multiplied by its `token_weight`, and the losses themselves.
 
@@ -96,7 +109,8 @@ def linear_cross_entropy_sum(
     Raises:
         ValueError: shapes or devices do not fit, or a label on the CPU is neither in [0, V) nor -100.
     """
-    rows_at_once = _check(hidden, weight, labels, chunk_tokens)
+    vocab = vocab or Vocabulary(len(weight), RankGroup(0, 1, ""))
+    rows_at_once = _check(hidden, weight, labels, chunk_tokens, vocab)
     if token_weight is not None and token_weight.shape != labels.shape:
         raise ValueError(
             f"token_weight must have the shape of labels, {list(labels.shape)}, got {list(token_weight.shape)}"
@@ -109,6 +123,7 @@ def linear_cross_entropy_sum(
         token_weight,
         logits_fp32,
         rows_at_once,
+        vocab,
         has_gradient and hidden.requires_grad,
         has_gradient and weight.requires_grad,
     )
@@ -117,14 +132,23 @@ def linear_cross_entropy_sum(
 
 @torch.no_grad()
 def linear_cross_entropy_scores(
-    hidden: Tensor, weight: Tensor, labels: Tensor, *, logits_fp32: bool = True, chunk_tokens: int | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    logits_fp32: bool = True,
+    chunk_tokens: int | None = None,
+    vocab: Vocabulary | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(loss [T] fp32, correct [T] bool) without gradients; `correct` means that the label is the most likely token.
 
     Arguments and errors as for `linear_cross_entropy`. Ignored labels get 0 and False.
     """
-    rows_at_once = _check(hidden, weight, labels, chunk_tokens)
-    loss, correct, _, _ = _linear_cross_entropy(hidden, weight, labels, None, logits_fp32, rows_at_once, False, False)
+    vocab = vocab or Vocabulary(len(weight), RankGroup(0, 1, ""))
+    rows_at_once = _check(hidden, weight, labels, chunk_tokens, vocab)
+    loss, correct, _, _ = _linear_cross_entropy(
+        hidden, weight, labels, None, logits_fp32, rows_at_once, *_flat(vocab), False, False
+    )
     return loss, correct
 
 
@@ -144,7 +168,12 @@ def wide_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     return logits
 
 
-def _check(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int | None) -> int:
+def _flat(vocab: Vocabulary) -> tuple[int, int, int, str]:
+    """As arguments of an operator."""
+    return vocab.size, vocab.group.rank, vocab.group.size, vocab.group.name
+
+
+def _check(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int | None, vocab: Vocabulary) -> int:
     """Check what the host knows; returns `chunk_tokens`, or 0 for None. Raises ValueError."""
     _check_product(hidden, weight)
     check_type("labels", labels, Tensor, "torch.tensor([5, -100])")
@@ -153,13 +182,15 @@ def _check(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int | N
             f"labels must have shape [{hidden.shape[0]}], one per token, in int64; got {list(labels.shape)} in "
             f"{labels.dtype}"
         )
+    if len(weight) != len(vocab.held):
+        raise ValueError(f"vocab: this rank has {len(vocab.held)} of {vocab.size} tokens, not {len(weight)}, as weight")
     check_one_device(hidden=hidden, weight=weight, labels=labels)
     if is_readable(labels):
-        is_wrong = ((labels < 0) | (labels >= len(weight))) & (labels != IGNORE)
+        is_wrong = ((labels < 0) | (labels >= vocab.size)) & (labels != IGNORE)
         if is_wrong.any():
             token = int(is_wrong.int().argmax())
             raise ValueError(
-                f"labels: {int(labels[token])} at token {token} is not in the vocabulary of {len(weight)}; use "
+                f"labels: {int(labels[token])} at token {token} is not in the vocabulary of {vocab.size}; use "
                 f"{IGNORE} for tokens that are not trained"
             )
     check_at_least("chunk_tokens", chunk_tokens, 1, optional=True)
@@ -176,7 +207,7 @@ def _check_product(hidden: Tensor, weight: Tensor) -> None:
 class _Context(FunctionCtx):
     saved_tensors: tuple[Tensor, ...]
     needs_input_grad: tuple[bool, ...]
-    options: tuple[bool, int]
+    options: tuple[bool, int, int, int, int, str]
 
 
 class _LossPerToken(torch.autograd.Function):
@@ -188,13 +219,15 @@ class _LossPerToken(torch.autograd.Function):
         labels: Tensor,
         logits_fp32: bool,
         rows_at_once: int,
+        vocab: Vocabulary,
         computes_gradient: bool,
     ) -> Tensor:
+        options = (logits_fp32, rows_at_once, *_flat(vocab))
         loss, _, grad_hidden, _ = _linear_cross_entropy(
-            hidden, weight, labels, None, logits_fp32, rows_at_once, computes_gradient, False
+            hidden, weight, labels, None, *options, computes_gradient, False
         )
         ctx.save_for_backward(*([grad_hidden] if computes_gradient else [hidden, weight, labels]))
-        ctx.options = (logits_fp32, rows_at_once)
+        ctx.options = options
         return loss
 
     @staticmethod
@@ -213,7 +246,7 @@ class _LossPerToken(torch.autograd.Function):
                 hidden, weight, labels, grad_loss, *ctx.options, needs_hidden, needs_weight
             )
         gradients = (grad_hidden if needs_hidden else None, grad_weight if needs_weight else None)
-        return (*gradients, None, None, None, None)
+        return (*gradients, None, None, None, None, None)
 
 
 class _SumOfLosses(torch.autograd.Function):
@@ -226,11 +259,12 @@ class _SumOfLosses(torch.autograd.Function):
         token_weight: Tensor | None,
         logits_fp32: bool,
         rows_at_once: int,
+        vocab: Vocabulary,
         needs_hidden: bool,
         needs_weight: bool,
     ) -> tuple[Tensor, Tensor]:
         loss, _, grad_hidden, grad_weight = _linear_cross_entropy(
-            hidden, weight, labels, token_weight, logits_fp32, rows_at_once, needs_hidden, needs_weight
+            hidden, weight, labels, token_weight, logits_fp32, rows_at_once, *_flat(vocab), needs_hidden, needs_weight
         )
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.mark_non_differentiable(loss)
@@ -247,7 +281,7 @@ class _SumOfLosses(torch.autograd.Function):
                 # In place: a second copy of the weight's gradient would be the largest tensor of the step.
                 _scale_(gradient, grad_sum)
             gradients.append(gradient if is_needed else None)
-        return (*gradients, None, None, None, None, None, None)
+        return (*gradients, None, None, None, None, None, None, None)
 
 
 @torch.library.custom_op("xorl::linear_cross_entropy", mutates_args=())
@@ -258,6 +292,10 @@ def _linear_cross_entropy(
     token_weight: Tensor | None,
     logits_fp32: bool,
     rows_at_once: int,
+    vocab_size: int,
+    rank: int,
+    num_ranks: int,
+    group_name: str,
     needs_hidden: bool,
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -265,16 +303,18 @@ def _linear_cross_entropy(
 
     Gradients that are not needed are empty. It is an operator so that torch.compile does not break it up.
     """
-    operand_dtype, num_tokens, vocab_size = hidden.dtype, hidden.shape[0], weight.shape[0]
-    labels = labels.contiguous()
+    operand_dtype, num_tokens, num_held = hidden.dtype, hidden.shape[0], weight.shape[0]
+    vocab = Vocabulary(vocab_size, RankGroup(rank, num_ranks, group_name))
+    is_shared = num_ranks > 1
+    own_labels = vocab.local(labels) if is_shared else labels.contiguous()
     logits_dtype = torch.promote_types(operand_dtype, torch.float32) if logits_fp32 else operand_dtype
     computes_gradient = needs_hidden or needs_weight
     in_place = computes_gradient and logits_dtype == operand_dtype
     if computes_gradient:
-        chunk = rows_at_once or chunk_rows(num_tokens, vocab_size * operand_dtype.itemsize, GRADIENT_BYTES)
-        part = chunk if in_place else chunk_rows(min(chunk, num_tokens), vocab_size * logits_dtype.itemsize)
+        chunk = rows_at_once or chunk_rows(num_tokens, vocab.share * operand_dtype.itemsize, GRADIENT_BYTES)
+        part = chunk if in_place else chunk_rows(min(chunk, num_tokens), vocab.share * logits_dtype.itemsize)
     else:
-        chunk = part = rows_at_once or chunk_rows(num_tokens, vocab_size * logits_dtype.itemsize)
+        chunk = part = rows_at_once or chunk_rows(num_tokens, vocab.share * logits_dtype.itemsize)
 
     results = _empty_row_losses(hidden)
     grad_hidden, grad_weight = _gradients(hidden, weight, needs_hidden, needs_weight)
@@ -284,41 +324,49 @@ def _linear_cross_entropy(
     if num_tokens == 0:
         weight_sum.zero_()
     weight = weight.to(operand_dtype)
-    logits_buffer = _rows_buffer(min(part, num_tokens), vocab_size, logits_dtype, hidden.device)
+    logits_buffer = _rows_buffer(min(part, num_tokens), num_held, logits_dtype, hidden.device)
     gradient_buffer = logits_buffer if in_place else None
     if computes_gradient and not in_place:
-        gradient_buffer = _rows_buffer(min(chunk, num_tokens), vocab_size, operand_dtype, hidden.device)
+        gradient_buffer = _rows_buffer(min(chunk, num_tokens), num_held, operand_dtype, hidden.device)
     kernels = _kernels(logits_buffer)
-    is_rounded = computes_gradient and operand_dtype.itemsize < 4
+    # The gradient at the label is stored rounded, or without the part that needs the other ranks' logits.
+    corrects = computes_gradient and (is_shared or operand_dtype.itemsize < 4)
     for start in range(0, num_tokens, chunk):
         rows = slice(start, min(start + chunk, num_tokens))
         gradient = None if gradient_buffer is None else gradient_buffer[: rows.stop - start]  # [B, V]
+        of_part = PartLosses.empty(rows.stop - start, results.loss.dtype, hidden.device) if is_shared else None
         for first in range(start, rows.stop, part):
             tokens = slice(first, min(first + part, rows.stop))
             logits = logits_buffer[: tokens.stop - first]  # [P, V]
             _matmul_into_(logits, hidden[tokens], weight.t())
+            own_gradient = None if gradient is None else gradient[first - start : tokens.stop - start]
+            if of_part is not None:
+                own = of_part.rows(first - start, tokens.stop - start)
+                kernels.cross_entropy_part(logits, own_labels[tokens], own_gradient, own)
+                continue
+            weights = None if token_weight is None else token_weight[tokens]
             kernels.cross_entropy_rows(
-                logits,
-                labels[tokens],
-                None if token_weight is None else token_weight[tokens],
-                None if gradient is None else gradient[first - start : tokens.stop - start],
-                results.rows(first, tokens.stop),
+                logits, own_labels[tokens], weights, own_gradient, results.rows(first, tokens.stop)
             )
+        if of_part is not None:
+            weights = None if token_weight is None else token_weight[rows]
+            combine(of_part, labels[rows], weights, vocab, results.rows(rows.start, rows.stop))
         if gradient is not None and needs_hidden:
             # Output in fp32, because torch may split the sum over the vocabulary and add the parts in the output dtype.
             product = torch.empty(len(gradient), hidden.shape[1], dtype=results.loss.dtype, device=hidden.device)
             _matmul_into_(product, gradient, weight)
-            if is_rounded:
-                weight_at_labels = weight.index_select(0, labels[rows].clamp(0, vocab_size - 1))
+            product.mul_(results.scale[rows, None])
+            if corrects:
+                weight_at_labels = weight.index_select(0, own_labels[rows].clamp(0, num_held - 1))
                 product.addcmul_(weight_at_labels.to(product.dtype), results.label_error[rows, None])
-            torch.mul(product, results.scale[rows, None], out=grad_hidden[rows])
+            grad_hidden[rows] = product
         if gradient is not None and needs_weight:
             scaled = torch.mul(hidden[rows], results.scale[rows, None], out=torch.empty_like(hidden[rows]))
             # The factor of an ignored token is 0, but 0 times a non-finite hidden state is NaN.
             scaled.masked_fill_((labels[rows] == IGNORE)[:, None], 0)
             _matmul_into_(weight_sum, gradient.t(), scaled, add=start > 0)
-    if is_rounded and needs_weight:
-        kernels.add_at_labels_(weight_sum, hidden.contiguous(), labels, results.label_error * results.scale)
+    if corrects and needs_weight:
+        kernels.add_at_labels_(weight_sum, hidden.contiguous(), own_labels, results.label_error)
     if weight_sum is not grad_weight:
         grad_weight.copy_(weight_sum)
     return results.loss, results.correct, grad_hidden, grad_weight
@@ -332,6 +380,10 @@ def _(
     token_weight: Tensor | None,
     logits_fp32: bool,
     rows_at_once: int,
+    vocab_size: int,
+    rank: int,
+    num_ranks: int,
+    group_name: str,
     needs_hidden: bool,
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -139,6 +139,19 @@ def all_to_all_autograd(x: Tensor, sent: Sequence[int], received: Sequence[int],
     return wait_tensor(exchange(x.contiguous(), list(received), list(sent), group_name))
 
 
+def all_gather_autograd(x: Tensor, group_size: int, group_name: str) -> Tensor:
+    """As `all_gather`, with the gradient: its sum over the ranks for this rank's rows."""
+    return wait_tensor(
+        torch.ops._c10d_functional_autograd.all_gather_into_tensor(x.contiguous(), group_size, group_name)
+    )
+
+
+def reduce_scatter_autograd(x: Tensor, group_size: int, group_name: str) -> Tensor:
+    """This rank's rows, of equally many for each rank, of the sum of x over the ranks; with the gradient, all rows."""
+    scatter = torch.ops._c10d_functional_autograd.reduce_scatter_tensor
+    return wait_tensor(scatter(x.contiguous(), "sum", group_size, group_name))
+
+
 def maybe_mark_dynamic(tensor: Tensor, dim: int) -> None:
     """Tell the compiler that a size may change, if it can be dynamic. Importing the compiler takes seconds."""
     torch._dynamo.maybe_mark_dynamic(tensor, dim)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from xorl.core.models.initial import fill_normal_, fill_uniform_, key_of
 from xorl.core.nn import Embedding, Linear
 from xorl.core.nn.moe import ExpertLinear, Experts, MixtureOfExperts
-from xorl.core.nn.share import pieces
+from xorl.core.nn.share import Share, pieces
 from xorl.core.shards import Box, copy_shard_
 from xorl.lora.arguments import check_instance, check_integer
 from xorl.lora.bank_layer import belongs_to_bank
@@ -96,6 +96,13 @@ class Adapter:
         share = self.pair.shares.get(leaf)
         whole = tuple(parameter.shape) if share is None else share.whole(parameter.shape)
         return whole, pieces(parameter, share)
+
+    def shape(self, leaf: Leaf) -> tuple[int, ...]:
+        """The shape of A or B of one layer, on all ranks together."""
+        if isinstance(self.pair, ExpertLowRank):
+            factor = self.pair.factor(leaf)
+            return (factor.shape[0] // self.pair.count(leaf), *factor.shape[1:])
+        return self.place(leaf)[0]
 
     @property
     def zero(self) -> Leaf:
@@ -184,8 +191,9 @@ def _adapt_(model: nn.Module, path: str, sites: list[Site], spec: AdapterSpec) -
         layer = TorchEmbedding(layer)
         model.set_submodule(path, layer)
     assert isinstance(layer, (Linear, Embedding))
-    in_features = layer.in_features if isinstance(layer, Linear) else layer.num_rows
-    pairs = [new_pair(site, spec, in_features, next(layer.parameters()).device) for site in sites]
+    in_features = layer.in_features if isinstance(layer, Linear) else len(layer.held)
+    share = layer.shares.get("weight")
+    pairs = [new_pair(site, spec, in_features, next(layer.parameters()).device, share) for site in sites]
     if isinstance(layer, Linear):
         layer.adapter = LinearAdapter(pairs, spec.dropout)
     else:
@@ -193,18 +201,48 @@ def _adapt_(model: nn.Module, path: str, sites: list[Site], spec: AdapterSpec) -
     layer.adapter.train(layer.training)
 
 
-def new_pair(site: Site, spec: AdapterSpec, in_features: int, device: torch.device) -> LowRank:
-    """The uninitialised parameters of the adapter of `spec` on `site`."""
-    return LowRank(
+def new_pair(
+    site: Site, spec: AdapterSpec, in_features: int, device: torch.device, share: Share | None = None
+) -> LowRank:
+    """The uninitialised parameters of the adapter of `spec` on `site`; share: what the layer holds of its weight."""
+    part, shares = (site.start, site.stop), {}
+    if share is not None:
+        part, shares = _held_part(site, spec.rank_of(site.name), share)
+    pair = LowRank(
         site.name,
         rank=spec.rank_of(site.name),
         alpha=spec.alpha_of(site.name),
         scale=spec.scale_of(site.name),
-        part=(site.start, site.stop),
+        part=part,
         in_features=in_features,
         use_dora=spec.use_dora,
         device=device,
     )
+    pair.shares = shares
+    return pair
+
+
+def _held_part(site: Site, rank: int, share: Share) -> tuple[tuple[int, int], dict[str, Share]]:
+    """The output features of a layer that the adapter on `site` covers, and what the layer's module holds of A and B.
+
+    The factor on the side of the weight that ranks do not divide is whole on every rank.
+    """
+    axes = share.divided_over
+    if not site.is_linear:  # A has a column for each row of the weight
+        [rows] = share.rows
+        return (site.start, site.stop), {"A": Share(rank, ((0, rank),), axes, rows, share.num_rows)}
+    if share.columns is not None:
+        return (site.start, site.stop), {"A": Share(rank, ((0, rank),), axes, share.columns, share.num_columns)}
+    ranges: list[tuple[int, int]] = []
+    first, taken = 0, 0
+    for start, stop in share.rows:
+        begin, end = max(start, site.start), min(stop, site.stop)
+        if begin < end:
+            first = first if ranges else taken + begin - start
+            ranges.append((begin - site.start, end - site.start))
+        taken += stop - start
+    num_rows = sum(stop - start for start, stop in ranges)
+    return (first, first + num_rows), {"B": Share(site.stop - site.start, tuple(ranges), axes)}
 
 
 def new_expert_pair(site: Site, spec: AdapterSpec, model: nn.Module, device: torch.device) -> ExpertLowRank:

@@ -250,6 +250,7 @@ class TorchEmbedding(Embedding):
     def __init__(self, embedding: nn.Embedding) -> None:
         nn.Module.__init__(self)
         self.num_rows = embedding.num_embeddings
+        self.held, self.shares = range(self.num_rows), {}
         self.padding_idx = embedding.padding_idx
         self.weight = embedding.weight
         self.adapter = None

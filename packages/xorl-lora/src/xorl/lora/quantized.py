@@ -126,12 +126,14 @@ class QuantizedLinear(QuantizedLayer, Linear):
         rows = x.reshape(-1, self.in_features)  # [T, I]
         y = quantized_linear(rows, *self._arguments(), self._noise_in_training(), self.noise_alpha)
         y = y if x.dim() == 2 else y.unflatten(0, x.shape[:-1])
-        return y if self.bias is None else y + self.bias.to(x.dtype)
+        bias = self.added_bias(x.dtype)
+        return y if bias is None else y + bias
 
     def base_plus(self, x: Tensor, down: Tensor, up: Tensor) -> Tensor:
         """base(x) + (x @ down.T) @ up.T for x [T, I], down [R, I] and up [O, R], all of one dtype."""
         y = adapted_quantized_linear(x, down, up, *self._arguments(), self._noise_in_training(), self.noise_alpha)
-        return y if self.bias is None else y + self.bias.to(x.dtype)
+        bias = self.added_bias(x.dtype)
+        return y if bias is None else y + bias
 
 
 class QuantizedExpertLinear(QuantizedLayer, ExpertLinear):

@@ -17,15 +17,15 @@ from xorl.config.entries import SweepMemberConfig
 from xorl.config.server_training import in_server_terms, training_config
 from xorl.core.mesh import Mesh
 from xorl.core.models import Decoder
-from xorl.core.nn.ulysses import check_heads
 from xorl.core.parallel import ParallelModel
 from xorl.core.runtime import Runtime, seed_everything
 from xorl.server.addresses import SERVICE_FOLDER
 from xorl.train.architecture import Architecture
 from xorl.train.base_weights import base_fingerprint
 from xorl.train.checkpoint_model import describe_model, open_start
-from xorl.train.model import build_model, check_experts, fill_base
+from xorl.train.model import build_model, fill_base
 from xorl.train.model_source import MODEL_PATH, read_architecture
+from xorl.train.parallel_sizes import check_experts, check_shared_matrices
 from xorl.train.quantization import read_options, scheme_of
 from xorl.train.startup import parallel_dims
 from xorl.train.transports import ChoicesFile
@@ -102,8 +102,7 @@ def _build(config: ServerConfig, runtime: Runtime, position: Position) -> Base:
     fields = ServerConfig.model_fields
     options = {name: (getattr(config, name), fields[name].default) for name in EXPERT_OPTIONS}
     check_experts(architecture.config, local.train, options)
-    attention = architecture.config.attention
-    check_heads(attention.num_heads, attention.num_kv_heads, local.train.ulysses_parallel_size)
+    check_shared_matrices(architecture.config, local.train)
     mesh = Mesh(parallel_dims(local, runtime.world_size), runtime.device.type)
     logger.info("%s", mesh.describe())
     # Ranks with different tokens draw different dropout masks.

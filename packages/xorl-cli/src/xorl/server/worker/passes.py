@@ -278,7 +278,7 @@ class Pass:
         sizes = [0] * self._runner.base.runtime.world_size
         for data_rank, reader in enumerate(mesh.readers):
             sizes[reader] = sum(len(self._examples[index].tokens) for index in self._assignment.order(data_rank))
-        gathered = gather_rows(local if mesh.context.rank == 0 else local[:0], sizes)
+        gathered = gather_rows(local if mesh.is_reader else local[:0], sizes)
         return None if gathered is None else [gathered[reader].numpy() for reader in mesh.readers]
 
 

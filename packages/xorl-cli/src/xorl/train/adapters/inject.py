@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -13,7 +14,7 @@ import torch
 from xorl.config.local import LoraConfig
 from xorl.core.models import Decoder, DecoderConfig, ModelSpec, training_flops
 from xorl.core.models.flops import matmul_parameters
-from xorl.core.nn import Linear
+from xorl.core.nn import Embedding, Linear
 from xorl.core.parallel import ParallelModel
 from xorl.lora import Adapter, AdapterSpec, adapter_parameters, adapters, init_adapters, inject
 from xorl.lora.experts import ExpertLowRank
@@ -116,12 +117,12 @@ def flops_of(config: DecoderConfig, module: Decoder) -> Callable[[Sequence[int]]
     linear_adapters = [adapter for adapter in adapters(module).values() if not adapter.is_embedding]
     num_added = sum(map(num_used, linear_adapters))
     trained = sum(
-        layer.weight.numel()
+        _num_elements(layer)
         for layer in module.modules()
         if isinstance(layer, Linear) and any(weight.requires_grad for weight in layer.parameters(recurse=False))
     )
     if module.lm_head is None and module.head_weight.requires_grad:
-        trained += module.head_weight.numel()
+        trained += _num_elements(module.model.embed_tokens)
     num_frozen = matmul_parameters(config) - trained
 
     def flops(lengths: Sequence[int]) -> int:
@@ -130,11 +131,17 @@ def flops_of(config: DecoderConfig, module: Decoder) -> Callable[[Sequence[int]]
     return flops
 
 
+def _num_elements(layer: Linear | Embedding) -> int:
+    """The number of elements of its weight, with those that other ranks hold."""
+    shape = layer.weight.shape
+    return math.prod(layer.shares["weight"].whole(shape) if "weight" in layer.shares else shape)
+
+
 def num_used(adapter: Adapter) -> int:
     """The elements of an adapter that a token is multiplied with."""
     pair = adapter.pair
     if not isinstance(pair, ExpertLowRank):
-        return adapter.A.numel() + adapter.B.numel()
+        return math.prod(adapter.shape("A")) + math.prod(adapter.shape("B"))
     # An outer factor that experts share is applied once, before the token goes to experts or after it comes back.
     outer = "B" if pair.projection == "down_proj" else "A"
     return sum(

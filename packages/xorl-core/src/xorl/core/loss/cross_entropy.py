@@ -15,6 +15,7 @@ from xorl.core.loss.metrics import token_metrics
 from xorl.core.loss.output import IGNORE, LossOutput, TokenValues
 from xorl.kernels.layout import SequenceLayout
 from xorl.kernels.linear_ce import chunk_rows, linear_cross_entropy_scores, linear_cross_entropy_sum
+from xorl.kernels.vocabulary import Vocabulary
 
 
 def cross_entropy(
@@ -25,6 +26,7 @@ def cross_entropy(
     *,
     logits_fp32: bool = True,
     whole_logits: bool = False,
+    vocab: Vocabulary | None = None,
 ) -> LossOutput:
     """Sum of -log p(label) over the tokens whose `labels` entry is not -100.
 
@@ -37,9 +39,11 @@ def cross_entropy(
         whole_logits: use plain torch on the logits of all tokens at once, [T, V]. The default is a fused kernel that
             holds the logits of one chunk of tokens and computes the gradient in the forward pass, so only `sum` can be
             backpropagated, and only once.
+        vocab: of all ranks, if `head_weight` is this rank's part; see `linear_cross_entropy`.
     """
-    labels_only = {"labels": labels_of(hidden, targets)}
-    return weighted_cross_entropy(hidden, head_weight, labels_only, logits_fp32=logits_fp32, whole_logits=whole_logits)
+    only_labels = {"labels": labels_of(hidden, targets)}
+    options = {"logits_fp32": logits_fp32, "whole_logits": whole_logits, "vocab": vocab}
+    return weighted_cross_entropy(hidden, head_weight, only_labels, **options)
 
 
 def labels_of(hidden: Tensor, targets: Mapping[str, Tensor]) -> Tensor:
@@ -62,6 +66,7 @@ def weighted_cross_entropy(
     *,
     logits_fp32: bool = True,
     whole_logits: bool = False,
+    vocab: Vocabulary | None = None,
 ) -> LossOutput:
     """Sum of -weight * log p(label), with optional `weights` [T] in `targets`: any real numbers, 1 by default.
 
@@ -72,15 +77,15 @@ def weighted_cross_entropy(
     if weights is not None and weights.shape != labels.shape:
         raise ValueError(f"weights must have shape {list(labels.shape)}, as labels; got {list(weights.shape)}")
     if labels.dim() == 2:
-        return _several_labels(hidden, head_weight, labels, weights, logits_fp32=logits_fp32)
+        return _several_labels(hidden, head_weight, labels, weights, logits_fp32, vocab)
     if whole_logits:
-        logits = full_logits(hidden, head_weight, logits_fp32)
+        logits = full_logits(hidden, head_weight, logits_fp32, vocab)
         unweighted = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="none")
         total = (unweighted if weights is None else unweighted * weights).sum()
         unweighted = unweighted.detach()
     else:
         total, unweighted = linear_cross_entropy_sum(
-            hidden, head_weight, labels, token_weight=weights, logits_fp32=logits_fp32
+            hidden, head_weight, labels, token_weight=weights, logits_fp32=logits_fp32, vocab=vocab
         )
     trained = labels != IGNORE
     if weights is not None:
@@ -91,12 +96,20 @@ def weighted_cross_entropy(
 
 
 def _several_labels(
-    hidden: Tensor, head_weight: Tensor, labels: Tensor, weights: Tensor | None, *, logits_fp32: bool
+    hidden: Tensor,
+    head_weight: Tensor,
+    labels: Tensor,
+    weights: Tensor | None,
+    logits_fp32: bool,
+    vocab: Vocabulary | None,
 ) -> LossOutput:
     """`weighted_cross_entropy` with labels [T, K]; forward and backward hold the logits of one chunk at a time."""
-    size = chunk_rows(len(hidden), torch.float32.itemsize * head_weight.shape[0])
+    num_logits = head_weight.shape[0] if vocab is None else vocab.size
+    size = chunk_rows(len(hidden), torch.float32.itemsize * num_logits)
     parts = [
-        checkpoint(_label_logprobs, *chunk, head_weight, logits_fp32, use_reentrant=False, preserve_rng_state=False)
+        checkpoint(
+            _label_logprobs, *chunk, head_weight, logits_fp32, vocab, use_reentrant=False, preserve_rng_state=False
+        )
         for chunk in zip(hidden.split(size), labels.split(size), strict=True)
     ]
     logprobs = torch.cat(cast(list[Tensor], parts))
@@ -109,9 +122,11 @@ def _several_labels(
     return LossOutput(per_token.sum(), per_token.detach(), metrics, logprobs.detach(), values)
 
 
-def _label_logprobs(hidden: Tensor, labels: Tensor, head_weight: Tensor, logits_fp32: bool) -> Tensor:
+def _label_logprobs(
+    hidden: Tensor, labels: Tensor, head_weight: Tensor, logits_fp32: bool, vocab: Vocabulary | None
+) -> Tensor:
     """log p(label) [T, K]; 0 for labels of -100."""
-    logits = full_logits(hidden, head_weight, logits_fp32)
+    logits = full_logits(hidden, head_weight, logits_fp32, vocab)
     ignored = labels == IGNORE
     logprobs = logits.gather(1, labels.masked_fill(ignored, 0)) - logits.logsumexp(dim=1, keepdim=True)
     return logprobs.masked_fill(ignored, 0.0)
@@ -126,6 +141,7 @@ def score_tokens(
     *,
     logits_fp32: bool = True,
     whole_logits: bool = False,
+    vocab: Vocabulary | None = None,
 ) -> LossOutput:
     """Cross-entropy for evaluation, with `metrics["correct"]` [T] bool: whether the label is the most likely token.
 
@@ -133,9 +149,11 @@ def score_tokens(
     """
     labels = labels_of(hidden, targets)
     if whole_logits:
-        logits = full_logits(hidden, head_weight, logits_fp32)
+        logits = full_logits(hidden, head_weight, logits_fp32, vocab)
         per_token = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="none")
         correct = logits.argmax(-1) == labels
     else:
-        per_token, correct = linear_cross_entropy_scores(hidden, head_weight, labels, logits_fp32=logits_fp32)
+        per_token, correct = linear_cross_entropy_scores(
+            hidden, head_weight, labels, logits_fp32=logits_fp32, vocab=vocab
+        )
     return LossOutput(per_token.sum(), per_token, {"correct": correct}, -per_token)

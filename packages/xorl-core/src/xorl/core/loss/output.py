@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from xorl.kernels.layout import SequenceLayout
+from xorl.kernels.vocabulary import Vocabulary
 
 IGNORE = -100
 
@@ -66,4 +67,5 @@ class HeadLoss(Protocol):
         *,
         logits_fp32: bool = True,
         whole_logits: bool = False,
+        vocab: Vocabulary | None = None,
     ) -> LossOutput: ...

@@ -5,6 +5,7 @@ Shapes: T tokens, D model width, V vocabulary.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import TypeVar, overload
 
@@ -65,7 +66,10 @@ class Decoder(nn.Module):
         options = RouterLossOptions(balance_coef=config.balance_coef)
         self.routers = RouterLosses(len(mixtures), mixtures[0].num_experts, options) if mixtures else None
         self._mixtures = mixtures
-        self.lm_head = None if config.tie_word_embeddings else Head(config.hidden_size, config.vocab_size, bias=False)
+        self.ranks = kernels.tensor
+        self.lm_head = None
+        if not config.tie_word_embeddings:
+            self.lm_head = Head.column_parallel(config.hidden_size, [config.vocab_size], bias=False, ranks=self.ranks)
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -150,13 +154,15 @@ class Decoder(nn.Module):
         by_layer = None
         if recorded is not None:
             _check_recorded(recorded, input_ids, self._mixtures)
-            by_layer = recorded.transpose(0, 1).contiguous()
+            by_layer = self.ranks.local(recorded).transpose(0, 1).contiguous()
         hidden, routes = self.model(input_ids, layout, self.compute_dtype, by_layer)
         if self.routers is not None:
             hidden = self.routers.add(hidden, routes, layout)
-        if self.lm_head is not None:
-            return self.lm_head(hidden, loss)
-        return _apply_head(hidden, self.head_weight, loss)
+        hidden = self.ranks.gather(hidden)
+        head = partial(_apply_head, weight=self.head_weight) if self.lm_head is None else self.lm_head
+        if loss is None:
+            return self.ranks.join_columns(head(hidden, loss=None), self.config.vocab_size)
+        return head(hidden, loss=loss)
 
     @torch.no_grad()
     def init_weights(
@@ -253,7 +259,8 @@ class DecoderTrunk(nn.Module):
 
     def __init__(self, config: DecoderConfig, *, merge_qkv: bool, kernels: LayerKernels) -> None:
         super().__init__()
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, config.padding_idx)
+        self.ranks = kernels.tensor
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, config.padding_idx, self.ranks)
         self.rotary = None if config.rope is None else Rotary(config.rope, config.attention.head_dim)
         self.embed_positions = (
             Embedding(config.max_position_embeddings, config.hidden_size) if config.rope is None else None
@@ -276,7 +283,7 @@ class DecoderTrunk(nn.Module):
                 f"input_ids must be one packed row of the layout's {layout.num_tokens} tokens, "
                 f"got shape {list(input_ids.shape)}"
             )
-        hidden = self.embed_tokens(input_ids).to(compute_dtype)  # [T, D]
+        hidden = self.ranks.scatter(self.embed_tokens(input_ids).to(compute_dtype))  # [T, D]
         if self.embed_positions is not None:
             limit = self.embed_positions.num_rows
             if layout.max_seqlen > limit:
@@ -284,7 +291,7 @@ class DecoderTrunk(nn.Module):
                     f"a document of {layout.max_seqlen} tokens exceeds the model's {limit} learned positions; "
                     f"truncate documents with max_seq_len: {limit} or less"
                 )
-            hidden = hidden + self.embed_positions(layout.positions).to(compute_dtype)
+            hidden = hidden + self.embed_positions(self.ranks.local(layout.positions)).to(compute_dtype)
         rope = None if self.rotary is None else self.rotary.tables(layout, input_ids.device)
         routes: list[LayerRoutes] = []
         for index, layer in enumerate(self.layers):
@@ -345,7 +352,7 @@ class DecoderLayer(nn.Module):
         hidden, normed = self.post_attention_layernorm(attended, residual=hidden)
         if not isinstance(self.mlp, MixtureOfExperts):
             return self.add(hidden, self.mlp(normed))
-        out, routes = self.mlp(normed, layout, recorded)
+        out, routes = self.mlp(normed, layout.rows, recorded)
         return self.add(hidden, out), routes
 
 
@@ -363,7 +370,7 @@ def _feed_forward(
         )
     if ffn.kind == "gated":
         return GatedMLP(width, ffn.width, activation=ffn.activation, bias=ffn.bias, kernels=kernels)
-    return PlainMLP(width, ffn.width, activation=ffn.activation, bias=ffn.bias)
+    return PlainMLP(width, ffn.width, activation=ffn.activation, bias=ffn.bias, ranks=kernels.tensor)
 
 
 def _norm(config: DecoderConfig, kernels: LayerKernels) -> RMSNorm | LayerNorm:

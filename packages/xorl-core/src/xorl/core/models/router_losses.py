@@ -104,24 +104,26 @@ class RouterLosses:
         counts = torch.stack([routing.counts for routing in routings])  # [L, N, E]
         probabilities = torch.stack([routing.probabilities for routing in routings])
         squared_lse = torch.stack([routing.squared_lse for routing in routings])
-        is_counted = True
-        if isinstance(layout, ShardedLayout):
+        # Every rank counts the replayed choices of its own tokens.
+        replayed = [layer.replayed for layer in routes if layer.replayed is not None]
+        replayed = torch.stack(replayed).sum(0).T if replayed else None
+        if isinstance(layout.rows, ShardedLayout):
             # Sums over whole documents. Each rank computes the gradient for its own tokens; only the first counts them.
             counts, probabilities, squared_lse = (
-                _SumOverRanks.apply(value, layout.group_name) for value in (counts, probabilities, squared_lse)
+                _SumOverRanks.apply(value, layout.rows.group_name) for value in (counts, probabilities, squared_lse)
             )
-            is_counted = layout.is_first
+            replayed = None if replayed is None else all_reduce(replayed, layout.rows.group_name)
+        # Ranks that share matrices all count the same.
+        is_counted = layout.is_first if isinstance(layout, ShardedLayout) else True
         lengths = layout.whole.cu_seqlens.diff().to(probabilities.dtype)
         trained = lengths if layout.num_trained is None else layout.num_trained.to(probabilities.dtype)
         weight = trained / lengths  # [N]
         share = counts.to(probabilities.dtype).mean(0) / lengths[:, None]  # [N, E]
         balance = self.num_experts * weight * (share * probabilities.mean(0)).sum(-1)  # [N]
         z = weight * squared_lse.mean(0)
-        # Unlike the sums over whole documents, every rank counts the replayed choices of its own tokens.
-        replayed = [layer.replayed for layer in routes if layer.replayed is not None]
-        replayed = torch.stack(replayed).sum(0).T if replayed else counts.new_zeros(2, len(lengths))
+        replayed = counts.new_zeros(2, len(lengths)) if replayed is None else replayed
         losses = torch.stack([balance.detach(), z.detach(), trained])
-        self._newest = counts * is_counted, replayed, losses * is_counted
+        self._newest = counts * is_counted, replayed * is_counted, losses * is_counted
         if not self.options.balance_coef and not self.options.z_coef:
             return hidden
         out = _WithLoss.apply(hidden, self.options.balance_coef * balance.sum() + self.options.z_coef * z.sum())

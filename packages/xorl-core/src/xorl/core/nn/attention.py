@@ -18,9 +18,11 @@ from xorl.kernels.layout import SequenceLayout, ShardedLayout
 class Attention(nn.Module):
     """Causal self-attention over a packed row, and over cached tokens if the layout has a cache; [T, D] -> [T, D].
 
+    Ranks that share its matrices have [T / P, D] each, and attend to all tokens with their share of the heads.
+
     Args:
         width: D.
-        num_heads, num_kv_heads, head_dim: H, G and C.
+        num_heads, num_kv_heads, head_dim: H, G and C, of all ranks that share the matrices; their number divides G.
         scale: the factor on attention scores.
         window: how many tokens a token attends to, itself included; None for all earlier ones.
         qkv_bias, o_bias: whether the projections have biases.
@@ -45,21 +47,22 @@ class Attention(nn.Module):
         kernels: LayerKernels,
     ) -> None:
         super().__init__()
-        self.shape = HeadShape(num_heads, num_kv_heads, head_dim)
+        self.ranks = ranks = kernels.tensor
+        counts = HeadShape(num_heads, num_kv_heads, head_dim).row_counts
+        self.shape = HeadShape(num_heads // ranks.size, num_kv_heads // ranks.size, head_dim)
         self.scale = scale
         self.window = window
         self.kernels = kernels
         self.merge_qkv = merge_qkv
-        q_rows, k_rows, v_rows = self.shape.row_counts
         if merge_qkv:
-            self.qkv_proj = Linear(width, q_rows + k_rows + v_rows, bias=qkv_bias)
+            self.qkv_proj = Linear.column_parallel(width, counts, bias=qkv_bias, ranks=ranks)
         else:
-            self.q_proj = Linear(width, q_rows, bias=qkv_bias)
-            self.k_proj = Linear(width, k_rows, bias=qkv_bias)
-            self.v_proj = Linear(width, v_rows, bias=qkv_bias)
+            self.q_proj, self.k_proj, self.v_proj = (
+                Linear.column_parallel(width, [count], bias=qkv_bias, ranks=ranks) for count in counts
+            )
         self.q_norm = None if qk_norm_eps is None else HeadNorm(head_dim, qk_norm_eps)
         self.k_norm = None if qk_norm_eps is None else HeadNorm(head_dim, qk_norm_eps)
-        self.o_proj = Linear(num_heads * head_dim, width, bias=o_bias)
+        self.o_proj = Linear.row_parallel(num_heads * head_dim, width, bias=o_bias, ranks=ranks)
 
     @property
     def stacked_rows(self) -> Mapping[str, Sequence[int]]:
@@ -67,12 +70,13 @@ class Attention(nn.Module):
         return {"qkv_proj": self.shape.row_counts} if self.merge_qkv else {}
 
     def forward(self, x: Tensor, layout: SequenceLayout, rope: RopeTables | None) -> Tensor:
+        x = self.ranks.gather(x)
         projected = (self.qkv_proj(x),) if self.merge_qkv else (self.q_proj(x), self.k_proj(x), self.v_proj(x))
         norms = None
         if self.q_norm is not None and self.k_norm is not None:
             norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
         q, k, v = self.kernels.split_heads(projected, self.shape, norms, rope)  # [T, H or G, C]
-        return self.o_proj(self._attend(q, k, v, layout).flatten(-2))
+        return self.ranks.scatter(self.o_proj(self._attend(q, k, v, layout).flatten(-2)))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout) -> Tensor:
         options = {"scale": self.scale, "window": self.window}

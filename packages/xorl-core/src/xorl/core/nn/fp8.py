@@ -118,7 +118,8 @@ class Fp8Linear(Linear):
         rows = x.reshape(-1, self.in_features)  # [T, I]
         y = self._tensorwise(rows) if self.recipe == "tensorwise" else self._rowwise(rows)
         y = y.unflatten(0, x.shape[:-1]) if x.dim() != 2 else y
-        return y if self.bias is None else y + self.bias.to(x.dtype)
+        bias = self.added_bias(x.dtype)
+        return y if bias is None else y + bias
 
     def _tensorwise(self, x: Tensor) -> Tensor:
         weight_fp8, weight_descale = self.weight_fp8, self.weight_descale

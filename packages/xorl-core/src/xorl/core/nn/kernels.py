@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from xorl.core.nn.dispatch import Dispatcher
+from xorl.core.nn.tensor import ALONE, TensorRanks
 from xorl.kernels.arguments import check_choice, check_device_type, check_type
 from xorl.kernels.attention import AttentionFn
 from xorl.kernels.attention.sdpa import sdpa_attention
@@ -39,6 +40,7 @@ class LayerKernels:
         add: adds a layer's last output to the residual stream.
         experts: computes the experts of a layer.
         dispatcher: sends tokens to the ranks of their experts; None: every rank holds all experts.
+        tensor: the ranks that share each matrix.
         swiglu_linear: swiglu fused with the next linear layer, if that saves work in the backward pass; else None.
     """
 
@@ -50,6 +52,7 @@ class LayerKernels:
     swiglu_linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
     experts: ExpertsFn = grouped.experts
     dispatcher: Dispatcher[Any] | None = None
+    tensor: TensorRanks = ALONE
 
 
 def choose_kernels(
@@ -62,6 +65,7 @@ def choose_kernels(
     cast_bf16: bool,
     experts: ExpertsFn = grouped.experts,
     dispatcher: Dispatcher[Any] | None = None,
+    tensor: TensorRanks = ALONE,
 ) -> LayerKernels:
     """Select the kernels for layers that compute in `dtype` on this device type, and log the selection.
 
@@ -71,6 +75,7 @@ def choose_kernels(
         native: operations that always use the plain form, including its rounding.
         experts: the function of layers of experts.
         dispatcher: sends tokens to experts of other ranks; None: every rank holds all experts.
+        tensor: the ranks that share each matrix.
         cast_bf16: round queries and keys to bf16 before attention, which still computes in `dtype`.
     """
     check_device_type(device_type)
@@ -86,7 +91,7 @@ def choose_kernels(
     # Only compiled layers need opaque operators: the compiler would fuse plain ones and change their rounding.
     plain = _with_opaque(attention, native) if compiled and native else LayerKernels(attention)
     kernels = _with_fused(plain, fused, compiled=compiled) if fused else plain
-    kernels = replace(kernels, experts=experts, dispatcher=dispatcher)
+    kernels = replace(kernels, experts=experts, dispatcher=dispatcher, tensor=tensor)
     if cast_bf16:
         kernels = replace(kernels, split_heads=_round_to_bf16(kernels.split_heads))
     return kernels

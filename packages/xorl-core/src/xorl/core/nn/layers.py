@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,8 @@ from torch.nn import functional as F
 from xorl.core.nn.kernels import LayerKernels
 from xorl.core.nn.lookup import look_up
 from xorl.core.nn.roles import Role
+from xorl.core.nn.share import Share
+from xorl.core.nn.tensor import ALONE, TensorRanks
 from xorl.kernels.low_rank import adapted_linear
 
 
@@ -69,10 +71,16 @@ class Linear(nn.Module):
 
     Attributes:
         adapter: None, or an adapter. The layer's own parameters keep their names.
+        shares: what it holds of the parameters, if ranks share them.
+        adds_bias: whether the output includes the bias. Where ranks add up their outputs, only one of them adds it.
         stored: see `StoresWeight`; empty, except in subclasses with a weight in another format.
     """
 
     roles: ClassVar[Mapping[str, Role]] = MappingProxyType({"weight": "dense", "bias": "bias"})
+
+    shares: Mapping[str, Share] = MappingProxyType({})
+
+    adds_bias: bool = True
 
     stored: ClassVar[tuple[str, ...]] = ()
 
@@ -87,6 +95,23 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
         self.adapter = None
 
+    @classmethod
+    def column_parallel(cls, in_features: int, counts: Sequence[int], *, bias: bool, ranks: TensorRanks) -> Self:
+        """A layer that stacks matrices of `counts` outputs, each of which the ranks share by its outputs."""
+        layer = cls(in_features, sum(map(ranks.num_of, counts)), bias=bias)
+        if (share := ranks.rows_of(counts)) is not None:
+            layer.shares = {"weight": share, "bias": share} if bias else {"weight": share}
+        return layer
+
+    @classmethod
+    def row_parallel(cls, in_features: int, out_features: int, *, bias: bool, ranks: TensorRanks) -> Self:
+        """A layer that the ranks share by its inputs: the output is the sum of those of all ranks."""
+        layer = cls(ranks.num_of(in_features), out_features, bias=bias)
+        if (share := ranks.columns_of(out_features, in_features)) is not None:
+            layer.shares = {"weight": share}
+        layer.adds_bias = ranks.group.rank == 0
+        return layer
+
     @property
     def is_plain_and_trained(self) -> bool:
         """Whether the output is the plain product with a trained weight, without an adapter or a subclass's `base`."""
@@ -97,14 +122,18 @@ class Linear(nn.Module):
 
     def base(self, x: Tensor) -> Tensor:
         """The output of the layer without its adapter."""
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        return F.linear(x, self.weight.to(x.dtype), bias)
+        return F.linear(x, self.weight.to(x.dtype), self.added_bias(x.dtype))
+
+    def added_bias(self, dtype: torch.dtype) -> Tensor | None:
+        """The bias in `dtype`. Zeros if another rank adds it, so that it still has a gradient, as DDP requires."""
+        if self.bias is None:
+            return None
+        return self.bias.to(dtype) if self.adds_bias else self.bias.to(dtype) * 0
 
     def base_plus(self, x: Tensor, down: Tensor, up: Tensor) -> Tensor:
         """base(x) + (x @ down.T) @ up.T for x [T, in], down [R, in] and up [out, R], all of one dtype."""
         if type(self).base is Linear.base and not self.weight.requires_grad:
-            bias = None if self.bias is None else self.bias.to(x.dtype)
-            return adapted_linear(x, self.weight.to(x.dtype), bias, down, up)
+            return adapted_linear(x, self.weight.to(x.dtype), self.added_bias(x.dtype), down, up)
         return torch.addmm(self.base(x), x @ down.t(), up.t())
 
     def dense_weight(self, dtype: torch.dtype) -> Tensor:
@@ -123,7 +152,11 @@ class Linear(nn.Module):
 class Embedding(nn.Module):
     """Rows of weight [V, D] by id, in the dtype of the weight; the caller casts to the compute dtype.
 
+    If ranks share the rows, the output is zero for ids of other ranks, and the caller adds up those of all ranks.
+
     Attributes:
+        num_rows: V, of all ranks.
+        shares: what it holds of the weight, if ranks share it.
         padding_idx: the id of padding, whose row gets no gradient from here, as in nn.Embedding; or None.
         adapter: None, or an adapter.
     """
@@ -132,15 +165,27 @@ class Embedding(nn.Module):
 
     adapter: EmbeddingAdapterProtocol | None
 
-    def __init__(self, num_rows: int, width: int, padding_idx: int | None = None) -> None:
+    def __init__(self, num_rows: int, width: int, padding_idx: int | None = None, ranks: TensorRanks = ALONE) -> None:
         super().__init__()
         self.num_rows = num_rows
         self.padding_idx = padding_idx
-        self.weight = nn.Parameter(torch.empty(num_rows, width))
+        self.held = range(*ranks.range_of(num_rows))
+        self.weight = nn.Parameter(torch.empty(len(self.held), width))
+        share = ranks.rows_of([num_rows])
+        self.shares: Mapping[str, Share] = {} if share is None else {"weight": share}
         self.adapter = None
 
     def forward(self, ids: Tensor) -> Tensor:
-        rows = look_up(ids, self.weight, self.padding_idx)
+        if not self.shares:
+            return self._rows(ids, self.padding_idx)
+        is_held = (ids >= self.held.start) & (ids < self.held.stop)
+        padding = None
+        if self.padding_idx is not None and self.padding_idx in self.held:
+            padding = self.padding_idx - self.held.start
+        return self._rows((ids - self.held.start).where(is_held, 0), padding).masked_fill(~is_held[..., None], 0)
+
+    def _rows(self, ids: Tensor, padding_idx: int | None) -> Tensor:
+        rows = look_up(ids, self.weight, padding_idx)
         return rows if self.adapter is None else self.adapter(ids, rows)
 
     def extra_repr(self) -> str:
@@ -216,8 +261,9 @@ class GatedMLP(nn.Module):
         is_swiglu = activation in SWIGLU_ACTIVATIONS
         self.gated = kernels.swiglu if is_swiglu else _gated_by(ACTIVATIONS[activation])
         self.gated_linear = kernels.swiglu_linear if is_swiglu else None
-        self.gate_up_proj = Linear(width, 2 * hidden_width, bias=bias)
-        self.down_proj = Linear(hidden_width, width, bias=bias)
+        self.ranks = kernels.tensor
+        self.gate_up_proj = Linear.column_parallel(width, (hidden_width,) * 2, bias=bias, ranks=self.ranks)
+        self.down_proj = Linear.row_parallel(hidden_width, width, bias=bias, ranks=self.ranks)
 
     @property
     def stacked_rows(self) -> Mapping[str, Sequence[int]]:
@@ -225,24 +271,24 @@ class GatedMLP(nn.Module):
         return {"gate_up_proj": (self.gate_up_proj.out_features // 2,) * 2}
 
     def forward(self, x: Tensor) -> Tensor:
-        gate_up, down = self.gate_up_proj(x), self.down_proj  # [T, 2F]
+        gate_up, down = self.gate_up_proj(self.ranks.gather(x)), self.down_proj  # [T, 2F]
         if self.gated_linear is None or not down.is_plain_and_trained:
-            return down(self.gated(gate_up))  # [T, F]
-        bias = None if down.bias is None else down.bias.to(x.dtype)
-        return self.gated_linear(gate_up, down.weight.to(x.dtype), bias)
+            return self.ranks.scatter(down(self.gated(gate_up)))  # [T, F]
+        return self.ranks.scatter(self.gated_linear(gate_up, down.weight.to(x.dtype), down.added_bias(x.dtype)))
 
 
 class PlainMLP(nn.Module):
     """down(act(up(x)))."""
 
-    def __init__(self, width: int, hidden_width: int, *, activation: str, bias: bool) -> None:
+    def __init__(self, width: int, hidden_width: int, *, activation: str, bias: bool, ranks: TensorRanks) -> None:
         super().__init__()
         self.activation = ACTIVATIONS[activation]
-        self.up_proj = Linear(width, hidden_width, bias=bias)
-        self.down_proj = Linear(hidden_width, width, bias=bias)
+        self.ranks = ranks
+        self.up_proj = Linear.column_parallel(width, (hidden_width,), bias=bias, ranks=ranks)
+        self.down_proj = Linear.row_parallel(hidden_width, width, bias=bias, ranks=ranks)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.activation(self.up_proj(x)))
+        return self.ranks.scatter(self.down_proj(self.activation(self.up_proj(self.ranks.gather(x)))))
 
 
 def _gated_by(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

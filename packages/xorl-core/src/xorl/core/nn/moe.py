@@ -107,6 +107,7 @@ class Experts(nn.Module):
     Attributes:
         adapter: None, or adapters of the experts, whose own weights are frozen then.
         dispatcher: sends tokens to experts on other ranks; None if this rank holds all of them.
+        ranks: those that share matrices, though not those of experts.
         recompute: compute gate, up and activation again in the backward pass instead of keeping them.
     """
 
@@ -117,6 +118,7 @@ class Experts(nn.Module):
         self.adapter = None
         self.kernel = kernels.experts
         self.dispatcher = kernels.dispatcher
+        self.ranks = kernels.tensor
         self.recompute = False
         held = range(num_experts)
         if self.dispatcher is not None:

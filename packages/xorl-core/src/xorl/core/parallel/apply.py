@@ -193,12 +193,12 @@ class ParallelModel:
     @cached_property
     def divides_experts(self) -> bool:
         """Whether every forward pass is collective, because other ranks hold experts that its tokens need."""
-        return bool(divided_experts(self.module))
+        return bool(experts_apart(self.module))
 
     @cached_property
     def gathers_tokens(self) -> bool:
         """Whether layers need `SequenceLayout.most_tokens` to gather the tokens of all ranks for their experts."""
-        return any(isinstance(experts.dispatcher, AllGather) for experts in divided_experts(self.module))
+        return any(isinstance(experts.dispatcher, AllGather) for experts in experts_apart(self.module))
 
     def cuda_graph_capture(self) -> AbstractContextManager[None]:
         """Context manager, inside `generation`, for capturing the forward pass of a gathered model in a CUDA graph."""
@@ -286,7 +286,7 @@ def parallelize(
     if policy.activation_offload_limit is not None:
         ActivationOffload(device, limit_bytes=policy.activation_offload_limit).install(list(layers))
     if policy.data_parallel_mode == "fsdp2":
-        last, experts = [head] if isinstance(head, nn.Module) else [], divided_experts(model)
+        last, experts = [head] if isinstance(head, nn.Module) else [], experts_apart(model)
         units = sharding_units(model, policy.unit_modules, [*layers, *last, *experts])
         with allow_integer_parameters():
             shard(
@@ -300,7 +300,7 @@ def parallelize(
                 cpu_offload=policy.cpu_offload,
                 collectives=policy.collectives,
             )
-        gather_in_order([[layer, *divided_experts(layer)] for layer in layers], last, ahead=policy.forward_prefetch)
+        gather_in_order([[layer, *experts_apart(layer)] for layer in layers], last, ahead=policy.forward_prefetch)
     if fill is not None and any(parameter.is_meta for parameter in model.parameters()):
         model.to_empty(device="cpu" if policy.cpu_offload else device)
         fill(model)
@@ -318,8 +318,8 @@ def _check_mesh(mesh: Mesh, policy: ParallelPolicy, device: torch.device, *, apa
         raise ValueError(f"mesh: must be an xorl.core.mesh.Mesh, got {type(mesh).__name__}")
     if device.type != mesh.device_type:
         raise ValueError(f"device: is {device}, but the mesh is one of {mesh.device_type} devices")
-    if (sizes := (mesh.dims.tp, mesh.dims.pp)) != (1, 1):
-        raise ValueError(f"mesh: has tp {sizes[0]} and pp {sizes[1]}, which are not supported; use other axes")
+    if mesh.dims.pp > 1:
+        raise ValueError(f"mesh: has pp {mesh.dims.pp}, which is not supported; use other axes")
     if policy.data_parallel_mode == "none" and mesh.loss.size > 1 and not apart:
         raise ValueError(
             f"data_parallel_mode: none is for one rank, and the {mesh.loss.size} ranks of this mesh would train apart; "
@@ -338,9 +338,16 @@ def _check_fill(model: nn.Module, fill: Callable[[nn.Module], None] | None) -> N
         raise ValueError("fill: would not be called, because no parameter is on the meta device; leave it out")
 
 
-def divided_experts(model: nn.Module) -> list[Experts]:
-    """The experts of all layers if ranks hold different ones: units of their own, whose shards are on fewer ranks."""
-    return [module for module in model.modules() if isinstance(module, Experts) and module.dispatcher is not None]
+def experts_apart(model: nn.Module) -> list[Experts]:
+    """The experts of all layers if they are units of their own, since they are sharded over other ranks than the rest.
+
+    So they are if ranks hold different experts, or if ranks share the other matrices.
+    """
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, Experts) and (module.dispatcher is not None or module.ranks.size > 1)
+    ]
 
 
 def check_parallelizable(model: nn.Module, policy: ParallelPolicy, device_type: str) -> None:

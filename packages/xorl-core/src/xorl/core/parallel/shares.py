@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import cast
 
@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from xorl.core.mesh import Mesh
+from xorl.core.nn.moe import Experts
 from xorl.core.nn.share import Share, shares_of
-from xorl.core.shards import Box
+from xorl.core.nn.tensor import AXIS
+from xorl.core.shards import Box, local
 
 
 class Shares(Mapping[str, Share]):
@@ -26,6 +28,8 @@ class Shares(Mapping[str, Share]):
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
         self._shares = shares_of(model)
         self._mesh = mesh
+        if mesh.tp.size > 1:
+            self._shares |= _summed_over_tp(model, self._shares)
 
     def __getitem__(self, name: str) -> Share:
         return self._shares[name]
@@ -43,6 +47,34 @@ class Shares(Mapping[str, Share]):
             for name, parameter in model.named_parameters()
             if name in self and self[name].divided_over
         }
+
+    @torch.no_grad()
+    def sum_gradients(self, model: nn.Module) -> None:
+        """Sum the gradients of which each rank has some of the terms. Collective: call it once, before a step."""
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        for axis in sorted({axis for share in self.values() for axis in share.summed_over}):
+            parameters = [trained[name] for name in self if axis in self[name].summed_over and name in trained]
+            for parameter in parameters:
+                if parameter.grad is None:  # of a rank without tokens
+                    parameter.grad = torch.zeros_like(parameter)
+            self._sum_([local(parameter.grad) for parameter in parameters if parameter.grad is not None], axis)
+
+    def gather_gradient(self, name: str, parameter: Tensor) -> Tensor:
+        """The whole gradient of a parameter before `sum_gradients`, on every rank; as `gather`. 0 if it has none."""
+        whole = self.gather(name, torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+        for axis in self[name].summed_over if name in self else ():
+            whole = whole.clone()
+            dist.all_reduce(whole, group=self._mesh.axis(axis).group)
+        return whole
+
+    def _sum_(self, tensors: Sequence[Tensor], axis: str) -> None:
+        """Sum tensors over the ranks of an axis, in fp32, in one collective."""
+        if not tensors:
+            return
+        summed = torch.cat([tensor.float().flatten() for tensor in tensors])
+        dist.all_reduce(summed, group=self._mesh.axis(axis).group)
+        for tensor, values in zip(tensors, summed.split([tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(values.view(tensor.shape))
 
     @torch.no_grad()
     def gather(self, name: str, tensor: Tensor) -> Tensor:
@@ -79,3 +111,19 @@ class Shares(Mapping[str, Share]):
             found[axis] = [{} for _ in range(group.size())]
             dist.all_gather_object(found[axis], self._shares, group=group)
         return found
+
+
+def _summed_over_tp(model: nn.Module, declared: Mapping[str, Share]) -> dict[str, Share]:
+    """The shares of parameters that all ranks hold, though they share the matrices around them.
+
+    Each rank computes with tokens or with columns of its own, and so has some of the terms of their gradients. FSDP2
+    sums those of experts, for which these ranks are ranks with other tokens.
+    """
+    of_experts = {
+        parameter for module in model.modules() if isinstance(module, Experts) for parameter in module.parameters()
+    }
+    return {
+        name: Share(parameter.shape[0], ((0, parameter.shape[0]),), summed_over=(AXIS,))
+        for name, parameter in model.named_parameters()
+        if name not in declared and parameter not in of_experts
+    }

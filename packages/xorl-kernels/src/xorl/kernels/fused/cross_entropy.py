@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from xorl.kernels.fused.device import launch, power_of_2, rows_per_program
-from xorl.kernels.fused.reference import IGNORE, RowLosses
+from xorl.kernels.fused.reference import IGNORE, PartLosses, RowLosses
 
 # Values per block of a row. Each thread loads NEIGHBOURS adjacent values at once and computes their maximum and sum
 # without communicating with other threads.
@@ -61,6 +61,34 @@ def cross_entropy_rows(
             NUM_COLUMNS=num_columns,
             IGNORED=IGNORE,
             HAS_WEIGHT=token_weight is not None,
+            WRITES_GRADIENT=gradient is not None,
+            READS_ONCE=gradient is not None and gradient.dtype != torch.float16 and not is_in_place,
+            BLOCK=block,
+            NEIGHBOURS=min(NEIGHBOURS, block),
+            num_warps=NUM_WARPS,
+        )
+
+
+def cross_entropy_part(logits: Tensor, labels: Tensor, gradient: Tensor | None, part: PartLosses) -> None:
+    """The kernel behind `reference.cross_entropy_part`, which reads each row as that of `cross_entropy_rows` does."""
+    assert logits.stride(1) == 1
+    assert gradient is None or gradient.stride(1) == 1
+    assert labels.is_contiguous()
+    is_in_place = gradient is not None and gradient.data_ptr() == logits.data_ptr()
+    num_rows, num_columns = logits.shape
+    if num_rows:
+        block = min(BLOCK, power_of_2(num_columns))
+        launch(
+            _cross_entropy_part,
+            (num_rows,),
+            logits,
+            labels,
+            *part,
+            logits if gradient is None else gradient,
+            logits.stride(0),
+            logits.stride(0) if gradient is None else gradient.stride(0),
+            NUM_COLUMNS=num_columns,
+            IGNORED=IGNORE,
             WRITES_GRADIENT=gradient is not None,
             READS_ONCE=gradient is not None and gradient.dtype != torch.float16 and not is_in_place,
             BLOCK=block,
@@ -130,64 +158,21 @@ def _cross_entropy_rows(
     logits_ptr += row * logits_stride
     gradient_ptr += row * gradient_stride
     label = tl.load(labels_ptr + row)
-    LANES: tl.constexpr = BLOCK // NEIGHBOURS
-    block = tl.arange(0, LANES)[:, None] * NEIGHBOURS + tl.arange(0, NEIGHBOURS)[None, :]  # [lanes, neighbours]
     if label == IGNORED:
         tl.store(losses_ptr + row, 0.0)
         tl.store(correct_ptr + row, False)
         tl.store(scales_ptr + row, 0.0)
         tl.store(label_errors_ptr + row, 0.0)
         if WRITES_GRADIENT:
-            for start in range(0, NUM_COLUMNS, BLOCK):
-                columns = start + block
-                zeros = tl.zeros([LANES, NEIGHBOURS], tl.float32).to(gradient_type)
-                tl.store(gradient_ptr + columns, zeros, mask=columns < NUM_COLUMNS)
+            _clear_row(gradient_ptr, NUM_COLUMNS, BLOCK, NEIGHBOURS)
     else:
         is_in_vocab = (label >= 0) & (label < NUM_COLUMNS)
         column = tl.where(is_in_vocab, label, 0).to(tl.int32)  # int64 would widen the values it is compared with
         target = tl.load(logits_ptr + column, mask=is_in_vocab, other=float("nan")).to(tl.float32)
         # The gradient is stored as exp(logit - shift), and at the label minus the row's total; `scale` divides by it.
-        shift, total = tl.full([], 0.0, tl.float32), tl.full([], 1.0, tl.float32)
-        maximum, max_before, is_written = shift, shift, False
-        if READS_ONCE:
-            x = tl.load(logits_ptr + block, mask=block < NUM_COLUMNS, other=float("-inf")).to(tl.float32)
-            shift = tl.maximum(tl.max(tl.max(x, axis=1), axis=0), LOWEST)
-            maxima = tl.full([LANES], LOWEST, tl.float32)
-            sums = tl.zeros([LANES], tl.float32)
-            maxima_before = tl.full([LANES], float("-inf"), tl.float32)
-            for start in range(0, NUM_COLUMNS, BLOCK):
-                columns = start + block
-                is_inside = columns < NUM_COLUMNS
-                x = tl.load(logits_ptr + columns, mask=is_inside, other=float("-inf")).to(tl.float32)
-                exponentials = tl.exp(x - shift)
-                tl.store(gradient_ptr + columns, exponentials.to(gradient_type), mask=is_inside)
-                sums += tl.sum(exponentials, axis=1)
-                maxima = tl.maximum(maxima, tl.max(x, axis=1))
-                maxima_before = tl.maximum(maxima_before, tl.max(tl.where(columns < column, x, float("-inf")), axis=1))
-            maximum, max_before = tl.max(maxima, axis=0), tl.max(maxima_before, axis=0)
-            total = tl.sum(sums, axis=0)
-            is_written = maximum - shift <= MAX_EXPONENT
-        if not is_written:
-            # Starts at a finite value, so that the sum of a lane with only -inf is 0 rather than NaN.
-            maxima = tl.full([LANES], LOWEST, tl.float32)
-            sums = tl.zeros([LANES], tl.float32)
-            maxima_before = tl.full([LANES], float("-inf"), tl.float32)
-            for start in range(0, NUM_COLUMNS, BLOCK):
-                columns = start + block
-                x = tl.load(logits_ptr + columns, mask=columns < NUM_COLUMNS, other=float("-inf")).to(tl.float32)
-                new_maxima = tl.maximum(maxima, tl.max(x, axis=1))
-                sums = sums * tl.exp(maxima - new_maxima) + tl.sum(tl.exp(x - new_maxima[:, None]), axis=1)
-                maxima = new_maxima
-                maxima_before = tl.maximum(maxima_before, tl.max(tl.where(columns < column, x, float("-inf")), axis=1))
-            maximum, max_before = tl.max(maxima, axis=0), tl.max(maxima_before, axis=0)
-            shift = maximum + tl.log(tl.sum(sums * tl.exp(maxima - maximum), axis=0))
-            total = tl.full([], 1.0, tl.float32)
-            if WRITES_GRADIENT:
-                for start in range(0, NUM_COLUMNS, BLOCK):
-                    columns = start + block
-                    is_inside = columns < NUM_COLUMNS
-                    x = tl.load(logits_ptr + columns, mask=is_inside, other=float("-inf")).to(tl.float32)
-                    tl.store(gradient_ptr + columns, tl.exp(x - shift).to(gradient_type), mask=is_inside)
+        shift, total, maximum, max_before = _sum_row(  # pyright: ignore[reportGeneralTypeIssues] it is compiled
+            logits_ptr, gradient_ptr, column, NUM_COLUMNS, WRITES_GRADIENT, READS_ONCE, BLOCK, NEIGHBOURS
+        )
         tl.store(losses_ptr + row, shift + tl.log(total) - target)
         tl.store(correct_ptr + row, (target >= maximum) & (target > max_before))
         if WRITES_GRADIENT:
@@ -195,11 +180,128 @@ def _cross_entropy_rows(
             exact = tl.exp(target - shift) - total
             rounded = exact.to(gradient_type)
             tl.store(gradient_ptr + column, rounded, mask=is_in_vocab)
-            tl.store(label_errors_ptr + row, tl.where(is_in_vocab, exact - rounded.to(tl.float32), 0.0))
             weight = tl.where(is_in_vocab, 1.0, float("nan"))
             if HAS_WEIGHT:
                 weight *= tl.load(weights_ptr + row).to(tl.float32)
-            tl.store(scales_ptr + row, weight / total)
+            scale = weight / total
+            tl.store(scales_ptr + row, scale)
+            error = (exact - rounded.to(tl.float32)) * scale
+            tl.store(label_errors_ptr + row, tl.where(is_in_vocab, error, 0.0))
+
+
+@triton.jit
+def _cross_entropy_part(
+    logits_ptr: tl.tensor,
+    labels_ptr: tl.tensor,
+    shifts_ptr: tl.tensor,
+    rounded_ptr: tl.tensor,
+    log_sums_ptr: tl.tensor,
+    targets_ptr: tl.tensor,
+    largest_ptr: tl.tensor,
+    before_ptr: tl.tensor,
+    gradient_ptr: tl.tensor,
+    logits_stride: int,
+    gradient_stride: int,
+    NUM_COLUMNS: tl.constexpr,
+    IGNORED: tl.constexpr,
+    WRITES_GRADIENT: tl.constexpr,
+    READS_ONCE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NEIGHBOURS: tl.constexpr,
+) -> None:
+    gradient_type = gradient_ptr.dtype.element_ty  # pyright: ignore[reportAttributeAccessIssue] it is a pointer
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * logits_stride
+    gradient_ptr += row * gradient_stride
+    label = tl.load(labels_ptr + row)
+    if label == IGNORED:
+        if WRITES_GRADIENT:
+            _clear_row(gradient_ptr, NUM_COLUMNS, BLOCK, NEIGHBOURS)
+    else:
+        is_held = (label >= 0) & (label < NUM_COLUMNS)
+        column = tl.where(is_held, label, 0).to(tl.int32)
+        target = tl.load(logits_ptr + column, mask=is_held, other=float("-inf")).to(tl.float32)
+        shift, total, maximum, max_before = _sum_row(  # pyright: ignore[reportGeneralTypeIssues] it is compiled
+            logits_ptr, gradient_ptr, column, NUM_COLUMNS, WRITES_GRADIENT, READS_ONCE, BLOCK, NEIGHBOURS
+        )
+        tl.store(shifts_ptr + row, shift)
+        tl.store(log_sums_ptr + row, shift + tl.log(total))
+        tl.store(targets_ptr + row, target)
+        tl.store(largest_ptr + row, maximum)
+        tl.store(before_ptr + row, tl.where(is_held, max_before, float("-inf")))
+        tl.store(rounded_ptr + row, tl.exp(target - shift).to(gradient_type).to(tl.float32))
+
+
+@triton.jit
+def _clear_row(
+    gradient_ptr: tl.tensor, NUM_COLUMNS: tl.constexpr, BLOCK: tl.constexpr, NEIGHBOURS: tl.constexpr
+) -> None:
+    LANES: tl.constexpr = BLOCK // NEIGHBOURS
+    block = tl.arange(0, LANES)[:, None] * NEIGHBOURS + tl.arange(0, NEIGHBOURS)[None, :]
+    gradient_type = gradient_ptr.dtype.element_ty  # pyright: ignore[reportAttributeAccessIssue] it is a pointer
+    for start in range(0, NUM_COLUMNS, BLOCK):
+        columns = start + block
+        zeros = tl.zeros([LANES, NEIGHBOURS], tl.float32).to(gradient_type)
+        tl.store(gradient_ptr + columns, zeros, mask=columns < NUM_COLUMNS)
+
+
+@triton.jit
+def _sum_row(
+    logits_ptr: tl.tensor,
+    gradient_ptr: tl.tensor,
+    column: tl.tensor,
+    NUM_COLUMNS: tl.constexpr,
+    WRITES_GRADIENT: tl.constexpr,
+    READS_ONCE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NEIGHBOURS: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """(shift, sum of exp(logit - shift), largest logit, largest before `column`); writes exp(logit - shift)."""
+    gradient_type = gradient_ptr.dtype.element_ty  # pyright: ignore[reportAttributeAccessIssue] it is a pointer
+    LANES: tl.constexpr = BLOCK // NEIGHBOURS
+    block = tl.arange(0, LANES)[:, None] * NEIGHBOURS + tl.arange(0, NEIGHBOURS)[None, :]  # [lanes, neighbours]
+    shift, total = tl.full([], 0.0, tl.float32), tl.full([], 1.0, tl.float32)
+    maximum, max_before, is_written = shift, shift, False
+    if READS_ONCE:
+        x = tl.load(logits_ptr + block, mask=block < NUM_COLUMNS, other=float("-inf")).to(tl.float32)
+        shift = tl.maximum(tl.max(tl.max(x, axis=1), axis=0), LOWEST)
+        maxima = tl.full([LANES], LOWEST, tl.float32)
+        sums = tl.zeros([LANES], tl.float32)
+        maxima_before = tl.full([LANES], float("-inf"), tl.float32)
+        for start in range(0, NUM_COLUMNS, BLOCK):
+            columns = start + block
+            is_inside = columns < NUM_COLUMNS
+            x = tl.load(logits_ptr + columns, mask=is_inside, other=float("-inf")).to(tl.float32)
+            exponentials = tl.exp(x - shift)
+            tl.store(gradient_ptr + columns, exponentials.to(gradient_type), mask=is_inside)
+            sums += tl.sum(exponentials, axis=1)
+            maxima = tl.maximum(maxima, tl.max(x, axis=1))
+            maxima_before = tl.maximum(maxima_before, tl.max(tl.where(columns < column, x, float("-inf")), axis=1))
+        maximum, max_before = tl.max(maxima, axis=0), tl.max(maxima_before, axis=0)
+        total = tl.sum(sums, axis=0)
+        is_written = maximum - shift <= MAX_EXPONENT
+    if not is_written:
+        # Starts at a finite value, so that the sum of a lane with only -inf is 0 rather than NaN.
+        maxima = tl.full([LANES], LOWEST, tl.float32)
+        sums = tl.zeros([LANES], tl.float32)
+        maxima_before = tl.full([LANES], float("-inf"), tl.float32)
+        for start in range(0, NUM_COLUMNS, BLOCK):
+            columns = start + block
+            x = tl.load(logits_ptr + columns, mask=columns < NUM_COLUMNS, other=float("-inf")).to(tl.float32)
+            new_maxima = tl.maximum(maxima, tl.max(x, axis=1))
+            sums = sums * tl.exp(maxima - new_maxima) + tl.sum(tl.exp(x - new_maxima[:, None]), axis=1)
+            maxima = new_maxima
+            maxima_before = tl.maximum(maxima_before, tl.max(tl.where(columns < column, x, float("-inf")), axis=1))
+        maximum, max_before = tl.max(maxima, axis=0), tl.max(maxima_before, axis=0)
+        shift = maximum + tl.log(tl.sum(sums * tl.exp(maxima - maximum), axis=0))
+        total = tl.full([], 1.0, tl.float32)
+        if WRITES_GRADIENT:
+            for start in range(0, NUM_COLUMNS, BLOCK):
+                columns = start + block
+                is_inside = columns < NUM_COLUMNS
+                x = tl.load(logits_ptr + columns, mask=is_inside, other=float("-inf")).to(tl.float32)
+                tl.store(gradient_ptr + columns, tl.exp(x - shift).to(gradient_type), mask=is_inside)
+    return shift, total, maximum, max_before
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -103,8 +103,8 @@ class RowLosses(NamedTuple):
         loss: [B] fp32, or fp64 for fp64 logits.
         correct: [B] bool: whether the label is the first of the largest logits.
         scale: [B] in the loss's dtype: the factor by which a row's gradient must still be multiplied.
-        label_error: [B] in the loss's dtype: the rounding error of the gradient at the label, to be corrected by the
-            caller. That element is about as large as all others together, so its error would dominate.
+        label_error: [B] in the loss's dtype: what rounding takes from the gradient at the label, times `scale`, for the
+            caller to add. That element is about as large as all others together, so its error would dominate.
     """
 
     loss: Tensor
@@ -116,6 +116,35 @@ class RowLosses(NamedTuple):
     def empty(cls, num_rows: int, dtype: torch.dtype, device: torch.device) -> Self:
         """Uninitialised results, for losses of `dtype`."""
         return cls(*(torch.empty(num_rows, dtype=each, device=device) for each in (dtype, torch.bool, dtype, dtype)))
+
+    def rows(self, start: int, stop: int) -> Self:
+        """Views of rows [start, stop)."""
+        return self._make(values[start:stop] for values in self)
+
+
+class PartLosses(NamedTuple):
+    """What a rank knows of B rows from its own logits, [B] fp32 or fp64. Rows of ignored labels are undefined.
+
+    Attributes:
+        shift: the gradient that is stored is exp(logit - shift).
+        rounded: the stored gradient at the label, if this rank has it.
+        log_sum: the logarithm of the sum of the exponentials.
+        target: the logit of the label; -inf if another rank has it.
+        largest: the largest logit.
+        before: the largest logit before the label; -inf if there is none, or another rank has the label.
+    """
+
+    shift: Tensor
+    rounded: Tensor
+    log_sum: Tensor
+    target: Tensor
+    largest: Tensor
+    before: Tensor
+
+    @classmethod
+    def empty(cls, num_rows: int, dtype: torch.dtype, device: torch.device) -> Self:
+        """Uninitialised values."""
+        return cls(*torch.empty(len(cls._fields), num_rows, dtype=dtype, device=device))
 
     def rows(self, start: int, stop: int) -> Self:
         """Views of rows [start, stop)."""
@@ -147,7 +176,32 @@ def cross_entropy_rows(
         rows = (wide - logsumexp).exp_()  # [B, V]
         rows.scatter_add_(1, targets, rows.new_full((), -1.0).expand_as(targets))
         gradient.copy_(rows.masked_fill_(~trained[:, None], 0.0))
-        results.label_error.copy_((rows.gather(1, targets) - gradient.gather(1, targets)).squeeze(1))
+        error = (rows.gather(1, targets) - gradient.gather(1, targets)).squeeze(1)
+        results.label_error.copy_(error * results.scale)
+
+
+def cross_entropy_part(logits: Tensor, labels: Tensor, gradient: Tensor | None, part: PartLosses) -> None:
+    """What a rank that has some tokens of the vocabulary computes for `combine`, in fp32 (fp64 for fp64 logits).
+
+    Args:
+        logits: [B, V / P].
+        labels: [B] int64, of this rank's tokens; -1 if another rank has it, -100 is ignored.
+        gradient: [B, V / P] in any dtype, overwritten with exp(logit - shift); may be `logits` itself. None skips it.
+        part: for B rows, overwritten.
+    """
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    trained, is_held = labels != IGNORE, labels >= 0
+    at = labels.clamp(min=0)[:, None]  # [B, 1]
+    largest = wide.amax(dim=-1)
+    part.largest.copy_(largest)
+    part.log_sum.copy_(wide.logsumexp(dim=-1))
+    part.shift.copy_(largest)
+    part.target.copy_(wide.gather(1, at).squeeze(1).masked_fill(~is_held, -torch.inf))
+    is_before = torch.arange(wide.shape[1], device=wide.device) < at
+    part.before.copy_(wide.masked_fill(~is_before, -torch.inf).amax(dim=-1).masked_fill(~is_held, -torch.inf))
+    if gradient is not None:
+        gradient.copy_((wide - largest[:, None]).exp_().masked_fill_(~trained[:, None], 0.0))
+        part.rounded.copy_(gradient.gather(1, at).squeeze(1))
 
 
 def add_at_labels_(target: Tensor, rows: Tensor, labels: Tensor, factors: Tensor) -> None:

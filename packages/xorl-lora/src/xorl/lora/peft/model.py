@@ -179,8 +179,8 @@ def load_adapters(model: nn.Module, layout: AdapterLayout, source: WeightSource,
         )
     check_fit(model, layout)
     for adapter in adapters(model).values():
-        copy_shard_(adapter.A, _read(adapter, "A", layout, source))
-        copy_shard_(adapter.B, _read(adapter, "B", layout, source))
+        _copy_(adapter, "A", layout, source)
+        _copy_(adapter, "B", layout, source)
         magnitudes = layout.modules[adapter.members[0]].magnitude
         if magnitudes is not None:
             set_magnitude_(adapter, source.read(magnitudes).float().flatten())
@@ -196,10 +196,7 @@ def check_fit(model: nn.Module, layout: AdapterLayout) -> None:
             f"the adapters of the model and the file differ: only one of them has {', '.join(differing[:5])}"
         )
     for adapter in found.values():
-        expected = tuple(
-            (each.shape[0] // count, *each.shape[1:])
-            for each, count in ((adapter.A, adapter.pair.count("A")), (adapter.B, adapter.pair.count("B")))
-        )
+        expected = (adapter.shape("A"), adapter.shape("B"))
         for name in adapter.members:
             module = layout.modules[name]
             stored = (layout.shapes[module.a], layout.shapes[module.b])
@@ -218,11 +215,15 @@ def check_fit(model: nn.Module, layout: AdapterLayout) -> None:
                 )
 
 
-def _read(adapter: Adapter, leaf: Leaf, layout: AdapterLayout, source: WeightSource) -> Tensor:
-    """The rows of A or B that this rank holds."""
+def _copy_(adapter: Adapter, leaf: Leaf, layout: AdapterLayout, source: WeightSource) -> None:
+    """Copy what this rank holds of A or B."""
     pair = adapter.pair
     if not isinstance(pair, ExpertLowRank):
-        return source.read(layout.modules[adapter.name].key(leaf))
-    if leaf not in pair.shared:
-        return torch.cat([source.read(layout.modules[member].key(leaf)) for member in pair.held_members])
-    return read_shared(layout, source, pair.members, leaf)
+        whole = source.read(layout.modules[adapter.name].key(leaf))
+        for box, part in adapter.place(leaf)[1]:
+            part.copy_(box.cut(whole))
+    elif leaf not in pair.shared:
+        held = [source.read(layout.modules[member].key(leaf)) for member in pair.held_members]
+        copy_shard_(pair.factor(leaf), torch.cat(held))
+    else:
+        copy_shard_(pair.factor(leaf), read_shared(layout, source, pair.members, leaf))

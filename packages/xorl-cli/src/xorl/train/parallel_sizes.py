@@ -1,0 +1,71 @@
+"""Whether ranks can share a model as the parallel sizes of a configuration ask."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from xorl.config.local import TrainConfig
+from xorl.config.options import yaml_text
+from xorl.core.models import DecoderConfig
+from xorl.core.models.decoder_config import DenseConfig, ExpertsConfig
+from xorl.core.nn.ulysses import check_heads
+from xorl.kernels.layout import RankGroup
+from xorl.kernels.vocabulary import Vocabulary
+
+
+def check_shared_matrices(config: DecoderConfig, train: TrainConfig) -> None:
+    """Raise ValueError unless ranks can share the model's heads and matrices as `train` asks."""
+    attention, num_ranks = config.attention, train.tensor_parallel_size
+    if num_ranks > 1:
+        _check_tensor_ranks(config, train)
+    check_heads(attention.num_heads // num_ranks, attention.num_kv_heads // num_ranks, train.ulysses_parallel_size)
+
+
+def _check_tensor_ranks(config: DecoderConfig, train: TrainConfig) -> None:
+    num_ranks = train.tensor_parallel_size
+    option = f"train.tensor_parallel_size: {num_ranks}"
+    widths = {layer.ffn.width for layer in config.layers if isinstance(layer.ffn, DenseConfig)}
+    shared = math.gcd(*(layer.attention.num_kv_heads for layer in config.layers), *widths)
+    if shared % num_ranks:
+        works = [size for size in range(1, shared + 1) if shared % size == 0]
+        shown = f" and feed-forward widths of {', '.join(map(str, sorted(widths)))}" if widths else ""
+        raise ValueError(
+            f"{option} ranks cannot share {config.attention.num_kv_heads} key/value heads{shown} equally; the nearest "
+            f"size that works is {min(works, key=lambda size: (abs(size - num_ranks), size))}"
+        )
+    if not Vocabulary(config.vocab_size, RankGroup(num_ranks - 1, num_ranks, "")).held:
+        raise ValueError(f"{option} ranks cannot share a vocabulary of {config.vocab_size} tokens; use fewer")
+    if config.has_experts and train.data_parallel_mode != "fsdp2":
+        raise ValueError(
+            f"{option} ranks do not share the matrices of experts, which FSDP2 shards over them instead: set "
+            f"train.data_parallel_mode to fsdp2, not {train.data_parallel_mode}"
+        )
+
+
+def check_experts(config: DecoderConfig, train: TrainConfig, options: Mapping[str, tuple[object, object]]) -> None:
+    """Raise ValueError for options that do not fit the model's experts, or a model without any.
+
+    options: the options that only a mixture of experts has, as (value, default).
+    """
+    if not config.has_experts:
+        for option, (value, default) in options.items():
+            if value != default:
+                raise ValueError(
+                    f"{option}: {yaml_text(value)}, but the model has no experts; leave it at {yaml_text(default)}"
+                )
+        return
+    num_experts = min(layer.ffn.num_experts for layer in config.layers if isinstance(layer.ffn, ExpertsConfig))
+    if num_experts % (num_ranks := train.expert_parallel_size):
+        works = [size for size in range(1, num_experts + 1) if num_experts % size == 0]
+        raise ValueError(
+            f"train.expert_parallel_size: {num_ranks} ranks cannot share {num_experts} experts equally; the nearest "
+            f"size that works is {min(works, key=lambda size: (abs(size - num_ranks), size))}"
+        )
+    if train.fp8 != "none":
+        raise ValueError(f"train.fp8: {train.fp8}, but products of experts have no fp8 kernel yet; use none")
+    if train.enable_gradient_checkpointing and train.enable_reentrant:
+        raise ValueError(
+            "train.enable_reentrant: true, but reentrant recomputation cannot keep the routes of tokens, so that a "
+            "recomputed layer might choose other experts; set it to false"
+        )

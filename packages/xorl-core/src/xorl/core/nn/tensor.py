@@ -1,0 +1,113 @@
+"""Tensor parallelism with sequence parallelism between the matrices (arXiv:1909.08053, arXiv:2205.05198).
+
+Ranks share each matrix of a layer: the first of a block by its outputs, the last by its inputs. Around a block, each
+rank has a part of the tokens, so norms, residuals and experts are computed once among them.
+
+Shapes: T tokens, P ranks, D model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+from torch.nn import functional as F
+
+from xorl.core.nn.share import Share
+from xorl.kernels.layout import RankGroup
+from xorl.kernels.torch_private import all_gather, all_gather_autograd, reduce_scatter_autograd
+
+AXIS = "tp"
+
+
+class TensorRanks:
+    """The ranks that share each matrix. With one rank, every method is the identity.
+
+    Attributes:
+        group: the ranks, with this rank's place among them.
+    """
+
+    def __init__(self, group: RankGroup) -> None:
+        self.group = group
+
+    @property
+    def size(self) -> int:
+        """P."""
+        return self.group.size
+
+    def gather(self, x: Tensor) -> Tensor:
+        """All tokens [T, D] from each rank's [T / P, D]; the gradient is summed over the ranks. Collective."""
+        return x if self.size == 1 else all_gather_autograd(x, self.size, self.group.name)
+
+    def scatter(self, x: Tensor) -> Tensor:
+        """This rank's tokens [T / P, D] of the sum of each rank's terms [T, D]. Collective."""
+        return x if self.size == 1 else reduce_scatter_autograd(x, self.size, self.group.name)
+
+    def join_columns(self, x: Tensor, num_columns: int) -> Tensor:
+        """[T, num_columns] from each rank's `range_of` the columns; the gradient is that of its own. Collective."""
+        return join_columns(x, num_columns, self.group)
+
+    def local(self, values: Tensor) -> Tensor:
+        """The values [T / P, ..] of this rank's tokens, from those of all tokens."""
+        return values if self.size == 1 else values.chunk(self.size)[self.group.rank]
+
+    def range_of(self, count: int) -> tuple[int, int]:
+        """This rank's range [start, stop) of `count` rows or columns; if P does not divide it, the last has fewer."""
+        return _range_of(count, self.group)
+
+    def num_of(self, count: int) -> int:
+        """The size of `range_of`."""
+        start, stop = self.range_of(count)
+        return stop - start
+
+    def rows_of(self, counts: Sequence[int]) -> Share | None:
+        """What this rank holds of a matrix that stacks matrices of `counts` rows, of each of which it has its range."""
+        if self.size == 1:
+            return None
+        ranges: list[tuple[int, int]] = []
+        before = 0
+        for count in counts:
+            start, stop = self.range_of(count)
+            ranges.append((before + start, before + stop))
+            before += count
+        return Share(before, tuple(ranges), (AXIS,))
+
+    def columns_of(self, num_rows: int, count: int) -> Share | None:
+        """What this rank holds of a matrix of `count` columns, of which it has its range."""
+        if self.size == 1:
+            return None
+        return Share(num_rows, ((0, num_rows),), (AXIS,), self.range_of(count), count)
+
+
+def join_columns(x: Tensor, num_columns: int, group: RankGroup) -> Tensor:
+    """As `TensorRanks.join_columns`."""
+    if group.size == 1:
+        return x
+    joined = _JoinColumns.apply(x, num_columns, group)
+    assert isinstance(joined, Tensor)
+    return joined
+
+
+def _range_of(count: int, group: RankGroup) -> tuple[int, int]:
+    size = -(-count // group.size)
+    return min(group.rank * size, count), min((group.rank + 1) * size, count)
+
+
+class _JoinColumns(torch.autograd.Function):
+    """Every rank computes the same from the result, so no rank needs the others' gradients."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, num_columns: int, group: RankGroup) -> Tensor:
+        ctx.own = slice(*_range_of(num_columns, group))  # pyright: ignore[reportAttributeAccessIssue]
+        padded = F.pad(x, (0, -(-num_columns // group.size) - x.shape[1]))
+        gathered = all_gather(padded, group.size, group.name).unflatten(0, (group.size, -1))  # [P, T, ceil(N / P)]
+        return gathered.transpose(0, 1).flatten(1)[:, :num_columns]
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad[:, ctx.own], None, None  # pyright: ignore[reportAttributeAccessIssue]
+
+
+ALONE = TensorRanks(RankGroup(0, 1, ""))

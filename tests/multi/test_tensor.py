@@ -1,0 +1,149 @@
+"""What ranks that share matrices have in common: after steps, in files that they read and write, in what they count.
+
+test_layouts.py compares their first gradients with those of one process.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from layouts import LORA, Options, mesh_for, run_config, write_models
+from ranks import Launch, Launches
+from xorl.ckpt.reader import source_shapes
+from xorl.config import Config
+from xorl.core import runtime
+from xorl.core.loss import cross_entropy
+from xorl.core.shards import local
+from xorl.lora import adapters
+from xorl.train.build import build_engine
+from xorl.train.engine import Engine
+from xorl.train.export.hf_weights import hf_groups
+from xorl.train.model_source import read_architecture
+from xorl.train.verify import _draw, batches_of
+
+MODELS: dict[str, Options] = {"gpt2": {}, "qwen3_moe": {}, "llama": LORA}
+COPIED = ("gpt2", "qwen3_moe")
+OPTIMIZERS = ("anyprecision_adamw", "sgd")
+LOADING = ("broadcast", "all_ranks")
+IN_BF16 = {"enable_mixed_precision": True, "param_dtype": "bf16"}
+TARGETS = {**LORA, "lora_target_modules": ["q_proj", "v_proj", "down_proj", "embed_tokens"]}
+
+
+class Ended(NamedTuple):
+    """losses, flops: of each step. copies: parameters of which every rank has all."""
+
+    losses: list[float]
+    flops: list[float]
+    copies: dict[str, Tensor]
+
+
+def engine_of(config: Config, num_ranks: int) -> Engine:
+    runtime.seed_everything(0)
+    shared = {"data_parallel_mode": "fsdp2", "tensor_parallel_size": num_ranks}
+    config = config.model_copy(update={"train": config.train.model_copy(update=shared)})
+    return build_engine(config, read_architecture(config.model), mesh_for(config), torch.device("cpu"))
+
+
+def steps(folder: Path, model: str, num_ranks: int, num_steps: int, train: Options) -> Ended:
+    """Steps of two calls each."""
+    config = run_config(folder, model, train, MODELS[model])
+    engine = engine_of(config, num_ranks)
+    losses, flops = [], []
+    for step in range(num_steps):
+        batches = batches_of(step, 4, engine.model.module.config.vocab_size, config, engine.model.mesh)
+        calls = [engine.forward_backward(half, cross_entropy) for half in (batches[:1], batches[1:])]
+        divisor = calls[0].num_trained_tokens + calls[1].num_trained_tokens
+        losses.append(float((calls[0].loss_sum + calls[1].loss_sum) / divisor))
+        flops.append(float(calls[0].flops + calls[1].flops))
+        engine.optim_step(1e-2, divisor)
+    shares = engine.model.shares
+    copies = {
+        name: local(parameter).detach().clone()
+        for name, parameter in engine.model.module.named_parameters()
+        if name in shares and shares[name].summed_over
+    }
+    return Ended(losses, flops, copies)
+
+
+def exported(folder: Path, lora: Options, num_ranks: int, **model: object) -> dict[str, Tensor]:
+    """The model as others read it, with adapters merged in; on rank 0."""
+    config = run_config(folder, "llama", {}, lora, model)
+    engine = engine_of(config, num_ranks)
+    _draw(engine.model.module)
+    merged = adapters(engine.model.module) or None
+    recipes = read_architecture(config.model).recipes(merge_qkv=config.model.merge_qkv)
+    groups = hf_groups(engine.model, recipes, dtype=torch.float32, device=torch.device("cpu"), merged_adapters=merged)
+    return {name: tensor.clone() for group in groups for name, tensor in group.make().items()}
+
+
+def loaded(folder: Path, mode: str, num_ranks: int) -> dict[str, Tensor]:
+    """The parameters of a model that is read from files."""
+    config = run_config(folder, "llama", {"load_weights_mode": mode}, of_model={"model_path": str(folder / "llama")})
+    model = engine_of(config, num_ranks).model
+    return {name: model.shares.gather(name, parameter) for name, parameter in model.module.named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def found(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Launches:
+    folder = write_models(tmp_path_factory.mktemp("models"))
+    generator = torch.Generator().manual_seed(0)
+    recipes = read_architecture(run_config(folder, "llama", {}).model).recipes(merge_qkv=True)
+    weights = {name: torch.randn(shape, generator=generator) for name, shape in source_shapes(recipes).items()}
+    save_file(weights, folder / "llama" / "model.safetensors", {"format": "pt"})
+    cells = {}
+    for size in (1, 2):
+        cells |= {("losses", model, size): (size, partial(steps, folder, model, size, 3, {})) for model in MODELS}
+        cells |= {
+            ("exported", name, size): (size, partial(exported, folder, lora, size))
+            for name, lora in {"base": {}, "adapters": TARGETS}.items()
+        }
+        cells |= {("loaded", mode, size): (size, partial(loaded, folder, mode, size)) for mode in LOADING}
+    cells |= {
+        ("copies", model, optimizer): (2, partial(steps, folder, model, 2, 20, {**IN_BF16, "optimizer": optimizer}))
+        for model in COPIED
+        for optimizer in OPTIMIZERS
+    }
+    return launch(cells)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_gradients_of_several_calls_are_summed_once_over_the_ranks(model: str, found: Launches) -> None:
+    # Catches a sum after each call, which counts the earlier calls once for every rank, a bias that every rank adds, a
+    # factor of an adapter that is not summed, a row of padding that its owner trains, and FLOPs of a rank's share.
+    [expected], first, *_ = found("losses", model, 1), *found("losses", model, 2)
+    assert first.losses == pytest.approx(expected.losses, rel=1e-5)
+    assert first.flops == expected.flops
+
+
+@pytest.mark.parametrize("model", COPIED)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_copies_stay_equal_to_the_bit(model: str, optimizer: str, found: Launches) -> None:
+    # Catches a norm, a router or a bias whose gradient is not summed, and copies that are rounded differently.
+    first, second = (ended.copies for ended in found("copies", model, optimizer))
+    assert first
+    assert all(torch.equal(values, second[name]) for name, values in first.items())
+
+
+@pytest.mark.parametrize("name", ["base", "adapters"])
+def test_exports_are_those_of_one_process(name: str, found: Launches) -> None:
+    # Catches columns of other ranks, a merge into these, and initial values that follow a rank's own indices.
+    [expected], first, *_ = found("exported", name, 1), *found("exported", name, 2)
+    assert first.keys() == expected.keys()
+    for tensor, values in expected.items():
+        torch.testing.assert_close(first[tensor], values, rtol=1e-6, atol=1e-6, msg=tensor)
+
+
+@pytest.mark.parametrize("mode", LOADING)
+def test_weights_are_read_into_the_ranks_that_hold_them(mode: str, found: Launches) -> None:
+    # Catches rows of a stacked matrix, or columns, that are read from the first on.
+    [expected], first, *_ = found("loaded", mode, 1), *found("loaded", mode, 2)
+    assert first.keys() == expected.keys()
+    assert expected["model.embed_tokens.weight"].std() > 0.5, "as in the file, unlike initial values"
+    assert all(torch.equal(first[tensor], values) for tensor, values in expected.items())
