@@ -167,6 +167,7 @@ class Engine:
         lr is the schedule's learning rate; each parameter group multiplies it by its own scale. If the gradient is not
         finite, the step is skipped; the optimizer reads that flag on the device, so the host need not wait.
         """
+        self.model.shares.sum_gradients(self.model.module)
         return self._step(lr, divisor, self._max_grad_norm)
 
     def optim_step_with(
@@ -184,6 +185,7 @@ class Engine:
         options = {"betas": adam.betas, "eps": adam.eps, "weight_decay": adam.weight_decay}
         for group in self.optimizer.param_groups:
             group.update({key: value for key, value in options.items() if key in group})
+        self.model.shares.sum_gradients(self.model.module)
         norms = {} if kind_of is None else self._norms(kind_of)
         total = torch.stack([*norms.values()]).square().sum().sqrt() if norms else None
         update = self._step(adam.lr, divisor, max_grad_norm, total)
@@ -225,7 +227,6 @@ class Engine:
     def _step(
         self, lr: float, divisor: Tensor | float, max_grad_norm: float | None, norm: Tensor | None = None
     ) -> Update:
-        self.model.shares.sum_gradients(self.model.module)
         norm, scale = gradient_scale(self._parameters, divisor, max_grad_norm, norm, divided=self._divided)
         skipped = (~torch.isfinite(norm)).float()
         for group in self.optimizer.param_groups:

@@ -71,7 +71,8 @@ class Shares(Mapping[str, Share]):
         """Sum tensors over the ranks of an axis, in fp32, in one collective."""
         if not tensors:
             return
-        summed = torch.cat([tensor.float().flatten() for tensor in tensors])
+        # Those of parameters in host memory are there, too, where NCCL cannot sum them.
+        summed = torch.cat([tensor.float().flatten() for tensor in tensors]).to(self._mesh.device_type)
         dist.all_reduce(summed, group=self._mesh.axis(axis).group)
         for tensor, values in zip(tensors, summed.split([tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(values.view(tensor.shape))
