@@ -221,7 +221,8 @@ def check_world_size(config: Config, world_size: int) -> None:
     train = config.train
     started = f"{world_size} process{'' if world_size == 1 else 'es'}"
     if train.data_parallel_mode == "none" and world_size != train.tensor_parallel_size:
-        number = "a single process" if train.tensor_parallel_size == 1 else "one for each of train.tensor_parallel_size"
+        size = train.tensor_parallel_size
+        number = "a single process" if size == 1 else f"{size} processes, as many as train.tensor_parallel_size"
         raise ValueError(f"train.data_parallel_mode: none uses {number}, got {started}; set it to ddp or fsdp2")
     model_sizes = {
         f"train.{name}_parallel_size": getattr(train, f"{name}_parallel_size")

@@ -4,6 +4,7 @@ Shapes: B rows, V vocabulary.
 """
 
 import math
+from collections.abc import Mapping, Sequence
 
 import torch
 import triton
@@ -41,36 +42,25 @@ def cross_entropy_rows(
     gradient. Otherwise, or if the row's maximum is far above that of the first block, the row is read twice: once for
     the running log-sum-exp and once for the gradient, which may overwrite the row if the dtypes are equal.
     """
-    assert logits.stride(1) == 1
-    assert gradient is None or gradient.stride(1) == 1
-    assert labels.is_contiguous()
-    is_in_place = gradient is not None and gradient.data_ptr() == logits.data_ptr()
-    num_rows, num_columns = logits.shape
-    if num_rows:
-        block = min(BLOCK, power_of_2(num_columns))
-        launch(
-            _cross_entropy_rows,
-            (num_rows,),
-            logits,
-            labels,
-            labels if token_weight is None else token_weight.contiguous(),
-            *results,
-            logits if gradient is None else gradient,
-            logits.stride(0),
-            logits.stride(0) if gradient is None else gradient.stride(0),
-            NUM_COLUMNS=num_columns,
-            IGNORED=IGNORE,
-            HAS_WEIGHT=token_weight is not None,
-            WRITES_GRADIENT=gradient is not None,
-            READS_ONCE=gradient is not None and gradient.dtype != torch.float16 and not is_in_place,
-            BLOCK=block,
-            NEIGHBOURS=min(NEIGHBOURS, block),
-            num_warps=NUM_WARPS,
-        )
+    weights = labels if token_weight is None else token_weight.contiguous()
+    flags = {"HAS_WEIGHT": token_weight is not None}
+    _launch_by_row(_cross_entropy_rows, logits, labels, (weights, *results), gradient, flags)
 
 
 def cross_entropy_part(logits: Tensor, labels: Tensor, gradient: Tensor | None, part: PartLosses) -> None:
     """The kernel behind `reference.cross_entropy_part`, which reads each row as that of `cross_entropy_rows` does."""
+    _launch_by_row(_cross_entropy_part, logits, labels, part, gradient, {})
+
+
+def _launch_by_row(
+    kernel: object,
+    logits: Tensor,
+    labels: Tensor,
+    others: Sequence[Tensor],
+    gradient: Tensor | None,
+    flags: Mapping[str, bool],
+) -> None:
+    """Launch a program of `kernel` for each row of `logits`, whose rows are read by `_sum_row`."""
     assert logits.stride(1) == 1
     assert gradient is None or gradient.stride(1) == 1
     assert labels.is_contiguous()
@@ -79,16 +69,17 @@ def cross_entropy_part(logits: Tensor, labels: Tensor, gradient: Tensor | None, 
     if num_rows:
         block = min(BLOCK, power_of_2(num_columns))
         launch(
-            _cross_entropy_part,
+            kernel,
             (num_rows,),
             logits,
             labels,
-            *part,
+            *others,
             logits if gradient is None else gradient,
             logits.stride(0),
             logits.stride(0) if gradient is None else gradient.stride(0),
             NUM_COLUMNS=num_columns,
             IGNORED=IGNORE,
+            **flags,
             WRITES_GRADIENT=gradient is not None,
             READS_ONCE=gradient is not None and gradient.dtype != torch.float16 and not is_in_place,
             BLOCK=block,
