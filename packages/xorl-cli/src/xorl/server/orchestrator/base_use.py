@@ -52,7 +52,7 @@ async def wait_for_base(state: State, request: OpenRequest, owner: ModelRecord) 
             and ticket.lane is not None
             and state.scheduler.has_lane(ticket.lane)
         ):
-            if is_client_silent(state, owner):
+            if is_client_silent(state, owner) and _is_first_in_line(state, request):
                 break
             seen = f"its client was last active {_silent_for_s(state, owner):.0f} s ago"
             if time.monotonic() - request.waiting_since > MAX_WAIT_S:
@@ -69,6 +69,12 @@ async def wait_for_base(state: State, request: OpenRequest, owner: ModelRecord) 
     finally:
         request.waits_for = None
     return None
+
+
+def _is_first_in_line(state: State, request: OpenRequest) -> bool:
+    """Whether no other request has waited for the base for longer: waits poll, so they notice in any order."""
+    since = [other.waiting_since for other in state.open.values() if other.waits_for and other.waiting_since]
+    return min(since, default=request.waiting_since) == request.waiting_since
 
 
 def _silent_for_s(state: State, owner: ModelRecord) -> float:
