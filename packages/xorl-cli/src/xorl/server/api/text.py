@@ -34,7 +34,7 @@ class TextCoder:
         self._loading = asyncio.Lock()
 
     async def encode(self, tokenizer: str, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`, by default with special tokens added. Raises Refusal(501) without a tokenizer."""
+        """Token ids of `text`, by default with special tokens added. Raises Refusal(400) without a tokenizer."""
         return (await self.require(tokenizer)).encode(text, add_special_tokens=add_special_tokens).ids
 
     async def decode(self, tokenizer: str, ids: list[int]) -> str | None:
@@ -54,7 +54,7 @@ class TextCoder:
         """Token ids of a conversation, rendered with the tokenizer's chat template and these variables.
 
         asks_for_answer: end with the template's prompt for an answer. continues_last: end within the last message.
-        Raises Refusal: 501 without a tokenizer or a template, 400 if the template rejects the messages.
+        Raises Refusal(400) without a tokenizer or a template, or if the template rejects the messages.
         """
         coder = await self.require(tokenizer)
         async with self._loading:
@@ -67,10 +67,10 @@ class TextCoder:
         return coder.encode(text, add_special_tokens=False).ids
 
     async def require(self, tokenizer: str) -> Tokenizer:
-        """The tokenizer. Raises Refusal(501) if it cannot be loaded."""
+        """The tokenizer. Raises Refusal(400) if it cannot be loaded."""
         coder = await self._tokenizer(tokenizer)
         if coder is None:
-            raise Refusal(501, f"the tokenizer {tokenizer}, which text needs, cannot be loaded: send token ids")
+            raise Refusal(400, f"the tokenizer {tokenizer}, which text needs, cannot be loaded: send token ids")
         return coder
 
     async def token_bytes(self, tokenizer: str) -> TokenBytes:
@@ -151,7 +151,7 @@ def _load_chat_tokenizer(name: str) -> TextTokenizer:
     try:
         return load_tokenizer(Path(name))
     except DataError as problem:
-        raise Refusal(501, f"conversations need the model's tokenizer: {problem}") from None
+        raise Refusal(400, f"conversations need the model's tokenizer: {problem}") from None
 
 
 def _render_open(
@@ -181,6 +181,6 @@ def _render(
             raise Refusal(400, f"chat_template_kwargs and reasoning_effort: {problem}", param=unknown[0])
         return template.render(messages, None, add_generation_prompt=asks_for_answer)
     except DataError as problem:
-        raise Refusal(501, f"conversations need a chat template: {problem}") from None
+        raise Refusal(400, f"conversations need a chat template: {problem}") from None
     except TemplateRefusal as problem:
         raise Refusal(400, f"messages: the model's chat template refuses them: {problem}") from None
