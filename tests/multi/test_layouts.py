@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
 
-from layouts import LAYOUTS, ONE_PROCESS, RUNS, run_in_layout, write_models
+from layouts import LAYOUTS, NUM_STEPS, ONE_PROCESS, RUNS, run_in_layout, write_models
 from ranks import Launch, Launches
 from xorl.train.verify import compare
 
@@ -19,10 +20,10 @@ def found(request: pytest.FixtureRequest, launch: Launch, tmp_path_factory: pyte
     cells = {}
     for layout, run in [(params["layout"], params["run"]) for params in own]:
         cells["one process", run] = (1, partial(run_in_layout, folder, RUNS[run], ONE_PROCESS))
-        cells[layout, run] = (
-            LAYOUTS[layout].num_ranks,
-            partial(run_in_layout, folder, RUNS[run], LAYOUTS[layout].train),
-        )
+        placed = LAYOUTS[layout]
+        num_steps = NUM_STEPS if run == placed.runs[0] else 1
+        compute = partial(run_in_layout, folder, RUNS[run], placed.train, num_steps=num_steps)
+        cells[layout, run] = (placed.num_ranks, compute)
     return launch(cells)
 
 
@@ -32,6 +33,7 @@ def test_a_layout_equals_one_process(layout: str, run: str, found: Launches) -> 
     # counts that are lost or doubled at the borders of parts, sums over the wrong ranks, gradients that are doubled or
     # divided over the ranks, tokens that get lost, norms of some experts, a router without gradients, and factors of
     # all experts whose gradients are summed over some ranks only.
-    differences = compare(found(layout, run)[0], found("one process", run)[0])
+    [measured, *_], [expected] = found(layout, run), found("one process", run)
+    differences = compare(measured, replace(expected, losses=expected.losses[: len(measured.losses)]))
     failed = {kind: one for kind, one in differences.items() if not one.is_within}
     assert not failed, failed

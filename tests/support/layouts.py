@@ -24,7 +24,8 @@ from xorl.train.startup import parallel_dims
 from xorl.train.verify import Result, one_process
 
 NUM_BINS = 8
-# The gradients and losses of two steps show all that a layout can get wrong, but for what an optimizer keeps by matrix.
+# The gradients of a step show most of what a layout can get wrong; that an update reaches the next pass, the first run
+# of each shows in a second step; and what an optimizer keeps by matrix, a third one.
 NUM_STEPS, NUM_STEPS_OF_MUON = 2, 3
 Options = Mapping[str, object]
 NO_OPTIONS: Options = MappingProxyType({})
@@ -198,19 +199,25 @@ def mesh_for(config: Config) -> Mesh:
     return mesh_of(parallel_dims(config, runtime.world_size()))
 
 
-def steps(config: Config, num_bins: int = NUM_BINS, change: Callable[[Engine], None] | None = None) -> Result:
-    """A few steps from the same weights, unless they are changed, and over the same rows for every layout."""
+def steps(
+    config: Config,
+    num_bins: int = NUM_BINS,
+    change: Callable[[Engine], None] | None = None,
+    *,
+    num_steps: int = NUM_STEPS,
+) -> Result:
+    """Steps from the same weights, unless they are changed, and over the same rows for every layout."""
     runtime.seed_everything(0)
     architecture = read_architecture(config.model)
     engine = build_engine(config, architecture, mesh_for(config), torch.device("cpu"))
     if change is not None:
         change(engine)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(verify, "NUM_STEPS", NUM_STEPS_OF_MUON if config.train.optimizer == "muon" else NUM_STEPS)
+        patch.setattr(verify, "NUM_STEPS", NUM_STEPS_OF_MUON if config.train.optimizer == "muon" else num_steps)
         return verify.take_steps(engine, config, architecture, num_bins)
 
 
-def run_in_layout(folder: Path, run: Run, train: Options) -> Result:
+def run_in_layout(folder: Path, run: Run, train: Options, *, num_steps: int = NUM_STEPS) -> Result:
     """The steps of a run in a layout. One ring exchanges the heads in several parts, as large models do."""
     config = run_config(folder, run.model, {**train, **run.train}, run.lora)
     if train == ONE_PROCESS:
@@ -219,4 +226,4 @@ def run_in_layout(folder: Path, run: Run, train: Options) -> Result:
     with pytest.MonkeyPatch.context() as patch:
         if dims.ring == dims.world_size == 2:
             patch.setattr(ring, "MIN_PART_ELEMENTS", 1)
-        return steps(config)
+        return steps(config, num_steps=num_steps)

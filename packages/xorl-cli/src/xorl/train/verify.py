@@ -350,6 +350,7 @@ def compare(layout: Result, whole: Result) -> dict[str, Difference]:
                 for step, (mine, theirs) in enumerate(zip(layout.losses[1:], whole.losses[1:], strict=True), 2)
             ),
             key=_size,
+            default=Difference(0.0, LATER_TOLERANCE, "no later step"),
         ),
         "gradient norm": Difference(_error(layout.grad_norm, whole.grad_norm), TOLERANCE, "first step"),
     }
