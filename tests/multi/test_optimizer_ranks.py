@@ -15,6 +15,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from ranks import Launch, Launches
 from xorl.core.optim import MuonOptions, OptimizerName, build_optimizer, gradient_norms, gradient_scale
+from xorl.core.optim.clip import Rest
 
 # Rows that two and four ranks cut unevenly, and one matrix of which some ranks hold nothing.
 SHAPES = {"wide": (5, 24), "tall": (26, 6), "square": (7, 7), "fused": (22, 10), "last": (26, 6), "vector": (11,)}
@@ -69,7 +70,7 @@ def norms() -> tuple[list[float], int]:
     mesh, rank = init_device_mesh("cpu", (2, 2), mesh_dim_names=("others", "shard")), dist.get_rank()
     first = nn.Parameter(distribute_tensor(torch.zeros(8, 2), mesh, [Replicate(), Shard(0)]))
     second = nn.Parameter(distribute_tensor(torch.zeros(8, 2), mesh["shard"], [Shard(0)]))
-    divided = {second: (mesh.get_group("others"),)}
+    divided = {second: Rest((mesh.get_group("others"),))}
     if rank in (0, 2):
         first.grad = torch.ones_like(first)
     if rank == 1:

@@ -30,7 +30,8 @@ from xorl.train.verify import _draw, batches_of
 
 MODELS: dict[str, Options] = {"gpt2": {}, "qwen3_moe": {}, "llama": LORA}
 COPIED = ("gpt2", "qwen3_moe")
-OPTIMIZERS = ("anyprecision_adamw", "sgd")
+OPTIMIZERS = ("anyprecision_adamw", "sgd", "muon")
+FP8 = ("tensorwise", "rowwise")
 LOADING = ("broadcast", "all_ranks")
 IN_BF16 = {"enable_mixed_precision": True, "param_dtype": "bf16"}
 TARGETS = {**LORA, "lora_target_modules": ["q_proj", "v_proj", "down_proj", "embed_tokens"]}
@@ -55,6 +56,7 @@ def steps(folder: Path, model: str, num_ranks: int, num_steps: int, train: Optio
     """Steps of two calls each."""
     config = run_config(folder, model, train, MODELS[model])
     engine = engine_of(config, num_ranks)
+    _draw(engine.model.module)
     losses, flops = [], []
     for step in range(num_steps):
         batches = batches_of(step, 4, engine.model.module.config.vocab_size, config, engine.model.mesh)
@@ -105,6 +107,9 @@ def found(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Launches:
             for name, lora in {"base": {}, "adapters": TARGETS}.items()
         }
         cells |= {("loaded", mode, size): (size, partial(loaded, folder, mode, size)) for mode in LOADING}
+        for recipe in FP8:
+            run = partial(steps, folder, "gpt2", size, 3, {"fp8": recipe, "enable_mixed_precision": True})
+            cells["fp8", recipe, size] = (size, run)
     cells |= {
         ("copies", model, optimizer): (2, partial(steps, folder, model, 2, 20, {**IN_BF16, "optimizer": optimizer}))
         for model in COPIED
@@ -119,6 +124,14 @@ def test_gradients_of_several_calls_are_summed_once_over_the_ranks(model: str, f
     # factor of an adapter that is not summed, a row of padding that its owner trains, and FLOPs of a rank's share.
     [expected], first, *_ = found("losses", model, 1), *found("losses", model, 2)
     assert first.losses == pytest.approx(expected.losses, rel=1e-5)
+    assert first.flops == expected.flops
+
+
+@pytest.mark.parametrize("recipe", FP8)
+def test_each_rank_multiplies_its_share_in_fp8(recipe: str, found: Launches) -> None:
+    # Catches a bias that every rank adds, and shares that conversion to fp8 forgets.
+    [expected], first, *_ = found("fp8", recipe, 1), *found("fp8", recipe, 2)
+    assert first.losses == pytest.approx(expected.losses, rel=5e-3)
     assert first.flops == expected.flops
 
 

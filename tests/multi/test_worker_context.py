@@ -17,10 +17,9 @@ from torch import Tensor
 import xorl.core.loss.documents as documents_module
 import xorl.server.worker.passes as passes_module
 import xorl.train.bank_engine as bank_engine_module
-from placement import whole
 from ranks import Launch, Launches
 from tiny_models import hf_config
-from worker_ranks import LORA, ask, datum, done, service_config, trained_values, values, worker_of
+from worker_ranks import LORA, ask, datum, done, gradients, service_config, trained_values, values, worker_of
 from xorl.core.mesh import Mesh
 from xorl.kernels.layout import ShardedLayout
 from xorl.lora import AdapterBank
@@ -54,6 +53,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
     "ulysses 4": (4, {"ulysses_parallel_size": 4}),
     "ring 2": (2, {"ringattn_parallel_size": 2}),
     "ring 2, ulysses 2": (4, {"ringattn_parallel_size": 2, **ULYSSES}),
+    "tp 2": (2, {"tensor_parallel_size": 2}),
 }
 # The models of clients by kind; those of adapters share passes.
 TENANTS: dict[str, dict[str, LoraSpec | None]] = {
@@ -87,7 +87,7 @@ WITH_ALL = ("ulysses 2", "dp 2, ulysses 2", "ring 2, ulysses 2")
 TABLE = [
     (layout, kind, ALL if layout in WITH_ALL else FEW)
     for layout in LAYOUTS
-    for kind in (TENANTS if layout in WITH_ALL else ("full", "lora"))
+    for kind in (TENANTS if layout in WITH_ALL else ("full",) if layout == "tp 2" else ("full", "lora"))
 ]
 
 
@@ -115,10 +115,8 @@ def data_of(inputs: Mapping[str, float], num_targets: int, seed: int) -> list[Da
 
 def summed_gradients(worker: Worker, model_id: str) -> dict[str, Tensor]:
     """The gradient that the next step takes, over all ranks; collective."""
-    if not isinstance(worker.models, AdapterModels):
-        return {name: whole(p.grad) for name, p in worker.base.module.named_parameters() if p.grad is not None}
-    found = {name: grad.clone() for name, grad in worker.models.bank.gradients(model_id).items()}
-    for gradient in found.values():
+    found = gradients(worker, model_id)
+    for gradient in found.values() if isinstance(worker.models, AdapterModels) else ():
         dist.all_reduce(gradient)
     return found
 

@@ -34,6 +34,7 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 MODELS: dict[str, dict[str, object]] = {
     "llama": hf_config("llama", max_position_embeddings=20, rope_parameters=DYNAMIC),
     "qwen3": hf_config("qwen3", num_attention_heads=8, num_key_value_heads=2),
+    "one head": hf_config("llama", num_key_value_heads=1),
     "mistral": hf_config("mistral", sliding_window=5),
     "gpt2": hf_config("gpt2"),
     "qwen3_moe": hf_config(
@@ -75,6 +76,7 @@ RUNS: dict[str, Run] = {
     "qwen3, QLoRA": Run("qwen3", lora=QLORA),
     "qwen3, operation": Run("qwen3", BY_OPERATION),
     "qwen3, Muon": Run("qwen3", {**MUON, **BY_OPERATION}),
+    "one key/value head": Run("one head", MUON, {**LORA, "lora_target_modules": ["q_proj", "v_proj"]}),
     "mistral": Run("mistral"),
     "gpt2": Run("gpt2", RECOMPUTE),
     "mixtral, Muon": Run("mixtral", MUON),
@@ -105,8 +107,24 @@ EXPERTS = (
     "qwen3_moe, adapted experts",
     "qwen3_moe, outer factors shared",
 )
-TENSOR = ("llama", "llama, LoRA", "qwen3", "qwen3, tied LoRA", "qwen3, operation", "mistral", "gpt2")
-TENSOR_EXPERTS = ("qwen3_moe", "qwen3_moe, recomputed", "qwen3_moe, LoRA", "qwen3_moe, outer factors shared")
+TENSOR = (
+    "llama",
+    "llama, LoRA",
+    "qwen3",
+    "qwen3, LoRA",
+    "qwen3, Muon",
+    "qwen3, tied LoRA",
+    "qwen3, operation",
+    "mistral",
+    "gpt2",
+)
+TENSOR_EXPERTS = (
+    "qwen3_moe",
+    "mixtral, Muon",
+    "qwen3_moe, recomputed",
+    "qwen3_moe, LoRA",
+    "qwen3_moe, outer factors shared",
+)
 ALL_EXPERTS = tuple(
     name for name, run in RUNS.items() if run.model in ("qwen3_moe", "mixtral") and name not in ALL_CONTEXT[-1:]
 )
@@ -146,13 +164,24 @@ LAYOUTS: dict[str, Layout] = {
     "tp 2": _layout(2, TENSOR, **{**TP, **ONE_PROCESS}),
     "tp 2, fsdp": _layout(2, TENSOR_EXPERTS, **TP),
     "tp 2, ep 2": _layout(2, ("qwen3_moe", "qwen3_moe, operation and moe_act"), **TP, **EP),
-    "tp 4": _layout(4, ("gpt2",), **{**ONE_PROCESS, "tensor_parallel_size": 4}),
-    "tp 2, fsdp 2": _layout(4, ("qwen3, tied LoRA", "gpt2", "qwen3_moe, adapted experts, recomputed"), **TP),
-    "tp 2, ddp 2": _layout(4, ("qwen3", "gpt2"), **TP, **DDP),
-    "tp 2, ulysses 2": _layout(4, ("llama", "qwen3_moe"), **TP, **ULYSSES),
+    "tp 4": _layout(4, ("gpt2", "qwen3", "qwen3, LoRA", "qwen3, Muon"), **{**ONE_PROCESS, "tensor_parallel_size": 4}),
+    "tp 2, fsdp 2": _layout(
+        4,
+        (
+            "qwen3, tied LoRA",
+            "qwen3, LoRA",
+            "qwen3, Muon",
+            "one key/value head",
+            "gpt2",
+            "qwen3_moe, adapted experts, recomputed",
+        ),
+        **TP,
+    ),
+    "tp 2, ddp 2": _layout(4, ("qwen3", "gpt2", "qwen3, Muon"), **TP, **DDP),
+    "tp 2, ulysses 2": _layout(4, ("llama", "qwen3_moe", "one key/value head"), **TP, **ULYSSES),
     "tp 2, ring 2": _layout(4, ("gpt2", "qwen3_moe"), **TP, **RING),
     "tp 2, fsdp 2, ep 4": _layout(4, ("qwen3_moe",), **TP, expert_parallel_size=4),
-    "tp 2, fsdp 2, ep 2": _layout(4, ("qwen3_moe",), **TP, **EP),
+    "tp 2, fsdp 2, ep 2": _layout(4, ("qwen3_moe", "mixtral, Muon"), **TP, **EP),
     "hsdp 2": _layout(4, SHARED, **HSDP),
     "ulysses 4": _layout(4, CONTEXT, ulysses_parallel_size=4),
     "dp 2, ulysses 2": _layout(4, ALL_CONTEXT, **ULYSSES),

@@ -94,8 +94,8 @@ def gradients(worker: Worker, model_id: str) -> dict[str, Tensor]:
     if isinstance(worker.models, AdapterModels):
         return {name: grad.clone() for name, grad in worker.models.bank.gradients(model_id).items()}
     assert isinstance(worker.models, WholeModel)
-    named, gather = worker.base.module.named_parameters(), worker.base.model.shares.gather
-    return {name: gather(name, p.grad).clone() for name, p in named if p.grad is not None}
+    named, gather = worker.base.module.named_parameters(), worker.base.model.shares.gather_gradient
+    return {name: gather(name, p).clone() for name, p in named if p.grad is not None}
 
 
 def trained_values(worker: Worker, model_id: str) -> dict[str, Tensor]:

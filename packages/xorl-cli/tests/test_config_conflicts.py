@@ -122,8 +122,6 @@ def swept(*members: dict[str, Any], **lora: Any) -> dict[str, Any]:
             "train.tensor_parallel_size: 2, lora.enable_lora: true, lora.enable_qlora: true",
             "with enable_qlora",
         ),
-        ("train.tensor_parallel_size: 2, train.optimizer: muon", "muon cannot join the matrices"),
-        ("train.tensor_parallel_size: 2, train.fp8: rowwise", "cannot be in fp8"),
         (
             "train.tensor_parallel_size: 2, train.enable_gradient_checkpointing: true, train.recompute_policy: auto",
             "auto measures the layers on one GPU",

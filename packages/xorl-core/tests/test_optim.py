@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import re
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from xorl.core.nn.share import Share
+from xorl.core.nn.tensor import TensorRanks
 from xorl.core.optim import (
     Fp32Accumulation,
     MuonOptions,
@@ -17,9 +20,10 @@ from xorl.core.optim import (
     scale_and_clip_,
 )
 from xorl.core.optim.decay import LocalRows, undecayed
-from xorl.core.optim.matrices import Matrix, _joined, plan_rounds
+from xorl.core.optim.matrices import Division, Matrix, _joined, plan_rounds
 from xorl.core.optim.muon import _MatrixStack, lr_ratio
 from xorl.core.optim.newton_schulz import orthogonalisation_flops, orthogonalise
+from xorl.kernels.layout import RankGroup
 
 
 def model() -> nn.Sequential:
@@ -353,10 +357,8 @@ def test_matrices_are_shared_out_evenly_in_bounded_batches() -> None:
     matrices = []
     for index in range(36 * 4):
         rows, columns, counts = [*stacked, (4096, 12288, (4096,))][index % 4]
-        starts = [sum(counts[:part]) for part in range(len(counts))]
-        matrices += [
-            Matrix(index, rows, start, start + count, columns) for start, count in zip(starts, counts, strict=True)
-        ]
+        division = Division(rows, columns, num_chunks=4)
+        matrices += [Matrix(index, division, *ends) for ends in pairwise([0, *accumulate(counts)])]
     rounds = plan_rounds(matrices, 2, 4, batch_elements=1 << 27)
     work: dict[tuple[int, int], int] = dict.fromkeys(rounds[0], 0)
     for batches in rounds:
@@ -378,25 +380,47 @@ def test_experts_stay_on_the_ranks_that_hold_them() -> None:
     # expert in place of one for each parameter.
     stacks = [(256 * 768, 2048, 768), (128 * 2048, 768, 2048)]
     matrices = [
-        Matrix(index, num_rows, start, start + rows, columns)
+        Matrix(index, Division(num_rows, columns, num_chunks=4), start, start + rows)
         for index, (num_rows, columns, rows) in enumerate(stacks)
         for start in range(0, num_rows, rows)
     ]
     rounds = plan_rounds(matrices, 2, 4, batch_elements=1 << 40)
     for (_, shard), batch in [item for batches in rounds for item in batches.items()]:
-        assert {matrix.shard(4) for matrix in batch} == {shard}
+        assert {matrix.division.holder(matrix.start, matrix.stop) for matrix in batch} == {shard}
         assert len(batch) * 8 in (128, 256)
         assert len(_joined(batch)) == 1
     assert {matrix for batches in rounds for batch in batches.values() for matrix in batch} == set(matrices)
 
 
-def test_rows_of_a_matrix_are_found_on_every_shard() -> None:
-    # Catches rows that two shards claim or none, where ranks do not divide them.
-    for num_shards in (1, 2, 3, 4, 8):
-        matrix = Matrix(0, 10, 3, 9, 5)
-        chunk = -(-10 // num_shards)
-        held = [shard * chunk + row for shard in range(num_shards) for row in range(*matrix.rows_of(shard, num_shards))]
-        assert held == list(range(3, 9))
+def shares_of_ranks(kind: str, num_ranks: int) -> tuple[Share | None, ...]:
+    """What ranks hold of a parameter of 10 x 6 that stacks matrices of 3 and 7 rows; `copies`: two hold the same."""
+    all_ranks = [TensorRanks(RankGroup(rank, num_ranks, "")) for rank in range(num_ranks)]
+    return {
+        "whole": (None,),
+        "rows": tuple(ranks.rows_of([3, 7]) for ranks in all_ranks),
+        "columns": tuple(ranks.columns_of(10, 6) for ranks in all_ranks),
+        "copies": tuple(ranks.rows_of([3, 7]) for ranks in all_ranks for _ in range(2)),
+    }[kind]
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2, 3, 8])
+@pytest.mark.parametrize("kind", ["whole", "rows", "columns", "copies"])
+def test_every_element_of_a_matrix_is_held_and_sent_by_one_shard(kind: str, num_chunks: int) -> None:
+    # Catches elements that two shards send or none, where ranks do not divide them, and a place in the neighbour.
+    for num_ranks in (1,) if kind == "whole" else (2, 3):
+        division = Division(10, 6, shares_of_ranks(kind, num_ranks), num_chunks)
+        for start, stop in ((0, 3), (3, 10)):
+            matrix = Matrix(0, division, start, stop)
+            sent, held = torch.zeros(matrix.shape), torch.zeros(matrix.shape)
+            for shard in range(num_chunks * len(division.shares)):
+                boxes = list(division.boxes(start, stop, shard))
+                assert sum(math.prod(box.shape) for box in boxes) == matrix.size_on(shard)
+                assert matrix.size_from(shard) == (0 if matrix.is_copy(shard) else matrix.size_on(shard))
+                for box in boxes:
+                    box.cut(held).add_(1)
+                    box.cut(sent).add_(not matrix.is_copy(shard))
+            assert (sent == 1).all()
+            assert (held == (2 if kind == "copies" else 1)).all()
 
 
 @pytest.mark.parametrize("name", ["adamw", "anyprecision_adamw", "sgd"])
@@ -419,5 +443,6 @@ def test_half_precision_parameters_step_after_several_micro_batches(name: str) -
 def test_the_noise_of_a_row_is_that_of_its_place_in_the_whole_weight() -> None:
     """Catches rounding under Muon that depends on which rows a rank holds."""
     rows = [LocalRows(range(4), first=30, columns=(3, 3), decay=None)]
-    held = _MatrixStack(torch.zeros(4, 3), {"step": torch.zeros(())}, (4,), key=7, local_rows=rows, group={})
-    assert [held.noise(row).first for row in range(4)] == [30, 33, 36, 39]
+    state, group = {"step": torch.zeros(())}, {"weight_decay": 0.0}
+    held = _MatrixStack(torch.zeros(4, 3), state, (4,), (None,), key=7, local_rows=rows, group=group)
+    assert [noise.first for row in range(4) for _, _, noise in held.parts(row, 4)] == [30, 33, 36, 39]

@@ -110,12 +110,6 @@ def _tensor_parallelism_is_compatible(config: Config) -> Iterator[Conflict]:
     for option in ("enable_qlora", "use_dora", "sweep"):
         if getattr(config.lora, option):
             yield Conflict((size, f"lora.{option}"), f"ranks cannot share matrices with {option} yet: use fsdp2 alone")
-    if train.optimizer == "muon":
-        yield Conflict(
-            (size, "train.optimizer"), "muon cannot join the matrices that ranks share yet: use anyprecision_adamw"
-        )
-    if train.fp8 != "none":
-        yield Conflict((size, "train.fp8"), "matrices that ranks share cannot be in fp8 yet: set fp8 to none")
     if train.enable_gradient_checkpointing and train.recompute_policy == "auto":
         yield Conflict(
             (size, "train.recompute_policy"),

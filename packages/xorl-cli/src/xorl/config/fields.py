@@ -191,8 +191,9 @@ class ParallelFields(Section):
     tensor_parallel_size: AtLeastOne = Field(
         default=1,
         description="Number of ranks that share each matrix of attention and feed-forward layers and the vocabulary. "
-        "Between the matrices, each has a part of the tokens. It divides the number of key/value heads and "
-        "intermediate_size. Experts are not split further: these ranks count among those of expert_parallel_size.",
+        "Between the matrices, each has a part of the tokens. It divides the number of heads and intermediate_size; if "
+        "there are fewer key/value heads, several ranks hold each of these. Experts are not split further: these ranks "
+        "count among those of expert_parallel_size.",
     )
     pipeline_parallel_size: AtLeastOne = Field(
         default=1, description="Number of pipeline stages that the layers are divided into."

@@ -35,11 +35,6 @@ SERVER_UNSUPPORTED: tuple[UnsupportedValues, ...] = (
         "edit a copy of config.json and set config_path to its folder",
         for_good=True,
     ),
-    UnsupportedValues(
-        "tensor_parallel_size",
-        "the service's workers cannot share matrices",
-        "leave it at 1; data_parallel_mode: fsdp2 shards models that do not fit on one GPU",
-    ),
     UnsupportedValues("merge_lora_interval", SHARED_BASE, "leave it at 0", for_good=True),
     UnsupportedValues("reset_optimizer_on_merge", SHARED_BASE, "leave it at false", for_good=True),
 )
@@ -136,6 +131,15 @@ def _adapters_leave_routers(config: ServerConfig) -> Iterator[Conflict]:
         yield Conflict(("freeze_router", "enable_lora"), message)
 
 
+def _adapters_are_on_whole_matrices(config: ServerConfig) -> Iterator[Conflict]:
+    if (config.enable_lora or config.enable_qlora) and config.tensor_parallel_size > 1:
+        message = (
+            "ranks share matrices only with full weights: set enable_lora to false, or leave tensor_parallel_size at "
+            "1; data_parallel_mode: fsdp2 shards models that do not fit on one GPU"
+        )
+        yield Conflict(("tensor_parallel_size", "enable_lora"), message)
+
+
 def _lora_ranks_are_ordered(config: ServerConfig) -> Iterator[Conflict]:
     if config.max_lora_rank is not None and config.max_lora_rank < config.lora_rank:
         yield Conflict(
@@ -175,6 +179,7 @@ def _allowed_hosts_are_hosts(config: ServerConfig) -> Iterator[Conflict]:
 CHECKS: tuple[Callable[[ServerConfig], Iterator[Conflict]], ...] = (
     _adapters_use_the_default_optimizer,
     _adapters_leave_routers,
+    _adapters_are_on_whole_matrices,
     _lora_ranks_are_ordered,
     _weights_have_one_source,
     _endpoints_are_distinct,

@@ -18,6 +18,7 @@ from xorl.core.loss import LossFn, cross_entropy
 from xorl.core.mesh import Mesh
 from xorl.core.models import Decoder
 from xorl.core.models.recipes import stacked_tensors
+from xorl.core.nn.share import whole_counts
 from xorl.core.optim import MuonOptions, Schedule, build_optimizer
 from xorl.core.optim.decay import require_no_decay_matches, tensor_names, undecayed, unmatched_no_decay
 from xorl.core.parallel import ParallelModel
@@ -219,14 +220,18 @@ def engine_over(model: ParallelModel, config: Config, architecture: Architecture
 
 def _muon_options(train: TrainConfig, model: ParallelModel) -> MuonOptions:
     assert isinstance(model.module, Decoder)
+    matrices, shares = model.module.layer_matrices(), model.shares
+    divided = {name: shares.of_ranks(name) for name in matrices if name in shares and "tp" in shares[name].divided_over}
     return MuonOptions(
-        matrices=model.module.layer_matrices(),
+        matrices=matrices | {name: whole_counts(by_rank, matrices[name]) for name, by_rank in divided.items()},
         lr=train.muon_lr,
         momentum=train.muon_momentum,
         nesterov=train.muon_nesterov,
         num_steps=train.muon_ns_steps,
         adjust_lr=train.muon_adjust_lr_fn or "original",
         replicas=model.mesh.loss.group if train.data_parallel_mode == "ddp" else None,
+        divided=divided,
+        shards=model.mesh.holders if divided else None,
     )
 
 

@@ -19,19 +19,26 @@ def check_shared_matrices(config: DecoderConfig, train: TrainConfig) -> None:
     attention, num_ranks = config.attention, train.tensor_parallel_size
     if num_ranks > 1:
         _check_tensor_ranks(config, train)
-    check_heads(attention.num_heads // num_ranks, attention.num_kv_heads // num_ranks, train.ulysses_parallel_size)
+    num_kv_heads = max(1, attention.num_kv_heads // num_ranks)
+    check_heads(attention.num_heads // num_ranks, num_kv_heads, train.ulysses_parallel_size)
 
 
 def _check_tensor_ranks(config: DecoderConfig, train: TrainConfig) -> None:
     num_ranks = train.tensor_parallel_size
     option = f"train.tensor_parallel_size: {num_ranks}"
     widths = {layer.ffn.width for layer in config.layers if isinstance(layer.ffn, DenseConfig)}
-    shared = math.gcd(*(layer.attention.num_kv_heads for layer in config.layers), *widths)
-    if shared % num_ranks:
-        works = [size for size in range(1, shared + 1) if shared % size == 0]
+    shared = math.gcd(*(layer.attention.num_heads for layer in config.layers), *widths)
+    kv_heads = {layer.attention.num_kv_heads for layer in config.layers}
+    works = [
+        size
+        for size in range(1, shared + 1)
+        if shared % size == 0 and all(count % size == 0 or size % count == 0 for count in kv_heads)
+    ]
+    if num_ranks not in works:
         shown = f" and feed-forward widths of {', '.join(map(str, sorted(widths)))}" if widths else ""
         raise ValueError(
-            f"{option} ranks cannot share {config.attention.num_kv_heads} key/value heads{shown} equally; the nearest "
+            f"{option} ranks cannot share {config.attention.num_heads} query heads, "
+            f"{config.attention.num_kv_heads} key/value heads{shown} equally; the nearest "
             f"size that works is {min(works, key=lambda size: (abs(size - num_ranks), size))}"
         )
     if not Vocabulary(config.vocab_size, RankGroup(num_ranks - 1, num_ranks, "")).held:

@@ -46,20 +46,23 @@ def sizes_in_part(sizes: Sequence[int], mesh: Mesh) -> list[int]:
     return torch.bincount(own, minlength=len(sizes)).tolist()
 
 
-def join_rows(values: Tensor, sizes: Sequence[int], mesh: Mesh) -> Tensor:
+def join_rows(values: Tensor, sizes: Sequence[int], mesh: Mesh, *, between_matrices: bool = False) -> Tensor:
     """The values of whole rows, from those of this rank's parts of them. Collective among ranks that share rows.
 
     Args:
         values: [sum of T / P, ..], the parts of the rows one after the other.
         sizes: T of each row.
+        between_matrices: whether they are of the tokens that this rank has between the matrices that ranks share, such
+            as the routes of experts; False: of those that its losses have.
 
     Returns [sum of T, ..], the rows one after the other; the same on every rank that shares them. No gradient.
     """
-    context = mesh.context
-    if context.size == 1:
+    ranks = mesh.rows if between_matrices else mesh.context
+    if ranks.size == 1:
         return values
-    gathered = [torch.empty_like(values) for _ in range(context.size)]
-    dist.all_gather(gathered, values.contiguous(), group=context.group)
+    gathered = [torch.empty_like(values) for _ in range(ranks.size)]
+    dist.all_gather(gathered, values.contiguous(), group=ranks.group)
     layouts = [part_of(SequenceLayout.from_lengths([size]), mesh) for size in sizes]
+    layouts = [layout.rows for layout in layouts] if between_matrices else layouts
     by_rank = [own.split([layout.num_tokens for layout in layouts]) for own in gathered]
     return torch.cat([layout.join(parts) for layout, parts in zip(layouts, zip(*by_rank, strict=True), strict=True)])

@@ -209,6 +209,8 @@ class Mesh:
         ep: the ranks among which the experts are divided; each holds an equal range of them. None: every rank holds
             all experts.
         expert_fsdp: like `fsdp`, for the experts that this rank holds, over `tp`, too.
+        holders: the ranks that together hold a matrix that `tp` divides and `fsdp` shards; its neighbours are of
+            different ranks of `tp`.
     """
 
     def __init__(self, dims: ParallelDims, device_type: str) -> None:
@@ -234,6 +236,8 @@ class Mesh:
         if dims.ep > 1 or dims.tp > 1:
             self.expert_fsdp, ep = self._expert_meshes()
             self.ep = ep if dims.ep > 1 else None
+        self.holders = self._holders()
+        self._neighbours: dict[int, dist.ProcessGroup] = {}
 
     @property
     def is_reader(self) -> bool:
@@ -249,6 +253,13 @@ class Mesh:
         if found is None or found.size == 1:
             raise ValueError(f"name: no parameter of this mesh is divided along {name!r}; its size must be above 1")
         return found
+
+    def neighbours(self, count: int) -> dist.ProcessGroup:
+        """The `count` consecutive ranks of `tp` that this one belongs to. Collective when first called with a count."""
+        if count not in self._neighbours:
+            mesh = DeviceMesh(self.device_type, self.device_mesh.mesh.view(-1, count), mesh_dim_names=("others", "own"))
+            self._neighbours[count] = mesh.get_group("own")
+        return self._neighbours[count]
 
     def describe(self) -> str:
         """The axes in use and which ranks share what; a few lines for the start of a run."""
@@ -302,6 +313,14 @@ class Mesh:
         mesh = DeviceMesh(self.device_type, numbers, mesh_dim_names=names)
         own = numbers[mesh.get_local_rank("others"), :, :, mesh.get_local_rank("ep")]
         return self._replicated(mesh, own, "expert_shard"), _axis_of(mesh["ep"])
+
+    def _holders(self) -> dist.ProcessGroup:
+        if self.dims.ep == 1:
+            return self.expert_fsdp.get_group(self.expert_fsdp.ndim - 1)
+        names = ("others", "replicate", "holder")
+        return DeviceMesh(self.device_type, self._ranks(self.dims.expert_axes), mesh_dim_names=names)[
+            "holder"
+        ].get_group()
 
     def _replicated(self, mesh: DeviceMesh, numbers: torch.Tensor, shard: str) -> DeviceMesh:
         """(shard,), or (replicate, shard) if there are replicas, with the ranks `numbers` [replicas, shards]."""

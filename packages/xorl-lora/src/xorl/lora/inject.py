@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, zip_longest
 
 import torch
 from torch import Tensor, nn
@@ -234,15 +234,19 @@ def _held_part(site: Site, rank: int, share: Share) -> tuple[tuple[int, int], di
     if share.columns is not None:
         return (site.start, site.stop), {"A": Share(rank, ((0, rank),), axes, share.columns, share.num_columns)}
     ranges: list[tuple[int, int]] = []
+    copies: list[tuple[int, int]] = []
     first, taken = 0, 0
-    for start, stop in share.rows:
+    for (start, stop), own in zip_longest(share.rows, share.copies, fillvalue=(1, 0)):
         begin, end = max(start, site.start), min(stop, site.stop)
         if begin < end:
             first = first if ranges else taken + begin - start
             ranges.append((begin - site.start, end - site.start))
+            copies.append(own)
         taken += stop - start
     num_rows = sum(stop - start for start, stop in ranges)
-    return (first, first + num_rows), {"B": Share(site.stop - site.start, tuple(ranges), axes)}
+    return (first, first + num_rows), {
+        "B": Share(site.stop - site.start, tuple(ranges), axes, copies=tuple(copies) if share.copies else ())
+    }
 
 
 def new_expert_pair(site: Site, spec: AdapterSpec, model: nn.Module, device: torch.device) -> ExpertLowRank:

@@ -344,12 +344,12 @@ class _Outputs:
 
     def routes(self) -> Tensor | None:
         """[tokens, layers with experts, K] int32, like `values`; None if they are not recorded."""
-        return None if self._routers is None else self._whole(torch.cat(self._routes))
+        return None if self._routers is None else self._whole(torch.cat(self._routes), between_matrices=True)
 
-    def _whole(self, own: Tensor) -> Tensor:
-        """Values of whole rows without their padding, from those of this rank's parts."""
+    def _whole(self, own: Tensor, *, between_matrices: bool = False) -> Tensor:
+        """Values of whole rows without their padding, from those of this rank's parts; see `join_rows`."""
         lengths = [sum(_sizes(row)) for row in self._rows]
-        whole = join_rows(own, lengths, self._mesh).split(lengths)
+        whole = join_rows(own, lengths, self._mesh, between_matrices=between_matrices).split(lengths)
         num_tokens = [sum(batch.num_tokens for _, batch in row) for row in self._rows]
         return torch.cat([values[:count] for values, count in zip(whole, num_tokens, strict=True)])
 

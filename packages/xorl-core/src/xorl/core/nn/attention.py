@@ -22,7 +22,8 @@ class Attention(nn.Module):
 
     Args:
         width: D.
-        num_heads, num_kv_heads, head_dim: H, G and C, of all ranks that share the matrices; their number divides G.
+        num_heads, num_kv_heads, head_dim: H, G and C, of all ranks that share the matrices; their number and
+            G divide each other.
         scale: the factor on attention scores.
         window: how many tokens a token attends to, itself included; None for all earlier ones.
         qkv_bias, o_bias: whether the projections have biases.
@@ -49,16 +50,16 @@ class Attention(nn.Module):
         super().__init__()
         self.ranks = ranks = kernels.tensor
         counts = HeadShape(num_heads, num_kv_heads, head_dim).row_counts
-        self.shape = HeadShape(num_heads // ranks.size, num_kv_heads // ranks.size, head_dim)
+        self.shape = HeadShape(num_heads // ranks.size, max(1, num_kv_heads // ranks.size), head_dim)
         self.scale = scale
         self.window = window
         self.kernels = kernels
         self.merge_qkv = merge_qkv
         if merge_qkv:
-            self.qkv_proj = Linear.column_parallel(width, counts, bias=qkv_bias, ranks=ranks)
+            self.qkv_proj = Linear.column_parallel(width, counts, bias=qkv_bias, ranks=ranks, head=head_dim)
         else:
             self.q_proj, self.k_proj, self.v_proj = (
-                Linear.column_parallel(width, [count], bias=qkv_bias, ranks=ranks) for count in counts
+                Linear.column_parallel(width, [count], bias=qkv_bias, ranks=ranks, head=head_dim) for count in counts
             )
         self.q_norm = None if qk_norm_eps is None else HeadNorm(head_dim, qk_norm_eps)
         self.k_norm = None if qk_norm_eps is None else HeadNorm(head_dim, qk_norm_eps)

@@ -79,7 +79,7 @@ def fp8_linears(layers: nn.Module, exclude: Sequence[str] = ROUTERS) -> dict[str
         raise ValueError(
             f"fp8: its matrix units need feature counts that are multiples of {FEATURE_MULTIPLE}, but "
             f"{len(refused)} linear layers have other sizes: {', '.join(refused[:4])}; "
-            'set fp8="none" for this model'
+            'set fp8="none" for this model, or share its matrices among fewer ranks'
         )
     return linears
 
@@ -108,6 +108,7 @@ class Fp8Linear(Linear):
         self.weight = linear.weight
         self.bias = linear.bias
         self.adapter = linear.adapter
+        self.shares, self.adds_bias = linear.shares, linear.adds_bias
         self.recipe = recipe
         self.weight_fp8 = None
         self.weight_descale = None

@@ -96,10 +96,15 @@ class Linear(nn.Module):
         self.adapter = None
 
     @classmethod
-    def column_parallel(cls, in_features: int, counts: Sequence[int], *, bias: bool, ranks: TensorRanks) -> Self:
-        """A layer that stacks matrices of `counts` outputs, each of which the ranks share by its outputs."""
-        layer = cls(in_features, sum(map(ranks.num_of, counts)), bias=bias)
-        if (share := ranks.rows_of(counts)) is not None:
+    def column_parallel(
+        cls, in_features: int, counts: Sequence[int], *, bias: bool, ranks: TensorRanks, head: int = 0
+    ) -> Self:
+        """A layer that stacks matrices of `counts` outputs, each of which the ranks share by its outputs.
+
+        head: if not 0, the outputs of a head, which ranks share as a whole; see `TensorRanks.range_of`.
+        """
+        layer = cls(in_features, sum(ranks.num_of(count, head) for count in counts), bias=bias)
+        if (share := ranks.rows_of(counts, head)) is not None:
             layer.shares = {"weight": share, "bias": share} if bias else {"weight": share}
         return layer
 

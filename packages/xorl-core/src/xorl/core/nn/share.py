@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
@@ -25,6 +25,8 @@ class Share:
         divided_over: the axes of the mesh whose ranks hold the rest; see `Mesh.axis`.
         columns: the range [start, stop) of its columns (dim 1) that the module holds; None: all of them.
         num_columns: of the whole parameter, with `columns`.
+        copies: for each range of rows, how many neighbours along the axis hold it, each with other terms of its
+            gradient, and this rank's index among them; empty: no range has copies.
         summed_over: the axes of the mesh whose ranks each compute some terms of the gradient of what this module holds;
             they hold the same, so the gradient must be summed over them.
     """
@@ -34,6 +36,7 @@ class Share:
     divided_over: tuple[str, ...] = ()
     columns: tuple[int, int] | None = None
     num_columns: int = 0
+    copies: tuple[tuple[int, int], ...] = ()
     summed_over: tuple[str, ...] = ()
 
     def whole(self, held: Sequence[int]) -> tuple[int, ...]:
@@ -59,6 +62,19 @@ class Share:
             taken += stop - start
 
 
+def whole_counts(by_rank: Sequence[Share], counts: Sequence[int]) -> tuple[int, ...]:
+    """The rows of each matrix that a whole parameter stacks, of which the first of its ranks holds `counts`.
+
+    Each of several matrices is divided among the ranks in order, so that each rank holds one range of it.
+    """
+    first = by_rank[0]
+    if len(counts) == 1:
+        return (first.num_rows,)
+    assert len(first.rows) == len(counts), f"{len(counts)} matrices in {len(first.rows)} ranges"
+    starts = [start for start, _ in first.rows]
+    return tuple(stop - start for start, stop in pairwise([*starts, first.num_rows]))
+
+
 def pieces(tensor: Tensor, share: Share | None) -> list[tuple[Box, Tensor]]:
     """This rank's part of a module's tensor, by where it lies in the whole parameter.
 
@@ -77,6 +93,21 @@ def pieces(tensor: Tensor, share: Share | None) -> list[tuple[Box, Tensor]]:
     for box in boxes:
         starts.append(starts[-1] + box.shape[0])
     return [(box, part[start:stop]) for box, (start, stop) in zip(boxes, pairwise(starts), strict=True)]
+
+
+def copied_rows(tensor: Tensor, share: Share) -> list[tuple[range, int, int]]:
+    """For each of the `pieces`, its rows of the local tensor, how many ranks hold it, and this rank's index among them.
+
+    The ranks are neighbours along the axis that divides the parameter; the number is 1 for a piece without copies.
+    """
+    found: list[tuple[range, int, int]] = []
+    taken = 0
+    for box, part in pieces(tensor, share):
+        held = zip_longest(share.rows, share.copies, fillvalue=(1, 0))
+        [(number, index)] = [own for (start, stop), own in held if start <= box.offset[0] < stop]
+        found.append((range(taken, taken + len(part)), number, index))
+        taken += len(part)
+    return found
 
 
 @runtime_checkable

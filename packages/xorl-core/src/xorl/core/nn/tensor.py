@@ -53,26 +53,36 @@ class TensorRanks:
         """The values [T / P, ..] of this rank's tokens, from those of all tokens."""
         return values if self.size == 1 else values.chunk(self.size)[self.group.rank]
 
-    def range_of(self, count: int) -> tuple[int, int]:
-        """This rank's range [start, stop) of `count` rows or columns; if P does not divide it, the last has fewer."""
-        return _range_of(count, self.group)
+    def range_of(self, count: int, head: int = 0) -> tuple[int, int]:
+        """This rank's range [start, stop) of `count` rows or columns; if P does not divide it, the last has fewer.
 
-    def num_of(self, count: int) -> int:
+        head: if not 0, the rows of a head, of which a rank holds at least one: neighbours have the same, if they are
+            more than the heads.
+        """
+        num_copies = self._num_copies(count, head)
+        return _range_of(count, self.group.rank // num_copies, self.size // num_copies)
+
+    def num_of(self, count: int, head: int = 0) -> int:
         """The size of `range_of`."""
-        start, stop = self.range_of(count)
+        start, stop = self.range_of(count, head)
         return stop - start
 
-    def rows_of(self, counts: Sequence[int]) -> Share | None:
+    def rows_of(self, counts: Sequence[int], head: int = 0) -> Share | None:
         """What this rank holds of a matrix that stacks matrices of `counts` rows, of each of which it has its range."""
         if self.size == 1:
             return None
         ranges: list[tuple[int, int]] = []
         before = 0
         for count in counts:
-            start, stop = self.range_of(count)
+            start, stop = self.range_of(count, head)
             ranges.append((before + start, before + stop))
             before += count
-        return Share(before, tuple(ranges), (AXIS,))
+        numbers = [self._num_copies(count, head) for count in counts]
+        copies = [(number, self.group.rank % number) for number in numbers]
+        return Share(before, tuple(ranges), (AXIS,), copies=tuple(copies) if max(numbers) > 1 else ())
+
+    def _num_copies(self, count: int, head: int) -> int:
+        return max(1, self.size * head // count)
 
     def columns_of(self, num_rows: int, count: int) -> Share | None:
         """What this rank holds of a matrix of `count` columns, of which it has its range."""
@@ -90,9 +100,9 @@ def join_columns(x: Tensor, num_columns: int, group: RankGroup) -> Tensor:
     return joined
 
 
-def _range_of(count: int, group: RankGroup) -> tuple[int, int]:
-    size = -(-count // group.size)
-    return min(group.rank * size, count), min((group.rank + 1) * size, count)
+def _range_of(count: int, rank: int, num_ranks: int) -> tuple[int, int]:
+    size = -(-count // num_ranks)
+    return min(rank * size, count), min((rank + 1) * size, count)
 
 
 class _JoinColumns(torch.autograd.Function):
@@ -100,7 +110,7 @@ class _JoinColumns(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, num_columns: int, group: RankGroup) -> Tensor:
-        ctx.own = slice(*_range_of(num_columns, group))  # pyright: ignore[reportAttributeAccessIssue]
+        ctx.own = slice(*_range_of(num_columns, group.rank, group.size))  # pyright: ignore[reportAttributeAccessIssue]
         padded = F.pad(x, (0, -(-num_columns // group.size) - x.shape[1]))
         gathered = all_gather(padded, group.size, group.name).unflatten(0, (group.size, -1))  # [P, T, ceil(N / P)]
         return gathered.transpose(0, 1).flatten(1)[:, :num_columns]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,20 @@ from xorl.kernels.torch_private import foreach_mul_
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
 
-Divided = Mapping[Tensor, Sequence[dist.ProcessGroup]]
+
+class Rest(NamedTuple):
+    """Who holds the rest of a parameter, besides the ranks over which it is sharded.
+
+    groups: the process groups whose ranks hold other rows. counted: the rows of this rank that count here, since other
+    ranks hold the others, too; None: all.
+    """
+
+    groups: tuple[dist.ProcessGroup, ...] = ()
+    counted: tuple[range, ...] | None = None
+
+
+ALL = Rest()
+Divided = Mapping[Tensor, Rest]
 UNDIVIDED: Divided = MappingProxyType({})
 
 
@@ -60,7 +73,7 @@ def gradient_norms(sets: Sequence[Sequence[Tensor]], divided: Divided = UNDIVIDE
     Every element counts once, wherever it is held; a parameter without a gradient counts 0. Collective if any parameter
     is sharded: one reduction for each way of sharding, on every rank in the same order, whatever has gradients.
 
-    divided: for each parameter of which the ranks of further process groups hold other rows, these groups.
+    divided: for each parameter of which the ranks of further process groups hold some, who they are.
 
     Raises ValueError if a set is no list or tuple, or if no set has a parameter.
     """
@@ -79,9 +92,13 @@ def gradient_norms(sets: Sequence[Sequence[Tensor]], divided: Divided = UNDIVIDE
                 if placement not in of_placement:
                     of_placement[placement] = _sharding_groups(*placement)
                 groups = of_placement[placement]
-            by_set = by_groups.setdefault((*groups, *divided.get(parameter, ())), [[] for _ in sets])
+            rest = divided.get(parameter, ALL)
+            by_set = by_groups.setdefault((*groups, *rest.groups), [[] for _ in sets])
             if parameter.grad is not None:
-                by_set[index].append(local(parameter.grad))
+                gradient = local(parameter.grad)
+                by_set[index] += (
+                    [gradient] if rest.counted is None else [gradient[rows.start : rows.stop] for rows in rest.counted]
+                )
     device = next(local(parameter).device for parameters in sets for parameter in parameters)
     total = torch.zeros(len(sets), device=device)
     # Parameters are in the same order on every rank, so all ranks issue these reductions in the same order.

@@ -1,23 +1,26 @@
-"""Distributes work on whole matrices: gathers sharded matrices on the ranks that own them, and scatters the results.
+"""Distributes work on whole matrices: gathers divided matrices on the ranks that own them, and scatters the results.
 
-The ranks form a grid of R replicas by S shards; each replica splits the rows of every parameter into S shards. Each
-matrix has one owner among all R x S ranks. In each round, a rank processes at most one batch of matrices of one shape.
+The ranks form a grid of R replicas by S shards. FSDP2 and tensor parallelism divide every parameter among the shards.
+Each matrix has one owner among all R x S ranks. In each round, a rank processes at most one batch of matrices of one
+shape.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, zip_longest
+from itertools import accumulate, chain, compress, groupby, pairwise, zip_longest
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from xorl.core.nn.share import Share
 from xorl.core.optim.newton_schulz import orthogonalisation_flops
-from xorl.core.shards import is_dtensor, local, local_box
+from xorl.core.shards import Box, is_dtensor, local, local_box
+from xorl.kernels.torch_private import foreach_copy_
 
 Owner = tuple[int, int]
 
@@ -26,31 +29,101 @@ MIN_STACKED = 4
 
 
 @dataclass(frozen=True)
+class Division:
+    """How the shards of a grid divide a parameter.
+
+    Shard i holds chunk i // T of what rank i % T of the T tensor-parallel ranks holds.
+
+    Attributes:
+        num_rows, columns: of the whole parameter.
+        shares: what each tensor-parallel rank holds of it; (None,): all of it.
+        num_chunks: the number of parts into which FSDP2 divides the rows of a share, like torch.chunk.
+    """
+
+    num_rows: int
+    columns: int
+    shares: tuple[Share | None, ...] = (None,)
+    num_chunks: int = 1
+
+    def rows_of(self, start: int, stop: int, shard: int) -> tuple[int, int]:
+        """Which rows of a shard's tensor are among the rows [start, stop) of the parameter; (0, 0) if none."""
+        first, last = self.chunk(shard)
+        begin, end = (min(max(self._num_before(row, shard), first), last) - first for row in (start, stop))
+        return (begin, end) if begin < end else (0, 0)
+
+    def boxes(self, start: int, stop: int, shard: int) -> Iterator[Box]:
+        """Where those rows lie in the matrix of the rows [start, stop), in the order of the shard's tensor."""
+        begin, end = self.rows_of(start, stop, shard)
+        begin, end = (row + self.chunk(shard)[0] for row in (begin, end))
+        share = self.shares[shard % len(self.shares)] or Share(self.num_rows, ((0, self.num_rows),))
+        for box in share.boxes(Box((begin, 0), (end - begin, self.columns_of(shard)))):
+            yield Box((box.offset[0] - start, box.offset[1]), box.shape)
+
+    def is_copy(self, start: int, stop: int, shard: int) -> bool:
+        """Whether an earlier tensor-parallel rank holds the same of the rows [start, stop)."""
+        if len(self.shares) == 1:
+            return False
+        first = shard - shard % len(self.shares)
+        own = list(self.boxes(start, stop, shard))
+        return any(own == list(self.boxes(start, stop, earlier)) for earlier in range(first, shard))
+
+    def columns_of(self, shard: int) -> int:
+        """The number of columns of a shard's tensor."""
+        share = self.shares[shard % len(self.shares)]
+        return self.columns if share is None else share.held((self.num_rows, self.columns))[1]
+
+    def holder(self, start: int, stop: int) -> int | None:
+        """The shard that holds all of the rows [start, stop), if one does; None if tensor parallelism divides them."""
+        if len(self.shares) > 1:
+            return None
+        size = -(-self.num_rows // self.num_chunks)
+        return start // size if start // size == (stop - 1) // size else None
+
+    def _ranges(self, shard: int) -> tuple[tuple[int, int], ...]:
+        share = self.shares[shard % len(self.shares)]
+        return ((0, self.num_rows),) if share is None else share.rows
+
+    def _num_before(self, row: int, shard: int) -> int:
+        """How many rows before `row` are in the share of a shard's tensor-parallel rank."""
+        return sum(max(0, min(row, stop) - start) for start, stop in self._ranges(shard))
+
+    def chunk(self, shard: int) -> tuple[int, int]:
+        """The rows [first, last) of that share that the shard holds."""
+        num_rows = self._num_before(self.num_rows, shard)
+        size = -(-num_rows // self.num_chunks)
+        chunk = shard // len(self.shares)
+        return min(chunk * size, num_rows), min((chunk + 1) * size, num_rows)
+
+
+@dataclass(frozen=True)
 class Matrix:
-    """Rows [start, stop) of the parameter at index `parameter`, which has `num_rows` rows and `columns` columns."""
+    """Rows [start, stop) of the parameter at index `parameter`."""
 
     parameter: int
-    num_rows: int
+    division: Division
     start: int
     stop: int
-    columns: int
 
     @property
     def shape(self) -> tuple[int, int]:
-        return (self.stop - self.start, self.columns)
+        return (self.stop - self.start, self.division.columns)
 
-    def shard(self, num_shards: int) -> int | None:
-        """The shard that holds all rows of this matrix, if one does."""
-        chunk = -(-self.num_rows // num_shards)
-        first, last = self.start // chunk, (self.stop - 1) // chunk
-        return first if first == last else None
-
-    def rows_of(self, shard: int, num_shards: int) -> tuple[int, int]:
+    def rows_of(self, shard: int) -> tuple[int, int]:
         """The rows of this matrix on a shard, as a range within the shard's rows of the parameter; (0, 0) if none."""
-        chunk = -(-self.num_rows // num_shards)
-        first, last = min(shard * chunk, self.num_rows), min((shard + 1) * chunk, self.num_rows)
-        start, stop = max(self.start, first), min(self.stop, last)
-        return (start - first, stop - first) if start < stop else (0, 0)
+        return self.division.rows_of(self.start, self.stop, shard)
+
+    def size_on(self, shard: int) -> int:
+        """The number of elements of this matrix that a shard holds."""
+        start, stop = self.rows_of(shard)
+        return (stop - start) * self.division.columns_of(shard)
+
+    def size_from(self, shard: int) -> int:
+        """The number of elements of this matrix that a shard sends to its owner: none if they are copies."""
+        return 0 if self.is_copy(shard) else self.size_on(shard)
+
+    def is_copy(self, shard: int) -> bool:
+        """Whether another shard sends to its owner what this one holds of this matrix."""
+        return self.division.is_copy(self.start, self.stop, shard)
 
 
 @dataclass(frozen=True)
@@ -81,44 +154,60 @@ class Grid:
     device: torch.device
 
     @classmethod
-    def of(cls, parameter: Tensor, replicas: dist.ProcessGroup | None) -> Grid:
-        """The grid of `parameter`; if it is not a DTensor, `replicas` is the group of ranks with the same values."""
-        if not is_dtensor(parameter):
-            num_replicas = 1 if replicas is None else replicas.size()
-            replica = 0 if replicas is None else replicas.rank()
-            return cls(None, replicas, 1, num_replicas, 0, replica, parameter.device)
-        mesh = parameter.device_mesh
-        *others, last = parameter.placements
-        is_supported = last.is_shard(0) and (not others or [other.is_replicate() for other in others] == [True])
-        assert is_supported, f"only rows may be sharded, not {parameter.placements}"
-        is_gpu = mesh.device_type == "cuda"
-        device = torch.device("cuda", torch.cuda.current_device()) if is_gpu else torch.device(mesh.device_type)
-        *replica_axis, shard_axis = range(mesh.ndim)
+    def of(cls, parameter: Tensor, replicas: dist.ProcessGroup | None, shards: dist.ProcessGroup | None) -> Grid:
+        """The grid of `parameter`.
+
+        Args:
+            replicas: the ranks that hold the same, unless the parameter is a DTensor, whose mesh has them.
+            shards: the ranks that together hold a parameter that tensor parallelism divides; None: FSDP2's.
+        """
+        device = parameter.device
+        if is_dtensor(parameter):
+            mesh = parameter.device_mesh
+            *others, last = parameter.placements
+            is_supported = last.is_shard(0) and (not others or [other.is_replicate() for other in others] == [True])
+            assert is_supported, f"only rows may be sharded, not {parameter.placements}"
+            is_gpu = mesh.device_type == "cuda"
+            device = torch.device("cuda", torch.cuda.current_device()) if is_gpu else torch.device(mesh.device_type)
+            *replica_axis, shard_axis = range(mesh.ndim)
+            replicas = mesh.get_group(replica_axis[0]) if replica_axis else None
+            shards = shards or mesh.get_group(shard_axis)
+        shards, replicas = (None if group is None or group.size() == 1 else group for group in (shards, replicas))
         return cls(
-            shards=mesh.get_group(shard_axis) if mesh.size(shard_axis) > 1 else None,
-            replicas=mesh.get_group(replica_axis[0]) if replica_axis and mesh.size(replica_axis[0]) > 1 else None,
-            num_shards=mesh.size(shard_axis),
-            num_replicas=mesh.size(replica_axis[0]) if replica_axis else 1,
-            shard=mesh.get_local_rank(shard_axis),
-            replica=mesh.get_local_rank(replica_axis[0]) if replica_axis else 0,
+            shards=shards,
+            replicas=replicas,
+            num_shards=1 if shards is None else shards.size(),
+            num_replicas=1 if replicas is None else replicas.size(),
+            shard=0 if shards is None else shards.rank(),
+            replica=0 if replicas is None else replicas.rank(),
             device=device,
         )
 
 
-def logical_matrices(parameters: Sequence[Tensor], row_counts: Sequence[Sequence[int]], grid: Grid) -> list[Matrix]:
-    """The matrices stacked along the rows of the parameters, in order."""
+def logical_matrices(
+    parameters: Sequence[Tensor],
+    row_counts: Sequence[Sequence[int]],
+    shares: Sequence[tuple[Share | None, ...]],
+    grid: Grid,
+) -> list[Matrix]:
+    """The matrices stacked along the rows of the whole parameters, in order.
+
+    Args:
+        row_counts: the rows of each matrix, by parameter.
+        shares: by parameter, what each tensor-parallel rank holds of it; (None,): all of it.
+    """
     matrices: list[Matrix] = []
-    for index, (parameter, counts) in enumerate(zip(parameters, row_counts, strict=True)):
-        num_rows, columns = parameter.shape
+    for index, (parameter, counts, by_rank) in enumerate(zip(parameters, row_counts, shares, strict=True)):
+        share = by_rank[grid.shard % len(by_rank)]
+        num_rows, columns = parameter.shape if share is None else share.whole(parameter.shape)
         assert sum(counts) == num_rows, f"row counts {counts} do not add up to {num_rows}"
-        start = 0
-        for count in counts:
-            matrices.append(Matrix(index, num_rows, start, start + count, columns))
-            start += count
-        chunk = -(-num_rows // grid.num_shards)
-        shard = local(parameter)
-        assert shard.shape[0] == max(0, min(chunk, num_rows - grid.shard * chunk)), "not sharded like torch.chunk"
-        assert shard.shape[0] == 0 or local_box(parameter).offset[0] == grid.shard * chunk, "not in rank order"
+        division = Division(num_rows, columns, by_rank, grid.num_shards // len(by_rank))
+        for start, stop in pairwise([0, *accumulate(counts)]):
+            matrices.append(Matrix(index, division, start, stop))
+        first, last = division.rows_of(0, num_rows, grid.shard)
+        assert local(parameter).shape == (last - first, division.columns_of(grid.shard)), "not sharded like torch.chunk"
+        in_order = last == first or local_box(parameter).offset[0] == division.chunk(grid.shard)[0]
+        assert in_order, "not in rank order"
     return matrices
 
 
@@ -141,11 +230,11 @@ def plan_rounds(
     num_stacked = Counter(matrix.parameter for matrix in matrices)
     others: list[Matrix] = []
     for matrix in matrices:
-        shard = matrix.shard(num_shards)
+        shard = matrix.division.holder(matrix.start, matrix.stop)
         if shard is None or num_stacked[matrix.parameter] < MIN_STACKED * num_replicas * num_shards:
             others.append(matrix)
         else:
-            rows_of_shard = -(-matrix.num_rows // num_shards)
+            rows_of_shard = -(-matrix.division.num_rows // num_shards)
             give((matrix.start % rows_of_shard * num_replicas // rows_of_shard, shard), matrix)
     load = [(amount, owner) for owner, amount in work.items()]
     heapq.heapify(load)
@@ -191,8 +280,8 @@ class Exchange:
     Every method is collective, and every rank must call it, even a rank without a batch or without any rows.
 
     Attributes:
-        sent: the matrices owned by this replica, whose rows this rank sends to the owners, in order.
-        not_sent: the matrices owned by other replicas, which send the same rows.
+        sent: the matrices of which this rank sends its pieces to the owners, which are of its replica, in order.
+        not_sent: the others: other ranks with the same values send them.
         runs: all matrices of the round, in the order of the pieces that `return_updates` returns.
     """
 
@@ -200,56 +289,64 @@ class Exchange:
         self._grid = grid
         self._batch = batches[grid.replica, grid.shard]
         # In the order in which pieces are sent: by owning shard.
-        self._by_replica = [
+        by_replica = [
             [matrix for shard in range(grid.num_shards) for matrix in batches[replica, shard]]
             for replica in range(grid.num_replicas)
         ]
-        self.sent = _joined(self._by_replica[grid.replica])
-        others = (of_one for replica, of_one in enumerate(self._by_replica) if replica != grid.replica)
-        self.not_sent = _joined([matrix for of_one in others for matrix in of_one])
-        self.runs = [run for of_one in self._by_replica for run in _joined(of_one)]
-        self._pieces_by_replica = [
-            sum(self.piece_size(matrix) for matrix in of_replica) for of_replica in self._by_replica
+        is_sent = [
+            [replica == grid.replica and not matrix.is_copy(grid.shard) for matrix in of_one]
+            for replica, of_one in enumerate(by_replica)
         ]
-        # Indexed by shard: the number of elements that this rank holds of that shard's batch.
-        self._piece_sizes = [
-            sum(self.piece_size(matrix) for matrix in batches[grid.replica, shard]) for shard in range(grid.num_shards)
-        ]
-        # Indexed by shard: the number of elements that the shard holds of this rank's batch.
-        self._batch_sizes = [
-            sum(self.piece_size(matrix, shard) for matrix in self._batch) for shard in range(grid.num_shards)
-        ]
+        self.sent = _joined(list(compress(chain(*by_replica), chain(*is_sent))))
+        self.not_sent = _joined(list(compress(chain(*by_replica), (not sent for sent in chain(*is_sent)))))
+        self.runs = [run for of_one in by_replica for run in _joined(of_one)]
+        self._sizes_by_replica = [sum(matrix.size_on(grid.shard) for matrix in of_one) for of_one in by_replica]
+        # Of this rank's pieces, by owning shard, and of the pieces of its batch, by the shard that holds them.
+        owned = [batches[grid.replica, shard] for shard in range(grid.num_shards)]
+        self._pieces_sent = [sum(matrix.size_from(grid.shard) for matrix in batch) for batch in owned]
+        self._pieces_returned = [sum(matrix.size_on(grid.shard) for matrix in batch) for batch in owned]
+        shards = range(grid.num_shards)
+        self._batch_collected = [sum(matrix.size_from(shard) for matrix in self._batch) for shard in shards]
+        self._batch_returned = [sum(matrix.size_on(shard) for matrix in self._batch) for shard in shards]
 
-    def piece_size(self, matrix: Matrix, shard: int | None = None) -> int:
-        """The number of elements of a matrix that `shard` holds; None means this rank's shard."""
-        start, stop = matrix.rows_of(self._grid.shard if shard is None else shard, self._grid.num_shards)
-        return (stop - start) * matrix.columns
+    def size_of(self, run: Run) -> int:
+        """The number of elements that this rank holds of a run."""
+        return run.matrix.size_on(self._grid.shard)
 
     def collect(self, pieces: Tensor) -> Tensor | None:
         """Send this rank's concatenated pieces of `sent`, and return its batch [B, M, N]; None if it owns none."""
-        received = self._all_to_all(pieces, sent_sizes=self._piece_sizes, received_sizes=self._batch_sizes)
+        received = self._all_to_all(pieces, sent_sizes=self._pieces_sent, received_sizes=self._batch_collected)
         if not self._batch:
             return None
-        rows, columns = self._batch[0].shape
-        sizes = [self.piece_size(matrix, shard) for shard in range(self._grid.num_shards) for matrix in self._batch]
-        parts = received.split(sizes)
-        # Pieces arrive ordered by shard; order them by matrix.
-        whole = [part for index in range(len(self._batch)) for part in parts[index :: len(self._batch)]]
-        return (received if self._grid.num_shards == 1 else torch.cat(whole)).view(len(self._batch), rows, columns)
+        shape = (len(self._batch), *self._batch[0].shape)
+        if self._grid.num_shards == 1:
+            return received.view(shape)
+        batch = received.new_empty(shape)
+        blocks = self._blocks(batch, with_copies=False)
+        parts = received.split([block.numel() for block in blocks])
+        foreach_copy_(blocks, [part.view(block.shape) for part, block in zip(parts, blocks, strict=True)])
+        return batch
 
     def return_updates(self, batch: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Scatter the owners' batches, and return this rank's pieces of `matrices`, concatenated."""
+        """Scatter the owners' batches, and return this rank's pieces of `runs`, concatenated."""
         if batch is None:
             joined = torch.empty(0, dtype=dtype, device=self._grid.device)
         elif self._grid.num_shards == 1:
             joined = batch.view(-1)
         else:
-            shards = range(self._grid.num_shards)
-            parts = batch.view(-1).split([self.piece_size(matrix, shard) for matrix in self._batch for shard in shards])
-            # Order the pieces by shard.
-            joined = torch.cat([part for shard in shards for part in parts[shard :: self._grid.num_shards]])
-        pieces = self._all_to_all(joined, sent_sizes=self._batch_sizes, received_sizes=self._piece_sizes)
+            joined = torch.cat([block.flatten() for block in self._blocks(batch, with_copies=True)])
+        pieces = self._all_to_all(joined, sent_sizes=self._batch_returned, received_sizes=self._pieces_returned)
         return self._from_replicas(pieces)
+
+    def _blocks(self, batch: Tensor, *, with_copies: bool) -> list[Tensor]:
+        """The views of this rank's batch [B, M, N] that each shard holds, by shard, in the order of its tensor."""
+        return [
+            box.cut(whole)
+            for shard in range(self._grid.num_shards)
+            for matrix, whole in zip(self._batch, batch.unbind(), strict=True)
+            if with_copies or not matrix.is_copy(shard)
+            for box in matrix.division.boxes(matrix.start, matrix.stop, shard)
+        ]
 
     def _all_to_all(self, sent: Tensor, *, sent_sizes: Sequence[int], received_sizes: Sequence[int]) -> Tensor:
         if self._grid.shards is None:
@@ -261,7 +358,7 @@ class Exchange:
     def _from_replicas(self, pieces: Tensor) -> Tensor:
         if self._grid.replicas is None:
             return pieces
-        sizes = self._pieces_by_replica
+        sizes = self._sizes_by_replica
         padded = torch.zeros(max(sizes), dtype=pieces.dtype, device=pieces.device)
         padded[: pieces.numel()].copy_(pieces)
         gathered = torch.empty(len(sizes) * max(sizes), dtype=pieces.dtype, device=pieces.device)

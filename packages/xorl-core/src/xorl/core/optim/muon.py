@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from xorl.core.nn.share import Share
 from xorl.core.optim.adamw import AdamW, StepControls, count_steps_, step_controls
 from xorl.core.optim.decay import LocalRows
 from xorl.core.optim.matrices import Exchange, Grid, Matrix, Run, logical_matrices, plan_rounds
@@ -31,12 +32,14 @@ class MuonOptions:
     """Options of Muon, in addition to those of all optimizers.
 
     Attributes:
-        matrices: for each parameter that muon updates, by name, the rows of each matrix that it stacks.
+        matrices: for each parameter that muon updates, by name, the rows of each matrix that it stacks, as a whole.
         lr: peak learning rate of these parameters.
         momentum, nesterov: decay of the gradients' moving average, and whether to use Nesterov momentum.
         num_steps: number of Newton-Schulz iterations.
         adjust_lr: how the learning rate depends on a matrix's shape.
         replicas: the group of ranks that hold the same parameters, if the parameters are not DTensors.
+        divided: for parameters that tensor parallelism divides, by name, what each of its ranks holds of them.
+        shards: the ranks that together hold these; neighbours are of different tensor-parallel ranks.
         compute_dtype: dtype of the Newton-Schulz iterations; None means bf16 on a GPU and fp32 on a CPU.
     """
 
@@ -47,6 +50,8 @@ class MuonOptions:
     num_steps: int = 5
     adjust_lr: AdjustLr = "original"
     replicas: dist.ProcessGroup | None = field(default=None, compare=False)
+    divided: Mapping[str, Sequence[Share]] = field(default_factory=dict)
+    shards: dist.ProcessGroup | None = field(default=None, compare=False)
     compute_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
@@ -114,18 +119,18 @@ class Muon(AdamW):
             if "matrices" not in group:
                 self._step_group(group)
                 continue
-            held = zip(group["params"], group["matrices"], group["keys"], group["local_rows"], strict=True)
+            fields = (group[name] for name in ("params", "matrices", "divided", "keys", "local_rows"))
             stacks += [
-                _MatrixStack(parameter, self.state[parameter], counts, key, rows, group)
-                for parameter, counts, key, rows in held
+                _MatrixStack(parameter, self.state[parameter], counts, shares, key, rows, group)
+                for parameter, counts, shares, key, rows in zip(*fields, strict=True)
                 if parameter.grad is not None
             ]
         # Each way of sharding has a grid of its own. The order is the same on every rank.
-        by_mesh: dict[DeviceMesh | None, list[_MatrixStack]] = {}
+        by_grid: dict[tuple[DeviceMesh | None, bool], list[_MatrixStack]] = {}
         for stack in stacks:
             mesh = stack.parameter.device_mesh if is_dtensor(stack.parameter) else None
-            by_mesh.setdefault(mesh, []).append(stack)
-        for alike in by_mesh.values():
+            by_grid.setdefault((mesh, stack.is_divided), []).append(stack)
+        for alike in by_grid.values():
             self._step_matrices(alike)
 
     def _new_state(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -145,7 +150,7 @@ class Muon(AdamW):
         if dtype is None:
             dtype = torch.bfloat16 if plan.grid.device.type == "cuda" else torch.float32
         for exchange in plan.rounds:
-            sizes = [exchange.piece_size(run.matrix) for run in exchange.sent]
+            sizes = [exchange.size_of(run) for run in exchange.sent]
             pieces = torch.empty(sum(sizes), dtype=dtype, device=device)
             for run, piece in zip(exchange.sent, pieces.split(sizes), strict=True):
                 self._momentum_(stacks[run.matrix.parameter], run.matrix, plan.grid, piece, scaling)
@@ -155,7 +160,7 @@ class Muon(AdamW):
             if batch is not None:
                 batch = orthogonalise(batch, self._options.num_steps)
             updates = exchange.return_updates(batch, dtype).to(device)
-            sizes = [exchange.piece_size(run.matrix) for run in exchange.runs]
+            sizes = [exchange.size_of(run) for run in exchange.runs]
             for run, update in zip(exchange.runs, updates.split(sizes), strict=True):
                 self._descend_(stacks[run.matrix.parameter], run, plan.grid, update, scaling.skip)
 
@@ -163,8 +168,10 @@ class Muon(AdamW):
         keys = tuple(stack.key for stack in stacks)
         if keys not in self._plans:
             parameters = [stack.parameter for stack in stacks]
-            grid = Grid.of(parameters[0], self._options.replicas)
-            matrices = logical_matrices(parameters, [stack.row_counts for stack in stacks], grid)
+            shards = self._options.shards if stacks[0].is_divided else None
+            grid = Grid.of(parameters[0], self._options.replicas, shards)
+            counts, shares = [stack.row_counts for stack in stacks], [stack.shares for stack in stacks]
+            matrices = logical_matrices(parameters, counts, shares, grid)
             rounds = plan_rounds(matrices, grid.num_replicas, grid.num_shards, BATCH_ELEMENTS)
             self._plans[keys] = _Plan(grid, [Exchange(grid, batches) for batches in rounds])
         return self._plans[keys]
@@ -172,40 +179,36 @@ class Muon(AdamW):
     def _momentum_(
         self, stack: _MatrixStack, matrix: Matrix, grid: Grid, update: Tensor | None, scaling: StepControls
     ) -> None:
-        start, stop = matrix.rows_of(grid.shard, grid.num_shards)
-        if start == stop:
-            return
+        start, stop = matrix.rows_of(grid.shard)
         gradient = stack.parameter.grad
         assert gradient is not None
-        momentum_(
-            local(stack.state["momentum_buffer"])[start:stop],
-            local(gradient)[start:stop].contiguous(),
-            update,
-            momentum=self._options.momentum,
-            nesterov=self._options.nesterov,
-            grad_scale=scaling.grad_scale,
-            skip=scaling.skip,
-            noise=stack.noise(start),
-        )
+        shape = (stop - start, matrix.division.columns_of(grid.shard))
+        update = None if update is None else update.view(shape)
+        for part, _, noise in stack.parts(start, stop):
+            momentum_(
+                local(stack.state["momentum_buffer"])[part.start : part.stop],
+                local(gradient)[part.start : part.stop].contiguous(),
+                None if update is None else update[part.start - start : part.stop - start],
+                momentum=self._options.momentum,
+                nesterov=self._options.nesterov,
+                grad_scale=scaling.grad_scale,
+                skip=scaling.skip,
+                noise=noise,
+            )
 
     def _descend_(self, stack: _MatrixStack, run: Run, grid: Grid, update: Tensor, skip: Tensor) -> None:
-        start, stop = run.matrix.rows_of(grid.shard, grid.num_shards)
-        if start == stop:
-            return
+        start, stop = run.matrix.rows_of(grid.shard)
         lr = stack.group["lr"]
-        rate = lr * lr_ratio(self._options.adjust_lr, *run.shape)
-        update = update.view(stop - start, -1)
-        for decay, rows in stack.decays:
-            if not (part := range(max(rows.start, start), min(rows.stop, stop))):
-                continue
+        update = update.view(stop - start, run.matrix.division.columns_of(grid.shard))
+        for part, decay, noise in stack.parts(start, stop):
             descend_(
                 local(stack.parameter)[part.start : part.stop],
                 update[part.start - start : part.stop - start],
                 decay=lr * decay,
-                rate=rate,
+                rate=lr * lr_ratio(self._options.adjust_lr, *run.shape),
                 grad_scale=None,
                 skip=skip,
-                noise=stack.noise(part.start),
+                noise=noise,
             )
 
 
@@ -216,20 +219,22 @@ class _MatrixStack:
     parameter: Tensor
     state: dict[str, Tensor]
     row_counts: Sequence[int]
+    shares: tuple[Share | None, ...]
     key: int
     local_rows: Sequence[LocalRows]
     group: Mapping[str, Any]
 
     @property
-    def decays(self) -> list[tuple[float, range]]:
-        """The weight decay of this rank's rows."""
-        decay = self.group["weight_decay"]
-        return [(decay if rows.decay is None else rows.decay, rows.rows) for rows in self.local_rows]
+    def is_divided(self) -> bool:
+        """Whether tensor parallelism divides it."""
+        return len(self.shares) > 1
 
-    def noise(self, row: int) -> Noise:
-        """The random bits for this rank's rows from `row` on."""
-        [rows] = [rows for rows in self.local_rows if row in rows.rows]
-        return rows.noise(self.key, self.state["step"], row)
+    def parts(self, start: int, stop: int) -> Iterator[tuple[range, float, Noise]]:
+        """Adjacent rows among [start, stop) of this rank, with their weight decay and random bits."""
+        for own in self.local_rows:
+            if part := range(max(own.rows.start, start), min(own.rows.stop, stop)):
+                decay = self.group["weight_decay"] if own.decay is None else own.decay
+                yield part, decay, own.noise(self.key, self.state["step"], part.start)
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ def build_optimizer(
     _check_muon(name, muon, lr)
     named = _named(named_parameters)
     if muon is not None:
-        _check_matrices(muon.matrices, named)
+        _check_matrices(muon, named)
     require_no_decay_matches(tensor_names(named, stacked), no_decay_modules, no_decay_params)
     trained = [(path, parameter) for path, parameter in named.items() if parameter.requires_grad]
     if not trained:
@@ -98,6 +98,7 @@ def build_optimizer(
             group.setdefault("keys", []).append(noise_key(seed, path))
         if is_matrix and muon is not None:
             group.setdefault("matrices", []).append(tuple(muon.matrices[path]))
+            group.setdefault("divided", []).append(tuple(muon.divided.get(path, [None])))
     if name == "adamw":
         return AdamW(groups.values(), lr)
     if name == "anyprecision_adamw":
@@ -118,13 +119,13 @@ def _check_muon(name: OptimizerName, muon: object, lr: float) -> None:
         raise ValueError("lr: is 0, but muon multiplies the schedule's rate by muon.lr / lr; use one above 0")
 
 
-def _check_matrices(matrices: Mapping[str, Sequence[int]], named: Mapping[str, nn.Parameter]) -> None:
+def _check_matrices(muon: MuonOptions, named: Mapping[str, nn.Parameter]) -> None:
     """Raise ValueError for a name of no parameter of two dims, and for rows that are not those of the parameter."""
-    for path, rows in matrices.items():
+    for path, rows in muon.matrices.items():
         if path not in named or named[path].dim() != 2:
             fault = f"has {named[path].dim()} dims instead of two" if path in named else "is no parameter"
             raise ValueError(f"muon: matrices names {path!r}, which {fault}; name those that muon updates")
-        num_rows = named[path].shape[0]
+        num_rows = muon.divided[path][0].num_rows if path in muon.divided else named[path].shape[0]
         if any(count < 1 for count in rows) or sum(rows) != num_rows:
             raise ValueError(
                 f"muon: matrices gives {path!r} matrices of {list(rows)} rows, which are {sum(rows)} rows in all; "

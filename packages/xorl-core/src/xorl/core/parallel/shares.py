@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from xorl.core.mesh import Mesh
 from xorl.core.nn.moe import Experts
-from xorl.core.nn.share import Share, shares_of
+from xorl.core.nn.share import Share, copied_rows, shares_of
 from xorl.core.nn.tensor import AXIS
+from xorl.core.optim.clip import Rest
 from xorl.core.shards import Box, local
 
 
@@ -30,6 +31,9 @@ class Shares(Mapping[str, Share]):
         self._mesh = mesh
         if mesh.tp.size > 1:
             self._shares |= _summed_over_tp(model, self._shares)
+        self._copied = sorted({number for share in self.values() for number, _ in share.copies if number > 1})
+        for number in self._copied:
+            mesh.neighbours(number)
 
     def __getitem__(self, name: str) -> Share:
         return self._shares[name]
@@ -40,40 +44,65 @@ class Shares(Mapping[str, Share]):
     def __len__(self) -> int:
         return len(self._shares)
 
-    def divided(self, model: nn.Module) -> dict[Tensor, tuple[dist.ProcessGroup, ...]]:
-        """For each parameter of `model` that is divided, the process groups whose ranks hold the rest of it."""
-        return {
-            parameter: tuple(self._mesh.axis(axis).group for axis in self[name].divided_over)
-            for name, parameter in model.named_parameters()
-            if name in self and self[name].divided_over
-        }
+    def of_ranks(self, name: str) -> list[Share]:
+        """The shares of a divided parameter that the ranks of its axis hold, by rank. Collective when first called."""
+        [axis] = self[name].divided_over
+        return [shares[name] for shares in self._by_rank[axis]]
+
+    def divided(self, model: nn.Module) -> dict[Tensor, Rest]:
+        """For each parameter of `model` that is divided, the ranks that hold the rest of it."""
+        found: dict[Tensor, Rest] = {}
+        for name, parameter in model.named_parameters():
+            share = self.get(name)
+            if share is not None and share.divided_over:
+                counted = tuple(rows for rows, _, index in copied_rows(parameter, share) if not index)
+                groups = tuple(self._mesh.axis(axis).group for axis in share.divided_over)
+                found[parameter] = Rest(groups, counted if share.copies else None)
+        return found
 
     @torch.no_grad()
     def sum_gradients(self, model: nn.Module) -> None:
         """Sum the gradients of which each rank has some of the terms. Collective: call it once, before a step."""
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        gradients: dict[str, Tensor] = {}
+        for name, share in self.items():
+            if name in trained and (share.summed_over or share.copies):
+                if trained[name].grad is None:  # of a rank without tokens
+                    trained[name].grad = torch.zeros_like(trained[name])
+                gradients[name] = cast(Tensor, trained[name].grad)
         for axis in sorted({axis for share in self.values() for axis in share.summed_over}):
-            parameters = [trained[name] for name in self if axis in self[name].summed_over and name in trained]
-            for parameter in parameters:
-                if parameter.grad is None:  # of a rank without tokens
-                    parameter.grad = torch.zeros_like(parameter)
-            self._sum_([local(parameter.grad) for parameter in parameters if parameter.grad is not None], axis)
+            summed = [local(gradient) for name, gradient in gradients.items() if axis in self[name].summed_over]
+            self._sum_(summed, self._mesh.axis(axis).group)
+        self._sum_copies_(gradients)
 
     def gather_gradient(self, name: str, parameter: Tensor) -> Tensor:
         """The whole gradient of a parameter before `sum_gradients`, on every rank; as `gather`. 0 if it has none."""
-        whole = self.gather(name, torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+        if name in self:
+            self._sum_copies_({name: gradient})
+        whole = self.gather(name, gradient)
         for axis in self[name].summed_over if name in self else ():
-            whole = whole.clone()
             dist.all_reduce(whole, group=self._mesh.axis(axis).group)
         return whole
 
-    def _sum_(self, tensors: Sequence[Tensor], axis: str) -> None:
-        """Sum tensors over the ranks of an axis, in fp32, in one collective."""
+    def _sum_copies_(self, gradients: Mapping[str, Tensor]) -> None:
+        """Sum the rows of gradients that several ranks hold over these."""
+        for number in self._copied:
+            held = [
+                local(gradient)[rows.start : rows.stop]
+                for name, gradient in gradients.items()
+                for rows, num_ranks, _ in copied_rows(gradient, self[name])
+                if num_ranks == number
+            ]
+            self._sum_(held, self._mesh.neighbours(number))
+
+    def _sum_(self, tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+        """Sum tensors over the ranks of a group, in fp32, in one collective."""
         if not tensors:
             return
         # Those of parameters in host memory are there, too, where NCCL cannot sum them.
         summed = torch.cat([tensor.float().flatten() for tensor in tensors]).to(self._mesh.device_type)
-        dist.all_reduce(summed, group=self._mesh.axis(axis).group)
+        dist.all_reduce(summed, group=group)
         for tensor, values in zip(tensors, summed.split([tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(values.view(tensor.shape))
 
@@ -89,7 +118,7 @@ class Shares(Mapping[str, Share]):
             return tensor
         [axis] = self[name].divided_over
         whole = tensor.new_empty(self[name].whole(tensor.shape))
-        by_rank = [shares[name] for shares in self._by_rank[axis]]
+        by_rank = self.of_ranks(name)
         shapes = [share.held(whole.shape) for share in by_rank]
         # The ranks may hold different numbers of rows.
         sent = tensor.new_empty(max(map(math.prod, shapes)))
