@@ -119,6 +119,7 @@ RUNS: dict[str, tuple[str, int, list[str]]] = {
     "fsdp2-muon": ("fsdp2", 2, [*HALF, *MUON]),
     "fsdp2-lora": ("fsdp2", 2, LORA),
     "fsdp2-qlora": ("fsdp2", 2, QLORA),
+    "fsdp2-merged": ("fsdp2", 2, [*QLORA[:2], QLORA[-1], '--lora.exclude_modules=["down_proj"]']),
     "fsdp2-experts": ("fsdp2", 2, [*EXPERTS, *EXACT_MUON]),
     "fsdp2-ulysses": ("fsdp2", 2, ULYSSES),
     "fsdp2-ep": ("fsdp2", 2, [*EXPERTS, *MUON, *EP]),
@@ -197,6 +198,12 @@ def assert_alike(straight: Path, resumed: Path) -> None:
         assert measured[step] == (pytest.approx(loss, rel=1e-6), pytest.approx(norm, rel=1e-4))
 
 
+TENSOR: dict[str, tuple[int, int, list[str]]] = {
+    "fsdp 4": (4, 1, []),
+    "tp 2, fsdp 2": (4, 2, TP),
+    "tp 2": (2, 2, [*TP, "--train.data_parallel_mode", "none"]),
+    "none": (1, 1, ["--train.data_parallel_mode", "none"]),
+}
 # Runs that go on in one layout after the other, and then in the first again: by name of one of RUNS, and by layout, the
 # number of ranks, how many of these read the same batches, and the overrides.
 CHAINS: dict[str, dict[str, tuple[int, int, list[str]]]] = {
@@ -206,12 +213,8 @@ CHAINS: dict[str, dict[str, tuple[int, int, list[str]]]] = {
         "ep 2, fsdp 2": (4, 1, EP),
         "fsdp 4": (4, 1, []),
     },
-    "fsdp2-adamw": {
-        "fsdp 4": (4, 1, []),
-        "tp 2, fsdp 2": (4, 2, TP),
-        "tp 2": (2, 2, [*TP, "--train.data_parallel_mode", "none"]),
-        "none": (1, 1, ["--train.data_parallel_mode", "none"]),
-    },
+    "fsdp2-adamw": TENSOR,
+    "fsdp2-merged": TENSOR,
 }
 
 

@@ -21,6 +21,7 @@ from xorl.config import Config
 from xorl.core.nn import dispatch
 from xorl.core.nn.rotary import Rotary
 from xorl.core.optim import clip
+from xorl.core.optim.clip import Rest
 from xorl.core.parallel import activations
 from xorl.core.parallel.shares import Shares
 from xorl.core.shards import local
@@ -153,7 +154,7 @@ def norm_without_other_experts(patch: pytest.MonkeyPatch) -> None:
 
 def norm_of_whole_parameters_twice(patch: pytest.MonkeyPatch) -> None:
     def all_of_them(self: Shares, model: torch.nn.Module) -> dict:
-        return {parameter: (self._mesh.axis("ep").group,) for parameter in model.parameters()}
+        return {parameter: Rest((self._mesh.axis("ep").group,)) for parameter in model.parameters()}
 
     patch.setattr(Shares, "divided", all_of_them)
 

@@ -33,7 +33,7 @@ NO_OPTIONS: Options = MappingProxyType({})
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 MODELS: dict[str, dict[str, object]] = {
     "llama": hf_config("llama", max_position_embeddings=20, rope_parameters=DYNAMIC),
-    "qwen3": hf_config("qwen3", num_attention_heads=8, num_key_value_heads=2),
+    "qwen3": hf_config("qwen3", num_attention_heads=8, num_key_value_heads=2, intermediate_size=64),
     "one head": hf_config("llama", num_key_value_heads=1),
     "mistral": hf_config("mistral", sliding_window=5),
     "gpt2": hf_config("gpt2"),
@@ -74,6 +74,7 @@ RUNS: dict[str, Run] = {
     "qwen3, tied LoRA": Run("qwen3", lora={**LORA, "lora_target_modules": ["q_proj", "down_proj", "embed_tokens"]}),
     "qwen3, DoRA": Run("qwen3", lora={**LORA, "use_dora": True}),
     "qwen3, QLoRA": Run("qwen3", lora=QLORA),
+    "qwen3, nvfp4": Run("qwen3", lora={**QLORA, "quant_format": "nvfp4"}),
     "qwen3, operation": Run("qwen3", BY_OPERATION),
     "qwen3, Muon": Run("qwen3", {**MUON, **BY_OPERATION}),
     "one key/value head": Run("one head", MUON, {**LORA, "lora_target_modules": ["q_proj", "v_proj"]}),
@@ -114,6 +115,8 @@ TENSOR = (
     "qwen3, LoRA",
     "qwen3, Muon",
     "qwen3, tied LoRA",
+    "qwen3, QLoRA",
+    "qwen3, nvfp4",
     "qwen3, operation",
     "mistral",
     "gpt2",
@@ -171,6 +174,7 @@ LAYOUTS: dict[str, Layout] = {
             "qwen3, tied LoRA",
             "qwen3, LoRA",
             "qwen3, Muon",
+            "qwen3, nvfp4",
             "one key/value head",
             "gpt2",
             "qwen3_moe, adapted experts, recomputed",

@@ -119,8 +119,8 @@ def swept(*members: dict[str, Any], **lora: Any) -> dict[str, Any]:
             "with use_dora yet",
         ),
         (
-            "train.tensor_parallel_size: 2, lora.enable_lora: true, lora.enable_qlora: true",
-            "with enable_qlora",
+            "train.tensor_parallel_size: 2, lora.enable_qlora: true, lora.quant_format: block_fp8",
+            "cannot share blocks",
         ),
         (
             "train.tensor_parallel_size: 2, train.enable_gradient_checkpointing: true, train.recompute_policy: auto",

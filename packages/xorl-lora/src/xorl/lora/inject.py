@@ -29,6 +29,7 @@ from xorl.lora.linear import (
     torch_embedding,
     torch_linear,
 )
+from xorl.lora.quantized import share_of
 from xorl.lora.spec import AdapterSpec
 from xorl.lora.targets import Site, modules_to_save, resolve, without_wrappers
 
@@ -192,7 +193,7 @@ def _adapt_(model: nn.Module, path: str, sites: list[Site], spec: AdapterSpec) -
         model.set_submodule(path, layer)
     assert isinstance(layer, (Linear, Embedding))
     in_features = layer.in_features if isinstance(layer, Linear) else len(layer.held)
-    share = layer.shares.get("weight")
+    share = share_of(layer)
     pairs = [new_pair(site, spec, in_features, next(layer.parameters()).device, share) for site in sites]
     if isinstance(layer, Linear):
         layer.adapter = LinearAdapter(pairs, spec.dropout)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import ClassVar
@@ -21,15 +21,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from xorl.core.nn import Linear
+from xorl.core.nn import Embedding, Linear
 from xorl.core.nn.moe import ExpertLinear
 from xorl.core.nn.share import Share, shares_of
 from xorl.core.shards import Box, local, local_box, shard_groups
 from xorl.kernels.experts.quantized import QuantizedExperts
 from xorl.kernels.quant import QuantizedWeight, QuantScheme, adapted_quantized_linear, dequantized, quantized_linear
 from xorl.kernels.quant.nvfp4 import nvfp4_global_scale
+from xorl.kernels.torch_private import all_gather
 from xorl.lora.arguments import check_number
 from xorl.lora.linear import TorchLinear, torch_linear
+
+# The name under which the layers declare what they hold of the weight, as if it were not quantised.
+DENSE = "dense_weight"
 
 
 class QuantizedLayer(nn.Module):
@@ -38,7 +42,7 @@ class QuantizedLayer(nn.Module):
     Attributes:
         scheme: the format.
         num_rows: O, of the rows that the module holds.
-        share: the rows of a whole weight that the module holds; None: all.
+        share: what the module holds of a whole weight; None: all. `shares` says it for each of the fields, too.
         in_features: I.
         part_rows: the rows of each matrix that the weight stacks; nvfp4 has one global scale per matrix.
         weight, weight_scale, weight_global_scale: the fields of `QuantScheme.stored`: codes, group scales, and for
@@ -57,8 +61,13 @@ class QuantizedLayer(nn.Module):
 
     @property
     def whole_shape(self) -> tuple[int, int]:
-        """The rows of the whole weight, of which other ranks' modules may hold some, and I."""
-        return (self.num_rows if self.share is None else self.share.num_rows, self.in_features)
+        """The shape of the whole weight, of which other ranks' modules may hold some."""
+        num_rows, num_columns = (
+            (self.num_rows, self.in_features)
+            if self.share is None
+            else self.share.whole((self.num_rows, self.in_features))
+        )
+        return num_rows, num_columns
 
     def dense_weight(self, dtype: torch.dtype) -> Tensor:
         """The weight [O, I] in `dtype`, without noise."""
@@ -67,11 +76,22 @@ class QuantizedLayer(nn.Module):
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self.scheme.quant_format}, group_size={self.scheme.group_size}"
 
-    def _store(self, like: Tensor, shape: tuple[int, int], scheme: QuantScheme, part_rows: Sequence[int]) -> None:
-        """Create the fields of a weight of `shape` on the device of `like`, uninitialised."""
+    def _store(
+        self,
+        like: Tensor,
+        shape: tuple[int, int],
+        scheme: QuantScheme,
+        part_rows: Sequence[int],
+        shares: Mapping[str, Share],
+    ) -> None:
+        """Create the fields of a weight of `shape` on the device of `like`, uninitialised.
+
+        shares: what the module holds of the plain layer's parameters.
+        """
         self.scheme = scheme
         self.num_rows, self.in_features = shape
-        self.share: Share | None = None
+        self.share = shares.get("weight")
+        self.shares = dict(shares) if self.share is None else {**shares, **_stored_shares(self.share, scheme)}
         self.part_rows = tuple(part_rows)
         stored = {
             name: nn.Parameter(torch.empty(size, dtype=dtype, device=like.device), requires_grad=False)
@@ -106,7 +126,8 @@ class QuantizedLinear(QuantizedLayer, Linear):
         _require_fit(linear, scheme, part_rows)
         self.out_features = linear.out_features
         shape = (linear.out_features, linear.in_features)
-        self._store(linear.weight, shape, scheme, part_rows or (linear.out_features,))
+        self._store(linear.weight, shape, scheme, part_rows or (linear.out_features,), linear.shares)
+        self.ranks, self.adds_bias = linear.ranks, linear.adds_bias
         self.bias = linear.bias
         self.adapter = linear.adapter
         self._is_torch = isinstance(linear, TorchLinear)
@@ -152,12 +173,8 @@ class QuantizedExpertLinear(QuantizedLayer, ExpertLinear):
         self.num_experts, self.held = experts.num_experts, experts.held
         self.out_features = experts.out_features
         shape = (experts.num_experts * experts.out_features, experts.in_features)
-        self._store(experts.weight, shape, scheme, part_rows or (experts.out_features,) * experts.num_experts)
-        self.share = experts.shares.get("weight")
-        self.shares = {}
-        if self.share is not None:
-            units = _in_units(self.share, scheme.unit_rows)
-            self.shares = {name: units for name in self.stored if getattr(self, name) is not None}
+        part_rows = part_rows or (experts.out_features,) * experts.num_experts
+        self._store(experts.weight, shape, scheme, part_rows, experts.shares)
         self.train(experts.training)
 
     def dense(self, weight: nn.Parameter) -> ExpertLinear:
@@ -184,6 +201,8 @@ def shape_refusal(
         for count in part_rows or (layer.out_features,):
             if count % scheme.unit_rows:
                 return f"the {count} rows of each expert's matrices cannot be divided into blocks of {scheme.unit_rows}"
+    elif isinstance(layer, Linear) and layer.shares and scheme.quant_format == "block_fp8":
+        return "ranks share its matrix, of which blocks have several rows and columns; use nf4 or nvfp4"
     return None
 
 
@@ -192,9 +211,27 @@ def _require_fit(layer: Linear | ExpertLinear, scheme: QuantScheme, part_rows: S
         raise ValueError(refusal)
 
 
-def _in_units(share: Share, unit_rows: int) -> Share:
-    rows = tuple((start // unit_rows, stop // unit_rows) for start, stop in share.rows)
-    return replace(share, num_rows=share.num_rows // unit_rows, rows=rows)
+def _stored_shares(share: Share, scheme: QuantScheme) -> dict[str, Share]:
+    """What a module holds of the fields of a weight, of which it holds `share`, and of the weight as if it were dense.
+
+    Every rank has all global scales of a matrix that is divided by its columns.
+    """
+    rows = tuple((start // scheme.unit_rows, stop // scheme.unit_rows) for start, stop in share.rows)
+    units = replace(share, num_rows=share.num_rows // scheme.unit_rows, rows=rows)
+    found = {DENSE: share, "weight": units, "weight_scale": units}
+    if scheme.quant_format == "nvfp4" and share.columns is None:
+        found["weight_global_scale"] = units
+    if share.columns is not None:
+        for name, width in (("weight", 2), ("weight_scale", scheme.group_size)):
+            start, stop = share.columns
+            columns = (start // width, stop // width)
+            found[name] = replace(units, columns=columns, num_columns=share.num_columns // width)
+    return found
+
+
+def share_of(layer: Linear | Embedding | ExpertLinear) -> Share | None:
+    """What a layer's module holds of the weight, quantised or not; None: all."""
+    return layer.share if isinstance(layer, QuantizedLayer) else layer.shares.get("weight")
 
 
 def quantized_layers(model: nn.Module) -> dict[str, QuantizedLayer]:
@@ -260,6 +297,9 @@ def _global_scale(layer: QuantizedLayer, rows: Tensor, first: int) -> Tensor:
             largest[index] = part.abs().amax().float()
     for group in shard_groups(layer.weight):
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    if isinstance(layer, Linear) and layer.ranks.size > 1:
+        group = layer.ranks.group
+        largest = all_gather(largest, group.size, group.name).view(group.size, -1).amax(0)
     scales = nvfp4_global_scale(largest).unbind()
     by_row = [scale.expand(count) for scale, count in zip(scales, layer.part_rows, strict=True)]
     return torch.cat(by_row)[first : first + len(rows)]
@@ -291,7 +331,9 @@ class QuantizedRows:
 
     def put(self, start: int, rows: Tensor) -> None:
         if self._rows is None:
-            self._rows = torch.empty((self._num_rows, self.shape[1]), dtype=rows.dtype, device=self.device)
+            self._rows = torch.empty((self._num_rows, self._layer.in_features), dtype=rows.dtype, device=self.device)
+        if self._layer.share is not None and self._layer.share.columns is not None:
+            rows = rows[:, slice(*self._layer.share.columns)]
         before = 0
         for first, last in self.ranges:
             if first <= start < last:
@@ -300,7 +342,8 @@ class QuantizedRows:
 
     def finish(self) -> None:
         """Quantise the collected rows; see `write_rows_`."""
-        rows = torch.zeros((self._num_rows, self.shape[1]), device=self.device) if self._rows is None else self._rows
+        shape = (self._num_rows, self._layer.in_features)
+        rows = torch.zeros(shape, device=self.device) if self._rows is None else self._rows
         self._rows = None
         write_rows_(self._layer, rows)
 

@@ -103,7 +103,10 @@ class AdapterFiles:
         groups = [_group(tensors) for tensors in written]
         base = trained_base_parameters(self.model.module)
         if base:
-            groups += [_with_prefix(group) for group in parameter_groups(base, self.recipes, dtype=torch.float32)]
+            whole = parameter_groups(
+                base, self.recipes, dtype=torch.float32, gather=lambda name: self.model.shares.gather(name, base[name])
+            )
+            groups += [_with_prefix(group) for group in whole]
         return sorted(groups, key=lambda group: min(group.records))
 
 

@@ -25,7 +25,7 @@ from xorl.lora import Adapter, adapters
 from xorl.lora.inject import base_parameters
 from xorl.lora.linear import LowRank
 from xorl.lora.merge import merged_rows
-from xorl.lora.quantized import QuantizedLayer, gather_rows, quantized_layers
+from xorl.lora.quantized import DENSE, QuantizedLayer, gather_rows, quantized_layers
 
 BLOCK_SIZE = 128  # rows and columns; the only size that inference engines have kernels for
 
@@ -77,10 +77,7 @@ class ExportWeights:
         rows = merged_rows(layer, self._pairs.get(name, ()))
         if isinstance(layer, QuantizedLayer):
             held = gather_rows(layer, rows if self._dtype is None else rows.to(self._dtype))
-            if layer.share is None:
-                return held
-            # Ranks divide the units in which the weight is stored.
-            return self._shares.gather(name, held.unflatten(0, (-1, layer.scheme.unit_rows))).flatten(0, 1)
+            return held if layer.share is None else self._shares.gather(f"{name.removesuffix('weight')}{DENSE}", held)
         return self._shares.gather(name, _gather_like(layer.weight, rows, self._dtype))
 
 

@@ -71,12 +71,15 @@ class Linear(nn.Module):
 
     Attributes:
         adapter: None, or an adapter. The layer's own parameters keep their names.
+        ranks: the ranks that share the weight.
         shares: what it holds of the parameters, if ranks share them.
         adds_bias: whether the output includes the bias. Where ranks add up their outputs, only one of them adds it.
         stored: see `StoresWeight`; empty, except in subclasses with a weight in another format.
     """
 
     roles: ClassVar[Mapping[str, Role]] = MappingProxyType({"weight": "dense", "bias": "bias"})
+
+    ranks: TensorRanks = ALONE
 
     shares: Mapping[str, Share] = MappingProxyType({})
 
@@ -104,6 +107,7 @@ class Linear(nn.Module):
         head: if not 0, the outputs of a head, which ranks share as a whole; see `TensorRanks.range_of`.
         """
         layer = cls(in_features, sum(ranks.num_of(count, head) for count in counts), bias=bias)
+        layer.ranks = ranks
         if (share := ranks.rows_of(counts, head)) is not None:
             layer.shares = {"weight": share, "bias": share} if bias else {"weight": share}
         return layer
@@ -112,6 +116,7 @@ class Linear(nn.Module):
     def row_parallel(cls, in_features: int, out_features: int, *, bias: bool, ranks: TensorRanks) -> Self:
         """A layer that the ranks share by its inputs: the output is the sum of those of all ranks."""
         layer = cls(ranks.num_of(in_features), out_features, bias=bias)
+        layer.ranks = ranks
         if (share := ranks.columns_of(out_features, in_features)) is not None:
             layer.shares = {"weight": share}
         layer.adds_bias = ranks.group.rank == 0

@@ -126,8 +126,10 @@ def adapter_tensors(
             sharing = adapter.pair.sharing
             continue
         a, b, magnitudes = keys_of(name, "embedding" if adapter.is_embedding else "linear")
-        for key, parameter in ((a, adapter.A), (b, adapter.B)):
-            tensors.append(FileTensors({key: tuple(parameter.shape)}, partial(_whole, key, parameter, gather)))
+        for key, leaf, parameter in ((a, "A", adapter.A), (b, "B", adapter.B)):
+            share = adapter.pair.shares.get(leaf)
+            shape = tuple(parameter.shape) if share is None else share.whole(parameter.shape)
+            tensors.append(FileTensors({key: shape}, partial(_whole, key, parameter, gather)))
         if adapter.magnitude_offset is not None:
             shape = tuple(adapter.magnitude_offset.shape)
             tensors.append(FileTensors({magnitudes: shape}, partial(_magnitude_of, magnitudes, adapter)))
