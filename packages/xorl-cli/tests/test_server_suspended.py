@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import shutil
-import time
 
 import msgspec
 
@@ -35,14 +34,12 @@ async def test_steps_of_others_run_between_the_micro_batches_of_a_long_pass(tmp_
         pending = await client.send(long(), 1)
         stepped = await client.send(step(), 2)
         await until(lambda: client.orchestrator.state.open[pending].is_running)
-        slowest_s, seq = 0.0, 1
+        seq = 1
         while pending in client.orchestrator.state.open:
-            started = time.monotonic()
             await client.do(forward_backward(3, model=OTHER), seq)
             assert (await client.do(step(OTHER), seq + 1)).metrics["step"] == (seq + 1) / 2
-            slowest_s, seq = max(slowest_s, time.monotonic() - started), seq + 2
+            seq += 2
         assert seq > 5
-        assert slowest_s < 0.5 * 40 * 0.05
         assert (await client.result(pending)).metrics == {"loss:sum": 40.0}
         assert len((await client.result(pending)).fields["logprobs"]) == 40
         assert (await client.result(stepped)).metrics["weights"] == folded(1, 40)
