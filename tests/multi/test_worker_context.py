@@ -82,7 +82,7 @@ CALLS: dict[str, tuple[str, dict[str, float | str | bool | None], dict[str, floa
 }
 # The layouts that differ most compute all calls for all kinds, others only a few.
 ALL, FEW = tuple(CALLS), ("weighted", "drgrpo")
-WITH_ALL = ("ulysses 2", "dp 2, ulysses 2", "ring 2, ulysses 2")
+WITH_ALL = ("dp 2, ulysses 2", "ring 2, ulysses 2")
 # (layout, kind, calls).
 TABLE = [
     (layout, kind, ALL if layout in WITH_ALL else FEW)
