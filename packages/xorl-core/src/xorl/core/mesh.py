@@ -315,12 +315,13 @@ class Mesh:
         return self._replicated(mesh, own, "expert_shard"), _axis_of(mesh["ep"])
 
     def _holders(self) -> dist.ProcessGroup:
+        if self.dims.tp == 1:
+            return self.fsdp.get_group(self.fsdp.ndim - 1)
         if self.dims.ep == 1:
             return self.expert_fsdp.get_group(self.expert_fsdp.ndim - 1)
         names = ("others", "replicate", "holder")
-        return DeviceMesh(self.device_type, self._ranks(self.dims.expert_axes), mesh_dim_names=names)[
-            "holder"
-        ].get_group()
+        mesh = DeviceMesh(self.device_type, self._ranks(self.dims.expert_axes), mesh_dim_names=names)
+        return mesh.get_group("holder")
 
     def _replicated(self, mesh: DeviceMesh, numbers: torch.Tensor, shard: str) -> DeviceMesh:
         """(shard,), or (replicate, shard) if there are replicas, with the ranks `numbers` [replicas, shards]."""

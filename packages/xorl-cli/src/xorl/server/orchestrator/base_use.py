@@ -72,7 +72,7 @@ async def wait_for_base(state: State, request: OpenRequest, owner: ModelRecord) 
 
 
 def _is_first_in_line(state: State, request: OpenRequest) -> bool:
-    """Whether no other request has waited for the base for longer: waits poll, so they notice in any order."""
+    """Whether no other request has waited longer. Without this, the one that happens to poll first would be next."""
     since = [other.waiting_since for other in state.open.values() if other.waits_for and other.waiting_since]
     return min(since, default=request.waiting_since) == request.waiting_since
 
