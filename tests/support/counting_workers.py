@@ -71,14 +71,15 @@ class CountingWorkers:
     """Answers at `address` from a thread until `close`.
 
     delay_s: of each forward_backward. datum_s: of each datum of one; between two, it gives way to other work.
-    token_s: of each token of a sample, until it is cancelled. published_s: from when a checkpoint is there until that
-    is said. checkpoint_bytes: what it says of each new model. ran: the ids of all operations that were run, in their
-    order. suspended: the ids of passes, each time that they gave way.
+    create_s: of each creation. token_s: of each token of a sample, until it is cancelled. published_s: from when a
+    checkpoint is there until that is said. checkpoint_bytes: what it says of each new model. ran: the ids of all
+    operations that were run, in their order. suspended: the ids of passes, each time that they gave way.
     """
 
     address: str
     output_dir: Path
     delay_s: float = 0.0
+    create_s: float = 0.0
     datum_s: float = 0.0
     token_s: float = 0.0
     published_s: float = 0.0
@@ -164,6 +165,7 @@ class CountingWorkers:
                 return HealthResult(1, [], [], self.max_context_length)
             case CreateModel():
                 self.created.append(operation)
+                time.sleep(self.create_s)
                 return self._create(operation)
             case Sample(sampler=CheckpointSampler(ref)) if not checkpoint_folder(self.output_dir, ref).is_dir():
                 return Failure("user", 404, f"no checkpoint {ref}")

@@ -434,3 +434,16 @@ async def test_a_long_tail_is_cut_by_a_save_of_the_services_own(tmp_path, monkey
     for gradient in (*range(6), 0):
         expected = folded(expected, gradient)
     assert after.metrics["weights"] == expected
+
+
+@in_a_loop
+async def test_a_model_that_is_replaced_while_it_is_being_created_makes_way(tmp_path):
+    """Catches a new model that fails because the workers had just created the one it replaces."""
+    async with serving(options(tmp_path), create_s=0.2) as (client, counting):
+        first = CreateModel("default", lora=LoraSpec(rank=8, seed=0))
+        await client.send(first, session=None)
+        while not counting.created:
+            await asyncio.sleep(0.01)
+        second = await client.send(CreateModel("default", lora=LoraSpec(rank=4, seed=1)), session=None)
+        assert isinstance(await client.result(second), ModelCreated)
+        assert counting.models["default"].weights == 2

@@ -231,7 +231,8 @@ class Admission:
         create = self._fill_defaults(operation)
         now = time.time()
         model = ModelRecord(create.model_id, submit.session_id, generation, create, now, now)
-        model.replaces = old is not None and (old.workers is not None or old.replaces)
+        # The workers may be creating the old one at this moment.
+        model.replaces = old is not None and (old.workers is not None or old.replaces or old.state == "creating")
         if old is not None and old.exists and old.session_id != submit.session_id:
             # Two clients that use the same name look the same as one client that starts over.
             logger.warning("event=replaced model=%s session=%s", model.model_id, old.session_id)
