@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -68,16 +69,19 @@ def layouts(num_ranks: int, *, has_experts: bool) -> Iterator[tuple[str, Mapping
     for size in sizes:
         context = {f"ulysses {size}": {"ulysses_parallel_size": size}, f"ring {size}": {"ringattn_parallel_size": size}}
         yield from context.items()
+        yield f"tp {size}", {"tensor_parallel_size": size}
         if has_experts:
             experts = {"expert_parallel_size": size}
             yield f"ep {size}", experts
             yield f"ep {size}, {EXACT}", experts
             for name, axis in context.items():
                 yield f"{name}, ep {size}", {**axis, **experts}
+            yield f"tp {size}, ep {size}", {"tensor_parallel_size": size, **experts}
     if num_ranks % 4 == 0:
         yield "ulysses 2 x ring 2", {"ulysses_parallel_size": 2, "ringattn_parallel_size": 2}
         if has_experts:
             yield "ulysses 2, ep 4", {"ulysses_parallel_size": 2, "expert_parallel_size": 4}
+            yield "tp 2, ep 4", {"tensor_parallel_size": 2, "expert_parallel_size": 4}
 
 
 def write_documents(file: Path, vocab_size: int, longest: int, num_tokens: int) -> None:
@@ -106,7 +110,7 @@ def train_rank(config: Path) -> None:
 
 def measure(options: argparse.Namespace, name: str, sizes: Mapping[str, int], folder: Path) -> Run:
     """Train in one layout, on all ranks."""
-    num_sharing = sizes.get("ulysses_parallel_size", 1) * sizes.get("ringattn_parallel_size", 1)
+    num_sharing = math.prod(size for axis, size in sizes.items() if axis != "expert_parallel_size")
     output = folder / name.replace(" ", "_").replace(",", "")
     is_exact = name.endswith(EXACT)
     config = {

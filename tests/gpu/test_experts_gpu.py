@@ -79,6 +79,33 @@ def test_experts_match_the_twin(shape: tuple[int, ...], name: str, dtype: torch.
         assert (mine - theirs).norm() <= bound * theirs.norm()
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("num_passes", [2, 3])
+@pytest.mark.parametrize(("share", "num_needed"), [(0.7, 1), (0.2, 3)])
+@pytest.mark.parametrize(("name", "dtype"), [("native", BF16), ("triton", torch.float32), ("quack", BF16)], ids=str)
+def test_choices_in_parts_match_the_twin(
+    name: str, dtype: torch.dtype, share: float, num_needed: int, num_passes: int, recompute: bool
+) -> None:
+    # Catches a part that is left out, rows of another part, and a kernel that fails at a part without choices.
+    shape = SHAPES[0]
+    experts = resolve(name, shape, dtype)
+    tensors, ids = inputs(shape, dtype)
+    generator = torch.Generator("cuda").manual_seed(2)
+    is_absent = torch.rand(ids.shape, generator=generator, device="cuda") < share
+    ids = ids.masked_fill(is_absent, shape[4])
+    assert -(-int((~is_absent).sum()) // -(-ids.numel() // num_passes)) == min(num_needed, num_passes)
+    exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    expected = reference.experts(*exact, ids)
+    with nan_poisoned_empty():
+        out = experts(*tensors, ids, num_passes=num_passes, recompute=recompute)
+        grad = torch.randn_like(out)
+        found = torch.autograd.grad(out, tensors, grad)
+    bound = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    assert (out - expected).norm() <= bound * expected.norm()
+    for mine, theirs in zip(found, torch.autograd.grad(expected, exact, grad.double()), strict=True):
+        assert (mine - theirs).norm() <= bound * theirs.norm()
+
+
 # By kind: the leading dimensions of the factors that are 1, the number of slots, and the format of the base.
 ADAPTED: dict[str, tuple[tuple[int, ...], int, QuantFormat | None]] = {
     "each": ((), 1, None),

@@ -1,5 +1,8 @@
 """Fused kernels on a GPU against their plain twins, in the dtypes and at the sizes that no interpreter can test."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -9,9 +12,10 @@ from xorl.core.loss import get_loss
 from xorl.core.models import spec_for
 from xorl.core.nn import LayerKernels
 from xorl.core.nn.kernels import FUSED_KERNELS, choose_kernels
+from xorl.kernels import vocabulary
 from xorl.kernels.attention import AttentionRequest, resolve_attention
 from xorl.kernels.fused import HeadNorms, HeadShape, heads, partial, reference, rms_norm
-from xorl.kernels.layout import SequenceLayout
+from xorl.kernels.layout import RankGroup, SequenceLayout
 from xorl.kernels.linear_ce import linear_cross_entropy, linear_cross_entropy_scores, linear_cross_entropy_sum
 from xorl.kernels.testing import TOLERANCES, Tolerance, assert_close, assert_matches_reference
 
@@ -56,6 +60,63 @@ def test_linear_cross_entropy(num_tokens, width, vocab_size, chunk, dtype, weigh
         inputs,
         tolerance=tolerance,
     )
+
+
+class Threads:
+    """Ranks that are threads of this process, in place of a group's `all_gather`."""
+
+    def __init__(self, size):
+        self._barrier, self._sent, self._rank = threading.Barrier(size, timeout=60), [None] * size, threading.local()
+
+    def gather(self, x, size, name):
+        self._sent[self._rank.value] = x
+        self._barrier.wait()
+        gathered = torch.cat(self._sent)
+        self._barrier.wait()
+        return gathered
+
+    def run(self, function):
+        """The results of `function(rank)` of each rank."""
+
+        def of_rank(rank):
+            self._rank.value = rank
+            return function(rank)
+
+        with ThreadPoolExecutor(len(self._sent)) as pool:
+            return list(pool.map(of_rank, range(len(self._sent))))
+
+
+@pytest.mark.parametrize(("dtype", "weight_dtype"), [(dtype, dtype) for dtype in DTYPES], ids=str)
+@pytest.mark.parametrize(("num_tokens", "width", "vocab_size", "chunk"), [(137, 72, 1003, 50), (300, 64, 9001, None)])
+def test_a_vocabulary_of_three_ranks(num_tokens, width, vocab_size, chunk, dtype, weight_dtype, monkeypatch):
+    # Catches a label of another rank that is read as one's own, and a scale of one rank's logits alone.
+    hidden, weight, labels = make_head(num_tokens, width, vocab_size, dtype, weight_dtype)
+    labels[:3] = torch.tensor([0, vocab_size - 1, -(-vocab_size // 3)])
+    token_weight = torch.linspace(-1, 2, num_tokens, device="cuda")
+    ranks = Threads(3)
+    monkeypatch.setattr(vocabulary, "all_gather", ranks.gather)
+
+    def of_rank(rank):
+        vocab = vocabulary.Vocabulary(vocab_size, RankGroup(rank, 3, ""))
+        own = hidden.clone().requires_grad_(), weight[vocab.held.start : vocab.held.stop].clone().requires_grad_()
+        total, losses = linear_cross_entropy_sum(
+            *own, labels, token_weight=token_weight, chunk_tokens=chunk, vocab=vocab
+        )
+        return total, losses, *(torch.autograd.grad(total, own)), linear_cross_entropy_scores(*own, labels, vocab=vocab)
+
+    by_rank = ranks.run(of_rank)
+    exact = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    wanted = F.cross_entropy(exact[0] @ exact[1].t(), labels, reduction="none")
+    to_hidden, to_weight = torch.autograd.grad((wanted * token_weight).sum(), exact)
+    tolerance = TOLERANCES[dtype] if dtype != torch.float32 else Tolerance(worst=1e-4, mean=1e-4)
+    _, correct = linear_cross_entropy_scores(hidden, weight, labels)
+    for total, losses, _, _, (scored, is_correct) in by_rank:
+        assert_close("loss", losses, wanted.detach(), tolerance)
+        assert_close("score", scored, wanted.detach(), tolerance)
+        assert torch.equal(is_correct, correct)
+        assert torch.equal(total, by_rank[0][0])
+    assert_close("gradient of hidden", sum(one[2].double() for one in by_rank), to_hidden, tolerance)
+    assert_close("gradient of weight", torch.cat([one[3] for one in by_rank]).double(), to_weight, tolerance)
 
 
 def test_scores_and_rounded_logits():

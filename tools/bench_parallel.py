@@ -1,13 +1,15 @@
-"""Times steps with experts divided among ranks, beside FSDP2 alone: tokens/s, and the host's time to launch a layer.
+"""Times steps with matrices or experts divided among ranks, beside FSDP2 alone: tokens/s, and the host's time.
 
-    uv run torchrun --nproc-per-node 4 tools/bench_expert_parallel.py                 # a tiny model, to test the tool
-    torchrun --nproc-per-node 4 tools/bench_expert_parallel.py --shape qwen3-30b-a3b --num-tokens 16384 4096 \
+    uv run torchrun --nproc-per-node 4 tools/bench_parallel.py                        # a tiny model, to test the tool
+    torchrun --nproc-per-node 4 tools/bench_parallel.py --shape qwen3-30b-a3b --num-tokens 16384 4096 \
         --recompute --compile
-    uv run tools/bench_expert_parallel.py --shape qwen3-30b-a3b --layers 12 --num-tokens 16384 --json ep.json
+    uv run tools/bench_parallel.py --shape qwen3-30b-a3b --layers 12 --num-tokens 16384 --json ep.json
+    uv run tools/bench_parallel.py --shape qwen3-8b --num-tokens 8192 --ep 1 --tp 1 2 --compile
 
 Under torchrun, all ranks train together. Without it, the others exist only in torch's fake process group: this rank
 receives, as many times as there are ranks, what it would send to itself, which shows what it computes without
-communication, and one rank alone stands for FSDP2.
+communication, and one rank alone stands for FSDP2. Tokens/s are then those of one micro-batch of this rank, even if it
+has only its share of each matrix.
 
 Routes are those of random weights, documents have --length tokens, and the learning rate is 0, so that all layouts have
 the same loss. Layers are compiled where that is possible. Prints a table in Markdown for each size of a micro-batch:
@@ -20,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import os
 import statistics
@@ -41,8 +44,10 @@ from xorl.core import runtime
 from xorl.core.loss import cross_entropy
 from xorl.core.mesh import Mesh
 from xorl.core.nn import all_gather, dispatch
+from xorl.core.nn.tensor import TensorRanks
 from xorl.data import PackedBatch
 from xorl.data.batch import Document, collate
+from xorl.kernels import vocabulary
 from xorl.kernels.layout import RankGroup
 from xorl.train.build import build_engine
 from xorl.train.engine import Engine, StepLosses
@@ -59,13 +64,15 @@ FEW_TOKENS = 256
 
 @dataclass(frozen=True)
 class Layout:
-    """Ranks that share the experts, and how tokens reach them."""
+    """Ranks that share the experts, and how tokens reach them; ranks that share each matrix."""
 
     ep: int
     dispatch: str
+    tp: int = 1
 
     def __str__(self) -> str:
-        return "fsdp2" if self.ep == 1 else f"ep {self.ep}, {self.dispatch}"
+        parts = [f"ep {self.ep}, {self.dispatch}"] * (self.ep > 1) + [f"tp {self.tp}"] * (self.tp > 1)
+        return ", ".join(parts) or "fsdp2"
 
 
 @dataclass(frozen=True)
@@ -100,6 +107,9 @@ def alone(num_ranks: int) -> None:
     gather, reduce = all_gather.gather, all_gather.reduce
     all_gather.gather = lambda x, num_ranks, group_name: gather(x, num_ranks, all_gather.ALONE)
     all_gather.reduce = lambda y, num_ranks, group_name: reduce(y, num_ranks, all_gather.ALONE)
+    TensorRanks.gather = lambda self, x: x.repeat(self.size, 1)
+    TensorRanks.scatter = lambda self, x: x.chunk(self.size)[self.group.rank]
+    vocabulary.all_gather = lambda x, num_ranks, group_name: x.repeat(num_ranks, 1)
 
 
 def config_of(folder: Path, layout: Layout, options: argparse.Namespace) -> Config:
@@ -108,6 +118,8 @@ def config_of(folder: Path, layout: Layout, options: argparse.Namespace) -> Conf
     if options.tiny:
         changes |= TINY | {"vocab_size": 512, "num_key_value_heads": 2, "num_experts": 16, "num_experts_per_tok": 4}
     divides = {"expert_parallel_size": layout.ep} if layout.ep > 1 else {}
+    if layout.tp > 1:
+        divides["tensor_parallel_size"] = layout.tp
     return config_from_mapping(
         {
             "model": {
@@ -158,8 +170,10 @@ class Steps:
         mesh = Mesh(parallel_dims(config, dist.get_world_size()), device.type)
         self.engine: Engine = build_engine(config, architecture, mesh, device)
         self.num_layers = architecture.config.num_layers
-        self._vocab_size = architecture.config.vocab_size
+        # Ranks that do not exist have no labels.
+        self._vocab_size = architecture.config.vocab_size // (1 if runtime.is_launched() else layout.tp)
         self._device = device
+        self._reads = mesh.data.rank
         self._loss_fn = partial(cross_entropy, **head_options_of(config.model, config.train))
 
     def _finish(self) -> None:
@@ -184,7 +198,7 @@ class Steps:
 
     def host_seconds(self, rounds: int) -> float:
         """Seconds until a forward and backward pass of few tokens are launched."""
-        batch = batch_of(FEW_TOKENS, FEW_TOKENS, self._vocab_size, dist.get_rank())
+        batch = batch_of(FEW_TOKENS, FEW_TOKENS, self._vocab_size, self._reads)
         times: list[float] = []
         for _ in range(WARMUP + rounds):
             self._finish()
@@ -196,7 +210,7 @@ class Steps:
 
     def profile(self, num_tokens: int, length: int, file: Path) -> None:
         """Write the kernels of one pass that take the most time."""
-        batch = batch_of(num_tokens, length, self._vocab_size, dist.get_rank())
+        batch = batch_of(num_tokens, length, self._vocab_size, self._reads)
         if dist.get_rank():
             self._run(batch, 1)
             return
@@ -207,7 +221,7 @@ class Steps:
 
     def measure(self, num_tokens: int, options: argparse.Namespace) -> tuple[float, float, float]:
         """Seconds of a step, peak GiB, and the loss."""
-        batch = batch_of(num_tokens, options.length, self._vocab_size, dist.get_rank())
+        batch = batch_of(num_tokens, options.length, self._vocab_size, self._reads)
         self._run(batch, WARMUP)
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -219,9 +233,9 @@ class Steps:
 def rows_of(folder: Path, layout: Layout, options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
     """A row for each size of a micro-batch."""
     if not runtime.is_launched():
-        alone(layout.ep)
+        alone(layout.ep * layout.tp)
     steps = Steps(folder, layout, options, device)
-    num_ranks = dist.get_world_size() if runtime.is_launched() else 1
+    num_readers = dist.get_world_size() // layout.tp if runtime.is_launched() else 1
     host = 0.0
     for index, num_tokens in enumerate(options.num_tokens):
         seconds, peak, loss = steps.measure(num_tokens, options)
@@ -230,7 +244,7 @@ def rows_of(folder: Path, layout: Layout, options: argparse.Namespace, device: t
         if options.profile is not None:
             name = f"{str(layout).replace(', ', '_').replace(' ', '')}_{num_tokens}.txt"
             steps.profile(num_tokens, options.length, options.profile / name)
-        yield Row(str(layout), num_tokens, num_ranks * num_tokens / slowest(seconds), host, slowest(peak), loss)
+        yield Row(str(layout), num_tokens, num_readers * num_tokens / slowest(seconds), host, slowest(peak), loss)
     del steps
     gc.collect()
     torch.compiler.reset()
@@ -241,9 +255,9 @@ def rows_of(folder: Path, layout: Layout, options: argparse.Namespace, device: t
 
 
 def layouts_of(options: argparse.Namespace) -> Iterator[Layout]:
-    """FSDP2 alone, and every way to reach experts on other ranks."""
-    for ep in options.ep:
-        yield from [Layout(1, "none")] if ep == 1 else [Layout(ep, name) for name in options.dispatch]
+    """FSDP2 alone, and every way to reach experts on other ranks; each with every number that share a matrix."""
+    for ep, tp in itertools.product(options.ep, options.tp):
+        yield from [Layout(1, "none", tp)] if ep == 1 else [Layout(ep, name, tp) for name in options.dispatch]
 
 
 def print_tables(rows: Sequence[Row], options: argparse.Namespace, shape: str) -> None:
@@ -267,6 +281,7 @@ def main() -> None:
     parser.add_argument("--shape", default="tiny")
     parser.add_argument("--layers", type=int, help="only so many layers; 2 of the tiny model")
     parser.add_argument("--ep", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--tp", type=int, nargs="+", default=[1])
     parser.add_argument("--dispatch", nargs="+", default=["alltoall", "allgather"])
     parser.add_argument("--num-tokens", type=int, nargs="+", default=[512], help="of a micro-batch on each rank")
     parser.add_argument("--length", type=int, default=4096, help="of a document")
@@ -285,7 +300,7 @@ def main() -> None:
     is_main = int(os.environ.get("RANK", "0")) == 0
     shape = "qwen3-30b-a3b" if options.tiny else options.shape
     rows: list[Row] = []
-    with tempfile.TemporaryDirectory(prefix="xorl_ep_") as temporary:
+    with tempfile.TemporaryDirectory(prefix="xorl_parallel_") as temporary:
         folder = Path(temporary)
         (folder / "config.json").write_text((SHAPES / f"{shape}.json").read_text())
         for layout in layouts_of(options):
