@@ -113,7 +113,8 @@ def alone(num_ranks: int) -> None:
 
 
 def config_of(folder: Path, layout: Layout, options: argparse.Namespace) -> Config:
-    """bf16 parameters and states, sharded over the ranks that there are."""
+    """bf16 parameters and states, sharded over the ranks that there are, unless all of these share each matrix."""
+    num_ranks = dist.get_world_size()
     changes: dict[str, object] = {"num_hidden_layers": options.layers} if options.layers else {}
     if options.tiny:
         changes |= TINY | {"vocab_size": 512, "num_key_value_heads": 2, "num_experts": 16, "num_experts_per_tok": 4}
@@ -130,7 +131,7 @@ def config_of(folder: Path, layout: Layout, options: argparse.Namespace) -> Conf
             "data": {"datasets": [{"path": "unused"}]},
             "train": {
                 "output_dir": str(folder / "output"),
-                "data_parallel_mode": "fsdp2",
+                "data_parallel_mode": "none" if options.tp != [1] and layout.tp == num_ranks else "fsdp2",
                 "param_dtype": "bf16",
                 "optimizer": "anyprecision_adamw",
                 "enable_gradient_checkpointing": options.recompute,
