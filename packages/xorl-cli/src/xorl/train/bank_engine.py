@@ -15,6 +15,7 @@ from xorl.core.loss import LossFn, LossOutput
 from xorl.core.loss.metrics import metrics_between
 from xorl.core.loss.output import TokenValues
 from xorl.core.parallel import ParallelModel
+from xorl.core.parallel.executor import InOrder, Tensors
 from xorl.core.parallel.exposed import record_waits
 from xorl.data import PackedBatch
 from xorl.kernels.layout import SequenceLayout
@@ -92,6 +93,7 @@ class BankEngine:
         self._flops = flops
         self.timer = StepTimer(device)
         record_waits(model, self.timer)
+        self._executor = InOrder()
 
     def forward_backward(
         self,
@@ -116,23 +118,30 @@ class BankEngine:
         routers = routers_of(self.model)
         num_sums = 0 if routers is None else routers.num_sums
         routing = torch.zeros(len(names) + 1, num_sums, dtype=torch.float64, device=self.device)  # the last: padding
+
+        def forward(index: int) -> Tensors:
+            mixed = pending[index]
+            runs = self._own_runs(mixed)
+            self.bank.activate(runs)
+            output = call_model(self.model, mixed.batch, _isolating(loss_fn), self.device)
+            self.timer.mark("forward")
+            per_run = output.per_token.split([num_tokens for _, num_tokens in runs])
+            for (name, _), loss in zip(runs, per_run, strict=True):
+                losses[rows[name]] += loss.double().sum()
+            if routers is not None:
+                owners = [len(rows) if name is None else rows[name] for name in mixed.owners]
+                routing.index_add_(0, to_device(owners, self.device).long(), routers.take())
+            if on_output is not None:
+                on_output(index, output)
+            return (output.sum,)
+
+        def backward(_: int, outputs: Tensors) -> None:
+            torch.autograd.backward(outputs)
+            self.timer.end_wait()
+            self.timer.mark("backward")
+
         with self._recovering(), context or nullcontext():
-            for index, mixed in enumerate(pending):
-                runs = self._own_runs(mixed)
-                self.bank.activate(runs)
-                output = call_model(self.model, mixed.batch, _isolating(loss_fn), self.device)
-                self.timer.mark("forward")
-                output.sum.backward()
-                self.timer.end_wait()
-                self.timer.mark("backward")
-                per_run = output.per_token.split([num_tokens for _, num_tokens in runs])
-                for (name, _), loss in zip(runs, per_run, strict=True):
-                    losses[rows[name]] += loss.double().sum()
-                if routers is not None:
-                    owners = [len(rows) if name is None else rows[name] for name in mixed.owners]
-                    routing.index_add_(0, to_device(owners, self.device).long(), routers.take())
-                if on_output is not None:
-                    on_output(index, output)
+            self._executor.run(len(pending), forward, backward)
         sums = torch.cat([losses[:, None], self._counts(pending, rows), routing[:-1]], dim=1)
         dist.all_reduce(sums, group=self.model.mesh.loss.group)
         self.timer.mark("comm")

@@ -18,6 +18,7 @@ from xorl.core.models import Decoder
 from xorl.core.models.router_losses import RouterLosses, RouterSums
 from xorl.core.optim import Fp32Accumulation, gradient_norms, gradient_scale
 from xorl.core.parallel import ParallelModel
+from xorl.core.parallel.executor import InOrder, Tensors
 from xorl.core.parallel.exposed import record_waits
 from xorl.data import PackedBatch
 from xorl.kernels.layout import SequenceLayout
@@ -121,6 +122,7 @@ class Engine:
         self._parameters = [p for p in model.module.parameters() if p.requires_grad]
         self._divided = model.shares.divided(model.module)
         self._accumulation = Fp32Accumulation(self._parameters)
+        self._executor = InOrder()
 
     def forward_backward(
         self, batches: Iterable[PackedBatch], loss_fn: LossFn, on_output: OnOutput | None = None
@@ -128,7 +130,7 @@ class Engine:
         """Add the gradient of the loss, summed over the tokens of `batches` on all ranks.
 
         Collective: every rank must pass the same number of micro-batches. `on_output` is called for each micro-batch
-        once its backward pass is queued.
+        between its forward and its backward pass.
         """
         self.model.train()
         pending = list(batches)
@@ -137,19 +139,26 @@ class Engine:
         self.model.keep_earlier_gradients_once()
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         routing = torch.zeros(0 if routers is None else routers.num_sums, dtype=torch.float64, device=self.device)
-        for index, batch in enumerate(pending):
-            is_last = index == len(pending) - 1
-            with self._accumulation.micro_batch(), self.model.accumulation(is_last=is_last):
-                output = self._call(batch, loss_fn)
-                self.timer.mark("forward")
-                output.sum.backward()
-                self.timer.end_wait()
-            self.timer.mark("backward")
+
+        def forward(index: int) -> Tensors:
+            nonlocal loss_sum, routing
+            with self.model.accumulation(is_last=index == len(pending) - 1):
+                output = self._call(pending[index], loss_fn)
+            self.timer.mark("forward")
             loss_sum += output.sum.detach()
             if routers is not None:
                 routing += routers.take().sum(0)
             if on_output is not None:
                 on_output(index, output)
+            return (output.sum,)
+
+        def backward(index: int, outputs: Tensors) -> None:
+            with self._accumulation.micro_batch(), self.model.accumulation(is_last=index == len(pending) - 1):
+                torch.autograd.backward(outputs)
+                self.timer.end_wait()
+            self.timer.mark("backward")
+
+        self._executor.run(len(pending), forward, backward)
         sums = torch.cat([loss_sum.reshape(1), self._counts(pending), routing])
         dist.all_reduce(sums, group=self.model.mesh.loss.group)
         self.timer.mark("comm")
