@@ -119,6 +119,31 @@ def _tensor_parallelism_is_compatible(config: Config) -> Iterator[Conflict]:
         )
 
 
+def _pipeline_parallelism_is_compatible(config: Config) -> Iterator[Conflict]:
+    train = config.train
+    if train.pipeline_parallel_size == 1:
+        return
+    size = "train.pipeline_parallel_size"
+    if train.data_parallel_mode == "ddp":
+        yield Conflict(
+            (size, "train.data_parallel_mode"),
+            "ddp reduces gradients after one backward pass, not after those of a pipeline: set it to fsdp2, and "
+            "data_parallel_shard_size to 1 for replicas alone",
+        )
+    if train.enable_activation_offload:
+        yield Conflict(
+            (size, "train.enable_activation_offload"),
+            "offloading needs each backward pass right after its forward pass: set it to false",
+        )
+    if train.enable_gradient_checkpointing and train.recompute_policy == "auto":
+        yield Conflict(
+            (size, "train.recompute_policy"),
+            "auto does not know how many micro-batches are in flight: set it to module or operation",
+        )
+    if config.lora.sweep:
+        yield Conflict((size, "lora.sweep"), "a sweep cannot be trained in stages yet: use fsdp2 alone")
+
+
 def _fp8_is_compatible(config: Config) -> Iterator[Conflict]:
     train = config.train
     if train.fp8 == "tensorwise" and train.data_parallel_mode == "fsdp2" and config.lora.use_dora:
@@ -198,6 +223,7 @@ MODEL_CHECKS: tuple[Callable[[Config], Iterator[Conflict]], ...] = (
     _recomputation_is_compatible,
     _expert_parallelism_is_compatible,
     _tensor_parallelism_is_compatible,
+    _pipeline_parallelism_is_compatible,
     _fp8_is_compatible,
     _bf16_parameters_need_mixed_precision,
     *LORA_CHECKS,
@@ -216,9 +242,11 @@ def check_world_size(config: Config, world_size: int) -> None:
     """Raises ValueError, starting with an option's path, if the world size does not fit the parallel sizes."""
     train = config.train
     started = f"{world_size} process{'' if world_size == 1 else 'es'}"
-    if train.data_parallel_mode == "none" and world_size != train.tensor_parallel_size:
-        size = train.tensor_parallel_size
-        number = "a single process" if size == 1 else f"{size} processes, as many as train.tensor_parallel_size"
+    shared = {f"train.{name}_parallel_size": getattr(train, f"{name}_parallel_size") for name in ("tensor", "pipeline")}
+    size = math.prod(shared.values())
+    if train.data_parallel_mode == "none" and world_size != size:
+        named = " x ".join(name for name, each in shared.items() if each > 1)
+        number = "a single process" if size == 1 else f"{size} processes, as many as {named}"
         raise ValueError(f"train.data_parallel_mode: none uses {number}, got {started}; set it to ddp or fsdp2")
     model_sizes = {
         f"train.{name}_parallel_size": getattr(train, f"{name}_parallel_size")

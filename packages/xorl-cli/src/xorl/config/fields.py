@@ -16,7 +16,7 @@ ExpertBackend = Literal["eager", "triton", "native", "quack"]
 ExpertDispatch = Literal["auto", "alltoall", "allgather", "deepep"]
 EncoderKind = Literal["image", "video", "audio"]
 DataParallelMode = Literal["none", "ddp", "fsdp2"]
-PipelineSchedule = Literal["1F1B", "GPipe"]
+PipelineSchedule = Literal["1F1B", "GPipe", "Interleaved1F1B"]
 ContextShardingMode = Literal["all", "ulysses_only", "ring_only", "none"]
 OptimizerName = Literal["adamw", "anyprecision_adamw", "sgd", "muon"]
 OptimizerDtype = Literal["fp32", "bf16"]
@@ -196,16 +196,21 @@ class ParallelFields(Section):
         "count among those of expert_parallel_size.",
     )
     pipeline_parallel_size: AtLeastOne = Field(
-        default=1, description="Number of pipeline stages that the layers are divided into."
+        default=1,
+        description="Number of pipeline stages that the layers are divided into, so that each takes about as long; the "
+        "head counts. The stages work on different micro-batches at the same time, so it needs several times as many "
+        "gradient_accumulation_steps. The start of a run says how long the stages wait for each other.",
     )
     pipeline_parallel_schedule: PipelineSchedule = Field(
         default="1F1B",
-        description="Order of micro-batches in the pipeline: 1F1B (less memory) or GPipe (all forward passes first).",
+        description="Order of the passes of micro-batches in the pipeline. 1F1B: a backward pass after each forward "
+        "pass, as soon as there is one to compute. GPipe: all forward passes first, which takes more memory. "
+        "Interleaved1F1B: as 1F1B, but each rank has two stages of half the length, so that it waits half as long.",
     )
     pp_variable_seq_lengths: bool = Field(
         default=True,
-        description="Pad the micro-batches of a step to the longest one, on which the pipeline stages agree, instead "
-        "of to sample_packing_sequence_len.",
+        description="Each micro-batch in the pipeline keeps its own length. false pads all of them to "
+        "micro_batch_size x sample_packing_sequence_len.",
     )
     expert_parallel_size: AtLeastOne = Field(
         default=1,
@@ -234,7 +239,8 @@ class ParallelFields(Section):
         default=None,
         description="Free the gathered parameters of each unit after its forward pass and gather them again in the "
         "backward pass. true saves memory (ZeRO-3); false saves communication (ZeRO-2). null follows "
-        "enable_full_shard.",
+        "enable_full_shard; with pipeline_parallel_size above 1 it means false, and parameters are gathered once for "
+        "all micro-batches of a step.",
     )
     ep_outside: bool = Field(
         default=False,

@@ -87,6 +87,12 @@ REQUIREMENTS: tuple[Requirement, ...] = (
         lambda config: config.train.data_parallel_mode == "fsdp2",
     ),
     Requirement(
+        ("train.pipeline_parallel_schedule", "train.pp_variable_seq_lengths"),
+        "train.pipeline_parallel_size",
+        "2 or more",
+        lambda config: config.train.pipeline_parallel_size > 1,
+    ),
+    Requirement(
         ("train.cp_fsdp_mode",),
         "train.ulysses_parallel_size",
         "2 or more (or train.ringattn_parallel_size)",

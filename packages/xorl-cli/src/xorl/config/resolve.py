@@ -76,6 +76,7 @@ def _data_defaults(config: Config) -> Iterator[Default]:
 
 def _train_defaults(config: Config) -> Iterator[Default]:
     train, lora = config.train, config.lora
+    is_fsdp = train.data_parallel_mode == "fsdp2"
     if train.use_wandb:
         check_wandb_mode()
     if train.reshard_after_forward is not None:
@@ -83,7 +84,11 @@ def _train_defaults(config: Config) -> Iterator[Default]:
             yield Default(
                 "train.enable_full_shard", train.reshard_after_forward, "default, train.reshard_after_forward"
             )
-    elif train.data_parallel_mode == "fsdp2":
+    elif is_fsdp and train.pipeline_parallel_size > 1 and "enable_full_shard" not in train.model_fields_set:
+        # Otherwise every pass of every micro-batch would gather.
+        for option in ("enable_full_shard", "reshard_after_forward"):
+            yield Default(f"train.{option}", False, "default, train.pipeline_parallel_size is above 1")
+    elif is_fsdp:
         yield Default("train.reshard_after_forward", train.enable_full_shard, "default, train.enable_full_shard")
     if train.lr_decay_style != "constant" and train.lr_min > train.lr:
         yield Default("train.lr_min", train.lr, "default, train.lr")

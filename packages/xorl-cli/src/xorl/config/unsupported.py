@@ -47,9 +47,6 @@ class UnsupportedValues:
         return f"{'Not supported' if self.for_good else 'Not supported yet'}: {values} ({self.reason})"
 
 
-ONE_RANK = "this kind of parallelism is not implemented"
-ONE_RANK_INSTEAD = "leave it at 1; train.data_parallel_mode: fsdp2 shards models that do not fit on one GPU"
-
 UNSUPPORTED: tuple[UnsupportedValues, ...] = (
     UnsupportedValues(
         "model.encoders", "models of other modalities are not implemented", "leave it at {}", for_good=True
@@ -60,11 +57,6 @@ UNSUPPORTED: tuple[UnsupportedValues, ...] = (
         "use a dataset of plain files (parquet, json, csv) and leave it at false",
         for_good=True,
     ),
-    UnsupportedValues("train.pipeline_parallel_size", ONE_RANK, ONE_RANK_INSTEAD),
-    UnsupportedValues(
-        "train.pipeline_parallel_schedule", "pipeline parallelism is not implemented", "leave it at 1F1B"
-    ),
-    UnsupportedValues("train.pp_variable_seq_lengths", "pipeline parallelism is not implemented", "leave it at true"),
     UnsupportedValues(
         "train.init_device",
         "xorl only runs on CUDA GPUs and on CPUs",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -14,13 +15,24 @@ from torch import Tensor
 from xorl.core.loss import LossFn, LossOutput
 from xorl.core.loss.metrics import metrics_between
 from xorl.core.loss.output import TokenValues
+from xorl.core.optim import Fp32Accumulation
 from xorl.core.parallel import ParallelModel
-from xorl.core.parallel.executor import InOrder, Tensors
+from xorl.core.parallel.executor import Tensors
 from xorl.core.parallel.exposed import record_waits
 from xorl.data import PackedBatch
 from xorl.kernels.layout import SequenceLayout
 from xorl.lora import Adam, AdapterBank
-from xorl.train.engine import OnOutput, StepLosses, Update, call_model, routers_of, to_device
+from xorl.train.engine import (
+    ModelPasses,
+    OnOutput,
+    StepLosses,
+    Update,
+    call_model,
+    executor_of,
+    forward_through,
+    routers_of,
+    to_device,
+)
 from xorl.train.observe.timing import StepTimer
 from xorl.train.rows import sizes_in_part
 
@@ -93,7 +105,7 @@ class BankEngine:
         self._flops = flops
         self.timer = StepTimer(device)
         record_waits(model, self.timer)
-        self._executor = InOrder()
+        self._executor = executor_of(model)
 
     def forward_backward(
         self,
@@ -119,41 +131,40 @@ class BankEngine:
         num_sums = 0 if routers is None else routers.num_sums
         routing = torch.zeros(len(names) + 1, num_sums, dtype=torch.float64, device=self.device)  # the last: padding
 
-        def forward(index: int) -> Tensors:
+        def call(index: int, received: Tensors, chunk: int) -> LossOutput | Tensors:
+            return self._call(pending[index], loss_fn, received, chunk)
+
+        def take(index: int, output: LossOutput | None, by_document: Tensor | None) -> None:
             mixed = pending[index]
+            if by_document is not None:
+                owners = [len(rows) if name is None else rows[name] for name in mixed.owners]
+                routing.index_add_(0, to_device(owners, self.device).long(), by_document)
+            if output is None:
+                return
             runs = self._own_runs(mixed)
-            self.bank.activate(runs)
-            output = call_model(self.model, mixed.batch, _isolating(loss_fn), self.device)
-            self.timer.mark("forward")
             per_run = output.per_token.split([num_tokens for _, num_tokens in runs])
             for (name, _), loss in zip(runs, per_run, strict=True):
                 losses[rows[name]] += loss.double().sum()
-            if routers is not None:
-                owners = [len(rows) if name is None else rows[name] for name in mixed.owners]
-                routing.index_add_(0, to_device(owners, self.device).long(), routers.take())
             if on_output is not None:
                 on_output(index, output)
-            return (output.sum,)
 
-        def backward(_: int, outputs: Tensors) -> None:
-            torch.autograd.backward(outputs)
-            self.timer.end_wait()
-            self.timer.mark("backward")
-
+        rows_of = [mixed.batch for mixed in pending]
+        passes = ModelPasses(self.model, self.timer, rows_of, call, take, Fp32Accumulation(()))
         with self._recovering(), context or nullcontext():
-            self._executor.run(len(pending), forward, backward)
+            self._executor.run(len(pending), passes)
         sums = torch.cat([losses[:, None], self._counts(pending, rows), routing[:-1]], dim=1)
         dist.all_reduce(sums, group=self.model.mesh.loss.group)
         self.timer.mark("comm")
         return {name: StepLosses.of(sums[row], routers) for name, row in rows.items()}
 
     @torch.no_grad()
-    def forward(self, mixed: MixedBatch, loss_fn: LossFn) -> LossOutput:
-        """The loss of one micro-batch on this rank, without gradients; collective where parameters are sharded."""
+    def forward(self, mixed: MixedBatch, loss_fn: LossFn) -> LossOutput | None:
+        """As `Engine.forward`."""
         self.model.train(False)
         with self._recovering():
-            self.bank.activate(self._own_runs(mixed))
-            return call_model(self.model, mixed.batch, _isolating(loss_fn), self.device)
+            return forward_through(
+                self._executor, self.model, mixed.batch, partial(self._call, mixed, loss_fn)
+            )
 
     def optim_step(
         self,
@@ -179,6 +190,10 @@ class BankEngine:
         except BaseException:
             self.model.recover()
             raise
+
+    def _call(self, mixed: MixedBatch, loss_fn: LossFn, received: Tensors, chunk: int) -> LossOutput | Tensors:
+        self.bank.activate(self._own_runs(mixed))
+        return call_model(self.model, mixed.batch, _isolating(loss_fn), self.device, received, chunk)
 
     def _own_runs(self, mixed: MixedBatch) -> list[tuple[str, int]]:
         """(adapter, number of tokens) along this rank's part of the row; without adapters that have no tokens there."""

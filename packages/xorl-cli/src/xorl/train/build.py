@@ -37,7 +37,7 @@ from xorl.train.data import DataIdentity, Loader, StreamState, build_loader, bui
 from xorl.train.engine import Engine
 from xorl.train.evaluate import Evaluation
 from xorl.train.export.folder import AdapterExport, ModelExport
-from xorl.train.model import DTYPES, build_model, check_model, head_options_of
+from xorl.train.model import DTYPES, build_model, check_model, head_options_of, sketch_model, stage_of
 from xorl.train.model_source import MODEL_PATH
 from xorl.train.observe.observer import Observer
 from xorl.train.observe.opening import log_opening
@@ -188,14 +188,21 @@ def _loader(startup: Startup, run: PreparedRun) -> tuple[Loader, StreamState | N
 
 def build_engine(config: Config, architecture: Architecture, mesh: Mesh, device: torch.device) -> Engine:
     """xorl's own engine: the model on its devices, and its optimizer. Collective."""
-    model = build_model(architecture, config.model, config.train, config.lora, mesh, device)
+    stage = stage_of(config, architecture, mesh)
+    model = build_model(architecture, config.model, config.train, config.lora, mesh, device, stage=stage)
     return engine_over(model, config, architecture, device)
 
 
 def engine_over(model: ParallelModel, config: Config, architecture: Architecture, device: torch.device) -> Engine:
     """An engine that trains a parallelized model, with the optimizer of the configuration."""
     train = config.train
-    assert isinstance(model.module, Decoder)
+    whole = model.module
+    assert isinstance(whole, Decoder)
+    all_names = None
+    if model.mesh.dims.pp > 1:
+        # What is asked of the model holds for all stages.
+        whole = sketch_model(architecture, config.model, train, config.lora)
+        all_names = tensor_names(dict(whole.named_parameters()), _tensors_of(whole, architecture, config))
     optimizer = build_optimizer(
         train.optimizer,
         model.module.named_parameters(),
@@ -208,13 +215,15 @@ def engine_over(model: ParallelModel, config: Config, architecture: Architecture
         muon=_muon_options(train, model) if train.optimizer == "muon" else None,
         shares=model.shares,
         stacked=_tensors_of(model.module, architecture, config),
+        all_names=all_names,
     )
     return Engine(
         model,
         optimizer,
         device,
         max_grad_norm=train.max_grad_norm,
-        flops=flops_of(architecture.config, model.module),
+        flops=flops_of(architecture.config, whole),
+        schedule=train.pipeline_parallel_schedule,
     )
 
 

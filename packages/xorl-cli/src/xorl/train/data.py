@@ -268,12 +268,14 @@ def write_receipt(path: Path, data: RunData, plan: Plan, streamed: Receipt | Non
 
 
 def padding_multiple(config: Config) -> int:
-    """Rows are padded to a multiple of this: of the option, and of the ranks that share a row."""
-    train = config.train
-    return math.lcm(
-        config.data.pad_to_multiple_of,
-        row_multiple(train.ringattn_parallel_size, train.ulysses_parallel_size * train.tensor_parallel_size),
-    )
+    """Rows are padded to a multiple of this: of the option, of the ranks that share a row, and of the longest row.
+
+    Of the latter only without `pp_variable_seq_lengths`.
+    """
+    train, data = config.train, config.data
+    of_ranks = row_multiple(train.ringattn_parallel_size, train.ulysses_parallel_size * train.tensor_parallel_size)
+    whole = 1 if train.pp_variable_seq_lengths else train.micro_batch_size * data.sample_packing_sequence_len
+    return math.lcm(data.pad_to_multiple_of, of_ranks, whole)
 
 
 def build_loader(config: Config, data: PackedDocuments, plan: DataPlan, mesh: Mesh, hidden_size: int) -> StepLoader:

@@ -18,7 +18,7 @@ from xorl.core.models import Decoder
 from xorl.core.models.router_losses import RouterLosses, RouterSums
 from xorl.core.optim import Fp32Accumulation, gradient_norms, gradient_scale
 from xorl.core.parallel import ParallelModel
-from xorl.core.parallel.executor import InOrder, Tensors
+from xorl.core.parallel.executor import Executor, Schedule, Tensors
 from xorl.core.parallel.exposed import record_waits
 from xorl.data import PackedBatch
 from xorl.kernels.layout import SequenceLayout
@@ -101,6 +101,7 @@ class Engine:
 
     Args:
         flops: lengths of documents -> floating-point operations to train on them.
+        schedule: the order of passes in a pipeline.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class Engine:
         *,
         max_grad_norm: float | None,
         flops: Callable[[Sequence[int]], float],
+        schedule: Schedule = "1F1B",
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -121,8 +123,9 @@ class Engine:
         record_waits(model, self.timer)
         self._parameters = [p for p in model.module.parameters() if p.requires_grad]
         self._divided = model.shares.divided(model.module)
+        self._stages = model.mesh.pp.group if model.mesh.pp.size > 1 else None
         self._accumulation = Fp32Accumulation(self._parameters)
-        self._executor = InOrder()
+        self._executor = executor_of(model, schedule)
 
     def forward_backward(
         self, batches: Iterable[PackedBatch], loss_fn: LossFn, on_output: OnOutput | None = None
@@ -140,35 +143,33 @@ class Engine:
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         routing = torch.zeros(0 if routers is None else routers.num_sums, dtype=torch.float64, device=self.device)
 
-        def forward(index: int) -> Tensors:
+        def take(index: int, output: LossOutput | None, by_document: Tensor | None) -> None:
             nonlocal loss_sum, routing
-            with self.model.accumulation(is_last=index == len(pending) - 1):
-                output = self._call(pending[index], loss_fn)
-            self.timer.mark("forward")
-            loss_sum += output.sum.detach()
-            if routers is not None:
-                routing += routers.take().sum(0)
-            if on_output is not None:
-                on_output(index, output)
-            return (output.sum,)
+            if by_document is not None:
+                routing += by_document.sum(0)
+            if output is not None:
+                loss_sum += output.sum.detach()
+                if on_output is not None:
+                    on_output(index, output)
 
-        def backward(index: int, outputs: Tensors) -> None:
-            with self._accumulation.micro_batch(), self.model.accumulation(is_last=index == len(pending) - 1):
-                torch.autograd.backward(outputs)
-                self.timer.end_wait()
-            self.timer.mark("backward")
+        def call(index: int, received: Tensors, chunk: int) -> LossOutput | Tensors:
+            return self._call(pending[index], loss_fn, received, chunk)
 
-        self._executor.run(len(pending), forward, backward)
+        passes = ModelPasses(self.model, self.timer, pending, call, take, self._accumulation)
+        self._executor.run(len(pending), passes)
         sums = torch.cat([loss_sum.reshape(1), self._counts(pending), routing])
-        dist.all_reduce(sums, group=self.model.mesh.loss.group)
+        dist.all_reduce(sums, group=self.model.mesh.losses.group)
         self.timer.mark("comm")
         return StepLosses.of(sums, routers)
 
     @torch.no_grad()
-    def forward(self, batch: PackedBatch, loss_fn: LossFn) -> LossOutput:
-        """The loss of one micro-batch on this rank, without gradients; collective where parameters are sharded."""
+    def forward(self, batch: PackedBatch, loss_fn: LossFn) -> LossOutput | None:
+        """The loss of one micro-batch on this rank, without gradients; None on stages of a pipeline before the last.
+
+        Collective where parameters are sharded, and among the stages.
+        """
         self.model.train(False)
-        return self._call(batch, loss_fn)
+        return forward_through(self._executor, self.model, batch, partial(self._call, batch, loss_fn))
 
     def optim_step(self, lr: float, divisor: Tensor | float) -> Update:
         """Divide the accumulated gradient by `divisor`, clip it, take an optimizer step, and clear the gradient.
@@ -226,17 +227,20 @@ class Engine:
 
     def _norms(self, kind_of: Callable[[str], str]) -> dict[str, Tensor]:
         """Collective where parameters are sharded."""
-        by_kind: dict[str, list[Tensor]] = {}
+        # The stages of a pipeline have parameters of different kinds.
+        by_kind: dict[str, list[Tensor]] = {kind_of(name): [] for name in self.model.trained_names}
         for name, parameter in self.model.module.named_parameters():
             if parameter.requires_grad:
-                by_kind.setdefault(kind_of(name), []).append(parameter)
-        norms = gradient_norms(list(by_kind.values()), self._divided)
+                by_kind[kind_of(name)].append(parameter)
+        norms = gradient_norms(list(by_kind.values()), self._divided, self._stages)
         return dict(zip(by_kind, norms.unbind(), strict=True))
 
     def _step(
         self, lr: float, divisor: Tensor | float, max_grad_norm: float | None, norm: Tensor | None = None
     ) -> Update:
-        norm, scale = gradient_scale(self._parameters, divisor, max_grad_norm, norm, divided=self._divided)
+        norm, scale = gradient_scale(
+            self._parameters, divisor, max_grad_norm, norm, divided=self._divided, stages=self._stages
+        )
         skipped = (~torch.isfinite(norm)).float()
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group["lr_scale"]
@@ -260,15 +264,17 @@ class Engine:
         }
         return {name: DividedState(one, shares) for name, one in state.items()} if shares else state
 
-    def _call(self, batch: PackedBatch, loss_fn: LossFn) -> LossOutput:
-        return call_model(self.model, batch, loss_fn, self.device)
+    def _call(
+        self, batch: PackedBatch, loss_fn: LossFn, received: Tensors = (), chunk: int = 0
+    ) -> LossOutput | Tensors:
+        return call_model(self.model, batch, loss_fn, self.device, received, chunk)
 
     def _counts(self, batches: Sequence[PackedBatch]) -> Tensor:
         """Trained tokens, tokens and FLOPs of this rank's micro-batches, on the device.
 
-        If ranks share rows, only the first of them counts.
+        If ranks share rows, only the first of them counts, and of a pipeline the last stage.
         """
-        if self.model.mesh.context.rank > 0:
+        if self.model.mesh.context.rank > 0 or self.model.mesh.pp.rank > 0:
             batches = []
         trained = sum(batch.num_trained_tokens for batch in batches)
         tokens = sum(batch.num_tokens for batch in batches)
@@ -276,10 +282,114 @@ class Engine:
         return to_device([trained, tokens, flops], self.device)
 
 
-def call_model(model: ParallelModel, batch: PackedBatch, loss_fn: LossFn, device: torch.device) -> LossOutput:
+class ModelPasses:
+    """The passes of a model for the micro-batches of a call, for `Executor.run`.
+
+    Args:
+        call: (index of a micro-batch, what the stage before sent, chunk) -> the result of the model.
+        take: called after each forward pass, with the index of the micro-batch; the loss, of the last chunk; and, of a
+            mixture of experts, the values of `RouterSums` by document.
+        accumulation: of the trained parameters.
+    """
+
+    def __init__(
+        self,
+        model: ParallelModel,
+        timer: StepTimer,
+        batches: Sequence[PackedBatch],
+        call: Callable[[int, Tensors, int], LossOutput | Tensors],
+        take: Callable[[int, LossOutput | None, Tensor | None], None],
+        accumulation: Fp32Accumulation,
+    ) -> None:
+        self._model, self._timer, self._batches = model, timer, batches
+        self._call, self._take = call, take
+        self._accumulation = accumulation
+
+    def received(self, index: int, chunk: int) -> Tensors:
+        """Empty tensors for what the stage before sends."""
+        return received_of(self._model, self._batches[index], chunk)
+
+    def forward(self, index: int, chunk: int, received: Tensors) -> Tensors:
+        """What the next stage receives; of the last one, the loss."""
+        with self._model.accumulation(is_last=self._is_last(index)):
+            result = self._call(index, received, chunk)
+        self._timer.mark("forward")
+        routers = routers_of(self._model)
+        output = result if isinstance(result, LossOutput) else None
+        self._take(index, output, None if routers is None else routers.take())
+        return result if output is None else (output.sum,)
+
+    def backward(self, index: int, chunk: int, outputs: Tensors, gradients: Tensors | None) -> None:
+        """Compute gradients; none if the stages up to this one have nothing to train."""
+        given = (None,) * len(outputs) if gradients is None else gradients
+        # The loss is an error if nothing is trained.
+        pairs = [
+            (output, gradient)
+            for output, gradient in zip(outputs, given, strict=True)
+            if output.requires_grad or gradients is None
+        ]
+        with self._accumulation.micro_batch(), self._model.accumulation(is_last=self._is_last(index)):
+            if pairs:
+                torch.autograd.backward(*zip(*pairs, strict=True))
+            self._timer.end_wait()
+        self._timer.mark("backward")
+
+    def waited(self) -> None:
+        """Assign the time since the last pass to the pipeline."""
+        self._timer.mark("pipeline")
+
+    def _is_last(self, index: int) -> bool:
+        return index == len(self._batches) - 1
+
+
+def executor_of(model: ParallelModel, schedule: Schedule = "1F1B") -> Executor:
+    """What runs the passes of a model on this rank."""
+    num_chunks = len(model.module.stage.chunks) if isinstance(model.module, Decoder) else 1
+    return Executor(schedule, model.mesh.stage, model.mesh.dims.pp, num_chunks, model.mesh.links)
+
+
+def received_of(model: ParallelModel, batch: PackedBatch, chunk: int) -> Tensors:
+    """Empty tensors for what the stage before sends of a micro-batch."""
+    module = model.module
+    if not isinstance(module, Decoder):
+        return ()
+    num_tokens = len(batch.input_ids) // model.mesh.rows.size
+    shapes = module.received(num_tokens, len(batch.lengths), chunk)
+    dtypes = (module.compute_dtype, torch.float32)
+    device = torch.device(model.mesh.device_type)
+    return tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in zip(shapes, dtypes, strict=False))
+
+
+def forward_through(
+    executor: Executor, model: ParallelModel, batch: PackedBatch, call: Callable[[Tensors, int], LossOutput | Tensors]
+) -> LossOutput | None:
+    """The loss of one micro-batch; None on stages before the last. call: as for `ModelPasses`, of this micro-batch."""
+    output: LossOutput | None = None
+
+    def forward(chunk: int, received: Tensors) -> Tensors:
+        nonlocal output
+        result = call(received, chunk)
+        if not isinstance(result, LossOutput):
+            return result
+        output = result
+        return ()
+
+    executor.forward(partial(received_of, model, batch), forward)
+    return output
+
+
+def call_model(
+    model: ParallelModel,
+    batch: PackedBatch,
+    loss_fn: LossFn,
+    device: torch.device,
+    received: Tensors = (),
+    chunk: int = 0,
+) -> LossOutput | Tensors:
     """The loss of one micro-batch on this rank; differentiable if gradients are enabled.
 
-    Ranks that share rows pass the whole batch, and each computes the loss of its own tokens.
+    Ranks that share rows pass the whole batch, and each computes the loss of its own tokens. A stage of a pipeline that
+    is not the last one returns what the next one receives; see `Decoder.forward` for `received` and `chunk`.
     """
     batch = batch.to(device, non_blocking=True)
     is_padded = batch.num_tokens < len(batch.input_ids)
@@ -296,7 +406,9 @@ def call_model(model: ParallelModel, batch: PackedBatch, loss_fn: LossFn, device
     targets = {name: layout.local(values) for name, values in {"labels": batch.labels, **batch.extras}.items()}
     input_ids = layout.local(batch.input_ids)
     # Other modules than decoders take no recorded experts.
-    options = {} if batch.routes is None else {"recorded": layout.local(batch.routes)}
+    options: dict[str, object] = {} if batch.routes is None else {"recorded": layout.local(batch.routes)}
+    if model.mesh.dims.pp > 1:
+        options |= {"received": received, "chunk": chunk}
     if (vocab := shared_vocabulary(model)) is not None:
         loss_fn = partial(cast(Callable[..., LossOutput], loss_fn), vocab=vocab)
     return model.forward(

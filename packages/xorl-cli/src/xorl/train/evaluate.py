@@ -39,7 +39,7 @@ class Scorer(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    def forward(self, batch: PackedBatch, loss_fn: LossFn) -> LossOutput: ...
+    def forward(self, batch: PackedBatch, loss_fn: LossFn) -> LossOutput | None: ...
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,11 @@ def evaluate(
             check()
         for batch in batches:
             output = engine.forward(batch, score_fn)
+            if output is None:  # the last stage has it
+                continue
             correct = join_rows(output.metrics["correct"], [len(batch.input_ids)], mesh)
             sums += _sums(output.sum, correct, batch.to(engine.device), mesh.context)
-    dist.all_reduce(sums, group=mesh.loss.group)
+    dist.all_reduce(sums, group=mesh.losses.group)
     loss, correct, trained, exact, documents = sums.tolist()
     if math.isnan(loss):
         correct = exact = math.nan

@@ -13,11 +13,13 @@ from torch import nn
 
 from xorl.ckpt import CheckpointError, SafetensorsSource, WeightSource, load_weights
 from xorl.ckpt.reader import source_shapes
+from xorl.config import Config
 from xorl.config.local import LoraConfig, ModelConfig, TrainConfig
 from xorl.core.mesh import Axis, Mesh
 from xorl.core.models import Decoder, DecoderConfig
 from xorl.core.models.decoder_config import ExpertsConfig
 from xorl.core.models.router_losses import RouterLossOptions
+from xorl.core.models.stages import Stage, stages_of
 from xorl.core.nn import LayerKernels
 from xorl.core.nn.all_gather import ALONE, AllGather, sent_share
 from xorl.core.nn.deepep import DeepEP, deepep_refusal
@@ -40,7 +42,7 @@ from xorl.train.adapters.inject import add_adapters, starting_adapter
 from xorl.train.architecture import Architecture, folder_of
 from xorl.train.base_weights import require_weights
 from xorl.train.model_source import MODEL_PATH, starting_checkpoint
-from xorl.train.parallel_sizes import check_experts, check_shared_matrices
+from xorl.train.parallel_sizes import check_experts, check_shared_matrices, check_stages, chunks_of
 from xorl.train.quantization import (
     Quantization,
     base_targets,
@@ -87,6 +89,14 @@ class KeptDtypes:
         return cls(torch.float32 if lora.enable_lora else dtype, dtype)
 
 
+def stage_of(config: Config, architecture: Architecture, mesh: Mesh) -> Stage | None:
+    """What this rank of a pipeline has of the model; None without a pipeline."""
+    if mesh.dims.pp == 1:
+        return None
+    length = config.data.sample_packing_sequence_len
+    return stages_of(architecture.config, mesh.dims.pp, length, chunks_of(config.train))[mesh.stage]
+
+
 def head_options_of(model: ModelConfig, train: TrainConfig) -> dict[str, bool]:
     """The options of losses and scores for the computation of logits."""
     return {"logits_fp32": model.lm_head_fp32, "whole_logits": train.ce_mode == "eager"}
@@ -101,14 +111,15 @@ def build_model(
     device: torch.device,
     fill_: Callable[[nn.Module], None] | None = None,
     *,
+    stage: Stage | None = None,
     apart: bool = False,
 ) -> ParallelModel:
     """Build and parallelize the model and load its weights; collective if it is placed on several ranks.
 
-    `fill_` sets the weights instead of loading them. `apart` is for a measurement in which each rank computes alone, as
-    if the ranks that share its experts had the same tokens. Parameters are created on the meta device and sharded
-    before they get memory, so no rank ever holds more than its part. With `train.init_device` cpu or cuda, each rank
-    first fills the whole model on that device.
+    `fill_` sets the weights instead of loading them. `stage` is what a rank of a pipeline has; None: all. `apart` is
+    for a measurement in which each rank computes alone, as if the ranks that share its experts had the same tokens.
+    Parameters are created on the meta device and sharded before they get memory, so no rank ever holds more than its
+    part. With `train.init_device` cpu or cuda, each rank first fills the whole model on that device.
     """
     assert train.recompute_policy != "auto" or not train.enable_gradient_checkpointing, (
         "replaced by choose_recomputation"
@@ -125,6 +136,8 @@ def build_model(
     start, quantization = _adapt_(module, architecture, model, train, lora)
     if quantization is not None:
         require_device(quantization, device)
+    if stage is not None:
+        module.keep(stage)
 
     def fill(unfilled: nn.Module) -> None:
         assert unfilled is module
@@ -276,6 +289,7 @@ def sketch_model(
         options[path] = getattr(sections[section], name), type(sections[section]).model_fields[name].default
     check_experts(architecture.config, train, options)
     check_shared_matrices(architecture.config, train)
+    check_stages(architecture.config, train)
     num_layers = architecture.config.num_layers
     if train.recompute_num_layers is not None and train.recompute_num_layers > num_layers:
         raise ValueError(

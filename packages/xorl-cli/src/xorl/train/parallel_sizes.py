@@ -50,6 +50,24 @@ def _check_tensor_ranks(config: DecoderConfig, train: TrainConfig) -> None:
         )
 
 
+def check_stages(config: DecoderConfig, train: TrainConfig) -> None:
+    """Raise ValueError unless the model has a layer for each stage of a pipeline."""
+    num_stages, num_chunks = train.pipeline_parallel_size, chunks_of(train)
+    if num_stages > 1 and num_stages * num_chunks > config.num_layers:
+        works = max(config.num_layers // num_chunks, 1)
+        needed = f", {num_chunks} for each stage with train.pipeline_parallel_schedule: Interleaved1F1B"
+        raise ValueError(
+            f"train.pipeline_parallel_size: {num_stages} stages need at least {num_stages * num_chunks} layers"
+            f"{needed if num_chunks > 1 else ''}, but the model has {config.num_layers}; the nearest size that works "
+            f"is {works}"
+        )
+
+
+def chunks_of(train: TrainConfig) -> int:
+    """The number of separate parts of the model that a stage of a pipeline has."""
+    return 2 if train.pipeline_parallel_schedule == "Interleaved1F1B" else 1
+
+
 def check_experts(config: DecoderConfig, train: TrainConfig, options: Mapping[str, tuple[object, object]]) -> None:
     """Raise ValueError for options that do not fit the model's experts, or a model without any.
 

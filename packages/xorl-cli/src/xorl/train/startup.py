@@ -215,7 +215,7 @@ def start_up(
         set_timeouts(COLLECTIVE_TIMEOUT)
         logger.debug("%s", mesh.describe())
         # Ranks with different tokens draw different dropout masks.
-        seed_everything(train.seed, mesh.loss.rank)
+        seed_everything(train.seed, mesh.losses.rank)
     require_agreement("train.output_dir / load_checkpoint_path", str(resumed_path))
     if resumed is not None:
         keep_choices_of(resumed.manifest.info, resumed.path)
@@ -277,6 +277,7 @@ def parallel_dims(config: Config, world_size: int) -> ParallelDims:
         world_size,
         shard_size=train.data_parallel_shard_size,
         replicate_size=train.data_parallel_replicate_size,
+        pp=train.pipeline_parallel_size,
         ring=train.ringattn_parallel_size,
         ulysses=train.ulysses_parallel_size,
         tp=train.tensor_parallel_size,

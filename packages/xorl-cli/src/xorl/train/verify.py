@@ -20,6 +20,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -30,6 +31,7 @@ from xorl.core.loss import cross_entropy
 from xorl.core.mesh import AXES, Mesh
 from xorl.core.models import Decoder
 from xorl.core.models.initial import fill_normal_, key_of
+from xorl.core.nn.roles import Role
 from xorl.core.nn.share import pieces, shares_of
 from xorl.data import PackedBatch
 from xorl.data.batch import IGNORE, Document, collate
@@ -59,6 +61,7 @@ SIZE_OPTIONS: Mapping[str, str] = MappingProxyType(
         "ring": "ringattn_parallel_size",
         "ep": "expert_parallel_size",
         "tp": "tensor_parallel_size",
+        "pp": "pipeline_parallel_size",
     }
 )
 # Upper limits for a model that is cut down, by key of config.json. The widths suit all groups of quantisation.
@@ -227,6 +230,8 @@ def one_process(config: Config) -> Config:
         "ulysses_parallel_size": 1,
         "ringattn_parallel_size": 1,
         "tensor_parallel_size": 1,
+        "pipeline_parallel_size": 1,
+        "pipeline_parallel_schedule": "1F1B",
         "expert_parallel_size": 1,
         "ep_outside": False,
         "enable_activation_offload": False,
@@ -258,7 +263,7 @@ def measure(config: Config, folder: Path, num_bins: int, dropout: float = 0.0) -
         variants |= {folder / RECOMPUTED: dropped, folder / KEPT: without_recomputation(dropped)}
     for target, variant in variants.items():
         mesh = Mesh(parallel_dims(variant, joined.world_size), joined.device.type)
-        runtime.seed_everything(variant.train.seed, mesh.loss.rank)
+        runtime.seed_everything(variant.train.seed, mesh.losses.rank)
         result = take_steps(build_engine(variant, architecture, mesh, joined.device), variant, architecture, num_bins)
         if joined.is_main:
             result.write(target)
@@ -289,13 +294,25 @@ def take_steps(engine: Engine, config: Config, architecture: Architecture, num_b
         if step == 0:
             grad_norm = float(update.grad_norm)
     roles = module.parameter_roles()
+    gradients, groups = _of_all_stages((gradients, {name: roles[name] for name in gradients}), mesh)
     return Result(
         losses,
         grad_norm,
         gradients,
-        {name: roles[name] for name in gradients},
+        groups,
         {axis: size for axis in (*AXES, "ep") if (size := getattr(mesh.dims, axis)) > 1},
     )
+
+
+def _of_all_stages(
+    own: tuple[dict[str, Tensor], dict[str, Role]], mesh: Mesh
+) -> tuple[dict[str, Tensor], dict[str, Role]]:
+    """The gradients and roles of all stages of a pipeline. Collective among its ranks."""
+    by_stage = [own] * mesh.pp.size
+    if mesh.pp.size > 1:
+        dist.all_gather_object(by_stage, own, group=mesh.pp.group)
+    gradients = {name: gradient for one, _ in by_stage for name, gradient in one.items()}
+    return gradients, {name: role for _, one in by_stage for name, role in one.items()}
 
 
 @torch.no_grad()

@@ -203,6 +203,13 @@ class Mesh:
             in experts: context and tp together.
         loss: the ranks whose losses, counts and gradients are summed: data and context together. All ranks of `tp` have
             the same losses and counts.
+        pp: the ranks that have the stages of a pipeline. The first has the last stage, so that rank 0 has the losses.
+        stage: the number of this rank's stage.
+        losses: the ranks of `loss` of all stages; the last stage alone has losses and counts.
+        ends: the ranks of the first and the last stage, which hold the same embedding if it is also the head; None: on
+            ranks of other stages, or without a pipeline.
+        links: two groups of the ranks of `pp`: one sends to the next stage, the other to the stage before. Sends over
+            one of them do not wait for those over the other.
         readers: the global rank that is first among those that read the same batches, by index in `data`.
         fsdp: the device mesh that parameters are sharded over: (shard,), or (replicate, shard) if some ranks hold
             copies. Its ranks are those of `loss`.
@@ -228,7 +235,12 @@ class Mesh:
         self.ring, self.ulysses, self.tp = (_axis_of(self.device_mesh[axis]) for axis in (*CONTEXT_AXES, "tp"))
         self.rows = self._view("rows", *CONTEXT_AXES, "tp")
         self.loss = self._view("loss", *DATA_AXES, *CONTEXT_AXES)
+        self.pp = _axis_of(self.device_mesh["pp"])
+        self.stage = dims.pp - 1 - self.pp.rank
+        self.losses = self.loss if dims.pp == 1 else self._view("losses", "pp", *DATA_AXES, *CONTEXT_AXES)
         numbers = torch.arange(dims.world_size).view(sizes)
+        self.ends = self._ends(numbers) if dims.pp > 1 else None
+        self.links = self._links(numbers) if dims.pp > 1 else None
         self.readers: tuple[int, ...] = tuple(_groups(numbers, DATA_AXES)[0].tolist())
         self.fsdp = self._sharding_mesh()
         self.ep: Axis | None = None
@@ -249,7 +261,7 @@ class Mesh:
 
         Raises ValueError for an axis that no parameter is divided along.
         """
-        found = {"ep": self.ep, "tp": self.tp}.get(name)
+        found = {"ep": self.ep, "tp": self.tp, "ends": self.ends}.get(name)
         if found is None or found.size == 1:
             raise ValueError(f"name: no parameter of this mesh is divided along {name!r}; its size must be above 1")
         return found
@@ -266,6 +278,7 @@ class Mesh:
         lines = [f"mesh of {self.dims.world_size} ranks: {self.dims.used or 'one process'}"]
         numbers = torch.arange(self.dims.world_size).view([getattr(self.dims, axis) for axis in AXES])
         for use, axes in (
+            ("have the stages of a pipeline, the last one first", ("pp",)),
             ("share the rows of the same batches", CONTEXT_AXES),
             ("share each matrix", ("tp",)),
             ("shard the parameters", self.dims.shard_axes),
@@ -280,6 +293,17 @@ class Mesh:
             if self.dims.num_expert_shards > 1:
                 lines.append(f"  shard the same experts: {_shown(experts.transpose(1, 2).flatten(0, 1))}")
         return "\n".join(lines)
+
+    def _ends(self, numbers: torch.Tensor) -> Axis | None:
+        groups = _groups(numbers, ("pp",))[:, [0, -1]]
+        return _own_axis(groups)
+
+    def _links(self, numbers: torch.Tensor) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        groups = _groups(numbers, ("pp",))
+        down, up = _own_axis(groups), _own_axis(groups)
+        assert down is not None, "every rank has a stage"
+        assert up is not None, "every rank has a stage"
+        return down.group, up.group
 
     def _view(self, name: str, *axes: str) -> Axis:
         from xorl.core.torch_private import flattened  # noqa: PLC0415 - imports FSDP2, which takes a second
@@ -334,6 +358,17 @@ class Mesh:
 
 def _axis_of(mesh: DeviceMesh) -> Axis:
     return Axis(mesh.get_group(), mesh.get_local_rank(), mesh.size())
+
+
+def _own_axis(groups: torch.Tensor) -> Axis | None:
+    """This process's place in a new process group of each of the rows of ranks; None if it is in none. Collective."""
+    own = None
+    for ranks in groups.tolist():
+        group = dist.new_group(ranks)
+        if dist.get_rank() in ranks:
+            assert isinstance(group, dist.ProcessGroup), "this rank is in it"
+            own = Axis(group, ranks.index(dist.get_rank()), len(ranks))
+    return own
 
 
 def _groups(numbers: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:

@@ -106,7 +106,7 @@ def _build(config: ServerConfig, runtime: Runtime, position: Position) -> Base:
     mesh = Mesh(parallel_dims(local, runtime.world_size), runtime.device.type)
     logger.info("%s", mesh.describe())
     # Ranks with different tokens draw different dropout masks.
-    seed_everything(local.train.seed, mesh.loss.rank)
+    seed_everything(local.train.seed, mesh.losses.rank)
     quantization = read_options(local.lora, architecture.hf_config)
     source = None
     if config.load_checkpoint_path:

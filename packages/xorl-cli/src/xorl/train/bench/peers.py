@@ -27,6 +27,7 @@ from xorl.core.models.flops import matmul_parameters
 from xorl.core.optim import Fp32Accumulation
 from xorl.core.parallel import ParallelModel
 from xorl.core.parallel.ddp import replicate
+from xorl.core.parallel.executor import Tensors
 from xorl.core.parallel.fsdp import shard
 from xorl.data import PackedBatch
 from xorl.kernels.attention import AttentionFn, AttentionRequest, resolve_attention
@@ -332,7 +333,7 @@ class PeerEngine(Engine):
         whole = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # pyright: ignore[reportAttributeAccessIssue]
         return Update(whole, torch.zeros((), device=self.device))
 
-    def _call(self, batch: PackedBatch, loss_fn: LossFn) -> LossOutput:
+    def _call(self, batch: PackedBatch, loss_fn: LossFn, received: Tensors = (), chunk: int = 0) -> LossOutput:
         batch = batch.to(self.device, non_blocking=True)
         labels = batch.labels[None]
         arguments: dict[str, object] = {

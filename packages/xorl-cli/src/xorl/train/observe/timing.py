@@ -9,8 +9,8 @@ from typing import Literal
 
 import torch
 
-Phase = Literal["forward", "backward", "comm", "optimizer"]
-PHASES: tuple[Phase, ...] = ("forward", "backward", "comm", "optimizer")
+Phase = Literal["forward", "backward", "pipeline", "comm", "optimizer"]
+PHASES: tuple[Phase, ...] = ("forward", "backward", "pipeline", "comm", "optimizer")
 # On a GPU, a position in the queue of work; on a CPU, where work is not queued, a time in seconds.
 Moment = torch.cuda.Event | float
 

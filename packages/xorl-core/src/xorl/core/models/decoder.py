@@ -17,6 +17,7 @@ from xorl.core.models.decoder_config import DecoderConfig, DenseConfig, ExpertsC
 from xorl.core.models.initial import fill_normal_, key_of
 from xorl.core.models.recipes import LogicalModule, RowTarget
 from xorl.core.models.router_losses import RouterLosses, RouterLossOptions
+from xorl.core.models.stages import Stage
 from xorl.core.nn import Attention, Embedding, GatedMLP, LayerKernels, LayerNorm, Linear, PlainMLP, RMSNorm, Rotary
 from xorl.core.nn.moe import Experts, LayerRoutes, MixtureOfExperts
 from xorl.core.nn.roles import DeclaresRoles, Role, StacksMatrices, StoresWeight
@@ -41,7 +42,8 @@ class Decoder(nn.Module):
     may have any dtype. There is no dropout, except in adapters.
 
     Attributes:
-        config: the configuration.
+        config: the configuration, of the whole model.
+        stage: what this module has of the model. In a pipeline, layers keep their numbers.
         logical: for each module with a weight, the checkpoint modules that it stacks, in the order of their rows.
         compute_dtype: the dtype of activations; set it before the first forward pass.
         routers: losses and statistics of a mixture of experts; None for a dense model.
@@ -59,6 +61,7 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
+        self.stage = Stage((range(config.num_layers),))
         self.logical = logical
         self.compute_dtype = torch.float32
         self.model = DecoderTrunk(config, merge_qkv=merge_qkv, kernels=kernels)
@@ -78,8 +81,44 @@ class Decoder(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """[V, D]; the embedding's weight if tied. Does not include an adapter on the head."""
-        return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+        """[V, D]; the embedding's weight if tied. Does not include an adapter on the head. Of a last stage only."""
+        if self.lm_head is not None:
+            return self.lm_head.weight
+        if self.model.embed_tokens is None:
+            raise AttributeError("head_weight: this stage of a pipeline has no head")
+        return self.model.embed_tokens.weight
+
+    def keep(self, stage: Stage) -> None:
+        """Drop what other stages of a pipeline have. Call it before parameters get memory."""
+        self.stage = stage
+        kept = nn.ModuleList()
+        for name, layer in self.layers.named_children():
+            if any(int(name) in chunk for chunk in stage.chunks):
+                kept.add_module(name, layer)
+        self.model.layers = kept
+        trunk = self.model
+        if not stage.is_last:
+            self.lm_head = trunk.norm = None
+        is_end = stage.is_first or stage.is_last
+        if trunk.embed_tokens is not None and is_end and self.config.tie_word_embeddings and not stage.is_whole:
+            trunk.embed_tokens.share_between_ends()
+            if not stage.is_first:
+                trunk.embed_tokens.adapter = None  # the head has none
+        elif not stage.is_first:
+            trunk.embed_tokens = None
+        if not stage.is_first:
+            trunk.embed_positions = None
+
+    def received(self, num_tokens: int, num_documents: int, chunk: int) -> tuple[tuple[int, ...], ...]:
+        """The shapes of what `forward` takes from the stage before for a chunk: in compute_dtype, then in fp32.
+
+        num_tokens: of this rank between the matrices that ranks share. num_documents: of the row.
+        """
+        if self.stage.begins(chunk):
+            return ()
+        hidden = (num_tokens, self.config.hidden_size)
+        has_sums = self.routers is not None and self.training
+        return (hidden, self.routers.shape_of_sums(num_documents)) if has_sums else (hidden,)
 
     def layer_matrices(self) -> dict[str, tuple[int, ...]]:
         """The layers' weight matrices by name, each with the rows of the logical matrices that it stacks."""
@@ -127,6 +166,8 @@ class Decoder(nn.Module):
         loss: Callable[[Tensor, Tensor], ResultT],
         *,
         recorded: Tensor | None = None,
+        received: tuple[Tensor, ...] = (),
+        chunk: int = 0,
     ) -> ResultT: ...
 
     def forward(
@@ -136,11 +177,16 @@ class Decoder(nn.Module):
         loss: Callable[[Tensor, Tensor], ResultT] | None = None,
         *,
         recorded: Tensor | None = None,
-    ) -> ResultT | Tensor:
+        received: tuple[Tensor, ...] = (),
+        chunk: int = 0,
+    ) -> ResultT | Tensor | tuple[Tensor, ...]:
         """Logits [T, V] of input_ids [T], or the result of `loss(hidden [T, D], head_weight [V, D])` if given.
 
         The loss is called inside `forward`, because FSDP2 gathers the head's weight only there. With an adapter on the
         head, both arguments of the loss are wider than D.
+
+        received, chunk: of a stage of a pipeline, what the stage before returned, and which of its chunks to compute. A
+        chunk that does not end with the head returns what the next stage receives.
 
         recorded: [T, L, K] integers, the experts to send tokens to in each of the L layers with experts, all of a token
         different; -1 for tokens that choose themselves. Raises ValueError for others, and for those of a dense model;
@@ -154,15 +200,36 @@ class Decoder(nn.Module):
         by_layer = None
         if recorded is not None:
             _check_recorded(recorded, input_ids, self._mixtures)
-            by_layer = self.ranks.local(recorded).transpose(0, 1).contiguous()
-        hidden, routes = self.model(input_ids, layout, self.compute_dtype, by_layer)
+            by_layer = self.ranks.local(recorded)[:, self._mixtures_of(chunk)].transpose(0, 1).contiguous()
+        before, *sums = received or (None,)
+        layers, is_end = self.stage.chunks[chunk], self.stage.ends(chunk)
+        hidden, routes = self.model(input_ids, layout, self.compute_dtype, by_layer, before, layers)
+        if is_end:
+            assert self.model.norm is not None, "the last stage has the norm"
+            _, hidden = self.model.norm(hidden)
         if self.routers is not None:
-            hidden = self.routers.add(hidden, routes, layout)
+            self.routers.record(routes)
+            if self.training:
+                earlier = sums[0] if sums else None
+                hidden, *sums = self.routers.add(
+                    hidden, routes, layout, place=self._mixtures_of(chunk), before=earlier, is_last=is_end
+                )
+        if not is_end:
+            return (hidden, *sums)
         hidden = self.ranks.gather(hidden)
         head = partial(_apply_head, weight=self.head_weight) if self.lm_head is None else self.lm_head
         if loss is None:
             return self.ranks.join_columns(head(hidden, loss=None), self.config.vocab_size)
         return head(hidden, loss=loss)
+
+    def _mixtures_of(self, chunk: int) -> slice:
+        """The layers with experts of a chunk, among all layers with experts."""
+        layers, held = self.config.layers, self.stage.chunks[chunk]
+        before, own = (
+            sum(isinstance(layer.ffn, ExpertsConfig) for layer in part)
+            for part in (layers[: held.start], layers[held.start : held.stop])
+        )
+        return slice(before, before + own)
 
     @torch.no_grad()
     def init_weights(
@@ -260,7 +327,9 @@ class DecoderTrunk(nn.Module):
     def __init__(self, config: DecoderConfig, *, merge_qkv: bool, kernels: LayerKernels) -> None:
         super().__init__()
         self.ranks = kernels.tensor
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, config.padding_idx, self.ranks)
+        self.embed_tokens: Embedding | None = Embedding(
+            config.vocab_size, config.hidden_size, config.padding_idx, self.ranks
+        )
         self.rotary = None if config.rope is None else Rotary(config.rope, config.attention.head_dim)
         self.embed_positions = (
             Embedding(config.max_position_embeddings, config.hidden_size) if config.rope is None else None
@@ -268,12 +337,22 @@ class DecoderTrunk(nn.Module):
         self.layers = nn.ModuleList(
             DecoderLayer(config, index, merge_qkv=merge_qkv, kernels=kernels) for index in range(config.num_layers)
         )
-        self.norm = _norm(config, kernels)
+        self.norm: RMSNorm | LayerNorm | None = _norm(config, kernels)
 
     def forward(
-        self, input_ids: Tensor, layout: SequenceLayout, compute_dtype: torch.dtype, recorded: Tensor | None
+        self,
+        input_ids: Tensor,
+        layout: SequenceLayout,
+        compute_dtype: torch.dtype,
+        recorded: Tensor | None,
+        received: Tensor | None,
+        layers: range,
     ) -> tuple[Tensor, list[LayerRoutes]]:
-        """recorded: [L, T, K], as for `Decoder.forward`."""
+        """Compute some of the layers.
+
+        recorded: [L, T, K] of these, as for `Decoder.forward`. received: the hidden states [T, D] before the layers;
+            None: those of the embedding.
+        """
         if not isinstance(layout, SequenceLayout):
             raise ValueError(
                 f"layout must be a SequenceLayout, such as SequenceLayout.from_lengths([5, 3]), got {layout!r}"
@@ -283,18 +362,12 @@ class DecoderTrunk(nn.Module):
                 f"input_ids must be one packed row of the layout's {layout.num_tokens} tokens, "
                 f"got shape {list(input_ids.shape)}"
             )
-        hidden = self.ranks.scatter(self.embed_tokens(input_ids).to(compute_dtype))  # [T, D]
-        if self.embed_positions is not None:
-            limit = self.embed_positions.num_rows
-            if layout.max_seqlen > limit:
-                raise ValueError(
-                    f"a document of {layout.max_seqlen} tokens exceeds the model's {limit} learned positions; "
-                    f"truncate documents with max_seq_len: {limit} or less"
-                )
-            hidden = hidden + self.embed_positions(self.ranks.local(layout.positions)).to(compute_dtype)
+        hidden = self._embed(input_ids, layout, compute_dtype) if received is None else received
         rope = None if self.rotary is None else self.rotary.tables(layout, input_ids.device)
         routes: list[LayerRoutes] = []
-        for index, layer in enumerate(self.layers):
+        for index in layers:
+            layer = self.layers.get_submodule(str(index))
+            assert isinstance(layer, DecoderLayer)
             if torch.is_grad_enabled() and not hidden.requires_grad:
                 # This may be the first trained layer above frozen ones. Its input must require a gradient like those of
                 # later layers: they share compiled code, and reentrant recomputation gives no gradients otherwise.
@@ -308,8 +381,20 @@ class DecoderTrunk(nn.Module):
                 routes.append(layer_routes)
             else:
                 hidden = output
-        _, normed = self.norm(hidden)
-        return normed, routes
+        return hidden, routes
+
+    def _embed(self, input_ids: Tensor, layout: SequenceLayout, compute_dtype: torch.dtype) -> Tensor:
+        assert self.embed_tokens is not None, "this stage begins with what another one computes"
+        hidden = self.ranks.scatter(self.embed_tokens(input_ids).to(compute_dtype))  # [T, D]
+        if self.embed_positions is None:
+            return hidden
+        limit = self.embed_positions.num_rows
+        if layout.max_seqlen > limit:
+            raise ValueError(
+                f"a document of {layout.max_seqlen} tokens exceeds the model's {limit} learned positions; "
+                f"truncate documents with max_seq_len: {limit} or less"
+            )
+        return hidden + self.embed_positions(self.ranks.local(layout.positions)).to(compute_dtype)
 
 
 class DecoderLayer(nn.Module):

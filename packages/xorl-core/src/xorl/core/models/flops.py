@@ -47,6 +47,16 @@ def matmul_parameters(config: DecoderConfig) -> int:
     return config.hidden_size * num_columns
 
 
+def forward_costs(config: DecoderConfig, length: int) -> tuple[list[float], float]:
+    """Multiply-adds for each token of a document of `length` tokens: those of each layer, and those of the head."""
+    layers = [
+        config.hidden_size * _layer_columns(layer)
+        + 2 * layer.attention.q_rows * causal_pairs(length, layer.attention.window) / length
+        for layer in config.layers
+    ]
+    return layers, config.hidden_size * config.vocab_size
+
+
 def _layer_columns(layer: LayerConfig) -> int:
     """The number of parameters in a layer's matrices, divided by the model's width."""
     attention = 2 * layer.attention.q_rows + 2 * layer.attention.kv_rows

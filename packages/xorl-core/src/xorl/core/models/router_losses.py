@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
+from torch.nn import functional as F
 
 from xorl.core.nn.moe import LayerRoutes
 from xorl.kernels.layout import SequenceLayout, ShardedLayout
@@ -90,45 +91,61 @@ class RouterLosses:
         self.options = options
         self.num_experts = num_experts
         self.num_sums = num_layers * num_experts + 5
+        self._num_layers = num_layers
         self._records = False
         self._newest: tuple[Tensor, Tensor, Tensor] | None = None  # [L, N, E], [2, N] and [3, N]
         self._ids: Tensor | None = None  # [T, L, K]
 
-    def add(self, hidden: Tensor, routes: Sequence[LayerRoutes], layout: SequenceLayout) -> Tensor:
-        """Return `hidden` [T, D]; in training, its backward pass also computes the gradients of the losses."""
+    def shape_of_sums(self, num_documents: int) -> tuple[int, int]:
+        """The shape of the sums over layers that the stages of a pipeline pass on."""
+        return num_documents, 2 * self.num_experts + 1
+
+    def record(self, routes: Sequence[LayerRoutes]) -> None:
+        """Keep the experts of each token, within `recording`."""
         if self._records:
             self._ids = torch.stack([layer.ids for layer in routes], dim=1)
-        routings = [layer.sums for layer in routes if layer.sums is not None]
-        if not routings:
-            return hidden
-        counts = torch.stack([routing.counts for routing in routings])  # [L, N, E]
-        probabilities = torch.stack([routing.probabilities for routing in routings])
-        squared_lse = torch.stack([routing.squared_lse for routing in routings])
-        # Every rank counts the replayed choices of its own tokens.
-        replayed = [layer.replayed for layer in routes if layer.replayed is not None]
-        replayed = torch.stack(replayed).sum(0).T if replayed else None
-        if isinstance(layout.rows, ShardedLayout):
-            # Sums over whole documents. Each rank computes the gradient for its own tokens; only the first counts them.
-            counts, probabilities, squared_lse = (
-                _SumOverRanks.apply(value, layout.rows.group_name) for value in (counts, probabilities, squared_lse)
-            )
-            replayed = None if replayed is None else all_reduce(replayed, layout.rows.group_name)
+
+    def add(
+        self,
+        hidden: Tensor,
+        routes: Sequence[LayerRoutes],
+        layout: SequenceLayout,
+        *,
+        place: slice,
+        before: Tensor | None = None,
+        is_last: bool = True,
+    ) -> tuple[Tensor, Tensor]:
+        """In training, return `hidden` [T, D], whose backward pass also computes the gradients of the losses, and sums.
+
+        place: of the layers with these routes, among the L layers. before: the sums over earlier layers. is_last:
+            whether no layers follow; the losses are those of the last layers.
+
+        The sums over layers are [N, 2 * E + 1] fp32: for each document, the share of its tokens that chose each expert,
+        and the sums over its tokens of each expert's probability and of the squared logsumexp.
+        """
+        lengths = layout.whole.cu_seqlens.diff().float()
+        trained = lengths if layout.num_trained is None else layout.num_trained.float()
+        counts = torch.zeros(0, len(lengths), self.num_experts, dtype=torch.int32, device=lengths.device)
+        replayed = lengths.new_zeros(2, len(lengths))
+        sums = lengths.new_zeros(self.shape_of_sums(len(lengths))) if before is None else before
+        if routes:
+            counts, terms, replayed = _sums_of(routes, layout)
+            shares = counts.to(terms.dtype).sum(0) / lengths[:, None]
+            sums = torch.cat([shares, terms.sum(0)], dim=1) + (0.0 if before is None else before)
         # Ranks that share matrices all count the same.
         is_counted = layout.is_first if isinstance(layout, ShardedLayout) else True
-        lengths = layout.whole.cu_seqlens.diff().to(probabilities.dtype)
-        trained = lengths if layout.num_trained is None else layout.num_trained.to(probabilities.dtype)
-        weight = trained / lengths  # [N]
-        share = counts.to(probabilities.dtype).mean(0) / lengths[:, None]  # [N, E]
-        balance = self.num_experts * weight * (share * probabilities.mean(0)).sum(-1)  # [N]
-        z = weight * squared_lse.mean(0)
-        replayed = counts.new_zeros(2, len(lengths)) if replayed is None else replayed
-        losses = torch.stack([balance.detach(), z.detach(), trained])
+        losses = torch.zeros(3, len(lengths), device=lengths.device)
+        if is_last:
+            weight = trained / lengths  # [N]
+            shares, probabilities, squared_lse = (sums / self._num_layers).split([self.num_experts] * 2 + [1], dim=1)
+            balance = self.num_experts * weight * (shares * probabilities).sum(-1)  # [N]
+            z = weight * squared_lse[:, 0]
+            losses = torch.stack([balance.detach(), z.detach(), trained])
+            if self.options.balance_coef or self.options.z_coef:
+                hidden = _with_loss(hidden, self.options.balance_coef * balance.sum() + self.options.z_coef * z.sum())
+        counts = F.pad(counts, (0, 0, 0, 0, place.start, self._num_layers - place.stop))
         self._newest = counts * is_counted, replayed * is_counted, losses * is_counted
-        if not self.options.balance_coef and not self.options.z_coef:
-            return hidden
-        out = _WithLoss.apply(hidden, self.options.balance_coef * balance.sum() + self.options.z_coef * z.sum())
-        assert isinstance(out, Tensor)
-        return out
+        return hidden, sums
 
     def take(self) -> Tensor:
         """Return and forget the values of `RouterSums` for each document of the last pass, [N, L * E + 5] fp64.
@@ -158,6 +175,33 @@ class RouterLosses:
             raise RuntimeError("take_routes: no routes; call it once after each forward pass, within `recording`")
         ids, self._ids = self._ids, None
         return ids
+
+
+def _sums_of(routes: Sequence[LayerRoutes], layout: SequenceLayout) -> tuple[Tensor, Tensor, Tensor]:
+    """Of layers: counts [L, N, E]; probabilities and squared logsumexps [L, N, E + 1]; replayed choices [2, N]."""
+    routings = [layer.sums for layer in routes if layer.sums is not None]
+    assert len(routings) == len(routes), "routes of a pass in training"
+    counts = torch.stack([routing.counts for routing in routings])
+    terms = torch.stack(
+        [torch.cat([routing.probabilities, routing.squared_lse[:, None]], dim=1) for routing in routings]
+    )
+    # Every rank counts the replayed choices of its own tokens.
+    found = [layer.replayed for layer in routes if layer.replayed is not None]
+    replayed = torch.stack(found).sum(0).T if found else counts.new_zeros(2, counts.shape[1])
+    if isinstance(layout.rows, ShardedLayout):
+        # Sums over whole documents. Each rank computes the gradient for its own tokens; only the first counts them.
+        group = layout.rows.group_name
+        summed = _SumOverRanks.apply(terms, group)
+        assert isinstance(summed, Tensor)
+        counts, terms = all_reduce(counts, group), summed
+        replayed = all_reduce(replayed, group) if found else replayed
+    return counts, terms, replayed
+
+
+def _with_loss(hidden: Tensor, loss: Tensor) -> Tensor:
+    out = _WithLoss.apply(hidden, loss)
+    assert isinstance(out, Tensor)
+    return out
 
 
 class _SumOverRanks(torch.autograd.Function):

@@ -9,6 +9,7 @@ Shapes: T tokens, D model width, F feed-forward width, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import ClassVar, Protocol, Self
 
@@ -19,7 +20,7 @@ from torch.nn import functional as F
 from xorl.core.nn.kernels import LayerKernels
 from xorl.core.nn.lookup import look_up
 from xorl.core.nn.roles import Role
-from xorl.core.nn.share import Share
+from xorl.core.nn.share import ENDS, Share
 from xorl.core.nn.tensor import ALONE, TensorRanks
 from xorl.kernels.low_rank import adapted_linear
 
@@ -185,8 +186,14 @@ class Embedding(nn.Module):
         self.shares: Mapping[str, Share] = {} if share is None else {"weight": share}
         self.adapter = None
 
+    def share_between_ends(self) -> None:
+        """Declare that the first and the last stage of a pipeline have this weight, as it is also that of the head."""
+        num_rows = self.weight.shape[0]
+        share = self.shares.get("weight", Share(num_rows, ((0, num_rows),)))
+        self.shares = {"weight": replace(share, summed_over=(*share.summed_over, ENDS))}
+
     def forward(self, ids: Tensor) -> Tensor:
-        if not self.shares:
+        if len(self.held) == self.num_rows:
             return self._rows(ids, self.padding_idx)
         is_held = (ids >= self.held.start) & (ids < self.held.stop)
         padding = None

@@ -14,6 +14,9 @@ from torch import Tensor, nn
 
 from xorl.core.shards import Box, local, local_box
 
+# The axis of the first and the last stage of a pipeline.
+ENDS = "ends"
+
 
 @dataclass(frozen=True)
 class Share:

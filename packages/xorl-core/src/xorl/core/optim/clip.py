@@ -44,6 +44,7 @@ def gradient_scale(
     norm: Tensor | None = None,
     *,
     divided: Divided = UNDIVIDED,
+    stages: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return (norm, scale): the norm of the gradients divided by `divisor`, and the number to divide gradients by.
 
@@ -51,13 +52,13 @@ def gradient_scale(
     the scale also clips to `max_norm`; None or 0 disables clipping. If the norm of the undivided gradients is already
     known, pass it as `norm`. Both results are fp32 scalars on the gradients' device, the same on every rank. The
     gradients are not changed. Collective if parameters are sharded, also on a rank where none has a gradient; does not
-    synchronise with the host. For `divided` see `gradient_norms`.
+    synchronise with the host. For `divided` and `stages` see `gradient_norms`.
 
     Raises ValueError unless `parameters` is a list or tuple of tensors, for a number as divisor that is not above 0,
     and for a negative `max_norm`. With a tensor of 0, as in a step without trained tokens, the norm is not finite.
     """
-    _check_scale(parameters, divisor, max_norm)
-    [norm] = gradient_norms([parameters], divided) if norm is None else [norm]
+    _check_scale(parameters, divisor, max_norm, stages)
+    [norm] = gradient_norms([parameters], divided, stages) if norm is None else [norm]
     # This synchronises only if gradients are in host memory, where the host has already waited for them.
     scale = divisor.to(norm) if isinstance(divisor, Tensor) else torch.full_like(norm, divisor)
     norm = norm / scale
@@ -67,19 +68,22 @@ def gradient_scale(
 
 
 @torch.no_grad()
-def gradient_norms(sets: Sequence[Sequence[Tensor]], divided: Divided = UNDIVIDED) -> Tensor:
+def gradient_norms(
+    sets: Sequence[Sequence[Tensor]], divided: Divided = UNDIVIDED, stages: dist.ProcessGroup | None = None
+) -> Tensor:
     """The 2-norms of the gradients of several sets of parameters, in fp32: [number of sets].
 
     Every element counts once, wherever it is held; a parameter without a gradient counts 0. Collective if any parameter
     is sharded: one reduction for each way of sharding, on every rank in the same order, whatever has gradients.
 
     divided: for each parameter of which the ranks of further process groups hold some, who they are.
+    stages: the ranks that hold other parameters of the same sets; some of them may hold none.
 
-    Raises ValueError if a set is no list or tuple, or if no set has a parameter.
+    Raises ValueError if a set is no list or tuple, or if no set has a parameter, unless there are `stages`.
     """
     if not isinstance(sets, list | tuple) or not all(isinstance(one, list | tuple) for one in sets):
         raise ValueError("sets: must be a list of lists of tensors; pass [list(parameters)] for one set")
-    if not any(sets):
+    if not any(sets) and stages is None:
         raise ValueError("sets: there are no parameters in any set")
     by_groups: dict[tuple[dist.ProcessGroup, ...], list[list[Tensor]]] = {}
     # Query the mesh once per placement, not per parameter: there are few placements and many parameters.
@@ -99,14 +103,16 @@ def gradient_norms(sets: Sequence[Sequence[Tensor]], divided: Divided = UNDIVIDE
                 by_set[index] += (
                     [gradient] if rest.counted is None else [gradient[rows.start : rows.stop] for rows in rest.counted]
                 )
-    device = next(local(parameter).device for parameters in sets for parameter in parameters)
-    total = torch.zeros(len(sets), device=device)
+    devices = (local(parameter).device for parameters in sets for parameter in parameters)
+    total = torch.zeros(len(sets), device=next(devices, None))
     # Parameters are in the same order on every rank, so all ranks issue these reductions in the same order.
     for groups, by_set in by_groups.items():
         squares = torch.stack([square_sum(grads) if grads else total.new_zeros(()) for grads in by_set])
         for group in groups:
             dist.all_reduce(squares, group=group)
         total = total + squares
+    if stages is not None:
+        dist.all_reduce(total, group=stages)
     return total.sqrt()
 
 
@@ -124,13 +130,15 @@ def scale_and_clip_(parameters: Iterable[Tensor], divisor: Tensor | float, max_n
     return norm
 
 
-def _check_scale(parameters: object, divisor: Tensor | float, max_norm: float | None) -> None:
+def _check_scale(
+    parameters: object, divisor: Tensor | float, max_norm: float | None, stages: dist.ProcessGroup | None
+) -> None:
     """Raise ValueError for arguments that `gradient_scale` cannot use. Looks at one parameter: there may be many."""
     if not isinstance(parameters, list | tuple):
         raise ValueError(f"parameters: must be a list of tensors, got {type(parameters).__name__}; pass a list")
-    if not parameters:
+    if not parameters and stages is None:
         raise ValueError("parameters: there are none; an iterator, such as parameters(), can be used only once")
-    if not isinstance(parameters[0], Tensor):
+    if parameters and not isinstance(parameters[0], Tensor):
         raise ValueError(f"parameters: must be a list of tensors, got one of {type(parameters[0]).__name__}")
     if not isinstance(divisor, Tensor):
         check_number("divisor", divisor)

@@ -41,6 +41,7 @@ def build_optimizer(
     muon: MuonOptions | None = None,
     shares: Mapping[str, Share] = MappingProxyType({}),
     stacked: Stacked = MappingProxyType({}),
+    all_names: Sequence[str] | None = None,
 ) -> torch.optim.Optimizer:
     """Build an optimizer over the parameters that require gradients. Shard or replicate the model first.
 
@@ -58,6 +59,7 @@ def build_optimizer(
             `stacked` go by the rows of whole parameters.
         stacked: for parameters that stack several tensors: the names of these tensors, which `no_decay_modules` and
             `no_decay_params` select, and their numbers of rows in the whole parameter.
+        all_names: of a stage of a pipeline, the names of the tensors of all stages; the stage itself may train none.
 
     Raises ValueError for an unknown name, for an argument of the wrong type or out of range, for two parameters of the
     same name, for an entry of no_decay_* or a matrix of muon that matches no parameter, trained or frozen, if no
@@ -74,13 +76,14 @@ def build_optimizer(
     named = _named(named_parameters)
     if muon is not None:
         _check_matrices(muon, named)
-    require_no_decay_matches(tensor_names(named, stacked), no_decay_modules, no_decay_params)
+    names = tensor_names(named, stacked) if all_names is None else all_names
+    require_no_decay_matches(names, no_decay_modules, no_decay_params)
     trained = [(path, parameter) for path, parameter in named.items() if parameter.requires_grad]
-    if not trained:
+    if not trained and all_names is None:
         raise ValueError("no parameter requires a gradient: there is nothing to train")
     if any(parameter.is_meta for parameter in named.values()):
         raise ValueError("named_parameters: some are on the meta device; build the optimizer after `parallelize`")
-    free = undecayed(tensor_names(named, stacked), no_decay_modules, no_decay_params)
+    free = undecayed(names, no_decay_modules, no_decay_params)
     groups: dict[tuple[bool, float, tuple[RowDecay, ...]], dict[str, Any]] = {}
     for path, parameter in trained:
         rows = row_decays(stacked.get(path, [(path, 1)]), free, weight_decay)
@@ -99,6 +102,8 @@ def build_optimizer(
         if is_matrix and muon is not None:
             group.setdefault("matrices", []).append(tuple(muon.matrices[path]))
             group.setdefault("divided", []).append(tuple(muon.divided.get(path, [None])))
+    if not groups:
+        groups[False, weight_decay, ()] = {"params": [], "weight_decay": weight_decay, "lr_scale": 1.0}
     if name == "adamw":
         return AdamW(groups.values(), lr)
     if name == "anyprecision_adamw":

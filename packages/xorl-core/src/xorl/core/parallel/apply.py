@@ -10,6 +10,7 @@ from typing import Literal
 from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
@@ -117,12 +118,16 @@ class ParallelPolicy:
 
 @dataclass(frozen=True)
 class ParallelModel:
-    """A parallelized model: `module` owns the parameters under their own names; call `forward` to compute."""
+    """A parallelized model: `module` owns the parameters under their own names; call `forward` to compute.
+
+    reshards: whether gathered parameters are freed after forward passes.
+    """
 
     module: nn.Module
     forward: nn.Module
     mesh: Mesh
     fp8_weights: Fp8Weights | None = None
+    reshards: bool = True
 
     def train(self, mode: bool = True) -> None:
         """Set training or evaluation mode, like `nn.Module.train`."""
@@ -152,6 +157,8 @@ class ParallelModel:
         forward = self.forward
         if isinstance(forward, FSDPModule):
             forward.set_requires_all_reduce(is_last)
+            if self.mesh.pp.size > 1 and not self.reshards:
+                forward.set_reshard_after_backward(is_last)
         replicated = isinstance(forward, DistributedDataParallel)
         with forward.no_sync() if replicated and not is_last and not self._in_half_precision else nullcontext():
             yield
@@ -179,6 +186,15 @@ class ParallelModel:
     def shares(self) -> Shares:
         """The parameters of which the modules of other ranks hold the rest, which FSDP2 does not gather."""
         return Shares(self.module, self.mesh)
+
+    @cached_property
+    def trained_names(self) -> list[str]:
+        """The names of all trained parameters, also of those on other stages of a pipeline. Collective."""
+        names = [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
+        by_stage: list[list[str]] = [names] * self.mesh.pp.size
+        if self.mesh.pp.size > 1:
+            dist.all_gather_object(by_stage, names, group=self.mesh.pp.group)
+        return list(dict.fromkeys(name for own in reversed(by_stage) for name in own))
 
     @property
     def is_sharded(self) -> bool:
@@ -309,7 +325,7 @@ def parallelize(
     # DDP rejects models without trained parameters, which have no gradients to reduce anyway.
     is_replica = policy.data_parallel_mode == "ddp" and any(weight.requires_grad for weight in model.parameters())
     forward = replicate(model, mesh) if is_replica else model
-    return ParallelModel(model, forward, mesh, fp8_weights)
+    return ParallelModel(model, forward, mesh, fp8_weights, policy.reshard_after_forward)
 
 
 def _check_mesh(mesh: Mesh, policy: ParallelPolicy, device: torch.device, *, apart: bool) -> None:
@@ -318,8 +334,8 @@ def _check_mesh(mesh: Mesh, policy: ParallelPolicy, device: torch.device, *, apa
         raise ValueError(f"mesh: must be an xorl.core.mesh.Mesh, got {type(mesh).__name__}")
     if device.type != mesh.device_type:
         raise ValueError(f"device: is {device}, but the mesh is one of {mesh.device_type} devices")
-    if mesh.dims.pp > 1:
-        raise ValueError(f"mesh: has pp {mesh.dims.pp}, which is not supported; use other axes")
+    if mesh.dims.pp > 1 and policy.data_parallel_mode == "ddp":
+        raise ValueError("data_parallel_mode: ddp cannot train a stage of a pipeline; use fsdp2, with replicas")
     if policy.data_parallel_mode == "none" and mesh.loss.size > 1 and not apart:
         raise ValueError(
             f"data_parallel_mode: none is for one rank, and the {mesh.loss.size} ranks of this mesh would train apart; "

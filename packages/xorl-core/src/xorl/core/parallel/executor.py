@@ -1,22 +1,188 @@
-"""The order in which a rank computes the passes of its micro-batches."""
+"""The order in which the ranks of a pipeline compute the passes of micro-batches, and what they send each other.
+
+A rank has a stage, which has one or more chunks of layers. Each micro-batch passes all first chunks in the order of the
+stages, then all second ones; its backward pass goes the other way. A rank alone computes each backward pass right after
+its forward pass.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple, Protocol
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
+Schedule = Literal["1F1B", "GPipe", "Interleaved1F1B"]
 Tensors = tuple[Tensor, ...]
 
 
-class InOrder:
-    """Each backward pass right after its forward pass."""
+class Action(NamedTuple):
+    """A pass of one chunk for one micro-batch."""
 
-    def run(self, count: int, forward: Callable[[int], Tensors], backward: Callable[[int, Tensors], None]) -> None:
-        """Compute the passes of `count` micro-batches.
+    is_forward: bool
+    index: int
+    chunk: int
 
-        forward: index -> what the backward pass starts from, such as the loss. backward: index, what its forward pass
-            returned.
+
+class Passes(Protocol):
+    """The passes of a rank's chunks, for each micro-batch of a step."""
+
+    def received(self, index: int, chunk: int) -> Tensors:
+        """Empty tensors for what the chunk before sends; none for the first chunk."""
+        ...
+
+    def forward(self, index: int, chunk: int, received: Tensors) -> Tensors:
+        """What the next chunk receives; of the last chunk, the loss."""
+        ...
+
+    def backward(self, index: int, chunk: int, outputs: Tensors, gradients: Tensors | None) -> None:
+        """Compute gradients from those of the outputs; None: those of the loss."""
+        ...
+
+    def waited(self) -> None:
+        """Called once the values of another stage are there."""
+        ...
+
+
+def actions(schedule: Schedule, stage: int, num_stages: int, count: int, num_chunks: int = 1) -> list[Action]:
+    """The passes of a stage for `count` micro-batches, in order.
+
+    Neighbours send and receive in the same order, and a stage that waits always waits for one that does not wait for
+    it. With several chunks, as many micro-batches as there are stages go through one chunk before the next.
+    """
+    groups = [range(first, min(first + num_stages, count)) for first in range(0, count, num_stages)]
+    forward = [
+        Action(True, index, chunk) for group in groups for chunk in range(num_chunks) for index in group
+    ]
+    backward = [
+        Action(False, index, chunk) for group in groups for chunk in reversed(range(num_chunks)) for index in group
+    ]
+    after = num_stages - 1 - stage
+    ahead = after if num_chunks == 1 else 2 * after + (num_chunks - 1) * num_stages
+    ahead = len(forward) if schedule == "GPipe" else min(ahead, len(forward))
+    pairs = zip(forward[ahead:], backward, strict=False)
+    alternating = [action for pair in pairs for action in pair]
+    return [*forward[:ahead], *alternating, *backward[len(forward) - ahead :]]
+
+
+class Link:
+    """One direction between neighbouring stages. Sends do not wait; what is sent is kept until it has arrived.
+
+    Args:
+        group: the stages' ranks, the last stage first.
+        step: to the stage that receives, +1 or -1; after the last stage comes the first.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, step: int) -> None:
+        rank, size = group.rank(), group.size()
+        # Ranks count from the last stage.
+        self._group, self._source, self._target = group, (rank + step) % size, (rank - step) % size
+        self._sent: deque[tuple[dist.Work, Tensor]] = deque()
+
+    def send(self, values: Sequence[Tensor]) -> None:
+        """Send tensors, in order."""
+        while self._sent and self._sent[0][0].is_completed():
+            self._sent.popleft()
+        for value in values:
+            kept = value.detach().contiguous()
+            work = dist.isend(kept, group=self._group, group_dst=self._target)
+            assert work is not None, "this rank is in the group"
+            self._sent.append((work, kept))
+
+    def receive(self, into: Sequence[Tensor]) -> list[dist.Work]:
+        """Begin to receive tensors, in order; wait for the results before using them."""
+        found = [dist.irecv(tensor, group=self._group, group_src=self._source) for tensor in into]
+        return [work for work in found if work is not None]
+
+    def finish(self) -> None:
+        """Wait until all that was sent has arrived."""
+        while self._sent:
+            self._sent.popleft()[0].wait()
+
+
+class Executor:
+    """Runs the passes of one rank. `stage` is the rank's among `num_stages`, which `links` connect.
+
+    links: groups of the ranks of all stages, the last stage first: one for each direction. None: there is one stage.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule = "1F1B",
+        stage: int = 0,
+        num_stages: int = 1,
+        num_chunks: int = 1,
+        links: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None,
+    ) -> None:
+        self.schedule: Schedule = schedule
+        self.stage, self.num_stages, self.num_chunks = stage, num_stages, num_chunks
+        assert (links is None) == (num_stages == 1), "several stages need links"
+        self._links = None if links is None else (Link(links[0], 1), Link(links[1], -1))
+
+    def run(self, count: int, passes: Passes) -> None:
+        """Compute the forward and backward passes of `count` micro-batches. Collective among the stages."""
+        plan = actions(self.schedule, self.stage, self.num_stages, count, self.num_chunks)
+        alive: dict[tuple[int, int], tuple[Tensors, Tensors]] = {}
+        begun: dict[Action, tuple[Tensors, list[dist.Work]]] = {}
+
+        def begin(action: Action) -> None:
+            """Begin to receive what an action needs, if that is known yet."""
+            key = action.index, action.chunk
+            if action in begun or not (action.is_forward or key in alive):
+                return
+            if action.is_forward:
+                into = passes.received(*key)
+            else:
+                into = () if self._ends(action.chunk) else tuple(map(torch.empty_like, alive[key][1]))
+            begun[action] = into, self._receive(into, down=action.is_forward)
+
+        for action, following in zip(plan, [*plan[1:], None], strict=True):
+            begin(action)
+            if following is not None:
+                begin(following)  # so that it arrives meanwhile
+            received, works = begun.pop(action)
+            for work in works:
+                work.wait()
+            if works:
+                passes.waited()
+            _, index, chunk = action
+            if action.is_forward:
+                leaves = tuple(tensor.requires_grad_() for tensor in received)
+                outputs = passes.forward(index, chunk, leaves)
+                self._send(() if self._ends(chunk) else outputs, down=True)
+                alive[index, chunk] = leaves, outputs
+                continue
+            leaves, outputs = alive.pop((index, chunk))
+            passes.backward(index, chunk, outputs, received if works else None)
+            self._send([torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves], down=False)
+        self.finish()
+
+    def forward(self, received: Callable[[int], Tensors], forward: Callable[[int, Tensors], Tensors]) -> None:
+        """Compute the forward pass of one micro-batch. Collective among the stages, which need not wait for each other.
+
+        received, forward: of each chunk, as those of `Passes`.
         """
-        for index in range(count):
-            backward(index, forward(index))
+        for chunk in range(self.num_chunks):
+            into = received(chunk)
+            for work in self._receive(into, down=True):
+                work.wait()
+            outputs = forward(chunk, into)
+            self._send(() if self._ends(chunk) else outputs, down=True)
+
+    def finish(self) -> None:
+        """Wait until all that was sent has arrived."""
+        for link in self._links or ():
+            link.finish()
+
+    def _ends(self, chunk: int) -> bool:
+        return self.stage == self.num_stages - 1 and chunk == self.num_chunks - 1
+
+    def _receive(self, into: Sequence[Tensor], *, down: bool) -> list[dist.Work]:
+        return [] if self._links is None or not into else self._links[0 if down else 1].receive(into)
+
+    def _send(self, values: Sequence[Tensor], *, down: bool) -> None:
+        if self._links is not None and values:
+            self._links[0 if down else 1].send(values)

@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from xorl.core.mesh import Mesh
 from xorl.core.nn.moe import Experts
-from xorl.core.nn.share import Share, copied_rows, shares_of
+from xorl.core.nn.share import ENDS, Share, copied_rows, shares_of
 from xorl.core.nn.tensor import AXIS
-from xorl.core.optim.clip import Rest
+from xorl.core.optim.clip import ALL, Rest
 from xorl.core.shards import Box, local
 
 
@@ -58,6 +58,8 @@ class Shares(Mapping[str, Share]):
                 counted = tuple(rows for rows, _, index in copied_rows(parameter, share) if not index)
                 groups = tuple(self._mesh.axis(axis).group for axis in share.divided_over)
                 found[parameter] = Rest(groups, counted if share.copies else None)
+            if share is not None and ENDS in share.summed_over and self._mesh.axis(ENDS).rank:
+                found[parameter] = found.get(parameter, ALL)._replace(counted=())  # the other end counts it
         return found
 
     @torch.no_grad()
