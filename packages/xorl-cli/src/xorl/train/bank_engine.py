@@ -162,9 +162,7 @@ class BankEngine:
         """As `Engine.forward`."""
         self.model.train(False)
         with self._recovering():
-            return forward_through(
-                self._executor, self.model, mixed.batch, partial(self._call, mixed, loss_fn)
-            )
+            return forward_through(self._executor, self.model, mixed.batch, partial(self._call, mixed, loss_fn))
 
     def optim_step(
         self,

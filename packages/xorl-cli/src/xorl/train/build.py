@@ -37,7 +37,7 @@ from xorl.train.data import DataIdentity, Loader, StreamState, build_loader, bui
 from xorl.train.engine import Engine
 from xorl.train.evaluate import Evaluation
 from xorl.train.export.folder import AdapterExport, ModelExport
-from xorl.train.model import DTYPES, build_model, check_model, head_options_of, sketch_model, stage_of
+from xorl.train.model import DTYPES, build_model, check_model, head_options_of, stage_of
 from xorl.train.model_source import MODEL_PATH
 from xorl.train.observe.observer import Observer
 from xorl.train.observe.opening import log_opening
@@ -196,13 +196,9 @@ def build_engine(config: Config, architecture: Architecture, mesh: Mesh, device:
 def engine_over(model: ParallelModel, config: Config, architecture: Architecture, device: torch.device) -> Engine:
     """An engine that trains a parallelized model, with the optimizer of the configuration."""
     train = config.train
-    whole = model.module
+    whole = model.whole
     assert isinstance(whole, Decoder)
-    all_names = None
-    if model.mesh.dims.pp > 1:
-        # What is asked of the model holds for all stages.
-        whole = sketch_model(architecture, config.model, train, config.lora)
-        all_names = tensor_names(dict(whole.named_parameters()), _tensors_of(whole, architecture, config))
+    names = [name for name, _ in whole.named_parameters()]
     optimizer = build_optimizer(
         train.optimizer,
         model.module.named_parameters(),
@@ -215,7 +211,7 @@ def engine_over(model: ParallelModel, config: Config, architecture: Architecture
         muon=_muon_options(train, model) if train.optimizer == "muon" else None,
         shares=model.shares,
         stacked=_tensors_of(model.module, architecture, config),
-        all_names=all_names,
+        all_names=tensor_names(names, _tensors_of(whole, architecture, config)) if whole is not model.module else None,
     )
     return Engine(
         model,
@@ -250,7 +246,7 @@ def _checkpoints(startup: Startup, run: PreparedRun, engine: Engine, stream: Str
     recipes = architecture.recipes(merge_qkv=config.model.merge_qkv)
     files, fingerprint = None, None
     # The engine of a benchmark's peer has none of our adapters.
-    if adapters(engine.model.module):
+    if adapters(engine.model.whole):
         spec = adapter_spec(lora, architecture.spec)
         assert spec is not None, "a model only has adapters if the configuration enables them"
         base = config.model.model_path
@@ -282,7 +278,7 @@ def _checkpoints(startup: Startup, run: PreparedRun, engine: Engine, stream: Str
         startup.runtime,
         due=due,
         data=DataIdentity.of(plan),
-        model=describe_model(config.model, architecture, scheme_of(engine.model.module), fingerprint),
+        model=describe_model(config.model, architecture, scheme_of(engine.model.whole), fingerprint),
         options=recorded_options(config),
         export=export,
         adapters=files,

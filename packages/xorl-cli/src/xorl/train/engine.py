@@ -315,9 +315,12 @@ class ModelPasses:
             result = self._call(index, received, chunk)
         self._timer.mark("forward")
         routers = routers_of(self._model)
-        output = result if isinstance(result, LossOutput) else None
-        self._take(index, output, None if routers is None else routers.take())
-        return result if output is None else (output.sum,)
+        by_document = None if routers is None else routers.take()
+        if isinstance(result, LossOutput):
+            self._take(index, result, by_document)
+            return (result.sum,)
+        self._take(index, None, by_document)
+        return result
 
     def backward(self, index: int, chunk: int, outputs: Tensors, gradients: Tensors | None) -> None:
         """Compute gradients; none if the stages up to this one have nothing to train."""
@@ -330,7 +333,7 @@ class ModelPasses:
         ]
         with self._accumulation.micro_batch(), self._model.accumulation(is_last=self._is_last(index)):
             if pairs:
-                torch.autograd.backward(*zip(*pairs, strict=True))
+                torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
             self._timer.end_wait()
         self._timer.mark("backward")
 

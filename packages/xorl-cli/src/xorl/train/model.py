@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -152,7 +152,8 @@ def build_model(
         fill(module)
         module.to(device)
     policy, later = _policy(model, train), None if is_filled else fill
-    return parallelize(module, mesh, policy, device=device, fill=later, apart=apart)
+    parallel = parallelize(module, mesh, policy, device=device, fill=later, apart=apart)
+    return parallel if stage is None else replace(parallel, sketch=sketch_model(architecture, model, train, lora))
 
 
 def _kernels(

@@ -254,7 +254,7 @@ class Mesh:
     @property
     def is_reader(self) -> bool:
         """Whether this rank is the first of those that read the same batches."""
-        return self.rows.rank == 0
+        return self.rows.rank == 0 and self.pp.rank == 0
 
     def axis(self, name: str) -> Axis:
         """This process's place along an axis that shares of parameters name (`xorl.core.nn.share`).

@@ -79,7 +79,9 @@ class AdapterRows:
 
     def forward(self, rows: Sequence[Row], loss_fn: LossFn, on_output: OnOutput) -> None:
         for index, row in enumerate(rows):
-            on_output(index, self._engine.forward(MixedBatch.of(row), loss_fn))
+            output = self._engine.forward(MixedBatch.of(row), loss_fn)
+            if output is not None:
+                on_output(index, output)
 
 
 class AdapterModels:

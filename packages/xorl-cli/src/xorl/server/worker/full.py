@@ -64,7 +64,9 @@ class WholeRows:
     def forward(self, rows: Sequence[Row], loss_fn: LossFn, on_output: OnOutput) -> None:
         try:
             for index, ((_, batch),) in enumerate(rows):
-                on_output(index, self._engine.forward(batch, loss_fn))
+                output = self._engine.forward(batch, loss_fn)
+                if output is not None:
+                    on_output(index, output)
         except BaseException:
             self._engine.model.recover()
             raise

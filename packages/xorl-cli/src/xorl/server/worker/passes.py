@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -158,7 +159,7 @@ class Pass:
             self.abandon()
             raise
         self._routers = runner.base.module.routers if any(call.returns_routes for call in calls) else None
-        self._outputs = _Outputs(self._rows, mesh, self._routers)
+        self._outputs = _Outputs(self._rows, mesh, self._routers, self._layout.num_targets)
 
     @property
     def done(self) -> float:
@@ -244,6 +245,13 @@ class Pass:
 
     def _metrics(self) -> list[dict[str, float]]:
         """The metrics of each call, over all ranks."""
+        pp = self._runner.base.mesh.pp
+        found = [self._metrics_of_stage() if pp.rank == 0 else []]
+        if pp.size > 1:
+            dist.broadcast_object_list(found, group=pp.group, group_src=0)
+        return found[0]
+
+    def _metrics_of_stage(self) -> list[dict[str, float]]:
         base = self._runner.base
         by_model = [self._outputs.metrics(model_id, base.device) for model_id in self.model_ids]
         stacked = {name: torch.stack([metrics[name] for metrics in by_model]) for name in by_model[0]}
@@ -299,13 +307,15 @@ def _results(calls: Sequence[PassCall], metrics: Sequence[dict[str, float]], val
 class _Outputs:
     """Collects the loss outputs of this rank's rows on the device, without waiting for it.
 
-    If ranks share rows, the outputs are of this rank's parts of them. routers: of passes whose routes are recorded.
+    If ranks share rows, the outputs are of this rank's parts of them. In a pipeline, only the last stage has outputs.
+    routers: of passes whose routes are recorded. num_targets: of a token; 0 if each has one label.
     """
 
-    def __init__(self, rows: Sequence[Row], mesh: Mesh, routers: RouterLosses | None) -> None:
+    def __init__(self, rows: Sequence[Row], mesh: Mesh, routers: RouterLosses | None, num_targets: int) -> None:
         self._rows = rows
         self._mesh = mesh
         self._routers = routers
+        self._num_targets = num_targets
         self._routes: list[Tensor] = []
         self._logprobs: list[Tensor] = []
         self._losses: list[Tensor] = []
@@ -339,6 +349,8 @@ class _Outputs:
 
         Of whole rows without their padding, one after the other. Collective among ranks that share rows.
         """
+        if self._mesh.pp.rank:
+            return torch.zeros(0, 2 if is_flat else self._num_targets, device=self._mesh.device_type)
         logprobs = torch.cat(self._logprobs)
         return self._whole(torch.stack([logprobs, torch.cat(self._losses)], dim=1) if is_flat else logprobs)
 

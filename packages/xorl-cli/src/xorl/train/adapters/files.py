@@ -21,6 +21,7 @@ from xorl.core.models.recipes import Part
 from xorl.core.parallel import ParallelModel
 from xorl.lora import Adapter, AdapterSpec, adapters
 from xorl.lora.inject import base_parameters
+from xorl.lora.merge import magnitude
 from xorl.lora.peft import CONFIG_FILE, WEIGHTS_FILE, AdapterConfig, adapter_tensors, config_of
 from xorl.lora.peft.config import ExpertForm
 from xorl.lora.peft.forms import Reader, readers_of
@@ -59,21 +60,21 @@ class AdapterFiles:
 
         Raises ValueError, which begins with `form`, if that form of adapters on experts cannot express them.
         """
-        by_layer = adapters(model.module) if bank_adapters is None else bank_adapters
+        by_layer = adapters(model.whole) if bank_adapters is None else bank_adapters
         transposed = {
             recipe.source.removesuffix(".weight")
             for recipe in recipes.values()
             if isinstance(recipe, Part) and recipe.transposed
         }
         transposed &= by_layer.keys()
-        config = config_of(model.module, spec, base=base, transposed=transposed, found=by_layer, form=form)
+        config = config_of(model.whole, spec, base=base, transposed=transposed, found=by_layer, form=form)
         return cls(model, config, recipes, by_layer, others, base_fingerprint)
 
     @property
     def readers(self) -> tuple[Reader, ...]:
         """The programs that interpret the files correctly."""
         modules = [name for adapter in self.by_layer.values() for name in adapter.members]
-        base = self.model.module
+        base = self.model.whole
         return readers_of(self.config, modules, is_mixture=isinstance(base, Decoder) and base.config.has_experts)
 
     def write(self, folder: Path) -> dict[str, FileRecord]:
@@ -94,19 +95,25 @@ class AdapterFiles:
     def _groups(self) -> list[TensorGroup]:
         # Parameters that an evaluation left gathered are rounded to the compute dtype.
         self.model.drop_gathered()
-        names: dict[Tensor, str] = {parameter: name for name, parameter in self.model.module.named_parameters()}
+        shares, whole = self.model.shares, self.model.whole
+        names: dict[Tensor, str] = {parameter: name for name, parameter in whole.named_parameters()}
+        own, adapted = dict(self.model.module.named_parameters()), adapters(self.model.module)
+
+        def named(name: str) -> Tensor:
+            return shares.from_stage(name.rpartition(".")[0], lambda: shares.gather(name, own[name]))
 
         def gather(parameter: Tensor) -> Tensor:
-            return self.model.shares.gather(names.get(parameter, ""), parameter)
+            # Those of a bank are no parameters of the model.
+            return named(names[parameter]) if parameter in names else shares.gather("", parameter)
 
-        written = adapter_tensors(self.model.module, self.by_layer, gather, self.config.form)
+        def magnitude_of(adapter: Adapter) -> Tensor:
+            return shares.from_stage(adapter.path, lambda: magnitude(adapted.get(adapter.name, adapter)))
+
+        written = adapter_tensors(whole, self.by_layer, gather, self.config.form, magnitude_of)
         groups = [_group(tensors) for tensors in written]
-        base = trained_base_parameters(self.model.module)
+        base = trained_base_parameters(whole)
         if base:
-            whole = parameter_groups(
-                base, self.recipes, dtype=torch.float32, gather=lambda name: self.model.shares.gather(name, base[name])
-            )
-            groups += [_with_prefix(group) for group in whole]
+            groups += map(_with_prefix, parameter_groups(base, self.recipes, dtype=torch.float32, gather=named))
         return sorted(groups, key=lambda group: min(group.records))
 
 

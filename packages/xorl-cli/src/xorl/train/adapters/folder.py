@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import nn
 
 from xorl.ckpt import CheckpointError, CheckpointFailure, SafetensorsSource, WeightRecipe, load_weights, resolve_folder
 from xorl.ckpt.layout import is_complete, verify
+from xorl.core.models import Decoder
 from xorl.core.models.recipes import ExpertNames, WeightSource
+from xorl.lora import adapters
 from xorl.lora.inject import base_parameters
 from xorl.lora.peft import (
     CONFIG_FILE,
@@ -100,17 +102,21 @@ def read_adapter_config(option: str, folder: Path) -> AdapterConfig:
 def load_adapter(module: nn.Module, adapter: AdapterFolder, recipes: Mapping[str, WeightRecipe]) -> None:
     """Load the values of adapters into a model, whole or sharded, that has adapters of its spec. Collective.
 
-    The base must be loaded before: tensors of the base in the adapter's file replace its weights.
+    The base must be loaded before: tensors of the base in the adapter's file replace its weights. A stage of a pipeline
+    loads those of its own layers.
     """
     replaced = ReplacedTensors(adapter.layout, adapter.source)
     names = set(replaced.names())
     replaced_recipes = {name: recipe for name, recipe in recipes.items() if names.issuperset(recipe.sources)}
     if names:
         parameters = base_parameters(module)
-        load_weights(
-            {name: parameters[name] for name in replaced_recipes}, replaced_recipes, replaced, mode="all_ranks"
-        )
-    load_adapters(module, adapter.layout, adapter.source, base_loaded=True)
+        held = {name: parameters[name] for name in replaced_recipes if name in parameters}
+        load_weights(held, replaced_recipes, replaced, mode="all_ranks")
+    layout = adapter.layout
+    if isinstance(module, Decoder) and not module.stage.is_whole:
+        own = {name for each in adapters(module).values() for name in each.members}
+        layout = replace(layout, modules={name: one for name, one in layout.modules.items() if name in own})
+    load_adapters(module, layout, adapter.source, base_loaded=True)
 
 
 def check_shapes(adapter: AdapterFolder, base: str, shapes: Mapping[str, Sequence[int]], *, tied: bool) -> None:

@@ -122,6 +122,7 @@ def flops_of(config: DecoderConfig, module: Decoder) -> Callable[[Sequence[int]]
         if isinstance(layer, Linear) and any(weight.requires_grad for weight in layer.parameters(recurse=False))
     )
     if module.lm_head is None and module.head_weight.requires_grad:
+        assert module.model.embed_tokens is not None, "of the whole model"
         trained += _num_elements(module.model.embed_tokens)
     num_frozen = matmul_parameters(config) - trained
 

@@ -50,28 +50,35 @@ class ExportWeights:
     ) -> None:
         module = model.module
         self._shares = model.shares
-        parameters = base_parameters(module)
-        self.params: dict[str, Tensor] = {name: parameters[name] for name in recipes}
+        whole = base_parameters(model.whole)
+        self._own = base_parameters(module)
+        self.params: dict[str, Tensor] = {name: self._own.get(name, whole[name]) for name in recipes}
         self._dtype = dtype
         self._pairs: dict[str, list[LowRank]] = {}
         self._computed: dict[
             str, Linear | Embedding | ExpertLinear
         ] = {}  # layers whose exported weight is not a parameter
-        for adapter in (adapters(module) if merged_adapters is None else merged_adapters).values():
+        held = adapters(module)
+        for merged in (held if merged_adapters is None else merged_adapters).values():
+            adapter = held.get(merged.name, merged)  # in a pipeline, `merged` may be of a sketch
             name = f"{adapter.path}.weight"
             self._computed[name] = adapter.layer
             self._pairs.setdefault(name, []).append(adapter.pair)
         for path, layer in quantized_layers(module).items():
             assert isinstance(layer, (Linear, ExpertLinear))
             self._computed[f"{path}.weight"] = layer
+        for path, layer in quantized_layers(model.whole).items():
             self.params[f"{path}.weight"] = torch.empty(layer.whole_shape, device="meta")
 
     @torch.no_grad()
     def gather(self, name: str) -> Tensor:
-        """The full value of one weight, on every rank; collective if it is sharded."""
+        """The full value of one weight, on every rank; collective if it is sharded, and in a pipeline."""
+        return self._shares.from_stage(name.rpartition(".")[0], partial(self._gather, name))
+
+    def _gather(self, name: str) -> Tensor:
         layer = self._computed.get(name)
         if layer is None:
-            weight = self.params[name]
+            weight = self._own[name]
             rows = weight.to_local() if isinstance(weight, DTensor) else weight
             return self._shares.gather(name, _gather_like(weight, rows, self._dtype))
         rows = merged_rows(layer, self._pairs.get(name, ()))

@@ -85,10 +85,13 @@ class NonFiniteSteps:
 
     def _bad_bins(self, step: int, losses: Sequence[Tensor]) -> tuple[list[int], int]:
         """The bins of a step whose loss is not finite, over all ranks, and the number of all its bins. Collective."""
-        local_bins = self._loader.bins_of_micro_batches(step - 1)
+        # In a pipeline, only the last stage has losses.
+        local_bins = self._loader.bins_of_micro_batches(step - 1) if losses else []
         is_finite = [bool(torch.isfinite(loss)) for loss in losses]
         bad = [int(index) for bins, finite in zip(local_bins, is_finite, strict=True) if not finite for index in bins]
-        by_rank = [json.loads(text) for text in all_gather_text(json.dumps([bad, sum(map(len, local_bins))]))]
+        # Ranks that read the same bins count them once.
+        total = sum(map(len, local_bins)) if self._engine.model.mesh.is_reader else 0
+        by_rank = [json.loads(text) for text in all_gather_text(json.dumps([bad, total]))]
         return sorted({number for bins, _ in by_rank for number in bins}), sum(num for _, num in by_rank)
 
     def _bad_parameters(self, batches: Sequence[PackedBatch]) -> list[str]:
@@ -110,7 +113,7 @@ class NonFiniteSteps:
         return [name for name in self._names() if name in found]
 
     def _names(self) -> list[str]:
-        return [name for name, parameter in self._engine.model.module.named_parameters() if parameter.requires_grad]
+        return self._engine.model.trained_names
 
 
 def _describe_bins(numbers: Sequence[int], total: int) -> str:

@@ -71,11 +71,14 @@ class StepMarks:
     waits: Sequence[tuple[int, Moment, Moment]]
 
     def seconds(self, clock: Clock) -> dict[Phase, float]:
-        """Seconds by phase; waits for collectives count as comm. Returns the events to `clock`: call it once."""
-        spent: dict[Phase, float] = dict.fromkeys(PHASES, 0.0)
+        """Seconds by phase; waits for collectives count as comm. Returns the events to `clock`: call it once.
+
+        "pipeline" is only there if stages waited for each other.
+        """
+        spent: dict[Phase, float] = dict.fromkeys((phase for phase in PHASES if phase != "pipeline"), 0.0)
         for (_, earlier), (phase, later) in zip(self.ends, self.ends[1:], strict=False):
             if phase is not None:
-                spent[phase] += clock.seconds(earlier, later)
+                spent[phase] = spent.get(phase, 0.0) + clock.seconds(earlier, later)
         for interval, begin, end in self.waits:
             waited = clock.seconds(begin, end)
             phase = self.ends[interval][0] if interval < len(self.ends) else None

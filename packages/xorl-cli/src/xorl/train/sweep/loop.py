@@ -72,7 +72,7 @@ class MemberScorer:
     def device(self) -> torch.device:
         return self.engine.device
 
-    def forward(self, batch: PackedBatch, loss_fn: LossFn) -> LossOutput:
+    def forward(self, batch: PackedBatch, loss_fn: LossFn) -> LossOutput | None:
         """The loss of a micro-batch with this adapter; collective where parameters are sharded."""
         return self.engine.forward(MixedBatch.of([(self.name, batch)]), loss_fn)
 

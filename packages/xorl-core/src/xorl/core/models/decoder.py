@@ -117,8 +117,9 @@ class Decoder(nn.Module):
         if self.stage.begins(chunk):
             return ()
         hidden = (num_tokens, self.config.hidden_size)
-        has_sums = self.routers is not None and self.training
-        return (hidden, self.routers.shape_of_sums(num_documents)) if has_sums else (hidden,)
+        if self.routers is None or not self.training:
+            return (hidden,)
+        return hidden, self.routers.shape_of_sums(num_documents)
 
     def layer_matrices(self) -> dict[str, tuple[int, ...]]:
         """The layers' weight matrices by name, each with the rows of the logical matrices that it stacks."""

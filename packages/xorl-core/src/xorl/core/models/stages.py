@@ -67,6 +67,4 @@ def stages_of(config: DecoderConfig, num_stages: int, length: int, num_chunks: i
         ]
     stops = best[-1][1]
     parts = [range(start, stop) for start, stop in zip((0, *stops), stops, strict=False)]
-    return [
-        Stage(tuple(parts[index::num_stages]), index == 0, index == num_stages - 1) for index in range(num_stages)
-    ]
+    return [Stage(tuple(parts[index::num_stages]), index == 0, index == num_stages - 1) for index in range(num_stages)]

@@ -10,7 +10,6 @@ from typing import Literal
 from weakref import WeakSet
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
@@ -120,7 +119,8 @@ class ParallelPolicy:
 class ParallelModel:
     """A parallelized model: `module` owns the parameters under their own names; call `forward` to compute.
 
-    reshards: whether gathered parameters are freed after forward passes.
+    reshards: whether gathered parameters are freed after forward passes. sketch: if `module` is a stage of a pipeline,
+    the whole model, on the meta device.
     """
 
     module: nn.Module
@@ -128,6 +128,7 @@ class ParallelModel:
     mesh: Mesh
     fp8_weights: Fp8Weights | None = None
     reshards: bool = True
+    sketch: nn.Module | None = None
 
     def train(self, mode: bool = True) -> None:
         """Set training or evaluation mode, like `nn.Module.train`."""
@@ -187,14 +188,15 @@ class ParallelModel:
         """The parameters of which the modules of other ranks hold the rest, which FSDP2 does not gather."""
         return Shares(self.module, self.mesh)
 
-    @cached_property
+    @property
+    def whole(self) -> nn.Module:
+        """The whole model, for names and, on the meta device, shapes; `module` itself without a pipeline."""
+        return self.module if self.sketch is None else self.sketch
+
+    @property
     def trained_names(self) -> list[str]:
-        """The names of all trained parameters, also of those on other stages of a pipeline. Collective."""
-        names = [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
-        by_stage: list[list[str]] = [names] * self.mesh.pp.size
-        if self.mesh.pp.size > 1:
-            dist.all_gather_object(by_stage, names, group=self.mesh.pp.group)
-        return list(dict.fromkeys(name for own in reversed(by_stage) for name in own))
+        """The names of all trained parameters, also of those on other stages of a pipeline."""
+        return [name for name, parameter in self.whole.named_parameters() if parameter.requires_grad]
 
     @property
     def is_sharded(self) -> bool:

@@ -23,7 +23,7 @@ class Action(NamedTuple):
     """A pass of one chunk for one micro-batch."""
 
     is_forward: bool
-    index: int
+    micro_batch: int
     chunk: int
 
 
@@ -54,9 +54,7 @@ def actions(schedule: Schedule, stage: int, num_stages: int, count: int, num_chu
     it. With several chunks, as many micro-batches as there are stages go through one chunk before the next.
     """
     groups = [range(first, min(first + num_stages, count)) for first in range(0, count, num_stages)]
-    forward = [
-        Action(True, index, chunk) for group in groups for chunk in range(num_chunks) for index in group
-    ]
+    forward = [Action(True, index, chunk) for group in groups for chunk in range(num_chunks) for index in group]
     backward = [
         Action(False, index, chunk) for group in groups for chunk in reversed(range(num_chunks)) for index in group
     ]
@@ -130,7 +128,7 @@ class Executor:
 
         def begin(action: Action) -> None:
             """Begin to receive what an action needs, if that is known yet."""
-            key = action.index, action.chunk
+            key = action.micro_batch, action.chunk
             if action in begun or not (action.is_forward or key in alive):
                 return
             if action.is_forward:

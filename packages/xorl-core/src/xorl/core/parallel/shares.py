@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import cast
 
@@ -29,6 +29,7 @@ class Shares(Mapping[str, Share]):
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
         self._shares = shares_of(model)
         self._mesh = mesh
+        self._paths = [path for path, _ in model.named_modules()]
         if mesh.tp.size > 1:
             self._shares |= _summed_over_tp(model, self._shares)
         self._copied = sorted({number for share in self.values() for number, _ in share.copies if number > 1})
@@ -133,6 +134,30 @@ class Shares(Mapping[str, Share]):
             for box, part in zip(boxes, rows, strict=True):
                 box.cut(whole).copy_(part)
         return whole
+
+    @torch.no_grad()
+    def from_stage(self, path: str, make: Callable[[], Tensor]) -> Tensor:
+        """The result of `make()` on the stage of a pipeline that has the module `path`, on all stages. Collective."""
+        pp = self._mesh.pp
+        if pp.size == 1:
+            return make()
+        holder = self._holders[path]
+        value = make() if pp.rank == holder else None
+        described: list[tuple[torch.Size, torch.dtype] | None] = [None if value is None else (value.shape, value.dtype)]
+        dist.broadcast_object_list(described, group=pp.group, group_src=holder)
+        assert described[0] is not None, "the holder described it"
+        shape, dtype = described[0]
+        device = torch.device(self._mesh.device_type)
+        sent = torch.empty(shape, dtype=dtype, device=device) if value is None else value.to(device).contiguous()
+        dist.broadcast(sent, group=pp.group, group_src=holder)
+        return sent if value is None else value
+
+    @cached_property
+    def _holders(self) -> dict[str, int]:
+        """The index in the pipeline of the first rank that has each module, by its path. Collective."""
+        by_stage: list[list[str]] = [self._paths] * self._mesh.pp.size
+        dist.all_gather_object(by_stage, self._paths, group=self._mesh.pp.group)
+        return {path: rank for rank, paths in reversed(list(enumerate(by_stage))) for path in paths}
 
     @cached_property
     def _by_rank(self) -> dict[str, list[dict[str, Share]]]:

@@ -109,11 +109,13 @@ def adapter_tensors(
     found: Mapping[str, Adapter] | None = None,
     gather: Callable[[Tensor], Tensor] = full_tensor,
     form: ExpertForm | None = None,
+    magnitude_of: Callable[[Adapter], Tensor] = magnitude,
 ) -> list[FileTensors]:
     """The tensors of the adapters in `model`, or of `found` (from a bank), by their names in a file.
 
     Modules trained whole are not included; `save_adapter` writes them too. `gather` takes a parameter, maybe sharded,
-    and returns its whole value. `form` is that of adapters on experts, as for `config_of`.
+    and returns its whole value; `magnitude_of` takes an adapter and returns DoRA's magnitudes. `form` is that of
+    adapters on experts, as for `config_of`.
     """
     if form is not None:
         check_choice("form", form, ExpertForm)
@@ -132,7 +134,7 @@ def adapter_tensors(
             tensors.append(FileTensors({key: shape}, partial(_whole, key, parameter, gather)))
         if adapter.magnitude_offset is not None:
             shape = tuple(adapter.magnitude_offset.shape)
-            tensors.append(FileTensors({magnitudes: shape}, partial(_magnitude_of, magnitudes, adapter)))
+            tensors.append(FileTensors({magnitudes: shape}, partial(_named, magnitudes, magnitude_of, adapter)))
     return tensors + expert_tensors(chosen_form(form, sharing), experts)
 
 
@@ -160,8 +162,8 @@ def _expert_factors(adapter: Adapter, gather: Callable[[Tensor], Tensor]) -> Exp
     return ExpertFactors(pair.members, pair.rank, pair.alpha, pair.scale, factor("A"), factor("B"))
 
 
-def _magnitude_of(name: str, adapter: Adapter) -> dict[str, Tensor]:
-    return {name: magnitude(adapter)}
+def _named(name: str, magnitude_of: Callable[[Adapter], Tensor], adapter: Adapter) -> dict[str, Tensor]:
+    return {name: magnitude_of(adapter)}
 
 
 @torch.no_grad()
