@@ -47,6 +47,15 @@ MODELS: dict[str, dict[str, object]] = {
         pad_token_id=3,
     ),
     "mixtral": hf_config("mixtral"),
+    "gpt2, 4 layers": hf_config("gpt2", n_layer=4),
+    "llama, 4 layers": hf_config("llama", num_hidden_layers=4),
+    "qwen3_moe, 4 layers": hf_config(
+        "qwen3_moe",
+        num_hidden_layers=4,
+        mlp_only_layers=[0, 2],
+        output_router_logits=True,
+        router_aux_loss_coef=0.1,
+    ),
 }
 
 
@@ -94,6 +103,15 @@ RUNS: dict[str, Run] = {
     "qwen3_moe, shared adapters": Run("qwen3_moe", MUON, {**EXPERT_LORA, "moe_shared_lora": True}),
     "qwen3_moe, outer factors shared": Run("qwen3_moe", RECOMPUTE, {**EXPERT_LORA, "moe_hybrid_shared_lora": True}),
 }
+RUNS |= {
+    "pipeline: gpt2": Run("gpt2, 4 layers"),
+    "pipeline: llama": Run("llama, 4 layers", BY_OPERATION),
+    "pipeline: LoRA": Run("llama, 4 layers", lora=LORA),
+    # The stages before the last layer have nothing to train.
+    "pipeline: the last layer": Run("llama, 4 layers", lora={**LORA, "lora_target_modules": ["3.self_attn.q_proj"]}),
+    "pipeline: qwen3_moe": Run("qwen3_moe, 4 layers", {"router_z_loss_coef": 0.1}),
+}
+PIPELINE = tuple(name for name in RUNS if name.startswith("pipeline"))
 SHARED = ("qwen3_moe, shared adapters", "qwen3_moe, outer factors shared")
 CONTEXT = ("llama, LoRA", "qwen3", "qwen3_moe")
 ALL_CONTEXT = (
@@ -131,6 +149,16 @@ TENSOR_EXPERTS = (
 ALL_EXPERTS = tuple(
     name for name, run in RUNS.items() if run.model in ("qwen3_moe", "mixtral") and name not in ALL_CONTEXT[-1:]
 )
+STAGED = (
+    *PIPELINE,
+    "qwen3, LoRA",
+    "qwen3, Muon",
+    "qwen3, tied LoRA",
+    "qwen3, DoRA",
+    "qwen3, QLoRA",
+    "mixtral, Muon",
+    "qwen3_moe, adapted experts, recomputed",
+)
 
 
 @dataclass(frozen=True)
@@ -150,6 +178,8 @@ ULYSSES = {"ulysses_parallel_size": 2}
 RING = {"ringattn_parallel_size": 2}
 EP = {"expert_parallel_size": 2}
 TP = {"tensor_parallel_size": 2}
+PP = {"pipeline_parallel_size": 2}
+GPIPE, INTERLEAVED = ({"pipeline_parallel_schedule": schedule} for schedule in ("GPipe", "Interleaved1F1B"))
 DDP = {"data_parallel_mode": "ddp"}
 HSDP = {"data_parallel_replicate_size": 2}
 ONE_PROCESS: Options = {"data_parallel_mode": "none"}
@@ -167,6 +197,20 @@ LAYOUTS: dict[str, Layout] = {
     "tp 2": _layout(2, TENSOR, **{**TP, **ONE_PROCESS}),
     "tp 2, fsdp": _layout(2, TENSOR_EXPERTS, **TP),
     "tp 2, ep 2": _layout(2, ("qwen3_moe", "qwen3_moe, operation and moe_act"), **TP, **EP),
+    "pp 2": _layout(2, STAGED, **PP),
+    "pp 2, none": _layout(2, ("pipeline: gpt2", "pipeline: LoRA"), **{**PP, **ONE_PROCESS}),
+    "pp 2, GPipe": _layout(2, ("pipeline: gpt2", "pipeline: qwen3_moe"), **PP, **GPIPE),
+    "pp 2, interleaved": _layout(2, PIPELINE, **PP, **INTERLEAVED),
+    "pp 2, gathering for each pass": _layout(2, ("pipeline: llama",), **PP, reshard_after_forward=True),
+    "pp 4": _layout(4, PIPELINE, pipeline_parallel_size=4),
+    "pp 2, fsdp 2": _layout(4, ("pipeline: gpt2", "qwen3, tied LoRA", "qwen3, Muon"), **PP),
+    "pp 2, hsdp 2": _layout(4, ("pipeline: gpt2", "pipeline: qwen3_moe"), **PP, **HSDP),
+    "pp 2, ulysses 2": _layout(4, ("pipeline: gpt2", "pipeline: LoRA"), **PP, **ULYSSES),
+    "pp 2, ulysses 2, ep 2": _layout(4, ("pipeline: qwen3_moe",), **PP, **ULYSSES, **EP),
+    "pp 2, ring 2": _layout(4, ("pipeline: llama", "pipeline: qwen3_moe"), **PP, **RING),
+    "pp 2, ep 2": _layout(4, ("pipeline: qwen3_moe", "mixtral, Muon"), **PP, **EP),
+    "pp 2, tp 2": _layout(4, ("pipeline: gpt2", "qwen3, tied LoRA", "pipeline: qwen3_moe"), **PP, **TP),
+    "pp 2, tp 2, interleaved": _layout(4, ("pipeline: gpt2",), **{**PP, **TP, **INTERLEAVED, **ONE_PROCESS}),
     "tp 4": _layout(4, ("gpt2", "qwen3", "qwen3, LoRA", "qwen3, Muon"), **{**ONE_PROCESS, "tensor_parallel_size": 4}),
     "tp 2, fsdp 2": _layout(
         4,
@@ -257,6 +301,9 @@ def run_in_layout(folder: Path, run: Run, train: Options, *, num_steps: int = NU
         return steps(one_process(config))
     dims = mesh_for(config).dims
     with pytest.MonkeyPatch.context() as patch:
+        if dims.pp > 1:
+            # More than stages, so that they are in flight at the same time.
+            patch.setattr(verify, "NUM_MICRO_BATCHES", 4)
         if dims.ring == dims.world_size == 2:
             patch.setattr(ring, "MIN_PART_ELEMENTS", 1)
         return steps(config, num_steps=num_steps)

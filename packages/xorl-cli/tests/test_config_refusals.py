@@ -15,7 +15,6 @@ from xorl.config.unsupported import UNSUPPORTED, UnsupportedValues, unsupported_
 # A refused value of each option whose row says "anything but the default", where it cannot be guessed from the type.
 EXAMPLES: dict[str, object] = {
     "model.encoders": {"image": {"model_path": "a"}},
-    "train.pipeline_parallel_schedule": "GPipe",
 }
 # What else is needed so that a value is wrong for no other reason.
 COMPANIONS: dict[str, dict[str, Any]] = {
@@ -118,9 +117,9 @@ def test_what_is_built_is_accepted(path: str, values: list[str]) -> None:
 
 def test_a_refusal_says_what_works_instead() -> None:
     # Would catch a bare "not supported".
-    message = problems_with("train.pp_variable_seq_lengths", False)[0][1]
-    assert message.startswith("false is not supported yet: ")
-    assert "leave it at true" in message
+    message = problems_with("train.init_device", "npu")[0][1]
+    assert message.startswith("npu is not supported: ")
+    assert "use auto" in message
     assert "is not supported: the datasets library" in problems_with(f"{ENTRIES}.trust_remote_code", True)[0][1]
 
 

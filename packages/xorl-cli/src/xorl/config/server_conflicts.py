@@ -33,10 +33,9 @@ SERVER_UNSUPPORTED: tuple[UnsupportedValues, ...] = (
         "foundation",
         "clients and inference engines read the model's own config.json",
         "edit a copy of config.json and set config_path to its folder",
-        for_good=True,
     ),
-    UnsupportedValues("merge_lora_interval", SHARED_BASE, "leave it at 0", for_good=True),
-    UnsupportedValues("reset_optimizer_on_merge", SHARED_BASE, "leave it at false", for_good=True),
+    UnsupportedValues("merge_lora_interval", SHARED_BASE, "leave it at 0"),
+    UnsupportedValues("reset_optimizer_on_merge", SHARED_BASE, "leave it at false"),
 )
 
 

@@ -19,7 +19,7 @@ class UnsupportedValues:
 
     `option` is a path, `data.datasets[].x` for every dataset entry, or a pattern with `*`. `values` lists the
     unsupported ones; empty means all but the default. For open sets of values, `matches` decides instead of `values`,
-    and `shown` describes them. `for_good` marks features that are not planned.
+    and `shown` describes them.
     """
 
     option: str
@@ -28,7 +28,6 @@ class UnsupportedValues:
     values: tuple[object, ...] = ()
     matches: Callable[[object], bool] | None = None
     shown: str = ""
-    for_good: bool = False
 
     def rejects(self, value: object, default: object) -> bool:
         """Whether a value is unsupported, for an option with this default."""
@@ -38,31 +37,26 @@ class UnsupportedValues:
 
     def message(self, value: object) -> str:
         """The error message."""
-        state = "is not supported" if self.for_good else "is not supported yet"
-        return f"{yaml_text(value)} {state}: {self.reason}\n{self.instead}"
+        return f"{yaml_text(value)} is not supported: {self.reason}\n{self.instead}"
 
     def summary(self) -> str:
         """The sentence in the option's documentation."""
         values = self.shown or ", ".join(map(yaml_text, self.values)) or "anything but the default"
-        return f"{'Not supported' if self.for_good else 'Not supported yet'}: {values} ({self.reason})"
+        return f"Not supported: {values} ({self.reason})"
 
 
 UNSUPPORTED: tuple[UnsupportedValues, ...] = (
-    UnsupportedValues(
-        "model.encoders", "models of other modalities are not implemented", "leave it at {}", for_good=True
-    ),
+    UnsupportedValues("model.encoders", "models of other modalities are not implemented", "leave it at {}"),
     UnsupportedValues(
         f"{ENTRIES}.trust_remote_code",
         "the datasets library no longer runs loading scripts",
         "use a dataset of plain files (parquet, json, csv) and leave it at false",
-        for_good=True,
     ),
     UnsupportedValues(
         "train.init_device",
         "xorl only runs on CUDA GPUs and on CPUs",
         "use auto",
         values=("npu",),
-        for_good=True,
     ),
 )
 

@@ -18,8 +18,9 @@ from xorl.core.models import Decoder
 from xorl.core.models.router_losses import RouterLosses, RouterSums
 from xorl.core.optim import Fp32Accumulation, gradient_norms, gradient_scale
 from xorl.core.parallel import ParallelModel
-from xorl.core.parallel.executor import Executor, Schedule, Tensors
+from xorl.core.parallel.executor import Executor, Tensors
 from xorl.core.parallel.exposed import record_waits
+from xorl.core.parallel.schedule import Schedule
 from xorl.data import PackedBatch
 from xorl.kernels.layout import SequenceLayout
 from xorl.kernels.vocabulary import Vocabulary

@@ -89,12 +89,10 @@ class KeptDtypes:
         return cls(torch.float32 if lora.enable_lora else dtype, dtype)
 
 
-def stage_of(config: Config, architecture: Architecture, mesh: Mesh) -> Stage | None:
-    """What this rank of a pipeline has of the model; None without a pipeline."""
-    if mesh.dims.pp == 1:
-        return None
-    length = config.data.sample_packing_sequence_len
-    return stages_of(architecture.config, mesh.dims.pp, length, chunks_of(config.train))[mesh.stage]
+def pipeline_stages(config: Config, architecture: Architecture) -> list[Stage]:
+    """The stages of the pipeline."""
+    train, length = config.train, config.data.sample_packing_sequence_len
+    return stages_of(architecture.config, train.pipeline_parallel_size, length, chunks_of(train))
 
 
 def head_options_of(model: ModelConfig, train: TrainConfig) -> dict[str, bool]:

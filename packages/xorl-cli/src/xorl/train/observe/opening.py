@@ -8,14 +8,16 @@ from collections.abc import Iterable, Mapping
 
 from xorl.config import Config
 from xorl.config.local import TrainConfig
+from xorl.core.models.flops import forward_costs
 from xorl.core.parallel.fsdp import sharding_units
+from xorl.core.parallel.schedule import idle_share
 from xorl.data import DataPlan
 from xorl.data.receipt import Receipt
 from xorl.data.stream import Stream
 from xorl.lora import adapters
 from xorl.lora.quantized import num_parameters
 from xorl.train.data import Plan, RunData
-from xorl.train.model import attention_name, dispatch_name, sketch_model
+from xorl.train.model import attention_name, dispatch_name, pipeline_stages, sketch_model
 from xorl.train.startup import PreparedRun, Startup
 
 logger = logging.getLogger(__name__)
@@ -29,6 +31,9 @@ _CHANGED = {
     "skipped": "skipped",
 }
 
+# For each stage of a pipeline: with so many, stages wait little for each other.
+MANY_MICRO_BATCHES = 8
+
 
 def log_opening(startup: Startup, start_step: int) -> None:
     """Log the first lines of a run, or of a sweep: what differs between its members has a line for each kind."""
@@ -40,6 +45,8 @@ def log_opening(startup: Startup, start_step: int) -> None:
     lines += _by_member("Steps", {name: _steps(run) + _ranks(startup) for name, run in runs.items()})
     lines += _by_member("Optimizer", {name: _optimizer(run.config) for name, run in runs.items()})
     lines.append(f"Computation: {_computation(startup)}.")
+    if startup.mesh.dims.pp > 1:
+        lines.append(f"Pipeline: {_pipeline(startup)}.")
     if startup.resumed is not None:
         lines.append(f"Resumed from {startup.resumed.path}, after step {start_step:,} of {startup.num_steps:,}.")
     lines.append(f"Output: {startup.output_dir}, with {_saves(config)}.")
@@ -166,6 +173,34 @@ def _computation(startup: Startup) -> str:
         name = dispatch_name(startup.architecture.config, config.model, train.expert_parallel_size)
         line += f", tokens sent to experts by {name}"
     return f"{line}, compiled" if train.enable_compile else line
+
+
+def _pipeline(startup: Startup) -> str:
+    """The layers of the stages, and how long these wait for each other."""
+    config, train = startup.architecture.config, startup.config.train
+    length = startup.config.data.sample_packing_sequence_len
+    stages = pipeline_stages(startup.config, startup.architecture)
+    layers, head = forward_costs(config, length)
+    costs = [
+        [sum(layers[index] for index in part) + head * stage.ends(number) for number, part in enumerate(stage.chunks)]
+        for stage in stages
+    ]
+    recomputes = train.enable_gradient_checkpointing and train.recompute_policy == "module"
+
+    def waiting(count: int) -> str:
+        schedule = train.pipeline_parallel_schedule
+        return f"{idle_share(schedule, costs, count, backward=3.0 if recomputes else 2.0):.0%}"
+
+    shown = "; ".join(
+        ", ".join(f"{part.start}-{part[-1]}" if len(part) > 1 else f"{part.start}" for part in stage.chunks)
+        for stage in stages
+    )
+    count = train.gradient_accumulation_steps
+    line = f"layers {shown} in {len(stages)} stages, which wait for each other for {waiting(count)} of a step's passes"
+    if count < MANY_MICRO_BATCHES * len(stages):
+        more = MANY_MICRO_BATCHES * len(stages)
+        line += f" ({waiting(more)} with train.gradient_accumulation_steps: {more})"
+    return line
 
 
 def _recomputed(train: TrainConfig) -> str:

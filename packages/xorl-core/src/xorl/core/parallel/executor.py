@@ -1,30 +1,18 @@
-"""The order in which the ranks of a pipeline compute the passes of micro-batches, and what they send each other.
-
-A rank has a stage, which has one or more chunks of layers. Each micro-batch passes all first chunks in the order of the
-stages, then all second ones; its backward pass goes the other way. A rank alone computes each backward pass right after
-its forward pass.
-"""
+"""`Executor`: runs the passes of micro-batches on a rank, and exchanges activations and gradients between stages."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Schedule = Literal["1F1B", "GPipe", "Interleaved1F1B"]
+from xorl.core.parallel.schedule import Action, Schedule, actions
+
 Tensors = tuple[Tensor, ...]
-
-
-class Action(NamedTuple):
-    """A pass of one chunk for one micro-batch."""
-
-    is_forward: bool
-    micro_batch: int
-    chunk: int
 
 
 class Passes(Protocol):
@@ -45,25 +33,6 @@ class Passes(Protocol):
     def waited(self) -> None:
         """Called once the values of another stage are there."""
         ...
-
-
-def actions(schedule: Schedule, stage: int, num_stages: int, count: int, num_chunks: int = 1) -> list[Action]:
-    """The passes of a stage for `count` micro-batches, in order.
-
-    Neighbours send and receive in the same order, and a stage that waits always waits for one that does not wait for
-    it. With several chunks, as many micro-batches as there are stages go through one chunk before the next.
-    """
-    groups = [range(first, min(first + num_stages, count)) for first in range(0, count, num_stages)]
-    forward = [Action(True, index, chunk) for group in groups for chunk in range(num_chunks) for index in group]
-    backward = [
-        Action(False, index, chunk) for group in groups for chunk in reversed(range(num_chunks)) for index in group
-    ]
-    after = num_stages - 1 - stage
-    ahead = after if num_chunks == 1 else 2 * after + (num_chunks - 1) * num_stages
-    ahead = len(forward) if schedule == "GPipe" else min(ahead, len(forward))
-    pairs = zip(forward[ahead:], backward, strict=False)
-    alternating = [action for pair in pairs for action in pair]
-    return [*forward[:ahead], *alternating, *backward[len(forward) - ahead :]]
 
 
 class Link:
