@@ -54,6 +54,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
     "ring 2": (2, {"ringattn_parallel_size": 2}),
     "ring 2, ulysses 2": (4, {"ringattn_parallel_size": 2, **ULYSSES}),
     "tp 2": (2, {"tensor_parallel_size": 2}),
+    "pp 2": (2, {"pipeline_parallel_size": 2}),
+    "pp 2, dp 2": (4, {"pipeline_parallel_size": 2, "data_parallel_shard_size": 2}),
 }
 # The models of clients by kind; those of adapters share passes.
 TENANTS: dict[str, dict[str, LoraSpec | None]] = {
@@ -87,7 +89,7 @@ WITH_ALL = ("dp 2, ulysses 2", "ring 2, ulysses 2")
 TABLE = [
     (layout, kind, ALL if layout in WITH_ALL else FEW)
     for layout in LAYOUTS
-    for kind in (TENANTS if layout in WITH_ALL else ("full",) if layout == "tp 2" else ("full", "lora"))
+    for kind in (TENANTS if layout in WITH_ALL else ("full",) if layout[:2] in ("tp", "pp") else ("full", "lora"))
 ]
 
 

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
 from tiny_models import hf_config
 from xorl.config import ServerConfig, server_config_from_mapping
 from xorl.core import runtime
+from xorl.core.mesh import Mesh
 from xorl.server.datum import Array, Datum
 from xorl.server.messages import Operation, Result, Work
 from xorl.server.operations import CreateModel, Failure, ForwardBackward, LoraSpec, OptimStep
@@ -90,12 +92,13 @@ def shards(num_ranks: int) -> dict[str, object]:
 
 
 def gradients(worker: Worker, model_id: str) -> dict[str, Tensor]:
-    """What waits for a step on this rank, copied."""
+    """What waits for a step on this rank, copied; of a pipeline, on all stages."""
     if isinstance(worker.models, AdapterModels):
         return {name: grad.clone() for name, grad in worker.models.bank.gradients(model_id).items()}
     assert isinstance(worker.models, WholeModel)
     named, gather = worker.base.module.named_parameters(), worker.base.model.shares.gather_gradient
-    return {name: gather(name, p).clone() for name, p in named if p.grad is not None}
+    own = {name: gather(name, p).clone() for name, p in named if p.grad is not None}
+    return of_all_stages(own, worker.base.mesh)
 
 
 def trained_values(worker: Worker, model_id: str) -> dict[str, Tensor]:
@@ -105,7 +108,16 @@ def trained_values(worker: Worker, model_id: str) -> dict[str, Tensor]:
         return {name: snapshot.tensors()[name] for name, _ in snapshot.names}
     worker.base.model.drop_gathered()
     gather = worker.base.model.shares.gather
-    return {name: gather(name, value).clone() for name, value in worker.base.module.named_parameters()}
+    own = {name: gather(name, value).clone() for name, value in worker.base.module.named_parameters()}
+    return of_all_stages(own, worker.base.mesh)
+
+
+def of_all_stages(own: dict[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
+    """The tensors of all stages of a pipeline, by name; collective."""
+    by_stage = [own] * mesh.pp.size
+    if mesh.pp.size > 1:
+        dist.all_gather_object(by_stage, own, group=mesh.pp.group)
+    return {name: tensor for one in by_stage for name, tensor in one.items()}
 
 
 def datum(length: int, seed: int = 0, num_targets: int = 0, **fields: object) -> Datum:

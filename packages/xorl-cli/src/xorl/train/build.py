@@ -37,7 +37,7 @@ from xorl.train.data import DataIdentity, Loader, StreamState, build_loader, bui
 from xorl.train.engine import Engine
 from xorl.train.evaluate import Evaluation
 from xorl.train.export.folder import AdapterExport, ModelExport
-from xorl.train.model import DTYPES, build_model, check_model, head_options_of, pipeline_stages
+from xorl.train.model import DTYPES, build_model, check_model, head_options_of, stage_of
 from xorl.train.model_source import MODEL_PATH
 from xorl.train.observe.observer import Observer
 from xorl.train.observe.opening import log_opening
@@ -188,7 +188,7 @@ def _loader(startup: Startup, run: PreparedRun) -> tuple[Loader, StreamState | N
 
 def build_engine(config: Config, architecture: Architecture, mesh: Mesh, device: torch.device) -> Engine:
     """xorl's own engine: the model on its devices, and its optimizer. Collective."""
-    stage = pipeline_stages(config, architecture)[mesh.stage] if mesh.dims.pp > 1 else None
+    stage = stage_of(config, architecture, mesh)
     model = build_model(architecture, config.model, config.train, config.lora, mesh, device, stage=stage)
     return engine_over(model, config, architecture, device)
 

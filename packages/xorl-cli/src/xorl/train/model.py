@@ -89,6 +89,11 @@ class KeptDtypes:
         return cls(torch.float32 if lora.enable_lora else dtype, dtype)
 
 
+def stage_of(config: Config, architecture: Architecture, mesh: Mesh) -> Stage | None:
+    """What this rank of a pipeline has of the model; None without a pipeline."""
+    return pipeline_stages(config, architecture)[mesh.stage] if mesh.dims.pp > 1 else None
+
+
 def pipeline_stages(config: Config, architecture: Architecture) -> list[Stage]:
     """The stages of the pipeline."""
     train, length = config.train, config.data.sample_packing_sequence_len
@@ -151,7 +156,9 @@ def build_model(
         module.to(device)
     policy, later = _policy(model, train), None if is_filled else fill
     parallel = parallelize(module, mesh, policy, device=device, fill=later, apart=apart)
-    return parallel if stage is None else replace(parallel, sketch=sketch_model(architecture, model, train, lora))
+    if stage is None:
+        return parallel
+    return replace(parallel, sketch=_sketch(architecture, model, train, lora, LayerKernels()))
 
 
 def _kernels(
@@ -298,6 +305,12 @@ def sketch_model(
     kernels = LayerKernels()
     if divided:
         kernels = LayerKernels(dispatcher=AllGather(RankGroup(0, train.expert_parallel_size, ALONE), apart=True))
+    return _sketch(architecture, model, train, lora, kernels)
+
+
+def _sketch(
+    architecture: Architecture, model: ModelConfig, train: TrainConfig, lora: LoraConfig, kernels: LayerKernels
+) -> Decoder:
     with torch.device("meta"):
         module = architecture.spec.build(architecture.config, merge_qkv=model.merge_qkv, kernels=kernels)
     _adapt_(module, architecture, model, train, lora)

@@ -23,7 +23,7 @@ from xorl.server.addresses import SERVICE_FOLDER
 from xorl.train.architecture import Architecture
 from xorl.train.base_weights import base_fingerprint
 from xorl.train.checkpoint_model import describe_model, open_start
-from xorl.train.model import build_model, fill_base
+from xorl.train.model import build_model, fill_base, stage_of
 from xorl.train.model_source import MODEL_PATH, read_architecture
 from xorl.train.parallel_sizes import check_experts, check_shared_matrices
 from xorl.train.quantization import read_options, scheme_of
@@ -128,7 +128,8 @@ def _build(config: ServerConfig, runtime: Runtime, position: Position) -> Base:
         lora = lora.model_copy(update={"sweep": [SweepMemberConfig(name="adapter")]})
     choices = ChoicesFile(Path(config.output_dir) / SERVICE_FOLDER / "fsdp_collectives.json")
     choices.keep()
-    model = build_model(architecture, local.model, local.train, lora, mesh, runtime.device, fill)
+    stage = stage_of(local, architecture, mesh)
+    model = build_model(architecture, local.model, local.train, lora, mesh, runtime.device, fill, stage=stage)
     choices.write()
     module = model.module
     assert isinstance(module, Decoder)

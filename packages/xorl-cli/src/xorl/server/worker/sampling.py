@@ -128,11 +128,13 @@ class WorkerSampler:
 
     def request(self, operation: Sample, operation_id: str, source: str | None) -> GenerationRequest:
         """The sampler's request for an operation. Raises ValueError if the sampler cannot run it."""
-        if self._base.mesh.tp.size > 1:
-            raise ValueError(
-                "the embedded sampler does not run while tensor_parallel_size is above 1: sample with an inference "
-                "endpoint (inference_endpoints)"
-            )
+        sizes = {"tensor_parallel_size": self._base.mesh.dims.tp, "pipeline_parallel_size": self._base.mesh.dims.pp}
+        for option, size in sizes.items():
+            if size > 1:
+                raise ValueError(
+                    f"the embedded sampler does not run while {option} is above 1: sample with an inference endpoint "
+                    "(inference_endpoints)"
+                )
         prompt = tuple(operation.prompt.numpy().tolist())
         limit = self._sampler.limit
         # The last token of a sample is not computed and needs no room in the cache.

@@ -63,7 +63,7 @@ from xorl.server.operations import (
 )
 from xorl.server.worker.adapters import AdapterModels
 from xorl.server.worker.base import Base
-from xorl.server.worker.calls import PassCall, read_call
+from xorl.server.worker.calls import RETURN_ROUTES, PassCall, read_call
 from xorl.server.worker.full import WholeModel
 from xorl.server.worker.interrupts import NO_INTERRUPTS, Interrupts
 from xorl.server.worker.models import Models, UnknownName
@@ -256,6 +256,11 @@ class Worker:
         vocab_size = self.base.architecture.config.vocab_size
         bin_len = config.sample_packing_sequence_len
         call = read_call(operation, bin_len=bin_len, vocab_size=vocab_size, routed=self._routed)
+        if call.returns_routes and self.base.mesh.dims.pp > 1:
+            raise ValueError(
+                f"{RETURN_ROUTES}: each stage of a pipeline has the routes of its own layers only: leave it out, or "
+                "start the service with pipeline_parallel_size: 1"
+            )
         most = self.base.architecture.config.max_position_embeddings
         longest = max(len(example.tokens) for example in call.examples)
         if longest > most and self.base.architecture.config.rope is None:
