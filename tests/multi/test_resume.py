@@ -32,7 +32,7 @@ KILLED_AT = 4
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("resume")
     write_rows(folder / "train.jsonl", 300)
-    write_config(folder / "model", hf_config(tie_word_embeddings=True, initializer_range=0.02))
+    write_config(folder / "model", hf_config(tie_word_embeddings=True, num_hidden_layers=4, initializer_range=0.02))
     experts = {"mlp_only_layers": [0], "moe_intermediate_size": 32}
     write_config(folder / "experts", hf_config("qwen3_moe", **experts, initializer_range=0.02))
     return folder
@@ -108,6 +108,8 @@ MUON = ["--train.optimizer", "muon"]
 EXACT_MUON = [*MUON, "--train.optimizer_dtype", "fp32"]
 EP = ["--train.expert_parallel_size", "2"]
 TP = ["--train.tensor_parallel_size", "2"]
+PP = ["--train.pipeline_parallel_size", "2"]
+ALONE = ["--train.data_parallel_mode", "none"]
 EXPERT_QLORA = [*QLORA, *EXPERTS, "--lora.lora_target_modules", '["q_proj","up_proj","down_proj"]']
 HALF = ["--train.param_dtype", "bf16", "--train.enable_mixed_precision", "true", "--train.lr", "3e-3"]
 # By name: the mode, the number of ranks, the overrides.
@@ -201,31 +203,40 @@ def assert_alike(straight: Path, resumed: Path) -> None:
 TENSOR: dict[str, tuple[int, int, list[str]]] = {
     "fsdp 4": (4, 1, []),
     "tp 2, fsdp 2": (4, 2, TP),
-    "tp 2": (2, 2, [*TP, "--train.data_parallel_mode", "none"]),
-    "none": (1, 1, ["--train.data_parallel_mode", "none"]),
+    "tp 2": (2, 2, [*TP, *ALONE]),
+    "none": (1, 1, ALONE),
 }
-# Runs that go on in one layout after the other, and then in the first again: by name of one of RUNS, and by layout, the
+PIPELINE: dict[str, tuple[int, int, list[str]]] = {
+    "pp 2, fsdp 2": (4, 2, PP),
+    "fsdp 4": (4, 1, []),
+    "pp 4": (4, 4, [PP[0], "4", *ALONE]),
+    "tp 2, pp 2": (4, 4, [*TP, *PP, *ALONE]),
+}
+EXPERT: dict[str, tuple[int, int, list[str]]] = {
+    "ep 4": (4, 1, ["--train.expert_parallel_size", "4"]),
+    "none": (1, 1, ALONE),
+    "ep 2, fsdp 2": (4, 1, EP),
+    "fsdp 4": (4, 1, []),
+}
+# Runs that go on in one layout after the other, and then in the first again: the name of one of RUNS, and by layout, the
 # number of ranks, how many of these read the same batches, and the overrides.
-CHAINS: dict[str, dict[str, tuple[int, int, list[str]]]] = {
-    "fsdp2-experts": {
-        "ep 4": (4, 1, ["--train.expert_parallel_size", "4"]),
-        "none": (1, 1, ["--train.data_parallel_mode", "none"]),
-        "ep 2, fsdp 2": (4, 1, EP),
-        "fsdp 4": (4, 1, []),
-    },
-    "fsdp2-adamw": TENSOR,
-    "fsdp2-merged": TENSOR,
+CHAINS = {
+    "experts": ("fsdp2-experts", EXPERT),
+    "tensor": ("fsdp2-adamw", TENSOR),
+    "tensor, merged": ("fsdp2-merged", TENSOR),
+    "pipeline": ("fsdp2-adamw", PIPELINE),
 }
 
 
-@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize("chain", CHAINS)
 def test_parameters_that_ranks_divide_resume_on_any_layout(
-    name: str, ended, folder: Path, tmp_path: Path, run_ranks
+    chain: str, ended, folder: Path, tmp_path: Path, run_ranks
 ) -> None:
     # Catches experts under the numbers of other ones, columns of other ranks, moments that stay with a rank, and
     # exports that depend on who held what.
+    name, layouts = CHAINS[chain]
     straight, resumed = ended(name)[0], tmp_path / "resumed"
-    options, layouts = [*RUNS[name][2], "--train.save_steps", "1"], CHAINS[name]
+    options = [*RUNS[name][2], "--train.save_steps", "1"]
 
     def run_on(output: Path, layout: str, *more: str, **ends: int | None) -> None:
         num_ranks, sharing, own = layouts[layout]

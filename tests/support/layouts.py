@@ -301,9 +301,6 @@ def run_in_layout(folder: Path, run: Run, train: Options, *, num_steps: int = NU
         return steps(one_process(config))
     dims = mesh_for(config).dims
     with pytest.MonkeyPatch.context() as patch:
-        if dims.pp > 1:
-            # More than stages, so that they are in flight at the same time.
-            patch.setattr(verify, "NUM_MICRO_BATCHES", 4)
         if dims.ring == dims.world_size == 2:
             patch.setattr(ring, "MIN_PART_ELEMENTS", 1)
         return steps(config, num_steps=num_steps)

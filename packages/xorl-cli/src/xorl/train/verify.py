@@ -42,6 +42,7 @@ from xorl.train.data import padding_multiple
 from xorl.train.engine import Engine
 from xorl.train.model import head_options_of, sketch_model
 from xorl.train.model_source import read_architecture
+from xorl.train.parallel_sizes import chunks_of
 from xorl.train.startup import parallel_dims
 
 # Relative to the norm. AdamW's steps depend on the signs of tiny gradients, so later losses differ more.
@@ -151,7 +152,14 @@ class Verification:
         architecture = read_architecture(model, train.load_weights_mode)
         sketch_model(architecture, model, train, lora)
         cut = (
-            {} if is_full else cut_down(architecture.hf_config, train.ulysses_parallel_size, train.tensor_parallel_size)
+            {}
+            if is_full
+            else cut_down(
+                architecture.hf_config,
+                train.ulysses_parallel_size,
+                train.tensor_parallel_size,
+                train.pipeline_parallel_size * chunks_of(train),
+            )
         )
         attention = "auto" if model.attn_implementation.startswith("flash_attention") else model.attn_implementation
         replaced: dict[str, dict[str, object]] = {
@@ -183,16 +191,21 @@ class Verification:
         return cls(config.model_copy(update=update), architecture.spec.architecture, dropout, is_full, left_out)
 
 
-def cut_down(hf_config: Mapping[str, object], min_heads: int, num_parts: int) -> dict[str, object]:
+def cut_down(
+    hf_config: Mapping[str, object], min_heads: int, num_parts: int, min_layers: int = 0
+) -> dict[str, object]:
     """The entries of a config.json with few layers and narrow widths; heads keep their ratio to key/value heads.
 
-    min_heads: the fewest heads. num_parts: it divides the number of key/value heads.
+    min_heads, min_layers: the fewest heads and layers. num_parts: it divides the number of key/value heads.
     """
     found: dict[str, object] = {}
     heads, kv_heads = hf_config.get("num_attention_heads"), hf_config.get("num_key_value_heads")
     ratio = heads // kv_heads if isinstance(heads, int) and isinstance(kv_heads, int) else 1
     num_heads = -(-max(CUT["num_attention_heads"], min_heads) // (num_parts * ratio)) * num_parts * ratio
-    for name, most in ({**CUT, "num_attention_heads": num_heads, "n_head": num_heads}).items():
+    heads_and_layers = {"num_attention_heads": num_heads, "n_head": num_heads} | {
+        name: max(CUT[name], min_layers) for name in ("num_hidden_layers", "n_layer")
+    }
+    for name, most in (CUT | heads_and_layers).items():
         value = hf_config.get(name)
         if isinstance(value, int) and value > most:
             found[name] = most
@@ -339,7 +352,8 @@ def batches_of(step: int, num_bins: int, vocab_size: int, config: Config, mesh: 
     """This rank's micro-batches of a step: rows of uneven documents, of which some tokens are not trained."""
     bins = [_bin(step * num_bins + index, vocab_size) for index in range(num_bins)]
     own = bins[mesh.data.rank :: mesh.data.size]
-    size = -(-len(own) // NUM_MICRO_BATCHES)
+    # More than stages, so that several are in flight.
+    size = -(-len(own) // (NUM_MICRO_BATCHES * mesh.dims.pp))
     multiple = padding_multiple(config)
     return [
         collate(list(chain.from_iterable(own[start : start + size])), pad_to_multiple_of=multiple)

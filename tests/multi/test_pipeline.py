@@ -1,0 +1,160 @@
+"""What the stages of a pipeline have in common: gradients to the bit, copies, files, counts, random numbers.
+
+test_layouts.py compares their first gradients with those of one process.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from layouts import LORA, Options, mesh_for, run_config, write_models
+from ranks import Launch, Launches
+from xorl.ckpt.reader import source_shapes
+from xorl.config import Config
+from xorl.core import runtime
+from xorl.core.loss import cross_entropy
+from xorl.core.shards import local
+from xorl.lora import adapters
+from xorl.train.build import build_engine
+from xorl.train.engine import Engine
+from xorl.train.export.hf_weights import hf_groups
+from xorl.train.model_source import read_architecture
+from xorl.train.verify import _draw, batches_of
+
+MODELS: dict[str, Options] = {"gpt2": {}, "llama": LORA}
+OPTIMIZERS = ("anyprecision_adamw", "muon")
+IN_BF16 = {"enable_mixed_precision": True, "param_dtype": "bf16"}
+
+
+class Ended(NamedTuple):
+    """losses, tokens, flops: of each step. tensors: this stage's parameters, or their gradients."""
+
+    losses: list[float]
+    tokens: list[float]
+    flops: list[float]
+    tensors: dict[str, Tensor]
+
+
+def engine_of(config: Config) -> Engine:
+    """An engine that has a stage, if there are several ranks."""
+    runtime.seed_everything(0)
+    sizes = {"data_parallel_mode": "none", "pipeline_parallel_size": runtime.world_size()}
+    config = config.model_copy(update={"train": config.train.model_copy(update=sizes)})
+    return build_engine(config, read_architecture(config.model), mesh_for(config), torch.device("cpu"))
+
+
+def steps(folder: Path, model: str, num_steps: int, train: Options) -> Ended:
+    """Steps of two calls each."""
+    config = run_config(folder, model, train, MODELS[model])
+    engine = engine_of(config)
+    _draw(engine.model.module)
+    losses, tokens, flops = [], [], []
+    for step in range(num_steps):
+        batches = batches_of(step, 4, engine.model.module.config.vocab_size, config, engine.model.mesh)
+        calls = [engine.forward_backward(half, cross_entropy) for half in (batches[:1], batches[1:])]
+        divisor = calls[0].num_trained_tokens + calls[1].num_trained_tokens
+        losses.append(float((calls[0].loss_sum + calls[1].loss_sum) / divisor))
+        tokens.append(float(calls[0].num_tokens + calls[1].num_tokens))
+        flops.append(float(calls[0].flops + calls[1].flops))
+        engine.optim_step(1e-2, divisor)
+    return Ended(losses, tokens, flops, {name: local(p).detach() for name, p in engine.model.module.named_parameters()})
+
+
+def gradients(folder: Path) -> dict[str, Tensor]:
+    """Of four micro-batches, with parameters and activations in bf16."""
+    config = run_config(folder, "llama", IN_BF16)
+    engine = engine_of(config)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("xorl.train.verify.NUM_MICRO_BATCHES", 4)
+        batches = batches_of(0, 8, engine.model.module.config.vocab_size, config, engine.model.mesh)
+    engine.forward_backward(batches, cross_entropy)
+    named = engine.model.module.named_parameters()
+    return {name: parameter.grad for name, parameter in named if parameter.grad is not None}
+
+
+def exported(folder: Path, lora: Options) -> dict[str, Tensor]:
+    """The model as others read it, with adapters merged in; on rank 0."""
+    config = run_config(folder, "llama", {}, lora)
+    engine = engine_of(config)
+    _draw(engine.model.module)
+    merged = adapters(engine.model.module) or None
+    recipes = read_architecture(config.model).recipes(merge_qkv=True)
+    groups = hf_groups(engine.model, recipes, dtype=torch.float32, device=torch.device("cpu"), merged_adapters=merged)
+    return {name: tensor.clone() for group in groups for name, tensor in group.make().items()}
+
+
+def loaded(folder: Path) -> dict[str, Tensor]:
+    """This stage's parameters of a model that is read from files."""
+    config = run_config(folder, "llama", {}, of_model={"model_path": str(folder / "llama")})
+    return {name: parameter.detach() for name, parameter in engine_of(config).model.module.named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def found(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Launches:
+    folder = write_models(tmp_path_factory.mktemp("models"))
+    generator = torch.Generator().manual_seed(0)
+    recipes = read_architecture(run_config(folder, "llama", {}).model).recipes(merge_qkv=True)
+    weights = {name: torch.randn(shape, generator=generator) for name, shape in source_shapes(recipes).items()}
+    save_file(weights, folder / "llama" / "model.safetensors", {"format": "pt"})
+    cells = {}
+    for size in (1, 2):
+        cells |= {("losses", model, size): (size, partial(steps, folder, model, 3, {})) for model in MODELS}
+        cells |= {
+            ("exported", name, size): (size, partial(exported, folder, lora))
+            for name, lora in {"base": {}, "adapters": LORA}.items()
+        }
+        cells |= {("loaded", size): (size, partial(loaded, folder)), ("bits", size): (size, partial(gradients, folder))}
+    cells |= {
+        ("copies", optimizer): (2, partial(steps, folder, "gpt2", 20, {**IN_BF16, "optimizer": optimizer}))
+        for optimizer in OPTIMIZERS
+    }
+    return launch(cells)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_several_calls_before_a_step(model: str, found: Launches) -> None:
+    # Catches gradients of a tied embedding that are summed after each call, which counts the earlier ones twice, and
+    # tokens and FLOPs of one stage, or of each.
+    [expected], stages = found("losses", model, 1), found("losses", model, 2)
+    for stage in stages:
+        assert stage.losses == pytest.approx(expected.losses, rel=1e-5)
+        assert (stage.tokens, stage.flops) == (expected.tokens, expected.flops)
+
+
+def test_gradients_in_bf16_are_those_of_one_process_to_the_bit(found: Launches) -> None:
+    # Catches a gradient that is divided, rounded on the way, or added up in bf16.
+    [expected], stages = found("bits", 1), found("bits", 2)
+    measured = {name: gradient for stage in stages for name, gradient in stage.items()}
+    assert measured.keys() == expected.keys()
+    assert [name for name, gradient in measured.items() if not torch.equal(gradient, expected[name])] == []
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_tied_embedding_stays_the_same_on_both_stages(optimizer: str, found: Launches) -> None:
+    # Catches copies that get different gradients, or round them by different random numbers.
+    last, first = (stage.tensors for stage in found("copies", optimizer))
+    assert last.keys() & first.keys() == {"model.embed_tokens.weight"}
+    assert torch.equal(*(stage["model.embed_tokens.weight"] for stage in (last, first)))
+
+
+@pytest.mark.parametrize("name", ["base", "adapters"])
+def test_others_read_what_all_stages_have(name: str, found: Launches) -> None:
+    # Catches a file of one stage's tensors.
+    [expected], [measured, _] = found("exported", name, 1), found("exported", name, 2)
+    assert measured.keys() == expected.keys()
+    assert all(torch.equal(measured[key], tensor) for key, tensor in expected.items())
+
+
+def test_a_stage_reads_its_own_layers(found: Launches) -> None:
+    # Catches layers under the numbers that they have within a stage.
+    [expected], stages = found("loaded", 1), found("loaded", 2)
+    measured = {name: tensor for stage in stages for name, tensor in stage.items()}
+    assert measured.keys() == expected.keys()
+    assert all(torch.equal(measured[name], tensor) for name, tensor in expected.items())
