@@ -5,6 +5,7 @@ test_layouts.py compares their first gradients with those of one process.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -21,9 +22,11 @@ from xorl.config import Config
 from xorl.core import runtime
 from xorl.core.loss import cross_entropy
 from xorl.core.shards import local
+from xorl.data import PackedBatch
 from xorl.lora import adapters
 from xorl.train.build import build_engine
 from xorl.train.engine import Engine
+from xorl.train.evaluate import evaluate
 from xorl.train.export.hf_weights import hf_groups
 from xorl.train.model_source import read_architecture
 from xorl.train.verify import _draw, batches_of
@@ -31,6 +34,16 @@ from xorl.train.verify import _draw, batches_of
 MODELS: dict[str, Options] = {"gpt2": {}, "llama": LORA}
 OPTIMIZERS = ("anyprecision_adamw", "muon")
 IN_BF16 = {"enable_mixed_precision": True, "param_dtype": "bf16"}
+
+
+class HeldOut:
+    """A loader of some rows."""
+
+    def __init__(self, batches: list[PackedBatch]) -> None:
+        self._batches = batches
+
+    def steps(self) -> Iterator[tuple[int, list[PackedBatch]]]:
+        yield 0, self._batches
 
 
 class Ended(NamedTuple):
@@ -72,11 +85,19 @@ def gradients(folder: Path) -> dict[str, Tensor]:
     config = run_config(folder, "llama", IN_BF16)
     engine = engine_of(config)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("xorl.train.verify.NUM_MICRO_BATCHES", 4)
+        patch.setattr("xorl.train.verify.NUM_MICRO_BATCHES", 4 // runtime.world_size())  # of each stage
         batches = batches_of(0, 8, engine.model.module.config.vocab_size, config, engine.model.mesh)
     engine.forward_backward(batches, cross_entropy)
     named = engine.model.module.named_parameters()
     return {name: parameter.grad for name, parameter in named if parameter.grad is not None}
+
+
+def evaluated(folder: Path) -> dict[str, float]:
+    config = run_config(folder, "gpt2", {})
+    engine = engine_of(config)
+    _draw(engine.model.module)
+    batches = batches_of(0, 8, engine.model.module.config.vocab_size, config, engine.model.mesh)
+    return evaluate(engine, HeldOut(batches))
 
 
 def exported(folder: Path, lora: Options) -> dict[str, Tensor]:
@@ -111,6 +132,7 @@ def found(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Launches:
             for name, lora in {"base": {}, "adapters": LORA}.items()
         }
         cells |= {("loaded", size): (size, partial(loaded, folder)), ("bits", size): (size, partial(gradients, folder))}
+        cells["evaluated", size] = size, partial(evaluated, folder)
     cells |= {
         ("copies", optimizer): (2, partial(steps, folder, "gpt2", 20, {**IN_BF16, "optimizer": optimizer}))
         for optimizer in OPTIMIZERS
@@ -158,3 +180,10 @@ def test_a_stage_reads_its_own_layers(found: Launches) -> None:
     measured = {name: tensor for stage in stages for name, tensor in stage.items()}
     assert measured.keys() == expected.keys()
     assert all(torch.equal(measured[name], tensor) for name, tensor in expected.items())
+
+
+def test_all_stages_know_the_evaluation(found: Launches) -> None:
+    # Catches scores of one stage, divided by the tokens of another.
+    [expected] = found("evaluated", 1)
+    for measured in found("evaluated", 2):
+        assert measured == pytest.approx(expected, rel=1e-6)

@@ -218,8 +218,8 @@ EXPERT: dict[str, tuple[int, int, list[str]]] = {
     "ep 2, fsdp 2": (4, 1, EP),
     "fsdp 4": (4, 1, []),
 }
-# Runs that go on in one layout after the other, and then in the first again: the name of one of RUNS, and by layout, the
-# number of ranks, how many of these read the same batches, and the overrides.
+# Runs that go on in one layout after the other, and then in the first again: the name of one of RUNS, and by layout,
+# the number of ranks, how many of these read the same batches, and the overrides.
 CHAINS = {
     "experts": ("fsdp2-experts", EXPERT),
     "tensor": ("fsdp2-adamw", TENSOR),
@@ -247,6 +247,8 @@ def test_parameters_that_ranks_divide_resume_on_any_layout(
     for layout, killed_at in zip([*layouts, next(iter(layouts))], (1, 3, 5, 7, None), strict=True):
         run_on(resumed, layout, **({} if killed_at is None else {"killed_at": killed_at}))
     assert_alike(straight, resumed)
+    states = list((resumed / "checkpoints" / f"global_step_{NUM_STEPS}").glob("training_state/rng_rank*"))
+    assert len({state.read_bytes() for state in states}) == len(states), "ranks draw the same random numbers"
     exported: dict[str, bytes] = {}
     for layout in layouts:
         output = tmp_path / layout

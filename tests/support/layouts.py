@@ -107,8 +107,9 @@ RUNS |= {
     "pipeline: gpt2": Run("gpt2, 4 layers"),
     "pipeline: llama": Run("llama, 4 layers", BY_OPERATION),
     "pipeline: LoRA": Run("llama, 4 layers", lora=LORA),
-    # The stages before the last layer have nothing to train.
+    # Some stages have nothing to train.
     "pipeline: the last layer": Run("llama, 4 layers", lora={**LORA, "lora_target_modules": ["3.self_attn.q_proj"]}),
+    "pipeline: the first layer": Run("llama, 4 layers", lora={**LORA, "lora_target_modules": ["0.self_attn.q_proj"]}),
     "pipeline: qwen3_moe": Run("qwen3_moe, 4 layers", {"router_z_loss_coef": 0.1}),
 }
 PIPELINE = tuple(name for name in RUNS if name.startswith("pipeline"))
@@ -262,9 +263,11 @@ def run_config(
     folder: Path, model: str, train: Options, lora: Options = NO_OPTIONS, of_model: Options = NO_OPTIONS
 ) -> Config:
     """The configuration of a run of a model that `write_models` wrote."""
+    # The rows of a pipeline have different lengths, unless it is interleaved.
+    data = {} if train.get("pipeline_parallel_schedule") == "Interleaved1F1B" else {"pad_to_multiple_of": 8}
     values = {
         "model": {"config_path": str(folder / model), **of_model},
-        "data": {"datasets": [{"path": "a"}]},
+        "data": {"datasets": [{"path": "a"}], **(data if "pipeline_parallel_size" in train else {})},
         "train": {"output_dir": str(folder / "out"), "enable_mixed_precision": False, **train},
         "lora": lora,
     }

@@ -446,3 +446,13 @@ def test_the_noise_of_a_row_is_that_of_its_place_in_the_whole_weight() -> None:
     state, group = {"step": torch.zeros(())}, {"weight_decay": 0.0}
     held = _MatrixStack(torch.zeros(4, 3), state, (4,), (None,), key=7, local_rows=rows, group=group)
     assert [noise.first for row in range(4) for _, _, noise in held.parts(row, 4)] == [30, 33, 36, 39]
+
+
+def test_a_stage_has_the_weight_decay_of_the_whole_model() -> None:
+    # Catches an entry that selects by a part of a name, because the names that end with it are on another stage.
+    names = ["layers.0.att.weight", "layers.1.attn.weight"]
+    for own in ([names[0]], [names[1]], []):
+        named = [(name, torch.nn.Parameter(torch.ones(2, 2))) for name in own]
+        optimizer = build_optimizer("adamw", named, lr=0.1, weight_decay=0.5, no_decay_modules=["att"], all_names=names)
+        decays = [group["weight_decay"] for group in optimizer.param_groups for _ in group["params"]]
+        assert decays == [0.0 if name == names[0] else 0.5 for name in own]

@@ -8,6 +8,20 @@ from xorl.config.local import Config
 from xorl.config.problems import Conflict
 from xorl.config.resolve import member_config
 
+# What the files of an adapter determine.
+KIND_OF_ADAPTER = (
+    "lora.lora_rank",
+    "lora.lora_alpha",
+    "lora.lora_target_modules",
+    "lora.use_rslora",
+    "lora.use_dora",
+    "lora.rank_pattern",
+    "lora.alpha_pattern",
+    "lora.modules_to_save",
+    "lora.moe_shared_lora",
+    "lora.moe_hybrid_shared_lora",
+)
+
 
 def _adapters_can_be_saved_and_placed(config: Config) -> Iterator[Conflict]:
     lora = config.lora

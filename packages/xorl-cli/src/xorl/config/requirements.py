@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from xorl.config.entries import DatasetEntryConfig
 from xorl.config.fields import Section
 from xorl.config.local import Config
+from xorl.config.lora_conflicts import KIND_OF_ADAPTER
 from xorl.config.options import ENTRIES, entries_of
 from xorl.config.problems import Conflict
 
@@ -55,20 +56,6 @@ class WithoutEffect:
     value: object
     condition: str
 
-
-# What the files of an adapter determine.
-_KIND_OF_ADAPTER = (
-    "lora.lora_rank",
-    "lora.lora_alpha",
-    "lora.lora_target_modules",
-    "lora.use_rslora",
-    "lora.use_dora",
-    "lora.rank_pattern",
-    "lora.alpha_pattern",
-    "lora.modules_to_save",
-    "lora.moe_shared_lora",
-    "lora.moe_hybrid_shared_lora",
-)
 
 # Later rows see the values that earlier rows have reset.
 REQUIREMENTS: tuple[Requirement, ...] = (
@@ -324,7 +311,7 @@ REQUIREMENTS: tuple[Requirement, ...] = (
     ),
     Requirement(
         (
-            *_KIND_OF_ADAPTER,
+            *KIND_OF_ADAPTER,
             "lora.lora_dropout",
             "lora.moe_lora_format",
             "lora.merge_lora_interval",
@@ -337,7 +324,7 @@ REQUIREMENTS: tuple[Requirement, ...] = (
         lambda config: config.lora.enable_lora or config.lora.enable_qlora,
     ),
     Requirement(
-        _KIND_OF_ADAPTER,
+        KIND_OF_ADAPTER,
         "lora.adapter_path",
         "null (the files of the adapter determine it)",
         lambda config: config.lora.adapter_path is None,

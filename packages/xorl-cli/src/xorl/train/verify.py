@@ -191,9 +191,7 @@ class Verification:
         return cls(config.model_copy(update=update), architecture.spec.architecture, dropout, is_full, left_out)
 
 
-def cut_down(
-    hf_config: Mapping[str, object], min_heads: int, num_parts: int, min_layers: int = 0
-) -> dict[str, object]:
+def cut_down(hf_config: Mapping[str, object], min_heads: int, num_parts: int, min_layers: int = 0) -> dict[str, object]:
     """The entries of a config.json with few layers and narrow widths; heads keep their ratio to key/value heads.
 
     min_heads, min_layers: the fewest heads and layers. num_parts: it divides the number of key/value heads.
@@ -202,17 +200,19 @@ def cut_down(
     heads, kv_heads = hf_config.get("num_attention_heads"), hf_config.get("num_key_value_heads")
     ratio = heads // kv_heads if isinstance(heads, int) and isinstance(kv_heads, int) else 1
     num_heads = -(-max(CUT["num_attention_heads"], min_heads) // (num_parts * ratio)) * num_parts * ratio
-    heads_and_layers = {"num_attention_heads": num_heads, "n_head": num_heads} | {
-        name: max(CUT[name], min_layers) for name in ("num_hidden_layers", "n_layer")
+    num_layers = max(CUT["num_hidden_layers"], min_layers)
+    cut = {
+        **CUT,
+        **dict.fromkeys(("num_attention_heads", "n_head"), num_heads),
+        **dict.fromkeys(("num_hidden_layers", "n_layer"), num_layers),
     }
-    for name, most in (CUT | heads_and_layers).items():
+    for name, most in cut.items():
         value = hf_config.get(name)
         if isinstance(value, int) and value > most:
             found[name] = most
     if isinstance(heads, int) and isinstance(kv_heads, int):
         found["num_key_value_heads"] = max(min(heads, num_heads) // ratio, 1)
-    num_layers = found.get("num_hidden_layers")
-    if isinstance(num_layers, int):
+    if "num_hidden_layers" in found:
         for name, value in hf_config.items():
             if isinstance(value, list) and len(value) == hf_config["num_hidden_layers"]:
                 found[name] = value[:num_layers]

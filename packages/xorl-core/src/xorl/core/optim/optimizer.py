@@ -79,10 +79,7 @@ def build_optimizer(
     names = tensor_names(named, stacked) if all_names is None else all_names
     require_no_decay_matches(names, no_decay_modules, no_decay_params)
     trained = [(path, parameter) for path, parameter in named.items() if parameter.requires_grad]
-    if not trained and all_names is None:
-        raise ValueError("no parameter requires a gradient: there is nothing to train")
-    if any(parameter.is_meta for parameter in named.values()):
-        raise ValueError("named_parameters: some are on the meta device; build the optimizer after `parallelize`")
+    _check_trained(named, [path for path, _ in trained], may_be_none=all_names is not None)
     free = undecayed(names, no_decay_modules, no_decay_params)
     groups: dict[tuple[bool, float, tuple[RowDecay, ...]], dict[str, Any]] = {}
     for path, parameter in trained:
@@ -102,16 +99,22 @@ def build_optimizer(
         if is_matrix and muon is not None:
             group.setdefault("matrices", []).append(tuple(muon.matrices[path]))
             group.setdefault("divided", []).append(tuple(muon.divided.get(path, [None])))
-    if not groups:
-        groups[False, weight_decay, ()] = {"params": [], "weight_decay": weight_decay, "lr_scale": 1.0}
+    filled = [*groups.values()] or [{"params": [], "weight_decay": weight_decay, "lr_scale": 1.0}]
     if name == "adamw":
-        return AdamW(groups.values(), lr)
+        return AdamW(filled, lr)
     if name == "anyprecision_adamw":
-        return AdamW(groups.values(), lr, state_dtype=state_dtype)
+        return AdamW(filled, lr, state_dtype=state_dtype)
     if name == "muon":
         assert muon is not None
-        return Muon(groups.values(), lr, muon, state_dtype=state_dtype)
-    return SGD(groups.values(), lr)
+        return Muon(filled, lr, muon, state_dtype=state_dtype)
+    return SGD(filled, lr)
+
+
+def _check_trained(named: Mapping[str, nn.Parameter], trained: Sequence[str], *, may_be_none: bool) -> None:
+    if not trained and not may_be_none:
+        raise ValueError("no parameter requires a gradient: there is nothing to train")
+    if any(parameter.is_meta for parameter in named.values()):
+        raise ValueError("named_parameters: some are on the meta device; build the optimizer after `parallelize`")
 
 
 def _check_muon(name: OptimizerName, muon: object, lr: float) -> None:
