@@ -92,20 +92,20 @@ def shards(num_ranks: int) -> dict[str, object]:
 
 
 def gradients(worker: Worker, model_id: str) -> dict[str, Tensor]:
-    """What waits for a step on this rank, copied; of a pipeline, on all stages."""
+    """What waits for a step on this rank, copied."""
     if isinstance(worker.models, AdapterModels):
         return {name: grad.clone() for name, grad in worker.models.bank.gradients(model_id).items()}
     assert isinstance(worker.models, WholeModel)
     named, gather = worker.base.module.named_parameters(), worker.base.model.shares.gather_gradient
-    own = {name: gather(name, p).clone() for name, p in named if p.grad is not None}
-    return of_all_stages(own, worker.base.mesh)
+    return {name: gather(name, p).clone() for name, p in named if p.grad is not None}
 
 
 def trained_values(worker: Worker, model_id: str) -> dict[str, Tensor]:
     """What a model has learnt, whole; collective."""
     if isinstance(worker.models, AdapterModels):
         snapshot = worker.models.bank.snapshot(model_id)
-        return {name: snapshot.tensors()[name] for name, _ in snapshot.names}
+        own = {name: snapshot.tensors()[name] for name, _ in snapshot.names}
+        return of_all_stages(own, worker.base.mesh)
     worker.base.model.drop_gathered()
     gather = worker.base.model.shares.gather
     own = {name: gather(name, value).clone() for name, value in worker.base.module.named_parameters()}

@@ -138,7 +138,6 @@ def test_what_is_shown_loads_to_the_same(tmp_path: Path) -> None:
         ({"enable_lora": True, "enable_reentrant": True}, "enable_reentrant", "set enable_reentrant to false"),
         ({"enable_lora": True, "freeze_router": False}, "freeze_router", "adapters do not train routers"),
         ({"enable_lora": True, "tensor_parallel_size": 2}, "tensor_parallel_size", "only with full weights"),
-        ({"enable_lora": True, "pipeline_parallel_size": 2}, "pipeline_parallel_size", "only with full weights"),
         ({"enable_qlora": True, "lora_target_modules": []}, "lora_target_modules", "the list is empty"),
         ({"data_parallel_mode": "ddp", "data_parallel_shard_size": 2}, "data_parallel_shard_size", "does not shard"),
         (

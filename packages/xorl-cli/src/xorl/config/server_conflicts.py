@@ -131,15 +131,12 @@ def _adapters_leave_routers(config: ServerConfig) -> Iterator[Conflict]:
 
 
 def _adapters_are_on_whole_matrices(config: ServerConfig) -> Iterator[Conflict]:
-    if not (config.enable_lora or config.enable_qlora):
-        return
-    for option in ("tensor_parallel_size", "pipeline_parallel_size"):
-        if getattr(config, option) > 1:
-            message = (
-                f"works only with full weights: set enable_lora to false, or leave {option} at 1; data_parallel_mode: "
-                "fsdp2 shards models that do not fit on one GPU"
-            )
-            yield Conflict((option, "enable_lora"), message)
+    if (config.enable_lora or config.enable_qlora) and config.tensor_parallel_size > 1:
+        message = (
+            "ranks share matrices only with full weights: set enable_lora to false, or leave tensor_parallel_size at "
+            "1; data_parallel_mode: fsdp2 shards models that do not fit on one GPU"
+        )
+        yield Conflict(("tensor_parallel_size", "enable_lora"), message)
 
 
 def _lora_ranks_are_ordered(config: ServerConfig) -> Iterator[Conflict]:

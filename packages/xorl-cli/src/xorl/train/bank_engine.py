@@ -19,6 +19,7 @@ from xorl.core.optim import Fp32Accumulation
 from xorl.core.parallel import ParallelModel
 from xorl.core.parallel.executor import Tensors
 from xorl.core.parallel.exposed import record_waits
+from xorl.core.parallel.schedule import Schedule
 from xorl.data import PackedBatch
 from xorl.kernels.layout import SequenceLayout
 from xorl.lora import Adam, AdapterBank
@@ -98,6 +99,7 @@ class BankEngine:
         device: torch.device,
         *,
         flops: Callable[[str, Sequence[int]], float],
+        schedule: Schedule = "1F1B",
     ) -> None:
         self.model = model
         self.bank = bank
@@ -105,7 +107,7 @@ class BankEngine:
         self._flops = flops
         self.timer = StepTimer(device)
         record_waits(model, self.timer)
-        self._executor = executor_of(model)
+        self._executor = executor_of(model, schedule)
 
     def forward_backward(
         self,
@@ -132,7 +134,11 @@ class BankEngine:
         routing = torch.zeros(len(names) + 1, num_sums, dtype=torch.float64, device=self.device)  # the last: padding
 
         def call(index: int, received: Tensors, chunk: int) -> LossOutput | Tensors:
-            return self._call(pending[index], loss_fn, received, chunk)
+            batch = pending[index].batch
+            return call_model(self.model, batch, _isolating(loss_fn), self.device, received, chunk)
+
+        def prepare(index: int) -> None:
+            self._activate(pending[index])
 
         def take(index: int, output: LossOutput | None, by_document: Tensor | None) -> None:
             mixed = pending[index]
@@ -149,11 +155,11 @@ class BankEngine:
                 on_output(index, output)
 
         rows_of = [mixed.batch for mixed in pending]
-        passes = ModelPasses(self.model, self.timer, rows_of, call, take, Fp32Accumulation(()))
+        passes = ModelPasses(self.model, self.timer, rows_of, call, take, Fp32Accumulation(()), prepare)
         with self._recovering(), context or nullcontext():
             self._executor.run(len(pending), passes)
         sums = torch.cat([losses[:, None], self._counts(pending, rows), routing[:-1]], dim=1)
-        dist.all_reduce(sums, group=self.model.mesh.loss.group)
+        dist.all_reduce(sums, group=self.model.mesh.losses.group)
         self.timer.mark("comm")
         return {name: StepLosses.of(sums[row], routers) for name, row in rows.items()}
 
@@ -162,7 +168,9 @@ class BankEngine:
         """As `Engine.forward`."""
         self.model.train(False)
         with self._recovering():
-            return forward_through(self._executor, self.model, mixed.batch, partial(self._call, mixed, loss_fn))
+            self._activate(mixed)
+            call = partial(call_model, self.model, mixed.batch, _isolating(loss_fn), self.device)
+            return forward_through(self._executor, self.model, mixed.batch, call)
 
     def optim_step(
         self,
@@ -189,9 +197,8 @@ class BankEngine:
             self.model.recover()
             raise
 
-    def _call(self, mixed: MixedBatch, loss_fn: LossFn, received: Tensors, chunk: int) -> LossOutput | Tensors:
-        self.bank.activate(self._own_runs(mixed))
-        return call_model(self.model, mixed.batch, _isolating(loss_fn), self.device, received, chunk)
+    def _activate(self, mixed: MixedBatch) -> None:
+        self.bank.activate(self._own_runs(mixed), keeps_earlier=self.model.mesh.dims.pp > 1)
 
     def _own_runs(self, mixed: MixedBatch) -> list[tuple[str, int]]:
         """(adapter, number of tokens) along this rank's part of the row; without adapters that have no tokens there."""
@@ -201,9 +208,9 @@ class BankEngine:
     def _counts(self, batches: Sequence[MixedBatch], rows: Mapping[str, int]) -> Tensor:
         """Trained tokens, tokens and FLOPs of this rank's micro-batches by adapter, on the device.
 
-        If ranks share rows, only the first of them counts.
+        If ranks share rows, only the first of them counts, and of a pipeline the last stage.
         """
-        if self.model.mesh.context.rank > 0:
+        if self.model.mesh.context.rank > 0 or self.model.mesh.pp.rank > 0:
             batches = []
         counts = [[0.0, 0.0, 0.0] for _ in rows]
         for name, batch in (part for mixed in batches for part in mixed.parts):

@@ -291,6 +291,8 @@ class ModelPasses:
         take: called after each forward pass, with the index of the micro-batch; the loss, of the last chunk; and, of a
             mixture of experts, the values of `RouterSums` by document.
         accumulation: of the trained parameters.
+        prepare: called with the index of the micro-batch before its forward pass, and again before its backward pass
+            if there are others in between.
     """
 
     def __init__(
@@ -301,9 +303,10 @@ class ModelPasses:
         call: Callable[[int, Tensors, int], LossOutput | Tensors],
         take: Callable[[int, LossOutput | None, Tensor | None], None],
         accumulation: Fp32Accumulation,
+        prepare: Callable[[int], object] = lambda _: None,
     ) -> None:
         self._model, self._timer, self._batches = model, timer, batches
-        self._call, self._take = call, take
+        self._call, self._take, self._prepare = call, take, prepare
         self._accumulation = accumulation
 
     def received(self, index: int, chunk: int) -> Tensors:
@@ -312,6 +315,7 @@ class ModelPasses:
 
     def forward(self, index: int, chunk: int, received: Tensors) -> Tensors:
         """What the next stage receives; of the last one, the loss."""
+        self._prepare(index)
         with self._model.accumulation(is_last=self._is_last(index)):
             result = self._call(index, received, chunk)
         self._timer.mark("forward")
@@ -325,6 +329,8 @@ class ModelPasses:
 
     def backward(self, index: int, chunk: int, outputs: Tensors, gradients: Tensors | None) -> None:
         """Compute gradients; none if the stages up to this one have nothing to train."""
+        if self._model.mesh.dims.pp > 1:  # other passes may have been computed in between
+            self._prepare(index)
         given = (None,) * len(outputs) if gradients is None else gradients
         # The loss is an error if nothing is trained.
         pairs = [

@@ -19,18 +19,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from xorl.core.models.initial import fill_uniform_, key_of
+from xorl.core.nn import Linear
+from xorl.core.nn.moe import ExpertLinear
 from xorl.core.optim import gradient_scale
 from xorl.kernels.arguments import check_choice
 from xorl.kernels.grouped_linear import TokenGroups
 from xorl.kernels.optim import adamw_
 from xorl.lora.arguments import check_instance, check_integer, check_number
 from xorl.lora.bank_layer import ActiveRows, belongs_to_bank
-from xorl.lora.bank_slots import Segment, Slots
+from xorl.lora.bank_slots import Slots
 from xorl.lora.inject import Adapter, adapters, new_expert_pair, new_pair
 from xorl.lora.linear import LowRank, initial_bound
 from xorl.lora.snapshot import GRAD, STATES, VALUE, AdapterSnapshot, SnapshotStore
 from xorl.lora.spec import AdapterSpec, ExpertSharing, spec_of
-from xorl.lora.targets import resolve, without_wrappers
+from xorl.lora.targets import Site, resolve, without_wrappers
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,9 @@ class AdapterBank:
         expert_sharing: that of all adapters on experts; see `AdapterSpec`.
         host_limit, folder: see `SnapshotStore`. Each process needs a separate folder.
         group: the ranks whose gradients `step` sums; None for this process alone.
+        whole: if `model` is a stage of a pipeline, the whole model on the meta device. Specs are those of the whole
+            model; each process holds what is on its own stage.
+        stages: the ranks that have the other stages; the norm of a gradient is that of all.
 
     Raises ValueError for targets that cannot have adapters or that a bank does not support, and if `model` has
     adapters.
@@ -114,6 +119,8 @@ class AdapterBank:
         host_limit: int | None = None,
         folder: Path | str | None = None,
         group: dist.ProcessGroup | None = None,
+        whole: nn.Module | None = None,
+        stages: dist.ProcessGroup | None = None,
     ) -> None:
         check_integer("num_resident", num_resident, at_least=1)
         check_integer("max_rank", max_rank, at_least=1)
@@ -122,17 +129,28 @@ class AdapterBank:
             raise ValueError(
                 f"{type(model).__name__} already has adapters; create the bank on a model without adapters"
             )
-        sites = resolve(spec_of(targets, max_rank), model)
+        self._whole = model if whole is None else whole
+        sites = resolve(spec_of(targets, max_rank), self._whole)
         if embeddings := [site.name for site in sites if not site.is_linear]:
             raise ValueError(f"targets: a bank adapts only linear layers, but {', '.join(embeddings)} is an embedding")
-        self._model = model
         self._max_rank = max_rank
-        self._group = group
+        self._group, self._stages = group, stages
+        self._sites = {site.name: site for site in sites}
+        paths = {path for path, _ in model.named_modules()}
+        held = [site for site in sites if site.path in paths]
+        if not held:
+            raise ValueError(f"targets: none of {', '.join(list(self._sites)[:5])} is on this stage of the pipeline")
         self._store = SnapshotStore(host_limit=host_limit, folder=None if folder is None else Path(folder))
         model.requires_grad_(False)
         # One extra slot, which stays zero, for tokens without an adapter.
         self._slots = Slots(
-            model, sites, num_slots=num_resident + 1, max_rank=max_rank, sharing=expert_sharing, device=device
+            model,
+            held,
+            num_slots=num_resident + 1,
+            max_rank=max_rank,
+            sharing=expert_sharing,
+            device=device,
+            names=list(self._sites),
         )
         self._sharing = expert_sharing
         self._base_slot = num_resident
@@ -239,13 +257,15 @@ class AdapterBank:
         self._store.drop(name)
         del self._entries[name]
 
-    def activate(self, runs: Sequence[tuple[str | None, int]]) -> Hashable:
+    def activate(self, runs: Sequence[tuple[str | None, int]], *, keeps_earlier: bool = False) -> Hashable:
         """Assign the tokens of the next forward passes to adapters: (adapter, number of tokens) along the row.
 
-        None means no adapter. The assignment holds until the next call, which must come after the backward pass; before
-        the first call, no token has one. Other methods may need the place of an adapter of the assignment: then a pass
-        of the model raises ValueError until the next call. Gradients accumulate until `step` or `zero_grad`. Returns a
-        key: passes with equal keys launch the same kernels on the same memory.
+        None means no adapter. The assignment holds until the next call, which must come after the backward pass, unless
+        `keeps_earlier`: then what earlier passes saved stays as it is, but a pass that is recomputed needs its
+        assignment again. Before the first call, no token has one. Other methods may need the place of an adapter of the
+        assignment: then a pass of the model raises ValueError until the next call. Gradients accumulate until `step` or
+        `zero_grad`. Returns a key: passes with equal keys launch the same kernels on the same memory, unless
+        `keeps_earlier`.
 
         Where adapted experts are divided among ranks, this is collective, and the adapters of all ranks count.
 
@@ -265,6 +285,8 @@ class AdapterBank:
         numbered = [(self._base_slot if name is None else self._resident[name], length) for name, length in runs]
         single = numbered[0][0] if len(numbered) == 1 else None
         self._slots.select(single, frozenset(segment for name in wanted for segment in self._entries[name].segments))
+        if keeps_earlier:
+            self._rows.groups = TokenGroups(*map(torch.empty_like, self._rows.groups))
         if single is None or self._slots.divides_experts:
             for target, source in zip(self._rows.groups, TokenGroups.of(numbered, self._base_slot + 1), strict=True):
                 on_gpu = target.device.type == "cuda"
@@ -309,9 +331,13 @@ class AdapterBank:
         values.grad = self._slots.gradient(slot, self._entries[name].segments)
         if self._group is not None:
             dist.all_reduce(values.grad, group=self._group)
-        norms = {} if kind_of is None else self._slots.norms(values.grad, kind_of)
-        total = torch.stack([*norms.values()]).square().sum().sqrt() if norms else None
-        norm, scale = gradient_scale([values], divisor, max_norm, total)
+        norms, total = {}, None
+        if kind_of is not None:
+            kinds, sums = self._slots.square_sums(values.grad, kind_of)
+            if self._stages is not None:
+                dist.all_reduce(sums, group=self._stages)
+            norms, total = dict(zip(kinds, sums.sqrt().unbind(), strict=True)), sums.sum().sqrt()
+        norm, scale = gradient_scale([values], divisor, max_norm, total, stages=self._stages)
         skipped = (~torch.isfinite(norm)).float()
         count = self._slots.steps[slot]
         count += 1 - skipped
@@ -365,18 +391,23 @@ class AdapterBank:
     def adapters(self, name: str) -> dict[str, Adapter]:
         """One adapter by the names of its layers, in the form that `xorl.lora.adapters` returns for a model.
 
-        The values may share memory with the bank until the adapter is evicted: use them before other calls.
+        The values may share memory with the bank until the adapter is evicted: use them before other calls. Those of
+        layers on other stages are on the meta device.
         """
         slot, entry = self._load(name), self._entries[name]
+        held = {self._slots.segments[index].site.name: self._slots.segments[index] for index in entry.segments}
         found: dict[str, Adapter] = {}
-        for segment in (self._slots.segments[index] for index in entry.segments):
-            site = segment.site
-            pair = self._pair_of(segment, entry.spec)
-            views = self._slots.views(VALUE, slot, segment, entry.spec)
-            a, b = (nn.Parameter(view.reshape(-1, view.shape[-1])) for view in views)
-            pair.set_factor("A", a)
-            pair.set_factor("B", b)
-            found[site.name] = Adapter(site.name, pair, segment.layer, without_wrappers(site.path))
+        for site in resolve(entry.spec, self._whole):
+            layer = self._whole.get_submodule(site.path)
+            pair = self._pair_of(site, entry.spec)
+            if (segment := held.get(site.name)) is not None:
+                layer = segment.layer
+                views = self._slots.views(VALUE, slot, segment, entry.spec)
+                a, b = (nn.Parameter(view.reshape(-1, view.shape[-1])) for view in views)
+                pair.set_factor("A", a)
+                pair.set_factor("B", b)
+            assert isinstance(layer, Linear | ExpertLinear)
+            found[site.name] = Adapter(site.name, pair, layer, without_wrappers(site.path))
         return found
 
     def snapshot(self, name: str) -> AdapterSnapshot:
@@ -455,33 +486,33 @@ class AdapterBank:
         return self._entries[name]
 
     def _segments_of(self, spec: AdapterSpec) -> tuple[int, ...]:
-        """The indices of the segments that `spec` adapts. Raises ValueError if it does not fit this bank."""
+        """The indices of this stage's segments that `spec` adapts. Raises ValueError if it does not fit this bank."""
         check_instance("spec", spec, AdapterSpec)
         for option in ("dropout", "use_dora", "modules_to_save"):
             if getattr(spec, option):
                 raise ValueError(f"{option} is {getattr(spec, option)}: a bank does not support it")
         numbered = {segment.site.name: index for index, segment in enumerate(self._slots.segments)}
-        sites = resolve(spec, self._model)
+        sites = resolve(spec, self._whole)
         if spec.expert_sharing != self._sharing and any(site.members for site in sites):
             raise ValueError(
                 f"expert_sharing is {spec.expert_sharing!r}: all adapters of this bank have {self._sharing!r}"
             )
-        chosen = [site.name for site in sites]
-        if outside := [name for name in chosen if name not in numbered]:
+        if outside := [site.name for site in sites if site.name not in self._sites]:
             raise ValueError(f"targets: {', '.join(outside[:5])} is not among the bank's targets")
-        for name in chosen:
-            rank = spec.rank_of(*self._slots.segments[numbered[name]].site.names)
-            if rank > self._max_rank:
-                raise ValueError(f"rank of {name} is {rank}, above the bank's max_rank {self._max_rank}")
-        return tuple(numbered[name] for name in chosen)
+        for site in sites:
+            if (rank := spec.rank_of(*site.names)) > self._max_rank:
+                raise ValueError(f"rank of {site.name} is {rank}, above the bank's max_rank {self._max_rank}")
+        return tuple(numbered[site.name] for site in sites if site.name in numbered)
 
-    def _pair_of(self, segment: Segment, spec: AdapterSpec) -> LowRank:
-        """The parameters of the adapter on a segment, without memory."""
+    def _pair_of(self, site: Site, spec: AdapterSpec) -> LowRank:
+        """The parameters of the adapter on a site, without memory."""
         device = torch.device("meta")
-        if not segment.site.members:
-            return new_pair(segment.site, spec, segment.in_features, device)
-        pair = new_expert_pair(segment.site, spec, self._model, device)
-        pair.held, pair.shares = range(len(segment.site.members)), {}
+        if not site.members:
+            layer = self._whole.get_submodule(site.path)
+            assert isinstance(layer, Linear | nn.Linear)
+            return new_pair(site, spec, layer.in_features, device)
+        pair = new_expert_pair(site, spec, self._whole, device)
+        pair.held, pair.shares = range(len(site.members)), {}
         return pair
 
 

@@ -64,7 +64,7 @@ class Slots:
 
     nn.Linear layers are replaced by layers that support adapters. Slots are zero until they are written.
 
-    sharing: what the adapters on the experts of a layer share.
+    sharing: what the adapters on the experts of a layer share. names: of the sites of all stages of a pipeline.
     """
 
     def __init__(
@@ -76,7 +76,9 @@ class Slots:
         max_rank: int,
         sharing: ExpertSharing,
         device: torch.device | str,
+        names: Sequence[str],
     ) -> None:
+        self._names = names
         self.padded_rank = -(-max_rank // RANK_MULTIPLE) * RANK_MULTIPLE
         self.segments = _segments(model, sites, self.padded_rank, sharing)
         shape = (num_slots, self.segments[-1].stop)
@@ -172,11 +174,14 @@ class Slots:
         sources = [gradient[start : start + len(grad)] for start, (_, grad) in zip(starts, views, strict=True)]
         foreach_copy_([grad for _, grad in views], sources)
 
-    def norms(self, gradient: Tensor, kind_of: Callable[[str], str]) -> dict[str, Tensor]:
-        """The norm of `gradient`, in the layout of a slot, for each kind of layer; 0-dim fp32."""
+    def square_sums(self, gradient: Tensor, kind_of: Callable[[str], str]) -> tuple[list[str], Tensor]:
+        """The kinds of layer on all stages, and for each the sum of the squares of `gradient` on this one; fp32.
+
+        gradient: in the layout of a slot.
+        """
         if kind_of not in self._kinds:
             kinds = [kind_of(segment.site.name) for segment in self.segments]
-            names = list(dict.fromkeys(kinds))
+            names = list(dict.fromkeys(map(kind_of, self._names)))
             lengths = torch.tensor(
                 [segment.stop - segment.start_a for segment in self.segments], device=gradient.device
             )
@@ -184,8 +189,7 @@ class Slots:
             self._kinds[kind_of] = names, lengths, indices
         names, lengths, indices = self._kinds[kind_of]
         squares = torch.segment_reduce(gradient.square(), "sum", lengths=lengths)
-        sums = torch.zeros(len(names), device=gradient.device).index_add_(0, indices, squares)
-        return dict(zip(names, sums.sqrt().unbind(), strict=True))
+        return names, torch.zeros(len(names), device=gradient.device).index_add_(0, indices, squares)
 
     def zero_gradient(self, slot: int) -> None:
         """Zero the gradient of a slot."""
@@ -208,8 +212,11 @@ class Slots:
     def read(self, slot: int, spec: AdapterSpec, segments: Sequence[int], kinds: Sequence[str]) -> AdapterSnapshot:
         """Copy a slot's content to host memory."""
         # One copy per kind: a large adapter has hundreds of tensors.
+        nothing = self.steps.new_empty(0)
         flat = {
-            kind: torch.cat([part.reshape(-1) for part in self.tensors(kind, slot, spec, segments).values()]).cpu()
+            kind: torch.cat(
+                [nothing, *(part.reshape(-1) for part in self.tensors(kind, slot, spec, segments).values())]
+            ).cpu()
             for kind in kinds
         }
         return AdapterSnapshot(spec, int(self.steps[slot]), self.names(spec, segments), flat)

@@ -92,9 +92,9 @@ class AdapterModels:
     def __init__(self, base: Base) -> None:
         """Raises ValueError with the option that does not fit the base."""
         self._base = base
-        config, module = base.config, base.module
+        config, mesh = base.config, base.mesh
         self._sites = _available_sites(base)
-        self._names = tuple(sites_of(module))
+        self._names = tuple(sites_of(base.model.whole))
         sharing = expert_sharing(base.local.lora)
         if sharing != "none" and not any(site.members for site in self._sites):
             option = SHARING_OPTIONS[sharing]
@@ -102,7 +102,7 @@ class AdapterModels:
         assert config.max_lora_rank is not None, "resolved by the configuration"
         try:
             self.bank = AdapterBank(
-                module,
+                base.module,
                 targets=[site.name for site in self._sites],
                 num_resident=config.lora_models_on_device,
                 max_rank=config.max_lora_rank,
@@ -110,7 +110,9 @@ class AdapterModels:
                 expert_sharing=sharing,
                 host_limit=_host_limit(base, self._sites, config.max_lora_rank),
                 folder=base.output_dir / SPILL_FOLDER / f"rank{base.runtime.rank}",
-                group=base.mesh.loss.group,
+                group=mesh.loss.group,
+                whole=base.model.whole,
+                stages=mesh.pp.group if mesh.pp.size > 1 else None,
             )
             # Validate the options for adapters now, not when the first client creates one.
             self.bank.add("", self._spec(LoraSpec()))
@@ -122,7 +124,13 @@ class AdapterModels:
                 f"lora_models_on_device: {self.bank.num_resident} is below the {base.runtime.world_size} workers. They "
                 "compute adapted experts for each other's tokens, so each holds the adapters of all; raise it"
             )
-        bank_engine = BankEngine(base.model, self.bank, base.device, flops=lambda name, lengths: 0.0)
+        bank_engine = BankEngine(
+            base.model,
+            self.bank,
+            base.device,
+            flops=lambda name, lengths: 0.0,
+            schedule=base.local.train.pipeline_parallel_schedule,
+        )
         self._bank_engine = bank_engine
         self.engine = AdapterRows(bank_engine)
         self._models: dict[str, AdapterModel] = {}
@@ -305,11 +313,11 @@ def _available_sites(base: Base) -> list[Site]:
     options = base.local.lora
     targets = options.lora_target_modules
     if targets is None:
-        head = [site.name for site in sites_of(base.module).values() if site.is_head and site.refusal is None]
+        head = [site.name for site in sites_of(base.model.whole).values() if site.is_head and site.refusal is None]
         targets = [*base.architecture.spec.adapter_targets, *head]
     spec = AdapterSpec(targets=targets if isinstance(targets, str) else tuple(targets))
     try:
-        return list(resolve(spec, base.module))
+        return list(resolve(spec, base.model.whole))
     except ValueError as error:
         raise ValueError(f"lora_target_modules: {error}") from error
 
@@ -318,7 +326,7 @@ def _host_limit(base: Base, sites: Sequence[Site], max_rank: int) -> int:
     """How many adapters of the largest size a rank keeps in host memory: values and two optimizer states, in fp32."""
     widths = 0
     for site in sites:
-        layer = cast("Linear | ExpertLinear", base.module.get_submodule(site.path))
+        layer = cast("Linear | ExpertLinear", base.model.whole.get_submodule(site.path))
         num_a, num_b = factor_counts(site, expert_sharing(base.local.lora))
         widths += layer.in_features * num_a + (site.stop - site.start) * num_b
     num_bytes = 3 * 4 * max_rank * widths

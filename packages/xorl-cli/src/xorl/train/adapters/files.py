@@ -33,8 +33,9 @@ from xorl.train.adapters.folder import BASE_FINGERPRINT
 class AdapterFiles:
     """Writes the adapters of a model, or one adapter of a bank, at any time during training.
 
-    `by_layer` holds the adapters by layer name. `others` are further files by name, such as the tokenizer used in
-    training, if it is not the base's. `base_fingerprint` is that of the base weights; None does not record it.
+    `by_layer` holds the adapters by layer name, those of other stages of a pipeline without values. `others` are
+    further files by name, such as the tokenizer used in training, if it is not the base's. `base_fingerprint` is that
+    of the base weights; None does not record it.
     """
 
     model: ParallelModel
@@ -60,7 +61,9 @@ class AdapterFiles:
 
         Raises ValueError, which begins with `form`, if that form of adapters on experts cannot express them.
         """
-        by_layer = adapters(model.whole) if bank_adapters is None else bank_adapters
+        held = adapters(model.module)
+        by_layer = {name: held.get(name, adapter) for name, adapter in adapters(model.whole).items()}
+        by_layer = by_layer if bank_adapters is None else bank_adapters
         transposed = {
             recipe.source.removesuffix(".weight")
             for recipe in recipes.values()
@@ -96,18 +99,21 @@ class AdapterFiles:
         # Parameters that an evaluation left gathered are rounded to the compute dtype.
         self.model.drop_gathered()
         shares, whole = self.model.shares, self.model.whole
-        names: dict[Tensor, str] = {parameter: name for name, parameter in whole.named_parameters()}
-        own, adapted = dict(self.model.module.named_parameters()), adapters(self.model.module)
+        own = dict(self.model.module.named_parameters())
+        names: dict[Tensor, str] = {parameter: name for name, parameter in own.items()}
+        paths: dict[Tensor, str] = {
+            factor: adapter.path for adapter in self.by_layer.values() for factor in (adapter.A, adapter.B)
+        }
+
+        def gather(factor: Tensor) -> Tensor:
+            # Those of a bank are no parameters of the model.
+            return shares.from_stage(paths[factor], lambda: shares.gather(names.get(factor, ""), factor))
 
         def named(name: str) -> Tensor:
             return shares.from_stage(name.rpartition(".")[0], lambda: shares.gather(name, own[name]))
 
-        def gather(parameter: Tensor) -> Tensor:
-            # Those of a bank are no parameters of the model.
-            return named(names[parameter]) if parameter in names else shares.gather("", parameter)
-
         def magnitude_of(adapter: Adapter) -> Tensor:
-            return shares.from_stage(adapter.path, lambda: magnitude(adapted.get(adapter.name, adapter)))
+            return shares.from_stage(adapter.path, lambda: magnitude(adapter))
 
         written = adapter_tensors(whole, self.by_layer, gather, self.config.form, magnitude_of)
         groups = [_group(tensors) for tensors in written]

@@ -58,9 +58,7 @@ class ExportWeights:
         self._computed: dict[
             str, Linear | Embedding | ExpertLinear
         ] = {}  # layers whose exported weight is not a parameter
-        held = adapters(module)
-        for merged in (held if merged_adapters is None else merged_adapters).values():
-            adapter = held.get(merged.name, merged)  # in a pipeline, `merged` may be of a sketch
+        for adapter in (adapters(module) if merged_adapters is None else merged_adapters).values():
             name = f"{adapter.path}.weight"
             self._computed[name] = adapter.layer
             self._pairs.setdefault(name, []).append(adapter.pair)
