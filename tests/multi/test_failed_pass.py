@@ -8,12 +8,13 @@ from torch import Tensor, nn
 
 from placement import num_ranks, place, whole
 from tiny_models import hf_config
-from xorl.core.loss import LossOutput, cross_entropy
+from xorl.core.loss import cross_entropy
 from xorl.core.models import spec_for
 from xorl.core.nn import LayerKernels
 from xorl.data import PackedBatch
 from xorl.data.batch import Document, collate
 from xorl.train.engine import Engine
+from xorl.train.observe.timing import Phase
 
 HF_CONFIG = hf_config("llama", num_hidden_layers=3)
 
@@ -51,17 +52,21 @@ class Refusal(torch.autograd.Function):
 def fail(engine: Engine, where: str) -> None:
     """One good micro-batch, and one that fails in the middle layer, forward or backward."""
     with engine.gradients_kept():
-        hooks = []
+        hooks, mark = [], engine.timer.mark
 
-        def begin_to_fail(index: int, output: LossOutput) -> None:
-            layers = engine.model.module.layers
-            assert isinstance(layers, nn.ModuleList)
-            hooks.append(layers[1].register_forward_hook(lambda module, given, out: Refusal.apply(out, where)))
+        def begin_to_fail(phase: Phase) -> None:
+            mark(phase)
+            if phase == "backward":
+                layers = engine.model.module.layers
+                assert isinstance(layers, nn.ModuleList)
+                hooks.append(layers[1].register_forward_hook(lambda module, given, out: Refusal.apply(out, where)))
 
-        try:
-            engine.forward_backward([batch(3), batch(4)], cross_entropy, begin_to_fail)
-        finally:
-            hooks[0].remove()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine.timer, "mark", begin_to_fail)
+            try:
+                engine.forward_backward([batch(3), batch(4)], cross_entropy)
+            finally:
+                hooks[0].remove()
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,8 @@ KILLED_AT = 4
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("resume")
     write_rows(folder / "train.jsonl", 300)
-    write_config(folder / "model", hf_config(tie_word_embeddings=True, num_hidden_layers=4, initializer_range=0.02))
+    write_config(folder / "model", hf_config(tie_word_embeddings=True, initializer_range=0.02))
+    write_config(folder / "deep", hf_config(tie_word_embeddings=True, num_hidden_layers=4, initializer_range=0.02))
     experts = {"mlp_only_layers": [0], "moe_intermediate_size": 32}
     write_config(folder / "experts", hf_config("qwen3_moe", **experts, initializer_range=0.02))
     return folder
@@ -127,6 +128,7 @@ RUNS: dict[str, tuple[str, int, list[str]]] = {
     "fsdp2-ep": ("fsdp2", 2, [*EXPERTS, *MUON, *EP]),
     "none-qlora-experts": ("none", 1, EXPERT_QLORA),
     "fsdp2-qlora-ep": ("fsdp2", 2, [*EXPERT_QLORA, *EP]),
+    "fsdp2-deep": ("fsdp2", 2, ["--model.config_path", "{folder}/deep"]),
 }
 
 
@@ -157,7 +159,7 @@ def run_of(name: str, folder: Path, output: Path, **ends: int) -> int:
     return run(folder, output, mode=mode, accumulation=accumulation, overrides=overrides, **ends)
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [name for name in RUNS if name != "fsdp2-deep"])
 def test_killed_and_resumed_run_is_the_same_to_the_bit(
     name: str, ended, folder: Path, tmp_path: Path, run_ranks
 ) -> None:
@@ -224,7 +226,7 @@ CHAINS = {
     "experts": ("fsdp2-experts", EXPERT),
     "tensor": ("fsdp2-adamw", TENSOR),
     "tensor, merged": ("fsdp2-merged", TENSOR),
-    "pipeline": ("fsdp2-adamw", PIPELINE),
+    "pipeline": ("fsdp2-deep", PIPELINE),
 }
 
 

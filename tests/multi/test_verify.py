@@ -106,7 +106,7 @@ def swapped_shards_of_a_stack(patch: pytest.MonkeyPatch) -> Callable[[Engine], N
 
 def counts_over_the_data_axis(patch: pytest.MonkeyPatch) -> Callable[[Engine], None]:
     def narrow(engine: Engine) -> None:
-        patch.setattr(engine.model.mesh, "loss", engine.model.mesh.data)
+        patch.setattr(engine.model.mesh, "losses", engine.model.mesh.data)
 
     return narrow
 

@@ -66,7 +66,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
     "ring 2": (2, {"ringattn_parallel_size": 2}),
     "ring 2, ulysses 2": (4, {"ringattn_parallel_size": 2, **ULYSSES}),
     "tp 2": (2, {"tensor_parallel_size": 2}),
-    "pp 2": (2, {"pipeline_parallel_size": 2}),
+    "pp 2": (2, {"pipeline_parallel_size": 2, "enable_gradient_checkpointing": True}),
     "pp 2, dp 2": (4, {"pipeline_parallel_size": 2, "data_parallel_shard_size": 2}),
 }
 # The models of clients by kind; those of adapters share passes.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import cast
@@ -316,7 +316,8 @@ class ModelPasses:
     def forward(self, index: int, chunk: int, received: Tensors) -> Tensors:
         """What the next stage receives; of the last one, the loss."""
         self._prepare(index)
-        with self._model.accumulation(is_last=self._is_last(index)):
+        set_aside = self._accumulation.micro_batch() if self._model.has_buckets else nullcontext()
+        with set_aside, self._model.accumulation(is_last=self._is_last(index)):
             result = self._call(index, received, chunk)
         self._timer.mark("forward")
         routers = routers_of(self._model)

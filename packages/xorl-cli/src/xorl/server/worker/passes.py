@@ -38,6 +38,9 @@ from xorl.train.rows import join_rows, sizes_in_part
 Row = Sequence[tuple[str, PackedBatch]]
 """One micro-batch: the segments (model, its tokens) in order."""
 
+# In a pipeline, so many rows for each stage are computed before other work: stages wait for each other in every block.
+ROWS_PER_STAGE = 8
+
 
 class RowEngine(Protocol):
     """Computes rows with the models of their segments; passes are collective."""
@@ -204,7 +207,10 @@ class Pass:
         """Compute the next block; returns rank 0's verdict after it."""
         engine, forward_only = self._runner.engine, self.calls[0].forward_only
         first = self._num_done
-        block = self._rows[first : first + engine.rows_per_block(forward_only=forward_only)]
+        size = engine.rows_per_block(forward_only=forward_only)
+        if (num_stages := self._runner.base.mesh.dims.pp) > 1:
+            size = max(size, ROWS_PER_STAGE * num_stages)
+        block = self._rows[first : first + size]
         is_last = first + len(block) == len(self._rows)
         decision = Sum()
 

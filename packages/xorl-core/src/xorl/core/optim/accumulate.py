@@ -27,7 +27,7 @@ class Fp32Accumulation:
 
     @contextmanager
     def micro_batch(self) -> Iterator[None]:
-        """Context manager for the forward and backward passes of one micro-batch."""
+        """Context manager for the backward pass of one micro-batch, or for a pass that must not see the gradients."""
         # Copy now: gradients that are views of DistributedDataParallel's buckets are overwritten by the next pass.
         earlier = [(parameter, parameter.grad.float()) for parameter in self._parameters if parameter.grad is not None]
         for parameter, _ in earlier:

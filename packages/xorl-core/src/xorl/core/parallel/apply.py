@@ -199,6 +199,11 @@ class ParallelModel:
         return [name for name, parameter in self.whole.named_parameters() if parameter.requires_grad]
 
     @property
+    def has_buckets(self) -> bool:
+        """Whether a forward pass may move gradients into buckets of the parameters' dtype, as those of DDP do."""
+        return isinstance(self.forward, DistributedDataParallel)
+
+    @property
     def is_sharded(self) -> bool:
         """Whether forward passes gather parameters."""
         return bool(self._units)
