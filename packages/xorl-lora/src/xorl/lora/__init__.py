@@ -2,7 +2,8 @@
 
 from importlib.metadata import version
 
-from xorl.lora.bank import Adam, AdapterBank
+from xorl.lora.adam import Adam
+from xorl.lora.bank import AdapterBank
 from xorl.lora.inject import (
     Adapter,
     adapter_parameters,

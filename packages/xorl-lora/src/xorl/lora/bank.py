@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,6 +24,7 @@ from xorl.core.optim import gradient_scale
 from xorl.kernels.arguments import check_choice
 from xorl.kernels.grouped_linear import TokenGroups
 from xorl.kernels.optim import adamw_
+from xorl.lora.adam import Adam, StepOutcome
 from xorl.lora.arguments import check_instance, check_integer, check_number
 from xorl.lora.bank_layer import ActiveRows, belongs_to_bank
 from xorl.lora.bank_slots import Slots
@@ -33,44 +33,6 @@ from xorl.lora.linear import LowRank, initial_bound
 from xorl.lora.snapshot import GRAD, STATES, VALUE, AdapterSnapshot, SnapshotStore
 from xorl.lora.spec import AdapterSpec, ExpertSharing, spec_of
 from xorl.lora.targets import Site, resolve, without_wrappers
-
-
-@dataclass(frozen=True)
-class Adam:
-    """Hyperparameters of one step of AdamW (Loshchilov and Hutter, 2019, arXiv:1711.05101). Raises ValueError."""
-
-    lr: float
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name in ("lr", "eps", "weight_decay"):
-            check_number(name, getattr(self, name))
-        if not (isinstance(self.betas, (tuple, list)) and len(self.betas) == 2):
-            raise ValueError(f"betas must be two numbers, got {self.betas!r}")
-        for beta in self.betas:
-            check_number("betas", beta)
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"betas must be at least 0 and below 1, got {self.betas}")
-        if not self.eps > 0:
-            raise ValueError(f"eps must be above 0, got {self.eps}")
-        for name in ("lr", "weight_decay"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
-
-
-class StepOutcome(NamedTuple):
-    """The result of a step, as 0-dim fp32 tensors on the device.
-
-    grad_norm: the norm of the divided gradient.
-    skipped: 1 if the norm was not finite, else 0. A skipped step changes nothing.
-    norms: the norms of the undivided gradient by kind of layer; empty unless requested.
-    """
-
-    grad_norm: Tensor
-    skipped: Tensor
-    norms: dict[str, Tensor]
 
 
 @dataclass
