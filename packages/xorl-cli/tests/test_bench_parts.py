@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from xorl.cli.bench_config import SHAPES, Documents, SyntheticRun, shapes, write_config
-from xorl.config import load_config
+from xorl.config import config_from_mapping, load_config
 from xorl.core.models import spec_for
 from xorl.kernels.attention import AttentionRequest, resolve_attention
 from xorl.kernels.layout import SequenceLayout
@@ -83,6 +84,17 @@ def test_peers_are_known_by_their_parts() -> None:
     for name in ("transformer", "transformers-lger", "transformers-fa4-fa4"):
         with pytest.raises(ValueError, match="use transformers, followed by"):
             Peer.parse(name)
+
+
+@pytest.mark.parametrize("option", ["tensor_parallel_size", "pipeline_parallel_size", "ulysses_parallel_size"])
+def test_a_peer_is_left_out_where_each_rank_would_compute_all_of_it(option: str) -> None:
+    # Catches a comparison with a trainer that computes the same rows on several ranks.
+    values = {"model": {"config_path": "a"}, "data": {"datasets": [{"path": "a"}]}}
+    config = config_from_mapping({**values, "train": {"output_dir": "a", option: 2}}).config
+    assert (
+        Peer.parse("transformers").unavailable_reason(config, cast(Any, None))
+        == "peers run with data parallelism alone"
+    )
 
 
 def test_what_a_peer_changes_in_a_module_is_undone() -> None:

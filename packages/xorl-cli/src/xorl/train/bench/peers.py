@@ -72,8 +72,9 @@ class Peer:
 
     def unavailable_reason(self, config: Config, architecture: Architecture) -> str | None:
         """Why this peer cannot run the configuration on this machine; None if it can."""
-        if config.train.context_parallel_size > 1:
-            return "peers run without context parallelism"
+        train = config.train
+        if max(train.context_parallel_size, train.tensor_parallel_size, train.pipeline_parallel_size) > 1:
+            return "peers run with data parallelism alone"
         if "liger" in self.parts and find_spec("liger_kernel") is None:
             return "liger_kernel is not installed"
         if config.lora.enable_lora and find_spec("peft") is None:
