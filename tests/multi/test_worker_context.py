@@ -58,11 +58,8 @@ from xorl.server.worker.worker import Worker
 ULYSSES: dict[str, object] = {"ulysses_parallel_size": 2}
 LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
     "ulysses 2": (2, ULYSSES),
-    "ulysses 2, none": (2, {**ULYSSES, "cp_fsdp_mode": "none"}),
-    "ulysses 2, ddp": (2, {**ULYSSES, "data_parallel_mode": "ddp"}),
     "dp 2, ulysses 2": (4, {**ULYSSES, "data_parallel_shard_size": 2}),
     "dp 2, ulysses 2, ddp": (4, {**ULYSSES, "data_parallel_mode": "ddp", "data_parallel_replicate_size": 2}),
-    "ulysses 4": (4, {"ulysses_parallel_size": 4}),
     "ring 2": (2, {"ringattn_parallel_size": 2}),
     "ring 2, ulysses 2": (4, {"ringattn_parallel_size": 2, **ULYSSES}),
     "tp 2": (2, {"tensor_parallel_size": 2}),

@@ -127,6 +127,7 @@ EXPERTS = (
     "qwen3_moe, adapted experts",
     "qwen3_moe, outer factors shared",
 )
+FEW_EXPERTS = ("qwen3_moe", "mixtral, Muon", "qwen3_moe, adapted experts")
 TENSOR = (
     "llama",
     "llama, LoRA",
@@ -233,7 +234,7 @@ LAYOUTS: dict[str, Layout] = {
     "tp 2, fsdp 2, ep 2": _layout(4, ("qwen3_moe", "mixtral, Muon"), **TP, **EP),
     "hsdp 2": _layout(4, SHARED, **HSDP),
     "ulysses 4": _layout(4, CONTEXT, ulysses_parallel_size=4),
-    "dp 2, ulysses 2": _layout(4, ALL_CONTEXT, **ULYSSES),
+    "dp 2, ulysses 2": _layout(4, CONTEXT, **ULYSSES),
     "dp 2, ulysses 2, none": _layout(4, CONTEXT, **ULYSSES, cp_fsdp_mode="none"),
     "dp 2, ulysses 2, ddp": _layout(4, CONTEXT, **ULYSSES, **DDP),
     "hsdp 2, ulysses 2": _layout(4, CONTEXT, **ULYSSES, **HSDP),
@@ -244,11 +245,11 @@ LAYOUTS: dict[str, Layout] = {
     "ring 2, ulysses 2, ulysses_only": _layout(4, CONTEXT, **RING, **ULYSSES, cp_fsdp_mode="ulysses_only"),
     "ring 2, ulysses 2, ring_only": _layout(4, CONTEXT, **RING, **ULYSSES, cp_fsdp_mode="ring_only"),
     "ep 4": _layout(4, EXPERTS, expert_parallel_size=4),
-    "ep 2, fsdp 2": _layout(4, ALL_EXPERTS, **EP),
-    "ep 2 outside, fsdp 2": _layout(4, EXPERTS, **EP, ep_outside=True),
-    "hsdp 2, ep 2": _layout(4, EXPERTS, **EP, **HSDP),
-    "dp 2, ulysses 2, ep 2": _layout(4, EXPERTS, **EP, **ULYSSES),
-    "dp 2, ring 2, ep 4": _layout(4, EXPERTS, **RING, expert_parallel_size=4),
+    "ep 2, fsdp 2": _layout(4, (*EXPERTS, "qwen3_moe, shared adapters"), **EP),
+    "ep 2 outside, fsdp 2": _layout(4, FEW_EXPERTS, **EP, ep_outside=True),
+    "hsdp 2, ep 2": _layout(4, FEW_EXPERTS, **EP, **HSDP),
+    "dp 2, ulysses 2, ep 2": _layout(4, FEW_EXPERTS, **EP, **ULYSSES),
+    "dp 2, ring 2, ep 4": _layout(4, FEW_EXPERTS, **RING, expert_parallel_size=4),
 }
 
 

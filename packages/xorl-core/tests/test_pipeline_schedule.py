@@ -1,5 +1,6 @@
 """The order of a pipeline's passes: complete, without a deadlock, and as short as it should be."""
 
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from itertools import product
 
@@ -59,6 +60,90 @@ def sent_up(plan: list[Action], *, wraps: bool) -> Iterator[tuple[int, int]]:
 
 def received_up(plan: list[Action], num_chunks: int, *, wraps: bool) -> Iterator[tuple[int, int]]:
     return ((index, chunk) for is_forward, index, chunk in plan if not is_forward and chunk + wraps < num_chunks)
+
+
+class Stage:
+    """What a rank of a pipeline queues: transfers by group, each after a number of its passes, and its passes."""
+
+    def __init__(self, number: int, num_stages: int, plan: list[Action], num_chunks: int, num_groups: int) -> None:
+        self.queues: dict[tuple[bool, int], deque[tuple[tuple[object, ...], int]]] = defaultdict(deque)
+        self.needs: list[tuple[object, ...] | None] = []
+        last, begun = number == num_stages - 1, set()
+
+        def transfer(is_down: bool, edge: int, key: tuple[object, ...]) -> None:
+            edge %= num_stages
+            color = 2 if num_groups > 2 and num_stages % 2 and edge == num_stages - 1 else edge % 2
+            group = color if num_groups > 2 else 0
+            self.queues[is_down, group].append(((is_down, edge, *key), len(self.needs)))
+
+        def source(action: Action) -> tuple[object, ...] | None:
+            is_forward, index, chunk = action
+            if (number == chunk == 0) if is_forward else (last and chunk == num_chunks - 1):
+                return None
+            wraps = (number == 0) if is_forward else last
+            step = (-1 if is_forward else 1) * wraps
+            return is_forward, (number - is_forward) % num_stages, index, chunk + step
+
+        def begin(action: Action, done: set[Action]) -> None:
+            key = source(action)
+            if key is None or action in begun or not (action.is_forward or action._replace(is_forward=True) in done):
+                return
+            begun.add(action)
+            transfer(key[0], key[1], key[2:])
+
+        done: set[Action] = set()
+        for action, following in zip(plan, [*plan[1:], None], strict=True):
+            begin(action, done)
+            if following is not None:
+                begin(following, done)
+            self.needs.append(source(action))
+            done.add(action)
+            is_forward, index, chunk = action
+            ends = (last and chunk == num_chunks - 1) if is_forward else (number == chunk == 0)
+            if not ends:
+                transfer(is_forward, number if is_forward else number - 1, (index, chunk))
+        self.computed = 0
+
+
+def is_stuck(schedule: Schedule, num_stages: int, count: int, num_chunks: int, num_groups: int) -> bool:
+    """Whether stages whose transfers of a group are one after the other, as NCCL's are, end up waiting for each other.
+
+    num_groups: 1 for each direction, or 3, so that what a rank sends and receives is over different ones.
+    """
+    stages = [
+        Stage(number, num_stages, actions(schedule, number, num_stages, count, num_chunks), num_chunks, num_groups)
+        for number in range(num_stages)
+    ]
+    arrived: set[tuple[object, ...]] = set()
+    has_moved = True
+    while has_moved:
+        has_moved = False
+        for stage in stages:
+            while stage.computed < len(stage.needs) and stage.needs[stage.computed] in (None, *arrived):
+                stage.computed, has_moved = stage.computed + 1, True
+        ready = Counter(
+            queue[0][0]
+            for stage in stages
+            for queue in stage.queues.values()
+            if queue and queue[0][1] <= stage.computed
+        )
+        for key in [key for key, number in ready.items() if number == 2]:
+            arrived.add(key)
+            has_moved = True
+            for stage in stages:
+                for queue in stage.queues.values():
+                    if queue and queue[0][0] == key:
+                        queue.popleft()
+    return any(stage.computed < len(stage.needs) for stage in stages)
+
+
+@pytest.mark.parametrize(("schedule", "num_chunks"), SCHEDULES)
+def test_transfers_of_a_group_one_after_the_other_do_not_stop_a_pipeline(schedule: Schedule, num_chunks: int) -> None:
+    # Catches a send that waits behind a receive of the same group that is only answered after it.
+    for num_stages, count in product((2, 3, 4, 5), (1, 2, 4, 7)):
+        assert not is_stuck(schedule, num_stages, count, num_chunks, 3), (num_stages, count)
+    # The check itself: with one group for each direction, interleaved stages stop.
+    assert is_stuck(schedule, 2, 4, num_chunks, 1) == (num_chunks > 1)
 
 
 @pytest.mark.parametrize(

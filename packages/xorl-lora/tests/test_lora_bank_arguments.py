@@ -42,7 +42,7 @@ def test_runs_are_refused_by_the_names_of_adapters(runs, message):
         (lambda: Adam(lr=1, betas=0.9), r"betas must be two numbers, got 0\.9"),
         (
             lambda: torch.optim.Adam([torch.zeros(1, requires_grad=True)]),
-            "adam must be a xorl.lora.bank.Adam, got a torch.optim.adam.Adam",
+            "adam must be a xorl.lora.adam.Adam, got a torch.optim.adam.Adam",
         ),
     ],
 )

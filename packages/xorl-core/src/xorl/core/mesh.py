@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -189,6 +189,13 @@ class Axis:
         return RankGroup(self.rank, self.size, self.group.group_name)
 
 
+class Link(NamedTuple):
+    """The groups of the ranks of a pipeline over which a rank receives and sends in one direction."""
+
+    receives: dist.ProcessGroup
+    sends: dist.ProcessGroup
+
+
 class Mesh:
     """The processes of the job arranged along `AXES`, and views of them by use.
 
@@ -208,8 +215,9 @@ class Mesh:
         losses: the ranks of `loss` of all stages; the last stage alone has losses and counts.
         ends: the ranks of the first and the last stage, which hold the same embedding if it is also the head; None: on
             ranks of other stages, or without a pipeline.
-        links: two groups of the ranks of `pp`: one sends to the next stage, the other to the stage before. Sends over
-            one of them do not wait for those over the other.
+        links: to the next stage and to the stage before, after the last stage comes the first one: for each, the groups
+            over which this rank receives and sends. NCCL computes the transfers of a group one after the other, so
+            those that a rank receives and those that it sends need groups of their own.
         readers: the global rank that is first among those that read the same batches, by index in `data`.
         fsdp: the device mesh that parameters are sharded over: (shard,), or (replicate, shard) if some ranks hold
             copies. Its ranks are those of `loss`.
@@ -298,12 +306,19 @@ class Mesh:
         groups = _groups(numbers, ("pp",))[:, [0, -1]]
         return _own_axis(groups)
 
-    def _links(self, numbers: torch.Tensor) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-        groups = _groups(numbers, ("pp",))
-        down, up = _own_axis(groups), _own_axis(groups)
-        assert down is not None, "every rank has a stage"
-        assert up is not None, "every rank has a stage"
-        return down.group, up.group
+    def _links(self, numbers: torch.Tensor) -> tuple[Link, Link]:
+        size, lines = self.dims.pp, _groups(numbers, ("pp",))
+        # By the edge from each stage to the next; neighbouring edges have different groups.
+        colors = [edge % 2 for edge in range(size)]
+        if size % 2:
+            colors[-1] = 2
+        links: list[Link] = []
+        for is_down in (True, False):
+            groups = [_own_axis(lines) for _ in range(max(colors) + 1)]
+            of_edge = [group.group for color in colors if (group := groups[color]) is not None]
+            before, after = of_edge[self.stage - 1], of_edge[self.stage]
+            links.append(Link(before, after) if is_down else Link(after, before))
+        return links[0], links[1]
 
     def _view(self, name: str, *axes: str) -> Axis:
         from xorl.core.torch_private import flattened  # noqa: PLC0415 - imports FSDP2, which takes a second

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from xorl.core.mesh import Link
 from xorl.core.parallel.schedule import Action, Schedule, actions
 
 Tensors = tuple[Tensor, ...]
@@ -35,18 +36,18 @@ class Passes(Protocol):
         ...
 
 
-class Link:
+class Channel:
     """One direction between neighbouring stages. Sends do not wait; what is sent is kept until it has arrived.
 
     Args:
-        group: the stages' ranks, the last stage first.
+        link: the groups, in which the last stage comes first.
         step: to the stage that receives, +1 or -1; after the last stage comes the first.
     """
 
-    def __init__(self, group: dist.ProcessGroup, step: int) -> None:
-        rank, size = group.rank(), group.size()
+    def __init__(self, link: Link, step: int) -> None:
+        rank, size = link.sends.rank(), link.sends.size()
         # Ranks count from the last stage.
-        self._group, self._source, self._target = group, (rank + step) % size, (rank - step) % size
+        self._link, self._source, self._target = link, (rank + step) % size, (rank - step) % size
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
 
     def send(self, values: Sequence[Tensor]) -> None:
@@ -55,13 +56,13 @@ class Link:
             self._sent.popleft()
         for value in values:
             kept = value.detach().contiguous()
-            work = dist.isend(kept, group=self._group, group_dst=self._target)
+            work = dist.isend(kept, group=self._link.sends, group_dst=self._target)
             assert work is not None, "this rank is in the group"
             self._sent.append((work, kept))
 
     def receive(self, into: Sequence[Tensor]) -> list[dist.Work]:
         """Begin to receive tensors, in order; wait for the results before using them."""
-        found = [dist.irecv(tensor, group=self._group, group_src=self._source) for tensor in into]
+        found = [dist.irecv(tensor, group=self._link.receives, group_src=self._source) for tensor in into]
         return [work for work in found if work is not None]
 
     def finish(self) -> None:
@@ -73,7 +74,7 @@ class Link:
 class Executor:
     """Runs the passes of one rank. `stage` is the rank's among `num_stages`, which `links` connect.
 
-    links: groups of the ranks of all stages, the last stage first: one for each direction. None: there is one stage.
+    links: to the next stage and to the stage before, as those of a `Mesh`. None: there is one stage.
     """
 
     def __init__(
@@ -82,12 +83,12 @@ class Executor:
         stage: int = 0,
         num_stages: int = 1,
         num_chunks: int = 1,
-        links: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None,
+        links: tuple[Link, Link] | None = None,
     ) -> None:
         self.schedule: Schedule = schedule
         self.stage, self.num_stages, self.num_chunks = stage, num_stages, num_chunks
         assert (links is None) == (num_stages == 1), "several stages need links"
-        self._links = None if links is None else (Link(links[0], 1), Link(links[1], -1))
+        self._channels = None if links is None else (Channel(links[0], 1), Channel(links[1], -1))
 
     def run(self, count: int, passes: Passes) -> None:
         """Compute the forward and backward passes of `count` micro-batches. Collective among the stages."""
@@ -141,15 +142,15 @@ class Executor:
 
     def finish(self) -> None:
         """Wait until all that was sent has arrived."""
-        for link in self._links or ():
-            link.finish()
+        for channel in self._channels or ():
+            channel.finish()
 
     def _ends(self, chunk: int) -> bool:
         return self.stage == self.num_stages - 1 and chunk == self.num_chunks - 1
 
     def _receive(self, into: Sequence[Tensor], *, down: bool) -> list[dist.Work]:
-        return [] if self._links is None or not into else self._links[0 if down else 1].receive(into)
+        return [] if self._channels is None or not into else self._channels[0 if down else 1].receive(into)
 
     def _send(self, values: Sequence[Tensor], *, down: bool) -> None:
-        if self._links is not None and values:
-            self._links[0 if down else 1].send(values)
+        if self._channels is not None and values:
+            self._channels[0 if down else 1].send(values)
