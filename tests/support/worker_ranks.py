@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
 from tiny_models import hf_config
 from xorl.config import ServerConfig, server_config_from_mapping
 from xorl.core import runtime
-from xorl.core.mesh import Mesh
 from xorl.server.datum import Array, Datum
 from xorl.server.messages import Operation, Result, Work
 from xorl.server.operations import CreateModel, Failure, ForwardBackward, LoraSpec, OptimStep
@@ -24,6 +22,7 @@ from xorl.server.worker.adapters import AdapterModels
 from xorl.server.worker.base import build_base
 from xorl.server.worker.full import WholeModel
 from xorl.server.worker.worker import Worker
+from xorl.train.verify import of_all_stages
 
 VOCAB = 64
 HF_CONFIG = hf_config(eos_token_id=63)
@@ -110,14 +109,6 @@ def trained_values(worker: Worker, model_id: str) -> dict[str, Tensor]:
     gather = worker.base.model.shares.gather
     own = {name: gather(name, value).clone() for name, value in worker.base.module.named_parameters()}
     return of_all_stages(own, worker.base.mesh)
-
-
-def of_all_stages(own: dict[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
-    """The tensors of all stages of a pipeline, by name; collective."""
-    by_stage = [own] * mesh.pp.size
-    if mesh.pp.size > 1:
-        dist.all_gather_object(by_stage, own, group=mesh.pp.group)
-    return {name: tensor for one in by_stage for name, tensor in one.items()}
 
 
 def datum(length: int, seed: int = 0, num_targets: int = 0, **fields: object) -> Datum:

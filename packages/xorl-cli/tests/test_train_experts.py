@@ -99,6 +99,7 @@ def test_a_router_is_not_both_frozen_and_trained(tmp_path: Path) -> None:
             ("qwen3", {name: SERVER_VALUES.get(name, False)}, f"^{name}: .*the model has no experts; leave it at")
             for name in base.EXPERT_OPTIONS
         ),
+        ("qwen3", {"pipeline_parallel_size": 9}, "^pipeline_parallel_size: 9 stages need at least 9 layers"),
         (
             "mixtral",
             {"enable_gradient_checkpointing": True, "enable_reentrant": True},
@@ -113,10 +114,11 @@ def test_a_router_is_not_both_frozen_and_trained(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_the_service_refuses_what_does_not_fit_the_experts(
+def test_the_service_refuses_what_does_not_fit_the_model(
     model_type: str, options: dict[str, object], message: str, tmp_path: Path, place: Runtime
 ) -> None:
-    # Catches an option that the service accepts and ignores, and adapters that would train nothing of the experts.
+    # Catches an option that the service accepts and ignores, adapters that would train nothing of the experts, and an
+    # error about stages that names no option.
     write_config(tmp_path, hf_config(model_type))
     values = {"config_path": str(tmp_path), "output_dir": str(tmp_path), "enable_gradient_checkpointing": False}
     config = server_config_from_mapping({**values, "enable_mixed_precision": False, **options}).config

@@ -198,8 +198,8 @@ class ParallelFields(Section):
     pipeline_parallel_size: AtLeastOne = Field(
         default=1,
         description="Number of pipeline stages that the layers are divided into, so that each takes about as long; the "
-        "head counts. The stages work on different micro-batches at the same time, so it needs several times as many "
-        "gradient_accumulation_steps. The start of a run says how long the stages wait for each other.",
+        "head counts. The stages work on different micro-batches at the same time, so use several times as many "
+        "gradient_accumulation_steps as there are stages. The start of a run says how long they wait for each other.",
     )
     pipeline_parallel_schedule: PipelineSchedule = Field(
         default="1F1B",

@@ -18,6 +18,7 @@ from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,6 @@ from xorl.core.loss import cross_entropy
 from xorl.core.mesh import AXES, Mesh
 from xorl.core.models import Decoder
 from xorl.core.models.initial import fill_normal_, key_of
-from xorl.core.nn.roles import Role
 from xorl.core.nn.share import pieces, shares_of
 from xorl.data import PackedBatch
 from xorl.data.batch import IGNORE, Document, collate
@@ -45,6 +45,7 @@ from xorl.train.model_source import read_architecture
 from xorl.train.parallel_sizes import chunks_of
 from xorl.train.startup import parallel_dims
 
+ValueT = TypeVar("ValueT")
 # Relative to the norm. AdamW's steps depend on the signs of tiny gradients, so later losses differ more.
 TOLERANCE = 1e-5
 LATER_TOLERANCE = 1e-4
@@ -307,25 +308,22 @@ def take_steps(engine: Engine, config: Config, architecture: Architecture, num_b
         if step == 0:
             grad_norm = float(update.grad_norm)
     roles = module.parameter_roles()
-    gradients, groups = _of_all_stages((gradients, {name: roles[name] for name in gradients}), mesh)
+    groups = of_all_stages({name: roles[name] for name in gradients}, mesh)
     return Result(
         losses,
         grad_norm,
-        gradients,
+        of_all_stages(gradients, mesh),
         groups,
         {axis: size for axis in (*AXES, "ep") if (size := getattr(mesh.dims, axis)) > 1},
     )
 
 
-def _of_all_stages(
-    own: tuple[dict[str, Tensor], dict[str, Role]], mesh: Mesh
-) -> tuple[dict[str, Tensor], dict[str, Role]]:
-    """The gradients and roles of all stages of a pipeline. Collective among its ranks."""
+def of_all_stages(own: Mapping[str, ValueT], mesh: Mesh) -> dict[str, ValueT]:
+    """What all stages of a pipeline have, by name. Collective among its ranks."""
     by_stage = [own] * mesh.pp.size
     if mesh.pp.size > 1:
         dist.all_gather_object(by_stage, own, group=mesh.pp.group)
-    gradients = {name: gradient for one, _ in by_stage for name, gradient in one.items()}
-    return gradients, {name: role for _, one in by_stage for name, role in one.items()}
+    return {name: value for one in by_stage for name, value in one.items()}
 
 
 @torch.no_grad()

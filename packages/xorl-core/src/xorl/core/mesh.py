@@ -215,9 +215,9 @@ class Mesh:
         losses: the ranks of `loss` of all stages; the last stage alone has losses and counts.
         ends: the ranks of the first and the last stage, which hold the same embedding if it is also the head; None: on
             ranks of other stages, or without a pipeline.
-        links: to the next stage and to the stage before, after the last stage comes the first one: for each, the groups
-            over which this rank receives and sends. NCCL computes the transfers of a group one after the other, so
-            those that a rank receives and those that it sends need groups of their own.
+        links: the links in the direction of the next stage and of the previous one; the stages form a circle. Each has
+            the groups over which this rank receives and sends. NCCL computes the transfers of a group one after the
+            other, so those that a rank receives and those that it sends need groups of their own.
         readers: the global rank that is first among those that read the same batches, by index in `data`.
         fsdp: the device mesh that parameters are sharded over: (shard,), or (replicate, shard) if some ranks hold
             copies. Its ranks are those of `loss`.

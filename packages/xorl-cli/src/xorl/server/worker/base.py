@@ -25,7 +25,7 @@ from xorl.train.base_weights import base_fingerprint
 from xorl.train.checkpoint_model import describe_model, open_start
 from xorl.train.model import build_model, fill_base, stage_of
 from xorl.train.model_source import MODEL_PATH, read_architecture
-from xorl.train.parallel_sizes import check_experts, check_shared_matrices
+from xorl.train.parallel_sizes import check_experts, check_shared_matrices, check_stages
 from xorl.train.quantization import read_options, scheme_of
 from xorl.train.startup import parallel_dims
 from xorl.train.transports import ChoicesFile
@@ -103,6 +103,7 @@ def _build(config: ServerConfig, runtime: Runtime, position: Position) -> Base:
     options = {name: (getattr(config, name), fields[name].default) for name in EXPERT_OPTIONS}
     check_experts(architecture.config, local.train, options)
     check_shared_matrices(architecture.config, local.train)
+    check_stages(architecture.config, local.train)
     mesh = Mesh(parallel_dims(local, runtime.world_size), runtime.device.type)
     logger.info("%s", mesh.describe())
     # Ranks with different tokens draw different dropout masks.

@@ -61,9 +61,10 @@ class AdapterFiles:
 
         Raises ValueError, which begins with `form`, if that form of adapters on experts cannot express them.
         """
-        held = adapters(model.module)
-        by_layer = {name: held.get(name, adapter) for name, adapter in adapters(model.whole).items()}
-        by_layer = by_layer if bank_adapters is None else bank_adapters
+        by_layer = bank_adapters
+        if by_layer is None:
+            held = adapters(model.module)
+            by_layer = {name: held.get(name, adapter) for name, adapter in adapters(model.whole).items()}
         transposed = {
             recipe.source.removesuffix(".weight")
             for recipe in recipes.values()

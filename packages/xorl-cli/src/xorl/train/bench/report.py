@@ -15,7 +15,7 @@ from xorl.train.observe.observer import Metrics
 
 logger = logging.getLogger(__name__)
 
-PARTS = ("forward_s", "backward_s", "comm_s", "optimizer_s", "idle_s", "data_s")
+PARTS = ("forward_s", "backward_s", "pipeline_s", "comm_s", "optimizer_s", "idle_s", "data_s")
 SUMMARISED = ("tokens_per_s", "mfu", "time_s", *PARTS)
 
 
@@ -194,6 +194,8 @@ def to_markdown(record: BenchRecord) -> str:
     length = work.mean_document_len
     documents = "streamed" if length is None else f"documents of {length:,.0f} tokens on average"
     known = [f"{name} {value}" for name, value in record.environment.items() if value is not None and name != "gpus"]
+    spreads = {system: record.spreads(system) for system in record.systems}
+    parts = [part for part in PARTS if any(part in found for found in spreads.values())]
     lines = [
         f"## {record.name}, {datetime.now(UTC).date().isoformat()}",
         "",
@@ -211,11 +213,10 @@ def to_markdown(record: BenchRecord) -> str:
         ),
         "",
         *_table(
-            ("ms of a step", *(part.removesuffix("_s") for part in PARTS)),
+            ("ms of a step", *(part.removesuffix("_s") for part in parts)),
             [
-                (system, *(f"{1000 * spreads[part].median:.1f}" if part in spreads else "" for part in PARTS))
-                for system in record.systems
-                for spreads in [record.spreads(system)]
+                (system, *(f"{1000 * found[part].median:.1f}" if part in found else "" for part in parts))
+                for system, found in spreads.items()
             ],
         ),
         "",

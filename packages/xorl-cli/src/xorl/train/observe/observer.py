@@ -78,8 +78,9 @@ class Observer:
     The seconds of a step, measured by the reporting process:
 
     - time_s: from the end of the previous step (or of a pause) to the end of this one, on the device's clock: the sum
-      of forward_s, backward_s, comm_s, optimizer_s and idle_s.
+      of forward_s, backward_s, pipeline_s, comm_s, optimizer_s and idle_s.
     - forward_s, backward_s, optimizer_s: device time, without comm_s. Clipping counts as optimizer_s.
+    - pipeline_s: the device waits for another stage; only with pipeline parallelism.
     - comm_s: exposed communication, in which the compute stream waits for collectives (see `core.parallel.exposed`),
       and summing the loss over ranks, which includes waiting for slower ranks. Overlapped communication is not counted.
     - idle_s: the rest, in which the device had no work: the host was launching it or waiting for data.

@@ -196,7 +196,7 @@ def _pipeline(startup: Startup) -> str:
         for stage in stages
     )
     count = train.gradient_accumulation_steps
-    line = f"layers {shown} in {len(stages)} stages, which wait for each other for {waiting(count)} of a step's passes"
+    line = f"layers {shown} in {len(stages)} stages, which wait for each other {waiting(count)} of the time"
     if count < MANY_MICRO_BATCHES * len(stages):
         more = MANY_MICRO_BATCHES * len(stages)
         line += f" ({waiting(more)} with train.gradient_accumulation_steps: {more})"

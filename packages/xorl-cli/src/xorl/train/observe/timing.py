@@ -10,7 +10,8 @@ from typing import Literal
 import torch
 
 Phase = Literal["forward", "backward", "pipeline", "comm", "optimizer"]
-PHASES: tuple[Phase, ...] = ("forward", "backward", "pipeline", "comm", "optimizer")
+# The phases of every step; only a pipeline has the other one.
+PHASES: tuple[Phase, ...] = ("forward", "backward", "comm", "optimizer")
 # On a GPU, a position in the queue of work; on a CPU, where work is not queued, a time in seconds.
 Moment = torch.cuda.Event | float
 
@@ -75,7 +76,7 @@ class StepMarks:
 
         "pipeline" is only there if stages waited for each other.
         """
-        spent: dict[Phase, float] = dict.fromkeys((phase for phase in PHASES if phase != "pipeline"), 0.0)
+        spent: dict[Phase, float] = dict.fromkeys(PHASES, 0.0)
         for (_, earlier), (phase, later) in zip(self.ends, self.ends[1:], strict=False):
             if phase is not None:
                 spent[phase] = spent.get(phase, 0.0) + clock.seconds(earlier, later)

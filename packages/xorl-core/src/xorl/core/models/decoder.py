@@ -198,10 +198,10 @@ class Decoder(nn.Module):
                 f"input_ids: on {input_ids.device}, but the layout is on {layout.cu_seqlens.device}; both must be on "
                 "the model's device"
             )
-        by_layer = None
+        by_layer, mixtures = None, self._mixtures_of(chunk)
         if recorded is not None:
             _check_recorded(recorded, input_ids, self._mixtures)
-            by_layer = self.ranks.local(recorded)[:, self._mixtures_of(chunk)].transpose(0, 1).contiguous()
+            by_layer = self.ranks.local(recorded)[:, mixtures].transpose(0, 1).contiguous()
         before, *sums = received or (None,)
         layers, is_end = self.stage.chunks[chunk], self.stage.ends(chunk)
         hidden, routes = self.model(input_ids, layout, self.compute_dtype, by_layer, before, layers)
@@ -212,9 +212,7 @@ class Decoder(nn.Module):
             self.routers.record(routes)
             if self.training:
                 earlier = sums[0] if sums else None
-                hidden, *sums = self.routers.add(
-                    hidden, routes, layout, place=self._mixtures_of(chunk), before=earlier, is_last=is_end
-                )
+                hidden, *sums = self.routers.add(hidden, routes, layout, place=mixtures, before=earlier, is_last=is_end)
         if not is_end:
             return (hidden, *sums)
         hidden = self.ranks.gather(hidden)

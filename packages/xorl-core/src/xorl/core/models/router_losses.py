@@ -115,7 +115,9 @@ class RouterLosses:
         before: Tensor | None = None,
         is_last: bool = True,
     ) -> tuple[Tensor, Tensor]:
-        """In training, return `hidden` [T, D], whose backward pass also computes the gradients of the losses, and sums.
+        """In training, return `hidden` [T, D] and the sums over layers so far.
+
+        The backward pass of the returned `hidden` also computes the gradients of the losses.
 
         place: of the layers with these routes, among the L layers. before: the sums over earlier layers. is_last:
             whether no layers follow; the losses are those of the last layers.
@@ -125,16 +127,16 @@ class RouterLosses:
         """
         lengths = layout.whole.cu_seqlens.diff().float()
         trained = lengths if layout.num_trained is None else layout.num_trained.float()
-        counts = torch.zeros(0, len(lengths), self.num_experts, dtype=torch.int32, device=lengths.device)
-        replayed = lengths.new_zeros(2, len(lengths))
-        sums = lengths.new_zeros(self.shape_of_sums(len(lengths))) if before is None else before
         if routes:
             counts, terms, replayed = _sums_of(routes, layout)
             shares = counts.to(terms.dtype).sum(0) / lengths[:, None]
             sums = torch.cat([shares, terms.sum(0)], dim=1) + (0.0 if before is None else before)
+        else:
+            counts = torch.zeros(0, len(lengths), self.num_experts, dtype=torch.int32, device=lengths.device)
+            replayed = lengths.new_zeros(2, len(lengths))
+            sums = lengths.new_zeros(self.shape_of_sums(len(lengths))) if before is None else before
         # Ranks that share matrices all count the same.
         is_counted = layout.is_first if isinstance(layout, ShardedLayout) else True
-        losses = torch.zeros(3, len(lengths), device=lengths.device)
         if is_last:
             weight = trained / lengths  # [N]
             shares, probabilities, squared_lse = (sums / self._num_layers).split([self.num_experts] * 2 + [1], dim=1)
@@ -143,6 +145,8 @@ class RouterLosses:
             losses = torch.stack([balance.detach(), z.detach(), trained])
             if self.options.balance_coef or self.options.z_coef:
                 hidden = _with_loss(hidden, self.options.balance_coef * balance.sum() + self.options.z_coef * z.sum())
+        else:
+            losses = torch.zeros(3, len(lengths), device=lengths.device)
         counts = F.pad(counts, (0, 0, 0, 0, place.start, self._num_layers - place.stop))
         self._newest = counts * is_counted, replayed * is_counted, losses * is_counted
         return hidden, sums

@@ -57,7 +57,7 @@ def gradient_scale(
     Raises ValueError unless `parameters` is a list or tuple of tensors, for a number as divisor that is not above 0,
     and for a negative `max_norm`. With a tensor of 0, as in a step without trained tokens, the norm is not finite.
     """
-    _check_scale(parameters, divisor, max_norm, stages)
+    _check_scale(parameters, divisor, max_norm, may_be_empty=stages is not None)
     [norm] = gradient_norms([parameters], divided, stages) if norm is None else [norm]
     # This synchronises only if gradients are in host memory, where the host has already waited for them.
     scale = divisor.to(norm) if isinstance(divisor, Tensor) else torch.full_like(norm, divisor)
@@ -130,13 +130,11 @@ def scale_and_clip_(parameters: Iterable[Tensor], divisor: Tensor | float, max_n
     return norm
 
 
-def _check_scale(
-    parameters: object, divisor: Tensor | float, max_norm: float | None, stages: dist.ProcessGroup | None
-) -> None:
+def _check_scale(parameters: object, divisor: Tensor | float, max_norm: float | None, *, may_be_empty: bool) -> None:
     """Raise ValueError for arguments that `gradient_scale` cannot use. Looks at one parameter: there may be many."""
     if not isinstance(parameters, list | tuple):
         raise ValueError(f"parameters: must be a list of tensors, got {type(parameters).__name__}; pass a list")
-    if not parameters and stages is None:
+    if not parameters and not may_be_empty:
         raise ValueError("parameters: there are none; an iterator, such as parameters(), can be used only once")
     if parameters and not isinstance(parameters[0], Tensor):
         raise ValueError(f"parameters: must be a list of tensors, got one of {type(parameters[0]).__name__}")

@@ -74,7 +74,7 @@ class Channel:
 class Executor:
     """Runs the passes of one rank. `stage` is the rank's among `num_stages`, which `links` connect.
 
-    links: to the next stage and to the stage before, as those of a `Mesh`. None: there is one stage.
+    links: in the direction of the next stage and of the previous one, as those of a `Mesh`. None: there is one stage.
     """
 
     def __init__(
