@@ -48,6 +48,15 @@ def resolve(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> ExpertsFn:
         pytest.skip(str(error))
 
 
+def assert_match(
+    found: tuple[Tensor, ...], expected: Tensor, exact: list[Tensor], grad: Tensor, bound_of_bf16: float = 2e-2
+) -> None:
+    """found: the output, and the gradients of `exact` from that of the output, `grad`. expected: the twin's output."""
+    bound = 1e-5 if grad.dtype == torch.float32 else bound_of_bf16
+    for mine, theirs in zip(found, (expected, *torch.autograd.grad(expected, exact, grad.double())), strict=True):
+        assert (mine - theirs).norm() <= bound * theirs.norm()
+
+
 @pytest.mark.parametrize("kind", ["random", "same", "some elsewhere", "all elsewhere"])
 @pytest.mark.parametrize(
     ("name", "dtype"), [("native", BF16), ("triton", BF16), ("triton", torch.float32), ("quack", BF16)], ids=str
@@ -72,11 +81,8 @@ def test_experts_match_the_twin(shape: tuple[int, ...], name: str, dtype: torch.
         out = experts(*tensors, ids, num_real, num_rows=num_rows)
         grad = torch.randn_like(out)
         found = torch.autograd.grad(out, tensors, grad)
-    bound = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
-    assert (out - expected).norm() <= bound * expected.norm()
+    assert_match((out, *found), expected, exact, grad)
     assert not out[-5:].any()
-    for mine, theirs in zip(found, torch.autograd.grad(expected, exact, grad.double()), strict=True):
-        assert (mine - theirs).norm() <= bound * theirs.norm()
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -100,10 +106,7 @@ def test_choices_in_parts_match_the_twin(
         out = experts(*tensors, ids, num_passes=num_passes, recompute=recompute)
         grad = torch.randn_like(out)
         found = torch.autograd.grad(out, tensors, grad)
-    bound = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
-    assert (out - expected).norm() <= bound * expected.norm()
-    for mine, theirs in zip(found, torch.autograd.grad(expected, exact, grad.double()), strict=True):
-        assert (mine - theirs).norm() <= bound * theirs.norm()
+    assert_match((out, *found), expected, exact, grad)
 
 
 # By kind: the leading dimensions of the factors that are 1, the number of slots, and the format of the base.
@@ -154,10 +157,7 @@ def test_adapted_experts_match_the_twin(name: str, dtype: torch.dtype, recompute
         out = experts(leaves[0], *base, leaves[1], groups, num_real, recompute=recompute, factors=factors)
         grad = torch.randn_like(out)
         found = torch.autograd.grad(out, leaves, grad)
-    bound = {torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
-    assert (out - expected).norm() <= bound * expected.norm()
-    for mine, theirs in zip(found, torch.autograd.grad(expected, exact, grad.double()), strict=True):
-        assert (mine - theirs).norm() <= bound * theirs.norm()
+    assert_match((out, *found), expected, exact, grad, bound_of_bf16=3e-2)
 
 
 @pytest.mark.parametrize("recompute", [False, True])

@@ -12,23 +12,17 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from layouts import LORA, Options, mesh_for, run_config, write_models
+from layouts import LORA, Options, engine_for, run_config, weights_of, write_models, write_weights
 from ranks import Launch, Launches
-from xorl.ckpt.reader import source_shapes
 from xorl.config import Config
 from xorl.core import runtime
 from xorl.core.loss import cross_entropy
 from xorl.core.shards import local
 from xorl.data import PackedBatch
-from xorl.lora import adapters
-from xorl.train.build import build_engine
 from xorl.train.engine import Engine
 from xorl.train.evaluate import evaluate
-from xorl.train.export.hf_weights import hf_groups
-from xorl.train.model_source import read_architecture
 from xorl.train.verify import _draw, batches_of
 
 MODELS: dict[str, Options] = {"gpt2": {}, "llama": LORA}
@@ -57,10 +51,7 @@ class Ended(NamedTuple):
 
 def engine_of(config: Config) -> Engine:
     """An engine that has a stage, if there are several ranks."""
-    runtime.seed_everything(0)
-    sizes = {"data_parallel_mode": "none", "pipeline_parallel_size": runtime.world_size()}
-    config = config.model_copy(update={"train": config.train.model_copy(update=sizes)})
-    return build_engine(config, read_architecture(config.model), mesh_for(config), torch.device("cpu"))
+    return engine_for(config, data_parallel_mode="none", pipeline_parallel_size=runtime.world_size())
 
 
 def steps(folder: Path, model: str, num_steps: int, train: Options) -> Ended:
@@ -105,10 +96,7 @@ def exported(folder: Path, lora: Options) -> dict[str, Tensor]:
     config = run_config(folder, "llama", {}, lora)
     engine = engine_of(config)
     _draw(engine.model.module)
-    merged = adapters(engine.model.module) or None
-    recipes = read_architecture(config.model).recipes(merge_qkv=True)
-    groups = hf_groups(engine.model, recipes, dtype=torch.float32, device=torch.device("cpu"), merged_adapters=merged)
-    return {name: tensor.clone() for group in groups for name, tensor in group.make().items()}
+    return weights_of(engine, config)
 
 
 def loaded(folder: Path) -> dict[str, Tensor]:
@@ -120,10 +108,7 @@ def loaded(folder: Path) -> dict[str, Tensor]:
 @pytest.fixture(scope="module")
 def found(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Launches:
     folder = write_models(tmp_path_factory.mktemp("models"))
-    generator = torch.Generator().manual_seed(0)
-    recipes = read_architecture(run_config(folder, "llama", {}).model).recipes(merge_qkv=True)
-    weights = {name: torch.randn(shape, generator=generator) for name, shape in source_shapes(recipes).items()}
-    save_file(weights, folder / "llama" / "model.safetensors", {"format": "pt"})
+    write_weights(folder, "llama")
     cells = {}
     for size in (1, 2):
         cells |= {("losses", model, size): (size, partial(steps, folder, model, 3, {})) for model in MODELS}

@@ -11,21 +11,14 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from layouts import LORA, Options, mesh_for, run_config, write_models
+from layouts import LORA, Options, engine_for, run_config, weights_of, write_models, write_weights
 from ranks import Launch, Launches
-from xorl.ckpt.reader import source_shapes
 from xorl.config import Config
-from xorl.core import runtime
 from xorl.core.loss import cross_entropy
 from xorl.core.shards import local
-from xorl.lora import adapters
-from xorl.train.build import build_engine
 from xorl.train.engine import Engine
-from xorl.train.export.hf_weights import hf_groups
-from xorl.train.model_source import read_architecture
 from xorl.train.verify import _draw, batches_of
 
 MODELS: dict[str, Options] = {"gpt2": {}, "qwen3_moe": {}, "llama": LORA}
@@ -46,10 +39,7 @@ class Ended(NamedTuple):
 
 
 def engine_of(config: Config, num_ranks: int) -> Engine:
-    runtime.seed_everything(0)
-    shared = {"data_parallel_mode": "fsdp2", "tensor_parallel_size": num_ranks}
-    config = config.model_copy(update={"train": config.train.model_copy(update=shared)})
-    return build_engine(config, read_architecture(config.model), mesh_for(config), torch.device("cpu"))
+    return engine_for(config, data_parallel_mode="fsdp2", tensor_parallel_size=num_ranks)
 
 
 def steps(folder: Path, model: str, num_ranks: int, num_steps: int, train: Options) -> Ended:
@@ -79,10 +69,7 @@ def exported(folder: Path, lora: Options, num_ranks: int, **model: object) -> di
     config = run_config(folder, "llama", {}, lora, model)
     engine = engine_of(config, num_ranks)
     _draw(engine.model.module)
-    merged = adapters(engine.model.module) or None
-    recipes = read_architecture(config.model).recipes(merge_qkv=config.model.merge_qkv)
-    groups = hf_groups(engine.model, recipes, dtype=torch.float32, device=torch.device("cpu"), merged_adapters=merged)
-    return {name: tensor.clone() for group in groups for name, tensor in group.make().items()}
+    return weights_of(engine, config)
 
 
 def loaded(folder: Path, mode: str, num_ranks: int) -> dict[str, Tensor]:
@@ -95,10 +82,7 @@ def loaded(folder: Path, mode: str, num_ranks: int) -> dict[str, Tensor]:
 @pytest.fixture(scope="module")
 def found(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Launches:
     folder = write_models(tmp_path_factory.mktemp("models"))
-    generator = torch.Generator().manual_seed(0)
-    recipes = read_architecture(run_config(folder, "llama", {}).model).recipes(merge_qkv=True)
-    weights = {name: torch.randn(shape, generator=generator) for name, shape in source_shapes(recipes).items()}
-    save_file(weights, folder / "llama" / "model.safetensors", {"format": "pt"})
+    write_weights(folder, "llama")
     cells = {}
     for size in (1, 2):
         cells |= {("losses", model, size): (size, partial(steps, folder, model, size, 3, {})) for model in MODELS}

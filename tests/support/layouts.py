@@ -9,16 +9,21 @@ from types import MappingProxyType
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from torch import Tensor
 
 from placement import mesh_of
 from tiny_models import hf_config, write_config
+from xorl.ckpt.reader import source_shapes
 from xorl.config import Config, config_from_mapping
 from xorl.core import runtime
 from xorl.core.mesh import Mesh
 from xorl.kernels.attention import ring
+from xorl.lora import adapters
 from xorl.train import verify
 from xorl.train.build import build_engine
 from xorl.train.engine import Engine
+from xorl.train.export.hf_weights import hf_groups
 from xorl.train.model_source import read_architecture
 from xorl.train.startup import parallel_dims
 from xorl.train.verify import Result, one_process
@@ -260,6 +265,14 @@ def write_models(folder: Path) -> Path:
     return folder
 
 
+def write_weights(folder: Path, model: str) -> None:
+    """Random weights beside the description of a model that `write_models` wrote, for `model_path`."""
+    generator = torch.Generator().manual_seed(0)
+    recipes = read_architecture(run_config(folder, model, {}).model).recipes(merge_qkv=True)
+    weights = {name: torch.randn(shape, generator=generator) for name, shape in source_shapes(recipes).items()}
+    save_file(weights, folder / model / "model.safetensors", {"format": "pt"})
+
+
 def run_config(
     folder: Path, model: str, train: Options, lora: Options = NO_OPTIONS, of_model: Options = NO_OPTIONS
 ) -> Config:
@@ -280,6 +293,21 @@ def mesh_for(config: Config) -> Mesh:
     return mesh_of(parallel_dims(config, runtime.world_size()))
 
 
+def engine_for(config: Config, **train: object) -> Engine:
+    """An engine over all ranks, with other options of `train`; the same weights for every layout. Collective."""
+    runtime.seed_everything(0)
+    config = config.model_copy(update={"train": config.train.model_copy(update=train)})
+    return build_engine(config, read_architecture(config.model), mesh_for(config), torch.device("cpu"))
+
+
+def weights_of(engine: Engine, config: Config) -> dict[str, Tensor]:
+    """The model as others read it, with adapters merged in; on rank 0. Collective."""
+    merged = adapters(engine.model.module) or None
+    recipes = read_architecture(config.model).recipes(merge_qkv=config.model.merge_qkv)
+    groups = hf_groups(engine.model, recipes, dtype=torch.float32, device=torch.device("cpu"), merged_adapters=merged)
+    return {name: tensor.clone() for group in groups for name, tensor in group.make().items()}
+
+
 def steps(
     config: Config,
     num_bins: int = NUM_BINS,
@@ -288,14 +316,12 @@ def steps(
     num_steps: int = NUM_STEPS,
 ) -> Result:
     """Steps from the same weights, unless they are changed, and over the same rows for every layout."""
-    runtime.seed_everything(0)
-    architecture = read_architecture(config.model)
-    engine = build_engine(config, architecture, mesh_for(config), torch.device("cpu"))
+    engine = engine_for(config)
     if change is not None:
         change(engine)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verify, "NUM_STEPS", NUM_STEPS_OF_MUON if config.train.optimizer == "muon" else num_steps)
-        return verify.take_steps(engine, config, architecture, num_bins)
+        return verify.take_steps(engine, config, read_architecture(config.model), num_bins)
 
 
 def run_in_layout(folder: Path, run: Run, train: Options, *, num_steps: int = NUM_STEPS) -> Result:
