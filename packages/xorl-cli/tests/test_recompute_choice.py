@@ -289,6 +289,19 @@ def test_replicas_of_shards_keep_the_sum_alone(tmp_path: Path) -> None:
     assert alone / replicated == (2 + 4 + 2) / (2 + 4)
 
 
+def test_stages_and_ranks_that_share_matrices_keep_their_part(tmp_path: Path) -> None:
+    # Catches a whole model that is counted for each rank of a pipeline: one that fits is refused.
+    config = config_with(tmp_path, data_parallel_mode="none", optimizer="sgd", **BF16)
+    architecture = read_architecture(config.model)
+    whole = kept_bytes(config, architecture, ParallelDims.resolve("none", 1))
+    assert kept_bytes(config, architecture, ParallelDims.resolve("none", 2, tp=2)) == whole / 2
+    sketch = sketch_model(architecture, config.model, config.train, config.lora)
+    bytes_of_layers = [4 * sum(p.numel() for p in layer.parameters()) for layer in sketch.layers]  # and a gradient
+    staged = config_with(tmp_path, data_parallel_mode="none", optimizer="sgd", pipeline_parallel_size=2, **BF16)
+    most = kept_bytes(staged, architecture, ParallelDims.resolve("none", 2, pp=2))
+    assert whole - sum(bytes_of_layers) < most < whole - min(bytes_of_layers)
+
+
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 @pytest.mark.parametrize("mode", ["none", "fsdp2"])
 def test_copies_of_weights_in_fp8_are_counted(mode: str, recipe: str, place: Runtime, tmp_path: Path) -> None:

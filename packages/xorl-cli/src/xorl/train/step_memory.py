@@ -27,7 +27,7 @@ from xorl.core.parallel.copy_engine import WINDOW_BYTES
 from xorl.kernels.quant.fp8 import E4M3
 from xorl.lora.prequantized import stored_parameters
 from xorl.train.architecture import Architecture
-from xorl.train.model import DTYPES, KeptDtypes, sketch_model
+from xorl.train.model import DTYPES, KeptDtypes, pipeline_stages, sketch_model
 
 # States of the optimizer per parameter; muon is counted as if it were AdamW everywhere.
 NUM_STATES = MappingProxyType({"adamw": 2, "anyprecision_adamw": 2, "muon": 2, "sgd": 0})
@@ -260,12 +260,26 @@ def profiled_param_dtype(config: Config) -> ParameterDtype:
 
 
 def kept_bytes(config: Config, architecture: Architecture, dims: ParallelDims) -> float:
-    """What a rank keeps, on the device or the host: parameters, gradients, optimizer state, fp8 copies."""
+    """What a rank keeps, on the device or the host: parameters, gradients, optimizer state, fp8 copies.
+
+    Of a pipeline, the rank that keeps the most.
+    """
     dtypes = KeptDtypes.of(config.train, config.lora)
     compute = 2 if config.train.enable_mixed_precision else 4
-    whole = _Size.of(_sketch(config, architecture), compute, dtypes.frozen.itemsize)
-    throughout, grown = _kept_bytes(config.train, whole, dtypes, dims)
-    return throughout + whole.trained * grown / dims.num_shards
+    most = 0.0
+    for stage in pipeline_stages(config, architecture) if dims.pp > 1 else [None]:
+        module = _sketch(config, architecture)
+        if stage is not None:
+            module.keep(stage)
+        whole = _Size.of(module, compute, dtypes.frozen.itemsize)
+        throughout, grown = _kept_bytes(config.train, whole, dtypes, dims)
+        most = max(most, throughout + whole.trained * grown / _num_parts(dims))
+    return most
+
+
+def _num_parts(dims: ParallelDims) -> int:
+    """The number of ranks that share a matrix of a stage."""
+    return dims.num_shards * dims.tp
 
 
 def _sketch(config: Config, architecture: Architecture, *, divided: bool = False) -> Decoder:
@@ -282,7 +296,7 @@ def _kept_bytes(train: TrainConfig, whole: _Size, dtypes: KeptDtypes, dims: Para
     state = kept if train.optimizer == "adamw" else DTYPES[train.optimizer_dtype].itemsize
     summed, grown = _gradient_bytes(train, dtypes.trained, dims)
     of_trained = kept + summed + NUM_STATES[train.optimizer] * state
-    return (whole.trained * of_trained + whole.frozen_bytes + whole.fp8_bytes) / dims.num_shards, grown
+    return (whole.trained * of_trained + whole.frozen_bytes + whole.fp8_bytes) / _num_parts(dims), grown
 
 
 def _gradient_bytes(train: TrainConfig, dtype: torch.dtype, dims: ParallelDims) -> tuple[int, int]:
