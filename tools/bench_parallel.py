@@ -134,7 +134,8 @@ def config_of(folder: Path, layout: Layout, options: argparse.Namespace) -> Conf
                 "data_parallel_mode": "none" if options.tp != [1] and layout.tp == num_ranks else "fsdp2",
                 "param_dtype": "bf16",
                 "optimizer": "anyprecision_adamw",
-                "enable_gradient_checkpointing": options.recompute,
+                "enable_gradient_checkpointing": options.recompute is not None,
+                **({"recompute_policy": options.recompute} if options.recompute else {}),
                 "enable_compile": options.compile and layout.dispatch != "alltoall",
                 "max_grad_norm": 1.0,
                 **divides,
@@ -287,7 +288,9 @@ def main() -> None:
     parser.add_argument("--num-tokens", type=int, nargs="+", default=[512], help="of a micro-batch on each rank")
     parser.add_argument("--length", type=int, default=4096, help="of a document")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--recompute", action="store_true", help="recompute whole layers")
+    parser.add_argument(
+        "--recompute", nargs="?", const="module", choices=["module", "operation"], help="whole layers unless given"
+    )
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--profile", type=Path, help="write the kernels of a step to this folder")
     parser.add_argument("--json", type=Path)
