@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from xorl.core.mesh import Link
-from xorl.core.parallel.schedule import Action, Schedule, actions
+from xorl.core.parallel.schedule import Action, Schedule, steps
 
 Tensors = tuple[Tensor, ...]
 
@@ -92,26 +92,19 @@ class Executor:
 
     def run(self, count: int, passes: Passes) -> None:
         """Compute the forward and backward passes of `count` micro-batches. Collective among the stages."""
-        plan = actions(self.schedule, self.stage, self.num_stages, count, self.num_chunks)
         alive: dict[tuple[int, int], tuple[Tensors, Tensors]] = {}
         begun: dict[Action, tuple[Tensors, list[dist.Work]]] = {}
 
         def begin(action: Action) -> None:
-            """Begin to receive what an action needs, if that is known yet."""
+            """Begin to receive what an action needs."""
             key = action.micro_batch, action.chunk
-            if action in begun or not (action.is_forward or key in alive):
-                return
-            if action.is_forward:
-                into = passes.received(*key)
-            else:
-                into = () if self._ends(action.chunk) else tuple(map(torch.empty_like, alive[key][1]))
+            into = passes.received(*key) if action.is_forward else tuple(map(torch.empty_like, alive[key][1]))
             begun[action] = into, self._receive(into, down=action.is_forward)
 
-        for action, following in zip(plan, [*plan[1:], None], strict=True):
-            begin(action)
-            if following is not None:
-                begin(following)  # so that it arrives meanwhile
-            received, works = begun.pop(action)
+        for action, receives in steps(self.schedule, self.stage, self.num_stages, count, self.num_chunks):
+            for each in receives:
+                begin(each)
+            received, works = begun.pop(action, ((), []))
             for work in works:
                 work.wait()
             if works:
