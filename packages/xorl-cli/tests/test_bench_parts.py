@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -46,6 +47,11 @@ def test_shapes_are_those_of_the_models_they_are_named_for(name: str) -> None:
         model = spec.build(spec.config_from_hf(values))
     billions = sum(parameter.numel() for parameter in model.parameters()) / 1e9
     assert billions == pytest.approx(PARAMETERS.get(name, 0.0), abs=1e-3)
+
+
+def test_ranks_that_read_the_same_data_count_once() -> None:
+    # Catches half as many tokens a step as were asked for, with a pipeline of two stages.
+    assert replace(run_of(tokens_per_step=8192), num_sharing=2).accumulation == 8
 
 
 @pytest.mark.parametrize("documents", ["single", "packed"])

@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 import time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, get_args
 
@@ -136,7 +136,10 @@ def bench_command(
             num_steps=flags.num_steps,
             on_gpu=gpus > 0,
         )
-        path = write_config(run, flags.output)
+        path = write_config(replace(run, tokens_per_step=None), flags.output)
+        train = _load(path, overrides, flags)[""].config.train
+        num_sharing = train.pipeline_parallel_size * train.context_parallel_size * train.tensor_parallel_size
+        path = write_config(replace(run, num_sharing=num_sharing), flags.output)
         return _start(path, overrides, flags, nproc_per_node, with_traceback=traceback)
 
     if environment is None:

@@ -19,7 +19,11 @@ MAX_TOKENS = 1 << 24
 
 @dataclass(frozen=True)
 class SyntheticRun:
-    """A benchmark without a configuration file. tokens_per_step=None means one micro-batch per rank."""
+    """A benchmark without a configuration file.
+
+    tokens_per_step: over all ranks; None: one micro-batch for all ranks that read the same data.
+    num_sharing: the ranks that read the same data.
+    """
 
     model: str
     seq: int
@@ -29,17 +33,19 @@ class SyntheticRun:
     num_ranks: int
     num_steps: int
     on_gpu: bool
+    num_sharing: int = 1
 
     @property
     def accumulation(self) -> int:
         """Micro-batches per rank and step. Raises ValueError if they do not divide tokens_per_step."""
-        tokens = self.seq * self.micro_batch_size * self.num_ranks
+        num_readers = max(self.num_ranks // self.num_sharing, 1)
+        tokens = self.seq * self.micro_batch_size * num_readers
         if self.tokens_per_step is None:
             return 1
         if self.tokens_per_step % tokens or self.tokens_per_step < 1:
             raise ValueError(
                 f"--tokens-per-step {self.tokens_per_step} is not a multiple of {tokens}, the tokens of a micro-batch "
-                f"on each rank (--seq {self.seq} x --micro-batch-size {self.micro_batch_size} x {self.num_ranks} ranks)"
+                f"on each rank (--seq {self.seq} x --micro-batch-size {self.micro_batch_size} x {num_readers} ranks)"
             )
         return self.tokens_per_step // tokens
 

@@ -30,6 +30,7 @@ from xorl.train.bench.peers import Peer, peer_settings
 from xorl.train.bench.report import BenchRecord, Measurement, Workload, write_record
 from xorl.train.build import EngineMaker, Run, build_run
 from xorl.train.loop import train
+from xorl.train.model import sketch_model
 from xorl.train.model_source import read_architecture
 from xorl.train.observe.observer import Metrics
 from xorl.train.observe.profile import Profiler
@@ -241,10 +242,10 @@ def _peak_memory_gib(device: torch.device) -> tuple[float | None, float | None]:
 
 def _workload(run: Run, config: Config, steps: Sequence[Metrics]) -> Workload:
     tokens = [int(step["num_tokens"] or 0) for step in steps]
-    data = run.startup.longest.data.train
+    data, architecture = run.startup.longest.data.train, run.startup.architecture
     return Workload(
-        architecture=run.startup.architecture.spec.architecture,
-        num_parameters=num_parameters(run.engine.model.module),
+        architecture=architecture.spec.architecture,
+        num_parameters=num_parameters(sketch_model(architecture, config.model, config.train, config.lora)),
         num_ranks=run.startup.runtime.world_size,
         tokens_per_step=sum(tokens) / len(tokens),
         bin_len=config.data.sample_packing_sequence_len,
