@@ -136,11 +136,7 @@ def bench_command(
             num_steps=flags.num_steps,
             on_gpu=gpus > 0,
         )
-        path = write_config(replace(run, tokens_per_step=None), flags.output)
-        train = _load(path, overrides, flags)[""].config.train
-        num_sharing = train.pipeline_parallel_size * train.context_parallel_size * train.tensor_parallel_size
-        path = write_config(replace(run, num_sharing=num_sharing), flags.output)
-        return _start(path, overrides, flags, nproc_per_node, with_traceback=traceback)
+        return _start(_write(run, overrides, flags), overrides, flags, nproc_per_node, with_traceback=traceback)
 
     if environment is None:
         code = run_alone(start, with_traceback=traceback)
@@ -154,6 +150,13 @@ def bench_command(
             with_traceback=traceback,
         )
     raise typer.Exit(code)
+
+
+def _write(run: SyntheticRun, overrides: tuple[str, ...], flags: Flags) -> Path:
+    """Writes the configuration of a run; the overrides say how many ranks read the same data."""
+    train = _load(write_config(replace(run, tokens_per_step=None), flags.output), overrides, flags)[""].config.train
+    num_sharing = train.pipeline_parallel_size * train.context_parallel_size * train.tensor_parallel_size
+    return write_config(replace(run, num_sharing=num_sharing), flags.output)
 
 
 def _start(
