@@ -127,7 +127,7 @@ def decoder_of(model: PreTrainedModel) -> Decoder:
 
 
 def recipes_of(decoder: Decoder) -> Mapping[str, WeightRecipe]:
-    architecture = "Qwen3ForCausalLM" if decoder.config.rope else "GPT2LMHeadModel"
+    architecture = "Qwen3ForCausalLM" if decoder.config.ropes else "GPT2LMHeadModel"
     return SPECS[architecture].recipes(decoder.config, merge_qkv=True)
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from xorl.core.nn import HeadNorm
+from xorl.core.nn import HeadNorm, NormConfig
 from xorl.core.parallel.fsdp import sharding_units
+
+NORM = NormConfig("rms", 1e-6)
 
 
 class Block(nn.Sequential):
@@ -36,7 +38,7 @@ def test_name_of_a_class_is_that_of_its_subclasses() -> None:
 def test_part_of_a_layer_by_the_name_of_the_layer_is_passed_over() -> None:
     # Catches a layer's name that is refused as soon as an adapter stands beside it, whose parameters bear the name too.
     layer = nn.Linear(2, 2)
-    layer.adapter = nn.ModuleDict({"o_proj": HeadNorm(2, 1e-6)})
+    layer.adapter = nn.ModuleDict({"o_proj": HeadNorm(2, NORM)})
     assert sharding_units(nn.ModuleDict({"o_proj": layer}), ["o_proj"], []) == [layer]
 
 
@@ -49,4 +51,4 @@ def test_name_that_no_module_has_is_refused() -> None:
 def test_module_that_computes_nothing_itself_is_refused() -> None:
     # Catches parameters that are gathered around a forward which never runs, and are sharded when they are read.
     with pytest.raises(ValueError, match="HeadNorm has no forward function, so it cannot be a separate unit"):
-        sharding_units(nn.Sequential(nn.Linear(1, 1), HeadNorm(2, 1e-6)), ["HeadNorm"], [])
+        sharding_units(nn.Sequential(nn.Linear(1, 1), HeadNorm(2, NORM)), ["HeadNorm"], [])

@@ -243,7 +243,7 @@ def _prepare_data(config: Config, architecture: Architecture) -> RunData:
 def _check_lengths(data: RunData, model: DecoderConfig, pad_to_multiple_of: int) -> None:
     """Raise ValueError for documents longer than the model's learned positions; the first one would end the run."""
     limit = model.max_position_embeddings
-    if model.rope is None and pad_to_multiple_of > limit:
+    if model.learned_positions and pad_to_multiple_of > limit:
         raise ValueError(
             f"data.pad_to_multiple_of: {pad_to_multiple_of} exceeds the model's {limit} learned positions, which "
             f"padding needs as well; use {limit} or less"
@@ -252,7 +252,7 @@ def _check_lengths(data: RunData, model: DecoderConfig, pad_to_multiple_of: int)
         longest = 0 if part is None else longest_document(part)
         if longest <= limit:
             continue
-        if model.rope is None:
+        if model.learned_positions:
             raise ValueError(
                 f"{option}: a document of {longest} tokens does not fit the model's {limit} learned positions; cut "
                 f"documents with max_seq_len: {limit} or less"

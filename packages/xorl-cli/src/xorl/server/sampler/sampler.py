@@ -438,11 +438,12 @@ def _limit(config: DecoderConfig, cache_tokens: int) -> tuple[int, str]:
     limit, reason = cache_tokens, "is what the cache holds (sampler_cache_tokens)"
     if config.max_position_embeddings < limit:
         limit, reason = config.max_position_embeddings, POSITIONS
-    if config.rope is not None and config.rope.kind == "dynamic" and config.rope.trained_length < limit:
-        limit, reason = (
-            config.rope.trained_length,
-            "is what dynamic rotary positions support without changing cached keys",
-        )
+    for rope in config.ropes:
+        if rope.depends_on_length and rope.trained_length < limit:
+            limit, reason = (
+                rope.trained_length,
+                f"is what {rope.kind} rotary positions support without changing cached keys",
+            )
     return limit, reason
 
 

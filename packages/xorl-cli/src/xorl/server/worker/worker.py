@@ -263,7 +263,7 @@ class Worker:
             )
         most = self.base.architecture.config.max_position_embeddings
         longest = max(len(example.tokens) for example in call.examples)
-        if longest > most and self.base.architecture.config.rope is None:
+        if longest > most and self.base.architecture.config.learned_positions:
             raise ValueError(f"a datum has {longest} tokens, but the model has only {most} positions")
         return call
 

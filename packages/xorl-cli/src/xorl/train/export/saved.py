@@ -121,7 +121,7 @@ def _write_model(folder: Path, saved: SavedModel, dtype: torch.dtype | None) -> 
     write_model(
         folder,
         source_groups(weights, dtype_of=stored.__getitem__),
-        hf_config=architecture.spec.config_to_hf(architecture.config, architecture.hf_config),
+        hf_config={**architecture.hf_config, **architecture.spec.identity},
         generation_config=architecture.generation,
         tokenizer_folder=architecture.tokenizer_folder,
         chat_template=architecture.chat_template,

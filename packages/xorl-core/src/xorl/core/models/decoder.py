@@ -20,6 +20,7 @@ from xorl.core.models.router_losses import RouterLosses, RouterLossOptions
 from xorl.core.models.stages import Stage
 from xorl.core.nn import Attention, Embedding, GatedMLP, LayerKernels, LayerNorm, Linear, PlainMLP, RMSNorm, Rotary
 from xorl.core.nn.moe import Experts, LayerRoutes, MixtureOfExperts
+from xorl.core.nn.norms import make_norm
 from xorl.core.nn.roles import DeclaresRoles, Role, StacksMatrices, StoresWeight
 from xorl.core.nn.share import pieces, shares_of
 from xorl.core.shards import local
@@ -57,7 +58,7 @@ class Decoder(nn.Module):
         *,
         merge_qkv: bool,
         kernels: LayerKernels,
-        logical: Mapping[str, Sequence[LogicalModule]],
+        logical: Mapping[str, Sequence[LogicalModule]] = MappingProxyType({}),
     ) -> None:
         super().__init__()
         self.config = config
@@ -208,6 +209,8 @@ class Decoder(nn.Module):
         if is_end:
             assert self.model.norm is not None, "the last stage has the norm"
             _, hidden = self.model.norm(hidden)
+            if self.config.logit_scale != 1.0:
+                hidden = hidden * self.config.logit_scale
         if self.routers is not None:
             self.routers.record(routes)
             if self.training:
@@ -240,10 +243,10 @@ class Decoder(nn.Module):
     ) -> None:
         """Initialise every parameter, except those of adapters, in place and on its device; each rank its own shards.
 
-        Weights are normal with standard deviation `initializer_range`, norms one and biases zero. If the config sets
-        scale_residual_init, those of projections into the residual stream are divided by sqrt(2 * num_layers). A value
-        depends only on the seed, the parameter's name and global shape, and the element's index: not on other
-        parameters, the ranks, or (up to fp32 rounding) the device.
+        Weights are normal with standard deviation `initializer_range`, norms multiply by one, and biases are zero. If
+        the config sets scale_residual_init, weights of projections into the residual stream are divided by
+        sqrt(2 * num_layers). A value depends only on the seed, the parameter's name and global shape, and the element's
+        index: not on other parameters, the ranks, or (up to fp32 rounding) the device.
 
         Args:
             seed: any integer.
@@ -270,7 +273,7 @@ class Decoder(nn.Module):
                 continue
             parameter, share = parameters[name], shares.get(name)
             if role in ("bias", "norm"):
-                local(parameter).fill_(0.0 if role == "bias" else 1.0)
+                local(parameter).fill_(0.0 if role == "bias" else 1.0 - self.config.norm.offset)
                 continue
             shape = tuple(parameter.shape) if share is None else share.whole(parameter.shape)
             key = key_of(seed, name, shape)
@@ -329,14 +332,15 @@ class DecoderTrunk(nn.Module):
         self.embed_tokens: Embedding | None = Embedding(
             config.vocab_size, config.hidden_size, config.padding_idx, self.ranks
         )
-        self.rotary = None if config.rope is None else Rotary(config.rope, config.attention.head_dim)
+        self.embed_scale = config.embed_scale
+        self.rotaries = {rope: Rotary(rope, config.attention.head_dim) for rope in config.ropes}
         self.embed_positions = (
-            Embedding(config.max_position_embeddings, config.hidden_size) if config.rope is None else None
+            Embedding(config.max_position_embeddings, config.hidden_size) if config.learned_positions else None
         )
         self.layers = nn.ModuleList(
             DecoderLayer(config, index, merge_qkv=merge_qkv, kernels=kernels) for index in range(config.num_layers)
         )
-        self.norm: RMSNorm | LayerNorm | None = _norm(config, kernels)
+        self.norm: RMSNorm | LayerNorm | None = make_norm(config.hidden_size, config.norm, kernels)
 
     def forward(
         self,
@@ -362,11 +366,12 @@ class DecoderTrunk(nn.Module):
                 f"got shape {list(input_ids.shape)}"
             )
         hidden = self._embed(input_ids, layout, compute_dtype) if received is None else received
-        rope = None if self.rotary is None else self.rotary.tables(layout, input_ids.device)
+        tables = {rope: rotary.tables(layout, input_ids.device) for rope, rotary in self.rotaries.items()}
         routes: list[LayerRoutes] = []
         for index in layers:
             layer = self.layers.get_submodule(str(index))
             assert isinstance(layer, DecoderLayer)
+            rope = None if layer.rope is None else tables[layer.rope]
             if torch.is_grad_enabled() and not hidden.requires_grad:
                 # This may be the first trained layer above frozen ones. Its input must require a gradient like those of
                 # later layers: they share compiled code, and reentrant recomputation gives no gradients otherwise.
@@ -385,6 +390,8 @@ class DecoderTrunk(nn.Module):
     def _embed(self, input_ids: Tensor, layout: SequenceLayout, compute_dtype: torch.dtype) -> Tensor:
         assert self.embed_tokens is not None, "this stage begins with what another one computes"
         hidden = self.ranks.scatter(self.embed_tokens(input_ids).to(compute_dtype))  # [T, D]
+        if self.embed_scale != 1.0:
+            hidden = hidden * torch.tensor(self.embed_scale, dtype=compute_dtype).item()
         if self.embed_positions is None:
             return hidden
         limit = self.embed_positions.num_rows
@@ -397,47 +404,56 @@ class DecoderTrunk(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward, with pre-norms and residual connections, [T, D] -> [T, D].
+    """Attention and feed-forward, with norms and residual connections, [T, D] -> [T, D].
 
     A layer with experts returns its routes too.
 
     Attributes:
         has_experts: whether this is a layer with experts.
+        rope: the rotary embedding of its attention.
     """
 
     def __init__(self, config: DecoderConfig, index: int, *, merge_qkv: bool, kernels: LayerKernels) -> None:
         super().__init__()
-        attention = config.layers[index].attention
+        width, layer = config.hidden_size, config.layers[index]
+        attention, norms = layer.attention, layer.norms
+
+        def norm(*, exists: bool) -> RMSNorm | LayerNorm | None:
+            return make_norm(width, config.norm, kernels) if exists else None
+
         self.add = kernels.add
-        self.input_layernorm = _norm(config, kernels)
-        self.self_attn = Attention(
-            config.hidden_size,
-            num_heads=attention.num_heads,
-            num_kv_heads=attention.num_kv_heads,
-            head_dim=attention.head_dim,
-            scale=attention.scale,
-            window=attention.window,
-            qkv_bias=attention.qkv_bias,
-            o_bias=attention.o_bias,
-            qk_norm_eps=config.norm_eps if attention.qk_norm else None,
-            merge_qkv=merge_qkv,
-            kernels=kernels,
-        )
-        self.post_attention_layernorm = _norm(config, kernels)
-        self.mlp = _feed_forward(config.hidden_size, config.layers[index].ffn, kernels)
+        self.residual_scale = config.residual_scale
+        self.is_parallel = norms == "parallel"
+        self.input_layernorm = norm(exists=norms != "post")
+        self.self_attn = Attention(width, attention, config.norm, merge_qkv=merge_qkv, kernels=kernels)
+        self.attention_output_norm = norm(exists=norms in ("post", "sandwich"))
+        self.post_attention_layernorm = norm(exists=norms in ("pre", "sandwich"))
+        self.mlp = _feed_forward(width, layer.ffn, kernels)
+        self.mlp_output_norm = norm(exists=norms in ("post", "sandwich"))
         self.has_experts = isinstance(self.mlp, MixtureOfExperts)
+        self.rope = attention.rope
 
     def forward(
         self, hidden: Tensor, layout: SequenceLayout, rope: RopeTables | None, recorded: Tensor | None = None
     ) -> Tensor | tuple[Tensor, LayerRoutes]:
         """recorded: of a layer with experts, as for `MixtureOfExperts.forward`."""
-        hidden, normed = self.input_layernorm(hidden)
-        attended = self.self_attn(normed, layout, rope)
-        hidden, normed = self.post_attention_layernorm(attended, residual=hidden)
+        hidden, normed = (hidden, hidden) if self.input_layernorm is None else self.input_layernorm(hidden)
+        attended = self._scaled(self.self_attn(normed, layout, rope), self.attention_output_norm)
+        if self.post_attention_layernorm is not None:
+            hidden, normed = self.post_attention_layernorm(attended, residual=hidden)
+        else:
+            hidden = self.add(hidden, attended)
+            normed = normed if self.is_parallel else hidden
         if not isinstance(self.mlp, MixtureOfExperts):
-            return self.add(hidden, self.mlp(normed))
+            return self.add(hidden, self._scaled(self.mlp(normed), self.mlp_output_norm))
         out, routes = self.mlp(normed, layout.rows, recorded)
-        return self.add(hidden, out), routes
+        return self.add(hidden, self._scaled(out, self.mlp_output_norm)), routes
+
+    def _scaled(self, out: Tensor, norm: RMSNorm | LayerNorm | None) -> Tensor:
+        """What is added to the residual stream for the output of a block."""
+        if norm is not None:
+            _, out = norm(out)
+        return out if self.residual_scale == 1.0 else out * self.residual_scale
 
 
 def _feed_forward(
@@ -455,9 +471,3 @@ def _feed_forward(
     if ffn.kind == "gated":
         return GatedMLP(width, ffn.width, activation=ffn.activation, bias=ffn.bias, kernels=kernels)
     return PlainMLP(width, ffn.width, activation=ffn.activation, bias=ffn.bias, ranks=kernels.tensor)
-
-
-def _norm(config: DecoderConfig, kernels: LayerKernels) -> RMSNorm | LayerNorm:
-    if config.norm == "rms":
-        return RMSNorm(config.hidden_size, config.norm_eps, kernels)
-    return LayerNorm(config.hidden_size, config.norm_eps)

@@ -2,49 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from xorl.core.nn import RopeConfig
+from xorl.core.nn.attention import AttentionConfig
 from xorl.core.nn.layers import ACTIVATIONS
-from xorl.kernels.arguments import check_choice, check_number
+from xorl.core.nn.norms import NormConfig
+from xorl.kernels.arguments import check_choice
 
-
-@dataclass(frozen=True)
-class AttentionConfig:
-    """Attention of one layer.
-
-    Attributes:
-        scale: the factor on attention scores.
-        window: how many tokens a token attends to, itself included; None for all earlier ones.
-        qk_norm: whether queries and keys are normalised per head.
-    """
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    scale: float
-    window: int | None
-    qk_norm: bool
-    qkv_bias: bool
-    o_bias: bool
-
-    def __post_init__(self) -> None:
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"the number of attention heads ({self.num_heads}) must be a multiple of "
-                f"the number of key/value heads ({self.num_kv_heads})"
-            )
-
-    @property
-    def q_rows(self) -> int:
-        """Output features of the query projection."""
-        return self.num_heads * self.head_dim
-
-    @property
-    def kv_rows(self) -> int:
-        """Output features of the key projection, and of the value projection."""
-        return self.num_kv_heads * self.head_dim
+Arrangement = Literal["pre", "post", "sandwich", "parallel"]
+"""Where the norms of a layer stand: before attention and the feed-forward block, after them, or both; parallel: one
+norm before both, which have the same input."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +58,7 @@ class LayerConfig:
 
     attention: AttentionConfig
     ffn: DenseConfig | ExpertsConfig
+    norms: Arrangement = "pre"
 
 
 @dataclass(frozen=True)
@@ -96,37 +67,39 @@ class DecoderConfig:
 
     Attributes:
         layers: one entry for each layer.
-        rope: the rotary embedding; None for learned positions (a table of max_position_embeddings rows).
-        norm: rms, or layer (with bias).
+        learned_positions: whether positions are rows of a table of max_position_embeddings rows.
         initializer_range: standard deviation of initial weights.
         scale_residual_init: divide initial weights of projections into the residual stream by sqrt(2 * num_layers).
         balance_coef: the weight of the routers' load-balancing loss that config.json sets; training may override it.
         padding_idx: the id whose row of the embedding gets no gradient from the embedding, or None. A tied head still
             trains that row.
+        embed_scale: the factor on embeddings, rounded to the dtype of the activations.
+        residual_scale: the factor on the outputs of attention and feed-forward blocks.
+        logit_scale: the factor on logits.
     """
 
     vocab_size: int
     hidden_size: int
     layers: tuple[LayerConfig, ...]
     max_position_embeddings: int
-    rope: RopeConfig | None
-    norm: Literal["rms", "layer"]
-    norm_eps: float
+    learned_positions: bool
+    norm: NormConfig
     tie_word_embeddings: bool
     initializer_range: float
     scale_residual_init: bool
     balance_coef: float = 0.0
     padding_idx: int | None = None
+    embed_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
 
     def __post_init__(self) -> None:
         if not self.layers:
             raise ValueError("layers: there are none; a decoder has at least one")
-        check_choice("norm", self.norm, Literal["rms", "layer"])
-        check_number("norm_eps", self.norm_eps)
-        if not self.norm_eps:
-            raise ValueError("norm_eps: is 0, so that a norm might divide by 0; use one above 0, such as 1e-6")
-        if self.rope is not None and self.attention.head_dim % 2:
-            raise ValueError(f"rotary positions need an even head_dim, got {self.attention.head_dim}")
+
+    def with_layers(self, change: Callable[[int, LayerConfig], LayerConfig]) -> DecoderConfig:
+        """This configuration with `change(index, layer)` for each layer."""
+        return replace(self, layers=tuple(change(index, layer) for index, layer in enumerate(self.layers)))
 
     @property
     def num_layers(self) -> int:
@@ -134,8 +107,14 @@ class DecoderConfig:
 
     @property
     def attention(self) -> AttentionConfig:
-        """The attention of the first layer. Other layers may differ only in `scale` and `window`."""
+        """The attention of the first layer. Other layers may differ only in `scale`, `window` and `rope`."""
         return self.layers[0].attention
+
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """The different rotary embeddings of the layers."""
+        found = (layer.attention.rope for layer in self.layers)
+        return tuple(dict.fromkeys(rope for rope in found if rope is not None))
 
     @property
     def windows(self) -> tuple[int | None, ...]:

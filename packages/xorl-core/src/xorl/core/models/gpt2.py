@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from xorl.core.models.causal_lm import CausalLM
-from xorl.core.models.decoder_config import AttentionConfig, DecoderConfig, DenseConfig, LayerConfig
+from xorl.core.models.decoder_config import DecoderConfig, DenseConfig, LayerConfig
 from xorl.core.models.hf_config import HFConfig
 from xorl.core.models.recipes import CheckpointNames, Part, WeightRecipe, matrix, vector
 from xorl.core.models.spec import ModelSpec
+from xorl.core.nn import AttentionConfig, NormConfig
 
 ARCHITECTURE = "GPT2LMHeadModel"
 
@@ -33,7 +34,8 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
         head_dim=hidden_size // num_heads,
         scale=scales[0],
         window=None,
-        qk_norm=False,
+        rope=None,
+        qk_norm=None,
         qkv_bias=True,
         o_bias=True,
     )
@@ -44,37 +46,14 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
         hidden_size=hidden_size,
         layers=tuple(LayerConfig(replace(attention, scale=scale), ffn) for scale in scales),
         max_position_embeddings=hf.positive("n_positions"),
-        rope=None,
-        norm="layer",
-        norm_eps=hf.get("layer_norm_epsilon", float, 1e-5),
+        learned_positions=True,
+        norm=NormConfig("layer", hf.get("layer_norm_epsilon", float, 1e-5), bias=True),
         tie_word_embeddings=hf.get("tie_word_embeddings", bool, True),
         initializer_range=hf.get("initializer_range", float, 0.02),
         scale_residual_init=True,
     )
     hf.finish(inert=[key for key in values if key.startswith("summary_")])
     return config
-
-
-def hf_keys(config: DecoderConfig) -> dict[str, object]:
-    """The config.json keys that describe `config`."""
-    ffn, first_scale, last_scale = _ffn(config), config.attention.scale, config.layers[-1].attention.scale
-    return {
-        "vocab_size": config.vocab_size,
-        "n_embd": config.hidden_size,
-        "n_inner": ffn.width,
-        "n_layer": config.num_layers,
-        "n_head": config.attention.num_heads,
-        "n_positions": config.max_position_embeddings,
-        "layer_norm_epsilon": config.norm_eps,
-        "activation_function": ffn.activation,
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "initializer_range": config.initializer_range,
-        "scale_attn_weights": config.attention.head_dim == 1 or first_scale != 1.0,
-        "scale_attn_by_inverse_layer_idx": first_scale != last_scale,
-        "resid_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "attn_pdrop": 0.0,
-    }
 
 
 def recipes(config: DecoderConfig, merge_qkv: bool) -> dict[str, WeightRecipe]:
@@ -133,7 +112,6 @@ SPEC = ModelSpec(
     architecture=ARCHITECTURE,
     model_type="gpt2",
     config_from_hf=config_from_hf,
-    hf_keys=hf_keys,
     make_recipes=recipes,
     checkpoint_names=CheckpointNames(
         prefix="transformer.",
@@ -142,7 +120,6 @@ SPEC = ModelSpec(
         ignored=r"\.attn\.(bias|masked_bias)$",
     ),
     adapter_targets=("c_attn", "c_proj", "c_fc"),
-    norm="layer",
 )
 
 

@@ -79,6 +79,13 @@ class HFConfig:
             raise ValueError(f"{self.architecture}: {key} must be a list of integers, got {value!r}")
         return value
 
+    def numbers(self, key: str) -> list[float]:
+        """The key's value, a list of numbers; empty if missing."""
+        value = self._values.get(key) if self.has(key) else []
+        if not isinstance(value, list):
+            raise ValueError(f"{self.architecture}: {key} must be a list of numbers, got {value!r}")
+        return [self._typed(key, item, float) for item in value]
+
     def nested(self, key: str) -> "HFConfig":
         """A reader for a nested mapping, which is empty if missing."""
         value = self._values.get(key) if self.has(key) else {}

@@ -21,7 +21,6 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
     config = rotary_gated.read_config(
         hf,
         rope_types=LLAMA_ROPE_TYPES,
-        qk_norm=False,
         qkv_bias=attention_bias,
         o_bias=attention_bias,
         mlp_bias=hf.get("mlp_bias", bool, False),
@@ -30,18 +29,10 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
     return config
 
 
-def hf_keys(config: DecoderConfig) -> dict[str, object]:
-    """The config.json keys that describe `config`."""
-    biases = {"attention_bias": config.attention.qkv_bias, "mlp_bias": rotary_gated.dense_config(config).bias}
-    return rotary_gated.hf_keys(config, LLAMA_ROPE_TYPES) | biases
-
-
 SPEC = ModelSpec(
     architecture=ARCHITECTURE,
     model_type="llama",
     config_from_hf=config_from_hf,
-    hf_keys=hf_keys,
-    make_recipes=rotary_gated.recipes,
     checkpoint_names=rotary_gated.CHECKPOINT_NAMES,
     adapter_targets=rotary_gated.ADAPTER_TARGETS,
 )

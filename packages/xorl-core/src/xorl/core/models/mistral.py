@@ -16,10 +16,6 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
     hf = HFConfig(values, ARCHITECTURE)
     config = rotary_gated.read_config(
         hf,
-        qk_norm=False,
-        qkv_bias=False,
-        o_bias=False,
-        mlp_bias=False,
         windows=rotary_gated.read_uniform_windows(hf, rotary_gated.DEFAULT_WINDOW),
         default_num_kv_heads=DEFAULT_NUM_KV_HEADS,
     )
@@ -27,17 +23,10 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
     return config
 
 
-def hf_keys(config: DecoderConfig) -> dict[str, object]:
-    """The config.json keys that describe `config`."""
-    return rotary_gated.hf_keys(config) | {"sliding_window": config.attention.window}
-
-
 SPEC = ModelSpec(
     architecture=ARCHITECTURE,
     model_type="mistral",
     config_from_hf=config_from_hf,
-    hf_keys=hf_keys,
-    make_recipes=rotary_gated.recipes,
     checkpoint_names=rotary_gated.CHECKPOINT_NAMES,
     adapter_targets=rotary_gated.ADAPTER_TARGETS,
 )

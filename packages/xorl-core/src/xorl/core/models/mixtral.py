@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 
 from xorl.core.models import rotary_gated
 from xorl.core.models.decoder_config import DecoderConfig, ExpertsConfig
@@ -24,10 +23,6 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
     experts = rotary_gated.read_experts(hf, "intermediate_size", DEFAULT_EXPERTS)
     config = rotary_gated.read_config(
         hf,
-        qk_norm=False,
-        qkv_bias=False,
-        o_bias=False,
-        mlp_bias=False,
         windows=rotary_gated.read_uniform_windows(hf, None),
         ffns=[experts] * hf.positive("num_hidden_layers"),
         balance_coef=rotary_gated.read_balance_coef(hf),
@@ -38,27 +33,10 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
     return config
 
 
-def hf_keys(config: DecoderConfig) -> dict[str, object]:
-    """The config.json keys that describe `config`."""
-    experts = rotary_gated.experts_config(config)
-    return {
-        **rotary_gated.hf_keys(config),
-        "sliding_window": config.attention.window,
-        "num_local_experts": experts.num_experts,
-        "num_experts_per_tok": experts.num_active,
-        "intermediate_size": experts.width,
-        "hidden_act": "silu",
-        **rotary_gated.balance_keys(config),
-    }
-
-
 SPEC = ModelSpec(
     architecture=ARCHITECTURE,
     model_type="mixtral",
     config_from_hf=config_from_hf,
-    hf_keys=hf_keys,
-    make_recipes=partial(rotary_gated.recipes, experts=EXPERT_NAMES),
     checkpoint_names=replace(rotary_gated.CHECKPOINT_NAMES, experts=EXPERT_NAMES),
     adapter_targets=("q_proj", "k_proj", "v_proj", "o_proj"),
-    has_experts=True,
 )

@@ -16,10 +16,7 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
     hf.refuse("use_mrope", "multi-dimensional positions are not implemented")
     config = rotary_gated.read_config(
         hf,
-        qk_norm=False,
         qkv_bias=True,
-        o_bias=False,
-        mlp_bias=False,
         windows=rotary_gated.read_windows(hf),
         default_num_kv_heads=rotary_gated.DEFAULT_NUM_KV_HEADS,
     )
@@ -27,17 +24,10 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
     return config
 
 
-def hf_keys(config: DecoderConfig) -> dict[str, object]:
-    """The config.json keys that describe `config`."""
-    return rotary_gated.hf_keys(config) | rotary_gated.window_keys(config)
-
-
 SPEC = ModelSpec(
     architecture=ARCHITECTURE,
     model_type="qwen2",
     config_from_hf=config_from_hf,
-    hf_keys=hf_keys,
-    make_recipes=rotary_gated.recipes,
     checkpoint_names=rotary_gated.CHECKPOINT_NAMES,
     adapter_targets=rotary_gated.ADAPTER_TARGETS,
 )

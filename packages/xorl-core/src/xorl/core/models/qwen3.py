@@ -20,7 +20,6 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
         qk_norm=True,
         qkv_bias=attention_bias,
         o_bias=attention_bias,
-        mlp_bias=False,
         windows=rotary_gated.read_windows(hf),
         default_head_dim=DEFAULT_HEAD_DIM,
         default_num_kv_heads=rotary_gated.DEFAULT_NUM_KV_HEADS,
@@ -29,19 +28,10 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
     return config
 
 
-def hf_keys(config: DecoderConfig) -> dict[str, object]:
-    """The config.json keys that describe `config`."""
-    return (
-        rotary_gated.hf_keys(config) | rotary_gated.window_keys(config) | {"attention_bias": config.attention.qkv_bias}
-    )
-
-
 SPEC = ModelSpec(
     architecture=ARCHITECTURE,
     model_type="qwen3",
     config_from_hf=config_from_hf,
-    hf_keys=hf_keys,
-    make_recipes=rotary_gated.recipes,
     checkpoint_names=rotary_gated.CHECKPOINT_NAMES,
     adapter_targets=rotary_gated.ADAPTER_TARGETS,
 )

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from xorl.core.models import rotary_gated
-from xorl.core.models.decoder_config import DecoderConfig, DenseConfig, ExpertsConfig
+from xorl.core.models.decoder_config import DecoderConfig, ExpertsConfig
 from xorl.core.models.hf_config import HFConfig
 from xorl.core.models.spec import ModelSpec
 
@@ -33,7 +33,6 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
         qk_norm=True,
         qkv_bias=attention_bias,
         o_bias=attention_bias,
-        mlp_bias=False,
         windows=windows,
         ffns=[rotary_gated.read_dense(hf, bias=False) if dense else experts for dense in is_dense],
         balance_coef=rotary_gated.read_balance_coef(hf),
@@ -44,32 +43,10 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
     return config
 
 
-def hf_keys(config: DecoderConfig) -> dict[str, object]:
-    """The config.json keys that describe `config`."""
-    experts = rotary_gated.experts_config(config)
-    return {
-        **rotary_gated.hf_keys(config),
-        "use_sliding_window": config.attention.window is not None,
-        "sliding_window": config.attention.window,
-        "attention_bias": config.attention.qkv_bias,
-        "num_experts": experts.num_experts,
-        "num_local_experts": experts.num_experts,
-        "num_experts_per_tok": experts.num_active,
-        "moe_intermediate_size": experts.width,
-        "norm_topk_prob": experts.normalize,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [index for index, layer in enumerate(config.layers) if isinstance(layer.ffn, DenseConfig)],
-        **rotary_gated.balance_keys(config),
-    }
-
-
 SPEC = ModelSpec(
     architecture=ARCHITECTURE,
     model_type="qwen3_moe",
     config_from_hf=config_from_hf,
-    hf_keys=hf_keys,
-    make_recipes=rotary_gated.recipes,
     checkpoint_names=rotary_gated.CHECKPOINT_NAMES,
     adapter_targets=("q_proj", "k_proj", "v_proj", "o_proj"),
-    has_experts=True,
 )

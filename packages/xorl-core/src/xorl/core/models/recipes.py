@@ -7,6 +7,7 @@ import itertools
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -220,12 +221,14 @@ class ExpertNames:
     down: str
 
 
+_OF_LAYER = re.compile(r"^(model\.layers\.\d+\.)(.*)$")
+
 # The layout that transformers 5 uses in memory: one tensor for all experts of a layer, [E, 2F, D] with the gate's rows
 # first, or [E, D, F].
 FUSED_EXPERTS = re.compile(r"^(.*)\.mlp\.experts\.(gate_up_proj|down_proj)$")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class CheckpointNames:
     """How the names in a checkpoint may differ from those the recipes use.
 
@@ -236,6 +239,8 @@ class CheckpointNames:
         ignored: regular expression, matched anywhere in a name, for tensors that are not parameters, such as old
             buffers.
         experts: names of experts; None for families without them.
+        modules: the names of modules that differ from the decoder's, in layers relative to these.
+        stacked: the modules, such as qkv_proj, that stack the same matrices in checkpoints.
     """
 
     prefix: str
@@ -243,6 +248,16 @@ class CheckpointNames:
     head: str
     ignored: str
     experts: ExpertNames | None = None
+    modules: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    stacked: tuple[str, ...] = ()
+
+    def in_checkpoint(self, module: str) -> str:
+        """The name of a module in checkpoints, from its name as of a decoder whose layers are `model.layers.N`."""
+        if (found := _OF_LAYER.match(module)) is None:
+            return self.modules.get(module, module)
+        if self.experts is not None and found[2] == "mlp.gate":
+            return found[1] + self.experts.router
+        return found[1] + self.modules.get(found[2], found[2])
 
 
 class CheckpointView:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
 from xorl.core.models.hf_config import HFConfig
@@ -15,43 +16,41 @@ ROPE_TYPES: Mapping[str, RopeKind] = MappingProxyType(
 )
 
 
-def read_rope(hf: HFConfig, max_position_embeddings: int, rope_types: Mapping[str, RopeKind]) -> RopeConfig:
+def read_rope(
+    hf: HFConfig,
+    max_position_embeddings: int,
+    rope_types: Mapping[str, RopeKind] = ROPE_TYPES,
+    *,
+    layer_type: str | None = None,
+    partial_of: int | None = None,
+    interleaved: bool = False,
+) -> RopeConfig:
     """The rotary embedding that a config.json describes.
 
-    Raises:
-        ValueError: for a type that is not in `rope_types`, a key unknown to the type, or a partial rotation.
+    Args:
+        layer_type: the entry of `rope_parameters`, if these differ by type of layer.
+        partial_of: the channels of a head, for families of which `partial_rotary_factor` may rotate some; None: all
+            channels rotate.
+        interleaved: how this family pairs channels.
+
+    Raises ValueError for a type that is not in `rope_types`, a key unknown to the type, or a partial rotation where
+    there is none.
     """
     has_scaling = hf.has("rope_scaling")
     hf.has("rope_parameters")  # marks it as read: if both are present, rope_scaling takes precedence
     rope = hf.nested("rope_scaling" if has_scaling else "rope_parameters")
-    for mapping in (hf, rope):
-        mapping.expect("partial_rotary_factor", mapping.get("partial_rotary_factor", float, 1.0), [1.0])
+    if layer_type is not None and rope.has(layer_type):
+        rope = rope.nested(layer_type)
+    fraction = rope.get("partial_rotary_factor", float, hf.get("partial_rotary_factor", float, 1.0))
+    if partial_of is None:
+        hf.expect("partial_rotary_factor", fraction, [1.0])
+    rotary_dim = None if partial_of is None or fraction == 1.0 else int(partial_of * fraction)
     theta = rope.get("rope_theta", float, hf.get("rope_theta", float, DEFAULT_THETA))
     rope_type = rope.get("rope_type", str, rope.get("type", str, "default"))
     kind = rope_types[rope.expect("rope_type", rope_type, rope_types)]
     config = _READERS[kind](hf, rope, theta, max_position_embeddings)
     rope.refuse_unread()
-    return config
-
-
-def rope_keys(rope: RopeConfig, rope_types: Mapping[str, RopeKind]) -> dict[str, object]:
-    """The `rope_parameters` that describe `rope`: the inverse of `read_rope`."""
-    rope_type = next(name for name, kind in rope_types.items() if kind == rope.kind)
-    keys: dict[str, object] = {"rope_type": rope_type, "rope_theta": rope.theta}
-    if rope.kind != "default":
-        keys["factor"] = rope.factor
-    if rope.kind in ("yarn", "banded"):
-        keys["original_max_position_embeddings"] = rope.trained_length
-    if rope.kind == "yarn":
-        keys |= {
-            "beta_fast": rope.beta_fast,
-            "beta_slow": rope.beta_slow,
-            "truncate": rope.truncate,
-            "attention_factor": rope.attention_factor,
-        }
-    if rope.kind == "banded":
-        keys |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
-    return keys
+    return replace(config, rotary_dim=rotary_dim, interleaved=interleaved)
 
 
 def _read_default(hf: HFConfig, rope: HFConfig, theta: float, max_position_embeddings: int) -> RopeConfig:
@@ -99,6 +98,21 @@ def _read_yarn(hf: HFConfig, rope: HFConfig, theta: float, max_position_embeddin
     )
 
 
+def _read_longrope(hf: HFConfig, rope: HFConfig, theta: float, max_position_embeddings: int) -> RopeConfig:
+    trained_length = _trained_length(hf, rope, max_position_embeddings)
+    factor = max_position_embeddings / trained_length
+    rope.get("factor", float, factor)
+    magnitude = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(trained_length))
+    return RopeConfig(
+        theta=theta,
+        kind="longrope",
+        trained_length=trained_length,
+        attention_factor=rope.get("attention_factor", float, magnitude),
+        short_factors=tuple(rope.numbers("short_factor")),
+        long_factors=tuple(rope.numbers("long_factor")),
+    )
+
+
 def _yarn_magnitude(factor: float, weight: float) -> float:
     """The scale of attention's inputs for an extended context (arXiv:2309.00071, section 3.4)."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
@@ -116,5 +130,6 @@ _READERS: Mapping[RopeKind, Callable[[HFConfig, HFConfig, float, int], RopeConfi
         "dynamic": _read_dynamic,
         "yarn": _read_yarn,
         "banded": _read_banded,
+        "longrope": _read_longrope,
     }
 )

@@ -1,12 +1,13 @@
-"""Config keys and recipes shared by families with rotary positions, RMS norms and a gated feed-forward block."""
+"""Config keys and names shared by families with rotary positions, RMS norms and a gated feed-forward block."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from xorl.core.models.decoder_config import AttentionConfig, DecoderConfig, DenseConfig, ExpertsConfig, LayerConfig
+from xorl.core.models.decoder_config import DecoderConfig, DenseConfig, ExpertsConfig, LayerConfig
 from xorl.core.models.hf_config import HFConfig
-from xorl.core.models.recipes import CheckpointNames, ExpertNames, Rows, WeightRecipe, matrix, vector
-from xorl.core.models.rope_config import ROPE_TYPES, read_rope, rope_keys
+from xorl.core.models.recipes import CheckpointNames, ExpertNames
+from xorl.core.models.rope_config import ROPE_TYPES, read_rope
+from xorl.core.nn import AttentionConfig, NormConfig
 from xorl.core.nn.layers import SWIGLU_ACTIVATIONS
 from xorl.core.nn.rotary import RopeKind
 
@@ -39,10 +40,12 @@ def read_config(
     hf: HFConfig,
     *,
     rope_types: Mapping[str, RopeKind] = ROPE_TYPES,
-    qk_norm: bool,
-    qkv_bias: bool,
-    o_bias: bool,
-    mlp_bias: bool,
+    partial_rope: bool = False,
+    interleaved_rope: bool = False,
+    qk_norm: bool = False,
+    qkv_bias: bool = False,
+    o_bias: bool = False,
+    mlp_bias: bool = False,
     windows: tuple[int | None, ...] | None = None,
     ffns: Sequence[DenseConfig | ExpertsConfig] | None = None,
     balance_coef: float = 0.0,
@@ -69,7 +72,14 @@ def read_config(
         head_dim=head_dim,
         scale=head_dim**-0.5,
         window=None,
-        qk_norm=qk_norm,
+        rope=read_rope(
+            hf,
+            max_position_embeddings,
+            rope_types,
+            partial_of=head_dim if partial_rope else None,
+            interleaved=interleaved_rope,
+        ),
+        qk_norm="head" if qk_norm else None,
         qkv_bias=qkv_bias,
         o_bias=o_bias,
     )
@@ -83,9 +93,8 @@ def read_config(
             for window, ffn in zip(windows or (None,) * num_layers, ffns, strict=True)
         ),
         max_position_embeddings=max_position_embeddings,
-        rope=read_rope(hf, max_position_embeddings, rope_types),
-        norm="rms",
-        norm_eps=hf.get("rms_norm_eps", float, default_norm_eps),
+        learned_positions=False,
+        norm=NormConfig("rms", hf.get("rms_norm_eps", float, default_norm_eps)),
         tie_word_embeddings=hf.get("tie_word_embeddings", bool, False),
         initializer_range=hf.get("initializer_range", float, 0.02),
         scale_residual_init=False,
@@ -132,30 +141,10 @@ def read_balance_coef(hf: HFConfig) -> float:
     return coef if hf.get("output_router_logits", bool, False) else 0.0
 
 
-def balance_keys(config: DecoderConfig) -> dict[str, object]:
-    """The inverse of `read_balance_coef`."""
-    return {"output_router_logits": True, "router_aux_loss_coef": config.balance_coef} if config.balance_coef else {}
-
-
 def read_uniform_windows(hf: HFConfig, default: int | None) -> tuple[int | None, ...]:
     """One `sliding_window` for all layers; null means none, and `default` is used if the key is missing."""
     is_set = hf.has("sliding_window") or (default is not None and not hf.contains("sliding_window"))
     return (hf.positive("sliding_window", default) if is_set else None,) * hf.positive("num_hidden_layers")
-
-
-def dense_config(config: DecoderConfig) -> DenseConfig:
-    """The gated block of the first dense layer."""
-    return next(layer.ffn for layer in config.layers if isinstance(layer.ffn, DenseConfig))
-
-
-def experts_config(config: DecoderConfig) -> ExpertsConfig:
-    """The experts of the first layer that has any. Raises ValueError if none has."""
-    for layer in config.layers:
-        if isinstance(layer.ffn, ExpertsConfig):
-            return layer.ffn
-    raise ValueError(
-        "config: has no layer with experts, as a config.json of a mixture of experts must; use a dense spec"
-    )
 
 
 def read_windows(hf: HFConfig) -> tuple[int | None, ...]:
@@ -176,94 +165,3 @@ def read_windows(hf: HFConfig) -> tuple[int | None, ...]:
         hf.expect("layer_types", layer_type, [FULL, SLIDING] if enabled else [FULL])
     hf.expect("number of layer_types", len(layer_types), [num_layers])
     return tuple(window if layer_type == SLIDING else None for layer_type in layer_types)
-
-
-def window_keys(config: DecoderConfig) -> dict[str, object]:
-    """The config.json keys that describe the windows: the inverse of `read_windows`."""
-    window = next((window for window in config.windows if window is not None), None)
-    layer_types = [FULL if window is None else SLIDING for window in config.windows]
-    return {"use_sliding_window": window is not None, "sliding_window": window, "layer_types": layer_types}
-
-
-def hf_keys(config: DecoderConfig, rope_types: Mapping[str, RopeKind] = ROPE_TYPES) -> dict[str, object]:
-    """The config.json keys these families share: the inverse of `read_config`."""
-    assert config.rope is not None
-    dense = next((layer.ffn for layer in config.layers if isinstance(layer.ffn, DenseConfig)), None)
-    return {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        **({} if dense is None else {"intermediate_size": dense.width, "hidden_act": dense.activation}),
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.attention.num_heads,
-        "num_key_value_heads": config.attention.num_kv_heads,
-        "head_dim": config.attention.head_dim,
-        "max_position_embeddings": config.max_position_embeddings,
-        "rope_parameters": rope_keys(config.rope, rope_types),
-        "rms_norm_eps": config.norm_eps,
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "initializer_range": config.initializer_range,
-        "pad_token_id": config.padding_idx,
-    }
-
-
-def recipes(config: DecoderConfig, merge_qkv: bool, experts: ExpertNames = EXPERT_NAMES) -> dict[str, WeightRecipe]:
-    """Recipes under native names, in the order of the decoder's parameters. experts: names in checkpoints."""
-    width = config.hidden_size
-    table: dict[str, WeightRecipe] = {
-        "model.embed_tokens.weight": matrix("model.embed_tokens.weight", (config.vocab_size, width))
-    }
-    for index, layer in enumerate(config.layers):
-        prefix = f"model.layers.{index}"
-        table[f"{prefix}.input_layernorm.weight"] = vector(f"{prefix}.input_layernorm.weight", width)
-        table |= _attention_recipes(layer.attention, width, f"{prefix}.self_attn", merge_qkv)
-        table[f"{prefix}.post_attention_layernorm.weight"] = vector(f"{prefix}.post_attention_layernorm.weight", width)
-        if isinstance(layer.ffn, DenseConfig):
-            table |= _mlp_recipes(layer.ffn, width, f"{prefix}.mlp")
-        else:
-            table |= _expert_recipes(layer.ffn, width, prefix, experts)
-    table["model.norm.weight"] = vector("model.norm.weight", width)
-    if not config.tie_word_embeddings:
-        table["lm_head.weight"] = matrix("lm_head.weight", (config.vocab_size, width))
-    return table
-
-
-def _attention_recipes(attention: AttentionConfig, width: int, prefix: str, merge_qkv: bool) -> dict[str, WeightRecipe]:
-    rows = {"q_proj": attention.q_rows, "k_proj": attention.kv_rows, "v_proj": attention.kv_rows}
-    groups = {"qkv_proj": tuple(rows)} if merge_qkv else {name: (name,) for name in rows}
-    table: dict[str, WeightRecipe] = {}
-    for native, names in groups.items():
-        table |= _stacked(prefix, native, {name: rows[name] for name in names}, width, attention.qkv_bias)
-    if attention.qk_norm:
-        for norm in ("q_norm", "k_norm"):
-            table[f"{prefix}.{norm}.weight"] = vector(f"{prefix}.{norm}.weight", attention.head_dim)
-    return table | _stacked(prefix, "o_proj", {"o_proj": width}, attention.q_rows, attention.o_bias)
-
-
-def _mlp_recipes(ffn: DenseConfig, width: int, prefix: str) -> dict[str, WeightRecipe]:
-    up = {"gate_proj": ffn.width, "up_proj": ffn.width}
-    return _stacked(prefix, "gate_up_proj", up, width, ffn.bias) | _stacked(
-        prefix, "down_proj", {"down_proj": width}, ffn.width, ffn.bias
-    )
-
-
-def _expert_recipes(ffn: ExpertsConfig, width: int, prefix: str, names: ExpertNames) -> dict[str, WeightRecipe]:
-    """Checkpoints have three matrices for each expert; the parameters stack all gates and ups, and all downs."""
-    experts = [f"{prefix}.{names.expert.format(index)}" for index in range(ffn.num_experts)]
-    gate_up = tuple(f"{expert}.{name}.weight" for expert in experts for name in (names.gate, names.up))
-    down = tuple(f"{expert}.{names.down}.weight" for expert in experts)
-    return {
-        f"{prefix}.mlp.gate.weight": matrix(f"{prefix}.{names.router}.weight", (ffn.num_experts, width)),
-        f"{prefix}.mlp.experts.gate_up_proj.weight": Rows(gate_up, (ffn.width,) * len(gate_up), (width,)),
-        f"{prefix}.mlp.experts.down_proj.weight": Rows(down, (width,) * len(down), (ffn.width,)),
-    }
-
-
-def _stacked(prefix: str, native: str, rows: dict[str, int], width: int, bias: bool) -> dict[str, WeightRecipe]:
-    """The weight, and bias if any, of a linear layer that stacks the linear layers named in `rows`."""
-    counts = tuple(rows.values())
-    table: dict[str, WeightRecipe] = {
-        f"{prefix}.{native}.weight": Rows(tuple(f"{prefix}.{name}.weight" for name in rows), counts, (width,))
-    }
-    if bias:
-        table[f"{prefix}.{native}.bias"] = Rows(tuple(f"{prefix}.{name}.bias" for name in rows), counts, ())
-    return table

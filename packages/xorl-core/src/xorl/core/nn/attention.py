@@ -3,16 +3,83 @@
 Shapes: T tokens, D model width, H query heads, G key/value heads, C channels of a head.
 """
 
-from collections.abc import Mapping, Sequence
+from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
 from torch import Tensor, nn
 
 from xorl.core.nn.kernels import LayerKernels
-from xorl.core.nn.layers import HeadNorm, Linear
+from xorl.core.nn.layers import Linear
+from xorl.core.nn.norms import HeadNorm, NormConfig
+from xorl.core.nn.rotary import RopeConfig
 from xorl.core.nn.ulysses import ulysses_attention
 from xorl.kernels.attention import CachedLayout, cached_attention
-from xorl.kernels.fused import HeadNorms, HeadShape, RopeTables
+from xorl.kernels.fused import HeadNorms, HeadShape, RopeTables, reference
 from xorl.kernels.layout import SequenceLayout, ShardedLayout
+
+
+@dataclass(frozen=True)
+class Temperature:
+    """A factor on queries, 1 + beta * log(1 + floor(p / trained_length)) at position p of a document.
+
+    It lowers the entropy of attention over long contexts (arXiv:2501.19399).
+    """
+
+    beta: float
+    trained_length: int
+
+    def of(self, positions: Tensor) -> Tensor:
+        """The factors [T], in fp32."""
+        return 1 + self.beta * torch.log1p((positions // self.trained_length).float())
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """Attention of one layer.
+
+    Attributes:
+        scale: the factor on attention scores.
+        window: how many tokens a token attends to, itself included; None for all earlier ones.
+        rope: the rotary embedding; None: none.
+        qk_norm: whether queries and keys are normalised, each head alone or all heads together.
+        norm_after_rope: whether heads are normalised after the rotation.
+        temperature: a factor on queries by their position.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None
+    rope: RopeConfig | None
+    qk_norm: Literal["head", "whole"] | None
+    qkv_bias: bool
+    o_bias: bool
+    norm_after_rope: bool = False
+    temperature: Temperature | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"the number of attention heads ({self.num_heads}) must be a multiple of "
+                f"the number of key/value heads ({self.num_kv_heads})"
+            )
+        if self.rope is not None and self.head_dim % 2:
+            raise ValueError(f"rotary positions need an even head_dim, got {self.head_dim}")
+
+    @property
+    def q_rows(self) -> int:
+        """Output features of the query projection."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_rows(self) -> int:
+        """Output features of the key projection, and of the value projection."""
+        return self.num_kv_heads * self.head_dim
 
 
 class Attention(nn.Module):
@@ -22,12 +89,9 @@ class Attention(nn.Module):
 
     Args:
         width: D.
-        num_heads, num_kv_heads, head_dim: H, G and C, of all ranks that share the matrices; their number and
-            G divide each other.
-        scale: the factor on attention scores.
-        window: how many tokens a token attends to, itself included; None for all earlier ones.
-        qkv_bias, o_bias: whether the projections have biases.
-        qk_norm_eps: if not None, apply an RMS norm with this epsilon over C to queries and keys before the rotation.
+        config: the numbers of heads are those of all ranks that share the matrices; the number of ranks and of
+            key/value heads divide each other.
+        norm: the norms of queries and keys, if there are any.
         merge_qkv: use one matrix `qkv_proj`, with the rows of q, then k, then v, instead of three.
         kernels: the functions that compute everything but the projections.
     """
@@ -35,35 +99,37 @@ class Attention(nn.Module):
     def __init__(
         self,
         width: int,
+        config: AttentionConfig,
+        norm: NormConfig,
         *,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        scale: float,
-        window: int | None,
-        qkv_bias: bool,
-        o_bias: bool,
-        qk_norm_eps: float | None,
         merge_qkv: bool,
         kernels: LayerKernels,
     ) -> None:
         super().__init__()
         self.ranks = ranks = kernels.tensor
-        counts = HeadShape(num_heads, num_kv_heads, head_dim).row_counts
-        self.shape = HeadShape(num_heads // ranks.size, max(1, num_kv_heads // ranks.size), head_dim)
-        self.scale = scale
-        self.window = window
+        head_dim = config.head_dim
+        counts = HeadShape(config.num_heads, config.num_kv_heads, head_dim).row_counts
+        self.shape = HeadShape(config.num_heads // ranks.size, max(1, config.num_kv_heads // ranks.size), head_dim)
+        self.scale = config.scale
+        self.window = config.window
+        self.rope = config.rope
+        self.temperature = config.temperature
+        self.norm_after_rope = config.norm_after_rope
         self.kernels = kernels
         self.merge_qkv = merge_qkv
         if merge_qkv:
-            self.qkv_proj = Linear.column_parallel(width, counts, bias=qkv_bias, ranks=ranks, head=head_dim)
+            self.qkv_proj = Linear.column_parallel(width, counts, bias=config.qkv_bias, ranks=ranks, head=head_dim)
         else:
             self.q_proj, self.k_proj, self.v_proj = (
-                Linear.column_parallel(width, [count], bias=qkv_bias, ranks=ranks, head=head_dim) for count in counts
+                Linear.column_parallel(width, [count], bias=config.qkv_bias, ranks=ranks, head=head_dim)
+                for count in counts
             )
-        self.q_norm = None if qk_norm_eps is None else HeadNorm(head_dim, qk_norm_eps)
-        self.k_norm = None if qk_norm_eps is None else HeadNorm(head_dim, qk_norm_eps)
-        self.o_proj = Linear.row_parallel(num_heads * head_dim, width, bias=o_bias, ranks=ranks)
+        self.normalises_all_heads = config.qk_norm == "whole"
+        assert not self.normalises_all_heads or ranks.size == 1, "checked before the model is built"
+        widths = counts[:2] if self.normalises_all_heads else (head_dim, head_dim)
+        self.q_norm, self.k_norm = (None if config.qk_norm is None else HeadNorm(each, norm) for each in widths)
+        self.split_heads = kernels.split_heads_of(config.rope, norm.offset if config.qk_norm else 0.0)
+        self.o_proj = Linear.row_parallel(config.num_heads * head_dim, width, bias=config.o_bias, ranks=ranks)
 
     @property
     def stacked_rows(self) -> Mapping[str, Sequence[int]]:
@@ -73,11 +139,29 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, layout: SequenceLayout, rope: RopeTables | None) -> Tensor:
         x = self.ranks.gather(x)
         projected = (self.qkv_proj(x),) if self.merge_qkv else (self.q_proj(x), self.k_proj(x), self.v_proj(x))
-        norms = None
-        if self.q_norm is not None and self.k_norm is not None:
-            norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
-        q, k, v = self.kernels.split_heads(projected, self.shape, norms, rope)  # [T, H or G, C]
+        q, k, v = self._heads(projected, rope)  # [T, H or G, C]
+        if self.temperature is not None:
+            q = (q * self.temperature.of(layout.positions)[:, None, None]).to(q.dtype)
         return self.ranks.scatter(self.o_proj(self._attend(q, k, v, layout).flatten(-2)))
+
+    def _heads(self, projected: tuple[Tensor, ...], rope: RopeTables | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, normalised and rotated."""
+        if self.q_norm is None or self.k_norm is None:
+            return self.split_heads(projected, self.shape, None, rope)
+        norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        if self.normalises_all_heads:
+            q, k, v = projected if len(projected) == 3 else projected[0].split(self.shape.row_counts, dim=-1)
+            return self.split_heads(
+                (self._norm(q, norms.q_weight), self._norm(k, norms.k_weight), v), self.shape, None, rope
+            )
+        if self.norm_after_rope:
+            q, k, v = self.split_heads(projected, self.shape, None, rope)
+            return self._norm(q, norms.q_weight), self._norm(k, norms.k_weight), v
+        return self.split_heads(projected, self.shape, norms, rope)
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        assert self.q_norm is not None
+        return reference.rms_norm(x, weight, self.q_norm.eps, self.q_norm.offset)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout) -> Tensor:
         options = {"scale": self.scale, "window": self.window}

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from xorl.core.nn.dispatch import Dispatcher
+from xorl.core.nn.rotary import RopeConfig
 from xorl.core.nn.tensor import ALONE, TensorRanks
 from xorl.kernels.arguments import check_choice, check_device_type, check_type
 from xorl.kernels.attention import AttentionFn
@@ -30,6 +31,10 @@ SplitHeadsFn = Callable[
 ]
 
 
+def _unchanged(split: SplitHeadsFn) -> SplitHeadsFn:
+    return split
+
+
 @dataclass(frozen=True)
 class LayerKernels:
     """The functions that decoder layers compute with; `xorl.kernels.fused.reference` defines their semantics.
@@ -42,6 +47,7 @@ class LayerKernels:
         dispatcher: sends tokens to the ranks of their experts; None: every rank holds all experts.
         tensor: the ranks that share each matrix.
         swiglu_linear: swiglu fused with the next linear layer, if that saves work in the backward pass; else None.
+        round_heads: changes a function of heads so that it rounds queries and keys, if that is chosen.
     """
 
     attention: AttentionFn = sdpa_attention
@@ -53,6 +59,15 @@ class LayerKernels:
     experts: ExpertsFn = grouped.experts
     dispatcher: Dispatcher[Any] | None = None
     tensor: TensorRanks = ALONE
+    round_heads: Callable[[SplitHeadsFn], SplitHeadsFn] = _unchanged
+
+    def split_heads_of(self, rope: RopeConfig | None, offset: float) -> SplitHeadsFn:
+        """The function for heads with this rotation, whose norms add `offset` to their weights."""
+        if not offset and (rope is None or (rope.rotary_dim is None and not rope.interleaved)):
+            return self.split_heads
+        norm = partial(reference.rms_norm, offset=offset)
+        rotate = partial(reference.apply_rope, interleaved=rope is not None and rope.interleaved)
+        return self.round_heads(partial(reference.split_heads, norm=norm, rotate=rotate))
 
 
 def choose_kernels(
@@ -93,7 +108,7 @@ def choose_kernels(
     kernels = _with_fused(plain, fused, compiled=compiled) if fused else plain
     kernels = replace(kernels, experts=experts, dispatcher=dispatcher, tensor=tensor)
     if cast_bf16:
-        kernels = replace(kernels, split_heads=_round_to_bf16(kernels.split_heads))
+        kernels = replace(kernels, split_heads=_round_to_bf16(kernels.split_heads), round_heads=_round_to_bf16)
     return kernels
 
 

@@ -1,4 +1,4 @@
-"""Linear, embedding, norm and feed-forward modules that compute in the dtype of their input.
+"""Linear, embedding and feed-forward modules that compute in the dtype of their input.
 
 Each module casts its weight to the dtype of the input, so fp32 parameters and parameters gathered in bf16 give the same
 results, without autocast. Parameters are uninitialised; `Decoder.init_weights` or a checkpoint provides the values.
@@ -29,6 +29,10 @@ def _gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
+def _squared_relu(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
     {
         "silu": F.silu,
@@ -37,6 +41,7 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
         "gelu_new": _gelu_tanh,
         "gelu_pytorch_tanh": _gelu_tanh,
         "relu": F.relu,
+        "relu2": _squared_relu,
     }
 )
 
@@ -207,67 +212,6 @@ class Embedding(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.num_rows}, {self.weight.shape[1]}"
-
-
-class RMSNorm(nn.Module):
-    """(x, x / rms(x) * weight) over the last dimension, in fp32, returned in the dtype of x (arXiv:1910.07467).
-
-    With a residual, (residual + x, the norm of this sum). Use the first output as the new residual stream: the norm's
-    kernel then sums the gradients of both outputs.
-    """
-
-    roles: ClassVar[Mapping[str, Role]] = MappingProxyType({"weight": "norm"})
-
-    def __init__(self, width: int, eps: float, kernels: LayerKernels) -> None:
-        super().__init__()
-        self.eps = eps
-        self.kernels = kernels
-        self.weight = nn.Parameter(torch.empty(width))
-
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return self.kernels.add_rms_norm(x, residual, self.weight, self.eps)
-
-    def extra_repr(self) -> str:
-        return f"{self.weight.shape[0]}, eps={self.eps}"
-
-
-class HeadNorm(nn.Module):
-    """The weight of a per-head RMS norm. It has no forward: attention reads the weight and fuses the norm."""
-
-    roles: ClassVar[Mapping[str, Role]] = MappingProxyType({"weight": "norm"})
-
-    def __init__(self, head_dim: int, eps: float) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.empty(head_dim))
-
-    def extra_repr(self) -> str:
-        return f"{self.weight.shape[0]}, eps={self.eps}"
-
-
-class LayerNorm(nn.Module):
-    """(x, (x - mean) / std * weight + bias) over the last dimension, computed in fp32, returned in the dtype of x.
-
-    With a residual, returns (residual + x, the norm of this sum).
-    """
-
-    roles: ClassVar[Mapping[str, Role]] = MappingProxyType({"weight": "norm", "bias": "bias"})
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.empty(width))
-        self.bias = nn.Parameter(torch.empty(width))
-
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        summed = x if residual is None else residual + x
-        # Cast to fp32 explicitly: the CPU kernel would sum the gradient of a half-precision weight in half precision.
-        wide = torch.promote_types(x.dtype, torch.float32)
-        weight, bias = self.weight.to(x.dtype).to(wide), self.bias.to(x.dtype).to(wide)
-        return summed, F.layer_norm(summed.to(wide), self.weight.shape, weight, bias, self.eps).to(x.dtype)
-
-    def extra_repr(self) -> str:
-        return f"{self.weight.shape[0]}, eps={self.eps}"
 
 
 class GatedMLP(nn.Module):

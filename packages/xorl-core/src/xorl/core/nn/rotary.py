@@ -21,7 +21,7 @@ from xorl.kernels.copies import copy_to
 from xorl.kernels.fused import RopeTables
 from xorl.kernels.layout import SequenceLayout
 
-RopeKind = Literal["default", "linear", "dynamic", "yarn", "banded"]
+RopeKind = Literal["default", "linear", "dynamic", "yarn", "banded", "longrope"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,8 @@ class RopeConfig:
         theta: the base; channel pair i rotates by theta ** (-2i / C) per position.
         kind: default; linear (positions divided by factor); dynamic (NTK-aware: the base grows with the document's
             length beyond the trained length); yarn (arXiv:2309.00071); banded (low frequencies divided by factor,
-            high ones kept, linear interpolation between).
+            high ones kept, linear interpolation between); longrope (each frequency divided by a factor of its own, one
+            for documents up to the trained length and another for longer ones, arXiv:2402.13753).
         factor: the ratio of the extended context length to the trained one.
         trained_length: the context length in pre-training, in tokens.
         low_freq_factor, high_freq_factor: for banded; trained_length divided by each gives the longest and shortest
@@ -41,6 +42,9 @@ class RopeConfig:
             it is complete.
         truncate: for yarn; round these bounds outwards to whole channel pairs.
         attention_factor: the factor on cosines and sines.
+        short_factors, long_factors: for longrope, by channel pair.
+        rotary_dim: how many channels of a head rotate, the first ones; None: all of them.
+        interleaved: whether channels 2i and 2i + 1 are a pair, instead of i and i + rotary_dim / 2.
     """
 
     theta: float = 10000.0
@@ -53,12 +57,21 @@ class RopeConfig:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    rotary_dim: int | None = None
+    interleaved: bool = False
 
     def __post_init__(self) -> None:
         check_choice("kind", self.kind, RopeKind)
         for name in ("theta", "factor"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name}: must be a number above 0, got {getattr(self, name)!r}")
+
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether documents beyond the trained length have other frequencies."""
+        return self.kind in ("dynamic", "longrope")
 
 
 class Rotary:
@@ -68,14 +81,14 @@ class Rotary:
         if head_dim < 2 or head_dim % 2:
             raise ValueError(f"head_dim: channels rotate in pairs, so it must be even, got {head_dim!r}")
         self.config = config
-        self.head_dim = head_dim
+        self.head_dim = head_dim = config.rotary_dim or head_dim
         # Computed on the CPU even if the model is being built on the meta device.
         self.inv_freq = ROPE_KINDS[config.kind](config, head_dim)  # [C / 2]
         self._on_device: dict[torch.device, Tensor] = {}
 
     def tables(self, layout: SequenceLayout, device: torch.device) -> RopeTables:
         """The cosines and sines for the tokens of `layout`, on `device`."""
-        if self.config.kind == "dynamic" and layout.max_seqlen > self.config.trained_length:
+        if self.config.depends_on_length and layout.max_seqlen > self.config.trained_length:
             inv_freq = layout.local(self._inv_freq_by_token(layout.whole, device))  # [T, C / 2]
         else:
             if device not in self._on_device:
@@ -89,15 +102,19 @@ class Rotary:
         """Frequencies by each document's own length, so that they do not depend on other documents in the pack."""
         rows = torch.stack(
             [
-                self.inv_freq
-                if length <= self.config.trained_length
-                else _inverse_frequencies(_dynamic_theta(self.config, self.head_dim, length), self.head_dim)
+                self.inv_freq if length <= self.config.trained_length else self._of_long_document(length)
                 for length in layout.lengths
             ]
         )  # [N, C / 2]
         rows = copy_to(device, rows)
         counts = layout.cu_seqlens.to(device).diff()
         return rows.repeat_interleave(counts, dim=0, output_size=layout.num_tokens)
+
+    def _of_long_document(self, length: int) -> Tensor:
+        """The frequencies for a document that is longer than the trained length."""
+        if self.config.kind == "longrope":
+            return _divided(self.config, self.head_dim, self.config.long_factors)
+        return _inverse_frequencies(_dynamic_theta(self.config, self.head_dim, length), self.head_dim)
 
 
 def _inverse_frequencies(theta: float, head_dim: int) -> Tensor:
@@ -112,6 +129,14 @@ def _default(config: RopeConfig, head_dim: int) -> Tensor:
 
 def _linear(config: RopeConfig, head_dim: int) -> Tensor:
     return _inverse_frequencies(config.theta, head_dim) / config.factor
+
+
+def _longrope(config: RopeConfig, head_dim: int) -> Tensor:
+    return _divided(config, head_dim, config.short_factors)
+
+
+def _divided(config: RopeConfig, head_dim: int, factors: tuple[float, ...]) -> Tensor:
+    return _inverse_frequencies(config.theta, head_dim) / torch.tensor(factors, dtype=torch.float32, device="cpu")
 
 
 def _dynamic_theta(config: RopeConfig, head_dim: int, length: int) -> float:
@@ -148,6 +173,13 @@ def _yarn(config: RopeConfig, head_dim: int) -> Tensor:
 
 
 ROPE_KINDS: Mapping[RopeKind, Callable[[RopeConfig, int], Tensor]] = MappingProxyType(
-    # Up to the trained length, a dynamic embedding equals the default one.
-    {"default": _default, "linear": _linear, "dynamic": _default, "yarn": _yarn, "banded": _banded}
+    # Of documents up to the trained length: a dynamic embedding equals the default one there.
+    {
+        "default": _default,
+        "linear": _linear,
+        "dynamic": _default,
+        "yarn": _yarn,
+        "banded": _banded,
+        "longrope": _longrope,
+    }
 )

@@ -53,13 +53,15 @@ def check_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -
     check_one_device(x=x, residual=residual, weight=weight)
 
 
-def check_rope(x: Tensor, tables: RopeTables) -> None:
-    """Raise ValueError unless the channels of x [T, H, C] can be rotated by the angles of these tables."""
+def check_rope(x: Tensor, tables: RopeTables, *, partial: bool = False) -> None:
+    """Raise ValueError unless all channels of x [T, H, C], or the first ones, can be rotated by these angles."""
     if torch.compiler.is_compiling():
         return
     if x.dim() != 3 or x.shape[2] % 2 or not x.is_floating_point():
         raise ValueError(f"x must be [T, H, C] of floating point, with an even C; got {_form(x)}")
     shape = (x.shape[0], x.shape[2] // 2)
+    if partial and tables[0].dim() == 2 and tables[0].shape[1] < shape[1]:
+        shape = (x.shape[0], tables[0].shape[1])
     for table in tables:
         if table.shape != shape or table.dtype not in (torch.float32, torch.float64):
             raise ValueError(f"rope must be two tables [T, C / 2], {list(shape)} in fp32; got {_form(table)}")

@@ -26,30 +26,47 @@ from xorl.kernels.fused.arguments import (
 IGNORE = -100
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last dimension, computed in fp32, rounded once to the dtype of x (arXiv:1910.07467).
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """x / rms(x) * (weight + offset) over the last dimension, in fp32, rounded once to x's dtype (arXiv:1910.07467).
 
-    The weight, [D], is rounded to the dtype of x first.
+    The weight, [D], is rounded to the dtype of x first, but its sum with the offset is not.
     """
     check_norm(x, None, weight, eps)
-    return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
+    if not offset:
+        return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return F.rms_norm(x.to(wide), weight.shape, weight.to(x.dtype).to(wide) + offset, eps).to(x.dtype)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """(residual + x, rounded to the dtype of x; its `rms_norm`). Without a residual the first result is x.
 
     x and residual have the same shape and dtype. Callers that need x afterwards must use the first result instead.
     """
     check_norm(x, residual, weight, eps)
     summed = x if residual is None else residual + x
-    return summed, rms_norm(summed, weight, eps)
+    return summed, rms_norm(summed, weight, eps, offset)
 
 
-def apply_rope(x: Tensor, rope: RopeTables) -> Tensor:
-    """Rotate each channel pair (i, i + C / 2) of x [T, H, C] by its angle; computed in fp32, result in x's dtype."""
-    check_rope(x, rope)
-    cos, sin = (table[:, None, :] for table in rope)  # [T, 1, C / 2]
-    first, second = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
+def apply_rope(x: Tensor, rope: RopeTables, *, interleaved: bool = False) -> Tensor:
+    """Rotate channel pairs of x [T, H, C] by their angles; computed in fp32, result in x's dtype.
+
+    Tables of R / 2 angles rotate the first R channels: pairs (i, i + R / 2), or (2i, 2i + 1) if interleaved.
+    """
+    check_rope(x, rope, partial=True)
+    cos, sin = (table[:, None, :] for table in rope)  # [T, 1, R / 2]
+    num_rotated = 2 * cos.shape[-1]
+    if num_rotated < x.shape[-1]:
+        rotated = apply_rope(x[..., :num_rotated], rope, interleaved=interleaved)
+        return torch.cat((rotated, x[..., num_rotated:]), dim=-1)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    if interleaved:
+        first, second = wide[..., ::2], wide[..., 1::2]
+        rotated = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1)
+        return rotated.flatten(-2).to(x.dtype)
+    first, second = wide.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 

@@ -1,0 +1,59 @@
+"""Recipes that follow from a decoder's modules and the names in a family's checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+from torch import nn
+
+from xorl.core.models.recipes import CheckpointNames, Part, Rows, WeightRecipe
+from xorl.core.nn import Attention, GatedMLP
+from xorl.core.nn.moe import ExpertLinear
+
+# The layers that a native one stacks, in the order of their rows.
+STACKED: Mapping[str, Sequence[str]] = MappingProxyType(
+    {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+)
+
+
+def recipes_of(model: nn.Module, names: CheckpointNames) -> dict[str, WeightRecipe]:
+    """The recipe of each parameter of a decoder that has all layers and rows; it may be on the meta device."""
+    table: dict[str, WeightRecipe] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, ExpertLinear):
+            table[f"{path}.weight"] = _expert_recipe(path, module, names)
+            continue
+        for leaf, parameter in module.named_parameters(recurse=False):
+            table[f"{path}.{leaf}"] = _recipe(model, path, leaf, tuple(parameter.shape), names)
+    return table
+
+
+def _recipe(model: nn.Module, path: str, leaf: str, shape: tuple[int, ...], names: CheckpointNames) -> WeightRecipe:
+    block, _, name = path.rpartition(".")
+    of_block = model.get_submodule(block)
+    for stack in names.stacked:
+        if name in STACKED[stack]:
+            earlier = STACKED[stack][: STACKED[stack].index(name)]
+            first = sum(of_block.get_submodule(each).get_parameter("weight").shape[0] for each in earlier)
+            source = f"{names.in_checkpoint(f'{block}.{stack}')}.{leaf}"
+            return Part(source, first, shape, transposed=False, shared=True)
+    if name in STACKED and name not in names.stacked:
+        assert isinstance(of_block, (Attention, GatedMLP)), f"{block}: does not say how it stacks {name}"
+        rows = of_block.stacked_rows[name]
+        sources = tuple(f"{names.in_checkpoint(f'{block}.{each}')}.{leaf}" for each in STACKED[name])
+        return Rows(sources, tuple(rows), shape[1:])
+    return Rows((f"{names.in_checkpoint(path)}.{leaf}",), shape[:1], shape[1:])
+
+
+def _expert_recipe(path: str, module: ExpertLinear, names: CheckpointNames) -> WeightRecipe:
+    """Checkpoints have three matrices for each expert; the parameters stack all gates and ups, and all downs."""
+    assert names.experts is not None, f"{path}: the family's names have no experts"
+    layer, _, name = path.partition(".mlp.experts.")
+    parts = (names.experts.down,) if name == "down_proj" else (names.experts.gate, names.experts.up)
+    sources = tuple(
+        f"{layer}.{names.experts.expert.format(index)}.{part}.weight"
+        for index in range(module.num_experts)
+        for part in parts
+    )
+    return Rows(sources, (module.out_features // len(parts),) * len(sources), (module.in_features,))

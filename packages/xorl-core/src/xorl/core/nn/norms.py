@@ -1,0 +1,112 @@
+"""Norm modules, which compute in fp32 and return the dtype of their input.
+
+Shapes: T tokens, D model width, C channels of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from xorl.core.nn.kernels import LayerKernels
+from xorl.core.nn.roles import Role
+from xorl.kernels.arguments import check_choice, check_number
+from xorl.kernels.fused import reference
+
+
+@dataclass(frozen=True)
+class NormConfig:
+    """The norms of a model.
+
+    Attributes:
+        kind: rms, or layer, which subtracts the mean.
+        offset: added to the weight; with 1, an initial weight is 0.
+        bias: of a layer norm.
+    """
+
+    kind: Literal["rms", "layer"]
+    eps: float
+    offset: float = 0.0
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        check_choice("norm.kind", self.kind, Literal["rms", "layer"])
+        check_number("norm.eps", self.eps)
+        if not self.eps:
+            raise ValueError("norm.eps: is 0, so that a norm might divide by 0; use one above 0, such as 1e-6")
+
+
+class RMSNorm(nn.Module):
+    """(x, x / rms(x) * (weight + offset)) over the last dimension, in the dtype of x (arXiv:1910.07467).
+
+    With a residual, (residual + x, the norm of this sum). Use the first output as the new residual stream: the norm's
+    kernel then sums the gradients of both outputs.
+    """
+
+    roles: ClassVar[Mapping[str, Role]] = MappingProxyType({"weight": "norm"})
+
+    def __init__(self, width: int, config: NormConfig, kernels: LayerKernels) -> None:
+        super().__init__()
+        self.eps, self.offset = config.eps, config.offset
+        self.add_norm = kernels.add_rms_norm
+        if self.offset:
+            self.add_norm = partial(reference.add_rms_norm, offset=self.offset)
+        self.weight = nn.Parameter(torch.empty(width))
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return self.add_norm(x, residual, self.weight, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}, offset={self.offset}"
+
+
+class HeadNorm(nn.Module):
+    """The weight of an RMS norm of heads. It has no forward: attention reads the weight and may fuse the norm."""
+
+    roles: ClassVar[Mapping[str, Role]] = MappingProxyType({"weight": "norm"})
+
+    def __init__(self, width: int, config: NormConfig) -> None:
+        super().__init__()
+        self.eps, self.offset = config.eps, config.offset
+        self.weight = nn.Parameter(torch.empty(width))
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}, offset={self.offset}"
+
+
+class LayerNorm(nn.Module):
+    """(x, (x - mean) / std * weight + bias) over the last dimension, in the dtype of x.
+
+    With a residual, returns (residual + x, the norm of this sum).
+    """
+
+    roles: ClassVar[Mapping[str, Role]] = MappingProxyType({"weight": "norm", "bias": "bias"})
+
+    def __init__(self, width: int, config: NormConfig) -> None:
+        super().__init__()
+        self.eps, self.offset = config.eps, config.offset
+        self.weight = nn.Parameter(torch.empty(width))
+        self.bias = nn.Parameter(torch.empty(width)) if config.bias else None
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        summed = x if residual is None else residual + x
+        # Cast to fp32 explicitly: the CPU kernel would sum the gradient of a half-precision weight in half precision.
+        wide = torch.promote_types(x.dtype, torch.float32)
+        weight = self.weight.to(x.dtype).to(wide)
+        bias = None if self.bias is None else self.bias.to(x.dtype).to(wide)
+        return summed, F.layer_norm(summed.to(wide), self.weight.shape, weight, bias, self.eps).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}"
+
+
+def make_norm(width: int, config: NormConfig, kernels: LayerKernels) -> RMSNorm | LayerNorm:
+    """The norm that a configuration describes."""
+    return RMSNorm(width, config, kernels) if config.kind == "rms" else LayerNorm(width, config)
