@@ -1,4 +1,4 @@
-"""What the stages of a pipeline have in common: gradients to the bit, copies, files, counts, random numbers.
+"""What the stages of a pipeline have in common: gradients to the bit, copies, files, counts, gathers, random numbers.
 
 test_layouts.py compares their first gradients with those of one process.
 """
@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from layouts import LORA, Options, engine_for, run_config, weights_of, write_models, write_weights
@@ -28,6 +29,9 @@ from xorl.train.verify import _draw, batches_of
 MODELS: dict[str, Options] = {"gpt2": {}, "llama": LORA}
 OPTIMIZERS = ("anyprecision_adamw", "muon")
 IN_BF16 = {"enable_mixed_precision": True, "param_dtype": "bf16"}
+
+
+NUM_MICRO_BATCHES = 4
 
 
 class HeldOut:
@@ -105,6 +109,29 @@ def loaded(folder: Path) -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in engine_of(config).model.module.named_parameters()}
 
 
+def gathers(folder: Path, train: Options) -> list[int]:
+    """The number of gathers of parameters on this rank in each of three steps, on two stages."""
+    config = run_config(folder, "gpt2, 4 layers", {"data_parallel_mode": "fsdp2", "pipeline_parallel_size": 2, **train})
+    engine = engine_for(config)
+    counts = []
+    gather = dist.all_gather_into_tensor
+
+    def counted(*args: object, **options: object) -> object:
+        counts[-1] += 1
+        return gather(*args, **options)  # pyright: ignore[reportArgumentType]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("xorl.train.verify.NUM_MICRO_BATCHES", NUM_MICRO_BATCHES // 2)  # of each stage
+        patch.setattr(dist, "all_gather_into_tensor", counted)
+        for step in range(3):
+            counts.append(0)
+            batches = batches_of(step, 8, engine.model.module.config.vocab_size, config, engine.model.mesh)
+            assert len(batches) == NUM_MICRO_BATCHES
+            losses = engine.forward_backward(batches, cross_entropy)
+            engine.optim_step(1e-3, losses.num_trained_tokens)
+    return counts
+
+
 @pytest.fixture(scope="module")
 def found(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Launches:
     folder = write_models(tmp_path_factory.mktemp("models"))
@@ -121,6 +148,10 @@ def found(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Launches:
     cells |= {
         ("copies", optimizer): (2, partial(steps, folder, "gpt2", 20, {**IN_BF16, "optimizer": optimizer}))
         for optimizer in OPTIMIZERS
+    }
+    cells |= {
+        ("gathers", name): (4, partial(gathers, folder, train))
+        for name, train in {"default": {}, "reshard": {"reshard_after_forward": True}}.items()
     }
     return launch(cells)
 
@@ -172,3 +203,10 @@ def test_all_stages_know_the_evaluation(found: Launches) -> None:
     [expected] = found("evaluated", 1)
     for measured in found("evaluated", 2):
         assert measured == pytest.approx(expected, rel=1e-6)
+
+
+def test_parameters_stay_gathered_in_a_step(found: Launches) -> None:
+    # Catches units that are gathered again in every micro-batch of a pipeline by default, or never freed on request.
+    for kept, freed in zip(found("gathers", "default"), found("gathers", "reshard"), strict=True):
+        assert kept == [3] * 3
+        assert all(count > 3 for count in freed)
