@@ -1,5 +1,6 @@
 """What every test of the workspace shares: small thread pools, no network, and no GPU test without a GPU."""
 
+import gc
 import logging
 import os
 import signal
@@ -15,6 +16,14 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # A job in the background of a script ignores Ctrl-C, and so would all that tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# It would look at all modules again and again while tests are collected, which takes as long as importing them.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
+    gc.freeze()
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     needing_gpu = [item for item in items if item.get_closest_marker("gpu")]
@@ -25,6 +34,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in needing_gpu:
             item.add_marker(pytest.mark.skip(reason="torch finds no CUDA GPU here"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _little_for_the_garbage_collector() -> None:
+    """Hides what is there before the module: libraries, tests, caches of compilers.
+
+    A run collects garbage several times, and looking at all of this would take a second each time.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -31,6 +31,12 @@ class FakeEngine:
         return httpx.post(f"http://127.0.0.1:{self.port}{path}", json=body, timeout=30, trust_env=False)
 
 
+def continued(prompt: list[int], version: str, length: int, seed: int = 0) -> list[int]:
+    """What the stand-in samples: see fake_sglang.py."""
+    first = sum(prompt) + seed + len(version)
+    return [(first + index) % 50 for index in range(length)]
+
+
 @contextmanager
 def fake_engines(*engines: Sequence[str]) -> Iterator[list[FakeEngine]]:
     """One for each list of arguments; they end with the block. They are forked, so they know no GPU."""

@@ -126,7 +126,6 @@ def run_to_the_end(processes: Sequence[BaseProcess], timeout_s: float = 240) -> 
     gc.freeze()
     for process in processes:
         process.start()
-    gc.unfreeze()
     for process in processes:
         process.join(timeout=timeout_s)
     hung = [index for index, process in enumerate(processes) if process.is_alive()]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from child import in_child
-from engines import FakeEngine, fake_engines
+from engines import FakeEngine, continued, fake_engines
 from service import Serve, Service
 
 RULE = "default"  # the stand-in's version of the weights that it was started with
@@ -21,12 +20,6 @@ def datum(client: Any) -> Any:
     """A sequence that the next tokens of can be learned."""
     inputs = {"target_tokens": client.types.TensorData(data=[6, 7, 8, 9], dtype="int64", shape=[4])}
     return client.types.Datum(model_input=client.types.ModelInput.from_ints(TOKENS), loss_fn_inputs=inputs)
-
-
-def continued(prompt: list[int], version: str, length: int, seed: int = 0) -> list[int]:
-    """What the stand-in samples: see fake_sglang.py."""
-    first = sum(prompt) + seed + len(version)
-    return [(first + index) % 50 for index in range(length)]
 
 
 @pytest.fixture(scope="module")
@@ -185,69 +178,3 @@ def test_weights_follow_each_step_where_that_was_asked_for(service: Service, wit
     assert 2 <= seen["calls"].count("/continue_generation") <= 3
     assert seen["version"].startswith("default#")
     assert seen["version"].split("-")[1] == "2", "the newest weights are there"
-
-
-WHOLE = """\
-config_path: configs/quickstart/config.json
-tokenizer_path: configs/quickstart
-model_name: xorl/quickstart
-data_parallel_shard_size: 2
-enable_mixed_precision: false
-enable_gradient_checkpointing: false
-skip_initial_checkpoint: true
-sample_packing_sequence_len: 1024
-sampler_cache_tokens: 16384
-output_dir: unused
-"""
-
-
-def test_full_weights_are_sampled_where_they_were_sent(serve: Serve, tmp_path: Path) -> None:
-    # Catches shards that are sent as wholes, and samples of a step that the endpoint does not hold.
-    (tmp_path / "config.yaml").write_text(WHOLE)
-    service = serve(tmp_path / "config.yaml")
-    with fake_engines([]) as (engine,):
-        added = post(service, "/add_inference_endpoint", {"host": "127.0.0.1", "port": engine.port})
-        assert added.json()["success"], added.text
-
-        def drive() -> tuple[list[int], list[int], list[int]]:
-            import tinker  # noqa: PLC0415  (a dependency group that is not always there)
-
-            with tinker.ServiceClient(base_url=service.url, api_key=service.key) as client:
-                training = client.create_lora_training_client(base_model="xorl/quickstart", rank=8)
-                target = tinker.TensorData(data=[6, 7, 8, 9], dtype="int64", shape=[4])
-                prompt = tinker.ModelInput.from_ints(TOKENS)
-                data = tinker.Datum(model_input=prompt, loss_fn_inputs={"target_tokens": target})
-                params = tinker.SamplingParams(max_tokens=3, temperature=1.0, seed=4)
-
-                def sampled() -> list[int]:
-                    sampler = training.save_weights_and_get_sampling_client()
-                    return list(sampler.sample(prompt, 1, params).result().sequences[0].tokens)
-
-                def step() -> None:
-                    training.forward_backward([data], "cross_entropy").result()
-                    training.optim_step(tinker.AdamParams(learning_rate=1e-2)).result()
-
-                step()
-                model_id = training.get_info().model_id
-                body = {"model_id": model_id, "buffer_size_mb": 1}
-                before = sampled()
-                sent = post(service, "/sync_inference_weights", body)
-                assert sent.json()["success"], sent.text
-                at_endpoint = sampled()
-                step()
-                after = sampled()
-                form = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["down_proj"]}
-                assert post(service, "/api/v1/set_sync_quantization", {"quantization": form}).status_code == 200
-                assert post(service, "/sync_inference_weights", body).json()["success"]
-                return before, at_endpoint, after
-
-        before, at_endpoint, after = in_child(drive)
-        seen = engine.seen()
-        assert at_endpoint == continued(TOKENS, seen["version"], 3, seed=4)
-        assert len(seen["requests"]) == 1, "the others are of weights that the endpoint did not hold"
-        assert len(before) == len(after) == 3
-        assert [tensor["shape"][0] for name, tensor in seen["tensors"].items() if "embed" in name] == [288]
-        scales = {name.removesuffix("_scale_inv") for name in seen["tensors"] if name.endswith("_scale_inv")}
-        assert scales == {name for name, one in seen["tensors"].items() if one["dtype"] == "float8_e4m3fn"}
-        modules = {name.split(".")[-2].removesuffix("_proj") for name in scales}
-        assert modules == {"q", "k", "v", "o", "gate", "up"}

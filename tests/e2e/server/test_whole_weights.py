@@ -10,6 +10,7 @@ import torch
 import transformers
 
 from child import in_child
+from engines import continued, fake_engines
 from service import Serve, Service
 
 MODEL = "xorl/quickstart"
@@ -32,15 +33,13 @@ def service(serve: Serve) -> Service:
 
 def exported(service: Service, model_id: str) -> transformers.PreTrainedModel:
     """The model as transformers reads the service's export of it."""
-    body = {"model_id": model_id, "name": "start", "dtype": "float32"}
-    url = f"{service.url}/api/v1/save_full_weights_safetensors"
-    httpx.post(url, json=body, timeout=60, trust_env=False).raise_for_status()
+    asked(service, "api/v1/save_full_weights_safetensors", model_id=model_id, name="start", dtype="float32")
     folder = service.output_dir / "external_weights" / model_id.replace(":", "~") / "start"
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
 
 
-def asked(service: Service, call: str, **body: object) -> dict[str, Any]:
-    answer = httpx.post(f"{service.url}/api/v1/{call}", json=body, timeout=60, trust_env=False)
+def asked(service: Service, path: str, **body: object) -> dict[str, Any]:
+    answer = httpx.post(f"{service.url}/{path}", json=body, timeout=120, trust_env=False)
     answer.raise_for_status()
     return answer.json()
 
@@ -75,7 +74,7 @@ def test_steps_of_all_weights_are_those_of_plain_torch(service: Service) -> None
         training = client.create_lora_training_client(base_model=MODEL, rank=4).result()
         info = training.get_info()
         assert (info.is_lora, info.lora_rank) == (False, None)
-        other = asked(service, "create_model", model_id="other", base_model=MODEL)["request_id"]
+        other = asked(service, "api/v1/create_model", model_id="other", base_model=MODEL)["request_id"]
         data = [
             types.Datum(
                 model_input=types.ModelInput.from_ints(tokens[:-1].tolist()),
@@ -109,11 +108,62 @@ def test_steps_of_all_weights_are_those_of_plain_torch(service: Service) -> None
         training.optim_step(adam).result()
         training.load_state(saved.path).result()
         assert training.forward(data, "cross_entropy").result().metrics == after.metrics
-        waits = asked(service, "retrieve_future", request_id=other)
+        waits = asked(service, "api/v1/retrieve_future", request_id=other)
         assert waits["type"] == "try_again"
         assert waits["queue_state_reason"].startswith(f"model {training.model_id} uses the base")
         client.close("success").result()
-        created = asked(service, "retrieve_future", request_id=other)
+        created = asked(service, "api/v1/retrieve_future", request_id=other)
         assert created["model_id"] == "other", "it does not get the base when the session ends"
 
     in_child(whole)
+
+
+def test_weights_are_sampled_where_they_were_sent(service: Service) -> None:
+    # Catches shards that are sent as wholes, and samples of a step that the endpoint does not hold.
+    tokens = [5, 6, 7, 8]
+    with fake_engines([]) as (engine,):
+        endpoint = {"host": "127.0.0.1", "port": engine.port}
+        assert asked(service, "add_inference_endpoint", **endpoint)["success"]
+
+        def drive() -> tuple[list[int], list[int], list[int]]:
+            import tinker  # noqa: PLC0415  (a dependency group that is not always there)
+
+            with service.tinker() as client:
+                training = client.create_lora_training_client(base_model=MODEL, rank=8)
+                target = tinker.TensorData(data=[6, 7, 8, 9], dtype="int64", shape=[4])
+                prompt = tinker.ModelInput.from_ints(tokens)
+                data = tinker.Datum(model_input=prompt, loss_fn_inputs={"target_tokens": target})
+                params = tinker.SamplingParams(max_tokens=3, temperature=1.0, seed=4)
+
+                def sampled() -> list[int]:
+                    sampler = training.save_weights_and_get_sampling_client()
+                    return list(sampler.sample(prompt, 1, params).result().sequences[0].tokens)
+
+                def step() -> None:
+                    training.forward_backward([data], "cross_entropy").result()
+                    training.optim_step(tinker.AdamParams(learning_rate=1e-2)).result()
+
+                step()
+                model_id = training.get_info().model_id
+                sync = {"model_id": model_id, "buffer_size_mb": 1}
+                before = sampled()
+                assert asked(service, "sync_inference_weights", **sync)["success"]
+                at_endpoint = sampled()
+                step()
+                after = sampled()
+                form = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["down_proj"]}
+                asked(service, "api/v1/set_sync_quantization", quantization=form)
+                assert asked(service, "sync_inference_weights", **sync)["success"]
+                return before, at_endpoint, after
+
+        before, at_endpoint, after = in_child(drive)
+        seen = engine.seen()
+        asked(service, "remove_inference_endpoint", **endpoint)
+        assert at_endpoint == continued(tokens, seen["version"], 3, seed=4)
+        assert len(seen["requests"]) == 1, "the others are of weights that the endpoint did not hold"
+        assert len(before) == len(after) == 3
+        assert [tensor["shape"][0] for name, tensor in seen["tensors"].items() if "embed" in name] == [288]
+        scales = {name.removesuffix("_scale_inv") for name in seen["tensors"] if name.endswith("_scale_inv")}
+        assert scales == {name for name, one in seen["tensors"].items() if one["dtype"] == "float8_e4m3fn"}
+        modules = {name.split(".")[-2].removesuffix("_proj") for name in scales}
+        assert modules == {"q", "k", "v", "o", "gate", "up"}

@@ -17,10 +17,10 @@ from xorl.cli.arguments import OverridesCommand, expand_home, run_module
 from xorl.cli.bench_config import Documents, SyntheticRun, fixed_overrides, shapes, write_config
 from xorl.cli.launch import LaunchFlags, launch, plan_launch
 from xorl.cli.rank import RankEnvironment, run_alone, run_rank
-from xorl.cli.signals import import_torch
 from xorl.cli.train import TracebackFlag, let_idle_threads_sleep, num_gpus
 from xorl.config import LoadedConfig, load_config
 from xorl.config.conflicts import check_world_size
+from xorl.host.imports import import_torch
 
 MODULE = "xorl.cli.bench"
 DocumentsOption = Annotated[

@@ -14,8 +14,8 @@ import typer
 from xorl.cli.arguments import expand_home
 from xorl.cli.exit_codes import BAD_INPUT, OK
 from xorl.cli.rank import run_alone
-from xorl.cli.signals import import_torch
 from xorl.cli.train import TracebackFlag
+from xorl.host.imports import import_torch
 
 app = typer.Typer(
     add_completion=False,

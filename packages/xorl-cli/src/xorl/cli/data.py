@@ -15,10 +15,10 @@ import typer
 
 from xorl.cli.arguments import OverridesCommand, expand_home
 from xorl.cli.rank import run_alone
-from xorl.cli.signals import import_torch
 from xorl.cli.train import ConfigPath, TracebackFlag
 from xorl.config import Config, load_config
 from xorl.config.resolve import member_config
+from xorl.host.imports import import_torch
 
 if TYPE_CHECKING:
     import numpy as np

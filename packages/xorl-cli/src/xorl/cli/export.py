@@ -10,8 +10,8 @@ import typer
 
 from xorl.cli.arguments import expand_home
 from xorl.cli.rank import run_alone
-from xorl.cli.signals import import_torch
 from xorl.cli.train import TracebackFlag
+from xorl.host.imports import import_torch
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 

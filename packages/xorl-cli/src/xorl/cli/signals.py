@@ -39,33 +39,6 @@ def raise_on_signal() -> Iterator[Callable[[], bool]]:
         forget_raised()
 
 
-def import_torch() -> None:
-    """Imports torch for the first time without losing a signal that arrives meanwhile.
-
-    torch imports numpy from C++ and discards exceptions from that import, so an interruption there would leave the
-    process running with a partially imported numpy.
-    """
-    received: list[int] = []
-    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-
-    def note(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-        handler = handlers[signal.Signals(number)]
-        assert callable(handler), "ignored signals are not replaced"
-        handler(number, frame)
-
-    handled = [number for number, handler in handlers.items() if callable(handler)]
-    for number in handled:
-        signal.signal(number, note)
-    try:
-        import torch  # noqa: F401, PLC0415  (slow; after validation)
-    finally:
-        for number in handled:
-            signal.signal(number, handlers[number])
-        if received:
-            signal.raise_signal(received[0])
-
-
 @contextmanager
 def exit_if_stuck(
     may_take_long: Callable[[], bool], has_failed_peer: Callable[[], bool] = lambda: False

@@ -17,9 +17,9 @@ from xorl.cli.arguments import OverridesCommand, run_module
 from xorl.cli.exit_codes import Diverged
 from xorl.cli.launch import LaunchFlags, launch, plan_launch
 from xorl.cli.rank import RankEnvironment, end_alone, end_rank, run_alone, run_rank
-from xorl.cli.signals import import_torch
 from xorl.config import LoadedConfig, load_config
 from xorl.config.conflicts import check_world_size
+from xorl.host.imports import import_torch
 
 MODULE = "xorl.cli.train"
 EndProcess = Callable[[BaseException], object]

@@ -14,10 +14,10 @@ import typer
 from xorl.cli.arguments import OverridesCommand, run_module
 from xorl.cli.launch import LaunchFlags, launch, plan_launch
 from xorl.cli.rank import RankEnvironment, run_alone, run_rank
-from xorl.cli.signals import import_torch
 from xorl.cli.train import ConfigPath, TracebackFlag, let_idle_threads_sleep, num_gpus
 from xorl.config import load_config
 from xorl.config.conflicts import check_world_size
+from xorl.host.imports import import_torch
 
 MODULE = "xorl.cli.verify"
 DIFFERENT = 1
