@@ -240,24 +240,27 @@ def test_parameters_that_ranks_divide_resume_on_any_layout(
     straight, resumed = ended(name)[0], tmp_path / "resumed"
     options = [*RUNS[name][2], "--train.save_steps", "1"]
 
-    def run_on(output: Path, layout: str, *more: str, **ends: int | None) -> None:
+    def run_on(output: Path, layout: str, *more: str, **ends: int) -> None:
         num_ranks, sharing, own = layouts[layout]
         split = {"mode": "fsdp2", "accumulation": 4 * sharing // num_ranks, "overrides": [*options, *own, *more]}
         ended = run_ranks(lambda: run(folder, output, **split, **ends), num_ranks)
         assert ended == ["no result" if ends else 0] * num_ranks
 
-    for layout, killed_at in zip([*layouts, next(iter(layouts))], (1, 3, 5, 7, None), strict=True):
-        run_on(resumed, layout, **({} if killed_at is None else {"killed_at": killed_at}))
+    def export_on(output: Path, layout: str) -> bytes:
+        run_on(output, layout, "--train.save_hf_weights", "true")
+        [file] = output.rglob("model.safetensors")
+        return file.read_bytes()
+
+    for layout, killed_at in zip(layouts, (1, 3, 5, 7), strict=True):
+        run_on(resumed, layout, killed_at=killed_at)
+    first, *others = layouts
+    exported = {first: export_on(resumed, first)}
     assert_alike(straight, resumed)
     states = list((resumed / "checkpoints" / f"global_step_{NUM_STEPS}").glob("training_state/rng_rank*"))
     assert len({state.read_bytes() for state in states}) == len(states), "ranks draw the same random numbers"
-    exported: dict[str, bytes] = {}
-    for layout in layouts:
-        output = tmp_path / layout
-        shutil.copytree(resumed, output)
-        run_on(output, layout, "--train.save_hf_weights", "true")
-        [file] = output.rglob("model.safetensors")
-        exported[layout] = file.read_bytes()
+    shutil.rmtree(resumed / "checkpoints" / f"global_step_{NUM_STEPS}-export")
+    for layout in others:
+        exported[layout] = export_on(shutil.copytree(resumed, tmp_path / layout), layout)
     assert len(set(exported.values())) == 1, list(exported)
 
 

@@ -156,7 +156,8 @@ def outcome(worker: Worker, kind: str, calls: Sequence[str]) -> Outcome:
             rest = slice(0, 1) if step else slice(2, None)
             asked[1:] = [ForwardBackward(one.model_id, one.data[rest], loss_fn, options) for one in asked[1:]]
             evaluated = [ForwardBackward(one.model_id, one.data, loss_fn, options, forward_only=True) for one in asked]
-            for of, operations in (("evaluation", evaluated), ("pass", asked)):
+            evaluation = [("evaluation", evaluated)] if call in FEW else []
+            for of, operations in (*evaluation, ("pass", asked)):
                 for model_id, result in zip(tenants, ask(worker, *operations), strict=True):
                     record(f"{of} {step} {call} {model_id}", result)
         for model_id in tenants:

@@ -114,6 +114,7 @@ def test_steps_of_all_weights_are_those_of_plain_torch(service: Service) -> None
         client.close("success").result()
         created = asked(service, "api/v1/retrieve_future", request_id=other)
         assert created["model_id"] == "other", "it does not get the base when the session ends"
+        asked(service, "api/v1/unload_model", model_id="other")
 
     in_child(whole)
 
