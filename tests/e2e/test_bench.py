@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tiny_models import hf_config, write_config
+from tiny_runs import run_values
 from xorl.cli.bench_config import SHAPES
 from xorl.config import config_from_mapping
 from xorl.config.local import ModelConfig
@@ -130,18 +131,10 @@ class Recorder:
 
 def test_the_last_step_is_reported_where_nothing_is_saved_after_it(tmp_path: Path) -> None:
     # Catches a benchmark on GPUs that lacks its last step: they report one when the next one is launched.
-    write_config(tmp_path, hf_config())
-    data = {"datasets": [{"path": "dummy"}], "sample_packing_sequence_len": 64, "dataloader_num_workers": 0}
-    training = {"output_dir": str(tmp_path / "run"), "max_steps": 2, "use_wandb": False, "save_hf_weights": False}
-    run = build_run(
-        config_from_mapping(
-            {
-                "model": {"config_path": str(tmp_path)},
-                "data": {**data, "dataset_prepared_path": str(tmp_path / "data")},
-                "train": training,
-            }
-        ).config
-    )
+    write_config(tmp_path / "model", hf_config())
+    dummy = {"datasets": [{"path": "dummy"}]}
+    values = run_values(tmp_path, tmp_path / "run", data=dummy, max_steps=2, save_hf_weights=False)
+    run = build_run(config_from_mapping(values).config)
     recorder, late = Recorder(), torch.device("meta")
     run.observer.device, run.observer.timer = late, StepTimer(late)
     run.observer.sinks.append(recorder)

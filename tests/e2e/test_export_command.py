@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from typer.testing import CliRunner
 
 from tiny_models import hf_config
+from tiny_runs import run_values, write_counting_rows
 from xorl.ckpt import Checkpointer, read_manifest
 from xorl.cli.export import app
 from xorl.config import config_from_mapping
@@ -156,31 +157,10 @@ def test_the_base_is_found_by_its_name(folders: Path, tmp_path: Path) -> None:
 
 def trained(folders: Path, output: Path, **lora: object) -> Path:
     """The newest checkpoint, in `output`, of a run that trained `base`, or adapters on it."""
-    rows = [{"input_ids": [(index + offset) % 50 for offset in range(6 + index % 7)]} for index in range(16)]
-    (output.parent / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    loaded = config_from_mapping(
-        {
-            "model": {"model_path": str(folders / "base")},
-            "data": {
-                "datasets": [{"path": str(output.parent / "data.jsonl")}],
-                "dataset_prepared_path": str(output.parent / "prepared"),
-                "sample_packing_sequence_len": 64,
-                "dataloader_num_workers": 0,
-                "pad_to_multiple_of": 8,
-            },
-            "train": {
-                "output_dir": str(output),
-                "data_parallel_mode": "none",
-                "max_steps": 3,
-                "lr": 0.02,
-                "enable_mixed_precision": False,
-                "save_hf_weights": False,
-                "log_format": "structured",
-                "use_wandb": False,
-            },
-            "lora": lora,
-        }
-    )
+    write_counting_rows(output.parent / "train.jsonl", 16)
+    model = {"model_path": str(folders / "base")}
+    options = {"data_parallel_mode": "none", "max_steps": 3, "lr": 0.02, "save_hf_weights": False}
+    loaded = config_from_mapping(run_values(output.parent, output, model=model, lora=lora, **options))
     assert run_training(loaded) == 0
     return output / "checkpoints" / "global_step_3"
 

@@ -14,27 +14,9 @@ import pytest
 
 from listening import listeners, poison
 from ports import free_port
+from tiny_runs import write_quickstart_run
 
-ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 120.0
-CONFIG = """\
-model: {{config_path: {root}/configs/quickstart}}
-data:
-  datasets: [{{path: {root}/configs/quickstart/heldout.jsonl}}]
-  select_columns: [input_ids, labels]
-  dataset_prepared_path: {folder}/prepared
-  sample_packing_sequence_len: 128
-  dataloader_num_workers: 1
-train:
-  output_dir: {folder}/output
-  max_steps: 1000000
-  save_epochs: 0
-  save_steps: 0
-  save_hf_weights: false
-  enable_mixed_precision: false
-  log_format: structured
-  use_wandb: false
-"""
 
 Start = Callable[..., subprocess.Popen[str]]
 
@@ -43,10 +25,10 @@ Start = Callable[..., subprocess.Popen[str]]
 def start(tmp_path: Path) -> Iterator[Start]:
     """Starts a launcher of `xorl train` with the given flags; what is left of it ends with the test."""
     started: list[subprocess.Popen[str]] = []
-    (tmp_path / "config.yaml").write_text(CONFIG.format(root=ROOT, folder=tmp_path))
+    config = write_quickstart_run(tmp_path, max_steps=1_000_000, save_epochs=0, save_steps=0, save_hf_weights=False)
 
     def start(*flags: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "xorl.cli.train", str(tmp_path / "config.yaml"), *flags]
+        command = [sys.executable, "-m", "xorl.cli.train", str(config), *flags]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         environment.pop("GLOO_SOCKET_IFNAME", None)
         started.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, cwd=tmp_path))

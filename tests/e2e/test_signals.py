@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tiny_runs import write_quickstart_run
 from xorl.host.processes import state_of
 from xorl.train import build, loop, startup
 from xorl.train.deadline import Deadline
@@ -20,35 +21,11 @@ from xorl.train.engine import Engine
 from xorl.train.saves import Saves
 from xorl.train.watchdog import Watchdog
 
-ROOT = Path(__file__).resolve().parents[2]
-CONFIG = """\
-model: {{config_path: configs/quickstart}}
-data:
-  datasets: [{{path: configs/quickstart/heldout.jsonl}}]
-  select_columns: [input_ids, labels]
-  val_set_size: 0.2
-  dataset_prepared_path: {folder}/prepared
-  sample_packing_sequence_len: 128
-  dataloader_num_workers: 1
-train:
-  output_dir: {folder}/output
-  max_steps: 4
-  save_steps: 2
-  eval_steps: 2
-  lr: 1e-3
-  enable_mixed_precision: false
-  save_hf_weights: false
-  load_checkpoint_path: auto
-  log_format: structured
-  use_wandb: false
-"""
-
 
 def signalled(owner: object, name: str, nth: int, number: int) -> Callable[[], None]:
     """Returns a function after whose call this process receives a signal when it calls `owner.name` the nth time."""
 
     def prepare() -> None:
-        os.chdir(ROOT)
         function, calls = getattr(owner, name), []
 
         def call(*arguments: object, **options: object) -> object:
@@ -102,7 +79,7 @@ def test_a_signal_in_any_phase_loses_nothing(
 def test_a_run_saves_before_max_time(tmp_path: Path, run_command) -> None:
     # Catches a run that its scheduler kills between two saves.
     arguments = ["--train.max_steps", "100000", "--train.save_steps", "0", "--train.max_time", "6"]
-    ended = run_command(*config_in(tmp_path), *arguments, prepare=lambda: os.chdir(ROOT))
+    ended = run_command(*config_in(tmp_path), *arguments)
     assert ended.returncode == 142, ended.stderr
     assert "stopped by train.max_time: continue with" in ended.stderr
     steps = [line[0] for line in told(tmp_path)]
@@ -115,7 +92,6 @@ def test_a_run_that_hangs_ends_with_its_exit_code(tmp_path: Path, run_command) -
         time.sleep(60)
 
     def prepare() -> None:
-        os.chdir(ROOT)
         Watchdog.__init__.__kwdefaults__.update(stall_s=1.0, interval_s=0.2)
         Engine.forward_backward = hang
 
@@ -135,7 +111,6 @@ def test_a_loader_process_that_is_stopped_is_named_and_not_left_behind(tmp_path:
         return forward_backward(*arguments)
 
     def prepare() -> None:
-        os.chdir(ROOT)
         Watchdog.__init__.__kwdefaults__.update(stall_s=2.0, interval_s=0.2)
         Engine.forward_backward = stop_loader
 
@@ -162,11 +137,11 @@ def test_a_deadline_leaves_room_for_two_steps_and_a_save() -> None:
 
 def config_in(folder: Path) -> list[str]:
     folder.mkdir(exist_ok=True)
-    (folder / "config.yaml").write_text(CONFIG.format(folder=folder))
-    return [str(folder / "config.yaml")]
+    every_second = {"save_steps": 2, "eval_steps": 2, "save_hf_weights": False, "load_checkpoint_path": "auto"}
+    return [str(write_quickstart_run(folder, data={"val_set_size": 0.2}, max_steps=4, lr=1e-3, **every_second))]
 
 
 def run_to_the_end(folder: Path, run_command) -> list[tuple[object, ...]]:
-    ended = run_command(*config_in(folder), prepare=lambda: os.chdir(ROOT))
+    ended = run_command(*config_in(folder))
     assert ended.returncode == 0, ended.stderr
     return told(folder)

@@ -13,6 +13,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tiny_models import hf_config
+from tiny_runs import run_values, write_counting_rows
 from xorl.ckpt.layout import latest_checkpoint
 from xorl.config import Config, config_from_mapping
 from xorl.core import runtime
@@ -50,40 +51,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("evaluated")
     torch.manual_seed(0)
     Qwen3ForCausalLM(Qwen3Config.from_dict(hf_config(tie_word_embeddings=False))).save_pretrained(root / "base")
-    rows = [{"input_ids": [(index + offset) % 60 for offset in range(6 + index % 7)]} for index in range(40)]
-    (root / "documents.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_counting_rows(root / "documents.jsonl", 40, vocab_size=60)
     return root
 
 
 def config_of(folder: Path, output: Path, *, is_sweep: bool, resumes: bool = False) -> Config:
     """An evaluation after every second step, and no save before the last; adapters with dropout draw random numbers."""
     documents = [{"path": str(folder / "documents.jsonl")}]
-    lora: dict[str, object] = {"enable_lora": True, "lora_rank": 4}
-    return config_from_mapping(
-        {
-            "model": {"model_path": str(folder / "base")},
-            "data": {
-                "datasets": documents,
-                "test_datasets": documents,
-                "dataset_prepared_path": str(folder / "prepared"),
-                "sample_packing_sequence_len": 32,
-                "dataloader_num_workers": 0,
-            },
-            "train": {
-                "output_dir": str(output),
-                "max_steps": NUM_STEPS,
-                "lr": 0.02,
-                "enable_mixed_precision": False,
-                "log_format": "structured",
-                "use_wandb": False,
-                "save_epochs": 0.0,
-                "save_steps": 0,
-                "eval_steps": 2,
-                "load_checkpoint_path": "auto" if resumes else None,
-            },
-            "lora": {**lora, **({"sweep": [{"name": "a"}, {"name": "b"}]} if is_sweep else {"lora_dropout": 0.1})},
-        }
-    ).config
+    varied = {"sweep": [{"name": "a"}, {"name": "b"}]} if is_sweep else {"lora_dropout": 0.1}
+    values = run_values(
+        folder,
+        output,
+        model={"model_path": str(folder / "base")},
+        data={"datasets": documents, "test_datasets": documents, "sample_packing_sequence_len": 32},
+        lora={"enable_lora": True, "lora_rank": 4, **varied},
+        max_steps=NUM_STEPS,
+        lr=0.02,
+        save_epochs=0.0,
+        save_steps=0,
+        eval_steps=2,
+        load_checkpoint_path="auto" if resumes else None,
+    )
+    return config_from_mapping(values).config
 
 
 def run_of(config: Config, *, stopped_in: int | None = None) -> int:

@@ -13,12 +13,14 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from tiny_models import hf_config
+from tiny_runs import run_values, write_counting_rows
 from xorl.config import LoadedConfig, config_from_mapping
 from xorl.train import build_run, train
 from xorl.train.export.source import open_saved
 from xorl.train.run import run_training
 
 NUM_STEPS = 4
+SAVES = {"save_epochs": 0.0, "save_steps": 2}
 WEIGHTS = "adapter_model.safetensors"
 MEMBERS: dict[str, dict[str, object]] = {
     "small": {"lora_rank": 2, "lora_alpha": 4.0, "lr": 0.01, "seed": 7},
@@ -35,42 +37,33 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = hf_config(tie_word_embeddings=False)
     Qwen3ForCausalLM(Qwen3Config.from_dict(config)).save_pretrained(root / "base")
     for step in (1, 2):
-        with (root / f"by_{step}.jsonl").open("w") as file:
-            for index in range(40):
-                ids = [(index + step * offset) % 60 for offset in range(6 + index % 7)]
-                file.write(json.dumps({"input_ids": ids}) + "\n")
+        write_counting_rows(root / f"by_{step}.jsonl", 40, step=step, vocab_size=60)
     return root
 
 
 def config_of(
     folder: Path, output: Path, lora: Mapping[str, object], data: str = "by_1.jsonl", **options: object
 ) -> LoadedConfig:
-    return config_from_mapping(
-        {
-            "model": {"model_path": str(folder / "base")},
-            "data": {
-                "datasets": [{"path": str(folder / data)}],
-                "test_datasets": [{"path": str(folder / "by_1.jsonl")}],
-                "dataset_prepared_path": str(folder / "prepared"),
-                "sample_packing_sequence_len": 32,
-                "dataloader_num_workers": 0,
-                "pad_to_multiple_of": 8,
-            },
-            "train": {
-                "output_dir": str(output),
-                "max_steps": NUM_STEPS,
-                "gradient_accumulation_steps": 2,
-                "lr": 0.02,
-                "enable_mixed_precision": False,
-                "log_format": "structured",
-                "use_wandb": False,
-                "save_epochs": 0.0,
-                "save_steps": 2,
-                **options,
-            },
-            "lora": {"enable_lora": True, **lora},
-        }
+    values = run_values(
+        folder,
+        output,
+        model={"model_path": str(folder / "base")},
+        data={
+            "datasets": [{"path": str(folder / data)}],
+            "test_datasets": [{"path": str(folder / "by_1.jsonl")}],
+            "sample_packing_sequence_len": 32,
+        },
+        lora={"enable_lora": True, **lora},
+        **{
+            "max_steps": NUM_STEPS,
+            "gradient_accumulation_steps": 2,
+            "lr": 0.02,
+            "save_epochs": 0.0,
+            "save_steps": 2,
+            **options,
+        },
     )
+    return config_from_mapping(values)
 
 
 def swept(folder: Path, output: Path, **options: object) -> LoadedConfig:

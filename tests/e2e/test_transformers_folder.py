@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tiny_models import hf_config
+from tiny_runs import run_values
 from xorl.ckpt import CheckpointError
 from xorl.config import config_from_mapping
 from xorl.train.export.saved import export_saved
@@ -66,31 +67,19 @@ def test_folder_is_loaded_trained_and_exported(
     data = tmp_path / "data.jsonl"
     write_data(data)
     output = tmp_path / "output"
-    loaded = config_from_mapping(
-        {
-            "model": {"model_path": str(tmp_path / "base"), "foundation": foundation},
-            "data": {
-                "datasets": [{"path": str(data)}],
-                "test_datasets": [{"path": str(data)}],
-                "dataset_prepared_path": str(tmp_path / "prepared"),
-                "sample_packing_sequence_len": 64,
-                "dataloader_num_workers": 0,
-                "pad_to_multiple_of": 8,
-            },
-            "train": {
-                "output_dir": str(output),
-                "data_parallel_mode": mode,
-                "init_device": init_device,
-                "load_weights_mode": load_weights_mode,
-                "max_steps": 12,
-                "lr": 0.01,
-                "lr_warmup_ratio": 0.25,
-                "enable_mixed_precision": False,
-                "log_format": "structured",
-                "use_wandb": False,
-            },
-        }
+    rows = [{"path": str(data)}]
+    values = run_values(
+        tmp_path,
+        output,
+        model={"model_path": str(tmp_path / "base"), "foundation": foundation},
+        data={"datasets": rows, "test_datasets": rows},
+        data_parallel_mode=mode,
+        init_device=init_device,
+        load_weights_mode=load_weights_mode,
+        max_steps=12,
+        lr_warmup_ratio=0.25,
     )
+    loaded = config_from_mapping(values)
     assert run_ranks(lambda: run_training(loaded), world_size) == [0] * world_size
 
     records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]

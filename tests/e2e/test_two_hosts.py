@@ -18,27 +18,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tiny_runs import write_quickstart_run
+
 LIMIT_S = 120.0
-CONFIG = """\
-model: {{config_path: {root}/configs/quickstart}}
-data:
-  datasets: [{{path: {root}/configs/quickstart/heldout.jsonl}}]
-  select_columns: [input_ids, labels]
-  dataset_prepared_path: {folder}/prepared
-  sample_packing_sequence_len: 128
-  dataloader_num_workers: 0
-train:
-  output_dir: {folder}/output
-  max_steps: 1000000
-  save_steps: 20
-  save_epochs: 0
-  keep_last: 2
-  enable_mixed_precision: false
-  load_checkpoint_path: auto
-  log_format: structured
-  use_wandb: false
-"""
 
 
 @dataclass(frozen=True)
@@ -94,7 +76,8 @@ def _ip(*arguments: str) -> None:
 def job(hosts: tuple[Host, Host], tmp_path: Path) -> Iterator[Callable[..., list[subprocess.Popen[str]]]]:
     """Starts a job on both hosts; what is left of it ends with the test."""
     started: list[subprocess.Popen[str]] = []
-    (tmp_path / "config.yaml").write_text(CONFIG.format(root=ROOT, folder=tmp_path))
+    saves = {"save_steps": 20, "save_epochs": 0, "keep_last": 2, "load_checkpoint_path": "auto"}
+    write_quickstart_run(tmp_path, data={"dataloader_num_workers": 0}, max_steps=1_000_000, **saves)
 
     def start(**options: object) -> list[subprocess.Popen[str]]:
         launchers = [host.start(tmp_path, **options) for host in hosts]  # pyright: ignore[reportArgumentType]

@@ -12,31 +12,13 @@ from pathlib import Path
 
 import pytest
 
-CONFIG = """\
-model:
-  config_path: configs/quickstart
-data:
-  datasets:
-    - path: configs/quickstart/heldout.jsonl
-  select_columns: [input_ids, labels]
-  val_set_size: 0.2
-  dataset_prepared_path: {folder}/prepared
-  sample_packing_sequence_len: 128
-  dataloader_num_workers: 1
-train:
-  output_dir: {folder}/output
-  max_steps: {steps}
-  lr: 1e-3
-  enable_mixed_precision: false
-  load_checkpoint_path: auto
-  log_format: structured
-  use_wandb: false
-"""
+from tiny_runs import write_quickstart_run
 
 
 def start(folder: Path, steps: int, *arguments: str) -> subprocess.Popen[str]:
-    (folder / "config.yaml").write_text(CONFIG.format(folder=folder, steps=steps))
-    command = [sys.executable, "-m", "xorl.cli.train", str(folder / "config.yaml"), *arguments]
+    options = {"max_steps": steps, "lr": 1e-3, "load_checkpoint_path": "auto"}
+    config = write_quickstart_run(folder, data={"val_set_size": 0.2}, **options)
+    command = [sys.executable, "-m", "xorl.cli.train", str(config), *arguments]
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "WANDB_API_KEY": ""})
 
 

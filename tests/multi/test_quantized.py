@@ -256,10 +256,11 @@ def test_exports_of_a_run_and_of_its_checkpoint_are_what_it_computes_with(tmp_pa
     ids = list(range(1, 40))
     rows = [json.dumps({"input_ids": ids, "labels": ids})] * 20
     (tmp_path / "train.jsonl").write_text("\n".join(rows))
-    options = {"data_parallel_mode": "fsdp2", "micro_batch_size": 1, "max_steps": 3, "save_hf_weights": True}
-    values = run_values(tmp_path, tmp_path / "out", data={"pad_to_multiple_of": 16}, **options)
+    options = {"enable_gradient_checkpointing": False, "micro_batch_size": 1, "max_steps": 3}
     lora = {"quant_format": "block_fp8", "quant_group_size": 32, "lora_rank": 4, "merge_lora_interval": 2}
-    loaded = config_from_mapping({**values, "lora": {"enable_qlora": True, **lora}})
+    lora = {"enable_qlora": True, **lora}
+    values = run_values(tmp_path, tmp_path / "out", data={"pad_to_multiple_of": 16}, lora=lora, **options)
+    loaded = config_from_mapping(values)
     assert run_ranks(lambda: run_training(loaded), 2) == [0, 0]
     exported = load_file(tmp_path / "out" / "checkpoints" / "global_step_3-export" / "model.safetensors")
     folder = export_saved(str(tmp_path / "out"), str(tmp_path / "merged"), merge=True, dtype=torch.float32)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tiny_models import hf_config, write_config
-from tiny_runs import run_values
+from tiny_runs import BARE, run_values
 from xorl.ckpt import CheckpointError, read_manifest
 from xorl.ckpt.layout import latest_checkpoint
 from xorl.config import config_from_mapping
@@ -31,8 +31,8 @@ def write_data(path: Path) -> None:
 
 def run(folder: Path, name: str, model: dict[str, object], **train: object) -> Callable[[], int]:
     """What each rank does; the run's folder is `name` in `folder`."""
-    values = run_values(folder, folder / name, max_steps=NUM_STEPS, **train)
-    loaded = config_from_mapping({**values, "model": model})
+    options = {**BARE, "max_steps": NUM_STEPS, **train}
+    loaded = config_from_mapping(run_values(folder, folder / name, model=model, **options))
     return lambda: run_training(loaded)
 
 

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tiny_models import hf_config, write_config
+from tiny_runs import run_values
 from xorl.config import Config, config_from_mapping
 from xorl.core.loss import cross_entropy
 from xorl.core.mesh import Mesh, ParallelDims
@@ -56,7 +57,7 @@ def folder(tmp_path: Path) -> Path:
     write_config(tmp_path, HF_CONFIG)
     (tmp_path / "experts").mkdir()
     write_config(tmp_path / "experts", hf_config("qwen3_moe"))
-    with (tmp_path / "data.jsonl").open("w") as file:
+    with (tmp_path / "train.jsonl").open("w") as file:
         for index in range(32):
             ids = [(index + offset) % 60 for offset in range(6 + index % 9)]
             file.write(json.dumps({"input_ids": ids}) + "\n")
@@ -67,36 +68,17 @@ def config_of(folder: Path, layout: str, data: dict[str, object] | None = None, 
     """data: further options of the section. name: of the output folder, by default that of the layout."""
     num_ranks, train, lora = LAYOUTS[layout]
     num_sharing = 2 if train.keys() & {"ulysses_parallel_size", "ringattn_parallel_size"} else 1
-    return config_from_mapping(
-        {
-            "model": {"config_path": str(folder / "experts" if lora in (EXPERTS, OUTER) else folder)},
-            "data": {
-                "datasets": [{"path": str(folder / "data.jsonl")}],
-                "dataset_prepared_path": str(folder / "prepared"),
-                "sample_packing_sequence_len": 32,
-                "dataloader_num_workers": 0,
-                "pad_to_multiple_of": 8,
-                **(data or {}),
-            },
-            "train": {
-                "output_dir": str(folder / (name or layout)),
-                "enable_mixed_precision": False,
-                "enable_gradient_checkpointing": False,
-                "gradient_accumulation_steps": 4 * num_sharing // num_ranks,
-                "max_steps": 2,
-                "lr": 0.01,
-                "log_format": "structured",
-                "use_wandb": False,
-                "save_async": True,
-                **train,
-            },
-            "lora": {
-                "enable_lora": True,
-                "sweep": [{"name": "a", "lora_rank": 3}, {"name": "b", "lora_rank": 8, "lr": 0.02, "seed": 3}],
-                **lora,
-            },
-        }
-    ).config
+    members = [{"name": "a", "lora_rank": 3}, {"name": "b", "lora_rank": 8, "lr": 0.02, "seed": 3}]
+    options = {"gradient_accumulation_steps": 4 * num_sharing // num_ranks, "max_steps": 2, "save_async": True, **train}
+    values = run_values(
+        folder,
+        folder / (name or layout),
+        model={"config_path": str(folder / "experts" if lora in (EXPERTS, OUTER) else folder)},
+        data={"sample_packing_sequence_len": 32, **(data or {})},
+        lora={"enable_lora": True, "sweep": members, **lora},
+        **{"enable_gradient_checkpointing": False, **options},
+    )
+    return config_from_mapping(values).config
 
 
 @pytest.mark.parametrize(

@@ -122,6 +122,7 @@ def _cells(cells: Mapping[Path, Callable[[], object]], rank: int, num_ranks: int
 
 def run_to_the_end(processes: Sequence[BaseProcess], timeout_s: float = 240) -> list[int]:
     """Starts the processes, waits for them, and returns which had to be killed."""
+    runtime.shutdown()  # they would inherit the group that a run in this process left, but not the group's threads
     # The garbage collector of a child would write to, and so copy, every page of what it has from its parent.
     gc.freeze()
     for process in processes:

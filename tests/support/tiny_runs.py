@@ -9,6 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart"
+BARE = {"enable_gradient_checkpointing": False, "save_hf_weights": False}
+
 
 class Tensors(dict):
     """Named tensors as a part of a training state."""
@@ -30,12 +33,26 @@ def write_rows(path: Path, num_rows: int) -> None:
             file.write(json.dumps({"input_ids": ids, "labels": [-100, *ids[1:]]}) + "\n")
 
 
+def write_counting_rows(path: Path, num_rows: int, *, step: int = 1, vocab_size: int = 50) -> None:
+    """Rows in which each token is the one before plus `step`: a model learns them in a few steps."""
+    with path.open("w") as file:
+        for index in range(num_rows):
+            ids = [(index + step * offset) % vocab_size for offset in range(6 + index % 7)]
+            file.write(json.dumps({"input_ids": ids}) + "\n")
+
+
 def run_values(
-    folder: Path, output: Path, *, data: Mapping[str, object] | None = None, **train: object
+    folder: Path,
+    output: Path,
+    *,
+    model: Mapping[str, object] | None = None,
+    data: Mapping[str, object] | None = None,
+    lora: Mapping[str, object] | None = None,
+    **train: object,
 ) -> dict[str, dict[str, object]]:
-    """The options of a run in fp32 of the model in `folder`/model on the rows in `folder`/train.jsonl."""
+    """The options of a run in fp32; by default of the model in `folder`/model, on the rows in `folder`/train.jsonl."""
     return {
-        "model": {"config_path": str(folder / "model")},
+        "model": dict(model or {"config_path": str(folder / "model")}),
         "data": {
             "datasets": [{"path": str(folder / "train.jsonl")}],
             "dataset_prepared_path": str(folder / "prepared"),
@@ -48,16 +65,26 @@ def run_values(
             "output_dir": str(output),
             "lr": 0.01,
             "enable_mixed_precision": False,
-            "enable_gradient_checkpointing": False,
-            "save_hf_weights": False,
             "log_format": "structured",
             "use_wandb": False,
             **train,
         },
+        "lora": dict(lora or {}),
     }
 
 
 def write_run(path: Path, folder: Path, output: Path, **options: object) -> Path:
-    """The file, which has the options of a run."""
-    path.write_text(json.dumps(run_values(folder, output, **options)))
+    """The file, which has the options of a run that recomputes and exports nothing."""
+    path.write_text(json.dumps(run_values(folder, output, **{**BARE, **options})))
+    return path
+
+
+def write_quickstart_run(folder: Path, *, data: Mapping[str, object] | None = None, **train: object) -> Path:
+    """`folder`/config.yaml, of a run of the quickstart's model on its held-out rows, with its output beside it."""
+    path = folder / "config.yaml"
+    rows = {"datasets": [{"path": str(QUICKSTART / "heldout.jsonl")}], "select_columns": ["input_ids", "labels"]}
+    sizes = {"sample_packing_sequence_len": 128, "dataloader_num_workers": 1}
+    model = {"config_path": str(QUICKSTART)}
+    values = run_values(folder, folder / "output", model=model, data={**rows, **sizes, **(data or {})}, **train)
+    path.write_text(json.dumps(values))
     return path

@@ -32,7 +32,7 @@ def reduce_over_gloo(rank: int) -> int:
     total = torch.tensor([rank + 1])
     dist.all_reduce(total)
     Path(f"sum_{rank}").write_text(f"{int(total)} of {dist.get_world_size()} {os.environ['OMP_NUM_THREADS']}")
-    dist.destroy_process_group()
+    runtime.shutdown()
     return 0
 
 
