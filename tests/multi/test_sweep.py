@@ -138,7 +138,7 @@ def learnt(config: Config) -> tuple[dict[str, list[dict[str, float]]], dict[str,
 def test_members_of_ranks_that_share_rows_learn_what_one_process_teaches(folder: Path, run_ranks) -> None:
     # Catches tokens of a member that are counted by every rank that shares them, rows whose parts have other members
     # than the row, and an evaluation of parts of documents.
-    held_out = {"test_datasets": [{"path": str(folder / "data.jsonl")}]}
+    held_out = {"test_datasets": [{"path": str(folder / "train.jsonl")}]}
 
     def runs(*layouts: str) -> dict[str, tuple[dict[str, list[dict[str, float]]], dict[str, Tensor]]]:
         return {layout: learnt(config_of(folder, layout, held_out)) for layout in layouts}
