@@ -3,7 +3,25 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from xorl.core.models import gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
+from xorl.core.models import (
+    arcee,
+    cohere2,
+    ernie4_5,
+    exaone4,
+    glm4,
+    gpt2,
+    granite,
+    llama,
+    mistral,
+    mixtral,
+    olmo2,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+    seed_oss,
+    smollm3,
+    starcoder2,
+)
 from xorl.core.models.causal_lm import CausalLM
 from xorl.core.models.decoder import Decoder, DecoderLayer
 from xorl.core.models.decoder_config import DecoderConfig
@@ -26,7 +44,25 @@ __all__ = [
 SPECS: Mapping[str, ModelSpec] = MappingProxyType(
     {
         spec.architecture: spec
-        for spec in (gpt2.SPEC, llama.SPEC, mistral.SPEC, mixtral.SPEC, qwen2.SPEC, qwen3.SPEC, qwen3_moe.SPEC)
+        for spec in (
+            arcee.SPEC,
+            cohere2.SPEC,
+            ernie4_5.SPEC,
+            exaone4.SPEC,
+            glm4.SPEC,
+            gpt2.SPEC,
+            granite.SPEC,
+            llama.SPEC,
+            mistral.SPEC,
+            mixtral.SPEC,
+            olmo2.SPEC,
+            qwen2.SPEC,
+            qwen3.SPEC,
+            qwen3_moe.SPEC,
+            seed_oss.SPEC,
+            smollm3.SPEC,
+            starcoder2.SPEC,
+        )
     }
 )
 

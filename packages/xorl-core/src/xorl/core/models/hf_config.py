@@ -27,17 +27,16 @@ DROPOUT_KEYS = ("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop")
 
 
 class HFConfig:
-    """Reads a config.json's mapping key by key. Errors are ValueErrors that name the architecture and the key."""
+    """Reads a config.json's mapping key by key. Errors are ValueErrors that name the architecture and the key.
 
-    def __init__(self, values: Mapping[str, object], architecture: str) -> None:
-        self._values = values
+    defaults: the family's values of keys that are missing; they do not replace null.
+    """
+
+    def __init__(self, values: Mapping[str, object], architecture: str, **defaults: object) -> None:
+        self._given = values
+        self._values = {**defaults, **values}
         self.architecture = architecture
         self._read: set[str] = set()
-
-    def contains(self, key: str) -> bool:
-        """Whether the key is present, even if null: some families distinguish null from a missing key."""
-        self._read.add(key)
-        return key in self._values
 
     def has(self, key: str) -> bool:
         """Whether the key is present and not null."""
@@ -117,7 +116,7 @@ class HFConfig:
 
     def finish(self, inert: Collection[str] = ()) -> None:
         """Warn about keys that were not read and are not known to be harmless."""
-        unread = sorted(set(self._values) - self._read - INERT_KEYS - set(inert))
+        unread = sorted(set(self._given) - self._read - INERT_KEYS - set(inert))
         unread = [key for key in unread if self._values[key] is not None]
         if unread:
             logger.warning("%s: config.json keys that are ignored: %s", self.architecture, ", ".join(unread))

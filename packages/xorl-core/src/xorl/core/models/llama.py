@@ -1,17 +1,13 @@
 """Llama 2 and 3.x: rotary positions, RMS norms, gated feed-forward; biases only if the config sets them."""
 
 from collections.abc import Mapping
-from types import MappingProxyType
 
 from xorl.core.models import rotary_gated
 from xorl.core.models.decoder_config import DecoderConfig
 from xorl.core.models.hf_config import HFConfig
-from xorl.core.models.rope_config import ROPE_TYPES
 from xorl.core.models.spec import ModelSpec
-from xorl.core.nn.rotary import RopeKind
 
 ARCHITECTURE = "LlamaForCausalLM"
-LLAMA_ROPE_TYPES: Mapping[str, RopeKind] = MappingProxyType({**ROPE_TYPES, "llama3": "banded"})
 
 
 def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
@@ -20,7 +16,7 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
     attention_bias = hf.get("attention_bias", bool, False)
     config = rotary_gated.read_config(
         hf,
-        rope_types=LLAMA_ROPE_TYPES,
+        rope_types=rotary_gated.BANDED_ROPE_TYPES,
         qkv_bias=attention_bias,
         o_bias=attention_bias,
         mlp_bias=hf.get("mlp_bias", bool, False),

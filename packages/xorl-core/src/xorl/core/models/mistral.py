@@ -8,16 +8,14 @@ from xorl.core.models.hf_config import HFConfig
 from xorl.core.models.spec import ModelSpec
 
 ARCHITECTURE = "MistralForCausalLM"
-DEFAULT_NUM_KV_HEADS = 8
 
 
 def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
     """Read config.json."""
-    hf = HFConfig(values, ARCHITECTURE)
+    hf = HFConfig(values, ARCHITECTURE, num_key_value_heads=8, sliding_window=4096)
     config = rotary_gated.read_config(
         hf,
-        windows=rotary_gated.read_uniform_windows(hf, rotary_gated.DEFAULT_WINDOW),
-        default_num_kv_heads=DEFAULT_NUM_KV_HEADS,
+        windows=rotary_gated.read_uniform_windows(hf),
     )
     hf.finish()
     return config

@@ -10,24 +10,21 @@ from xorl.core.models.recipes import ExpertNames
 from xorl.core.models.spec import ModelSpec
 
 ARCHITECTURE = "MixtralForCausalLM"
-DEFAULT_NUM_KV_HEADS = 8
 DEFAULT_EXPERTS = ExpertsConfig(8, 2, 14336, normalize=True)
 EXPERT_NAMES = ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts.{}", "w1", "w3", "w2")
 
 
 def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
     """Read config.json."""
-    hf = HFConfig(values, ARCHITECTURE)
+    hf = HFConfig(values, ARCHITECTURE, num_key_value_heads=8, rms_norm_eps=1e-5)
     if hf.get("router_jitter_noise", float, 0.0):
         raise ValueError(f"{ARCHITECTURE}: router_jitter_noise is not supported; set it to 0")
     experts = rotary_gated.read_experts(hf, "intermediate_size", DEFAULT_EXPERTS)
     config = rotary_gated.read_config(
         hf,
-        windows=rotary_gated.read_uniform_windows(hf, None),
+        windows=rotary_gated.read_uniform_windows(hf),
         ffns=[experts] * hf.positive("num_hidden_layers"),
         balance_coef=rotary_gated.read_balance_coef(hf),
-        default_num_kv_heads=DEFAULT_NUM_KV_HEADS,
-        default_norm_eps=1e-5,
     )
     hf.finish()
     return config

@@ -12,13 +12,12 @@ ARCHITECTURE = "Qwen2ForCausalLM"
 
 def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
     """Read config.json."""
-    hf = HFConfig(values, ARCHITECTURE)
+    hf = HFConfig(values, ARCHITECTURE, num_key_value_heads=32, sliding_window=4096)
     hf.refuse("use_mrope", "multi-dimensional positions are not implemented")
     config = rotary_gated.read_config(
         hf,
         qkv_bias=True,
         windows=rotary_gated.read_windows(hf),
-        default_num_kv_heads=rotary_gated.DEFAULT_NUM_KV_HEADS,
     )
     hf.finish()
     return config

@@ -8,12 +8,11 @@ from xorl.core.models.hf_config import HFConfig
 from xorl.core.models.spec import ModelSpec
 
 ARCHITECTURE = "Qwen3ForCausalLM"
-DEFAULT_HEAD_DIM = 128
 
 
 def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
     """Read config.json. `attention_bias` applies to all four projections."""
-    hf = HFConfig(values, ARCHITECTURE)
+    hf = HFConfig(values, ARCHITECTURE, num_key_value_heads=32, head_dim=128, sliding_window=4096)
     attention_bias = hf.get("attention_bias", bool, False)
     config = rotary_gated.read_config(
         hf,
@@ -21,8 +20,6 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
         qkv_bias=attention_bias,
         o_bias=attention_bias,
         windows=rotary_gated.read_windows(hf),
-        default_head_dim=DEFAULT_HEAD_DIM,
-        default_num_kv_heads=rotary_gated.DEFAULT_NUM_KV_HEADS,
     )
     hf.finish()
     return config

@@ -8,13 +8,11 @@ from xorl.core.models.hf_config import HFConfig
 from xorl.core.models.spec import ModelSpec
 
 ARCHITECTURE = "Qwen3MoeForCausalLM"
-# Used if config.json has no num_key_value_heads.
-DEFAULT_NUM_KV_HEADS = 4
 
 
 def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
     """Read config.json. `mlp_only_layers` and `decoder_sparse_step` say which layers are dense."""
-    hf = HFConfig(values, ARCHITECTURE)
+    hf = HFConfig(values, ARCHITECTURE, num_key_value_heads=4, sliding_window=4096)
     attention_bias = hf.get("attention_bias", bool, False)
     num_layers, step = hf.positive("num_hidden_layers"), hf.positive("decoder_sparse_step", 1)
     dense_layers = set(hf.integers("mlp_only_layers"))
@@ -25,7 +23,7 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
         raise ValueError(
             f"{ARCHITECTURE}: mlp_only_layers and decoder_sparse_step make every layer dense; use Qwen3ForCausalLM"
         )
-    windows = rotary_gated.read_uniform_windows(hf, rotary_gated.DEFAULT_WINDOW)
+    windows = rotary_gated.read_uniform_windows(hf)
     if not hf.get("use_sliding_window", bool, False):
         windows = (None,) * num_layers
     config = rotary_gated.read_config(
@@ -36,7 +34,6 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
         windows=windows,
         ffns=[rotary_gated.read_dense(hf, bias=False) if dense else experts for dense in is_dense],
         balance_coef=rotary_gated.read_balance_coef(hf),
-        default_num_kv_heads=DEFAULT_NUM_KV_HEADS,
     )
     repeated = ["num_local_experts"] if values.get("num_local_experts") == experts.num_experts else []
     hf.finish(inert=["max_window_layers", "intermediate_size", *repeated])

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from xorl.core.models.decoder_config import DecoderConfig, DenseConfig, ExpertsConfig, LayerConfig
 from xorl.core.models.hf_config import HFConfig
@@ -21,11 +22,9 @@ ADAPTER_TARGETS = (
     "down_proj",
 )
 FULL, SLIDING = "full_attention", "sliding_attention"
-# Defaults of the families with sliding windows, for keys missing in their config.json.
-DEFAULT_WINDOW = 4096
-DEFAULT_NUM_KV_HEADS = 32
 DEFAULT_MAX_WINDOW_LAYERS = 28
 DEFAULT_BALANCE_COEF = 0.001
+BANDED_ROPE_TYPES: Mapping[str, RopeKind] = MappingProxyType({**ROPE_TYPES, "llama3": "banded"})
 EXPERT_NAMES = ExpertNames("mlp.gate", "mlp.experts.{}", "gate_proj", "up_proj", "down_proj")
 CHECKPOINT_NAMES = CheckpointNames(
     prefix="model.",
@@ -49,26 +48,22 @@ def read_config(
     windows: tuple[int | None, ...] | None = None,
     ffns: Sequence[DenseConfig | ExpertsConfig] | None = None,
     balance_coef: float = 0.0,
-    default_head_dim: int | None = None,
-    default_num_kv_heads: int | None = None,
-    default_norm_eps: float = 1e-6,
+    norm: NormConfig | None = None,
 ) -> DecoderConfig:
     """Translate the keys that these families share; the arguments are what differs between them.
 
     windows, ffns: of each layer; None means no window, and a gated block of intermediate_size.
-    default_num_kv_heads: used if num_key_value_heads is missing. If the key is null or there is no default, it is the
-        number of attention heads.
+    norm: None means RMS norms with rms_norm_eps.
     """
     num_layers = hf.positive("num_hidden_layers")
     num_heads = hf.positive("num_attention_heads")
     hidden_size = hf.positive("hidden_size")
-    head_dim = hf.positive("head_dim", default_head_dim or hidden_size // num_heads)
-    uses_default = default_num_kv_heads is not None and not hf.contains("num_key_value_heads")
+    head_dim = hf.positive("head_dim", hidden_size // num_heads)
     max_position_embeddings = hf.positive("max_position_embeddings")
     hf.warn_about_dropout()
     attention = AttentionConfig(
         num_heads=num_heads,
-        num_kv_heads=hf.positive("num_key_value_heads", default_num_kv_heads if uses_default else num_heads),
+        num_kv_heads=hf.positive("num_key_value_heads", num_heads),
         head_dim=head_dim,
         scale=head_dim**-0.5,
         window=None,
@@ -94,7 +89,7 @@ def read_config(
         ),
         max_position_embeddings=max_position_embeddings,
         learned_positions=False,
-        norm=NormConfig("rms", hf.get("rms_norm_eps", float, default_norm_eps)),
+        norm=norm or NormConfig("rms", hf.get("rms_norm_eps", float, 1e-6)),
         tie_word_embeddings=hf.get("tie_word_embeddings", bool, False),
         initializer_range=hf.get("initializer_range", float, 0.02),
         scale_residual_init=False,
@@ -141,27 +136,43 @@ def read_balance_coef(hf: HFConfig) -> float:
     return coef if hf.get("output_router_logits", bool, False) else 0.0
 
 
-def read_uniform_windows(hf: HFConfig, default: int | None) -> tuple[int | None, ...]:
-    """One `sliding_window` for all layers; null means none, and `default` is used if the key is missing."""
-    is_set = hf.has("sliding_window") or (default is not None and not hf.contains("sliding_window"))
-    return (hf.positive("sliding_window", default) if is_set else None,) * hf.positive("num_hidden_layers")
+def read_uniform_windows(hf: HFConfig) -> tuple[int | None, ...]:
+    """One `sliding_window` for all layers; null means none."""
+    window = hf.positive("sliding_window") if hf.has("sliding_window") else None
+    return (window,) * hf.positive("num_hidden_layers")
 
 
 def read_windows(hf: HFConfig) -> tuple[int | None, ...]:
     """The sliding window of each layer, from `layer_types`, or for all layers from `max_window_layers` on.
 
-    A null `sliding_window` disables windows; a missing one is DEFAULT_WINDOW.
+    Windows need `use_sliding_window`; a null `sliding_window` disables them.
     """
-    num_layers = hf.positive("num_hidden_layers")
-    is_null = hf.contains("sliding_window") and not hf.has("sliding_window")
-    enabled = hf.get("use_sliding_window", bool, False) and not is_null
-    window = hf.positive("sliding_window", DEFAULT_WINDOW)
+    enabled = hf.get("use_sliding_window", bool, False) and hf.has("sliding_window")
     first = hf.get("max_window_layers", int, DEFAULT_MAX_WINDOW_LAYERS)
-    if hf.has("layer_types"):
-        layer_types = hf.strings("layer_types")
-    else:
-        layer_types = [SLIDING if enabled and index >= first else FULL for index in range(num_layers)]
+    pattern = [SLIDING if enabled and index >= first else FULL for index in range(hf.positive("num_hidden_layers"))]
+    return windows_of(hf, pattern, allowed=[FULL, SLIDING] if enabled else [FULL])
+
+
+def read_patterned_windows(hf: HFConfig, period_key: str, period: int) -> tuple[int | None, ...]:
+    """The sliding window of each layer, from `layer_types`; else, each `period`-th layer has none.
+
+    period_key: the key that may change the period. A null `sliding_window` disables windows.
+    """
+    has_windows = hf.has("sliding_window")
+    if hf.has(period_key) and has_windows:
+        period = hf.positive(period_key)
+    num_layers = hf.positive("num_hidden_layers")
+    pattern = [SLIDING if has_windows and (index + 1) % period else FULL for index in range(num_layers)]
+    return windows_of(hf, pattern)
+
+
+def windows_of(
+    hf: HFConfig, pattern: Sequence[str], allowed: Sequence[str] = (FULL, SLIDING)
+) -> tuple[int | None, ...]:
+    """The window of each layer by its entry in `layer_types`, or in `pattern` if there are none."""
+    layer_types = hf.strings("layer_types") if hf.has("layer_types") else pattern
     for layer_type in layer_types:
-        hf.expect("layer_types", layer_type, [FULL, SLIDING] if enabled else [FULL])
-    hf.expect("number of layer_types", len(layer_types), [num_layers])
+        hf.expect("layer_types", layer_type, allowed)
+    hf.expect("number of layer_types", len(layer_types), [len(pattern)])
+    window = hf.positive("sliding_window") if SLIDING in layer_types else None
     return tuple(window if layer_type == SLIDING else None for layer_type in layer_types)

@@ -1,0 +1,36 @@
+"""Granite 3: factors on embeddings, attention scores, residual branches and logits."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from xorl.core.models import rotary_gated
+from xorl.core.models.decoder_config import DecoderConfig
+from xorl.core.models.hf_config import HFConfig
+from xorl.core.models.spec import ModelSpec
+
+ARCHITECTURE = "GraniteForCausalLM"
+
+
+def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
+    """Read config.json. Logits are divided by `logits_scaling`."""
+    hf = HFConfig(values, ARCHITECTURE)
+    bias = hf.get("attention_bias", bool, False)
+    config = rotary_gated.read_config(hf, qkv_bias=bias, o_bias=bias, mlp_bias=hf.get("mlp_bias", bool, False))
+    scale = hf.get("attention_multiplier", float, 1.0)
+    config = replace(
+        config.with_layers(lambda _, layer: replace(layer, attention=replace(layer.attention, scale=scale))),
+        embed_scale=hf.get("embedding_multiplier", float, 1.0),
+        residual_scale=hf.get("residual_multiplier", float, 1.0),
+        logit_scale=1 / hf.get("logits_scaling", float, 1.0),
+    )
+    hf.finish()
+    return config
+
+
+SPEC = ModelSpec(
+    architecture=ARCHITECTURE,
+    model_type="granite",
+    config_from_hf=config_from_hf,
+    checkpoint_names=rotary_gated.CHECKPOINT_NAMES,
+    adapter_targets=rotary_gated.ADAPTER_TARGETS,
+)
