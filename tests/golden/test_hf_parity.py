@@ -181,6 +181,36 @@ CASES += [
     Case("Starcoder2ForCausalLM", "sliding window", {"sliding_window": 9}),
     Case("Starcoder2ForCausalLM", "no biases, untied", {"use_bias": False, "tie_word_embeddings": False}),
 ]
+LONG = {"long_factor": [1.5, 2.0, 3.0], "short_factor": [1.0, 1.1, 1.2], "original_max_position_embeddings": 16}
+BY_TYPE = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e3},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e2},
+}
+GEMMA = {**PATTERN, "head_dim": 16, "query_pre_attn_scalar": 20, "rope_parameters": BY_TYPE}
+GROWING = {**YARN, "original_max_position_embeddings": 8, "mscale": 1.0, "mscale_all_dim": 1.0}
+GROWING["llama_4_scaling_beta"] = 0.1
+ALPHA = {"rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0, "rope_theta": 1e2}
+CASES += [
+    Case("Olmo3ForCausalLM", "sliding window", {**PATTERN, "rope_parameters": {**BY_TYPE, "full_attention": YARN}}),
+    Case("Olmo3ForCausalLM", "one rotation", PATTERN),
+    Case("Gemma3ForCausalLM", "sliding window", GEMMA),
+    Case("Gemma3ForCausalLM", "untied, biases", {**GEMMA, "tie_word_embeddings": False, "attention_bias": True}),
+    Case("Phi3ForCausalLM", "grouped heads", NO_PADDING),
+    Case(
+        "Phi3ForCausalLM",
+        "longrope",
+        {
+            **NO_PADDING,
+            "sliding_window": 7,
+            "original_max_position_embeddings": 16,
+            "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e3, "partial_rotary_factor": 0.5, **LONG},
+        },
+    ),
+    Case("Ministral3ForCausalLM", "yarn rope", {"rope_parameters": GROWING, "head_dim": 12}),
+    Case("Ministral3ForCausalLM", "sliding window", {"rope_parameters": GROWING, "head_dim": 16, "sliding_window": 6}),
+    Case("HunYuanDenseV1ForCausalLM", "grouped heads", {"head_dim": 12}),
+    Case("HunYuanDenseV1ForCausalLM", "alpha", {"head_dim": 16, "rope_parameters": ALPHA}),
+]
 # What a cache could get wrong: heads, windows, positions.
 GENERATED = {"grouped heads", "one kv head", "dynamic rope", "yarn rope", "sliding window", "untied, inner width"}
 IDS = [f"{case.architecture} {case.label}" for case in CASES]

@@ -1,7 +1,7 @@
 """The rotary embedding in a config.json: `rope_parameters`, or the older `rope_scaling` and `rope_theta`."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -21,17 +21,17 @@ def read_rope(
     max_position_embeddings: int,
     rope_types: Mapping[str, RopeKind] = ROPE_TYPES,
     *,
-    layer_type: str | None = None,
     partial_of: int | None = None,
     interleaved: bool = False,
+    read: Collection[str] = (),
 ) -> RopeConfig:
     """The rotary embedding that a config.json describes.
 
     Args:
-        layer_type: the entry of `rope_parameters`, if these differ by type of layer.
         partial_of: the channels of a head, for families of which `partial_rotary_factor` may rotate some; None: all
             channels rotate.
         interleaved: how this family pairs channels.
+        read: further keys of the mapping, which the family reads itself.
 
     Raises ValueError for a type that is not in `rope_types`, a key unknown to the type, or a partial rotation where
     there is none.
@@ -39,18 +39,50 @@ def read_rope(
     has_scaling = hf.has("rope_scaling")
     hf.has("rope_parameters")  # marks it as read: if both are present, rope_scaling takes precedence
     rope = hf.nested("rope_scaling" if has_scaling else "rope_parameters")
-    if layer_type is not None and rope.has(layer_type):
-        rope = rope.nested(layer_type)
     fraction = rope.get("partial_rotary_factor", float, hf.get("partial_rotary_factor", float, 1.0))
     if partial_of is None:
         hf.expect("partial_rotary_factor", fraction, [1.0])
     rotary_dim = None if partial_of is None or fraction == 1.0 else int(partial_of * fraction)
-    theta = rope.get("rope_theta", float, hf.get("rope_theta", float, DEFAULT_THETA))
+    theta = hf.get("rope_theta", float, DEFAULT_THETA)
+    for key in read:
+        rope.has(key)
+    config = _read(hf, rope, theta, max_position_embeddings, rope_types)
+    return replace(config, rotary_dim=rotary_dim, interleaved=interleaved)
+
+
+def read_rope_of_type(
+    hf: HFConfig,
+    layer_type: str,
+    theta: float,
+    max_position_embeddings: int,
+    rope_types: Mapping[str, RopeKind] = ROPE_TYPES,
+    *,
+    is_scaled: bool,
+) -> RopeConfig:
+    """The rotary embedding of a type of layer, of a config.json whose `rope_parameters` have an entry for each.
+
+    theta: of a type without an entry. is_scaled: whether an older config.json's `rope_scaling` is that of this type.
+    """
+    by_type = hf.nested("rope_parameters")
+    if by_type.has(layer_type):
+        rope = by_type.nested(layer_type)
+    else:
+        rope = hf.nested("rope_scaling") if is_scaled else HFConfig({}, hf.architecture)
+    if by_type.has("rope_type"):
+        raise ValueError(f"{hf.architecture}: rope_parameters: must have an entry for each type of layer")
+    return _read(hf, rope, theta, max_position_embeddings, rope_types)
+
+
+def _read(
+    hf: HFConfig, rope: HFConfig, theta: float, max_position_embeddings: int, rope_types: Mapping[str, RopeKind]
+) -> RopeConfig:
     rope_type = rope.get("rope_type", str, rope.get("type", str, "default"))
+    rope.has("type")
     kind = rope_types[rope.expect("rope_type", rope_type, rope_types)]
+    theta = rope.get("rope_theta", float, theta)
     config = _READERS[kind](hf, rope, theta, max_position_embeddings)
     rope.refuse_unread()
-    return replace(config, rotary_dim=rotary_dim, interleaved=interleaved)
+    return config
 
 
 def _read_default(hf: HFConfig, rope: HFConfig, theta: float, max_position_embeddings: int) -> RopeConfig:

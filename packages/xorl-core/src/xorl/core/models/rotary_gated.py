@@ -8,7 +8,7 @@ from xorl.core.models.decoder_config import DecoderConfig, DenseConfig, ExpertsC
 from xorl.core.models.hf_config import HFConfig
 from xorl.core.models.recipes import CheckpointNames, ExpertNames
 from xorl.core.models.rope_config import ROPE_TYPES, read_rope
-from xorl.core.nn import AttentionConfig, NormConfig
+from xorl.core.nn import AttentionConfig, NormConfig, RopeConfig
 from xorl.core.nn.layers import SWIGLU_ACTIVATIONS
 from xorl.core.nn.rotary import RopeKind
 
@@ -38,6 +38,7 @@ CHECKPOINT_NAMES = CheckpointNames(
 def read_config(
     hf: HFConfig,
     *,
+    rope: RopeConfig | None = None,
     rope_types: Mapping[str, RopeKind] = ROPE_TYPES,
     partial_rope: bool = False,
     interleaved_rope: bool = False,
@@ -52,6 +53,7 @@ def read_config(
 ) -> DecoderConfig:
     """Translate the keys that these families share; the arguments are what differs between them.
 
+    rope: None means that of rope_parameters.
     windows, ffns: of each layer; None means no window, and a gated block of intermediate_size.
     norm: None means RMS norms with rms_norm_eps.
     """
@@ -67,7 +69,8 @@ def read_config(
         head_dim=head_dim,
         scale=head_dim**-0.5,
         window=None,
-        rope=read_rope(
+        rope=rope
+        or read_rope(
             hf,
             max_position_embeddings,
             rope_types,

@@ -1,0 +1,71 @@
+"""Gemma 3 (text): norms that multiply by 1 + w around each block and in heads, and two rotations by type of layer."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from xorl.core.models import rotary_gated
+from xorl.core.models.decoder_config import DecoderConfig, DenseConfig, LayerConfig
+from xorl.core.models.hf_config import HFConfig
+from xorl.core.models.rope_config import read_rope_of_type
+from xorl.core.models.spec import ModelSpec
+from xorl.core.nn import NormConfig
+
+ARCHITECTURE = "Gemma3ForCausalLM"
+CHECKPOINT_NAMES = replace(
+    rotary_gated.CHECKPOINT_NAMES,
+    modules={
+        "attention_output_norm": "post_attention_layernorm",
+        "post_attention_layernorm": "pre_feedforward_layernorm",
+        "mlp_output_norm": "post_feedforward_layernorm",
+    },
+)
+DEFAULTS: Mapping[str, object] = {
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "sliding_window": 4096,
+    "query_pre_attn_scalar": 256,
+    "pad_token_id": 0,
+    "tie_word_embeddings": True,
+}
+
+
+def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
+    """Read config.json. Scores are divided by the square root of `query_pre_attn_scalar`."""
+    hf = HFConfig(values, ARCHITECTURE, **DEFAULTS)
+    hf.refuse("use_bidirectional_attention", "attention is causal")
+    hf.refuse("final_logit_softcapping", "logits are not capped")
+    hf.has("attn_logit_softcapping")  # this family does not cap scores, whatever it says
+    bias = hf.get("attention_bias", bool, False)
+    length = hf.positive("max_position_embeddings")
+    full = read_rope_of_type(hf, rotary_gated.FULL, hf.get("rope_theta", float, 1e6), length, is_scaled=True)
+    local_theta = hf.get("rope_local_base_freq", float, 1e4)
+    sliding = read_rope_of_type(hf, rotary_gated.SLIDING, local_theta, length, is_scaled=False)
+    activation = hf.activation("hidden_activation", "gelu_pytorch_tanh")
+    ffn = DenseConfig("gated", hf.positive("intermediate_size"), activation, bias=False)
+    config = rotary_gated.read_config(
+        hf,
+        rope=full,
+        qk_norm=True,
+        qkv_bias=bias,
+        o_bias=bias,
+        norm=NormConfig("rms", hf.get("rms_norm_eps", float, 1e-6), offset=1.0),
+        windows=rotary_gated.read_patterned_windows(hf, "sliding_window_pattern", 6),
+        ffns=[ffn] * hf.positive("num_hidden_layers"),
+    )
+    scale = hf.get("query_pre_attn_scalar", float) ** -0.5
+    hf.finish(inert=["_sliding_window_pattern"])
+
+    def change(_: int, layer: LayerConfig) -> LayerConfig:
+        rope = full if layer.attention.window is None else sliding
+        return replace(layer, norms="sandwich", attention=replace(layer.attention, rope=rope, scale=scale))
+
+    return replace(config.with_layers(change), embed_scale=config.hidden_size**0.5)
+
+
+SPEC = ModelSpec(
+    architecture=ARCHITECTURE,
+    model_type="gemma3_text",
+    config_from_hf=config_from_hf,
+    checkpoint_names=CHECKPOINT_NAMES,
+    adapter_targets=rotary_gated.ADAPTER_TARGETS,
+)

@@ -1,0 +1,42 @@
+"""OLMo 3: like its predecessor, with sliding windows in three of four layers; only the others are scaled (yarn)."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from xorl.core.models import olmo2, rotary_gated
+from xorl.core.models.decoder_config import DecoderConfig, LayerConfig
+from xorl.core.models.hf_config import HFConfig
+from xorl.core.models.rope_config import read_rope_of_type
+from xorl.core.models.spec import ModelSpec
+
+ARCHITECTURE = "Olmo3ForCausalLM"
+# Of layers with a sliding window, unless rope_parameters say otherwise.
+SLIDING_THETA = 5e5
+
+
+def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
+    """Read config.json. `attention_bias` applies to all four projections."""
+    hf = HFConfig(values, ARCHITECTURE, rms_norm_eps=1e-5, pad_token_id=1, sliding_window=4096, rope_theta=5e5)
+    bias = hf.get("attention_bias", bool, False)
+    length = hf.positive("max_position_embeddings")
+    full = read_rope_of_type(hf, rotary_gated.FULL, hf.get("rope_theta", float), length, is_scaled=True)
+    sliding = read_rope_of_type(hf, rotary_gated.SLIDING, SLIDING_THETA, length, is_scaled=False)
+    windows = rotary_gated.read_patterned_windows(hf, "sliding_window_pattern", 4)
+    config = rotary_gated.read_config(hf, rope=full, qkv_bias=bias, o_bias=bias, windows=windows)
+    hf.finish()
+
+    def change(index: int, layer: LayerConfig) -> LayerConfig:
+        layer = olmo2.after_blocks(index, layer)
+        rope = full if layer.attention.window is None else sliding
+        return replace(layer, attention=replace(layer.attention, rope=rope))
+
+    return config.with_layers(change)
+
+
+SPEC = ModelSpec(
+    architecture=ARCHITECTURE,
+    model_type="olmo3",
+    config_from_hf=config_from_hf,
+    checkpoint_names=olmo2.CHECKPOINT_NAMES,
+    adapter_targets=rotary_gated.ADAPTER_TARGETS,
+)
