@@ -70,10 +70,10 @@ def norms() -> None:
     rstd = empty(num_rows, dtype=FP32)
     for width, (dtype, weight_dtype) in product((576, 4096, 16_384), dtypes):
         x, weight = empty(num_rows, width, dtype=dtype), empty(width, dtype=weight_dtype)
-        rms_norm._rms_norm(x, weight, 1e-6)
-        rms_norm._add_rms_norm(x, x, weight, 1e-6)
+        rms_norm._rms_norm(x, weight, 1e-6, 0.0)
+        rms_norm._add_rms_norm(x, x, weight, 1e-6, 0.0)
         for grad_summed in (None, x):
-            rms_norm._rms_norm_backward(x, grad_summed, x, weight, rstd)
+            rms_norm._rms_norm_backward(x, grad_summed, x, weight, rstd, 1.0)
 
 
 def split_heads() -> None:
@@ -269,7 +269,7 @@ def beyond_int32() -> None:
     cross_entropy.cross_entropy_part(x, labels, x, part_of(rows))
     cross_entropy.scale_(x, empty(dtype=FP32))
     cross_entropy.add_at_labels_(x, x[:16], empty(16, dtype=torch.int64), empty(16, dtype=FP32))
-    rms_norm._rms_norm_backward(x, x, x, weight, empty(rows, dtype=FP32))
+    rms_norm._rms_norm_backward(x, x, x, weight, empty(rows, dtype=FP32), 0.0)
     shape, table = HeadShape(14, 1, 128), empty(rows, 64, dtype=FP32)
     norms = HeadNorms(empty(128).requires_grad_(), empty(128).requires_grad_(), 1e-6)
     outputs = heads.split_heads((x,), shape, norms, (table, table))
@@ -317,8 +317,8 @@ def usual_sizes() -> None:
     """Launch each kernel whose speed matters, with the shapes of a model of 8B parameters."""
     tokens, width, hidden_width, shape = 8192, 4096, 12_288, HeadShape(32, 8, 128)
     x, weight, rstd = empty(tokens, width), empty(width), empty(tokens, dtype=FP32)
-    rms_norm._add_rms_norm(x, x, weight, 1e-6)
-    rms_norm._rms_norm_backward(x, x, x, weight, rstd)
+    rms_norm._add_rms_norm(x, x, weight, 1e-6, 0.0)
+    rms_norm._rms_norm_backward(x, x, x, weight, rstd, 0.0)
     gate_up = empty(tokens, 2 * hidden_width)
     swiglu._swiglu(gate_up)
     swiglu._swiglu_backward_(empty(tokens, hidden_width), gate_up)

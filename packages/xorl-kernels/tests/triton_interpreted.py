@@ -49,21 +49,21 @@ def test_scale(dtype, factor):
 @pytest.mark.parametrize(
     ("dtype", "weight_dtype"), [*((dtype, dtype) for dtype in DTYPES), (torch.float16, torch.float32)], ids=str
 )
-@pytest.mark.parametrize(("num_rows", "width"), [(1, 2), (3, 5), (5, 2049)])
-def test_rms_norm(num_rows, width, dtype, weight_dtype):
+@pytest.mark.parametrize(("num_rows", "width", "offset"), [(1, 2, 0.0), (3, 5, 1.0), (5, 2049, 1.0)])
+def test_rms_norm(num_rows, width, offset, dtype, weight_dtype):
     # Catches wrong gradients for fewer or more rows than a program takes, and for widths that fill no block.
     x, weight = randn(num_rows, width, dtype=dtype), randn(width, dtype=weight_dtype, seed=1)
     rounded = weight.to(dtype).to(weight_dtype)
     tolerance = TOLERANCES[dtype]
     assert_matches_reference(
-        lambda x, w: rms_norm.add_rms_norm(x, None, w, EPS),
-        lambda x, w: reference.add_rms_norm(x, None, w, EPS),
+        lambda x, w: rms_norm.add_rms_norm(x, None, w, EPS, offset),
+        lambda x, w: reference.add_rms_norm(x, None, w, EPS, offset),
         (x, rounded),
         tolerance=tolerance,
     )
     assert_matches_reference(
-        lambda x, r, w: rms_norm.add_rms_norm(x, r, w, EPS),
-        lambda x, r, w: reference.add_rms_norm(x, r, w, EPS),
+        lambda x, r, w: rms_norm.add_rms_norm(x, r, w, EPS, offset),
+        lambda x, r, w: reference.add_rms_norm(x, r, w, EPS, offset),
         (x, randn(num_rows, width, dtype=dtype, seed=2), rounded),
         tolerance=tolerance,
     )
@@ -88,7 +88,7 @@ def test_split_heads(num_tokens, shape, has_norms, has_rope, merged, dtype):
 
     def run(function, *inputs):
         inputs, weights = inputs[: len(parts)], inputs[len(parts) :]
-        norms = HeadNorms(*weights, EPS) if weights else None
+        norms = HeadNorms(*weights, EPS, offset=float(not merged)) if weights else None
         return function(inputs, shape, norms, rope)
 
     assert_matches_reference(

@@ -128,7 +128,7 @@ class Attention(nn.Module):
         assert not self.normalises_all_heads or ranks.size == 1, "checked before the model is built"
         widths = counts[:2] if self.normalises_all_heads else (head_dim, head_dim)
         self.q_norm, self.k_norm = (None if config.qk_norm is None else HeadNorm(each, norm) for each in widths)
-        self.split_heads = kernels.split_heads_of(config.rope, norm.offset if config.qk_norm else 0.0)
+        self.split_heads = kernels.split_heads_of(config.rope)
         self.o_proj = Linear.row_parallel(config.num_heads * head_dim, width, bias=config.o_bias, ranks=ranks)
 
     @property
@@ -148,20 +148,15 @@ class Attention(nn.Module):
         """Queries, keys and values, normalised and rotated."""
         if self.q_norm is None or self.k_norm is None:
             return self.split_heads(projected, self.shape, None, rope)
-        norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, self.q_norm.offset)
         if self.normalises_all_heads:
             q, k, v = projected if len(projected) == 3 else projected[0].split(self.shape.row_counts, dim=-1)
-            return self.split_heads(
-                (self._norm(q, norms.q_weight), self._norm(k, norms.k_weight), v), self.shape, None, rope
-            )
+            normed = _normed(q, norms.q_weight, norms), _normed(k, norms.k_weight, norms), v
+            return self.split_heads(normed, self.shape, None, rope)
         if self.norm_after_rope:
             q, k, v = self.split_heads(projected, self.shape, None, rope)
-            return self._norm(q, norms.q_weight), self._norm(k, norms.k_weight), v
+            return _normed(q, norms.q_weight, norms), _normed(k, norms.k_weight, norms), v
         return self.split_heads(projected, self.shape, norms, rope)
-
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        assert self.q_norm is not None
-        return reference.rms_norm(x, weight, self.q_norm.eps, self.q_norm.offset)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout) -> Tensor:
         options = {"scale": self.scale, "window": self.window}
@@ -177,3 +172,7 @@ class Attention(nn.Module):
             return self.kernels.attention(q, k, v, layout.whole, **options)
 
         return attend(q, k, v) if layout.ulysses.size == 1 else ulysses_attention(attend, q, k, v, layout.ulysses)
+
+
+def _normed(x: Tensor, weight: Tensor, norms: HeadNorms) -> Tensor:
+    return reference.rms_norm(x, weight, norms.eps, norms.offset)

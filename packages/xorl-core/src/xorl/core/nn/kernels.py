@@ -51,7 +51,9 @@ class LayerKernels:
     """
 
     attention: AttentionFn = sdpa_attention
-    add_rms_norm: Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]] = reference.add_rms_norm
+    add_rms_norm: Callable[[Tensor, Tensor | None, Tensor, float, float], tuple[Tensor, Tensor]] = (
+        reference.add_rms_norm
+    )
     add: Callable[[Tensor, Tensor], Tensor] = torch.add
     split_heads: SplitHeadsFn = reference.split_heads
     swiglu: Callable[[Tensor], Tensor] = reference.swiglu
@@ -61,13 +63,12 @@ class LayerKernels:
     tensor: TensorRanks = ALONE
     round_heads: Callable[[SplitHeadsFn], SplitHeadsFn] = _unchanged
 
-    def split_heads_of(self, rope: RopeConfig | None, offset: float) -> SplitHeadsFn:
-        """The function for heads with this rotation, whose norms add `offset` to their weights."""
-        if not offset and (rope is None or (rope.rotary_dim is None and not rope.interleaved)):
+    def split_heads_of(self, rope: RopeConfig | None) -> SplitHeadsFn:
+        """The function for heads with this rotation."""
+        if rope is None or (rope.rotary_dim is None and not rope.interleaved):
             return self.split_heads
-        norm = partial(reference.rms_norm, offset=offset)
-        rotate = partial(reference.apply_rope, interleaved=rope is not None and rope.interleaved)
-        return self.round_heads(partial(reference.split_heads, norm=norm, rotate=rotate))
+        rotate = partial(reference.apply_rope, interleaved=rope.interleaved)
+        return self.round_heads(partial(reference.split_heads, rotate=rotate))
 
 
 def choose_kernels(

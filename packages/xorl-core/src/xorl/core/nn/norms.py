@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from types import MappingProxyType
 from typing import ClassVar, Literal
 
@@ -18,7 +17,6 @@ from torch.nn import functional as F
 from xorl.core.nn.kernels import LayerKernels
 from xorl.core.nn.roles import Role
 from xorl.kernels.arguments import check_choice, check_number
-from xorl.kernels.fused import reference
 
 
 @dataclass(frozen=True)
@@ -55,13 +53,11 @@ class RMSNorm(nn.Module):
     def __init__(self, width: int, config: NormConfig, kernels: LayerKernels) -> None:
         super().__init__()
         self.eps, self.offset = config.eps, config.offset
-        self.add_norm = kernels.add_rms_norm
-        if self.offset:
-            self.add_norm = partial(reference.add_rms_norm, offset=self.offset)
+        self.kernels = kernels
         self.weight = nn.Parameter(torch.empty(width))
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return self.add_norm(x, residual, self.weight, self.eps)
+        return self.kernels.add_rms_norm(x, residual, self.weight, self.eps, self.offset)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}, offset={self.offset}"

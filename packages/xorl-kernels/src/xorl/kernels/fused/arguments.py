@@ -34,11 +34,12 @@ class HeadShape(NamedTuple):
 
 
 class HeadNorms(NamedTuple):
-    """The RMS norms of query and key heads: weights [C] and epsilon."""
+    """The RMS norms of query and key heads: weights [C], epsilon, and what is added to the weights."""
 
     q_weight: Tensor
     k_weight: Tensor
     eps: float
+    offset: float = 0.0
 
 
 def check_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> None:

@@ -38,12 +38,12 @@ def split_heads(
     check_heads(projected, shape, norms, rope)
     if norms is None and rope is None:
         return plain_split_heads(projected, shape, None, None)
-    q_weight, k_weight, eps = norms or (None, None, 0.0)
+    q_weight, k_weight, eps, offset = norms or (None, None, 0.0, 0.0)
     cos, sin = rope or (None, None)
     if len(projected) == 1:
-        return _FromMerged.apply(projected[0], q_weight, k_weight, cos, sin, eps, *shape)
+        return _FromMerged.apply(projected[0], q_weight, k_weight, cos, sin, eps, offset, *shape)
     q, k, v = (x.unflatten(-1, (-1, shape.head_dim)) for x in projected)
-    q, k = _FromSeparate.apply(q, k, q_weight, k_weight, cos, sin, eps)
+    q, k = _FromSeparate.apply(q, k, q_weight, k_weight, cos, sin, eps, offset)
     return q, k, v
 
 
@@ -51,6 +51,7 @@ class _Context(FunctionCtx):
     saved_tensors: tuple[Tensor, ...]
     has_norms: bool
     eps: float
+    offset: float
     shape: tuple[int, int, int]
 
 
@@ -64,6 +65,7 @@ class _FromMerged(torch.autograd.Function):
         cos: Tensor | None,
         sin: Tensor | None,
         eps: float,
+        offset: float,
         num_heads: int,
         num_kv_heads: int,
         head_dim: int,
@@ -71,8 +73,9 @@ class _FromMerged(torch.autograd.Function):
         shape = HeadShape(num_heads, num_kv_heads, head_dim)
         q, k, v = plain_split_heads((qkv,), shape, None, None)
         ctx.save_for_backward(qkv, q_weight, k_weight, cos, sin)  # pyright: ignore[reportArgumentType] None may be saved
-        ctx.has_norms, ctx.eps, ctx.shape = q_weight is not None, eps, (num_heads, num_kv_heads, head_dim)
-        q, k = _qk_norm_rope(q, k, q_weight, k_weight, cos, sin, eps)
+        ctx.has_norms, ctx.eps, ctx.offset = q_weight is not None, eps, offset
+        ctx.shape = num_heads, num_kv_heads, head_dim
+        q, k = _qk_norm_rope(q, k, q_weight, k_weight, cos, sin, eps, offset)
         return q, k, v
 
     @staticmethod
@@ -82,10 +85,10 @@ class _FromMerged(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         qkv, q_weight, k_weight, cos, sin = ctx.saved_tensors
         grad_qkv, grad_q_weight, grad_k_weight = _qkv_norm_rope_backward(
-            grad_q, grad_k, grad_v, qkv, q_weight, k_weight, cos, sin, ctx.eps, *ctx.shape
+            grad_q, grad_k, grad_v, qkv, q_weight, k_weight, cos, sin, ctx.eps, ctx.offset, *ctx.shape
         )
         weights = (grad_q_weight, grad_k_weight) if ctx.has_norms else (None, None)
-        return grad_qkv, *weights, None, None, None, None, None, None
+        return grad_qkv, *weights, None, None, None, None, None, None, None
 
 
 class _FromSeparate(torch.autograd.Function):
@@ -99,10 +102,11 @@ class _FromSeparate(torch.autograd.Function):
         cos: Tensor | None,
         sin: Tensor | None,
         eps: float,
+        offset: float,
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(q, k, q_weight, k_weight, cos, sin)  # pyright: ignore[reportArgumentType] None may be saved
-        ctx.has_norms, ctx.eps = q_weight is not None, eps
-        return _qk_norm_rope(q, k, q_weight, k_weight, cos, sin, eps)
+        ctx.has_norms, ctx.eps, ctx.offset = q_weight is not None, eps, offset
+        return _qk_norm_rope(q, k, q_weight, k_weight, cos, sin, eps, offset)
 
     @staticmethod
     @once_differentiable
@@ -111,10 +115,10 @@ class _FromSeparate(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         q, k, q_weight, k_weight, cos, sin = ctx.saved_tensors
         out_q, out_k, grad_q_weight, grad_k_weight = _qk_norm_rope_backward(
-            grad_q, grad_k, q, k, q_weight, k_weight, cos, sin, ctx.eps
+            grad_q, grad_k, q, k, q_weight, k_weight, cos, sin, ctx.eps, ctx.offset
         )
         weights = (grad_q_weight, grad_k_weight) if ctx.has_norms else (None, None)
-        return out_q, out_k, *weights, None, None, None
+        return out_q, out_k, *weights, None, None, None, None
 
 
 @torch.library.custom_op("xorl::qk_norm_rope", mutates_args=())
@@ -126,6 +130,7 @@ def _qk_norm_rope(
     cos: Tensor | None,
     sin: Tensor | None,
     eps: float,
+    offset: float,
 ) -> tuple[Tensor, Tensor]:
     """q [T, H, C] and k [T, G, C], normalised if there are weights and rotated if there are tables."""
     q, k = _with_whole_heads(q), _with_whole_heads(k)
@@ -140,7 +145,7 @@ def _qk_norm_rope(
             q.stride(0),
             k.stride(0),
             eps,
-            **_constants(q, k, q_weight, cos),
+            **_constants(q, k, q_weight, cos, offset),
             num_warps=NUM_WARPS,
         )
     return q_out, k_out
@@ -155,6 +160,7 @@ def _(
     cos: Tensor | None,
     sin: Tensor | None,
     eps: float,
+    offset: float,
 ) -> tuple[Tensor, Tensor]:
     return _like(q), _like(k)
 
@@ -170,10 +176,11 @@ def _qk_norm_rope_backward(
     cos: Tensor | None,
     sin: Tensor | None,
     eps: float,
+    offset: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k and the two weights; those of the weights are empty if there are none."""
     out_q, out_k = _like(q), _like(k)
-    weights = _launch_backward(grad_q, grad_k, q, k, q_weight, k_weight, cos, sin, eps, out_q, out_k)
+    weights = _launch_backward(grad_q, grad_k, q, k, q_weight, k_weight, cos, sin, eps, offset, out_q, out_k)
     return out_q, out_k, *weights
 
 
@@ -188,6 +195,7 @@ def _(
     cos: Tensor | None,
     sin: Tensor | None,
     eps: float,
+    offset: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return _like(q), _like(k), _like_weight(q, q_weight), _like_weight(k, k_weight)
 
@@ -203,6 +211,7 @@ def _qkv_norm_rope_backward(
     cos: Tensor | None,
     sin: Tensor | None,
     eps: float,
+    offset: float,
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
@@ -213,7 +222,19 @@ def _qkv_norm_rope_backward(
     out_q, out_k, out_v = plain_split_heads((grad_qkv,), shape, None, None)
     q, k, _ = plain_split_heads((qkv,), shape, None, None)
     weights = _launch_backward(
-        grad_q, grad_k, q, k, q_weight, k_weight, cos, sin, eps, out_q, out_k, (_with_whole_heads(grad_v), out_v)
+        grad_q,
+        grad_k,
+        q,
+        k,
+        q_weight,
+        k_weight,
+        cos,
+        sin,
+        eps,
+        offset,
+        out_q,
+        out_k,
+        (_with_whole_heads(grad_v), out_v),
     )
     return grad_qkv, *weights
 
@@ -229,6 +250,7 @@ def _(
     cos: Tensor | None,
     sin: Tensor | None,
     eps: float,
+    offset: float,
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
@@ -246,6 +268,7 @@ def _launch_backward(
     cos: Tensor | None,
     sin: Tensor | None,
     eps: float,
+    offset: float,
     out_q: Tensor,
     out_k: Tensor,
     values: tuple[Tensor, Tensor] | None = None,
@@ -282,7 +305,7 @@ def _launch_backward(
             num_tokens,
             tokens,
             eps,
-            **_constants(q, k, q_weight, cos),
+            **_constants(q, k, q_weight, cos, offset),
             HAS_VALUES=values is not None,
             num_warps=NUM_WARPS,
         )
@@ -314,7 +337,9 @@ def _pointers(
     return q, k, *weights, *tables
 
 
-def _constants(q: Tensor, k: Tensor, q_weight: Tensor | None, cos: Tensor | None) -> dict[str, int]:
+def _constants(
+    q: Tensor, k: Tensor, q_weight: Tensor | None, cos: Tensor | None, offset: float
+) -> dict[str, int | float]:
     head_dim = q.shape[2]
     assert head_dim % 2 == 0, f"head_dim must be even, got {head_dim}"
     half_block = power_of_2(head_dim // 2)
@@ -324,6 +349,7 @@ def _constants(q: Tensor, k: Tensor, q_weight: Tensor | None, cos: Tensor | None
         "NUM_KV_HEADS": k.shape[1],
         "HEAD_DIM": head_dim,
         "HAS_NORM": q_weight is not None,
+        "OFFSET": offset,
         "HAS_ROPE": cos is not None,
         "HALF_BLOCK": half_block,
         "Q_BLOCK": min(power_of_2(q.shape[1]), heads_at_once),
@@ -348,6 +374,7 @@ def _forward(
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    OFFSET: tl.constexpr,
     HAS_ROPE: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
     Q_BLOCK: tl.constexpr,
@@ -357,7 +384,7 @@ def _forward(
     # Indexed, because type checkers do not see that the result can be unpacked.
     tables = _load_tables(cos_ptr, sin_ptr, token, True, HEAD_DIM, HAS_ROPE, HALF_BLOCK)
     cos, sin = tables[0], tables[1]
-    first, second = _load_weight(q_weight_ptr, q_ptr, HEAD_DIM, HAS_NORM, HALF_BLOCK)
+    first, second = _load_weight(q_weight_ptr, q_ptr, HEAD_DIM, HAS_NORM, OFFSET, HALF_BLOCK)
     for head in range(0, NUM_HEADS, Q_BLOCK):
         _norm_rope_heads(
             q_ptr + token * q_stride,
@@ -375,7 +402,7 @@ def _forward(
             HALF_BLOCK,
             Q_BLOCK,
         )
-    first, second = _load_weight(k_weight_ptr, k_ptr, HEAD_DIM, HAS_NORM, HALF_BLOCK)
+    first, second = _load_weight(k_weight_ptr, k_ptr, HEAD_DIM, HAS_NORM, OFFSET, HALF_BLOCK)
     for head in range(0, NUM_KV_HEADS, K_BLOCK):
         _norm_rope_heads(
             k_ptr + token * k_stride,
@@ -424,6 +451,7 @@ def _backward(
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    OFFSET: tl.constexpr,
     HAS_ROPE: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
     Q_BLOCK: tl.constexpr,
@@ -452,6 +480,7 @@ def _backward(
             NUM_HEADS,
             HEAD_DIM,
             HAS_NORM,
+            OFFSET,
             HAS_ROPE,
             HALF_BLOCK,
             Q_BLOCK,
@@ -487,6 +516,7 @@ def _backward(
             NUM_KV_HEADS,
             HEAD_DIM,
             HAS_NORM,
+            OFFSET,
             HAS_ROPE,
             HALF_BLOCK,
             K_BLOCK,
@@ -545,17 +575,18 @@ def _load_weight(
     x_ptr: tl.tensor,
     HEAD_DIM: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    OFFSET: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Both halves of a norm's weight, [HALF_BLOCK] each, rounded to the dtype of its input."""
+    """Both halves of a norm's weight, [HALF_BLOCK] each, rounded to the dtype of its input, plus the offset."""
     first = tl.zeros([HALF_BLOCK], tl.float32)
     second = tl.zeros([HALF_BLOCK], tl.float32)
     if HAS_NORM:
         lanes = tl.arange(0, HALF_BLOCK)
         is_lane = lanes < HEAD_DIM // 2
         dtype = x_ptr.dtype.element_ty  # pyright: ignore[reportAttributeAccessIssue] it is a pointer
-        first = tl.load(weight_ptr + lanes, mask=is_lane, other=0.0).to(dtype).to(tl.float32)
-        second = tl.load(weight_ptr + HEAD_DIM // 2 + lanes, mask=is_lane, other=0.0).to(dtype).to(tl.float32)
+        first = tl.load(weight_ptr + lanes, mask=is_lane, other=0.0).to(dtype).to(tl.float32) + OFFSET
+        second = tl.load(weight_ptr + HEAD_DIM // 2 + lanes, mask=is_lane, other=0.0).to(dtype).to(tl.float32) + OFFSET
     return first, second
 
 
@@ -615,13 +646,14 @@ def _norm_rope_tokens_backward(
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    OFFSET: tl.constexpr,
     HAS_ROPE: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
     HEAD_BLOCK: tl.constexpr,
 ) -> None:
     """The gradient of `_norm_rope_heads` for all heads of a program's tokens, and its part of the weight's gradient."""
     # Indexed, because type checkers do not see that the result can be unpacked.
-    weight = _load_weight(weight_ptr, source_ptr, HEAD_DIM, HAS_NORM, HALF_BLOCK)
+    weight = _load_weight(weight_ptr, source_ptr, HEAD_DIM, HAS_NORM, OFFSET, HALF_BLOCK)
     # Summed over heads only once, at the end, because each sum over heads synchronises the warps.
     sum_first = tl.zeros([HEAD_BLOCK, HALF_BLOCK], tl.float32)
     sum_second = tl.zeros([HEAD_BLOCK, HALF_BLOCK], tl.float32)

@@ -77,10 +77,12 @@ swiglu = _opaque_operator(reference.swiglu, "swiglu")
 round_to_bf16 = _opaque_operator(_round_to_bf16, "round_to_bf16")
 
 
-def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """`reference.add_rms_norm`; the compiler cannot fuse the addition into the product that computes x."""
     summed = x if residual is None else add(residual, x)
-    return summed, rms_norm(summed, weight, eps)
+    return summed, rms_norm(summed, weight, eps, offset)
 
 
 def apply_rope(x: Tensor, tables: RopeTables) -> Tensor:

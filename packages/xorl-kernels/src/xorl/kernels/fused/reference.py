@@ -76,7 +76,7 @@ def split_heads(
     norms: HeadNorms | None,
     rope: RopeTables | None,
     *,
-    norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm,
+    norm: Callable[[Tensor, Tensor, float, float], Tensor] = rms_norm,
     rotate: Callable[[Tensor, RopeTables], Tensor] = apply_rope,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q [T, H, C], k and v [T, G, C] for attention, computed from the output of the projections.
@@ -95,7 +95,7 @@ def split_heads(
         projected = projected[0].split(shape.row_counts, dim=-1)
     q, k, v = (x.unflatten(-1, (-1, shape.head_dim)) for x in projected)  # [T, H or G, C]
     if norms is not None:
-        q, k = norm(q, norms.q_weight, norms.eps), norm(k, norms.k_weight, norms.eps)
+        q, k = (norm(x, weight, norms.eps, norms.offset) for x, weight in ((q, norms.q_weight), (k, norms.k_weight)))
     if rope is not None:
         q, k = rotate(q, rope), rotate(k, rope)
     return q, k, v

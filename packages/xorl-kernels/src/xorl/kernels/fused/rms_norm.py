@@ -1,8 +1,8 @@
 """RMS norm, alone or after a residual addition, and its gradient. Plain twin: `reference.add_rms_norm`.
 
 Computed in fp32. The sum x + residual is rounded to the dtype of x before it is normalised, the weight is rounded to
-the same dtype, and each result is rounded once. The weight's gradient is summed in fp32, within each program and then
-over programs, in a fixed order, so it is reproducible to the bit.
+the same dtype before the offset is added to it, and each result is rounded once. The weight's gradient is summed in
+fp32, within each program and then over programs, in a fixed order, so it is reproducible to the bit.
 
 Shapes: T rows, D width.
 """
@@ -26,7 +26,9 @@ WARPS_PER_PROCESSOR = 16
 MAX_PREFETCHED_BYTES = 1024
 
 
-def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """(residual + x, or x if there is no residual; its rms_norm). The weight [D] may have any floating-point dtype.
 
     In the backward pass, one launch computes the gradient of both addends, including the gradient of the first result.
@@ -35,44 +37,46 @@ def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float)
     """
     check_norm(x, residual, weight, eps)
     if residual is None:
-        results = _NormWithInput.apply(x, weight, eps)
+        results = _NormWithInput.apply(x, weight, eps, offset)
         assert isinstance(results, tuple)
         return results
-    summed, normed, _ = _add_rms_norm(x, residual, weight, eps)
+    summed, normed, _ = _add_rms_norm(x, residual, weight, eps, offset)
     return summed, normed
 
 
 @torch.library.custom_op("xorl::rms_norm", mutates_args=())
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
     """(normed, 1 / rms of each row [T] fp32)."""
     x = x.contiguous()
     normed = torch.empty_like(x)
-    rstd = _launch_forward(x, None, weight, eps, None, normed)
+    rstd = _launch_forward(x, None, weight, eps, offset, None, normed)
     return normed, rstd
 
 
 @_rms_norm.register_fake
-def _(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
     return _like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
 @torch.library.custom_op("xorl::add_rms_norm", mutates_args=())
-def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def _add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """(sum, normed, 1 / rms of each row [T] fp32)."""
     x, residual = x.contiguous(), residual.contiguous()
     summed, normed = torch.empty_like(x), torch.empty_like(x)
-    rstd = _launch_forward(x, residual, weight, eps, summed, normed)
+    rstd = _launch_forward(x, residual, weight, eps, offset, summed, normed)
     return summed, normed, rstd
 
 
 @_add_rms_norm.register_fake
-def _(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def _(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor, Tensor]:
     return _like(x), _like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
 @torch.library.custom_op("xorl::rms_norm_backward", mutates_args=())
 def _rms_norm_backward(
-    grad_normed: Tensor, grad_summed: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor
+    grad_normed: Tensor, grad_summed: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor, offset: float
 ) -> tuple[Tensor, Tensor]:
     """(gradient of x, gradient of weight); `grad_summed`, the direct gradient of x, is added to the first."""
     grad_normed, x = grad_normed.contiguous(), x.contiguous()
@@ -97,6 +101,7 @@ def _rms_norm_backward(
             partial,
             num_rows,
             rows,
+            OFFSET=offset,
             WIDTH=width,
             HAS_GRAD_SUMMED=grad_summed is not None,
             PREFETCHES=width * x.element_size() <= MAX_PREFETCHED_BYTES * num_warps,
@@ -108,7 +113,7 @@ def _rms_norm_backward(
 
 @_rms_norm_backward.register_fake
 def _(
-    grad_normed: Tensor, grad_summed: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor
+    grad_normed: Tensor, grad_summed: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor, offset: float
 ) -> tuple[Tensor, Tensor]:
     return _like(x), torch.empty_like(weight)
 
@@ -117,33 +122,37 @@ class _NormWithInput(torch.autograd.Function):
     """(x, its norm). If callers use the first result instead of x, the backward kernel adds up the gradients of x."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        normed, rstd = _rms_norm(x, weight, eps)
+    def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+        normed, rstd = _rms_norm(x, weight, eps, offset)
         ctx.save_for_backward(x, weight, rstd)
+        ctx.offset = offset  # pyright: ignore[reportAttributeAccessIssue] read by backward
         ctx.set_materialize_grads(False)
         return x.view_as(x), normed
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride] the base class takes any number of arguments
         ctx: FunctionCtx, grad_x: Tensor | None, grad_normed: Tensor
-    ) -> tuple[Tensor, Tensor, None]:
+    ) -> tuple[Tensor, Tensor, None, None]:
         x, weight, rstd = ctx.saved_tensors  # pyright: ignore[reportAttributeAccessIssue] set by save_for_backward
-        return *_rms_norm_backward(grad_normed, grad_x, x, weight, rstd), None
+        offset: float = ctx.offset  # pyright: ignore[reportAttributeAccessIssue] set by forward
+        return *_rms_norm_backward(grad_normed, grad_x, x, weight, rstd, offset), None, None
 
 
 def _save_sum(
-    ctx: FunctionCtx, inputs: tuple[Tensor, Tensor, Tensor, float], output: tuple[Tensor, Tensor, Tensor]
+    ctx: FunctionCtx, inputs: tuple[Tensor, Tensor, Tensor, float, float], output: tuple[Tensor, Tensor, Tensor]
 ) -> None:
     summed, _, rstd = output
     ctx.save_for_backward(summed, inputs[2], rstd)
+    ctx.offset = inputs[4]  # pyright: ignore[reportAttributeAccessIssue] read by _differentiate_sum
 
 
 def _differentiate_sum(
     ctx: FunctionCtx, grad_summed: Tensor, grad_normed: Tensor, _: Tensor
-) -> tuple[Tensor, Tensor, Tensor, None]:
+) -> tuple[Tensor, Tensor, Tensor, None, None]:
     summed, weight, rstd = ctx.saved_tensors  # pyright: ignore[reportAttributeAccessIssue] set by save_for_backward
-    grad, grad_weight = _rms_norm_backward(grad_normed, grad_summed, summed, weight, rstd)
-    return grad, grad, grad_weight, None
+    offset: float = ctx.offset  # pyright: ignore[reportAttributeAccessIssue] set by _save_sum
+    grad, grad_weight = _rms_norm_backward(grad_normed, grad_summed, summed, weight, rstd, offset)
+    return grad, grad, grad_weight, None, None
 
 
 _add_rms_norm.register_autograd(_differentiate_sum, setup_context=_save_sum)
@@ -159,7 +168,13 @@ def _num_warps(width: int) -> int:
 
 
 def _launch_forward(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, summed: Tensor | None, normed: Tensor
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    offset: float,
+    summed: Tensor | None,
+    normed: Tensor,
 ) -> Tensor:
     rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
     if x.numel():
@@ -173,6 +188,7 @@ def _launch_forward(
             normed,
             rstd,
             eps,
+            OFFSET=offset,
             WIDTH=x.shape[-1],
             HAS_RESIDUAL=residual is not None,
             BLOCK=power_of_2(x.shape[-1]),
@@ -190,6 +206,7 @@ def _forward(
     normed_ptr: tl.tensor,
     rstd_ptr: tl.tensor,
     eps: float,
+    OFFSET: tl.constexpr,
     WIDTH: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -207,7 +224,7 @@ def _forward(
         tl.store(summed_ptr + offsets, rounded, mask=is_inside)
         x = rounded.to(tl.float32)
     rstd = tl.rsqrt(tl.sum(x * x, axis=0) / WIDTH + eps)
-    weight = tl.load(weight_ptr + columns, mask=is_inside, other=0.0).to(dtype).to(tl.float32)
+    weight = tl.load(weight_ptr + columns, mask=is_inside, other=0.0).to(dtype).to(tl.float32) + OFFSET
     tl.store(normed_ptr + offsets, (x * rstd * weight).to(dtype), mask=is_inside)
     tl.store(rstd_ptr + row, rstd)
 
@@ -223,6 +240,7 @@ def _backward(
     partial_ptr: tl.tensor,
     num_rows: int,
     rows_of_program: int,
+    OFFSET: tl.constexpr,
     WIDTH: tl.constexpr,
     HAS_GRAD_SUMMED: tl.constexpr,
     PREFETCHES: tl.constexpr,
@@ -236,7 +254,7 @@ def _backward(
     start = program * rows_of_program
     end = tl.minimum(start + rows_of_program, num_rows)
     if PREFETCHES:
-        weight = tl.load(weight_ptr + columns, mask=is_column, other=0.0).to(dtype).to(tl.float32)
+        weight = tl.load(weight_ptr + columns, mask=is_column, other=0.0).to(dtype).to(tl.float32) + OFFSET
         x, grad_normed, grad_summed, rstd = _load_row(
             x_ptr, grad_normed_ptr, grad_summed_ptr, rstd_ptr, start, start < end, WIDTH, HAS_GRAD_SUMMED, BLOCK
         )
@@ -254,7 +272,7 @@ def _backward(
         grad_x = grad_normed.to(tl.float32)
         grad_weight += grad_x * normed
         if not PREFETCHES:
-            weight = tl.load(weight_ptr + columns, mask=is_column, other=0.0).to(dtype).to(tl.float32)
+            weight = tl.load(weight_ptr + columns, mask=is_column, other=0.0).to(dtype).to(tl.float32) + OFFSET
         grad_x *= weight
         grad_x = (grad_x - normed * (tl.sum(grad_x * normed, axis=0) / WIDTH)) * rstd
         if HAS_GRAD_SUMMED:
