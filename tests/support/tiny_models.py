@@ -7,13 +7,28 @@ from collections.abc import Mapping
 from pathlib import Path
 
 ARCHITECTURES = {
+    "arcee": "ArceeForCausalLM",
+    "cohere2": "Cohere2ForCausalLM",
+    "ernie4_5": "Ernie4_5ForCausalLM",
+    "exaone4": "Exaone4ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "glm4": "Glm4ForCausalLM",
     "gpt2": "GPT2LMHeadModel",
+    "granite": "GraniteForCausalLM",
+    "hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM",
     "llama": "LlamaForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
     "mistral": "MistralForCausalLM",
     "mixtral": "MixtralForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "olmo3": "Olmo3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "seed_oss": "SeedOssForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "starcoder2": "Starcoder2ForCausalLM",
 }
 # Ten times that of real models, so that neighbours and positions show in what such narrow ones compute.
 INITIALIZER_RANGE = 0.2
@@ -28,6 +43,7 @@ def hf_config(model_type: str = "qwen3", /, **changes: object) -> dict[str, obje
         "vocab_size": 64,
         **sizes,
         **_EXPERTS.get(model_type, {}),
+        **_OWN.get(model_type, {}),
         "initializer_range": INITIALIZER_RANGE,
         **changes,
     }
@@ -58,5 +74,21 @@ _GATED = {
 _EXPERTS: dict[str, dict[str, object]] = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True},
+}
+# What these families would otherwise have of the size of real models.
+_NARROW = {"head_dim": 8, "pad_token_id": None}
+_WINDOWS = {"sliding_window": 4, "sliding_window_pattern": 2}
+_OWN: dict[str, dict[str, object]] = {
+    "cohere2": {**_NARROW, **_WINDOWS},
+    "ernie4_5": _NARROW,
+    "exaone4": _WINDOWS,
+    "gemma3_text": {**_NARROW, **_WINDOWS},
+    "glm4": _NARROW,
+    "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0},
+    "ministral3": _NARROW,
+    "olmo3": _WINDOWS,
+    "phi3": {"pad_token_id": None},
+    "seed_oss": _NARROW,
+    "smollm3": {"pad_token_id": None, "no_rope_layer_interval": 2},
 }
 _GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from tiny_models import hf_config
+from tiny_models import ARCHITECTURES, hf_config
 from xorl.core.models import SPECS, Decoder
 from xorl.core.nn import LayerKernels
 from xorl.core.shards import Box
@@ -16,14 +16,11 @@ VOCAB = 61
 LENGTHS = [9, 1, 14, 5]
 # Weights large enough that positions and neighbours matter.
 SIZES = {"vocab_size": VOCAB, "initializer_range": 0.3}
-HF_CONFIGS = {
-    "LlamaForCausalLM": hf_config("llama", **SIZES),
+HF_CONFIGS = {architecture: hf_config(model_type, **SIZES) for model_type, architecture in ARCHITECTURES.items()} | {
     "Qwen2ForCausalLM": hf_config("qwen2", **SIZES, use_sliding_window=True, sliding_window=4, max_window_layers=1),
     "Qwen3ForCausalLM": hf_config("qwen3", **SIZES, tie_word_embeddings=True),
     "MistralForCausalLM": hf_config("mistral", **SIZES, sliding_window=4),
-    "MixtralForCausalLM": hf_config("mixtral", **SIZES),
     "Qwen3MoeForCausalLM": hf_config("qwen3_moe", **SIZES, mlp_only_layers=[1]),
-    "GPT2LMHeadModel": hf_config("gpt2", **SIZES),
 }
 BACKENDS = ATTENTION.runnable(AttentionRequest("cpu", torch.float32, head_dim=8))
 
@@ -183,7 +180,7 @@ def test_initial_values_have_the_scale_the_config_asks_for(architecture):
         if name.endswith("bias"):
             assert not parameter.any(), name
         elif "norm" in name:
-            assert (parameter == 1).all(), name
+            assert (parameter == 1 - decoder.config.norm.offset).all(), name
         else:
             scaled = decoder.config.scale_residual_init and name.endswith(("o_proj.weight", "down_proj.weight"))
             assert parameter.std().item() == pytest.approx(0.3 / 2 if scaled else 0.3, rel=0.1), name

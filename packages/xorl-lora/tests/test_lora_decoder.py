@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from tiny_decoders import tiny_decoder, train_as_if_
-from tiny_models import hf_config
+from tiny_models import ARCHITECTURES, hf_config
 from xorl.core.loss import cross_entropy
 from xorl.core.models import SPECS, Decoder
 from xorl.kernels.layout import SequenceLayout
@@ -18,17 +18,12 @@ from xorl.lora.inject import base_parameters
 VOCAB = 37
 SIZES = {"vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40}
 CONFIGS = {
+    **{architecture: hf_config(model_type, **SIZES) for model_type, architecture in ARCHITECTURES.items()},
     "LlamaForCausalLM": hf_config("llama", **SIZES, attention_bias=True, mlp_bias=True),
-    "Qwen2ForCausalLM": hf_config("qwen2", **SIZES),
-    "Qwen3ForCausalLM": hf_config("qwen3", **SIZES),
-    "MistralForCausalLM": hf_config("mistral", **SIZES),
-    "MixtralForCausalLM": hf_config("mixtral", **SIZES),
-    "Qwen3MoeForCausalLM": hf_config("qwen3_moe", **SIZES),
     "GPT2LMHeadModel": hf_config("gpt2", vocab_size=VOCAB, n_embd=24, tie_word_embeddings=False),
 }
 LAYOUT = SequenceLayout.from_lengths([9, 1, 14, 5])
 IDS = torch.randint(VOCAB, (LAYOUT.num_tokens,), generator=torch.Generator().manual_seed(0))
-GATED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 def decoder(architecture: str = "Qwen3ForCausalLM", *, merge_qkv: bool = True) -> Decoder:
@@ -118,12 +113,9 @@ def test_default_targets_exist_under_the_names_of_checkpoints(architecture):
     base_names = [name for name, _ in model.named_parameters()]
     names = inject(model, AdapterSpec(rank=2, targets=SPECS[architecture].adapter_targets))
     assert set(names) == set(inject(decoder(architecture), AdapterSpec(rank=2)))
-    if architecture == "GPT2LMHeadModel":
-        assert "transformer.h.1.attn.c_attn" in names
-    else:
-        adapted = GATED[:4] if model.config.has_experts else GATED  # experts have no adapters yet
-        assert {name.rpartition(".")[2] for name in names} == set(adapted)
-        assert "model.layers.1.self_attn.k_proj" in names
+    assert {name.rpartition(".")[2] for name in names} == set(SPECS[architecture].adapter_targets)
+    prefix = SPECS[architecture].checkpoint_names.prefix
+    assert all(name.startswith(prefix) for name in names)
     assert list(base_parameters(model)) == base_names
     assert len(adapters(model)) == len(names)
 

@@ -9,10 +9,6 @@ from xorl.core.models.hf_config import HFConfig
 from xorl.core.models.spec import ModelSpec
 
 ARCHITECTURE = "Exaone4ForCausalLM"
-CHECKPOINT_NAMES = replace(
-    rotary_gated.CHECKPOINT_NAMES,
-    modules={"attention_output_norm": "post_attention_layernorm", "mlp_output_norm": "post_feedforward_layernorm"},
-)
 
 
 def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
@@ -40,6 +36,6 @@ SPEC = ModelSpec(
     architecture=ARCHITECTURE,
     model_type="exaone4",
     config_from_hf=config_from_hf,
-    checkpoint_names=CHECKPOINT_NAMES,
+    checkpoint_names=replace(rotary_gated.CHECKPOINT_NAMES, modules=rotary_gated.AFTER_BLOCKS),
     adapter_targets=rotary_gated.ADAPTER_TARGETS,
 )

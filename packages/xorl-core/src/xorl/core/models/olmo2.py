@@ -4,15 +4,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from xorl.core.models import rotary_gated
-from xorl.core.models.decoder_config import DecoderConfig, LayerConfig
+from xorl.core.models.decoder_config import DecoderConfig
 from xorl.core.models.hf_config import HFConfig
 from xorl.core.models.spec import ModelSpec
 
 ARCHITECTURE = "Olmo2ForCausalLM"
-CHECKPOINT_NAMES = replace(
-    rotary_gated.CHECKPOINT_NAMES,
-    modules={"attention_output_norm": "post_attention_layernorm", "mlp_output_norm": "post_feedforward_layernorm"},
-)
 
 
 def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
@@ -21,18 +17,15 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
     bias = hf.get("attention_bias", bool, False)
     config = rotary_gated.read_config(hf, qkv_bias=bias, o_bias=bias)
     hf.finish()
-    return config.with_layers(after_blocks)
-
-
-def after_blocks(index: int, layer: LayerConfig) -> LayerConfig:
-    """The layer with norms after its blocks, and of all queries and all keys."""
-    return replace(layer, norms="post", attention=replace(layer.attention, qk_norm="whole"))
+    return config.with_layers(
+        lambda _, layer: replace(layer, norms="post", attention=replace(layer.attention, qk_norm="whole"))
+    )
 
 
 SPEC = ModelSpec(
     architecture=ARCHITECTURE,
     model_type="olmo2",
     config_from_hf=config_from_hf,
-    checkpoint_names=CHECKPOINT_NAMES,
+    checkpoint_names=replace(rotary_gated.CHECKPOINT_NAMES, modules=rotary_gated.AFTER_BLOCKS),
     adapter_targets=rotary_gated.ADAPTER_TARGETS,
 )

@@ -1,9 +1,9 @@
-"""OLMo 3: like its predecessor, with sliding windows in three of four layers; only the others are scaled (yarn)."""
+"""OLMo 3: norms after each block, and of all queries and keys; layers with a sliding window are not scaled (yarn)."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 
-from xorl.core.models import olmo2, rotary_gated
+from xorl.core.models import rotary_gated
 from xorl.core.models.decoder_config import DecoderConfig, LayerConfig
 from xorl.core.models.hf_config import HFConfig
 from xorl.core.models.rope_config import read_rope_of_type
@@ -25,10 +25,9 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
     config = rotary_gated.read_config(hf, rope=full, qkv_bias=bias, o_bias=bias, windows=windows)
     hf.finish()
 
-    def change(index: int, layer: LayerConfig) -> LayerConfig:
-        layer = olmo2.after_blocks(index, layer)
+    def change(_: int, layer: LayerConfig) -> LayerConfig:
         rope = full if layer.attention.window is None else sliding
-        return replace(layer, attention=replace(layer.attention, rope=rope))
+        return replace(layer, norms="post", attention=replace(layer.attention, qk_norm="whole", rope=rope))
 
     return config.with_layers(change)
 
@@ -37,6 +36,6 @@ SPEC = ModelSpec(
     architecture=ARCHITECTURE,
     model_type="olmo3",
     config_from_hf=config_from_hf,
-    checkpoint_names=olmo2.CHECKPOINT_NAMES,
+    checkpoint_names=replace(rotary_gated.CHECKPOINT_NAMES, modules=rotary_gated.AFTER_BLOCKS),
     adapter_targets=rotary_gated.ADAPTER_TARGETS,
 )

@@ -24,6 +24,10 @@ ADAPTER_TARGETS = (
 FULL, SLIDING = "full_attention", "sliding_attention"
 DEFAULT_MAX_WINDOW_LAYERS = 28
 DEFAULT_BALANCE_COEF = 0.001
+# The names of norms after a block, for families that have them there instead of before.
+AFTER_BLOCKS: Mapping[str, str] = MappingProxyType(
+    {"attention_output_norm": "post_attention_layernorm", "mlp_output_norm": "post_feedforward_layernorm"}
+)
 BANDED_ROPE_TYPES: Mapping[str, RopeKind] = MappingProxyType({**ROPE_TYPES, "llama3": "banded"})
 EXPERT_NAMES = ExpertNames("mlp.gate", "mlp.experts.{}", "gate_proj", "up_proj", "down_proj")
 CHECKPOINT_NAMES = CheckpointNames(
