@@ -14,7 +14,7 @@ from xorl.core.nn import LayerKernels
 from xorl.core.nn.kernels import FUSED_KERNELS, choose_kernels
 from xorl.kernels import vocabulary
 from xorl.kernels.attention import AttentionRequest, resolve_attention
-from xorl.kernels.fused import HeadNorms, HeadShape, heads, partial, reference, rms_norm
+from xorl.kernels.fused import HeadNorms, HeadShape, heads, heads_triton, partial, reference, rms_norm
 from xorl.kernels.layout import RankGroup, SequenceLayout
 from xorl.kernels.linear_ce import linear_cross_entropy, linear_cross_entropy_scores, linear_cross_entropy_sum
 from xorl.kernels.testing import TOLERANCES, Tolerance, assert_close, assert_matches_reference
@@ -395,7 +395,7 @@ def test_the_gradient_of_each_row_sums_to_zero():
 def test_new_lengths_compile_nothing():
     # Catches numbers of rows that are constants of a kernel: each new length of a pack would wait for the compiler.
     def count() -> int:
-        kernels = (rms_norm._backward, partial._sum, heads._backward)
+        kernels = (rms_norm._backward, partial._sum, heads_triton.backward)
         return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
 
     def run(num_tokens: int) -> None:
