@@ -52,6 +52,7 @@ MODELS: dict[str, dict[str, object]] = {
         pad_token_id=3,
     ),
     "mixtral": hf_config("mixtral"),
+    **{name: hf_config(name) for name in ("cohere2", "gemma3_text", "glm4", "granite", "olmo2")},
     "gpt2, 4 layers": hf_config("gpt2", n_layer=4),
     "llama, 4 layers": hf_config("llama", num_hidden_layers=4),
     "qwen3_moe, 4 layers": hf_config(
@@ -108,6 +109,9 @@ RUNS: dict[str, Run] = {
     "qwen3_moe, shared adapters": Run("qwen3_moe", MUON, {**EXPERT_LORA, "moe_shared_lora": True}),
     "qwen3_moe, outer factors shared": Run("qwen3_moe", RECOMPUTE, {**EXPERT_LORA, "moe_hybrid_shared_lora": True}),
 }
+# One family of each kind: where norms stand and what they normalise, and scales.
+FAMILIES = ("cohere2", "gemma3_text", "glm4", "granite", "olmo2")
+RUNS |= {name: Run(name) for name in FAMILIES}
 RUNS |= {
     "pipeline: gpt2": Run("gpt2, 4 layers"),
     "pipeline: llama": Run("llama, 4 layers", BY_OPERATION),
@@ -121,6 +125,7 @@ PIPELINE = tuple(name for name in RUNS if name.startswith("pipeline"))
 SHARED = ("qwen3_moe, shared adapters", "qwen3_moe, outer factors shared")
 CONTEXT = ("llama, LoRA", "qwen3", "qwen3_moe")
 ALL_CONTEXT = (
+    *FAMILIES,
     *(name for name, run in RUNS.items() if run.model in ("llama", "qwen3", "mistral", "gpt2")),
     "qwen3_moe",
     "qwen3_moe, operation and moe_act",
@@ -145,6 +150,7 @@ TENSOR = (
     "qwen3, operation",
     "mistral",
     "gpt2",
+    *FAMILIES,
 )
 TENSOR_EXPERTS = (
     "qwen3_moe",
@@ -158,6 +164,7 @@ ALL_EXPERTS = tuple(
 )
 STAGED = (
     *PIPELINE,
+    *FAMILIES,
     "qwen3, LoRA",
     "qwen3, Muon",
     "qwen3, tied LoRA",
@@ -218,7 +225,9 @@ LAYOUTS: dict[str, Layout] = {
     "pp 2, ep 2": _layout(4, ("pipeline: qwen3_moe", "mixtral, Muon"), **PP, **EP),
     "pp 2, tp 2": _layout(4, ("pipeline: gpt2", "qwen3, tied LoRA", "pipeline: qwen3_moe"), **PP, **TP),
     "pp 2, tp 2, interleaved": _layout(4, ("pipeline: gpt2",), **{**PP, **TP, **INTERLEAVED, **ONE_PROCESS}),
-    "tp 4": _layout(4, ("gpt2", "qwen3", "qwen3, LoRA", "qwen3, Muon"), **{**ONE_PROCESS, "tensor_parallel_size": 4}),
+    "tp 4": _layout(
+        4, ("gpt2", "olmo2", "qwen3", "qwen3, LoRA", "qwen3, Muon"), **{**ONE_PROCESS, "tensor_parallel_size": 4}
+    ),
     "tp 2, fsdp 2": _layout(
         4,
         (

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from xorl.core.nn.kernels import LayerKernels
 from xorl.core.nn.layers import Linear
-from xorl.core.nn.norms import HeadNorm, NormConfig
+from xorl.core.nn.norms import HeadNorm, NormConfig, NormOfHeads
 from xorl.core.nn.rotary import RopeConfig
 from xorl.core.nn.ulysses import ulysses_attention
 from xorl.kernels.attention import CachedLayout, cached_attention
@@ -124,10 +125,11 @@ class Attention(nn.Module):
                 Linear.column_parallel(width, [count], bias=config.qkv_bias, ranks=ranks, head=head_dim)
                 for count in counts
             )
-        self.normalises_all_heads = config.qk_norm == "whole"
-        assert not self.normalises_all_heads or ranks.size == 1, "checked before the model is built"
-        widths = counts[:2] if self.normalises_all_heads else (head_dim, head_dim)
-        self.q_norm, self.k_norm = (None if config.qk_norm is None else HeadNorm(each, norm) for each in widths)
+        self.q_norm = self.k_norm = None
+        if config.qk_norm == "head":
+            self.q_norm, self.k_norm = HeadNorm(head_dim, norm), HeadNorm(head_dim, norm)
+        elif config.qk_norm == "whole":
+            self.q_norm, self.k_norm = (NormOfHeads(count, head_dim, norm, ranks) for count in counts[:2])
         self.split_heads = kernels.split_heads_of(config.rope)
         self.o_proj = Linear.row_parallel(config.num_heads * head_dim, width, bias=config.o_bias, ranks=ranks)
 
@@ -146,17 +148,17 @@ class Attention(nn.Module):
 
     def _heads(self, projected: tuple[Tensor, ...], rope: RopeTables | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, normalised and rotated."""
-        if self.q_norm is None or self.k_norm is None:
+        if isinstance(self.q_norm, NormOfHeads) and isinstance(self.k_norm, NormOfHeads):
+            q, k, v = projected if len(projected) == 3 else projected[0].split(self.shape.row_counts, dim=-1)
+            projected = self.q_norm(q), self.k_norm(k), v
+        if not isinstance(self.q_norm, HeadNorm) or not isinstance(self.k_norm, HeadNorm):
             return self.split_heads(projected, self.shape, None, rope)
         norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, self.q_norm.offset)
-        if self.normalises_all_heads:
-            q, k, v = projected if len(projected) == 3 else projected[0].split(self.shape.row_counts, dim=-1)
-            normed = _normed(q, norms.q_weight, norms), _normed(k, norms.k_weight, norms), v
-            return self.split_heads(normed, self.shape, None, rope)
-        if self.norm_after_rope:
-            q, k, v = self.split_heads(projected, self.shape, None, rope)
-            return _normed(q, norms.q_weight, norms), _normed(k, norms.k_weight, norms), v
-        return self.split_heads(projected, self.shape, norms, rope)
+        if not self.norm_after_rope:
+            return self.split_heads(projected, self.shape, norms, rope)
+        q, k, v = self.split_heads(projected, self.shape, None, rope)
+        norm = partial(reference.rms_norm, eps=norms.eps, offset=norms.offset)
+        return norm(q, norms.q_weight), norm(k, norms.k_weight), v
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout) -> Tensor:
         options = {"scale": self.scale, "window": self.window}
@@ -172,7 +174,3 @@ class Attention(nn.Module):
             return self.kernels.attention(q, k, v, layout.whole, **options)
 
         return attend(q, k, v) if layout.ulysses.size == 1 else ulysses_attention(attend, q, k, v, layout.ulysses)
-
-
-def _normed(x: Tensor, weight: Tensor, norms: HeadNorms) -> Tensor:
-    return reference.rms_norm(x, weight, norms.eps, norms.offset)

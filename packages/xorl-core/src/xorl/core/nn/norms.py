@@ -1,6 +1,6 @@
 """Norm modules, which compute in fp32 and return the dtype of their input.
 
-Shapes: T tokens, D model width, C channels of a head.
+Shapes: T tokens, D model width, H heads, C channels of a head.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from torch.nn import functional as F
 
 from xorl.core.nn.kernels import LayerKernels
 from xorl.core.nn.roles import Role
+from xorl.core.nn.share import Share
+from xorl.core.nn.tensor import TensorRanks
 from xorl.kernels.arguments import check_choice, check_number
+from xorl.kernels.fused import reference
 
 
 @dataclass(frozen=True)
@@ -64,17 +67,48 @@ class RMSNorm(nn.Module):
 
 
 class HeadNorm(nn.Module):
-    """The weight of an RMS norm of heads. It has no forward: attention reads the weight and may fuse the norm."""
+    """The weight of an RMS norm of each head. It has no forward: attention reads the weight and may fuse the norm."""
 
     roles: ClassVar[Mapping[str, Role]] = MappingProxyType({"weight": "norm"})
 
-    def __init__(self, width: int, config: NormConfig) -> None:
+    def __init__(self, head_dim: int, config: NormConfig) -> None:
         super().__init__()
         self.eps, self.offset = config.eps, config.offset
-        self.weight = nn.Parameter(torch.empty(width))
+        self.weight = nn.Parameter(torch.empty(head_dim))
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}, offset={self.offset}"
+
+
+class NormOfHeads(nn.Module):
+    """An RMS norm of all heads together, [T, H * C] -> [T, H * C]. Ranks may share the heads.
+
+    Attributes:
+        shares: what it holds of the weight, if ranks share it.
+    """
+
+    roles: ClassVar[Mapping[str, Role]] = MappingProxyType({"weight": "norm"})
+
+    def __init__(self, width: int, head_dim: int, config: NormConfig, ranks: TensorRanks) -> None:
+        super().__init__()
+        self.width, self.eps, self.offset = width, config.eps, config.offset
+        self.ranks = ranks
+        self.weight = nn.Parameter(torch.empty(ranks.num_of(width, head_dim)))
+        share = ranks.rows_of([width], head_dim)
+        self.shares: Mapping[str, Share] = {} if share is None else {"weight": share}
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.ranks.size == 1:
+            return reference.rms_norm(x, self.weight, self.eps, self.offset)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        # Where several ranks have the same heads, all of them count.
+        num_counted = self.ranks.size * x.shape[-1]
+        mean = self.ranks.sum(wide.square().sum(-1, keepdim=True)) / num_counted  # [T, 1]
+        weight = self.weight.to(x.dtype).to(wide.dtype) + self.offset
+        return (wide * (mean + self.eps).rsqrt() * weight).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.width}, eps={self.eps}, offset={self.offset}"
 
 
 class LayerNorm(nn.Module):

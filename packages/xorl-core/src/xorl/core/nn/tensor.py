@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from xorl.core.nn.share import Share
 from xorl.kernels.layout import RankGroup
-from xorl.kernels.torch_private import all_gather, all_gather_autograd, reduce_scatter_autograd
+from xorl.kernels.torch_private import all_gather, all_gather_autograd, all_reduce, reduce_scatter_autograd
 
 AXIS = "tp"
 
@@ -48,6 +48,14 @@ class TensorRanks:
     def join_columns(self, x: Tensor, num_columns: int) -> Tensor:
         """[T, num_columns] from each rank's `range_of` the columns; the gradient is that of its own. Collective."""
         return join_columns(x, num_columns, self.group)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of the ranks' x, on all of them; so is its gradient. Collective."""
+        if self.size == 1:
+            return x
+        summed = _Sum.apply(x, self.group.name)
+        assert isinstance(summed, Tensor)
+        return summed
 
     def local(self, values: Tensor) -> Tensor:
         """The values [T / P, ..] of this rank's tokens, from those of all tokens."""
@@ -103,6 +111,19 @@ def join_columns(x: Tensor, num_columns: int, group: RankGroup) -> Tensor:
 def _range_of(count: int, rank: int, num_ranks: int) -> tuple[int, int]:
     size = -(-count // num_ranks)
     return min(rank * size, count), min((rank + 1) * size, count)
+
+
+class _Sum(torch.autograd.Function):
+    """Each rank computes something else from the sum, so gradients are summed, too."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, group_name: str) -> Tensor:
+        ctx.group_name = group_name  # pyright: ignore[reportAttributeAccessIssue] read by backward
+        return all_reduce(x, group_name)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return all_reduce(grad, ctx.group_name), None  # pyright: ignore[reportAttributeAccessIssue] set by forward
 
 
 class _JoinColumns(torch.autograd.Function):
