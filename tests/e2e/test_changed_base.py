@@ -40,7 +40,7 @@ def test_a_base_that_changed_is_noticed_and_one_that_moved_is_not_refused(
 
     def go(name: str, base: str = "base", max_steps: int = 1, **options: object) -> None:
         lora = {**LORA[name], **({"adapter_path": options.pop("adapter")} if "adapter" in options else {})}
-        built = build_run(config_of(tmp_path, tmp_path / name, lora, max_steps, base, **options).config)
+        built = build_run(config_of(tmp_path, tmp_path / name, lora, base, max_steps=max_steps, **options).config)
         assert train(built) == 0
         built.observer.close()
 

@@ -121,5 +121,6 @@ def test_a_family_is_named_only_in_its_own_file():
         if path == folder / "__init__.py":
             continue
         for family in (each for each in families if each not in path.stem and path.stem not in each):
-            named = re.search(rf"(?<!\w){family}(?!\w)", path.read_text(), re.IGNORECASE)
+            # Keys of a config.json may be named for the release of another family that they came from.
+            named = re.search(rf"{family}(?!_?\d)", path.read_text(), re.IGNORECASE)
             assert not named, f"{path} names {family}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -191,8 +191,7 @@ def require_resumable(folder: Path, manifest: Manifest, model: ModelConfig, arch
 
 
 def _require_same(option: str, folder: Path, saved: Architecture, expected: Architecture, described_by: str) -> None:
-    before, now = asdict(saved.config), asdict(expected.config)
-    problems = [f"{name}: {before[name]}, not {now[name]}" for name in before if before[name] != now[name]]
+    problems = list(dict.fromkeys(_differences("", asdict(saved.config), asdict(expected.config))))
     if saved.spec.architecture != expected.spec.architecture:
         problems.insert(0, f"it is a {saved.spec.architecture}, not a {expected.spec.architecture}")
     if problems:
@@ -201,6 +200,18 @@ def _require_same(option: str, folder: Path, saved: Architecture, expected: Arch
             f"{option}: {folder} is of another model than {described_by} describes\n  "
             + "\n  ".join([*problems[:_MAX_LISTED], *more])
         )
+
+
+def _differences(path: str, before: object, now: object) -> Iterator[str]:
+    """The fields of configurations that differ; fields of layers are named without the number of the layer."""
+    if isinstance(before, Mapping) and isinstance(now, Mapping) and before.keys() == now.keys():
+        for name, value in before.items():
+            yield from _differences(f"{path}.{name}" if path else name, value, now[name])
+    elif isinstance(before, tuple) and isinstance(now, tuple) and len(before) == len(now):
+        for old, new in zip(before, now, strict=True):
+            yield from _differences(path, old, new)
+    elif before != now:
+        yield f"{path}: {before}, not {now}"
 
 
 def read_description(folder: Path, manifest: Manifest) -> ModelDescription:
