@@ -11,13 +11,18 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from layouts import LORA, Options, engine_for, run_config, weights_of, write_models, write_weights
 from ranks import Launch, Launches
+from tiny_models import hf_config, write_config
 from xorl.config import Config
 from xorl.core.loss import cross_entropy
 from xorl.core.shards import local
+from xorl.kernels.quant import QuantScheme
+from xorl.kernels.quant.nvfp4 import nvfp4_global_scale
+from xorl.lora.prequantized import stored_parameters
 from xorl.train.engine import Engine
 from xorl.train.verify import _draw, batches_of
 
@@ -27,6 +32,14 @@ OPTIMIZERS = ("anyprecision_adamw", "sgd", "muon")
 FP8 = ("tensorwise", "rowwise")
 LOADING = ("broadcast", "all_ranks")
 IN_BF16 = {"enable_mixed_precision": True, "param_dtype": "bf16"}
+# Of a matrix that two ranks share, each has whole blocks of every format.
+QUANTIZED = hf_config("qwen3", hidden_size=64, head_dim=32, intermediate_size=128)
+SCHEMES = {"block_fp8": 16, "nvfp4": 16, "nf4": 64}
+STORED: dict[str, Options] = {
+    "block_fp8": {"quant_method": "fp8", "weight_block_size": [16, 16]},
+    "nvfp4": {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16},
+    "nf4": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+}
 TARGETS = {**LORA, "lora_target_modules": ["q_proj", "v_proj", "down_proj", "embed_tokens"]}
 
 
@@ -79,10 +92,49 @@ def loaded(folder: Path, mode: str, num_ranks: int) -> dict[str, Tensor]:
     return {name: model.shares.gather(name, parameter) for name, parameter in model.module.named_parameters()}
 
 
+def write_quantized(folder: Path, quant_format: str) -> None:
+    """A checkpoint that is quantised as other tools do it."""
+    scheme = QuantScheme(quant_format, SCHEMES[quant_format])
+    write_config(folder / quant_format, QUANTIZED)
+    write_weights(folder, quant_format)
+    tensors: dict[str, Tensor] = {}
+    for name, weight in load_file(folder / quant_format / "model.safetensors").items():
+        if not name.endswith("_proj.weight"):
+            tensors[name] = weight
+        elif quant_format == "nvfp4":
+            scale = nvfp4_global_scale(weight.abs().amax())
+            stored = scheme.quantize(weight, scale.expand(len(weight)).contiguous())
+            tensors |= {name: stored.codes, f"{name}_scale_2": scale}
+            tensors[f"{name}_scale"] = stored.scales.view(torch.float8_e4m3fn)
+        elif quant_format == "nf4":
+            stored = scheme.quantize(weight)
+            tensors |= {name: stored.codes.reshape(-1, 1), f"{name}.absmax": stored.scales.flatten()}
+        else:
+            stored = scheme.quantize(weight)
+            tensors[name] = stored.codes.flatten(0, 1).view(torch.float8_e4m3fn)
+            tensors[f"{name}_scale_inv"] = stored.scales
+    save_file(tensors, folder / quant_format / "model.safetensors")
+    write_config(folder / quant_format, {**QUANTIZED, "quantization_config": STORED[quant_format]})
+
+
+def quantized(folder: Path, quant_format: str, is_stored: bool, num_ranks: int) -> dict[str, Tensor]:
+    """Codes and scales, and the weights that an export dequantises; of initial values or of a checkpoint."""
+    lora = {**LORA, "enable_qlora": True, "quant_format": quant_format, "quant_group_size": SCHEMES[quant_format]}
+    model = quant_format if is_stored else "drawn"
+    config = run_config(folder, model, {}, lora, {"model_path": str(folder / model)} if is_stored else {})
+    engine = engine_of(config, num_ranks)
+    parameters, shares = stored_parameters(engine.model.module), engine.model.shares
+    own = {name: shares.gather(name, parameter) for name, parameter in parameters.items()}
+    return own | weights_of(engine, config)
+
+
 @pytest.fixture(scope="module")
 def found(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Launches:
     folder = write_models(tmp_path_factory.mktemp("models"))
     write_weights(folder, "llama")
+    write_config(folder / "drawn", QUANTIZED)
+    for quant_format in SCHEMES:
+        write_quantized(folder, quant_format)
     cells = {}
     for size in (1, 2):
         cells |= {("losses", model, size): (size, partial(steps, folder, model, size, 3, {})) for model in MODELS}
@@ -91,6 +143,11 @@ def found(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Launches:
             for name, lora in {"base": {}, "adapters": TARGETS}.items()
         }
         cells |= {("loaded", mode, size): (size, partial(loaded, folder, mode, size)) for mode in LOADING}
+        cells |= {
+            ("quantized", name, is_stored, size): (size, partial(quantized, folder, name, is_stored, size))
+            for name in SCHEMES
+            for is_stored in (False, True)
+        }
         for recipe in FP8:
             run = partial(steps, folder, "gpt2", size, 3, {"fp8": recipe, "enable_mixed_precision": True})
             cells["fp8", recipe, size] = (size, run)
@@ -144,3 +201,17 @@ def test_weights_are_read_into_the_ranks_that_hold_them(mode: str, found: Launch
     assert first.keys() == expected.keys()
     assert expected["model.embed_tokens.weight"].std() > 0.5, "as in the file, unlike initial values"
     assert all(torch.equal(first[tensor], values) for tensor, values in expected.items())
+
+
+@pytest.mark.parametrize("is_stored", [False, True], ids=["drawn", "read"])
+@pytest.mark.parametrize("quant_format", SCHEMES)
+def test_quantized_weights_are_those_of_one_process_to_the_bit(
+    quant_format: str, is_stored: bool, found: Launches
+) -> None:
+    # Catches scales of a rank's own blocks, a global scale of one rank's share, codes or scales that are read from the
+    # first row or column on, and an export of one rank's blocks for all.
+    cell = ("quantized", quant_format, is_stored)
+    [expected], first, *_ = found(*cell, 1), *found(*cell, 2)
+    assert first.keys() == expected.keys()
+    assert sum(".weight_scale" in name for name in expected) == 2 * 4
+    assert all(torch.equal(first[name], values) for name, values in expected.items())

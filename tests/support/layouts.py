@@ -20,6 +20,7 @@ from xorl.core import runtime
 from xorl.core.mesh import Mesh
 from xorl.kernels.attention import ring
 from xorl.lora import adapters
+from xorl.lora.quantized import AdaptiveNoise
 from xorl.train import verify
 from xorl.train.build import build_engine
 from xorl.train.engine import Engine
@@ -40,6 +41,8 @@ MODELS: dict[str, dict[str, object]] = {
     "llama": hf_config("llama", max_position_embeddings=20, rope_parameters=DYNAMIC),
     "qwen3": hf_config("qwen3", num_attention_heads=8, num_key_value_heads=2, intermediate_size=64),
     "one head": hf_config("llama", num_key_value_heads=1),
+    # Four ranks can share its matrices in blocks of 16.
+    "blocks": hf_config("qwen3", head_dim=16, intermediate_size=64),
     "mistral": hf_config("mistral", sliding_window=5),
     "gpt2": hf_config("gpt2"),
     "qwen3_moe": hf_config(
@@ -90,6 +93,8 @@ RUNS: dict[str, Run] = {
     "qwen3, DoRA": Run("qwen3", lora={**LORA, "use_dora": True}),
     "qwen3, QLoRA": Run("qwen3", lora=QLORA),
     "qwen3, nvfp4": Run("qwen3", lora={**QLORA, "quant_format": "nvfp4"}),
+    "block_fp8": Run("blocks", lora={**QLORA, "quant_format": "block_fp8"}),
+    "noise": Run("blocks", lora={**QLORA, "enable_aqn": True}),
     "qwen3, operation": Run("qwen3", BY_OPERATION),
     "qwen3, Muon": Run("qwen3", {**MUON, **BY_OPERATION}),
     "one key/value head": Run("one head", MUON, {**LORA, "lora_target_modules": ["q_proj", "v_proj"]}),
@@ -147,6 +152,8 @@ TENSOR = (
     "qwen3, tied LoRA",
     "qwen3, QLoRA",
     "qwen3, nvfp4",
+    "block_fp8",
+    "noise",
     "qwen3, operation",
     "mistral",
     "gpt2",
@@ -226,7 +233,9 @@ LAYOUTS: dict[str, Layout] = {
     "pp 2, tp 2": _layout(4, ("pipeline: gpt2", "qwen3, tied LoRA", "pipeline: qwen3_moe"), **PP, **TP),
     "pp 2, tp 2, interleaved": _layout(4, ("pipeline: gpt2",), **{**PP, **TP, **INTERLEAVED, **ONE_PROCESS}),
     "tp 4": _layout(
-        4, ("gpt2", "olmo2", "qwen3", "qwen3, LoRA", "qwen3, Muon"), **{**ONE_PROCESS, "tensor_parallel_size": 4}
+        4,
+        ("gpt2", "olmo2", "qwen3", "qwen3, LoRA", "qwen3, Muon", "block_fp8", "noise"),
+        **{**ONE_PROCESS, "tensor_parallel_size": 4},
     ),
     "tp 2, fsdp 2": _layout(
         4,
@@ -235,6 +244,8 @@ LAYOUTS: dict[str, Layout] = {
             "qwen3, LoRA",
             "qwen3, Muon",
             "qwen3, nvfp4",
+            "block_fp8",
+            "noise",
             "one key/value head",
             "gpt2",
             "qwen3_moe, adapted experts, recomputed",
@@ -328,6 +339,8 @@ def steps(
     engine = engine_for(config)
     if change is not None:
         change(engine)
+    if config.lora.enable_aqn:
+        AdaptiveNoise(engine.model.module, alpha=config.lora.aqn_alpha, seed=0).set_step(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verify, "NUM_STEPS", NUM_STEPS_OF_MUON if config.train.optimizer == "muon" else num_steps)
         return verify.take_steps(engine, config, read_architecture(config.model), num_bins)

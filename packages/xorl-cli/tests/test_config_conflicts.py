@@ -119,10 +119,6 @@ def swept(*members: dict[str, Any], **lora: Any) -> dict[str, Any]:
             "with use_dora yet",
         ),
         (
-            "train.tensor_parallel_size: 2, lora.enable_qlora: true, lora.quant_format: block_fp8",
-            "cannot share blocks",
-        ),
-        (
             "train.tensor_parallel_size: 2, train.enable_gradient_checkpointing: true, train.recompute_policy: auto",
             "auto measures the layers on one GPU",
         ),

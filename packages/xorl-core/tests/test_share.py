@@ -43,6 +43,18 @@ def test_the_shares_of_all_ranks_are_every_element_once(layout: str) -> None:
     assert bool((counts == 1).all())
 
 
+def test_columns_of_blocks_of_rows_are_in_their_last_dim() -> None:
+    """Catches rows of a block that are taken for columns, which only matters to blocks with fewer rows."""
+    whole = torch.arange(3 * 2 * 6).view(3, 2, 6)
+    for start in (0, 2, 4):
+        share = Share(3, ((1, 3),), columns=(start, start + 2), num_columns=6, column_dim=2)
+        held = whole[1:, :, start : start + 2]
+        assert share.whole(held.shape) == whole.shape
+        assert share.held(whole.shape) == held.shape
+        [(box, values)] = pieces(held, share)
+        assert torch.equal(values, box.cut(whole))
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("num_shards", [2, 3, 5])
 def test_shards_of_a_share_are_its_elements(layout: str, num_shards: int) -> None:

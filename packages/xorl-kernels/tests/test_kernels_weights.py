@@ -11,7 +11,7 @@ import torch
 from xorl.kernels.quant import WeightNoise, formats, nf4, quant_refusal
 from xorl.kernels.quant.block_fp8 import dequantize_block_fp8, quantize_block_fp8
 from xorl.kernels.quant.nf4 import dequantize_nf4, quantize_nf4
-from xorl.kernels.quant.noise import normal_pairs
+from xorl.kernels.quant.noise import held_pairs, normal_pairs
 from xorl.kernels.quant.nvfp4 import dequantize_nvfp4, nvfp4_global_scale, quantize_nvfp4
 
 CPU = torch.device("cpu")
@@ -42,7 +42,7 @@ def show(name, types, values, num_warps):
     print(name, "st.global.v4.b32" in ptx, "st.global.b16" in ptx)
 
 draws = ["*i64", "fp32"]
-for noise in (False, True):
+for noise in (0, 3, 7):  # the length of its state
     show("_dequantize_nf4", ["*u8", "*fp32", "*fp32", "*bf16", "i32", *draws], [noise, 64, 32], 8)
     show("_dequantize_nvfp4", ["*u8", "*fp8e4nv", "*fp32", "*bf16", "i32", "i32", *draws], [noise, 256, 8], 8)
     show("_dequantize_block_fp8", ["*fp8e4nv", "*fp32", "*bf16", "i32", "i32", *draws], [noise, 128, 16], 4)
@@ -53,7 +53,7 @@ show("_quantize_block_fp8", ["*bf16", "*fp8e4nv", "*fp32", "i32", "i32"], [128],
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200, check=False)
     assert result.returncode == 0, result.stderr[-2000:]
     lines = [line.split() for line in result.stdout.splitlines()]
-    assert len(lines) == 9
+    assert len(lines) == 12
     for name, is_wide, is_narrow in lines:
         if name.startswith("_dequantize"):
             assert (is_wide, is_narrow) == ("True", "False"), name
@@ -200,6 +200,25 @@ def test_part_of_a_weight_has_the_noise_that_it_has_in_the_whole():
     whole = normal_pairs(WeightNoise(1.0, torch.tensor([3, 1, 0])), 64, CPU)
     part = normal_pairs(WeightNoise(1.0, torch.tensor([3, 1, 24])), 40, CPU)
     assert torch.equal(part, whole[48:])
+
+
+PARTS = [
+    ([(3, 8)], None),
+    ([(0, 8)], (6, 12)),
+    ([(1, 2), (4, 4), (4, 6), (7, 8)], None),
+    ([(2, 4), (6, 7)], (2, 8)),
+    ([(8, 8)], None),
+]
+
+
+@pytest.mark.parametrize(("rows", "columns"), PARTS)
+def test_rows_and_columns_of_a_weight_have_the_noise_that_they_have_in_the_whole(rows, columns):
+    # Catches noise that follows a rank's own indices, and ranges of rows that repeat the noise of the first.
+    whole = normal_pairs(WeightNoise(1.0, torch.tensor([3, 1, 0])), 8 * 6, CPU).view(8, 12)
+    held = torch.cat([whole[start:stop] for start, stop in rows])[:, slice(*columns or (0, 12))]
+    state = torch.tensor([3, 1, *held_pairs(12, rows, columns)])
+    part = normal_pairs(WeightNoise(1.0, state), held.numel() // 2, CPU)
+    assert torch.equal(part.view(held.shape), held)
 
 
 def test_what_cannot_run_is_refused_by_name():

@@ -32,8 +32,16 @@ def assert_bitwise(got, wanted):
         assert torch.equal(one.flatten().view(torch.uint8), other.flatten().view(torch.uint8))
 
 
-def noise():
-    return WeightNoise(0.5, torch.tensor([12345, 7, 1000]))
+# Consecutive pairs of a weight, columns of it, and three ranges of its rows.
+STATES = [[1000], [1000, 16, 40], [1000, 32, 32, 32, 2000, 64, 3000]]
+
+
+def assert_as_noisy(dequantize, twin, *stored):
+    for state in STATES:
+        noise = WeightNoise(0.5, torch.tensor([12345, 7, *state]))
+        with nan_poisoned_empty():
+            noisy = dequantize(*stored, torch.float32, noise)
+        torch.testing.assert_close(noisy, twin(*stored, torch.float32, noise), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -47,8 +55,7 @@ def test_nf4(shape, dtype, group_size):
         for out_dtype in OUT_DTYPES:
             got = blocks_triton.dequantize_nf4(codes, absmax, out_dtype, None)
             assert_bitwise([got], [nf4.dequantize_nf4(codes, absmax, out_dtype)])
-        noisy = blocks_triton.dequantize_nf4(codes, absmax, torch.float32, noise())
-    torch.testing.assert_close(noisy, nf4.dequantize_nf4(codes, absmax, torch.float32, noise()), rtol=1e-4, atol=1e-6)
+    assert_as_noisy(blocks_triton.dequantize_nf4, nf4.dequantize_nf4, codes, absmax)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -66,9 +73,7 @@ def test_nvfp4(shape, dtype, group_size):
             got = blocks_triton.dequantize_nvfp4(codes, scales, global_scale, out_dtype, None)
             wanted = nvfp4.dequantize_nvfp4(codes, scales, global_scale, out_dtype)
             assert torch.equal(got, wanted)
-        noisy = blocks_triton.dequantize_nvfp4(codes, scales, global_scale, torch.float32, noise())
-    wanted = nvfp4.dequantize_nvfp4(codes, scales, global_scale, torch.float32, noise())
-    torch.testing.assert_close(noisy, wanted, rtol=1e-4, atol=1e-6)
+    assert_as_noisy(blocks_triton.dequantize_nvfp4, nvfp4.dequantize_nvfp4, codes, scales, global_scale)
 
 
 @pytest.mark.parametrize("shape", [(3, 64), (37, 161)], ids=str)
@@ -82,9 +87,7 @@ def test_block_fp8(shape, dtype, group_size):
         for out_dtype in OUT_DTYPES:
             got = blocks_triton.dequantize_block_fp8(codes, scales, group_size, out_dtype, None)
             assert_bitwise([got], [block_fp8.dequantize_block_fp8(codes, scales, group_size, out_dtype)])
-        noisy = blocks_triton.dequantize_block_fp8(codes, scales, group_size, torch.float32, noise())
-    wanted = block_fp8.dequantize_block_fp8(codes, scales, group_size, torch.float32, noise())
-    torch.testing.assert_close(noisy, wanted, rtol=1e-4, atol=1e-6)
+    assert_as_noisy(blocks_triton.dequantize_block_fp8, block_fp8.dequantize_block_fp8, codes, scales, group_size)
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])

@@ -13,6 +13,8 @@ from tiny_decoders import summed_loss
 from tiny_models import hf_config
 from xorl.core.models import SPECS, Decoder
 from xorl.core.nn import Linear
+from xorl.core.nn.tensor import TensorRanks
+from xorl.kernels.layout import RankGroup
 from xorl.kernels.quant import GROUP_SIZES, QuantScheme
 from xorl.kernels.quant.block_fp8 import quantize_block_fp8
 from xorl.lora import AdapterSpec, adapter_parameters, adapters, init_adapters, inject
@@ -25,6 +27,7 @@ from xorl.lora.quantized import (
     AdaptiveNoise,
     QuantizedLinear,
     dense_parameters,
+    fits_ranks,
     num_parameters,
     quantized_layers,
     quantized_rows,
@@ -281,6 +284,46 @@ def test_shapes_that_do_not_fit_are_refused_before_anything_changes():
     with pytest.raises(ValueError, match=r"group_size: 2 layers do not fit nf4: model.layers.0.mlp.down_proj"):
         quantize_layers(model, paths, QuantScheme("nf4", 64))
     assert not quantized_layers(model)
+
+
+@pytest.mark.parametrize(
+    ("quant_format", "counts", "num_ranks", "told"),
+    [
+        ("block_fp8", (128, 64), 2, None),
+        ("block_fp8", (96,), 3, None),
+        ("block_fp8", (128, 64), 4, "1 layers do not fit block_fp8: up .*4 ranks share it.*size that works is 2"),
+        ("block_fp8", (96,), 2, "1 layers do not fit block_fp8: up .*2 ranks share it.*size that works is 1"),
+        ("nf4", (128, 64), 4, "1 layers do not fit nf4: down .*rows of 48 weights.*size that works is 2"),
+        ("nf4", (96,), 2, "1 layers do not fit nf4: down .*rows of 48 weights.*size that works is 1"),
+    ],
+)
+def test_ranks_share_matrices_in_whole_groups(quant_format, counts, num_ranks, told):
+    # Catches blocks of a rank that are parts of two blocks of the matrix, and advice that does not help.
+    ranks = TensorRanks(RankGroup(0, num_ranks, ""))
+    model = torch.nn.ModuleDict(
+        {
+            "down": Linear.row_parallel(sum(counts), 64, bias=False, ranks=ranks),
+            "up": Linear.column_parallel(64, counts, bias=False, ranks=ranks),
+        }
+    )
+    if quant_format == "block_fp8":
+        del model["down"]
+    scheme = QuantScheme(quant_format, 32)
+    if told is None:
+        quantize_layers(model, list(model), scheme)
+        return
+    with pytest.raises(ValueError, match=told):
+        quantize_layers(model, list(model), scheme)
+
+
+@pytest.mark.parametrize(("num_columns", "num_ranks", "works"), [(128, 4, 4), (128, 8, 4), (96, 2, 1)])
+def test_ranks_share_columns_in_whole_blocks(num_columns, num_ranks, works):
+    # Catches a last block of columns that only some ranks have.
+    ranks = TensorRanks(RankGroup(0, num_ranks, ""))
+    layer = Linear.row_parallel(num_columns, 64, bias=False, ranks=ranks)
+    scheme = QuantScheme("block_fp8", 32)
+    sizes = [size for size in range(1, num_ranks + 1) if num_ranks % size == 0 and fits_ranks(layer, scheme, size)]
+    assert max(sizes) == works
 
 
 def chain(seed: int, num_tokens: int) -> Tensor:

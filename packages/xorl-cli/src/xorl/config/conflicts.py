@@ -107,11 +107,9 @@ def _tensor_parallelism_is_compatible(config: Config) -> Iterator[Conflict]:
     if train.tensor_parallel_size == 1:
         return
     size = "train.tensor_parallel_size"
-    for option in ("use_dora", "sweep", "enable_aqn"):
+    for option in ("use_dora", "sweep"):
         if getattr(config.lora, option):
             yield Conflict((size, f"lora.{option}"), f"ranks cannot share matrices with {option} yet: use fsdp2 alone")
-    if config.lora.enable_qlora and config.lora.quant_format == "block_fp8":
-        yield Conflict((size, "lora.quant_format"), "ranks cannot share blocks of rows and columns: use nf4 or nvfp4")
     if train.enable_gradient_checkpointing and train.recompute_policy == "auto":
         yield Conflict(
             (size, "train.recompute_policy"),

@@ -376,7 +376,8 @@ class LoraFields(Section):
     quant_group_size: AtLeastOne | None = Field(
         default=None,
         description="Number of weights in a row that share one quantization scale; for block_fp8, the side length of "
-        "a block. null means 16 for nvfp4, 128 for block_fp8 and 64 for nf4.",
+        "a block. null means 16 for nvfp4, 128 for block_fp8 and 64 for nf4. With tensor_parallel_size, each rank has "
+        "whole groups of every matrix.",
     )
     merge_lora_interval: AtLeastZero = Field(
         default=0,

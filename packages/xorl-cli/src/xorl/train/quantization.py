@@ -15,7 +15,6 @@ from xorl.ckpt.load import RowTarget
 from xorl.ckpt.reader import source_shapes
 from xorl.config.local import LoraConfig
 from xorl.core.models import Decoder
-from xorl.core.nn import Linear
 from xorl.core.nn.moe import ExpertLinear
 from xorl.core.nn.share import shares_of
 from xorl.kernels.quant import QuantScheme, quant_refusal
@@ -129,11 +128,6 @@ def base_targets(
     if quantization is None:
         return parameters, recipes, source
     if quantization.stored is not None:
-        if any(isinstance(layer, Linear) and layer.ranks.size > 1 for layer in quantized_layers(module).values()):
-            raise ValueError(
-                "train.tensor_parallel_size: ranks cannot share matrices that are quantised in the checkpoint yet: "
-                "use fsdp2 alone, or a checkpoint that is not quantised"
-            )
         try:
             stored = stored_recipes(module, recipes)
         except ValueError as error:

@@ -162,7 +162,9 @@ def stored_recipes(model: nn.Module, recipes: Mapping[str, WeightRecipe]) -> dic
             parameter = getattr(layer, name)
             if parameter is not None:
                 sources = tuple(f"{module}.{name}" for module in modules)
-                result[f"{path}.{name}"] = Rows(sources, units, tuple(parameter.shape[1:]))
+                share = layer.shares.get(name)
+                shape = tuple(parameter.shape) if share is None else share.whole(parameter.shape)
+                result[f"{path}.{name}"] = Rows(sources, units, shape[1:])
     return result
 
 
@@ -322,7 +324,7 @@ def stored_source(
         recipe = recipes[f"{path}.weight"]
         assert isinstance(recipe, Rows), "checked in stored_recipes"
         for name, count in zip(recipe.sources, recipe.row_counts, strict=True):
-            stored[name.removesuffix(".weight")] = (count, layer.in_features)
+            stored[name.removesuffix(".weight")] = (count, layer.whole_shape[1])
     dense = {module: shape for module, shape in _matrices(shapes).items() if module not in stored}
     return StoredSource(source, scheme, stored, dense)
 

@@ -5,7 +5,7 @@ Shapes: O output features, I input features.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
 import torch
@@ -18,7 +18,14 @@ from xorl.core.shards import is_dtensor
 from xorl.kernels.quant import QuantScheme
 from xorl.lora.arguments import check_instance, check_names
 from xorl.lora.linear import TorchLinear
-from xorl.lora.quantized import QuantizedExpertLinear, QuantizedLayer, QuantizedLinear, shape_refusal, write_rows_
+from xorl.lora.quantized import (
+    QuantizedExpertLinear,
+    QuantizedLayer,
+    QuantizedLinear,
+    fits_ranks,
+    shape_refusal,
+    write_rows_,
+)
 from xorl.lora.spec import matches_name, spec_of
 from xorl.lora.targets import Site, resolve, sites_of
 
@@ -109,10 +116,25 @@ def quantize_layers(model: nn.Module, paths: Sequence[str], scheme: QuantScheme,
     if refused:
         raise ValueError(
             f"{option}: {len(refused)} layers do not fit {scheme.quant_format}: {'; '.join(refused[:_MAX_LISTED])}; "
-            "choose a group size that divides their rows, or name them in exclude"
+            f"choose a group size that divides their rows, or name them in exclude"
+            f"{_fewer_ranks(layers.values(), scheme)}"
         )
     for path, layer in layers.items():
         model.set_submodule(path, _quantized(layer, scheme, parts.get(path, ())))
+
+
+def _fewer_ranks(layers: Iterable[Linear | ExpertLinear], scheme: QuantScheme) -> str:
+    """The advice to share matrices among fewer ranks, if that helps."""
+    linears = [layer for layer in layers if isinstance(layer, Linear)]
+    num_ranks = max((layer.ranks.size for layer in linears), default=1)
+    works = [
+        size
+        for size in range(1, num_ranks + 1)
+        if num_ranks % size == 0 and all(fits_ranks(layer, scheme, size) for layer in linears)
+    ]
+    if max(works) == num_ranks:
+        return ""
+    return f"; the nearest tensor_parallel_size that works is {max(works)}"
 
 
 def _quantized(layer: Linear | ExpertLinear, scheme: QuantScheme, part_rows: Sequence[int]) -> QuantizedLayer:

@@ -14,7 +14,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, zip_longest
 from typing import ClassVar
 
 import torch
@@ -27,6 +27,7 @@ from xorl.core.nn.share import Share, shares_of
 from xorl.core.shards import Box, local, local_box, shard_groups
 from xorl.kernels.experts.quantized import QuantizedExperts
 from xorl.kernels.quant import QuantizedWeight, QuantScheme, adapted_quantized_linear, dequantized, quantized_linear
+from xorl.kernels.quant.noise import held_pairs
 from xorl.kernels.quant.nvfp4 import nvfp4_global_scale
 from xorl.kernels.torch_private import all_gather
 from xorl.lora.arguments import check_number
@@ -201,9 +202,26 @@ def shape_refusal(
         for count in part_rows or (layer.out_features,):
             if count % scheme.unit_rows:
                 return f"the {count} rows of each expert's matrices cannot be divided into blocks of {scheme.unit_rows}"
-    elif isinstance(layer, Linear) and layer.shares and scheme.quant_format == "block_fp8":
-        return "ranks share its matrix, of which blocks have several rows and columns; use nf4 or nvfp4"
+    elif isinstance(layer, Linear) and not fits_ranks(layer, scheme, layer.ranks.size):
+        return f"{layer.ranks.size} ranks share it in parts that are not whole blocks of {scheme.group_size}"
     return None
+
+
+def fits_ranks(layer: Linear, scheme: QuantScheme, num_ranks: int) -> bool:
+    """Whether `num_ranks` could share the weight in whole groups; they must divide the number of those that do."""
+    share = layer.shares.get("weight")
+    if share is None or num_ranks == 1:
+        return True
+    if share.columns is not None:
+        return share.num_columns % (num_ranks * scheme.group_size) == 0
+    held = [
+        (stop - start, number) for (start, stop), (number, _) in zip_longest(share.rows, share.copies, fillvalue=(1, 0))
+    ]
+    for size, number in held:
+        num_parts = layer.ranks.size // number
+        if size * num_parts % (min(num_ranks, num_parts) * scheme.unit_rows):
+            return False
+    return True
 
 
 def _require_fit(layer: Linear | ExpertLinear, scheme: QuantScheme, part_rows: Sequence[int]) -> None:
@@ -216,16 +234,20 @@ def _stored_shares(share: Share, scheme: QuantScheme) -> dict[str, Share]:
 
     Every rank has all global scales of a matrix that is divided by its columns.
     """
-    rows = tuple((start // scheme.unit_rows, stop // scheme.unit_rows) for start, stop in share.rows)
-    units = replace(share, num_rows=share.num_rows // scheme.unit_rows, rows=rows)
+    rows = tuple((start // scheme.unit_rows, math.ceil(stop / scheme.unit_rows)) for start, stop in share.rows)
+    units = replace(share, num_rows=math.ceil(share.num_rows / scheme.unit_rows), rows=rows)
     found = {DENSE: share, "weight": units, "weight_scale": units}
     if scheme.quant_format == "nvfp4" and share.columns is None:
         found["weight_global_scale"] = units
     if share.columns is not None:
-        for name, width in (("weight", 2), ("weight_scale", scheme.group_size)):
+        in_blocks = scheme.quant_format == "block_fp8"
+        for name, width, dim in (
+            ("weight", 1 if in_blocks else 2, 2 if in_blocks else 1),
+            ("weight_scale", scheme.group_size, 1),
+        ):
             start, stop = share.columns
             columns = (start // width, stop // width)
-            found[name] = replace(units, columns=columns, num_columns=share.num_columns // width)
+            found[name] = replace(units, columns=columns, num_columns=share.num_columns // width, column_dim=dim)
     return found
 
 
@@ -372,26 +394,29 @@ def num_parameters(model: nn.Module) -> int:
 class AdaptiveNoise:
     """Noise on the quantised weights of a model in training mode (AQN), of `alpha` times half a quantisation step.
 
-    It depends only on the seed, the layer's path, the optimizer step and the index in the weight. So it is the same
-    however a step is split into micro-batches and ranks, and after a resume.
+    It depends only on the seed, the layer's path, the optimizer step and the index in the whole weight. So it is the
+    same however a step is split into micro-batches and ranks, and after a resume.
     """
 
     def __init__(self, model: nn.Module, *, alpha: float, seed: int) -> None:
         check_number("alpha", alpha)
         layers = quantized_layers(model)
-        states = [[_key(seed, path), 0, _first_row(layer) * layer.in_features // 2] for path, layer in layers.items()]
+        states = [[_key(seed, path), 0, *_held_pairs(layer)] for path, layer in layers.items()]
+        longest = max(map(len, states), default=2)
+        padded = [state + [0] * (longest - len(state)) for state in states]
         device = next((layer.weight.device for layer in layers.values()), torch.device("cpu"))
-        self._noise = torch.tensor(states, dtype=torch.int64, device=device).reshape(-1, 3)
-        for layer, noise in zip(layers.values(), self._noise, strict=True):
-            layer.noise, layer.noise_alpha = noise, alpha
+        self._noise = torch.tensor(padded, dtype=torch.int64, device=device).reshape(-1, longest)
+        for layer, state, noise in zip(layers.values(), states, self._noise, strict=True):
+            layer.noise, layer.noise_alpha = noise[: len(state)], alpha
 
     def set_step(self, step: int) -> None:
         """Set the optimizer step of the next passes."""
         self._noise[:, 1] = step
 
 
-def _first_row(layer: QuantizedLayer) -> int:
-    return 0 if layer.share is None else layer.share.rows[0][0]
+def _held_pairs(layer: QuantizedLayer) -> list[int]:
+    num_columns = layer.whole_shape[1]
+    return held_pairs(num_columns, layer.share.rows, layer.share.columns) if layer.share else held_pairs(num_columns)
 
 
 def _key(seed: int, path: str) -> int:

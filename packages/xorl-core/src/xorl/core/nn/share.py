@@ -26,8 +26,9 @@ class Share:
         num_rows: of the whole parameter.
         rows: ranges [start, stop) of its rows, in the order in which the module holds them.
         divided_over: the axes of the mesh whose ranks hold the rest; see `Mesh.axis`.
-        columns: the range [start, stop) of its columns (dim 1) that the module holds; None: all of them.
+        columns: the range [start, stop) of its columns that the module holds; None: all of them.
         num_columns: of the whole parameter, with `columns`.
+        column_dim: the dim of the columns, which is not 1 for a parameter that stacks blocks of rows.
         copies: for each range of rows, how many neighbours along the axis hold it, each with other terms of its
             gradient, and this rank's index among them; empty: no range has copies.
         summed_over: the axes of the mesh whose ranks each compute some terms of the gradient of what this module holds;
@@ -39,24 +40,31 @@ class Share:
     divided_over: tuple[str, ...] = ()
     columns: tuple[int, int] | None = None
     num_columns: int = 0
+    column_dim: int = 1
     copies: tuple[tuple[int, int], ...] = ()
     summed_over: tuple[str, ...] = ()
 
     def whole(self, held: Sequence[int]) -> tuple[int, ...]:
         """The shape of the whole parameter, of which the module holds a tensor of the shape `held`."""
-        return (self.num_rows, *(held[1:] if self.columns is None else (self.num_columns, *held[2:])))
+        return self._with_columns([self.num_rows, *held[1:]], self.num_columns)
 
     def held(self, whole: Sequence[int]) -> tuple[int, ...]:
         """The shape of what the module holds of a whole parameter of the shape `whole`."""
         num_rows = sum(stop - start for start, stop in self.rows)
-        return (num_rows, *(whole[1:] if self.columns is None else (self.columns[1] - self.columns[0], *whole[2:])))
+        start, stop = self.columns or (0, 0)
+        return self._with_columns([num_rows, *whole[1:]], stop - start)
+
+    def _with_columns(self, shape: list[int], num_columns: int) -> tuple[int, ...]:
+        if self.columns is not None:
+            shape[self.column_dim] = num_columns
+        return tuple(shape)
 
     def boxes(self, held: Box) -> Iterator[Box]:
         """Where a block of the module's tensor lies in the whole parameter: a box for each range, in the order held."""
         first, last = held.offset[0], held.offset[0] + held.shape[0]
-        offset = held.offset[1:]
+        offset = list(held.offset[1:])
         if self.columns is not None:
-            offset = (self.columns[0] + offset[0], *offset[1:])
+            offset[self.column_dim - 1] += self.columns[0]
         taken = 0
         for start, stop in self.rows:
             begin, end = max(first, taken), min(last, taken + stop - start)

@@ -132,9 +132,9 @@ def _tiles(num_groups: int, group_size: int) -> tuple[tuple[int], dict[str, int]
     return (-(-num_groups // groups_per_tile),), {"TILE_GROUPS": groups_per_tile, "HALF_GROUP": group_size // 2}
 
 
-def _noise_arguments(noise: WeightNoise | None, placeholder: Tensor) -> tuple[Tensor, float, bool]:
+def _noise_arguments(noise: WeightNoise | None, placeholder: Tensor) -> tuple[Tensor, float, int]:
     """The kernel's arguments for the noise; `placeholder` replaces the tensor if there is no noise."""
-    return (placeholder, 0.0, False) if noise is None else (noise.state, noise.alpha, True)
+    return (placeholder, 0.0, 0) if noise is None else (noise.state, noise.alpha, len(noise.state))
 
 
 @triton.jit
@@ -164,9 +164,15 @@ def _magnitude(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _normals(pair: tl.tensor, state_ptr: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+def _normals(pair: tl.tensor, state_ptr: tl.tensor, STATE_LENGTH: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
     """The two numbers of `noise.normal_pairs` for each pair's int64 index."""
-    pair += tl.load(state_ptr + 2)
+    offset = tl.load(state_ptr + 2)
+    if STATE_LENGTH > 3:
+        for field in tl.static_range(5, STATE_LENGTH, 2):  # pyright: ignore[reportGeneralTypeIssues]
+            offset = tl.where(pair >= tl.load(state_ptr + field), tl.load(state_ptr + field + 1), offset)
+        width = tl.load(state_ptr + 3)
+        pair = pair // width * tl.load(state_ptr + 4) + pair % width
+    pair += offset
     low, high = draw(pair, tl.load(state_ptr + 1), tl.load(state_ptr))  # pyright: ignore[reportGeneralTypeIssues]
     radius = tl.sqrt(-2.0 * tl.log((low.to(tl.float32) + 0.5) * _UNIFORM))
     quarter = (high + 0x20000000) >> 30
@@ -223,7 +229,7 @@ def _dequantize_nf4(
     num_groups: int,
     state_ptr: tl.tensor,
     alpha: float,
-    HAS_NOISE: tl.constexpr,
+    STATE_LENGTH: tl.constexpr,
     TILE_GROUPS: tl.constexpr,
     HALF_GROUP: tl.constexpr,
 ) -> None:
@@ -234,8 +240,8 @@ def _dequantize_nf4(
     absmax = tl.load(absmax_ptr + group, mask=group < num_groups, other=0.0)[:, None]
     first = tl.load(values_ptr + (code >> 4)) * absmax
     second = tl.load(values_ptr + (code & 0xF)) * absmax
-    if HAS_NOISE:
-        one, other = _normals(byte, state_ptr)  # pyright: ignore[reportGeneralTypeIssues]
+    if STATE_LENGTH:
+        one, other = _normals(byte, state_ptr, STATE_LENGTH)  # pyright: ignore[reportGeneralTypeIssues]
         noise_scale = alpha * _NF4_STEP * absmax
         first, second = first + noise_scale * one, second + noise_scale * other
     _store_pairs(out_ptr, group, first, second, num_groups, TILE_GROUPS, HALF_GROUP)
@@ -318,7 +324,7 @@ def _dequantize_nvfp4(
     groups_per_row: int,
     state_ptr: tl.tensor,
     alpha: float,
-    HAS_NOISE: tl.constexpr,
+    STATE_LENGTH: tl.constexpr,
     TILE_GROUPS: tl.constexpr,
     HALF_GROUP: tl.constexpr,
 ) -> None:
@@ -331,8 +337,8 @@ def _dequantize_nvfp4(
     step = (scale * global_scale)[:, None]
     first = _fp4_value(code) * (step * 16384.0)
     second = _fp4_value(code >> 4) * (step * 16384.0)
-    if HAS_NOISE:
-        one, other = _normals(byte, state_ptr)  # pyright: ignore[reportGeneralTypeIssues]
+    if STATE_LENGTH:
+        one, other = _normals(byte, state_ptr, STATE_LENGTH)  # pyright: ignore[reportGeneralTypeIssues]
         noise_scale = alpha * _FP4_STEP * step
         first, second = first + noise_scale * one, second + noise_scale * other
     _store_pairs(out_ptr, group, first, second, num_groups, TILE_GROUPS, HALF_GROUP)
@@ -370,7 +376,7 @@ def _dequantize_block_fp8(
     num_columns: int,
     state_ptr: tl.tensor,
     alpha: float,
-    HAS_NOISE: tl.constexpr,
+    STATE_LENGTH: tl.constexpr,
     G: tl.constexpr,
     TILE_ROWS: tl.constexpr,
 ) -> None:
@@ -383,8 +389,8 @@ def _dequantize_block_fp8(
     code = tl.load(codes_ptr + offset, mask=inside, other=0.0).to(tl.float32)
     scale = tl.load(scales_ptr + (tile * TILE_ROWS // G) * num_blocks + block)
     values = code * scale
-    if HAS_NOISE:
-        one, other = _normals(offset >> 1, state_ptr)  # pyright: ignore[reportGeneralTypeIssues]
+    if STATE_LENGTH:
+        one, other = _normals(offset >> 1, state_ptr, STATE_LENGTH)  # pyright: ignore[reportGeneralTypeIssues]
         values += alpha * _FP8_STEP * scale * tl.where(offset & 1 == 0, one, other)
     dtype = out_ptr.dtype.element_ty  # pyright: ignore[reportAttributeAccessIssue] it is a pointer's
     tl.store(out_ptr + offset, values.to(dtype), mask=inside)
