@@ -27,6 +27,7 @@ from xorl.kernels.layout import SequenceLayout
 from xorl.kernels.linear_ce import linear_cross_entropy
 from xorl.lora.peft import InMemoryTensors
 from xorl.server.sampler import GenerationRequest, Sampler
+from xorl.train.verify import cut_down
 
 LOGIT_TOLERANCE = 1e-5
 GRADIENT_TOLERANCE = 1e-4
@@ -466,3 +467,15 @@ def test_what_config_json_leaves_out_or_null_means_the_same_model(architecture, 
         width = getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
         sizes = theirs.num_local_experts, theirs.num_experts_per_tok, width
         assert ours.layers[-1].ffn == ExpertsConfig(*sizes, normalize=getattr(theirs, "norm_topk_prob", True))
+
+
+@pytest.mark.parametrize("architecture", SPECS)
+def test_a_config_of_the_size_of_real_models_is_read_and_cut_down_for_verification(architecture: str):
+    """Catches a padding id or factors that `xorl verify` leaves as they are beside a narrow model."""
+    hf_config = getattr(transformers, architecture).config_class().to_dict()
+    if architecture == "Phi3ForCausalLM":
+        factors = {"long_factor": [1.5] * 48, "short_factor": [1.0] * 48}
+        hf_config |= {"max_position_embeddings": 131072, "rope_scaling": {"type": "longrope", **factors}}
+    spec = SPECS[architecture]
+    assert spec.config_from_hf(hf_config).vocab_size > 10_000
+    assert spec.config_from_hf({**hf_config, **cut_down(hf_config, 2, 2)}).vocab_size == 384

@@ -18,7 +18,7 @@ from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -207,6 +207,9 @@ def cut_down(hf_config: Mapping[str, object], min_heads: int, num_parts: int, mi
         **dict.fromkeys(("num_attention_heads", "n_head"), num_heads),
         **dict.fromkeys(("num_hidden_layers", "n_layer"), num_layers),
     }
+    if hf_config.get("head_dim") is None:
+        # Then a head's width is that of the model divided by the heads; channels rotate in pairs.
+        cut["hidden_size"] = -(-CUT["hidden_size"] // (2 * num_heads)) * 2 * num_heads
     for name, most in cut.items():
         value = hf_config.get(name)
         if isinstance(value, int) and value > most:
@@ -217,6 +220,24 @@ def cut_down(hf_config: Mapping[str, object], min_heads: int, num_parts: int, mi
         for name, value in hf_config.items():
             if isinstance(value, list) and len(value) == hf_config["num_hidden_layers"]:
                 found[name] = value[:num_layers]
+    if "vocab_size" in found:
+        pad = hf_config.get("pad_token_id")
+        found["pad_token_id"] = pad % CUT["vocab_size"] if isinstance(pad, int) else None
+    return found | _cut_factors({**hf_config, **found})
+
+
+def _cut_factors(hf_config: Mapping[str, object]) -> dict[str, object]:
+    """Rotary parameters with factors for as many channel pairs as the heads of a config.json have."""
+    found: dict[str, object] = {}
+    for key in ("rope_parameters", "rope_scaling"):
+        rope = hf_config.get(key)
+        if not isinstance(rope, Mapping) or not isinstance(rope.get("long_factor"), list):
+            continue
+        width, heads = cast(int, hf_config["hidden_size"]), cast(int, hf_config["num_attention_heads"])
+        head_dim = cast("int | None", hf_config.get("head_dim")) or width // heads
+        fraction = cast(float, rope.get("partial_rotary_factor", hf_config.get("partial_rotary_factor", 1.0)))
+        num_pairs = int(head_dim * fraction) // 2
+        found[key] = {**rope, **{name: rope[name][:num_pairs] for name in ("short_factor", "long_factor")}}
     return found
 
 
