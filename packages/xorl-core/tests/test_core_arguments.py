@@ -172,6 +172,7 @@ def replay(recorded: object, name: str = "MixtralForCausalLM", config: DecoderCo
         (lambda: RopeConfig(theta=0.0), "theta: must be a number above 0, got 0.0"),
         (lambda: RopeConfig(theta=float("nan")), "theta: must be a number above 0, got nan"),
         (lambda: RopeConfig(kind="linear", factor=0.0), "factor: must be a number above 0, got 0.0"),
+        (lambda: RopeConfig(kind="longrope", short_factors=(1.0,)).check_factors(4), "short_factors: longrope needs 2"),
         (lambda: RopeConfig(kind="llama3"), "kind: 'llama3' is not one of 'default'"),
         (lambda: Rotary(RopeConfig(), 7), "head_dim: channels rotate in pairs, so it must be even, got 7"),
         (lambda: Schedule(float("nan"), 0.1), "num_steps must be an integer of at least 1; got the float nan"),

@@ -5,14 +5,16 @@ import logging
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from xorl.core.nn import RopeConfig
 from xorl.core.nn.kernels import FUSED_KERNELS, LayerKernels, choose_kernels
 from xorl.kernels.attention.reference import eager_attention
-from xorl.kernels.fused import HeadNorms, HeadShape, reference
+from xorl.kernels.fused import HeadNorms, HeadShape, RopeTables, reference
 
 CASES = Path(__file__).with_name("decoder_interpreted.py")
 PLAIN = LayerKernels(eager_attention)
@@ -67,9 +69,12 @@ def test_what_was_chosen_is_logged(caplog):
     assert "not on cpu" in caplog.text
 
 
-def operators_of(kernels: LayerKernels) -> set[str]:
+TABLES = torch.full((5, 2), 0.6), torch.full((5, 2), 0.8)
+
+
+def operators_of(kernels: LayerKernels, rope: RopeTables = TABLES) -> set[str]:
     """Operators of xorl that a compiled layer would call for its norms, heads and activation."""
-    shape, rope = HeadShape(2, 1, 4), (torch.full((5, 2), 0.6), torch.full((5, 2), 0.8))
+    shape = HeadShape(2, 1, 4)
     found: set[str] = set()
 
     def collect(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
@@ -99,6 +104,21 @@ def test_compilers_look_into_no_native_form():
     assert of(native=["rope"]) == {"xorl.opaque_rope.default"}
     assert of(native=["swiglu"]) == {"xorl.opaque_swiglu.default"}
     assert of(cast_bf16=True) == {"xorl.opaque_round_to_bf16.default"}
+
+
+@pytest.mark.parametrize("rope", [RopeConfig(rotary_dim=2), RopeConfig(interleaved=True)])
+def test_choices_hold_for_every_kind_of_rotation(rope: RopeConfig):
+    """Catches a rotation of a part of each head, or of neighbouring channels, that ignores what was chosen."""
+    table = (torch.full((5, (rope.rotary_dim or 4) // 2), 0.6),) * 2
+
+    def operators(**choice) -> set[str]:
+        kernels = choose(device_type="cpu", dtype=torch.float32, compiled=True, **choice)
+        return operators_of(replace(kernels, split_heads=kernels.split_heads_of(rope)), table)
+
+    assert operators() == set()
+    assert operators(native=["rope"]) == {"xorl.opaque_rope.default"}
+    assert "xorl.opaque_rms_norm.default" in operators(native=["rms_norm"])
+    assert operators(cast_bf16=True) == {"xorl.opaque_round_to_bf16.default"}
 
 
 def test_casting_rounds_queries_and_keys_after_the_rotation():

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import torch
@@ -19,7 +18,7 @@ from xorl.core.nn.norms import HeadNorm, NormConfig, NormOfHeads
 from xorl.core.nn.rotary import RopeConfig
 from xorl.core.nn.ulysses import ulysses_attention
 from xorl.kernels.attention import CachedLayout, cached_attention
-from xorl.kernels.fused import HeadNorms, HeadShape, RopeTables, reference
+from xorl.kernels.fused import HeadNorms, HeadShape, RopeTables
 from xorl.kernels.layout import SequenceLayout, ShardedLayout
 
 
@@ -71,6 +70,8 @@ class AttentionConfig:
             )
         if self.rope is not None and self.head_dim % 2:
             raise ValueError(f"rotary positions need an even head_dim, got {self.head_dim}")
+        if self.rope is not None:
+            self.rope.check_factors(self.head_dim)
 
     @property
     def q_rows(self) -> int:
@@ -129,7 +130,7 @@ class Attention(nn.Module):
         if config.qk_norm == "head":
             self.q_norm, self.k_norm = HeadNorm(head_dim, norm), HeadNorm(head_dim, norm)
         elif config.qk_norm == "whole":
-            self.q_norm, self.k_norm = (NormOfHeads(count, head_dim, norm, ranks) for count in counts[:2])
+            self.q_norm, self.k_norm = (NormOfHeads(count, head_dim, norm, kernels) for count in counts[:2])
         self.split_heads = kernels.split_heads_of(config.rope)
         self.o_proj = Linear.row_parallel(config.num_heads * head_dim, width, bias=config.o_bias, ranks=ranks)
 
@@ -143,7 +144,7 @@ class Attention(nn.Module):
         projected = (self.qkv_proj(x),) if self.merge_qkv else (self.q_proj(x), self.k_proj(x), self.v_proj(x))
         q, k, v = self._heads(projected, rope)  # [T, H or G, C]
         if self.temperature is not None:
-            q = (q * self.temperature.of(layout.positions)[:, None, None]).to(q.dtype)
+            q = self.kernels.round_heads((q * self.temperature.of(layout.positions)[:, None, None]).to(q.dtype))
         return self.ranks.scatter(self.o_proj(self._attend(q, k, v, layout).flatten(-2)))
 
     def _heads(self, projected: tuple[Tensor, ...], rope: RopeTables | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -157,8 +158,9 @@ class Attention(nn.Module):
         if not self.norm_after_rope:
             return self.split_heads(projected, self.shape, norms, rope)
         q, k, v = self.split_heads(projected, self.shape, None, rope)
-        norm = partial(reference.rms_norm, eps=norms.eps, offset=norms.offset)
-        return norm(q, norms.q_weight), norm(k, norms.k_weight), v
+        q = self.kernels.norm(q, norms.q_weight, norms.eps, norms.offset)
+        k = self.kernels.norm(k, norms.k_weight, norms.eps, norms.offset)
+        return self.kernels.round_heads(q), self.kernels.round_heads(k), v
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout) -> Tensor:
         options = {"scale": self.scale, "window": self.window}

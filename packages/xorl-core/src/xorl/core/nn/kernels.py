@@ -31,8 +31,8 @@ SplitHeadsFn = Callable[
 ]
 
 
-def _unchanged(split: SplitHeadsFn) -> SplitHeadsFn:
-    return split
+def _unchanged(x: Tensor) -> Tensor:
+    return x
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,8 @@ class LayerKernels:
         dispatcher: sends tokens to the ranks of their experts; None: every rank holds all experts.
         tensor: the ranks that share each matrix.
         swiglu_linear: swiglu fused with the next linear layer, if that saves work in the backward pass; else None.
-        round_heads: changes a function of heads so that it rounds queries and keys, if that is chosen.
+        norm, rotate: of heads, where `split_heads` does not compute them.
+        round_heads: rounds queries and keys before attention, if that is chosen.
     """
 
     attention: AttentionFn = sdpa_attention
@@ -61,14 +62,16 @@ class LayerKernels:
     experts: ExpertsFn = grouped.experts
     dispatcher: Dispatcher[Any] | None = None
     tensor: TensorRanks = ALONE
-    round_heads: Callable[[SplitHeadsFn], SplitHeadsFn] = _unchanged
+    norm: Callable[[Tensor, Tensor, float, float], Tensor] = reference.rms_norm
+    rotate: Callable[..., Tensor] = reference.apply_rope
+    round_heads: Callable[[Tensor], Tensor] = _unchanged
 
     def split_heads_of(self, rope: RopeConfig | None) -> SplitHeadsFn:
         """The function for heads with this rotation."""
         if rope is None or (rope.rotary_dim is None and not rope.interleaved):
             return self.split_heads
-        rotate = partial(reference.apply_rope, interleaved=rope.interleaved)
-        return self.round_heads(partial(reference.split_heads, rotate=rotate))
+        rotate = partial(self.rotate, interleaved=rope.interleaved)
+        return _rounding(partial(reference.split_heads, norm=self.norm, rotate=rotate), self.round_heads)
 
 
 def choose_kernels(
@@ -109,7 +112,8 @@ def choose_kernels(
     kernels = _with_fused(plain, fused, compiled=compiled) if fused else plain
     kernels = replace(kernels, experts=experts, dispatcher=dispatcher, tensor=tensor)
     if cast_bf16:
-        kernels = replace(kernels, split_heads=_round_to_bf16(kernels.split_heads), round_heads=_round_to_bf16)
+        split_heads = _rounding(kernels.split_heads, opaque.round_to_bf16)
+        kernels = replace(kernels, split_heads=split_heads, round_heads=opaque.round_to_bf16)
     return kernels
 
 
@@ -121,6 +125,8 @@ def _with_opaque(attention: AttentionFn, names: Collection[FusedKernel]) -> Laye
         add_rms_norm=opaque.add_rms_norm if "rms_norm" in names else reference.add_rms_norm,
         add=opaque.add if "rms_norm" in names else torch.add,
         split_heads=partial(reference.split_heads, norm=norm, rotate=rotate),
+        norm=norm,
+        rotate=rotate,
         swiglu=opaque.swiglu if "swiglu" in names else reference.swiglu,
     )
 
@@ -155,11 +161,13 @@ def _norm_then_rotate(norm_fn: SplitHeadsFn, rope_fn: SplitHeadsFn) -> SplitHead
     return split_heads
 
 
-def _round_to_bf16(split: SplitHeadsFn) -> SplitHeadsFn:
+def _rounding(split: SplitHeadsFn, round_heads: Callable[[Tensor], Tensor]) -> SplitHeadsFn:
+    """Round the queries and keys that `split` computes."""
+
     def split_heads(
         projected: tuple[Tensor, ...], shape: HeadShape, norms: HeadNorms | None, rope: RopeTables | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = split(projected, shape, norms, rope)
-        return opaque.round_to_bf16(q), opaque.round_to_bf16(k), v
+        return round_heads(q), round_heads(k), v
 
     return split_heads

@@ -17,9 +17,7 @@ from torch.nn import functional as F
 from xorl.core.nn.kernels import LayerKernels
 from xorl.core.nn.roles import Role
 from xorl.core.nn.share import Share
-from xorl.core.nn.tensor import TensorRanks
 from xorl.kernels.arguments import check_choice, check_number
-from xorl.kernels.fused import reference
 
 
 @dataclass(frozen=True)
@@ -89,17 +87,18 @@ class NormOfHeads(nn.Module):
 
     roles: ClassVar[Mapping[str, Role]] = MappingProxyType({"weight": "norm"})
 
-    def __init__(self, width: int, head_dim: int, config: NormConfig, ranks: TensorRanks) -> None:
+    def __init__(self, width: int, head_dim: int, config: NormConfig, kernels: LayerKernels) -> None:
         super().__init__()
         self.width, self.eps, self.offset = width, config.eps, config.offset
-        self.ranks = ranks
+        self.norm = kernels.norm
+        self.ranks = ranks = kernels.tensor
         self.weight = nn.Parameter(torch.empty(ranks.num_of(width, head_dim)))
         share = ranks.rows_of([width], head_dim)
         self.shares: Mapping[str, Share] = {} if share is None else {"weight": share}
 
     def forward(self, x: Tensor) -> Tensor:
         if self.ranks.size == 1:
-            return reference.rms_norm(x, self.weight, self.eps, self.offset)
+            return self.norm(x, self.weight, self.eps, self.offset)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         # Where several ranks have the same heads, all of them count.
         num_counted = self.ranks.size * x.shape[-1]

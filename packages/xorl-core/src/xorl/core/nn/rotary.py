@@ -68,6 +68,16 @@ class RopeConfig:
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name}: must be a number above 0, got {getattr(self, name)!r}")
 
+    def check_factors(self, head_dim: int) -> None:
+        """Raise ValueError unless longrope has a factor for each channel pair of heads of `head_dim` channels."""
+        num_pairs = (self.rotary_dim or head_dim) // 2
+        for name in ("short_factors", "long_factors"):
+            found = len(getattr(self, name))
+            if self.kind == "longrope" and found != num_pairs:
+                raise ValueError(
+                    f"{name}: longrope needs {num_pairs}, one for each channel pair, but there are {found}"
+                )
+
     @property
     def depends_on_length(self) -> bool:
         """Whether documents beyond the trained length have other frequencies."""

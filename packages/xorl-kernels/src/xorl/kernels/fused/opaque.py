@@ -60,9 +60,9 @@ def _add(x: Tensor, y: Tensor) -> Tensor:
     return x + y
 
 
-def _apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _apply_rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """`apply_rope` with the tables as two arguments."""
-    return reference.apply_rope(x, (cos, sin))
+    return reference.apply_rope(x, (cos, sin), interleaved=interleaved)
 
 
 def _round_to_bf16(x: Tensor) -> Tensor:
@@ -85,6 +85,6 @@ def add_rms_norm(
     return summed, rms_norm(summed, weight, eps, offset)
 
 
-def apply_rope(x: Tensor, tables: RopeTables) -> Tensor:
+def apply_rope(x: Tensor, tables: RopeTables, *, interleaved: bool = False) -> Tensor:
     """`reference.apply_rope`."""
-    return rope(x, *tables)
+    return rope(x, *tables, interleaved)
