@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from xorl.core.models import rotary_gated
-from xorl.core.models.decoder_config import DecoderConfig, LayerConfig
+from xorl.core.models.decoder_config import DecoderConfig
 from xorl.core.models.hf_config import HFConfig
 from xorl.core.models.spec import ModelSpec
 from xorl.core.nn import NormConfig
@@ -26,14 +26,8 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
     )
     config = replace(config, logit_scale=hf.get("logit_scale", float, 0.0625))
     hf.finish()
-
-    def change(_: int, layer: LayerConfig) -> LayerConfig:
-        attention = layer.attention
-        if attention.window is None:
-            attention = replace(attention, rope=None)
-        return replace(layer, norms="parallel", attention=attention)
-
-    return config.with_layers(change)
+    config = config.with_ropes(full=None, sliding=config.attention.rope)
+    return config.with_layers(lambda _, layer: replace(layer, norms="parallel"))
 
 
 SPEC = ModelSpec(

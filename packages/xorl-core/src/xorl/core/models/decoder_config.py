@@ -101,6 +101,15 @@ class DecoderConfig:
         """This configuration with `change(index, layer)` for each layer."""
         return replace(self, layers=tuple(change(index, layer) for index, layer in enumerate(self.layers)))
 
+    def with_ropes(self, full: RopeConfig | None, sliding: RopeConfig | None) -> DecoderConfig:
+        """This configuration with one rotation in layers without a window, and another in layers with one."""
+
+        def change(_: int, layer: LayerConfig) -> LayerConfig:
+            rope = full if layer.attention.window is None else sliding
+            return replace(layer, attention=replace(layer.attention, rope=rope))
+
+        return self.with_layers(change)
+
     @property
     def num_layers(self) -> int:
         return len(self.layers)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from xorl.core.models import rotary_gated
-from xorl.core.models.decoder_config import DecoderConfig, LayerConfig
+from xorl.core.models.decoder_config import DecoderConfig
 from xorl.core.models.hf_config import HFConfig
 from xorl.core.models.spec import ModelSpec
 
@@ -22,14 +22,9 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
         windows=windows,
     )
     hf.finish()
-
-    def change(_: int, layer: LayerConfig) -> LayerConfig:
-        attention = layer.attention
-        if attention.window is None and any(windows):
-            attention = replace(attention, rope=None)
-        return replace(layer, norms="post", attention=attention)
-
-    return config.with_layers(change)
+    if any(windows):
+        config = config.with_ropes(full=None, sliding=config.attention.rope)
+    return config.with_layers(lambda _, layer: replace(layer, norms="post"))
 
 
 SPEC = ModelSpec(

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from xorl.core.models import rotary_gated
-from xorl.core.models.decoder_config import DecoderConfig, DenseConfig, LayerConfig
+from xorl.core.models.decoder_config import DecoderConfig, DenseConfig
 from xorl.core.models.hf_config import HFConfig
 from xorl.core.models.rope_config import read_rope_of_type
 from xorl.core.models.spec import ModelSpec
@@ -54,12 +54,10 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
     )
     scale = hf.get("query_pre_attn_scalar", float) ** -0.5
     hf.finish(inert=["_sliding_window_pattern"])
-
-    def change(_: int, layer: LayerConfig) -> LayerConfig:
-        rope = full if layer.attention.window is None else sliding
-        return replace(layer, norms="sandwich", attention=replace(layer.attention, rope=rope, scale=scale))
-
-    return replace(config.with_layers(change), embed_scale=config.hidden_size**0.5)
+    config = config.with_ropes(full, sliding).with_layers(
+        lambda _, layer: replace(layer, norms="sandwich", attention=replace(layer.attention, scale=scale))
+    )
+    return replace(config, embed_scale=config.hidden_size**0.5)
 
 
 SPEC = ModelSpec(

@@ -23,7 +23,14 @@ use_cache use_return_dict
 """
 INERT_KEYS = frozenset(_INERT.split())
 # The dropout keys of all families.
-DROPOUT_KEYS = ("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop")
+DROPOUT_KEYS = (
+    "attention_dropout",
+    "attn_pdrop",
+    "embd_pdrop",
+    "embedding_dropout",
+    "resid_pdrop",
+    "residual_dropout",
+)
 
 
 class HFConfig:

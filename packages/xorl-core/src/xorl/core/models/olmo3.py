@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from xorl.core.models import rotary_gated
-from xorl.core.models.decoder_config import DecoderConfig, LayerConfig
+from xorl.core.models.decoder_config import DecoderConfig
 from xorl.core.models.hf_config import HFConfig
 from xorl.core.models.rope_config import read_rope_of_type
 from xorl.core.models.spec import ModelSpec
@@ -24,12 +24,9 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
     windows = rotary_gated.read_patterned_windows(hf, "sliding_window_pattern", 4)
     config = rotary_gated.read_config(hf, rope=full, qkv_bias=bias, o_bias=bias, windows=windows)
     hf.finish()
-
-    def change(_: int, layer: LayerConfig) -> LayerConfig:
-        rope = full if layer.attention.window is None else sliding
-        return replace(layer, norms="post", attention=replace(layer.attention, qk_norm="whole", rope=rope))
-
-    return config.with_layers(change)
+    return config.with_ropes(full, sliding).with_layers(
+        lambda _, layer: replace(layer, norms="post", attention=replace(layer.attention, qk_norm="whole"))
+    )
 
 
 SPEC = ModelSpec(
