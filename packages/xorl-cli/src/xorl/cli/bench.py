@@ -154,7 +154,8 @@ def bench_command(
 
 def _write(run: SyntheticRun, overrides: tuple[str, ...], flags: Flags) -> Path:
     """Writes the configuration of a run; the overrides say how many ranks read the same data."""
-    train = _load(write_config(replace(run, tokens_per_step=None), flags.output), overrides, flags)[""].config.train
+    without_data = replace(run, documents="single", tokens_per_step=None)
+    train = _load(write_config(without_data, flags.output), overrides, flags)[""].config.train
     num_sharing = train.pipeline_parallel_size * train.context_parallel_size * train.tensor_parallel_size
     return write_config(replace(run, num_sharing=num_sharing), flags.output)
 
