@@ -246,7 +246,7 @@ async def test_weights_that_ended_with_their_model_say_what_to_do(tmp_path, ende
     chosen = options(tmp_path)
     sampler = f"{SESSION}:sample:1"
     sample = Sample(SessionSampler(sampler), Array.of(np.array([1], dtype=np.int32)))
-    with workers(chosen) as counting:
+    with workers(chosen):
         async with running(chosen) as client:
             await client.create("m")
             await client.do(SaveWeightsForSampler("m", None, sampler_id=sampler), 1)
@@ -254,7 +254,7 @@ async def test_weights_that_ended_with_their_model_say_what_to_do(tmp_path, ende
             match ended_by:
                 case "silence":
                     await client.orchestrator.answer(FinishSession(SESSION, "success"))
-                    while counting.models:
+                    while client.orchestrator.state.registry.models["m"].state != "released":
                         await asyncio.sleep(0.05)
                 case "unloading":
                     await client.do(UnloadModel("m"), 2)

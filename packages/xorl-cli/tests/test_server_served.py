@@ -68,7 +68,7 @@ async def test_a_model_that_was_released_is_sampled_from_without_being_restored(
         await client.begin()
         trained = counting.models[MODEL]
         await client.orchestrator.answer(FinishSession(SESSION, "success"))
-        while counting.models:
+        while client.orchestrator.state.registry.models[MODEL].state != "released":
             await asyncio.sleep(0.05)
         served = await found(client)
         assert state_of(chosen, served) == [trained.weights, 1]

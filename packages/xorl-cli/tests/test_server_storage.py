@@ -57,12 +57,16 @@ def folders(chosen):
 
 
 async def prune(client):
-    """What housekeeping does every 15 seconds."""
-    housekeeping = client.orchestrator.housekeeping
+    """What housekeeping does every 15 seconds, and the deletions that a save before it has begun."""
+    housekeeping, keeping = client.orchestrator.housekeeping, client.orchestrator.state.keeping
     while housekeeping._expiring is not None and not housekeeping._expiring.done():
         await asyncio.sleep(0.01)
+    async with keeping:  # a deletion that may have begun before the last save
+        pass
     await housekeeping._prune(time.time())
     await housekeeping._expiring
+    async with keeping:  # housekeeping leaves kept checkpoints to a deletion that is running
+        pass
 
 
 async def until(condition):
