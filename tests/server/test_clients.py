@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from answering_orchestrator import FAILING_LOSS, served
-from child import in_child
+from child import in_a_child, in_child
 from xorl.server.operations import CreateModel, ForwardBackward, OptimStep, Sample
 
 MISSING = [name for name in ("tinker", "xorl_client") if importlib.util.find_spec(name) is None]
@@ -290,26 +290,23 @@ def test_the_other_client_trains_samples_and_keeps_house(with_xorl):
 
 
 @pytest.mark.parametrize("key", ["tml-the-right-token-of-it", "tml-some-other-token-here"])
+@in_a_child
 def test_a_token_lets_its_client_in_and_no_other(tmp_path, key):
     """Catches a service with a token that anybody may use, or one of the clients cannot."""
+    with served(tmp_path, token="tml-the-right-token-of-it") as (url, orchestrator):
+        import tinker  # noqa: PLC0415
+        import xorl_client  # noqa: PLC0415
 
-    def whole():
-        with served(tmp_path, token="tml-the-right-token-of-it") as (url, orchestrator):
-            import tinker  # noqa: PLC0415
-            import xorl_client  # noqa: PLC0415
+        def clients():
+            tinker.ServiceClient(base_url=url, api_key=key).create_lora_training_client("tiny").result()
+            xorl_client.ServiceClient(base_url=url, api_key=key).create_lora_training_client("tiny")
 
-            def clients():
-                tinker.ServiceClient(base_url=url, api_key=key).create_lora_training_client("tiny").result()
-                xorl_client.ServiceClient(base_url=url, api_key=key).create_lora_training_client("tiny")
-
-            if key.endswith("of-it"):
-                clients()
-                assert len(orchestrator.models) == 2
-                return
-            with pytest.raises(tinker.AuthenticationError):
-                clients()
-            with pytest.raises(Exception, match="token is wrong"):
-                xorl_client.ServiceClient(base_url=url, api_key=key).create_lora_training_client("tiny")
-            assert orchestrator.models == {}
-
-    in_child(whole)
+        if key.endswith("of-it"):
+            clients()
+            assert len(orchestrator.models) == 2
+            return
+        with pytest.raises(tinker.AuthenticationError):
+            clients()
+        with pytest.raises(Exception, match="token is wrong"):
+            xorl_client.ServiceClient(base_url=url, api_key=key).create_lora_training_client("tiny")
+        assert orchestrator.models == {}

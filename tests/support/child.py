@@ -1,8 +1,9 @@
-"""in_child: call a function in a process that is forked from this one, for code that leaves threads behind."""
+"""in_child and in_a_child: run a function, or a test, in a forked process, for code that leaves threads behind."""
 
 from __future__ import annotations
 
 import faulthandler
+import functools
 import importlib
 import importlib.util
 import os
@@ -46,6 +47,16 @@ def in_child(function: Callable[[], Answer]) -> Answer:
             process.kill()
     assert succeeded, answer
     return answer
+
+
+def in_a_child(test: Callable[..., None]) -> Callable[..., None]:
+    """The same test, all of it in such a process."""
+
+    @functools.wraps(test)
+    def run(**fixtures: object) -> None:
+        in_child(functools.partial(test, **fixtures))
+
+    return run
 
 
 def _call(function: Callable[[], object], answer: Connection, stacks: IO[str]) -> None:

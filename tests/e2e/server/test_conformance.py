@@ -17,7 +17,7 @@ import transformers
 import zmq
 from torch import Tensor
 
-from child import in_child
+from child import in_a_child, in_child
 from service import Service
 from xorl.server.channel.wire import encode_header
 
@@ -84,242 +84,230 @@ def plain_model(service: Service, base_model_id: str, adapter: Path) -> peft.Pef
     return peft.PeftModel.from_pretrained(model, str(adapter), is_trainable=True)
 
 
+@in_a_child
 def test_losses_gradients_and_steps_are_those_of_plain_torch(service: Service) -> None:
     # Catches a loss that is divided, a shift, a number of Adam that is lost, weights or adapters exported as others.
-    def whole() -> None:
-        other = service.xorl().create_lora_training_client(base_model=MODEL, model_id="plain")
-        other.save_full_weights_safetensors("base", dtype="float32").result()
-        with service.tinker() as client:
-            training = made(client.create_lora_training_client(base_model=MODEL, rank=4, seed=1))
-            from tinker import types  # noqa: PLC0415  (a dependency group that is not always there)
+    other = service.xorl().create_lora_training_client(base_model=MODEL, model_id="plain")
+    other.save_full_weights_safetensors("base", dtype="float32").result()
+    with service.tinker() as client:
+        training = made(client.create_lora_training_client(base_model=MODEL, rank=4, seed=1))
+        from tinker import types  # noqa: PLC0415  (a dependency group that is not always there)
 
-            still = types.AdamParams(learning_rate=0.0)
-            moved = types.AdamParams(learning_rate=0.03)
-            training.forward_backward(datums(types, weights=True), "cross_entropy")
-            training.optim_step(moved).result()
-            folder = service.output_dir / "weights" / training.model_id.replace(":", "~")
-            training.save_state("moved").result()
-            model = plain_model(service, "plain", folder / "moved")
-            parameters = [one for one in model.parameters() if one.requires_grad]
+        still = types.AdamParams(learning_rate=0.0)
+        moved = types.AdamParams(learning_rate=0.03)
+        training.forward_backward(datums(types, weights=True), "cross_entropy")
+        training.optim_step(moved).result()
+        folder = service.output_dir / "weights" / training.model_id.replace(":", "~")
+        training.save_state("moved").result()
+        model = plain_model(service, "plain", folder / "moved")
+        parameters = [one for one in model.parameters() if one.requires_grad]
 
-            def compare(trained, stepped, loss: Tensor, logprobs: list[Tensor]) -> None:
-                for output, plain in zip(trained.loss_fn_outputs, logprobs, strict=True):
-                    torch.testing.assert_close(output["logprobs"].to_torch(), plain.detach(), rtol=1e-5, atol=1e-5)
-                assert trained.metrics["loss:sum"] == pytest.approx(loss.item(), rel=1e-5, abs=1e-4)
-                loss.backward()
-                norm = torch.nn.utils.clip_grad_norm_(parameters, 1e9)
-                assert stepped.metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
+        def compare(trained, stepped, loss: Tensor, logprobs: list[Tensor]) -> None:
+            for output, plain in zip(trained.loss_fn_outputs, logprobs, strict=True):
+                torch.testing.assert_close(output["logprobs"].to_torch(), plain.detach(), rtol=1e-5, atol=1e-5)
+            assert trained.metrics["loss:sum"] == pytest.approx(loss.item(), rel=1e-5, abs=1e-4)
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(parameters, 1e9)
+            assert stepped.metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
 
-            for name, (options, formula) in FORMULAS.items():
-                trained = training.forward_backward(datums(types, policy=True), name, loss_fn_config=options)
-                stepped = training.optim_step(still)
-                logprobs = plain_logprobs(model)
-                loss = sum(map(formula, logprobs, OLD, ADVANTAGES))
-                compare(trained.result(), stepped.result(), loss, logprobs)
-                model.zero_grad()
+        for name, (options, formula) in FORMULAS.items():
+            trained = training.forward_backward(datums(types, policy=True), name, loss_fn_config=options)
+            stepped = training.optim_step(still)
+            logprobs = plain_logprobs(model)
+            loss = sum(map(formula, logprobs, OLD, ADVANTAGES))
+            compare(trained.result(), stepped.result(), loss, logprobs)
+            model.zero_grad()
 
-            # A fresh optimizer, and steps with every number; two calls make one gradient.
-            again = client.create_training_client_from_state(f"tinker://{training.model_id}/weights/moved")
-            adam = types.AdamParams(
-                learning_rate=1e-3, beta1=0.8, beta2=0.9, eps=1e-3, weight_decay=0.5, grad_clip_norm=3.0
-            )
-            plain_adam = torch.optim.AdamW(parameters, lr=1e-3, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.5)
-            data = datums(types, weights=True)
-            for _ in range(3):
-                again.forward_backward(data[:1], "cross_entropy")
-                again.forward_backward(data[1:], "cross_entropy")
-                stepped = again.optim_step(adam).result()
-                losses = [-(w * values).sum() for w, values in zip(WEIGHTS, plain_logprobs(model), strict=True)]
-                sum(losses).backward()
-                norm = torch.nn.utils.clip_grad_norm_(parameters, 3.0)
-                assert stepped.metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
-                plain_adam.step()
-                plain_adam.zero_grad()
-            final = again.forward(data, "cross_entropy").result()
-            loss = -sum((w * values).sum() for w, values in zip(WEIGHTS, plain_logprobs(model), strict=True))
-            assert final.metrics["loss:sum"] == pytest.approx(loss.item(), rel=1e-5)
-
-    in_child(whole)
+        # A fresh optimizer, and steps with every number; two calls make one gradient.
+        again = client.create_training_client_from_state(f"tinker://{training.model_id}/weights/moved")
+        adam = types.AdamParams(
+            learning_rate=1e-3, beta1=0.8, beta2=0.9, eps=1e-3, weight_decay=0.5, grad_clip_norm=3.0
+        )
+        plain_adam = torch.optim.AdamW(parameters, lr=1e-3, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.5)
+        data = datums(types, weights=True)
+        for _ in range(3):
+            again.forward_backward(data[:1], "cross_entropy")
+            again.forward_backward(data[1:], "cross_entropy")
+            stepped = again.optim_step(adam).result()
+            losses = [-(w * values).sum() for w, values in zip(WEIGHTS, plain_logprobs(model), strict=True)]
+            sum(losses).backward()
+            norm = torch.nn.utils.clip_grad_norm_(parameters, 3.0)
+            assert stepped.metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
+            plain_adam.step()
+            plain_adam.zero_grad()
+        final = again.forward(data, "cross_entropy").result()
+        loss = -sum((w * values).sum() for w, values in zip(WEIGHTS, plain_logprobs(model), strict=True))
+        assert final.metrics["loss:sum"] == pytest.approx(loss.item(), rel=1e-5)
 
 
+@in_a_child
 def test_every_call_of_one_client(service: Service) -> None:
     # Catches a call that the service takes otherwise than the client means it, in what surrounds training.
-    def whole() -> None:
-        with service.tinker() as client:
-            import tinker  # noqa: PLC0415
+    with service.tinker() as client:
+        import tinker  # noqa: PLC0415
 
-            types = tinker.types
-            rest = client.create_rest_client()
-            # Older releases lack some of these calls (tools/check_clients.py); what they have must work.
-            (supported,) = made(
-                getattr(rest, "get_server_capabilities", client.get_server_capabilities)()
-            ).supported_models
-            assert supported.model_name == MODEL
-            training = made(client.create_lora_training_client(MODEL, rank=8, user_metadata={"run": "conformance"}))
-            info = training.get_info()
-            assert (info.is_lora, info.lora_rank) == (True, 8)
-            known = training.get_tokenizer().decode([40, 41, 42])
-            assert known
-            data = datums(types, weights=True)
-            seen = training.forward(data, "cross_entropy").result()
+        types = tinker.types
+        rest = client.create_rest_client()
+        # Older releases lack some of these calls (tools/check_clients.py); what they have must work.
+        (supported,) = made(getattr(rest, "get_server_capabilities", client.get_server_capabilities)()).supported_models
+        assert supported.model_name == MODEL
+        training = made(client.create_lora_training_client(MODEL, rank=8, user_metadata={"run": "conformance"}))
+        info = training.get_info()
+        assert (info.is_lora, info.lora_rank) == (True, 8)
+        known = training.get_tokenizer().decode([40, 41, 42])
+        assert known
+        data = datums(types, weights=True)
+        seen = training.forward(data, "cross_entropy").result()
 
-            def squares(data, logprobs):
-                return sum((values**2).sum() for values in logprobs), {"mine": 1.0}
+        def squares(data, logprobs):
+            return sum((values**2).sum() for values in logprobs), {"mine": 1.0}
 
-            own = training.forward_backward_custom(data, squares).result()
-            assert own.metrics["mine"] == 1.0
-            stepped = training.optim_step(types.AdamParams(learning_rate=0.01)).result()
-            assert stepped.metrics["grad_norm"] > 0
+        own = training.forward_backward_custom(data, squares).result()
+        assert own.metrics["mine"] == 1.0
+        stepped = training.optim_step(types.AdamParams(learning_rate=0.01)).result()
+        assert stepped.metrics["grad_norm"] > 0
 
-            path = training.save_state("one", ttl_seconds=1000).result().path
-            here = training.forward(data, "cross_entropy").result().metrics["loss:sum"]
-            assert here != seen.metrics["loss:sum"]
-            training.forward_backward(data, "cross_entropy")
-            training.optim_step(types.AdamParams(learning_rate=0.1)).result()
-            training.load_state_with_optimizer(path).result()
-            assert training.forward(data, "cross_entropy").result().metrics["loss:sum"] == here
-            for again in (
-                client.create_training_client_from_state(path),
-                client.create_training_client_from_state_with_optimizer(path),
-            ):
-                assert again.forward(data, "cross_entropy").result().metrics["loss:sum"] == here
+        path = training.save_state("one", ttl_seconds=1000).result().path
+        here = training.forward(data, "cross_entropy").result().metrics["loss:sum"]
+        assert here != seen.metrics["loss:sum"]
+        training.forward_backward(data, "cross_entropy")
+        training.optim_step(types.AdamParams(learning_rate=0.1)).result()
+        training.load_state_with_optimizer(path).result()
+        assert training.forward(data, "cross_entropy").result().metrics["loss:sum"] == here
+        for again in (
+            client.create_training_client_from_state(path),
+            client.create_training_client_from_state_with_optimizer(path),
+        ):
+            assert again.forward(data, "cross_entropy").result().metrics["loss:sum"] == here
 
-            named = training.save_weights_for_sampler("named").result().path
-            prompt = types.ModelInput.from_ints(SEQUENCES[1][:-1].tolist())
-            logprobs = training.forward(data, "cross_entropy").result().loss_fn_outputs[1]["logprobs"].to_torch()
-            greedy = types.SamplingParams(max_tokens=6, temperature=0.0)
-            drawn = types.SamplingParams(max_tokens=6, temperature=0.7, top_p=0.9, top_k=50, seed=3)
-            for sampler in (
-                training.save_weights_and_get_sampling_client(),
-                client.create_sampling_client(model_path=named),
-            ):
-                assert sampler.get_tokenizer().decode([40, 41, 42]) == known
-                found = sampler.compute_logprobs(prompt).result()
-                assert found[0] is None
-                torch.testing.assert_close(torch.tensor(found[1:]), logprobs[:-1], rtol=0, atol=1e-4)
-                one = sampler.sample(prompt, 1, greedy).result().sequences[0]
-                two = sampler.sample(prompt, 2, greedy).result().sequences
-                assert [list(other.tokens) for other in two] == [list(one.tokens)] * 2
-                texts = [sampler.sample(prompt, 2, drawn, topk_sample_logprobs=3).result() for _ in range(2)]
-                assert [list(s.tokens) for s in texts[0].sequences] == [list(s.tokens) for s in texts[1].sequences]
-                assert list(texts[0].sequences[0].tokens) != list(texts[0].sequences[1].tokens)
-                stop = int(one.tokens[1])
-                stopped = sampler.sample(
-                    prompt, 1, types.SamplingParams(max_tokens=6, temperature=0.0, stop=[stop])
-                ).result()
-                assert stopped.sequences[0].stop_reason == "stop"
-                assert list(stopped.sequences[0].tokens)[-1] == stop
-            base = client.create_sampling_client(base_model=MODEL)
-            whole_prompt = base.sample(
-                prompt, 1, types.SamplingParams(max_tokens=1), include_prompt_logprobs=True, topk_prompt_logprobs=2
+        named = training.save_weights_for_sampler("named").result().path
+        prompt = types.ModelInput.from_ints(SEQUENCES[1][:-1].tolist())
+        logprobs = training.forward(data, "cross_entropy").result().loss_fn_outputs[1]["logprobs"].to_torch()
+        greedy = types.SamplingParams(max_tokens=6, temperature=0.0)
+        drawn = types.SamplingParams(max_tokens=6, temperature=0.7, top_p=0.9, top_k=50, seed=3)
+        for sampler in (
+            training.save_weights_and_get_sampling_client(),
+            client.create_sampling_client(model_path=named),
+        ):
+            assert sampler.get_tokenizer().decode([40, 41, 42]) == known
+            found = sampler.compute_logprobs(prompt).result()
+            assert found[0] is None
+            torch.testing.assert_close(torch.tensor(found[1:]), logprobs[:-1], rtol=0, atol=1e-4)
+            one = sampler.sample(prompt, 1, greedy).result().sequences[0]
+            two = sampler.sample(prompt, 2, greedy).result().sequences
+            assert [list(other.tokens) for other in two] == [list(one.tokens)] * 2
+            texts = [sampler.sample(prompt, 2, drawn, topk_sample_logprobs=3).result() for _ in range(2)]
+            assert [list(s.tokens) for s in texts[0].sequences] == [list(s.tokens) for s in texts[1].sequences]
+            assert list(texts[0].sequences[0].tokens) != list(texts[0].sequences[1].tokens)
+            stop = int(one.tokens[1])
+            stopped = sampler.sample(
+                prompt, 1, types.SamplingParams(max_tokens=6, temperature=0.0, stop=[stop])
             ).result()
-            assert len(whole_prompt.prompt_logprobs) == len(whole_prompt.topk_prompt_logprobs) == prompt.length
+            assert stopped.sequences[0].stop_reason == "stop"
+            assert list(stopped.sequences[0].tokens)[-1] == stop
+        base = client.create_sampling_client(base_model=MODEL)
+        whole_prompt = base.sample(
+            prompt, 1, types.SamplingParams(max_tokens=1), include_prompt_logprobs=True, topk_prompt_logprobs=2
+        ).result()
+        assert len(whole_prompt.prompt_logprobs) == len(whole_prompt.topk_prompt_logprobs) == prompt.length
 
-            if hasattr(base, "get_sampler_handle"):
-                handle = client.create_sampling_client(model_path=named).get_sampler_handle()
-                clone = tinker.SamplingClient.from_sampler_handle(handle, api_key=service.key)
-                assert clone.compute_logprobs(prompt).result() == found
-            external = training.save_weights_external("adapter").result().path
-            urls = rest.get_external_weights_urls(external).result().urls
-            # What the client's own command for a hub wants to find.
-            assert {"adapter_config.json", "adapter_model.safetensors"} <= urls.keys()
-            for name, url in urls.items():
-                written = (
-                    service.output_dir / "external_weights" / training.model_id.replace(":", "~") / "adapter" / name
-                )
-                assert httpx.get(url, trust_env=False).content == written.read_bytes()
+        if hasattr(base, "get_sampler_handle"):
+            handle = client.create_sampling_client(model_path=named).get_sampler_handle()
+            clone = tinker.SamplingClient.from_sampler_handle(handle, api_key=service.key)
+            assert clone.compute_logprobs(prompt).result() == found
+        external = training.save_weights_external("adapter").result().path
+        urls = rest.get_external_weights_urls(external).result().urls
+        # What the client's own command for a hub wants to find.
+        assert {"adapter_config.json", "adapter_model.safetensors"} <= urls.keys()
+        for name, url in urls.items():
+            written = service.output_dir / "external_weights" / training.model_id.replace(":", "~") / "adapter" / name
+            assert httpx.get(url, trust_env=False).content == written.read_bytes()
 
-            checkpoints = rest.list_checkpoints(training.model_id).result().checkpoints
-            assert {"weights/one", "sampler_weights/named"} <= {one.checkpoint_id for one in checkpoints}
-            run = rest.get_training_run(training.model_id).result()
-            assert (run.is_lora, run.lora_rank, run.base_model) == (True, 8, MODEL)
-            assert run.user_metadata == {"run": "conformance"}
-            assert training.model_id in [
-                one.training_run_id for one in rest.list_training_runs().result().training_runs
-            ]
-            assert rest.get_weights_info_by_tinker_path(path).result().lora_rank == 8
-            rest.set_checkpoint_ttl_from_tinker_path(path, None).result()
-            session = training.model_id.partition(":")[0]
-            assert training.model_id in rest.get_session(session).result().training_run_ids
-            assert session in rest.list_sessions().result().sessions
-            if hasattr(rest, "search_sessions"):
-                (summary,) = rest.search_sessions(types.SessionSearchRequest(session_id=session)).result().sessions
-                assert (summary.status.type, summary.checkpoints_count > 0) == ("active", True)
-            with pytest.raises(Exception, match="every client of this service can already read"):
-                rest.publish_checkpoint_from_tinker_path(path).result()
-            if hasattr(rest, "copy_weights"):
-                with pytest.raises(Exception, match="no projects to copy weights between"):
-                    rest.copy_weights(path, "project").result()
-            with pytest.raises(Exception, match="its objective is not published"):
-                training.forward_backward(data, "stable_reinforce").result()
-            training.save_state("two").result()
-            rest.delete_checkpoint_from_tinker_path(path).result()
-            left = {one.checkpoint_id for one in rest.list_user_checkpoints().result().checkpoints}
-            assert "weights/one" not in left
-
-    in_child(whole)
+        checkpoints = rest.list_checkpoints(training.model_id).result().checkpoints
+        assert {"weights/one", "sampler_weights/named"} <= {one.checkpoint_id for one in checkpoints}
+        run = rest.get_training_run(training.model_id).result()
+        assert (run.is_lora, run.lora_rank, run.base_model) == (True, 8, MODEL)
+        assert run.user_metadata == {"run": "conformance"}
+        assert training.model_id in [one.training_run_id for one in rest.list_training_runs().result().training_runs]
+        assert rest.get_weights_info_by_tinker_path(path).result().lora_rank == 8
+        rest.set_checkpoint_ttl_from_tinker_path(path, None).result()
+        session = training.model_id.partition(":")[0]
+        assert training.model_id in rest.get_session(session).result().training_run_ids
+        assert session in rest.list_sessions().result().sessions
+        if hasattr(rest, "search_sessions"):
+            (summary,) = rest.search_sessions(types.SessionSearchRequest(session_id=session)).result().sessions
+            assert (summary.status.type, summary.checkpoints_count > 0) == ("active", True)
+        with pytest.raises(Exception, match="every client of this service can already read"):
+            rest.publish_checkpoint_from_tinker_path(path).result()
+        if hasattr(rest, "copy_weights"):
+            with pytest.raises(Exception, match="no projects to copy weights between"):
+                rest.copy_weights(path, "project").result()
+        with pytest.raises(Exception, match="its objective is not published"):
+            training.forward_backward(data, "stable_reinforce").result()
+        training.save_state("two").result()
+        rest.delete_checkpoint_from_tinker_path(path).result()
+        left = {one.checkpoint_id for one in rest.list_user_checkpoints().result().checkpoints}
+        assert "weights/one" not in left
 
 
+@in_a_child
 def test_every_call_of_the_other_client(service: Service) -> None:
     # Catches the same for the client that has no sessions and speaks JSON.
-    def whole() -> None:
-        from xorl_client import types  # noqa: PLC0415
+    from xorl_client import types  # noqa: PLC0415
 
-        client = service.xorl()
-        training = client.create_lora_training_client(base_model=MODEL, model_id="other")
-        data = datums(types, weights=True)
-        adam = types.AdamParams(learning_rate=0.01)
-        before = training.forward(data, "causallm_loss").result()
-        trained = training.forward_backward(data, "causallm_loss").result()
-        assert trained.metrics["loss:sum"] == before.metrics["loss:sum"]
-        logprobs = [torch.tensor(one["logprobs"].tolist()) for one in trained.loss_fn_outputs]
-        loss = -sum((weight * values).sum() for weight, values in zip(WEIGHTS, logprobs, strict=True))
-        assert trained.metrics["loss:sum"] == pytest.approx(loss.item(), rel=1e-5)
-        training.optim_step(adam).result()
-        path = training.save_state("one").result().path
-        here = training.forward(data, "causallm_loss").result().metrics["loss:sum"]
-        assert here < before.metrics["loss:sum"]
-        training.forward_backward(data, "causallm_loss").result()
-        training.optim_step(adam).result()
-        training.load_state_with_optimizer(path).result()
-        assert training.forward(data, "causallm_loss").result().metrics["loss:sum"] == here
+    client = service.xorl()
+    training = client.create_lora_training_client(base_model=MODEL, model_id="other")
+    data = datums(types, weights=True)
+    adam = types.AdamParams(learning_rate=0.01)
+    before = training.forward(data, "causallm_loss").result()
+    trained = training.forward_backward(data, "causallm_loss").result()
+    assert trained.metrics["loss:sum"] == before.metrics["loss:sum"]
+    logprobs = [torch.tensor(one["logprobs"].tolist()) for one in trained.loss_fn_outputs]
+    loss = -sum((weight * values).sum() for weight, values in zip(WEIGHTS, logprobs, strict=True))
+    assert trained.metrics["loss:sum"] == pytest.approx(loss.item(), rel=1e-5)
+    training.optim_step(adam).result()
+    path = training.save_state("one").result().path
+    here = training.forward(data, "causallm_loss").result().metrics["loss:sum"]
+    assert here < before.metrics["loss:sum"]
+    training.forward_backward(data, "causallm_loss").result()
+    training.optim_step(adam).result()
+    training.load_state_with_optimizer(path).result()
+    assert training.forward(data, "causallm_loss").result().metrics["loss:sum"] == here
 
-        saved = training.save_weights_for_sampler("sampled").result().path
-        sampler = client.create_sampling_client(model_path=saved, base_url=service.url)
-        prompt = types.ModelInput.from_ints(SEQUENCES[1][:-1].tolist())
-        params = types.SamplingParams(max_tokens=5, temperature=0.0)
-        (answer,) = sampler.sample(prompt, num_samples=1, sampling_params=params).result().sequences
-        assert len(answer.tokens) == len(answer.logprobs) == 5
-        text = sampler.sample("this", num_samples=2, sampling_params=params).result()
-        assert [len(one.tokens) for one in text.sequences] == [5, 5]
-        newest = training.save_weights_and_get_sampling_client(inference_base_url=service.url)
-        batch = newest.sample_batch([prompt, "this"], sampling_params=params).result()
-        assert list(dict(batch.completed)[0].sequences[0].tokens) == list(answer.tokens)
-        assert (batch.failed, batch.cancelled) == ([], [])
+    saved = training.save_weights_for_sampler("sampled").result().path
+    sampler = client.create_sampling_client(model_path=saved, base_url=service.url)
+    prompt = types.ModelInput.from_ints(SEQUENCES[1][:-1].tolist())
+    params = types.SamplingParams(max_tokens=5, temperature=0.0)
+    (answer,) = sampler.sample(prompt, num_samples=1, sampling_params=params).result().sequences
+    assert len(answer.tokens) == len(answer.logprobs) == 5
+    text = sampler.sample("this", num_samples=2, sampling_params=params).result()
+    assert [len(one.tokens) for one in text.sequences] == [5, 5]
+    newest = training.save_weights_and_get_sampling_client(inference_base_url=service.url)
+    batch = newest.sample_batch([prompt, "this"], sampling_params=params).result()
+    assert list(dict(batch.completed)[0].sequences[0].tokens) == list(answer.tokens)
+    assert (batch.failed, batch.cancelled) == ([], [])
 
-        assert training.health_check()["status"] == "healthy"
-        rest = client.create_rest_client()
-        assert rest.get_weights_info(path).result().lora_rank
-        assert "other" in [run.training_run_id for run in rest.list_training_runs().result().training_runs]
-        listed = training.list_checkpoints().result().checkpoints
-        assert {"weights/one", "sampler_weights/sampled"} <= {one.checkpoint_id for one in listed}
-        training.save_state("two").result()
-        assert training.delete_checkpoint("weights/one").result().success
-        assert training.list_inference_endpoints().result().count == 0
-        killed = training.kill_session(save_checkpoint=True).result()
-        assert killed.success
-        for create in (
-            client.create_training_client_from_state_with_optimizer,
-            client.create_training_client_from_state,
-        ):
-            again = create(killed.checkpoint_path)
-            assert again.forward(data, "causallm_loss").result().metrics["loss:sum"] == here
-        assert again.delete_checkpoint_from_xorl_path("xorl://other/weights/two").result().success
-        with pytest.raises(Exception, match=r"endpoint|several models"):
-            again.sync_inference_weights("127.0.0.1").result()
-        assert again.unload().result().model_id == "other"
-
-    in_child(whole)
+    assert training.health_check()["status"] == "healthy"
+    rest = client.create_rest_client()
+    assert rest.get_weights_info(path).result().lora_rank
+    assert "other" in [run.training_run_id for run in rest.list_training_runs().result().training_runs]
+    listed = training.list_checkpoints().result().checkpoints
+    assert {"weights/one", "sampler_weights/sampled"} <= {one.checkpoint_id for one in listed}
+    training.save_state("two").result()
+    assert training.delete_checkpoint("weights/one").result().success
+    assert training.list_inference_endpoints().result().count == 0
+    killed = training.kill_session(save_checkpoint=True).result()
+    assert killed.success
+    for create in (
+        client.create_training_client_from_state_with_optimizer,
+        client.create_training_client_from_state,
+    ):
+        again = create(killed.checkpoint_path)
+        assert again.forward(data, "causallm_loss").result().metrics["loss:sum"] == here
+    assert again.delete_checkpoint_from_xorl_path("xorl://other/weights/two").result().success
+    with pytest.raises(Exception, match=r"endpoint|several models"):
+        again.sync_inference_weights("127.0.0.1").result()
+    assert again.unload().result().model_id == "other"
 
 
 def made(created):
@@ -335,35 +323,33 @@ def losses_of(training, types, rate: float) -> list[float]:
     return [call.result().metrics["loss:sum"] for call in calls]
 
 
+@in_a_child
 def test_both_clients_train_at_the_same_time_as_if_alone(service: Service) -> None:
     # Catches gradients, steps or answers of one client that get into the other's.
-    def whole() -> None:
-        from concurrent.futures import ThreadPoolExecutor  # noqa: PLC0415
+    from concurrent.futures import ThreadPoolExecutor  # noqa: PLC0415
 
-        import tinker  # noqa: PLC0415
-        import xorl_client  # noqa: PLC0415
+    import tinker  # noqa: PLC0415
+    import xorl_client  # noqa: PLC0415
 
-        with service.tinker() as client, ThreadPoolExecutor(3) as threads:
+    with service.tinker() as client, ThreadPoolExecutor(3) as threads:
 
-            def one(rate: float, seed: int) -> list[float]:
-                return losses_of(made(client.create_lora_training_client(MODEL, rank=4, seed=seed)), tinker.types, rate)
+        def one(rate: float, seed: int) -> list[float]:
+            return losses_of(made(client.create_lora_training_client(MODEL, rank=4, seed=seed)), tinker.types, rate)
 
-            def other(model_id: str) -> list[float]:
-                training = service.xorl().create_lora_training_client(base_model=MODEL, model_id=model_id)
-                start = training.save_state("start").result().path
-                found = losses_of(training, xorl_client.types, 0.01)
-                training.load_state_with_optimizer(start).result()
-                assert losses_of(training, xorl_client.types, 0.01) == pytest.approx(found, rel=1e-5)
-                return found
+        def other(model_id: str) -> list[float]:
+            training = service.xorl().create_lora_training_client(base_model=MODEL, model_id=model_id)
+            start = training.save_state("start").result().path
+            found = losses_of(training, xorl_client.types, 0.01)
+            training.load_state_with_optimizer(start).result()
+            assert losses_of(training, xorl_client.types, 0.01) == pytest.approx(found, rel=1e-5)
+            return found
 
-            alone = one(0.01, 5), one(0.02, 6)
-            together = [threads.submit(one, 0.01, 5), threads.submit(one, 0.02, 6), threads.submit(other, "at-once")]
-            results = [future.result() for future in together]
-            assert results[0] == pytest.approx(alone[0], rel=1e-5)
-            assert results[1] == pytest.approx(alone[1], rel=1e-5)
-            assert results[2][-1] < results[2][0]
-
-    in_child(whole)
+        alone = one(0.01, 5), one(0.02, 6)
+        together = [threads.submit(one, 0.01, 5), threads.submit(one, 0.02, 6), threads.submit(other, "at-once")]
+        results = [future.result() for future in together]
+        assert results[0] == pytest.approx(alone[0], rel=1e-5)
+        assert results[1] == pytest.approx(alone[1], rel=1e-5)
+        assert results[2][-1] < results[2][0]
 
 
 def test_a_policy_learns_a_planted_reward_from_its_own_samples(service: Service) -> None:

@@ -9,7 +9,7 @@ import httpx
 import numpy as np
 import pytest
 
-from child import in_child
+from child import in_a_child
 from service import ROOT, Serve, Service
 from tiny_models import hf_config, write_config
 
@@ -30,42 +30,40 @@ def service(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Service:
     return serve(config_path=folder)
 
 
+@in_a_child
 def test_routes_of_samples_replay_through_the_client_that_has_the_field(service: Service) -> None:
     # Catches a record that the client's form loses on either way, and one that is not used.
-    def whole() -> None:
-        import xorl_client  # noqa: PLC0415  (a dependency group that is not always there)
+    import xorl_client  # noqa: PLC0415  (a dependency group that is not always there)
 
-        types = xorl_client.types
-        training = service.xorl().create_lora_training_client(base_model="xorl/quickstart", model_id="replays")
-        sampled = training.save_weights_for_sampler("s").result()
-        sampler = service.xorl().create_sampling_client(model_path=sampled.path, base_url=service.url)
-        params = types.SamplingParams(max_tokens=12, temperature=1.0, return_routed_experts=True)
-        answer = sampler.sample(types.ModelInput.from_ints(PROMPT), num_samples=1, sampling_params=params).result()
-        tokens = PROMPT + list(answer.sequences[0].tokens)
-        record = answer.meta_info["routed_experts"]
+    types = xorl_client.types
+    training = service.xorl().create_lora_training_client(base_model="xorl/quickstart", model_id="replays")
+    sampled = training.save_weights_for_sampler("s").result()
+    sampler = service.xorl().create_sampling_client(model_path=sampled.path, base_url=service.url)
+    params = types.SamplingParams(max_tokens=12, temperature=1.0, return_routed_experts=True)
+    answer = sampler.sample(types.ModelInput.from_ints(PROMPT), num_samples=1, sampling_params=params).result()
+    tokens = PROMPT + list(answer.sequences[0].tokens)
+    record = answer.meta_info["routed_experts"]
 
-        def logprobs(routed_experts: object, *, trains: bool) -> tuple[np.ndarray, float]:
-            datum = types.Datum(
-                model_input=types.ModelInput.from_ints(tokens[:-1]),
-                loss_fn_inputs={"target_tokens": tokens[1:]},
-                routed_experts=routed_experts,
-            )
-            call = training.forward_backward if trains else training.forward
-            result = call([datum], "causallm_loss").result()
-            return np.array(result.loss_fn_outputs[0]["logprobs"].tolist()), result.metrics["loss:sum"]
+    def logprobs(routed_experts: object, *, trains: bool) -> tuple[np.ndarray, float]:
+        datum = types.Datum(
+            model_input=types.ModelInput.from_ints(tokens[:-1]),
+            loss_fn_inputs={"target_tokens": tokens[1:]},
+            routed_experts=routed_experts,
+        )
+        call = training.forward_backward if trains else training.forward
+        result = call([datum], "causallm_loss").result()
+        return np.array(result.loss_fn_outputs[0]["logprobs"].tolist()), result.metrics["loss:sum"]
 
-        for trains in (False, True):
-            free, replayed = logprobs(None, trains=trains), logprobs(record, trains=trains)
-            assert replayed[1] == free[1]
-            np.testing.assert_allclose(replayed[0][len(PROMPT) - 1 :], answer.sequences[0].logprobs, atol=1e-4)
-        values = np.random.default_rng(0).random((len(tokens) - 2, 2, 4)).argsort(-1)[..., :2]
-        assert abs(logprobs(values.tolist(), trains=True)[1] - free[1]) > 1e-4
-        stepped = training.optim_step(types.AdamParams(learning_rate=0.0)).result()
-        assert 0 < stepped.metrics["router_changed_routes"] < 1
-        with pytest.raises(Exception, match="has an expert twice in layer 0"):
-            logprobs(np.ones_like(values).tolist(), trains=True)
-
-    in_child(whole)
+    for trains in (False, True):
+        free, replayed = logprobs(None, trains=trains), logprobs(record, trains=trains)
+        assert replayed[1] == free[1]
+        np.testing.assert_allclose(replayed[0][len(PROMPT) - 1 :], answer.sequences[0].logprobs, atol=1e-4)
+    values = np.random.default_rng(0).random((len(tokens) - 2, 2, 4)).argsort(-1)[..., :2]
+    assert abs(logprobs(values.tolist(), trains=True)[1] - free[1]) > 1e-4
+    stepped = training.optim_step(types.AdamParams(learning_rate=0.0)).result()
+    assert 0 < stepped.metrics["router_changed_routes"] < 1
+    with pytest.raises(Exception, match="has an expert twice in layer 0"):
+        logprobs(np.ones_like(values).tolist(), trains=True)
 
 
 def test_routes_of_a_completion_have_a_row_for_each_computed_token(service: Service) -> None:
@@ -77,48 +75,46 @@ def test_routes_of_a_completion_have_a_row_for_each_computed_token(service: Serv
         assert choice["routed_experts"]["shape"] == [num_tokens - 1, 3, 2]
 
 
+@in_a_child
 def test_routes_of_the_trainer_replay_through_the_other_client_and_rest(service: Service) -> None:
     # Catches routes that the binary format of the other client loses.
-    def whole() -> None:
-        from tinker import types  # noqa: PLC0415  (a dependency group that is not always there)
+    from tinker import types  # noqa: PLC0415  (a dependency group that is not always there)
 
-        training = service.tinker().create_lora_training_client(base_model="xorl/quickstart", rank=4).result()
-        tokens = np.random.default_rng(1).integers(3, 60, 30)
-        datum = types.Datum(
-            model_input=types.ModelInput.from_ints(tokens[:-1].tolist()),
-            loss_fn_inputs={"target_tokens": tokens[1:].astype(np.int64)},
-        )
-        options = {"return_routed_experts": 1.0}
-        found = training.forward([datum], "cross_entropy", loss_fn_config=options).result()
-        record = found.loss_fn_outputs[0]["routed_experts"]
-        routes = np.array(record.tolist()).reshape(29, 3, 2).astype(int)
-        assert not routes[:, 1].any()
+    training = service.tinker().create_lora_training_client(base_model="xorl/quickstart", rank=4).result()
+    tokens = np.random.default_rng(1).integers(3, 60, 30)
+    datum = types.Datum(
+        model_input=types.ModelInput.from_ints(tokens[:-1].tolist()),
+        loss_fn_inputs={"target_tokens": tokens[1:].astype(np.int64)},
+    )
+    options = {"return_routed_experts": 1.0}
+    found = training.forward([datum], "cross_entropy", loss_fn_config=options).result()
+    record = found.loss_fn_outputs[0]["routed_experts"]
+    routes = np.array(record.tolist()).reshape(29, 3, 2).astype(int)
+    assert not routes[:, 1].any()
 
-        def loss(record: np.ndarray) -> float:
-            body = {
-                "model_id": training.model_id,
-                "forward_input": {
-                    "data": [
-                        {
-                            "model_input": {"input_ids": tokens[:-1].tolist()},
-                            "loss_fn_inputs": {
-                                "target_tokens": {"data": tokens[1:].tolist(), "dtype": "int64", "shape": [29]}
-                            },
-                            "routed_experts": record.tolist(),
-                        }
-                    ],
-                    "loss_fn": "cross_entropy",
-                },
-            }
-            with httpx.Client(base_url=f"{service.url}/api/v1", timeout=60, trust_env=False) as client:
-                sent = client.post("/forward", json=body).raise_for_status().json()
-                while True:
-                    answer = client.post("/retrieve_future", json={"request_id": sent["request_id"]})
-                    if "metrics" in answer.json():
-                        return answer.json()["metrics"]["loss:sum"]
-                    assert answer.json().get("type") == "try_again", answer.text
+    def loss(record: np.ndarray) -> float:
+        body = {
+            "model_id": training.model_id,
+            "forward_input": {
+                "data": [
+                    {
+                        "model_input": {"input_ids": tokens[:-1].tolist()},
+                        "loss_fn_inputs": {
+                            "target_tokens": {"data": tokens[1:].tolist(), "dtype": "int64", "shape": [29]}
+                        },
+                        "routed_experts": record.tolist(),
+                    }
+                ],
+                "loss_fn": "cross_entropy",
+            },
+        }
+        with httpx.Client(base_url=f"{service.url}/api/v1", timeout=60, trust_env=False) as client:
+            sent = client.post("/forward", json=body).raise_for_status().json()
+            while True:
+                answer = client.post("/retrieve_future", json={"request_id": sent["request_id"]})
+                if "metrics" in answer.json():
+                    return answer.json()["metrics"]["loss:sum"]
+                assert answer.json().get("type") == "try_again", answer.text
 
-        assert loss(routes) == found.metrics["loss:sum"]
-        assert abs(loss(np.roll(routes, 1, axis=0)) - found.metrics["loss:sum"]) > 1e-4
-
-    in_child(whole)
+    assert loss(routes) == found.metrics["loss:sum"]
+    assert abs(loss(np.roll(routes, 1, axis=0)) - found.metrics["loss:sum"]) > 1e-4

@@ -15,7 +15,7 @@ import httpx
 import pytest
 import torch
 
-from child import in_child
+from child import in_a_child
 from service import Service
 from xorl.server.api.control_routes import SessionBody
 from xorl.server.api.data_bodies import AdamJson, DatumJson, ForwardJson
@@ -150,85 +150,79 @@ def test_what_the_table_calls_served_has_something_that_serves_it() -> None:
         assert not missing, f"no test calls {missing} of {name}"
 
 
+@in_a_child
 def test_what_the_table_calls_not_served_is_refused(service: Service) -> None:
     """Catches a call that the table says is refused and that hangs, or does nothing and returns."""
+    from tinker import SamplingClient  # noqa: PLC0415  (a dependency group that is not always there)
 
-    def refused() -> None:
-        from tinker import SamplingClient  # noqa: PLC0415  (a dependency group that is not always there)
-
-        with service.tinker() as client:
-            training = client.create_lora_training_client("xorl/quickstart", rank=4).result()
-            path = training.save_state("table").result().path
-            session, rest = training.model_id.partition(":")[0], client.create_rest_client()
-            admin = rest._admin_client()
-            calls = {
-                "ServiceClient": {
-                    "copy_weights": lambda: client.copy_weights(path, "project"),
-                    "create_custom_loss": lambda: client.create_custom_loss("a", lambda x: x, {}),
-                },
-                "RestClient": {
-                    "assign_session_project": lambda: rest.assign_session_project(session, "project"),
-                    "copy_weights": lambda: rest.copy_weights(path, "project"),
-                    "export_session_trace": lambda: rest.export_session_trace(session),
-                    "get_audit_log": rest.get_audit_log,
-                    "get_billing_usage": lambda: rest.get_billing_usage("2026-01-01", "2026-01-02"),
-                    "publish_checkpoint_from_tinker_path": lambda: rest.publish_checkpoint_from_tinker_path(path),
-                    "unpublish_checkpoint_from_tinker_path": lambda: rest.unpublish_checkpoint_from_tinker_path(path),
-                    "whoami": rest.whoami,
-                },
-                "AdminClient": {
-                    "get_audit_log": admin.get_audit_log,
-                    "get_billing_usage": lambda: admin.get_billing_usage("2026-01-01", "2026-01-02"),
-                },
-            }
-            for name, not_served in NOT_SERVED.items():
-                for call in set(not_served) - {"get_console_url"} if name in CLIENTS else ():
-                    with pytest.raises(Exception):  # noqa: B017, PT011  (whatever the client makes of it)
-                        outcome(calls[name][call])
-            assert client.get_console_url().startswith("https://tinker.thinkingmachines.ai/")
-            sampler = SamplingClient.create(client.holder, model_path=path).result()
-            assert sampler.get_base_model() == str(ROOT / "configs" / "quickstart")
-            assert rest.get_sampler(sampler._sampling_session_id).result().base_model == sampler.get_base_model()
-            assert rest.get_training_run_by_tinker_path(path).result().training_run_id == training.model_id
-            training.load_state(path).result()
-            for usage in (rest, admin):
-                assert usage.get_current_checkpoint_storage_usage().result() is not None
-            client.close("completed")
-        with httpx.Client(base_url=f"{service.url}/api/v1", trust_env=False) as http:
-            for path, changes in REFUSED.items():
-                for name, value in changes:
-                    answer = http.post(f"/{path}", json=BODIES[path] | {name: value})
-                    assert (answer.status_code, name in answer.text) == (400, True), answer.text
-
-    in_child(refused)
+    with service.tinker() as client:
+        training = client.create_lora_training_client("xorl/quickstart", rank=4).result()
+        path = training.save_state("table").result().path
+        session, rest = training.model_id.partition(":")[0], client.create_rest_client()
+        admin = rest._admin_client()
+        calls = {
+            "ServiceClient": {
+                "copy_weights": lambda: client.copy_weights(path, "project"),
+                "create_custom_loss": lambda: client.create_custom_loss("a", lambda x: x, {}),
+            },
+            "RestClient": {
+                "assign_session_project": lambda: rest.assign_session_project(session, "project"),
+                "copy_weights": lambda: rest.copy_weights(path, "project"),
+                "export_session_trace": lambda: rest.export_session_trace(session),
+                "get_audit_log": rest.get_audit_log,
+                "get_billing_usage": lambda: rest.get_billing_usage("2026-01-01", "2026-01-02"),
+                "publish_checkpoint_from_tinker_path": lambda: rest.publish_checkpoint_from_tinker_path(path),
+                "unpublish_checkpoint_from_tinker_path": lambda: rest.unpublish_checkpoint_from_tinker_path(path),
+                "whoami": rest.whoami,
+            },
+            "AdminClient": {
+                "get_audit_log": admin.get_audit_log,
+                "get_billing_usage": lambda: admin.get_billing_usage("2026-01-01", "2026-01-02"),
+            },
+        }
+        for name, not_served in NOT_SERVED.items():
+            for call in set(not_served) - {"get_console_url"} if name in CLIENTS else ():
+                with pytest.raises(Exception):  # noqa: B017, PT011  (whatever the client makes of it)
+                    outcome(calls[name][call])
+        assert client.get_console_url().startswith("https://tinker.thinkingmachines.ai/")
+        sampler = SamplingClient.create(client.holder, model_path=path).result()
+        assert sampler.get_base_model() == str(ROOT / "configs" / "quickstart")
+        assert rest.get_sampler(sampler._sampling_session_id).result().base_model == sampler.get_base_model()
+        assert rest.get_training_run_by_tinker_path(path).result().training_run_id == training.model_id
+        training.load_state(path).result()
+        for usage in (rest, admin):
+            assert usage.get_current_checkpoint_storage_usage().result() is not None
+        client.close("completed")
+    with httpx.Client(base_url=f"{service.url}/api/v1", trust_env=False) as http:
+        for path, changes in REFUSED.items():
+            for name, value in changes:
+                answer = http.post(f"/{path}", json=BODIES[path] | {name: value})
+                assert (answer.status_code, name in answer.text) == (400, True), answer.text
 
 
+@in_a_child
 def test_the_end_of_a_prompt_and_alternatives_to_its_tokens(service: Service) -> None:
     """Catches scores of the wrong end, and alternatives at another place than the client expects."""
+    with service.tinker() as client:
+        from tinker import types  # noqa: PLC0415
 
-    def sampled() -> None:
-        with service.tinker() as client:
-            from tinker import types  # noqa: PLC0415
-
-            sampler = client.create_sampling_client(base_model="configs/quickstart")
-            assert sampler.get_tokenizer().decode([40]) != ""
-            tokens = torch.randint(3, 280, (40,), generator=torch.Generator().manual_seed(3)).tolist()
-            prompt = types.ModelInput.from_ints(tokens)
-            whole = sampler.compute_logprobs(prompt).result()
-            end = sampler.compute_logprobs(prompt, prompt_logprobs_last_n=3).result()
-            assert end[:-3] == [None] * 37
-            assert end[-3:] == pytest.approx(whole[-3:], abs=1e-5)
-            with pytest.raises(Exception, match="must be 1 to 39"):
-                sampler.compute_logprobs(prompt, prompt_logprobs_last_n=40).result()
-            params = types.SamplingParams(max_tokens=1, seed=5)
-            options = {"include_prompt_logprobs": True, "topk_prompt_logprobs": 288, "prompt_alt_tokens_k": 4}
-            answer = sampler.sample(prompt, 1, params, **options).result()
-            drawn, logprobs = answer.prompt_alt_tokens.tokens.to_torch(), answer.prompt_alt_tokens.logprobs.to_torch()
-            assert (drawn.shape, drawn.dtype, logprobs.dtype) == ((39, 4), torch.int64, torch.float32)
-            for row, values, top in zip(drawn, logprobs, answer.topk_prompt_logprobs[1:], strict=True):
-                assert [dict(top)[int(token)] for token in row] == pytest.approx(values.tolist(), abs=1e-4)
-            last = sampler.sample(prompt, 1, params, **options, prompt_logprobs_last_n=2).result()
-            assert [pairs is None for pairs in last.topk_prompt_logprobs] == [True] * 38 + [False] * 2
-            assert torch.equal(last.prompt_alt_tokens.tokens.to_torch(), drawn)
-
-    in_child(sampled)
+        sampler = client.create_sampling_client(base_model="configs/quickstart")
+        assert sampler.get_tokenizer().decode([40]) != ""
+        tokens = torch.randint(3, 280, (40,), generator=torch.Generator().manual_seed(3)).tolist()
+        prompt = types.ModelInput.from_ints(tokens)
+        whole = sampler.compute_logprobs(prompt).result()
+        end = sampler.compute_logprobs(prompt, prompt_logprobs_last_n=3).result()
+        assert end[:-3] == [None] * 37
+        assert end[-3:] == pytest.approx(whole[-3:], abs=1e-5)
+        with pytest.raises(Exception, match="must be 1 to 39"):
+            sampler.compute_logprobs(prompt, prompt_logprobs_last_n=40).result()
+        params = types.SamplingParams(max_tokens=1, seed=5)
+        options = {"include_prompt_logprobs": True, "topk_prompt_logprobs": 288, "prompt_alt_tokens_k": 4}
+        answer = sampler.sample(prompt, 1, params, **options).result()
+        drawn, logprobs = answer.prompt_alt_tokens.tokens.to_torch(), answer.prompt_alt_tokens.logprobs.to_torch()
+        assert (drawn.shape, drawn.dtype, logprobs.dtype) == ((39, 4), torch.int64, torch.float32)
+        for row, values, top in zip(drawn, logprobs, answer.topk_prompt_logprobs[1:], strict=True):
+            assert [dict(top)[int(token)] for token in row] == pytest.approx(values.tolist(), abs=1e-4)
+        last = sampler.sample(prompt, 1, params, **options, prompt_logprobs_last_n=2).result()
+        assert [pairs is None for pairs in last.topk_prompt_logprobs] == [True] * 38 + [False] * 2
+        assert torch.equal(last.prompt_alt_tokens.tokens.to_torch(), drawn)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from child import in_child
+from child import in_a_child, in_child
 from engines import continued, fake_engines
 from service import Serve, Service
 
@@ -65,58 +65,54 @@ def test_a_script_that_ends_without_closing_its_session_delays_the_next_one_by_h
     in_child(lambda: run(closes=True))
 
 
+@in_a_child
 def test_steps_of_all_weights_are_those_of_plain_torch(service: Service) -> None:
     # Would catch a gradient that is averaged over shards, a number of Adam that is lost, other weights exported.
-    def whole() -> None:
-        from tinker import types  # noqa: PLC0415  (a dependency group that is not always there)
+    from tinker import types  # noqa: PLC0415  (a dependency group that is not always there)
 
-        client = service.tinker()
-        training = client.create_lora_training_client(base_model=MODEL, rank=4).result()
-        info = training.get_info()
-        assert (info.is_lora, info.lora_rank) == (False, None)
-        other = asked(service, "api/v1/create_model", model_id="other", base_model=MODEL)["request_id"]
-        data = [
-            types.Datum(
-                model_input=types.ModelInput.from_ints(tokens[:-1].tolist()),
-                loss_fn_inputs={"target_tokens": tokens[1:], "weights": torch.ones(len(tokens) - 1)},
-            )
-            for tokens in SEQUENCES
-        ]
-        adam = types.AdamParams(
-            learning_rate=1e-3, beta1=0.8, beta2=0.9, eps=1e-3, weight_decay=0.5, grad_clip_norm=50.0
+    client = service.tinker()
+    training = client.create_lora_training_client(base_model=MODEL, rank=4).result()
+    info = training.get_info()
+    assert (info.is_lora, info.lora_rank) == (False, None)
+    other = asked(service, "api/v1/create_model", model_id="other", base_model=MODEL)["request_id"]
+    data = [
+        types.Datum(
+            model_input=types.ModelInput.from_ints(tokens[:-1].tolist()),
+            loss_fn_inputs={"target_tokens": tokens[1:], "weights": torch.ones(len(tokens) - 1)},
         )
-        model = exported(service, training.model_id)
-        parameters = list(model.parameters())
-        plain = torch.optim.AdamW(parameters, lr=1e-3, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.5)
-        for _ in range(3):
-            trained = training.forward_backward(data, "cross_entropy")
-            stepped = training.optim_step(adam).result()
-            loss = plain_loss(model)
-            loss.backward()
-            norm = torch.nn.utils.clip_grad_norm_(parameters, 50.0)
-            plain.step()
-            plain.zero_grad()
-            assert trained.result().metrics["loss:sum"] == pytest.approx(loss.item(), rel=1e-5)
-            assert stepped.metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
-        saved = training.save_state("end").result()
-        sampler = training.save_weights_and_get_sampling_client()
-        scored = sampler.compute_logprobs(types.ModelInput.from_ints(SEQUENCES[1].tolist())).result()
-        after = training.forward(data, "cross_entropy").result()
-        assert scored[1:] == pytest.approx(after.loss_fn_outputs[1]["logprobs"].to_torch().tolist(), abs=1e-4)
-        assert after.metrics["loss:sum"] == pytest.approx(plain_loss(model).item(), rel=1e-5)
-        training.forward_backward(data, "cross_entropy").result()
-        training.optim_step(adam).result()
-        training.load_state(saved.path).result()
-        assert training.forward(data, "cross_entropy").result().metrics == after.metrics
-        waits = asked(service, "api/v1/retrieve_future", request_id=other)
-        assert waits["type"] == "try_again"
-        assert waits["queue_state_reason"].startswith(f"model {training.model_id} uses the base")
-        client.close("success").result()
-        created = asked(service, "api/v1/retrieve_future", request_id=other)
-        assert created["model_id"] == "other", "it does not get the base when the session ends"
-        asked(service, "api/v1/unload_model", model_id="other")
-
-    in_child(whole)
+        for tokens in SEQUENCES
+    ]
+    adam = types.AdamParams(learning_rate=1e-3, beta1=0.8, beta2=0.9, eps=1e-3, weight_decay=0.5, grad_clip_norm=50.0)
+    model = exported(service, training.model_id)
+    parameters = list(model.parameters())
+    plain = torch.optim.AdamW(parameters, lr=1e-3, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.5)
+    for _ in range(3):
+        trained = training.forward_backward(data, "cross_entropy")
+        stepped = training.optim_step(adam).result()
+        loss = plain_loss(model)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(parameters, 50.0)
+        plain.step()
+        plain.zero_grad()
+        assert trained.result().metrics["loss:sum"] == pytest.approx(loss.item(), rel=1e-5)
+        assert stepped.metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
+    saved = training.save_state("end").result()
+    sampler = training.save_weights_and_get_sampling_client()
+    scored = sampler.compute_logprobs(types.ModelInput.from_ints(SEQUENCES[1].tolist())).result()
+    after = training.forward(data, "cross_entropy").result()
+    assert scored[1:] == pytest.approx(after.loss_fn_outputs[1]["logprobs"].to_torch().tolist(), abs=1e-4)
+    assert after.metrics["loss:sum"] == pytest.approx(plain_loss(model).item(), rel=1e-5)
+    training.forward_backward(data, "cross_entropy").result()
+    training.optim_step(adam).result()
+    training.load_state(saved.path).result()
+    assert training.forward(data, "cross_entropy").result().metrics == after.metrics
+    waits = asked(service, "api/v1/retrieve_future", request_id=other)
+    assert waits["type"] == "try_again"
+    assert waits["queue_state_reason"].startswith(f"model {training.model_id} uses the base")
+    client.close("success").result()
+    created = asked(service, "api/v1/retrieve_future", request_id=other)
+    assert created["model_id"] == "other", "it does not get the base when the session ends"
+    asked(service, "api/v1/unload_model", model_id="other")
 
 
 def test_weights_are_sampled_where_they_were_sent(service: Service) -> None:
