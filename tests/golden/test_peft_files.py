@@ -18,21 +18,7 @@ from xorl.ckpt import SafetensorsSource, load_weights
 from xorl.core.models import SPECS, Decoder, spec_for
 from xorl.core.models.recipes import WeightRecipe
 from xorl.kernels.layout import SequenceLayout
-from xorl.lora import inject
-from xorl.lora.peft import (
-    CONFIG_FILE,
-    WEIGHTS_FILE,
-    AdapterConfig,
-    InMemoryTensors,
-    MergedWeights,
-    adapter_tensors,
-    config_of,
-    differences,
-    load_adapter,
-    load_adapters,
-    read_layout,
-    save_adapter,
-)
+from xorl.lora import inject, peft
 from xorl.lora.peft.layout import ReplacedTensors
 
 
@@ -86,11 +72,11 @@ def test_merged_rows_of_a_file_that_peft_wrote_are_those_that_peft_merges(case: 
     base = {name: tensor.clone() for name, tensor in make().state_dict().items()}
     adapted = write_adapter(make(), tmp_path, **options)
     merged = {name: tensor for name, tensor in adapted.merge_and_unload().state_dict().items() if name in base}
-    config = AdapterConfig.from_json(json.loads((tmp_path / CONFIG_FILE).read_text()))
-    with SafetensorsSource(tmp_path, single_file=WEIGHTS_FILE) as source:
-        layout = read_layout(config, source)
-        assert differences(layout, {name: tensor.shape for name, tensor in base.items()}) == []
-        weights = MergedWeights.of_file(InMemoryTensors(base), layout, source)
+    config = peft.AdapterConfig.from_json(json.loads((tmp_path / peft.CONFIG_FILE).read_text()))
+    with SafetensorsSource(tmp_path, single_file=peft.WEIGHTS_FILE) as source:
+        layout = peft.read_layout(config, source)
+        assert peft.differences(layout, {name: tensor.shape for name, tensor in base.items()}) == []
+        weights = peft.MergedWeights.of_file(peft.InMemoryTensors(base), layout, source)
         changed = 0
         for name, wanted in merged.items():
             num_rows = wanted.shape[0]
@@ -109,9 +95,9 @@ def test_folders_pass_to_and_fro_on_a_model_of_transformers(case: str, tmp_path:
     theirs = write_adapter(make(), tmp_path / "theirs", **options).eval()
     wanted = theirs(IDS).logits
     own = make()
-    spec = load_adapter(own, tmp_path / "theirs")
+    spec = peft.load_adapter(own, tmp_path / "theirs")
     assert (own(IDS).logits - wanted).abs().max() <= 1e-5
-    save_adapter(own, spec, tmp_path / "own", base="org/base")
+    peft.save_adapter(own, spec, tmp_path / "own", base="org/base")
     again = PeftModel.from_pretrained(make(), tmp_path / "own").eval()
     assert (again(IDS).logits - wanted).abs().max() <= 1e-5
 
@@ -121,7 +107,7 @@ def decoder_of(model: PreTrainedModel) -> Decoder:
     hf_config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
     spec = spec_for(hf_config)
     decoder = spec.build(spec.config_from_hf(hf_config))
-    view = spec.checkpoint_view(decoder.config, InMemoryTensors(model.state_dict()))
+    view = spec.checkpoint_view(decoder.config, peft.InMemoryTensors(model.state_dict()))
     load_weights(dict(decoder.named_parameters()), recipes_of(decoder), view, mode="all_ranks")
     return decoder
 
@@ -146,12 +132,12 @@ def test_adapters_pass_to_and_fro(case: str, tmp_path: Path) -> None:
     # Catches a key that one of us does not know, and an adapter that computes something else on the other side.
     make, options = CASES[case]
     theirs = write_adapter(make(), tmp_path / "theirs", **options).eval()
-    config = AdapterConfig.from_json(json.loads((tmp_path / "theirs" / CONFIG_FILE).read_text()))
+    config = peft.AdapterConfig.from_json(json.loads((tmp_path / "theirs" / peft.CONFIG_FILE).read_text()))
     decoder = decoder_of(make())
-    with SafetensorsSource(tmp_path / "theirs", single_file=WEIGHTS_FILE) as source:
-        layout = read_layout(config, source)
+    with SafetensorsSource(tmp_path / "theirs", single_file=peft.WEIGHTS_FILE) as source:
+        layout = peft.read_layout(config, source)
         inject(decoder, layout.spec)
-        load_adapters(decoder, layout, source, base_loaded=True)
+        peft.load_adapters(decoder, layout, source, base_loaded=True)
         brought = {name: key for name, key in layout.replaced.items() if "base_layer" not in key}
         own = dict(decoder.named_parameters())
         load_weights(
@@ -166,13 +152,13 @@ def test_adapters_pass_to_and_fro(case: str, tmp_path: Path) -> None:
         assert (logits_of(decoder) - wanted).abs().max() <= 1e-5
 
         transposed = [name for name in layout.modules if config.fan_in_fan_out]
-        written = config_of(decoder, layout.spec, base=None, transposed=transposed)
-        made = [tensors.make() for tensors in adapter_tensors(decoder)]
+        written = peft.config_of(decoder, layout.spec, base=None, transposed=transposed)
+        made = [tensors.make() for tensors in peft.adapter_tensors(decoder)]
         tensors = {key: tensor.contiguous() for group in made for key, tensor in group.items()}
         tensors |= {key: own[name].data for name, key in brought.items()}
         (tmp_path / "ours").mkdir()
-        (tmp_path / "ours" / CONFIG_FILE).write_text(json.dumps(written.to_json()))
-        save_file(tensors, tmp_path / "ours" / WEIGHTS_FILE, metadata={"format": "pt"})
+        (tmp_path / "ours" / peft.CONFIG_FILE).write_text(json.dumps(written.to_json()))
+        save_file(tensors, tmp_path / "ours" / peft.WEIGHTS_FILE, metadata={"format": "pt"})
         again = get_peft_model(make(), PeftConfig.from_pretrained(tmp_path / "ours"))
         assert tensors.keys() == get_peft_model_state_dict(again, save_embedding_layers=False).keys()
         outcome = again.load_adapter(tmp_path / "ours", "default")

@@ -36,24 +36,9 @@ from xorl.core.nn import LayerKernels
 from xorl.data.batch import Document, collate
 from xorl.kernels.layout import SequenceLayout
 from xorl.lora import AdapterSpec, adapters, init_adapters, inject
+from xorl.server import operations as ops
 from xorl.server.datum import Array, Datum
 from xorl.server.identifiers import CheckpointKind, CheckpointRef, checkpoint_folder
-from xorl.server.operations import (
-    AbortGradients,
-    CreateModel,
-    Failure,
-    ForwardBackward,
-    LoadWeights,
-    LoraSpec,
-    LossResult,
-    OptimResult,
-    OptimStep,
-    Saved,
-    SaveFullWeights,
-    SaveWeights,
-    SaveWeightsForSampler,
-    UnloadModel,
-)
 from xorl.server.worker.adapters import AdapterModels
 from xorl.train.build import build_engine
 from xorl.train.model import head_options_of
@@ -92,7 +77,7 @@ class Reference:
         loss.backward()
         return float(loss.detach()), [one.detach() for one in found]
 
-    def step(self, operation: OptimStep) -> float:
+    def step(self, operation: ops.OptimStep) -> float:
         """The norm before clipping."""
         limit = operation.grad_clip_norm or float("inf")
         norm = nn.utils.clip_grad_norm_(self.parameters, limit)
@@ -130,8 +115,8 @@ def test_losses_gradients_and_steps_are_those_of_plain_torch(
     ]
     # Of a gradient near 0, Adam with a small eps makes a step that hangs on its rounding.
     steps = [
-        OptimStep("m", 1e-2, 0.8, 0.9, 1e-2, 0.1, grad_clip_norm=1.0),
-        OptimStep("m", 3e-3, 0.9, 0.95, 1e-3, 0.0),
+        ops.OptimStep("m", 1e-2, 0.8, 0.9, 1e-2, 0.1, grad_clip_norm=1.0),
+        ops.OptimStep("m", 3e-3, 0.9, 0.95, 1e-3, 0.0),
     ]
     plain = Reference(kind)
     wanted: list[tuple[float, list[Tensor]]] = []
@@ -144,18 +129,18 @@ def test_losses_gradients_and_steps_are_those_of_plain_torch(
         worker = make(tmp_path, kind, **shards(num_ranks))
         results = []
         for step in steps:
-            results += [done(worker, ForwardBackward("m", data, "cross_entropy")) for data in calls]
+            results += [done(worker, ops.ForwardBackward("m", data, "cross_entropy")) for data in calls]
             results.append(done(worker, step))
         return results, trained_values(worker, "m")
 
     every = run_ranks(run, num_ranks)
     results, learnt = every[0]
-    losses = [result for result in results if isinstance(result, LossResult)]
+    losses = [result for result in results if isinstance(result, ops.LossResult)]
     for got, (loss, logprobs) in zip(losses, wanted, strict=True):
         assert got.metrics["loss:sum"] == pytest.approx(loss, rel=1e-5)
         for one, other in zip(got.fields["logprobs"], logprobs, strict=True):
             np.testing.assert_allclose(values(one), other.numpy(), rtol=1e-5, atol=1e-5)
-    updates = [result for result in results if isinstance(result, OptimResult)]
+    updates = [result for result in results if isinstance(result, ops.OptimResult)]
     for index, (update, norm) in enumerate(zip(updates, norms, strict=True)):
         assert update.metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
         assert update.metrics["step"] == index + 1
@@ -182,8 +167,8 @@ def test_the_service_and_local_training_give_the_same_gradient_to_the_bit(kind: 
     options = {**LORA, "lora_rank": 8, "lora_target_modules": "all-linear"} if kind == "lora" else {}
 
     worker = worker_of(service_config(tmp_path, **options))
-    done(worker, CreateModel("m", lora=LoraSpec(seed=42) if kind == "lora" else None))
-    result = done(worker, ForwardBackward("m", data, "cross_entropy"))
+    done(worker, ops.CreateModel("m", lora=ops.LoraSpec(seed=42) if kind == "lora" else None))
+    result = done(worker, ops.ForwardBackward("m", data, "cross_entropy"))
     base = worker.base
     engine = build_engine(base.local, base.architecture, base.mesh, base.device)
     packed = collate([Document(row, row) for row in rows], pad_to_multiple_of=base.local.data.pad_to_multiple_of)
@@ -207,16 +192,16 @@ def test_a_failed_call_leaves_the_gradient_on_every_rank(kind: str, tmp_path: Pa
     good = [datum(5 + i, i) for i in range(5)]
 
     worker = make(tmp_path, kind, **shards(2))
-    done(worker, ForwardBackward("m", good, "cross_entropy"))
+    done(worker, ops.ForwardBackward("m", good, "cross_entropy"))
     before = gradients(worker, "m")
     bad = [
-        (ForwardBackward("m", [good[0], datum(65)], "cross_entropy"), "datum 1 has 65 tokens"),
-        (ForwardBackward("m", good, "nonsense"), "unknown loss 'nonsense'"),
-        (ForwardBackward("m", good, "ppo"), "needs logprobs and advantages"),
-        (ForwardBackward("m", good, "cross_entropy", {"temperature": 2.0}), "has no option 'temperature'"),
-        (ForwardBackward("x", good, "cross_entropy"), "there is no model 'x'"),
-        (ForwardBackward("m", [], "cross_entropy"), "data is empty"),
-        (ForwardBackward("m", [datum(4, mask=1.0)], "cross_entropy"), "unknown input mask"),
+        (ops.ForwardBackward("m", [good[0], datum(65)], "cross_entropy"), "datum 1 has 65 tokens"),
+        (ops.ForwardBackward("m", good, "nonsense"), "unknown loss 'nonsense'"),
+        (ops.ForwardBackward("m", good, "ppo"), "needs logprobs and advantages"),
+        (ops.ForwardBackward("m", good, "cross_entropy", {"temperature": 2.0}), "has no option 'temperature'"),
+        (ops.ForwardBackward("x", good, "cross_entropy"), "there is no model 'x'"),
+        (ops.ForwardBackward("m", [], "cross_entropy"), "data is empty"),
+        (ops.ForwardBackward("m", [datum(4, mask=1.0)], "cross_entropy"), "unknown input mask"),
     ]
     for operation, message in bad:
         failure = refusal_of(worker, operation)
@@ -228,16 +213,16 @@ def test_a_failed_call_leaves_the_gradient_on_every_rank(kind: str, tmp_path: Pa
         raise RuntimeError("a kernel failed")
 
     for hook in (layer.register_forward_hook(broken), layer.register_full_backward_pre_hook(_broken_backward)):
-        (failure,) = ask(worker, ForwardBackward("m", good, "cross_entropy"))
+        (failure,) = ask(worker, ops.ForwardBackward("m", good, "cross_entropy"))
         hook.remove()
         assert failure.category == "server"
     after = gradients(worker, "m")
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], value) for name, value in after.items())
-    done(worker, ForwardBackward("m", good, "cross_entropy"), OptimStep("m", 1e-2))
+    done(worker, ops.ForwardBackward("m", good, "cross_entropy"), ops.OptimStep("m", 1e-2))
     learnt = trained_values(worker, "m")
-    done(worker, ForwardBackward("m", good, "cross_entropy"), AbortGradients("m"))
-    update = done(worker, OptimStep("m", 1e-2))
+    done(worker, ops.ForwardBackward("m", good, "cross_entropy"), ops.AbortGradients("m"))
+    update = done(worker, ops.OptimStep("m", 1e-2))
     assert (update.metrics["no_gradient"], update.metrics["step"]) == (1, 1)
     assert all(torch.equal(learnt[name], value) for name, value in trained_values(worker, "m").items())
 
@@ -249,12 +234,12 @@ def test_one_rank_that_fails_fails_the_call_on_all(tmp_path: Path) -> None:
 
     options = {"data_parallel_mode": "ddp", "data_parallel_replicate_size": 2}
     worker = worker_of(service_config(tmp_path, **LORA, **options))
-    done(worker, CreateModel("m", lora=ADAPTER), ForwardBackward("m", data, "cross_entropy"))
+    done(worker, ops.CreateModel("m", lora=ADAPTER), ops.ForwardBackward("m", data, "cross_entropy"))
     before = gradients(worker, "m")
     hooks = []
     if worker.base.runtime.rank == 1:
         hooks.append(worker.base.module.layers[1].register_full_backward_pre_hook(_broken_backward))
-    (failure,) = ask(worker, ForwardBackward("m", data, "cross_entropy"))
+    (failure,) = ask(worker, ops.ForwardBackward("m", data, "cross_entropy"))
     for hook in hooks:
         hook.remove()
     assert "a kernel failed" in failure.message
@@ -270,14 +255,14 @@ def test_one_rank_that_cannot_prepare_a_pass_fails_it_on_all(tmp_path: Path) -> 
     options = {"data_parallel_mode": "ddp", "data_parallel_replicate_size": 2}
     worker = worker_of(service_config(tmp_path, **LORA | {"lora_models_on_device": 1}, **options))
     assert isinstance(worker.models, AdapterModels)
-    done(worker, CreateModel("m", lora=ADAPTER), ForwardBackward("m", data, "cross_entropy"))
+    done(worker, ops.CreateModel("m", lora=ADAPTER), ops.ForwardBackward("m", data, "cross_entropy"))
     before = gradients(worker, "m")
-    done(worker, CreateModel("other", lora=ADAPTER))
+    done(worker, ops.CreateModel("other", lora=ADAPTER))
     store = worker.models.bank._store
     away = store.get("m")
     if worker.base.runtime.rank == 1:
         store.drop("m")
-    failure = refusal_of(worker, ForwardBackward("m", data, "cross_entropy"))
+    failure = refusal_of(worker, ops.ForwardBackward("m", data, "cross_entropy"))
     assert "its file on disk cannot be read" in failure.message
     if worker.base.runtime.rank == 1:
         store.put("m", away)
@@ -297,22 +282,22 @@ def test_saved_models_go_on_to_the_bit(kind: str, num_ranks: int, tmp_path: Path
 
     def first() -> dict[str, Tensor]:
         worker = make(tmp_path, kind, **shards(num_ranks))
-        done(worker, *train("m", data), SaveWeights("m", "a"), SaveWeightsForSampler("m", "s"))
-        again = refusal_of(worker, SaveWeights("m", "a"), ids=["another"])
+        done(worker, *train("m", data), ops.SaveWeights("m", "a"), ops.SaveWeightsForSampler("m", "s"))
+        again = refusal_of(worker, ops.SaveWeights("m", "a"), ids=["another"])
         assert again.status == 409
-        same = done(worker, SaveWeights("m", "a"))
+        same = done(worker, ops.SaveWeights("m", "a"))
         assert same.size_bytes > 0
         done(worker, *train("m", data))
-        ask(worker, SaveWeights("m", "b"), ids=["b"])
-        assert isinstance(ask(worker, SaveWeights("m", "b", overwrite=True), ids=["c"])[0], Saved)
-        done(worker, SaveFullWeights("m", "e"), SaveFullWeights("m", "alone", is_merged=False))
+        ask(worker, ops.SaveWeights("m", "b"), ids=["b"])
+        assert isinstance(ask(worker, ops.SaveWeights("m", "b", overwrite=True), ids=["c"])[0], ops.Saved)
+        done(worker, ops.SaveFullWeights("m", "e"), ops.SaveFullWeights("m", "alone", is_merged=False))
         return trained_values(worker, "m")
 
     def second() -> dict[str, Tensor]:
         worker = worker_of(service_config(tmp_path, **KINDS[kind], **shards(num_ranks)))
-        missing = refusal_of(worker, CreateModel("n", checkpoint=CheckpointRef("m", "weights", "no")))
+        missing = refusal_of(worker, ops.CreateModel("n", checkpoint=CheckpointRef("m", "weights", "no")))
         assert missing.status == 404
-        created = done(worker, CreateModel("n", checkpoint=ref, with_optimizer=True))
+        created = done(worker, ops.CreateModel("n", checkpoint=ref, with_optimizer=True))
         assert (created.num_steps, created.lora_rank) == (1, 3 if kind == "lora" else None)
         names: dict[CheckpointKind, str] = {"weights": "a", "sampler_weights": "s", "external_weights": "e"}
         for saved, name in names.items():
@@ -321,10 +306,10 @@ def test_saved_models_go_on_to_the_bit(kind: str, num_ranks: int, tmp_path: Path
             assert created.checkpoint_bytes[saved] == pytest.approx(took, rel=0.3)
         done(worker, *train("n", data))
         got = trained_values(worker, "n")
-        done(worker, LoadWeights("n", ref, optimizer=True), *train("n", data))
+        done(worker, ops.LoadWeights("n", ref, optimizer=True), *train("n", data))
         assert all(torch.equal(got[name], value) for name, value in trained_values(worker, "n").items())
-        done(worker, LoadWeights("n", CheckpointRef("m", "sampler_weights", "s"), optimizer=False))
-        refusal_of(worker, LoadWeights("n", CheckpointRef("m", "sampler_weights", "s"), optimizer=True))
+        done(worker, ops.LoadWeights("n", CheckpointRef("m", "sampler_weights", "s"), optimizer=False))
+        refusal_of(worker, ops.LoadWeights("n", CheckpointRef("m", "sampler_weights", "s"), optimizer=True))
         done(worker, *train("n", data))
         fresh = trained_values(worker, "n")
         assert not all(torch.equal(got[name], value) for name, value in fresh.items())
@@ -341,9 +326,9 @@ def test_saved_models_go_on_to_the_bit(kind: str, num_ranks: int, tmp_path: Path
                 worker_of(config)
             return
         worker = worker_of(config)
-        done(worker, CreateModel("x"))
+        done(worker, ops.CreateModel("x"))
         start = trained_values(worker, "x")
-        done(worker, *train("x", data), UnloadModel("x"), CreateModel("y"))
+        done(worker, *train("x", data), ops.UnloadModel("x"), ops.CreateModel("y"))
         assert all(torch.equal(start[name], value) for name, value in trained_values(worker, "y").items())
 
     wanted = run_ranks(first, num_ranks)[0]
@@ -366,23 +351,23 @@ def test_models_in_one_pass_are_what_they_are_alone(tmp_path: Path) -> None:
 
     worker = worker_of(service_config(tmp_path, **LORA, **shards(2)))
     for index, name in enumerate(names):
-        done(worker, CreateModel(name, lora=LoraSpec(rank=1 + index, seed=index)))
+        done(worker, ops.CreateModel(name, lora=ops.LoraSpec(rank=1 + index, seed=index)))
     alone = {name: [done(worker, *train(name, own[name])), trained_values(worker, name)] for name in names}
     for name in names:
-        done(worker, UnloadModel(name))
-        done(worker, CreateModel(name, lora=LoraSpec(rank=1 + names.index(name), seed=names.index(name))))
-    calls = [ForwardBackward(name, own[name], "cross_entropy") for name in names]
-    wanted = [done(worker, ForwardBackward(n, own[n], "cross_entropy", forward_only=True)) for n in names]
-    wrong = ForwardBackward("a", [datum(70)], "cross_entropy")
+        done(worker, ops.UnloadModel(name))
+        done(worker, ops.CreateModel(name, lora=ops.LoraSpec(rank=1 + names.index(name), seed=names.index(name))))
+    calls = [ops.ForwardBackward(name, own[name], "cross_entropy") for name in names]
+    wanted = [done(worker, ops.ForwardBackward(n, own[n], "cross_entropy", forward_only=True)) for n in names]
+    wrong = ops.ForwardBackward("a", [datum(70)], "cross_entropy")
     results = ask(worker, *calls, wrong)
-    assert isinstance(results.pop(), Failure)
+    assert isinstance(results.pop(), ops.Failure)
     for got, one in zip(results, wanted, strict=True):
-        assert isinstance(got, LossResult)
+        assert isinstance(got, ops.LossResult)
         assert got.metrics == pytest.approx(one.metrics, rel=1e-5)
         for mine, other in zip(got.fields["logprobs"], one.fields["logprobs"], strict=True):
             np.testing.assert_allclose(values(mine), values(other), atol=1e-5)
     for name in names:
-        done(worker, OptimStep(name, 1e-2))
+        done(worker, ops.OptimStep(name, 1e-2))
         for key, value in trained_values(worker, name).items():
             torch.testing.assert_close(value, alone[name][1][key], rtol=1e-3, atol=1e-5)
 
@@ -399,25 +384,29 @@ def test_a_model_that_has_diverged_says_so_and_others_keep_their_numbers(train_u
     }
 
     worker = worker_of(service_config(tmp_path, **LORA, **shards(2)))
-    done(worker, CreateModel("good", lora=ADAPTER), CreateModel("bad", lora=LoraSpec(train_unembed=train_unembed)))
+    done(
+        worker,
+        ops.CreateModel("good", lora=ADAPTER),
+        ops.CreateModel("bad", lora=ops.LoraSpec(train_unembed=train_unembed)),
+    )
     done(worker, *train("bad", [datum(9)], lr=1e38))
     for loss_fn, data in asked.items():
-        good, bad = (ForwardBackward(name, data, loss_fn, forward_only=True) for name in ("good", "bad"))
+        good, bad = (ops.ForwardBackward(name, data, loss_fn, forward_only=True) for name in ("good", "bad"))
         (alone,), (spoilt,) = ask(worker, good), ask(worker, bad)
         # One datum to each rank, and then both rows of each rank with both models in them.
         beside, spoilt_beside = ask(worker, good, bad)
-        both = ForwardBackward("good", data * 2, loss_fn), ForwardBackward("bad", data * 2, loss_fn)
+        both = ops.ForwardBackward("good", data * 2, loss_fn), ops.ForwardBackward("bad", data * 2, loss_fn)
         mixed, spoilt_mixed = ask(worker, *both)
         for result in (spoilt, spoilt_beside, spoilt_mixed):
-            assert isinstance(result, LossResult), result
+            assert isinstance(result, ops.LossResult), result
             numbers = {name: value for name, value in result.metrics.items() if name != "valid_tokens:sum"}
             assert np.isnan(list(numbers.values())).all(), (loss_fn, numbers)
             assert all(np.isnan(values(array)).all() for found in result.fields.values() for array in found)
         for result, times in ((beside, 1), (mixed, 2)):
-            assert isinstance(alone, LossResult)
+            assert isinstance(alone, ops.LossResult)
             assert result.metrics["loss:sum"] == pytest.approx(times * alone.metrics["loss:sum"], rel=1e-5)
             for array in result.fields["logprobs"]:
                 np.testing.assert_allclose(values(array), values(alone.fields["logprobs"][0]), atol=1e-5)
-    ask(worker, *(ForwardBackward(name, asked["ppo"], "ppo") for name in ("good", "bad")))
-    steps = [done(worker, OptimStep(name, 1e-2)) for name in ("good", "bad")]
-    assert [step.metrics["skipped"] for step in steps if isinstance(step, OptimResult)] == [0, 1]
+    ask(worker, *(ops.ForwardBackward(name, asked["ppo"], "ppo") for name in ("good", "bad")))
+    steps = [done(worker, ops.OptimStep(name, 1e-2)) for name in ("good", "bad")]
+    assert [step.metrics["skipped"] for step in steps if isinstance(step, ops.OptimResult)] == [0, 1]

@@ -35,22 +35,9 @@ from worker_ranks import (
 from xorl.core.mesh import Mesh
 from xorl.kernels.layout import ShardedLayout
 from xorl.lora import AdapterBank
+from xorl.server import operations as ops
 from xorl.server.datum import Datum
 from xorl.server.identifiers import CheckpointRef, checkpoint_folder
-from xorl.server.operations import (
-    CheckpointSampler,
-    CreateModel,
-    ForwardBackward,
-    LoadWeights,
-    LoraSpec,
-    LossResult,
-    OptimResult,
-    OptimStep,
-    Sample,
-    SaveWeights,
-    SaveWeightsForSampler,
-    UnloadModel,
-)
 from xorl.server.worker.adapters import AdapterModels
 from xorl.server.worker.selftest import self_test
 from xorl.server.worker.worker import Worker
@@ -67,10 +54,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
     "pp 2, dp 2": (4, {"pipeline_parallel_size": 2, "data_parallel_shard_size": 2}),
 }
 # The models of clients by kind; those of adapters share passes.
-TENANTS: dict[str, dict[str, LoraSpec | None]] = {
+TENANTS: dict[str, dict[str, ops.LoraSpec | None]] = {
     "full": {"a": None},
-    "lora": {"a": LoraSpec(rank=3, seed=5), "b": LoraSpec(rank=4, alpha=8.0, seed=6, train_unembed=False)},
-    "experts": {"a": LoraSpec(rank=3, seed=5), "b": LoraSpec(rank=2, seed=6)},
+    "lora": {"a": ops.LoraSpec(rank=3, seed=5), "b": ops.LoraSpec(rank=4, alpha=8.0, seed=6, train_unembed=False)},
+    "experts": {"a": ops.LoraSpec(rank=3, seed=5), "b": ops.LoraSpec(rank=2, seed=6)},
 }
 # Documents of a call. They fill several rows of BIN_LEN tokens, padded to 128, so that most parts of two or four ranks
 # have several documents, and most documents cross parts.
@@ -137,25 +124,29 @@ def outcome(worker: Worker, kind: str, calls: Sequence[str]) -> Outcome:
     found, tenants = Outcome(), TENANTS[kind]
 
     def record(name: str, result: object) -> None:
-        assert isinstance(result, LossResult | OptimResult), result
+        assert isinstance(result, ops.LossResult | ops.OptimResult), result
         found.metrics[name] = dict(result.metrics)
-        if isinstance(result, LossResult):
+        if isinstance(result, ops.LossResult):
             for key, arrays in result.fields.items():
                 found.tokens[f"{name}: {key}"] = [values(array) for array in arrays]
 
     for model_id, lora in tenants.items():
-        done(worker, CreateModel(model_id, lora=lora))
+        done(worker, ops.CreateModel(model_id, lora=lora))
     for step, own in enumerate((calls, FEW)):
         for number, call in enumerate(own):
             loss_fn, options, inputs, num_targets = CALLS[call]
             asked = [
-                ForwardBackward(model_id, data_of(inputs, num_targets, 10 * step + number + index), loss_fn, options)
+                ops.ForwardBackward(
+                    model_id, data_of(inputs, num_targets, 10 * step + number + index), loss_fn, options
+                )
                 for index, model_id in enumerate(tenants)
             ]
             # The second model has other documents, so that rows mix both; in the second step, some ranks have none.
             rest = slice(0, 1) if step else slice(2, None)
-            asked[1:] = [ForwardBackward(one.model_id, one.data[rest], loss_fn, options) for one in asked[1:]]
-            evaluated = [ForwardBackward(one.model_id, one.data, loss_fn, options, forward_only=True) for one in asked]
+            asked[1:] = [ops.ForwardBackward(one.model_id, one.data[rest], loss_fn, options) for one in asked[1:]]
+            evaluated = [
+                ops.ForwardBackward(one.model_id, one.data, loss_fn, options, forward_only=True) for one in asked
+            ]
             evaluation = [("evaluation", evaluated)] if call in FEW else []
             for of, operations in (*evaluation, ("pass", asked)):
                 for model_id, result in zip(tenants, ask(worker, *operations), strict=True):
@@ -164,7 +155,7 @@ def outcome(worker: Worker, kind: str, calls: Sequence[str]) -> Outcome:
             gradients = summed_gradients(worker, model_id)
             found.tensors |= {f"gradient {step} {model_id} {name}": value for name, value in gradients.items()}
             update = done(
-                worker, OptimStep(model_id, 1e-2, eps=1e-2, weight_decay=0.1, grad_clip_norm=0.5 - 0.2 * step)
+                worker, ops.OptimStep(model_id, 1e-2, eps=1e-2, weight_decay=0.1, grad_clip_norm=0.5 - 0.2 * step)
             )
             record(f"step {step} {model_id}", update)
             learnt = trained_values(worker, model_id)
@@ -174,13 +165,13 @@ def outcome(worker: Worker, kind: str, calls: Sequence[str]) -> Outcome:
 
 def continue_and_sample(worker: Worker, found: Outcome) -> None:
     """Add what model a computes from a snapshot, and check that it goes on to the bit from a checkpoint; collective."""
-    done(worker, SaveWeights("a", "kept"), SaveWeightsForSampler("a", "s", sampler_id="s"))
+    done(worker, ops.SaveWeights("a", "kept"), ops.SaveWeightsForSampler("a", "s", sampler_id="s"))
     saved = CheckpointRef("a", "sampler_weights", "s")
     for file in checkpoint_folder(worker.base.output_dir, saved).glob("adapter_model.safetensors"):
         found.tensors |= {f"file {name}": tensor for name, tensor in load_file(file).items()}
     if worker.base.mesh.dims.pp == 1:  # the workers of a pipeline do not sample
-        operation = Sample(
-            CheckpointSampler(saved), datum(20, 0).tokens, num_samples=4, max_tokens=6, seed=1, prompt_logprobs=True
+        operation = ops.Sample(
+            ops.CheckpointSampler(saved), datum(20, 0).tokens, num_samples=4, max_tokens=6, seed=1, prompt_logprobs=True
         )
         sampled = done(worker, operation)
         assert sampled.prompt_logprobs is not None
@@ -189,10 +180,10 @@ def continue_and_sample(worker: Worker, found: Outcome) -> None:
             *(values(one.tokens) for one in sampled.sequences),
         ]
     data = [datum(length, length) for length in LENGTHS]
-    step = [ForwardBackward("a", data, "cross_entropy"), OptimStep("a", 1e-3, eps=1e-2)]
+    step = [ops.ForwardBackward("a", data, "cross_entropy"), ops.OptimStep("a", 1e-3, eps=1e-2)]
     done(worker, *step)
     learnt = trained_values(worker, "a")
-    done(worker, LoadWeights("a", CheckpointRef("a", "weights", "kept"), optimizer=True), *step)
+    done(worker, ops.LoadWeights("a", CheckpointRef("a", "weights", "kept"), optimizer=True), *step)
     again = trained_values(worker, "a")
     assert all(torch.equal(again[name], value) for name, value in learnt.items())
     found.tensors |= {f"continued {name}": value for name, value in learnt.items()}
@@ -230,7 +221,7 @@ def outcome_of(folder: Path, options: Mapping[str, object], kind: str, calls: Se
     found = outcome(worker, kind, calls)
     if calls == ALL:
         continue_and_sample(worker, found)
-        done(worker, *(UnloadModel(model_id) for model_id in TENANTS[kind]))
+        done(worker, *(ops.UnloadModel(model_id) for model_id in TENANTS[kind]))
         self_test(worker)
     return found
 

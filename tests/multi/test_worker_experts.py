@@ -31,21 +31,9 @@ from worker_ranks import (
 from xorl.core.loss import cross_entropy
 from xorl.data.batch import Document, collate
 from xorl.lora import adapters
+from xorl.server import operations as ops
 from xorl.server.datum import Array, Datum
 from xorl.server.identifiers import CheckpointRef
-from xorl.server.operations import (
-    AbortGradients,
-    CheckpointSampler,
-    CreateModel,
-    ForwardBackward,
-    LoraSpec,
-    LossResult,
-    OptimStep,
-    Sample,
-    SampleResult,
-    SaveWeights,
-    SaveWeightsForSampler,
-)
 from xorl.server.worker.adapters import AdapterModels
 from xorl.server.worker.worker import Worker
 from xorl.train.build import build_engine
@@ -83,7 +71,7 @@ def make(folder: Path, kind: str, num_ranks: int, *model_ids: str, divided: bool
     options = {**KINDS[kind], **shards(num_ranks), "expert_parallel_size": num_ranks if divided else 1}
     worker = worker_of(service_config(folder, shape=SHAPE, **options))
     for model_id in model_ids:
-        done(worker, CreateModel(model_id, lora=LoraSpec(seed=42) if kind.startswith("lora") else None))
+        done(worker, ops.CreateModel(model_id, lora=ops.LoraSpec(seed=42) if kind.startswith("lora") else None))
     return worker
 
 
@@ -128,7 +116,7 @@ def local(worker: Worker, documents: Sequence[tuple[np.ndarray, np.ndarray]]) ->
 
 def statistics(worker: Worker, model_id: str) -> list[float]:
     """Those of the routers with an optimizer step."""
-    result = done(worker, OptimStep(model_id, 1e-2))
+    result = done(worker, ops.OptimStep(model_id, 1e-2))
     found = {name: value for name, value in result.metrics.items() if name.startswith("router_")}
     assert list(found) == [f"router_{name}" for name in STATISTICS] or not found
     return list(found.values())
@@ -141,16 +129,16 @@ def trained(
     documents, other = rows(1, [9, 14, 5, 11, 7]), rows(2, [13, 6, 8])
     worker = make(folder, kind, num_ranks, "m", *(["n"] if kind.startswith("lora") else []), divided=divided)
     before = trained_values(worker, "m")
-    done(worker, ForwardBackward("m", data_of(other), "cross_entropy"), AbortGradients("m"))
+    done(worker, ops.ForwardBackward("m", data_of(other), "cross_entropy"), ops.AbortGradients("m"))
     if num_ranks == 1:
-        done(worker, ForwardBackward("m", data_of(documents), "cross_entropy"))
+        done(worker, ops.ForwardBackward("m", data_of(documents), "cross_entropy"))
     else:
-        done(worker, ForwardBackward("m", data_of(documents[:2]), "cross_entropy"))
-        done(worker, ForwardBackward("m", data_of(other), "cross_entropy", forward_only=True))
-        calls = [ForwardBackward("m", data_of(documents[2:]), "cross_entropy")]
+        done(worker, ops.ForwardBackward("m", data_of(documents[:2]), "cross_entropy"))
+        done(worker, ops.ForwardBackward("m", data_of(other), "cross_entropy", forward_only=True))
+        calls = [ops.ForwardBackward("m", data_of(documents[2:]), "cross_entropy")]
         if kind.startswith("lora"):
-            calls.append(ForwardBackward("n", data_of(other), "cross_entropy"))
-        assert all(isinstance(result, LossResult) for result in ask(worker, *calls))
+            calls.append(ops.ForwardBackward("n", data_of(other), "cross_entropy"))
+        assert all(isinstance(result, ops.LossResult) for result in ask(worker, *calls))
     # A of an adapter has no gradient yet, since B is 0.
     found = {name: gradient for name, gradient in gradients(worker, "m").items() if gradient.any()}
     expected, expected_statistics = local(worker, documents) if num_ranks == 1 else ({}, [])
@@ -166,13 +154,13 @@ def check_samples_and_checkpoints(folder: Path, kind: str, divided: bool) -> Non
     """Asserts in each rank."""
     data = [datum(8 + i, i) for i in range(5)]
     worker = make(folder, kind, 2, "m", divided=divided)
-    done(worker, *train("m", data), SaveWeightsForSampler("m", "s", sampler_id="s"))
+    done(worker, *train("m", data), ops.SaveWeightsForSampler("m", "s", sampler_id="s"))
     prompts = [datum(length, 20 + length).tokens for length in (3, 17, 9)]
     samples = ask(
         worker,
         *(
-            Sample(
-                CheckpointSampler(CheckpointRef("m", "sampler_weights", "s")),
+            ops.Sample(
+                ops.CheckpointSampler(CheckpointRef("m", "sampler_weights", "s")),
                 prompt,
                 num_samples=2,
                 max_tokens=6,
@@ -183,27 +171,27 @@ def check_samples_and_checkpoints(folder: Path, kind: str, divided: bool) -> Non
         ),
     )
     for prompt, result in zip(prompts, samples, strict=True):
-        assert isinstance(result, SampleResult), result
+        assert isinstance(result, ops.SampleResult), result
         for sequence in result.sequences:
             tokens = np.concatenate([prompt.numpy(), sequence.tokens.numpy()])
             scored = Datum(Array.of(tokens[:-1]), {"target_tokens": Array.of(tokens[1:].astype(np.int64))})
-            loss = done(worker, ForwardBackward("m", [scored], "cross_entropy", forward_only=True))
+            loss = done(worker, ops.ForwardBackward("m", [scored], "cross_entropy", forward_only=True))
             if worker.base.runtime.is_main:
                 expected = values(loss.fields["logprobs"][0])[len(prompt.numpy()) - 1 :]
                 np.testing.assert_allclose(values(sequence.logprobs), expected, atol=1e-4)
-    done(worker, SaveWeights("m", "a"), *train("m", data))
+    done(worker, ops.SaveWeights("m", "a"), *train("m", data))
     other = make(folder, kind, 2, divided=divided)
     done(
         other,
-        CreateModel("n", checkpoint=CheckpointRef("m", "weights", "a"), with_optimizer=True),
+        ops.CreateModel("n", checkpoint=CheckpointRef("m", "weights", "a"), with_optimizer=True),
         *train("n", data),
     )
     learnt = trained_values(worker, "m")
     assert all(torch.equal(learnt[name], value) for name, value in trained_values(other, "n").items())
     again = ask(
         worker,
-        Sample(
-            CheckpointSampler(CheckpointRef("m", "sampler_weights", "s")),
+        ops.Sample(
+            ops.CheckpointSampler(CheckpointRef("m", "sampler_weights", "s")),
             prompts[0],
             num_samples=2,
             max_tokens=6,
@@ -211,8 +199,8 @@ def check_samples_and_checkpoints(folder: Path, kind: str, divided: bool) -> Non
             ignore_end=True,
         ),
     )
-    assert isinstance(again[0], SampleResult)
-    assert isinstance(samples[0], SampleResult)
+    assert isinstance(again[0], ops.SampleResult)
+    assert isinstance(samples[0], ops.SampleResult)
     for one, same in zip(again[0].sequences, samples[0].sequences, strict=True):
         assert one.tokens.numpy().tolist() == same.tokens.numpy().tolist()
 
@@ -225,11 +213,11 @@ def check_beside_a_diverged_model(folder: Path, kind: str) -> None:
     with torch.no_grad():
         for adapter in worker.models.bank.adapters("bad").values():
             adapter.B.fill_(torch.nan)
-    done(worker, ForwardBackward("good", data, "cross_entropy"))
+    done(worker, ops.ForwardBackward("good", data, "cross_entropy"))
     alone, expected = gradients(worker, "good"), worker.models.bank.snapshot("good")
     of_step = statistics(worker, "good")
     worker.models.bank.restore("good", expected)
-    ask(worker, *(ForwardBackward(name, data, "cross_entropy") for name in ("bad", "good")))
+    ask(worker, *(ops.ForwardBackward(name, data, "cross_entropy") for name in ("bad", "good")))
     torch.testing.assert_close(gradients(worker, "good"), alone, rtol=1e-4, atol=1e-5)
     assert statistics(worker, "good") == pytest.approx(of_step, rel=1e-5)
 

@@ -31,36 +31,11 @@ from worker_ranks import (
 )
 from xorl.ckpt.files import HashedFile
 from xorl.core import runtime
+from xorl.server import messages
+from xorl.server import operations as ops
 from xorl.server.channel import BlockingServer, ChannelClient
 from xorl.server.collectives import GRACE_S
 from xorl.server.identifiers import CheckpointRef
-from xorl.server.messages import (
-    Cancel,
-    Done,
-    Health,
-    HealthResult,
-    Operation,
-    Result,
-    Shutdown,
-    ShutdownResult,
-    Work,
-)
-from xorl.server.operations import (
-    BaseSampler,
-    CheckpointSampler,
-    CreateModel,
-    Failure,
-    ForwardBackward,
-    LoadWeights,
-    OptimResult,
-    OptimStep,
-    Sample,
-    SampleResult,
-    Saved,
-    SaveWeights,
-    SaveWeightsForSampler,
-    UnloadModel,
-)
 from xorl.server.worker import serve
 from xorl.server.worker.selftest import self_test
 from xorl.server.worker.worker import Worker
@@ -91,8 +66,8 @@ def broken_disk() -> str:
     return "OSError: a broken disk" if runtime.global_rank() == 1 else "rank 1: a broken disk"
 
 
-async def ask_all(address: str, works: list[Work], answers: list[Result]) -> None:
-    client: ChannelClient[Done] = ChannelClient(address, Done)
+async def ask_all(address: str, works: list[messages.Work], answers: list[messages.Result]) -> None:
+    client: ChannelClient[messages.Done] = ChannelClient(address, messages.Done)
     await client.start()
     for work in works:
         done = await client.request(work, timeout_s=60)
@@ -106,28 +81,31 @@ def test_work_is_done_once_by_all_ranks_and_answered_again(tmp_path: Path, run_r
     # asked for again, and ranks that give up on a rank 0 which has nothing to do.
     monkeypatch.setattr(serve, "IDLE_S", 0.05)
     data = [datum(4 + i, i) for i in range(5)]
-    step = Work(["3"], [OptimStep("m", 1e-2)])
+    step = messages.Work(["3"], [ops.OptimStep("m", 1e-2)])
     works = [
-        Work(["0"], [Health()]),
-        Work(["1"], [CreateModel("m")]),
-        Work(["2", "2b"], [ForwardBackward("m", data, "cross_entropy"), ForwardBackward("m", [], "cross_entropy")]),
+        messages.Work(["0"], [messages.Health()]),
+        messages.Work(["1"], [ops.CreateModel("m")]),
+        messages.Work(
+            ["2", "2b"],
+            [ops.ForwardBackward("m", data, "cross_entropy"), ops.ForwardBackward("m", [], "cross_entropy")],
+        ),
         step,
         step,
-        Work(["3", "4"][1:], [OptimStep("m", 1e-2)]),
-        Work(["5"], [SaveWeights("m", "../a")]),
-        Work(["6"], [Shutdown()]),
+        messages.Work(["3", "4"][1:], [ops.OptimStep("m", 1e-2)]),
+        messages.Work(["5"], [ops.SaveWeights("m", "../a")]),
+        messages.Work(["6"], [messages.Shutdown()]),
     ]
 
-    def run() -> list[Result]:
+    def run() -> list[messages.Result]:
         with ipc_address("workers") as address:
             return serve_all(address)
 
-    def serve_all(address: str) -> list[Result]:
+    def serve_all(address: str) -> list[messages.Result]:
         config = service_config(tmp_path, data_parallel_shard_size=2)
         server, cancelled = None, serve.CancelledIds()
-        answers: list[Result] = []
+        answers: list[messages.Result] = []
         if runtime.global_rank() == 0:
-            server = BlockingServer(address, Work | Cancel, intercept=cancelled.intercept)
+            server = BlockingServer(address, messages.Work | messages.Cancel, intercept=cancelled.intercept)
             asking = threading.Thread(target=lambda: asyncio.run(ask_all(server.address, works, answers)))
             asking.start()
         worker = worker_of(config)
@@ -145,12 +123,12 @@ def test_work_is_done_once_by_all_ranks_and_answered_again(tmp_path: Path, run_r
     health, _, loss, empty, first, again, second, refused, last = answers
     assert health.world_size == 2
     assert len(loss.fields["logprobs"]) == len(data)
-    assert isinstance(empty, Failure)
-    assert isinstance(first, OptimResult)
+    assert isinstance(empty, ops.Failure)
+    assert isinstance(first, ops.OptimResult)
     assert first == again
     assert (first.metrics["step"], second.metrics["step"], second.metrics["no_gradient"]) == (1, 1, 1)
     assert "1 to 128 of the characters" in refused.message
-    assert isinstance(last, ShutdownResult)
+    assert isinstance(last, messages.ShutdownResult)
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
@@ -159,28 +137,32 @@ def test_a_save_in_the_background_lets_other_calls_run(kind: str, tmp_path: Path
     # one whose model has changed before it was copied.
     may_write = threading.Event()
 
-    async def ask_while_saving(address: str, answers: list[Result | bool]) -> None:
-        client: ChannelClient[Done] = ChannelClient(address, Done)
+    async def ask_while_saving(address: str, answers: list[messages.Result | bool]) -> None:
+        client: ChannelClient[messages.Done] = ChannelClient(address, messages.Done)
         await client.start()
 
-        async def result(request_id: str, operation: Operation) -> Result:
-            return (await client.request(Work([request_id], [operation]), timeout_s=60)).results[0]
+        async def result(request_id: str, operation: messages.Operation) -> messages.Result:
+            return (await client.request(messages.Work([request_id], [operation]), timeout_s=60)).results[0]
 
-        await result("1", CreateModel("m", lora=ADAPTER if kind == "lora" else None))
-        saving = asyncio.create_task(result("2", SaveWeights("m", "a")))
+        await result("1", ops.CreateModel("m", lora=ADAPTER if kind == "lora" else None))
+        saving = asyncio.create_task(result("2", ops.SaveWeights("m", "a")))
         await asyncio.sleep(0)
-        answers.append(await result("3", Health()))
-        await result("4", ForwardBackward("m", [datum(4, 1)], "cross_entropy"))
-        await result("5", OptimStep("m", 1e-1))
+        answers.append(await result("3", messages.Health()))
+        await result("4", ops.ForwardBackward("m", [datum(4, 1)], "cross_entropy"))
+        await result("5", ops.OptimStep("m", 1e-1))
         answers.append(saving.done())
         may_write.set()
-        answers += [await saving, await result("2", SaveWeights("m", "a")), await result("6", SaveWeights("m", "a"))]
-        await result("7", LoadWeights("m", CheckpointRef("m", "weights", "a"), optimizer=True))
-        answers.append(await result("8", Shutdown()))
+        answers += [
+            await saving,
+            await result("2", ops.SaveWeights("m", "a")),
+            await result("6", ops.SaveWeights("m", "a")),
+        ]
+        await result("7", ops.LoadWeights("m", CheckpointRef("m", "weights", "a"), optimizer=True))
+        answers.append(await result("8", messages.Shutdown()))
         await client.close()
 
-    def run() -> tuple[list[Result | bool], dict[str, Tensor]]:
-        answers: list[Result | bool] = []
+    def run() -> tuple[list[messages.Result | bool], dict[str, Tensor]]:
+        answers: list[messages.Result | bool] = []
         close = HashedFile.close
 
         def close_when_told(file: HashedFile) -> None:
@@ -195,7 +177,7 @@ def test_a_save_in_the_background_lets_other_calls_run(kind: str, tmp_path: Path
                 return answers, trained_values(worker, "m")
             HashedFile.close = close_when_told
             cancelled = serve.CancelledIds()
-            server = BlockingServer(address, Work | Cancel, intercept=cancelled.intercept)
+            server = BlockingServer(address, messages.Work | messages.Cancel, intercept=cancelled.intercept)
             asking = threading.Thread(target=lambda: asyncio.run(ask_while_saving(server.address, answers)))
             asking.start()
             serve.lead(worker, server, cancelled)
@@ -208,7 +190,7 @@ def test_a_save_in_the_background_lets_other_calls_run(kind: str, tmp_path: Path
 
     (answers, loaded), _ = run_ranks(run, 2)
     health, was_saved, saved, again, taken, _ = answers
-    assert isinstance(health, HealthResult)
+    assert isinstance(health, messages.HealthResult)
     assert not was_saved
     assert saved.size_bytes > 0
     assert again == saved
@@ -221,13 +203,13 @@ def test_results_are_kept_within_bounds() -> None:
     # Catches memory that grows with every operation, and failures that are answered instead of tried again.
     results = serve.ResultCache(max_results=2)
     for number in range(3):
-        results.add(str(number), OptimResult({"step": float(number)}))
-    results.add("failed", Failure("server", 500, ""))
+        results.add(str(number), ops.OptimResult({"step": float(number)}))
+    results.add("failed", ops.Failure("server", 500, ""))
     assert [results.get(name) is not None for name in ("0", "1", "2", "failed")] == [False, True, True, False]
     small, ref = serve.ResultCache(max_bytes=10), CheckpointRef("m", "sampler_weights", "s")
-    small.add("a", Saved(ref, "x" * 100))
+    small.add("a", ops.Saved(ref, "x" * 100))
     assert small.get("a") is not None
-    small.add("b", Saved(ref, "y" * 100))
+    small.add("b", ops.Saved(ref, "y" * 100))
     assert [small.get(name) is not None for name in "ab"] == [False, True]
 
 
@@ -237,11 +219,11 @@ def test_a_rank_that_dies_ends_the_others_and_its_call_has_no_answer(tmp_path: P
     Without an answer the orchestrator has the workers that are started next compute the call.
     """
 
-    def run() -> list[Result]:
+    def run() -> list[messages.Result]:
         worker = make(tmp_path, "full", **shards(2))
         if runtime.global_rank() == 1:
             worker.base.module.layers[1].register_forward_hook(lambda *_: os._exit(9))
-        return worker.run(Work(["2"], [ForwardBackward("m", [datum(4, 1), datum(5, 2)], "cross_entropy")]))
+        return worker.run(messages.Work(["2"], [ops.ForwardBackward("m", [datum(4, 1), datum(5, 2)], "cross_entropy")]))
 
     assert run_ranks(run, 2) == ["no result", "no result"]
 
@@ -249,13 +231,13 @@ def test_a_rank_that_dies_ends_the_others_and_its_call_has_no_answer(tmp_path: P
 def test_a_rank_that_dies_while_a_checkpoint_is_read_to_sample_from_leaves_no_answer(tmp_path: Path, run_ranks) -> None:
     """Catches a client that is told of a broken connection where the workers' start anew would give it its samples."""
 
-    def run() -> list[Result]:
+    def run() -> list[messages.Result]:
         worker = make(tmp_path, "full", **shards(2))
-        worker.run(Work(["2"], [SaveWeightsForSampler("m", "s")]))
+        worker.run(messages.Work(["2"], [ops.SaveWeightsForSampler("m", "s")]))
         if runtime.global_rank() == 1:
             worker.saved.describe = lambda _: os._exit(9)
-        sampler = CheckpointSampler(CheckpointRef("m", "sampler_weights", "s"))
-        return worker.run(Work(["3"], [Sample(sampler, datum(4, 1).tokens, max_tokens=1)]))
+        sampler = ops.CheckpointSampler(CheckpointRef("m", "sampler_weights", "s"))
+        return worker.run(messages.Work(["3"], [ops.Sample(sampler, datum(4, 1).tokens, max_tokens=1)]))
 
     assert run_ranks(run, 2) == ["no result", "no result"]
 
@@ -264,9 +246,9 @@ def test_a_rank_that_dies_while_a_checkpoint_is_read_to_sample_from_leaves_no_an
 def test_a_checkpoint_that_one_rank_cannot_read_is_held_by_none(tmp_path: Path) -> None:
     # Catches ranks that part: one holds what another one has not, so only one of them reads it when it is asked for.
     worker = make(tmp_path, "full", **shards(2))
-    done(worker, SaveWeightsForSampler("m", "s"))
-    sampler = CheckpointSampler(CheckpointRef("m", "sampler_weights", "s"))
-    sample = Sample(sampler, datum(4, 1).tokens, max_tokens=1)
+    done(worker, ops.SaveWeightsForSampler("m", "s"))
+    sampler = ops.CheckpointSampler(CheckpointRef("m", "sampler_weights", "s"))
+    sample = ops.Sample(sampler, datum(4, 1).tokens, max_tokens=1)
     with broken_on_rank_1(worker.saved, "load_source"):
         assert broken_disk() in refusal_of(worker, sample).message
     done(worker, sample)
@@ -278,8 +260,8 @@ def test_a_checkpoint_that_one_rank_cannot_read_is_held_by_none(tmp_path: Path) 
 def test_a_model_that_one_rank_cannot_make_is_on_none(kind: str, fails: str, tmp_path: Path) -> None:
     # Catches a name that is taken until the workers start anew, by a model that no client was given.
     worker = make(tmp_path, kind, **shards(2))
-    done(worker, SaveWeights("m", "a"), UnloadModel("m"))
-    again = CreateModel("n", checkpoint=CheckpointRef("m", "weights", "a"))
+    done(worker, ops.SaveWeights("m", "a"), ops.UnloadModel("m"))
+    again = ops.CreateModel("n", checkpoint=CheckpointRef("m", "weights", "a"))
     with broken_on_rank_1(worker.models if fails == "create" else worker.saved, fails):
         assert broken_disk() in refusal_of(worker, again).message
     done(worker, again)
@@ -290,11 +272,11 @@ def test_a_model_that_one_rank_cannot_make_is_on_none(kind: str, fails: str, tmp
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_a_load_that_fails_on_one_rank_leaves_all_the_model_or_none(kind: str, change: str, tmp_path: Path) -> None:
     # Catches training with the checkpoint's weights on one rank and others on the next, and a base that is half loaded.
-    load = LoadWeights("m", CheckpointRef("m", "weights", "a"), optimizer=True)
+    load = ops.LoadWeights("m", CheckpointRef("m", "weights", "a"), optimizer=True)
     data = [datum(4, 1), datum(5, 2)]
     worker = make(tmp_path, kind, **shards(2))
     first = trained_values(worker, "m")
-    done(worker, *train("m", data), SaveWeights("m", "a"), *train("m", data))
+    done(worker, *train("m", data), ops.SaveWeights("m", "a"), *train("m", data))
     before = trained_values(worker, "m")
     for owner, method in ((worker.saved, "describe"), (worker.models, change)):
         with broken_on_rank_1(owner, method):
@@ -304,7 +286,7 @@ def test_a_load_that_fails_on_one_rank_leaves_all_the_model_or_none(kind: str, c
         if method == "describe":
             assert same(before, trained_values(worker, "m"))
     assert_gone(worker, train("m", data)[0])
-    done(worker, CreateModel("m", lora=ADAPTER if kind == "lora" else None))
+    done(worker, ops.CreateModel("m", lora=ADAPTER if kind == "lora" else None))
     assert same(first, trained_values(worker, "m"))
 
 
@@ -315,7 +297,7 @@ def test_a_step_that_fails_on_one_rank_leaves_the_model_on_none(kind: str, tmp_p
     worker = make(tmp_path, kind, **shards(2))
     call, step = train("m", [datum(4, 1), datum(5, 2)])
     done(worker, call)
-    assert not refusal_of(worker, OptimStep("m", 1e-2, grad_clip_norm=-1.0)).model_given_up
+    assert not refusal_of(worker, ops.OptimStep("m", 1e-2, grad_clip_norm=-1.0)).model_given_up
     with broken_on_rank_1(worker.models, "step"):
         failed = refusal_of(worker, step)
     assert f"{broken_disk()}; model m is rebuilt" in failed.message
@@ -323,7 +305,7 @@ def test_a_step_that_fails_on_one_rank_leaves_the_model_on_none(kind: str, tmp_p
     assert_gone(worker, call)
 
 
-def assert_gone(worker: Worker, call: Operation) -> None:
+def assert_gone(worker: Worker, call: messages.Operation) -> None:
     """Whoever lost the connection before it was told of the failure learns it, too."""
     gone = refusal_of(worker, call)
     assert ("there is no model 'm'" in gone.message, gone.model_given_up) == (True, True)
@@ -339,16 +321,16 @@ def test_samples_that_one_rank_cannot_draw_fail_on_all_at_once(
     kind: str, fails: str, tmp_path: Path, run_ranks
 ) -> None:
     # Catches ranks that wait for one that failed alone, a client that is not told why, and samples with their tokens.
-    samples = [Sample(BaseSampler(), datum(4, seed).tokens, max_tokens=5, ignore_end=True) for seed in (1, 2)]
+    samples = [ops.Sample(ops.BaseSampler(), datum(4, seed).tokens, max_tokens=5, ignore_end=True) for seed in (1, 2)]
 
-    def run() -> tuple[list[Result], float]:
+    def run() -> tuple[list[messages.Result], float]:
         worker = make(tmp_path, kind, **shards(2))
         wanted = ask(worker, *samples)
         sampler = worker.sampling._sampler
         method = getattr(sampler, fails)
         read = worker._read_sample
 
-        def read_and_break(operation: Sample, operation_id: str) -> object:
+        def read_and_break(operation: ops.Sample, operation_id: str) -> object:
             # What is asked of the sampler from here on is what the request is computed with.
             found = read(operation, operation_id)
             setattr(sampler, fails, failing_once_done(method))
@@ -366,7 +348,7 @@ def test_samples_that_one_rank_cannot_draw_fail_on_all_at_once(
 
     for results, seconds in run_ranks(run, 2):
         *wanted, failed = results
-        assert all(isinstance(result, SampleResult) for result in wanted)
+        assert all(isinstance(result, ops.SampleResult) for result in wanted)
         assert (failed.status, "a broken disk" in failed.message) == (500, True)
         assert seconds < GRACE_S / 10
 
@@ -375,7 +357,7 @@ def test_samples_that_one_rank_cannot_draw_fail_on_all_at_once(
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_weights_that_one_rank_cannot_keep_are_kept_by_none(kind: str, tmp_path: Path) -> None:
     # Catches ranks that part: what one of them then forgets as its oldest weights, another one still samples from.
-    first, second = (SaveWeightsForSampler("m", name, sampler_id="s") for name in ("first", "second"))
+    first, second = (ops.SaveWeightsForSampler("m", name, sampler_id="s") for name in ("first", "second"))
     worker = make(tmp_path, kind, **shards(2))
     with broken_on_rank_1(worker.models, "snapshot"):
         ask(worker, first)

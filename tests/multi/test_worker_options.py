@@ -10,17 +10,8 @@ import torch
 from placement import whole
 from worker_ranks import datum, done, refusal_of, service_config, shards, train, worker_of
 from xorl.core.parallel.collectives import Transport, choices, keep_choices
+from xorl.server import operations as ops
 from xorl.server.identifiers import CheckpointRef
-from xorl.server.operations import (
-    CreateModel,
-    ForwardBackward,
-    LoadWeights,
-    LoraSpec,
-    LossResult,
-    OptimStep,
-    SaveFullWeights,
-    SaveWeights,
-)
 from xorl.server.worker.adapters import AdapterModels
 from xorl.server.worker.selftest import self_test
 from xorl.server.worker.worker import Worker
@@ -36,10 +27,10 @@ def test_a_mean_over_tokens_is_a_sum_over_their_number(tmp_path: Path) -> None:
         worker = worker_of(service_config(tmp_path, enable_lora=True, lora_rank=4, **options))
         if options:
             self_test(worker)
-        done(worker, CreateModel("m", lora=LoraSpec(rank=3, seed=5)))
-        losses = [done(worker, ForwardBackward("m", call, "cross_entropy")) for call in data]
-        update = done(worker, OptimStep("m", 1e-2))
-        return sum(one.metrics["loss:sum"] for one in losses if isinstance(one, LossResult)), update.metrics
+        done(worker, ops.CreateModel("m", lora=ops.LoraSpec(rank=3, seed=5)))
+        losses = [done(worker, ops.ForwardBackward("m", call, "cross_entropy")) for call in data]
+        update = done(worker, ops.OptimStep("m", 1e-2))
+        return sum(one.metrics["loss:sum"] for one in losses if isinstance(one, ops.LossResult)), update.metrics
 
     loss, plain = step()
     unpacked, divided = step(**changed)
@@ -59,7 +50,7 @@ def test_adapters_are_on_the_layers_that_are_named_alone(tmp_path: Path) -> None
     assert isinstance(worker.models, AdapterModels)
     layers = {}
     for name, wanted in asked.items():
-        done(worker, CreateModel(name, lora=LoraSpec(target_modules=wanted)), *train(name, [datum(5)]))
+        done(worker, ops.CreateModel(name, lora=ops.LoraSpec(target_modules=wanted)), *train(name, [datum(5)]))
         layers[name] = [key.rpartition("layers.")[2] for key in worker.models.bank.adapters(name)]
     assert layers == {"all": targets, "one": targets[1:]}
 
@@ -70,7 +61,7 @@ def test_matrices_under_muon_follow_the_learning_rate_of_the_client(tmp_path: Pa
     moved = []
     for muon_lr, lr in ((0.02, 5e-5), (0.02, 1e-4), (5e-5, 0.02)):
         worker = worker_of(service_config(tmp_path, optimizer="muon", muon_lr=muon_lr))
-        done(worker, CreateModel("m"))
+        done(worker, ops.CreateModel("m"))
         matrix = worker.base.module.get_parameter("layers.0.self_attn.o_proj.weight")
         before = whole(matrix).clone()
         done(worker, *train("m", [datum(30)], lr))
@@ -88,9 +79,9 @@ def test_a_checkpoint_goes_before_the_weights_of_model_path(tmp_path: Path) -> N
         return whole(worker.base.module.get_parameter("layers.0.self_attn.o_proj.weight")).clone()
 
     worker = worker_of(service_config(tmp_path))
-    done(worker, CreateModel("m"), SaveWeights("m", "first"))
+    done(worker, ops.CreateModel("m"), ops.SaveWeights("m", "first"))
     first = matrix_of(worker)
-    done(worker, *train("m", [datum(30)]), SaveFullWeights("m", "later"))
+    done(worker, *train("m", [datum(30)]), ops.SaveFullWeights("m", "later"))
     assert not torch.equal(matrix_of(worker), first)
     outputs = tmp_path / "outputs"
     options: dict[str, object] = {
@@ -100,7 +91,7 @@ def test_a_checkpoint_goes_before_the_weights_of_model_path(tmp_path: Path) -> N
         "output_dir": str(tmp_path / "others"),
     }
     worker = worker_of(service_config(tmp_path, **options))
-    done(worker, CreateModel("m"))
+    done(worker, ops.CreateModel("m"))
     assert torch.equal(matrix_of(worker), first)
 
 
@@ -111,14 +102,14 @@ def test_an_adapter_over_another_base_is_refused(tmp_path: Path) -> None:
     others = [({"model_name": "two"}, "name 'one'"), ({"seed": 7}, "seed 42")]
 
     worker = worker_of(service_config(tmp_path, **adapters))
-    done(worker, CreateModel("m"), SaveWeights("m", "a"))
+    done(worker, ops.CreateModel("m"), ops.SaveWeights("m", "a"))
     for changed, told in others:
         other = worker_of(service_config(tmp_path, **(adapters | changed)))
-        refused = refusal_of(other, CreateModel("n", checkpoint=ref))
+        refused = refusal_of(other, ops.CreateModel("n", checkpoint=ref))
         assert refused.status == 400
         assert told in refused.message
-        done(other, CreateModel("n"))
-        refused = refusal_of(other, LoadWeights("n", ref, optimizer=True))
+        done(other, ops.CreateModel("n"))
+        refused = refusal_of(other, ops.LoadWeights("n", ref, optimizer=True))
 
 
 def test_workers_that_restart_keep_how_their_gpus_communicate(tmp_path: Path, run_ranks) -> None:

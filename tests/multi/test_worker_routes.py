@@ -15,19 +15,8 @@ from torch import Tensor
 from placement import assert_same
 from tiny_models import hf_config
 from worker_ranks import LORA, ask, datum, done, gradients, service_config, values, worker_of
+from xorl.server import operations as ops
 from xorl.server.datum import Array, Datum
-from xorl.server.operations import (
-    AbortGradients,
-    BaseSampler,
-    CreateModel,
-    Failure,
-    ForwardBackward,
-    LoraSpec,
-    LossResult,
-    OptimResult,
-    OptimStep,
-    Sample,
-)
 from xorl.server.worker.worker import Worker
 
 # The dense layer is in the middle of the layers of a record.
@@ -49,7 +38,7 @@ RETURNED = {"return_routed_experts": True}
 def make(folder: Path, kind: str, **layout: object) -> Worker:
     worker = worker_of(service_config(folder, shape=SHAPE, sample_packing_sequence_len=128, **KINDS[kind], **layout))
     for model_id in ("m", "n") if kind == "lora" else ("m",):
-        done(worker, CreateModel(model_id, lora=LoraSpec(seed=42) if kind == "lora" else None))
+        done(worker, ops.CreateModel(model_id, lora=ops.LoraSpec(seed=42) if kind == "lora" else None))
     return worker
 
 
@@ -65,16 +54,16 @@ def from_main(value: object) -> object:
     return shared[0]
 
 
-def losses(worker: Worker, data: list[Datum], **options: object) -> LossResult:
-    result = from_main(done(worker, ForwardBackward("m", data, "cross_entropy", options)))
-    assert isinstance(result, LossResult)
+def losses(worker: Worker, data: list[Datum], **options: object) -> ops.LossResult:
+    result = from_main(done(worker, ops.ForwardBackward("m", data, "cross_entropy", options)))
+    assert isinstance(result, ops.LossResult)
     return result
 
 
 def record_of(worker: Worker, data: list[Datum], *, forward_only: bool) -> list[NDArray[np.generic]]:
-    call = ForwardBackward("m", data, "cross_entropy", dict(RETURNED), forward_only)
+    call = ops.ForwardBackward("m", data, "cross_entropy", dict(RETURNED), forward_only)
     result = from_main(done(worker, call))
-    assert isinstance(result, LossResult)
+    assert isinstance(result, ops.LossResult)
     records = [array.numpy() for array in result.fields["routed_experts"]]
     assert [record.shape for record in records] == [(length, NUM_LAYERS, NUM_ACTIVE) for length in LENGTHS]
     assert all(not record[:, 1].any() for record in records)
@@ -95,18 +84,18 @@ def check_identity(worker: Worker, data: list[Datum]) -> None:
     records = record_of(worker, data, forward_only=True)
     for record, same in zip(records, record_of(worker, data, forward_only=False), strict=True):
         np.testing.assert_array_equal(record, same)
-    done(worker, AbortGradients("m"))
+    done(worker, ops.AbortGradients("m"))
     free, expected = losses(worker, data), gradients(worker, "m")
-    done(worker, AbortGradients("m"))
+    done(worker, ops.AbortGradients("m"))
     replayed = losses(worker, with_records(data, [records[0], None, *(one[:-1] for one in records[2:])]))
     assert all(torch.equal(gradient, expected[name]) for name, gradient in gradients(worker, "m").items())
     assert any(gradient.any() for gradient in expected.values())
     assert replayed.metrics == free.metrics
     assert replayed.fields == free.fields
-    done(worker, AbortGradients("m"))
+    done(worker, ops.AbortGradients("m"))
     late = losses(worker, with_records(data, [np.roll(record, 1, axis=0) for record in records]))
     assert abs(late.metrics["loss:sum"] - free.metrics["loss:sum"]) > 1e-3
-    done(worker, AbortGradients("m"))
+    done(worker, ops.AbortGradients("m"))
 
 
 def replay_others(
@@ -114,10 +103,10 @@ def replay_others(
 ) -> tuple[list[NDArray[np.float32]], dict[str, Tensor], dict[str, float]]:
     """With experts that the routers would not choose: log-probabilities, gradients, and statistics of the routers."""
     records = [None if index == 1 else other_experts(index, length) for index, length in enumerate(LENGTHS)]
-    calls = [ForwardBackward("m", with_records(data, records), "cross_entropy")]
+    calls = [ops.ForwardBackward("m", with_records(data, records), "cross_entropy")]
     if kind == "lora":
         # Another client's data, in the same rows and without records.
-        calls.append(ForwardBackward("n", [datum(8, 70), datum(13, 71)], "cross_entropy"))
+        calls.append(ops.ForwardBackward("n", [datum(8, 70), datum(13, 71)], "cross_entropy"))
     results = from_main(ask(worker, *calls))
     assert isinstance(results, list)
     alone = from_main(ask(worker, *calls[1:])) if len(calls) > 1 else []
@@ -125,13 +114,13 @@ def replay_others(
         for found, expected in zip(together.fields["logprobs"], one.fields["logprobs"], strict=True):
             np.testing.assert_allclose(values(found), values(expected), atol=1e-5)
     found = gradients(worker, "m")
-    step = from_main(done(worker, OptimStep("m", 0.0)))
-    assert isinstance(step, OptimResult)
+    step = from_main(done(worker, ops.OptimStep("m", 0.0)))
+    assert isinstance(step, ops.OptimResult)
     metrics = {name: value for name, value in step.metrics.items() if name.startswith("router_")}
     assert 0 < metrics["router_changed_routes"] < 1
     assert (
         "router_changed_routes"
-        not in from_main(done(worker, ForwardBackward("m", data, "cross_entropy"), OptimStep("m", 0.0))).metrics
+        not in from_main(done(worker, ops.ForwardBackward("m", data, "cross_entropy"), ops.OptimStep("m", 0.0))).metrics
     )
     return [values(array) for array in results[0].fields["logprobs"]], found, metrics
 
@@ -140,7 +129,7 @@ def check_samples(worker: Worker) -> None:
     """Records of the sampler, fed back, give its log-probabilities."""
     prompts = [datum(length, 20 + length).tokens for length in (1, 17, 9)]
     asked = [
-        Sample(BaseSampler(), one, num_samples=3, max_tokens=6, seed=5, ignore_end=True, routed_experts=True)
+        ops.Sample(ops.BaseSampler(), one, num_samples=3, max_tokens=6, seed=5, ignore_end=True, routed_experts=True)
         for one in prompts
     ]
     for prompt, result in zip(prompts, from_main(ask(worker, *asked)), strict=True):
@@ -152,8 +141,8 @@ def check_samples(worker: Worker) -> None:
             scored = Datum(
                 Array.of(tokens[:-1]), {"target_tokens": Array.of(tokens[1:].astype(np.int64))}, Array.of(record)
             )
-            loss = from_main(done(worker, ForwardBackward("m", [scored], "cross_entropy", forward_only=True)))
-            assert isinstance(loss, LossResult)
+            loss = from_main(done(worker, ops.ForwardBackward("m", [scored], "cross_entropy", forward_only=True)))
+            assert isinstance(loss, ops.LossResult)
             expected = values(loss.fields["logprobs"][0])[len(prompt.numpy()) - 1 :]
             np.testing.assert_allclose(values(sequence.logprobs), expected, atol=1e-4)
 
@@ -172,7 +161,7 @@ def test_records_move_with_their_tokens(tmp_path: Path, run_ranks) -> None:
                 worker = make(tmp_path, kind, **layout)
                 check_identity(worker, data)
                 if name == "tensor":
-                    [refused] = from_main(ask(worker, Sample(BaseSampler(), data[0].tokens, max_tokens=2)))
+                    [refused] = from_main(ask(worker, ops.Sample(ops.BaseSampler(), data[0].tokens, max_tokens=2)))
                     assert "sample with an inference endpoint" in refused.message
                 else:
                     # The base is also what a new adapter computes.
@@ -219,17 +208,17 @@ def test_records_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     assert found == [found[0]] * len(forms)
     assert abs(found[0] - free.metrics["loss:sum"]) > 1e-3
     for name, (record, message) in BAD_RECORDS.items():
-        [result] = ask(worker, ForwardBackward("m", with_records([one], [record]), "cross_entropy"))
-        assert isinstance(result, Failure), name
+        [result] = ask(worker, ops.ForwardBackward("m", with_records([one], [record]), "cross_entropy"))
+        assert isinstance(result, ops.Failure), name
         assert (result.category, result.status) == ("user", 400)
         with pytest.raises(ValueError, match="datum 0: routed_experts: .*" + message):
             raise ValueError(result.message)
     dense = worker_of(service_config(tmp_path))
-    done(dense, CreateModel("m"))
+    done(dense, ops.CreateModel("m"))
     for call in (
-        ForwardBackward("m", with_records([one], [RECORD]), "cross_entropy"),
-        ForwardBackward("m", [one], "cross_entropy", dict(RETURNED)),
-        Sample(BaseSampler(), one.tokens, max_tokens=2, routed_experts=True),
+        ops.ForwardBackward("m", with_records([one], [RECORD]), "cross_entropy"),
+        ops.ForwardBackward("m", [one], "cross_entropy", dict(RETURNED)),
+        ops.Sample(ops.BaseSampler(), one.tokens, max_tokens=2, routed_experts=True),
     ):
         [result] = ask(dense, call)
         assert "the model has no experts" in result.message

@@ -13,34 +13,25 @@ from torch import Tensor, nn
 
 from worker_ranks import ADAPTER, ask, datum, done, gradients, make, values
 from xorl.core import runtime
+from xorl.server import operations as ops
 from xorl.server.datum import Array
 from xorl.server.identifiers import CheckpointRef
 from xorl.server.messages import CANCELLED, Resume, Suspended, Work
-from xorl.server.operations import (
-    BaseSampler,
-    CheckpointSampler,
-    CreateModel,
-    Failure,
-    ForwardBackward,
-    LossResult,
-    OptimStep,
-    Sample,
-    SampleResult,
-    SaveWeightsForSampler,
-)
 from xorl.server.worker import adapters, full, interrupts
 from xorl.server.worker.interrupts import Interrupts
 from xorl.server.worker.worker import Worker
 
 # Only rank 0 knows what waits.
 BUSY = Interrupts(others_wait=lambda: runtime.global_rank() == 0)
-EARLIER = ForwardBackward("m", [datum(20, 99)], "cross_entropy")
+EARLIER = ops.ForwardBackward("m", [datum(20, 99)], "cross_entropy")
 # Several rows of 64 tokens on each of two ranks.
-LONG = ForwardBackward("m", [datum(30 + seed, seed, weights=0.5 + seed) for seed in range(12)], "cross_entropy")
-FORWARD = ForwardBackward("m", LONG.data, "cross_entropy", forward_only=True)
+LONG = ops.ForwardBackward("m", [datum(30 + seed, seed, weights=0.5 + seed) for seed in range(12)], "cross_entropy")
+FORWARD = ops.ForwardBackward("m", LONG.data, "cross_entropy", forward_only=True)
 
 
-def turns(worker: Worker, name: str, operation: ForwardBackward | Sample, between: Callable[[int], None]) -> object:
+def turns(
+    worker: Worker, name: str, operation: ops.ForwardBackward | ops.Sample, between: Callable[[int], None]
+) -> object:
     """The result of an operation that gives way at every opportunity, and how often it did; collective."""
     work, num_turns = Work([name], [operation], may_suspend=True), 0
     while True:
@@ -50,7 +41,7 @@ def turns(worker: Worker, name: str, operation: ForwardBackward | Sample, betwee
         assert 0 <= result.done < 1
         between(num_turns)
         num_turns += 1
-        work = Work([name], [operation if isinstance(operation, Sample) else Resume()], may_suspend=True)
+        work = Work([name], [operation if isinstance(operation, ops.Sample) else Resume()], may_suspend=True)
 
 
 def disturb(worker: Worker, kind: str) -> Callable[[int], None]:
@@ -58,10 +49,10 @@ def disturb(worker: Worker, kind: str) -> Callable[[int], None]:
 
     def between(turn: int) -> None:
         if kind == "full":
-            done(worker, Sample(BaseSampler(), datum(5).tokens, max_tokens=2))
+            done(worker, ops.Sample(ops.BaseSampler(), datum(5).tokens, max_tokens=2))
             return
         other = f"other{turn % 4}"
-        done(worker, ForwardBackward(other, [datum(9, turn)], "cross_entropy"), OptimStep(other, 1e-2))
+        done(worker, ops.ForwardBackward(other, [datum(9, turn)], "cross_entropy"), ops.OptimStep(other, 1e-2))
 
     return between
 
@@ -78,7 +69,7 @@ def test_a_pass_in_turns_computes_what_it_computes_at_once(kind: str, tmp_path: 
             options = {"data_parallel_shard_size": 2} if kind == "full" else {"data_parallel_replicate_size": 2}
             worker = make(tmp_path / str(is_disturbed), kind, **options)
             if kind == "lora":
-                done(worker, *(CreateModel(f"other{index}", lora=ADAPTER) for index in range(4)))
+                done(worker, *(ops.CreateModel(f"other{index}", lora=ADAPTER) for index in range(4)))
             done(worker, EARLIER)
             between = disturb(worker, kind)
             if is_disturbed:
@@ -88,7 +79,7 @@ def test_a_pass_in_turns_computes_what_it_computes_at_once(kind: str, tmp_path: 
             else:
                 (forward,), (result,) = ask(worker, FORWARD, ids=["f"]), ask(worker, LONG, ids=["x"])
             grads = gradients(worker, "m")
-            step = done(worker, OptimStep("m", 1e-2))
+            step = done(worker, ops.OptimStep("m", 1e-2))
             found.append((forward, result, grads, step.metrics))
         return found
 
@@ -100,7 +91,7 @@ def test_a_pass_in_turns_computes_what_it_computes_at_once(kind: str, tmp_path: 
         assert in_turns[3] == at_once[3]
     at_once, in_turns = found[0]
     for index in (0, 1):
-        plain, other = cast(LossResult, at_once[index]), cast(LossResult, in_turns[index])
+        plain, other = cast(ops.LossResult, at_once[index]), cast(ops.LossResult, in_turns[index])
         assert plain.metrics == other.metrics
         assert plain.fields == other.fields
         assert [len(array.numpy()) for array in plain.fields["logprobs"]] == [30 + seed for seed in range(12)]
@@ -115,7 +106,7 @@ def test_a_suspended_pass_that_fails_or_is_cancelled_leaves_the_earlier_gradient
 
     def run() -> list[object]:
         worker = make(tmp_path, "lora", data_parallel_replicate_size=2)
-        done(worker, *(CreateModel(f"other{index}", lora=ADAPTER) for index in range(4)), EARLIER)
+        done(worker, *(ops.CreateModel(f"other{index}", lora=ADAPTER) for index in range(4)), EARLIER)
         earlier = gradients(worker, "m")
         between = disturb(worker, "lora")
 
@@ -142,17 +133,17 @@ def test_a_suspended_pass_that_fails_or_is_cancelled_leaves_the_earlier_gradient
         # Left behind.
         worker.run(Work(["z"], [LONG], may_suspend=True), BUSY)
         between(1)
-        results += [done(worker, OptimStep("m", 1e-2))]
+        results += [done(worker, ops.OptimStep("m", 1e-2))]
         return results
 
     def alone() -> object:
         worker = make(tmp_path, "lora", data_parallel_replicate_size=2)
-        return done(worker, EARLIER, OptimStep("m", 1e-2))
+        return done(worker, EARLIER, ops.OptimStep("m", 1e-2))
 
     (failed, cancelled, lost, stepped), _ = run_ranks(run, 2)
     assert "a broken pass" in failed.message
     assert cancelled == CANCELLED
-    assert isinstance(lost, Failure)
+    assert isinstance(lost, ops.Failure)
     assert stepped == run_ranks(alone, 2)[0]
 
 
@@ -160,22 +151,22 @@ def test_a_suspended_pass_that_is_sent_again_with_others_begins_again(tmp_path: 
     # Catches a rank that ends because results are missing, and a gradient that is taken back after it was acknowledged:
     # an orchestrator that restarts does not know which passes were suspended.
     monkeypatch.setattr(interrupts, "MIN_SLICE_S", 0.0)
-    other = ForwardBackward("other0", [datum(9, 1)], "cross_entropy")
+    other = ops.ForwardBackward("other0", [datum(9, 1)], "cross_entropy")
 
     def run() -> list[dict[str, Tensor]]:
         found = []
         for is_suspended in (False, True):
             worker = make(tmp_path / str(is_suspended), "lora", data_parallel_replicate_size=2)
-            done(worker, CreateModel("other0", lora=ADAPTER), EARLIER)
+            done(worker, ops.CreateModel("other0", lora=ADAPTER), EARLIER)
             for name, operations in (("x", [LONG, other]), ("y", [other, LONG])):
                 ids = [name if operation is LONG else f"beside {name}" for operation in operations]
                 if is_suspended:
                     (first,) = worker.run(Work([name], [LONG], may_suspend=True), BUSY)
                     assert isinstance(first, Suspended)
                 results = worker.run(Work(ids, operations))
-                assert all(isinstance(result, LossResult) for result in results)
+                assert all(isinstance(result, ops.LossResult) for result in results)
                 assert len(results) == 2
-            done(worker, OptimStep("other0", 1e-2))
+            done(worker, ops.OptimStep("other0", 1e-2))
             found.append(gradients(worker, "m"))
         return found
 
@@ -198,19 +189,19 @@ def test_samples_in_turns_are_those_at_once_and_training_runs_between_them(
 
     def run() -> list[object]:
         worker = make(tmp_path, "lora", data_parallel_replicate_size=2)
-        saved = [done(worker, SaveWeightsForSampler("m", name)) for name in ("a", "b")]
+        saved = [done(worker, ops.SaveWeightsForSampler("m", name)) for name in ("a", "b")]
         assert len(saved) == 2
         prompt = Array.of(np.array([3, 1, 4], np.int32))
-        sources = [CheckpointSampler(CheckpointRef("m", "sampler_weights", name)) for name in ("a", "b")]
+        sources = [ops.CheckpointSampler(CheckpointRef("m", "sampler_weights", name)) for name in ("a", "b")]
         many, few = (
-            Sample(source, prompt, num_samples=n, max_tokens=length, seed=5, ignore_end=True, prompt_logprobs=True)
+            ops.Sample(source, prompt, num_samples=n, max_tokens=length, seed=5, ignore_end=True, prompt_logprobs=True)
             for source, n, length in zip(sources, (9, 2), (20, 4), strict=True)
         )
         plain = [ask(worker, one, ids=[name])[0] for name, one in (("p", many), ("q", few))]
         beside: list[object] = []
 
         def between(turn: int) -> None:
-            done(worker, ForwardBackward("m", [datum(9, turn)], "cross_entropy"), OptimStep("m", 1e-2))
+            done(worker, ops.ForwardBackward("m", [datum(9, turn)], "cross_entropy"), ops.OptimStep("m", 1e-2))
             if turn == 2:
                 beside.extend(worker.run(Work(["few"], [few])))
             if turn == 3:
@@ -235,8 +226,8 @@ def test_samples_in_turns_are_those_at_once_and_training_runs_between_them(
 
     many, few, in_turns, beside, again = run_ranks(run, 2)[0]
     for plain, other in ((many, in_turns), (few, beside), (few, again)):
-        assert isinstance(plain, SampleResult)
-        assert isinstance(other, SampleResult)
+        assert isinstance(plain, ops.SampleResult)
+        assert isinstance(other, ops.SampleResult)
         for one, two in zip(plain.sequences, other.sequences, strict=True):
             assert one.tokens == two.tokens
             np.testing.assert_allclose(values(one.logprobs), values(two.logprobs), atol=1e-5)
@@ -251,10 +242,10 @@ def test_suspended_samples_of_any_number_of_adapters_end(tmp_path: Path, run_ran
     def run() -> int:
         worker = make(tmp_path, "lora")
         for name in names:
-            done(worker, SaveWeightsForSampler("m", name))
+            done(worker, ops.SaveWeightsForSampler("m", name))
         waiting = {
-            name: Sample(
-                CheckpointSampler(CheckpointRef("m", "sampler_weights", name)),
+            name: ops.Sample(
+                ops.CheckpointSampler(CheckpointRef("m", "sampler_weights", name)),
                 datum(3).tokens,
                 max_tokens=num_tokens,
                 ignore_end=True,
@@ -265,7 +256,7 @@ def test_suspended_samples_of_any_number_of_adapters_end(tmp_path: Path, run_ran
             for name, sample in list(waiting.items()):
                 (result,) = worker.run(Work([name], [sample], may_suspend=True), BUSY)
                 if not isinstance(result, Suspended):
-                    assert isinstance(result, SampleResult)
+                    assert isinstance(result, ops.SampleResult)
                     del waiting[name]
         assert not waiting
         return sum(worker.models.has_source(f"xorl://m/sampler_weights/{name}") for name in names)

@@ -15,18 +15,8 @@ from engines import fake_engines
 from tiny_models import hf_config
 from worker_ranks import datum, done, refusal_of, service_config, train, worker_of
 from xorl.kernels.quant.block_fp8 import quantize_block_fp8
+from xorl.server import operations as ops
 from xorl.server.identifiers import CheckpointRef, checkpoint_folder
-from xorl.server.operations import (
-    BlockFp8,
-    CreateModel,
-    Endpoint,
-    ForwardBackward,
-    LoraSpec,
-    OptimStep,
-    SaveFullWeights,
-    SyncResult,
-    SyncWeights,
-)
 
 EXPERTS = hf_config("qwen3_moe", num_hidden_layers=3, mlp_only_layers=[0], moe_intermediate_size=32)
 QLORA = {"enable_lora": True, "lora_rank": 4, "enable_qlora": True, "quant_format": "nf4", "quant_group_size": 16}
@@ -38,7 +28,7 @@ KINDS: dict[str, dict[str, object]] = {
     "qlora-experts": {**QLORA, "shape": EXPERTS, "expert_parallel_size": 2},
 }
 SHARDED = {"data_parallel_shard_size": 2}
-ADAPTER = LoraSpec(rank=3, alpha=8.0, seed=5)
+ADAPTER = ops.LoraSpec(rank=3, alpha=8.0, seed=5)
 
 
 def exported(folder: Path) -> dict[str, dict[str, object]]:
@@ -62,22 +52,26 @@ def test_an_endpoint_gets_what_an_export_holds_and_gradients_stay(
 ) -> None:
     # Catches a base that is sent without its client's adapter or with another client's, experts that are sent as one
     # tensor, a gradient that a sync drops or counts twice, and an endpoint that fails a training run.
-    def after_step(name: str, *between: SyncWeights) -> SyncResult | None:
+    def after_step(name: str, *between: ops.SyncWeights) -> ops.SyncResult | None:
         """Trains, sends weights while a gradient waits, steps on it, and exports the model before and after."""
         worker = worker_of(service_config(tmp_path, output_dir=str(tmp_path / name), **SHARDED, **KINDS[kind]))
-        done(worker, CreateModel("a", lora=ADAPTER))
+        done(worker, ops.CreateModel("a", lora=ADAPTER))
         if "enable_lora" in KINDS[kind]:
-            done(worker, CreateModel("b", lora=ADAPTER))
+            done(worker, ops.CreateModel("b", lora=ADAPTER))
         done(worker, *train("a", [datum(9, 1), datum(14, 2)]))
-        done(worker, ForwardBackward("a", [datum(11, 3)], "cross_entropy"), SaveFullWeights("a", "before", "float32"))
-        refusal_of(worker, SyncWeights("a", endpoints=()))
+        done(
+            worker,
+            ops.ForwardBackward("a", [datum(11, 3)], "cross_entropy"),
+            ops.SaveFullWeights("a", "before", "float32"),
+        )
+        refusal_of(worker, ops.SyncWeights("a", endpoints=()))
         result = done(worker, *between) if between else None
-        done(worker, OptimStep("a", 1e-2), SaveFullWeights("a", "after", "float32"))
-        return result if isinstance(result, SyncResult) else None
+        done(worker, ops.OptimStep("a", 1e-2), ops.SaveFullWeights("a", "after", "float32"))
+        return result if isinstance(result, ops.SyncResult) else None
 
     with fake_engines([], ["--refuse-bucket", "0"]) as engines:
-        endpoints = tuple(Endpoint("127.0.0.1", engine.port) for engine in engines)
-        sync = SyncWeights("a", endpoints, weight_version="a-1", buffer_size_mb=1)
+        endpoints = tuple(ops.Endpoint("127.0.0.1", engine.port) for engine in engines)
+        sync = ops.SyncWeights("a", endpoints, weight_version="a-1", buffer_size_mb=1)
         result, _ = run_ranks(lambda: after_step("with", sync), 2)
         seen = engines[0].seen()
     run_ranks(lambda: after_step("without"), 2)
@@ -99,12 +93,14 @@ def test_an_endpoint_gets_what_an_export_holds_and_gradients_stay(
 def test_weights_are_sent_in_block_fp8(tmp_path: Path, run_ranks: Callable) -> None:
     # Catches scales under a wrong name or of other blocks, a module that is quantised although it was excluded, and an
     # embedding, a head, a norm or a router that is, and experts that are not.
-    def run(port: int) -> SyncResult:
+    def run(port: int) -> ops.SyncResult:
         worker = worker_of(service_config(tmp_path, shape=EXPERTS, **SHARDED, **KINDS["qlora"]))
-        done(worker, CreateModel("a", lora=ADAPTER), *train("a", [datum(9, 1), datum(14, 2)]))
-        done(worker, SaveFullWeights("a", "e", "float32"))
-        form = BlockFp8(("lm_head", "o_proj", "model.layers.1.mlp"))
-        result = done(worker, SyncWeights("a", (Endpoint("127.0.0.1", port),), buffer_size_mb=1, quantization=form))
+        done(worker, ops.CreateModel("a", lora=ADAPTER), *train("a", [datum(9, 1), datum(14, 2)]))
+        done(worker, ops.SaveFullWeights("a", "e", "float32"))
+        form = ops.BlockFp8(("lm_head", "o_proj", "model.layers.1.mlp"))
+        result = done(
+            worker, ops.SyncWeights("a", (ops.Endpoint("127.0.0.1", port),), buffer_size_mb=1, quantization=form)
+        )
         return result
 
     with fake_engines([]) as (engine,):

@@ -12,105 +12,12 @@ import numpy as np
 import uvicorn
 
 from sockets import ipc_address
+from xorl.server import endpoint_queries, messages, queries, status_queries
+from xorl.server import operations as ops
 from xorl.server.api import ApiSettings, create_app
 from xorl.server.channel import ChannelServer
 from xorl.server.datum import Array
-from xorl.server.endpoint_queries import (
-    AddEndpoint,
-    ConnectEndpoints,
-    DisconnectEndpoints,
-    Endpoints,
-    EndpointState,
-    ListEndpoints,
-    RemoveEndpoint,
-    SetSyncQuantization,
-)
 from xorl.server.identifiers import CheckpointRef, checkpoint_folder
-from xorl.server.messages import (
-    Accepted,
-    Cancel,
-    CancelOutcome,
-    Finished,
-    Ok,
-    Pending,
-    Poll,
-    Rejected,
-    Submit,
-    Tombstone,
-    Unknown,
-    Unreadable,
-)
-from xorl.server.operations import (
-    NO_LOGPROB,
-    AbortGradients,
-    BaseSampler,
-    CreateModel,
-    Failure,
-    ForwardBackward,
-    GradientsAborted,
-    Loaded,
-    LoadWeights,
-    LoraSpec,
-    LossResult,
-    ModelCreated,
-    OptimResult,
-    OptimStep,
-    Sample,
-    SampledSequence,
-    SampleResult,
-    Saved,
-    SaveFullWeights,
-    SaveWeights,
-    SaveWeightsForSampler,
-    SyncResult,
-    SyncWeights,
-    TopLogprobs,
-    Unloaded,
-    UnloadModel,
-)
-from xorl.server.queries import (
-    CheckpointInfo,
-    CheckpointList,
-    CreateSamplingSession,
-    CreateSession,
-    DeleteCheckpoint,
-    FindServedModel,
-    FinishSession,
-    GetModel,
-    GetSampler,
-    GetService,
-    GetSession,
-    GetTrainingRun,
-    GetWeightsInfo,
-    Heartbeat,
-    ListCheckpoints,
-    ListSessions,
-    ListTrainingRuns,
-    ModelInfo,
-    Request,
-    SamplingSession,
-    ServedModel,
-    ServiceInfo,
-    SessionCreated,
-    SessionInfo,
-    Sessions,
-    SetCheckpointTtl,
-    TrainingRun,
-    TrainingRuns,
-    WeightsInfo,
-)
-from xorl.server.status_queries import (
-    GetStatus,
-    GetStorage,
-    ModelStatus,
-    ProcessStatus,
-    RunningCall,
-    SessionStatus,
-    Status,
-    Storage,
-    StoredKind,
-    WaitingCall,
-)
 
 VOCAB = 64
 SLOW_LOSS = "slow"
@@ -118,9 +25,14 @@ STUCK_LOSS = "stuck"
 STUCK_SEED = 404
 DELAYS_S = {SLOW_LOSS: 0.5, STUCK_LOSS: 1e6}
 FAILING_LOSS = "failing"
-LORA = LoraSpec(rank=8, alpha=16.0)
-STORAGE = Storage(
-    1_500_000, [StoredKind("training", 2, 900_000), StoredKind("recovery", 1, 300_000), StoredKind("other", 0, 1)]
+LORA = ops.LoraSpec(rank=8, alpha=16.0)
+STORAGE = status_queries.Storage(
+    1_500_000,
+    [
+        status_queries.StoredKind("training", 2, 900_000),
+        status_queries.StoredKind("recovery", 1, 300_000),
+        status_queries.StoredKind("other", 0, 1),
+    ],
 )
 
 
@@ -139,84 +51,92 @@ class AnsweringOrchestrator:
     async def answer(self, request):
         return await getattr(self, f"on_{type(request).__name__}")(request)
 
-    async def on_Submit(self, submit: Submit):
+    async def on_Submit(self, submit: messages.Submit):
         if submit.key in self.keys:
             request_id, body_hash = self.keys[submit.key]
             same = body_hash == submit.body_hash
-            return Accepted(request_id) if same else Rejected(400, f"{submit.key} was used for another request")
+            return (
+                messages.Accepted(request_id)
+                if same
+                else messages.Rejected(400, f"{submit.key} was used for another request")
+            )
         self.submits.append(submit)
         if submit.key is not None:
             self.keys[submit.key] = submit.request_id, submit.body_hash
         done = asyncio.get_running_loop().create_future()
         self.results[submit.request_id] = submit.dialect, done
         operation = submit.operation
-        is_stuck = isinstance(operation, Sample) and operation.seed == STUCK_SEED
+        is_stuck = isinstance(operation, ops.Sample) and operation.seed == STUCK_SEED
         delay_s = 1e6 if is_stuck else DELAYS_S.get(getattr(operation, "loss_fn", ""), 0.0)
         asyncio.get_running_loop().call_later(delay_s, done.set_result, self.computed(operation))
-        return Accepted(submit.request_id)
+        return messages.Accepted(submit.request_id)
 
-    async def on_Tombstone(self, tombstone: Tombstone):
+    async def on_Tombstone(self, tombstone: messages.Tombstone):
         self.tombstones.append((tombstone.model_id, tombstone.seq_id))
-        return Ok()
+        return messages.Ok()
 
-    async def on_Unreadable(self, unreadable: Unreadable):
-        return Ok()
+    async def on_Unreadable(self, unreadable: messages.Unreadable):
+        return messages.Ok()
 
-    async def on_Cancel(self, cancel: Cancel):
+    async def on_Cancel(self, cancel: messages.Cancel):
         self.cancelled.append(cancel.request_id)
-        return CancelOutcome(cancel.request_id, "cancelled")
+        return messages.CancelOutcome(cancel.request_id, "cancelled")
 
-    async def on_Poll(self, poll: Poll):
+    async def on_Poll(self, poll: messages.Poll):
         if poll.request_id == "gone":
-            return Unknown(poll.request_id, was_known=True)
+            return messages.Unknown(poll.request_id, was_known=True)
         if poll.request_id not in self.results:
-            return Unknown(poll.request_id)
+            return messages.Unknown(poll.request_id)
         dialect, done = self.results[poll.request_id]
         await asyncio.wait([done], timeout=poll.wait_s)
         return (
-            Finished(poll.request_id, dialect, done.result()) if done.done() else Pending(poll.request_id, position=3)
+            messages.Finished(poll.request_id, dialect, done.result())
+            if done.done()
+            else messages.Pending(poll.request_id, position=3)
         )
 
     def computed(self, operation):
         match operation:
-            case CreateModel():
+            case ops.CreateModel():
                 self.models[operation.model_id] = operation
-                return ModelCreated(operation.model_id, 8, 16.0)
-            case UnloadModel():
+                return ops.ModelCreated(operation.model_id, 8, 16.0)
+            case ops.UnloadModel():
                 self.models.pop(operation.model_id, None)
-                return Unloaded(operation.model_id)
-            case ForwardBackward():
+                return ops.Unloaded(operation.model_id)
+            case ops.ForwardBackward():
                 return loss_of(operation)
-            case OptimStep():
-                return OptimResult({"learning_rate": operation.learning_rate, "grad_norm": float("inf"), "step": 1.0})
-            case AbortGradients():
-                return GradientsAborted(operation.model_id, 0)
-            case LoadWeights():
-                return Loaded(operation.model_id, operation.checkpoint, 1)
-            case Sample():
+            case ops.OptimStep():
+                return ops.OptimResult(
+                    {"learning_rate": operation.learning_rate, "grad_norm": float("inf"), "step": 1.0}
+                )
+            case ops.AbortGradients():
+                return ops.GradientsAborted(operation.model_id, 0)
+            case ops.LoadWeights():
+                return ops.Loaded(operation.model_id, operation.checkpoint, 1)
+            case ops.Sample():
                 return samples_of(operation)
-            case SyncWeights():
-                return SyncResult(True, "sent", [], transfer_time_s=0.25, total_bytes=10)
-            case SaveWeights():
+            case ops.SyncWeights():
+                return ops.SyncResult(True, "sent", [], transfer_time_s=0.25, total_bytes=10)
+            case ops.SaveWeights():
                 return self.saved(CheckpointRef(operation.model_id, "weights", operation.name))
-            case SaveFullWeights():
+            case ops.SaveFullWeights():
                 return self.saved(CheckpointRef(operation.model_id, "external_weights", operation.name))
-            case SaveWeightsForSampler(name=None):
+            case ops.SaveWeightsForSampler(name=None):
                 self.samplers[operation.sampler_id] = None
                 hidden = CheckpointRef(operation.model_id, "sampler_weights", f"unnamed-{len(self.samplers)}")
-                return Saved(hidden, operation.sampler_id)
-            case SaveWeightsForSampler():
+                return ops.Saved(hidden, operation.sampler_id)
+            case ops.SaveWeightsForSampler():
                 return self.saved(CheckpointRef(operation.model_id, "sampler_weights", operation.name))
 
     def saved(self, ref):
         folder = checkpoint_folder(self.output_dir, ref)
         folder.mkdir(parents=True)
         (folder / "adapter_model.safetensors").write_bytes(b"weights")
-        self.checkpoints[ref] = CheckpointInfo(ref, time.time(), 7, {})
-        return Saved(ref, size_bytes=7, num_files=1)
+        self.checkpoints[ref] = queries.CheckpointInfo(ref, time.time(), 7, {})
+        return ops.Saved(ref, size_bytes=7, num_files=1)
 
-    async def on_GetService(self, _: GetService):
-        return ServiceInfo(
+    async def on_GetService(self, _: queries.GetService):
+        return queries.ServiceInfo(
             model_name="tiny",
             tokenizer=self.tokenizer,
             arch="tiny",
@@ -229,26 +149,30 @@ class AnsweringOrchestrator:
             ready=self.ready,
         )
 
-    async def on_GetStatus(self, _: GetStatus):
+    async def on_GetStatus(self, _: status_queries.GetStatus):
         now = time.time()
         sessions = [
-            SessionStatus(one, [], 3, now - 50, now - 5, one in self.gone, asked.display_name, asked.user_metadata)
+            status_queries.SessionStatus(
+                one, [], 3, now - 50, now - 5, one in self.gone, asked.display_name, asked.user_metadata
+            )
             for one, asked in self.sessions.items()
         ]
-        sessions += [SessionStatus(one, [one], 0, now - 90, now - 9) for one in self.models]
+        sessions += [status_queries.SessionStatus(one, [one], 0, now - 90, now - 9) for one in self.models]
         models = [
-            ModelStatus(one, None, "ready", 8, 3, 0, now - 90, now - 9, now - 9, [3.5, None, 2.25], 0.5, 1e-4)
+            status_queries.ModelStatus(
+                one, None, "ready", 8, 3, 0, now - 90, now - 9, now - 9, [3.5, None, 2.25], 0.5, 1e-4
+            )
             for one in self.models
         ]
-        return Status(
+        return status_queries.Status(
             started=time.time() - 100,
             ready=self.ready,
             workers_connected=True,
             world_size=2,
             queue_depth=4,
-            running=[RunningCall("r", "ForwardBackward", "m", "m", time.time() - 9, 0)],
-            waiting=[WaitingCall("w", "CreateModel", "n", "model m uses the base")],
-            processes=[ProcessStatus("workers", 1, time.time() - 60, "signal=SIGKILL")],
+            running=[status_queries.RunningCall("r", "ForwardBackward", "m", "m", time.time() - 9, 0)],
+            waiting=[status_queries.WaitingCall("w", "CreateModel", "n", "model m uses the base")],
+            processes=[status_queries.ProcessStatus("workers", 1, time.time() - 60, "signal=SIGKILL")],
             tokens_per_second=1234.5,
             token_rates=[0.0, 100.0, 1234.5],
             sessions=sessions,
@@ -262,107 +186,117 @@ class AnsweringOrchestrator:
             storage=STORAGE,
         )
 
-    async def on_GetStorage(self, _: GetStorage):
+    async def on_GetStorage(self, _: status_queries.GetStorage):
         return STORAGE
 
-    async def on_CreateSession(self, asked: CreateSession):
+    async def on_CreateSession(self, asked: queries.CreateSession):
         session_id = asked.session_id or f"sess-{len(self.sessions)}"
         self.sessions[session_id] = asked
-        return SessionCreated(session_id, "hello")
+        return queries.SessionCreated(session_id, "hello")
 
-    async def on_Heartbeat(self, beat: Heartbeat):
-        return Ok() if beat.session_id in self.sessions else Rejected(410, "the session has ended")
+    async def on_Heartbeat(self, beat: queries.Heartbeat):
+        return messages.Ok() if beat.session_id in self.sessions else messages.Rejected(410, "the session has ended")
 
-    async def on_FinishSession(self, asked: FinishSession):
+    async def on_FinishSession(self, asked: queries.FinishSession):
         self.sessions.pop(asked.session_id, None)
-        return Ok()
+        return messages.Ok()
 
-    async def on_GetSession(self, asked: GetSession):
+    async def on_GetSession(self, asked: queries.GetSession):
         if asked.session_id not in self.sessions:
-            return Rejected(404, f"there is no session {asked.session_id}")
+            return messages.Rejected(404, f"there is no session {asked.session_id}")
         now = time.time()
-        return SessionInfo(asked.session_id, now, now, list(self.models), list(self.samplers), (), {}, None, False)
+        return queries.SessionInfo(
+            asked.session_id, now, now, list(self.models), list(self.samplers), (), {}, None, False
+        )
 
-    async def on_ListSessions(self, asked: ListSessions):
-        infos = [await self.on_GetSession(GetSession(one)) for one in self.sessions]
-        return Sessions(infos, len(infos))
+    async def on_ListSessions(self, asked: queries.ListSessions):
+        infos = [await self.on_GetSession(queries.GetSession(one)) for one in self.sessions]
+        return queries.Sessions(infos, len(infos))
 
-    async def on_GetModel(self, asked: GetModel):
+    async def on_GetModel(self, asked: queries.GetModel):
         if asked.model_id not in self.models:
-            return Rejected(404, f"there is no model {asked.model_id}")
-        return ModelInfo(asked.model_id, "tiny", "tiny", self.tokenizer, "tiny", LORA, 0, {})
+            return messages.Rejected(404, f"there is no model {asked.model_id}")
+        return queries.ModelInfo(asked.model_id, "tiny", "tiny", self.tokenizer, "tiny", LORA, 0, {})
 
-    async def on_CreateSamplingSession(self, asked: CreateSamplingSession):
+    async def on_CreateSamplingSession(self, asked: queries.CreateSamplingSession):
         if asked.checkpoint is not None and asked.checkpoint not in self.checkpoints:
-            return Rejected(404, "there is no such checkpoint")
+            return messages.Rejected(404, "there is no such checkpoint")
         name = None if asked.checkpoint is None else asked.checkpoint.name
         session_id = asked.sampling_session_id or f"named:sample:{name}"
         self.samplers[session_id] = asked.checkpoint
-        return SamplingSession(session_id, "tiny", asked.checkpoint, name)
+        return queries.SamplingSession(session_id, "tiny", asked.checkpoint, name)
 
-    async def on_GetSampler(self, asked: GetSampler):
+    async def on_GetSampler(self, asked: queries.GetSampler):
         if asked.sampling_session_id not in self.samplers:
-            return Rejected(404, "there is no such sampler")
-        return SamplingSession(asked.sampling_session_id, "tiny", self.samplers[asked.sampling_session_id], None)
+            return messages.Rejected(404, "there is no such sampler")
+        return queries.SamplingSession(
+            asked.sampling_session_id, "tiny", self.samplers[asked.sampling_session_id], None
+        )
 
-    async def on_FindServedModel(self, asked: FindServedModel):
-        found = ServedModel("tiny", 0.0, BaseSampler())
-        return found if asked.name == "tiny" else Rejected(404, f"model: there is no {asked.name!r}")
+    async def on_FindServedModel(self, asked: queries.FindServedModel):
+        found = queries.ServedModel("tiny", 0.0, ops.BaseSampler())
+        return found if asked.name == "tiny" else messages.Rejected(404, f"model: there is no {asked.name!r}")
 
-    async def on_ListCheckpoints(self, asked: ListCheckpoints):
+    async def on_ListCheckpoints(self, asked: queries.ListCheckpoints):
         found = [c for ref, c in self.checkpoints.items() if asked.model_id in (None, ref.model_id)]
-        return CheckpointList(found[::-1], len(found))
+        return queries.CheckpointList(found[::-1], len(found))
 
-    async def on_DeleteCheckpoint(self, asked: DeleteCheckpoint):
+    async def on_DeleteCheckpoint(self, asked: queries.DeleteCheckpoint):
         found = self.checkpoints.pop(asked.checkpoint, None)
-        return Ok() if found else Rejected(404, "there is no such checkpoint")
+        return messages.Ok() if found else messages.Rejected(404, "there is no such checkpoint")
 
-    async def on_SetCheckpointTtl(self, asked: SetCheckpointTtl):
+    async def on_SetCheckpointTtl(self, asked: queries.SetCheckpointTtl):
         found = self.checkpoints[asked.checkpoint]
         expires = None if asked.ttl_s is None else time.time() + asked.ttl_s
-        self.checkpoints[asked.checkpoint] = CheckpointInfo(found.checkpoint, found.created, 7, {}, expires)
-        return Ok()
+        self.checkpoints[asked.checkpoint] = queries.CheckpointInfo(found.checkpoint, found.created, 7, {}, expires)
+        return messages.Ok()
 
-    async def on_GetWeightsInfo(self, asked: GetWeightsInfo):
+    async def on_GetWeightsInfo(self, asked: queries.GetWeightsInfo):
         found = self.checkpoints.get(asked.checkpoint)
         is_there = found is not None and (found.expires is None or found.expires > time.time())
-        return WeightsInfo("tiny", LORA, 7, 1) if is_there else Rejected(404, "there is no such checkpoint")
+        return (
+            queries.WeightsInfo("tiny", LORA, 7, 1)
+            if is_there
+            else messages.Rejected(404, "there is no such checkpoint")
+        )
 
-    async def on_ListTrainingRuns(self, asked: ListTrainingRuns):
-        runs = [await self.on_GetTrainingRun(GetTrainingRun(one)) for one in self.models]
-        return TrainingRuns(runs[asked.offset : asked.offset + asked.limit], len(runs))
+    async def on_ListTrainingRuns(self, asked: queries.ListTrainingRuns):
+        runs = [await self.on_GetTrainingRun(queries.GetTrainingRun(one)) for one in self.models]
+        return queries.TrainingRuns(runs[asked.offset : asked.offset + asked.limit], len(runs))
 
-    async def on_GetTrainingRun(self, asked: GetTrainingRun):
+    async def on_GetTrainingRun(self, asked: queries.GetTrainingRun):
         last = [c for ref, c in self.checkpoints.items() if ref.model_id == asked.model_id and ref.kind == "weights"]
-        return TrainingRun(asked.model_id, "tiny", 8, time.time(), last[-1] if last else None, None, {})
+        return queries.TrainingRun(asked.model_id, "tiny", 8, time.time(), last[-1] if last else None, None, {})
 
-    async def on_AddEndpoint(self, asked: AddEndpoint):
-        state = EndpointState(asked.endpoint, "healthy", "it answers", server_info={"tp_size": 1})
+    async def on_AddEndpoint(self, asked: endpoint_queries.AddEndpoint):
+        state = endpoint_queries.EndpointState(asked.endpoint, "healthy", "it answers", server_info={"tp_size": 1})
         self.endpoints[asked.endpoint.host, asked.endpoint.port] = state
         return state
 
-    async def on_RemoveEndpoint(self, asked: RemoveEndpoint):
+    async def on_RemoveEndpoint(self, asked: endpoint_queries.RemoveEndpoint):
         found = self.endpoints.pop((asked.host, asked.port), None)
-        return Ok() if found else Rejected(404, f"there is no endpoint {asked.host}:{asked.port}")
+        return messages.Ok() if found else messages.Rejected(404, f"there is no endpoint {asked.host}:{asked.port}")
 
-    async def on_ListEndpoints(self, _: ListEndpoints):
-        return Endpoints(list(self.endpoints.values()))
+    async def on_ListEndpoints(self, _: endpoint_queries.ListEndpoints):
+        return endpoint_queries.Endpoints(list(self.endpoints.values()))
 
-    async def on_ConnectEndpoints(self, _: ConnectEndpoints):
-        return Endpoints(list(self.endpoints.values()))
+    async def on_ConnectEndpoints(self, _: endpoint_queries.ConnectEndpoints):
+        return endpoint_queries.Endpoints(list(self.endpoints.values()))
 
-    async def on_DisconnectEndpoints(self, _: DisconnectEndpoints):
-        return Endpoints([EndpointState(state.endpoint, "disconnected") for state in self.endpoints.values()])
+    async def on_DisconnectEndpoints(self, _: endpoint_queries.DisconnectEndpoints):
+        return endpoint_queries.Endpoints(
+            [endpoint_queries.EndpointState(state.endpoint, "disconnected") for state in self.endpoints.values()]
+        )
 
-    async def on_SetSyncQuantization(self, ask: SetSyncQuantization):
+    async def on_SetSyncQuantization(self, ask: endpoint_queries.SetSyncQuantization):
         self.quantizations.append(ask.quantization)
-        return Ok()
+        return messages.Ok()
 
 
 def loss_of(call):
     """Log-probabilities by the rule above, the loss that they make with the weights, as a service says them."""
     if call.loss_fn == FAILING_LOSS:
-        return Failure("user", 400, "there is no loss 'failing'")
+        return ops.Failure("user", 400, "there is no loss 'failing'")
     logprobs, loss = [], 0.0
     for datum in call.data:
         targets = datum.arrays["target_tokens"].numpy()
@@ -371,7 +305,9 @@ def loss_of(call):
         weights = datum.arrays["weights"].numpy() if "weights" in datum.arrays else np.ones_like(values)
         loss -= float((weights * values).sum())
         logprobs.append(Array.of(values))
-    return LossResult("ArrayRecord", {"logprobs": logprobs}, {"loss:sum": loss, "options:sum": len(call.loss_params)})
+    return ops.LossResult(
+        "ArrayRecord", {"logprobs": logprobs}, {"loss:sum": loss, "options:sum": len(call.loss_params)}
+    )
 
 
 def samples_of(call):
@@ -384,11 +320,11 @@ def samples_of(call):
         top = top_of(tokens, call.topk_sample_logprobs)
         logprobs = Array.of((-tokens / 64).astype(np.float32))
         routes = routes_of(tokens - 1) if call.routed_experts else None
-        sequences.append(SampledSequence(Array.of(tokens), logprobs, "length", top, routed_experts=routes))
+        sequences.append(ops.SampledSequence(Array.of(tokens), logprobs, "length", top, routed_experts=routes))
     logprobs = (-prompt / 64).astype(np.float32)
     logprobs[0] = np.nan
     targets = call.target_prompt_tokens
-    return SampleResult(
+    return ops.SampleResult(
         sequences,
         prompt_logprobs=Array.of(logprobs) if call.prompt_logprobs else None,
         topk_prompt_logprobs=top_of(prompt[1:], call.topk_prompt_logprobs),
@@ -414,8 +350,8 @@ def top_of(tokens, k):
     if not k:
         return None
     ids = (tokens[:, None] + np.arange(k)).astype(np.int32)
-    logprobs = np.where(ids < VOCAB, -ids / 64, NO_LOGPROB).astype(np.float32)
-    return TopLogprobs(Array.of(np.where(ids < VOCAB, ids, 0)), Array.of(logprobs))
+    logprobs = np.where(ids < VOCAB, -ids / 64, ops.NO_LOGPROB).astype(np.float32)
+    return ops.TopLogprobs(Array.of(np.where(ids < VOCAB, ids, 0)), Array.of(logprobs))
 
 
 @contextmanager
@@ -426,7 +362,7 @@ def served(output_dir, *, tokenizer="tokenizer", **settings):
         started, stop, found = threading.Event(), asyncio.Event(), {}
 
         async def run():
-            channel = ChannelServer(address, Request, orchestrator.answer)
+            channel = ChannelServer(address, queries.Request, orchestrator.answer)
             await channel.bind()
             answering = asyncio.create_task(channel.serve())
             app = create_app(ApiSettings(address, **settings))

@@ -17,33 +17,11 @@ from pathlib import Path
 
 import numpy as np
 
+from xorl.server import operations as ops
 from xorl.server.channel import BlockingServer, ChannelKeys, Limits
 from xorl.server.datum import Array
 from xorl.server.identifiers import CheckpointKind, CheckpointRef, checkpoint_folder
 from xorl.server.messages import CANCELLED, Cancel, Done, Health, HealthResult, Ok, Resume, Suspended, Work
-from xorl.server.operations import (
-    AbortGradients,
-    CheckpointSampler,
-    CreateModel,
-    Failure,
-    ForwardBackward,
-    GradientsAborted,
-    Loaded,
-    LoadWeights,
-    LossResult,
-    ModelCreated,
-    OptimResult,
-    OptimStep,
-    Sample,
-    SampledSequence,
-    SampleResult,
-    Saved,
-    SaveFullWeights,
-    SaveWeights,
-    SaveWeightsForSampler,
-    Unloaded,
-    UnloadModel,
-)
 
 MODULUS = 2**31 - 1
 NUM_REMEMBERED = 64
@@ -89,13 +67,13 @@ class CountingWorkers:
     models: dict[str, Counted] = field(default_factory=dict)
     ran: list[str] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
-    created: list[CreateModel] = field(default_factory=list)
+    created: list[ops.CreateModel] = field(default_factory=list)
     suspended: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._remembered: OrderedDict[str, object] = OrderedDict()
         self._cancelled: set[str] = set()
-        self._begun: dict[str, tuple[ForwardBackward, int]] = {}
+        self._begun: dict[str, tuple[ops.ForwardBackward, int]] = {}
         self._server: BlockingServer[Work | Cancel] = BlockingServer(
             self.address,
             Work | Cancel,
@@ -129,10 +107,10 @@ class CountingWorkers:
     def _work(self, work: Work) -> Done:
         self.sizes.append(len(work.ids))
         new = [op for name, op in zip(work.ids, work.operations, strict=True) if name not in self._remembered]
-        if self.delay_s and any(isinstance(operation, ForwardBackward) for operation in new):
+        if self.delay_s and any(isinstance(operation, ops.ForwardBackward) for operation in new):
             time.sleep(self.delay_s)
         # As in a mixed pass: one bad call fails all of them, and changes nothing.
-        bad = any(isinstance(op, ForwardBackward) and op.loss_fn == BAD for op in new)
+        bad = any(isinstance(op, ops.ForwardBackward) and op.loss_fn == BAD for op in new)
         results = [
             self._result(name, operation, fails=bad and len(work.ids) > 1, may_suspend=work.may_suspend)
             for name, operation in zip(work.ids, work.operations, strict=True)
@@ -143,8 +121,8 @@ class CountingWorkers:
         if name in self._remembered:
             return self._remembered[name]
         if fails:
-            return Failure("user", 400, "a call beside it is bad")
-        if self.datum_s and isinstance(operation, ForwardBackward | Resume):
+            return ops.Failure("user", 400, "a call beside it is bad")
+        if self.datum_s and isinstance(operation, ops.ForwardBackward | Resume):
             result = self._pass(name, operation, may_suspend=may_suspend)
         else:
             result = self._run(name, operation)
@@ -153,7 +131,7 @@ class CountingWorkers:
             return result
         if not isinstance(operation, Health):
             self.ran.append(name)
-        if not isinstance(result, Failure):
+        if not isinstance(result, ops.Failure):
             self._remembered[name] = result
             while len(self._remembered) > NUM_REMEMBERED:
                 self._remembered.popitem(last=False)
@@ -163,13 +141,13 @@ class CountingWorkers:
         match operation:
             case Health():
                 return HealthResult(1, [], [], self.max_context_length)
-            case CreateModel():
+            case ops.CreateModel():
                 self.created.append(operation)
                 time.sleep(self.create_s)
                 return self._create(operation)
-            case Sample(sampler=CheckpointSampler(ref)) if not checkpoint_folder(self.output_dir, ref).is_dir():
-                return Failure("user", 404, f"no checkpoint {ref}")
-            case Sample():
+            case ops.Sample(sampler=ops.CheckpointSampler(ref)) if not checkpoint_folder(self.output_dir, ref).is_dir():
+                return ops.Failure("user", 404, f"no checkpoint {ref}")
+            case ops.Sample():
                 ends = time.monotonic() + self.token_s * (operation.max_tokens or 1)
                 while time.monotonic() < ends and not self._stopping.is_set():
                     if name in self._cancelled:
@@ -177,15 +155,15 @@ class CountingWorkers:
                     time.sleep(0.01)
                 tokens = Array.of(np.arange(operation.max_tokens or 1, dtype=np.int32))
                 logprobs = Array.of(np.zeros(tokens.shape, dtype=np.float32))
-                return SampleResult([SampledSequence(tokens, logprobs, "length")] * operation.num_samples)
+                return ops.SampleResult([ops.SampledSequence(tokens, logprobs, "length")] * operation.num_samples)
         model = self.models.get(operation.model_id)
         if model is None:
-            return Failure("user", 404, f"no model {operation.model_id}")
+            return ops.Failure("user", 404, f"no model {operation.model_id}")
         return self._change(operation, model)
 
-    def _pass(self, name: str, operation: ForwardBackward | Resume, *, may_suspend: bool) -> object:
+    def _pass(self, name: str, operation: ops.ForwardBackward | Resume, *, may_suspend: bool) -> object:
         whole, num_done = self._begun.pop(name, (operation, 0))
-        assert isinstance(whole, ForwardBackward), "only what was suspended can be resumed"
+        assert isinstance(whole, ops.ForwardBackward), "only what was suspended can be resumed"
         while num_done < len(whole.data):
             time.sleep(self.datum_s)
             num_done += 1
@@ -198,69 +176,69 @@ class CountingWorkers:
 
     def _change(self, operation: object, model: Counted) -> object:
         match operation:
-            case ForwardBackward():
+            case ops.ForwardBackward():
                 return self._forward_backward(operation, model)
-            case OptimStep():
+            case ops.OptimStep():
                 model.weights = folded(model.weights, model.gradient)
                 model.gradient, model.steps = 0, model.steps + 1
-                return OptimResult({"step": model.steps, "weights": model.weights})
-            case AbortGradients():
+                return ops.OptimResult({"step": model.steps, "weights": model.weights})
+            case ops.AbortGradients():
                 model.gradient = 0
-                return GradientsAborted(operation.model_id, model.steps)
-            case UnloadModel():
+                return ops.GradientsAborted(operation.model_id, model.steps)
+            case ops.UnloadModel():
                 del self.models[operation.model_id]
-                return Unloaded(operation.model_id)
-            case SaveWeights():
+                return ops.Unloaded(operation.model_id)
+            case ops.SaveWeights():
                 ref = CheckpointRef(operation.model_id, "weights", operation.name)
                 return self._save(ref, model, overwrite=operation.overwrite)
-            case SaveWeightsForSampler():
+            case ops.SaveWeightsForSampler():
                 assert operation.name is not None
                 ref = CheckpointRef(operation.model_id, "sampler_weights", operation.name)
                 return self._save(ref, model, overwrite=False)
-            case SaveFullWeights():
+            case ops.SaveFullWeights():
                 ref = CheckpointRef(operation.model_id, "external_weights", operation.name)
                 return self._save(ref, model, overwrite=False)
-            case LoadWeights() if operation.checkpoint.name == BROKEN:
+            case ops.LoadWeights() if operation.checkpoint.name == BROKEN:
                 del self.models[operation.model_id]
-                return Failure("server", 500, "half of it was loaded", model_given_up=True)
-            case LoadWeights():
+                return ops.Failure("server", 500, "half of it was loaded", model_given_up=True)
+            case ops.LoadWeights():
                 self.models[operation.model_id] = self._load(operation.checkpoint)
-                return Loaded(operation.model_id, operation.checkpoint, self.models[operation.model_id].steps)
+                return ops.Loaded(operation.model_id, operation.checkpoint, self.models[operation.model_id].steps)
         raise NotImplementedError(type(operation).__name__)
 
-    def _create(self, operation: CreateModel) -> object:
+    def _create(self, operation: ops.CreateModel) -> object:
         if operation.model_id in self.models:
-            return Failure("user", 409, "there is such a model")
+            return ops.Failure("user", 409, "there is such a model")
         model = Counted(weights=1 if operation.lora is None else 1 + (operation.lora.seed or 0) % 1000)
         if operation.checkpoint is not None:
             if not checkpoint_folder(self.output_dir, operation.checkpoint).is_dir():
-                return Failure("user", 404, f"no checkpoint {operation.checkpoint}")
+                return ops.Failure("user", 404, f"no checkpoint {operation.checkpoint}")
             model = self._load(operation.checkpoint)
         self.models[operation.model_id] = model
-        return ModelCreated(operation.model_id, 8, 16.0, model.steps, self.checkpoint_bytes)
+        return ops.ModelCreated(operation.model_id, 8, 16.0, model.steps, self.checkpoint_bytes)
 
-    def _forward_backward(self, operation: ForwardBackward, model: Counted) -> object:
+    def _forward_backward(self, operation: ops.ForwardBackward, model: Counted) -> object:
         if operation.loss_fn == BAD:
-            return Failure("user", 400, "a bad loss")
+            return ops.Failure("user", 400, "a bad loss")
         if operation.loss_fn == POISON:
             os._exit(1)
         total = sum(int(datum.tokens.numpy().sum()) for datum in operation.data)
         if not operation.forward_only:
             model.gradient += total
         logprobs = [Array.of(np.zeros(datum.tokens.shape, dtype=np.float32)) for datum in operation.data]
-        return LossResult("CrossEntropyLossReturn", {"logprobs": logprobs}, {"loss:sum": float(total)})
+        return ops.LossResult("CrossEntropyLossReturn", {"logprobs": logprobs}, {"loss:sum": float(total)})
 
     def _save(self, ref: CheckpointRef, model: Counted, *, overwrite: bool) -> object:
         folder = checkpoint_folder(self.output_dir, ref)
         if folder.exists() and not overwrite:
-            return Failure("user", 409, "exists")
+            return ops.Failure("user", 409, "exists")
         folder.mkdir(parents=True, exist_ok=True)
         fresh = folder / ".state"
         fresh.write_text(json.dumps([model.weights, model.steps]))
         fresh.replace(folder / "state.json")
         size = (folder / "state.json").stat().st_size
         time.sleep(self.published_s)
-        return Saved(ref, size_bytes=size, num_files=1)
+        return ops.Saved(ref, size_bytes=size, num_files=1)
 
     def _load(self, ref: CheckpointRef) -> Counted:
         weights, steps = json.loads((checkpoint_folder(self.output_dir, ref) / "state.json").read_text())

@@ -13,22 +13,8 @@ from typing import Literal, cast
 from tiny_models import hf_config
 from worker_ranks import ask, datum, done, service_config, values, worker_of
 from xorl.core import runtime
+from xorl.server import operations as ops
 from xorl.server.identifiers import CheckpointRef
-from xorl.server.operations import (
-    CheckpointSampler,
-    CreateModel,
-    Failure,
-    ForwardBackward,
-    LoadWeights,
-    LoraSpec,
-    LossResult,
-    OptimResult,
-    OptimStep,
-    Sample,
-    SampleResult,
-    SaveWeights,
-    SaveWeightsForSampler,
-)
 from xorl.server.worker.worker import Worker
 
 # Heads that a GPU's attention takes.
@@ -64,26 +50,26 @@ def run(folder: Path, kind: str, device_type: Literal["cpu", "cuda"]) -> Found:
         ),
         device_type,
     )
-    lora = LoraSpec(seed=3) if kind == "lora" else None
-    done(worker, CreateModel("m", lora=lora))
+    lora = ops.LoraSpec(seed=3) if kind == "lora" else None
+    done(worker, ops.CreateModel("m", lora=lora))
     data = [datum(20 + 9 * index, index, weights=1.0) for index in range(7)]
-    call = ForwardBackward("m", data, "cross_entropy")
+    call = ops.ForwardBackward("m", data, "cross_entropy")
     first = loss(done(worker, call))
-    update = done(worker, OptimStep("m", 1e-3, eps=1e-3))
-    assert isinstance(update, OptimResult)
-    done(worker, SaveWeights("m", "a", overwrite=True))
+    update = done(worker, ops.OptimStep("m", 1e-3, eps=1e-3))
+    assert isinstance(update, ops.OptimResult)
+    done(worker, ops.SaveWeights("m", "a", overwrite=True))
     calls = [call]
     if lora is not None:
-        done(worker, CreateModel("other", lora=LoraSpec(rank=4, seed=9)))
-        calls.append(ForwardBackward("other", data[::2], "cross_entropy"))
+        done(worker, ops.CreateModel("other", lora=ops.LoraSpec(rank=4, seed=9)))
+        calls.append(ops.ForwardBackward("other", data[::2], "cross_entropy"))
     second = ask(worker, *calls)
-    done(worker, OptimStep("m", 1e-3, eps=1e-3), SaveWeightsForSampler("m", "s", sampler_id="s"))
-    third = loss(done(worker, ForwardBackward("m", data[:1], "cross_entropy", forward_only=True)))
-    sampled = sample(worker, CheckpointSampler(CheckpointRef("m", "sampler_weights", "s")))
-    done(worker, LoadWeights("m", CheckpointRef("m", "weights", "a"), optimizer=True), call)
-    again = done(worker, OptimStep("m", 1e-3, eps=1e-3))
-    assert isinstance(again, OptimResult)
-    assert not any(isinstance(result, Failure) for result in second)
+    done(worker, ops.OptimStep("m", 1e-3, eps=1e-3), ops.SaveWeightsForSampler("m", "s", sampler_id="s"))
+    third = loss(done(worker, ops.ForwardBackward("m", data[:1], "cross_entropy", forward_only=True)))
+    sampled = sample(worker, ops.CheckpointSampler(CheckpointRef("m", "sampler_weights", "s")))
+    done(worker, ops.LoadWeights("m", CheckpointRef("m", "weights", "a"), optimizer=True), call)
+    again = done(worker, ops.OptimStep("m", 1e-3, eps=1e-3))
+    assert isinstance(again, ops.OptimResult)
+    assert not any(isinstance(result, ops.Failure) for result in second)
     found: Found = {
         "first": first.metrics["loss:sum"],
         "norm": update.metrics["grad_norm"],
@@ -98,16 +84,16 @@ def run(folder: Path, kind: str, device_type: Literal["cpu", "cuda"]) -> Found:
     return found
 
 
-def loss(result: object) -> LossResult:
-    assert isinstance(result, LossResult), result
+def loss(result: object) -> ops.LossResult:
+    assert isinstance(result, ops.LossResult), result
     return result
 
 
-def sample(worker: Worker, source: CheckpointSampler) -> list[float]:
+def sample(worker: Worker, source: ops.CheckpointSampler) -> list[float]:
     """The log-probabilities of the first datum's tokens; some are sampled behind them, too."""
-    operation = Sample(source, datum(20, 0).tokens, num_samples=3, max_tokens=8, seed=1, prompt_logprobs=True)
+    operation = ops.Sample(source, datum(20, 0).tokens, num_samples=3, max_tokens=8, seed=1, prompt_logprobs=True)
     (result,) = ask(worker, operation)
-    assert isinstance(result, SampleResult), result
+    assert isinstance(result, ops.SampleResult), result
     assert result.prompt_logprobs is not None
     return values(result.prompt_logprobs)[1:].tolist()
 

@@ -20,20 +20,10 @@ from xorl.core.optim import Fp32Accumulation
 from xorl.core.parallel import ParallelModel
 from xorl.core.parallel.copy_engine import WINDOW_BYTES
 from xorl.core.runtime import Runtime
+from xorl.train import step_memory
 from xorl.train.model import KeptDtypes, build_model, head_options_of, sketch_model
 from xorl.train.model_source import read_architecture
 from xorl.train.recompute_choice import SETTINGS, Choice, MicroBatch, choose_layers, measure_slice, table
-from xorl.train.step_memory import (
-    MEASURED_LAYERS,
-    Held,
-    PassProfile,
-    Phase,
-    held_bytes,
-    kept_bytes,
-    pass_peak,
-    profiled_param_dtype,
-    ring_bytes,
-)
 
 GIB = 2**30
 SHAPE = hf_config(num_hidden_layers=4)
@@ -55,16 +45,18 @@ def config_with(
     ).config
 
 
-def profile(*, head: float, layers: int = 5, kept: float = 3.0, gradients: float = 2.0) -> PassProfile:
+def profile(*, head: float, layers: int = 5, kept: float = 3.0, gradients: float = 2.0) -> step_memory.PassProfile:
     """Layers that keep `kept` bytes each; their backward passes need one more, and make `gradients`."""
     phases = [
-        Phase(0.0, 0.0, 0.0),
-        *[Phase(kept, kept, 0.0)] * layers,
-        Phase(head, 0.0, 0.0),
-        *[Phase(gradients + 1.0, -kept, gradients)] * layers,
-        Phase(0.0, 0.0, 0.0),
+        step_memory.Phase(0.0, 0.0, 0.0),
+        *[step_memory.Phase(kept, kept, 0.0)] * layers,
+        step_memory.Phase(head, 0.0, 0.0),
+        *[step_memory.Phase(gradients + 1.0, -kept, gradients)] * layers,
+        step_memory.Phase(0.0, 0.0, 0.0),
     ]
-    return PassProfile.of([value for phase in phases for value in (phase.peak, phase.kept, phase.gradients)])
+    return step_memory.PassProfile.of(
+        [value for phase in phases for value in (phase.peak, phase.kept, phase.gradients)]
+    )
 
 
 @pytest.mark.parametrize(
@@ -81,7 +73,7 @@ def test_gradients_grow_while_activations_are_freed(
 ) -> None:
     # Catches the sum of all gradients and all activations, which never exist at the same time.
     measured = profile(head=20.0, kept=kept, gradients=gradients)
-    assert pass_peak([measured] * 10, ratio) == expected
+    assert step_memory.pass_peak([measured] * 10, ratio) == expected
 
 
 WHOLE = profile(head=20.0, kept=3.0, gradients=0.0)
@@ -95,15 +87,20 @@ LAYER = profile(head=20.0, kept=0.5, gradients=0.0)
         ("layer", LAYER, WHOLE, 98, 12, 98.0),
         ("layer", LAYER, WHOLE, 97, 13, 95.5),
         ("layer", LAYER, WHOLE, 37, None, 38.0),  # not even in all of them
-        ("layer", LAYER, PassProfile.out_of_memory(5), 100, None, 38.0),  # what keeping takes is not known
+        ("layer", LAYER, step_memory.PassProfile.out_of_memory(5), 100, None, 38.0),  # what keeping takes is not known
         ("layer and offload", LAYER, WHOLE, 100, None, 38.0),
     ],
 )
 def test_as_few_layers_as_it_takes(
-    setting: str, measured: PassProfile, whole: PassProfile, usable: float, num_layers: int | None, needed: float
+    setting: str,
+    measured: step_memory.PassProfile,
+    whole: step_memory.PassProfile,
+    usable: float,
+    num_layers: int | None,
+    needed: float,
 ) -> None:
     # Catches layers that are computed again though there is memory for them, and one too many that is kept.
-    choice = choose_layers(setting, measured, whole, 36, Held(0.0, 1.0), usable)
+    choice = choose_layers(setting, measured, whole, 36, step_memory.Held(0.0, 1.0), usable)
     assert (choice.num_layers, choice.needed) == (num_layers, needed)
     assert choice.fits == (needed <= usable)
 
@@ -145,8 +142,8 @@ def test_probe_runs_on_the_largest_micro_batch_and_draws_nothing(setting: str, p
 def placed_bytes(config: Config, mesh: Mesh, *, by_copy_engines: bool = False) -> float:
     """What a rank holds besides activations once all gradients exist."""
     architecture = read_architecture(config.model)
-    held = held_bytes(config, architecture, mesh, by_copy_engines=by_copy_engines)
-    profiled = config.train.model_copy(update={"param_dtype": profiled_param_dtype(config)})
+    held = step_memory.held_bytes(config, architecture, mesh, by_copy_engines=by_copy_engines)
+    profiled = config.train.model_copy(update={"param_dtype": step_memory.profiled_param_dtype(config)})
     sketch = sketch_model(architecture, config.model, profiled, config.lora)
     num_trained = sum(parameter.numel() for parameter in sketch.parameters() if parameter.requires_grad)
     return held.throughout + held.gradient_ratio * num_trained * KeptDtypes.of(profiled, config.lora).trained.itemsize
@@ -186,7 +183,7 @@ def test_keys_of_a_ring_are_counted(tmp_path: Path) -> None:
         sizes = {"ringattn_parallel_size": ring, "ulysses_parallel_size": ulysses, "enable_mixed_precision": False}
         shared = config.model_copy(update={"train": config.train.model_copy(update=sizes)})
         # Keys and values, twice, with their gradients.
-        assert ring_bytes(shared, architecture, 64 // (ring * ulysses)) == 2 * 2 * (4 + 4) * expected
+        assert step_memory.ring_bytes(shared, architecture, 64 // (ring * ulysses)) == 2 * 2 * (4 + 4) * expected
 
 
 def placed(config: Config, place: Runtime) -> tuple[ParallelModel, float]:
@@ -235,7 +232,7 @@ BATCH = MicroBatch(192, 192)
 )
 def profiled(
     request: pytest.FixtureRequest, mesh: Mesh, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Config, dict[str, PassProfile]]:
+) -> tuple[Config, dict[str, step_memory.PassProfile]]:
     """A configuration, and what the probe measures by setting."""
     model_type, options = request.param
     sizes = {"moe_intermediate_size": 32} if model_type == "qwen3_moe" else {}
@@ -245,7 +242,9 @@ def profiled(
     architecture, cpu, profiles = read_architecture(config.model), torch.device("cpu"), {}
     for setting in ("none", "operation", "layer"):
         with LiveBytes() as live:
-            profiles[setting] = measure_slice(config, setting, architecture, MEASURED_LAYERS, mesh, cpu, BATCH, live)
+            profiles[setting] = measure_slice(
+                config, setting, architecture, step_memory.MEASURED_LAYERS, mesh, cpu, BATCH, live
+            )
     return config, profiles
 
 
@@ -253,7 +252,11 @@ def profiled(
     ("setting", "count"), [("none", None), ("operation", None), ("layer", None), ("layer", 5), ("operation", 5)]
 )
 def test_the_peak_of_a_step_is_predicted(
-    profiled: tuple[Config, dict[str, PassProfile]], setting: str, count: int | None, place: Runtime, mesh: Mesh
+    profiled: tuple[Config, dict[str, step_memory.PassProfile]],
+    setting: str,
+    count: int | None,
+    place: Runtime,
+    mesh: Mesh,
 ) -> None:
     # Catches activations and gradients that are counted as if all existed at the same time, and a phase that is missed.
     config, profiles = profiled
@@ -262,8 +265,8 @@ def test_the_peak_of_a_step_is_predicted(
     chosen = config.train.model_copy(update={**SETTINGS[setting], "recompute_num_layers": count})
     num_recomputed = num_layers if count is None else count
     by_layer = [profiles[setting if index < num_recomputed else "none"] for index in range(num_layers)]
-    held = held_bytes(config, architecture, mesh)
-    expected = held.throughout + pass_peak(by_layer, held.gradient_ratio)
+    held = step_memory.held_bytes(config, architecture, mesh)
+    expected = held.throughout + step_memory.pass_peak(by_layer, held.gradient_ratio)
 
     model = build_model(architecture, config.model, chosen, config.lora, mesh, place.device)
     parameters = list(model.module.parameters())
@@ -283,7 +286,7 @@ def test_replicas_of_shards_keep_the_sum_alone(tmp_path: Path) -> None:
     config = config_with(tmp_path, gradient_accumulation_steps=2, optimizer="sgd", **BF16)
     architecture = read_architecture(config.model)
     alone, replicated = (
-        kept_bytes(config, architecture, ParallelDims.resolve("fsdp2", world_size, shard_size=2))
+        step_memory.kept_bytes(config, architecture, ParallelDims.resolve("fsdp2", world_size, shard_size=2))
         for world_size in (2, 4)
     )
     assert alone / replicated == (2 + 4 + 2) / (2 + 4)
@@ -293,12 +296,12 @@ def test_stages_and_ranks_that_share_matrices_keep_their_part(tmp_path: Path) ->
     # Catches a whole model that is counted for each rank of a pipeline: one that fits is refused.
     config = config_with(tmp_path, data_parallel_mode="none", optimizer="sgd", **BF16)
     architecture = read_architecture(config.model)
-    whole = kept_bytes(config, architecture, ParallelDims.resolve("none", 1))
-    assert kept_bytes(config, architecture, ParallelDims.resolve("none", 2, tp=2)) == whole / 2
+    whole = step_memory.kept_bytes(config, architecture, ParallelDims.resolve("none", 1))
+    assert step_memory.kept_bytes(config, architecture, ParallelDims.resolve("none", 2, tp=2)) == whole / 2
     sketch = sketch_model(architecture, config.model, config.train, config.lora)
     bytes_of_layers = [4 * sum(p.numel() for p in layer.parameters()) for layer in sketch.layers]  # and a gradient
     staged = config_with(tmp_path, data_parallel_mode="none", optimizer="sgd", pipeline_parallel_size=2, **BF16)
-    most = kept_bytes(staged, architecture, ParallelDims.resolve("none", 2, pp=2))
+    most = step_memory.kept_bytes(staged, architecture, ParallelDims.resolve("none", 2, pp=2))
     assert whole - sum(bytes_of_layers) < most < whole - min(bytes_of_layers)
 
 

@@ -11,37 +11,13 @@ import numpy as np
 from asynchronous import in_a_loop
 from counting_workers import folded
 from orchestrated import MODEL, SESSION, forward_backward, options, over_http, running, serving, step, submit, workers
+from xorl.server import operations as ops
+from xorl.server import queries
 from xorl.server.datum import Array
 from xorl.server.identifiers import CheckpointRef, checkpoint_folder
 from xorl.server.messages import Ok, Rejected
-from xorl.server.operations import (
-    CheckpointSampler,
-    CreateModel,
-    Failure,
-    LoadWeights,
-    LoraSpec,
-    ModelCreated,
-    NamedSampler,
-    OptimResult,
-    Sample,
-    Saved,
-    SaveFullWeights,
-    SaveWeights,
-    SaveWeightsForSampler,
-    UnloadModel,
-)
 from xorl.server.orchestrator.operation_properties import EVICTION
 from xorl.server.orchestrator.registry import checkpoint_key
-from xorl.server.queries import (
-    CreateSamplingSession,
-    CreateSession,
-    DeleteCheckpoint,
-    FinishSession,
-    GetWeightsInfo,
-    ListCheckpoints,
-    ListTrainingRuns,
-    SetCheckpointTtl,
-)
 
 
 @in_a_loop
@@ -51,11 +27,11 @@ async def test_an_idle_model_is_saved_and_released_and_comes_back_when_it_is_cal
     async with serving(chosen) as (client, counting):
         await client.begin()
         await client.do(forward_backward(2), 3)
-        await client.orchestrator.answer(FinishSession(SESSION, "success"))
+        await client.orchestrator.answer(queries.FinishSession(SESSION, "success"))
         while MODEL in counting.models:
             await asyncio.sleep(0.05)
         assert (await client.do(step(), 4)).metrics["weights"] == folded(folded(1, 1), 2)
-        listed = await client.orchestrator.answer(ListCheckpoints(MODEL))
+        listed = await client.orchestrator.answer(queries.ListCheckpoints(MODEL))
         assert listed.checkpoints == []
 
 
@@ -63,7 +39,7 @@ async def test_an_idle_model_is_saved_and_released_and_comes_back_when_it_is_cal
 async def test_creations_are_requests_like_others_to_a_service_that_is_full_or_has_no_workers(tmp_path):
     """Catches one client whose models fill the queue beyond its limit, or pile up where nobody makes them."""
     chosen = options(tmp_path, max_queued=3, worker_connection_timeout_s=1.0)
-    creates = [CreateModel(f"m{index}", lora=LoraSpec(rank=8, seed=0)) for index in range(4)]
+    creates = [ops.CreateModel(f"m{index}", lora=ops.LoraSpec(rank=8, seed=0)) for index in range(4)]
     async with running(chosen) as client:
         kept = [await client.send(create, session=None) for create in creates[:3]]
         full = await client.orchestrator.answer(submit(creates[3], session=None))
@@ -85,9 +61,9 @@ async def test_a_model_of_a_client_that_names_no_seed_begins_alike_each_time(tmp
         chosen.folder.mkdir(parents=True)
         async with serving(chosen) as (client, counting):
             for name in ("default", "other", "default"):
-                await client.do(CreateModel(name, lora=LoraSpec(rank=8)), session=None)
+                await client.do(ops.CreateModel(name, lora=ops.LoraSpec(rank=8)), session=None)
                 begun.append(counting.models[name].weights)
-                await client.do(UnloadModel(name), 1)
+                await client.do(ops.UnloadModel(name), 1)
     first, other, *_ = begun
     assert begun[:6] == [first, other, first] * 2
     assert len({first, other, *begun[6:8]}) == 4
@@ -99,17 +75,19 @@ async def test_a_model_without_a_session_counts_as_one(tmp_path):
     chosen = options(tmp_path, max_sessions=2)
     async with serving(chosen) as (client, _):
         await client.create()
-        alone = [CreateModel(name, lora=LoraSpec(rank=8, seed=0)) for name in ("one", "two")]
-        assert isinstance(await client.do(alone[0], session=None), ModelCreated)
-        for ask in (submit(alone[1], session=None), CreateSession("session-2")):
+        alone = [ops.CreateModel(name, lora=ops.LoraSpec(rank=8, seed=0)) for name in ("one", "two")]
+        assert isinstance(await client.do(alone[0], session=None), ops.ModelCreated)
+        for ask in (submit(alone[1], session=None), queries.CreateSession("session-2")):
             full = await client.orchestrator.answer(ask)
             assert (full.status, "max_sessions: 2 are open" in full.message) == (429, True)
         # What takes the place of another, or is within a session, is not one more.
         await client.do(forward_backward(1, model="one"), 1)
-        assert isinstance(await client.do(alone[0], session=None), ModelCreated)
-        assert isinstance(await client.do(CreateModel(f"{SESSION}:train:1", lora=LoraSpec(rank=8))), ModelCreated)
-        await client.do(UnloadModel("one"))
-        assert isinstance(await client.do(alone[1], session=None), ModelCreated)
+        assert isinstance(await client.do(alone[0], session=None), ops.ModelCreated)
+        assert isinstance(
+            await client.do(ops.CreateModel(f"{SESSION}:train:1", lora=ops.LoraSpec(rank=8))), ops.ModelCreated
+        )
+        await client.do(ops.UnloadModel("one"))
+        assert isinstance(await client.do(alone[1], session=None), ops.ModelCreated)
 
 
 @in_a_loop
@@ -118,8 +96,8 @@ async def test_the_number_of_a_sampling_session_is_used_once(tmp_path):
     async with serving(options(tmp_path)) as (client, _), over_http(client) as http:
         await client.create()
         for seq, name in enumerate(("one", "two"), start=1):
-            await client.do(SaveWeightsForSampler(MODEL, name), seq)
-        await client.do(SaveWeightsForSampler(MODEL, None, sampler_id=f"{SESSION}:sample:1"), 3)
+            await client.do(ops.SaveWeightsForSampler(MODEL, name), seq)
+        await client.do(ops.SaveWeightsForSampler(MODEL, None, sampler_id=f"{SESSION}:sample:1"), 3)
         weights = [f"tinker://{MODEL}/sampler_weights/{name}" for name in ("one", "two")]
         for number, body, status in (
             (0, {"model_path": weights[0]}, 200),
@@ -145,7 +123,7 @@ async def test_the_first_words_of_a_service_of_full_weights_say_so(tmp_path):
         welcome = (await http.post("/api/v1/create_session", json={"session_id": SESSION})).json()["info_message"]
         assert "full weights of tiny, one model at a time" in welcome
         assert "ignores the rank that a client requests" in welcome
-        await client.do(CreateModel(MODEL, lora=LoraSpec(rank=8)))
+        await client.do(ops.CreateModel(MODEL, lora=ops.LoraSpec(rank=8)))
         info = (await http.post("/api/v1/get_info", json={"model_id": MODEL})).json()
         assert (info["is_lora"], info["lora_rank"]) == (False, None)
     async with running(options(tmp_path / "adapters")) as client, over_http(client) as http:
@@ -158,26 +136,26 @@ async def test_saves_are_checked_before_anything_is_written(tmp_path):
     chosen = options(tmp_path)
     async with serving(chosen) as (client, counting):
         await client.create()
-        saved = await client.do(SaveWeights(MODEL, "a", user_metadata={"note": "x"}), 1)
+        saved = await client.do(ops.SaveWeights(MODEL, "a", user_metadata={"note": "x"}), 1)
         assert saved.checkpoint == CheckpointRef(MODEL, "weights", "a")
-        again = await client.do(SaveWeights(MODEL, "a"), 2)
-        assert isinstance(again, Failure)
+        again = await client.do(ops.SaveWeights(MODEL, "a"), 2)
+        assert isinstance(again, ops.Failure)
         assert again.status == 409
         ran = len(counting.ran)
         client.orchestrator.state.options = msgspec.structs.replace(chosen, storage_limit_bytes=10)
-        full = await client.do(SaveWeights(MODEL, "b"), 3)
+        full = await client.do(ops.SaveWeights(MODEL, "b"), 3)
         assert full.status == 507
         assert "StorageLimitError" in full.message
         assert len(counting.ran) == ran
-        listed = await client.orchestrator.answer(ListCheckpoints(MODEL))
+        listed = await client.orchestrator.answer(queries.ListCheckpoints(MODEL))
         assert [c.user_metadata for c in listed.checkpoints] == [{"note": "x"}]
         client.orchestrator.state.options = chosen
-        assert await client.orchestrator.answer(DeleteCheckpoint(saved.checkpoint)) == Ok()
-        assert (await client.orchestrator.answer(ListCheckpoints(MODEL))).checkpoints == []
-        reserved = await client.orchestrator.answer(submit(SaveWeights(MODEL, "recovery-0"), 4))
+        assert await client.orchestrator.answer(queries.DeleteCheckpoint(saved.checkpoint)) == Ok()
+        assert (await client.orchestrator.answer(queries.ListCheckpoints(MODEL))).checkpoints == []
+        reserved = await client.orchestrator.answer(submit(ops.SaveWeights(MODEL, "recovery-0"), 4))
         assert reserved.status == 400
         assert (await client.do(step(), 5)).metrics["step"] == 1, "waits for the call that was refused"
-        await client.do(UnloadModel(MODEL), None)
+        await client.do(ops.UnloadModel(MODEL), None)
         while list(chosen.folder.glob("weights/*/*")):
             await asyncio.sleep(0.02)
         gone = await client.orchestrator.answer(submit(step(), 6))
@@ -194,15 +172,15 @@ async def test_a_folder_of_checkpoints_that_is_a_link_is_used_and_counted(tmp_pa
     (chosen.folder / "weights").symlink_to(disk)
     async with serving(chosen) as (client, _):
         await client.begin()
-        saved = await client.do(SaveWeights(MODEL, "kept"), 3)
+        saved = await client.do(ops.SaveWeights(MODEL, "kept"), 3)
         assert [path.name for path in disk.glob("*/*")] == ["kept"]
         (disk / "large").write_bytes(bytes(2**20))
         used = sum(path.stat().st_size for path in chosen.folder.rglob("*") if path.is_file())
         changed = msgspec.structs.replace(chosen, storage_limit_bytes=used + 2**19)
         client.orchestrator.state.options = changed
-        assert (await client.do(SaveWeights(MODEL, "more"), 4)).status == 507
+        assert (await client.do(ops.SaveWeights(MODEL, "more"), 4)).status == 507
         client.orchestrator.state.options = chosen
-        assert await client.orchestrator.answer(DeleteCheckpoint(saved.checkpoint)) == Ok()
+        assert await client.orchestrator.answer(queries.DeleteCheckpoint(saved.checkpoint)) == Ok()
 
 
 @in_a_loop
@@ -212,11 +190,11 @@ async def test_no_save_goes_beyond_storage_limit_the_first_one_and_the_services_
     kinds = {"weights": 10**9, "sampler_weights": 10**9, "external_weights": 10**9}
     async with serving(chosen, checkpoint_bytes=kinds) as (client, counting):
         await client.begin()
-        for seq, save in enumerate((SaveWeights, SaveWeightsForSampler, SaveFullWeights), start=3):
+        for seq, save in enumerate((ops.SaveWeights, ops.SaveWeightsForSampler, ops.SaveFullWeights), start=3):
             assert (await client.do(save(MODEL, "first"), seq)).status == 507
         await client.do(forward_backward(2), 6)
         model = client.orchestrator.state.registry.models[MODEL]
-        released = await client.orchestrator._admission.submit_internal(UnloadModel(MODEL), EVICTION)
+        released = await client.orchestrator._admission.submit_internal(ops.UnloadModel(MODEL), EVICTION)
         assert (await client.result(released)).status == 507
         assert (model.state, list(counting.models)) == ("ready", [MODEL])
         await client.orchestrator.runner.save_models()
@@ -235,10 +213,10 @@ async def test_an_export_in_fp32_is_expected_to_take_twice_what_one_in_bf16_does
     async with serving(options(tmp_path, storage_limit_bytes=10**9), checkpoint_bytes=kinds) as (client, _):
         await client.begin()
         model = client.orchestrator.state.registry.models[MODEL]
-        assert (await client.do(SaveFullWeights(MODEL, "wide", dtype="float32"), 3)).status == 507
-        assert isinstance(await client.do(SaveFullWeights(MODEL, "narrow"), 4), Saved)
+        assert (await client.do(ops.SaveFullWeights(MODEL, "wide", dtype="float32"), 3)).status == 507
+        assert isinstance(await client.do(ops.SaveFullWeights(MODEL, "narrow"), 4), ops.Saved)
         size = model.checkpoint_bytes["external_weights"]
-        assert isinstance(await client.do(SaveFullWeights(MODEL, "wide", dtype="float32"), 5), Saved)
+        assert isinstance(await client.do(ops.SaveFullWeights(MODEL, "wide", dtype="float32"), 5), ops.Saved)
         assert 0 < model.checkpoint_bytes["external_weights"] == size // 2
 
 
@@ -248,8 +226,8 @@ async def test_an_adapter_alone_is_not_expected_to_take_what_a_whole_model_does(
     kinds = {"external_weights": 2 * 10**9, "sampler_weights": 10**6}
     async with serving(options(tmp_path, storage_limit_bytes=10**9), checkpoint_bytes=kinds) as (client, _):
         await client.begin()
-        assert isinstance(await client.do(SaveFullWeights(MODEL, "adapter", is_merged=False), 3), Saved)
-        assert (await client.do(SaveFullWeights(MODEL, "whole"), 4)).status == 507
+        assert isinstance(await client.do(ops.SaveFullWeights(MODEL, "adapter", is_merged=False), 3), ops.Saved)
+        assert (await client.do(ops.SaveFullWeights(MODEL, "whole"), 4)).status == 507
 
 
 @in_a_loop
@@ -291,7 +269,7 @@ async def test_a_checkpoint_whose_time_is_over_goes_and_its_model_stays(tmp_path
     chosen = options(tmp_path)
     async with serving(chosen) as (client, _):
         await client.begin()
-        await client.do(SaveWeights(MODEL, "short", ttl_s=0.1), 3)
+        await client.do(ops.SaveWeights(MODEL, "short", ttl_s=0.1), 3)
         await asyncio.sleep(0.2)
         client.orchestrator.housekeeping._pruned = -math.inf
         folder = checkpoint_folder(chosen.folder, CheckpointRef(MODEL, "weights", "short"))
@@ -313,24 +291,24 @@ async def test_a_checkpoint_whose_time_is_over_is_gone_for_clients_before_its_fi
         await client.begin()
         ask, samplers = client.orchestrator.answer, "sampler_weights"
         trained, sampled = CheckpointRef(MODEL, "weights", "short"), CheckpointRef(MODEL, samplers, "short")
-        await client.do(SaveWeights(MODEL, "short", ttl_s=0.1), 3)
-        await client.do(SaveWeightsForSampler(MODEL, "short", ttl_s=0.1), 4)
+        await client.do(ops.SaveWeights(MODEL, "short", ttl_s=0.1), 3)
+        await client.do(ops.SaveWeightsForSampler(MODEL, "short", ttl_s=0.1), 4)
         client.orchestrator.housekeeping._pruned = math.inf
         await asyncio.sleep(0.2)
-        assert (await ask(ListCheckpoints(MODEL))).checkpoints == []
-        assert isinstance(await ask(GetWeightsInfo(trained)), Rejected)
-        assert isinstance(await ask(SetCheckpointTtl(trained, 100.0)), Rejected)
-        assert isinstance(await ask(CreateSamplingSession("a:sample:0", None, None, sampled)), Rejected)
+        assert (await ask(queries.ListCheckpoints(MODEL))).checkpoints == []
+        assert isinstance(await ask(queries.GetWeightsInfo(trained)), Rejected)
+        assert isinstance(await ask(queries.SetCheckpointTtl(trained, 100.0)), Rejected)
+        assert isinstance(await ask(queries.CreateSamplingSession("a:sample:0", None, None, sampled)), Rejected)
         prompt = Array.of(np.arange(3, dtype=np.int32))
         for number, operation in enumerate(
             (
-                LoadWeights(MODEL, trained, optimizer=True),
-                Sample(CheckpointSampler(sampled), prompt, max_tokens=1),
-                Sample(NamedSampler("short"), prompt, max_tokens=1),
+                ops.LoadWeights(MODEL, trained, optimizer=True),
+                ops.Sample(ops.CheckpointSampler(sampled), prompt, max_tokens=1),
+                ops.Sample(ops.NamedSampler("short"), prompt, max_tokens=1),
             )
         ):
             failure = await client.do(operation, 5 if number == 0 else None)
-            assert isinstance(failure, Failure), operation
+            assert isinstance(failure, ops.Failure), operation
             assert failure.status == 404
         assert all(checkpoint_folder(chosen.folder, ref).exists() for ref in (trained, sampled))
 
@@ -342,8 +320,8 @@ async def test_a_session_that_nobody_has_used_for_months_goes_with_its_samplers(
     async with serving(chosen) as (client, _):
         ask, state = client.orchestrator.answer, client.orchestrator.state
         for session in ("old", "new"):
-            await ask(CreateSession(session))
-            await ask(CreateSamplingSession(f"{session}:sample:0", session, None, None))
+            await ask(queries.CreateSession(session))
+            await ask(queries.CreateSamplingSession(f"{session}:sample:0", session, None, None))
         state.registry.sessions["old"].last_active = 0.0
         await client.orchestrator.housekeeping.tick(time.time())
     async with serving(chosen) as (client, _):
@@ -367,9 +345,9 @@ async def test_checkpoints_that_the_journal_does_not_know_are_what_their_manifes
         (folder / "metadata.json").write_text(json.dumps(manifest))
     for _ in range(2):  # found once, and known from then on
         async with serving(chosen) as (client, _):
-            info = await client.orchestrator.answer(GetWeightsInfo(ref))
-            assert (info.lora, info.step) == (LoraSpec(5, 7.0, 3, train_unembed=False), 12)
-            runs = (await client.orchestrator.answer(ListTrainingRuns())).runs
+            info = await client.orchestrator.answer(queries.GetWeightsInfo(ref))
+            assert (info.lora, info.step) == (ops.LoraSpec(5, 7.0, 3, train_unembed=False), 12)
+            runs = (await client.orchestrator.answer(queries.ListTrainingRuns())).runs
             assert {run.model_id: run.lora_rank for run in runs} == {"old": 5, "hurt": None}
             assert client.orchestrator.state.registry.checkpoints.keys() == {checkpoint_key(ref)}
 
@@ -379,12 +357,12 @@ async def test_a_model_over_another_base_is_not_made_again(tmp_path):
     """Catches an adapter that comes back over other weights because the service was started with them."""
     chosen = options(tmp_path)
     async with serving(chosen) as (client, _):
-        await client.orchestrator.answer(CreateSession(SESSION))
-        await client.do(CreateModel(MODEL, base_model="tiny", lora=LoraSpec(rank=8)))
+        await client.orchestrator.answer(queries.CreateSession(SESSION))
+        await client.do(ops.CreateModel(MODEL, base_model="tiny", lora=ops.LoraSpec(rank=8)))
         await client.do(forward_backward(1), 1)
     async with serving(msgspec.structs.replace(chosen, model_name="other", model_path="/models/other")) as (client, _):
         refused = await client.do(step(), 2)
-        assert isinstance(refused, Failure)
+        assert isinstance(refused, ops.Failure)
         assert refused.status == 409
         assert "'tiny'" in refused.message
     async with serving(msgspec.structs.replace(chosen, lora_rank=4)) as (client, counting):
@@ -400,15 +378,17 @@ async def test_a_model_of_a_checkpoint_is_the_checkpoint_s_adapter(tmp_path):
     async with running(chosen) as client:
         with workers(chosen):
             await client.create(**parts)
-            await client.do(SaveWeights(MODEL, "kept"), 1)
-            await client.do(CreateModel(other, checkpoint=CheckpointRef(MODEL, "weights", "kept"), with_optimizer=True))
+            await client.do(ops.SaveWeights(MODEL, "kept"), 1)
+            await client.do(
+                ops.CreateModel(other, checkpoint=CheckpointRef(MODEL, "weights", "kept"), with_optimizer=True)
+            )
             await client.do(forward_backward(1, model=other), 1)
         with workers(chosen) as fresh:
-            assert isinstance(await client.do(step(other), 2), OptimResult)
+            assert isinstance(await client.do(step(other), 2), ops.OptimResult)
             assert [(one.checkpoint.name, one.lora) for one in fresh.created] == [("kept", None)]
-            await client.do(SaveWeights(other, "own"), 3)
-        info = await client.orchestrator.answer(GetWeightsInfo(CheckpointRef(other, "weights", "own")))
-        assert info.lora == LoraSpec(8, 16.0, 0, **parts)
+            await client.do(ops.SaveWeights(other, "own"), 3)
+        info = await client.orchestrator.answer(queries.GetWeightsInfo(CheckpointRef(other, "weights", "own")))
+        assert info.lora == ops.LoraSpec(8, 16.0, 0, **parts)
 
 
 @in_a_loop
@@ -440,10 +420,10 @@ async def test_a_long_tail_is_cut_by_a_save_of_the_services_own(tmp_path, monkey
 async def test_a_model_that_is_replaced_while_it_is_being_created_makes_way(tmp_path):
     """Catches a new model that fails because the workers had just created the one it replaces."""
     async with serving(options(tmp_path), create_s=0.2) as (client, counting):
-        first = CreateModel("default", lora=LoraSpec(rank=8, seed=0))
+        first = ops.CreateModel("default", lora=ops.LoraSpec(rank=8, seed=0))
         await client.send(first, session=None)
         while not counting.created:
             await asyncio.sleep(0.01)
-        second = await client.send(CreateModel("default", lora=LoraSpec(rank=4, seed=1)), session=None)
-        assert isinstance(await client.result(second), ModelCreated)
+        second = await client.send(ops.CreateModel("default", lora=ops.LoraSpec(rank=4, seed=1)), session=None)
+        assert isinstance(await client.result(second), ops.ModelCreated)
         assert counting.models["default"].weights == 2

@@ -15,23 +15,11 @@ from asynchronous import in_a_loop
 from counting_workers import BAD, folded
 from engines import fake_engines
 from orchestrated import MODEL, SESSION, forward_backward, options, over_http, running, serving, step, submit, workers
+from xorl.server import operations as ops
 from xorl.server.channel import ChannelKeys
 from xorl.server.datum import Array
 from xorl.server.endpoint_queries import AddEndpoint, SetSyncQuantization
 from xorl.server.messages import Ok, Pending, Poll, Rejected, Tombstone, Unknown
-from xorl.server.operations import (
-    BaseSampler,
-    BlockFp8,
-    CreateModel,
-    Endpoint,
-    Failure,
-    LoraSpec,
-    Sample,
-    SaveWeights,
-    SessionSampler,
-    SyncWeights,
-    UnloadModel,
-)
 from xorl.server.orchestrator import inference
 from xorl.server.queries import CreateSamplingSession, CreateSession, GetModel
 from xorl.server.status_queries import GetStatus
@@ -70,7 +58,7 @@ async def test_a_number_that_was_rejected_is_passed_over_and_one_that_never_come
         assert (await client.result(waiting)).metrics["loss:sum"] == 5
         behind = [await client.send(forward_backward(7), 4), await client.send(step(), 5)]
         failures = [await client.result(request) for request in behind]
-        assert all(isinstance(f, Failure) and "request 3" in f.message for f in failures)
+        assert all(isinstance(f, ops.Failure) and "request 3" in f.message for f in failures)
         assert (await client.do(step(), 6)).metrics["weights"] == folded(1, 5)
 
 
@@ -80,7 +68,7 @@ async def test_gaps_that_are_filled_or_whose_model_goes_while_another_is_given_u
     filled, gone = "session-1:train:1", "gone"
     async with serving(options(tmp_path)) as (client, _):
         journal, housekeeping = client.orchestrator.state.journal, client.orchestrator.housekeeping
-        create = CreateModel(gone, lora=LoraSpec(rank=8, seed=0))
+        create = ops.CreateModel(gone, lora=ops.LoraSpec(rank=8, seed=0))
         await client.create()
         await client.create(filled)
         await client.do(create, session=None)
@@ -111,7 +99,7 @@ async def test_a_sample_that_no_context_holds_costs_its_client_nothing(tmp_path)
             await asyncio.sleep(0.01)
         prompt = Array.of(np.array([1], dtype=np.int32))
         for most, status in ((10**12, 400), (33, 400), (32, None)):
-            answer = await client.orchestrator.answer(submit(Sample(BaseSampler(), prompt, max_tokens=most)))
+            answer = await client.orchestrator.answer(submit(ops.Sample(ops.BaseSampler(), prompt, max_tokens=most)))
             assert getattr(answer, "status", None) == status, answer
 
 
@@ -124,7 +112,7 @@ def test_endpoints_are_watched_and_kept_after_a_disk_took_nothing(tmp_path, monk
         async with running(options(tmp_path)) as client:
             journal = client.orchestrator.state.journal
             await journal._commit.write(lambda connection: connection.execute("ALTER TABLE records RENAME TO away"))
-            refused = await client.orchestrator.answer(AddEndpoint(Endpoint("127.0.0.1", port)))
+            refused = await client.orchestrator.answer(AddEndpoint(ops.Endpoint("127.0.0.1", port)))
             assert isinstance(refused, Rejected)
             await asyncio.sleep(0.5)
             await journal._commit.write(lambda connection: connection.execute("ALTER TABLE away RENAME TO records"))
@@ -199,7 +187,7 @@ async def test_the_next_request_of_a_model_does_not_wait_for_the_disk_and_the_on
         assert (await client.result(sent[3])).metrics["weights"] == folded(folded(1, 1), 2)
         assert counting.ran[1:] == sent
         # A save takes what is in the journal alone.
-        await client.do(SaveWeights(MODEL, "kept"), 5)
+        await client.do(ops.SaveWeights(MODEL, "kept"), 5)
     async with serving(chosen) as (client, fresh):
         assert (await client.do(step(), 6)).metrics["step"] == 3
         assert len(fresh.ran) == 3
@@ -212,7 +200,7 @@ async def test_workers_that_die_are_replaced_and_models_are_as_they_were(tmp_pat
     async with running(chosen) as client:
         with workers(chosen, delay_s=0.2):
             await client.begin()
-            await client.do(SaveWeights(MODEL, "kept"), 3)
+            await client.do(ops.SaveWeights(MODEL, "kept"), 3)
             await client.do(forward_backward(2), 4)
             await client.do(step(), 5)
             await client.do(forward_backward(3), 6)
@@ -247,16 +235,16 @@ async def test_the_whole_service_starts_again_and_takes_up_models_and_requests(t
 @in_a_loop
 async def test_the_form_in_which_weights_are_sent_is_kept_until_it_is_taken_back(tmp_path):
     """Catches an inference server in fp8 that is sent something else after a restart."""
-    chosen, endpoints = options(tmp_path), (Endpoint("127.0.0.1", 9),)
-    for given in (BlockFp8(("lm_head",)), None):
+    chosen, endpoints = options(tmp_path), (ops.Endpoint("127.0.0.1", 9),)
+    for given in (ops.BlockFp8(("lm_head",)), None):
         async with serving(chosen) as (client, _):
             if given is not None:
                 await client.begin()
             assert await client.orchestrator.answer(SetSyncQuantization(given)) == Ok()
         async with serving(chosen) as (client, _):
             state = client.orchestrator.state
-            for asked in (None, BlockFp8()):
-                sync = SyncWeights(MODEL, endpoints, quantization=asked)
+            for asked in (None, ops.BlockFp8()):
+                sync = ops.SyncWeights(MODEL, endpoints, quantization=asked)
                 sent = state.inference.complete(sync, state.registry.models[MODEL], after_step=False)
                 assert sent.quantization == (given if asked is None else asked)
 
@@ -276,7 +264,7 @@ async def test_a_call_that_kills_the_workers_again_and_again_is_given_up(tmp_pat
                     await asyncio.sleep(0.02)
         with workers(chosen):
             failure = await client.result(request)
-            assert isinstance(failure, Failure)
+            assert isinstance(failure, ops.Failure)
             assert "given up" in failure.message
             assert (await client.do(step(), 3)).metrics["weights"] == folded(1, 1)
 
@@ -290,15 +278,15 @@ async def test_a_request_that_cannot_be_prepared_for_an_unforeseen_reason_ends_a
         folder = chosen.folder / "weights" / MODEL.replace(":", "~")
         folder.parent.mkdir()
         folder.symlink_to(tmp_path)
-        failure = await client.do(SaveWeights(MODEL, "kept"), 3)
-        assert isinstance(failure, Failure)
+        failure = await client.do(ops.SaveWeights(MODEL, "kept"), 3)
+        assert isinstance(failure, ops.Failure)
         assert failure.status == 500
         assert "ValueError: checkpoint weights/kept" in failure.message
         assert any("not_prepared" in record.message and record.exc_info for record in caplog.records)
         await client.do(forward_backward(2), 4)
         assert (await client.do(step(), 5)).metrics["weights"] == folded(folded(1, 1), 2)
         # Its own checkpoints are looked for when it goes, where none can be.
-        await client.do(UnloadModel(MODEL), 6)
+        await client.do(ops.UnloadModel(MODEL), 6)
         await client.create("session-1:train:1")
 
 
@@ -309,7 +297,7 @@ async def test_a_sampler_that_was_forgotten_while_its_sample_waited_is_to_be_mad
     async with running(chosen) as client:
         await client.orchestrator.answer(CreateSamplingSession("gone", None, None, None))
         prompt = Array.of(np.array([1], dtype=np.int32))
-        request = await client.send(Sample(SessionSampler("gone"), prompt))
+        request = await client.send(ops.Sample(ops.SessionSampler("gone"), prompt))
         del client.orchestrator.state.registry.samplers["gone"]
         with workers(chosen):
             failure = await client.result(request)
@@ -332,7 +320,7 @@ async def test_workers_that_stay_away_end_requests_with_an_error_and_lose_no_mod
         # They were there for longer than they may be away, which is not to be away for so long.
         assert not state.workers.absent_too_long
         failure = await client.result(await client.send(forward_backward(2), 2))
-        assert isinstance(failure, Failure)
+        assert isinstance(failure, ops.Failure)
         assert failure.status == 503
         refused = await client.orchestrator.answer(submit(step(), 3))
         assert isinstance(refused, Rejected)
@@ -348,7 +336,7 @@ async def test_workers_that_stay_away_end_requests_with_an_error_and_lose_no_mod
 async def test_a_model_whose_creation_fails_since_the_workers_are_gone_can_be_created_again(tmp_path, begun):
     """Catches a model that is `creating` for ever: not there, not to be made, and listed."""
     chosen = options(tmp_path, worker_connection_timeout_s=2.0)
-    create = CreateModel(MODEL, lora=LoraSpec(rank=8, seed=0))
+    create = ops.CreateModel(MODEL, lora=ops.LoraSpec(rank=8, seed=0))
     async with running(chosen) as client:
         await client.orchestrator.answer(CreateSession(SESSION))
         with workers(chosen, delay_s=1.0) as counting:
@@ -369,7 +357,7 @@ async def test_a_model_whose_creation_fails_since_the_workers_are_gone_can_be_cr
                 await asyncio.sleep(0.02)
             refused = await client.orchestrator.answer(submit(forward_backward(1), 2))
             assert (refused.status, "is failed" in refused.message) == (404, True)
-            assert not isinstance(await client.do(create), Failure)
+            assert not isinstance(await client.do(create), ops.Failure)
             await client.do(forward_backward(2), 1)
             assert (await client.do(step(), 2)).metrics["weights"] == folded(1, 2)
 
@@ -399,7 +387,7 @@ async def test_workers_that_publish_another_address_are_found_there(tmp_path):
             request = await client.send(forward_backward(2), 3)
             await asyncio.sleep(0.2)
             publish(counting.address, has_keys=True)
-            assert not isinstance(await client.result(request), Failure)
+            assert not isinstance(await client.result(request), ops.Failure)
             assert (await client.do(step(), 4)).metrics["weights"] == folded(weights, 2)
         publish("ipc:///nowhere")
         with workers(second):
@@ -422,7 +410,7 @@ async def test_one_bad_call_in_a_mixed_pass_fails_alone(tmp_path):
         assert max(counting.sizes) > 1
         bad = await client.send(forward_backward(1, model=models[0], loss=BAD), 2)
         good = await client.send(forward_backward(1, model=models[1]), 2)
-        assert isinstance(await client.result(bad), Failure)
+        assert isinstance(await client.result(bad), ops.Failure)
         assert (await client.result(good)).metrics["loss:sum"] == 1
         # One failed beside another; each was tried alone.
         assert (await client.do(step(models[0]), 3)).metrics["weights"] == folded(1, 0)
@@ -450,7 +438,7 @@ async def test_a_client_without_sessions_that_begins_anew_gets_a_new_model(tmp_p
         second = await posted(http, "create_model", **create)
         assert second != first
         await client.result(second)
-        assert isinstance(await client.result(behind), Failure)
+        assert isinstance(await client.result(behind), ops.Failure)
         assert (await client.do(step("default"), 1)).metrics["weights"] == folded(1, 0)
 
 
@@ -461,7 +449,7 @@ async def test_a_creation_that_differs_from_an_unused_model_or_follows_calls_wit
         create = {"base_model": "tiny", "lora_config": {"rank": 8, "seed": 0}}
         ids = [await posted(http, "create_model", **create)]
         ids.append(await posted(http, "create_model", base_model="tiny", lora_config={"rank": 4}))
-        for unnumbered in (forward_backward(1, model="default"), step("default"), UnloadModel("default")):
+        for unnumbered in (forward_backward(1, model="default"), step("default"), ops.UnloadModel("default")):
             ids.append(await posted(http, "create_model", **create))
             assert await posted(http, "create_model", **create) == ids[-1]
             await client.result(ids[-1])

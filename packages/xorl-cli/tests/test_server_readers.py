@@ -11,20 +11,10 @@ import pytest
 from asynchronous import in_a_loop
 from counting_workers import BROKEN, folded
 from orchestrated import MODEL, SESSION, forward_backward, options, running, serving, step, workers
+from xorl.server import operations as ops
 from xorl.server.datum import Array
 from xorl.server.identifiers import CheckpointRef
 from xorl.server.messages import Ok
-from xorl.server.operations import (
-    CreateModel,
-    Failure,
-    LoadWeights,
-    LoraSpec,
-    Sample,
-    SaveWeights,
-    SaveWeightsForSampler,
-    SessionSampler,
-    UnloadModel,
-)
 from xorl.server.orchestrator import catalogue
 from xorl.server.orchestrator.registry import checkpoint_key
 from xorl.server.queries import DeleteCheckpoint, FinishSession, ListCheckpoints
@@ -38,7 +28,7 @@ def ref(name, model=MODEL):
 
 
 async def load(client, seq, name="kept", model=OTHER, of=MODEL):
-    return await client.do(LoadWeights(model, ref(name, of), optimizer=True), seq)
+    return await client.do(ops.LoadWeights(model, ref(name, of), optimizer=True), seq)
 
 
 async def weights_of(client, seq, model=OTHER):
@@ -50,7 +40,7 @@ async def weights_of(client, seq, model=OTHER):
 async def begun(client):
     """MODEL after one step, saved as `kept`; its next number is 4."""
     await client.begin()
-    await client.do(SaveWeights(MODEL, "kept"), 3)
+    await client.do(ops.SaveWeights(MODEL, "kept"), 3)
 
 
 @in_a_loop
@@ -62,7 +52,7 @@ async def test_a_checkpoint_that_a_model_has_loaded_or_begun_from_can_be_deleted
             await begun(client)
             await client.create(OTHER)
             await load(client, 1)
-            await client.do(CreateModel(created, checkpoint=ref("kept"), with_optimizer=True))
+            await client.do(ops.CreateModel(created, checkpoint=ref("kept"), with_optimizer=True))
         with workers(chosen):
             # One of them is not there and has to be made again before it is saved.
             await client.do(forward_backward(5, model=OTHER), 2)
@@ -82,13 +72,13 @@ async def test_a_model_keeps_its_weights_when_another_one_writes_over_what_it_wa
         with workers(chosen):
             await begun(client)
             if begins:
-                await client.do(CreateModel(OTHER, checkpoint=ref("kept"), with_optimizer=True))
+                await client.do(ops.CreateModel(OTHER, checkpoint=ref("kept"), with_optimizer=True))
             else:
                 await client.create(OTHER)
                 await load(client, 1)
             await client.do(forward_backward(2), 4)
             await client.do(step(), 5)
-            assert not isinstance(await client.do(SaveWeights(MODEL, "kept", overwrite=True), 6), Failure)
+            assert not isinstance(await client.do(ops.SaveWeights(MODEL, "kept", overwrite=True), 6), ops.Failure)
         with workers(chosen):
             assert await weights_of(client, 1 if begins else 2) == folded(TRAINED, 5)
             assert await weights_of(client, 7, MODEL) == folded(folded(TRAINED, 2), 5)
@@ -100,7 +90,7 @@ async def test_a_model_that_writes_over_what_it_has_loaded_itself_is_saved_elsew
     chosen = options(tmp_path)
     async with serving(chosen) as (client, counting):
         await begun(client)
-        await client.do(LoadWeights(MODEL, ref("kept"), optimizer=False), 4)
+        await client.do(ops.LoadWeights(MODEL, ref("kept"), optimizer=False), 4)
         model = client.orchestrator.state.registry.models[MODEL]
         assert list(model.loads.values()) == [ref("kept")]
         await client.do(forward_backward(2), 5)
@@ -111,7 +101,7 @@ async def test_a_model_that_writes_over_what_it_has_loaded_itself_is_saved_elsew
             saves.append(getattr(operation, "name", None)),
             run(operation, counted),
         )[1]
-        await client.do(SaveWeights(MODEL, "kept", overwrite=True), 7)
+        await client.do(ops.SaveWeights(MODEL, "kept", overwrite=True), 7)
         assert saves == ["recovery-0", "kept"]
         assert (model.boundary, model.loads) == (ref("kept"), {})
 
@@ -125,11 +115,11 @@ async def test_the_first_save_under_the_name_of_the_initial_checkpoint_replaces_
             await client.begin()
             registry = client.orchestrator.state.registry
             assert registry.models[MODEL].boundary == ref("000000")
-            first = await client.do(SaveWeights(MODEL, "000000", user_metadata={"by": "client"}), 3)
-            assert not isinstance(first, Failure), first
+            first = await client.do(ops.SaveWeights(MODEL, "000000", user_metadata={"by": "client"}), 3)
+            assert not isinstance(first, ops.Failure), first
             assert registry.checkpoints[checkpoint_key(ref("000000"))].user_metadata == {"by": "client"}
-            second = await client.do(SaveWeights(MODEL, "000000"), 4)
-            assert isinstance(second, Failure)
+            second = await client.do(ops.SaveWeights(MODEL, "000000"), 4)
+            assert isinstance(second, ops.Failure)
             assert "already: choose another name" in second.message
         with workers(chosen):
             assert await weights_of(client, 5, MODEL) == folded(TRAINED, 5)
@@ -143,13 +133,16 @@ async def test_two_models_that_write_over_what_the_other_has_loaded_do_not_wait_
         with workers(chosen):
             await begun(client)
             await client.create(OTHER)
-            await client.do(SaveWeights(OTHER, "kept"), 1)
+            await client.do(ops.SaveWeights(OTHER, "kept"), 1)
             await load(client, 2)
             await load(client, 4, model=MODEL, of=OTHER)
-            both = [(SaveWeights(OTHER, "kept", overwrite=True), 3), (SaveWeights(MODEL, "kept", overwrite=True), 5)]
+            both = [
+                (ops.SaveWeights(OTHER, "kept", overwrite=True), 3),
+                (ops.SaveWeights(MODEL, "kept", overwrite=True), 5),
+            ]
             sent = [await client.send(save, seq) for save, seq in both]
             results = [await client.result(request) for request in sent]
-            assert not any(isinstance(result, Failure) for result in results)
+            assert not any(isinstance(result, ops.Failure) for result in results)
         with workers(chosen):
             assert await weights_of(client, 4) == folded(TRAINED, 5)
             assert await weights_of(client, 6, MODEL) == folded(1, 5)
@@ -166,17 +159,17 @@ async def test_a_checkpoint_that_is_being_deleted_is_loaded_by_nobody(tmp_path, 
     monkeypatch.setattr(catalogue, "delete", slowly)
     async with serving(chosen) as (client, _):
         await begun(client)
-        await client.do(SaveWeights(MODEL, "later"), 4)
+        await client.do(ops.SaveWeights(MODEL, "later"), 4)
         await client.create(OTHER)
         deleted = asyncio.create_task(client.orchestrator.answer(DeleteCheckpoint(ref("kept"))))
         while not client.orchestrator.state.deleting and not deleted.done():
             await asyncio.sleep(0.01)
         refused = await load(client, 1)
-        created = await client.do(CreateModel("session-1:train:2", checkpoint=ref("kept"), with_optimizer=True))
+        created = await client.do(ops.CreateModel("session-1:train:2", checkpoint=ref("kept"), with_optimizer=True))
         goes_on.set()
         assert await deleted == Ok()
         for result in (refused, created):
-            assert isinstance(result, Failure)
+            assert isinstance(result, ops.Failure)
             assert (result.status, result.message) == (404, f"{ref('kept').uri('xorl')} is being deleted")
         assert client.orchestrator.state.registry.models[OTHER].loads == {}
         assert client.orchestrator.state.deleting == set()
@@ -188,14 +181,14 @@ async def test_what_is_saved_in_place_of_a_checkpoint_whose_time_is_over_stays(t
     chosen = options(tmp_path)
     async with serving(chosen, delay_s=0.5) as (client, _):
         await client.begin()
-        await client.do(SaveWeights(MODEL, "last", ttl_s=0.1), 3)
+        await client.do(ops.SaveWeights(MODEL, "last", ttl_s=0.1), 3)
         await asyncio.sleep(0.2)
         requests = [await client.send(forward_backward(2), 4), await client.send(step(), 5)]
-        requests.append(await client.send(SaveWeights(MODEL, "last", overwrite=True), 6))
+        requests.append(await client.send(ops.SaveWeights(MODEL, "last", overwrite=True), 6))
         client.orchestrator.housekeeping._pruned = -math.inf
         await client.orchestrator.housekeeping.tick(time.time())
         for request in requests:
-            assert not isinstance(await client.result(request), Failure)
+            assert not isinstance(await client.result(request), ops.Failure)
         await client.orchestrator.housekeeping._expiring
         listed = await client.orchestrator.answer(ListCheckpoints(MODEL))
         assert [one.checkpoint for one in listed.checkpoints] == [ref("last")]
@@ -210,12 +203,12 @@ async def test_a_checkpoint_whose_reader_cannot_be_saved_is_not_written_over(tmp
         await client.create(OTHER)
         await load(client, 1)
         save = counting._save
-        full = Failure("server", 507, "the disk is full")
+        full = ops.Failure("server", 507, "the disk is full")
         monkeypatch.setattr(
             counting, "_save", lambda at, *rest, **extra: full if at.model_id == OTHER else save(at, *rest, **extra)
         )
-        refused = await client.do(SaveWeights(MODEL, "kept", overwrite=True), 4)
-        assert isinstance(refused, Failure)
+        refused = await client.do(ops.SaveWeights(MODEL, "kept", overwrite=True), 4)
+        assert isinstance(refused, ops.Failure)
         assert (refused.status, OTHER in refused.message) == (507, True)
         model = client.orchestrator.state.registry.models[MODEL]
         assert not model.is_overwriting
@@ -228,7 +221,7 @@ async def test_a_model_that_the_workers_gave_up_is_made_again_as_it_was(tmp_path
     with workers(chosen) as counting:
         async with running(chosen) as client:
             await client.begin()
-            await client.do(SaveWeights(MODEL, BROKEN), 3)
+            await client.do(ops.SaveWeights(MODEL, BROKEN), 3)
             await client.do(forward_backward(2), 4)
             assert (await load(client, 5, BROKEN, MODEL)).model_given_up
             assert not counting.models
@@ -245,21 +238,21 @@ async def test_weights_that_ended_with_their_model_say_what_to_do(tmp_path, ende
     """Catches unnamed weights that are kept for a client that is gone, and a refusal that names no remedy."""
     chosen = options(tmp_path)
     sampler = f"{SESSION}:sample:1"
-    sample = Sample(SessionSampler(sampler), Array.of(np.array([1], dtype=np.int32)))
+    sample = ops.Sample(ops.SessionSampler(sampler), Array.of(np.array([1], dtype=np.int32)))
     with workers(chosen):
         async with running(chosen) as client:
             await client.create("m")
-            await client.do(SaveWeightsForSampler("m", None, sampler_id=sampler), 1)
-            assert not isinstance(await client.do(sample), Failure)
+            await client.do(ops.SaveWeightsForSampler("m", None, sampler_id=sampler), 1)
+            assert not isinstance(await client.do(sample), ops.Failure)
             match ended_by:
                 case "silence":
                     await client.orchestrator.answer(FinishSession(SESSION, "success"))
                     while client.orchestrator.state.registry.models["m"].state != "released":
                         await asyncio.sleep(0.05)
                 case "unloading":
-                    await client.do(UnloadModel("m"), 2)
+                    await client.do(ops.UnloadModel("m"), 2)
                 case _:
-                    await client.do(CreateModel("m", lora=LoraSpec(rank=8)), session=None)
+                    await client.do(ops.CreateModel("m", lora=ops.LoraSpec(rank=8)), session=None)
             refused = await client.do(sample)
         async with running(chosen) as client:
             for failure in (refused, await client.do(sample)):

@@ -8,18 +8,10 @@ import pytest
 from asynchronous import in_a_loop
 from counting_workers import BROKEN
 from orchestrated import MODEL, SESSION, options, running, serving, submit, workers
+from xorl.server import operations as ops
 from xorl.server.datum import Array
 from xorl.server.identifiers import CheckpointRef
 from xorl.server.messages import Rejected
-from xorl.server.operations import (
-    Failure,
-    LoadWeights,
-    Sample,
-    SaveWeights,
-    SaveWeightsForSampler,
-    SessionSampler,
-    UnloadModel,
-)
 from xorl.server.orchestrator.operation_properties import EVICTION
 from xorl.server.queries import ListCheckpoints
 
@@ -27,13 +19,13 @@ FIRST, SECOND, THIRD = (f"{SESSION}:sample:{number}" for number in range(3))
 
 
 async def save(client, sampler, seq):
-    saved = await client.do(SaveWeightsForSampler(MODEL, None, sampler_id=sampler), seq)
+    saved = await client.do(ops.SaveWeightsForSampler(MODEL, None, sampler_id=sampler), seq)
     assert saved.sampler_id == sampler
     return saved.checkpoint
 
 
 async def sample(client, sampler):
-    return await client.do(Sample(SessionSampler(sampler), Array.of(np.array([1], dtype=np.int32))))
+    return await client.do(ops.Sample(ops.SessionSampler(sampler), Array.of(np.array([1], dtype=np.int32))))
 
 
 def names(chosen):
@@ -49,22 +41,24 @@ async def test_weights_without_a_name_outlive_what_took_their_model(tmp_path, ev
     async with running(chosen) as client:
         with workers(chosen) as counting:
             await client.create()
-            await client.do(SaveWeights(MODEL, BROKEN), 1)
+            await client.do(ops.SaveWeights(MODEL, BROKEN), 1)
             await save(client, FIRST, 2)
             if event == "a load that fails":
                 broken = CheckpointRef(MODEL, "weights", BROKEN)
-                assert (await client.do(LoadWeights(MODEL, broken, optimizer=True), 3)).model_given_up
+                assert (await client.do(ops.LoadWeights(MODEL, broken, optimizer=True), 3)).model_given_up
             if event == "an idle client":
-                await client.result(await client.orchestrator._admission.submit_internal(UnloadModel(MODEL), EVICTION))
+                await client.result(
+                    await client.orchestrator._admission.submit_internal(ops.UnloadModel(MODEL), EVICTION)
+                )
                 assert not counting.models
             if event in ("a load that fails", "an idle client"):
-                assert not isinstance(await sample(client, FIRST), Failure)
+                assert not isinstance(await sample(client, FIRST), ops.Failure)
         if event == "new workers":
             with workers(chosen):
-                assert not isinstance(await sample(client, FIRST), Failure)
+                assert not isinstance(await sample(client, FIRST), ops.Failure)
     if event == "a restart of all":
         async with serving(chosen) as (client, _):
-            assert not isinstance(await sample(client, FIRST), Failure)
+            assert not isinstance(await sample(client, FIRST), ops.Failure)
 
 
 @in_a_loop
@@ -75,12 +69,12 @@ async def test_the_weights_last_used_are_kept_and_the_others_deleted(tmp_path, m
         await client.create()
         reference = await save(client, FIRST, 1)
         await save(client, SECOND, 2)
-        assert not isinstance(await sample(client, FIRST), Failure)
+        assert not isinstance(await sample(client, FIRST), ops.Failure)
         newest = await save(client, THIRD, 3)
         gone = await sample(client, SECOND)
         assert (gone.status, "no longer kept" in gone.message) == (404, True)
         for sampler in (FIRST, THIRD):
-            assert not isinstance(await sample(client, sampler), Failure)
+            assert not isinstance(await sample(client, sampler), ops.Failure)
         housekeeping, chosen = client.orchestrator.housekeeping, client.orchestrator.state.options
         await housekeeping._prune(time.time())
         await housekeeping._expiring
@@ -96,10 +90,10 @@ async def test_weights_without_a_name_are_hidden_and_their_names_reserved(tmp_pa
         kept = await save(client, FIRST, 1)
         listed = await client.orchestrator.answer(ListCheckpoints(MODEL))
         assert listed.checkpoints == []
-        refused = await client.orchestrator.answer(submit(SaveWeightsForSampler(MODEL, kept.name), 2))
+        refused = await client.orchestrator.answer(submit(ops.SaveWeightsForSampler(MODEL, kept.name), 2))
         assert isinstance(refused, Rejected)
         assert "reserved" in refused.message
-        assert not isinstance(await sample(client, FIRST), Failure)
+        assert not isinstance(await sample(client, FIRST), ops.Failure)
     # Without the journal, no sampling session is left that could use them.
     for file in (chosen.folder / "service").iterdir():
         file.unlink()

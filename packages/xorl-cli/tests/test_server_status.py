@@ -11,19 +11,8 @@ from answering_orchestrator import served
 from asynchronous import in_a_loop
 from orchestrated import MODEL, SESSION, forward_backward, options, over_http, running, serving, submit, workers
 from xorl.cli.serve import status_text
+from xorl.server import operations as ops
 from xorl.server.datum import Array
-from xorl.server.operations import (
-    AbortGradients,
-    BaseSampler,
-    CreateModel,
-    ForwardBackward,
-    GradientsAborted,
-    LoraSpec,
-    LossResult,
-    OptimResult,
-    OptimStep,
-    Sample,
-)
 from xorl.server.orchestrator.progress import ProgressLog
 from xorl.server.orchestrator.state import Counters
 from xorl.server.queries import CreateSession
@@ -93,7 +82,7 @@ async def test_workers_that_somebody_else_starts_are_counted_too(tmp_path):
 @in_a_loop
 async def test_status_adds_up_the_running_calls_of_one_kind_and_client(tmp_path):
     """Catches a page that says 128 times the same word in place of what runs."""
-    sample = Sample(BaseSampler(), Array.of(np.array([1], np.int32)), max_tokens=100)
+    sample = ops.Sample(ops.BaseSampler(), Array.of(np.array([1], np.int32)), max_tokens=100)
     async with serving(options(tmp_path), token_s=0.01) as (client, _), over_http(client) as http:
         await client.create()
         before = time.time()
@@ -116,7 +105,9 @@ async def test_status_says_whose_models_there_are_and_how_far_they_are(tmp_path)
         await client.orchestrator.answer(CreateSession(SESSION, user_metadata=user, display_name="first try"))
         with workers(chosen):
             await client.begin()
-            await client.do(CreateModel("alone", lora=LoraSpec(rank=4), user_metadata={"of": "bob"}), session=None)
+            await client.do(
+                ops.CreateModel("alone", lora=ops.LoraSpec(rank=4), user_metadata={"of": "bob"}), session=None
+            )
             status = (await http.get("/status.json")).json()
         alone, mine = status["models"]
         assert (mine["model_id"], mine["session_id"], mine["state"]) == (MODEL, SESSION, "ready")
@@ -136,21 +127,21 @@ async def test_status_says_whose_models_there_are_and_how_far_they_are(tmp_path)
 
 def test_a_loss_of_a_step_is_the_mean_over_the_tokens_of_its_passes():
     """Catches a curve of sums that jumps with the size of the batch, and one of passes that trained nothing."""
-    log, pass_ = ProgressLog(), ForwardBackward("m", [], "cross_entropy")
+    log, pass_ = ProgressLog(), ops.ForwardBackward("m", [], "cross_entropy")
 
     def loss(total, num_trained):
-        return LossResult("", {}, {"loss:sum": total, "valid_tokens:sum": num_trained})
+        return ops.LossResult("", {}, {"loss:sum": total, "valid_tokens:sum": num_trained})
 
     def step(grad_norm=0.5):
-        log.note("m", OptimStep("m", 1e-3), OptimResult({"grad_norm": grad_norm}))
+        log.note("m", ops.OptimStep("m", 1e-3), ops.OptimResult({"grad_norm": grad_norm}))
 
     log.note("m", pass_, loss(6.0, 2.0))
     log.note("m", pass_, loss(3.0, 1.0))
-    log.note("m", ForwardBackward("m", [], "cross_entropy", forward_only=True), loss(100.0, 1.0))
+    log.note("m", ops.ForwardBackward("m", [], "cross_entropy", forward_only=True), loss(100.0, 1.0))
     step()
     assert (list(log.of("m").losses), log.of("m").grad_norm, log.of("m").learning_rate) == ([3.0], 0.5, 1e-3)
     log.note("m", pass_, loss(100.0, 1.0))
-    log.note("m", AbortGradients("m"), GradientsAborted("m", 1))
+    log.note("m", ops.AbortGradients("m"), ops.GradientsAborted("m", 1))
     log.note("m", pass_, loss(float("nan"), 1.0))
     step(float("inf"))
     step()
