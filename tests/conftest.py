@@ -3,8 +3,6 @@
 `run_command` runs `xorl train` in a process that is forked.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import traceback

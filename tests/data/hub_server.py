@@ -3,8 +3,6 @@
 `python hub_server.py` prints its address, then serves one private repository, org/name, from memory until it is ended.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

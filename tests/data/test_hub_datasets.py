@@ -1,7 +1,5 @@
 """The Hub, against a server that speaks it: what was uploaded is read back and streamed, with the token alone."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Object stores, against a server that speaks S3."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 

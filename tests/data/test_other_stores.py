@@ -4,8 +4,6 @@ Their clients are extras that are not installed here: `uv run --with gcsfs --wit
 tests/data/test_other_stores.py`; elsewhere these tests are skipped.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from base64 import b64encode

@@ -1,7 +1,5 @@
 """Preparation that is killed, or whose source fails, leaves nothing that is taken for data, and in the end nothing."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import multiprocessing

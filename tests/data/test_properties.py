@@ -1,7 +1,5 @@
 """What holds for all data: packing splits and loses nothing, and the order knows nothing of ranks, workers or stops."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Streams over an object store: the same rows as from the disk, in parts, by row groups and lines."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Iterator

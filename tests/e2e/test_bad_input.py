@@ -1,7 +1,5 @@
 """What a user can get wrong ends `xorl train` with a message that names it and exit code 2, and loses nothing."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

@@ -1,7 +1,5 @@
 """`xorl bench` from the command line to its record, on two ranks of a CPU."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

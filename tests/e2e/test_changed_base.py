@@ -1,7 +1,5 @@
 """Adapters are continued, resumed and merged over the weights that they were trained over, wherever these are."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A run on conversations and prompts, from text to a model: the example configuration, cut short."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`xorl ckpt` shows, verifies and deletes the checkpoints of a run."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

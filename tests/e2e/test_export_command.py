@@ -1,7 +1,5 @@
 """`xorl export` on adapters that PEFT wrote: merged, cast, verified by transformers and PEFT, and refused."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The tokenizer of an exported model: that beside its adapter if it is complete, else that of the base."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The first hour of a new user: one file that carries every option, and command lines that switch between its parts."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

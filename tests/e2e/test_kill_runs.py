@@ -1,7 +1,5 @@
 """The tool that kills runs finds nothing wrong with them in a few kills."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

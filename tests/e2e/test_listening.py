@@ -1,7 +1,5 @@
 """What `xorl train` listens on, and what somebody does there who wants to run code."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

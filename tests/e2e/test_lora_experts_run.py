@@ -1,7 +1,5 @@
 """Runs that train adapters on experts, each alone or shared: checkpoints, exports in every form, and going on."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Mapping

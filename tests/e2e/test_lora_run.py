@@ -1,7 +1,5 @@
 """A run that trains adapters: what stands in its checkpoints, how it is resumed, exported and gone on from."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

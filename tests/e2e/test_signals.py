@@ -1,7 +1,5 @@
 """A run that is told to stop in each of its phases: it ends with the documented code, and the command continues it."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

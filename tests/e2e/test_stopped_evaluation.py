@@ -1,7 +1,5 @@
 """A run that is stopped while it evaluates: nothing trained is lost, and the evaluation is made up for."""
 
-from __future__ import annotations
-
 import json
 import signal
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A sweep: each member learns what a run of its own would, is resumed to the bit, and is exported for PEFT."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

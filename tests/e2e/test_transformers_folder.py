@@ -1,7 +1,5 @@
 """A folder that transformers wrote is loaded, trained and exported, and transformers reads the result."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

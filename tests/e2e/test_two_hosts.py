@@ -3,8 +3,6 @@
 Skipped where namespaces may not be made.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

@@ -1,7 +1,5 @@
 """The command on two ranks with everything that observes a run switched on; and a run that is asked to stop."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Fixtures of the tests on GPUs: the command on a tiny model and documents that can be learned, and a mode of torch."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A save in the background copies and writes beside the GPU's work, and copies before the next change."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

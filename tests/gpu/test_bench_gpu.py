@@ -1,7 +1,5 @@
 """`xorl bench` on GPUs: figures that only a GPU has, and the peers that are installed."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

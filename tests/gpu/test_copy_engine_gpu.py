@@ -1,7 +1,5 @@
 """Collectives on copy engines beside NCCL's, on two GPUs of one host; as a script, what each of them runs."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Adapters on experts on a GPU, of each alone or shared, beside the same model in fp64 on a CPU."""
 
-from __future__ import annotations
-
 from typing import get_args
 
 import pytest

@@ -1,7 +1,5 @@
 """Layers of experts on a GPU against their plain twin, in the dtypes and at sizes that no interpreter can test."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

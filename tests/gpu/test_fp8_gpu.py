@@ -1,7 +1,5 @@
 """Fp8 on a GPU: kernels that cast what their plain twins cast, products, compiled layers, and runs of `xorl train`."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Initial weights drawn on a GPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Adapters trained in bf16 on GPUs: what stands in checkpoints is what PEFT and transformers compute with."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Adapters on GPUs: compiled, placed and offloaded they train what they train plainly; and a benchmark of them."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Memory on a GPU: activations on the host, shards on the host, and an allocator that does not fall to pieces."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What a run on a GPU reports of its speed is what a clock on the wall says."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Optimizers on GPUs: the kernels against their plain twins, and sharded updates against those of one GPU."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

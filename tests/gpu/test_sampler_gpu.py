@@ -1,7 +1,5 @@
 """Generation on a GPU: FlashAttention over the cache, and the sampler in bf16 beside the decoder without a cache."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Weights over NCCL from a trainer's GPU to a receiver's: bytes, memory, and a trainer that outlives its receivers."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

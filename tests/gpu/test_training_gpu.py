@@ -1,7 +1,5 @@
 """Training on GPUs: the command, NCCL, mixed precision, and resuming to the bit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

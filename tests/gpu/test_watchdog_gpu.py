@@ -1,7 +1,5 @@
 """The watchdog where the main thread waits for a GPU: NCCL's kernels hang, and its own timeout comes later."""
 
-from __future__ import annotations
-
 import os
 import socket
 import time

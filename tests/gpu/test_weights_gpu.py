@@ -1,7 +1,5 @@
 """Quantised weights on a GPU: kernels that do what their plain twins do, layers over them, and runs of `xorl train`."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The service's workers on one and two GPUs: compiled, in bf16, over NCCL, beside one CPU in fp32."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Marks the tests of this folder, gives shared launches their time, and runs tests with the marker `ranks` in ranks."""
 
-from __future__ import annotations
-
 from functools import partial
 from inspect import signature
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Saves in the background over several ranks: shards, adapters, and failures of one rank."""
 
-from __future__ import annotations
-
 import errno
 import os
 import threading

@@ -1,7 +1,5 @@
 """Checkpoints, weights and exports across ranks: resharding, agreement on failure, torn saves."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import resource

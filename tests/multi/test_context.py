@@ -1,7 +1,5 @@
 """Context parallelism: documents of a row stay apart, and sizes that do not fit are refused. See test_layouts, too."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A run that diverges says at which step, and which of its bins to look at."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

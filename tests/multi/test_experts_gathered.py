@@ -1,7 +1,5 @@
 """Expert parallelism that gathers all tokens on all ranks: it computes what one process and the exact exchange do."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial

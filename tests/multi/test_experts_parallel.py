@@ -1,7 +1,5 @@
 """Expert parallelism: exchanges, reading, old checkpoints, and what is refused. See test_layouts, too."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

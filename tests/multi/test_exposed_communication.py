@@ -1,7 +1,5 @@
 """The time a rank waits for others is communication, and not its own forward or backward pass."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Mapping

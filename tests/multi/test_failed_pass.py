@@ -1,7 +1,5 @@
 """A pass that fails on every rank leaves the gradient, and what computes it, as they were."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """Training in fp8: the same for every placement, and all that a run keeps of its weights is what it was."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 

@@ -1,7 +1,5 @@
 """One optimizer step is the same for every way of splitting its rows and placing its parameters."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """The weights of a placed model as other tools name them, with adapters folded in and quantised ones dequantised."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

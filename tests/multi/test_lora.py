@@ -1,7 +1,5 @@
 """Adapters train the same on every placement, and what is folded into shards is what is folded into whole weights."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

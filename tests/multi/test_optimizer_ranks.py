@@ -1,7 +1,5 @@
 """Optimizers on sharded and replicated parameters do what they do on whole ones; uneven shards and odd shapes."""
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import product
 

@@ -1,7 +1,5 @@
 """Quantised base weights on several ranks: the same bytes and gradients for every placement, gathered as bytes."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """QLoRA over experts on several ranks: the same bytes, gradients and exports for every placement."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from itertools import product

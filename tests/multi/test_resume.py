@@ -1,7 +1,5 @@
 """A run that was killed and resumed ends where the run that was not stopped ends."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """Generation on several ranks gives the tokens of one."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

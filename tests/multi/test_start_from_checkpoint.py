@@ -1,7 +1,5 @@
 """`train.load_weights_mode: dcp`: a run begins with the weights of a checkpoint, and what is none is refused."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

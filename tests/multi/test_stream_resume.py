@@ -1,7 +1,5 @@
 """A run that streams and is resumed, on any number of ranks and workers, trains as the one that was not stopped."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

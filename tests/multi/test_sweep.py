@@ -1,7 +1,5 @@
 """Banks of adapters on several ranks: what a sweep learns, and gradients of adapters that other ranks do not have."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace

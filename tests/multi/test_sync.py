@@ -1,7 +1,5 @@
 """Weights that are sent to inference servers: the bytes that arrive, and what is left behind where one fails."""
 
-from __future__ import annotations
-
 import hashlib
 import time
 import weakref

@@ -3,8 +3,6 @@
 test_layouts.py compares their first gradients with those of one process.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple

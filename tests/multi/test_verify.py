@@ -1,7 +1,5 @@
 """`xorl verify`: equal layouts pass, and each planted fault is found."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

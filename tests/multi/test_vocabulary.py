@@ -1,7 +1,5 @@
 """Losses over a vocabulary that ranks share, beside those of one process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -1,7 +1,5 @@
 """The watchdog: a job that hangs ends with the stacks of all ranks and the name of the one that the others wait for."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

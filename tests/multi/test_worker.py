@@ -1,7 +1,5 @@
 """The service's workers compute what plain torch computes, on one rank and on two, and keep what they are told to."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The service's workers with context parallelism: every layout answers and learns what one process does."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial

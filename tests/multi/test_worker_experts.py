@@ -1,7 +1,5 @@
 """The service's workers with a mixture of experts: gradients, routers and their statistics, samples, checkpoints."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from itertools import product

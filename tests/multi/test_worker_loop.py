@@ -1,7 +1,5 @@
 """The worker's loop over a real channel: all ranks run what rank 0 is asked, once."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import threading

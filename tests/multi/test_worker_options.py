@@ -1,7 +1,5 @@
 """Options of workers: what they start from, what a step is divided by, how rows are filled, and what is told."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The service's workers replay recorded experts: on every layout as in one process, and their own to the bit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

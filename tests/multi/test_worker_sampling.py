@@ -1,7 +1,5 @@
 """Samples of a worker: how long they may be, of which weights, and when there are none."""
 
-from __future__ import annotations
-
 from itertools import chain
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Passes and samples that give way to other work: what they compute is what they compute undisturbed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import cast

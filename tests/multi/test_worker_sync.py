@@ -1,7 +1,5 @@
 """A worker's weights at an inference endpoint: what an export holds, and nothing of training is touched."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The service's ranks under their watchdog: the launcher is told of a stuck one, a slow one goes on."""
 
-from __future__ import annotations
-
 import logging
 import os
 import time

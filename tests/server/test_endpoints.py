@@ -1,7 +1,5 @@
 """Registered inference servers: what is asked of them, which are used, and samples that come from them."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path

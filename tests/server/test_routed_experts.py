@@ -1,7 +1,5 @@
 """Recorded experts on their way through the API: every form that engines send, and those that it returns."""
 
-from __future__ import annotations
-
 import base64
 
 import numpy as np

@@ -1,7 +1,5 @@
 """in_a_loop: tests that are coroutines."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 from collections.abc import Callable, Coroutine

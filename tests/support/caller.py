@@ -1,7 +1,5 @@
 """Caller: a client that speaks the clients' own protocol and chooses the numbers of its calls itself."""
 
-from __future__ import annotations
-
 import time
 import uuid
 

@@ -1,7 +1,5 @@
 """in_child and in_a_child: run a function, or a test, in a forked process, for code that leaves threads behind."""
 
-from __future__ import annotations
-
 import faulthandler
 import functools
 import importlib

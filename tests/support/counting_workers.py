@@ -4,8 +4,6 @@ A model's state is a number. An optimizer step folds the gradient into it so tha
 checkpoints are files with it. Started as a process, or as `CountingWorkers` in a thread.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """A server of a channel whose answers are computed, in the process of a test or in one of its own."""
 
-from __future__ import annotations
-
 import asyncio
 
 from xorl.server.channel import ChannelServer, Limits

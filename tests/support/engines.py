@@ -1,7 +1,5 @@
 """fake_engines: start stand-ins of inference servers, each in a process of its own."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """counted_reads: how many bytes of experts are read from a checkpoint."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

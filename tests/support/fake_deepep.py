@@ -1,7 +1,5 @@
 """A stand-in for the `deep_ep` package: its `Buffer` as published, over torch's collectives and for any dtype."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import torch

@@ -6,8 +6,6 @@ Its `/generate` continues a prompt by a rule that depends on the version of the 
 Nothing of xorl is imported: the group is built as torch builds one of a name over a store, as SGLang has it built.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

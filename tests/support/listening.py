@@ -1,7 +1,5 @@
 """What processes listen on, and an attacker who writes pickles into every store behind it."""
 
-from __future__ import annotations
-
 import base64
 import ipaddress
 import os

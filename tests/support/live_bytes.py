@@ -1,7 +1,5 @@
 """What memory computations hold on a CPU, which counts none itself."""
 
-from __future__ import annotations
-
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode

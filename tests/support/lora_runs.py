@@ -1,7 +1,5 @@
 """Short runs that train adapters on tiny models: their data and configuration."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

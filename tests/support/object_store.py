@@ -1,7 +1,5 @@
 """object_store: a server of this process that speaks S3, which s3fs and boto3 find by themselves."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Tiny models placed on ranks in the ways that tests compare, and the comparison."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from functools import cache

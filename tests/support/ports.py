@@ -1,7 +1,5 @@
 """free_port: where a test's own server can listen."""
 
-from __future__ import annotations
-
 import os
 import random
 import socket

@@ -3,8 +3,6 @@
 A fork has torch imported already: a fresh process takes seconds to be where a fork begins.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import fcntl
 import gc

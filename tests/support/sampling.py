@@ -1,7 +1,5 @@
 """A sampler over a tiny model on the CPU, for the tests of the sampler."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import torch

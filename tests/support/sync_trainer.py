@@ -4,8 +4,6 @@
 one sender. After each it computes on the GPU, which shows that nothing of a failed sync holds it.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import hashlib

@@ -1,7 +1,5 @@
 """Decoders of tiny models with weights, and what tests do with them; tiny_models.py has the configurations."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

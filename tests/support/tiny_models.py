@@ -1,7 +1,5 @@
 """The tiny models of the tests: what config.json says of one. Without torch and xorl, so that any test can have it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tiny runs of `xorl train`: their rows, their configuration, and named tensors in place of what they save."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

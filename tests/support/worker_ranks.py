@@ -1,7 +1,5 @@
 """A service's workers in the ranks of a test: a tiny model, its configuration, and operations on it."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping, Sequence

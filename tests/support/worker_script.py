@@ -3,8 +3,6 @@
 In a process of its own, since a test that has forked ranks can have no GPU, and a GPU's process cannot be forked.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

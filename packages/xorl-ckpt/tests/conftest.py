@@ -1,7 +1,5 @@
 """What the tests of checkpoints and weights share: a small training state and recipes of every kind."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """A save in the background holds the state of the moment at which it was started."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

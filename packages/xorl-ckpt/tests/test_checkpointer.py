@@ -1,7 +1,5 @@
 """A checkpoint holds what was saved, or does not exist."""
 
-from __future__ import annotations
-
 import json
 import logging
 import resource

@@ -1,7 +1,5 @@
 """What a user passes wrongly is an error that names the argument, and says what to do."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

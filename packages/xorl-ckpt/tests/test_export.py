@@ -1,7 +1,5 @@
 """An export is the weights that were exported, under the names and in the files that readers look for."""
 
-from __future__ import annotations
-
 import json
 import logging
 

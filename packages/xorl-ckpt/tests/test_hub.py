@@ -1,7 +1,5 @@
 """A local folder wins; what is not there is said plainly, and nothing hangs without a network."""
 
-from __future__ import annotations
-
 import pytest
 
 from xorl.ckpt import CheckpointError, CheckpointFailure, resolve_folder

@@ -1,7 +1,5 @@
 """Weights arrive in parameters exactly, in any size of bucket, or not at all."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

@@ -1,7 +1,5 @@
 """A checkpoint from elsewhere is data: loading it runs nothing, whatever it holds."""
 
-from __future__ import annotations
-
 import os
 import pickle
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Hugging Face folders are read by ranges of rows, and what is wrong with one is said by file and tensor."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Files of tensors that are written as they come, and the parameters of a checkpoint read one at a time."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The parts of `xorl bench`: shapes, peers, and what is made of the measured steps."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

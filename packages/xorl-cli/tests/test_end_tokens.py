@@ -1,7 +1,5 @@
 """The end tokens of trained text join those at which generation stops."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

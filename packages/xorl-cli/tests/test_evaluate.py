@@ -1,7 +1,5 @@
 """Evaluation: what is reported of a model on held-out data, also of one that computes no numbers."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

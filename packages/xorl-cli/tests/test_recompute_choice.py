@@ -1,7 +1,5 @@
 """The probe behind recompute_policy: auto: what it measures, how it concludes, and that it leaves nothing behind."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from pathlib import Path

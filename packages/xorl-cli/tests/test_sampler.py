@@ -1,7 +1,5 @@
 """The sampler against the decoder without a cache: what it draws, when, and what it says of it."""
 
-from __future__ import annotations
-
 import itertools
 import warnings
 

@@ -1,7 +1,5 @@
 """The experts that a sampler returns with its tokens."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

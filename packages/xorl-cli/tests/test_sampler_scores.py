@@ -1,7 +1,5 @@
 """Scores of the end of a prompt, and tokens that the sampler draws in place of a prompt's own."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Batching: every datum on one rank, ranks alike, and values per token back where they came from."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

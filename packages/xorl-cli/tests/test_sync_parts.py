@@ -1,7 +1,5 @@
 """Parts of weight sync that need no receiver: buckets, options, addresses."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """Folders in the temporary one: there as long as anybody uses them, and no longer than until the next one is made."""
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import sys

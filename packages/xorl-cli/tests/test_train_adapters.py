@@ -1,7 +1,5 @@
 """What the lora section makes of a model: adapters, errors that name the option, and the work that is counted."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What a run trains on: its parts, the order of its bins, and the receipt of both."""
 
-from __future__ import annotations
-
 import json
 import resource
 from dataclasses import replace

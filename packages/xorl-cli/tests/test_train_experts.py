@@ -1,7 +1,5 @@
 """Options of mixtures of experts: what they set in the model, and that a dense model refuses them by name."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

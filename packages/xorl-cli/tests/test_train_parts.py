@@ -1,7 +1,5 @@
 """The parts around the training loop: save points, the metrics file, the observer, the interruption."""
 
-from __future__ import annotations
-
 import gc
 import gzip
 import json

@@ -1,7 +1,5 @@
 """QLoRA from its options: base weights quantised in a built model, from any checkpoint, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import re
 

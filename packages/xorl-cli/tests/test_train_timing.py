@@ -1,7 +1,5 @@
 """StepTimer: seconds by phase, and waits for collectives taken out of the phase in which they lie."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """The file in which a service keeps how its GPUs communicate."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What long waits for collectives come from."""
 
-from __future__ import annotations
-
 import pytest
 
 from xorl.train.observe.waits import StepWaits, diagnosis

@@ -1,7 +1,5 @@
 """Metrics in Weights & Biases: what is logged, when it goes online, and which run a resumed one continues."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Collectives on copy engines among more ranks than GPUs are at hand: threads, and windows in the host's memory."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Where stores listen, and the store in a folder."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import logging

@@ -1,7 +1,5 @@
 """Degrees of parallelism from options."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """Mixtures of experts: losses of routers, padding, recomputation, and roles of parameters."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

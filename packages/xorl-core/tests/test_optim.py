@@ -1,7 +1,5 @@
 """Optimizers, clipping and optimizer state on one process."""
 
-from __future__ import annotations
-
 import math
 import re
 from itertools import accumulate, pairwise

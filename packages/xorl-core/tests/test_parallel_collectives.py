@@ -1,7 +1,5 @@
 """The choice between copy engines and NCCL, as a function of measured times and of the choice before a restart."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -1,7 +1,5 @@
 """Compiled layers: one graph, shared by equal layers, for packs of any length, with the gradients of plain ones."""
 
-from __future__ import annotations
-
 import logging
 import os
 import random

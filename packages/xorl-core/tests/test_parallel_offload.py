@@ -1,7 +1,5 @@
 """Activations that wait in other memory: the same gradients, pages that are reused, and a limit that holds."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

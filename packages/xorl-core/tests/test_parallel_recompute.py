@@ -1,7 +1,5 @@
 """Recomputation keeps less and changes nothing."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

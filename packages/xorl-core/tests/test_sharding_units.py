@@ -1,7 +1,5 @@
 """Which modules are sharded as units of their own, and in which order."""
 
-from __future__ import annotations
-
 import pytest
 from torch import nn
 

@@ -1,7 +1,5 @@
 """What ranks hold of a parameter: where its elements lie in the whole."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

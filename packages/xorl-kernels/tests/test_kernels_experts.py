@@ -1,7 +1,5 @@
 """Experts: every implementation against the plain twin, on odd shapes, uneven routes, padding and poisoned memory."""
 
-from __future__ import annotations
-
 from itertools import islice
 
 import pytest

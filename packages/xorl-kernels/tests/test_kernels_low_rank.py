@@ -1,7 +1,5 @@
 """A frozen linear layer with a low-rank product beside it, against its plain twin, as it is and compiled."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Optimizer updates: the random bits, rounding by them, and the Triton kernels against their plain twins."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

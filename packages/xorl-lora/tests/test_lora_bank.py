@@ -1,7 +1,5 @@
 """A bank of adapters: each is what it would be alone, whoever shares its batches, its memory and its device."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

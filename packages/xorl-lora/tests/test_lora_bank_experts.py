@@ -1,7 +1,5 @@
 """A bank of adapters on experts: each is what it would be alone, whoever shares its batches."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Compiled layers with adapters: one graph, shared by equal layers, with the gradients of plain ones."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """Adapters on xorl's decoder: over fused weights, embeddings and the head, they are sums of whole weights."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

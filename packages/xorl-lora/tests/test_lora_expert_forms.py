@@ -1,7 +1,5 @@
 """The forms of adapters on experts in files: names, orders, what a file returns as, and what a form cannot express."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from functools import partial

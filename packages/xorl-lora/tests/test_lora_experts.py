@@ -1,7 +1,5 @@
 """Adapters on experts, of each alone or shared: gradients, files, merging, optimizers, and what is refused."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Mapping

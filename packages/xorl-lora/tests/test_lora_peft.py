@@ -1,7 +1,5 @@
 """What an adapter file may say, and what is said of one that is another's or not whole."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Quantised layers: what they compute and do not keep, which layers they replace, and merging back into them."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """QLoRA over a mixture of experts: what it computes, keeps and merges, and which experts are quantised."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ The clients are the public ones, from the dependency group `clients`; where it i
 skipped and say so.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Both public clients on a service that trains: its numbers against plain torch, and every call that they have."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal

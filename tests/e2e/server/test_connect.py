@@ -1,7 +1,5 @@
 """Workers started by hand behind a tcp socket with keys, and an API that others can reach, behind a token."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

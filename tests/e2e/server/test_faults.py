@@ -3,8 +3,6 @@
 One service serves all of it, in this order; each test leaves it working.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

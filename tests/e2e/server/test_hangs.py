@@ -3,8 +3,6 @@
 One service serves all of it, in this order; each test leaves it working. Ranks that are stuck are in test_worker_watch.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time

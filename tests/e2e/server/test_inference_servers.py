@@ -1,7 +1,5 @@
 """Inference servers beside a real service, driven by the public clients: registered, sent weights to, sampled from."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The OpenAI-compatible calls with OpenAI's own client, on a model while it is trained and sampled with tinker's."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """A service over a mixture of experts: routes of samples go back into training, through a public client and REST."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 If it is not, the first test fails and shows the right one.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import inspect
 import re

@@ -1,7 +1,5 @@
 """A storage that is as good as full from the first model on: nothing hangs, and finished sessions make room."""
 
-from __future__ import annotations
-
 import pytest
 
 from child import in_a_child

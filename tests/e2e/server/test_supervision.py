@@ -4,8 +4,6 @@ What clients see when processes die is in test_faults; that a stopped service le
 folder says (Service.stop).
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

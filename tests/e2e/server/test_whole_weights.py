@@ -1,7 +1,5 @@
 """A service that trains all weights, sharded over its workers, for one client at a time."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import httpx
