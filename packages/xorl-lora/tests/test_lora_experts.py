@@ -1,7 +1,6 @@
 """Adapters on experts, of each alone or shared: gradients, files, merging, optimizers, and what is refused."""
 
 import copy
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import get_args
@@ -101,10 +100,11 @@ def test_gradients_are_those_of_merged_weights(sharing: ExpertSharing) -> None:
             assert (found - expected).norm() < 1e-5 * expected.norm(), (name, leaf)
 
 
+@pytest.mark.parametrize("sharing", get_args(ExpertSharing))
 @pytest.mark.parametrize("targets", [("gate_proj",), ("down_proj",), ("experts.up_proj", "q_proj")])
-def test_some_projections_alone(targets: tuple[str, ...]) -> None:
-    # Catches a projection without an adapter that gets one, and products with a rank of 0.
-    decoder = decoder_of(AdapterSpec(rank=4, targets=targets))
+def test_some_projections_alone(sharing: ExpertSharing, targets: tuple[str, ...]) -> None:
+    # Catches a projection without an adapter that gets one, or is expected to share, and products with a rank of 0.
+    decoder = decoder_of(AdapterSpec(rank=4, targets=targets, expert_sharing=sharing))
     merged = copy.deepcopy(decoder)
     merge_(merged)
     torch.testing.assert_close(logits(decoder), logits(merged), rtol=1e-5, atol=1e-5)
@@ -134,23 +134,21 @@ def test_files_have_a_pair_for_each_expert_and_load_again() -> None:
     torch.testing.assert_close(logits(other), logits(decoder), rtol=0, atol=0)
 
 
-def test_merging_repeatedly_keeps_what_was_learnt() -> None:
-    # Catches a merge that leaves the adapter's part in the base twice.
-    decoder = decoder_of(AdapterSpec(rank=2, targets=TARGETS))
+@pytest.mark.parametrize("sharing", get_args(ExpertSharing))
+def test_merging_repeatedly_keeps_what_was_learnt(sharing: ExpertSharing) -> None:
+    # Catches a merge that leaves the adapter's part in the base twice, and a shared factor that stays as it was.
+    decoder = decoder_of(shared_spec(sharing))
     before = logits(decoder)
     fold_(decoder)
-    for name, parameter in adapter_parameters(decoder).items():
-        if name.endswith("lora_B"):
-            parameter.data.zero_()
+    init_adapters(decoder, seed=0, generation=1)
     torch.testing.assert_close(logits(decoder), before, rtol=1e-5, atol=1e-5)
 
 
-def test_dropout_is_drawn_in_training_only() -> None:
+@pytest.mark.parametrize("sharing", get_args(ExpertSharing))
+def test_dropout_is_drawn_in_training_only(sharing: ExpertSharing) -> None:
     # Catches an evaluation with noise, and an adapter whose dropout option is ignored.
-    decoder = decoder_of(AdapterSpec(rank=2, targets=("gate_proj", "down_proj"), dropout=0.5))
-    plain = decoder_of(AdapterSpec(rank=2, targets=("gate_proj", "down_proj")))
-    decoder.eval()
-    assert torch.equal(logits(decoder), logits(plain.eval()))
+    decoder = decoder_of(shared_spec(sharing, dropout=0.5)).eval()
+    assert torch.equal(logits(decoder), logits(decoder_of(shared_spec(sharing)).eval()))
     decoder.train()
     assert not torch.equal(logits(decoder), logits(decoder))
 
@@ -168,12 +166,23 @@ def test_muon_sees_the_matrices_of_each_expert() -> None:
     build_optimizer("muon", decoder.named_parameters(), lr=1e-3, weight_decay=0.0, muon=options).step()
 
 
-def test_what_does_not_work_is_refused() -> None:
-    # Catches an adapter on one expert that trains all, and norms of rows that were never computed.
-    with pytest.raises(ValueError, match=re.escape("targets name some of the experts only")):
-        decoder_of(AdapterSpec(targets=("experts.0.gate_proj",)))
-    with pytest.raises(ValueError, match=r"use_dora needs the norms .* model.layers.0.mlp.experts.down_proj"):
-        decoder_of(AdapterSpec(targets=("experts.down_proj",), use_dora=True))
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ({"targets": ("experts.0.gate_proj",)}, "targets name some of the experts only"),
+        ({"targets": ("experts.down_proj",), "use_dora": True}, "use_dora needs the norms .*0.mlp.experts.down_proj"),
+        ({"targets": ("q_proj",), "expert_sharing": "all"}, "expert_sharing: the targets name no layer of experts"),
+        ({"expert_sharing": "some"}, r"expert_sharing must be one of \('none', 'outer', 'all'\)"),
+    ],
+)
+def test_what_does_not_work_is_refused(spec: dict, message: str) -> None:
+    # Catches an adapter on one expert that trains all, norms of rows that were never computed, and an ignored option.
+    with pytest.raises(ValueError, match=message):
+        decoder_of(AdapterSpec(**spec))
+
+
+def test_all_linear_leaves_experts_out() -> None:
+    # Catches adapters that nobody asked for.
     assert not any("experts" in name for name in adapters(decoder_of(AdapterSpec(targets="all-linear"))))
 
 
@@ -241,16 +250,6 @@ def test_outputs_and_gradients_are_those_of_plain_torch(sharing: ExpertSharing) 
 
 
 @pytest.mark.parametrize("sharing", SHARED)
-def test_merging_repeatedly_starts_shared_factors_again(sharing: ExpertSharing) -> None:
-    # Catches a shared factor that is merged and stays as it was.
-    decoder = decoder_of(shared_spec(sharing))
-    before = logits(decoder)
-    fold_(decoder)
-    init_adapters(decoder, seed=0, generation=1)
-    torch.testing.assert_close(logits(decoder), before, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("sharing", SHARED)
 def test_a_shared_factor_is_one_matrix(sharing: ExpertSharing) -> None:
     # Catches copies that drift apart, an initial value for each expert, and an optimizer that sees other matrices.
     decoder = decoder_of(None)
@@ -272,30 +271,3 @@ def test_a_shared_factor_is_one_matrix(sharing: ExpertSharing) -> None:
             assert matrices[by_parameter[parameter]] == (rows[leaf],) * count
     down = experts_pairs(decoder)["down_proj"].factor("A")
     assert 0 < down.abs().max() <= 12**-0.5
-
-
-@pytest.mark.parametrize("sharing", SHARED)
-@pytest.mark.parametrize("targets", [("gate_proj",), ("down_proj",)])
-def test_some_projections_share_alone(sharing: ExpertSharing, targets: tuple[str, ...]) -> None:
-    # Catches products with a rank of 0, and a projection that is expected to share.
-    decoder = decoder_of(AdapterSpec(rank=4, targets=targets, expert_sharing=sharing))
-    merged = copy.deepcopy(decoder)
-    merge_(merged)
-    torch.testing.assert_close(logits(decoder), logits(merged), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("sharing", SHARED)
-def test_dropout_on_shared_factors_is_drawn_in_training_only(sharing: ExpertSharing) -> None:
-    # Catches an evaluation with noise, and an adapter whose dropout option is ignored.
-    decoder = decoder_of(shared_spec(sharing, dropout=0.5)).eval()
-    assert torch.equal(logits(decoder), logits(decoder_of(shared_spec(sharing)).eval()))
-    decoder.train()
-    assert not torch.equal(logits(decoder), logits(decoder))
-
-
-def test_sharing_without_adapted_experts_is_refused() -> None:
-    # Catches an option that is ignored.
-    with pytest.raises(ValueError, match="expert_sharing: the targets name no layer of experts"):
-        decoder_of(AdapterSpec(targets=("q_proj",), expert_sharing="all"))
-    with pytest.raises(ValueError, match=re.escape("expert_sharing must be one of ('none', 'outer', 'all')")):
-        AdapterSpec(expert_sharing="some")  # pyright: ignore[reportArgumentType]
