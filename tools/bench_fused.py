@@ -25,6 +25,7 @@ from torch import Tensor
 from xorl.core.loss import cross_entropy
 from xorl.core.nn.kernels import FusedKernel
 from xorl.kernels.fused import HeadNorms, HeadShape, reference
+from xorl.kernels.head import HeadWeight, LogitOptions
 
 Function = Callable[..., Tensor | tuple[Tensor, ...]]
 FORMS = ("fused", "plain", "compiled")
@@ -117,8 +118,8 @@ def make_cases(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> list[C
         def call(hidden: Tensor, head_weight: Tensor) -> Tensor:
             # The plain form in the precision that other trainers use: bf16 products, then fp32.
             targets = {"labels": labels}
-            in_fp32 = not whole_logits
-            return cross_entropy(hidden, head_weight, targets, logits_fp32=in_fp32, whole_logits=whole_logits).sum
+            head = HeadWeight(head_weight, LogitOptions(fp32=not whole_logits, whole=whole_logits))
+            return cross_entropy(hidden, head, targets).sum
 
         return call
 

@@ -30,7 +30,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -51,7 +50,6 @@ from xorl.kernels import vocabulary
 from xorl.kernels.layout import RankGroup
 from xorl.train.build import build_engine
 from xorl.train.engine import Engine, StepLosses
-from xorl.train.model import head_options_of
 from xorl.train.model_source import read_architecture
 from xorl.train.startup import parallel_dims
 
@@ -176,7 +174,6 @@ class Steps:
         self._vocab_size = architecture.config.vocab_size // (1 if runtime.is_launched() else layout.tp)
         self._device = device
         self._reads = mesh.data.rank
-        self._loss_fn = partial(cross_entropy, **head_options_of(config.model, config.train))
 
     def _finish(self) -> None:
         if self._device.type == "cuda":
@@ -194,7 +191,7 @@ class Steps:
         return (time.perf_counter() - started) / num_steps, float(loss)
 
     def _step(self, batch: PackedBatch) -> StepLosses:
-        losses = self.engine.forward_backward([batch], self._loss_fn)
+        losses = self.engine.forward_backward([batch], cross_entropy)
         self.engine.optim_step(0.0, losses.divisor)
         return losses
 
@@ -205,7 +202,7 @@ class Steps:
         for _ in range(WARMUP + rounds):
             self._finish()
             started = time.perf_counter()
-            losses = self.engine.forward_backward([batch], self._loss_fn)
+            losses = self.engine.forward_backward([batch], cross_entropy)
             times.append(time.perf_counter() - started)
             self.engine.optim_step(0.0, losses.divisor)
         return statistics.median(times[WARMUP:])

@@ -19,7 +19,6 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -31,7 +30,6 @@ from xorl.core.mesh import Mesh, ParallelDims
 from xorl.data import PackedBatch
 from xorl.train.architecture import Architecture
 from xorl.train.build import build_engine
-from xorl.train.model import head_options_of
 from xorl.train.model_source import read_architecture
 from xorl.train.recompute_choice import BY_LAYER, SETTINGS, MicroBatch, choose, measure, usable_bytes
 from xorl.train.step_memory import PassProfile, held_bytes, pass_peak
@@ -128,14 +126,13 @@ def run_steps(
     """Peak GiB allocated and reserved, beyond what was there before, and tokens/s."""
     num_tokens = config.data.sample_packing_sequence_len
     batch = batch_of(num_tokens, architecture.config.vocab_size, device)
-    loss_fn = partial(cross_entropy, **head_options_of(config.model, config.train))
     before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     engine, times = build_engine(config, architecture, mesh, device), list[float]()
     for _ in range(WARMUP + num_steps):
         started = time.perf_counter()
-        engine.forward_backward([batch], loss_fn)
+        engine.forward_backward([batch], cross_entropy)
         engine.optim_step(1e-6, num_tokens)
         if device.type == "cuda":
             torch.cuda.synchronize()

@@ -18,7 +18,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,7 +35,6 @@ from xorl.data import PackedBatch
 from xorl.data.batch import Document, collate
 from xorl.train.build import build_engine
 from xorl.train.engine import Engine
-from xorl.train.model import head_options_of
 from xorl.train.model_source import read_architecture
 from xorl.train.startup import parallel_dims
 
@@ -125,14 +123,12 @@ class ByTorch:
             shutil.rmtree(self._older)
 
 
-def run(
-    engine: Engine, batches: list[PackedBatch], loss_fn: Callable, num_steps: int, saver: ByXorl | ByTorch | None
-) -> Times:
+def run(engine: Engine, batches: list[PackedBatch], num_steps: int, saver: ByXorl | ByTorch | None) -> Times:
     """Train, and save after every tenth step."""
     times = Times([], [])
     for step in range(1, num_steps + 1):
         started = time.perf_counter()
-        losses = engine.forward_backward(batches, loss_fn)
+        losses = engine.forward_backward(batches, cross_entropy)
         if saver is not None:
             saver.before_change()
         engine.optim_step(1e-5, losses.divisor)
@@ -183,19 +179,16 @@ def main() -> None:
             for ids in torch.randint(vocab, (options.num_tokens // length, length), generator=generator).numpy()
         ]
         batches = [collate(documents, pad_to_multiple_of=64)] * options.accumulation
-        loss_fn = partial(cross_entropy, **head_options_of(config.model, config.train))
-        run(engine, batches, loss_fn, WARMUP, None)
-        usual = statistics.median(run(engine, batches, loss_fn, 10, None).steps)
+        run(engine, batches, WARMUP, None)
+        usual = statistics.median(run(engine, batches, 10, None).steps)
         state = [tensor for part in engine.state().values() for tensor in part.state_dict().values()]
         size = sum(tensor.numel() * tensor.element_size() for tensor in state if isinstance(tensor, torch.Tensor))
         print(f"{options.shape}: a checkpoint has {size / 1e9:.1f} GB; a step without saves takes {usual:.3f} s\n")
         print("| saves | longest stop, s | cost | until complete, s | at most, s |\n|---|---|---|---|---|")
-        by_xorl = run(engine, batches, loss_fn, options.steps, ByXorl(engine, folder / "xorl"))
+        by_xorl = run(engine, batches, options.steps, ByXorl(engine, folder / "xorl"))
         print(row("xorl", by_xorl, usual), flush=True)
         shutil.rmtree(folder / "xorl")
-        by_torch = run(
-            engine, batches, loss_fn, options.torch_steps or options.steps, ByTorch(engine, folder / "torch")
-        )
+        by_torch = run(engine, batches, options.torch_steps or options.steps, ByTorch(engine, folder / "torch"))
         print(row("torch.distributed.checkpoint", by_torch, usual), flush=True)
     dist.destroy_process_group()
 

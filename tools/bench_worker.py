@@ -21,7 +21,6 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -92,10 +91,9 @@ def local(bench: Bench) -> Step:
     engine = build_engine(config, read_architecture(config.model), mesh, bench.place.device)
     rows = bench.documents(DOCUMENTS)
     batch = collate([Document(row, row) for row in rows], pad_to_multiple_of=config.data.pad_to_multiple_of)
-    loss = partial(cross_entropy, logits_fp32=config.model.lm_head_fp32)
 
     def step() -> int:
-        losses = engine.forward_backward([batch], loss)
+        losses = engine.forward_backward([batch], cross_entropy)
         engine.optim_step(LR, losses.num_trained_tokens)
         return bench.tokens_of_step
 

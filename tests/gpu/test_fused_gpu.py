@@ -15,6 +15,7 @@ from xorl.core.nn.kernels import FUSED_KERNELS, choose_kernels
 from xorl.kernels import vocabulary
 from xorl.kernels.attention import AttentionRequest, resolve_attention
 from xorl.kernels.fused import HeadNorms, HeadShape, heads, heads_triton, partial, reference, rms_norm
+from xorl.kernels.head import HeadWeight, LogitOptions
 from xorl.kernels.layout import RankGroup, SequenceLayout
 from xorl.kernels.linear_ce import linear_cross_entropy, linear_cross_entropy_scores, linear_cross_entropy_sum
 from xorl.kernels.testing import TOLERANCES, Tolerance, assert_close, assert_matches_reference
@@ -99,10 +100,9 @@ def test_a_vocabulary_of_three_ranks(num_tokens, width, vocab_size, chunk, dtype
     def of_rank(rank):
         vocab = vocabulary.Vocabulary(vocab_size, RankGroup(rank, 3, ""))
         own = hidden.clone().requires_grad_(), weight[vocab.held.start : vocab.held.stop].clone().requires_grad_()
-        total, losses = linear_cross_entropy_sum(
-            *own, labels, token_weight=token_weight, chunk_tokens=chunk, vocab=vocab
-        )
-        return total, losses, *(torch.autograd.grad(total, own)), linear_cross_entropy_scores(*own, labels, vocab=vocab)
+        head = HeadWeight(own[1], LogitOptions(vocab=vocab))
+        total, losses = linear_cross_entropy_sum(own[0], head, labels, token_weight=token_weight, chunk_tokens=chunk)
+        return total, losses, *(torch.autograd.grad(total, own)), linear_cross_entropy_scores(own[0], head, labels)
 
     by_rank = ranks.run(of_rank)
     exact = hidden.double().requires_grad_(), weight.double().requires_grad_()
@@ -124,7 +124,7 @@ def test_scores_and_rounded_logits():
     hidden, weight, labels = make_head(300, 64, 9001, torch.bfloat16, torch.bfloat16)
     logits = (hidden @ weight.t()).float()
     labels[:50] = logits[:50].argmax(-1)
-    loss, correct = linear_cross_entropy_scores(hidden, weight, labels, logits_fp32=False)
+    loss, correct = linear_cross_entropy_scores(hidden, HeadWeight(weight, LogitOptions(fp32=False)), labels)
     assert_close("loss", loss, F.cross_entropy(logits, labels, reduction="none"), TOLERANCES[torch.float32])
     assert int(correct[:50].sum()) >= 45  # bf16 logits tie
     assert not correct[50::5].any()

@@ -19,7 +19,7 @@ from xorl.core.parallel.activations import Recompute, recompute_layers
 from xorl.core.parallel.offload import ActivationOffload
 from xorl.core.runtime import Runtime
 from xorl.kernels.layout import SequenceLayout
-from xorl.train.model import build_model, head_options_of
+from xorl.train.model import build_model
 from xorl.train.model_source import read_architecture
 from xorl.train.recompute_choice import SETTINGS, MicroBatch, measure
 from xorl.train.step_memory import held_bytes, pass_peak
@@ -136,13 +136,12 @@ def test_the_peak_of_a_step_is_predicted(
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     train = config.train.model_copy(update=settings)
-    head = head_options_of(config.model, train)
     model = build_model(architecture, config.model, train, config.lora, mesh, place.device)
     parameters = [parameter for parameter in model.module.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, fused=True)
     layout, ids = batch.layout(place.device), torch.zeros(NUM_TOKENS, dtype=torch.int64, device=place.device)
     for _ in range(2):
-        model.forward(ids, layout, loss=lambda h, w: cross_entropy(h, w, {"labels": ids}, **head)).sum.backward()
+        model.forward(ids, layout, loss=lambda h, w: cross_entropy(h, w, {"labels": ids})).sum.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     measured = torch.cuda.max_memory_allocated() - before

@@ -16,6 +16,7 @@ from xorl.core.models import Decoder, spec_for
 from xorl.core.optim import build_optimizer
 from xorl.core.parallel import ParallelPolicy, parallelize
 from xorl.data.batch import Document, collate
+from xorl.kernels.head import AnyHead
 from xorl.kernels.layout import SequenceLayout
 from xorl.train.engine import Engine
 from xorl.train.observe import waits
@@ -47,9 +48,9 @@ def seconds_by_phase(mode: DataParallelMode) -> tuple[dict[str, float], list[str
         assert isinstance(module, Decoder)
         module.init_weights(0)
 
-    def slow_loss(hidden: Tensor, weight: Tensor, targets: Mapping[str, Tensor], _: SequenceLayout) -> LossOutput:
+    def slow_loss(hidden: Tensor, head: AnyHead, targets: Mapping[str, Tensor], _: SequenceLayout) -> LossOutput:
         time.sleep(LATE_S * runtime.global_rank())
-        return cross_entropy(hidden, weight, targets)
+        return cross_entropy(hidden, head, targets)
 
     policy = ParallelPolicy(data_parallel_mode=mode)
     placed = parallelize(model, Mesh(ParallelDims.resolve(mode, 2), "cpu"), policy, device=cpu, fill=fill)

@@ -14,15 +14,16 @@ from xorl.core.loss.output import LossOutput
 from xorl.core.mesh import Mesh, ParallelDims
 from xorl.core.nn.tensor import TensorRanks
 from xorl.kernels import linear_ce
+from xorl.kernels.head import HeadWeight, LogitOptions
 from xorl.kernels.vocabulary import Vocabulary
 
 # Not a multiple of the ranks: the last has fewer.
 NUM_TOKENS, WIDTH, VOCAB = 24, 8, 13
 OPTIONS = {
     "fused": {},
-    "fused, rounded logits": {"logits_fp32": False},
-    "whole logits": {"whole_logits": True},
-    "whole logits, rounded": {"whole_logits": True, "logits_fp32": False},
+    "fused, rounded logits": {"fp32": False},
+    "whole logits": {"whole": True},
+    "whole logits, rounded": {"whole": True, "fp32": False},
 }
 CASES: dict[str, Callable[..., LossOutput]] = {
     "cross-entropy": cross_entropy,
@@ -61,8 +62,8 @@ def computed(case: str, options: dict[str, bool], dtype: torch.dtype, ranks: Ten
     vocab = Vocabulary(VOCAB, ranks.group)
     own = weight[vocab.held.start : vocab.held.stop].clone().requires_grad_()
     part = ranks.local(hidden).clone().requires_grad_()
-    vocab = vocab if ranks.size > 1 else None
-    output = CASES[case](ranks.gather(part), own, targets, None, vocab=vocab, **options)
+    head = HeadWeight(own, LogitOptions(vocab=vocab if ranks.size > 1 else None, **options))
+    output = CASES[case](ranks.gather(part), head, targets, None)
     found = {"sum": output.sum.detach(), "per token": output.per_token.detach()}
     if output.logprobs is not None:
         found["logprobs"] = output.logprobs.detach()
@@ -87,7 +88,7 @@ def all_cases(num_ranks: int) -> dict[tuple[str, str, str], dict[str, Tensor]]:
                 for case in CASES
                 for name, options in OPTIONS.items()
                 for dtype in DTYPES
-                if not (case == "several labels" and "whole_logits" in options)
+                if not (case == "several labels" and "whole" in options)
             }
     return found
 

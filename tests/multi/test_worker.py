@@ -1,6 +1,5 @@
 """The service's workers compute what plain torch computes, on one rank and on two, and keep what they are told to."""
 
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -39,7 +38,6 @@ from xorl.server.datum import Array, Datum
 from xorl.server.identifiers import CheckpointKind, CheckpointRef, checkpoint_folder
 from xorl.server.worker.adapters import AdapterModels
 from xorl.train.build import build_engine
-from xorl.train.model import head_options_of
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
 
@@ -170,9 +168,7 @@ def test_the_service_and_local_training_give_the_same_gradient_to_the_bit(kind: 
     base = worker.base
     engine = build_engine(base.local, base.architecture, base.mesh, base.device)
     packed = collate([Document(row, row) for row in rows], pad_to_multiple_of=base.local.data.pad_to_multiple_of)
-    losses = engine.forward_backward(
-        [packed], partial(cross_entropy, **head_options_of(base.local.model, base.local.train))
-    )
+    losses = engine.forward_backward([packed], cross_entropy)
     assert float(losses.loss_sum) == pytest.approx(result.metrics["loss:sum"], rel=1e-6)
     module = engine.model.module
     local = {name: whole(p.grad) for name, p in module.named_parameters() if p.requires_grad}

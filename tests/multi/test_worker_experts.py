@@ -35,7 +35,6 @@ from xorl.server.identifiers import CheckpointRef
 from xorl.server.worker.adapters import AdapterModels
 from xorl.server.worker.worker import Worker
 from xorl.train.build import build_engine
-from xorl.train.model import head_options_of
 
 # A balancing loss that is not part of any client's loss, a dense layer, and padding in most rows.
 SHAPE = hf_config(
@@ -101,8 +100,7 @@ def local(worker: Worker, documents: Sequence[tuple[np.ndarray, np.ndarray]]) ->
     config = base.local.model_copy(update={"train": train})
     engine = build_engine(config, base.architecture, base.mesh, base.device)
     packed = collate([Document(*one) for one in documents], pad_to_multiple_of=base.local.data.pad_to_multiple_of)
-    loss_fn = partial(cross_entropy, **head_options_of(config.model, train))
-    losses = engine.forward_backward([packed], loss_fn)
+    losses = engine.forward_backward([packed], cross_entropy)
     module = engine.model.module
     adapted = adapters(module)
     found = {name: whole(p.grad) for name, p in module.named_parameters() if p.grad is not None and not adapted}

@@ -19,7 +19,7 @@ from xorl.core.parallel import ParallelModel
 from xorl.core.parallel.copy_engine import WINDOW_BYTES
 from xorl.core.runtime import Runtime
 from xorl.train import step_memory
-from xorl.train.model import KeptDtypes, build_model, head_options_of, sketch_model
+from xorl.train.model import KeptDtypes, build_model, sketch_model
 from xorl.train.model_source import read_architecture
 from xorl.train.recompute_choice import SETTINGS, Choice, MicroBatch, choose_layers, measure_slice, table
 
@@ -270,7 +270,7 @@ def test_the_peak_of_a_step_is_predicted(
     parameters = list(model.module.parameters())
     accumulation = Fp32Accumulation([parameter for parameter in parameters if parameter.requires_grad])
     ids = torch.zeros(BATCH.num_tokens, dtype=torch.int64)
-    loss_fn = partial(cross_entropy, targets={"labels": ids}, **head_options_of(config.model, chosen))
+    loss_fn = partial(cross_entropy, targets={"labels": ids})
     with LiveBytes() as live:
         for _ in range(config.train.gradient_accumulation_steps):
             with accumulation.micro_batch():

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from xorl.core.loss import cross_entropy, score_tokens
+from xorl.kernels.head import HeadWeight, LogitOptions
 
 
 def make_inputs(dtype):
@@ -23,7 +24,8 @@ def test_whole_logits_give_the_same_loss_and_gradient(dtype, logits_fp32):
     results = []
     for whole_logits in (True, False):
         leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
-        output = cross_entropy(*leaves, targets, logits_fp32=logits_fp32, whole_logits=whole_logits)
+        head = HeadWeight(leaves[1], LogitOptions(fp32=logits_fp32, whole=whole_logits))
+        output = cross_entropy(leaves[0], head, targets)
         output.sum.backward()
         assert not output.per_token.requires_grad
         results.append((output.sum.detach(), output.per_token, *(leaf.grad for leaf in leaves)))
@@ -37,6 +39,6 @@ def test_whole_logits_give_the_same_loss_and_gradient(dtype, logits_fp32):
 def test_scores_are_the_loss_and_the_choice(whole_logits):
     """Catches an evaluation that measures another loss than training does, or counts what is not trained."""
     hidden, weight, targets = make_inputs(torch.float32)
-    scores = score_tokens(hidden, weight, targets, whole_logits=whole_logits)
+    scores = score_tokens(hidden, HeadWeight(weight, LogitOptions(whole=whole_logits)), targets)
     torch.testing.assert_close(scores.sum, cross_entropy(hidden, weight, targets).sum)
     assert torch.equal(scores.metrics["correct"], (hidden @ weight.t()).argmax(-1) == targets["labels"])

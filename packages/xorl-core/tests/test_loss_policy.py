@@ -10,6 +10,7 @@ from xorl.core.loss import IGNORE, LOSSES, combine_metrics, get_loss, read_metri
 from xorl.core.loss.metrics import empty_metrics, metrics_between
 from xorl.core.loss.policy import MAX_LOG_RATIO
 from xorl.core.loss.table import check_inputs
+from xorl.kernels.head import HeadWeight, LogitOptions
 from xorl.kernels.layout import SequenceLayout
 
 LENGTHS = (25, 1, 34, 7)
@@ -161,7 +162,7 @@ def test_values_and_gradients_are_those_of_the_definition(name, options, whole_l
     hidden, head, targets = make_inputs()
     leaves = [hidden.requires_grad_(), head.requires_grad_()]
     wanted, trained, now = defined(name, options, hidden, head, targets)
-    output = get_loss(name, options)(hidden, head, targets, LAYOUT, whole_logits=whole_logits)
+    output = get_loss(name, options)(hidden, HeadWeight(head, LogitOptions(whole=whole_logits)), targets, LAYOUT)
     exact = {"rtol": 1e-10, "atol": 1e-12}
     torch.testing.assert_close(output.sum, wanted.sum(), **exact)
     torch.testing.assert_close(gradients(output.sum, leaves), gradients(wanted.sum(), leaves), **exact)
@@ -215,7 +216,9 @@ def test_cross_entropy_takes_any_weights(name, whole_logits):
     weights = torch.tensor([-2.0, 0.0, 0.25, 1.0]).repeat(NUM_TOKENS)[:NUM_TOKENS]
     leaves = [hidden.requires_grad_(), head.requires_grad_()]
     now = (hidden @ head.t()).log_softmax(-1).gather(1, targets["labels"].clamp(min=0)[:, None]).squeeze(1)
-    output = get_loss(name)(hidden, head, {**targets, "weights": weights}, LAYOUT, whole_logits=whole_logits)
+    output = get_loss(name)(
+        hidden, HeadWeight(head, LogitOptions(whole=whole_logits)), {**targets, "weights": weights}, LAYOUT
+    )
     wanted = -(weights * now)[:NUM_LABELS].sum()
     torch.testing.assert_close(output.sum, wanted)
     torch.testing.assert_close(gradients(output.sum, leaves), gradients(wanted, leaves))

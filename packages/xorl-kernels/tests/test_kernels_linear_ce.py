@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from xorl.kernels import linear_ce
+from xorl.kernels.head import HeadWeight, LogitOptions
 from xorl.kernels.linear_ce import (
     GRADIENT_BYTES,
     LOGITS_BYTES,
@@ -154,7 +155,7 @@ def test_logits_may_be_rounded_to_the_dtype_of_the_states(function):
     hidden, weight, labels = make_inputs(20, 32, 200, torch.bfloat16, ignored=0)
     wide = hidden.float() @ weight.float().t()
     for logits_fp32, logits in ((True, wide), (False, wide.bfloat16().float())):
-        loss, _ = function(hidden, weight, labels, logits_fp32=logits_fp32, chunk_tokens=7)
+        loss, _ = function(hidden, HeadWeight(weight, LogitOptions(fp32=logits_fp32)), labels, chunk_tokens=7)
         assert_close("loss", loss, F.cross_entropy(logits, labels, reduction="none"), TOLERANCES[torch.float32])
     assert not torch.allclose(wide, wide.bfloat16().float(), rtol=1e-4)
 
@@ -195,9 +196,8 @@ def test_logits_exist_for_a_part_of_a_chunk(dtype, logits_fp32, monkeypatch):
 
     def gradients():
         leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
-        total, loss = linear_cross_entropy_sum(
-            *leaves, labels, token_weight=token_weight, logits_fp32=logits_fp32, chunk_tokens=300
-        )
+        head = HeadWeight(leaves[1], LogitOptions(fp32=logits_fp32))
+        total, loss = linear_cross_entropy_sum(leaves[0], head, labels, token_weight=token_weight, chunk_tokens=300)
         return loss, *torch.autograd.grad(total, leaves)
 
     wanted = gradients()

@@ -21,6 +21,7 @@ from xorl.core.parallel.executor import Tensors
 from xorl.core.parallel.exposed import record_waits
 from xorl.core.parallel.schedule import Schedule
 from xorl.data import PackedBatch
+from xorl.kernels.head import HeadWeight
 from xorl.kernels.layout import SequenceLayout
 from xorl.lora import Adam, AdapterBank
 from xorl.train.engine import (
@@ -227,9 +228,11 @@ def _isolating(loss_fn: LossFn) -> LossFn:
     The gradient of the head sums over the tokens of all adapters; there, zero times NaN would spread to all of them.
     """
 
-    def isolated(hidden: Tensor, weight: Tensor, targets: Mapping[str, Tensor], layout: SequenceLayout) -> LossOutput:
+    def isolated(
+        hidden: Tensor, head: HeadWeight, targets: Mapping[str, Tensor], layout: SequenceLayout, /
+    ) -> LossOutput:
         is_finite = torch.isfinite(hidden.detach()).all(dim=1)
-        output = loss_fn(torch.where(is_finite[:, None], hidden, 0), weight, targets, layout)
+        output = loss_fn(torch.where(is_finite[:, None], hidden, 0), head, targets, layout)
         return _with_nan(output, ~is_finite)
 
     return isolated

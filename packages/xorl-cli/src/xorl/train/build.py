@@ -7,7 +7,6 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import nn
@@ -37,7 +36,7 @@ from xorl.train.data import DataIdentity, Loader, StreamState, build_loader, bui
 from xorl.train.engine import Engine
 from xorl.train.evaluate import Evaluation
 from xorl.train.export.folder import AdapterExport, ModelExport
-from xorl.train.model import DTYPES, build_model, check_model, head_options_of, stage_of
+from xorl.train.model import DTYPES, build_model, check_model, stage_of
 from xorl.train.model_source import MODEL_PATH
 from xorl.train.observe.observer import Observer
 from xorl.train.observe.opening import log_opening
@@ -115,7 +114,7 @@ def build_run(config: Config, *, make_engine: EngineMaker | None = None, watchdo
     return Run(
         startup=startup,
         engine=engine,
-        loss_fn=partial(cross_entropy, **head_options_of(config.model, config.train)),
+        loss_fn=cross_entropy,
         loader=loader,
         evaluation=build_evaluation(startup, run, at_start=evaluates_at_start),
         schedule=build_schedule(run),

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -23,7 +22,6 @@ from xorl.core.parallel.exposed import record_waits
 from xorl.core.parallel.schedule import Schedule
 from xorl.data import PackedBatch
 from xorl.kernels.layout import SequenceLayout
-from xorl.kernels.vocabulary import Vocabulary
 from xorl.lora import Adam
 from xorl.train.divided import DividedState
 from xorl.train.observe.timing import StepTimer
@@ -420,19 +418,7 @@ def call_model(
     options: dict[str, object] = {} if batch.routes is None else {"recorded": layout.local(batch.routes)}
     if model.mesh.dims.pp > 1:
         options |= {"received": received, "chunk": chunk}
-    if (vocab := shared_vocabulary(model)) is not None:
-        loss_fn = partial(cast(Callable[..., LossOutput], loss_fn), vocab=vocab)
-    return model.forward(
-        input_ids, layout, loss=lambda hidden, weight: loss_fn(hidden, weight, targets, layout), **options
-    )
-
-
-def shared_vocabulary(model: ParallelModel) -> Vocabulary | None:
-    """The vocabulary whose tokens the ranks share, so that losses get a part of the head's weight; None if none do."""
-    if model.mesh.tp.size == 1:
-        return None
-    assert isinstance(model.module, Decoder)
-    return Vocabulary(model.module.config.vocab_size, model.mesh.tp.ranks)
+    return model.forward(input_ids, layout, loss=lambda hidden, head: loss_fn(hidden, head, targets, layout), **options)
 
 
 def routers_of(model: ParallelModel) -> RouterLosses | None:

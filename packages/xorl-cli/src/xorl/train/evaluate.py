@@ -47,15 +47,12 @@ class Evaluation:
     """The held-out data of a run and when to score it. at_start: also before the first step of this process."""
 
     loader: StepLoader
-    score_fn: LossFn
     due: EvalPoints
     at_start: bool
 
 
-def evaluate(
-    engine: Scorer, loader: StepLoader, score_fn: LossFn = score_tokens, check: Callable[[], None] | None = None
-) -> dict[str, float]:
-    """Score the whole held-out set once. Collective. `score_fn` is `score_tokens`, possibly with options bound.
+def evaluate(engine: Scorer, loader: StepLoader, check: Callable[[], None] | None = None) -> dict[str, float]:
+    """Score the whole held-out set once. Collective.
 
     `check` is called before each batch, the same number of times on every rank; it may raise to end the evaluation.
 
@@ -70,7 +67,7 @@ def evaluate(
         if check is not None:
             check()
         for batch in batches:
-            output = engine.forward(batch, score_fn)
+            output = engine.forward(batch, score_tokens)
             if output is None:  # the last stage has it
                 continue
             correct = join_rows(output.metrics["correct"], [len(batch.input_ids)], mesh)

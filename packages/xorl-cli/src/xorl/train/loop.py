@@ -89,5 +89,5 @@ def _evaluate(run: Run, evaluation: Evaluation, step: int, interruption: Interru
             interruption.check()
 
     with run.observer.pause():
-        scores = evaluate(run.engine, evaluation.loader, evaluation.score_fn, check)
+        scores = evaluate(run.engine, evaluation.loader, check)
         run.observer.write({"step": step, **scores})

@@ -100,11 +100,6 @@ def pipeline_stages(config: Config, architecture: Architecture) -> list[Stage]:
     return stages_of(architecture.config, train.pipeline_parallel_size, length, chunks_of(train))
 
 
-def head_options_of(model: ModelConfig, train: TrainConfig) -> dict[str, bool]:
-    """The options of losses and scores for the computation of logits."""
-    return {"logits_fp32": model.lm_head_fp32, "whole_logits": train.ce_mode == "eager"}
-
-
 def build_model(
     architecture: Architecture,
     model: ModelConfig,
@@ -136,6 +131,7 @@ def build_model(
     with torch.device("meta"):
         module = architecture.spec.build(architecture.config, merge_qkv=model.merge_qkv, kernels=kernels)
     module.compute_dtype = _compute_dtype(train)
+    module.logits = module.logits._replace(fp32=model.lm_head_fp32, whole=train.ce_mode == "eager")
     start, quantization = _adapt_(module, architecture, model, train, lora)
     if quantization is not None:
         require_device(quantization, device)

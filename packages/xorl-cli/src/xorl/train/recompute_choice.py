@@ -13,7 +13,6 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from types import MappingProxyType
 
 import torch
@@ -22,7 +21,7 @@ from torch import nn
 
 from xorl.config import Config
 from xorl.config.local import LoraConfig, TrainConfig
-from xorl.core.loss import LossFn, cross_entropy
+from xorl.core.loss import cross_entropy
 from xorl.core.mesh import Mesh
 from xorl.core.models import Decoder, DecoderConfig, ModelSpec
 from xorl.core.parallel import ParallelModel
@@ -32,7 +31,7 @@ from xorl.kernels.layout import SequenceLayout
 from xorl.train.adapters.inject import SHARING_OPTIONS, adapter_spec, add_adapters
 from xorl.train.architecture import Architecture
 from xorl.train.data import padding_multiple
-from xorl.train.model import build_model, head_options_of
+from xorl.train.model import build_model
 from xorl.train.step_memory import (
     MEASURED_LAYERS,
     CudaMeter,
@@ -225,14 +224,13 @@ def measure_slice(
     train = _with(config.train, setting).model_copy(update=alone)
     part = replace(architecture, config=_first_layers(architecture.config, num_layers))
     lora = _for_few_layers(config.lora, part)
-    loss_fn = partial(cross_entropy, **head_options_of(config.model, train))
     before = rng_state(device)
     try:
         model = build_model(part, config.model, train, lora, mesh, device, fill_=_fill_with_zeros, apart=True)
         assert isinstance(model.module, Decoder)
-        _pass(model, device, batch, loss_fn)  # compiles
+        _pass(model, device, batch)  # compiles
         model.module.zero_grad(set_to_none=True)
-        return profile_pass(model.module, lambda: _pass(model, device, batch, loss_fn), meter)
+        return profile_pass(model.module, lambda: _pass(model, device, batch), meter)
     finally:
         set_rng_state(before, device)
 
@@ -291,7 +289,7 @@ def _fill_with_zeros(module: nn.Module) -> None:
         parameter.zero_()
 
 
-def _pass(model: ParallelModel, device: torch.device, batch: MicroBatch, loss_fn: LossFn) -> None:
+def _pass(model: ParallelModel, device: torch.device, batch: MicroBatch) -> None:
     ids, layout = torch.zeros(batch.num_tokens, dtype=torch.int64, device=device), batch.layout(device)
-    output = model.forward(ids, layout, loss=lambda hidden, weight: loss_fn(hidden, weight, {"labels": ids}, layout))
+    output = model.forward(ids, layout, loss=lambda hidden, head: cross_entropy(hidden, head, {"labels": ids}))
     output.sum.backward()

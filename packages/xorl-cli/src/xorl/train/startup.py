@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from xorl.ckpt import Checkpointer, CheckpointError, read_manifest
@@ -16,7 +15,6 @@ from xorl.ckpt.layout import Manifest, step_of
 from xorl.config import Config
 from xorl.config.resolve import member_config
 from xorl.core.join import meet
-from xorl.core.loss import score_tokens
 from xorl.core.mesh import Mesh, ParallelDims
 from xorl.core.models import DecoderConfig
 from xorl.core.optim import Schedule
@@ -54,7 +52,6 @@ from xorl.train.data import (
 from xorl.train.deadline import Deadline
 from xorl.train.end_tokens import with_end_tokens
 from xorl.train.evaluate import EvalPoints, Evaluation
-from xorl.train.model import head_options_of
 from xorl.train.model_source import pin_checkpoint, read_architecture
 from xorl.train.observe.metrics_file import MetricsFile, is_evaluated, last_step
 from xorl.train.observe.observer import Observer, Sink
@@ -361,8 +358,7 @@ def build_evaluation(startup: Startup, run: PreparedRun, *, at_start: bool) -> E
     bins_per_step = run.config.train.micro_batch_size * mesh.data.size
     plan = DataPlan.one_pass(held_out.documents, held_out.bins, bins_per_step=bins_per_step)
     loader = build_loader(run.config, held_out, plan, mesh, startup.architecture.config.hidden_size)
-    score_fn = partial(score_tokens, **head_options_of(run.config.model, run.config.train))
-    return Evaluation(loader, score_fn, run.eval_points, at_start)
+    return Evaluation(loader, run.eval_points, at_start)
 
 
 def build_observer(startup: Startup, start_step: int, timer: StepTimer) -> Observer:

@@ -13,7 +13,6 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
@@ -40,7 +39,7 @@ from xorl.train.architecture import Architecture
 from xorl.train.build import build_engine
 from xorl.train.data import padding_multiple
 from xorl.train.engine import Engine
-from xorl.train.model import head_options_of, sketch_model
+from xorl.train.model import sketch_model
 from xorl.train.model_source import read_architecture
 from xorl.train.parallel_sizes import chunks_of
 from xorl.train.startup import parallel_dims
@@ -310,13 +309,12 @@ def take_steps(engine: Engine, config: Config, architecture: Architecture, num_b
     module, mesh = engine.model.module, engine.model.mesh
     assert isinstance(module, Decoder)
     _draw(module)
-    loss_fn = partial(cross_entropy, **head_options_of(config.model, config.train))
     losses: list[float] = []
     gradients: dict[str, Tensor] = {}
     grad_norm = 0.0
     for step in range(NUM_STEPS):
         batches = batches_of(step, num_bins, architecture.config.vocab_size, config, mesh)
-        summed = engine.forward_backward(batches, loss_fn)
+        summed = engine.forward_backward(batches, cross_entropy)
         divisor = summed.num_trained_tokens
         losses.append(float(summed.loss_sum / divisor))
         if step == 0:

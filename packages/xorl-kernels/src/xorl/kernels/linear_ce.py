@@ -25,6 +25,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from xorl.kernels.arguments import check_at_least, check_one_device, check_type, is_readable
 from xorl.kernels.fused import reference, triton_refusal
 from xorl.kernels.fused.reference import IGNORE, PartLosses, RowLosses
+from xorl.kernels.head import AnyHead, HeadWeight
 from xorl.kernels.layout import RankGroup
 from xorl.kernels.vocabulary import Vocabulary, combine
 
@@ -38,17 +39,16 @@ ROW_MULTIPLE = 128  # rows in a tile of a matrix product
 # How often the weight's gradient may be rounded, by up to half a unit in the last place each time. Twice as many
 # roundings would cost another bit.
 MAX_ROUNDINGS = 8
+_Options = tuple[bool, int, int, int, int, str]  # of the operator, from `logits_fp32` to `group_name`
 COLUMN_MULTIPLE = 64  # aligns buffer rows to cache lines for any vocabulary size
 
 
 def linear_cross_entropy(
     hidden: Tensor,
-    weight: Tensor,
+    head: AnyHead,
     labels: Tensor,
     *,
-    logits_fp32: bool = True,
     chunk_tokens: int | None = None,
-    vocab: Vocabulary | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Loss and log-probability of each token; both accept any gradient in the backward pass.
 
@@ -59,15 +59,13 @@ def linear_cross_entropy(
 
     Args:
         hidden: [T, D].
-        weight: [V, D].
+        head: the weight [V, D], alone or with options. If ranks share the vocabulary, labels are of the whole one, and
+            results are the same on all ranks, but the gradient of `hidden` has the terms of this rank's tokens only;
+            then it is collective.
         labels: [T] int64, already shifted, each in [0, V) or -100, which is ignored. On a GPU these are not checked,
             since the host would wait: another label gives undefined results, or an error of the device.
-        logits_fp32: keep the logits in fp32 instead of rounding them to the dtype of `hidden`.
         chunk_tokens: maximum number of tokens whose gradients of the logits exist at once. By default as many as fit
             into 0.6 GiB, plus 0.3 GiB of logits if they have a different dtype.
-        vocab: of all ranks, if `weight` [V / P, D] is this rank's part of the head. Labels are of the whole vocabulary.
-            Results are the same on all ranks, but the gradient of `hidden` has the terms of this rank's tokens only.
-            Collective.
 
     Returns:
         (loss [T], logprob [T]) in fp32: loss = -logprob; both are 0 for ignored labels.
@@ -75,23 +73,21 @@ def linear_cross_entropy(
     Raises:
         ValueError: shapes or devices do not fit, or a label on the CPU is neither in [0, V) nor -100.
     """
-    vocab = vocab or Vocabulary(len(weight), RankGroup(0, 1, ""))
-    rows_at_once = _check(hidden, weight, labels, chunk_tokens, vocab)
-    computes_gradient = torch.is_grad_enabled() and hidden.requires_grad and not weight.requires_grad
-    loss = _LossPerToken.apply(hidden, weight, labels, logits_fp32, rows_at_once, vocab, computes_gradient)
+    head = HeadWeight.of(head)
+    rows_at_once = _check(hidden, head, labels, chunk_tokens)
+    computes_gradient = torch.is_grad_enabled() and hidden.requires_grad and not head.weight.requires_grad
+    loss = _LossPerToken.apply(hidden, head.weight, labels, _flat(head, rows_at_once), computes_gradient)
     assert isinstance(loss, Tensor)
     return loss, -loss
 
 
 def linear_cross_entropy_sum(
     hidden: Tensor,
-    weight: Tensor,
+    head: AnyHead,
     labels: Tensor,
     *,
     token_weight: Tensor | None = None,
-    logits_fp32: bool = True,
     chunk_tokens: int | None = None,
-    vocab: Vocabulary | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The sum of the losses, each multiplied by its `token_weight`, and the losses themselves.
 
@@ -109,8 +105,8 @@ def linear_cross_entropy_sum(
     Raises:
         ValueError: shapes or devices do not fit, or a label on the CPU is neither in [0, V) nor -100.
     """
-    vocab = vocab or Vocabulary(len(weight), RankGroup(0, 1, ""))
-    rows_at_once = _check(hidden, weight, labels, chunk_tokens, vocab)
+    head = HeadWeight.of(head)
+    rows_at_once = _check(hidden, head, labels, chunk_tokens)
     if token_weight is not None and token_weight.shape != labels.shape:
         raise ValueError(
             f"token_weight must have the shape of labels, {list(labels.shape)}, got {list(token_weight.shape)}"
@@ -118,14 +114,12 @@ def linear_cross_entropy_sum(
     has_gradient = torch.is_grad_enabled()
     total, loss = _SumOfLosses.apply(
         hidden,
-        weight,
+        head.weight,
         labels,
         token_weight,
-        logits_fp32,
-        rows_at_once,
-        vocab,
+        _flat(head, rows_at_once),
         has_gradient and hidden.requires_grad,
-        has_gradient and weight.requires_grad,
+        has_gradient and head.weight.requires_grad,
     )
     return total, loss
 
@@ -133,33 +127,36 @@ def linear_cross_entropy_sum(
 @torch.no_grad()
 def linear_cross_entropy_scores(
     hidden: Tensor,
-    weight: Tensor,
+    head: AnyHead,
     labels: Tensor,
     *,
-    logits_fp32: bool = True,
     chunk_tokens: int | None = None,
-    vocab: Vocabulary | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(loss [T] fp32, correct [T] bool) without gradients; `correct` means that the label is the most likely token.
 
     Arguments and errors as for `linear_cross_entropy`. Ignored labels get 0 and False.
     """
-    vocab = vocab or Vocabulary(len(weight), RankGroup(0, 1, ""))
-    rows_at_once = _check(hidden, weight, labels, chunk_tokens, vocab)
+    head = HeadWeight.of(head)
+    rows_at_once = _check(hidden, head, labels, chunk_tokens)
     loss, correct, _, _ = _linear_cross_entropy(
-        hidden, weight, labels, None, logits_fp32, rows_at_once, *_flat(vocab), False, False
+        hidden, head.weight, labels, None, *_flat(head, rows_at_once), False, False
     )
     return loss, correct
 
 
 @torch.no_grad()
-def wide_logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Logits [T, V] of hidden [T, D] and weight [V, D], computed as in the losses; not differentiable.
+def wide_logits(hidden: Tensor, head: AnyHead) -> Tensor:
+    """Logits [T, V] of hidden [T, D] and a head, computed as in the losses; not differentiable.
 
-    The product uses the dtype of `hidden`, accumulates in fp32 and returns fp32 (fp64 throughout for fp64).
+    The product uses the dtype of `hidden`, accumulates in fp32 and returns fp32 (fp64 throughout for fp64), also for a
+    head that would round its logits.
 
-    Raises ValueError for shapes, dtypes or devices that do not fit.
+    Raises ValueError for shapes, dtypes or devices that do not fit, and for a head of which ranks have parts.
     """
+    head = HeadWeight.of(head)
+    if head.logits.vocab is not None:
+        raise ValueError("head: is a part of the vocabulary; gather the whole weight to compute logits")
+    weight = head.weight
     _check_product(hidden, weight)
     check_one_device(hidden=hidden, weight=weight)
     wide = torch.promote_types(hidden.dtype, torch.float32)
@@ -168,13 +165,15 @@ def wide_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     return logits
 
 
-def _flat(vocab: Vocabulary) -> tuple[int, int, int, str]:
-    """As arguments of an operator."""
-    return vocab.size, vocab.group.rank, vocab.group.size, vocab.group.name
+def _flat(head: HeadWeight, rows_at_once: int) -> _Options:
+    """The options of the operator."""
+    vocab = head.vocab
+    return head.logits.fp32, rows_at_once, vocab.size, vocab.group.rank, vocab.group.size, vocab.group.name
 
 
-def _check(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int | None, vocab: Vocabulary) -> int:
+def _check(hidden: Tensor, head: HeadWeight, labels: Tensor, chunk_tokens: int | None) -> int:
     """Check what the host knows; returns `chunk_tokens`, or 0 for None. Raises ValueError."""
+    weight, vocab = head.weight, head.vocab
     _check_product(hidden, weight)
     check_type("labels", labels, Tensor, "torch.tensor([5, -100])")
     if labels.shape != hidden.shape[:1] or labels.dtype != torch.int64:
@@ -207,7 +206,7 @@ def _check_product(hidden: Tensor, weight: Tensor) -> None:
 class _Context(FunctionCtx):
     saved_tensors: tuple[Tensor, ...]
     needs_input_grad: tuple[bool, ...]
-    options: tuple[bool, int, int, int, int, str]
+    options: _Options
 
 
 class _LossPerToken(torch.autograd.Function):
@@ -217,12 +216,9 @@ class _LossPerToken(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         labels: Tensor,
-        logits_fp32: bool,
-        rows_at_once: int,
-        vocab: Vocabulary,
+        options: _Options,
         computes_gradient: bool,
     ) -> Tensor:
-        options = (logits_fp32, rows_at_once, *_flat(vocab))
         loss, _, grad_hidden, _ = _linear_cross_entropy(
             hidden, weight, labels, None, *options, computes_gradient, False
         )
@@ -246,7 +242,7 @@ class _LossPerToken(torch.autograd.Function):
                 hidden, weight, labels, grad_loss, *ctx.options, needs_hidden, needs_weight
             )
         gradients = (grad_hidden if needs_hidden else None, grad_weight if needs_weight else None)
-        return (*gradients, None, None, None, None, None)
+        return (*gradients, None, None, None)
 
 
 class _SumOfLosses(torch.autograd.Function):
@@ -257,14 +253,12 @@ class _SumOfLosses(torch.autograd.Function):
         weight: Tensor,
         labels: Tensor,
         token_weight: Tensor | None,
-        logits_fp32: bool,
-        rows_at_once: int,
-        vocab: Vocabulary,
+        options: _Options,
         needs_hidden: bool,
         needs_weight: bool,
     ) -> tuple[Tensor, Tensor]:
         loss, _, grad_hidden, grad_weight = _linear_cross_entropy(
-            hidden, weight, labels, token_weight, logits_fp32, rows_at_once, *_flat(vocab), needs_hidden, needs_weight
+            hidden, weight, labels, token_weight, *options, needs_hidden, needs_weight
         )
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.mark_non_differentiable(loss)
@@ -281,7 +275,7 @@ class _SumOfLosses(torch.autograd.Function):
                 # In place: a second copy of the weight's gradient would be the largest tensor of the step.
                 _scale_(gradient, grad_sum)
             gradients.append(gradient if is_needed else None)
-        return (*gradients, None, None, None, None, None, None, None)
+        return (*gradients, None, None, None, None, None)
 
 
 @torch.library.custom_op("xorl::linear_cross_entropy", mutates_args=())

@@ -18,6 +18,7 @@ from torch import Tensor
 from xorl.core.models import Decoder, DecoderConfig
 from xorl.core.parallel import ParallelModel
 from xorl.kernels.attention import AttentionRequest, KeyValueCache, MixedLayout, decode_refusal
+from xorl.kernels.head import HeadWeight
 from xorl.kernels.layout import SequenceLayout
 from xorl.kernels.linear_ce import wide_logits
 from xorl.lora import AdapterBank
@@ -318,7 +319,7 @@ class Sampler:
             drawn = self._model.forward(
                 torch.tensor(tokens, device=self._device),
                 layout,
-                loss=lambda hidden, weight: self._score_and_draw(hidden, weight, spans, layout.offsets.tolist()),
+                loss=lambda hidden, head: self._score_and_draw(hidden, head, spans, layout.offsets.tolist()),
             )
             add_routes(spans, None if routers is None else routers.take_routes())
         return drawn
@@ -332,19 +333,19 @@ class Sampler:
             self._model.forward(torch.zeros(1, dtype=torch.int64, device=self._device), layout)
 
     def _score_and_draw(
-        self, hidden: Tensor, weight: Tensor, spans: Sequence[TokenSpan], offsets: Sequence[int]
+        self, hidden: Tensor, head: HeadWeight, spans: Sequence[TokenSpan], offsets: Sequence[int]
     ) -> Mapping[TokenSpan, tuple[Drawn, int]]:
-        """Score prompts and draw tokens while the head's weight is gathered. hidden: [T, D], weight: [V, D]."""
+        """Score prompts and draw tokens while the head's weight is gathered. hidden: [T, D]."""
         ends: dict[TokenSpan, int] = {}
         for span, start, stop in zip(spans, offsets, offsets[1:], strict=False):
             if span.continuation.first_scored is not None:
-                self._scores[span.continuation.request_id].add(hidden[start:stop], weight, span.start)
+                self._scores[span.continuation.request_id].add(hidden[start:stop], head, span.start)
             if span.is_last and span.continuation.request.max_tokens:
                 ends[span] = stop - 1
         if not ends:
             return {}
         rows = hidden[torch.tensor(list(ends.values()), device=hidden.device)]
-        return self._draw(wide_logits(rows, weight), list(ends))
+        return self._draw(wide_logits(rows, head), list(ends))
 
     def _draw(self, logits: Tensor, spans: Sequence[TokenSpan]) -> Mapping[TokenSpan, tuple[Drawn, int]]:
         """Draw a token for each span from its row of logits [R, V]."""

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from xorl.kernels.head import HeadWeight
 from xorl.kernels.linear_ce import chunk_rows, wide_logits
 from xorl.server.sampler.draw import draw_alternatives
 from xorl.server.sampler.request import SKIP, GenerationRequest, LikelyTokens
@@ -27,7 +28,7 @@ class PromptScores:
         targets = request.target_tokens
         self._target_logprobs = None if targets is None else np.full(targets.shape, np.nan, np.float32)
 
-    def add(self, hidden: Tensor, weight: Tensor, first: int) -> None:
+    def add(self, hidden: Tensor, head: HeadWeight, first: int) -> None:
         """Add the hidden states [L, D] of the tokens from `first` on.
 
         Logits are computed in fp32, for as many positions at once as in the loss.
@@ -37,9 +38,9 @@ class PromptScores:
         # The prompt's last token does not predict a token of the prompt.
         hidden = hidden[max(needed - first, 0) : len(self._request.prompt) - 1 - first]
         first = max(first, needed)
-        size = chunk_rows(len(hidden), torch.float32.itemsize * weight.shape[0])
+        size = chunk_rows(len(hidden), torch.float32.itemsize * head.vocab.size)
         for start in range(0, len(hidden), size):
-            self._add_rows(wide_logits(hidden[start : start + size], weight), first + start)
+            self._add_rows(wide_logits(hidden[start : start + size], head), first + start)
 
     def _add_rows(self, logits: Tensor, first: int) -> None:
         request, num_rows = self._request, len(logits)

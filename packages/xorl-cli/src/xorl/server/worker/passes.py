@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -32,7 +31,6 @@ from xorl.server.worker.base import Base
 from xorl.server.worker.calls import PassCall, result_of
 from xorl.server.worker.routes import RoutedLayers
 from xorl.train.engine import OnOutput, StepLosses
-from xorl.train.model import head_options_of
 from xorl.train.rows import join_rows, sizes_in_part
 
 Row = Sequence[tuple[str, PackedBatch]]
@@ -143,8 +141,7 @@ class Pass:
             owners=[example.owner for example in self._examples],
         )
         self._layout = Layout.of(self._examples, runner.pad_to_multiple_of)
-        head = head_options_of(runner.base.local.model, runner.base.local.train)
-        self._loss_fn = partial(calls[0].loss, **head)
+        self._loss_fn = calls[0].loss
         try:
             # This may fail on one rank only, because data and adapters differ; the others must not start the pass then.
             with all_or_none("preparing the pass"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 
@@ -26,7 +25,7 @@ from xorl.train.base_weights import base_fingerprint
 from xorl.train.checkpoint_model import describe_model, recorded_options
 from xorl.train.checkpoints import SavePoints
 from xorl.train.data import DataIdentity, PackedDocuments, build_loader
-from xorl.train.model import build_model, check_model, head_options_of
+from xorl.train.model import build_model, check_model
 from xorl.train.model_source import MODEL_PATH
 from xorl.train.observe.metrics_file import MetricsFile
 from xorl.train.observe.opening import log_opening
@@ -72,7 +71,7 @@ def build_sweep(config: Config, *, watchdog: Watchdog | None = None) -> Sweep:
     return Sweep(
         startup=startup,
         engine=engine,
-        loss_fn=partial(cross_entropy, **head_options_of(config.model, config.train)),
+        loss_fn=cross_entropy,
         members=[
             _member(startup, name, start_step, evaluates_at_start=name in evaluated_at_start, diverged=name in diverged)
             for name in startup.runs

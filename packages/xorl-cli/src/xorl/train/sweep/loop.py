@@ -215,7 +215,7 @@ def _evaluate(
         for member in members:
             assert member.evaluation is not None
             scorer = MemberScorer(sweep.engine, member.name)
-            scores = evaluate(scorer, member.evaluation.loader, member.evaluation.score_fn, check)
+            scores = evaluate(scorer, member.evaluation.loader, check)
             member.write({"step": step, **scores})
 
 

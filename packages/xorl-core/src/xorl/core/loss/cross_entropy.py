@@ -13,37 +13,26 @@ from torch.utils.checkpoint import checkpoint
 from xorl.core.loss.head import full_logits
 from xorl.core.loss.metrics import token_metrics
 from xorl.core.loss.output import IGNORE, LossOutput, TokenValues
+from xorl.kernels.head import AnyHead, HeadWeight
 from xorl.kernels.layout import SequenceLayout
 from xorl.kernels.linear_ce import chunk_rows, linear_cross_entropy_scores, linear_cross_entropy_sum
-from xorl.kernels.vocabulary import Vocabulary
 
 
 def cross_entropy(
     hidden: Tensor,
-    head_weight: Tensor,
+    head: AnyHead,
     targets: Mapping[str, Tensor],
     _: SequenceLayout | None = None,
-    *,
-    logits_fp32: bool = True,
-    whole_logits: bool = False,
-    vocab: Vocabulary | None = None,
 ) -> LossOutput:
     """Sum of -log p(label) over the tokens whose `labels` entry is not -100.
 
     Args:
         hidden: [T, D].
-        head_weight: [V, D].
+        head: the weight [V, D], alone or with options. Unless they ask for whole logits, a fused kernel computes the
+            gradient in the forward pass, so only `sum` can be backpropagated, and only once.
         targets: labels [T] int64, already shifted; other entries are ignored.
-        logits_fp32: keep logits in fp32 instead of rounding them to the dtype of `hidden`; the softmax and the sum are
-            fp32 either way.
-        whole_logits: use plain torch on the logits of all tokens at once, [T, V]. The default is a fused kernel that
-            holds the logits of one chunk of tokens and computes the gradient in the forward pass, so only `sum` can be
-            backpropagated, and only once.
-        vocab: of all ranks, if `head_weight` is this rank's part; see `linear_cross_entropy`.
     """
-    only_labels = {"labels": labels_of(hidden, targets)}
-    options = {"logits_fp32": logits_fp32, "whole_logits": whole_logits, "vocab": vocab}
-    return weighted_cross_entropy(hidden, head_weight, only_labels, **options)
+    return weighted_cross_entropy(hidden, head, {"labels": labels_of(hidden, targets)})
 
 
 def labels_of(hidden: Tensor, targets: Mapping[str, Tensor]) -> Tensor:
@@ -60,33 +49,27 @@ def labels_of(hidden: Tensor, targets: Mapping[str, Tensor]) -> Tensor:
 
 def weighted_cross_entropy(
     hidden: Tensor,
-    head_weight: Tensor,
+    head: AnyHead,
     targets: Mapping[str, Tensor],
     _: SequenceLayout | None = None,
-    *,
-    logits_fp32: bool = True,
-    whole_logits: bool = False,
-    vocab: Vocabulary | None = None,
 ) -> LossOutput:
     """Sum of -weight * log p(label), with optional `weights` [T] in `targets`: any real numbers, 1 by default.
 
     Other arguments as for `cross_entropy`. A token of weight 0 is not trained, but its log-probability is returned.
     Labels and weights may be [T, K]: the loss sums over all K, and a token is trained if any of its labels is.
     """
-    labels, weights = labels_of(hidden, targets), targets.get("weights")
+    head, labels, weights = HeadWeight.of(head), labels_of(hidden, targets), targets.get("weights")
     if weights is not None and weights.shape != labels.shape:
         raise ValueError(f"weights must have shape {list(labels.shape)}, as labels; got {list(weights.shape)}")
     if labels.dim() == 2:
-        return _several_labels(hidden, head_weight, labels, weights, logits_fp32, vocab)
-    if whole_logits:
-        logits = full_logits(hidden, head_weight, logits_fp32, vocab)
+        return _several_labels(hidden, head, labels, weights)
+    if head.logits.whole:
+        logits = full_logits(hidden, head)
         unweighted = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="none")
         total = (unweighted if weights is None else unweighted * weights).sum()
         unweighted = unweighted.detach()
     else:
-        total, unweighted = linear_cross_entropy_sum(
-            hidden, head_weight, labels, token_weight=weights, logits_fp32=logits_fp32, vocab=vocab
-        )
+        total, unweighted = linear_cross_entropy_sum(hidden, head, labels, token_weight=weights)
     trained = labels != IGNORE
     if weights is not None:
         trained = trained & (weights != 0)
@@ -95,21 +78,11 @@ def weighted_cross_entropy(
     return LossOutput(total, per_token, token_metrics(per_token, values), -unweighted, values)
 
 
-def _several_labels(
-    hidden: Tensor,
-    head_weight: Tensor,
-    labels: Tensor,
-    weights: Tensor | None,
-    logits_fp32: bool,
-    vocab: Vocabulary | None,
-) -> LossOutput:
+def _several_labels(hidden: Tensor, head: HeadWeight, labels: Tensor, weights: Tensor | None) -> LossOutput:
     """`weighted_cross_entropy` with labels [T, K]; forward and backward hold the logits of one chunk at a time."""
-    num_logits = head_weight.shape[0] if vocab is None else vocab.size
-    size = chunk_rows(len(hidden), torch.float32.itemsize * num_logits)
+    size = chunk_rows(len(hidden), torch.float32.itemsize * head.vocab.size)
     parts = [
-        checkpoint(
-            _label_logprobs, *chunk, head_weight, logits_fp32, vocab, use_reentrant=False, preserve_rng_state=False
-        )
+        checkpoint(_label_logprobs, *chunk, head, use_reentrant=False, preserve_rng_state=False)
         for chunk in zip(hidden.split(size), labels.split(size), strict=True)
     ]
     logprobs = torch.cat(cast(list[Tensor], parts))
@@ -122,11 +95,9 @@ def _several_labels(
     return LossOutput(per_token.sum(), per_token.detach(), metrics, logprobs.detach(), values)
 
 
-def _label_logprobs(
-    hidden: Tensor, labels: Tensor, head_weight: Tensor, logits_fp32: bool, vocab: Vocabulary | None
-) -> Tensor:
+def _label_logprobs(hidden: Tensor, labels: Tensor, head: HeadWeight) -> Tensor:
     """log p(label) [T, K]; 0 for labels of -100."""
-    logits = full_logits(hidden, head_weight, logits_fp32, vocab)
+    logits = full_logits(hidden, head)
     ignored = labels == IGNORE
     logprobs = logits.gather(1, labels.masked_fill(ignored, 0)) - logits.logsumexp(dim=1, keepdim=True)
     return logprobs.masked_fill(ignored, 0.0)
@@ -135,25 +106,19 @@ def _label_logprobs(
 @torch.no_grad()
 def score_tokens(
     hidden: Tensor,
-    head_weight: Tensor,
+    head: AnyHead,
     targets: Mapping[str, Tensor],
     _: SequenceLayout | None = None,
-    *,
-    logits_fp32: bool = True,
-    whole_logits: bool = False,
-    vocab: Vocabulary | None = None,
 ) -> LossOutput:
     """Cross-entropy for evaluation, with `metrics["correct"]` [T] bool: whether the label is the most likely token.
 
     It is False for ignored labels. Arguments as for `cross_entropy`; no gradient.
     """
-    labels = labels_of(hidden, targets)
-    if whole_logits:
-        logits = full_logits(hidden, head_weight, logits_fp32, vocab)
+    head, labels = HeadWeight.of(head), labels_of(hidden, targets)
+    if head.logits.whole:
+        logits = full_logits(hidden, head)
         per_token = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="none")
         correct = logits.argmax(-1) == labels
     else:
-        per_token, correct = linear_cross_entropy_scores(
-            hidden, head_weight, labels, logits_fp32=logits_fp32, vocab=vocab
-        )
+        per_token, correct = linear_cross_entropy_scores(hidden, head, labels)
     return LossOutput(per_token.sum(), per_token, {"correct": correct}, -per_token)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from xorl.kernels.head import AnyHead, HeadWeight
 from xorl.kernels.layout import SequenceLayout
-from xorl.kernels.vocabulary import Vocabulary
 
 IGNORE = -100
 
@@ -46,26 +46,24 @@ class LossOutput(NamedTuple):
     values: TokenValues | None = None
 
 
-LossFn = Callable[[Tensor, Tensor, Mapping[str, Tensor], SequenceLayout], LossOutput]
-"""(hidden [T, D], head weight [V, D], targets by name, each [T], or [T, K] if the loss supports it, layout of the T
-tokens) -> LossOutput. If ranks share a row, the T tokens are this rank's part of it."""
+class LossFn(Protocol):
+    """A loss of the T tokens of a row, or of this rank's part of it."""
+
+    def __call__(
+        self, hidden: Tensor, head: HeadWeight, targets: Mapping[str, Tensor], layout: SequenceLayout, /
+    ) -> LossOutput:
+        """hidden: [T, D]. targets: by name, each [T], or [T, K] if the loss supports it."""
+        ...
 
 
 class HeadLoss(Protocol):
-    """A `LossFn` with options for how logits are computed; see `cross_entropy`.
-
-    Only losses of whole documents need the layout.
-    """
+    """A `LossFn` that also takes a plain weight as its head. Only losses of whole documents need the layout."""
 
     def __call__(
         self,
         hidden: Tensor,
-        head_weight: Tensor,
+        head: AnyHead,
         targets: Mapping[str, Tensor],
         layout: SequenceLayout | None = None,
         /,
-        *,
-        logits_fp32: bool = True,
-        whole_logits: bool = False,
-        vocab: Vocabulary | None = None,
     ) -> LossOutput: ...

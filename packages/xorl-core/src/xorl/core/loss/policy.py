@@ -18,8 +18,8 @@ from xorl.core.loss.documents import document_mean
 from xorl.core.loss.head import token_logprobs
 from xorl.core.loss.metrics import token_metrics
 from xorl.core.loss.output import IGNORE, LossOutput, TokenValues
+from xorl.kernels.head import AnyHead
 from xorl.kernels.layout import SequenceLayout
-from xorl.kernels.vocabulary import Vocabulary
 
 # Larger ratios carry no information beyond "diverged", and products of them would overflow.
 MAX_LOG_RATIO = 20.0
@@ -109,14 +109,10 @@ class PolicyLoss(Generic[OptionsT]):
     def __call__(
         self,
         hidden: Tensor,
-        head_weight: Tensor,
+        head: AnyHead,
         targets: Mapping[str, Tensor],
         layout: SequenceLayout | None = None,
         /,
-        *,
-        logits_fp32: bool = True,
-        whole_logits: bool = False,
-        vocab: Vocabulary | None = None,
     ) -> LossOutput:
         """Raises ValueError if the loss needs an input that `targets` lacks, or a layout that is not given.
 
@@ -126,9 +122,7 @@ class PolicyLoss(Generic[OptionsT]):
         labels, advantages = labels_of(hidden, targets), _per_token(targets, "advantages")
         sampled = _per_token(targets, "old_logprobs" if "old_logprobs" in targets else "logprobs")
         weights = _per_token(targets, "weights") if "weights" in targets else None
-        logprobs = token_logprobs(
-            hidden, head_weight, labels, logits_fp32=logits_fp32, whole_logits=whole_logits, vocab=vocab
-        )
+        logprobs = token_logprobs(hidden, head, labels)
         is_marked = (advantages != 0) | (sampled != 0) if weights is None else weights != 0
         for name in self.options.marks_trained if weights is None else ():
             is_marked = is_marked | (_per_token(targets, name) != 0) if name in targets else is_marked

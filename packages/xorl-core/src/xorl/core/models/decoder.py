@@ -26,7 +26,9 @@ from xorl.core.nn.share import pieces, shares_of
 from xorl.core.shards import local
 from xorl.kernels.arguments import is_readable
 from xorl.kernels.fused import RopeTables
+from xorl.kernels.head import HeadWeight, LogitOptions
 from xorl.kernels.layout import SequenceLayout
+from xorl.kernels.vocabulary import Vocabulary
 
 ResultT = TypeVar("ResultT")
 
@@ -47,6 +49,7 @@ class Decoder(nn.Module):
         stage: what this module has of the model. In a pipeline, layers keep their numbers.
         logical: for each module with a weight, the checkpoint modules that it stacks, in the order of their rows.
         compute_dtype: the dtype of activations; set it before the first forward pass.
+        logits: how losses compute logits, which `HeadWeight` tells them.
         routers: losses and statistics of a mixture of experts; None for a dense model.
     """
 
@@ -71,6 +74,8 @@ class Decoder(nn.Module):
         self.routers = RouterLosses(len(mixtures), mixtures[0].num_experts, options) if mixtures else None
         self._mixtures = mixtures
         self.ranks = kernels.tensor
+        vocab = Vocabulary(config.vocab_size, self.ranks.group) if self.ranks.size > 1 else None
+        self.logits = LogitOptions(vocab=vocab)
         self.lm_head = None
         if not config.tie_word_embeddings:
             self.lm_head = Head.column_parallel(config.hidden_size, [config.vocab_size], bias=False, ranks=self.ranks)
@@ -165,7 +170,7 @@ class Decoder(nn.Module):
         self,
         input_ids: Tensor,
         layout: SequenceLayout,
-        loss: Callable[[Tensor, Tensor], ResultT],
+        loss: Callable[[Tensor, HeadWeight], ResultT],
         *,
         recorded: Tensor | None = None,
         received: tuple[Tensor, ...] = (),
@@ -176,16 +181,16 @@ class Decoder(nn.Module):
         self,
         input_ids: Tensor,
         layout: SequenceLayout,
-        loss: Callable[[Tensor, Tensor], ResultT] | None = None,
+        loss: Callable[[Tensor, HeadWeight], ResultT] | None = None,
         *,
         recorded: Tensor | None = None,
         received: tuple[Tensor, ...] = (),
         chunk: int = 0,
     ) -> ResultT | Tensor | tuple[Tensor, ...]:
-        """Logits [T, V] of input_ids [T], or the result of `loss(hidden [T, D], head_weight [V, D])` if given.
+        """Logits [T, V] of input_ids [T], or the result of `loss(hidden [T, D], head)` if given.
 
         The loss is called inside `forward`, because FSDP2 gathers the head's weight only there. With an adapter on the
-        head, both arguments of the loss are wider than D.
+        head, the hidden states and the weight of the loss are wider than D.
 
         received, chunk: of a stage of a pipeline, what the stage before returned, and which of its chunks to compute. A
         chunk that does not end with the head returns what the next stage receives.
@@ -219,10 +224,10 @@ class Decoder(nn.Module):
         if not is_end:
             return (hidden, *sums)
         hidden = self.ranks.gather(hidden)
-        head = partial(_apply_head, weight=self.head_weight) if self.lm_head is None else self.lm_head
+        apply = partial(_apply_head, weight=self.head_weight) if self.lm_head is None else self.lm_head
         if loss is None:
-            return self.ranks.join_columns(head(hidden, loss=None), self.config.vocab_size)
-        return head(hidden, loss=loss)
+            return self.ranks.join_columns(apply(hidden, loss=None), self.config.vocab_size)
+        return apply(hidden, loss=lambda hidden, weight: loss(hidden, HeadWeight(weight, self.logits)))
 
     def _mixtures_of(self, chunk: int) -> slice:
         """The layers with experts of a chunk, among all layers with experts."""
