@@ -52,7 +52,7 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
         windows=rotary_gated.read_patterned_windows(hf, "sliding_window_pattern", 6),
         ffns=[ffn] * hf.positive("num_hidden_layers"),
     )
-    scale = hf.get("query_pre_attn_scalar", float) ** -0.5
+    scale = hf.above_zero("query_pre_attn_scalar") ** -0.5
     hf.finish(inert=["_sliding_window_pattern"])
     config = config.with_ropes(full, sliding).with_layers(
         lambda _, layer: replace(layer, norms="sandwich", attention=replace(layer.attention, scale=scale))

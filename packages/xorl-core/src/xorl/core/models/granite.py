@@ -21,7 +21,7 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
         config.with_layers(lambda _, layer: replace(layer, attention=replace(layer.attention, scale=scale))),
         embed_scale=hf.get("embedding_multiplier", float, 1.0),
         residual_scale=hf.get("residual_multiplier", float, 1.0),
-        logit_scale=1 / hf.get("logits_scaling", float, 1.0),
+        logit_scale=1 / hf.above_zero("logits_scaling", 1.0),
     )
     hf.finish()
     return config

@@ -1,6 +1,7 @@
 """A validating reader for config.json, which also reports keys that were not read."""
 
 import logging
+import math
 from collections.abc import Collection, Iterable, Mapping
 from typing import TypeVar
 
@@ -63,6 +64,13 @@ class HFConfig:
         value = self.get(key, int, default)
         if value < 1:
             raise ValueError(f"{self.architecture}: {key} must be at least 1, got {value}")
+        return value
+
+    def above_zero(self, key: str, default: float | None = None) -> float:
+        """The key's value, a number above 0."""
+        value = self.get(key, float, default)
+        if not 0 < value < math.inf:
+            raise ValueError(f"{self.architecture}: {key} must be a number above 0, got {value}")
         return value
 
     def activation(self, key: str, default: str) -> str:

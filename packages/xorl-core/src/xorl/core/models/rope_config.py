@@ -132,8 +132,7 @@ def _read_yarn(hf: HFConfig, rope: HFConfig, theta: float, max_position_embeddin
 
 def _read_longrope(hf: HFConfig, rope: HFConfig, theta: float, max_position_embeddings: int) -> RopeConfig:
     trained_length = _trained_length(hf, rope, max_position_embeddings)
-    factor = max_position_embeddings / trained_length
-    rope.get("factor", float, factor)
+    factor = rope.get("factor", float, max_position_embeddings / trained_length)
     magnitude = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(trained_length))
     return RopeConfig(
         theta=theta,

@@ -150,13 +150,18 @@ def read_uniform_windows(hf: HFConfig) -> tuple[int | None, ...]:
 
 
 def read_windows(hf: HFConfig) -> tuple[int | None, ...]:
-    """The sliding window of each layer, from `layer_types`, or for all layers from `max_window_layers` on.
+    """The sliding window of each layer, as `read_enabled_windows`; by default from `max_window_layers` on."""
+    first = hf.get("max_window_layers", int, DEFAULT_MAX_WINDOW_LAYERS)
+    return read_enabled_windows(hf, [index >= first for index in range(hf.positive("num_hidden_layers"))])
+
+
+def read_enabled_windows(hf: HFConfig, has_window: Sequence[bool]) -> tuple[int | None, ...]:
+    """The sliding window of each layer, from `layer_types`, or else for the layers that `has_window` says.
 
     Windows need `use_sliding_window`; a null `sliding_window` disables them.
     """
     enabled = hf.get("use_sliding_window", bool, False) and hf.has("sliding_window")
-    first = hf.get("max_window_layers", int, DEFAULT_MAX_WINDOW_LAYERS)
-    pattern = [SLIDING if enabled and index >= first else FULL for index in range(hf.positive("num_hidden_layers"))]
+    pattern = [SLIDING if enabled and each else FULL for each in has_window]
     return windows_of(hf, pattern, allowed=[FULL, SLIDING] if enabled else [FULL])
 
 

@@ -1,4 +1,4 @@
-"""SmolLM3: grouped-query attention; some layers do not rotate queries and keys."""
+"""SmolLM3: grouped-query attention; some layers do not rotate queries and keys, and may have a sliding window."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,17 +17,17 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
         values, ARCHITECTURE, num_key_value_heads=4, rope_theta=2e6, pad_token_id=128004, tie_word_embeddings=True
     )
     bias = hf.get("attention_bias", bool, False)
+    num_layers, interval = hf.positive("num_hidden_layers"), hf.positive("no_rope_layer_interval", 4)
+    rotates = hf.integers("no_rope_layers") or [(index + 1) % interval for index in range(num_layers)]
+    hf.expect("number of no_rope_layers", len(rotates), [num_layers])
     config = rotary_gated.read_config(
         hf,
         qkv_bias=bias,
         o_bias=bias,
         mlp_bias=hf.get("mlp_bias", bool, False),
-        windows=rotary_gated.read_windows(hf),
+        windows=rotary_gated.read_enabled_windows(hf, [not each for each in rotates]),
     )
-    interval = hf.positive("no_rope_layer_interval", 4)
-    rotates = hf.integers("no_rope_layers") or [(index + 1) % interval for index in range(config.num_layers)]
-    hf.expect("number of no_rope_layers", len(rotates), [config.num_layers])
-    hf.finish()
+    hf.finish(inert=["max_window_layers"])
 
     def change(index: int, layer: LayerConfig) -> LayerConfig:
         return layer if rotates[index] else replace(layer, attention=replace(layer.attention, rope=None))

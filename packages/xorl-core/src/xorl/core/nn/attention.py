@@ -70,6 +70,8 @@ class AttentionConfig:
             )
         if self.rope is not None and self.head_dim % 2:
             raise ValueError(f"rotary positions need an even head_dim, got {self.head_dim}")
+        if self.norm_after_rope and self.qk_norm == "whole":
+            raise ValueError("norm_after_rope: all heads together are normalised before the rotation only")
         if self.rope is not None:
             self.rope.check_factors(self.head_dim)
 
