@@ -13,13 +13,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from layouts import LORA, Options, engine_for, run_config, weights_of, write_models, write_weights
+from quantized_files import quantization_config, stored_tensors
 from ranks import Launch, Launches
 from tiny_models import hf_config, write_config
 from xorl.config import Config
 from xorl.core.loss import cross_entropy
 from xorl.core.shards import local
 from xorl.kernels.quant import QuantScheme
-from xorl.kernels.quant.nvfp4 import nvfp4_global_scale
 from xorl.lora.prequantized import stored_parameters
 from xorl.train.engine import Engine
 from xorl.train.verify import _draw, batches_of
@@ -32,12 +32,9 @@ LOADING = ("broadcast", "all_ranks")
 IN_BF16 = {"enable_mixed_precision": True, "param_dtype": "bf16"}
 # Of a matrix that two ranks share, each has whole blocks of every format.
 QUANTIZED = hf_config("qwen3", hidden_size=64, head_dim=32, intermediate_size=128)
-SCHEMES = {"block_fp8": 16, "nvfp4": 16, "nf4": 64}
-STORED: dict[str, Options] = {
-    "block_fp8": {"quant_method": "fp8", "weight_block_size": [16, 16]},
-    "nvfp4": {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16},
-    "nf4": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
-}
+SCHEMES = {name: QuantScheme(name, size) for name, size in {"block_fp8": 16, "nvfp4": 16, "nf4": 64}.items()}
+# Folders of checkpoints that are quantised, or None for initial values.
+QUANTIZED_CELLS = [(stored, name) for stored in (None, "stored") for name in SCHEMES] + [("nested", "nf4")]
 TARGETS = {**LORA, "lora_target_modules": ["q_proj", "v_proj", "down_proj", "embed_tokens"]}
 
 
@@ -90,36 +87,29 @@ def loaded(folder: Path, mode: str, num_ranks: int) -> dict[str, Tensor]:
     return {name: model.shares.gather(name, parameter) for name, parameter in model.module.named_parameters()}
 
 
-def write_quantized(folder: Path, quant_format: str) -> None:
+def write_quantized(folder: Path, stored: str, quant_format: str) -> None:
     """A checkpoint that is quantised as other tools do it."""
-    scheme = QuantScheme(quant_format, SCHEMES[quant_format])
-    write_config(folder / quant_format, QUANTIZED)
-    write_weights(folder, quant_format)
+    name, scheme = f"{stored}/{quant_format}", SCHEMES[quant_format]
+    write_config(folder / name, QUANTIZED)
+    write_weights(folder, name)
     tensors: dict[str, Tensor] = {}
-    for name, weight in load_file(folder / quant_format / "model.safetensors").items():
-        if not name.endswith("_proj.weight"):
-            tensors[name] = weight
-        elif quant_format == "nvfp4":
-            scale = nvfp4_global_scale(weight.abs().amax())
-            stored = scheme.quantize(weight, scale.expand(len(weight)).contiguous())
-            tensors |= {name: stored.codes, f"{name}_scale_2": scale}
-            tensors[f"{name}_scale"] = stored.scales.view(torch.float8_e4m3fn)
-        elif quant_format == "nf4":
-            stored = scheme.quantize(weight)
-            tensors |= {name: stored.codes.reshape(-1, 1), f"{name}.absmax": stored.scales.flatten()}
+    for tensor, weight in load_file(folder / name / "model.safetensors").items():
+        if tensor.endswith("_proj.weight"):
+            module = tensor.removesuffix(".weight")
+            # Scales that differ also after they are quantised.
+            tensors |= stored_tensors(module, weight / 32, scheme, nested=stored == "nested")
         else:
-            stored = scheme.quantize(weight)
-            tensors[name] = stored.codes.flatten(0, 1).view(torch.float8_e4m3fn)
-            tensors[f"{name}_scale_inv"] = stored.scales
-    save_file(tensors, folder / quant_format / "model.safetensors")
-    write_config(folder / quant_format, {**QUANTIZED, "quantization_config": STORED[quant_format]})
+            tensors[tensor] = weight
+    save_file(tensors, folder / name / "model.safetensors")
+    write_config(folder / name, {**QUANTIZED, "quantization_config": quantization_config(scheme)})
 
 
-def quantized(folder: Path, quant_format: str, is_stored: bool, num_ranks: int) -> dict[str, Tensor]:
+def quantized(folder: Path, stored: str | None, quant_format: str, num_ranks: int) -> dict[str, Tensor]:
     """Codes and scales, and the weights that an export dequantises; of initial values or of a checkpoint."""
-    lora = {**LORA, "enable_qlora": True, "quant_format": quant_format, "quant_group_size": SCHEMES[quant_format]}
-    model = quant_format if is_stored else "drawn"
-    config = run_config(folder, model, {}, lora, {"model_path": str(folder / model)} if is_stored else {})
+    size = SCHEMES[quant_format].group_size
+    lora = {**LORA, "enable_qlora": True, "quant_format": quant_format, "quant_group_size": size}
+    model = f"{stored}/{quant_format}" if stored else "drawn"
+    config = run_config(folder, model, {}, lora, {"model_path": str(folder / model)} if stored else {})
     engine = engine_of(config, num_ranks)
     parameters, shares = stored_parameters(engine.model.module), engine.model.shares
     own = {name: shares.gather(name, parameter) for name, parameter in parameters.items()}
@@ -131,8 +121,9 @@ def found(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Launches:
     folder = write_models(tmp_path_factory.mktemp("models"))
     write_weights(folder, "llama")
     write_config(folder / "drawn", QUANTIZED)
-    for quant_format in SCHEMES:
-        write_quantized(folder, quant_format)
+    for stored, quant_format in QUANTIZED_CELLS:
+        if stored:
+            write_quantized(folder, stored, quant_format)
     cells = {}
     for size in (1, 2):
         cells |= {("losses", model, size): (size, partial(steps, folder, model, size, 3, {})) for model in MODELS}
@@ -142,9 +133,7 @@ def found(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Launches:
         }
         cells |= {("loaded", mode, size): (size, partial(loaded, folder, mode, size)) for mode in LOADING}
         cells |= {
-            ("quantized", name, is_stored, size): (size, partial(quantized, folder, name, is_stored, size))
-            for name in SCHEMES
-            for is_stored in (False, True)
+            ("quantized", *cell, size): (size, partial(quantized, folder, *cell, size)) for cell in QUANTIZED_CELLS
         }
         for recipe in FP8:
             run = partial(steps, folder, "gpt2", size, 3, {"fp8": recipe, "enable_mixed_precision": True})
@@ -201,14 +190,13 @@ def test_weights_are_read_into_the_ranks_that_hold_them(mode: str, found: Launch
     assert all(torch.equal(first[tensor], values) for tensor, values in expected.items())
 
 
-@pytest.mark.parametrize("is_stored", [False, True], ids=["drawn", "read"])
-@pytest.mark.parametrize("quant_format", SCHEMES)
+@pytest.mark.parametrize(("stored", "quant_format"), QUANTIZED_CELLS)
 def test_quantized_weights_are_those_of_one_process_to_the_bit(
-    quant_format: str, is_stored: bool, found: Launches
+    stored: str | None, quant_format: str, found: Launches
 ) -> None:
     # Catches scales of a rank's own blocks, a global scale of one rank's share, codes or scales that are read from the
     # first row or column on, and an export of one rank's blocks for all.
-    cell = ("quantized", quant_format, is_stored)
+    cell = ("quantized", stored, quant_format)
     [expected], first, *_ = found(*cell, 1), *found(*cell, 2)
     assert first.keys() == expected.keys()
     assert sum(".weight_scale" in name for name in expected) == 2 * 4

@@ -7,14 +7,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from quantized_files import nested_scales, quantization_config, stored_tensors
 from tiny_models import hf_config, write_config
 from xorl.ckpt import CheckpointError
 from xorl.config.local import LoraConfig, ModelConfig, TrainConfig
 from xorl.config.resolve import GROUP_SIZES
 from xorl.kernels.quant import GROUP_SIZES as KERNEL_GROUP_SIZES
-from xorl.kernels.quant.block_fp8 import quantize_block_fp8
+from xorl.kernels.quant import QuantScheme
 from xorl.kernels.quant.nf4 import quantize_nf4
-from xorl.kernels.quant.nvfp4 import nvfp4_global_scale, quantize_nvfp4
 from xorl.lora.quantized import QuantizedRows, quantized_layers, read_rows
 from xorl.train.export.source import weights_at
 from xorl.train.model import build_model
@@ -45,15 +45,10 @@ CONFIGS_BY_FAMILY = {
 }
 SKIPPED = ["lm_head", "model.layers.1.mlp.down_proj"]
 CONFIGS = {
-    "block_fp8": {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": SKIPPED},
-    "nvfp4": {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head", "model.layers.1.mlp.down_*"]},
-    "nf4": {
-        "quant_method": "bitsandbytes",
-        "load_in_4bit": True,
-        "bnb_4bit_quant_type": "nf4",
-        "llm_int8_skip_modules": SKIPPED,
-    },
+    quant_format: quantization_config(QuantScheme(quant_format, size), SKIPPED)
+    for quant_format, size in GROUP_SIZES.items()
 }
+CONFIGS["nvfp4"]["ignore"] = ["lm_head", "model.layers.1.mlp.down_*"]
 
 
 def write_model(folder, quant_format=None, *, nested=False, family="qwen3", missing=()):
@@ -72,44 +67,13 @@ def write_model(folder, quant_format=None, *, nested=False, family="qwen3", miss
     for name in [name for name in dense if name.endswith("_proj.weight")] if quant_format else []:
         module = name.removesuffix(".weight")
         if module not in SKIPPED:
-            tensors |= QUANTIZERS[quant_format](module, tensors.pop(name), nested)
+            scheme = QuantScheme(quant_format, GROUP_SIZES[quant_format])
+            tensors |= stored_tensors(module, tensors.pop(name), scheme, nested=nested)
     if quant_format:
         write_config(folder, hf_config | {"quantization_config": CONFIGS[quant_format]})
     kept = {name: tensor.contiguous() for name, tensor in tensors.items() if name not in missing}
     save_file(kept, folder / "model.safetensors")
     return dense
-
-
-def block_fp8(module, weight, nested):
-    codes, scales = quantize_block_fp8(weight, 128)
-    return {f"{module}.weight": codes, f"{module}.weight_scale_inv": scales}
-
-
-def nvfp4(module, weight, nested):
-    scale = nvfp4_global_scale(weight.abs().amax())
-    codes, scales = quantize_nvfp4(weight, scale.expand(len(weight)), 16)
-    extra = {f"{module}.weight_scale_2": scale, f"{module}.input_scale": torch.tensor(0.5)}
-    return {f"{module}.weight": codes, f"{module}.weight_scale": scales, **extra}
-
-
-def nf4(module, weight, nested):
-    codes, absmax = quantize_nf4(weight, 64)
-    state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": list(weight.shape)}
-    made = {f"{module}.weight": codes.reshape(-1, 1), f"{module}.weight.quant_map": torch.zeros(16)}
-    if nested:
-        # A table and blocks that hold the scales exactly, so that what is read can be compared to the bit.
-        absmax = (absmax * 2048).round().clamp(1, 255) / 2048
-        made[f"{module}.weight.absmax"] = (absmax * 2048 - 1).flatten().to(torch.uint8)
-        made[f"{module}.weight.nested_quant_map"] = torch.arange(256) / 1024
-        made[f"{module}.weight.nested_absmax"] = torch.full((-(-absmax.numel() // 128),), 0.5)
-        state |= {"nested_blocksize": 128, "nested_offset": 1 / 2048}
-    else:
-        made[f"{module}.weight.absmax"] = absmax.flatten()
-    packed = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
-    return made | {f"{module}.weight.quant_state.bitsandbytes__nf4": packed}
-
-
-QUANTIZERS = {"block_fp8": block_fp8, "nvfp4": nvfp4, "nf4": nf4}
 
 
 def build(folder, mesh, *, merge_qkv=True, random=False, **lora):
@@ -226,8 +190,8 @@ def test_scales_that_are_quantised_in_turn_are_read(tmp_path, mesh):
     dense = write_model(tmp_path, "nf4", nested=True)
     layer = quantized_layers(build(tmp_path, mesh, quant_format="nf4"))["model.layers.0.self_attn.qkv_proj"]
     names = [f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv"]
-    absmax = torch.cat([quantize_nf4(dense[name], 64)[1] for name in names])
-    assert torch.allclose(layer.weight_scale, (absmax * 2048).round().clamp(1, 255) / 2048, atol=1e-9)
+    scales = torch.cat([nested_scales(quantize_nf4(dense[name], 64)[1]) for name in names])
+    assert torch.allclose(layer.weight_scale, scales, atol=1e-9)
 
 
 @pytest.mark.parametrize("random", [False, True], ids=["read", "drawn"])
