@@ -257,6 +257,16 @@ def test_what_does_not_fit_is_refused_by_its_option(stored, lora, told, tmp_path
         build(tmp_path, mesh, **lora)
 
 
+def test_groups_of_a_checkpoint_that_do_not_fit_cannot_be_changed(tmp_path, mesh):
+    # Catches advice to choose another group size, which is refused, too.
+    write_config(tmp_path, HF_CONFIG | {"intermediate_size": 96, "quantization_config": CONFIGS["nf4"]})
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(
+        ValueError, match=r"^model.model_path: 1 layers do not fit nf4: .*start from the original model"
+    ):
+        build(tmp_path, mesh, quant_format="nf4")
+
+
 def test_group_sizes_are_the_same_where_they_are_written_twice():
     # The configuration cannot import what the kernels say. Catches a default that the kernels do not know.
     assert GROUP_SIZES == KERNEL_GROUP_SIZES

@@ -111,7 +111,11 @@ def quantize_base(module: Decoder, quantization: Quantization) -> None:
     paths = [path for path in named if not module.get_parameter(f"{path}.weight").requires_grad]
     if not paths:
         raise ValueError("lora.exclude_modules: no linear layer is left to quantise; use enable_lora without qlora")
-    quantize_layers(module, paths, quantization.scheme, "lora.quant_group_size")
+    if quantization.stored is None:
+        quantize_layers(module, paths, quantization.scheme, "lora.quant_group_size")
+    else:
+        advice = "the checkpoint is quantised already, so its groups cannot be changed: start from the original model"
+        quantize_layers(module, paths, quantization.scheme, "model.model_path", advice)
 
 
 def base_targets(

@@ -98,10 +98,17 @@ def _matches(name: str, target: str) -> bool:
     return f".{target}." in f".{name}."
 
 
-def quantize_layers(model: nn.Module, paths: Sequence[str], scheme: QuantScheme, option: str = "group_size") -> None:
+def quantize_layers(
+    model: nn.Module,
+    paths: Sequence[str],
+    scheme: QuantScheme,
+    option: str = "group_size",
+    advice: str = "choose a group size that divides their rows, or name them in exclude",
+) -> None:
     """Replace the layers at `paths` of `model`, in place, by uninitialised quantised ones.
 
-    Raises ValueError, starting with `option`, before anything is changed, if a layer does not fit the scheme.
+    Raises ValueError, starting with `option` and with `advice`, before anything is changed, if a layer does not fit the
+    scheme.
     """
     parts = _stacked_rows(model)
     layers: dict[str, Linear | ExpertLinear] = {}
@@ -116,8 +123,7 @@ def quantize_layers(model: nn.Module, paths: Sequence[str], scheme: QuantScheme,
     if refused:
         raise ValueError(
             f"{option}: {len(refused)} layers do not fit {scheme.quant_format}: {'; '.join(refused[:_MAX_LISTED])}; "
-            f"choose a group size that divides their rows, or name them in exclude"
-            f"{_fewer_ranks(layers.values(), scheme)}"
+            f"{advice}{_fewer_ranks(layers.values(), scheme)}"
         )
     for path, layer in layers.items():
         model.set_submodule(path, _quantized(layer, scheme, parts.get(path, ())))
