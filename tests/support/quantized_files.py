@@ -53,7 +53,7 @@ def nested_scales(absmax: Tensor) -> Tensor:
 
 def _halved(absmax: Tensor) -> Tensor:
     """Whether a scale is in a block whose largest value is half of that of the others."""
-    return (torch.arange(absmax.numel()) // NESTED_BLOCK % 2 == 1).view(absmax.shape)
+    return (torch.arange(absmax.numel()) // NESTED_BLOCK % 3 == 1).view(absmax.shape)
 
 
 def _nf4(name: str, weight: Tensor, nested: bool) -> dict[str, Tensor]:
