@@ -109,7 +109,9 @@ def quantized(folder: Path, stored: str | None, quant_format: str, num_ranks: in
     size = SCHEMES[quant_format].group_size
     lora = {**LORA, "enable_qlora": True, "quant_format": quant_format, "quant_group_size": size}
     model = f"{stored}/{quant_format}" if stored else "drawn"
-    config = run_config(folder, model, {}, lora, {"model_path": str(folder / model)} if stored else {})
+    # Each rank reads its own rows, or one reads all.
+    train = {"load_weights_mode": "all_ranks" if stored == "nested" else "broadcast"}
+    config = run_config(folder, model, train, lora, {"model_path": str(folder / model)} if stored else {})
     engine = engine_of(config, num_ranks)
     parameters, shares = stored_parameters(engine.model.module), engine.model.shares
     own = {name: shares.gather(name, parameter) for name, parameter in parameters.items()}
