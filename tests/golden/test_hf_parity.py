@@ -205,7 +205,7 @@ def test_folders_pass_to_and_fro_bit_for_bit(tmp_path: Path, architecture: str, 
         dict(decoder.named_parameters()),
         recipes,
         tmp_path / "ours",
-        hf_config={**hf_config, **spec.identity},
+        hf_config=hf_config,
     )
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
     assert type(again) is type(model)

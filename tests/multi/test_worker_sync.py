@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from composites import read_folder, read_json, write_composite
 from engines import fake_engines
 from tiny_models import hf_config
 from worker_ranks import datum, done, refusal_of, service_config, train, worker_of
@@ -86,6 +87,30 @@ def test_an_endpoint_gets_what_an_export_holds_and_gradients_stay(
     assert ("model.layers.2.mlp.experts.3.down_proj.weight" in seen["tensors"]) == ("experts" in kind)
     assert exported(folders["with", "after"]) == exported(folders["without", "after"])
     assert exported(folders["with", "after"]) != exported(folders["with", "before"])
+
+
+def test_the_text_model_of_a_composite_is_sent_and_exported_under_the_names_of_its_folder(
+    tmp_path: Path, run_ranks: Callable
+) -> None:
+    # Catches names that an engine does not find in its model, and a service whose exports lack the vision tower.
+    base = write_composite("gemma3", tmp_path / "base")
+
+    def run(port: int) -> ops.SyncResult:
+        worker = worker_of(service_config(tmp_path, shape=read_json(base), model_path=str(base), **SHARDED))
+        done(worker, ops.CreateModel("a"), *train("a", [datum(9, 1), datum(14, 2)]))
+        done(worker, ops.SaveFullWeights("a", "e", "float32"))
+        return done(worker, ops.SyncWeights("a", (ops.Endpoint("127.0.0.1", port),), buffer_size_mb=1))
+
+    with fake_engines([]) as (engine,):
+        result, _ = run_ranks(lambda: run(engine.port), 2)
+        seen = engine.seen()["tensors"]
+    assert result.success, result
+    found = read_folder(checkpoint_folder(tmp_path / "outputs", CheckpointRef("a", "external_weights", "e")))
+    read = read_folder(base)
+    assert found.keys() == read.keys()
+    changed = {name for name in read if not torch.equal(found[name], read[name])}
+    assert changed == {name for name in read if name.startswith("language_model.model.")}
+    assert seen == described({name: found[name] for name in changed})
 
 
 def test_weights_are_sent_in_block_fp8(tmp_path: Path, run_ranks: Callable) -> None:

@@ -37,7 +37,7 @@ from xorl.ckpt.tensor_file import TensorGroup, write_tensor_file
 
 logger = logging.getLogger(__name__)
 
-# Patterns for the files of a transformers tokenizer; other files in its folder are not copied.
+# Patterns for the files of a transformers tokenizer or processor; other files in its folder are not copied.
 _NAMED_TEMPLATES = "additional_chat_templates/*.jinja"  # all templates but the default one, such as tool_use
 TOKENIZER_FILES = (
     _NAMED_TEMPLATES,
@@ -45,11 +45,15 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
     "merges.txt",
+    "preprocessor_config.json",
+    "processor_config.json",
     "special_tokens_map.json",
     "spiece.model",
+    "tekken.json",
     "tokenizer.json",
     "tokenizer.model",
     "tokenizer_config.json",
+    "video_preprocessor_config.json",
     "vocab.json",
     "vocab.txt",
 )
@@ -84,6 +88,8 @@ def export_hf(
     max_shard_bytes: float = MAX_SHARD_BYTES,
     model_card: str | None = None,
     gather: Callable[[str], torch.Tensor] | None = None,
+    rename: Callable[[str], str] = str,
+    copied: Sequence[TensorGroup] = (),
 ) -> Path:
     """Collective: write safetensors, their index, config.json and the tokenizer's files; returns the folder.
 
@@ -92,7 +98,8 @@ def export_hf(
     `hf_config` is written unchanged except for its dtype, which is set to that of the weights, and `generation_config`
     as generation_config.json. The tokenizer's files are copied from `tokenizer_folder`; `chat_template` replaces its
     template. Tied weights are not in `params`, so they are not written. `model_card` becomes README.md. For `gather`,
-    see `parameter_groups`.
+    see `parameter_groups`. `rename` takes the name of a tensor in the recipes and returns that in the files. `copied`
+    are further tensors, of which config.json's dtype does not depend.
 
     Raises CheckpointError, before anything is written, if the folder exists and is not empty or cannot be written to,
     or if `params` and `recipes` differ in names or (without `gather`) in shapes.
@@ -113,15 +120,17 @@ def export_hf(
     with published(folder) as temporary:
         write_model(
             temporary,
-            groups,
+            [group.renamed(rename) for group in groups],
             hf_config=hf_config,
             generation_config=generation_config,
             tokenizer_folder=tokenizer,
             chat_template=chat_template,
             max_shard_bytes=max_shard_bytes,
             model_card=model_card,
+            copied=copied,
         )
-    logger.info("event=exported folder=%s tensors=%d", folder, sum(len(group.records) for group in groups))
+    num_tensors = sum(len(group.records) for group in [*groups, *copied])
+    logger.info("event=exported folder=%s tensors=%d copied=%d", folder, num_tensors, len(copied))
     return folder
 
 
@@ -169,6 +178,7 @@ def write_model(
     chat_template: str | None = None,
     max_shard_bytes: float = MAX_SHARD_BYTES,
     model_card: str | None = None,
+    copied: Sequence[TensorGroup] = (),
 ) -> None:
     """Collective: write the files of `export_hf` into an existing folder; `groups` hold tensors by their file names.
 
@@ -177,12 +187,12 @@ def write_model(
     folder = Path(folder).expanduser()
     with fail_together(f"export to {folder}"):
         tokenizer = _existing_folder(tokenizer_folder)
-    shards = _plan(groups, max_shard_bytes)
+    shards = _plan([*groups, *copied], max_shard_bytes)
     for shard in shards:
         write_tensor_file(folder / shard.file, shard.groups)
     with fail_together(f"export to {folder}"):
         if this_rank() == 0:
-            files = _config_files(shards, hf_config, generation_config)
+            files = _config_files(shards, _with_dtype(hf_config, groups), generation_config)
             if model_card is not None:
                 files[CARD_FILE] = model_card.encode()
             write_files(folder, {**files, **tokenizer_files(tokenizer, chat_template)})
@@ -316,23 +326,25 @@ def _split_unit(
     return {name: shared[0] if len(shared) == 1 else torch.cat(shared, join_dim or 0) for name, shared in parts.items()}
 
 
-def _config_files(
-    shards: Sequence[_Shard], hf_config: Mapping[str, object], generation_config: Mapping[str, object] | None
-) -> dict[str, bytes]:
-    groups = [group for shard in shards for group in shard.groups]
+def _with_dtype(hf_config: Mapping[str, object], groups: Sequence[TensorGroup]) -> Mapping[str, object]:
+    """The config.json with the dtype of the weights, if they have one: from_pretrained casts them to it."""
     records = [record for group in groups for record in group.records.values()]
     dtypes = {record.dtype for record in records if record.torch_dtype.is_floating_point}
     config = {name: value for name, value in hf_config.items() if name != "torch_dtype"}
-    if len(dtypes) == 1:
-        # from_pretrained casts the weights to the config's dtype.
-        config["dtype"] = dtypes.pop()
-    files: dict[str, bytes] = {_CONFIG_FILE: json_bytes(config)}
+    return config | ({"dtype": dtypes.pop()} if len(dtypes) == 1 else {})
+
+
+def _config_files(
+    shards: Sequence[_Shard], hf_config: Mapping[str, object], generation_config: Mapping[str, object] | None
+) -> dict[str, bytes]:
+    files: dict[str, bytes] = {_CONFIG_FILE: json_bytes(hf_config)}
     if generation_config:
         files[GENERATION_FILE] = json_bytes(generation_config)
     if len(shards) > 1:
+        records = [record for shard in shards for record in shard.records.values()]
         totals = {
             "total_parameters": sum(math.prod(record.shape) for record in records),
-            "total_size": sum(group.num_bytes for group in groups),
+            "total_size": sum(record.num_bytes for record in records),
         }
         weight_map = {name: shard.file for shard in shards for name in sorted(shard.records)}
         files[INDEX_FILE] = json_bytes({"metadata": totals, "weight_map": weight_map})

@@ -37,6 +37,11 @@ class TensorGroup:
     def num_bytes(self) -> int:
         return sum(record.num_bytes for record in self.records.values())
 
+    def renamed(self, rename: Callable[[str], str]) -> "TensorGroup":
+        """The same tensors under other names."""
+        records = {rename(name): record for name, record in self.records.items()}
+        return TensorGroup(records, lambda: {rename(name): tensor for name, tensor in self.make().items()})
+
 
 def write_tensor_file(
     path: Path | str, groups: Sequence[TensorGroup], metadata: Mapping[str, str] = MappingProxyType({})

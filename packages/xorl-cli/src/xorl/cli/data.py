@@ -253,7 +253,7 @@ def _load_data(config: Config, *, strict: bool = False) -> tuple[RunData, TextTo
     set_up_logging(config.train.log_format, config.train.log_level, is_main=True)
     architecture = read_architecture(config.model, config.train.load_weights_mode, config.lora.adapter_path)
     folder = architecture.tokenizer_folder
-    data = prepare_data(config, architecture.config.vocab_size, folder, architecture.hf_config, strict=strict)
+    data = prepare_data(config, architecture.config.vocab_size, folder, architecture.special_tokens, strict=strict)
     try:
         return data, None if folder is None else load_tokenizer(folder)
     except DataError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from xorl.ckpt import CheckpointError, CheckpointFailure, WeightRecipe, resolve_
 from xorl.ckpt.export import GENERATION_FILE, json_bytes, tokenizer_files
 from xorl.ckpt.layout import is_complete
 from xorl.core.models import DecoderConfig, ModelSpec, spec_for
+from xorl.core.models.composite import special_tokens, text_values, with_entries
 from xorl.lora.prequantized import MODELOPT_FILE, with_modelopt_file
 from xorl.train.adapters.folder import is_adapter
 
@@ -24,7 +25,8 @@ class Architecture:
 
     `chat_template` is the template used in training, if it is not the tokenizer's own. `generation` is the content of
     its generation_config.json; empty without one. `own_tokenizer` and `own_generation`: the tokenizer, or `generation`,
-    is not that of the base weights.
+    is not that of the base weights. `origin` is the folder or Hub id of the Hugging Face weights that training started
+    from, even if it continued from checkpoints; None for random weights.
     """
 
     spec: ModelSpec
@@ -35,6 +37,17 @@ class Architecture:
     generation: Mapping[str, object] = field(default_factory=dict)
     own_tokenizer: bool = False
     own_generation: bool = False
+    origin: str | None = None
+
+    @property
+    def special_tokens(self) -> Mapping[str, object]:
+        """The ids of special tokens in config.json, by key."""
+        return special_tokens(self.hf_config)
+
+    @property
+    def text_values(self) -> Mapping[str, object]:
+        """The keys of the text model in config.json."""
+        return text_values(self.hf_config)
 
     def files_beside_adapter(self) -> dict[str, bytes]:
         """The files, by name, that an adapter needs because they differ from its base's.
@@ -49,9 +62,10 @@ class Architecture:
         return self.spec.recipes(self.config, merge_qkv=merge_qkv)
 
 
-def read_config(option: str, file: Path, tokenizer_folder: Path) -> Architecture:
+def read_config(option: str, file: Path, tokenizer_folder: Path, nulls: Collection[str] = ()) -> Architecture:
     """The architecture in a config.json, with the quantisation that ModelOpt describes in a file beside it.
 
+    nulls: keys that are read as null.
     Raises ValueError, beginning with `option`, if the file is missing, invalid or of an unknown model.
     """
     if not file.is_file():
@@ -69,6 +83,8 @@ def read_config(option: str, file: Path, tokenizer_folder: Path) -> Architecture
             hf_config = with_modelopt_file(hf_config, json.loads(modelopt_file.read_text()))
         except ValueError as error:
             raise ValueError(f"{option}: {modelopt_file}: {error}") from error
+    present = {**hf_config, **text_values(hf_config)}
+    hf_config = with_entries(hf_config, {key: None for key in nulls if key in present})
     try:
         spec = spec_for(hf_config)
         config = spec.config_from_hf(hf_config)

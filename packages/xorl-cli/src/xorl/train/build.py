@@ -36,6 +36,7 @@ from xorl.train.data import DataIdentity, Loader, StreamState, build_loader, bui
 from xorl.train.engine import Engine
 from xorl.train.evaluate import Evaluation
 from xorl.train.export.folder import AdapterExport, ModelExport
+from xorl.train.export.rest import Rest
 from xorl.train.model import DTYPES, build_model, check_model, stage_of
 from xorl.train.model_source import MODEL_PATH
 from xorl.train.observe.observer import Observer
@@ -261,6 +262,7 @@ def _checkpoints(startup: Startup, run: PreparedRun, engine: Engine, stream: Str
             others=architecture.files_beside_adapter(),
             form=lora.moe_lora_format,
             base_fingerprint=None if lora.merge_lora_interval else fingerprint,
+            is_part=architecture.spec.checkpoint_names.is_part,
         )
     export: ModelExport | AdapterExport | None = None
     if train.save_hf_weights and lora.save_lora_only:
@@ -268,7 +270,9 @@ def _checkpoints(startup: Startup, run: PreparedRun, engine: Engine, stream: Str
         export = AdapterExport(files, architecture.spec)
     elif train.save_hf_weights:
         dtype = torch.bfloat16 if train.enable_mixed_precision else None
-        export = ModelExport(engine.model, recipes, architecture, dtype, files)
+        rest = Rest.of(architecture)
+        rest.require()
+        export = ModelExport(engine.model, recipes, architecture, dtype, files, rest)
     due = SavePoints(plan.num_steps, plan.steps_per_epoch, train.save_steps, train.save_epochs)
     due.warn()
     return Checkpoints(

@@ -93,6 +93,7 @@ def describe_model(
         "generation": cast(Mapping[str, JSON], architecture.generation),
         "own_tokenizer": architecture.own_tokenizer,
         "own_generation": architecture.own_generation,
+        "origin": architecture.origin,
         "quantization": None if scheme is None else cast("dict[str, JSON]", asdict(scheme)),
     }
 
@@ -248,6 +249,7 @@ def read_description(folder: Path, manifest: Manifest) -> ModelDescription:
         generation,
         bool(own),
         bool(recorded.get("own_generation")),
+        cast("str | None", recorded.get("origin")),
     )
     stored = cast("Mapping[str, JSON] | None", recorded.get("quantization"))
     scheme = None

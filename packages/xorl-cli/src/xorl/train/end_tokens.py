@@ -29,13 +29,11 @@ def with_end_tokens(architecture: Architecture, end_tokens: Mapping[str, int]) -
         return architecture
     core = load_tokenizer(folder).core
     ids = {text: core.token_to_id(text) for text in frequent}
-    generation = dict(architecture.generation)
+    generation, special = dict(architecture.generation), architecture.special_tokens
     if not generation:
         # Without generation_config.json, transformers takes these from config.json.
-        generation = {
-            name: architecture.hf_config[name] for name in _SPECIAL if architecture.hf_config.get(name) is not None
-        }
-    stops = _ids(generation.get("eos_token_id", architecture.hf_config.get("eos_token_id")))
+        generation = {name: special[name] for name in _SPECIAL if special.get(name) is not None}
+    stops = _ids(generation.get("eos_token_id", special.get("eos_token_id")))
     missing = {text: token_id for text, token_id in ids.items() if token_id is not None and token_id not in stops}
     if not missing:
         return architecture

@@ -9,6 +9,7 @@ from pathlib import Path
 from xorl.config.fields import LoadWeightsMode
 from xorl.config.local import ModelConfig
 from xorl.core.models import spec_for
+from xorl.core.models.composite import with_entries
 from xorl.core.models.hf_config import DROPOUT_KEYS
 from xorl.train.adapters.folder import is_adapter, is_same_base
 from xorl.train.architecture import CONFIG_PATTERNS, Architecture, folder_of, read_config, read_generation
@@ -36,9 +37,11 @@ def read_architecture(
         option = "model.config_path" if path != config.model_path else MODEL_PATH
         folder = Path(path).parent if Path(path).is_file() else folder_of(option, path, CONFIG_PATTERNS)
         file = Path(path) if Path(path).is_file() else folder / "config.json"
-        architecture = read_config(option, file, folder)
+        nulls = [key for key, value in config.foundation.items() if value is None]
+        architecture = read_config(option, file, folder, nulls)
         if start is not None:
             start.require_model(architecture, f"{option} ({file})")
+            architecture = replace(architecture, origin=start.description.architecture.origin)
         elif config.model_path is not None:
             base = folder_of(MODEL_PATH, config.model_path, CONFIG_PATTERNS)
             _refuse_unread_adapter(base, config.model_path, adapter_path)
@@ -46,6 +49,7 @@ def read_architecture(
                 architecture,
                 generation=read_generation(MODEL_PATH, base) or architecture.generation,
                 own_tokenizer=(config.tokenizer_path or path) != config.model_path,
+                origin=config.model_path,
             )
     if config.tokenizer_path not in (None, path):
         folder = folder_of("model.tokenizer_path", config.tokenizer_path, CONFIG_PATTERNS)
@@ -80,7 +84,7 @@ def starting_checkpoint(config: ModelConfig) -> StartingCheckpoint:
 
 def _with_foundation(architecture: Architecture, entries: Mapping[str, object], file: Path) -> Architecture:
     """The architecture with `entries` replacing or extending those of its config.json, which is `file`."""
-    hf_config = {**architecture.hf_config, **entries}
+    hf_config = with_entries(architecture.hf_config, entries)
     dropout = [f"{name}: {entries[name]}" for name in DROPOUT_KEYS if entries.get(name)]
     if dropout:
         raise ValueError(
@@ -91,9 +95,10 @@ def _with_foundation(architecture: Architecture, entries: Mapping[str, object], 
         config = spec.config_from_hf(hf_config)
     except ValueError as error:
         raise ValueError(f"model.foundation: {error}") from error
-    for name in entries.keys() - architecture.hf_config.keys():
+    for name in entries.keys() - architecture.hf_config.keys() - architecture.text_values.keys():
+        others = {key: value for key, value in entries.items() if key != name}
         try:
-            matters = spec.config_from_hf({key: value for key, value in hf_config.items() if key != name}) != config
+            matters = spec.config_from_hf(with_entries(architecture.hf_config, others)) != config
         except ValueError:
             matters = True  # the configuration is invalid without it
         if not matters:

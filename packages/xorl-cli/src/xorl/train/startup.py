@@ -232,7 +232,8 @@ def start_up(
 
 
 def _prepare_data(config: Config, architecture: Architecture) -> RunData:
-    data = prepare_data(config, architecture.config.vocab_size, architecture.tokenizer_folder, architecture.hf_config)
+    vocab_size, tokens = architecture.config.vocab_size, architecture.special_tokens
+    data = prepare_data(config, vocab_size, architecture.tokenizer_folder, tokens)
     _check_lengths(data, architecture.config, padding_multiple(config))
     return data
 

@@ -155,7 +155,7 @@ class Verification:
             {}
             if is_full
             else cut_down(
-                architecture.hf_config,
+                architecture.text_values,
                 train.ulysses_parallel_size,
                 train.tensor_parallel_size,
                 train.pipeline_parallel_size * chunks_of(train),

@@ -207,6 +207,7 @@ class AdapterModels:
             bank_adapters=self.bank.adapters(model_id),
             others=base.architecture.files_beside_adapter(),
             base_fingerprint=cast("str | None", base.identity["weights"]),
+            is_part=base.architecture.spec.checkpoint_names.is_part,
         )
 
     def snapshot(self, model_id: str, source: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -23,6 +23,7 @@ from xorl.server.addresses import SERVICE_FOLDER
 from xorl.train.architecture import Architecture
 from xorl.train.base_weights import base_fingerprint
 from xorl.train.checkpoint_model import describe_model, open_start
+from xorl.train.export.rest import Rest
 from xorl.train.model import build_model, fill_base, stage_of
 from xorl.train.model_source import MODEL_PATH, read_architecture
 from xorl.train.parallel_sizes import check_experts, check_shared_matrices, check_stages
@@ -53,6 +54,7 @@ class Base:
         described: the description of the model in checkpoints.
         identity: the origin of the base weights (name, checkpoint, seed, fingerprint). An adapter is valid only over
             the base that it was trained on; adapter checkpoints record this and loading compares it.
+        rest: what exports take from the folder of the base weights.
         fill: resets the base's parameters to their initial values; collective.
         position: this rank's progress, for the watchdog. Long operations move it as they advance.
     """
@@ -60,6 +62,7 @@ class Base:
     config: ServerConfig
     local: Config
     architecture: Architecture
+    rest: Rest
     runtime: Runtime
     mesh: Mesh
     model: ParallelModel
@@ -118,6 +121,8 @@ def _build(config: ServerConfig, runtime: Runtime, position: Position) -> Base:
         )
         start.require_model(architecture, "config_path")
         source = start.weights()
+        architecture = replace(architecture, origin=start.description.architecture.origin)
+    rest = Rest.of(architecture)
 
     def fill(module: nn.Module) -> None:
         assert isinstance(module, Decoder)
@@ -145,7 +150,7 @@ def _build(config: ServerConfig, runtime: Runtime, position: Position) -> Base:
         fingerprint = base_fingerprint(MODEL_PATH, local.model.model_path)
     described = describe_model(local.model, architecture, scheme_of(module), fingerprint)
     identity = {**_identity(config, local), "weights": fingerprint}
-    return Base(config, local, architecture, runtime, mesh, model, described, identity, refill, position)
+    return Base(config, local, architecture, rest, runtime, mesh, model, described, identity, refill, position)
 
 
 def _identity(config: ServerConfig, local: Config) -> Mapping[str, JSON]:

@@ -282,7 +282,9 @@ class WorkerSampler:
     def end_tokens(self) -> tuple[int, ...]:
         """The model's end tokens, from its configuration, generation_config.json or tokenizer."""
         architecture = self._base.architecture
-        found = _ids(architecture.hf_config.get("eos_token_id")) + _ids(architecture.generation.get("eos_token_id"))
+        found = _ids(architecture.special_tokens.get("eos_token_id")) + _ids(
+            architecture.generation.get("eos_token_id")
+        )
         folder = architecture.tokenizer_folder
         if not found and folder is not None and (folder / "tokenizer.json").is_file():
             found += _ids(self._tokenizer.eos_id)

@@ -206,7 +206,7 @@ class SavedModels:
             AdapterExport(files, base.architecture.spec).write(folder)
         else:
             recipes = base.architecture.recipes(merge_qkv=base.local.model.merge_qkv)
-            ModelExport(base.model, recipes, base.architecture, DTYPES[dtype], files).write(folder)
+            ModelExport(base.model, recipes, base.architecture, DTYPES[dtype], files, base.rest).write(folder)
         return _saved(ref, folder)
 
     def _check_base(self, ref: CheckpointRef, saved: Mapping[str, JSON]) -> None:

@@ -45,6 +45,7 @@ class WeightSyncer:
         )
         if operation.quantization is not None:
             groups = in_block_fp8(groups, checkpoint_linears(base.module, operation.quantization.exclude))
+        groups = [group.renamed(base.rest.in_file) for group in groups]
         addresses = [ReceiverAddress(one.host, one.port, one.world_size) for one in operation.endpoints]
         outcome = self._sender.send(groups, addresses, options)
         return SyncResult(True, "", []) if outcome is None else _result(outcome, operation.weight_version)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -56,9 +56,11 @@ class AdapterFiles:
         others: Mapping[str, bytes] = MappingProxyType({}),
         form: ExpertForm | None = None,
         base_fingerprint: str | None = None,
+        is_part: bool = False,
     ) -> AdapterFiles:
         """The files of adapters made by `spec` on the base model `base`: those of `model`, or the ones of a bank.
 
+        is_part: the model is a part of a composite one, whose other modules may have the same endings.
         Raises ValueError, which begins with `form`, if that form of adapters on experts cannot express them.
         """
         by_layer = bank_adapters
@@ -72,6 +74,9 @@ class AdapterFiles:
         }
         transposed &= by_layer.keys()
         config = config_of(model.whole, spec, base=base, transposed=transposed, found=by_layer, form=form)
+        if is_part:
+            names = tuple(sorted(name for adapter in by_layer.values() for name in adapter.members))
+            config = replace(config, spec=replace(config.spec, targets=names))
         return cls(model, config, recipes, by_layer, others, base_fingerprint)
 
     @property
@@ -120,7 +125,8 @@ class AdapterFiles:
         groups = [_group(tensors) for tensors in written]
         base = trained_base_parameters(whole)
         if base:
-            groups += map(_with_prefix, parameter_groups(base, self.recipes, dtype=torch.float32, gather=named))
+            trained = parameter_groups(base, self.recipes, dtype=torch.float32, gather=named)
+            groups += [group.renamed(PREFIX.__add__) for group in trained]
         return sorted(groups, key=lambda group: min(group.records))
 
 
@@ -181,10 +187,3 @@ def trained_base_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 def _group(tensors: FileTensors) -> TensorGroup:
     return TensorGroup({key: TensorRecord(shape, "float32") for key, shape in tensors.shapes.items()}, tensors.make)
-
-
-def _with_prefix(group: TensorGroup) -> TensorGroup:
-    def make() -> dict[str, Tensor]:
-        return {f"{PREFIX}{name}": tensor for name, tensor in group.make().items()}
-
-    return TensorGroup({f"{PREFIX}{name}": record for name, record in group.records.items()}, make)

@@ -94,10 +94,12 @@ class Peer:
         patched: list[AbstractContextManager[None]] = []
 
         def make(config: Config, architecture: Architecture, mesh: Mesh, device: torch.device) -> Engine:
-            hf_config, model_class = _transformers(architecture.hf_config)
+            hf_config, model_class = _transformers(architecture.text_values)
             if "liger" in self.parts:
                 options = {"swiglu": False} if "grouped" in self.parts else {}
-                patch = _liger(str(architecture.hf_config["model_type"]), sys.modules[model_class.__module__], options)
+                patch = _liger(
+                    str(architecture.text_values["model_type"]), sys.modules[model_class.__module__], options
+                )
                 patch.__enter__()
                 patched.append(patch)
             return _engine(self, hf_config, config, architecture, mesh, device)

@@ -5,18 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from xorl.core.models import ModelSpec
 from xorl.lora import AdapterSpec
 from xorl.lora.peft.forms import Reader
 
 Figures = Mapping[str, str | int | float]
 
-_LOADING_A_MODEL = (
-    "```python",
-    "from transformers import AutoModelForCausalLM",
-    "",
-    'model = AutoModelForCausalLM.from_pretrained(".")',
-    "```",
-)
 _OWN_GENERATION = (
     "The model was trained to stop at other tokens than its base. Programs read the base's generation_config.json, so "
     "pass them the `eos_token_id` of the one in this folder, for example as "
@@ -31,8 +25,14 @@ _VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 MERGED_ADAPTER = "merged into the base in fp32, rounded once"
 
 
+def auto_class(spec: ModelSpec) -> str:
+    """The class of transformers that opens folders of a family."""
+    return "AutoModelForImageTextToText" if spec.checkpoint_names.is_part else "AutoModelForCausalLM"
+
+
 def model_card(
     title: str,
+    spec: ModelSpec,
     *,
     base: str | None,
     facts: Figures,
@@ -56,12 +56,14 @@ def model_card(
     # The Hub rejects a card whose base model is not a Hub id.
     if base is not None and not Path(base).exists():
         header.insert(0, f"base_model: {base}")
+    facts = {"architecture": spec.architecture, **facts}
     facts = facts if base is None else {"base model": base, **facts}
+    opener = auto_class(spec)
     lines = [
         *("---", *header, "---"),
         f"# {title}",
         "",
-        *(_LOADING_A_MODEL if readers is None else _loading(base, facts, readers)),
+        *(_loading_a_model(opener) if readers is None else _loading(opener, base, facts, readers)),
         "",
         *(_OWN_GENERATION if own_generation else ()),
         *_table(facts),
@@ -97,13 +99,17 @@ def adapter_facts(spec: AdapterSpec) -> dict[str, str | int | float]:
     return facts
 
 
-def _loading(base: str | None, facts: Figures, readers: Sequence[Reader]) -> list[str]:
+def _loading_a_model(opener: str) -> list[str]:
+    return ["```python", f"from transformers import {opener}", "", f'model = {opener}.from_pretrained(".")', "```"]
+
+
+def _loading(opener: str, base: str | None, facts: Figures, readers: Sequence[Reader]) -> list[str]:
     """Instructions for loading an adapter with each program that reads its files."""
     base = base or "BASE"
     if "peft" in readers:
         return [
-            *("```python", "from peft import PeftModel", "from transformers import AutoModelForCausalLM", ""),
-            f'base = AutoModelForCausalLM.from_pretrained("{base}")',
+            *("```python", "from peft import PeftModel", f"from transformers import {opener}", ""),
+            f'base = {opener}.from_pretrained("{base}")',
             'model = PeftModel.from_pretrained(base, ".")',
             "```",
         ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import torch
 
@@ -19,8 +18,9 @@ from xorl.lora.peft import AdapterConfig
 from xorl.lora.prequantized import QUANTIZATION_KEY
 from xorl.train.adapters.files import AdapterFiles
 from xorl.train.architecture import Architecture
-from xorl.train.export.card import MERGED_ADAPTER, adapter_facts, model_card, reader_names
+from xorl.train.export.card import MERGED_ADAPTER, adapter_facts, auto_class, model_card, reader_names
 from xorl.train.export.hf_weights import ExportWeights
+from xorl.train.export.rest import Rest
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class ModelExport:
         recipes: how native weights map to the names in the file.
         dtype: of the exported weights; None keeps each parameter's dtype, and uses fp32 for quantised weights.
         adapters: the model's adapters, or one of an adapter bank, to merge in; None for a model without adapters.
+        rest: what is taken from the folder of the base weights.
     """
 
     model: ParallelModel
@@ -38,8 +39,12 @@ class ModelExport:
     architecture: Architecture
     dtype: torch.dtype | None
     adapters: AdapterFiles | None
+    rest: Rest
 
-    readers: ClassVar[str] = "transformers' AutoModelForCausalLM.from_pretrained"
+    @property
+    def readers(self) -> str:
+        """What opens the folder."""
+        return f"transformers' {auto_class(self.architecture.spec)}.from_pretrained"
 
     def write(self, folder: Path) -> None:
         """Write safetensors, config and tokenizer files to a new `folder`; collective."""
@@ -47,23 +52,26 @@ class ModelExport:
         self.model.drop_gathered()
         adapters = None if self.adapters is None else self.adapters.by_layer
         weights = ExportWeights(self.model, self.recipes, self.dtype, adapters)
-        export_hf(
-            weights.params,
-            self.recipes,
-            folder,
-            hf_config={key: value for key, value in self.architecture.hf_config.items() if key != QUANTIZATION_KEY},
-            dtype=self.dtype,
-            generation_config=self.architecture.generation,
-            tokenizer_folder=self.architecture.tokenizer_folder,
-            chat_template=self.architecture.chat_template,
-            model_card=None if self.adapters is None else self._card(self.adapters.config),
-            gather=weights.gather,
-        )
+        with self.rest.groups() as copied:
+            export_hf(
+                weights.params,
+                self.recipes,
+                folder,
+                hf_config={key: value for key, value in self.architecture.hf_config.items() if key != QUANTIZATION_KEY},
+                dtype=self.dtype,
+                generation_config=self.architecture.generation,
+                tokenizer_folder=self.architecture.tokenizer_folder,
+                chat_template=self.architecture.chat_template,
+                model_card=None if self.adapters is None else self._card(self.adapters.config),
+                gather=weights.gather,
+                rename=self.rest.in_file,
+                copied=copied,
+            )
 
     def _card(self, config: AdapterConfig) -> str:
         merged = {"adapter": MERGED_ADAPTER}
-        facts = {"architecture": self.architecture.spec.architecture, **adapter_facts(config.spec), **merged}
-        return model_card("Model", base=config.base, facts=facts, verified=None)
+        facts = {**adapter_facts(config.spec), **merged}
+        return model_card("Model", self.architecture.spec, base=config.base, facts=facts, verified=None)
 
 
 @dataclass(frozen=True)
@@ -83,13 +91,13 @@ class AdapterExport:
         with published(folder) as temporary:
             self.files.write(temporary)
             config = self.files.config
-            facts = {"architecture": self.spec.architecture, **adapter_facts(config.spec)}
             with fail_together(f"export to {folder}"):
                 if this_rank() == 0:
                     card = model_card(
                         "Adapter",
+                        self.spec,
                         base=config.base,
-                        facts=facts,
+                        facts=adapter_facts(config.spec),
                         verified=None,
                         readers=self.files.readers,
                         own_generation=GENERATION_FILE in self.files.others,

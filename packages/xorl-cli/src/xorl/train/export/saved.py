@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from xorl.ckpt import WeightSource
+from xorl.ckpt import CheckpointFailure, WeightSource
 from xorl.ckpt.export import CARD_FILE, json_bytes, published, source_groups, write_files, write_model
 from xorl.ckpt.files import write_file
 from xorl.ckpt.tensor_file import write_tensor_file
@@ -20,6 +20,7 @@ from xorl.lora.peft.layout import MadeTensors, expert_of
 from xorl.train.adapters.files import header_of
 from xorl.train.adapters.folder import AdapterFolder
 from xorl.train.export.card import MERGED_ADAPTER, Figures, adapter_facts, model_card
+from xorl.train.export.rest import Rest
 from xorl.train.export.source import SavedModel, open_saved
 from xorl.train.export.verify import verify_adapter, verify_model
 
@@ -118,14 +119,21 @@ def _write_model(folder: Path, saved: SavedModel, dtype: torch.dtype | None) -> 
         weights = MergedWeights.of_file(saved.base, saved.adapter.layout, saved.adapter.source)
     stored = {name: dtype or saved.base.dtype(name) for name in weights.names()}
     architecture = saved.architecture
-    write_model(
-        folder,
-        source_groups(weights, dtype_of=stored.__getitem__),
-        hf_config={**architecture.hf_config, **architecture.spec.identity},
-        generation_config=architecture.generation,
-        tokenizer_folder=architecture.tokenizer_folder,
-        chat_template=architecture.chat_template,
-    )
+    try:
+        rest = Rest.of(architecture)
+        rest.require()
+    except (ValueError, CheckpointFailure) as error:
+        raise type(error)(f"PATH: {error}") from error
+    with rest.groups() as copied:
+        write_model(
+            folder,
+            [group.renamed(rest.in_file) for group in source_groups(weights, dtype_of=stored.__getitem__)],
+            hf_config=architecture.hf_config,
+            generation_config=architecture.generation,
+            tokenizer_folder=architecture.tokenizer_folder,
+            chat_template=architecture.chat_template,
+            copied=copied,
+        )
     return min(stored.values(), key=lambda each: each.itemsize)
 
 
@@ -137,7 +145,6 @@ def _card(
     readers: tuple[Reader, ...] | None,
 ) -> str:
     facts: dict[str, str | int | float] = {
-        "architecture": saved.architecture.spec.architecture,
         "weights": str(dtype).removeprefix("torch."),
     }
     if saved.step is not None:
@@ -150,4 +157,12 @@ def _card(
         if readers is None:
             facts["adapter"] = MERGED_ADAPTER
     own = readers is not None and saved.architecture.own_generation
-    return model_card(title, base=saved.base_path, facts=facts, verified=figures, readers=readers, own_generation=own)
+    return model_card(
+        title,
+        saved.architecture.spec,
+        base=saved.base_path,
+        facts=facts,
+        verified=figures,
+        readers=readers,
+        own_generation=own,
+    )

@@ -107,6 +107,7 @@ def open_saved(path: str, base: str | None = None, *, merge: bool = False) -> Sa
         generation=trained.generation,
         own_tokenizer=trained.own_tokenizer,
         own_generation=trained.own_generation,
+        origin=base,
     )
     weights = weights_at("--base", base, architecture)
     # Exported weights are not quantised.

@@ -19,9 +19,11 @@ from typing import cast
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
+from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 from xorl.ckpt import SafetensorsSource, WeightSource, load_weights
+from xorl.core.models import ModelSpec
 from xorl.core.models.recipes import ExpertNames
 from xorl.kernels.layout import SequenceLayout
 from xorl.lora import inject
@@ -30,7 +32,7 @@ from xorl.lora.peft.forms import readers_of
 from xorl.lora.peft.layout import PREFIX, InMemoryTensors
 from xorl.lora.prequantized import QUANTIZATION_KEY
 from xorl.train.adapters.folder import AdapterFolder, load_adapter, open_adapter
-from xorl.train.export.card import READER_NAMES, Figures
+from xorl.train.export.card import READER_NAMES, Figures, auto_class
 from xorl.train.export.source import SavedModel, weights_at
 
 logger = logging.getLogger(__name__)
@@ -67,13 +69,13 @@ def verify_model(folder: Path, saved: SavedModel, dtype: torch.dtype) -> Figures
     if saved.adapter is not None:
         merged = {ADAPTED_MODULES: _check_nonzero(saved.adapter)}
     ids, expected = _xorl_logits(saved)
+    spec, config = saved.architecture.spec, saved.architecture.config
     with _quiet_transformers():
-        loaded: object = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+        loaded: object = _opener(spec).from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     model, info = cast("tuple[nn.Module, Mapping[str, Collection[object]]]", loaded)
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info[kind]:
             raise VerificationError(f"transformers reports {kind} for {folder}: {sorted(map(str, info[kind]))[:5]}")
-    spec, config = saved.architecture.spec, saved.architecture.config
     # Under the names of checkpoints, since transformers stacks experts, and without the head of a tied model.
     theirs = spec.checkpoint_view(config, InMemoryTensors(model.state_dict())).names()
     with SafetensorsSource(folder) as source:
@@ -112,7 +114,7 @@ def verify_adapter(folder: Path, saved: SavedModel, dtype: torch.dtype) -> Figur
     named_base = weights_at("--base", saved.base_path, architecture)
     ids, expected = _xorl_logits(replace(saved, base=named_base))
     with _quiet_transformers():
-        base = _model_of(saved.base_path, named_base)
+        base = _model_of(saved.base_path, named_base, _opener(architecture.spec))
         if peft is None:
             read_by: Figures = {
                 "transformers, with the adapter merged by the names of its tensors": transformers.__version__,
@@ -131,18 +133,22 @@ def verify_adapter(folder: Path, saved: SavedModel, dtype: torch.dtype) -> Figur
     return {**read_by, ADAPTED_MODULES: num_modules, **_compare(_logits_of(model, ids), expected, dtype)}
 
 
-def _model_of(path: str, weights: WeightSource) -> nn.Module:
+def _opener(spec: ModelSpec) -> type[_BaseAutoModelClass]:
+    return getattr(transformers, auto_class(spec))
+
+
+def _model_of(path: str, weights: WeightSource, opener: type[_BaseAutoModelClass]) -> nn.Module:
     """Load the transformers model in `path` in fp32. If it is quantised, fill it with the dequantised `weights`.
 
     The products of quantised layers would not be exact: bitsandbytes rounds them on CPUs.
     """
     config = AutoConfig.from_pretrained(path)
     if getattr(config, QUANTIZATION_KEY, None) is None:
-        return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        return opener.from_pretrained(path, dtype=torch.float32)
     delattr(config, QUANTIZATION_KEY)
     tensors = {name: weights.read(name).float() for name in weights.names()}
     with torch.device("meta"):
-        family = type(AutoModelForCausalLM.from_config(config))
+        family = type(opener.from_config(config))
     return family.from_pretrained(None, config=config, state_dict=tensors, dtype=torch.float32)
 
 

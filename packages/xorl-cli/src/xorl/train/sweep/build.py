@@ -166,6 +166,7 @@ def _saving(startup: Startup, engine: BankEngine) -> SweepSaving:
             others=runs[name].architecture.files_beside_adapter(),
             form=config.lora.moe_lora_format,
             base_fingerprint=fingerprint,
+            is_part=architecture.spec.checkpoint_names.is_part,
         )
 
     for name in runs:

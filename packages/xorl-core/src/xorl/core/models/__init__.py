@@ -28,6 +28,7 @@ from xorl.core.models import (
     starcoder2,
 )
 from xorl.core.models.causal_lm import CausalLM
+from xorl.core.models.composite import TEXT_CONFIG, spec_within, text_values
 from xorl.core.models.decoder import Decoder, DecoderLayer
 from xorl.core.models.decoder_config import DecoderConfig
 from xorl.core.models.flops import training_flops
@@ -80,6 +81,8 @@ SPECS: Mapping[str, ModelSpec] = MappingProxyType(
 def spec_for(hf_config: Mapping[str, object]) -> ModelSpec:
     """Return the model family of a config.json, by the first entry of its `architectures`.
 
+    For a composite model, it is the spec of its text model with the composite's names.
+
     Raises:
         ValueError: the entry is missing or the family is not supported; the message lists the supported ones.
     """
@@ -90,9 +93,20 @@ def spec_for(hf_config: Mapping[str, object]) -> ModelSpec:
         )
     architectures = hf_config.get("architectures")
     name = architectures[0] if isinstance(architectures, list) and architectures else None
-    if not isinstance(name, str) or name not in SPECS:
+    if isinstance(name, str) and name in SPECS:
+        return SPECS[name]
+    texts = [spec for spec in SPECS.values() if name in spec.composites]
+    if not isinstance(name, str) or not texts:
+        known = sorted({*SPECS, *(each for spec in SPECS.values() for each in spec.composites)})
         raise ValueError(
             f"the model's config.json has architectures: {architectures!r}; its first entry must be one of "
-            f"{', '.join(sorted(SPECS))}"
+            f"{', '.join(known)}"
         )
-    return SPECS[name]
+    model_type = text_values(hf_config).get("model_type") if TEXT_CONFIG in hf_config else None
+    found = [spec for spec in texts if model_type in (spec.model_type, None)]
+    if len(found) != 1:
+        raise ValueError(
+            f"the model's config.json has {TEXT_CONFIG} with model_type: {model_type!r}; that of a {name} must be one "
+            f"of {', '.join(sorted(spec.model_type for spec in texts))}"
+        )
+    return spec_within(found[0], name)

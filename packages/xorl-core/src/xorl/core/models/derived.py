@@ -49,7 +49,8 @@ def _recipe(model: nn.Module, path: str, leaf: str, shape: tuple[int, ...], name
 def _expert_recipe(path: str, module: ExpertLinear, names: CheckpointNames) -> WeightRecipe:
     """Checkpoints have three matrices for each expert; the parameters stack all gates and ups, and all downs."""
     assert names.experts is not None, f"{path}: the family's names have no experts"
-    layer, _, name = path.partition(".mlp.experts.")
+    block, _, name = path.partition(".mlp.experts.")
+    layer = names.in_checkpoint(block)
     parts = (names.experts.down,) if name == "down_proj" else (names.experts.gate, names.experts.up)
     sources = tuple(
         f"{layer}.{names.experts.expert.format(index)}.{part}.weight"

@@ -19,7 +19,14 @@ CHECKPOINT_NAMES = replace(
         "mlp_output_norm": "post_feedforward_layernorm",
     },
 )
+# The text_config of a composite model leaves out what it has of these.
 DEFAULTS: Mapping[str, object] = {
+    "vocab_size": 262208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 131072,
     "num_key_value_heads": 4,
     "head_dim": 256,
     "sliding_window": 4096,
@@ -66,4 +73,5 @@ SPEC = ModelSpec(
     config_from_hf=config_from_hf,
     checkpoint_names=CHECKPOINT_NAMES,
     adapter_targets=rotary_gated.ADAPTER_TARGETS,
+    composites=("Gemma3ForConditionalGeneration",),
 )

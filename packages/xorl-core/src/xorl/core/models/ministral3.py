@@ -55,4 +55,5 @@ SPEC = ModelSpec(
     config_from_hf=config_from_hf,
     checkpoint_names=rotary_gated.CHECKPOINT_NAMES,
     adapter_targets=rotary_gated.ADAPTER_TARGETS,
+    composites=("Mistral3ForConditionalGeneration",),
 )

@@ -221,6 +221,7 @@ class ExpertNames:
     down: str
 
 
+_NATIVE_PREFIX = "model."
 _OF_LAYER = re.compile(r"^(model\.layers\.\d+\.)(.*)$")
 
 # The layout that transformers 5 uses in memory: one tensor for all experts of a layer, [E, 2F, D] with the gate's rows
@@ -241,6 +242,13 @@ class CheckpointNames:
         experts: names of experts; None for families without them.
         modules: the names of modules that differ from the decoder's, in layers relative to these.
         stacked: the modules, such as qkv_proj, that stack the same matrices in checkpoints.
+        unused: regular expression, matched at the start of names without `prefix`, for tensors that the model does not
+            use but other programs do, such as those that predict further tokens; exports copy them. A group in it is
+            the number of a layer, and only matches layers after the model's.
+        is_part: the model is a part of a composite one: tensors that are neither under `prefix` nor the head belong to
+            other parts, and exports copy them.
+        spellings: other prefixes that names in checkpoints may have, and those of the recipes that they stand for.
+            Exports keep the prefixes that were read.
     """
 
     prefix: str
@@ -250,14 +258,33 @@ class CheckpointNames:
     experts: ExpertNames | None = None
     modules: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     stacked: tuple[str, ...] = ()
+    unused: str | None = None
+    is_part: bool = False
+    spellings: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+
+    @property
+    def has_unused(self) -> bool:
+        """Whether checkpoints may have tensors that the model does not use and exports copy."""
+        return self.is_part or self.unused is not None
 
     def in_checkpoint(self, module: str) -> str:
         """The name of a module in checkpoints, from its name as of a decoder whose layers are `model.layers.N`."""
+        name = self._renamed(module)
+        return self.prefix + name.removeprefix(_NATIVE_PREFIX) if name.startswith(_NATIVE_PREFIX) else name
+
+    def _renamed(self, module: str) -> str:
         if (found := _OF_LAYER.match(module)) is None:
             return self.modules.get(module, module)
         if self.experts is not None and found[2] == "mlp.gate":
             return found[1] + self.experts.router
         return found[1] + self.modules.get(found[2], found[2])
+
+    def is_unused(self, name: str, num_layers: int) -> bool:
+        """Whether the tensor with this name, spelled as in recipes, is one that exports copy."""
+        if self.is_part and not name.startswith((self.prefix, self.head.removesuffix("weight"))):
+            return True
+        found = None if self.unused is None else re.match(self.unused, name.removeprefix(self.prefix))
+        return found is not None and all(group is None or int(group) >= num_layers for group in found.groups())
 
 
 class CheckpointView:
@@ -265,19 +292,41 @@ class CheckpointView:
 
     Raises ValueError if a tied head differs from the embedding, because one of the two would be lost, or if the
     checkpoint contains an expert twice.
+
+    Attributes:
+        unused: the tensors that the model does not use and exports copy, as `source` names them.
     """
 
-    def __init__(self, source: WeightSource, names: CheckpointNames, *, tied: bool) -> None:
+    def __init__(self, source: WeightSource, names: CheckpointNames, *, tied: bool, num_layers: int) -> None:
         self._source = source
+        self._spellings = {
+            spelling: prefix
+            for spelling, prefix in names.spellings.items()
+            if any(name.startswith(spelling) for name in source.names())
+        }
+        spelled = {self._in_recipes(name): name for name in source.names()}
+        unused = {name: actual for name, actual in spelled.items() if names.is_unused(name, num_layers)}
+        self.unused = tuple(unused.values())
         ignored = re.compile(names.ignored)
-        kept = [name for name in source.names() if not ignored.search(name) and not (tied and name == names.head)]
+        kept = [
+            name
+            for name in spelled
+            if name not in unused and not ignored.search(name) and not (tied and name == names.head)
+        ]
         lacks_prefix = not any(name.startswith(names.prefix) for name in kept)
         self._actual: dict[str, str] = {
-            names.prefix + name if lacks_prefix and name != names.head else name: name for name in kept
+            names.prefix + name if lacks_prefix and name != names.head else name: spelled[name] for name in kept
         }
         self._slices = {} if names.experts is None else self._split_fused_experts(names.experts)
-        if tied and names.head in source.names() and names.embedding in self._actual:
-            self._require_same(names.head, self._actual[names.embedding])
+        if tied and names.head in spelled and names.embedding in self._actual:
+            self._require_same(spelled[names.head], self._actual[names.embedding])
+
+    def in_source(self, name: str) -> str:
+        """A name as in recipes with the prefix that the source has for it."""
+        return _with_prefix(name, {prefix: spelling for spelling, prefix in self._spellings.items()})
+
+    def _in_recipes(self, name: str) -> str:
+        return _with_prefix(name, self._spellings)
 
     def _split_fused_experts(self, names: ExpertNames) -> dict[str, tuple[str, int, int, int]]:
         """For each tensor of a fused expert: (fused tensor, index of the expert, its start and stop rows).
@@ -335,3 +384,11 @@ class CheckpointView:
         fused, expert, first, last = self._slices[name]
         rows = self._source.read(fused, expert, expert + 1)[0, first:last]
         return rows[start:stop].contiguous()
+
+
+def _with_prefix(name: str, prefixes: Mapping[str, str]) -> str:
+    """The name with its prefix replaced, if it is one of the keys of `prefixes`."""
+    for prefix, other in prefixes.items():
+        if name.startswith(prefix):
+            return other + name.removeprefix(prefix)
+    return name

@@ -26,6 +26,7 @@ class ModelSpec:
         config_from_hf: reads config.json's mapping; raises ValueError, naming the key and value, if unsupported.
         checkpoint_names: how names in a checkpoint may differ from those in the recipes.
         adapter_targets: the checkpoint modules that adapters target by default, by the last part of their names.
+        composites: the architectures of composite models of which this may be the text model.
         make_recipes: (config, merge_qkv) -> the recipe of each native parameter, for a family whose checkpoints store
             matrices in another way; None: recipes follow from the modules and their names.
     """
@@ -35,12 +36,8 @@ class ModelSpec:
     config_from_hf: Callable[[Mapping[str, object]], DecoderConfig]
     checkpoint_names: CheckpointNames
     adapter_targets: tuple[str, ...]
+    composites: tuple[str, ...] = ()
     make_recipes: Callable[[DecoderConfig, bool], dict[str, WeightRecipe]] | None = None
-
-    @property
-    def identity(self) -> dict[str, object]:
-        """What a config.json says of the family."""
-        return {"architectures": [self.architecture], "model_type": self.model_type}
 
     def build(self, config: DecoderConfig, *, merge_qkv: bool = True, kernels: LayerKernels = PLAIN_KERNELS) -> Decoder:
         """Build the model with uninitialised parameters, on the device of the surrounding `torch.device` context."""
@@ -58,9 +55,10 @@ class ModelSpec:
             return self.make_recipes(config, merge_qkv)
         return dict(_recipes(config, merge_qkv, self.checkpoint_names))
 
-    def checkpoint_view(self, config: DecoderConfig, source: WeightSource) -> WeightSource:
-        """`source` under the recipes' names, without old buffers and without the head of a tied model."""
-        return CheckpointView(source, self.checkpoint_names, tied=config.tie_word_embeddings)
+    def checkpoint_view(self, config: DecoderConfig, source: WeightSource) -> CheckpointView:
+        """`source` under the recipes' names, without tensors that are not used and without the head of a tied model."""
+        tied, num_layers = config.tie_word_embeddings, config.num_layers
+        return CheckpointView(source, self.checkpoint_names, tied=tied, num_layers=num_layers)
 
 
 @cache

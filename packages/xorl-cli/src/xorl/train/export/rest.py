@@ -1,0 +1,86 @@
+"""The rest of the folder that a model's weights came from: tensors that the model does not use, which exports copy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from torch import Tensor
+
+from xorl.ckpt import CheckpointError, CheckpointFailure, SafetensorsSource, resolve_folder
+from xorl.ckpt.export import source_groups
+from xorl.ckpt.ranks import fail_together
+from xorl.ckpt.tensor_file import TensorGroup
+from xorl.lora.prequantized import EXTRA
+from xorl.train.architecture import Architecture
+
+
+@dataclass(frozen=True)
+class Rest:
+    """What an export takes from the folder of the weights that training started from.
+
+    Attributes:
+        architecture: of the model's class.
+        folder: None if the model uses all tensors of its folder, or started from random weights.
+        unused: the names of the tensors to copy.
+        in_file: the name in the folder of a tensor that recipes name.
+        is_missing: the folder of a model that does not use all of its tensors is not known.
+    """
+
+    architecture: str
+    folder: Path | None
+    unused: tuple[str, ...]
+    in_file: Callable[[str], str]
+    is_missing: bool
+
+    @classmethod
+    def of(cls, architecture: Architecture) -> Rest:
+        """Find the rest in the folder or Hub repository `architecture.origin`.
+
+        Raises ValueError, CheckpointError or CheckpointFailure if it cannot be read or copied.
+        """
+        spec, origin = architecture.spec, architecture.origin
+        if origin is None or not spec.checkpoint_names.has_unused:
+            return cls(spec.architecture, None, (), str, is_missing=spec.checkpoint_names.has_unused)
+        try:
+            folder = resolve_folder(origin)
+            with SafetensorsSource(folder) as source:
+                view = spec.checkpoint_view(architecture.config, source)
+        except (CheckpointError, CheckpointFailure) as error:
+            raise type(error)(
+                f"exports of a {spec.architecture} copy tensors from {origin}, which its weights came from: {error}"
+            ) from error
+        if quantised := [name for name in view.unused if name.endswith(EXTRA)]:
+            raise ValueError(
+                f"exports of a {spec.architecture} copy tensors from {origin}, but {quantised[0]} there is of a "
+                "quantised one; start from the model that is not quantised"
+            )
+        return cls(spec.architecture, folder, view.unused, view.in_source, is_missing=False)
+
+    def require(self) -> None:
+        """Raise ValueError if an export would lack tensors."""
+        if self.is_missing:
+            raise ValueError(
+                f"the export of a {self.architecture} needs the tensors that are not trained, such as those of its "
+                "vision tower, and they are only in the folder of a whole model; name it in model.model_path"
+            )
+
+    @contextmanager
+    def groups(self) -> Iterator[list[TensorGroup]]:
+        """Yields the tensors to copy; rank 0 reads each when it is written. Collective, and so is writing them."""
+        self.require()
+        if self.folder is None:
+            yield []
+            return
+        with fail_together(f"copy tensors from {self.folder}"):
+            source = SafetensorsSource(self.folder)
+            groups = source_groups(source, names=self.unused)
+        with source:
+            yield [TensorGroup(group.records, partial(self._make, group)) for group in groups]
+
+    def _make(self, group: TensorGroup) -> Mapping[str, Tensor]:
+        with fail_together(f"copy tensors from {self.folder}"):
+            return group.make()
