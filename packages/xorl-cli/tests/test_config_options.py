@@ -7,34 +7,43 @@ from pathlib import Path
 import pytest
 
 from xorl.cli import exit_codes
-from xorl.config import load_config
+from xorl.config import Config, ServerConfig, load_config
 from xorl.config.options import all_options, yaml_text
 from xorl.config.show import documentation, json_schema, show
 
 README = Path(__file__).resolve().parents[1] / "README.md"
-FROZEN = Path(__file__).with_name("frozen_options.txt")
 EXAMPLES = Path(__file__).resolve().parents[3] / "configs"
 LOCAL_EXAMPLES = sorted([*EXAMPLES.glob("local/*.yaml"), *EXAMPLES.glob("quickstart.yaml")])
 
 
-def test_the_list_of_options_is_frozen() -> None:
+@pytest.mark.parametrize(
+    ("root", "file"), [(Config, "frozen_options.txt"), (ServerConfig, "frozen_server_options.txt")]
+)
+def test_the_list_of_options_is_frozen(root, file) -> None:
     # Would catch an option that is added, renamed, retyped or given another default without anyone deciding so. After
     # a decision, the lines below are what the file has to hold.
     listed = [
         f"{option.path}: {option.type} = {'(required)' if option.default is None else option.default}"
-        for option in all_options().values()
+        for option in all_options(root).values()
     ]
-    assert "\n".join(listed) == FROZEN.read_text(encoding="utf-8").rstrip("\n")
+    assert "\n".join(listed) == Path(__file__).with_name(file).read_text(encoding="utf-8").rstrip("\n")
 
 
-@pytest.mark.parametrize("option", all_options().values(), ids=lambda option: option.path)
-def test_every_option_is_documented(option) -> None:
+@pytest.mark.parametrize(
+    ("root", "option"),
+    [
+        pytest.param(root, option, id=path)
+        for root in (Config, ServerConfig)
+        for path, option in all_options(root).items()
+    ],
+)
+def test_every_option_is_documented(root, option) -> None:
     # Would catch an option whose meaning is in nobody's words, or whose null means nothing that is said.
     assert option.description.endswith(".")
     assert option.group
     if option.type.endswith("or null"):
         assert "null" in option.description
-    assert option.path in documentation(option.path)
+    assert option.path in documentation(option.path, root)
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tiny_decoders import summed_loss, tiny_decoder, train_as_if_
+from members import Members
+from tiny_decoders import summed_loss
 from tiny_models import hf_config
 from xorl.core.models import Decoder
 from xorl.core.parallel.compile import compile_layers
 from xorl.kernels.layout import SequenceLayout
-from xorl.lora import Adam, AdapterBank, AdapterSpec, adapter_parameters, adapters, inject
+from xorl.lora import Adam, AdapterBank, AdapterSpec, adapters
 from xorl.lora.snapshot import AdapterSnapshot
 
 SIZES = hf_config("llama", vocab_size=37, hidden_size=24, intermediate_size=40, attention_bias=True)
@@ -31,12 +32,8 @@ MEMBERS = {
 LENGTHS = (9, 2, 14, 5, 7, 3, 1, 6)
 
 
-def decoder() -> Decoder:
-    return tiny_decoder(SIZES)
-
-
-def bank_over(model: nn.Module, **options) -> AdapterBank:
-    return AdapterBank(model, **{"targets": WITH_HEAD, "num_resident": 8, "max_rank": 64, "device": "cpu", **options})
+ALL = Members(SIZES, MEMBERS, LENGTHS, {"targets": WITH_HEAD, "num_resident": 8, "max_rank": 64})
+decoder, bank_over, fill, run_mixed = ALL.decoder, ALL.bank_over, ALL.fill, ALL.run_mixed
 
 
 def values_of(bank: AdapterBank, name: str) -> dict[str, Tensor]:
@@ -49,37 +46,6 @@ def loss_of(model: Decoder, lengths: Sequence[int], seed: int = 0) -> Tensor:
     return summed_loss(model, ids, lengths)
 
 
-def document(index: int) -> Tensor:
-    return torch.randint(37, (LENGTHS[index],), generator=torch.Generator().manual_seed(index))
-
-
-def run(model: Decoder, *indices: int) -> Tensor:
-    ids = torch.cat([document(index) for index in indices])
-    return summed_loss(model, ids, [LENGTHS[index] for index in indices])
-
-
-def run_mixed(bank: AdapterBank, model: Decoder, names: Sequence[str]) -> Tensor:
-    indices = [list(MEMBERS).index(name) for name in names]
-    bank.activate([(name, LENGTHS[index]) for name, index in zip(names, indices, strict=True)])
-    return run(model, *indices)
-
-
-def alone(name: str) -> tuple[Decoder, dict[str, nn.Parameter]]:
-    """The adapter by itself, injected, and its gradients in its own run."""
-    index, model = list(MEMBERS).index(name), decoder()
-    inject(model, MEMBERS[name], seed=index)
-    parameters = adapter_parameters(model)
-    train_as_if_(parameters, index)
-    return model, parameters
-
-
-def fill(bank: AdapterBank, names: Sequence[str] = tuple(MEMBERS)) -> None:
-    for name in names:
-        index = list(MEMBERS).index(name)
-        bank.add(name, MEMBERS[name], seed=index)
-        train_as_if_(values_of(bank, name), index)
-
-
 @pytest.mark.parametrize("order", [tuple(MEMBERS), ("head", "r64", "all", "r4", "patterns", "attention", "rs", "mlp")])
 def test_each_gradient_of_a_mixed_batch_is_that_of_a_run_alone(order):
     """Catches tokens that meet another's matrices, ranks and scales that leak, and a gradient in the wrong slot."""
@@ -87,13 +53,8 @@ def test_each_gradient_of_a_mixed_batch_is_that_of_a_run_alone(order):
     bank = bank_over(model)
     fill(bank)
     run_mixed(bank, model, order).backward()
-    for index, name in enumerate(MEMBERS):
-        own, parameters = alone(name)
-        run(own, index).backward()
-        gradients = bank.gradients(name)
-        assert gradients.keys() == parameters.keys()
-        for key, parameter in parameters.items():
-            assert (gradients[key] - parameter.grad).norm() <= 1e-5 * parameter.grad.norm(), (name, key)
+    for name in MEMBERS:
+        ALL.check_gradients(bank, name)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
@@ -133,19 +94,14 @@ def test_a_row_of_one_adapter_is_a_run_of_a_model_with_it():
     for name in MEMBERS:
         loss = run_mixed(bank, model, (name,))
         loss.backward()
-        own, parameters = alone(name)
-        wanted = run(own, list(MEMBERS).index(name))
-        wanted.backward()
+        _, wanted = ALL.check_gradients(bank, name)
         torch.testing.assert_close(loss, wanted, rtol=1e-6, atol=1e-6)
-        gradients = bank.gradients(name)
-        for key, parameter in parameters.items():
-            assert (gradients[key] - parameter.grad).norm() <= 1e-5 * parameter.grad.norm(), (name, key)
     bank.copy("r4", "copied")
-    copied, index = bank.snapshot("copied"), list(MEMBERS).index("r4")
+    copied = bank.snapshot("copied")
     assert torch.equal(copied.values[""], bank.snapshot("r4").values[""])
     assert copied.step == 0
-    bank.activate([("copied", LENGTHS[index])])
-    torch.testing.assert_close(run(model, index), run(alone("r4")[0], index))
+    bank.activate([("copied", LENGTHS[ALL.index("r4")])])
+    torch.testing.assert_close(ALL.run(model, "r4"), ALL.run(ALL.alone("r4")[0], "r4"))
 
 
 def test_training_together_is_training_alone():
@@ -153,8 +109,7 @@ def test_training_together_is_training_alone():
     model = decoder()
     bank = bank_over(model)
     fill(bank)
-    # With the usual eps, a gradient that is nothing but rounding would move a weight as much as any other.
-    hyper = {name: Adam(1e-2 / (1 + index), eps=1e-3, weight_decay=0.1 * index) for index, name in enumerate(MEMBERS)}
+    hyper = ALL.adams()
     for step in range(3):
         # Some sit a step out, so that counts differ.
         names = [name for index, name in enumerate(MEMBERS) if step != 1 or index % 2]
@@ -163,19 +118,8 @@ def test_training_together_is_training_alone():
         for name in names:
             bank.step(name, hyper[name], divisor=3.0, max_norm=1.0)
     for index, name in enumerate(MEMBERS):
-        own, parameters = alone(name)
-        adam = hyper[name]
-        optimizer = torch.optim.AdamW(parameters.values(), lr=adam.lr, eps=adam.eps, weight_decay=adam.weight_decay)
-        for _ in range(3 if index % 2 else 2):
-            for _ in range(2):
-                run(own, index).backward()
-            for parameter in parameters.values():
-                parameter.grad /= 3.0
-            nn.utils.clip_grad_norm_(parameters.values(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
         values = values_of(bank, name)
-        for key, parameter in parameters.items():
+        for key, parameter in ALL.trained_alone(name, 3 if index % 2 else 2).items():
             torch.testing.assert_close(values[key].detach(), parameter.detach(), rtol=1e-4, atol=2e-6, msg=key)
 
 

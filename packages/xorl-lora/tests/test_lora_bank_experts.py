@@ -1,14 +1,14 @@
 """A bank of adapters on experts: each is what it would be alone, whoever shares its batches."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from tiny_decoders import summed_loss, tiny_decoder, train_as_if_
+from members import Members
+from tiny_decoders import summed_loss
 from tiny_models import hf_config
 from xorl.core.models import Decoder, spec_for
 from xorl.kernels.quant import QuantFormat, QuantScheme
@@ -33,44 +33,18 @@ MEMBERS = {
 LENGTHS = (9, 2, 14, 5, 7, 3, 11, 6)
 
 
-def decoder() -> Decoder:
-    return tiny_decoder(SIZES)
+ALL = Members(SIZES, MEMBERS, LENGTHS, {"targets": TARGETS, "num_resident": 8, "max_rank": 8})
+decoder, bank_over, fill, run_mixed = ALL.decoder, ALL.bank_over, ALL.fill, ALL.run_mixed
 
 
-def bank_over(model: nn.Module, **options) -> AdapterBank:
-    return AdapterBank(model, **{"targets": TARGETS, "num_resident": 8, "max_rank": 8, "device": "cpu", **options})
+def files_of(*held: object) -> dict[str, Tensor]:
+    return {key: tensor for group in adapter_tensors(*held) for key, tensor in group.make().items()}
 
 
-def fill(bank: AdapterBank, names: Sequence[str] = tuple(MEMBERS)) -> None:
-    for name in names:
-        index = list(MEMBERS).index(name)
-        bank.add(name, MEMBERS[name], seed=index)
-        held = bank.snapshot(name)
-        tensors = held.tensors()
-        train_as_if_(values := {key: tensors[key].clone() for key, _ in held.names}, index)
-        bank.restore(name, type(held).of_tensors(held.spec, held.names, tensors | values))
-
-
-def alone(name: str) -> tuple[Decoder, dict[str, nn.Parameter]]:
-    index, model = list(MEMBERS).index(name), decoder()
-    inject(model, MEMBERS[name], seed=index)
-    parameters = adapter_parameters(model)
-    train_as_if_(parameters, index)
-    return model, parameters
-
-
-def document(index: int) -> Tensor:
-    return torch.randint(37, (LENGTHS[index],), generator=torch.Generator().manual_seed(index))
-
-
-def run(model: Decoder, documents: Sequence[Tensor]) -> Tensor:
-    return summed_loss(model, torch.cat([*documents]), [len(one) for one in documents])
-
-
-def run_mixed(bank: AdapterBank, model: Decoder, names: Sequence[str]) -> Tensor:
-    indices = [list(MEMBERS).index(name) for name in names]
-    bank.activate([(name, LENGTHS[index]) for name, index in zip(names, indices, strict=True)])
-    return run(model, [document(index) for index in indices])
+def assert_same_files(own: Decoder, bank: AdapterBank, name: str) -> None:
+    alone, banked = files_of(own), files_of(own, bank.adapters(name))
+    assert alone.keys() == banked.keys()
+    assert all(torch.equal(tensor, banked[key]) for key, tensor in alone.items())
 
 
 @pytest.mark.parametrize(
@@ -86,17 +60,8 @@ def test_each_gradient_of_a_mixed_batch_is_that_of_a_run_alone(batches: list[tup
         loss = run_mixed(bank, model, names)
         loss.backward()
         total += loss.detach()
-    for index, name in enumerate(MEMBERS):
-        own, parameters = alone(name)
-        loss = run(own, [document(index)])
-        loss.backward()
-        total -= loss.detach()
-        gradients = bank.gradients(name)
-        assert gradients.keys() == parameters.keys()
-        for key, parameter in parameters.items():
-            assert parameter.grad is not None
-            difference = gradients[key] - parameter.grad
-            assert difference.norm() <= 1e-5 * parameter.grad.norm(), (name, key)
+    for name in MEMBERS:
+        total -= ALL.check_gradients(bank, name)[1].detach()
     assert total.abs() < 1e-3
 
 
@@ -105,26 +70,14 @@ def test_a_row_of_one_adapter_is_a_run_of_a_model_with_it() -> None:
     model = decoder()
     bank = bank_over(model)
     fill(bank)
-    for index, name in enumerate(MEMBERS):
+    for name in MEMBERS:
         loss = run_mixed(bank, model, (name,))
         loss.backward()
-        own, parameters = alone(name)
-        wanted = run(own, [document(index)])
-        wanted.backward()
+        own, wanted = ALL.check_gradients(bank, name)
         torch.testing.assert_close(loss, wanted, rtol=1e-6, atol=1e-6)
-        gradients = bank.gradients(name)
-        for key, parameter in parameters.items():
-            assert parameter.grad is not None
-            difference = gradients[key] - parameter.grad
-            assert difference.norm() <= 1e-5 * parameter.grad.norm(), (name, key)
-        files = [
-            {key: tensor for group in groups for key, tensor in group.make().items()}
-            for groups in (adapter_tensors(own), adapter_tensors(own, bank.adapters(name)))
-        ]
-        assert files[0].keys() == files[1].keys()
-        assert all(torch.equal(tensor, files[1][key]) for key, tensor in files[0].items())
+        assert_same_files(own, bank, name)
     bank.activate([(None, LENGTHS[0])])
-    assert torch.equal(run(model, [document(0)]), run(decoder(), [document(0)]))
+    assert torch.equal(ALL.run(model, "all"), ALL.run(decoder(), "all"))
 
 
 def test_training_together_is_training_alone(tmp_path: Path) -> None:
@@ -134,7 +87,7 @@ def test_training_together_is_training_alone(tmp_path: Path) -> None:
     tight = bank_over(tight_model, num_resident=2, host_limit=1, folder=tmp_path / "store")
     for each in (bank, tight):
         fill(each)
-    hyper = {name: Adam(1e-2 / (1 + index), eps=1e-3, weight_decay=0.1 * index) for index, name in enumerate(MEMBERS)}
+    hyper = ALL.adams()
     for _ in range(3):
         for _ in range(2):
             run_mixed(bank, model, tuple(MEMBERS)).backward()
@@ -143,19 +96,8 @@ def test_training_together_is_training_alone(tmp_path: Path) -> None:
             for _ in range(2):
                 run_mixed(tight, tight_model, (name,)).backward()
             tight.step(name, hyper[name], divisor=3.0, max_norm=1.0)
-    for index, name in enumerate(MEMBERS):
-        own, parameters = alone(name)
-        adam = hyper[name]
-        optimizer = torch.optim.AdamW(parameters.values(), lr=adam.lr, eps=adam.eps, weight_decay=adam.weight_decay)
-        for _ in range(3):
-            for _ in range(2):
-                run(own, [document(index)]).backward()
-            for parameter in parameters.values():
-                assert parameter.grad is not None
-                parameter.grad /= 3.0
-            nn.utils.clip_grad_norm_(parameters.values(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
+    for name in MEMBERS:
+        parameters = ALL.trained_alone(name, 3)
         tight.save(name, tmp_path / name)
         other = bank_over(decoder())
         other.load(name, tmp_path / name)
@@ -203,34 +145,16 @@ def test_experts_share_factors_in_a_bank_as_alone(sharing: ExpertSharing) -> Non
     # Catches gradients of a shared factor that miss some experts, and a file that differs from that of a model with it.
     model = decoder()
     bank = bank_over(model, expert_sharing=sharing)
-    members = {
+    specs = {
         name: replace(spec, expert_sharing=sharing) if name != "attention" else spec for name, spec in MEMBERS.items()
     }
-    for index, (name, spec) in enumerate(members.items()):
-        bank.add(name, spec, seed=index)
-        held = bank.snapshot(name)
-        tensors = held.tensors()
-        train_as_if_(values := {key: tensors[key].clone() for key, _ in held.names}, index)
-        bank.restore(name, type(held).of_tensors(held.spec, held.names, tensors | values))
-    run_mixed(bank, model, tuple(members)).backward()
+    members = replace(ALL, specs=specs)
+    members.fill(bank)
+    run_mixed(bank, model, tuple(MEMBERS)).backward()
     run_mixed(bank, model, ("all",)).backward()
-    for index, (name, spec) in enumerate(members.items()):
-        own = decoder()
-        inject(own, spec, seed=index)
-        parameters = adapter_parameters(own)
-        train_as_if_(parameters, index)
-        (run(own, [document(index)]) * (2 if name == "all" else 1)).backward()
-        gradients = bank.gradients(name)
-        assert gradients.keys() == parameters.keys()
-        for key, parameter in parameters.items():
-            assert parameter.grad is not None
-            assert (gradients[key] - parameter.grad).norm() <= 1e-5 * parameter.grad.norm(), (name, key)
-        files = [
-            {key: tensor for group in groups for key, tensor in group.make().items()}
-            for groups in (adapter_tensors(own), adapter_tensors(own, bank.adapters(name)))
-        ]
-        assert files[0].keys() == files[1].keys()
-        assert all(torch.equal(tensor, files[1][key]) for key, tensor in files[0].items())
+    for name in MEMBERS:
+        own, _ = members.check_gradients(bank, name, times=2 if name == "all" else 1)
+        assert_same_files(own, bank, name)
     with pytest.raises(ValueError, match="expert_sharing is 'none': all adapters of this bank have"):
         bank.add("other", AdapterSpec(rank=4, targets=TARGETS))
 
