@@ -73,15 +73,7 @@ def test_shards_of_the_training_data_leave_test_datasets_whole(tmp_path: Path) -
         (100, True, 1, 49, False),
     ],
 )
-def test_bins_that_fill_no_step_are_said(
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    accumulation: int,
-    drop_last: bool,
-    max_steps: int | None,
-    left_out: int,
-    warned: bool,
-) -> None:
+def test_bins_that_fill_no_step_are_said(tmp_path, caplog, accumulation, drop_last, max_steps, left_out, warned):
     """Catches a third of the data left out of every epoch without a line, of a receipt that says dropped=0."""
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"input_ids": [1, 2, 1]}) + "\n" for _ in range(149)))
     mapping = {
@@ -171,9 +163,7 @@ def test_a_receipt_that_cannot_be_written_is_told_with_its_file(tmp_path: Path) 
     assert not list(tmp_path.glob("receipt*"))
 
 
-def test_a_resume_says_which_accumulation_it_takes_in_place_of_the_options(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_resume_says_which_accumulation_it_takes_in_place_of_the_options(tmp_path, caplog) -> None:
     # Catches an option changed for a resume that is passed over in a line which nobody reads.
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"input_ids": [1, 2]}) + "\n" for _ in range(16)))
     mapping = {
