@@ -55,69 +55,28 @@ def train(folder: Path, run_command):
     return partial(run_command, str(folder / "config.yaml"))
 
 
-def add_lines(path: Path, *lines: str) -> None:
-    with path.open("a") as file:
-        file.writelines(line + "\n" for line in lines)
+Change = Callable[[Path], list[str]]
 
 
-def misspelt_key(folder: Path) -> list[str]:
-    add_lines(folder / "config.yaml", "  weigth_decay: 0.1")
-    return []
+def added(file: str, line: str) -> Change:
+    def change(folder: Path) -> list[str]:
+        with (folder / file).open("a") as opened:
+            opened.write(line + "\n")
+        return []
+
+    return change
 
 
-def wrong_type(folder: Path) -> list[str]:
-    add_lines(folder / "config.yaml", "  lr: fast")
-    return []
+def of_model(*arguments: str, base: dict[str, object] = MODEL, **changes: object) -> Change:
+    def change(folder: Path) -> list[str]:
+        write_config(folder / "model", {**base, **changes})
+        return list(arguments)
 
-
-def row_that_is_not_json(folder: Path) -> list[str]:
-    add_lines(folder / "train.jsonl", '{"input_ids": [1, 2')
-    return []
-
-
-def row_of_two_lengths(folder: Path) -> list[str]:
-    add_lines(folder / "train.jsonl", '{"input_ids": [1, 2, 3], "labels": [1, 2]}')
-    return []
-
-
-def id_beyond_the_vocabulary(folder: Path) -> list[str]:
-    add_lines(folder / "train.jsonl", '{"input_ids": [1, 64], "labels": [1, 64]}')
-    return []
+    return change
 
 
 def nothing_trained(folder: Path) -> list[str]:
     (folder / "train.jsonl").write_text('{"input_ids": [1, 2, 3], "labels": [-100, -100, -100]}\n' * 9)
-    return []
-
-
-def checkpoint_of_another_model(folder: Path) -> list[str]:
-    write_config(folder / "model", {**MODEL, "hidden_size": 24})
-    return ["--train.load_checkpoint_path", "auto", "--train.max_steps", "4"]
-
-
-def output_under_a_file(folder: Path) -> list[str]:
-    return ["--train.output_dir", str(folder / "train.jsonl" / "output")]
-
-
-def model_of_another_family(folder: Path) -> list[str]:
-    write_config(folder / "model", {**MODEL, "architectures": ["MambaForCausalLM"]})
-    return []
-
-
-def model_without_layers(folder: Path) -> list[str]:
-    write_config(folder / "model", {**MODEL, "num_hidden_layers": 0})
-    return []
-
-
-def gpt2_of_few_positions(folder: Path) -> list[str]:
-    write_config(folder / "model", hf_config("gpt2", n_embd=16, n_layer=1, n_head=2, n_positions=4))
-    return ["--data.pad_to_multiple_of", "4"]
-
-
-def weights_of_another_model(folder: Path) -> list[str]:
-    config = folder / "config.yaml"
-    config.write_text(config.read_text().replace("config_path", "model_path"))
-    save_file({"model.norm.weight": torch.ones(8)}, folder / "model" / "model.safetensors")
     return []
 
 
@@ -127,34 +86,42 @@ def model_without_weights(folder: Path) -> list[str]:
     return []
 
 
+def weights_of_another_model(folder: Path) -> list[str]:
+    save_file({"model.norm.weight": torch.ones(8)}, folder / "model" / "model.safetensors")
+    return model_without_weights(folder)
+
+
 def checkpoint_that_was_half_deleted(folder: Path) -> list[str]:
     (folder / "output" / "checkpoints" / "global_step_2" / "metadata.json").unlink()
-    return ["--train.load_checkpoint_path", "auto", "--train.max_steps", "4"]
+    return [*AUTO, "--train.max_steps", "4"]
 
 
 def latest_that_is_a_folder(folder: Path) -> list[str]:
     (folder / "output" / "checkpoints" / "latest").mkdir(parents=True)
-    return ["--train.load_checkpoint_path", "auto"]
+    return [*AUTO]
 
 
-def rows_of_96_weights(folder: Path) -> list[str]:
-    write_config(folder / "model", {**MODEL, "hidden_size": 64, "head_dim": 64, "intermediate_size": 96})
-    return ["--lora.enable_qlora", "true", "--lora.quant_format", "nf4"]
-
-
-CASES: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
-    "misspelt key": (misspelt_key, ["config.yaml:15", "weigth_decay", "weight_decay"]),
-    "wrong type": (wrong_type, ["config.yaml:15", "train.lr", "fast"]),
+AUTO = ("--train.load_checkpoint_path", "auto")
+NF4 = ("--lora.enable_qlora", "true", "--lora.quant_format", "nf4")
+CASES: dict[str, tuple[Change, list[str]]] = {
+    "misspelt key": (added("config.yaml", "  weigth_decay: 0.1"), ["config.yaml:15", "weigth_decay", "weight_decay"]),
+    "wrong type": (added("config.yaml", "  lr: fast"), ["config.yaml:15", "train.lr", "fast"]),
     "missing dataset": (
         lambda folder: ["--data.datasets.0.path", f"{folder}/none.jsonl"],
         ["none.jsonl", "data.datasets"],
     ),
-    "row not JSON": (row_that_is_not_json, ["train.jsonl, line 41"]),
-    "row of two lengths": (row_of_two_lengths, ["train.jsonl, line 41", "3", "2"]),
-    "id beyond the vocabulary": (id_beyond_the_vocabulary, ["train.jsonl, line 41", "64"]),
+    "row not JSON": (added("train.jsonl", '{"input_ids": [1, 2'), ["train.jsonl, line 41"]),
+    "row of two lengths": (
+        added("train.jsonl", '{"input_ids": [1, 2, 3], "labels": [1, 2]}'),
+        ["train.jsonl, line 41", "3", "2"],
+    ),
+    "id beyond the vocabulary": (
+        added("train.jsonl", '{"input_ids": [1, 64], "labels": [1, 64]}'),
+        ["train.jsonl, line 41", "64"],
+    ),
     "nothing trained": (nothing_trained, ["no token", "train.jsonl"]),
     "checkpoint of another model": (
-        checkpoint_of_another_model,
+        of_model(*AUTO, "--train.max_steps", "4", hidden_size=24),
         [
             "train.load_checkpoint_path: ",
             "is of another model than the section model describes",
@@ -171,16 +138,21 @@ CASES: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
         ["train.output_dir: ", "checkpoints/latest is a folder", "rename it"],
     ),
     "rows that a group does not divide": (
-        rows_of_96_weights,
+        of_model(*NF4, hidden_size=64, head_dim=64, intermediate_size=96),
         ["lora.quant_group_size: ", "rows of 96 weights", "groups of 64, but into groups of 32"],
     ),
-    "output not writable": (output_under_a_file, ["train.output_dir", "train.jsonl/output"]),
+    "output not writable": (
+        lambda folder: ["--train.output_dir", str(folder / "train.jsonl" / "output")],
+        ["train.output_dir", "train.jsonl/output"],
+    ),
     "sizes do not divide": (
         lambda _: ["--nproc-per-node", "4", "--train.data_parallel_shard_size", "3"],
         ["train.data_parallel_shard_size", "4"],
     ),
     "document without positions": (
-        gpt2_of_few_positions,
+        of_model(
+            "--data.pad_to_multiple_of", "4", base=hf_config("gpt2", n_embd=16, n_layer=1, n_head=2, n_positions=4)
+        ),
         ["data.datasets: a document of 8 tokens", "4 learned positions", "max_seq_len: 4"],
     ),
     "attention that cannot run": (
@@ -193,11 +165,11 @@ CASES: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
     ),
     "model not known": (lambda folder: ["--model.config_path", f"{folder}/nowhere"], ["model.config_path", "nowhere"]),
     "architecture not known": (
-        model_of_another_family,
+        of_model(architectures=["MambaForCausalLM"]),
         ["config.yaml:2: model.config_path: ", "model/config.json: ", "MambaForCausalLM", "Qwen3ForCausalLM"],
     ),
     "architecture that cannot be": (
-        model_without_layers,
+        of_model(num_hidden_layers=0),
         ["config.yaml:2: model.config_path: ", "model/config.json: ", "num_hidden_layers must be at least 1, got 0"],
     ),
     "model without weights": (

@@ -160,10 +160,7 @@ def test_arguments_of_an_export_are_checked(tmp_path, monkeypatch, arguments, me
         ({"recipes": ["w"]}, "recipes: the list is not a mapping of names to recipes"),
         ({"recipes": "w"}, "recipes: 'w' is not a mapping of names to recipes"),
         ({"recipes": {"w": (2, 2)}}, "recipes: w: the tuple is not a recipe, such as SameTensor"),
-        (
-            {"params": {"w": INTEGER_PIECE}},
-            "params: w is int32, but the weights are float",
-        ),
+        ({"params": {"w": INTEGER_PIECE}}, "params: w is int32, but the weights are float"),
         ({"params": {"w": WEIGHTS["w"].int()}}, "params: w is int32, but the weights are float32"),
         ({"params": {"w": WEIGHTS["w"].bool()}}, "params: w is bool, but the weights are float32"),
     ],

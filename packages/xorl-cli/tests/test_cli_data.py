@@ -143,10 +143,7 @@ def test_a_stream_is_looked_at_without_preparing(data, tmp_path: Path) -> None:
         (["prepare", "--data.datasets.0.type", "text"], "line 1: column 'text' does not exist"),
         (["prepare", "--model.tokenizer_path", "configs/models"], "model.tokenizer_path: "),
         (["prepare", "--data.sample_packing_sequence_len", "8"], "configs/local/chat.yaml:14: data.datasets[0]: "),
-        (
-            ["inspect", "--data.datasets.0.path", "a/*.jsonl"],
-            "data.datasets[0].data_files to the pattern, and ds_type",
-        ),
+        (["inspect", "--data.datasets.0.path", "a/*.jsonl"], "data.datasets[0].data_files to the pattern, and ds_type"),
         (["stats", "--html", "configs"], "--html: cannot write configs"),
     ],
 )

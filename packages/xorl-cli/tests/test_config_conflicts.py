@@ -105,19 +105,10 @@ def swept(*members: dict[str, Any], **lora: Any) -> dict[str, Any]:
             "convert it with `xorl export`",
         ),
         ("train.reshard_after_forward: true, train.enable_full_shard: false", "remove one of the two"),
-        (
-            "train.data_parallel_shard_size: 2, train.data_parallel_mode: none",
-            "none does not divide",
-        ),
-        (
-            "train.data_parallel_replicate_size: 2, train.data_parallel_mode: none",
-            "none does not divide",
-        ),
+        ("train.data_parallel_shard_size: 2, train.data_parallel_mode: none", "none does not divide"),
+        ("train.data_parallel_replicate_size: 2, train.data_parallel_mode: none", "none does not divide"),
         ("train.data_parallel_shard_size: 2, train.data_parallel_mode: ddp", "ddp does not shard"),
-        (
-            "train.tensor_parallel_size: 2, lora.enable_lora: true, lora.use_dora: true",
-            "with use_dora yet",
-        ),
+        ("train.tensor_parallel_size: 2, lora.enable_lora: true, lora.use_dora: true", "with use_dora yet"),
         (
             "train.tensor_parallel_size: 2, train.enable_gradient_checkpointing: true, train.recompute_policy: auto",
             "auto measures the layers on one GPU",
@@ -293,11 +284,7 @@ def test_options_that_agree_are_accepted(options: str) -> None:
         ),
         (swept({}, use_dora=True), "lora.use_dora", "lora.sweep is empty: the members of a sweep are plain adapters"),
         (swept({}) | {"train": {"optimizer": "muon"}}, "train.optimizer", "trained by AdamW"),
-        (
-            swept({}) | {"train": {"recompute_policy": "auto"}},
-            "train.recompute_policy",
-            "choose module or operation",
-        ),
+        (swept({}) | {"train": {"recompute_policy": "auto"}}, "train.recompute_policy", "choose module or operation"),
     ],
 )
 def test_members_of_a_sweep_are_checked_as_runs_of_their_own(changes, path, message) -> None:

@@ -117,12 +117,7 @@ def test_ranks_meet_over_gloo() -> None:
             ["rank 1 of 2 failed first, with exit code 1:", "Traceback", "RuntimeError: rank 1 lost its way"],
             ["rank 0"],
         ),
-        (
-            "fail_in_turn",
-            1,
-            ["rank 1 of 2 failed first", "RuntimeError: the cause"],
-            ["rank 0 of 2"],
-        ),
+        ("fail_in_turn", 1, ["rank 1 of 2 failed first", "RuntimeError: the cause"], ["rank 0 of 2"]),
         ("refuse_input", 2, ["error: a.yaml: 1 problem\n\na.yaml:3: x\n     3 | x: 1\n"], ["Traceback"]),
         ("refuse_input_on_rank_1", 2, ["error: a.yaml: 1 problem", "(rank 1 of 2)"], ["Traceback", "rank 0"]),
         ("diverge", 3, ["error: step 5: loss nan"], ["Traceback"]),

@@ -77,10 +77,7 @@ def test_targets_in_another_form_are_told_what_to_write(targets: str, hint: str)
     ("lora", "message"),
     [
         ({"moe_hybrid_shared_lora": True}, r"(?s)lora\.moe_shared_lora.*set one to false"),
-        (
-            {"moe_lora_format": "sglang"},
-            r"(?s)lora\.moe_lora_format.*whose outer factors are shared",
-        ),
+        ({"moe_lora_format": "sglang"}, r"(?s)lora\.moe_lora_format.*whose outer factors are shared"),
     ],
 )
 def test_experts_share_in_one_way_and_in_a_form_that_can_say_so(lora: dict, message: str) -> None:

@@ -110,10 +110,7 @@ def replay(recorded: object, name: str = "MixtralForCausalLM", config: DecoderCo
             lambda: check_parallelizable(Named(), ParallelPolicy(collectives="copy_engine"), "cpu"),
             "collectives: copy_engine is for GPUs, not for cpu devices; use auto",
         ),
-        (
-            lambda: ParallelPolicy(unit_modules="lm_head"),
-            "unit_modules: must be a tuple of names, got the str",
-        ),
+        (lambda: ParallelPolicy(unit_modules="lm_head"), "unit_modules: must be a tuple of names, got the str"),
         (lambda: scale_and_clip_(iter(()), 1.0, 1.0), "parameters: there are none"),
         (lambda: ParallelPolicy(recompute=True), "recompute: True is not one of 'none'"),
         (lambda: scale_and_clip_([nn.Parameter(torch.ones(2))], 0, 1.0), "divisor: is 0"),

@@ -17,10 +17,7 @@ LINES = {
         '{"input_ids": [1, 2], "labels": [1, 2], "input_ids": [3, 4]}',
         r"line 3 has the key 'input_ids' twice in one object; remove one of the two",
     ),
-    "a nested key twice": (
-        '{"input_ids": [{"a": 1, "a": 2}], "labels": [1]}',
-        r"line 3 has the key 'a' twice",
-    ),
+    "a nested key twice": ('{"input_ids": [{"a": 1, "a": 2}], "labels": [1]}', r"line 3 has the key 'a' twice"),
     "two objects": (GOOD + GOOD, r"line 3 is not JSON: Extra data"),
     "not UTF-8": (b'{"input_ids": "1 \xff", "labels": [1]}', r"line 3 is not UTF-8"),
     "other lengths": ('{"input_ids": [1, 2], "labels": [1]}', r"line 3: labels has 1 values and input_ids has 2"),

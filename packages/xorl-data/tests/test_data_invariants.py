@@ -49,10 +49,7 @@ IDS = list(range(1, 11))
 LABELS = {
     "aligned": ([-100, -100, *IDS[2:]], None),
     "one replaced": ([-100, *IDS[1:9], 99], None),
-    "shifted": (
-        [*IDS[1:], 99],
-        r"in 2 of the 2 samples .* labels equal the next token: they are already shifted",
-    ),
+    "shifted": ([*IDS[1:], 99], r"in 2 of the 2 samples .* labels equal the next token: they are already shifted"),
     "shifted and masked": ([-100] * 4 + [*IDS[5:], -100], r"labels equal the next token"),
     "of others": (
         [-100, *IDS[:0:-1]],

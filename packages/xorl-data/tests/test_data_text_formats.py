@@ -57,11 +57,7 @@ SAMPLES = {
         {"type": "chat"},
         ("<|user|>Hi<|end|>\n<|assistant|>Hello<|end|>\n", ["Hello<|end|>"]),
     ),
-    "prompt": (
-        {"prompt": "2+2=", "completion": "4"},
-        {"type": "auto"},
-        ("2+2=4<|end|>", ["4<|end|>"]),
-    ),
+    "prompt": ({"prompt": "2+2=", "completion": "4"}, {"type": "auto"}, ("2+2=4<|end|>", ["4<|end|>"])),
     "alpaca": (
         {"instruction": "Add", "input": "2 2", "output": "4"},
         {"type": "prompt_completion"},
@@ -148,15 +144,9 @@ def test_a_template_is_a_file_or_a_name(text_options, tmp_path, write_jsonl):
 
 
 CONVERSATIONS = {
-    "order": (
-        [ASSISTANT, USER],
-        r"message 0 has role assistant at the start, want system or developer or user",
-    ),
+    "order": ([ASSISTANT, USER], r"message 0 has role assistant at the start, want system or developer or user"),
     "two users": ([USER, USER, ASSISTANT], r"message 1 has role user after user, want assistant there"),
-    "late system": (
-        [USER, ASSISTANT, {"role": "system", "content": "x"}],
-        r"message 2 has role system after assis",
-    ),
+    "late system": ([USER, ASSISTANT, {"role": "system", "content": "x"}], r"message 2 has role system after assis"),
     "no answer": ([USER], r"no assistant message"),
     "empty": ([], r"the conversation is empty"),
     "not a list": ("Hi there", r"column 'messages' is a string that is not JSON"),

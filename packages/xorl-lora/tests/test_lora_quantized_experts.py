@@ -198,11 +198,7 @@ def test_experts_are_left_out_by_name(exclude: tuple[str, ...], left: int) -> No
     [
         (SCHEMES["nf4"], ("gate_proj",), "gate_proj shares one matrix with .* and 2 others: name all of them"),
         (SCHEMES["nf4"], ("experts.1",), "experts.1.gate_proj shares one matrix with"),
-        (
-            QuantScheme("nf4", 64),
-            (),
-            r"group_size: .*rows of 96 weights cannot be divided into groups of 64",
-        ),
+        (QuantScheme("nf4", 64), (), r"group_size: .*rows of 96 weights cannot be divided into groups of 64"),
         (
             QuantScheme("block_fp8", 128),
             (),

@@ -148,10 +148,7 @@ class LanguageModel(nn.Module):
     ("model", "message"),
     [
         (nn.LayerNorm(4), "finds no linear layer to adapt in LayerNorm: it has none"),
-        (
-            nn.ModuleList([Conv1D()]),
-            r"no linear layer .*0.weight \[4, 6\] is a parameter of Conv1D",
-        ),
+        (nn.ModuleList([Conv1D()]), r"no linear layer .*0.weight \[4, 6\] is a parameter of Conv1D"),
         (nn.Linear(4, 4), r"model: it is itself a Linear, .* put it in a module, such as nn.Sequential\(layer\)"),
     ],
 )
