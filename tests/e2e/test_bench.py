@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from local_options import local_config
 from tiny_models import hf_config, write_config
 from tiny_runs import run_values
 from xorl.cli.bench_config import SHAPES
@@ -88,18 +89,13 @@ def test_a_signal_ends_all_of_it_and_nothing_is_written(number: signal.Signals, 
     assert not {path.name for path in output.rglob("*")} & {"bench.json", "bench.md", "latest"}
 
 
-def test_a_shape_that_cannot_fit_is_refused_with_the_numbers(tmp_path: Path) -> None:
+def test_a_shape_that_cannot_fit_is_refused_with_the_numbers() -> None:
     # Catches a benchmark that fills the host's memory for minutes and is killed without a word.
     architecture = read_architecture(ModelConfig(config_path=str(SHAPES / "qwen3-8b.json")))
     gib = 2**30
 
-    def refusal(has: int, sharing: int = 1, shard_size: int = 1, **options: dict[str, object]) -> str | None:
-        values: dict[str, object] = {
-            "model": {"config_path": str(SHAPES)},
-            "data": {"datasets": [{"path": "dummy"}]},
-            "train": {"output_dir": str(tmp_path), "param_dtype": "bf16"},
-        }
-        config = config_from_mapping(values | options).config
+    def refusal(has: int, sharing: int = 1, shard_size: int = 1, **options: object) -> str | None:
+        config = local_config(SHAPES, **{"param_dtype": "bf16", **options})
         dims = ParallelDims(dp_shard=shard_size)
         return memory_refusal(config, architecture, dims, available_bytes=has, num_ranks=sharing, owner="this machine")
 
@@ -111,7 +107,7 @@ def test_a_shape_that_cannot_fit_is_refused_with_the_numbers(tmp_path: Path) -> 
     assert told.endswith("use a smaller shape, or --lora.enable_lora true")
     assert refusal(31 * gib, shard_size=2) is None
     assert "of 2 ranks take 61.0 GiB" in str(refusal(31 * gib, sharing=2, shard_size=2))
-    assert refusal(20 * gib, lora={"enable_lora": True}, train={"output_dir": str(tmp_path)}) is None
+    assert refusal(20 * gib, lora={"enable_lora": True}, param_dtype=None) is None
 
 
 class Recorder:

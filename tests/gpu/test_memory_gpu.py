@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from local_options import local_config
 from tiny_models import hf_config, write_config
-from xorl.config import config_from_mapping
 from xorl.core import runtime
 from xorl.core.loss import cross_entropy
 from xorl.core.mesh import Mesh, ParallelDims
@@ -112,14 +112,8 @@ def place() -> Iterator[Runtime]:
 def test_the_peak_of_a_step_is_predicted(setting, options, place, tmp_path) -> None:
     # Catches an estimate of recompute_policy: auto that counts memory that is never taken at the same time.
     write_config(tmp_path, {**HF_CONFIG, "vocab_size": 32768})
-    config = config_from_mapping(
-        {
-            "model": {"config_path": str(tmp_path)},
-            "data": {"datasets": [{"path": "a"}], "sample_packing_sequence_len": NUM_TOKENS},
-            "train": {"output_dir": "o", "data_parallel_mode": "none", **options.get("train", {})},
-            "lora": options.get("lora", {}),
-        }
-    ).config
+    train = {"data_parallel_mode": "none", **options.get("train", {})}
+    config = local_config(tmp_path, {"sample_packing_sequence_len": NUM_TOKENS}, options.get("lora", {}), **train)
     batch = MicroBatch(NUM_TOKENS, NUM_TOKENS)
     architecture = read_architecture(config.model)
     mesh = Mesh(ParallelDims.resolve("none", 1), "cuda")

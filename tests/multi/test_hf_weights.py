@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from local_options import local_config
 from tiny_models import hf_config, write_config
-from xorl.config import Config, config_from_mapping
+from xorl.config import Config
 from xorl.core.mesh import Mesh, ParallelDims
 from xorl.lora import Adapter, AdapterBank, AdapterSpec, adapter_parameters, adapters, load_adapter_state_dict
 from xorl.lora.quantized import QuantizedLayer, read_rows
@@ -29,16 +30,8 @@ KINDS: dict[str, tuple[dict[str, object], bool]] = {
 
 
 def config_of(folder: Path, lora: dict[str, object], num_ranks: int) -> Config:
-    mode = "none" if num_ranks == 1 else "fsdp2"
-    train = {"output_dir": "o", "enable_mixed_precision": False, "data_parallel_mode": mode}
-    return config_from_mapping(
-        {
-            "model": {"config_path": str(folder)},
-            "data": {"datasets": [{"path": "a"}]},
-            "train": {**train, "enable_gradient_checkpointing": False},
-            "lora": lora,
-        }
-    ).config
+    train = {"enable_mixed_precision": False, "enable_gradient_checkpointing": False}
+    return local_config(folder, lora=lora, **train, data_parallel_mode="none" if num_ranks == 1 else "fsdp2")
 
 
 def values(found: dict[str, Tensor]) -> dict[str, Tensor]:

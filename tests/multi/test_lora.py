@@ -12,10 +12,11 @@ import torch.distributed as dist
 from safetensors.torch import load
 from torch import Tensor
 
+from local_options import local_config
 from placement import mesh_of, whole
 from ranks import Launch, Launches
 from tiny_models import hf_config, write_config
-from xorl.config import Config, config_from_mapping
+from xorl.config import Config
 from xorl.core.loss import cross_entropy
 from xorl.core.mesh import ParallelDims
 from xorl.data.batch import Document, collate
@@ -62,16 +63,8 @@ FILES = ("adapter_model.safetensors", "adapter_config.json")
 
 
 def config_of(folder: Path, layout: str, lora: Mapping[str, object], train: Mapping[str, object]) -> Config:
-    mode = LAYOUTS[layout][1]
-    options = {"output_dir": "o", "enable_mixed_precision": False, "enable_gradient_checkpointing": False}
-    return config_from_mapping(
-        {
-            "model": {"config_path": str(folder)},
-            "data": {"datasets": [{"path": "a"}]},
-            "train": {**options, **mode, **train},
-            "lora": {**LORA, **lora},
-        }
-    ).config
+    options = {"enable_mixed_precision": False, "enable_gradient_checkpointing": False}
+    return local_config(folder, lora={**LORA, **lora}, **{**options, **LAYOUTS[layout][1], **train})
 
 
 def engine_of(folder: Path, layout: str, lora: Mapping[str, object] = {}, train: Mapping[str, object] = {}) -> Engine:

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from expert_reads import counted_reads
 from layouts import mesh_for
+from local_options import local_config
 from ranks import Launch, Launches
 from tiny_models import hf_config, write_config
 from xorl.ckpt import SafetensorsSource
 from xorl.ckpt.reader import source_shapes
-from xorl.config import Config, config_from_mapping
+from xorl.config import Config
 from xorl.core import runtime
 from xorl.kernels.quant.block_fp8 import quantize_block_fp8
 from xorl.lora.merge import fold_
@@ -54,24 +55,11 @@ TARGETS = ["q_proj", "gate_proj", "up_proj", "down_proj"]
 def config_of(folder: Path, quant_format: str, train: dict[str, object], *, mode: str | None = None) -> Config:
     """With random weights, or those in the folder, read in a mode."""
     model = {"config_path": str(folder)} if mode is None else {"model_path": str(folder)}
-    values = {
-        "model": model,
-        "data": {"datasets": [{"path": "a"}]},
-        "train": {
-            "output_dir": str(folder / "out"),
-            "enable_mixed_precision": False,
-            **({} if mode is None else {"load_weights_mode": mode}),
-            **train,
-        },
-        "lora": {
-            "enable_qlora": True,
-            "quant_format": quant_format,
-            "quant_group_size": FORMATS[quant_format],
-            "lora_rank": 4,
-            "lora_target_modules": TARGETS,
-        },
-    }
-    return config_from_mapping(values).config
+    loading = {} if mode is None else {"load_weights_mode": mode}
+    lora = {"enable_qlora": True, "quant_format": quant_format, "quant_group_size": FORMATS[quant_format]}
+    lora |= {"lora_rank": 4, "lora_target_modules": TARGETS}
+    options = {"output_dir": str(folder / "out"), "enable_mixed_precision": False, **loading, **train}
+    return local_config(model, lora=lora, **options)
 
 
 @dataclass(frozen=True)

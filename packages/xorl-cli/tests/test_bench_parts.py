@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from local_options import local_config
 from xorl.cli.bench_config import SHAPES, Documents, SyntheticRun, shapes, write_config
-from xorl.config import config_from_mapping, load_config
+from xorl.config import load_config
 from xorl.core.models import spec_for
 from xorl.kernels.attention import AttentionRequest, resolve_attention
 from xorl.kernels.layout import SequenceLayout
@@ -93,12 +94,8 @@ def test_peers_are_known_by_their_parts() -> None:
 @pytest.mark.parametrize("option", ["tensor_parallel_size", "pipeline_parallel_size", "ulysses_parallel_size"])
 def test_a_peer_is_left_out_where_each_rank_would_compute_all_of_it(option: str) -> None:
     # Catches a comparison with a trainer that computes the same rows on several ranks.
-    values = {"model": {"config_path": "a"}, "data": {"datasets": [{"path": "a"}]}}
-    config = config_from_mapping({**values, "train": {"output_dir": "a", option: 2}}).config
-    assert (
-        Peer.parse("transformers").unavailable_reason(config, cast(Any, None))
-        == "peers run with data parallelism alone"
-    )
+    reason = Peer.parse("transformers").unavailable_reason(local_config(**{option: 2}), cast(Any, None))
+    assert reason == "peers run with data parallelism alone"
 
 
 def test_what_a_peer_changes_in_a_module_is_undone() -> None:

@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from local_options import local_config
 from xorl.ckpt import CheckpointFailure
 from xorl.cli.app import main
 from xorl.cli.exit_codes import BAD_INPUT, FAILURE, Diverged, Terminated, exit_code_text
 from xorl.cli.rank import RankEnvironment, run_alone
 from xorl.cli.version import version_command
-from xorl.config import ConfigError, config_from_mapping
+from xorl.config import ConfigError
 from xorl.config.conflicts import check_world_size
 from xorl.host.lock import FolderInUseError
 
@@ -206,8 +207,7 @@ def test_a_rank_is_known_by_its_environment(monkeypatch, variables, rank) -> Non
 
 
 def raise_from_xorl() -> None:
-    data = {"model": {"model_path": "m"}, "data": {"datasets": [{"path": "a"}]}, "train": {"output_dir": "o"}}
-    check_world_size(config_from_mapping(data, ["--train.data_parallel_mode", "none"]).config, 2)
+    check_world_size(local_config(data_parallel_mode="none"), 2)
 
 
 def raise_from_library() -> None:

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from xorl.config import config_from_mapping
+from local_options import local_config
 from xorl.train.architecture import Architecture, read_config
 from xorl.train.data import prepare_data
 from xorl.train.end_tokens import with_end_tokens
@@ -40,17 +40,10 @@ def test_the_data_tells_how_trained_turns_end(architecture: Architecture, tmp_pa
     """Catches a chat model on a base model's files, which talks on after the end of its turn."""
     row = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
     (tmp_path / "chat.jsonl").write_text((json.dumps(row) + "\n") * 8)
-    mapping = {
-        "model": {"model_path": str(tmp_path / "model")},
-        "data": {
-            "datasets": [{"path": str(tmp_path / "chat.jsonl"), "type": "chat"}],
-            "dataset_prepared_path": str(tmp_path / "prepared"),
-            "dataset_num_proc": 1,
-            "streaming": streaming,
-        },
-        "train": {"output_dir": "unused", "max_steps": 1},
-    }
-    data = prepare_data(config_from_mapping(mapping).config, 258, architecture.tokenizer_folder)
+    prepared = {"dataset_prepared_path": str(tmp_path / "prepared"), "dataset_num_proc": 1, "streaming": streaming}
+    chat = {"datasets": [{"path": str(tmp_path / "chat.jsonl"), "type": "chat"}], **prepared}
+    config = local_config({"model_path": str(tmp_path / "model")}, chat, max_steps=1)
+    data = prepare_data(config, 258, architecture.tokenizer_folder)
     assert data.end_tokens == {"<end>": 8}
     assert with_end_tokens(architecture, data.end_tokens).generation["eos_token_id"] == [EOS, END]
 

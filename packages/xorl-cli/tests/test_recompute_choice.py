@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from live_bytes import LiveBytes
+from local_options import local_config
 from tiny_models import hf_config, write_config
-from xorl.config import Config, config_from_mapping
+from xorl.config import Config
 from xorl.core.loss import cross_entropy
 from xorl.core.mesh import Mesh, ParallelDims
 from xorl.core.nn.fp8 import Fp8Linear
@@ -33,14 +34,8 @@ def config_with(
     folder: Path, *, lora: dict[str, object] | None = None, shape: dict[str, object] = SHAPE, **train: object
 ) -> Config:
     write_config(folder, shape)
-    return config_from_mapping(
-        {
-            "model": {"config_path": str(folder)},
-            "data": {"datasets": [{"path": "a"}], "sample_packing_sequence_len": 60, "pad_to_multiple_of": 16},
-            "train": {"output_dir": "o", "enable_mixed_precision": False, **train},
-            "lora": lora or {},
-        }
-    ).config
+    lengths = {"sample_packing_sequence_len": 60, "pad_to_multiple_of": 16}
+    return local_config(folder, lengths, lora or {}, **{"enable_mixed_precision": False, **train})
 
 
 def profile(*, head: float, layers: int = 5, kept: float = 3.0, gradients: float = 2.0) -> step_memory.PassProfile:

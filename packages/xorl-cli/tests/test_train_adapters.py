@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from local_options import local_config
 from tiny_decoders import tiny_decoder
 from tiny_models import hf_config, write_config
-from xorl.config import config_from_mapping
 from xorl.config.local import LoraConfig, ModelConfig
 from xorl.core.mesh import Mesh
 from xorl.core.models import SPECS, Decoder
@@ -68,9 +68,8 @@ def test_targets_are_the_family_s_own_where_none_are_named() -> None:
 )
 def test_targets_in_another_form_are_told_what_to_write(targets: str, hint: str) -> None:
     # Catches advice that leads to the next error.
-    values = {"model": {"config_path": "c"}, "data": {"datasets": [{"path": "a"}]}, "train": {"output_dir": "o"}}
     with pytest.raises(ValueError, match=hint):
-        config_from_mapping({**values, "lora": {"enable_lora": True, "lora_target_modules": targets}})
+        local_config(lora={"enable_lora": True, "lora_target_modules": targets})
 
 
 @pytest.mark.parametrize(
@@ -82,9 +81,8 @@ def test_targets_in_another_form_are_told_what_to_write(targets: str, hint: str)
 )
 def test_experts_share_in_one_way_and_in_a_form_that_can_say_so(lora: dict, message: str) -> None:
     # Catches a run in which one of two options silently wins.
-    values = {"model": {"config_path": "c"}, "data": {"datasets": [{"path": "a"}]}, "train": {"output_dir": "o"}}
     with pytest.raises(ValueError, match=message):
-        config_from_mapping({**values, "lora": {"enable_lora": True, "moe_shared_lora": True, **lora}})
+        local_config(lora={"enable_lora": True, "moe_shared_lora": True, **lora})
 
 
 @pytest.mark.parametrize(
@@ -143,14 +141,8 @@ def test_weight_decay_of_adapters_goes_by_the_names_of_checkpoints(merge_qkv: bo
     decay = {"weight_decay": 0.5, "no_decay_modules": ["v_proj", "up_proj"]}
     plain = {"data_parallel_mode": "none", "enable_mixed_precision": False, "enable_gradient_checkpointing": False}
     targets = ["q_proj", "v_proj", "gate_proj", "up_proj"]
-    config = config_from_mapping(
-        {
-            "model": {"config_path": str(folder), "merge_qkv": merge_qkv},
-            "data": {"datasets": [{"path": "a"}]},
-            "train": {"output_dir": "o", **plain, **decay},
-            "lora": {"enable_lora": True, "lora_target_modules": targets, "use_dora": True},
-        }
-    ).config
+    lora = {"enable_lora": True, "lora_target_modules": targets, "use_dora": True}
+    config = local_config({"config_path": str(folder), "merge_qkv": merge_qkv}, lora=lora, **plain, **decay)
     engine = build_engine(config, read_architecture(config.model), mesh, torch.device("cpu"))
     names = {parameter: name for name, parameter in engine.model.module.named_parameters()}
     groups = engine.optimizer.param_groups

@@ -9,11 +9,17 @@ from typing import cast
 
 import pytest
 
-from xorl.config import config_from_mapping
+from local_options import local_config
 from xorl.core.mesh import Mesh
 from xorl.data import DataPlan
 from xorl.train.data import DataIdentity, PackedDocuments, RunData, plan_steps, prepare_data, write_receipt
 from xorl.train.startup import plan_of
+
+
+def data_in(folder: Path, name: str = "rows.jsonl") -> dict[str, object]:
+    """The options of a file in a folder, prepared by one process beside it."""
+    prepared = {"dataset_prepared_path": str(folder / "prepared"), "dataset_num_proc": 1}
+    return {"datasets": [{"path": str(folder / name)}], **prepared}
 
 
 @pytest.mark.parametrize("val_set_size", [1, 99])
@@ -21,16 +27,11 @@ def test_split_that_leaves_nothing_to_train_or_to_evaluate_is_refused(val_set_si
     # Catches a mean over no tokens, hours into the run.
     rows = [{"input_ids": [1, 2], "labels": [-100, 2 if index else -100]} for index in range(100)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = {"datasets": [{"path": str(tmp_path / "rows.jsonl")}], "dataset_prepared_path": str(tmp_path / "prepared")}
     refused = 0
     for seed in range(300):  # which document is drawn is chance
-        mapping = {
-            "model": {"config_path": "unused"},
-            "data": {**data, "val_set_size": val_set_size, "dataset_num_proc": 1},
-            "train": {"output_dir": "unused", "seed": seed},
-        }
+        config = local_config(data={**data_in(tmp_path), "val_set_size": val_set_size}, seed=seed)
         try:
-            prepare_data(config_from_mapping(mapping).config, vocab_size=3)
+            prepare_data(config, vocab_size=3)
         except ValueError as error:
             refused += "has a trained token" in str(error)
     assert 0 < refused < 30
@@ -41,26 +42,16 @@ def test_shards_of_the_training_data_leave_test_datasets_whole(tmp_path: Path) -
     for name, num in (("train", 40), ("test", 12)):
         rows = [{"input_ids": [1, 2, index % 3]} for index in range(num)]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    mapping = {
-        "model": {"config_path": "unused"},
-        "data": {
-            "datasets": [{"path": str(tmp_path / "train.jsonl")}],
-            "test_datasets": [{"path": str(tmp_path / "test.jsonl")}],
-            "dataset_prepared_path": str(tmp_path / "prepared"),
-            "dataset_num_proc": 1,
-            "dataset_shard_num": 4,
-            "dataset_shard_idx": 1,
-        },
-        "train": {"output_dir": "unused"},
-    }
-    data = prepare_data(config_from_mapping(mapping).config, vocab_size=3)
+    shard = {"test_datasets": [{"path": str(tmp_path / "test.jsonl")}], "dataset_shard_num": 4, "dataset_shard_idx": 1}
+    options = {**data_in(tmp_path, "train.jsonl"), **shard}
+    data = prepare_data(local_config(data=options), vocab_size=3)
     assert isinstance(data.train, PackedDocuments)
     assert data.held_out is not None
     assert (len(data.train.documents), len(data.held_out.documents)) == (10, 12)
     # One prepared dataset in the place of both is still refused, though a shard of it is another part.
-    mapping["data"] |= {"skip_prepare_dataset": True, "test_datasets": mapping["data"]["datasets"]}
+    options |= {"skip_prepare_dataset": True, "test_datasets": options["datasets"]}
     with pytest.raises(ValueError, match=r"would be both data\.datasets and data\.test_datasets"):
-        prepare_data(config_from_mapping(mapping).config, vocab_size=3)
+        prepare_data(local_config(data=options), vocab_size=3)
 
 
 @pytest.mark.parametrize(
@@ -76,23 +67,10 @@ def test_shards_of_the_training_data_leave_test_datasets_whole(tmp_path: Path) -
 def test_bins_that_fill_no_step_are_said(tmp_path, caplog, accumulation, drop_last, max_steps, left_out, warned):
     """Catches a third of the data left out of every epoch without a line, of a receipt that says dropped=0."""
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"input_ids": [1, 2, 1]}) + "\n" for _ in range(149)))
-    mapping = {
-        "model": {"config_path": "unused"},
-        "data": {
-            "datasets": [{"path": str(tmp_path / "rows.jsonl")}],
-            "dataset_prepared_path": str(tmp_path / "prepared"),
-            "dataset_num_proc": 1,
-            "sample_packing_sequence_len": 4,
-            "dataloader_drop_last": drop_last,
-        },
-        "train": {
-            "output_dir": "unused",
-            "micro_batch_size": 1,
-            "gradient_accumulation_steps": accumulation,
-            "max_steps": max_steps,
-        },
-    }
-    config = config_from_mapping(mapping).config
+    options = {**data_in(tmp_path), "sample_packing_sequence_len": 4, "dataloader_drop_last": drop_last}
+    config = local_config(
+        data=options, gradient_accumulation_steps=accumulation, max_steps=max_steps, micro_batch_size=1
+    )
     data = prepare_data(config, vocab_size=3)
     plan = plan_steps(config, data.train, 1, None)
     said = [record.message for record in caplog.records if "data.dataloader_drop_last" in record.message]
@@ -108,20 +86,10 @@ def test_bins_that_fill_no_step_are_said(tmp_path, caplog, accumulation, drop_la
 def test_data_that_are_not_shuffled_are_trained_on_in_their_order(shuffled: bool, tmp_path: Path) -> None:
     """Catches a curriculum that the order of bins turns upside down, with every option of shuffling off."""
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"input_ids": [1, n, 1]}) + "\n" for n in range(60)))
-    mapping = {
-        "model": {"config_path": "unused"},
-        "data": {
-            "datasets": [{"path": str(tmp_path / "rows.jsonl")}],
-            "dataset_prepared_path": str(tmp_path / "prepared"),
-            "dataset_num_proc": 1,
-            "sample_packing_sequence_len": 6,
-            "sample_packing_sequentially": True,
-            "shuffle_merged_datasets": shuffled,
-            "shuffle_before_merging_datasets": False,
-        },
-        "train": {"output_dir": "unused", "gradient_accumulation_steps": 3, "num_train_epochs": 2},
-    }
-    config = config_from_mapping(mapping).config
+    shuffling = {"shuffle_merged_datasets": shuffled, "shuffle_before_merging_datasets": False}
+    options = {**data_in(tmp_path), "sample_packing_sequence_len": 6, "sample_packing_sequentially": True, **shuffling}
+    steps = {"gradient_accumulation_steps": 3, "num_train_epochs": 2}
+    config = local_config(data=options, **steps)
     train = prepare_data(config, vocab_size=60).train
     assert isinstance(train, PackedDocuments)
     plan = plan_steps(config, train, 1, None)
@@ -132,9 +100,7 @@ def test_data_that_are_not_shuffled_are_trained_on_in_their_order(shuffled: bool
     assert (numbers == 2 * list(range(60))) is not shuffled
     assert sorted(numbers) == sorted(2 * list(range(60)))
     # What is not drawn does not change with the seed, so that a run may go on with another one.
-    other = plan_steps(
-        config_from_mapping({**mapping, "train": {**mapping["train"], "seed": 7}}).config, train, 1, None
-    )
+    other = plan_steps(local_config(data=options, **steps, seed=7), train, 1, None)
     assert (other.hash == plan.hash) is not shuffled
     # Before, bins were shuffled all the same: a checkpoint of then goes on in its order.
     former = replace(plan, shuffle=True)
@@ -145,12 +111,7 @@ def test_data_that_are_not_shuffled_are_trained_on_in_their_order(shuffled: bool
 def test_a_receipt_that_cannot_be_written_is_told_with_its_file(tmp_path: Path) -> None:
     # Catches forty lines of traceback around a full disk that do not say which disk.
     (tmp_path / "rows.jsonl").write_text(json.dumps({"input_ids": [1, 2, 1]}) + "\n")
-    mapping = {
-        "model": {"config_path": "unused"},
-        "data": {"datasets": [{"path": str(tmp_path / "rows.jsonl")}], "dataset_prepared_path": str(tmp_path / "data")},
-        "train": {"output_dir": "unused"},
-    }
-    config = config_from_mapping(mapping).config
+    config = local_config(data=data_in(tmp_path))
     data = prepare_data(config, vocab_size=3)
     plan = plan_steps(config, data.train, 1, None)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -166,16 +127,8 @@ def test_a_receipt_that_cannot_be_written_is_told_with_its_file(tmp_path: Path) 
 def test_a_resume_says_which_accumulation_it_takes_in_place_of_the_options(tmp_path, caplog) -> None:
     # Catches an option changed for a resume that is passed over in a line which nobody reads.
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"input_ids": [1, 2]}) + "\n" for _ in range(16)))
-    mapping = {
-        "model": {"config_path": "unused"},
-        "data": {
-            "datasets": [{"path": str(tmp_path / "rows.jsonl")}],
-            "dataset_prepared_path": str(tmp_path / "data"),
-            "sample_packing_sequence_len": 2,
-        },
-        "train": {"output_dir": "unused", "micro_batch_size": 1, "gradient_accumulation_steps": 8, "max_steps": 2},
-    }
-    config = config_from_mapping(mapping).config
+    options = {**data_in(tmp_path), "sample_packing_sequence_len": 2}
+    config = local_config(data=options, micro_batch_size=1, gradient_accumulation_steps=8, max_steps=2)
     data = prepare_data(config, vocab_size=3)
     assert plan_steps(config, data.train, 2, 4).bins_per_step == 4
     (said,) = [record for record in caplog.records if record.levelname == "WARNING"]

@@ -9,8 +9,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from live_bytes import LiveBytes
+from local_options import local_config
 from tiny_models import hf_config, write_config
-from xorl.config import Config, config_from_mapping, server_config_from_mapping
+from xorl.config import Config, server_config_from_mapping
 from xorl.config.local import LoraConfig
 from xorl.core.loss import cross_entropy
 from xorl.core.mesh import Mesh
@@ -40,17 +41,14 @@ SERVER_VALUES = {"moe_implementation": "eager", "expert_parallel_size": 2}
 def config_with(folder: Path, model_type: str, options: dict[str, object], **shape: object) -> Config:
     write_config(folder, hf_config(model_type, num_hidden_layers=4, **shape))
     mode = "fsdp2" if "train.expert_parallel_size" in options else "none"
-    values: dict[str, dict[str, object]] = {
-        "model": {"config_path": str(folder)},
-        "data": {"datasets": [{"path": "a"}]},
-        "train": {"output_dir": "o", "data_parallel_mode": mode, "enable_mixed_precision": False},
-    }
+    model: dict[str, object] = {"config_path": str(folder)}
+    train: dict[str, object] = {"data_parallel_mode": mode, "enable_mixed_precision": False}
     for path, value in options.items():
         section, name = path.split(".")
-        values[section][name] = value
+        (model if section == "model" else train)[name] = value
     if "train.moe_checkpoint_method" in options:
-        values["train"]["enable_gradient_checkpointing"] = True
-    return config_from_mapping(values).config
+        train["enable_gradient_checkpointing"] = True
+    return local_config(model, **train)
 
 
 @pytest.mark.parametrize("option", EXPERT_OPTIONS)

@@ -16,10 +16,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from local_options import local_config
 from xorl.ckpt import Checkpointer
 from xorl.ckpt.publish import set_aside_after
 from xorl.cli.signals import raise_on_signal
-from xorl.config import Config, config_from_mapping
+from xorl.config import Config
 from xorl.core.runtime import GarbageCollection, Runtime
 from xorl.train import interrupt
 from xorl.train.checkpoints import SavePoints
@@ -98,19 +99,8 @@ def test_profile_of_a_resumed_run(steps_done: int, trace: list[str], tmp_path: P
 
 def test_a_profile_that_the_run_does_not_come_to_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     # Catches a run of one short epoch that leaves no trace, and no word why.
-    config = config_from_mapping(
-        {
-            "model": {"config_path": "models/tiny"},
-            "data": {"datasets": [{"path": "a.jsonl"}]},
-            "train": {
-                "output_dir": str(tmp_path),
-                "enable_profiling": True,
-                "profile_start_step": 5,
-                "profile_end_step": 6,
-                "profile_trace_dir": str(tmp_path),
-            },
-        }
-    ).config
+    span = {"profile_start_step": 5, "profile_end_step": 6, "profile_trace_dir": str(tmp_path)}
+    config = local_config(output_dir=str(tmp_path), enable_profiling=True, **span)
     place = Runtime(0, 0, 1, torch.device("cpu"))
     build_profiler(config.train, place, start_step=0, num_steps=5)
     assert caplog.text == ""
@@ -120,13 +110,7 @@ def test_a_profile_that_the_run_does_not_come_to_is_told(tmp_path: Path, caplog:
 
 def profiled(tmp_path: Path, folder: Path) -> Config:
     """A configuration that records step 1 into `folder`."""
-    return config_from_mapping(
-        {
-            "model": {"config_path": "models/tiny"},
-            "data": {"datasets": [{"path": "a.jsonl"}]},
-            "train": {"output_dir": str(tmp_path), "enable_profiling": True, "profile_trace_dir": str(folder)},
-        }
-    ).config
+    return local_config(output_dir=str(tmp_path), enable_profiling=True, profile_trace_dir=str(folder))
 
 
 def test_a_folder_of_traces_that_cannot_be_is_refused_before_the_data(tmp_path, monkeypatch) -> None:
