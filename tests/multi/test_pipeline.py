@@ -184,16 +184,14 @@ def test_a_tied_embedding_stays_the_same_on_both_stages(optimizer: str, found: L
 def test_others_read_what_all_stages_have(name: str, found: Launches) -> None:
     # Catches a file of one stage's tensors.
     [expected], [measured, _] = found("exported", name, 1), found("exported", name, 2)
-    assert measured.keys() == expected.keys()
-    assert all(torch.equal(measured[key], tensor) for key, tensor in expected.items())
+    torch.testing.assert_close(measured, expected, rtol=0, atol=0)
 
 
 def test_a_stage_reads_its_own_layers(found: Launches) -> None:
     # Catches layers under the numbers that they have within a stage.
     [expected], stages = found("loaded", 1), found("loaded", 2)
     measured = {name: tensor for stage in stages for name, tensor in stage.items()}
-    assert measured.keys() == expected.keys()
-    assert all(torch.equal(measured[name], tensor) for name, tensor in expected.items())
+    torch.testing.assert_close(measured, expected, rtol=0, atol=0)
 
 
 def test_all_stages_know_the_evaluation(found: Launches) -> None:

@@ -79,8 +79,7 @@ def test_experts_match_the_twin(shape: tuple[int, ...], num_padding: int, kind: 
         found = gradients(out, tensors)
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
     assert not out[num_real:].any()
-    for mine, theirs in zip(found, gradients(expected, tensors), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(found, gradients(expected, tensors), rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -99,8 +98,7 @@ def test_choices_computed_in_parts_equal_all_at_once(shape, share, num_passes, r
             return out, *gradients(out, tensors)
 
     expected = results()
-    for mine, theirs in zip(results(num_passes=num_passes), expected, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(results(num_passes=num_passes), expected, rtol=1e-11, atol=1e-11)
     # The check itself: without the last parts, what they compute is missing.
     monkeypatch.setattr(RoutePlan, "parts", lambda plan, count, parts=RoutePlan.parts: islice(parts(plan, count), 1))
     is_missing = not torch.allclose(results(num_passes=num_passes)[0], expected[0])
@@ -121,8 +119,7 @@ def test_choices_without_an_expert_add_nothing(shape: tuple[int, ...], knows_row
         out = grouped.experts(*tensors, ids, num_rows=int((~is_absent).sum()) if knows_rows else None)
         found = gradients(out, tensors)
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
-    for mine, theirs in zip(found, gradients(expected, tensors), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(found, gradients(expected, tensors), rtol=1e-11, atol=1e-11)
 
 
 def test_frozen_experts_get_no_gradient() -> None:
@@ -182,8 +179,7 @@ def test_adapted_experts_match_the_twin(shape, kind, sharing, dropout, recompute
         out = grouped.experts(*tensors, ids, num_real, factors=factors, recompute=recompute)
         found = gradients(out, leaves)
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
-    for mine, theirs in zip(found, gradients(expected, leaves), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(found, gradients(expected, leaves), rtol=1e-11, atol=1e-11)
     merged = [tensors[0], tensors[1] + factors.up_b @ factors.up_a, tensors[2] + factors.down_b @ factors.down_a]
     if not dropout:
         torch.testing.assert_close(out, grouped.experts(*merged, tensors[3], ids, num_real), rtol=1e-11, atol=1e-11)
@@ -214,8 +210,7 @@ def test_slots_match_separate_passes(shape: tuple[int, ...], kind: str, recomput
     expected = reference.experts(*tensors, groups, num_real, factors=factors)
     for one in (out, expected):
         torch.testing.assert_close(one, separate, rtol=1e-12, atol=1e-12)
-    for mine, theirs in zip(found, gradients(separate, leaves), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(found, gradients(separate, leaves), rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize("quant_format", ["nf4", "nvfp4", "block_fp8"])
@@ -244,8 +239,7 @@ def test_quantised_experts_match_dense_ones(quant_format, quantized, has_factors
     for implementation in (grouped.experts, reference.experts):
         out = implementation(leaves[0], *given, leaves[1], ids, factors=factors, recompute=recompute)
         torch.testing.assert_close(out, expected)
-        for mine, theirs in zip(gradients(out, leaves), grads, strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(gradients(out, leaves), grads, rtol=1e-4, atol=1e-4)
 
 
 def test_an_adapters_dropout_is_the_same_in_both_passes() -> None:
