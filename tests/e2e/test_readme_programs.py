@@ -12,10 +12,10 @@ import pytest
 from xorl.train import DataLoader, FSDPTrainer, Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
-# What the READMEs of packages say that their examples print.
+# How the output of the examples in READMEs begins.
 PRINTED = {
     "xorl-data": r"5 .*\n6 .*\n7 .*\n",
-    "xorl-lora": r"(?s).*'2\.lora_B': \[8, 4\].*",
+    "xorl-lora": r"(?s).*'2\.lora_B': \[8, 4\]",
     "xorl-kernels": "".join(
         rf"torch\.Size\({shape}\)\n"
         for shape in (r"\[8, 4, 64\]", r"\[8\]\) torch\.Size\(\[100, 32\]", r"\[8, 4, 16\]", r"\[8, 32\]")
@@ -51,7 +51,7 @@ def test_the_examples_of_each_package_run(package: Path, tmp_path: Path) -> None
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
     )
     assert ended.returncode == 0, ended.stderr
-    assert re.fullmatch(PRINTED.get(package.name, "(?s).*"), ended.stdout), ended.stdout
+    assert re.match(PRINTED.get(package.name, ""), ended.stdout), ended.stdout
 
 
 def test_the_trainers_take_what_is_shown() -> None:

@@ -81,25 +81,25 @@ def place(
     return parallelize(decoder.to(device), mesh, policy, device=torch.device(device))
 
 
+def filled_cache(
+    num_blocks: int, kv_heads: int, head_dim: int, totals: Sequence[int]
+) -> tuple[KeyValueCache, list[list[int]], torch.Generator]:
+    """Random keys and values in bf16, blocks in random order for sequences of so many tokens, and the generator."""
+    sizes = {"num_layers": 1, "num_blocks": num_blocks, "block_size": 16, "num_kv_heads": kv_heads}
+    cache = KeyValueCache(**sizes, head_dim=head_dim, dtype=torch.bfloat16, device=torch.device("cuda"))
+    generator = torch.Generator("cuda").manual_seed(0)
+    cache.keys.normal_(generator=generator)
+    cache.values.normal_(generator=generator)
+    blocks = iter(torch.randperm(num_blocks, generator=torch.Generator().manual_seed(1)).tolist())
+    return cache, [[next(blocks) for _ in range(-(-total // 16))] for total in totals], generator
+
+
 @pytest.mark.parametrize("window", [None, 1, 37])
 @pytest.mark.parametrize("lengths", [[1, 1, 1], [1, 64, 130], [200]], ids=str)
 def test_flash_attention_reads_the_cache_as_the_plain_twin(lengths: list[int], window: int | None) -> None:
     # Catches a causal mask that is not aligned to the last key, and windows and rows that are off by one.
     totals = [length + 29 * index + 3 for index, length in enumerate(lengths)]
-    cache = KeyValueCache(
-        num_layers=1,
-        num_blocks=64,
-        block_size=16,
-        num_kv_heads=2,
-        head_dim=64,
-        dtype=torch.bfloat16,
-        device=torch.device("cuda"),
-    )
-    generator = torch.Generator("cuda").manual_seed(0)
-    cache.keys.normal_(generator=generator)
-    cache.values.normal_(generator=generator)
-    blocks = iter(torch.randperm(64, generator=torch.Generator().manual_seed(1)).tolist())
-    tables = [[next(blocks) for _ in range(-(-total // 16))] for total in totals]
+    cache, tables, generator = filled_cache(64, 2, 64, totals)
     layout = MixedLayout(cache, tables, lengths, totals, "cuda").of_layer(0)
     q = torch.randn(sum(lengths), 4, 64, device="cuda", generator=generator).bfloat16()
     keys, values = cache.keys[0], cache.values[0]
@@ -115,25 +115,11 @@ def test_paged_attention_reads_the_cache_as_the_plain_twin(totals, shape, window
     # Catches what Triton's interpreter cannot show: layouts of products, and few and many programs for a sequence.
     heads, kv_heads, head_dim = shape
     num_blocks = sum(-(-total // 16) for total in totals)
-    device = torch.device("cuda")
-    cache = KeyValueCache(
-        num_layers=1,
-        num_blocks=num_blocks,
-        block_size=16,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        dtype=torch.bfloat16,
-        device=device,
-    )
-    generator = torch.Generator("cuda").manual_seed(0)
-    cache.keys.normal_(generator=generator)
-    cache.values.normal_(generator=generator)
-    blocks = iter(torch.randperm(num_blocks, generator=torch.Generator().manual_seed(1)).tolist())
-    tables = [[next(blocks) for _ in range(-(-total // 16))] for total in totals]
-    mixed = MixedLayout(cache, tables, [1] * len(totals), totals, device).of_layer(0)
+    cache, tables, generator = filled_cache(num_blocks, kv_heads, head_dim, totals)
+    mixed = MixedLayout(cache, tables, [1] * len(totals), totals, "cuda").of_layer(0)
     decode = DecodeLayout(cache, mixed.tables.t(), mixed.positions).of_layer(0)
     assert torch.equal(decode.new_rows, mixed.new_rows)
-    q = torch.randn(len(totals), heads, head_dim, device=device, generator=generator).bfloat16()
+    q = torch.randn(len(totals), heads, head_dim, device="cuda", generator=generator).bfloat16()
     keys, values = cache.keys[0], cache.values[0]
     found = decode.attend(q, keys, values, scale=0.125, window=window)
     plain = plain_cached_attention(q.double(), keys.double(), values.double(), mixed, scale=0.125, window=window)

@@ -42,6 +42,12 @@ def run(folder: Path, output: Path, steps: int, workers: int = 0) -> int:
     return run_training(load_config(write_run(path, folder, output, **options)))
 
 
+def refusal(folder: Path, output: Path, steps: int) -> str:
+    with pytest.raises((CheckpointError, DataError)) as error:
+        run(folder, output, steps)
+    return str(error.value)
+
+
 def records(output: Path) -> list[tuple[float, ...]]:
     """(step, tokens, trained tokens, loss) of every step."""
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
@@ -75,15 +81,8 @@ def test_a_stream_over_other_files_is_not_continued(folder: Path, run_ranks) -> 
     run_ranks(lambda: run(folder, output, 1), 1)
     with (folder / "train.jsonl").open("a") as file:
         file.write('{"input_ids": [1, 2, 3]}\n')
-
-    def refused() -> str:
-        try:
-            run(folder, output, 2)
-        except CheckpointError as error:
-            return str(error)
-        return "no error"
-
-    assert "the data is not what this checkpoint was trained on" in run_ranks(refused, 1)[0]
+    [told] = run_ranks(lambda: refusal(folder, output, 2), 1)
+    assert "the data is not what this checkpoint was trained on" in told
 
 
 def test_a_stream_that_fails_before_its_first_checkpoint_leaves_a_receipt(folder: Path, run_ranks) -> None:
@@ -91,15 +90,7 @@ def test_a_stream_that_fails_before_its_first_checkpoint_leaves_a_receipt(folder
     output = folder / "output"
     with (folder / "train.jsonl").open("a") as file:
         file.write('{"input_ids": ["word"]}\n')
-
-    def refused() -> str:
-        try:
-            run(folder, output, 10)
-        except DataError as error:
-            return str(error)
-        return "no error"
-
-    assert "train.jsonl, line 251" in run_ranks(refused, 1)[0]
+    assert "train.jsonl, line 251" in run_ranks(lambda: refusal(folder, output, 10), 1)[0]
     receipt = json.loads((output / "data_receipt.json").read_text())["train"]
     assert receipt["plan_hash"]
     assert (receipt["num_bins"], receipt["total"]["samples"]) == (0, 0)

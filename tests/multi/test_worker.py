@@ -219,44 +219,33 @@ def test_a_failed_call_leaves_the_gradient_on_every_rank(kind: str, tmp_path: Pa
 
 
 @pytest.mark.ranks(2)
-def test_one_rank_that_fails_fails_the_call_on_all(tmp_path: Path) -> None:
-    # Catches a gradient that only the other ranks have, and ranks that then meet in different collectives.
+@pytest.mark.parametrize("fails", ["backward", "preparing"])
+def test_one_rank_that_fails_fails_the_call_on_all(fails: str, tmp_path: Path) -> None:
+    # Catches a gradient that only the other ranks have, ranks that then meet in different collectives, and ranks that
+    # begin a pass while another, whose adapter is lost on its disk, tells them of its failure.
     data = [datum(5 + i, i) for i in range(6)]
-
+    call = ops.ForwardBackward("m", data, "cross_entropy")
     options = {"data_parallel_mode": "ddp", "data_parallel_replicate_size": 2}
-    worker = worker_of(service_config(tmp_path, **LORA, **options))
-    done(worker, ops.CreateModel("m", lora=ADAPTER), ops.ForwardBackward("m", data, "cross_entropy"))
-    before = gradients(worker, "m")
-    hooks = []
-    if worker.base.runtime.rank == 1:
-        hooks.append(worker.base.module.layers[1].register_full_backward_pre_hook(_broken_backward))
-    (failure,) = ask(worker, ops.ForwardBackward("m", data, "cross_entropy"))
-    for hook in hooks:
-        hook.remove()
-    assert "a kernel failed" in failure.message
-    assert all(torch.equal(before[name], value) for name, value in gradients(worker, "m").items())
-    done(worker, *train("m", data))
-
-
-@pytest.mark.ranks(2)
-def test_one_rank_that_cannot_prepare_a_pass_fails_it_on_all(tmp_path: Path) -> None:
-    """Catches ranks that begin a pass while another, whose adapter is lost on its disk, tells them of its failure."""
-    data = [datum(5 + i, i) for i in range(6)]
-
-    options = {"data_parallel_mode": "ddp", "data_parallel_replicate_size": 2}
-    worker = worker_of(service_config(tmp_path, **LORA | {"lora_models_on_device": 1}, **options))
+    options |= {"lora_models_on_device": 1} if fails == "preparing" else {}
+    worker = worker_of(service_config(tmp_path, **LORA | options))
     assert isinstance(worker.models, AdapterModels)
-    done(worker, ops.CreateModel("m", lora=ADAPTER), ops.ForwardBackward("m", data, "cross_entropy"))
+    done(worker, ops.CreateModel("m", lora=ADAPTER), call)
     before = gradients(worker, "m")
-    done(worker, ops.CreateModel("other", lora=ADAPTER))
-    store = worker.models.bank._store
-    away = store.get("m")
-    if worker.base.runtime.rank == 1:
-        store.drop("m")
-    failure = refusal_of(worker, ops.ForwardBackward("m", data, "cross_entropy"))
-    assert "its file on disk cannot be read" in failure.message
-    if worker.base.runtime.rank == 1:
-        store.put("m", away)
+    is_broken = worker.base.runtime.rank == 1
+    if fails == "preparing":
+        done(worker, ops.CreateModel("other", lora=ADAPTER))
+        store = worker.models.bank._store
+        away = store.get("m")
+        if is_broken:
+            store.drop("m")
+        assert "its file on disk cannot be read" in refusal_of(worker, call).message
+        if is_broken:
+            store.put("m", away)
+    else:
+        hook = worker.base.module.layers[1].register_full_backward_pre_hook(_broken_backward) if is_broken else None
+        assert "a kernel failed" in refusal_of(worker, call).message
+        if hook is not None:
+            hook.remove()
     assert all(torch.equal(before[name], value) for name, value in gradients(worker, "m").items())
     done(worker, *train("m", data))
 

@@ -17,6 +17,11 @@ from xorl.kernels.layout import SequenceLayout
 REQUEST = AttentionRequest("cpu", torch.float32, 8)
 
 
+@pytest.fixture(autouse=True)
+def own_registry(monkeypatch):
+    monkeypatch.setattr(ATTENTION, "_backends", dict(ATTENTION._backends))
+
+
 def simple(q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, *, scale: float, window: int | None) -> Tensor:
     parts = zip(*(x.split(layout.lengths) for x in (q, k, v)), strict=True)
     outputs = []
@@ -27,9 +32,8 @@ def simple(q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, *, scale: fl
     return torch.cat(outputs)
 
 
-def test_a_plain_function_is_a_backend(monkeypatch) -> None:
+def test_a_plain_function_is_a_backend() -> None:
     # Catches a registration that needs private parts of the registry, and a wrapper that changes the result.
-    monkeypatch.setattr(ATTENTION, "_backends", dict(ATTENTION._backends))
     register_attention("simple", simple, refusal=lambda request: None if request.window is None else "no windows")
     q, k, v = torch.randn(7, 4, 8, requires_grad=True), torch.randn(7, 2, 8), torch.randn(7, 2, 8)
     layout = SequenceLayout.from_lengths([4, 3])
@@ -48,12 +52,12 @@ def test_a_plain_function_is_a_backend(monkeypatch) -> None:
             register_attention(taken, simple)
 
 
-def test_a_function_that_returns_another_shape_is_refused(monkeypatch) -> None:
-    # Catches an output that later layers would read as something else.
-    monkeypatch.setattr(ATTENTION, "_backends", dict(ATTENTION._backends))
-    register_attention("wrong", lambda q, k, v, layout, *, scale, window: q[:, :2])
+@pytest.mark.parametrize(("returned", "said"), [(lambda q: q[:, :2], ""), (lambda q: None, ".*returned NoneType")])
+def test_a_function_that_returns_something_else_is_refused(returned, said) -> None:
+    # Catches an output that later layers would read as something else, and a forgotten `return`.
+    register_attention("wrong", lambda q, k, v, layout, *, scale, window: returned(q))
     q = torch.randn(4, 4, 8)
-    with pytest.raises(ValueError, match=r"function: wrong must return \[4, 4, 8\]"):
+    with pytest.raises(ValueError, match=rf"function: wrong must return \[4, 4, 8\]{said}"):
         resolve_attention("wrong", REQUEST)(q, q, q, SequenceLayout.from_lengths([4]), scale=1.0, window=None)
 
 
@@ -88,9 +92,8 @@ def fail(request: AttentionRequest) -> str | None:
         (fail, "its refusal function raised KeyError: 8"),
     ],
 )
-def test_a_broken_refusal_does_not_break_other_backends(monkeypatch, refusal, message) -> None:
+def test_a_broken_refusal_does_not_break_other_backends(refusal, message) -> None:
     # Catches a backend that breaks the error messages of all others.
-    monkeypatch.setattr(ATTENTION, "_backends", dict(ATTENTION._backends))
     register_attention("broken", simple, refusal=refusal)
     with pytest.raises(RuntimeError, match=f"'broken' cannot run here: {message}.*these can: eager, sdpa"):
         resolve_attention("broken", REQUEST)
@@ -98,18 +101,8 @@ def test_a_broken_refusal_does_not_break_other_backends(monkeypatch, refusal, me
         resolve_attention("native", REQUEST)
 
 
-def test_a_function_that_returns_nothing_is_refused(monkeypatch) -> None:
-    # Catches a forgotten `return` that shows as an attribute of None.
-    monkeypatch.setattr(ATTENTION, "_backends", dict(ATTENTION._backends))
-    register_attention("nothing", lambda q, k, v, layout, *, scale, window: None)
-    q = torch.randn(4, 4, 8)
-    with pytest.raises(ValueError, match=r"function: nothing must return \[4, 4, 8\].*, but returned NoneType"):
-        resolve_attention("nothing", REQUEST)(q, q, q, SequenceLayout.from_lengths([4]), scale=1.0, window=None)
-
-
-def test_modules_with_attention_functions_are_pickled(monkeypatch, tmp_path) -> None:
+def test_modules_with_attention_functions_are_pickled(tmp_path) -> None:
     # Catches torch.save of a model that fails on the operators of its attention, and a copy with operators of its own.
-    monkeypatch.setattr(ATTENTION, "_backends", dict(ATTENTION._backends))
     register_attention("simple", simple)
     module = torch.nn.Module()
     module.attention, module.own = resolve_attention("sdpa", REQUEST), resolve_attention("simple", REQUEST)

@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from xorl.core.models import Decoder, spec_for
+from tiny_decoders import tiny_decoder
+from tiny_models import hf_config
+from xorl.core.models import Decoder
 from xorl.core.models.mixtral import EXPERT_NAMES
 from xorl.kernels.layout import SequenceLayout
 from xorl.lora import AdapterSpec, adapter_parameters, inject
@@ -32,9 +34,10 @@ from xorl.lora.peft.layout import AdapterLayout
 from xorl.lora.spec import ExpertSharing
 
 E, D, F = 3, 16, 8
+SIZES = {"vocab_size": 40, "hidden_size": D, "num_attention_heads": 2, "num_key_value_heads": 1}
 SHAPES: dict[str, dict[str, object]] = {
-    "Qwen3MoeForCausalLM": {"model_type": "qwen3_moe", "moe_intermediate_size": F, "num_experts": E},
-    "MixtralForCausalLM": {"model_type": "mixtral", "intermediate_size": F, "num_local_experts": E},
+    "Qwen3MoeForCausalLM": hf_config("qwen3_moe", **SIZES, moe_intermediate_size=F, num_experts=E),
+    "MixtralForCausalLM": hf_config("mixtral", **SIZES, intermediate_size=F, num_local_experts=E),
 }
 TARGETS = {
     "Qwen3MoeForCausalLM": ("q_proj", "gate_proj", "up_proj", "down_proj"),
@@ -55,21 +58,7 @@ EXPERTS = "base_model.model.model.layers.1.mlp.experts"
 
 def decoder_of(spec: AdapterSpec | None, architecture: str = QWEN) -> Decoder:
     """With adapters that are not zero."""
-    shape = {
-        "architectures": [architecture],
-        "vocab_size": 40,
-        "intermediate_size": 20,
-        "hidden_size": D,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "num_experts_per_tok": 2,
-        "max_position_embeddings": 64,
-        **SHAPES[architecture],
-    }
-    family = spec_for(shape)
-    decoder = family.build(family.config_from_hf(shape))
-    decoder.init_weights(0)
+    decoder = tiny_decoder(SHAPES[architecture])
     if spec is not None:
         inject(decoder, spec)
         generator = torch.Generator().manual_seed(2)

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from xorl.core.models import Decoder, spec_for
+from tiny_decoders import tiny_decoder
+from tiny_models import hf_config
+from xorl.core.models import Decoder
 from xorl.core.nn.moe import MixtureOfExperts
 from xorl.core.optim import MuonOptions, build_optimizer
 from xorl.kernels.layout import SequenceLayout
@@ -21,23 +23,20 @@ from xorl.lora.merge import fold_
 from xorl.lora.peft import InMemoryTensors, adapter_tensors, config_of, load_adapters, read_layout
 from xorl.lora.spec import ExpertSharing
 
-SHAPE: dict[str, object] = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "vocab_size": 40,
-    "hidden_size": 24,
-    "intermediate_size": 20,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 3,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "num_experts": 5,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 12,
-    "norm_topk_prob": True,
-    "mlp_only_layers": [1],
-    "max_position_embeddings": 64,
-}
+SHAPE = hf_config(
+    "qwen3_moe",
+    vocab_size=40,
+    hidden_size=24,
+    intermediate_size=20,
+    num_hidden_layers=3,
+    num_attention_heads=3,
+    num_key_value_heads=1,
+    head_dim=8,
+    num_experts=5,
+    moe_intermediate_size=12,
+    mlp_only_layers=[1],
+    initializer_range=0.02,
+)
 TARGETS = ("q_proj", "gate_proj", "up_proj", "down_proj")
 LAYER = "model.layers.0.mlp.experts"
 SHARED = [sharing for sharing in get_args(ExpertSharing) if sharing != "none"]
@@ -51,9 +50,7 @@ LEAVES: dict[str, dict[str, str]] = {
 
 def decoder_of(spec: AdapterSpec | None, *, dtype: torch.dtype = torch.float64) -> Decoder:
     """With adapters that are not zero."""
-    family = spec_for(SHAPE)
-    decoder = family.build(family.config_from_hf(SHAPE))
-    decoder.init_weights(0)
+    decoder = tiny_decoder(SHAPE)
     decoder.to(dtype)
     decoder.compute_dtype = dtype
     if spec is not None:
