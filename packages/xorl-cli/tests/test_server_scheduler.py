@@ -278,10 +278,7 @@ def test_requests_that_leave_the_queue_without_running_leave_nothing_behind():
         scheduler.requeue(started, alone=True)
 
     numbered, unordered = ticket("a", seq=1), ticket("b", lane=None, arrival=1)
-    for leave in (
-        lambda: scheduler.drop(numbered) and scheduler.drop(unordered),
-        scheduler.drain,
-    ):
+    for leave in (lambda: scheduler.drop(numbered) and scheduler.drop(unordered), scheduler.drain):
         requeued_alone(numbered, unordered)
         leave()
         assert (len(scheduler), scheduler._alone, scheduler._left) == (0, set(), {})

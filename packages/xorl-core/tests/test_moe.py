@@ -72,11 +72,7 @@ def test_a_router_multiplies_in_fp32_unless_told_otherwise() -> None:
     assert (narrow - wide).abs().max() > 1e-2
 
 
-LOSSES = [
-    RouterLossOptions(),
-    RouterLossOptions(balance_coef=0.1),
-    RouterLossOptions(z_coef=0.1),
-]
+LOSSES = [RouterLossOptions(), RouterLossOptions(balance_coef=0.1), RouterLossOptions(z_coef=0.1)]
 
 
 @pytest.mark.parametrize("options", LOSSES, ids=["none", "balance", "z"])

@@ -271,10 +271,7 @@ def test_only_what_the_copy_engine_reads_goes_to_the_kernel() -> None:
 
 @pytest.mark.parametrize(
     ("name", "count", "options"),
-    [
-        ("momentum_", 3, {"momentum": 0.9, "nesterov": True}),
-        ("descend_", 2, {"decay": 0.0, "rate": 0.1}),
-    ],
+    [("momentum_", 3, {"momentum": 0.9, "nesterov": True}), ("descend_", 2, {"decay": 0.0, "rate": 0.1})],
 )
 def test_empty_shards_and_skipped_steps_change_nothing(name: str, count: int, options: dict[str, object]) -> None:
     # Catches a launch of no blocks, and weights that a step which is to be skipped poisons.
