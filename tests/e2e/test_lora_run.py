@@ -150,9 +150,7 @@ def test_a_run_does_not_go_on_with_another_model(folder: Path, tmp_path: Path, r
     )
     loaded = [(config_of(folder, tmp_path, changed, **resume), said) for changed, said in scaled]
     other = config_of(folder, tmp_path, lora, base="other", **resume)
-    loaded.append(
-        (other, "was trained over .*base with the fingerprint .*other, which model.model_path names")
-    )
+    loaded.append((other, "was trained over .*base with the fingerprint .*other, which model.model_path names"))
     # Catches a list of tensors in place of the option that the user changed.
     begun = r"train.load_checkpoint_path: .*global_step_1 was saved with "
     for changed, options, said in (

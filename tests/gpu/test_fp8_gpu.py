@@ -7,24 +7,11 @@ from torch.nn import functional as F
 
 from xorl.core.nn import Linear
 from xorl.core.nn.fp8 import Fp8Linear, convert_linears
-from xorl.kernels.quant.fp8 import (
-    E4M3,
-    E5M2,
-    amax,
-    cast_axiswise,
-    cast_columnwise,
-    cast_into_,
-    cast_rowwise,
-    cast_tensorwise,
-    cast_tensorwise_both,
-    fp8_refusal,
-    scaled_mm,
-    transpose,
-)
+from xorl.kernels.quant import fp8
 from xorl.kernels.testing import nan_poisoned_empty
 
 CUDA = torch.device("cuda")
-REFUSAL = "torch finds no CUDA GPU here" if not torch.cuda.is_available() else fp8_refusal(CUDA)
+REFUSAL = "torch finds no CUDA GPU here" if not torch.cuda.is_available() else fp8.fp8_refusal(CUDA)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))]
 
 RECIPES = ["tensorwise", "rowwise"]
@@ -45,7 +32,7 @@ def assert_bitwise(got, wanted):
         assert torch.equal(one.cpu().flatten().view(torch.uint8), other.flatten().view(torch.uint8))
 
 
-@pytest.mark.parametrize("fp8_dtype", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("fp8_dtype", [fp8.E4M3, fp8.E5M2], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_kernels_cast_as_their_twins_to_the_bit(shape, dtype, fp8_dtype):
@@ -53,17 +40,17 @@ def test_kernels_cast_as_their_twins_to_the_bit(shape, dtype, fp8_dtype):
     x = matrix(*shape, dtype=dtype)
     on_gpu = x.cuda()
     with nan_poisoned_empty():
-        largest = amax(on_gpu)
-        assert_bitwise([largest], [amax(x)])
-        both = cast_tensorwise_both(x, amax(x), fp8_dtype)
-        assert_bitwise(cast_tensorwise_both(on_gpu, largest, fp8_dtype), both)
-        assert_bitwise(cast_tensorwise(on_gpu, largest, fp8_dtype), (both[0], both[2]))
-        assert_bitwise(cast_rowwise(on_gpu, fp8_dtype), cast_rowwise(x, fp8_dtype))
-        assert_bitwise(cast_columnwise(on_gpu, fp8_dtype), cast_columnwise(x, fp8_dtype))
-        assert_bitwise(cast_axiswise(on_gpu, fp8_dtype), cast_axiswise(x, fp8_dtype))
-        assert_bitwise([transpose(both[0].cuda())], [transpose(both[0])])
+        largest = fp8.amax(on_gpu)
+        assert_bitwise([largest], [fp8.amax(x)])
+        both = fp8.cast_tensorwise_both(x, fp8.amax(x), fp8_dtype)
+        assert_bitwise(fp8.cast_tensorwise_both(on_gpu, largest, fp8_dtype), both)
+        assert_bitwise(fp8.cast_tensorwise(on_gpu, largest, fp8_dtype), (both[0], both[2]))
+        assert_bitwise(fp8.cast_rowwise(on_gpu, fp8_dtype), fp8.cast_rowwise(x, fp8_dtype))
+        assert_bitwise(fp8.cast_columnwise(on_gpu, fp8_dtype), fp8.cast_columnwise(x, fp8_dtype))
+        assert_bitwise(fp8.cast_axiswise(on_gpu, fp8_dtype), fp8.cast_axiswise(x, fp8_dtype))
+        assert_bitwise([fp8.transpose(both[0].cuda())], [fp8.transpose(both[0])])
         q, descale = torch.empty_like(both[0], device="cuda"), torch.empty((), device="cuda")
-        cast_into_(on_gpu, largest, q, descale)
+        fp8.cast_into_(on_gpu, largest, q, descale)
         assert_bitwise((q, descale), (both[0], both[2]))
 
 
@@ -71,11 +58,14 @@ def test_views_and_more_than_two_to_the_31_elements():
     # Catches a view read as if contiguous, and offsets that overflow 32 bits.
     wide = matrix(256, 512).cuda()
     for x in (wide[:, 128:384], wide.t(), wide[:1].expand(256, 512)):
-        assert_bitwise(cast_tensorwise_both(x, amax(x), E4M3), cast_tensorwise_both(x.cpu(), amax(x.cpu()), E4M3))
+        assert_bitwise(
+            fp8.cast_tensorwise_both(x, fp8.amax(x), fp8.E4M3),
+            fp8.cast_tensorwise_both(x.cpu(), fp8.amax(x.cpu()), fp8.E4M3),
+        )
     x = torch.zeros(2**17 + 16, 2**14, dtype=torch.bfloat16, device="cuda")
     x[-1, -1] = 3.0
-    assert amax(x).item() == 3.0
-    q, q_t, descale = cast_tensorwise_both(x, amax(x), E4M3)
+    assert fp8.amax(x).item() == 3.0
+    q, q_t, descale = fp8.cast_tensorwise_both(x, fp8.amax(x), fp8.E4M3)
     assert q[-1, -1].float() * descale == q_t[-1, -1].float() * descale == 3.0
 
 
@@ -84,8 +74,8 @@ def test_what_is_not_finite_reaches_every_product(value):
     # Catches an infinity that saturates to a large number, after which a run that has diverged trains on.
     x = torch.ones(64, 64, dtype=torch.bfloat16, device="cuda")
     x[3, 5] = value
-    for q, descale in (cast_tensorwise(x, amax(x), E4M3), cast_rowwise(x, E4M3)):
-        product = scaled_mm(q, q, descale, descale, out_dtype=torch.bfloat16, fast_accumulation=True)
+    for q, descale in (fp8.cast_tensorwise(x, fp8.amax(x), fp8.E4M3), fp8.cast_rowwise(x, fp8.E4M3)):
+        product = fp8.scaled_mm(q, q, descale, descale, out_dtype=torch.bfloat16, fast_accumulation=True)
         assert not product[3].isfinite().any()
 
 
@@ -96,14 +86,14 @@ def test_products(shape, recipe, fast):
     # Catches operands in a layout that the library reads transposed, and scales on the wrong axis.
     num_rows, inner, num_columns = shape
     a, b = torch.randn(num_rows, inner), torch.randn(num_columns, inner)
-    gradient_format = E4M3 if recipe == "rowwise" else E5M2
+    gradient_format = fp8.E4M3 if recipe == "rowwise" else fp8.E5M2
     casts = []
-    for x, dtype in ((a, gradient_format), (b, E4M3)):
-        casts.append(cast_rowwise(x, dtype) if recipe == "rowwise" else cast_tensorwise(x, amax(x), dtype))
+    for x, dtype in ((a, gradient_format), (b, fp8.E4M3)):
+        casts.append(fp8.cast_rowwise(x, dtype) if recipe == "rowwise" else fp8.cast_tensorwise(x, fp8.amax(x), dtype))
     (a_q, a_descale), (b_q, b_descale) = casts
-    wanted = scaled_mm(a_q, b_q, a_descale, b_descale, out_dtype=torch.float32, fast_accumulation=False)
+    wanted = fp8.scaled_mm(a_q, b_q, a_descale, b_descale, out_dtype=torch.float32, fast_accumulation=False)
     on_gpu = [x.cuda() for x in (a_q, b_q, a_descale, b_descale)]
-    got = scaled_mm(*on_gpu, out_dtype=torch.bfloat16, fast_accumulation=fast).cpu().float()
+    got = fp8.scaled_mm(*on_gpu, out_dtype=torch.bfloat16, fast_accumulation=fast).cpu().float()
     # bf16 rounds by 2^-9; fast accumulation keeps about 14 bits of a running sum of `inner` terms.
     assert (got - wanted).norm() <= (2e-2 if fast else 4e-3) * wanted.norm()
 

@@ -27,20 +27,10 @@ from xorl.kernels.attention import ring
 from xorl.kernels.layout import SequenceLayout, ShardedLayout
 from xorl.train import engine as engine_module
 from xorl.train import rows as rows_module
+from xorl.train import verify
 from xorl.train.engine import Engine
 from xorl.train.model_source import read_architecture
 from xorl.train.startup import parallel_dims
-from xorl.train.verify import (
-    Result,
-    Verification,
-    compare,
-    compare_dropout,
-    is_equal,
-    one_axis,
-    one_process,
-    with_dropout,
-    without_recomputation,
-)
 
 NUM_EXPERTS = 4
 FSDP = {"data_parallel_mode": "fsdp2"}
@@ -239,7 +229,7 @@ FAULTS: dict[tuple[str, str], dict[str, tuple[Fault, str]]] = {
 PLANTED = [(model, axis, name) for (model, axis), faults in FAULTS.items() for name in faults]
 
 
-def faulty(config: Config, fault: Fault = NO_FAULT["none"][0]) -> Result:
+def faulty(config: Config, fault: Fault = NO_FAULT["none"][0]) -> verify.Result:
     with pytest.MonkeyPatch.context() as patch:
         found = steps(config, change=fault(patch))
     ring.plan_ring.cache_clear()
@@ -259,16 +249,16 @@ def found(launch: Launch, folder: Path) -> Launches:
     """Steps by model, axis and fault, or with dropout by model and whether, and how, layers are recomputed."""
     cells: dict[tuple, tuple[int, Callable[[], object]]] = {}
     for model, axis, name in PLANTED:
-        config = Verification.of(run_config(folder, model, FSDP), is_full=False).config
-        cells[model, "one process"] = (1, partial(faulty, one_process(config)))
+        config = verify.Verification.of(run_config(folder, model, FSDP), is_full=False).config
+        cells[model, "one process"] = (1, partial(faulty, verify.one_process(config)))
         # The faults of experts are planted in the exact exchange.
         exact = config.model_copy(update={"model": config.model.model_copy(update={"ep_dispatch": "alltoall"})})
-        cells[model, axis, name] = (2, partial(faulty, one_axis(exact, axis, 2), FAULTS[model, axis][name][0]))
+        cells[model, axis, name] = (2, partial(faulty, verify.one_axis(exact, axis, 2), FAULTS[model, axis][name][0]))
     for model in ("qwen3", "qwen3_moe"):
-        verification = Verification.of(run_config(folder, model, RECOMPUTE, DROPOUT), is_full=False)
+        verification = verify.Verification.of(run_config(folder, model, RECOMPUTE, DROPOUT), is_full=False)
         assert verification.dropout == 0.2
-        dropped = one_axis(with_dropout(verification.config, verification.dropout), "dp_shard", 2)
-        cells[model, "kept"] = (2, partial(faulty, without_recomputation(dropped)))
+        dropped = verify.one_axis(verify.with_dropout(verification.config, verification.dropout), "dp_shard", 2)
+        cells[model, "kept"] = (2, partial(faulty, verify.without_recomputation(dropped)))
         cells[model, "recomputed"] = (2, partial(faulty, dropped))
         cells[model, "recomputed with other masks"] = (2, partial(faulty, dropped, masks_that_differ_when_recomputed))
     return launch(cells)
@@ -279,8 +269,8 @@ def test_every_planted_fault_is_found(model: str, axis: str, name: str, found: L
     # Catches a comparison that is blind to a fault, or to what only ranks with different experts can get wrong, and one
     # that finds a fault where there is none.
     result = found(model, axis, name)[0]
-    differences = compare(result, found(model, "one process")[0])
-    assert is_equal(differences) == (name == "none"), differences
+    differences = verify.compare(result, found(model, "one process")[0])
+    assert verify.is_equal(differences) == (name == "none"), differences
     shown = FAULTS[model, axis][name][1]
     assert not shown or not differences[shown].is_within, differences
     assert result.sizes == ({"dp_shard": 2, "ep": 2} if axis == "ep" else {axis: 2})
@@ -290,24 +280,24 @@ def test_every_planted_fault_is_found(model: str, axis: str, name: str, found: L
 def test_masks_that_differ_where_they_must_agree_are_found(model: str, found: Launches) -> None:
     # Catches gradients of other masks than those of the forward pass.
     kept = found(model, "kept")[0]
-    assert compare_dropout(found(model, "recomputed")[0], kept).is_within
-    assert not compare_dropout(found(model, "recomputed with other masks")[0], kept).is_within
+    assert verify.compare_dropout(found(model, "recomputed")[0], kept).is_within
+    assert not verify.compare_dropout(found(model, "recomputed with other masks")[0], kept).is_within
 
 
 def test_dropout_is_compared_only_where_layers_are_recomputed(folder: Path) -> None:
     # Catches an option that is left out in silence.
     for recompute, left_out in ((True, ()), (False, ("lora.lora_dropout: 0.2",))):
         config = run_config(folder, "qwen3", {**FSDP, "enable_gradient_checkpointing": recompute}, DROPOUT)
-        assert Verification.of(config, is_full=False).left_out == left_out
+        assert verify.Verification.of(config, is_full=False).left_out == left_out
 
 
 def test_a_verification_is_cut_down_and_says_what_it_leaves_out(folder: Path) -> None:
     # Catches a model that stays as large as it is, and options that are left out in silence.
     config = run_config(folder, "deep", {**FSDP, "fp8": "tensorwise", "enable_mixed_precision": True})
-    cut = Verification.of(config, is_full=False)
+    cut = verify.Verification.of(config, is_full=False)
     assert cut.left_out == ("train.enable_mixed_precision: True", "train.fp8: tensorwise")
     assert read_architecture(cut.config.model).config.num_layers == 4
-    whole = Verification.of(config, is_full=True)
+    whole = verify.Verification.of(config, is_full=True)
     assert read_architecture(whole.config.model).config.num_layers == 6
 
 
@@ -316,7 +306,7 @@ def test_an_axis_alone_has_all_ranks(axis: str, folder: Path) -> None:
     # Catches a fault that is attributed to an axis, found with another one.
     options = {"data_parallel_shard_size": 4, "data_parallel_replicate_size": 2}
     options |= {"ulysses_parallel_size": 2, "ringattn_parallel_size": 2}
-    dims = parallel_dims(one_axis(run_config(folder, "qwen3", {**FSDP, **options}), axis, 2), 2)
+    dims = parallel_dims(verify.one_axis(run_config(folder, "qwen3", {**FSDP, **options}), axis, 2), 2)
     assert getattr(dims, axis) == dims.world_size == 2
 
 

@@ -15,16 +15,7 @@ import doubling_server
 from asynchronous import in_a_loop
 from doubling_server import ANSWERED, ASKED, QUICK, doubled
 from sockets import ipc_address
-from xorl.server.channel import (
-    BlockingServer,
-    ChannelClient,
-    ChannelError,
-    ChannelKeys,
-    ChannelServer,
-    Limits,
-    PeerLost,
-    VersionMismatch,
-)
+from xorl.server import channel
 from xorl.server.channel.wire import Header, encode_header
 from xorl.server.messages import Ok, Tombstone
 from xorl.server.operations import OptimResult, OptimStep, UnloadModel
@@ -42,13 +33,13 @@ class Served:
     def __init__(self, address=None, *, server_keys=None, client_keys=None, limits=QUICK):
         self._stack = ExitStack()
         self.address = address or self._stack.enter_context(ipc_address("test"))
-        self.server = ChannelServer(self.address, ASKED, doubled, keys=server_keys, limits=limits)
+        self.server = channel.ChannelServer(self.address, ASKED, doubled, keys=server_keys, limits=limits)
         self._client_keys, self._limits = client_keys, limits
 
     async def __aenter__(self):
         self.bound = await self.server.bind()
         self.task = asyncio.create_task(self.server.serve())
-        self.client = ChannelClient(self.bound, ANSWERED, keys=self._client_keys, limits=self._limits)
+        self.client = channel.ChannelClient(self.bound, ANSWERED, keys=self._client_keys, limits=self._limits)
         await self.client.start()
         return self
 
@@ -75,7 +66,7 @@ async def test_many_requests_at_once_each_get_their_own_answer():
 async def test_what_the_handler_raises_reaches_the_client_and_the_next_request_works():
     """Catches a server that dies of one bad request."""
     async with Served() as served:
-        with pytest.raises(ChannelError, match="no model gone"):
+        with pytest.raises(channel.ChannelError, match="no model gone"):
             await served.client.request(UnloadModel("gone"), timeout_s=5)
         with pytest.raises(TimeoutError):
             await served.client.request(Tombstone("m", 2000), timeout_s=0.1)
@@ -94,14 +85,14 @@ def start_server(address):
 async def test_a_killed_server_is_noticed_at_once_and_its_successor_is_used(address):
     """Catches a client that waits for ever for an answer of a process that is dead, or never finds the next one."""
     first = start_server(address)
-    client = ChannelClient(address, ANSWERED, limits=QUICK)
+    client = channel.ChannelClient(address, ANSWERED, limits=QUICK)
     await client.start()
     await client.wait_connected(60)
     incarnation = client.incarnation
     waiting = asyncio.create_task(client.request(Tombstone("m", 60_000), timeout_s=60))
     await asyncio.sleep(0.2)
     os.kill(first.pid, signal.SIGKILL)
-    with pytest.raises(PeerLost):
+    with pytest.raises(channel.PeerLost):
         await asyncio.wait_for(waiting, 5)
     second = start_server(address)
     answer = await client.request(OptimStep("m", 1.0), timeout_s=5, connect_timeout_s=60)
@@ -169,10 +160,10 @@ async def test_versions_that_differ_are_told_to_both(monkeypatch):
             "xorl.server.channel.client.encode_header",
             lambda kind, number=0: msgspec.msgpack.encode(Header(999, kind, number)),
         )
-        client = ChannelClient(served.bound, ANSWERED, limits=QUICK)
+        client = channel.ChannelClient(served.bound, ANSWERED, limits=QUICK)
         await client.start()
         # The refusal is of the server's version, so this one believes it, and says the other's words.
-        with pytest.raises(PeerLost):
+        with pytest.raises(channel.PeerLost):
             await client.request(Tombstone("m", 0), timeout_s=5, connect_timeout_s=0.5)
         assert served.server.num_refused > 0
         await client.close()
@@ -186,7 +177,7 @@ async def test_a_server_of_another_version_is_named(monkeypatch):
         lambda kind, number, incarnation: msgspec.msgpack.encode(Header(999, kind, number, incarnation)),
     )
     async with Served() as served:
-        with pytest.raises(VersionMismatch, match="999"):
+        with pytest.raises(channel.VersionMismatch, match="999"):
             await served.client.wait_connected(0.5)
 
 
@@ -194,14 +185,14 @@ async def test_a_server_of_another_version_is_named(monkeypatch):
 async def test_a_message_beyond_the_limit_is_not_sent():
     """Catches a request that ZMQ would drop without a word."""
     async with Served() as served:
-        with pytest.raises(ChannelError, match="the limit is"):
+        with pytest.raises(channel.ChannelError, match="the limit is"):
             await served.client.request(UnloadModel("m" * 2**21), timeout_s=5)
 
 
 @in_a_loop
 async def test_more_requests_than_the_limit_are_refused():
     """Catches a flood that fills the memory."""
-    async with Served(limits=Limits(num_pending=2, ping_every_s=0.1)) as served:
+    async with Served(limits=channel.Limits(num_pending=2, ping_every_s=0.1)) as served:
         calls = [served.client.request(Tombstone("m", 300), timeout_s=5) for _ in range(4)]
         answers = await asyncio.gather(*calls, return_exceptions=True)
         assert sorted(type(answer).__name__ for answer in answers) == ["ChannelError"] * 2 + ["Ok"] * 2
@@ -211,18 +202,18 @@ async def test_more_requests_than_the_limit_are_refused():
 @in_a_loop
 async def test_only_who_has_the_keys_gets_in(who):
     """Catches a channel between machines that takes requests from anybody."""
-    keys = ChannelKeys.create()
-    other = ChannelKeys.create()
+    keys = channel.ChannelKeys.create()
+    other = channel.ChannelKeys.create()
     given = {
         "the right keys": keys,
-        "other keys": ChannelKeys(keys.server_public, b"", other.client_public, other.client_secret),
+        "other keys": channel.ChannelKeys(keys.server_public, b"", other.client_public, other.client_secret),
         "no keys": None,
     }
     async with Served("tcp://127.0.0.1:*", server_keys=keys, client_keys=given[who]) as served:
         if who == "the right keys":
             assert await served.client.request(Tombstone("m", 0), timeout_s=5) == Ok()
         else:
-            with pytest.raises(PeerLost):
+            with pytest.raises(channel.PeerLost):
                 await served.client.request(Tombstone("m", 0), timeout_s=5, connect_timeout_s=0.7)
 
 
@@ -230,21 +221,21 @@ async def test_only_who_has_the_keys_gets_in(who):
 def test_an_address_beyond_this_machine_needs_keys(address):
     """Catches a port that is open to the network without keys."""
     with pytest.raises(ValueError, match="keys"):
-        ChannelServer(address, ASKED, doubled)
+        channel.ChannelServer(address, ASKED, doubled)
     with pytest.raises(ValueError, match="keys"):
-        ChannelClient(address, ANSWERED)
+        channel.ChannelClient(address, ANSWERED)
 
 
 def test_keys_are_kept_from_others(tmp_path):
     """Catches secret keys that other users may read."""
     path = tmp_path / "keys"
-    keys = ChannelKeys.create()
+    keys = channel.ChannelKeys.create()
     keys.save(path)
     assert path.stat().st_mode & 0o777 == 0o600
-    assert ChannelKeys.load(path) == keys
+    assert channel.ChannelKeys.load(path) == keys
     path.chmod(0o644)
     with pytest.raises(ValueError, match="other users can read"):
-        ChannelKeys.load(path)
+        channel.ChannelKeys.load(path)
     assert keys.server_secret.decode() not in repr(keys)
 
 
@@ -252,14 +243,14 @@ def test_a_program_that_computes_still_answers_pings(address):
     """Catches a worker that is taken for dead while it computes."""
 
     async def ask(address):
-        client = ChannelClient(address, ANSWERED, limits=QUICK)
+        client = channel.ChannelClient(address, ANSWERED, limits=QUICK)
         await client.start()
         answer = await client.request(OptimStep("m", 3.0), timeout_s=10)
         await client.close()
         return answer
 
     async def run():
-        server = BlockingServer(address, ASKED, limits=QUICK)
+        server = channel.BlockingServer(address, ASKED, limits=QUICK)
         asking = asyncio.create_task(ask(server.address))
         received = await asyncio.to_thread(server.receive, 5)
         # Longer than the silence after which a client gives a server up.

@@ -16,28 +16,22 @@ import pytest
 from asynchronous import in_a_loop
 from tiny_models import hf_config, write_config
 from xorl.server.operations import ClientOperation, ClientResult
+from xorl.server.orchestrator import journal as journals
 from xorl.server.orchestrator.commit import JournalError, OtherVersion
 from xorl.server.orchestrator.inference import Added
-from xorl.server.orchestrator.journal import (
-    JOURNAL_VERSION,
-    SCHEMA,
-    Journal,
-    Outcome,
-    Record,
-    Retention,
-    Submission,
-)
 from xorl.server.orchestrator.registry import CheckpointRecord, KeptRecord, ModelRecord, SamplerRecord, SessionRecord
 from xorl.server.supervise import BAD_INPUT
 
 
 def submission(name, *, key=None, body=b"body", lane="m#1", seq=None, **extra):
-    return Submission(name, key, body[:4], lane, seq, "c", "tinker", "ForwardBackward", None, 1.0, body, **extra)
+    return journals.Submission(
+        name, key, body[:4], lane, seq, "c", "tinker", "ForwardBackward", None, 1.0, body, **extra
+    )
 
 
 def with_journal(tmp_path, scenario):
     async def whole():
-        journal = Journal(tmp_path / "journal.sqlite")
+        journal = journals.Journal(tmp_path / "journal.sqlite")
         try:
             return await scenario(journal)
         finally:
@@ -106,8 +100,8 @@ def test_results_the_tail_and_records_are_one_transaction_and_a_second_result_ch
             await journal.submit(submission(str(index), seq=index, body=f"body {index}".encode()))
         kinds = ["changes", "settles", "changes", None, "changes"]
         for index, tail in enumerate(kinds, start=1):
-            record = Record("model", "m", str(index).encode())
-            outcome = Outcome(str(index), f"result {index}".encode(), 10.0, tail, None, "m#1", [record])
+            record = journals.Record("model", "m", str(index).encode())
+            outcome = journals.Outcome(str(index), f"result {index}".encode(), 10.0, tail, None, "m#1", [record])
             await journal.finish([outcome])
             await journal.finish([outcome])
         assert [journal.tail_operation(n) for n in journal.tail("m#1")] == [b"body 1", b"body 2", b"body 3", b"body 5"]
@@ -115,9 +109,11 @@ def test_results_the_tail_and_records_are_one_transaction_and_a_second_result_ch
         assert journal.records("model") == [("m", b"5")]
         assert journal.find("4").result == b"result 4"
         await journal.submit(submission("6"))
-        await journal.finish([Outcome("6", b"saved", 10.0, None, "settled", "m#1")])
+        await journal.finish([journals.Outcome("6", b"saved", 10.0, None, "settled", "m#1")])
         assert [journal.tail_operation(n) for n in journal.tail("m#1")] == [b"body 3", b"body 5"]
-        await journal.submit(submission("7", lane="m#2", ends_lane="m#1", records=[Record("model", "m", b"new")]))
+        await journal.submit(
+            submission("7", lane="m#2", ends_lane="m#1", records=[journals.Record("model", "m", b"new")])
+        )
         assert journal.tail("m#1") == []
         assert journal.unfinished()[0].lane == "m#2"
 
@@ -173,16 +169,16 @@ def test_results_go_when_they_were_had_long_ago_or_are_too_many_and_what_is_need
             await journal.submit(submission(str(index), key=f"m/{index}"))
         for index in range(5):
             tail = "changes" if index == 0 else None
-            await journal.finish([Outcome(str(index), b"r" * 100, 1000.0, tail, None, "m#1")])
+            await journal.finish([journals.Outcome(str(index), b"r" * 100, 1000.0, tail, None, "m#1")])
         await journal.mark_retrieved(["0", "1"], 1000.0)
-        keep = Retention(after_retrieval_s=60, unretrieved_s=3600, result_bytes=10**6, num_requests=100)
+        keep = journals.Retention(after_retrieval_s=60, unretrieved_s=3600, result_bytes=10**6, num_requests=100)
         assert await journal.prune(1030.0, keep, {}) == 0
         assert await journal.prune(1061.0, keep, {}) == 2
         assert [journal.find(str(i)).result is None for i in range(6)] == [True, True, False, False, False, True]
         assert journal.find("1").is_finished
         assert journal.find_key("m/1", b"body").request_id == "1"
         assert len(journal.tail("m#1")) == 1
-        small = Retention(after_retrieval_s=60, unretrieved_s=3600, result_bytes=250, num_requests=2)
+        small = journals.Retention(after_retrieval_s=60, unretrieved_s=3600, result_bytes=250, num_requests=2)
         assert await journal.prune(1062.0, small, {}) == 1
         assert [journal.find(str(i)) is not None for i in range(6)] == [True, False, False, True, True, True]
         assert await journal.prune(1000.0 + 3600, small, {}) == 2
@@ -195,11 +191,11 @@ def test_pages_of_what_has_gone_are_used_again(tmp_path):
     """Catches a file that grows with all requests there ever were."""
 
     async def scenario(journal):
-        keep = Retention(after_retrieval_s=0, unretrieved_s=0, result_bytes=0, num_requests=50)
+        keep = journals.Retention(after_retrieval_s=0, unretrieved_s=0, result_bytes=0, num_requests=50)
         sizes = []
         for index in range(600):
             await journal.submit(submission(str(index), key=str(index), body=b"x" * 5000))
-            await journal.finish([Outcome(str(index), b"y" * 5000, 1.0)])
+            await journal.finish([journals.Outcome(str(index), b"y" * 5000, 1.0)])
             if index % 50 == 49:
                 await journal.prune(2.0, keep, {})
                 sizes.append(journal.size_bytes())
@@ -242,8 +238,8 @@ def test_what_the_journal_keeps_has_the_form_of_its_version():
     records = (SessionRecord, ModelRecord, SamplerRecord, CheckpointRecord, KeptRecord, Added)
     _, parts = msgspec.json.schema_components((ClientOperation, ClientResult, *records))
     forms = {name: (part["properties"], sorted(part["required"])) for name, part in parts.items()}
-    form = hashlib.blake2b(json.dumps([SCHEMA, forms], sort_keys=True).encode(), digest_size=8).hexdigest()
-    assert (JOURNAL_VERSION, form) == (5, "83c1a4566c079d98")
+    form = hashlib.blake2b(json.dumps([journals.SCHEMA, forms], sort_keys=True).encode(), digest_size=8).hexdigest()
+    assert (journals.JOURNAL_VERSION, form) == (5, "83c1a4566c079d98")
 
 
 @pytest.mark.parametrize("name", ["run#1", "what?", "100%41"])
@@ -279,13 +275,13 @@ def test_an_orchestrator_with_a_journal_that_it_cannot_read_is_not_started_again
 @in_a_loop
 async def test_the_file_shrinks_after_a_large_result_has_gone(tmp_path):
     """Catches a journal that stays as large as the largest request there ever was."""
-    journal = Journal(tmp_path / "journal.sqlite")
+    journal = journals.Journal(tmp_path / "journal.sqlite")
     body = b"x" * 2**25
-    await journal.submit(Submission("a", None, b"", None, None, "c", "xorl", "Sample", None, 1.0, body))
-    await journal.finish([Outcome("a", body, 1.0)])
+    await journal.submit(journals.Submission("a", None, b"", None, None, "c", "xorl", "Sample", None, 1.0, body))
+    await journal.finish([journals.Outcome("a", body, 1.0)])
     assert journal.size_bytes() > 2**25
     for _ in range(3):
-        await journal.prune(1e9, Retention(), {})
+        await journal.prune(1e9, journals.Retention(), {})
     assert journal.size_bytes() < 2**24
     journal.close()
     assert sum(file.stat().st_size for file in tmp_path.iterdir()) < 2**25

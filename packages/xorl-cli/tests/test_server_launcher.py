@@ -17,17 +17,7 @@ from pydantic import Secret
 
 from xorl.cli import exit_codes
 from xorl.config import LoadedServerConfig, server_config_from_mapping
-from xorl.server import launcher
-from xorl.server.addresses import (
-    bind_address,
-    channel_keys,
-    connect_address,
-    publish,
-    read_published,
-    service_folder,
-    with_reachable_host,
-    workers_file,
-)
+from xorl.server import addresses, launcher
 from xorl.server.channel import ChannelKeys
 from xorl.server.launcher import check_model
 from xorl.server.machine import check_machine
@@ -177,7 +167,7 @@ def test_an_output_folder_that_cannot_be_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     config = loaded(tmp_path).config.model_copy(update={"output_dir": str(tmp_path / "file")})
     with pytest.raises(ValueError, match=r"^output_dir: .*file/service.*choose another folder"):
-        service_folder(config)
+        addresses.service_folder(config)
 
 
 def test_the_processes_of_a_killed_launcher_are_waited_for(tmp_path: Path) -> None:
@@ -276,49 +266,52 @@ def test_what_this_machine_lacks_is_named_before_anything_starts(tmp_path, optio
 def test_workers_beyond_this_machine_have_keys(tmp_path: Path) -> None:
     # Would catch a socket that takes work from anybody on the network.
     config = loaded(tmp_path).config
-    address = bind_address(config, None)
+    address = addresses.bind_address(config, None)
     assert address == "tcp://0.0.0.0:5556"
-    keys = channel_keys(config, address)
+    keys = addresses.channel_keys(config, address)
     assert keys is not None
-    assert channel_keys(config, address) == keys
-    assert channel_keys(config, "tcp://127.0.0.1:5556") is None
-    assert channel_keys(config, "ipc:///tmp/x") is None
+    assert addresses.channel_keys(config, address) == keys
+    assert addresses.channel_keys(config, "tcp://127.0.0.1:5556") is None
+    assert addresses.channel_keys(config, "ipc:///tmp/x") is None
     file = tmp_path / "out" / "service" / "channel.keys"
     file.chmod(0o644)
     with pytest.raises(ValueError, match="other users can read it"):
-        channel_keys(config, address)
+        addresses.channel_keys(config, address)
 
 
 def test_workers_are_found_by_what_they_publish(tmp_path: Path) -> None:
     # Would catch workers on several hosts that can only be reached by an option.
     config = loaded(tmp_path).config
     with pytest.raises(ValueError, match=r"engine_connect_host: null, and no worker has written .*workers.json"):
-        connect_address(config, 0.1)
-    publish(config, "tcp://0.0.0.0:5556")
-    assert connect_address(config, 0.1) == (f"tcp://{socket.gethostname()}:5556", True)
-    publish(config, "ipc:///tmp/x")
-    assert connect_address(config, 0.1) == ("ipc:///tmp/x", False)
-    assert connect_address(loaded(tmp_path, engine_connect_host="node0").config, 0.1) == ("tcp://node0:5556", True)
+        addresses.connect_address(config, 0.1)
+    addresses.publish(config, "tcp://0.0.0.0:5556")
+    assert addresses.connect_address(config, 0.1) == (f"tcp://{socket.gethostname()}:5556", True)
+    addresses.publish(config, "ipc:///tmp/x")
+    assert addresses.connect_address(config, 0.1) == ("ipc:///tmp/x", False)
+    assert addresses.connect_address(loaded(tmp_path, engine_connect_host="node0").config, 0.1) == (
+        "tcp://node0:5556",
+        True,
+    )
     # Bound at all interfaces, it wants keys of whoever comes by the loopback one, too.
     for host, reached in (("10.0.0.1", "10.0.0.1"), ("0.0.0.0", "127.0.0.1")):
         named = loaded(tmp_path, worker_bind_address=f"tcp://{host}:7000").config
-        assert connect_address(named, 0.1) == (f"tcp://{reached}:7000", True)
-    assert with_reachable_host("ipc:///a", "host", always=True) == "ipc:///a"
+        assert addresses.connect_address(named, 0.1) == (f"tcp://{reached}:7000", True)
+    assert addresses.with_reachable_host("ipc:///a", "host", always=True) == "ipc:///a"
 
 
 def test_what_workers_publish_is_read_whole_or_not_at_all(tmp_path: Path) -> None:
     # Catches an orchestrator that ends by a file which is half there, or talks to another machine without keys.
     config = loaded(tmp_path).config
-    file = workers_file(config)
+    file = addresses.workers_file(config)
     assert file is not None
-    assert read_published(file) is None
-    publish(config, "tcp://10.0.0.1:5556")
-    assert read_published(file) == ("tcp://10.0.0.1:5556", ChannelKeys.load(file.with_name("channel.keys")))
-    publish(config, "ipc:///tmp/x")
-    assert read_published(file) == ("ipc:///tmp/x", None)
+    assert addresses.read_published(file) is None
+    addresses.publish(config, "tcp://10.0.0.1:5556")
+    assert addresses.read_published(file) == ("tcp://10.0.0.1:5556", ChannelKeys.load(file.with_name("channel.keys")))
+    addresses.publish(config, "ipc:///tmp/x")
+    assert addresses.read_published(file) == ("ipc:///tmp/x", None)
     for text in ("", "{", "{}", "7", '{"address": "tcp://10.0.0.1:5556", "has_keys": false}'):
         file.write_text(text)
-        assert read_published(file) is None
+        assert addresses.read_published(file) is None
     plan = launcher.make_plan(
         loaded(tmp_path, engine_connect_host="node0").config, tmp_path / "a", 0, mode="connect", api_host="", api_port=1
     )

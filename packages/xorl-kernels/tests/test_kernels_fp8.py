@@ -5,23 +5,11 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from xorl.kernels.quant.fp8 import (
-    E4M3,
-    E5M2,
-    amax,
-    cast_axiswise,
-    cast_columnwise,
-    cast_rowwise,
-    cast_tensorwise,
-    cast_tensorwise_both,
-    fp8_refusal,
-    scaled_mm,
-    transpose,
-)
+from xorl.kernels.quant import fp8
 
 # Half the distance of neighbouring numbers: relative to normal ones, and of subnormal ones.
-RELATIVE = {E4M3: 2.0**-4, E5M2: 2.0**-3}
-SUBNORMAL = {E4M3: 2.0**-10, E5M2: 2.0**-17}
+RELATIVE = {fp8.E4M3: 2.0**-4, fp8.E5M2: 2.0**-3}
+SUBNORMAL = {fp8.E4M3: 2.0**-10, fp8.E5M2: 2.0**-17}
 
 
 def matrix(num_rows, num_columns, seed=0, dtype=torch.bfloat16):
@@ -36,28 +24,28 @@ def error_bound(x, descale, fp8_dtype):
     return torch.maximum(RELATIVE[fp8_dtype] * x.abs(), SUBNORMAL[fp8_dtype] * descale)
 
 
-@pytest.mark.parametrize("fp8_dtype", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("fp8_dtype", [fp8.E4M3, fp8.E5M2], ids=str)
 def test_scale_is_the_largest_power_of_two_that_fits(fp8_dtype):
     # Catches overflow, a bit of range given away, and scales that round.
     top = torch.finfo(fp8_dtype).max
     for largest in (1.0, 1.75, 1.7500001, 1.9999, 3e-30, 5e30, top, 1.1 * top):
         x = torch.tensor([[largest, 0.0]])
-        q, descale = cast_tensorwise(x, amax(x), fp8_dtype)
+        q, descale = fp8.cast_tensorwise(x, fp8.amax(x), fp8_dtype)
         assert torch.frexp(descale).mantissa.item() == 0.5
         assert largest <= top * descale.item() < 2 * largest
         assert (q.float()[0, 0] * descale).item() == pytest.approx(largest, rel=RELATIVE[fp8_dtype])
 
 
-@pytest.mark.parametrize("fp8_dtype", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("fp8_dtype", [fp8.E4M3, fp8.E5M2], ids=str)
 @pytest.mark.parametrize("shape", [(1, 16), (40, 48), (129, 32)], ids=str)
 def test_casts_give_the_values_back_within_half_a_unit(shape, fp8_dtype):
     # Catches scales applied along the wrong axis, values that overflow, and a transposed copy of other values.
     x = matrix(*shape)
     wide, rows = x.double(), shape[0]
-    q, q_t, descale = cast_tensorwise_both(x, amax(x), fp8_dtype)
+    q, q_t, descale = fp8.cast_tensorwise_both(x, fp8.amax(x), fp8_dtype)
     assert torch.equal(q.float(), q_t.float().t()[:rows])
     assert bool(((q.double() * descale - wide).abs() <= error_bound(wide, descale, fp8_dtype)).all())
-    q, row_descale, q_t, column_descale = cast_axiswise(x, fp8_dtype)
+    q, row_descale, q_t, column_descale = fp8.cast_axiswise(x, fp8_dtype)
     row_descale = row_descale[:, None]
     assert bool(((q.double() * row_descale - wide).abs() <= error_bound(wide, row_descale, fp8_dtype)).all())
     back = q_t.double().t()[:rows] * column_descale
@@ -68,7 +56,7 @@ def test_casts_give_the_values_back_within_half_a_unit(shape, fp8_dtype):
 
 def test_a_tensor_of_zeros_and_one_that_is_not_finite():
     # Catches NaN from dividing by a largest value of zero, and infinities that saturate and are never seen again.
-    for cast in (lambda x: cast_tensorwise(x, amax(x), E4M3), lambda x: cast_rowwise(x, E4M3)):
+    for cast in (lambda x: fp8.cast_tensorwise(x, fp8.amax(x), fp8.E4M3), lambda x: fp8.cast_rowwise(x, fp8.E4M3)):
         q, descale = cast(torch.zeros(16, 16))
         assert not (q.float() * descale).any()
         assert descale.isfinite().all()
@@ -76,7 +64,7 @@ def test_a_tensor_of_zeros_and_one_that_is_not_finite():
             x = torch.ones(16, 16)
             x[2, 3] = value
             q, descale = cast(x)
-            product = scaled_mm(q, q, descale, descale, out_dtype=torch.float32, fast_accumulation=True)
+            product = fp8.scaled_mm(q, q, descale, descale, out_dtype=torch.float32, fast_accumulation=True)
             assert not product[2].isfinite().any()
 
 
@@ -84,12 +72,16 @@ def test_a_tensor_of_zeros_and_one_that_is_not_finite():
 def test_product_is_off_by_no_more_than_its_operands(rowwise):
     # Catches a scale that is applied to the wrong operand or axis, or twice.
     a, b = matrix(40, 64, dtype=torch.float32), matrix(48, 64, seed=1, dtype=torch.float32)
-    cast = (lambda x: cast_rowwise(x, E4M3)) if rowwise else (lambda x: cast_tensorwise(x, amax(x), E4M3))
+    cast = (
+        (lambda x: fp8.cast_rowwise(x, fp8.E4M3))
+        if rowwise
+        else (lambda x: fp8.cast_tensorwise(x, fp8.amax(x), fp8.E4M3))
+    )
     (a_q, a_descale), (b_q, b_descale) = cast(a), cast(b)
-    product = scaled_mm(a_q, b_q, a_descale, b_descale, out_dtype=torch.float32, fast_accumulation=False)
+    product = fp8.scaled_mm(a_q, b_q, a_descale, b_descale, out_dtype=torch.float32, fast_accumulation=False)
     wide_a, wide_b = a.double(), b.double()
-    a_error = error_bound(wide_a, a_descale[:, None] if rowwise else a_descale, E4M3)
-    b_error = error_bound(wide_b, b_descale[:, None] if rowwise else b_descale, E4M3)
+    a_error = error_bound(wide_a, a_descale[:, None] if rowwise else a_descale, fp8.E4M3)
+    b_error = error_bound(wide_b, b_descale[:, None] if rowwise else b_descale, fp8.E4M3)
     # |a'b' - ab| <= |a' - a| |b| + |a'| |b' - b|, and fp32 adds a little of the sum of magnitudes.
     bound = a_error @ wide_b.abs().t() + (wide_a.abs() + a_error) @ b_error.t()
     bound += 1e-5 * (wide_a.abs() @ wide_b.abs().t())
@@ -104,15 +96,15 @@ def test_product_is_off_by_no_more_than_its_operands(rowwise):
 def test_operators_describe_their_results_to_a_compiler(shape):
     # Catches a fake kernel of another shape, dtype or layout than the operator, which a compiled graph trusts.
     x = matrix(*shape)
-    q, _ = cast_tensorwise(x, amax(x), E4M3)
+    q, _ = fp8.cast_tensorwise(x, fp8.amax(x), fp8.E4M3)
     calls = [
-        (amax, (x,)),
-        (cast_tensorwise, (x, amax(x), E4M3)),
-        (cast_tensorwise_both, (x, amax(x), E5M2)),
-        (cast_rowwise, (x, E4M3)),
-        (cast_columnwise, (x, E4M3)),
-        (cast_axiswise, (x, E5M2)),
-        (transpose, (q,)),
+        (fp8.amax, (x,)),
+        (fp8.cast_tensorwise, (x, fp8.amax(x), fp8.E4M3)),
+        (fp8.cast_tensorwise_both, (x, fp8.amax(x), fp8.E5M2)),
+        (fp8.cast_rowwise, (x, fp8.E4M3)),
+        (fp8.cast_columnwise, (x, fp8.E4M3)),
+        (fp8.cast_axiswise, (x, fp8.E5M2)),
+        (fp8.transpose, (q,)),
     ]
     for operator, arguments in calls:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
@@ -123,5 +115,5 @@ def test_operators_describe_their_results_to_a_compiler(shape):
 
 def test_devices_that_cannot_are_refused():
     # Catches an error from within a library in place of one that says what the machine lacks.
-    assert fp8_refusal(torch.device("cpu")) is None
-    assert "not on mps" in str(fp8_refusal(torch.device("mps")))
+    assert fp8.fp8_refusal(torch.device("cpu")) is None
+    assert "not on mps" in str(fp8.fp8_refusal(torch.device("mps")))

@@ -9,16 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from xorl.kernels.optim import (
-    Noise,
-    adamw_,
-    descend_,
-    momentum_,
-    philox2x32,
-    reference,
-    round_stochastically,
-    symmetric,
-)
+from xorl.kernels import optim
 from xorl.kernels.optim.noise import draw
 
 HYPER = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
@@ -30,8 +21,8 @@ FIRST = 2**32 - 1500
 COLUMNS = ((0, 0), (100, 1000))
 
 
-def noise(step: int = 7, key: int = 12345, first: int = FIRST) -> Noise:
-    return Noise(key, first, torch.tensor(step))
+def noise(step: int = 7, key: int = 12345, first: int = FIRST) -> optim.Noise:
+    return optim.Noise(key, first, torch.tensor(step))
 
 
 @pytest.mark.parametrize(
@@ -45,7 +36,7 @@ def noise(step: int = 7, key: int = 12345, first: int = FIRST) -> Noise:
 def test_random_words_are_those_of_philox(counter: tuple[int, int], key: int, words: tuple[int, int]) -> None:
     # Catches a wrong constant or carry, after which nothing is known of the bits' quality. Known answers of Random123.
     low, high = (torch.tensor([word]) for word in counter)
-    assert tuple(int(word) for word in philox2x32(low, high, key, num_rounds=10)) == words
+    assert tuple(int(word) for word in optim.philox2x32(low, high, key, num_rounds=10)) == words
 
 
 def test_bits_differ_by_element_step_and_key_and_not_by_the_cut() -> None:
@@ -53,7 +44,7 @@ def test_bits_differ_by_element_step_and_key_and_not_by_the_cut() -> None:
     whole = torch.stack(draw(noise(), 0, 4096))
     assert whole.unique().numel() > 8180
     torch.testing.assert_close(torch.stack(draw(noise(first=FIRST + 1000), 0, 96)), whole[:, 1000:1096], rtol=0, atol=0)
-    rows = torch.stack(draw(Noise(12345, FIRST, torch.tensor(7), 100, 1000), 150, 300))
+    rows = torch.stack(draw(optim.Noise(12345, FIRST, torch.tensor(7), 100, 1000), 150, 300))
     in_rows = [whole[:, 1050:1100], whole[:, 2000:2100], whole[:, 3000:3100], whole[:, 4000:4050]]
     torch.testing.assert_close(rows, torch.cat(in_rows, dim=1), rtol=0, atol=0)
     streams = [whole[0], whole[1], draw(noise(step=8), 0, 4096)[0], draw(noise(key=12346), 0, 4096)[0]]
@@ -68,7 +59,7 @@ def test_rounding_is_unbiased(value: float) -> None:
     # Catches rounding that drifts: to nearest, towards zero, or with odds that are off.
     count = 1 << 16
     values = torch.full((count,), value)
-    rounded = round_stochastically(values, draw(noise(), 0, count)[0] & 0xFFFF).double()
+    rounded = optim.round_stochastically(values, draw(noise(), 0, count)[0] & 0xFFFF).double()
     below, above = rounded.min(), rounded.max()
     assert (above - below) / abs(value) < 2**-7
     share = (value - below) / (above - below)
@@ -80,7 +71,7 @@ def test_what_bf16_holds_is_kept() -> None:
     # Catches weights that move without an update, and a NaN or an infinity that turns into a number.
     held = torch.tensor([0.0, 1.0, -2.5, float("inf"), -float("inf"), float("nan")])
     for bits in (0, 1, 0xFFFF):
-        rounded = round_stochastically(held, torch.full((6,), bits))
+        rounded = optim.round_stochastically(held, torch.full((6,), bits))
         torch.testing.assert_close(rounded.float(), held, rtol=0, atol=0, equal_nan=True)
 
 
@@ -91,7 +82,7 @@ def test_small_updates_of_bf16_weights_add_up() -> None:
     options = {**HYPER, "lr": 1e-4, "weight_decay": 0.0, "grad_scale": None, "skip": torch.zeros(())}
     for step in range(1, 101):
         lists = [[tensor] for tensor in (param, grad, *state, torch.tensor(step))]
-        adamw_(*lists, **options, noises=[noise(step)])
+        optim.adamw_(*lists, **options, noises=[noise(step)])
     assert param.float().mean() == pytest.approx(1 - 100e-4, abs=4e-4)
     assert state[1].float().mean() == pytest.approx(1 - 0.999**100, rel=1e-2)
 
@@ -115,8 +106,8 @@ def test_a_weight_decay_below_the_resolution_of_fp32_is_kept_in_the_mean(dtype: 
         for step, grad in enumerate(grads):
             drawn = noise(step)
             lists = [[tensor] for tensor in (by_adamw, grad, *state)]
-            reference.adamw_(*lists, **options, corrections=torch.ones(1, 2), noises=[drawn])
-            descend_(by_descent, grad, decay=each, rate=1e-4, grad_scale=None, skip=off, noise=drawn)
+            optim.reference.adamw_(*lists, **options, corrections=torch.ones(1, 2), noises=[drawn])
+            optim.descend_(by_descent, grad, decay=each, rate=1e-4, grad_scale=None, skip=off, noise=drawn)
         for name, found in (("adamw_", by_adamw), ("descend_", by_descent)):
             weights[name].append(found.double())
     for name, (decayed, kept) in weights.items():
@@ -150,11 +141,11 @@ def assert_kernels_match(kernels: object, device: str = "cpu") -> None:
     for number, (name, tensors, options) in enumerate(cases()):
         options = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in options.items()}
         if options["noise"] is not None:
-            options["noise"] = Noise(12345, FIRST, torch.tensor(7, device=device), *COLUMNS[number % 2])
+            options["noise"] = optim.Noise(12345, FIRST, torch.tensor(7, device=device), *COLUMNS[number % 2])
         wanted, got, untouched = (
             [None if tensor is None else tensor.clone().to(device) for tensor in tensors] for _ in range(3)
         )
-        getattr(reference, name)(*wanted, **options)
+        getattr(optim.reference, name)(*wanted, **options)
         getattr(kernels, name)(*got, **options)
         getattr(kernels, name)(*untouched, **{**options, "skip": torch.ones((), device=device)})
         for index, before in enumerate(tensors):
@@ -199,7 +190,9 @@ def assert_lists_match(kernels: object, device: str = "cpu") -> None:
             if device == "cpu" and is_random == bool(number % 2):
                 continue
             step = torch.tensor(7, device=device)
-            noises = [Noise(12345 + index, FIRST + index, step, *COLUMNS[index // 2]) for index in range(len(LENGTHS))]
+            noises = [
+                optim.Noise(12345 + index, FIRST + index, step, *COLUMNS[index // 2]) for index in range(len(LENGTHS))
+            ]
             options = {
                 **HYPER,
                 "corrections": torch.rand(len(LENGTHS), 2, generator=torch.Generator().manual_seed(2)).to(device),
@@ -208,7 +201,7 @@ def assert_lists_match(kernels: object, device: str = "cpu") -> None:
             }
             wanted, got, untouched = (adamw_lists(dtypes, device) for _ in range(3))
             off, on = (torch.full((), flag, device=device) for flag in (0.0, 1.0))
-            reference.adamw_(*wanted, **options, skip=off)
+            optim.reference.adamw_(*wanted, **options, skip=off)
             kernels.adamw_(*got, **options, skip=off)
             kernels.adamw_(*untouched, **options, skip=on)
             for name, left, right, kept, before in zip(
@@ -227,7 +220,7 @@ def assert_scaling_matches(kernels: object, device: str = "cpu") -> None:
     for dtype in DTYPES:
         values = torch.randn(COUNT, generator=torch.Generator().manual_seed(0)).to(device, dtype)
         wanted, got, factor = values.clone(), values.clone(), torch.tensor(1 / 3, device=device)
-        reference.scale_(wanted, factor)
+        optim.reference.scale_(wanted, factor)
         kernels.scale_(got, factor)
         # The interpreter cuts what the GPU rounds to nearest.
         torch.testing.assert_close(got, wanted, rtol=2**-7 if dtype == torch.bfloat16 else 1e-6, atol=0)
@@ -246,7 +239,9 @@ def assert_symmetric_products_match(dtype: torch.dtype = torch.float32, device: 
         added = added + added.mT
         for term, alpha, beta in ((None, 1.0, 1.0), (added, 2.0, -0.5)):
             got = triton_symmetric.symmetric_product(x, term, alpha=alpha, beta=beta, block=block)
-            wide = symmetric.reference(x.double(), None if term is None else term.double(), alpha=alpha, beta=beta)
+            wide = optim.symmetric.reference(
+                x.double(), None if term is None else term.double(), alpha=alpha, beta=beta
+            )
             where = f"{list(x.shape)} in rows {in_rows} added {term is not None}"
             tolerance = 1e-5 if dtype == torch.float32 else 2**-8
             assert (got.double() - wide).norm() <= tolerance * wide.norm(), where
@@ -263,10 +258,10 @@ def test_triton_kernels_match_their_twins() -> None:
 def test_only_what_the_copy_engine_reads_goes_to_the_kernel() -> None:
     # Catches strides that it refuses at launch: of rows that do not begin at 16 bytes, also where a row is one element.
     half = torch.zeros(2, 64, 40, dtype=torch.bfloat16)
-    assert symmetric._is_supported(half)
-    assert symmetric._is_supported(half.mT)
+    assert optim.symmetric._is_supported(half)
+    assert optim.symmetric._is_supported(half.mT)
     for x in (half[:, :, :36], half[:, :, :1].contiguous(), half[:, :36].mT.contiguous(), half[:, :, 1:].contiguous()):
-        assert not symmetric._is_supported(x), x.shape
+        assert not optim.symmetric._is_supported(x), x.shape
 
 
 @pytest.mark.parametrize(
@@ -275,7 +270,7 @@ def test_only_what_the_copy_engine_reads_goes_to_the_kernel() -> None:
 )
 def test_empty_shards_and_skipped_steps_change_nothing(name: str, count: int, options: dict[str, object]) -> None:
     # Catches a launch of no blocks, and weights that a step which is to be skipped poisons.
-    function = {"momentum_": momentum_, "descend_": descend_}[name]
+    function = {"momentum_": optim.momentum_, "descend_": optim.descend_}[name]
     for size, skip in ((0, 0.0), (5, 1.0)):
         tensors = [torch.full((size,), float("nan")), *(torch.ones(size) for _ in range(count - 1))]
         before = [tensor.clone() for tensor in tensors]
@@ -291,7 +286,7 @@ def test_adamw_of_empty_shards_and_skipped_steps_changes_nothing(is_random: bool
         before = [[tensor.clone() for tensor in tensors] for tensors in lists]
         steps = [torch.ones((), dtype=torch.int64 if is_random else torch.float32) for _ in sizes]
         noises = [noise(), noise()] if is_random else None
-        adamw_(*lists, steps, **HYPER, grad_scale=None, skip=torch.tensor(skip), noises=noises)
+        optim.adamw_(*lists, steps, **HYPER, grad_scale=None, skip=torch.tensor(skip), noises=noises)
         changes = sum(sizes) > 0 and not skip
         assert lists[0][1].equal(before[0][1]) == (not changes) or bool(skip)
         if not changes:
@@ -316,10 +311,10 @@ def test_adamw_is_that_of_torch(dtype: torch.dtype, implementation: str) -> None
         lists = [[ours[0]], [gradient.clone()], [ours[1]], [ours[2]]]
         options = {**HYPER, "grad_scale": torch.tensor(3.0), "skip": torch.zeros(()), "noises": None}
         if implementation == "chosen":
-            adamw_(*lists, [torch.tensor(float(step))], **options)
+            optim.adamw_(*lists, [torch.tensor(float(step))], **options)
         else:
             corrections = torch.tensor([[1 - 0.9**step, 1 - 0.999**step]])
-            reference.adamw_(*lists, corrections=corrections, **options)
+            optim.reference.adamw_(*lists, corrections=corrections, **options)
     # Rounding five updates of a hundredth to the last place of bf16 is up to half of 2**-7 of each value a step.
     tolerance = {"rtol": 1e-6, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 2**-7, "atol": 2e-2}
     torch.testing.assert_close(ours[0].double(), twin.detach(), **tolerance)

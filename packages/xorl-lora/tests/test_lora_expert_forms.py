@@ -15,20 +15,7 @@ from tiny_models import hf_config
 from xorl.core.models import Decoder
 from xorl.core.models.mixtral import EXPERT_NAMES
 from xorl.kernels.layout import SequenceLayout
-from xorl.lora import AdapterSpec, adapter_parameters, inject
-from xorl.lora.peft import (
-    AdapterConfig,
-    InMemoryTensors,
-    MergedWeights,
-    adapter_tensors,
-    config_of,
-    in_form,
-    load_adapter,
-    load_adapters,
-    per_expert,
-    read_layout,
-    save_adapter,
-)
+from xorl.lora import AdapterSpec, adapter_parameters, inject, peft
 from xorl.lora.peft.config import ExpertForm
 from xorl.lora.peft.layout import AdapterLayout
 from xorl.lora.spec import ExpertSharing
@@ -75,8 +62,8 @@ def written(
     decoder: Decoder, spec: AdapterSpec, form: ExpertForm | None
 ) -> tuple[dict[str, object], dict[str, Tensor]]:
     """The content of the two files."""
-    config = config_of(decoder, spec, base=None, form=form)
-    groups = adapter_tensors(decoder, form=config.form)
+    config = peft.config_of(decoder, spec, base=None, form=form)
+    groups = peft.adapter_tensors(decoder, form=config.form)
     tensors = {key: tensor for group in groups for key, tensor in group.make().items()}
     assert {key: tuple(tensor.shape) for key, tensor in tensors.items()} == {
         key: tuple(shape) for group in groups for key, shape in group.shapes.items()
@@ -88,8 +75,8 @@ def read(
     content: dict[str, object], tensors: dict[str, Tensor], architecture: str = QWEN
 ) -> tuple[AdapterLayout, object]:
     names = EXPERT_NAMES if architecture == MIXTRAL else None
-    config, source = per_expert(AdapterConfig.from_json(content), InMemoryTensors(tensors), names)
-    return read_layout(config, source), source
+    config, source = peft.per_expert(peft.AdapterConfig.from_json(content), peft.InMemoryTensors(tensors), names)
+    return peft.read_layout(config, source), source
 
 
 def logits(decoder: Decoder) -> Tensor:
@@ -106,7 +93,7 @@ def test_every_form_returns_what_was_written(form: ExpertForm, sharing: ExpertSh
     assert layout.config.form == form
     assert layout.spec.expert_sharing == sharing
     other = decoder_of(layout.spec, architecture)
-    load_adapters(other, layout, source)
+    peft.load_adapters(other, layout, source)
     found, expected = adapter_parameters(other), adapter_parameters(decoder)
     assert found.keys() == expected.keys()
     for name, parameter in expected.items():
@@ -122,10 +109,13 @@ def test_a_spec_of_other_sharing_is_not_saved(tmp_path: Path) -> None:
         with pytest.raises(
             ValueError, match=f"spec: expert_sharing is '{sharing}', but that of the adapter on .*'none'"
         ):
-            save_adapter(decoder, spec_of(sharing, QWEN), tmp_path)
-    for written_in in (adapter_tensors, partial(in_form, *read(*written(decoder, spec_of("none", QWEN), "peft")))):
+            peft.save_adapter(decoder, spec_of(sharing, QWEN), tmp_path)
+    for written_in in (
+        peft.adapter_tensors,
+        partial(peft.in_form, *read(*written(decoder, spec_of("none", QWEN), "peft"))),
+    ):
         with pytest.raises(ValueError, match="form: 'zz' is not one of"):
-            written_in(form="zz", **({"model": decoder} if written_in is adapter_tensors else {}))
+            written_in(form="zz", **({"model": decoder} if written_in is peft.adapter_tensors else {}))
 
 
 @pytest.mark.parametrize("architecture", TARGETS)
@@ -135,9 +125,9 @@ def test_folders_hold_every_form(form: ExpertForm, architecture: str, tmp_path: 
     spec = replace(spec_of("outer", architecture), modules_to_save=("model.norm",))
     decoder = decoder_of(spec, architecture)
     decoder.model.norm.weight.data += 1
-    save_adapter(decoder, spec, tmp_path, form=form)
+    peft.save_adapter(decoder, spec, tmp_path, form=form)
     other = decoder_of(None, architecture)
-    load_adapter(other, tmp_path, expert_names=EXPERT_NAMES if architecture == MIXTRAL else None)
+    peft.load_adapter(other, tmp_path, expert_names=EXPERT_NAMES if architecture == MIXTRAL else None)
     torch.testing.assert_close(logits(other), logits(decoder), rtol=0, atol=0)
 
 
@@ -150,7 +140,7 @@ def test_a_file_merges_into_the_weights_that_the_model_computes_with(form: Exper
         f"{name}.weight": torch.zeros(module.out_features, module.in_features)
         for name, module in layout.modules.items()
     }
-    merged = MergedWeights.of_file(InMemoryTensors(base), layout, source)
+    merged = peft.MergedWeights.of_file(peft.InMemoryTensors(base), layout, source)
     for expert in range(E):
         for leaf in TARGETS[QWEN][1:]:
             parameters = adapter_parameters(decoder)
@@ -160,7 +150,7 @@ def test_a_file_merges_into_the_weights_that_the_model_computes_with(form: Exper
             found = merged.read(f"model.layers.1.mlp.experts.{expert}.{leaf}.weight")
             torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
     with pytest.raises(ValueError, match=r"base: the adapter does not fit: .*: the base does not have this layer"):
-        MergedWeights.of_file(InMemoryTensors({"norm.weight": torch.zeros(D)}), layout, source)
+        peft.MergedWeights.of_file(peft.InMemoryTensors({"norm.weight": torch.zeros(D)}), layout, source)
 
 
 @pytest.mark.parametrize("to", [form for form in FORMS if form[1] == "outer"])
@@ -169,7 +159,7 @@ def test_forms_are_converted(form: ExpertForm, to: tuple[ExpertForm, ExpertShari
     # Catches an export in another form that loses the sharing, or repeats what was one.
     spec = spec_of("outer")
     decoder = decoder_of(spec)
-    config, groups = in_form(*read(*written(decoder, spec, form)), to[0])
+    config, groups = peft.in_form(*read(*written(decoder, spec, form)), to[0])
     tensors = {key: tensor for group in groups for key, tensor in group.make().items()}
     expected, directly = written(decoder, spec, to[0])
     assert config.to_json() == expected
@@ -224,7 +214,7 @@ def test_some_projections_alone_in_the_form_of_peft(targets: tuple[str, ...]) ->
     assert not [key for key in tensors if "base_layer" in key]
     layout, source = read(content, tensors)
     other = decoder_of(layout.spec)
-    load_adapters(other, layout, source)
+    peft.load_adapters(other, layout, source)
     assert adapter_parameters(other).keys() == adapter_parameters(decoder).keys()
     torch.testing.assert_close(logits(other), logits(decoder), rtol=0, atol=0)
 
@@ -263,7 +253,7 @@ def test_what_a_form_cannot_express_is_refused(changes, form, message) -> None:
     # Catches a file that loads and computes something else.
     spec = replace(spec_of(), **changes)
     with pytest.raises(ValueError, match=f"form: .*{message}"):
-        config_of(decoder_of(spec), spec, base=None, form=form)
+        peft.config_of(decoder_of(spec), spec, base=None, form=form)
 
 
 def test_files_that_are_of_no_form_are_refused() -> None:
@@ -273,11 +263,11 @@ def test_files_that_are_of_no_form_are_refused() -> None:
     layout, source = read(content, tensors)
     tensors[f"{EXPERTS}.1.up_proj.lora_A.weight"] = torch.zeros(4, D)
     with pytest.raises(ValueError, match=r"experts.1.up_proj: lora_A differs from that of .*experts.0.up_proj"):
-        load_adapters(decoder_of(layout.spec), layout, source)
+        peft.load_adapters(decoder_of(layout.spec), layout, source)
     content, tensors = written(decoder_of(spec_of()), spec_of(), "peft")
     with pytest.raises(ValueError, match=r"is no multiple of the rank 5"):
         read({key: value for key, value in content.items() if key != "xorl"} | {"rank_pattern": {}, "r": 5}, tensors)
     with pytest.raises(ValueError, match=r"gate_up_ranks of model.layers.0 do not add up to the rank 8"):
         read({**content, "xorl": {**content["xorl"], "gate_up_ranks": {}}}, tensors)
     with pytest.raises(ValueError, match="_sglang_lora_format is 'other'"):
-        AdapterConfig.from_json({"peft_type": "LORA", "_sglang_lora_format": "other"})
+        peft.AdapterConfig.from_json({"peft_type": "LORA", "_sglang_lora_format": "other"})

@@ -8,19 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from xorl.lora import AdapterBank, AdapterSpec, inject
-from xorl.lora.peft import (
-    CONFIG_FILE,
-    WEIGHTS_FILE,
-    AdapterConfig,
-    InMemoryTensors,
-    config_of,
-    differences,
-    load_adapter,
-    load_adapters,
-    read_layout,
-    save_adapter,
-)
+from xorl.lora import AdapterBank, AdapterSpec, inject, peft
 from xorl.lora.peft.config import shared_value, shortest_names
 from xorl.lora.peft.layout import keys_of
 from xorl.lora.peft.merged import AdapterValues, fold
@@ -29,7 +17,7 @@ CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_pr
 
 
 def held(shapes):
-    return InMemoryTensors({name: torch.empty(shape, device="meta") for name, shape in shapes.items()})
+    return peft.InMemoryTensors({name: torch.empty(shape, device="meta") for name, shape in shapes.items()})
 
 
 def shapes(module="layers.0.q_proj", a=(2, 8), b=(4, 2), **others):
@@ -55,7 +43,7 @@ def shapes(module="layers.0.q_proj", a=(2, 8), b=(4, 2), **others):
 def test_settings_that_cannot_be_computed_are_refused_by_name(changes, message):
     # Catches an adapter of another kind that is read as if it were a plain one.
     with pytest.raises(ValueError, match=message):
-        AdapterConfig.from_json(CONFIG | changes)
+        peft.AdapterConfig.from_json(CONFIG | changes)
 
 
 def test_a_configuration_returns_as_it_was():
@@ -71,8 +59,8 @@ def test_a_configuration_returns_as_it_was():
         alpha_pattern={"k_proj": 3.0},
         modules_to_save=("lm_head",),
     )
-    config = AdapterConfig(spec, base="org/base", fan_in_fan_out=True)
-    assert AdapterConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
+    config = peft.AdapterConfig(spec, base="org/base", fan_in_fan_out=True)
+    assert peft.AdapterConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
 
 
 @pytest.mark.parametrize(
@@ -95,22 +83,22 @@ def test_a_configuration_returns_as_it_was():
 def test_files_that_are_not_whole_are_refused(tensors, message):
     # Catches a shard, a half or a state dict with wrappers' names that would load as no adapter at all.
     with pytest.raises(ValueError, match=message):
-        read_layout(AdapterConfig.from_json(CONFIG), tensors)
+        peft.read_layout(peft.AdapterConfig.from_json(CONFIG), tensors)
 
 
 def test_an_adapter_for_another_base_is_told_by_names_and_shapes():
     # Catches an adapter that is put on a model of another size, or of which half the layers are missing.
-    layout = read_layout(
-        AdapterConfig.from_json(CONFIG | {"modules_to_save": ["norm"]}),
+    layout = peft.read_layout(
+        peft.AdapterConfig.from_json(CONFIG | {"modules_to_save": ["norm"]}),
         shapes(base_model__model__norm__weight=(8,)),
     )
-    assert differences(layout, {"layers.0.q_proj.weight": (4, 8), "norm.weight": (8,)}) == []
-    told = differences(layout, {"layers.0.q_proj.weight": (6, 8)})
+    assert peft.differences(layout, {"layers.0.q_proj.weight": (4, 8), "norm.weight": (8,)}) == []
+    told = peft.differences(layout, {"layers.0.q_proj.weight": (6, 8)})
     assert told == [
         "layers.0.q_proj: the adapter is for a weight of [4, 8], the base has [6, 8]",
         "norm.weight: the base does not have this tensor",
     ]
-    assert differences(layout, {"norm.weight": (8,)}) == ["layers.0.q_proj: the base does not have this layer"]
+    assert peft.differences(layout, {"norm.weight": (8,)}) == ["layers.0.q_proj: the base does not have this layer"]
 
 
 Q_PROJ = dict(zip(keys_of("layers.0.q_proj")[:2], ((2, 8), (4, 2)), strict=True))
@@ -140,8 +128,8 @@ def test_a_file_without_what_its_configuration_names_is_told(changes, absent):
 
     Catches, too, a file that is refused because PEFT's other ways to choose layers are not understood.
     """
-    layout = read_layout(AdapterConfig.from_json(CONFIG | changes), shapes())
-    told = differences(layout, {**TWO_LAYERS, "norm.weight": (8,), "lm_head.weight": (9, 8)})
+    layout = peft.read_layout(peft.AdapterConfig.from_json(CONFIG | changes), shapes())
+    told = peft.differences(layout, {**TWO_LAYERS, "norm.weight": (8,), "lm_head.weight": (9, 8)})
     assert [problem.partition(":")[0] for problem in told] == absent
 
 
@@ -150,8 +138,8 @@ def test_a_file_without_what_its_configuration_names_is_told(changes, absent):
 )
 def test_a_file_with_more_than_its_configuration_names_is_told(targets):
     """Catches an adapter that is applied here and that PEFT ignores, such as one whose targets are another tool's."""
-    config = AdapterConfig.from_json(CONFIG | {"target_modules": targets})
-    told = differences(read_layout(config, shapes()), {"layers.0.q_proj.weight": (4, 8), "norm.weight": (8,)})
+    config = peft.AdapterConfig.from_json(CONFIG | {"target_modules": targets})
+    told = peft.differences(peft.read_layout(config, shapes()), {"layers.0.q_proj.weight": (4, 8), "norm.weight": (8,)})
     assert [problem for problem in told if problem.startswith("layers.0.q_proj: the file has an adapter")], told
     assert 'list "q_proj" there' in told[0]
 
@@ -161,30 +149,34 @@ def test_experts_are_missing_only_where_the_file_has_others():
     names = [f"layers.0.mlp.experts.{expert}.{leaf}" for expert in (0, 1) for leaf in ("gate_proj", "up_proj")]
     base = {**{f"{name}.weight": (4, 8) for name in names}, "layers.0.q_proj.weight": (4, 8)}
     content = CONFIG | {"target_modules": ["q_proj", "gate_proj", "up_proj"]}
-    config = AdapterConfig.from_json(content | {"peft_version": "0.21.2"})
-    assert differences(read_layout(config, shapes()), base) == []
-    assert len(differences(read_layout(AdapterConfig.from_json(content), shapes()), base)) == len(names)
-    stacked = AdapterConfig.from_json(CONFIG | {"target_parameters": ["experts.gate_up_proj"], "peft_version": "1"})
-    assert len(differences(read_layout(stacked, shapes()), base)) == len(names)
+    config = peft.AdapterConfig.from_json(content | {"peft_version": "0.21.2"})
+    assert peft.differences(peft.read_layout(config, shapes()), base) == []
+    assert len(peft.differences(peft.read_layout(peft.AdapterConfig.from_json(content), shapes()), base)) == len(names)
+    stacked = peft.AdapterConfig.from_json(
+        CONFIG | {"target_parameters": ["experts.gate_up_proj"], "peft_version": "1"}
+    )
+    assert len(peft.differences(peft.read_layout(stacked, shapes()), base)) == len(names)
     with_three = {key: (2, 8) if "lora_A" in key else (4, 2) for name in names[:3] for key in keys_of(name)[:2]}
-    told = differences(read_layout(config, held({**with_three, **Q_PROJ})), base)
+    told = peft.differences(peft.read_layout(config, held({**with_three, **Q_PROJ})), base)
     assert [problem.partition(":")[0] for problem in told] == [names[3]]
 
 
 def test_a_number_that_chooses_layers_may_also_be_that_of_an_expert():
     """Catches a file of one layer that is refused because its experts have other numbers than the layer."""
     names = [f"layers.{layer}.mlp.experts.{expert}.up_proj" for layer in (0, 1) for expert in (0, 1)]
-    config = AdapterConfig.from_json(CONFIG | {"target_modules": ["up_proj"], "layers_to_transform": [1]})
+    config = peft.AdapterConfig.from_json(CONFIG | {"target_modules": ["up_proj"], "layers_to_transform": [1]})
     of_layer_1 = {key: (2, 8) if "lora_A" in key else (4, 2) for name in names[2:] for key in keys_of(name)[:2]}
-    assert differences(read_layout(config, held(of_layer_1)), {f"{name}.weight": (4, 8) for name in names}) == []
+    assert (
+        peft.differences(peft.read_layout(config, held(of_layer_1)), {f"{name}.weight": (4, 8) for name in names}) == []
+    )
 
 
 def test_a_head_that_is_tied_is_named_as_such():
     """Catches a merge that would change embedding and head at once, and a message that does not name the tie."""
     a, b, _ = keys_of("embed_tokens", "embedding")
-    config = AdapterConfig.from_json(CONFIG | {"target_modules": ["embed_tokens"], "modules_to_save": ["lm_head"]})
-    layout = read_layout(config, held({a: (2, 9), b: (8, 2), "base_model.model.lm_head.weight": (9, 8)}))
-    told = differences(layout, {"embed_tokens.weight": (9, 8)}, tied=True)
+    config = peft.AdapterConfig.from_json(CONFIG | {"target_modules": ["embed_tokens"], "modules_to_save": ["lm_head"]})
+    layout = peft.read_layout(config, held({a: (2, 9), b: (8, 2), "base_model.model.lm_head.weight": (9, 8)}))
+    told = peft.differences(layout, {"embed_tokens.weight": (9, 8)}, tied=True)
     assert len(told) == 2
     assert all("ties its head to its embedding" in problem for problem in told)
 
@@ -242,11 +234,11 @@ def test_a_saved_folder_loads_into_another_model(spec, tmp_path):
             if parameter.requires_grad:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     model(IDS)  # changes the buffers of the norm, which belong to it
-    save_adapter(model, spec, tmp_path / "new" / "folder", base="org/base", task_type=None)
+    peft.save_adapter(model, spec, tmp_path / "new" / "folder", base="org/base", task_type=None)
     other = Model()
     if "norm" not in spec.modules_to_save:
         other.norm.load_state_dict(model.norm.state_dict())
-    loaded = load_adapter(other, tmp_path / "new" / "folder")
+    loaded = peft.load_adapter(other, tmp_path / "new" / "folder")
     assert (loaded.rank, loaded.use_dora, set(loaded.modules_to_save)) == (2, spec.use_dora, set(spec.modules_to_save))
     torch.testing.assert_close(other.eval()(IDS), model.eval()(IDS), rtol=0, atol=1e-6)
     trained = {name for name, parameter in other.named_parameters() if parameter.requires_grad}
@@ -257,15 +249,15 @@ def test_an_adapter_of_a_bank_is_saved(tmp_path):
     # Catches a folder without the adapter of a bank, whose parameters the model does not own.
     bank = AdapterBank(Model(), targets=("0", "head"), num_resident=1, max_rank=4, device="cpu")
     bank.add("a", AdapterSpec(2, targets=("0",)))
-    save_adapter(Model(), bank.spec("a"), tmp_path, task_type=None, found=bank.adapters("a"))
-    assert load_adapter(Model(), tmp_path).targets == ("block.0",)
+    peft.save_adapter(Model(), bank.spec("a"), tmp_path, task_type=None, found=bank.adapters("a"))
+    assert peft.load_adapter(Model(), tmp_path).targets == ("block.0",)
 
 
 def saved_folder(folder):
     model, spec = Model(), AdapterSpec(2, targets=("0",), modules_to_save=("head",))
     inject(model, spec)
-    save_adapter(model, spec, folder, task_type=None)
-    return load_file(folder / WEIGHTS_FILE)
+    peft.save_adapter(model, spec, folder, task_type=None)
+    return load_file(folder / peft.WEIGHTS_FILE)
 
 
 @pytest.mark.parametrize(
@@ -279,13 +271,13 @@ def saved_folder(folder):
 def test_a_folder_that_does_not_fit_changes_nothing(changes, message, tmp_path):
     # Catches a tensor that is left out silently, a head that is replaced before an adapter is refused, and new adapters
     # and frozen weights in a model that loaded nothing.
-    save_file({**saved_folder(tmp_path), **changes}, tmp_path / WEIGHTS_FILE)
+    save_file({**saved_folder(tmp_path), **changes}, tmp_path / peft.WEIGHTS_FILE)
     model = Model(seed=1)
     model.norm.requires_grad_(False)
     modules = [type(module) for module in model.modules()]
     before = {name: (id(one), one.requires_grad, one.clone()) for name, one in model.named_parameters()}
     with pytest.raises(ValueError, match=message):
-        load_adapter(model, tmp_path)
+        peft.load_adapter(model, tmp_path)
     assert [type(module) for module in model.modules()] == modules
     assert [name for name, _ in model.named_parameters()] == list(before)
     for name, parameter in model.named_parameters():
@@ -299,32 +291,32 @@ def test_a_parameter_that_is_trained_is_not_left_out(tmp_path):
     model = Model()
     inject(model, AdapterSpec(2, targets=("0",), modules_to_save=("head",)))
     with pytest.raises(ValueError, match=r"spec: head.weight is trained, but modules_to_save does not name"):
-        save_adapter(model, AdapterSpec(2, targets=("0",)), tmp_path)
+        peft.save_adapter(model, AdapterSpec(2, targets=("0",)), tmp_path)
 
 
 def test_a_folder_without_an_adapter_is_refused(tmp_path):
     # Catches the error of a reader that does not say what the folder lacks.
-    with pytest.raises(ValueError, match=f"holds no adapter in PEFT's format: it has no {CONFIG_FILE}"):
-        load_adapter(Model(), tmp_path)
-    (tmp_path / CONFIG_FILE).write_text("{")
-    (tmp_path / WEIGHTS_FILE).write_text("no tensors")
+    with pytest.raises(ValueError, match=f"holds no adapter in PEFT's format: it has no {peft.CONFIG_FILE}"):
+        peft.load_adapter(Model(), tmp_path)
+    (tmp_path / peft.CONFIG_FILE).write_text("{")
+    (tmp_path / peft.WEIGHTS_FILE).write_text("no tensors")
     with pytest.raises(ValueError, match=f"folder: {tmp_path}: "):
-        load_adapter(Model(), tmp_path)
+        peft.load_adapter(Model(), tmp_path)
 
 
 def test_tensors_of_the_base_and_scales_are_not_passed_over(tmp_path):
     # Catches a trained head that stays in the file, and adapters that are computed with another factor than trained.
-    source = InMemoryTensors(saved_folder(tmp_path))
-    content = json.loads((tmp_path / CONFIG_FILE).read_text())
-    layout = read_layout(AdapterConfig.from_json(content), source)
+    source = peft.InMemoryTensors(saved_folder(tmp_path))
+    content = json.loads((tmp_path / peft.CONFIG_FILE).read_text())
+    layout = peft.read_layout(peft.AdapterConfig.from_json(content), source)
     model = Model()
     inject(model, layout.spec)
     with pytest.raises(ValueError, match=r"tensors of the base, such as head.bias, .* use load_adapter"):
-        load_adapters(model, layout, source)
+        peft.load_adapters(model, layout, source)
     for changes in ({"lora_alpha": 5}, {"use_rslora": True}):
-        layout = read_layout(AdapterConfig.from_json(content | changes), source)
+        layout = peft.read_layout(peft.AdapterConfig.from_json(content | changes), source)
         with pytest.raises(ValueError, match=r"block.0: the adapter's scale is .* in the file, 8 in the model"):
-            load_adapters(model, layout, source, base_loaded=True)
+            peft.load_adapters(model, layout, source, base_loaded=True)
 
 
 @pytest.mark.parametrize(
@@ -342,7 +334,7 @@ def test_what_cannot_be_described_is_refused(options, message):
     model, spec = Model(), AdapterSpec(2)
     inject(model, spec)
     with pytest.raises(ValueError, match=message):
-        config_of(**{"model": model, "spec": spec, "base": None, **options})
+        peft.config_of(**{"model": model, "spec": spec, "base": None, **options})
 
 
 @pytest.mark.parametrize(("injected", "saved"), [("use_dora", None), (None, "use_dora"), ("use_rslora", None)])
@@ -351,15 +343,15 @@ def test_a_spec_of_other_adapters_is_not_saved(injected, saved, tmp_path):
     model, base = nn.Sequential(nn.Linear(8, 8)), AdapterSpec(4)
     inject(model, replace(base, **({injected: True} if injected else {})))
     with pytest.raises(ValueError, match=f"spec: {injected or saved} is "):
-        save_adapter(model, replace(base, **({saved: True} if saved else {})), tmp_path, task_type=None)
+        peft.save_adapter(model, replace(base, **({saved: True} if saved else {})), tmp_path, task_type=None)
 
 
 def test_a_model_without_memory_loads_no_adapter(tmp_path):
     """Catches values that vanish in a model on the meta device."""
     model, spec = nn.Sequential(nn.Linear(8, 8)), AdapterSpec(4)
     inject(model, spec)
-    save_adapter(model, spec, tmp_path, task_type=None)
+    peft.save_adapter(model, spec, tmp_path, task_type=None)
     with torch.device("meta"):
         empty = nn.Sequential(nn.Linear(8, 8))
     with pytest.raises(ValueError, match="has parameters on the meta device"):
-        load_adapter(empty, tmp_path)
+        peft.load_adapter(empty, tmp_path)

@@ -15,16 +15,9 @@ import torch
 
 from child import in_a_child
 from service import Service
+from xorl.server.api import model_bodies
 from xorl.server.api.control_routes import SessionBody
 from xorl.server.api.data_bodies import AdamJson, DatumJson, ForwardJson
-from xorl.server.api.model_bodies import (
-    CreateModelBody,
-    LoadWeightsBody,
-    LoraJson,
-    SaveExternalBody,
-    SaveForSamplerBody,
-    SaveWeightsBody,
-)
 from xorl.server.api.openai_fields import field_names
 from xorl.server.api.sampling_bodies import SampleBody, SamplingParamsJson
 from xorl.server.api.sampling_routes import SamplingSessionBody
@@ -36,15 +29,15 @@ CLIENTS = ("ServiceClient", "TrainingClient", "SamplingClient", "RestClient", "A
 # The requests that clients build, and what reads them here.
 REQUESTS = {
     "CreateSessionRequest": SessionBody,
-    "CreateModelRequest": CreateModelBody,
-    "LoraConfig": LoraJson,
+    "CreateModelRequest": model_bodies.CreateModelBody,
+    "LoraConfig": model_bodies.LoraJson,
     "Datum": DatumJson,
     "ForwardBackwardInput": ForwardJson,
     "AdamParams": AdamJson,
-    "LoadWeightsRequest": LoadWeightsBody,
-    "SaveWeightsRequest": SaveWeightsBody,
-    "SaveWeightsForSamplerRequest": SaveForSamplerBody,
-    "SaveWeightsExternalRequest": SaveExternalBody,
+    "LoadWeightsRequest": model_bodies.LoadWeightsBody,
+    "SaveWeightsRequest": model_bodies.SaveWeightsBody,
+    "SaveWeightsForSamplerRequest": model_bodies.SaveForSamplerBody,
+    "SaveWeightsExternalRequest": model_bodies.SaveExternalBody,
     "CreateSamplingSessionRequest": SamplingSessionBody,
     "SampleRequest": SampleBody,
     "SamplingParams": SamplingParamsJson,
