@@ -89,6 +89,27 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[float]
 
 
 @pytest.fixture
+def resumed_alike(train: Callable[..., list[float]]) -> Callable[..., list[float]]:
+    """(name, *arguments) -> the losses of an exact run, which one that stops after 5 steps and goes on repeats."""
+
+    def check(name: str, *arguments: str) -> list[float]:
+        exact = ("--train.enable_full_determinism", "true", "--train.allow_cuda_launch_blocking", "true", *arguments)
+        straight = train(f"{name}_straight", *exact)
+        train(f"{name}_resumed", *exact, "--train.max_steps", "5")
+        assert train(f"{name}_resumed", *exact) == straight
+        return straight
+
+    return check
+
+
+@pytest.fixture
+def two_gpus() -> None:
+    """Skips a test where there is one."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("this host has one GPU")
+
+
+@pytest.fixture
 def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """torch's deterministic mode, for one test."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

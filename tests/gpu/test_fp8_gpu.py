@@ -183,13 +183,9 @@ def test_training_follows_bf16(recipe: str, compiled: str, train) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_resumed_run_is_the_same_to_the_bit(recipe: str, train) -> None:
+def test_resumed_run_is_the_same_to_the_bit(recipe: str, resumed_alike) -> None:
     # Catches state of fp8 that a checkpoint would have to hold.
-    exact = ["--train.enable_full_determinism", "true", "--train.allow_cuda_launch_blocking", "true"]
-    options = [*exact, "--train.fp8", recipe]
-    straight = train(f"{recipe}_straight", *options)
-    train(f"{recipe}_resumed", *options, "--train.max_steps", "5")
-    assert train(f"{recipe}_resumed", *options) == straight
+    resumed_alike(recipe, "--train.fp8", recipe)
 
 
 @pytest.mark.parametrize(
@@ -203,10 +199,8 @@ def test_resumed_run_is_the_same_to_the_bit(recipe: str, train) -> None:
     ids=" ".join,
 )
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_two_gpus_agree_with_one(recipe: str, options: list[str], train) -> None:
+def test_two_gpus_agree_with_one(recipe: str, options: list[str], train, two_gpus) -> None:
     # Catches a gather that does not wait for the casts, and a scale of one shard in place of the whole weight's.
-    if torch.cuda.device_count() < 2:
-        pytest.skip("this host has one GPU")
     name = f"{recipe}_{'_'.join(options)}"
     options = [*options, "--train.fp8", recipe]
     one = train(f"{name}_one", *options, "--train.gradient_accumulation_steps", "4")

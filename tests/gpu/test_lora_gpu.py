@@ -40,21 +40,16 @@ def test_options_do_not_change_what_adapters_learn(options: list[str], train) ->
     assert train("lora_" + "_".join(options).replace("/", "_"), *LORA, *options) == pytest.approx(reference, rel=1e-2)
 
 
-def test_dora_with_dropout_and_merges_resumes_to_the_bit(train) -> None:
+def test_dora_with_dropout_and_merges_resumes_to_the_bit(resumed_alike) -> None:
     # Catches a merge into shards in host memory, and random numbers or a state that a checkpoint forgets.
-    exact = ["--train.enable_full_determinism", "true", "--train.allow_cuda_launch_blocking", "true"]
-    exact += ["--train.enable_cpu_offload", "true", "--lora.use_dora", "true", "--lora.lora_dropout", "0.1"]
-    exact += ["--lora.merge_lora_interval", "3", "--lora.reset_optimizer_on_merge", "true", *LORA]
-    straight = train("lora_straight", *exact)
-    train("lora_resumed", *exact, "--train.max_steps", "5")
-    assert train("lora_resumed", *exact) == straight
+    options = ["--train.enable_cpu_offload", "true", "--lora.use_dora", "true", "--lora.lora_dropout", "0.1"]
+    options += ["--lora.merge_lora_interval", "3", "--lora.reset_optimizer_on_merge", "true", *LORA]
+    resumed_alike("lora", *options)
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
-def test_two_gpus_agree_with_one(mode: str, train) -> None:
+def test_two_gpus_agree_with_one(mode: str, train, two_gpus) -> None:
     # Catches gradients of adapters that NCCL averages, or reduces in half precision.
-    if torch.cuda.device_count() < 2:
-        pytest.skip("this host has one GPU")
     options = [*LORA, "--train.data_parallel_mode", mode]
     one = train(f"lora_{mode}_one", "--train.gradient_accumulation_steps", "4", *options)
     assert train(f"lora_{mode}_two", *options, gpus=2) == pytest.approx(one, rel=1e-2)

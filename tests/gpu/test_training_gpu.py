@@ -1,7 +1,6 @@
 """Training on GPUs: the command, NCCL, mixed precision, and resuming to the bit."""
 
 import pytest
-import torch
 
 pytestmark = pytest.mark.gpu
 
@@ -19,22 +18,16 @@ def test_gpu_agrees_with_the_cpu_in_fp32(train) -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "anyprecision_adamw", "muon"])
-def test_resumed_run_is_the_same_to_the_bit(optimizer: str, train) -> None:
+def test_resumed_run_is_the_same_to_the_bit(optimizer: str, resumed_alike) -> None:
     # Catches state that a checkpoint forgets, and kernels that are not deterministic when they were asked to be.
-    exact = ["--train.enable_full_determinism", "true", "--train.allow_cuda_launch_blocking", "true"]
-    if optimizer != "adamw":
-        exact += ["--train.optimizer", optimizer, "--train.param_dtype", "bf16"]
-    straight = train(f"straight_{optimizer}", *exact)
-    train(f"resumed_{optimizer}", *exact, "--train.max_steps", "5")
-    assert train(f"resumed_{optimizer}", *exact) == straight
-    assert straight[-1] < straight[0]
+    options = ["--train.optimizer", optimizer, "--train.param_dtype", "bf16"] if optimizer != "adamw" else []
+    losses = resumed_alike(optimizer, *options)
+    assert losses[-1] < losses[0]
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
-def test_two_gpus_agree_with_one(mode: str, train) -> None:
+def test_two_gpus_agree_with_one(mode: str, train, two_gpus) -> None:
     # Catches gradients that are averaged, or reduced in half precision, by NCCL.
-    if torch.cuda.device_count() < 2:
-        pytest.skip("this host has one GPU")
     for name, options in OPTIMIZERS.items():
         options = [*options, "--train.data_parallel_mode", mode]
         one = train(f"{mode}_{name}_one", "--train.gradient_accumulation_steps", "4", *options)
@@ -71,10 +64,6 @@ def test_options_do_not_change_what_is_trained(options: list[str], train) -> Non
 
 
 @pytest.mark.parametrize("option", ["enable_compile", "enable_cpu_offload", "enable_activation_offload"])
-def test_resumed_run_is_the_same_whatever_saves_memory(option: str, train) -> None:
+def test_resumed_run_is_the_same_whatever_saves_memory(option: str, resumed_alike) -> None:
     # Catches kernels that compiled code picks by timing, and tensors that sharding to the host replaces.
-    exact = ["--train.enable_full_determinism", "true", "--train.allow_cuda_launch_blocking", "true"]
-    exact += [f"--train.{option}", "true"]
-    straight = train(f"straight_{option}", *exact)
-    train(f"resumed_{option}", *exact, "--train.max_steps", "5")
-    assert train(f"resumed_{option}", *exact) == straight
+    resumed_alike(option, f"--train.{option}", "true")

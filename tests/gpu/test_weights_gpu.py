@@ -127,22 +127,16 @@ def test_training_follows_adapters_on_the_base_itself(quant_format: str, compile
 
 
 @pytest.mark.parametrize("quant_format", ["nf4", "nvfp4", "block_fp8"])
-def test_resumed_run_with_noise_and_merges_is_the_same_to_the_bit(quant_format: str, train) -> None:
+def test_resumed_run_with_noise_and_merges_is_the_same_to_the_bit(quant_format: str, resumed_alike) -> None:
     # Catches noise that depends on more than the step, and a base that a checkpoint does not hold.
-    exact = ["--train.enable_full_determinism", "true", "--train.allow_cuda_launch_blocking", "true"]
     more = ["--lora.quant_format", quant_format, "--lora.enable_aqn", "true", "--lora.merge_lora_interval", "3"]
-    options = [*QLORA, *exact, *more]
-    straight = train(f"{quant_format}_straight", *options)
-    train(f"{quant_format}_resumed", *options, "--train.max_steps", "5")
-    assert train(f"{quant_format}_resumed", *options) == straight
+    resumed_alike(quant_format, *QLORA, *more)
 
 
 @pytest.mark.parametrize("quant_format", ["nf4", "nvfp4", "block_fp8"])
 @pytest.mark.parametrize("compiled", ["true", "false"])
-def test_two_gpus_agree_with_one(quant_format: str, compiled: str, train) -> None:
+def test_two_gpus_agree_with_one(quant_format: str, compiled: str, train, two_gpus) -> None:
     # Catches bytes that NCCL or FSDP2's mixed precision changes, and graphs that keep gathered memory.
-    if torch.cuda.device_count() < 2:
-        pytest.skip("this host has one GPU")
     options = [*QLORA, "--lora.quant_format", quant_format, "--train.enable_compile", compiled]
     options += ["--train.data_parallel_mode", "fsdp2"]
     name = f"{quant_format}_{compiled}"

@@ -1,38 +1,33 @@
 """Registered inference servers: what is asked of them, which are used, and samples that come from them."""
 
-import asyncio
-from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TypeVar
 
 import httpx
 import numpy as np
 import pytest
 
+from asynchronous import in_a_loop
 from engines import fake_engines
 from xorl.server.datum import Array
 from xorl.server.endpoints import EndpointRegistry, EngineError, sample_from_endpoint
 from xorl.server.endpoints.vllm import vllm_request, vllm_result
 from xorl.server.operations import BaseSampler, Endpoint, EndpointSynced, Sample, SyncResult
 
-Answer = TypeVar("Answer")
 PROMPT = Array.of(np.array([3, 4], dtype=np.int32))
 
 # Tokens that the model has positions for.
 CONTEXT = 10
 
 
-def run(scenario: Callable[[EndpointRegistry], Awaitable[Answer]]) -> Answer:
-    async def whole() -> Answer:
-        async with httpx.AsyncClient(trust_env=False) as client:
-            return await scenario(EndpointRegistry(client))
-
-    return asyncio.run(whole())
+@pytest.fixture
+def registry() -> EndpointRegistry:
+    return EndpointRegistry(httpx.AsyncClient(trust_env=False))
 
 
-def test_a_server_is_asked_what_it_is_before_it_is_used() -> None:
+@in_a_loop
+async def test_a_server_is_asked_what_it_is_before_it_is_used(registry) -> None:
     # Catches a registration without a probe, a wrong number of ranks, and endpoints that are not alike.
-    async def scenario(registry: EndpointRegistry) -> None:
+    with fake_engines(["--ranks", "2"], []) as (two, one):
         state = await registry.add(Endpoint("127.0.0.1", two.port, sync_weights=True))
         assert (state.state, state.endpoint.world_size, state.server_info["kind"]) == ("healthy", 2, "sglang")
         with pytest.raises(EngineError, match=r"tp_size: .* has 1, and .* 2; all endpoints of a service must agree"):
@@ -46,21 +41,16 @@ def test_a_server_is_asked_what_it_is_before_it_is_used() -> None:
         assert registry.remove("127.0.0.1", two.port)
         assert not registry.remove("127.0.0.1", two.port)
 
-    with fake_engines(["--ranks", "2"], []) as (two, one):
-        run(scenario)
 
-
-def test_a_call_sends_weights_to_all_and_a_step_to_those_that_were_added_for_it() -> None:
+@in_a_loop
+async def test_a_call_sends_weights_to_all_and_a_step_to_those_that_were_added_for_it(registry) -> None:
     # Catches one client's sync that reaches nobody, since it adds endpoints without sync_weights, and steps that send
     # weights where they are not wanted.
-    async def scenario(registry: EndpointRegistry) -> None:
+    with fake_engines([], []) as (called, followed):
         await registry.add(Endpoint("127.0.0.1", called.port))
         await registry.add(Endpoint("127.0.0.1", followed.port, sync_weights=True))
         assert [e.port for e in registry.receivers()] == [called.port, followed.port]
         assert [e.port for e in registry.receivers(after_step=True)] == [followed.port]
-
-    with fake_engines([], []) as (called, followed):
-        run(scenario)
 
 
 def synced(port: int, weights: str, version: str) -> SyncResult:
@@ -68,9 +58,10 @@ def synced(port: int, weights: str, version: str) -> SyncResult:
     return SyncResult(success, "", [EndpointSynced("127.0.0.1", port, success, weights)], weight_version=version)
 
 
-def test_mixed_weights_are_sampled_by_no_one() -> None:
+@in_a_loop
+async def test_mixed_weights_are_sampled_by_no_one(registry) -> None:
     # Catches an endpoint that is used again because it answers, though it holds parts of two versions.
-    async def scenario(registry: EndpointRegistry) -> None:
+    with fake_engines([]) as (engine,):
         port = engine.port
         await registry.add(Endpoint("127.0.0.1", port))
         assert registry.next_for_sampling(None) is not None
@@ -92,13 +83,11 @@ def test_mixed_weights_are_sampled_by_no_one() -> None:
         registry.note_sync(synced(port, "new", "m@3"))
         assert registry.next_for_sampling("m@3") is not None
 
-    with fake_engines([]) as (engine,):
-        run(scenario)
 
-
-def test_an_endpoint_that_is_gone_or_disconnected_is_not_used() -> None:
+@in_a_loop
+async def test_an_endpoint_that_is_gone_or_disconnected_is_not_used(registry) -> None:
     # Catches samples that wait for a server that no one wants to be asked, or that does not answer.
-    async def scenario(registry: EndpointRegistry) -> None:
+    with fake_engines([]) as (engine,):
         await registry.add(Endpoint("127.0.0.1", engine.port))
         assert [state.state for state in registry.disconnect()] == ["disconnected"]
         assert registry.next_for_sampling(None) is None
@@ -107,21 +96,19 @@ def test_an_endpoint_that_is_gone_or_disconnected_is_not_used() -> None:
         assert registry.next_for_sampling(None) is None
         assert [state.state for state in await registry.check()] == ["healthy"]
 
-    with fake_engines([]) as (engine,):
-        run(scenario)
-
 
 def sample(**options: object) -> Sample:
     return Sample(BaseSampler(), PROMPT, **{"max_tokens": 3, **options})
 
 
-def test_samples_come_from_an_endpoint_as_they_were_asked_for(tmp_path: Path) -> None:
+@in_a_loop
+async def test_samples_come_from_an_endpoint_as_they_were_asked_for(registry, tmp_path: Path) -> None:
     # Catches lost options of a request, seeds that all samples share, and log-probabilities at the wrong places.
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text("{}")
 
-    async def scenario(registry: EndpointRegistry) -> None:
+    with fake_engines([]) as (engine,):
         await registry.add(Endpoint("127.0.0.1", engine.port))
         result = await sample_from_endpoint(
             registry,
@@ -167,9 +154,6 @@ def test_samples_come_from_an_endpoint_as_they_were_asked_for(tmp_path: Path) ->
             await sample_from_endpoint(
                 registry, sample(), context_length=CONTEXT, version=None, adapter=("m-2", tmp_path / "missing")
             )
-
-    with fake_engines([]) as (engine,):
-        run(scenario)
         first, second = engine.seen()["requests"]
         assert first["lora_path"] == ["m-1", "m-1"]
         assert [params["sampling_seed"] for params in first["sampling_params"]] == [5, 6]
@@ -182,9 +166,12 @@ def test_samples_come_from_an_endpoint_as_they_were_asked_for(tmp_path: Path) ->
     ("length", "max_tokens", "num_sampled"),
     [(9, None, 1), (9, 1, 1), (10, None, None), (10, 1, None), (8, 3, None), (12, None, None)],
 )
-def test_what_fills_the_context_is_the_workers(length: int, max_tokens: int | None, num_sampled: int | None) -> None:
+@in_a_loop
+async def test_what_fills_the_context_is_the_workers(
+    registry, length: int, max_tokens: int | None, num_sampled: int | None
+) -> None:
     # Catches prompts that an engine refuses, or samples that it cuts short in silence, where workers do what is asked.
-    async def scenario(registry: EndpointRegistry) -> None:
+    with fake_engines([]) as (engine,):
         await registry.add(Endpoint("127.0.0.1", engine.port))
         prompt = Array.of(np.arange(length, dtype=np.int32))
         result = await sample_from_endpoint(
@@ -192,13 +179,11 @@ def test_what_fills_the_context_is_the_workers(length: int, max_tokens: int | No
         )
         assert (None if result is None else len(result.sequences[0].tokens.numpy())) == num_sampled
 
-    with fake_engines([]) as (engine,):
-        run(scenario)
 
-
-def test_another_endpoint_takes_over_from_one_that_died() -> None:
+@in_a_loop
+async def test_another_endpoint_takes_over_from_one_that_died(registry) -> None:
     # Catches a sample that fails, or waits, because one of several servers is gone.
-    async def scenario(registry: EndpointRegistry) -> None:
+    with fake_engines([], []) as engines:
         for engine in engines:
             await registry.add(Endpoint("127.0.0.1", engine.port))
         engines[0].kill()
@@ -214,13 +199,11 @@ def test_another_endpoint_takes_over_from_one_that_died() -> None:
             "then it is the workers'"
         )
 
-    with fake_engines([], []) as engines:
-        run(scenario)
 
-
-def test_a_server_that_was_started_anew_is_not_taken_for_the_one_before() -> None:
+@in_a_loop
+async def test_a_server_that_was_started_anew_is_not_taken_for_the_one_before(registry) -> None:
     # Catches samples of the first weights that pass for those of the version that the endpoint was sent.
-    async def scenario(registry: EndpointRegistry) -> None:
+    with fake_engines([]) as (engine,):
         await registry.add(Endpoint("127.0.0.1", engine.port))
         registry.note_sync(synced(engine.port, "new", "m@1"))
         assert await sample_from_endpoint(registry, sample(), context_length=CONTEXT, version="m@1") is None
@@ -229,9 +212,6 @@ def test_a_server_that_was_started_anew_is_not_taken_for_the_one_before() -> Non
         state = await registry.add(Endpoint("127.0.0.1", engine.port))
         assert state.weight_version is None
         assert await sample_from_endpoint(registry, sample(), context_length=CONTEXT, version=None) is not None
-
-    with fake_engines([]) as (engine,):
-        run(scenario)
 
 
 def test_vllm_is_asked_and_understood_by_token_ids() -> None:

@@ -40,21 +40,23 @@ def with_journal(tmp_path, scenario):
     return asyncio.run(whole())
 
 
-def test_a_retry_finds_the_first_request_and_another_body_does_not_pass_for_it(tmp_path):
+def within_a_journal(test):
+    """A test that is a coroutine of a journal and its folder, as a plain function."""
+    return lambda tmp_path: with_journal(tmp_path, lambda journal: test(journal, tmp_path))
+
+
+@within_a_journal
+async def test_a_retry_finds_the_first_request_and_another_body_does_not_pass_for_it(journal, tmp_path):
     """Catches a retried chunk that is trained on twice."""
-
-    async def scenario(journal):
-        first = await journal.submit(submission("a", key="m/1"))
-        retries = await asyncio.gather(*(journal.submit(submission(f"b{i}", key="m/1")) for i in range(20)))
-        assert first.number is not None
-        assert {(w.request_id, w.number, w.is_same) for w in retries} == {("a", None, True)}
-        other = await journal.submit(submission("c", key="m/1", body=b"else"))
-        assert (other.request_id, other.is_same) == ("a", False)
-        assert (await journal.submit(submission("a"))).number is None
-        assert [r.request_id for r in journal.unfinished()] == ["a"]
-        assert journal.operation("a") == b"body"
-
-    with_journal(tmp_path, scenario)
+    first = await journal.submit(submission("a", key="m/1"))
+    retries = await asyncio.gather(*(journal.submit(submission(f"b{i}", key="m/1")) for i in range(20)))
+    assert first.number is not None
+    assert {(w.request_id, w.number, w.is_same) for w in retries} == {("a", None, True)}
+    other = await journal.submit(submission("c", key="m/1", body=b"else"))
+    assert (other.request_id, other.is_same) == ("a", False)
+    assert (await journal.submit(submission("a"))).number is None
+    assert [r.request_id for r in journal.unfinished()] == ["a"]
+    assert journal.operation("a") == b"body"
 
 
 def test_what_was_acknowledged_before_a_kill_is_there_after_it(tmp_path):
@@ -92,63 +94,52 @@ def test_what_was_acknowledged_before_a_kill_is_there_after_it(tmp_path):
     with_journal(tmp_path, scenario)
 
 
-def test_results_the_tail_and_records_are_one_transaction_and_a_second_result_changes_nothing(tmp_path):
+@within_a_journal
+async def test_results_the_tail_and_records_are_one_transaction_and_a_second_result_changes_nothing(journal, tmp_path):
     """Catches a step that is in the tail twice, or a result whose model's record says that it did not run."""
-
-    async def scenario(journal):
-        for index in range(1, 6):
-            await journal.submit(submission(str(index), seq=index, body=f"body {index}".encode()))
-        kinds = ["changes", "settles", "changes", None, "changes"]
-        for index, tail in enumerate(kinds, start=1):
-            record = journals.Record("model", "m", str(index).encode())
-            outcome = journals.Outcome(str(index), f"result {index}".encode(), 10.0, tail, None, "m#1", [record])
-            await journal.finish([outcome])
-            await journal.finish([outcome])
-        assert [journal.tail_operation(n) for n in journal.tail("m#1")] == [b"body 1", b"body 2", b"body 3", b"body 5"]
-        assert journal.num_settled("m#1") == 2
-        assert journal.records("model") == [("m", b"5")]
-        assert journal.find("4").result == b"result 4"
-        await journal.submit(submission("6"))
-        await journal.finish([journals.Outcome("6", b"saved", 10.0, None, "settled", "m#1")])
-        assert [journal.tail_operation(n) for n in journal.tail("m#1")] == [b"body 3", b"body 5"]
-        await journal.submit(
-            submission("7", lane="m#2", ends_lane="m#1", records=[journals.Record("model", "m", b"new")])
-        )
-        assert journal.tail("m#1") == []
-        assert journal.unfinished()[0].lane == "m#2"
-
-    with_journal(tmp_path, scenario)
+    for index in range(1, 6):
+        await journal.submit(submission(str(index), seq=index, body=f"body {index}".encode()))
+    kinds = ["changes", "settles", "changes", None, "changes"]
+    for index, tail in enumerate(kinds, start=1):
+        record = journals.Record("model", "m", str(index).encode())
+        outcome = journals.Outcome(str(index), f"result {index}".encode(), 10.0, tail, None, "m#1", [record])
+        await journal.finish([outcome])
+        await journal.finish([outcome])
+    assert [journal.tail_operation(n) for n in journal.tail("m#1")] == [b"body 1", b"body 2", b"body 3", b"body 5"]
+    assert journal.num_settled("m#1") == 2
+    assert journal.records("model") == [("m", b"5")]
+    assert journal.find("4").result == b"result 4"
+    await journal.submit(submission("6"))
+    await journal.finish([journals.Outcome("6", b"saved", 10.0, None, "settled", "m#1")])
+    assert [journal.tail_operation(n) for n in journal.tail("m#1")] == [b"body 3", b"body 5"]
+    await journal.submit(submission("7", lane="m#2", ends_lane="m#1", records=[journals.Record("model", "m", b"new")]))
+    assert journal.tail("m#1") == []
+    assert journal.unfinished()[0].lane == "m#2"
 
 
-def test_a_full_disk_keeps_nothing_of_a_write_and_the_next_one_goes_on(tmp_path):
+@within_a_journal
+async def test_a_full_disk_keeps_nothing_of_a_write_and_the_next_one_goes_on(journal, tmp_path):
     """Catches half a request in the journal, and a thread that a full disk ends."""
-
-    async def scenario(journal):
-        await journal.submit(submission("a"))
-        await journal._commit.write(lambda connection: connection.execute("PRAGMA max_page_count = 1"))
-        with pytest.raises(JournalError, match="full"):
-            await journal.submit(submission("b", body=b"x" * 10**6))
-        await journal._commit.write(lambda connection: connection.execute("PRAGMA max_page_count = 1000000"))
-        await journal.submit(submission("c"))
-        assert [r.request_id for r in journal.unfinished()] == ["a", "c"]
-
-    with_journal(tmp_path, scenario)
+    await journal.submit(submission("a"))
+    await journal._commit.write(lambda connection: connection.execute("PRAGMA max_page_count = 1"))
+    with pytest.raises(JournalError, match="full"):
+        await journal.submit(submission("b", body=b"x" * 10**6))
+    await journal._commit.write(lambda connection: connection.execute("PRAGMA max_page_count = 1000000"))
+    await journal.submit(submission("c"))
+    assert [r.request_id for r in journal.unfinished()] == ["a", "c"]
 
 
-def test_a_write_that_cannot_be_done_fails_alone_and_the_next_ones_go_on(tmp_path):
+@within_a_journal
+async def test_a_write_that_cannot_be_done_fails_alone_and_the_next_ones_go_on(journal, tmp_path):
     """Catches a number of more than 64 bits that ends the thread, so that every later write waits for ever."""
-
-    async def scenario(journal):
-        names = ["a", "b", "c", "d"]
-        bad = submission("bad", seq=2**63)
-        asked = [journal.submit(one) for one in (*map(submission, names[:2]), bad, *map(submission, names[2:]))]
-        answers = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 20)
-        assert isinstance(answers.pop(2), JournalError)
-        assert [written.request_id for written in answers] == names
-        await asyncio.wait_for(journal.submit(submission("e")), 20)
-        assert [r.request_id for r in journal.unfinished()] == [*names, "e"]
-
-    with_journal(tmp_path, scenario)
+    names = ["a", "b", "c", "d"]
+    bad = submission("bad", seq=2**63)
+    asked = [journal.submit(one) for one in (*map(submission, names[:2]), bad, *map(submission, names[2:]))]
+    answers = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 20)
+    assert isinstance(answers.pop(2), JournalError)
+    assert [written.request_id for written in answers] == names
+    await asyncio.wait_for(journal.submit(submission("e")), 20)
+    assert [r.request_id for r in journal.unfinished()] == [*names, "e"]
 
 
 def test_a_journal_whose_thread_has_ended_ends_the_loop(tmp_path):
@@ -161,61 +152,52 @@ def test_a_journal_whose_thread_has_ended_ends_the_loop(tmp_path):
         with_journal(tmp_path, scenario)
 
 
-def test_results_go_when_they_were_had_long_ago_or_are_too_many_and_what_is_needed_stays(tmp_path):
+@within_a_journal
+async def test_results_go_when_they_were_had_long_ago_or_are_too_many_and_what_is_needed_stays(journal, tmp_path):
     """Catches a journal that grows for ever, and one that forgets what a client or a restart still asks for."""
-
-    async def scenario(journal):
-        for index in range(6):
-            await journal.submit(submission(str(index), key=f"m/{index}"))
-        for index in range(5):
-            tail = "changes" if index == 0 else None
-            await journal.finish([journals.Outcome(str(index), b"r" * 100, 1000.0, tail, None, "m#1")])
-        await journal.mark_retrieved(["0", "1"], 1000.0)
-        keep = journals.Retention(after_retrieval_s=60, unretrieved_s=3600, result_bytes=10**6, num_requests=100)
-        assert await journal.prune(1030.0, keep, {}) == 0
-        assert await journal.prune(1061.0, keep, {}) == 2
-        assert [journal.find(str(i)).result is None for i in range(6)] == [True, True, False, False, False, True]
-        assert journal.find("1").is_finished
-        assert journal.find_key("m/1", b"body").request_id == "1"
-        assert len(journal.tail("m#1")) == 1
-        small = journals.Retention(after_retrieval_s=60, unretrieved_s=3600, result_bytes=250, num_requests=2)
-        assert await journal.prune(1062.0, small, {}) == 1
-        assert [journal.find(str(i)) is not None for i in range(6)] == [True, False, False, True, True, True]
-        assert await journal.prune(1000.0 + 3600, small, {}) == 2
-        assert [r.request_id for r in journal.unfinished()] == ["5"]
-
-    with_journal(tmp_path, scenario)
+    for index in range(6):
+        await journal.submit(submission(str(index), key=f"m/{index}"))
+    for index in range(5):
+        tail = "changes" if index == 0 else None
+        await journal.finish([journals.Outcome(str(index), b"r" * 100, 1000.0, tail, None, "m#1")])
+    await journal.mark_retrieved(["0", "1"], 1000.0)
+    keep = journals.Retention(after_retrieval_s=60, unretrieved_s=3600, result_bytes=10**6, num_requests=100)
+    assert await journal.prune(1030.0, keep, {}) == 0
+    assert await journal.prune(1061.0, keep, {}) == 2
+    assert [journal.find(str(i)).result is None for i in range(6)] == [True, True, False, False, False, True]
+    assert journal.find("1").is_finished
+    assert journal.find_key("m/1", b"body").request_id == "1"
+    assert len(journal.tail("m#1")) == 1
+    small = journals.Retention(after_retrieval_s=60, unretrieved_s=3600, result_bytes=250, num_requests=2)
+    assert await journal.prune(1062.0, small, {}) == 1
+    assert [journal.find(str(i)) is not None for i in range(6)] == [True, False, False, True, True, True]
+    assert await journal.prune(1000.0 + 3600, small, {}) == 2
+    assert [r.request_id for r in journal.unfinished()] == ["5"]
 
 
-def test_pages_of_what_has_gone_are_used_again(tmp_path):
+@within_a_journal
+async def test_pages_of_what_has_gone_are_used_again(journal, tmp_path):
     """Catches a file that grows with all requests there ever were."""
-
-    async def scenario(journal):
-        keep = journals.Retention(after_retrieval_s=0, unretrieved_s=0, result_bytes=0, num_requests=50)
-        sizes = []
-        for index in range(600):
-            await journal.submit(submission(str(index), key=str(index), body=b"x" * 5000))
-            await journal.finish([journals.Outcome(str(index), b"y" * 5000, 1.0)])
-            if index % 50 == 49:
-                await journal.prune(2.0, keep, {})
-                sizes.append(journal.size_bytes())
-        assert sizes[-1] <= 1.2 * sizes[2]
-
-    with_journal(tmp_path, scenario)
+    keep = journals.Retention(after_retrieval_s=0, unretrieved_s=0, result_bytes=0, num_requests=50)
+    sizes = []
+    for index in range(600):
+        await journal.submit(submission(str(index), key=str(index), body=b"x" * 5000))
+        await journal.finish([journals.Outcome(str(index), b"y" * 5000, 1.0)])
+        if index % 50 == 49:
+            await journal.prune(2.0, keep, {})
+            sizes.append(journal.size_bytes())
+    assert sizes[-1] <= 1.2 * sizes[2]
 
 
-def test_the_file_is_a_database_that_others_can_read(tmp_path):
+@within_a_journal
+async def test_the_file_is_a_database_that_others_can_read(journal, tmp_path):
     """Catches settings without which a kill of the machine loses what was acknowledged."""
-
-    async def scenario(journal):
-        await journal.submit(submission("a"))
-        commit = journal._commit
-        assert await commit.write(lambda c: c.execute("PRAGMA journal_mode").fetchone()) == ("wal",)
-        assert await commit.write(lambda c: c.execute("PRAGMA synchronous").fetchone()) == (2,)
-        with sqlite3.connect(tmp_path / "journal.sqlite") as other:
-            assert other.execute("SELECT count(*) FROM requests").fetchone() == (1,)
-
-    with_journal(tmp_path, scenario)
+    await journal.submit(submission("a"))
+    commit = journal._commit
+    assert await commit.write(lambda c: c.execute("PRAGMA journal_mode").fetchone()) == ("wal",)
+    assert await commit.write(lambda c: c.execute("PRAGMA synchronous").fetchone()) == (2,)
+    with sqlite3.connect(tmp_path / "journal.sqlite") as other:
+        assert other.execute("SELECT count(*) FROM requests").fetchone() == (1,)
 
 
 def test_a_journal_of_another_version_is_left_alone(tmp_path):
