@@ -152,20 +152,12 @@ def check_samples_and_checkpoints(folder: Path, kind: str, divided: bool) -> Non
     worker = make(folder, kind, 2, "m", divided=divided)
     done(worker, *train("m", data), ops.SaveWeightsForSampler("m", "s", sampler_id="s"))
     prompts = [datum(length, 20 + length).tokens for length in (3, 17, 9)]
-    samples = ask(
-        worker,
-        *(
-            ops.Sample(
-                ops.CheckpointSampler(CheckpointRef("m", "sampler_weights", "s")),
-                prompt,
-                num_samples=2,
-                max_tokens=6,
-                seed=i,
-                ignore_end=True,
-            )
-            for i, prompt in enumerate(prompts)
-        ),
-    )
+    sampler = ops.CheckpointSampler(CheckpointRef("m", "sampler_weights", "s"))
+    asked = [
+        ops.Sample(sampler, prompt, num_samples=2, max_tokens=6, seed=i, ignore_end=True)
+        for i, prompt in enumerate(prompts)
+    ]
+    samples = ask(worker, *asked)
     for prompt, result in zip(prompts, samples, strict=True):
         assert isinstance(result, ops.SampleResult), result
         for sequence in result.sequences:
@@ -184,17 +176,7 @@ def check_samples_and_checkpoints(folder: Path, kind: str, divided: bool) -> Non
     )
     learnt = trained_values(worker, "m")
     assert all(torch.equal(learnt[name], value) for name, value in trained_values(other, "n").items())
-    again = ask(
-        worker,
-        ops.Sample(
-            ops.CheckpointSampler(CheckpointRef("m", "sampler_weights", "s")),
-            prompts[0],
-            num_samples=2,
-            max_tokens=6,
-            seed=0,
-            ignore_end=True,
-        ),
-    )
+    again = ask(worker, asked[0])
     assert isinstance(again[0], ops.SampleResult)
     assert isinstance(samples[0], ops.SampleResult)
     for one, same in zip(again[0].sequences, samples[0].sequences, strict=True):
