@@ -24,6 +24,8 @@ OPTIONS = {
     "fused, rounded logits": {"fp32": False},
     "whole logits": {"whole": True},
     "whole logits, rounded": {"whole": True, "fp32": False},
+    "fused, capped": {"softcap": 2.0},
+    "whole logits, capped": {"whole": True, "softcap": 2.0},
 }
 CASES: dict[str, Callable[..., LossOutput]] = {
     "cross-entropy": cross_entropy,

@@ -202,6 +202,7 @@ CASES += [
     Case("Olmo3ForCausalLM", "sliding window", {**PATTERN, "rope_parameters": {**BY_TYPE, "full_attention": YARN}}),
     Case("Olmo3ForCausalLM", "one rotation", PATTERN),
     Case("Gemma3ForCausalLM", "sliding window", GEMMA),
+    Case("Gemma3ForCausalLM", "capped logits", {**GEMMA, "final_logit_softcapping": 2.0}),
     Case("Gemma3ForCausalLM", "untied, biases", {**GEMMA, "tie_word_embeddings": False, "attention_bias": True}),
     Case("Phi3ForCausalLM", "grouped heads"),
     Case(

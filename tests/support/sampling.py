@@ -17,6 +17,7 @@ from xorl.server.sampler import Sampler
 CPU = torch.device("cpu")
 VOCAB = 61
 HF_CONFIG = hf_config(vocab_size=VOCAB, max_position_embeddings=256, initializer_range=0.3)
+CAPPED = hf_config("gemma3_text", vocab_size=VOCAB, max_position_embeddings=256, final_logit_softcapping=0.8)
 MIXTURE = hf_config("qwen3_moe", vocab_size=VOCAB, max_position_embeddings=256, initializer_range=0.3)
 
 

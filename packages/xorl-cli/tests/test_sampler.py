@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sampling import CPU, HF_CONFIG, MIXTURE, VOCAB, PlainDecodePass, make_sampler, place
+from sampling import CAPPED, CPU, HF_CONFIG, MIXTURE, VOCAB, PlainDecodePass, make_sampler, place
 from xorl.core.models import Decoder
 from xorl.core.parallel import ParallelModel
 from xorl.kernels.layout import SequenceLayout
@@ -39,6 +39,9 @@ def model(request: pytest.FixtureRequest) -> ParallelModel:
 
 
 dense_or_experts = pytest.mark.parametrize("model", [HF_CONFIG, MIXTURE], ids=["dense", "experts"], indirect=True)
+with_a_cap = pytest.mark.parametrize(
+    "model", [HF_CONFIG, MIXTURE, CAPPED], ids=["dense", "experts", "capped"], indirect=True
+)
 
 
 def logprobs_without_cache(model: ParallelModel, tokens: tuple[int, ...], temperature: float = 1.0) -> Tensor:
@@ -54,7 +57,7 @@ def prompts(lengths: list[int]) -> list[tuple[int, ...]]:
     return [tuple(torch.randint(VOCAB, (length,), generator=generator).tolist()) for length in lengths]
 
 
-@dense_or_experts
+@with_a_cap
 def test_samples_are_what_the_whole_sequence_gives_again(model: ParallelModel) -> None:
     # Catches positions, windows, blocks or rows of the cache that are off by one, for prompts of all remainders, and
     # tokens of other sequences in an expert's rows.
@@ -133,7 +136,7 @@ def test_requests_enter_and_leave_between_steps(model: ParallelModel) -> None:
     assert sampler.step() == []
 
 
-@dense_or_experts
+@with_a_cap
 def test_prompt_logprobs_are_the_trainers(model: ParallelModel) -> None:
     # Catches scores that are shifted, that miss places between passes, or that the cache hides.
     sampler = make_sampler(model, max_step_tokens=11)

@@ -16,15 +16,16 @@ def make_inputs(dtype):
     return hidden, weight, {"labels": labels}
 
 
+@pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("logits_fp32", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_whole_logits_give_the_same_loss_and_gradient(dtype, logits_fp32):
+def test_whole_logits_give_the_same_loss_and_gradient(dtype, logits_fp32, softcap):
     """Catches forms of the loss that differ in more than memory, and rounding that only one of them does."""
     hidden, weight, targets = make_inputs(dtype)
     results = []
     for whole_logits in (True, False):
         leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
-        head = HeadWeight(leaves[1], LogitOptions(fp32=logits_fp32, whole=whole_logits))
+        head = HeadWeight(leaves[1], LogitOptions(fp32=logits_fp32, softcap=softcap, whole=whole_logits))
         output = cross_entropy(leaves[0], head, targets)
         output.sum.backward()
         assert not output.per_token.requires_grad

@@ -26,9 +26,10 @@ def loss_of(num_rows, dtype=torch.float32):
     [(1, 2, 2, 0), (5, 37, 64, 0), (3, 8192, 8192, 0), (2, 10_001, 10_048, 30), (2, 10_001, 10_048, 60)],
 )
 @pytest.mark.parametrize("gradient_dtype", [None, torch.float16, torch.float32], ids=str)
-def test_cross_entropy_rows(num_rows, num_columns, stride, last, dtype, weighted, gradient_dtype):
+@pytest.mark.parametrize("softcap", [None, 20.0])
+def test_cross_entropy_rows(num_rows, num_columns, stride, last, dtype, weighted, gradient_dtype, softcap):
     # Catches wrong block boundaries, a gradient that overwrites logits before they are read (None: in place), padded
-    # rows, and a last block with much larger logits than the first.
+    # rows, a last block with much larger logits than the first, and a cap without its derivative.
     buffer = torch.full((num_rows, stride), float("nan"), dtype=dtype)
     logits = buffer[:, :num_columns]
     logits.copy_(4 * randn(num_rows, num_columns))
@@ -41,11 +42,11 @@ def test_cross_entropy_rows(num_rows, num_columns, stride, last, dtype, weighted
     wanted_gradient = torch.empty(num_rows, num_columns, dtype=torch.float64)
     wide_weight = None if token_weight is None else token_weight.double()
     wanted = loss_of(num_rows, torch.float64)
-    reference.cross_entropy_rows(logits.double(), labels, wide_weight, wanted_gradient, wanted)
+    reference.cross_entropy_rows(logits.double(), labels, wide_weight, wanted_gradient, wanted, softcap)
     with nan_poisoned_empty():
         gradient = logits[:] if gradient_dtype is None else torch.empty(num_rows, num_columns, dtype=gradient_dtype)
         found = loss_of(num_rows)
-        cross_entropy.cross_entropy_rows(logits, labels, token_weight, gradient, found)
+        cross_entropy.cross_entropy_rows(logits, labels, token_weight, gradient, found, softcap)
     assert_close("loss", found.loss, wanted.loss, TOLERANCES[torch.float32])
     assert torch.equal(found.correct, wanted.correct)
     product = (gradient.double() * found.scale[:, None]).to(gradient.dtype)
@@ -61,7 +62,8 @@ def test_cross_entropy_rows(num_rows, num_columns, stride, last, dtype, weighted
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("num_columns", "stride", "last"), [(37, 64, 0), (10_001, 10_048, 30), (10_001, 10_048, 60)])
 @pytest.mark.parametrize("gradient_dtype", [None, torch.float16, torch.float32, "no gradient"], ids=str)
-def test_cross_entropy_part(num_columns, stride, last, dtype, gradient_dtype):
+@pytest.mark.parametrize("softcap", [None, 20.0])
+def test_cross_entropy_part(num_columns, stride, last, dtype, gradient_dtype, softcap):
     # Catches a label of another rank that is read from the row, and values that belong to the whole vocabulary.
     logits = torch.full((4, stride), float("nan"), dtype=dtype)[:, :num_columns]
     logits.copy_(4 * randn(4, num_columns))
@@ -71,12 +73,12 @@ def test_cross_entropy_part(num_columns, stride, last, dtype, gradient_dtype):
         reference.PartLosses.empty(4, each, torch.device("cpu")) for each in (torch.float64, torch.float32)
     )
     exact = torch.empty(4, num_columns, dtype=torch.float64)
-    reference.cross_entropy_part(logits.double(), labels, exact, wanted)
+    reference.cross_entropy_part(logits.double(), labels, exact, wanted, softcap)
     with nan_poisoned_empty():
         gradient = logits[:] if gradient_dtype is None else None
         if isinstance(gradient_dtype, torch.dtype):
             gradient = torch.empty(4, num_columns, dtype=gradient_dtype)
-        cross_entropy.cross_entropy_part(logits, labels, gradient, found)
+        cross_entropy.cross_entropy_part(logits, labels, gradient, found, softcap)
     trained = labels != -100
     for name in ("log_sum", "target", "largest", "before"):
         got, exact_values = (getattr(one, name)[trained].double() for one in (found, wanted))

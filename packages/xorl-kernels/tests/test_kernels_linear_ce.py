@@ -89,6 +89,52 @@ def test_gradient_of_the_weight_over_chunks(weight_dtype, chunk_tokens, mean_err
     assert (weight.grad - wide.grad).norm() <= mean_error * wide.grad.norm()
 
 
+CAP = 2.0
+
+
+def capped_logits(hidden, weight, labels):
+    """The definition of a head with a cap: (loss, logprob) of each token."""
+    loss = F.cross_entropy(CAP * torch.tanh(hidden @ weight.t() / CAP), labels, reduction="none")
+    return loss, -loss
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("frozen_head", [False, True])
+def test_a_cap_on_logits(frozen_head, dtype):
+    """Catches a cap that one of the functions forgets, and a gradient that is that of the capped logits."""
+    hidden, weight, labels = make_inputs(37, 24, 101, dtype, ignored=3)
+    factors = torch.linspace(-1, 2, 37)
+    fixed = (weight,) if frozen_head else ()
+    inputs = (hidden, labels) if frozen_head else (hidden, weight, labels)
+
+    def with_head(function):
+        def call(hidden, *others):
+            weight, labels = (*fixed, *others)
+            return function(hidden, HeadWeight(weight, LogitOptions(softcap=CAP)), labels)
+
+        return call
+
+    def plain(hidden, *others):
+        weight, labels = (*fixed, *others)
+        return capped_logits(hidden, weight.to(hidden.dtype), labels)
+
+    def summed(hidden, head, labels):
+        return linear_cross_entropy_sum(hidden, head, labels, token_weight=factors, chunk_tokens=8)[0]
+
+    def each(hidden, head, labels):
+        return linear_cross_entropy(hidden, head, labels, chunk_tokens=8)
+
+    assert_matches_reference(with_head(each), plain, inputs)
+    assert_matches_reference(with_head(summed), lambda *args: (plain(*args)[0] * factors).sum(), inputs)
+    wide = hidden.double(), weight.double()
+    loss, correct = with_head(linear_cross_entropy_scores)(hidden, *inputs[1:])
+    assert_close("score", loss, capped_logits(*wide, labels)[0], TOLERANCES[torch.float32])
+    if dtype == torch.float64:
+        logits = linear_ce.wide_logits(hidden, HeadWeight(weight, LogitOptions(softcap=CAP)))
+        torch.testing.assert_close(logits, CAP * torch.tanh(wide[0] @ wide[1].t() / CAP))
+        assert torch.equal(correct, logits.argmax(-1) == labels)
+
+
 @pytest.mark.parametrize("frozen", ["hidden", "weight", "both"])
 @pytest.mark.parametrize("function", [linear_cross_entropy, linear_cross_entropy_sum])
 def test_a_frozen_head_or_trunk_gets_no_gradient(function, frozen):

@@ -19,12 +19,14 @@ class LogitOptions(NamedTuple):
     Attributes:
         fp32: keep logits in fp32 instead of rounding them to the dtype of the hidden states. The softmax is computed in
             fp32 either way.
+        softcap: logits become softcap * tanh(logits / softcap), computed in fp32 from logits as above; None: no cap.
         whole: compute losses in plain torch from the logits of all tokens at once, [T, V]. The functions of `linear_ce`
             ignore it: they hold the logits of one chunk of tokens.
         vocab: of all ranks, if each has a part of the weight; None: the weight is whole.
     """
 
     fp32: bool = True
+    softcap: float | None = None
     whole: bool = False
     vocab: Vocabulary | None = None
 

@@ -4,7 +4,8 @@ Shapes: T tokens, B tokens of a chunk, P tokens of a part of a chunk, D model wi
 
 Precision:
 - Matrix products use the dtype of `hidden` (the operand dtype), to which the weight is cast, and accumulate in fp32.
-- The softmax is computed in fp32. Logits are kept in fp32 or, with `logits_fp32=False`, rounded to the operand dtype.
+- The softmax is computed in fp32, and so is a cap on logits. Logits are kept in fp32 or, with `logits_fp32=False`,
+  rounded to the operand dtype before the cap.
 - The gradient of the logits, before its factor per token, is computed in fp32 and rounded to the operand dtype. The
   label's element is about as large as all others together, so the gradients of hidden states and weight correct its
   rounding error in fp32.
@@ -39,7 +40,7 @@ ROW_MULTIPLE = 128  # rows in a tile of a matrix product
 # How often the weight's gradient may be rounded, by up to half a unit in the last place each time. Twice as many
 # roundings would cost another bit.
 MAX_ROUNDINGS = 8
-_Options = tuple[bool, int, int, int, int, str]  # of the operator, from `logits_fp32` to `group_name`
+_Options = tuple[bool, float | None, int, int, int, int, str]  # of the operator, from `logits_fp32` to `group_name`
 COLUMN_MULTIPLE = 64  # aligns buffer rows to cache lines for any vocabulary size
 
 
@@ -162,13 +163,14 @@ def wide_logits(hidden: Tensor, head: AnyHead) -> Tensor:
     wide = torch.promote_types(hidden.dtype, torch.float32)
     logits = torch.empty(hidden.shape[0], weight.shape[0], dtype=wide, device=hidden.device)
     _matmul_into_(logits, hidden, weight.to(hidden.dtype).t())
-    return logits
+    cap = head.logits.softcap
+    return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
 
 def _flat(head: HeadWeight, rows_at_once: int) -> _Options:
     """The options of the operator."""
-    vocab = head.vocab
-    return head.logits.fp32, rows_at_once, vocab.size, vocab.group.rank, vocab.group.size, vocab.group.name
+    vocab, logits = head.vocab, head.logits
+    return logits.fp32, logits.softcap, rows_at_once, vocab.size, vocab.group.rank, vocab.group.size, vocab.group.name
 
 
 def _check(hidden: Tensor, head: HeadWeight, labels: Tensor, chunk_tokens: int | None) -> int:
@@ -193,6 +195,8 @@ def _check(hidden: Tensor, head: HeadWeight, labels: Tensor, chunk_tokens: int |
                 f"{IGNORE} for tokens that are not trained"
             )
     check_at_least("chunk_tokens", chunk_tokens, 1, optional=True)
+    if (softcap := head.logits.softcap) is not None and not softcap > 0:
+        raise ValueError(f"softcap: must be above 0, or None for no cap, got {softcap!r}")
     return chunk_tokens or 0
 
 
@@ -285,6 +289,7 @@ def _linear_cross_entropy(
     labels: Tensor,
     token_weight: Tensor | None,
     logits_fp32: bool,
+    softcap: float | None,
     rows_at_once: int,
     vocab_size: int,
     rank: int,
@@ -336,15 +341,15 @@ def _linear_cross_entropy(
             own_gradient = None if gradient is None else gradient[first - start : tokens.stop - start]
             if of_part is not None:
                 own = of_part.rows(first - start, tokens.stop - start)
-                kernels.cross_entropy_part(logits, own_labels[tokens], own_gradient, own)
+                kernels.cross_entropy_part(logits, own_labels[tokens], own_gradient, own, softcap)
                 continue
             weights = None if token_weight is None else token_weight[tokens]
             kernels.cross_entropy_rows(
-                logits, own_labels[tokens], weights, own_gradient, results.rows(first, tokens.stop)
+                logits, own_labels[tokens], weights, own_gradient, results.rows(first, tokens.stop), softcap
             )
         if of_part is not None:
             weights = None if token_weight is None else token_weight[rows]
-            combine(of_part, labels[rows], weights, vocab, results.rows(rows.start, rows.stop))
+            combine(of_part, labels[rows], weights, vocab, results.rows(rows.start, rows.stop), softcap)
         if gradient is not None and needs_hidden:
             # Output in fp32, because torch may split the sum over the vocabulary and add the parts in the output dtype.
             product = torch.empty(len(gradient), hidden.shape[1], dtype=results.loss.dtype, device=hidden.device)
@@ -373,6 +378,7 @@ def _(
     labels: Tensor,
     token_weight: Tensor | None,
     logits_fp32: bool,
+    softcap: float | None,
     rows_at_once: int,
     vocab_size: int,
     rank: int,

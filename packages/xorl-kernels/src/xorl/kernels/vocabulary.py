@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from xorl.kernels.fused.reference import IGNORE, PartLosses, RowLosses
+from xorl.kernels.fused.reference import IGNORE, PartLosses, RowLosses, slope_of_cap
 from xorl.kernels.layout import RankGroup
 from xorl.kernels.torch_private import all_gather
 
@@ -45,7 +45,12 @@ class Vocabulary(NamedTuple):
 
 
 def combine(
-    part: PartLosses, labels: Tensor, token_weight: Tensor | None, vocab: Vocabulary, results: RowLosses
+    part: PartLosses,
+    labels: Tensor,
+    token_weight: Tensor | None,
+    vocab: Vocabulary,
+    results: RowLosses,
+    softcap: float | None = None,
 ) -> None:
     """Fill the `results` of B rows from what each rank knows of them. Collective.
 
@@ -68,6 +73,9 @@ def combine(
     weight = (weight if token_weight is None else weight * token_weight).masked_fill_(~trained, 0.0)
     # As a product, which is 0 if this rank's logits are all far below those of the others.
     results.scale.copy_((weight * (part.shift - log_sum).exp()).masked_fill_(~trained, 0.0))
-    missing = weight * torch.expm1(target - log_sum) - results.scale * part.rounded
+    exact = torch.expm1(target - log_sum)
+    if softcap is not None:
+        exact *= slope_of_cap(target, softcap)
+    missing = weight * exact - results.scale * part.rounded
     is_held = trained & is_known & (labels // vocab.share == vocab.group.rank)
     results.label_error.copy_(missing.masked_fill_(~is_held, 0.0))

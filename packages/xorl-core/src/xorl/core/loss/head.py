@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from xorl.core.loss.output import IGNORE
 from xorl.core.nn.tensor import join_columns
+from xorl.kernels.fused.reference import capped
 from xorl.kernels.head import AnyHead, HeadWeight
 from xorl.kernels.linear_ce import linear_cross_entropy
 
@@ -35,4 +36,4 @@ def full_logits(hidden: Tensor, head: HeadWeight) -> Tensor:
     """
     weight, wide = head.weight.to(hidden.dtype), torch.promote_types(hidden.dtype, torch.float32)
     logits = F.linear(hidden.to(wide), weight.to(wide)) if head.logits.fp32 else F.linear(hidden, weight)
-    return join_columns(logits.to(wide), head.vocab.size, head.vocab.group)
+    return capped(join_columns(logits.to(wide), head.vocab.size, head.vocab.group), head.logits.softcap)

@@ -26,6 +26,7 @@ from xorl.core.nn.share import pieces, shares_of
 from xorl.core.shards import local
 from xorl.kernels.arguments import is_readable
 from xorl.kernels.fused import RopeTables
+from xorl.kernels.fused.reference import capped
 from xorl.kernels.head import HeadWeight, LogitOptions
 from xorl.kernels.layout import SequenceLayout
 from xorl.kernels.vocabulary import Vocabulary
@@ -75,7 +76,7 @@ class Decoder(nn.Module):
         self._mixtures = mixtures
         self.ranks = kernels.tensor
         vocab = Vocabulary(config.vocab_size, self.ranks.group) if self.ranks.size > 1 else None
-        self.logits = LogitOptions(vocab=vocab)
+        self.logits = LogitOptions(softcap=config.logit_softcap, vocab=vocab)
         self.lm_head = None
         if not config.tie_word_embeddings:
             self.lm_head = Head.column_parallel(config.hidden_size, [config.vocab_size], bias=False, ranks=self.ranks)
@@ -226,7 +227,8 @@ class Decoder(nn.Module):
         hidden = self.ranks.gather(hidden)
         apply = partial(_apply_head, weight=self.head_weight) if self.lm_head is None else self.lm_head
         if loss is None:
-            return self.ranks.join_columns(apply(hidden, loss=None), self.config.vocab_size)
+            logits = self.ranks.join_columns(apply(hidden, loss=None), self.config.vocab_size)
+            return capped(logits, self.logits.softcap).to(logits.dtype) if self.logits.softcap else logits
         return apply(hidden, loss=lambda hidden, weight: loss(hidden, HeadWeight(weight, self.logits)))
 
     def _mixtures_of(self, chunk: int) -> slice:

@@ -76,6 +76,7 @@ class DecoderConfig:
         embed_scale: the factor on embeddings, rounded to the dtype of the activations.
         residual_scale: the factor on the outputs of attention and feed-forward blocks.
         logit_scale: the factor on logits.
+        logit_softcap: logits become logit_softcap * tanh(logits / logit_softcap), in fp32; None: no cap.
     """
 
     vocab_size: int
@@ -92,6 +93,7 @@ class DecoderConfig:
     embed_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
+    logit_softcap: float | None = None
 
     def __post_init__(self) -> None:
         if not self.layers:

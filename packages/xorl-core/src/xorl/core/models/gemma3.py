@@ -40,7 +40,6 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
     """Read config.json. Scores are divided by the square root of `query_pre_attn_scalar`."""
     hf = HFConfig(values, ARCHITECTURE, **DEFAULTS)
     hf.refuse("use_bidirectional_attention", "attention is causal")
-    hf.refuse("final_logit_softcapping", "logits are not capped")
     hf.has("attn_logit_softcapping")  # this family does not cap scores, whatever it says
     bias = hf.get("attention_bias", bool, False)
     length = hf.positive("max_position_embeddings")
@@ -60,11 +59,12 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
         ffns=[ffn] * hf.positive("num_hidden_layers"),
     )
     scale = hf.above_zero("query_pre_attn_scalar") ** -0.5
+    softcap = hf.cap("final_logit_softcapping")
     hf.finish(inert=["_sliding_window_pattern"])
     config = config.with_ropes(full, sliding).with_layers(
         lambda _, layer: replace(layer, norms="sandwich", attention=replace(layer.attention, scale=scale))
     )
-    return replace(config, embed_scale=config.hidden_size**0.5)
+    return replace(config, embed_scale=config.hidden_size**0.5, logit_softcap=softcap)
 
 
 SPEC = ModelSpec(

@@ -73,6 +73,10 @@ class HFConfig:
             raise ValueError(f"{self.architecture}: {key} must be a number above 0, got {value}")
         return value
 
+    def cap(self, key: str) -> float | None:
+        """The key's value, a number above 0; None if it is null or missing."""
+        return self.above_zero(key) if self.has(key) else None
+
     def activation(self, key: str, default: str) -> str:
         """The key's value, the name of a supported activation function."""
         name = self.get(key, str, default)

@@ -31,7 +31,12 @@ MAX_EXPONENT = tl.constexpr(40.0)
 
 
 def cross_entropy_rows(
-    logits: Tensor, labels: Tensor, token_weight: Tensor | None, gradient: Tensor | None, results: RowLosses
+    logits: Tensor,
+    labels: Tensor,
+    token_weight: Tensor | None,
+    gradient: Tensor | None,
+    results: RowLosses,
+    softcap: float | None = None,
 ) -> None:
     """The kernel behind `reference.cross_entropy_rows`, for fp32, bf16 and fp16 logits whose rows are contiguous.
 
@@ -43,13 +48,15 @@ def cross_entropy_rows(
     the running log-sum-exp and once for the gradient, which may overwrite the row if the dtypes are equal.
     """
     weights = labels if token_weight is None else token_weight.contiguous()
-    flags = {"HAS_WEIGHT": token_weight is not None}
+    flags = {"HAS_WEIGHT": token_weight is not None, "CAP": softcap or 0.0}
     _launch_by_row(_cross_entropy_rows, logits, labels, (weights, *results), gradient, flags)
 
 
-def cross_entropy_part(logits: Tensor, labels: Tensor, gradient: Tensor | None, part: PartLosses) -> None:
+def cross_entropy_part(
+    logits: Tensor, labels: Tensor, gradient: Tensor | None, part: PartLosses, softcap: float | None = None
+) -> None:
     """The kernel behind `reference.cross_entropy_part`, which reads each row as that of `cross_entropy_rows` does."""
-    _launch_by_row(_cross_entropy_part, logits, labels, part, gradient, {})
+    _launch_by_row(_cross_entropy_part, logits, labels, part, gradient, {"CAP": softcap or 0.0})
 
 
 def _launch_by_row(
@@ -58,7 +65,7 @@ def _launch_by_row(
     labels: Tensor,
     others: Sequence[Tensor],
     gradient: Tensor | None,
-    flags: Mapping[str, bool],
+    flags: Mapping[str, bool | float],
 ) -> None:
     """Launch a program of `kernel` for each row of `logits`, whose rows are read by `_sum_row`."""
     assert logits.stride(1) == 1
@@ -139,6 +146,7 @@ def _cross_entropy_rows(
     NUM_COLUMNS: tl.constexpr,
     IGNORED: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
+    CAP: tl.constexpr,
     WRITES_GRADIENT: tl.constexpr,
     READS_ONCE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -160,15 +168,17 @@ def _cross_entropy_rows(
         is_in_vocab = (label >= 0) & (label < NUM_COLUMNS)
         column = tl.where(is_in_vocab, label, 0).to(tl.int32)  # int64 would widen the values it is compared with
         target = tl.load(logits_ptr + column, mask=is_in_vocab, other=float("nan")).to(tl.float32)
+        if CAP:
+            target = _capped(target, CAP)
         # The gradient is stored as exp(logit - shift), and at the label minus the row's total; `scale` divides by it.
         shift, total, maximum, max_before = _sum_row(  # pyright: ignore[reportGeneralTypeIssues] it is compiled
-            logits_ptr, gradient_ptr, column, NUM_COLUMNS, WRITES_GRADIENT, READS_ONCE, BLOCK, NEIGHBOURS
+            logits_ptr, gradient_ptr, column, NUM_COLUMNS, CAP, WRITES_GRADIENT, READS_ONCE, BLOCK, NEIGHBOURS
         )
         tl.store(losses_ptr + row, shift + tl.log(total) - target)
         tl.store(correct_ptr + row, (target >= maximum) & (target > max_before))
         if WRITES_GRADIENT:
             tl.debug_barrier()  # another thread may have written the label's element
-            exact = tl.exp(target - shift) - total
+            exact = _times_slope(tl.exp(target - shift) - total, target, CAP)
             rounded = exact.to(gradient_type)
             tl.store(gradient_ptr + column, rounded, mask=is_in_vocab)
             weight = tl.where(is_in_vocab, 1.0, float("nan"))
@@ -195,6 +205,7 @@ def _cross_entropy_part(
     gradient_stride: int,
     NUM_COLUMNS: tl.constexpr,
     IGNORED: tl.constexpr,
+    CAP: tl.constexpr,
     WRITES_GRADIENT: tl.constexpr,
     READS_ONCE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -212,15 +223,20 @@ def _cross_entropy_part(
         is_held = (label >= 0) & (label < NUM_COLUMNS)
         column = tl.where(is_held, label, 0).to(tl.int32)
         target = tl.load(logits_ptr + column, mask=is_held, other=float("-inf")).to(tl.float32)
+        if CAP:
+            target = tl.where(is_held, _capped(target, CAP), float("-inf"))
         shift, total, maximum, max_before = _sum_row(  # pyright: ignore[reportGeneralTypeIssues] it is compiled
-            logits_ptr, gradient_ptr, column, NUM_COLUMNS, WRITES_GRADIENT, READS_ONCE, BLOCK, NEIGHBOURS
+            logits_ptr, gradient_ptr, column, NUM_COLUMNS, CAP, WRITES_GRADIENT, READS_ONCE, BLOCK, NEIGHBOURS
         )
         tl.store(shifts_ptr + row, shift)
         tl.store(log_sums_ptr + row, shift + tl.log(total))
         tl.store(targets_ptr + row, target)
         tl.store(largest_ptr + row, maximum)
         tl.store(before_ptr + row, tl.where(is_held, max_before, float("-inf")))
-        tl.store(rounded_ptr + row, tl.exp(target - shift).to(gradient_type).to(tl.float32))
+        stored = _times_slope(tl.exp(target - shift), target, CAP)
+        if CAP:
+            stored = tl.where(is_held, stored, 0.0)
+        tl.store(rounded_ptr + row, stored.to(gradient_type).to(tl.float32))
 
 
 @triton.jit
@@ -242,19 +258,23 @@ def _sum_row(
     gradient_ptr: tl.tensor,
     column: tl.tensor,
     NUM_COLUMNS: tl.constexpr,
+    CAP: tl.constexpr,
     WRITES_GRADIENT: tl.constexpr,
     READS_ONCE: tl.constexpr,
     BLOCK: tl.constexpr,
     NEIGHBOURS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """(shift, sum of exp(logit - shift), largest logit, largest before `column`); writes exp(logit - shift)."""
+    """(shift, sum of exp(logit - shift), largest logit, largest before `column`), of capped logits.
+
+    Writes exp(logit - shift), times the derivative of the cap.
+    """
     gradient_type = gradient_ptr.dtype.element_ty  # pyright: ignore[reportAttributeAccessIssue] it is a pointer
     LANES: tl.constexpr = BLOCK // NEIGHBOURS
     block = tl.arange(0, LANES)[:, None] * NEIGHBOURS + tl.arange(0, NEIGHBOURS)[None, :]  # [lanes, neighbours]
     shift, total = tl.full([], 0.0, tl.float32), tl.full([], 1.0, tl.float32)
     maximum, max_before, is_written = shift, shift, False
     if READS_ONCE:
-        x = tl.load(logits_ptr + block, mask=block < NUM_COLUMNS, other=float("-inf")).to(tl.float32)
+        x = _logits(logits_ptr, block, NUM_COLUMNS, CAP)
         shift = tl.maximum(tl.max(tl.max(x, axis=1), axis=0), LOWEST)
         maxima = tl.full([LANES], LOWEST, tl.float32)
         sums = tl.zeros([LANES], tl.float32)
@@ -262,9 +282,10 @@ def _sum_row(
         for start in range(0, NUM_COLUMNS, BLOCK):
             columns = start + block
             is_inside = columns < NUM_COLUMNS
-            x = tl.load(logits_ptr + columns, mask=is_inside, other=float("-inf")).to(tl.float32)
+            x = _logits(logits_ptr, columns, NUM_COLUMNS, CAP)
             exponentials = tl.exp(x - shift)
-            tl.store(gradient_ptr + columns, exponentials.to(gradient_type), mask=is_inside)
+            stored = _times_slope(exponentials, x, CAP)
+            tl.store(gradient_ptr + columns, stored.to(gradient_type), mask=is_inside)
             sums += tl.sum(exponentials, axis=1)
             maxima = tl.maximum(maxima, tl.max(x, axis=1))
             maxima_before = tl.maximum(maxima_before, tl.max(tl.where(columns < column, x, float("-inf")), axis=1))
@@ -278,7 +299,7 @@ def _sum_row(
         maxima_before = tl.full([LANES], float("-inf"), tl.float32)
         for start in range(0, NUM_COLUMNS, BLOCK):
             columns = start + block
-            x = tl.load(logits_ptr + columns, mask=columns < NUM_COLUMNS, other=float("-inf")).to(tl.float32)
+            x = _logits(logits_ptr, columns, NUM_COLUMNS, CAP)
             new_maxima = tl.maximum(maxima, tl.max(x, axis=1))
             sums = sums * tl.exp(maxima - new_maxima) + tl.sum(tl.exp(x - new_maxima[:, None]), axis=1)
             maxima = new_maxima
@@ -290,9 +311,35 @@ def _sum_row(
             for start in range(0, NUM_COLUMNS, BLOCK):
                 columns = start + block
                 is_inside = columns < NUM_COLUMNS
-                x = tl.load(logits_ptr + columns, mask=is_inside, other=float("-inf")).to(tl.float32)
-                tl.store(gradient_ptr + columns, tl.exp(x - shift).to(gradient_type), mask=is_inside)
+                x = _logits(logits_ptr, columns, NUM_COLUMNS, CAP)
+                stored = _times_slope(tl.exp(x - shift), x, CAP)
+                tl.store(gradient_ptr + columns, stored.to(gradient_type), mask=is_inside)
     return shift, total, maximum, max_before
+
+
+@triton.jit
+def _logits(logits_ptr: tl.tensor, columns: tl.tensor, NUM_COLUMNS: tl.constexpr, CAP: tl.constexpr) -> tl.tensor:
+    """The logits of some columns of a row, capped; -inf beyond its end."""
+    is_inside = columns < NUM_COLUMNS
+    x = tl.load(logits_ptr + columns, mask=is_inside, other=float("-inf")).to(tl.float32)
+    if CAP:
+        x = tl.where(is_inside, _capped(x, CAP), float("-inf"))
+    return x
+
+
+@triton.jit
+def _capped(x: tl.tensor, CAP: tl.constexpr) -> tl.tensor:
+    """CAP * tanh(x / CAP); for large x, the exponential is infinite and the result is CAP."""
+    return CAP - 2 * CAP / (tl.exp(x * (2 / CAP)) + 1)
+
+
+@triton.jit
+def _times_slope(values: tl.tensor, capped: tl.tensor, CAP: tl.constexpr) -> tl.tensor:
+    """Values times the derivative of the cap at each capped logit."""
+    if CAP:
+        ratio = capped * (1 / CAP)
+        values *= 1 - ratio * ratio
+    return values
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -113,6 +113,17 @@ def swiglu_linear(gate_up: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
     return F.linear(swiglu(gate_up), weight, bias)
 
 
+def capped(logits: Tensor, softcap: float | None) -> Tensor:
+    """softcap * tanh(logits / softcap) in fp32 (fp64 for fp64 logits); with None, the logits in that dtype."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return wide if softcap is None else softcap * torch.tanh(wide / softcap)
+
+
+def slope_of_cap(capped_logits: Tensor, softcap: float) -> Tensor:
+    """The derivative of `capped`, from its results."""
+    return 1 - (capped_logits / softcap).square()
+
+
 class RowLosses(NamedTuple):
     """The results of `cross_entropy_rows` for B rows of logits. Slices are views, which can be filled chunk by chunk.
 
@@ -143,7 +154,7 @@ class PartLosses(NamedTuple):
     """What a rank knows of B rows from its own logits, [B] fp32 or fp64. Rows of ignored labels are undefined.
 
     Attributes:
-        shift: the gradient that is stored is exp(logit - shift).
+        shift: the gradient that is stored is exp(logit - shift), times the derivative of the cap if there is one.
         rounded: the stored gradient at the label, if this rank has it.
         log_sum: the logarithm of the sum of the exponentials.
         target: the logit of the label; -inf if another rank has it.
@@ -169,7 +180,12 @@ class PartLosses(NamedTuple):
 
 
 def cross_entropy_rows(
-    logits: Tensor, labels: Tensor, token_weight: Tensor | None, gradient: Tensor | None, results: RowLosses
+    logits: Tensor,
+    labels: Tensor,
+    token_weight: Tensor | None,
+    gradient: Tensor | None,
+    results: RowLosses,
+    softcap: float | None = None,
 ) -> None:
     """Cross-entropy of each row, and optionally its gradient, computed in fp32 (fp64 for fp64 logits).
 
@@ -181,8 +197,9 @@ def cross_entropy_rows(
             of the logits. None skips it.
         results: for B rows, overwritten; zeros for ignored labels. `scale` and `label_error` are only meaningful with a
             gradient.
+        softcap: caps the logits; the gradient is that of the logits before it. None: no cap.
     """
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    wide = capped(logits, softcap)
     trained = labels != IGNORE
     targets = labels.clamp(min=0)[:, None]  # [B, 1]
     logsumexp = wide.logsumexp(dim=-1, keepdim=True)  # [B, 1]
@@ -192,21 +209,27 @@ def cross_entropy_rows(
     if gradient is not None:
         rows = (wide - logsumexp).exp_()  # [B, V]
         rows.scatter_add_(1, targets, rows.new_full((), -1.0).expand_as(targets))
+        if softcap is not None:
+            rows.mul_(slope_of_cap(wide, softcap))
         gradient.copy_(rows.masked_fill_(~trained[:, None], 0.0))
         error = (rows.gather(1, targets) - gradient.gather(1, targets)).squeeze(1)
         results.label_error.copy_(error * results.scale)
 
 
-def cross_entropy_part(logits: Tensor, labels: Tensor, gradient: Tensor | None, part: PartLosses) -> None:
+def cross_entropy_part(
+    logits: Tensor, labels: Tensor, gradient: Tensor | None, part: PartLosses, softcap: float | None = None
+) -> None:
     """What a rank that has some tokens of the vocabulary computes for `combine`, in fp32 (fp64 for fp64 logits).
 
     Args:
         logits: [B, V / P].
         labels: [B] int64, of this rank's tokens; -1 if another rank has it, -100 is ignored.
-        gradient: [B, V / P] in any dtype, overwritten with exp(logit - shift); may be `logits` itself. None skips it.
+        gradient: [B, V / P] in any dtype, overwritten with exp(logit - shift), times the derivative of the cap; may be
+            `logits` itself. None skips it.
         part: for B rows, overwritten.
+        softcap: caps the logits; None: no cap.
     """
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    wide = capped(logits, softcap)
     trained, is_held = labels != IGNORE, labels >= 0
     at = labels.clamp(min=0)[:, None]  # [B, 1]
     largest = wide.amax(dim=-1)
@@ -217,7 +240,10 @@ def cross_entropy_part(logits: Tensor, labels: Tensor, gradient: Tensor | None, 
     is_before = torch.arange(wide.shape[1], device=wide.device) < at
     part.before.copy_(wide.masked_fill(~is_before, -torch.inf).amax(dim=-1).masked_fill(~is_held, -torch.inf))
     if gradient is not None:
-        gradient.copy_((wide - largest[:, None]).exp_().masked_fill_(~trained[:, None], 0.0))
+        rows = (wide - largest[:, None]).exp_()
+        if softcap is not None:
+            rows.mul_(slope_of_cap(wide, softcap))
+        gradient.copy_(rows.masked_fill_(~trained[:, None], 0.0))
         part.rounded.copy_(gradient.gather(1, at).squeeze(1))
 
 
