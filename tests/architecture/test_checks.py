@@ -119,7 +119,9 @@ def late():
     ]
 
 
-def test_a_phase_is_left_out_only_while_what_it_passed_with_is_unchanged(tmp_path, monkeypatch, capfd) -> None:
+def test_a_phase_is_left_out_only_while_what_it_passed_with_is_unchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     # Would catch a phase of CI that is left out after a change, or after it failed, or whose leaving out is not told.
     tested = ["a"]
     monkeypatch.setattr(unless_passed, "RECORD", tmp_path / "passed.json")

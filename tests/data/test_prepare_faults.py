@@ -40,7 +40,9 @@ def content_of(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("num_proc", "preprocess_shards"), [(1, None), (2, None), (1, 3)])
-def test_twenty_kills_leave_what_no_kill_leaves(corpus, tmp_path, num_proc, preprocess_shards) -> None:
+def test_twenty_kills_leave_what_no_kill_leaves(
+    corpus: DatasetEntry, tmp_path: Path, num_proc: int, preprocess_shards: int | None
+) -> None:
     # Catches a moment at which a kill leaves half a dataset, a lock that nobody takes over, or rubbish that stays.
     entry = replace(corpus, preprocess_shards=preprocess_shards)
     undisturbed = PrepareOptions(bin_len=64, prepared_path=tmp_path / "undisturbed", num_proc=num_proc)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from xorl.data import DataPlan, DatasetEntry, StepLoader, pack
 from xorl.data.mixture import Share, drawn_rows, num_drawn
-from xorl.data.packing import OpenBins
+from xorl.data.packing import OpenBins, PackingMethod
 from xorl.data.plan import fingerprint_of
 from xorl.data.stream import Stream, StreamLoader, StreamOptions, StreamPlan, files, lane, open_stream, order
 
@@ -32,7 +32,9 @@ WORLDS = st.sampled_from([1, 2, 4, 8])
     group_size=st.integers(1, 100),
     seed=st.integers(0, 9),
 )
-def test_packing_puts_every_document_whole_into_one_bin(lengths, method, strict, group_size, seed) -> None:
+def test_packing_puts_every_document_whole_into_one_bin(
+    lengths: list[int], method: PackingMethod, strict: bool, group_size: int, seed: int
+) -> None:
     # Catches documents that are lost, doubled or cut, bins that overflow, and packing that is not repeatable.
     arguments = {"bin_len": BIN_LEN, "method": method, "strict_order": strict, "group_size": group_size, "seed": seed}
     bins = pack(lengths, **arguments)
@@ -101,7 +103,9 @@ class Documents:
     worlds=st.lists(WORLDS, min_size=1, max_size=4),
     num_epochs=st.integers(1, 3),
 )
-def test_a_prepared_run_goes_on_in_the_same_order(lengths, seed, stops, worlds, num_epochs) -> None:
+def test_a_prepared_run_goes_on_in_the_same_order(
+    lengths: list[int], seed: int, stops: list[int], worlds: list[int], num_epochs: int
+) -> None:
     # Catches a place in the data, or an order, that depends on how often and on what a run was started.
     documents, bins = Documents(lengths), pack(lengths, bin_len=BIN_LEN)
 

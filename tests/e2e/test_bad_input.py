@@ -299,7 +299,9 @@ def test_a_save_that_fails_is_told_in_a_few_lines_and_leaves_the_former_checkpoi
         ),
     ],
 )
-def test_what_does_not_go_with_the_model_is_told_before_data_are_prepared(options, named, folder, train) -> None:
+def test_what_does_not_go_with_the_model_is_told_before_data_are_prepared(
+    options: list[str], named: list[str], folder: Path, train
+) -> None:
     # Catches a typo in a layer's name that is found an hour later, when the data are ready.
     result = train(*(option.format(folder=folder) for option in options))
     assert result.returncode == 2, result.stderr

@@ -26,7 +26,9 @@ def write_model(folder: Path, seed: int, max_shard_size: str = "50GB") -> None:
 
 
 @pytest.mark.multi
-def test_a_base_that_changed_is_noticed_and_one_that_moved_is_not_refused(tmp_path, run_ranks, caplog) -> None:
+def test_a_base_that_changed_is_noticed_and_one_that_moved_is_not_refused(
+    tmp_path: Path, run_ranks, caplog: pytest.LogCaptureFixture
+) -> None:
     # Catches adapters that are trained on, resumed or merged over other weights in the folder of their base.
     write_data(tmp_path)
     base = tmp_path / "base"

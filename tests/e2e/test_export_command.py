@@ -44,7 +44,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-5), (None, 0.05)])
-def test_a_merged_model_is_what_peft_computes(folders, tmp_path, dtype, limit) -> None:
+def test_a_merged_model_is_what_peft_computes(
+    folders: Path, tmp_path: Path, dtype: torch.dtype | None, limit: float
+) -> None:
     # Catches a merge that rounds more than once, and weights or a config.json in another precision than was asked for.
     folder = export_saved(str(folders / "adapter"), str(tmp_path / "merged"), merge=True, dtype=dtype, verify=True)
     merged = AutoModelForCausalLM.from_pretrained(folder)
@@ -80,7 +82,9 @@ def test_an_adapter_is_written_again_as_peft_reads_it(folders: Path, tmp_path: P
         {"target_modules": r".*\.1\..*q_proj"},
     ],
 )
-def test_an_adapter_on_some_layers_is_written_so_that_it_can_be_read(selected, folders, tmp_path) -> None:
+def test_an_adapter_on_some_layers_is_written_so_that_it_can_be_read(
+    selected: dict[str, object], folders: Path, tmp_path: Path
+) -> None:
     """Catches an export that names layers of which it has no adapter, and is then refused as incomplete."""
     model = AutoModelForCausalLM.from_pretrained(folders / "base", dtype=torch.float32)
     model = get_peft_model(model, LoraConfig(r=4, **{"target_modules": ["q_proj"], **selected}))
@@ -160,7 +164,9 @@ def trained(folders: Path, output: Path, **lora: object) -> Path:
 
 
 @pytest.mark.parametrize("lora", [{}, {"enable_lora": True, "merge_lora_interval": 2}])
-def test_a_base_takes_no_place_of_weights_that_a_checkpoint_holds(folders, tmp_path, lora) -> None:
+def test_a_base_takes_no_place_of_weights_that_a_checkpoint_holds(
+    folders: Path, tmp_path: Path, lora: dict[str, object]
+) -> None:
     """Catches a base that is exported, bit for bit, as the model that was trained from it, or merged into without what
     the run had merged before."""
     checkpoint = trained(folders, tmp_path / "run", **lora)

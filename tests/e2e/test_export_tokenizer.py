@@ -42,7 +42,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("case", FILES)
-def test_a_part_of_a_tokenizer_does_not_replace_that_of_the_base(case, folder, tmp_path, caplog) -> None:
+def test_a_part_of_a_tokenizer_does_not_replace_that_of_the_base(
+    case: str, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Catches a model that is exported with half of a tokenizer, which transformers completes with a guess."""
     names, problem = FILES[case]
     adapter = tmp_path / "adapter"

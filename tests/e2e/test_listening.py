@@ -69,7 +69,9 @@ def test_ranks_of_one_host_keep_to_themselves(tmp_path: Path, start: Start) -> N
 
 
 @pytest.mark.multi
-def test_the_store_of_several_hosts_listens_on_one_interface_and_unpickles_nothing(tmp_path, start) -> None:
+def test_the_store_of_several_hosts_listens_on_one_interface_and_unpickles_nothing(
+    tmp_path: Path, start: Start
+) -> None:
     # Catches a store that other networks reach, and a launcher or rank that unpickles what is in it.
     port = free_port()
     flags = ("--nproc-per-node", "1", "--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port))

@@ -126,7 +126,9 @@ def form_of(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("lora", [OUTER, {**ALL, "moe_lora_format": "peft"}, {**OUTER, "merge_lora_interval": 3}])
-def test_a_run_that_is_resumed_on_other_ranks_computes_the_same(lora, folder, tmp_path, run_ranks) -> None:
+def test_a_run_that_is_resumed_on_other_ranks_computes_the_same(
+    lora: dict[str, object], folder: Path, tmp_path: Path, run_ranks
+) -> None:
     # Catches shared factors that a checkpoint lacks or has once for each rank, and merges that differ between layouts.
     whole = config_of(folder, tmp_path / "whole", "qwen3_moe", lora, data_parallel_mode="none", micro_batch_size=2)
     run_ranks(lambda: run(whole), 1)

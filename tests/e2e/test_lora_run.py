@@ -225,7 +225,9 @@ def test_an_adapter_of_another_base_stops_the_run(folder: Path, tmp_path: Path, 
 
 
 @pytest.mark.multi
-def test_a_base_that_was_merged_into_is_exported_and_not_taken_for_another(folder, tmp_path, run_ranks) -> None:
+def test_a_base_that_was_merged_into_is_exported_and_not_taken_for_another(
+    folder: Path, tmp_path: Path, run_ranks
+) -> None:
     # Catches an adapter that is put on the base as it was before adapters were merged into it.
     output = tmp_path / "output"
     merging = config_of(folder, output, {"merge_lora_interval": 2})
@@ -242,7 +244,9 @@ def test_a_base_that_was_merged_into_is_exported_and_not_taken_for_another(folde
 
 @pytest.mark.multi
 @pytest.mark.parametrize("base", ["base", "mixture"])
-def test_adapters_over_a_quantised_base_are_for_the_base_that_they_name(base, folder, tmp_path, run_ranks) -> None:
+def test_adapters_over_a_quantised_base_are_for_the_base_that_they_name(
+    base: str, folder: Path, tmp_path: Path, run_ranks
+) -> None:
     # Catches an adapter that is held against the quantised weights of its checkpoint, which PEFT has not, and experts
     # that are exported as bytes.
     output = tmp_path / "output"
@@ -257,7 +261,9 @@ def test_adapters_over_a_quantised_base_are_for_the_base_that_they_name(base, fo
 
 
 @pytest.mark.parametrize("enable_qlora", [True, False])
-def test_adapters_on_a_quantised_checkpoint_are_merged_into_it(enable_qlora, folder, tmp_path, run_ranks) -> None:
+def test_adapters_on_a_quantised_checkpoint_are_merged_into_it(
+    enable_qlora: bool, folder: Path, tmp_path: Path, run_ranks
+) -> None:
     # Catches codes that are exported as weights, a config.json that still says they are quantised, and a model that is
     # not the one that was trained.
     stored = tmp_path / "stored"

@@ -60,7 +60,9 @@ def whole() -> dict[str, list[tuple[object, ...]]]:
     ],
     ids=["data", "load", "forward", "save", "evaluation"],
 )
-def test_a_signal_in_any_phase_loses_nothing(owner, name, nth, number, saved, tmp_path, run_command, whole) -> None:
+def test_a_signal_in_any_phase_loses_nothing(
+    owner: object, name: str, nth: int, number: int, saved: int | None, tmp_path: Path, run_command, whole
+) -> None:
     # Catches a phase in which a signal is not heard, loses steps, or leaves what the same command cannot continue.
     if not whole:
         whole["results"] = run_to_the_end(tmp_path / "whole", run_command)

@@ -81,7 +81,9 @@ def output(folder: Path) -> Path:
     return folder / "out"
 
 
-def test_a_sweep_says_once_what_its_members_share(folder, tmp_path, capsys) -> None:
+def test_a_sweep_says_once_what_its_members_share(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Catches three lines for each member, in which nobody finds what differs."""
     lora = {"lora_rank": 4, "sweep": [{"name": "one"}, {"name": "two"}, {"name": "three", "lr": 0.03}]}
     assert run_training(config_of(folder, tmp_path, lora, max_steps=1)) == 0

@@ -87,7 +87,9 @@ def test_experts_match_the_twin(shape: tuple[int, ...], name: str, dtype: torch.
 @pytest.mark.parametrize("num_passes", [2, 3])
 @pytest.mark.parametrize(("share", "num_needed"), [(0.7, 1), (0.2, 3)])
 @pytest.mark.parametrize(("name", "dtype"), [("native", BF16), ("triton", torch.float32), ("quack", BF16)], ids=str)
-def test_choices_in_parts_match_the_twin(name, dtype, share, num_needed, num_passes, recompute) -> None:
+def test_choices_in_parts_match_the_twin(
+    name: str, dtype: torch.dtype, share: float, num_needed: int, num_passes: int, recompute: bool
+) -> None:
     # Catches a part that is left out, rows of another part, and a kernel that fails at a part without choices.
     shape = SHAPES[0]
     experts = resolve(name, shape, dtype)

@@ -109,7 +109,9 @@ def place() -> Iterator[Runtime]:
         *((setting, {"train": {"ce_mode": "eager"}}) for setting in ("none", "layer")),
     ],
 )
-def test_the_peak_of_a_step_is_predicted(setting, options, place, tmp_path) -> None:
+def test_the_peak_of_a_step_is_predicted(
+    setting: str, options: dict[str, dict], place: Runtime, tmp_path: Path
+) -> None:
     # Catches an estimate of recompute_policy: auto that counts memory that is never taken at the same time.
     write_config(tmp_path, {**HF_CONFIG, "vocab_size": 32768})
     train = {"data_parallel_mode": "none", **options.get("train", {})}

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -155,7 +156,9 @@ def test_step_does_not_wait_for_the_device(name: OptimizerName) -> None:
 
 
 @pytest.mark.parametrize("name", ["adamw", "anyprecision_adamw", "sgd"])
-def test_parameter_of_more_than_two_to_the_31_elements(name, require_memory) -> None:
+def test_parameter_of_more_than_two_to_the_31_elements(
+    name: OptimizerName, require_memory: Callable[[int], None]
+) -> None:
     # Catches offsets in 32 bits: the end of a large embedding or of stacked experts would stay as it is.
     require_memory(40)
     parameter = nn.Parameter(torch.ones(HUGE, dtype=torch.bfloat16, device="cuda"))

@@ -111,7 +111,9 @@ def test_flash_attention_reads_the_cache_as_the_plain_twin(lengths: list[int], w
 @pytest.mark.parametrize("window", [None, 1, 37])
 @pytest.mark.parametrize("shape", [(4, 2, 64), (32, 8, 128), (9, 3, 96), (2, 2, 256)], ids=str)
 @pytest.mark.parametrize("totals", [[1], [700, 1, 64], [16 * (index % 40) + 5 for index in range(200)]], ids=len)
-def test_paged_attention_reads_the_cache_as_the_plain_twin(totals, shape, window) -> None:
+def test_paged_attention_reads_the_cache_as_the_plain_twin(
+    totals: list[int], shape: tuple[int, int, int], window: int | None
+) -> None:
     # Catches what Triton's interpreter cannot show: layouts of products, and few and many programs for a sequence.
     heads, kv_heads, head_dim = shape
     num_blocks = sum(-(-total // 16) for total in totals)
@@ -129,7 +131,9 @@ def test_paged_attention_reads_the_cache_as_the_plain_twin(totals, shape, window
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-4), (torch.bfloat16, 0.05)])
 @pytest.mark.parametrize("compiled", [False, True])
 @SHAPES
-def test_sampled_logprobs_are_the_trainers(mesh, shape, dtype, limit, compiled) -> None:
+def test_sampled_logprobs_are_the_trainers(
+    mesh: Mesh, shape: Mapping[str, object], dtype: torch.dtype, limit: float, compiled: bool
+) -> None:
     # Catches a sampler that computes something else than training does, which no loss would show.
     model = place(mesh, dtype, compiled=compiled, shape=shape)
     sampler = Sampler(model, device=torch.device("cuda"), cache_tokens=2048, max_step_tokens=64)

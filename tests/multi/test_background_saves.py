@@ -33,7 +33,9 @@ def make_state(mesh_shape: tuple[int, ...]) -> dict[str, Tensors]:
 
 @pytest.mark.parametrize("manager", ["dcp", "torch"])
 @pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)])
-def test_shards_are_saved_as_they_were_while_the_groups_that_train_are_busy(manager, mesh_shape, tmp_path, run_ranks):
+def test_shards_are_saved_as_they_were_while_the_groups_that_train_are_busy(
+    manager: str, mesh_shape: tuple[int, ...], tmp_path: Path, run_ranks
+) -> None:
     # Catches a save that gathers shards over the groups that train, and one that reads what a step has changed.
     def session() -> bool:
         state, background, may_write = make_state(mesh_shape), BackgroundWriter(), threading.Event()
@@ -85,7 +87,9 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("in_background", [False, True], ids=["foreground", "background"])
-def test_faults_are_raised_by_all_ranks_and_earlier_checkpoints_stay(in_background, tmp_path, run_ranks) -> None:
+def test_faults_are_raised_by_all_ranks_and_earlier_checkpoints_stay(
+    in_background: bool, tmp_path: Path, run_ranks
+) -> None:
     # Catches a rank that waits for ever for one that could not write, a checkpoint that a failed save damages, and a
     # save after it that cannot succeed.
     def session() -> list[list[object]]:

@@ -41,7 +41,9 @@ def error_of(config: Path, poison: int | None) -> str:
 
 
 @pytest.mark.parametrize("streaming", [True, False])
-def test_bins_of_a_step_that_diverged_are_named(streaming, tmp_path, run_ranks, monkeypatch, capsys) -> None:
+def test_bins_of_a_step_that_diverged_are_named(
+    streaming: bool, tmp_path: Path, run_ranks, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     # Catches a run of weeks that ends with the number of a step, whose order of data nobody knows; bins that are those
     # of one rank alone, or that are counted otherwise than where they can be looked at.
     with (tmp_path / "train.jsonl").open("w") as file:

@@ -99,7 +99,9 @@ def test_each_rank_reads_its_own_experts(mode: str, run_ranks, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_checkpoint_from_before_experts_were_divided_resumes(world_size, run_ranks, tmp_path, monkeypatch) -> None:
+def test_a_checkpoint_from_before_experts_were_divided_resumes(
+    world_size: int, run_ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Catches a format that forgets its past: the checkpoint was written when only FSDP2 divided parameters.
     saved = Path(__file__).parent / "checkpoints" / "before_parts"
     checkpoints = tmp_path / "out" / "checkpoints"
@@ -126,7 +128,9 @@ def test_a_checkpoint_from_before_experts_were_divided_resumes(world_size, run_r
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_deepep_computes_what_one_process_computes(is_async, run_ranks, tmp_path, monkeypatch) -> None:
+def test_deepep_computes_what_one_process_computes(
+    is_async: bool, run_ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Catches an exchange without its handle, weights without gradients, a result that is used before it is there, and
     # options that do not reach the library.
     write_models(tmp_path)

@@ -79,7 +79,9 @@ def fail(engine: Engine, where: str) -> None:
         ("ddp-2", torch.bfloat16, "layer"),
     ],
 )
-def test_gradients_and_later_passes_know_nothing_of_it(layout, param_dtype, recompute, run_ranks) -> None:
+def test_gradients_and_later_passes_know_nothing_of_it(
+    layout: str, param_dtype: torch.dtype, recompute: str, run_ranks
+) -> None:
     # Catches half of a failed call in the next step, a model that gathers nothing, or waits, after a failure, and
     # gradients of an earlier call that each replica adds.
     def gradients(failures: bool) -> dict[str, Tensor]:

@@ -148,7 +148,9 @@ def found(launch: Launch, folders: dict[str, Path]) -> Launches:
 
 
 @pytest.mark.parametrize(("quant_format", "layout"), PLACED)
-def test_bytes_gradients_and_merges_do_not_depend_on_the_placement(quant_format, layout, found) -> None:
+def test_bytes_gradients_and_merges_do_not_depend_on_the_placement(
+    quant_format: str, layout: str, found: Launches
+) -> None:
     # Catches global scales of a shard, noise by the rank's own index, experts under another one's number, bytes that
     # mixed precision casts, and a merge of other rows than the rank's own.
     [wanted] = found("one", "trained", quant_format)

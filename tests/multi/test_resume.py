@@ -158,7 +158,9 @@ def run_of(name: str, folder: Path, output: Path, **ends: int) -> int:
 
 
 @pytest.mark.parametrize("name", [name for name in RUNS if name != "fsdp2-deep"])
-def test_killed_and_resumed_run_is_the_same_to_the_bit(name, ended, folder, tmp_path, run_ranks) -> None:
+def test_killed_and_resumed_run_is_the_same_to_the_bit(
+    name: str, ended, folder: Path, tmp_path: Path, run_ranks
+) -> None:
     # Catches anything that a checkpoint forgets: a moment, a step count, a place in the data, a schedule, the bits by
     # which weights in bf16 are rounded, where a gradient lies when four ranks are added to it. Two ranks save in the
     # background: catches a copy that the next step has changed, and one that disturbs the training. Also catches a
@@ -180,7 +182,9 @@ def test_killed_and_resumed_run_is_the_same_to_the_bit(name, ended, folder, tmp_
     ("name", "num_ranks"),
     [("fsdp2-adamw", 1), ("fsdp2-adamw", 4), ("fsdp2-experts", 4), ("fsdp2-ulysses", 4)],
 )
-def test_run_of_two_ranks_resumes_on_another_number(name, num_ranks, ended, folder, tmp_path, run_ranks) -> None:
+def test_run_of_two_ranks_resumes_on_another_number(
+    name: str, num_ranks: int, ended, folder: Path, tmp_path: Path, run_ranks
+) -> None:
     # Catches a data order, or a number of bins per step, that depends on how many ranks read it.
     straight, killed = ended(name)
     resumed = shutil.copytree(killed, tmp_path / "resumed", symlinks=True)
@@ -225,7 +229,9 @@ CHAINS = {
 
 
 @pytest.mark.parametrize("chain", CHAINS)
-def test_parameters_that_ranks_divide_resume_on_any_layout(chain, ended, folder, tmp_path, run_ranks) -> None:
+def test_parameters_that_ranks_divide_resume_on_any_layout(
+    chain: str, ended, folder: Path, tmp_path: Path, run_ranks
+) -> None:
     # Catches experts under the numbers of other ones, columns of other ranks, moments that stay with a rank, and
     # exports that depend on who held what.
     name, layouts = CHAINS[chain]
@@ -284,7 +290,9 @@ def test_a_run_goes_back_and_the_same_command_resumes_it(folder: Path, tmp_path:
 
 
 @pytest.mark.parametrize("in_background", ["false", "true"])
-def test_a_failed_save_ends_the_run_or_not_as_configured(in_background, folder, tmp_path, run_ranks) -> None:
+def test_a_failed_save_ends_the_run_or_not_as_configured(
+    in_background: str, folder: Path, tmp_path: Path, run_ranks
+) -> None:
     # Catches a failure that only one rank notices, that is forgotten, or that ends a run which was to continue.
     options = ["--train.save_async", in_background, "--train.save_steps", "2"]
 
@@ -375,7 +383,9 @@ def test_ranks_that_see_other_files_are_told_so(folder: Path, tmp_path: Path, ru
 
 
 @pytest.mark.parametrize("option", ["enable_cpu_offload", "enable_activation_offload"])
-def test_what_moves_memory_to_the_host_is_refused_on_the_cpu(option, folder, tmp_path, run_ranks) -> None:
+def test_what_moves_memory_to_the_host_is_refused_on_the_cpu(
+    option: str, folder: Path, tmp_path: Path, run_ranks
+) -> None:
     # Catches an option that is accepted where it can do nothing.
     [error] = run_ranks(lambda: error_of(folder, tmp_path / "output", f"--train.{option}", "true"), 1)
     assert error.startswith(f"train.{option}: ")
@@ -407,7 +417,9 @@ def test_export_that_a_kill_prevented_is_made_up_for(folder: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("model", "layout"), [([], []), (EXPERTS, []), ([], ULYSSES)], ids=["dense", "experts", "ulysses"]
 )
-def test_evaluation_of_fewer_bins_than_ranks(model, layout, folder, tmp_path, run_ranks) -> None:
+def test_evaluation_of_fewer_bins_than_ranks(
+    model: list[str], layout: list[str], folder: Path, tmp_path: Path, run_ranks
+) -> None:
     # Catches a rank without held-out data that leaves the others alone in a collective, or counts its padding, and
     # ranks that share rows and all count them.
     results = []

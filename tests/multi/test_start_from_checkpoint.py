@@ -51,7 +51,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("manager", "ranks", "modes"), [("dcp", (2, 1), ("fsdp2", "none")), ("torch", (1, 2), ("none", "fsdp2"))]
 )
-def test_a_run_starts_from_a_checkpoint_as_from_its_export(manager, ranks, modes, tmp_path, run_ranks) -> None:
+def test_a_run_starts_from_a_checkpoint_as_from_its_export(
+    manager: str, ranks: tuple[int, int], modes: tuple[str, str], tmp_path: Path, run_ranks
+) -> None:
     # Catches weights in the wrong place, a step or moments that come along, and a layout that has to stay as it was.
     write_data(tmp_path / "train.jsonl")
     model = {"config_path": str(write_config(tmp_path / "model", hf_config()))}

@@ -193,7 +193,9 @@ def test_weights_are_read_into_the_ranks_that_hold_them(mode: str, found: Launch
 
 
 @pytest.mark.parametrize(("stored", "quant_format"), QUANTIZED_CELLS)
-def test_quantized_weights_are_those_of_one_process_to_the_bit(stored, quant_format, found) -> None:
+def test_quantized_weights_are_those_of_one_process_to_the_bit(
+    stored: str | None, quant_format: str, found: Launches
+) -> None:
     # Catches scales of a rank's own blocks, a global scale of one rank's share, codes or scales that are read from the
     # first row or column on, and an export of one rank's blocks for all.
     cell = ("quantized", stored, quant_format)

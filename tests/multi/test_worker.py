@@ -100,7 +100,9 @@ class Reference:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_losses_gradients_and_steps_are_those_of_plain_torch(kind, num_ranks, tmp_path, run_ranks) -> None:
+def test_losses_gradients_and_steps_are_those_of_plain_torch(
+    kind: str, num_ranks: int, tmp_path: Path, run_ranks
+) -> None:
     # Catches labels that are shifted again, means, ranks that repeat each other's work, lost or stale
     # hyperparameters, and values that come back to other data.
     calls = [

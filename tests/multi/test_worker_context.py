@@ -247,7 +247,9 @@ def found(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Launches:
 
 
 @pytest.mark.parametrize(("layout", "kind", "calls"), TABLE, ids=[f"{layout}-{kind}" for layout, kind, _ in TABLE])
-def test_layouts_answer_and_learn_what_one_process_does(layout, kind, calls, found) -> None:
+def test_layouts_answer_and_learn_what_one_process_does(
+    layout: str, kind: str, calls: Sequence[str], found: Launches
+) -> None:
     # Catches rows that ranks read twice or not at all, losses, counts and norms summed over the wrong ranks, values per
     # token that are lost, repeated or in the order of ranks, means of a part of a document, adapters that get the
     # tokens of others, and replicas that sum the gradients of earlier calls again.

@@ -218,7 +218,9 @@ def found(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Launches:
 
 
 @pytest.mark.parametrize(("kind", "divided"), TRAINED)
-def test_gradients_and_statistics_are_those_of_local_training_for_any_split(kind, divided, found) -> None:
+def test_gradients_and_statistics_are_those_of_local_training_for_any_split(
+    kind: str, divided: bool, found: Launches
+) -> None:
     # Catches a loss of routers that no client asked for, a frozen router that learns, statistics of another client's
     # tokens, of a call that was aborted, or of one call of several, and options that do not reach the model.
     [(alone, of_step, expected, expected_statistics)] = found("trained", kind, divided, 1)

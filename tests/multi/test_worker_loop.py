@@ -315,7 +315,9 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 
 @pytest.mark.parametrize(("kind", "fails"), [("full", "_compute"), ("lora", "_advance"), ("full", "submit")])
-def test_samples_that_one_rank_cannot_draw_fail_on_all_at_once(kind, fails, tmp_path, run_ranks) -> None:
+def test_samples_that_one_rank_cannot_draw_fail_on_all_at_once(
+    kind: str, fails: str, tmp_path: Path, run_ranks
+) -> None:
     # Catches ranks that wait for one that failed alone, a client that is not told why, and samples with their tokens.
     samples = [ops.Sample(ops.BaseSampler(), datum(4, seed).tokens, max_tokens=5, ignore_end=True) for seed in (1, 2)]
 

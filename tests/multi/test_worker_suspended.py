@@ -95,7 +95,9 @@ def test_a_pass_in_turns_computes_what_it_computes_at_once(kind: str, tmp_path: 
         assert [len(array.numpy()) for array in plain.fields["logprobs"]] == [30 + seed for seed in range(12)]
 
 
-def test_a_suspended_pass_that_fails_or_is_cancelled_leaves_the_earlier_gradient(tmp_path, run_ranks, monkeypatch):
+def test_a_suspended_pass_that_fails_or_is_cancelled_leaves_the_earlier_gradient(
+    tmp_path: Path, run_ranks, monkeypatch
+) -> None:
     # Catches half a call's gradient in the model's next step, ranks that part, and a pass that no one resumes, which
     # adds to the gradient of what its model does next.
     monkeypatch.setattr(interrupts, "MIN_SLICE_S", 0.0)
@@ -176,7 +178,9 @@ def _broken(module: nn.Module, given: tuple[Tensor, ...], taken: tuple[Tensor, .
     raise OSError("a broken pass")
 
 
-def test_samples_in_turns_are_those_at_once_and_training_runs_between_them(tmp_path, run_ranks, monkeypatch) -> None:
+def test_samples_in_turns_are_those_at_once_and_training_runs_between_them(
+    tmp_path: Path, run_ranks, monkeypatch
+) -> None:
     # Catches samples that are lost, drawn twice or from other weights when training or other samples come between, ones
     # that hold the sampler's memory after they were cancelled, and a call that others wait for.
     monkeypatch.setattr(interrupts, "MIN_SLICE_S", 0.0)

@@ -46,7 +46,9 @@ def described(tensors: dict[str, Tensor]) -> dict[str, dict[str, object]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_endpoint_gets_what_an_export_holds_and_gradients_stay(kind, tmp_path, run_ranks) -> None:
+def test_an_endpoint_gets_what_an_export_holds_and_gradients_stay(
+    kind: str, tmp_path: Path, run_ranks: Callable
+) -> None:
     # Catches a base that is sent without its client's adapter or with another client's, experts that are sent as one
     # tensor, a gradient that a sync drops or counts twice, and an endpoint that fails a training run.
     def after_step(name: str, *between: ops.SyncWeights) -> ops.SyncResult | None:

@@ -78,7 +78,9 @@ def modules_after(*arguments: str, folder: Path) -> tuple[int, set[str]]:
         (["serve", "a.yaml"], 2, (*HEAVY, "fastapi", "zmq")),
     ],
 )
-def test_answers_do_not_wait_for_torch(tmp_path, arguments, code, unloaded) -> None:
+def test_answers_do_not_wait_for_torch(
+    tmp_path: Path, arguments: list[str], code: int, unloaded: tuple[str, ...]
+) -> None:
     # Would catch an import that makes help and a misspelt key take seconds.
     (tmp_path / "a.yaml").write_text(SOUND)
     exit_code, modules = modules_after(*arguments, folder=tmp_path)
@@ -196,7 +198,9 @@ def test_a_number_of_ranks_that_does_not_fit_is_refused_before_they_start(xorl) 
         ({}, None),
     ],
 )
-def test_a_rank_is_known_by_its_environment(monkeypatch, variables, rank) -> None:
+def test_a_rank_is_known_by_its_environment(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], rank: int | None
+) -> None:
     # Would catch a process that takes a cluster's stray variable for a job, and waits for peers.
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", "MASTER_ADDR", "TORCHELASTIC_ERROR_FILE"):
         monkeypatch.delenv(name, raising=False)

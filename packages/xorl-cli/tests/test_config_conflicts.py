@@ -287,7 +287,9 @@ def test_options_that_agree_are_accepted(options: str) -> None:
         (swept({}) | {"train": {"recompute_policy": "auto"}}, "train.recompute_policy", "choose module or operation"),
     ],
 )
-def test_members_of_a_sweep_are_checked_as_runs_of_their_own(changes, path, message) -> None:
+def test_members_of_a_sweep_are_checked_as_runs_of_their_own(
+    changes: dict[str, dict[str, Any]], path: str, message: str
+) -> None:
     # Would catch a member whose options are accepted where the same options of a run would not be, or one that is told
     # the same thing twice.
     with pytest.raises(ConfigError) as caught:
@@ -332,7 +334,9 @@ def config_with(**train: Any) -> Config:
         ({"tensor_parallel_size": 2, "pipeline_parallel_size": 3}, 8, "a multiple of 6"),
     ],
 )
-def test_a_number_of_processes_has_to_fit_the_sizes(train, world_size, message) -> None:
+def test_a_number_of_processes_has_to_fit_the_sizes(
+    train: dict[str, Any], world_size: int, message: str | None
+) -> None:
     # Would catch a job that starts on 8 GPUs and fails in a reshape, or leaves some idle.
     config = config_with(**train)
     if message is None:

@@ -110,7 +110,9 @@ def test_a_sound_configuration_is_read_with_its_origins(write) -> None:
         ("model", "encoders: {smell: {model_path: a}}", "model.encoders.smell", ["mapping"]),
     ],
 )  # fmt: skip
-def test_a_wrong_value_is_cited_with_what_is_wanted(write, section, line, path, wanted) -> None:
+def test_a_wrong_value_is_cited_with_what_is_wanted(
+    write, section: str, line: str, path: str, wanted: list[str]
+) -> None:
     # Would catch a value that is converted silently, and a report that leaves the reader guessing.
     text = with_lines(section, line)
     number = text.splitlines().index(f"  {line}") + 1

@@ -65,7 +65,9 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_generation_stops_at_the_tokens_that_end_trained_text(architecture, caplog, case) -> None:
+def test_generation_stops_at_the_tokens_that_end_trained_text(
+    architecture: Architecture, caplog: pytest.LogCaptureFixture, case: str
+) -> None:
     """Catches an end token that is lost, added twice or without a line, and other settings that are lost."""
     generation, end_tokens, expected = CASES[case]
     before = replace(architecture, generation=generation)

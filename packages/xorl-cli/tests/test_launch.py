@@ -55,7 +55,9 @@ PROMPT_S = 28.0  # torch kills after 30 what does not end by itself
         ),
     ],
 )
-def test_what_is_started_follows_flags_and_devices(flags, num_gpus, is_single_process, line) -> None:
+def test_what_is_started_follows_flags_and_devices(
+    flags: LaunchFlags, num_gpus: int, is_single_process: bool, line: str | None
+) -> None:
     # Would catch a launcher where one process is enough, GPUs left idle, and a torchrun line that starts another job.
     plan = plan_launch(flags, num_gpus=num_gpus, is_single_process=is_single_process)
     assert (plan and plan.torchrun_line(["a b.yaml"])) == (line and f"{line} -m xorl.cli.train 'a b.yaml'")
@@ -138,7 +140,9 @@ def test_ranks_meet_over_gloo() -> None:
         ("end_without_a_word", 7, ["rank 0 of 2 failed first, with exit code 7:", "without a message"], []),
     ],
 )
-def test_the_first_failure_is_told_and_its_exit_code_is_the_jobs(capfd, mode, code, shown, absent) -> None:
+def test_the_first_failure_is_told_and_its_exit_code_is_the_jobs(
+    capfd: pytest.CaptureFixture[str], mode: str, code: int, shown: list[str], absent: list[str]
+) -> None:
     # Would catch interleaved tracebacks, a consequence told as the cause, an exit code of the launcher's own, and a
     # rank that waits for a dead peer until it is killed.
     exit_code, time_s = started(mode)
@@ -298,7 +302,9 @@ def test_a_signal_ends_the_ranks(capfd: pytest.CaptureFixture[str], number: sign
 
 
 @pytest.mark.multi
-def test_a_rank_that_even_sigkill_does_not_end_is_left_and_logged(tmp_path, monkeypatch, caplog) -> None:
+def test_a_rank_that_even_sigkill_does_not_end_is_left_and_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Catches a launcher that waits for ever for a rank in state D, as of a lost disk, and workers never replaced."""
     monkeypatch.setattr(ranks, "END_S", 0.2)
     monkeypatch.setattr(ranks, "KILL_S", 0.4)

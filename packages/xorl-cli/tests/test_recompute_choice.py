@@ -61,7 +61,9 @@ def profile(*, head: float, layers: int = 5, kept: float = 3.0, gradients: float
         (1.0, 9.0, 0.0, 10 + 20.0),  # gradients that exist throughout are counted there
     ],
 )
-def test_gradients_grow_while_activations_are_freed(kept, gradients, ratio, expected) -> None:
+def test_gradients_grow_while_activations_are_freed(
+    kept: float, gradients: float, ratio: float, expected: float
+) -> None:
     # Catches the sum of all gradients and all activations, which never exist at the same time.
     measured = profile(head=20.0, kept=kept, gradients=gradients)
     assert step_memory.pass_peak([measured] * 10, ratio) == expected
@@ -82,7 +84,14 @@ LAYER = profile(head=20.0, kept=0.5, gradients=0.0)
         ("layer and offload", LAYER, WHOLE, 100, None, 38.0),
     ],
 )
-def test_as_few_layers_as_it_takes(setting, measured, whole, usable, num_layers, needed) -> None:
+def test_as_few_layers_as_it_takes(
+    setting: str,
+    measured: step_memory.PassProfile,
+    whole: step_memory.PassProfile,
+    usable: float,
+    num_layers: int | None,
+    needed: float,
+) -> None:
     # Catches layers that are computed again though there is memory for them, and one too many that is kept.
     choice = choose_layers(setting, measured, whole, 36, step_memory.Held(0.0, 1.0), usable)
     assert (choice.num_layers, choice.needed) == (num_layers, needed)
@@ -179,7 +188,9 @@ def placed(config: Config, place: Runtime) -> tuple[ParallelModel, float]:
 
 @pytest.mark.parametrize("num_micro_batches", [1, 3])
 @pytest.mark.parametrize("dtypes", [{}, BF16])
-def test_gradients_are_counted_as_they_are_held(dtypes, num_micro_batches, place, tmp_path) -> None:
+def test_gradients_are_counted_as_they_are_held(
+    dtypes: dict, num_micro_batches: int, place: Runtime, tmp_path: Path
+) -> None:
     # Catches the fp32 sum of earlier micro-batches, or the newest gradient beside it, that is held and not counted.
     alone = {"data_parallel_mode": "none", "optimizer": "sgd"}
     config = config_with(tmp_path, gradient_accumulation_steps=num_micro_batches, **alone, **dtypes)
@@ -233,7 +244,13 @@ def profiled(
 @pytest.mark.parametrize(
     ("setting", "count"), [("none", None), ("operation", None), ("layer", None), ("layer", 5), ("operation", 5)]
 )
-def test_the_peak_of_a_step_is_predicted(profiled, setting, count, place, mesh) -> None:
+def test_the_peak_of_a_step_is_predicted(
+    profiled: tuple[Config, dict[str, step_memory.PassProfile]],
+    setting: str,
+    count: int | None,
+    place: Runtime,
+    mesh: Mesh,
+) -> None:
     # Catches activations and gradients that are counted as if all existed at the same time, and a phase that is missed.
     config, profiles = profiled
     architecture = read_architecture(config.model)

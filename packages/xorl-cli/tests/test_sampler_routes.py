@@ -20,7 +20,9 @@ PROMPT = tuple(range(3, 43))
     [{}, {"max_step_tokens": 7}, {"cache_tokens": 9 * 16, "max_running": 3}],
     ids=["at once", "in parts", "preempted"],
 )
-def test_the_routes_of_a_sample_are_those_of_the_whole_sequence(passes, options, monkeypatch) -> None:
+def test_the_routes_of_a_sample_are_those_of_the_whole_sequence(
+    passes: str, options: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Catches rows of another token, of a token that was found in the cache, or that was computed twice.
     if passes == "decode apart":
         monkeypatch.setattr(sampler_module, "decode_refusal", lambda request: None)

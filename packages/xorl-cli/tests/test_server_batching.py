@@ -27,7 +27,9 @@ def example(length: int, seed: int = 0, num_targets: int = 0, owner: str = "", *
 
 @given(LENGTHS, st.integers(1, 5), st.integers(40, 90), st.booleans())
 @settings(max_examples=80, deadline=None)
-def test_each_datum_is_dealt_once_and_ranks_are_alike(lengths, num_ranks, bin_len, packs) -> None:
+def test_each_datum_is_dealt_once_and_ranks_are_alike(
+    lengths: list[int], num_ranks: int, bin_len: int, packs: bool
+) -> None:
     # Catches data that are computed twice or never, rows that are too long, and ranks that would wait for others.
     dealt = assign(lengths, num_ranks=num_ranks, bin_len=bin_len, packs=packs)
     assert dealt == assign(lengths, num_ranks=num_ranks, bin_len=bin_len, packs=packs)

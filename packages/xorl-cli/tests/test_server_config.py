@@ -327,7 +327,9 @@ def test_the_page_about_the_service_is_sound(tmp_path: Path) -> None:
         ("inference_endpoints: ['${XORL_TEST_KEY}']", ()),
     ],
 )
-def test_no_error_shows_a_secret_or_what_a_variable_holds(tmp_path, monkeypatch, text, overrides) -> None:
+def test_no_error_shows_a_secret_or_what_a_variable_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, overrides: tuple[str, ...]
+) -> None:
     # Catches a key that lands in a terminal, a log or a bug report because it was refused.
     for name, value in {"KEY": "corp-zebra-012", "LEVEL": "zebra", "SCHEDULE": "zebra", "NUMBER": "-7707"}.items():
         monkeypatch.setenv(f"XORL_TEST_{name}", value)

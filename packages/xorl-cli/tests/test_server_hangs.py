@@ -127,7 +127,9 @@ def test_time_in_which_the_watching_process_was_stopped_does_not_count(monkeypat
         ({"worker_stall_timeout": None}, None),
     ],
 )
-def test_silent_processes_are_replaced_before_calls_fail_for_lack_of_workers(tmp_path, options, expected) -> None:
+def test_silent_processes_are_replaced_before_calls_fail_for_lack_of_workers(
+    tmp_path: Path, options: dict[str, object], expected: float | None
+) -> None:
     """Catches calls that fail since the workers were missed for so long that they count as gone."""
     config = server_config_from_mapping({"model_path": "m", "output_dir": str(tmp_path), **options}).config
     assert silence_s(config) == expected

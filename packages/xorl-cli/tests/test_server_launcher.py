@@ -213,7 +213,9 @@ def test_gpus_that_stay_idle_are_told_of(tmp_path: Path, caplog, size: int, is_s
         ({"engine_connect_host": "node0"}, 0, "engine_connect_host: with --mode auto the workers are on this host"),
     ],
 )
-def test_what_cannot_be_started_here_is_named(tmp_path, options, num_gpus, wanted) -> None:
+def test_what_cannot_be_started_here_is_named(
+    tmp_path: Path, options: dict[str, Any], num_gpus: int, wanted: str
+) -> None:
     # Would catch workers that fail for a GPU each, minutes later.
     with pytest.raises(ValueError, match=wanted):
         launcher.make_plan(
@@ -252,7 +254,9 @@ def test_a_model_that_is_none_is_named_before_anything_starts(tmp_path: Path, te
         ({"attn_implementation": "sdpa"}, 0, None),
     ],
 )
-def test_what_this_machine_lacks_is_named_before_anything_starts(tmp_path, options, num_gpus, wanted) -> None:
+def test_what_this_machine_lacks_is_named_before_anything_starts(
+    tmp_path: Path, options: dict[str, str], num_gpus: int, wanted: str | None
+) -> None:
     # Would catch a launcher that needs half a minute, and workers that load a model, to find that there is no GPU.
     named: dict[str, str | None] = {name: value.format(folder=tmp_path) for name, value in options.items()}
     if not named.keys() & {"model_path", "config_path"}:

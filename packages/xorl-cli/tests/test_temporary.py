@@ -22,7 +22,9 @@ with keep_folder(Path(sys.argv[1])) if sys.argv[1:] else temporary_folder() as f
 """
 
 
-def test_the_folder_of_a_killed_process_goes_with_the_next_one_once_nobody_has_it(tmp_path, monkeypatch) -> None:
+def test_the_folder_of_a_killed_process_goes_with_the_next_one_once_nobody_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Would catch folders that pile up, and one that is taken from a process that runs.
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

@@ -64,7 +64,15 @@ def test_shards_of_the_training_data_leave_test_datasets_whole(tmp_path: Path) -
         (100, True, 1, 49, False),
     ],
 )
-def test_bins_that_fill_no_step_are_said(tmp_path, caplog, accumulation, drop_last, max_steps, left_out, warned):
+def test_bins_that_fill_no_step_are_said(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    accumulation: int,
+    drop_last: bool,
+    max_steps: int | None,
+    left_out: int,
+    warned: bool,
+) -> None:
     """Catches a third of the data left out of every epoch without a line, of a receipt that says dropped=0."""
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"input_ids": [1, 2, 1]}) + "\n" for _ in range(149)))
     options = {**data_in(tmp_path), "sample_packing_sequence_len": 4, "dataloader_drop_last": drop_last}
@@ -124,7 +132,9 @@ def test_a_receipt_that_cannot_be_written_is_told_with_its_file(tmp_path: Path) 
     assert not list(tmp_path.glob("receipt*"))
 
 
-def test_a_resume_says_which_accumulation_it_takes_in_place_of_the_options(tmp_path, caplog) -> None:
+def test_a_resume_says_which_accumulation_it_takes_in_place_of_the_options(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     # Catches an option changed for a resume that is passed over in a line which nobody reads.
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"input_ids": [1, 2]}) + "\n" for _ in range(16)))
     options = {**data_in(tmp_path), "sample_packing_sequence_len": 2}

@@ -1,6 +1,7 @@
 """Options of mixtures of experts: what they set in the model, and that a dense model refuses them by name."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -109,7 +110,9 @@ def test_a_router_is_not_both_frozen_and_trained(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_the_service_refuses_what_does_not_fit_the_model(model_type, options, message, tmp_path, place) -> None:
+def test_the_service_refuses_what_does_not_fit_the_model(
+    model_type: str, options: dict[str, object], message: str, tmp_path: Path, place: Runtime
+) -> None:
     # Catches an option that the service accepts and ignores, adapters that would train nothing of the experts, and an
     # error about stages that names no option.
     write_config(tmp_path, hf_config(model_type))
@@ -122,7 +125,9 @@ def test_the_service_refuses_what_does_not_fit_the_model(model_type, options, me
 @pytest.mark.parametrize(
     ("exclude", "of_experts"), [(None, 4), (["experts"], 0), (["model.layers.1.mlp.experts", "o_proj"], 2)]
 )
-def test_the_base_of_the_service_has_quantised_experts(exclude, of_experts, tmp_path, place, caplog) -> None:
+def test_the_base_of_the_service_has_quantised_experts(
+    exclude: list[str] | None, of_experts: int, tmp_path: Path, place: Runtime, caplog: pytest.LogCaptureFixture
+) -> None:
     # Catches experts that the service loads as they are, and a log that says nothing of them.
     caplog.set_level("DEBUG")
     write_config(tmp_path, hf_config("qwen3_moe", moe_intermediate_size=32))
@@ -170,7 +175,9 @@ UP = "model.layers.2.mlp.experts.3.up_proj.weight"
     ],
     ids=["missing", "shape"],
 )
-def test_a_wrong_expert_in_a_checkpoint_is_named(change, expected, tmp_path, place, mesh) -> None:
+def test_a_wrong_expert_in_a_checkpoint_is_named(
+    change: Callable[[dict[str, torch.Tensor]], object], expected: str, tmp_path: Path, place: Runtime, mesh: Mesh
+) -> None:
     # Catches an expert that keeps uninitialised memory because nothing was read for it.
     config = config_with(tmp_path, "qwen3_moe", {"model.model_path": str(tmp_path)}, **MOE)
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path)).save_pretrained(tmp_path)

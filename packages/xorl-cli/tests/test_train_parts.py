@@ -57,7 +57,9 @@ def test_save_points(save_steps: int, save_epochs: float, expected: list[int]) -
     ("steps_per_epoch", "save_steps", "save_epochs", "expected"),
     [(0, 0, 1.0, True), (0, 10, 1.0, True), (0, 3, 1.0, False), (0, 0, 0.0, False), (4, 0, 1.0, False)],
 )
-def test_a_stream_that_waits_for_epochs_to_save_is_told(steps_per_epoch, save_steps, save_epochs, expected, caplog):
+def test_a_stream_that_waits_for_epochs_to_save_is_told(
+    steps_per_epoch: int, save_steps: int, save_epochs: float, expected: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     """Catches a stream that saves nothing for days, by default, without a line that says so."""
     SavePoints(10, steps_per_epoch, save_steps, save_epochs).warn()
     assert ("train.save_epochs" in caplog.text) is expected
@@ -113,7 +115,9 @@ def profiled(tmp_path: Path, folder: Path) -> Config:
     return local_config(output_dir=str(tmp_path), enable_profiling=True, profile_trace_dir=str(folder))
 
 
-def test_a_folder_of_traces_that_cannot_be_is_refused_before_the_data(tmp_path, monkeypatch) -> None:
+def test_a_folder_of_traces_that_cannot_be_is_refused_before_the_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Catches a run that ends with a traceback where its recording does, hours later, and loses what it trained; and
     # one whose data is prepared for hours before it is refused.
     (tmp_path / "file").write_text("")

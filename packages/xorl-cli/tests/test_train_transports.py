@@ -10,7 +10,9 @@ from xorl.core.parallel.collectives import choices, keep_choices
 from xorl.train.transports import ChoicesFile
 
 
-def test_workers_that_start_again_keep_the_choice_of_the_first_start(tmp_path, monkeypatch) -> None:
+def test_workers_that_start_again_keep_the_choice_of_the_first_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Catches workers that measure again after a crash, and an empty record of a service on one GPU."""
     file = ChoicesFile(tmp_path / "service" / "fsdp_collectives.json")
     monkeypatch.setattr(collectives, "_chosen", {})
@@ -36,7 +38,9 @@ def test_a_record_that_cannot_be_read_is_named(content: str, tmp_path: Path) -> 
         ChoicesFile(path).keep()
 
 
-def test_a_record_that_cannot_be_written_does_not_stop_the_service(tmp_path, monkeypatch, caplog) -> None:
+def test_a_record_that_cannot_be_written_does_not_stop_the_service(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Catches workers that end because the storage is full."""
     monkeypatch.setattr(collectives, "_chosen", {(0, 1): "nccl"})
     (tmp_path / "service").write_text("a file where the folder should be")

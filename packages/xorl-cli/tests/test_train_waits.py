@@ -18,7 +18,9 @@ from xorl.train.observe.waits import StepWaits, diagnosis
         ([(2.0, 0.9, 1.0), (2.0, 0.1, 1.0)], ["rank 1 takes 1900 ms"]),
     ],
 )
-def test_a_slow_rank_is_told_from_slow_communication_and_from_a_slow_host(ranks, words) -> None:
+def test_a_slow_rank_is_told_from_slow_communication_and_from_a_slow_host(
+    ranks: list[tuple[float, float, float]], words: list[str]
+) -> None:
     # Catches advice about communication where one GPU or one host is slow, and warnings about waits that are usual.
     found = diagnosis([StepWaits(*rank) for rank in ranks], is_sharded=True)
     assert (found is not None) == bool(words)

@@ -49,7 +49,9 @@ def test_wandb_is_told_every_so_many_steps(tmp_path: Path, monkeypatch: pytest.M
         ({"WANDB_BASE_URL": "https://wandb.example:8080"}, False),
     ],
 )
-def test_wandb_is_not_asked_to_go_online_without_a_key(environment, would_ask, tmp_path, monkeypatch) -> None:
+def test_wandb_is_not_asked_to_go_online_without_a_key(
+    environment: dict[str, str], would_ask: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Catches a prompt that a run on a cluster waits at, and a server of one's own whose key is not found.
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
         monkeypatch.delenv(name, raising=False)

@@ -61,7 +61,9 @@ def test_ranks_without_a_launcher_meet_twice_and_only_on_loopback(monkeypatch: p
 
 @pytest.mark.parametrize("address", ["localhost", "127.0.0.1", "[::1]"])
 @pytest.mark.parametrize("rank", ["0", "1"])
-def test_an_address_that_is_another_host_on_each_host_is_refused_at_once(address, rank, monkeypatch) -> None:
+def test_an_address_that_is_another_host_on_each_host_is_refused_at_once(
+    address: str, rank: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Catches ranks of several hosts that wait for each other for half an hour, each at its own host."""
     variables = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": address, "MASTER_PORT": "1"}
     for name, value in variables.items():
@@ -82,7 +84,9 @@ def test_ranks_of_one_host_stay_on_its_loopback_interface(interface: str, monkey
     assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == (interface, f"={interface}")
 
 
-def test_a_folder_whose_files_cannot_be_locked_is_refused_by_name(tmp_path, monkeypatch) -> None:
+def test_a_folder_whose_files_cannot_be_locked_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Catches a raw error of torch's store on a network file system without locks."""
     assert store_in(tmp_path) == {"XORL_STORE": str(tmp_path / "store")}
 

@@ -17,7 +17,9 @@ from xorl.core.parallel.collectives import Collectives, Times, Transport, choice
         ([250, 250, 260, 250], [225, 225, 225, 225], "copy_engine"),  # within what measurements differ by
     ],
 )
-def test_the_transport_whose_slowest_rank_is_done_first_is_chosen(copy_engine, nccl, choice) -> None:
+def test_the_transport_whose_slowest_rank_is_done_first_is_chosen(
+    copy_engine: list[float], nccl: list[float], choice: str
+) -> None:
     # Catches a choice by an average, by one rank alone, and one that changes from run to run with noise.
     assert Times([190, 191, 190, 189], copy_engine, nccl).choice == choice
 
@@ -26,7 +28,9 @@ def test_the_transport_whose_slowest_rank_is_done_first_is_chosen(copy_engine, n
     ("products", "slow"),
     [([190, 192, 189, 190], None), ([190, 191, 370, 189], 2), ([200, 400], 1), ([400, 390, 200, 410], None)],
 )
-def test_a_rank_that_all_others_wait_for_is_named(products, slow, caplog) -> None:
+def test_a_rank_that_all_others_wait_for_is_named(
+    products: list[float], slow: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
     # Catches a slow GPU that is taken for slow communication, and local ranks in place of global ones.
     caplog.set_level(logging.INFO, logger="xorl.core.parallel.collectives")
     times = Times(products, [500] * len(products), [490] * len(products))

@@ -157,7 +157,9 @@ def test_transfers_never_stop_a_pipeline(schedule: Schedule, num_chunks: int, sy
         ("1F1B", 1, 1, 3, 0.0),
     ],
 )
-def test_the_time_that_stages_wait(schedule, num_stages, num_chunks, count, expected) -> None:
+def test_the_time_that_stages_wait(
+    schedule: Schedule, num_stages: int, num_chunks: int, count: int, expected: float
+) -> None:
     # Catches a schedule with more bubbles than it should have: (P - 1) / (v m + P - 1) of the time.
     assert idle_share(schedule, [[1.0] * num_chunks] * num_stages, count) == pytest.approx(expected)
 

@@ -20,7 +20,7 @@ from xorl.kernels.experts.routing import (
     top_experts,
 )
 from xorl.kernels.layout import SequenceLayout
-from xorl.kernels.quant import GROUP_SIZES, QuantScheme
+from xorl.kernels.quant import GROUP_SIZES, QuantFormat, QuantScheme
 from xorl.kernels.testing import nan_poisoned_empty
 
 # T, K, D, F, E: all different, so that no transposed or swapped operand fits.
@@ -109,7 +109,9 @@ def test_choices_without_an_expert_add_nothing(shape: tuple[int, ...], knows_row
 @pytest.mark.parametrize("num_passes", [2, 3, 200])
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.99])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_choices_computed_in_parts_equal_all_at_once(shape, share, num_passes, recompute, monkeypatch) -> None:
+def test_choices_computed_in_parts_equal_all_at_once(
+    shape: tuple[int, ...], share: float, num_passes: int, recompute: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Catches a part that is left out or computed twice, rows of another part, and a part without choices.
     tensors, ids = inputs(shape, torch.float64), without(share, shape)
 
@@ -169,7 +171,9 @@ def factors_of(
 @pytest.mark.parametrize("sharing", SHARINGS)
 @pytest.mark.parametrize("kind", ["random", "none to the first", "elsewhere"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_adapted_experts_match_the_twin(shape, kind, sharing, dropout, recompute) -> None:
+def test_adapted_experts_match_the_twin(
+    shape: tuple[int, ...], kind: str, sharing: str, dropout: bool, recompute: bool
+) -> None:
     # Catches adapters of another expert, swapped factors, and routing weights that miss what an adapter adds.
     tensors, ids = inputs(shape, torch.float64), routes(kind, shape)
     if kind == "elsewhere":
@@ -221,7 +225,9 @@ def test_slots_match_separate_passes(shape: tuple[int, ...], kind: str, recomput
 @pytest.mark.parametrize("quantized", ["both", "gate_up", "down"])
 @pytest.mark.parametrize("has_factors", [False, True])
 @pytest.mark.parametrize("recompute", [False, True])
-def test_quantised_experts_match_dense_ones(quant_format, quantized, has_factors, recompute) -> None:
+def test_quantised_experts_match_dense_ones(
+    quant_format: QuantFormat, quantized: str, has_factors: bool, recompute: bool
+) -> None:
     # Catches weights that are dequantised with another projection's scales, and what the backward pass forgets.
     shape = (19, 2, 128, 128, 3)
     tensors, ids = inputs(shape, torch.float32), routes("random", shape)

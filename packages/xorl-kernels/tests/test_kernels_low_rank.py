@@ -16,7 +16,9 @@ def plain(x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tens
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.bfloat16, 3e-2)])
 @pytest.mark.parametrize(("sizes", "has_bias"), [((17, 24, 40, 3), True), ((1, 7, 5, 1), False)])
-def test_output_and_gradients_are_those_of_the_summed_weight(sizes, has_bias, dtype, tolerance, compiled) -> None:
+def test_output_and_gradients_are_those_of_the_summed_weight(
+    sizes: tuple[int, int, int, int], has_bias: bool, dtype: torch.dtype, tolerance: float, compiled: bool
+) -> None:
     # Catches a factor taken the other way round, and a summand that compiled code changes while it is still read.
     tokens, inputs, outputs, rank = sizes
     generator = torch.Generator().manual_seed(0)

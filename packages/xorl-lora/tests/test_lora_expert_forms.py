@@ -249,7 +249,9 @@ def test_stacks_without_a_mark_are_told_by_their_shapes() -> None:
         ({"alpha_pattern": {"q_proj": 2.0}}, "per_expert", "vLLM and SGLang read one rank and alpha .*: use peft"),
     ],
 )
-def test_what_a_form_cannot_express_is_refused(changes, form, message) -> None:
+def test_what_a_form_cannot_express_is_refused(
+    changes: dict[str, object], form: ExpertForm | None, message: str
+) -> None:
     # Catches a file that loads and computes something else.
     spec = replace(spec_of(), **changes)
     with pytest.raises(ValueError, match=f"form: .*{message}"):

@@ -84,7 +84,9 @@ def assert_near(measured: tuple[float, dict[str, Tensor]], wanted: tuple[float, 
 @pytest.mark.parametrize("targets", [EVERYWHERE, ("q_proj", "o_proj"), ("down_proj",)], ids=",".join)
 @pytest.mark.parametrize("noisy", [False, True])
 @pytest.mark.parametrize("quant_format", SCHEMES)
-def test_a_mixture_trains_over_quantised_experts_as_over_their_dequantised_weights(quant_format, noisy, targets):
+def test_a_mixture_trains_over_quantised_experts_as_over_their_dequantised_weights(
+    quant_format: str, noisy: bool, targets: tuple[str, ...]
+) -> None:
     # Catches experts with another one's scales, noise in one pass alone, and adapters that miss the quantised experts.
     model, plain = decoder(SCHEMES[quant_format]), decoder(None)
     layers = quantized_layers(model)

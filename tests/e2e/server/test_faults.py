@@ -45,7 +45,9 @@ def test_calls_that_arrive_out_of_order_or_twice_count_once_and_in_order(service
     assert other.status_code == 400
 
 
-def test_a_rejected_call_is_passed_over_and_one_that_fails_leaves_the_gradient_alone(service, plain) -> None:
+def test_a_rejected_call_is_passed_over_and_one_that_fails_leaves_the_gradient_alone(
+    service: Service, plain: list[float]
+) -> None:
     # Catches a client that waits for ever behind its own mistake, and half a gradient.
     caller = Caller(service)
     first = caller.forward_backward(1)
@@ -105,7 +107,9 @@ def test_orchestrator_and_api_are_killed_with_calls_in_flight(service: Service, 
     assert caller.result(stepped)["metrics"]["step"] == 2
 
 
-def test_workers_are_killed_in_forward_backward_and_the_client_sees_a_pause(service, plain) -> None:
+def test_workers_are_killed_in_forward_backward_and_the_client_sees_a_pause(
+    service: Service, plain: list[float]
+) -> None:
     # Catches a client that hangs or fails, a model that is lost with the workers, and half a gradient.
     caller = Caller(service)
     losses = rounds(caller, 2)
@@ -219,7 +223,9 @@ def policy_loop(service: Service) -> Iterator[PolicyLoop]:
 
 
 @pytest.mark.parametrize("victim", VICTIMS)
-def test_a_loop_of_reinforcement_learning_goes_on_whoever_is_killed(service, policy_loop, victim) -> None:
+def test_a_loop_of_reinforcement_learning_goes_on_whoever_is_killed(
+    service: Service, policy_loop: PolicyLoop, victim: str
+) -> None:
     # Catches sampler weights without a name that are gone with a process: the loop then ends at its next sample.
     policy_loop.wait_for("sampling")
     if victim == "everything":

@@ -43,7 +43,9 @@ def status_of(service: Service, name: str) -> dict:
 
 
 @pytest.mark.parametrize("rank", [1, 0])
-def test_a_rank_that_is_stopped_in_a_call_is_replaced_and_the_call_is_answered(service, plain, rank) -> None:
+def test_a_rank_that_is_stopped_in_a_call_is_replaced_and_the_call_is_answered(
+    service: Service, plain: list[float], rank: int
+) -> None:
     # Catches a service in which all calls wait for ever for a rank that is there and does nothing.
     caller = Caller(service)
     losses = rounds(caller, 1)

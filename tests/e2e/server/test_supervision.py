@@ -13,7 +13,7 @@ from pathlib import Path
 
 from child import in_child
 from listening import listeners, poison
-from service import Service
+from service import Serve, Service
 
 
 def test_status_says_how_a_service_is(service: Service) -> None:
@@ -31,7 +31,9 @@ def test_a_second_service_is_refused_on_the_same_folder(service: Service) -> Non
     assert (ended.returncode, "output_dir: another service has" in ended.stderr) == (4, True), ended.stderr
 
 
-def test_nothing_but_the_api_listens_and_a_killed_launcher_takes_everything_with_it(serve, tmp_path) -> None:
+def test_nothing_but_the_api_listens_and_a_killed_launcher_takes_everything_with_it(
+    serve: Serve, tmp_path: Path
+) -> None:
     # Catches a port to other machines, or one where a pickle becomes code; and workers that go on without anybody who
     # looks after them, and hold the GPUs; also stopped ones.
     own = serve()
