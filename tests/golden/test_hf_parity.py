@@ -27,6 +27,7 @@ from hf_cases import (
     SIZES,
     YARN,
     Case,
+    known_to,
     make_decoder,
     make_rows,
     make_twin,
@@ -240,7 +241,7 @@ def test_the_decoder_starts_like_transformers():
         model_class = getattr(transformers, case.architecture)
         sizes = GPT2_SIZES if case.architecture == "GPT2LMHeadModel" else SIZES
         torch.manual_seed(0)
-        model = model_class(model_class.config_class(**{**sizes, **case.changes}))
+        model = model_class(model_class.config_class(**{**known_to(model_class.config_class, sizes), **case.changes}))
         decoder, recipes = make_twin(model, backend="sdpa", merge_qkv=True)
         assert isinstance(decoder, Decoder)
         decoder.init_weights(seed=0)
@@ -267,9 +268,10 @@ def test_what_config_json_leaves_out_or_null_means_the_same_model(architecture, 
     """Catches a default of ours: absent and null can mean two models, and differ by family."""
     values = {**SIZES, "hidden_size": 64, "num_attention_heads": 64, "head_dim": 8, "num_hidden_layers": 2, **changes}
     values |= NO_PADDING  # some families have a padding id that is not in so small a vocabulary
-    values = {key: value for key, value in values.items() if value is not ...}
+    config_class = getattr(transformers, architecture).config_class
+    values = {key: value for key, value in known_to(config_class, values).items() if value is not ...} | {"head_dim": 8}
     try:
-        theirs = getattr(transformers, architecture).config_class(**values)
+        theirs = config_class(**values)
     except (StrictDataclassFieldValidationError, ZeroDivisionError) as error:
         pytest.skip(f"transformers refuses it for this family: {error}")
     ours = spec_for({"architectures": [architecture]}).config_from_hf(values)
@@ -296,3 +298,26 @@ def test_a_config_of_the_size_of_real_models_is_read_and_cut_down_for_verificati
     spec = SPECS[architecture]
     assert spec.config_from_hf(hf_config).vocab_size > 10_000
     assert spec.config_from_hf({**hf_config, **cut_down(hf_config, 2, 2)}).vocab_size == 384
+
+
+@pytest.mark.parametrize(
+    "architecture", [*SPECS, *sorted({name for spec in SPECS.values() for name in spec.composites})]
+)
+def test_every_key_of_a_configuration_class_is_known(architecture: str, tmp_path: Path):
+    """Catches a key that transformers computes with and no family reads, whatever its default, and a config.json of
+    transformers that is refused."""
+    config = getattr(transformers, architecture).config_class(architectures=[architecture])
+    config.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    spec = spec_for(saved)
+    spec.config_from_hf(saved)
+    spec.config_from_hf({**config.to_dict(), "architectures": [architecture]})
+    text = saved.get("text_config", saved)
+    unknown = []
+    for key in text.keys() - {"model_type", "architectures"}:
+        changed = {**text, key: 7.5}
+        try:
+            spec.config_from_hf({**saved, "text_config": changed} if text is not saved else changed)
+        except ValueError as error:
+            unknown += [key] * ("may change what it computes" in str(error))
+    assert unknown == []

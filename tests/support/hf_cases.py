@@ -66,6 +66,12 @@ LLAMA3 = {
 WINDOW = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
 
 
+def known_to(config_class: type[transformers.PretrainedConfig], values: Mapping[str, object]) -> dict[str, object]:
+    """Without the keys that a configuration class does not have: config.json may not contain them."""
+    default = config_class()
+    return {key: value for key, value in values.items() if hasattr(default, key)}
+
+
 @dataclass(frozen=True)
 class Case:
     """One row of the table: a family and what its config changes."""
@@ -77,7 +83,7 @@ class Case:
     def hf_config(self) -> transformers.PretrainedConfig:
         sizes = GPT2_SIZES if self.architecture == "GPT2LMHeadModel" else SIZES
         config_class = getattr(transformers, self.architecture).config_class
-        return config_class(**{**sizes, **self.changes}, attn_implementation="eager")
+        return config_class(**{**known_to(config_class, sizes), **self.changes}, attn_implementation="eager")
 
     def make_hf_model(self) -> transformers.PreTrainedModel:
         """The transformers model with random weights, biases and norms away from zero and one."""

@@ -101,7 +101,12 @@ def build(folder, mesh, *, merge_qkv=True, random=False, **lora):
 @pytest.mark.parametrize(
     ("entries", "told"),
     [
-        ({"rope_thetaa": 5.0}, "rope_thetaa is not in .*config.json and has no effect on Qwen3ForCausalLM"),
+        (
+            {"rope_thetaa": 5.0},
+            "model.foundation: Qwen3ForCausalLM: config.json sets rope_thetaa: 5.0, which may change",
+        ),
+        ({"use_cache": True}, "use_cache is not in .*config.json and has no effect on Qwen3ForCausalLM"),
+        ({"rope_thetaa": None}, "rope_thetaa is not in .*config.json and has no effect on Qwen3ForCausalLM"),
         ({"attention_dropout": 0.1}, "model.foundation: attention_dropout: 0.1: models train without dropout"),
         ({"num_attention_heads": 0}, "model.foundation: .*num_attention_heads"),
         ({"num_hidden_layers": "2"}, "model.foundation: .*num_hidden_layers"),
@@ -114,6 +119,17 @@ def test_entries_that_make_no_model_or_change_none_are_refused(entries, told, tm
     assert made.hf_config == {**HF_CONFIG, "rms_norm_eps": 1e-3}
     with pytest.raises(ValueError, match=told):
         read_architecture(ModelConfig(config_path=str(tmp_path), foundation=entries))
+
+
+def test_an_unknown_key_of_the_file_can_be_declared_harmless(tmp_path):
+    # Catches a model that a key without effect keeps from training, and a key that is ignored without a word.
+    (tmp_path / "config.json").write_text(json.dumps({**HF_CONFIG, "flavour": 3}))
+    with pytest.raises(
+        ValueError, match=r"model.config_path: .*config.json: Qwen3ForCausalLM: .* sets flavour: 3, which"
+    ):
+        read_architecture(ModelConfig(config_path=str(tmp_path)))
+    made = read_architecture(ModelConfig(config_path=str(tmp_path), foundation={"flavour": None}))
+    assert made.hf_config == {**HF_CONFIG, "flavour": None}
 
 
 @pytest.mark.parametrize("family", list(CONFIGS_BY_FAMILY))

@@ -100,16 +100,119 @@ def test_windows_follow_layer_types_or_the_first_windowed_layer():
     assert read("Qwen3ForCausalLM", **on, layer_types=layer_types).windows == (None, 16, None, 16)
 
 
-def test_dropout_and_unknown_keys_are_warned_of(caplog):
-    """Catches a key that is silently ignored; dropout is the one that is known and not applied."""
+def test_dropout_is_warned_of(caplog):
+    """Catches dropout that is silently left out: the one thing that is known, not applied and not refused."""
     with caplog.at_level(logging.WARNING, logger="xorl.core.models.hf_config"):
         read("GPT2LMHeadModel", resid_pdrop=0.1, attn_pdrop=0.0, summary_type="cls_index", eos_token_id=3)
-        read("LlamaForCausalLM", attention_multiplier=2.0, use_cache=True, unset=None)
     assert [record.getMessage() for record in caplog.records] == [
         "GPT2LMHeadModel: config.json sets dropout (resid_pdrop: 0.1), which is not applied: models "
         "train without dropout",
-        "LlamaForCausalLM: config.json keys that are ignored: attention_multiplier",
     ]
+
+
+NEUTRAL = {"unset": None, "use_mrope": False, "shared_expert_intermediate_size": 0, "pruned_heads": {}, "prefix": ""}
+# What every config.json of an older transformers may contain.
+GENERATION = {"do_sample": False, "temperature": 1.0, "top_k": 50, "num_beams": 1, "max_length": 20, "typical_p": 1.0}
+# Of released models, as their config.json files have them; without what all families read.
+RELEASED: list[tuple[str, dict[str, object]]] = [
+    ("LlamaForCausalLM", {"pretraining_tp": 1, "mlp_bias": False, "attention_bias": False, "rope_scaling": None}),
+    ("LlamaForCausalLM", {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"a": 1}}),
+    ("LlamaForCausalLM", {"max_sequence_length": 2048, "_name_or_path": "a", "unsloth_fixed": True}),
+    ("LlamaForCausalLM", {"rope_theta": 5e5, "rope_scaling": BANDED, "eos_token_id": [1, 2]}),
+    ("LlamaForCausalLM", {"quantization_config": {"quant_method": "fp8"}, "torch_dtype": "bfloat16"}),
+    ("Qwen2ForCausalLM", {"sliding_window": 128, "use_sliding_window": False, "max_window_layers": 3}),
+    ("Qwen2ForCausalLM", {"use_mrope": False, "dual_chunk_attention_config": {"chunk_size": 262144}}),
+    ("Qwen3ForCausalLM", {"sliding_window": None, "use_sliding_window": False, "max_window_layers": 36}),
+    ("Qwen3MoeForCausalLM", {"qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm": True}),
+    ("MistralForCausalLM", {"sliding_window": None, "rope_theta": 1e6}),
+    ("MixtralForCausalLM", {"router_jitter_noise": 0.0, "output_router_logits": False, "router_aux_loss_coef": 0.02}),
+    ("Gemma3ForCausalLM", {"cache_implementation": "hybrid", "attn_logit_softcapping": None, "sliding_window": 8}),
+    ("Gemma3ForCausalLM", {"rope_local_base_freq": 1e4, "rope_theta": 1e6, "sliding_window_pattern": 6}),
+    ("Gemma3ForCausalLM", {"_sliding_window_pattern": 6, "use_bidirectional_attention": False}),
+    ("Phi3ForCausalLM", {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False, "pad_token_id": None}),
+    ("Phi3ForCausalLM", {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "auto_map": {"a": "b"}, "pad_token_id": None}),
+    ("SmolLM3ForCausalLM", {"pretraining_tp": 2, "max_window_layers": 28, "pad_token_id": None}),
+    ("Exaone4ForCausalLM", {"sliding_window_pattern": "LLLG", "layer_types": ["full_attention"] * 4}),
+    ("Ernie4_5ForCausalLM", {"compression_ratio": 1.0, "use_bias": False}),
+    (
+        "Cohere2ForCausalLM",
+        {
+            "layer_switch": 4,
+            "order_of_interleaved_layers": "local_attn_first",
+            "position_embedding_type": "rope_gptj",
+            "rotary_pct": 1.0,
+            "use_embedding_sharing": True,
+            "use_gated_activation": True,
+            "use_parallel_block": True,
+            "use_parallel_embedding": True,
+        },
+    ),
+    (
+        "Starcoder2ForCausalLM",
+        {
+            "activation_function": "gelu",
+            "attention_softmax_in_fp32": True,
+            "layer_norm_epsilon": 1e-5,
+            "mlp_type": "default",
+            "norm_type": "layer_norm",
+            "scale_attention_softmax_in_fp32": True,
+            "scale_attn_weights": True,
+        },
+    ),
+    (
+        "HunYuanDenseV1ForCausalLM",
+        {
+            "attention_head_dim": 8,
+            "cla_share_factor": 2,
+            "dense_list": [64, 0],
+            "eod_token_id": 3,
+            "im_start_id": 5,
+            "mask_init_id": 13,
+            "norm_type": "rms",
+            "pool_type": "last",
+            "use_cla": False,
+            "use_qk_norm": True,
+            "use_rotary_pos_emb": True,
+        },
+    ),
+    ("GPT2LMHeadModel", {"_num_labels": 1, "n_ctx": 256, "summary_use_proj": True, "task_specific_params": {"a": 1}}),
+]
+
+
+@pytest.mark.parametrize(("architecture", "keys"), RELEASED, ids=[name for name, _ in RELEASED])
+def test_keys_of_released_models_are_known(architecture, keys):
+    """Catches a released model that is refused for a key without effect."""
+    read(architecture, **{**NEUTRAL, **GENERATION, **keys})
+
+
+@pytest.mark.parametrize("architecture", SPECS)
+def test_an_unknown_key_is_refused_by_name_and_value(architecture):
+    """Catches a model that computes something else than its config.json says, in any family."""
+    told = rf"^{architecture}: config.json sets extra: 0.5, mixer: 'a', which .* set it to null in model.foundation"
+    with pytest.raises(ValueError, match=told):
+        read(architecture, extra=0.5, mixer="a", use_cache=True, other_token_id=3, pad_token_id=None)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "keys"),
+    [
+        ("LlamaForCausalLM", {"attention_multiplier": 2.0}),
+        ("LlamaForCausalLM", {"rope_interleaved": True}),
+        ("Qwen3MoeForCausalLM", {"use_qk_norm": False}),
+        ("Qwen3MoeForCausalLM", {"qkv_bias": True}),
+        ("Cohere2ForCausalLM", {"rotary_pct": 0.5}),
+        ("Cohere2ForCausalLM", {"use_parallel_block": False}),
+        ("Starcoder2ForCausalLM", {"norm_type": "rms_norm"}),
+        ("HunYuanDenseV1ForCausalLM", {"use_cla": True}),
+        ("HunYuanDenseV1ForCausalLM", {"use_rotary_pos_emb": False}),
+        ("Phi3ForCausalLM", {"interpolate_factor": 2, "pad_token_id": None}),
+    ],
+)
+def test_a_key_that_is_harmless_with_another_value_is_refused(architecture, keys):
+    """Catches a list of harmless keys that ignores their values."""
+    key, value = next(iter(keys.items()))
+    with pytest.raises(ValueError, match=f"sets {key}: {value!r}, which may change"):
+        read(architecture, **keys)
 
 
 def test_a_family_is_named_only_in_its_own_file():

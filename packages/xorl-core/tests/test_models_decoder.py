@@ -150,7 +150,8 @@ def test_initial_values_depend_on_seed_name_and_shape_alone(architecture, monkey
     """Catches values that depend on the order of parameters, on global random state or on where a shard lies."""
     decoder = make_decoder(architecture)
     torch.manual_seed(12345)
-    deeper = make_decoder(architecture, num_hidden_layers=3, n_layer=3, vocab_size=VOCAB)
+    depth = "n_layer" if architecture == "GPT2LMHeadModel" else "num_hidden_layers"
+    deeper = make_decoder(architecture, **{depth: 3}, vocab_size=VOCAB)
     names = dict(deeper.named_parameters())
     for name, parameter in decoder.named_parameters():
         scaled = decoder.config.scale_residual_init and name.endswith(("o_proj.weight", "down_proj.weight"))
@@ -175,7 +176,8 @@ def test_initial_values_depend_on_seed_name_and_shape_alone(architecture, monkey
 @pytest.mark.parametrize("architecture", SPECS)
 def test_initial_values_have_the_scale_the_config_asks_for(architecture):
     """Catches norms that start at zero, biases that start at noise, and residual projections that are not scaled."""
-    decoder = make_decoder(architecture, hidden_size=64, n_embd=64)
+    width = "n_embd" if architecture == "GPT2LMHeadModel" else "hidden_size"
+    decoder = make_decoder(architecture, **{width: 64})
     for name, parameter in decoder.named_parameters():
         if name.endswith("bias"):
             assert not parameter.any(), name

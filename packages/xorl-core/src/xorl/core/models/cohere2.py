@@ -10,6 +10,16 @@ from xorl.core.models.spec import ModelSpec
 from xorl.core.nn import NormConfig
 
 ARCHITECTURE = "Cohere2ForCausalLM"
+# Keys of released models, with what the family computes anyway.
+FIXED: Mapping[str, object] = {
+    "order_of_interleaved_layers": "local_attn_first",
+    "position_embedding_type": "rope_gptj",
+    "rotary_pct": 1.0,
+    "use_embedding_sharing": True,
+    "use_gated_activation": True,
+    "use_parallel_block": True,
+    "use_parallel_embedding": True,
+}
 
 
 def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
@@ -25,7 +35,7 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
         norm=NormConfig("layer", hf.get("layer_norm_eps", float, 1e-5)),
     )
     config = replace(config, logit_scale=hf.get("logit_scale", float, 0.0625))
-    hf.finish()
+    hf.finish(inert=["layer_switch"], fixed=FIXED)
     config = config.with_ropes(full=None, sliding=config.attention.rope)
     return config.with_layers(lambda _, layer: replace(layer, norms="parallel"))
 

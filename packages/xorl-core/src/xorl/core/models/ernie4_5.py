@@ -30,7 +30,7 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
         mlp_bias=bias,
         interleaved_rope=True,
     )
-    hf.finish()
+    hf.finish(fixed={"compression_ratio": 1.0, "use_rmsnorm": True})
     return config
 
 

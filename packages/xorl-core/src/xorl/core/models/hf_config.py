@@ -1,8 +1,9 @@
-"""A validating reader for config.json, which also reports keys that were not read."""
+"""A validating reader for config.json, which also refuses keys that were not read and may change the computation."""
 
 import logging
 import math
 from collections.abc import Collection, Iterable, Mapping
+from types import MappingProxyType
 from typing import TypeVar
 
 from xorl.core.nn.layers import ACTIVATIONS
@@ -11,18 +12,23 @@ logger = logging.getLogger(__name__)
 
 ValueT = TypeVar("ValueT", bool, int, float, str)
 
-# Keys that do not affect the computation in training: they concern files, special tokens, generation, or the software
-# that wrote the file. The loader of quantised weights checks quantization_config itself.
+# Keys that do not affect the computation in training, whatever their values: they concern files, generation, or the
+# software that wrote the file. So do all keys that end with `_id`. The loader of quantised weights checks
+# quantization_config itself.
 _INERT = """
-_attn_implementation _attn_implementation_autoset _commit_hash _name_or_path architectures auto_map bos_token_id
-chunk_size_feed_forward decoder_start_token_id dtype eos_token_id finetuning_task forced_bos_token_id
-forced_eos_token_id gradient_checkpointing id2label is_decoder is_encoder_decoder keys_to_ignore_at_inference
-label2id max_length model_type n_ctx output_attentions output_hidden_states pad_token_id pretraining_tp
-problem_type quantization_config return_dict
-sep_token_id task_specific_params tokenizer_class torch_dtype transformers_version
+_attn_implementation _attn_implementation_autoset _commit_hash _experts_implementation _name_or_path _num_labels
+architectures attn_implementation auto_map bad_words_ids begin_suppress_tokens cache_implementation
+chunk_size_feed_forward classifier_dropout diversity_penalty do_sample dtype early_stopping
+encoder_no_repeat_ngram_size exponential_decay_length_penalty finetuning_task gradient_checkpointing id2label
+is_decoder is_encoder_decoder keys_to_ignore_at_inference label2id length_penalty max_length
+max_new_tokens max_sequence_length min_length model_type n_ctx no_repeat_ngram_size num_beam_groups num_beams
+num_labels num_return_sequences output_attentions output_hidden_states output_scores prefix pretraining_tp
+problem_type quantization_config remove_invalid_values repetition_penalty return_dict return_dict_in_generate
+suppress_tokens task_specific_params temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p
+torch_dtype torchscript transformers.js_config transformers_version typical_p unsloth_fixed unsloth_version use_bfloat16
 use_cache use_return_dict
 """
-INERT_KEYS = frozenset(_INERT.split())
+_INERT_KEYS = frozenset(_INERT.split())
 # The dropout keys of all families.
 DROPOUT_KEYS = (
     "attention_dropout",
@@ -32,6 +38,11 @@ DROPOUT_KEYS = (
     "resid_pdrop",
     "residual_dropout",
 )
+
+
+def is_inert(key: str) -> bool:
+    """Whether a key of config.json, unless the family reads it, never affects the computation."""
+    return key in _INERT_KEYS or key.endswith("_id")
 
 
 class HFConfig:
@@ -133,12 +144,22 @@ class HFConfig:
             message = "%s: config.json sets dropout (%s), which is not applied: models train without dropout"
             logger.warning(message, self.architecture, dropout)
 
-    def finish(self, inert: Collection[str] = ()) -> None:
-        """Warn about keys that were not read and are not known to be harmless."""
-        unread = sorted(set(self._given) - self._read - INERT_KEYS - set(inert))
-        unread = [key for key in unread if self._values[key] is not None]
-        if unread:
-            logger.warning("%s: config.json keys that are ignored: %s", self.architecture, ", ".join(unread))
+    def finish(self, inert: Collection[str] = (), fixed: Mapping[str, object] = MappingProxyType({})) -> None:
+        """Raise if a key that was not read may change the computation. Null, false, 0 and empty do not.
+
+        inert: further keys that do not, whatever their values. fixed: further keys, each with the value that does not.
+        """
+        unread = {key: value for key, value in self._given.items() if key not in self._read and value is not None}
+        unknown = [
+            f"{key}: {value!r}"
+            for key, value in unread.items()
+            if (value != fixed[key] if key in fixed else value and key not in inert and not is_inert(key))
+        ]
+        if unknown:
+            raise ValueError(
+                f"{self.architecture}: config.json sets {', '.join(unknown)}, which may change what it computes, "
+                "but xorl does not know it; if it changes nothing, set it to null in model.foundation, or remove it"
+            )
 
     def refuse_unread(self) -> None:
         """Raise if any key was not read. Use it for mappings in which every key changes the computation."""

@@ -11,6 +11,14 @@ from xorl.core.models.spec import ModelSpec
 from xorl.core.nn import RopeConfig
 
 ARCHITECTURE = "HunYuanDenseV1ForCausalLM"
+# Keys of released models that concern other members of the family: mixtures, images, classification.
+INERT = ("attention_head_dim", "cla_share_factor", "dense_list", "num_media_embeds", "org_vocab_size", "pool_type")
+FIXED: Mapping[str, object] = {
+    "norm_type": "rms",
+    "num_experts": 1,
+    "use_qk_norm": True,
+    "use_rotary_pos_emb": True,
+}
 CHECKPOINT_NAMES = replace(
     rotary_gated.CHECKPOINT_NAMES,
     modules={"self_attn.q_norm": "self_attn.query_layernorm", "self_attn.k_norm": "self_attn.key_layernorm"},
@@ -22,7 +30,7 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
     hf = HFConfig(values, ARCHITECTURE, rms_norm_eps=1e-5, pad_token_id=0)
     bias = hf.get("attention_bias", bool, False)
     config = rotary_gated.read_config(hf, rope=_read_rope(hf), qk_norm=True, qkv_bias=bias, o_bias=bias)
-    hf.finish(inert=["eod_token_id"])
+    hf.finish(inert=INERT, fixed=FIXED)
     return config.with_layers(lambda _, layer: replace(layer, attention=replace(layer.attention, norm_after_rope=True)))
 
 

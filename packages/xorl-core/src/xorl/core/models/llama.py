@@ -21,7 +21,7 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
         o_bias=attention_bias,
         mlp_bias=hf.get("mlp_bias", bool, False),
     )
-    hf.finish()
+    hf.finish(inert=["is_llama_config"])
     return config
 
 

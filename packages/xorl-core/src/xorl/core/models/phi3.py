@@ -24,7 +24,7 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
     config = rotary_gated.read_config(
         hf, rope_types=ROPE_TYPES, partial_rope=True, windows=rotary_gated.read_uniform_windows(hf)
     )
-    hf.finish(inert=["original_max_position_embeddings"])
+    hf.finish(inert=["original_max_position_embeddings"], fixed={"full_attn_mod": 1, "interpolate_factor": 1})
     return config
 
 

@@ -36,7 +36,7 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
         balance_coef=rotary_gated.read_balance_coef(hf),
     )
     repeated = ["num_local_experts"] if values.get("num_local_experts") == experts.num_experts else []
-    hf.finish(inert=["max_window_layers", "intermediate_size", *repeated])
+    hf.finish(inert=["max_window_layers", "intermediate_size", *repeated], fixed={"use_qk_norm": True})
     return config
 
 

@@ -160,7 +160,8 @@ def read_enabled_windows(hf: HFConfig, has_window: Sequence[bool]) -> tuple[int 
 
     Windows need `use_sliding_window`; a null `sliding_window` disables them.
     """
-    enabled = hf.get("use_sliding_window", bool, False) and hf.has("sliding_window")
+    is_set, is_used = hf.has("sliding_window"), hf.get("use_sliding_window", bool, False)
+    enabled = is_set and is_used
     pattern = [SLIDING if enabled and each else FULL for each in has_window]
     return windows_of(hf, pattern, allowed=[FULL, SLIDING] if enabled else [FULL])
 
@@ -171,7 +172,7 @@ def read_patterned_windows(hf: HFConfig, period_key: str, period: int) -> tuple[
     period_key: the key that may change the period. A null `sliding_window` disables windows.
     """
     has_windows = hf.has("sliding_window")
-    if hf.has(period_key) and has_windows:
+    if hf.has(period_key) and has_windows and not hf.has("layer_types"):
         period = hf.positive(period_key)
     num_layers = hf.positive("num_hidden_layers")
     pattern = [SLIDING if has_windows and (index + 1) % period else FULL for index in range(num_layers)]

@@ -10,6 +10,13 @@ from xorl.core.models.spec import ModelSpec
 from xorl.core.nn import NormConfig
 
 ARCHITECTURE = "Starcoder2ForCausalLM"
+# Keys of released models that transformers does not read.
+INERT = (
+    "activation_function",
+    "attention_softmax_in_fp32",
+    "layer_norm_epsilon",
+    "scale_attention_softmax_in_fp32",
+)
 CHECKPOINT_NAMES = replace(
     rotary_gated.CHECKPOINT_NAMES, modules={"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"}
 )
@@ -29,7 +36,7 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
         windows=rotary_gated.read_uniform_windows(hf),
         ffns=[ffn] * hf.positive("num_hidden_layers"),
     )
-    hf.finish()
+    hf.finish(inert=INERT, fixed={"mlp_type": "default", "norm_type": "layer_norm", "scale_attn_weights": True})
     return config
 
 
