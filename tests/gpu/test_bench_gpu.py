@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 pytestmark = pytest.mark.gpu
 PEERS = ("transformers", "transformers-liger", "transformers-liger-fa4", "transformers-compile")
@@ -43,10 +42,8 @@ def test_every_installed_peer_runs_in_turn_with_xorl(documents: str, tmp_path: P
     assert record["environment"]["driver"]
 
 
-def test_two_gpus_share_one_group_with_a_peer(tmp_path: Path) -> None:
+def test_two_gpus_share_one_group_with_a_peer(tmp_path: Path, two_gpus) -> None:
     # Catches builds that are not let go, and a peer that is not sharded as xorl is.
-    if torch.cuda.device_count() < 2:
-        pytest.skip("this host has one GPU")
     record = bench(tmp_path, "--nproc-per-node", "2", "--peers", "transformers")
     assert record["work"]["num_ranks"] == 2
     assert record["ratios"]["transformers"]["ratio"] > 0

@@ -15,11 +15,9 @@ pytestmark = pytest.mark.gpu
 HALF_BYTES = 1 << 20
 
 
-def test_every_rank_gets_what_nccl_brings() -> None:
+def test_every_rank_gets_what_nccl_brings(two_gpus) -> None:
     # Catches a window that is written while it is still read, pieces in the wrong place, a last one that is short, and
     # sums that are rounded to what travels.
-    if torch.cuda.device_count() < 2:
-        pytest.skip("this host has one GPU")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
     assert result.returncode == 0, result.stderr[-6000:]

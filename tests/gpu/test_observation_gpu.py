@@ -112,10 +112,8 @@ def test_every_step_is_timed_as_the_wall_clock_times_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["fsdp2", "ddp"])
-def test_exposed_communication_of_two_gpus_is_part_of_the_step(mode: str, tmp_path: Path) -> None:
+def test_exposed_communication_of_two_gpus_is_part_of_the_step(mode: str, tmp_path: Path, two_gpus) -> None:
     # Catches waits recorded on the wrong stream, which come out negative or longer than the step.
-    if torch.cuda.device_count() < 2:
-        pytest.skip("this host has one GPU")
     (tmp_path / "config.yaml").write_text(json.dumps(mapping(tmp_path)))
     command = [sys.executable, "-m", "xorl.cli.train", str(tmp_path / "config.yaml"), "--nproc-per-node", "2"]
     result = subprocess.run(

@@ -291,11 +291,9 @@ def sample_on_all_gpus() -> None:
     runtime.shutdown()
 
 
-def test_two_gpus_record_growth_of_sharded_weights() -> None:
+def test_two_gpus_record_growth_of_sharded_weights(two_gpus) -> None:
     # Catches passes that go on with memory into which the weights were gathered before training freed it, ranks that
     # wait for each other's passes, and waits of FSDP2's streams that cannot be recorded.
-    if torch.cuda.device_count() < 2:
-        pytest.skip("this host has one GPU")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
     path = f"{Path(__file__).parents[1] / 'support'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     environment = {**os.environ, "PYTHONPATH": path}

@@ -20,6 +20,10 @@ from xorl.ckpt.publish import complete_interrupted, prepare_root, set_aside_afte
 MANAGERS = pytest.mark.parametrize("manager", ["dcp", "torch"])
 
 
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
@@ -52,7 +56,7 @@ def test_everything_saved_comes_back_to_the_bit(manager, tmp_path, make_state, a
     assert (loaded.step, loaded.info, loaded.scalars) == (3, info, {"best": 0.1 + 0.2})
     assert torch.equal(loaded.rng["torch"], rng["torch"])
     assert verify(path).versions["torch"] == torch.__version__
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["global_step_3", "latest"]
+    assert names_in(tmp_path) == ["global_step_3", "latest"]
 
 
 @MANAGERS
@@ -147,7 +151,7 @@ def test_full_disk_fails_the_save_and_leaves_the_rest(manager, tmp_path, make_st
     with small_disk(1 << 16), pytest.raises(CheckpointFailure, match=r"File too large: .*global_step_2"):
         checkpointer.save(2, large)
     assert contents(tmp_path) == before
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["global_step_1", "latest"]
+    assert names_in(tmp_path) == ["global_step_1", "latest"]
     assert checkpointer.save(2, large) == checkpointer.latest()
 
 
@@ -244,7 +248,7 @@ def test_crash_between_publishing_and_latest_loses_nothing(tmp_path, caplog, mak
     assert "event=latest_behind" in caplog.text
     (tmp_path / ".saving_global_step_30_0").mkdir()
     complete_interrupted(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_10", "global_step_20", "latest"]
+    assert names_in(tmp_path) == ["global_step_10", "global_step_20", "latest"]
     assert (tmp_path / "latest").read_text() == "global_step_20\n"
 
 
@@ -257,7 +261,7 @@ def test_leftovers_of_a_crash_go_at_the_next_save(tmp_path, make_state):
         (tmp_path / leftover / "__0_0.distcp").write_bytes(b"torn")
     assert [path.name for path in checkpointer.checkpoints()] == ["global_step_1"]
     checkpointer.save(2, make_state())
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["global_step_1", "global_step_2", "latest"]
+    assert names_in(tmp_path) == ["global_step_1", "global_step_2", "latest"]
 
 
 def test_a_save_leaves_an_export_beside_it_alone(tmp_path, make_state):
@@ -269,14 +273,8 @@ def test_a_save_leaves_an_export_beside_it_alone(tmp_path, make_state):
         checkpointer.save(2, make_state())
         assert [path.name for path in checkpointer.checkpoints()] == ["global_step_1", "global_step_2"]
         (temporary / "config.json").write_bytes(b"{}")
-    exported = sorted(path.name for path in (tmp_path / "global_step_1-hf").iterdir())
-    assert exported == ["config.json", "model.safetensors"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "global_step_1",
-        "global_step_1-hf",
-        "global_step_2",
-        "latest",
-    ]
+    assert names_in(tmp_path / "global_step_1-hf") == ["config.json", "model.safetensors"]
+    assert names_in(tmp_path) == ["global_step_1", "global_step_1-hf", "global_step_2", "latest"]
 
 
 def test_what_a_killed_export_left_goes_with_the_next_one(tmp_path):
@@ -321,14 +319,9 @@ def test_what_is_later_is_set_aside_with_its_exports(tmp_path, make_state):
     for name in ("global_step_10-export", "global_step_1-hf", "global_step_30"):
         (tmp_path / name).mkdir()
     assert set_aside_after(tmp_path, 1, tmp_path / "global_step_1") == tmp_path / "set_aside_1"
-    names = sorted(path.name for path in (tmp_path / "set_aside_1").iterdir())
-    assert names == ["global_step_10", "global_step_10-export", "global_step_20", "global_step_30"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "global_step_1",
-        "global_step_1-hf",
-        "latest",
-        "set_aside_1",
-    ]
+    later = ["global_step_10", "global_step_10-export", "global_step_20", "global_step_30"]
+    assert names_in(tmp_path / "set_aside_1") == later
+    assert names_in(tmp_path) == ["global_step_1", "global_step_1-hf", "latest", "set_aside_1"]
     assert checkpointer.latest() == tmp_path / "global_step_1"
     assert set_aside_after(tmp_path, 1, tmp_path / "global_step_1") is None
     verify(tmp_path / "set_aside_1" / "global_step_20")

@@ -91,29 +91,24 @@ def test_metadata_cannot_reach_into_allowed_classes(folder):
     assert (dcp.Metadata.version, torch.serialization._get_layout.cache) == (version, cache)
 
 
-def test_bytes_in_place_of_a_tensor_are_refused(folder, tmp_path, refused):
-    # Catches the second door: DCP unpickles what its metadata calls bytes, without restriction.
+@pytest.mark.parametrize(
+    ("is_bytes", "told"), [(True, "BytesStorageMetadata"), (False, "could not read .*global_step_1")]
+)
+def test_payload_in_a_shard_does_not_run(folder, tmp_path, refused, is_bytes, told):
+    # Catches the second door, by which DCP unpickles what its metadata calls bytes without restriction, and tensors
+    # that are read without `weights_only`.
     target = tmp_path / "executed"
     torch.save(Bomb(target), folder / "__0_0.distcp")
     metadata = true_metadata(folder)
-    metadata.state_dict_metadata["model.experts"] = dcp.BytesStorageMetadata()
+    if is_bytes:
+        metadata.state_dict_metadata["model.experts"] = dcp.BytesStorageMetadata()
+    else:
+        size = (folder / "__0_0.distcp").stat().st_size
+        for index in metadata.storage_data:
+            metadata.storage_data[index] = dcp_files._StorageInfo("__0_0.distcp", 0, size)
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     reseal(folder)
-    refused(folder, "BytesStorageMetadata")
-    assert not target.exists()
-
-
-def test_payload_in_a_shard_does_not_run(folder, tmp_path, refused):
-    # Catches tensors that are read without `weights_only`.
-    target = tmp_path / "executed"
-    torch.save(Bomb(target), folder / "__0_0.distcp")
-    size = (folder / "__0_0.distcp").stat().st_size
-    metadata = true_metadata(folder)
-    for index in metadata.storage_data:
-        metadata.storage_data[index] = dcp_files._StorageInfo("__0_0.distcp", 0, size)
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    reseal(folder)
-    refused(folder, "could not read .*global_step_1")
+    refused(folder, told)
     assert not target.exists()
 
 
