@@ -5,8 +5,6 @@ So the comparison with transformers (`test_hf_parity.py`) fails for a model that
 is read and then forgotten.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass, replace

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import pytest
@@ -11,14 +11,24 @@ import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from transformers.core_model_loading import revert_weight_conversion
 
-from tiny_models import hf_config
-from xorl.ckpt import SafetensorsSource, load_weights
+from tiny_models import ARCHITECTURES, hf_config
+from xorl.ckpt import SafetensorsSource, export_hf, load_weights
 from xorl.core.models import SPECS, Decoder, spec_for
 from xorl.core.models.recipes import WeightRecipe
 from xorl.kernels.layout import SequenceLayout
-from xorl.lora import inject, peft
+from xorl.lora import AdapterSpec, adapter_parameters, adapters, inject, peft
+from xorl.lora.merge import merge_
 from xorl.lora.peft.layout import ReplacedTensors
 
 
@@ -102,19 +112,30 @@ def test_folders_pass_to_and_fro_on_a_model_of_transformers(case: str, tmp_path:
     assert (again(IDS).logits - wanted).abs().max() <= 1e-5
 
 
-def decoder_of(model: PreTrainedModel) -> Decoder:
-    """xorl's decoder with the same weights."""
-    hf_config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
-    spec = spec_for(hf_config)
-    decoder = spec.build(spec.config_from_hf(hf_config))
-    view = spec.checkpoint_view(decoder.config, peft.InMemoryTensors(model.state_dict()))
-    load_weights(dict(decoder.named_parameters()), recipes_of(decoder), view, mode="all_ranks")
-    return decoder
+def decoder_of(model: PreTrainedModel) -> tuple[Decoder, Mapping[str, WeightRecipe]]:
+    """xorl's decoder with the same weights, and its recipes."""
+    values = {**model.config.to_dict(), "architectures": [type(model).__name__]}
+    spec = spec_for(values)
+    decoder = spec.build(spec.config_from_hf(values))
+    recipes = spec.recipes(decoder.config, merge_qkv=True)
+    # In files, each expert is a matrix by itself.
+    source = revert_weight_conversion(model, model.state_dict())
+    view = spec.checkpoint_view(decoder.config, peft.InMemoryTensors(source))
+    load_weights(dict(decoder.named_parameters()), recipes, view, mode="all_ranks")
+    return decoder, recipes
 
 
-def recipes_of(decoder: Decoder) -> Mapping[str, WeightRecipe]:
-    architecture = "Qwen3ForCausalLM" if decoder.config.ropes else "GPT2LMHeadModel"
-    return SPECS[architecture].recipes(decoder.config, merge_qkv=True)
+def write_ours(
+    decoder: Decoder, spec: AdapterSpec, folder: Path, transposed: Collection[str], more: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The tensors of an adapter folder that xorl writes."""
+    made = [tensors.make() for tensors in peft.adapter_tensors(decoder)]
+    tensors = {key: tensor.contiguous() for group in made for key, tensor in group.items()} | more
+    written = peft.config_of(decoder, spec, base=None, transposed=transposed)
+    folder.mkdir()
+    (folder / peft.CONFIG_FILE).write_text(json.dumps(written.to_json()))
+    save_file(tensors, folder / peft.WEIGHTS_FILE, metadata={"format": "pt"})
+    return tensors
 
 
 def logits_of(decoder: Decoder) -> Tensor:
@@ -133,7 +154,7 @@ def test_adapters_pass_to_and_fro(case: str, tmp_path: Path) -> None:
     make, options = CASES[case]
     theirs = write_adapter(make(), tmp_path / "theirs", **options).eval()
     config = peft.AdapterConfig.from_json(json.loads((tmp_path / "theirs" / peft.CONFIG_FILE).read_text()))
-    decoder = decoder_of(make())
+    decoder, recipes = decoder_of(make())
     with SafetensorsSource(tmp_path / "theirs", single_file=peft.WEIGHTS_FILE) as source:
         layout = peft.read_layout(config, source)
         inject(decoder, layout.spec)
@@ -142,7 +163,7 @@ def test_adapters_pass_to_and_fro(case: str, tmp_path: Path) -> None:
         own = dict(decoder.named_parameters())
         load_weights(
             {name: own[name] for name in brought},
-            {name: recipe for name, recipe in recipes_of(decoder).items() if name in brought},
+            {name: recipe for name, recipe in recipes.items() if name in brought},
             ReplacedTensors(layout, source),
             mode="all_ranks",
             ignore=lambda name: name not in brought,
@@ -152,16 +173,43 @@ def test_adapters_pass_to_and_fro(case: str, tmp_path: Path) -> None:
         assert (logits_of(decoder) - wanted).abs().max() <= 1e-5
 
         transposed = [name for name in layout.modules if config.fan_in_fan_out]
-        written = peft.config_of(decoder, layout.spec, base=None, transposed=transposed)
-        made = [tensors.make() for tensors in peft.adapter_tensors(decoder)]
-        tensors = {key: tensor.contiguous() for group in made for key, tensor in group.items()}
-        tensors |= {key: own[name].data for name, key in brought.items()}
-        (tmp_path / "ours").mkdir()
-        (tmp_path / "ours" / peft.CONFIG_FILE).write_text(json.dumps(written.to_json()))
-        save_file(tensors, tmp_path / "ours" / peft.WEIGHTS_FILE, metadata={"format": "pt"})
+        more = {key: own[name].data for name, key in brought.items()}
+        tensors = write_ours(decoder, layout.spec, tmp_path / "ours", transposed, more)
         again = get_peft_model(make(), PeftConfig.from_pretrained(tmp_path / "ours"))
         assert tensors.keys() == get_peft_model_state_dict(again, save_embedding_layers=False).keys()
         outcome = again.load_adapter(tmp_path / "ours", "default")
         assert not outcome.unexpected_keys
         assert not [key for key in outcome.missing_keys if "lora_" in key or "modules_to_save" in key]
         assert (again.eval()(IDS).logits[0] - wanted).abs().max() <= 1e-5
+
+
+def tiny(model_type: str) -> PreTrainedModel:
+    """A model of transformers of any family."""
+    torch.manual_seed(0)
+    values = hf_config(model_type, bos_token_id=0, eos_token_id=0)
+    return AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type].from_dict(values)).eval()
+
+
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+@pytest.mark.filterwarnings("ignore")
+def test_default_adapters_of_every_family_are_the_same_in_peft_and_merged(model_type: str, tmp_path: Path) -> None:
+    # Catches targets that a family does not have in its files, and adapters on parts of a matrix that its files stack.
+    family = SPECS[ARCHITECTURES[model_type]]
+    decoder, recipes = decoder_of(tiny(model_type))
+    spec = AdapterSpec(rank=4, alpha=6.0, targets=family.adapter_targets)
+    inject(decoder, spec)
+    with torch.no_grad():
+        base = logits_of(decoder)
+        for parameter in adapter_parameters(decoder).values():
+            nn.init.normal_(parameter, std=0.3)
+        wanted = logits_of(decoder)
+        tolerance = 1e-5 * wanted.abs().max()
+        assert (wanted - base).abs().max() > 1e3 * tolerance
+        members = [name for adapter in adapters(decoder).values() for name in adapter.members]
+        write_ours(decoder, spec, tmp_path / "ours", members if model_type == "gpt2" else (), {})
+        theirs = PeftModel.from_pretrained(tiny(model_type), tmp_path / "ours").eval()
+        assert (theirs(IDS).logits[0] - wanted).abs().max() <= tolerance
+        merge_(decoder)
+        export_hf(dict(decoder.named_parameters()), recipes, tmp_path / "merged", hf_config=hf_config(model_type))
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+        assert (merged(IDS).logits[0] - wanted).abs().max() <= tolerance

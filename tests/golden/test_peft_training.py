@@ -10,10 +10,14 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -48,6 +52,8 @@ NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_tok
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, attention_bias=True)),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)),
+    "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, head_dim=16, sliding_window=6)),
+    "phi3": lambda: Phi3ForCausalLM(Phi3Config(**SIZES, pad_token_id=None)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16)),
     "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**GPT2_SIZES, **NO_DROPOUT, attn_implementation="eager")),
 }
@@ -59,6 +65,9 @@ CASES: list[tuple[str, AdapterSpec]] = [
     ("llama", AdapterSpec(rank=8, targets=ATTENTION, use_rslora=True, use_dora=True)),
     ("llama", AdapterSpec(rank=4, rank_pattern={"k_proj": 2, "1.mlp.up_proj": 6}, alpha_pattern={"down_proj": 3.0})),
     ("qwen2", AdapterSpec(rank=3, alpha=5.0, targets=("q_proj", "up_proj"), use_rslora=True)),
+    # Norms of 1 + w around each block, and files that stack projections.
+    ("gemma3", AdapterSpec(rank=4, alpha=6.0, use_dora=True)),
+    ("phi3", AdapterSpec(rank=4, targets=("qkv_proj", "o_proj", "gate_up_proj", "down_proj"))),
     ("gpt2", AdapterSpec(rank=4, targets=("c_attn", "c_proj", "c_fc"))),
 ]
 IDS = torch.randint(VOCAB, (sum(LENGTHS),), generator=torch.Generator().manual_seed(3))

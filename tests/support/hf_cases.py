@@ -1,7 +1,5 @@
 """The models of all families that tests compare with transformers: variants of config.json, weights, a packed row."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

@@ -83,6 +83,7 @@ _OWN: dict[str, dict[str, object]] = {
     "gemma3_text": {**_NARROW, **_WINDOWS},
     "glm4": _NARROW,
     "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0},
+    "hunyuan_v1_dense": {"head_dim": 8},
     "ministral3": _NARROW,
     "olmo3": _WINDOWS,
     "phi3": {"pad_token_id": None},
