@@ -36,6 +36,8 @@ NUM_STEPS, NUM_STEPS_OF_MUON = 2, 3
 Options = Mapping[str, object]
 NO_OPTIONS: Options = MappingProxyType({})
 
+# One family of each kind: where norms stand and what they normalise, which layers rotate and how, scales, biases.
+FAMILIES = ("cohere2", "exaone4", "gemma3_text", "glm4", "granite", "olmo2", "starcoder2")
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 MODELS: dict[str, dict[str, object]] = {
     "llama": hf_config("llama", max_position_embeddings=20, rope_parameters=DYNAMIC),
@@ -55,7 +57,7 @@ MODELS: dict[str, dict[str, object]] = {
         pad_token_id=3,
     ),
     "mixtral": hf_config("mixtral"),
-    **{name: hf_config(name) for name in ("cohere2", "gemma3_text", "glm4", "granite", "olmo2")},
+    **{name: hf_config(name) for name in FAMILIES},
     "gpt2, 4 layers": hf_config("gpt2", n_layer=4),
     "llama, 4 layers": hf_config("llama", num_hidden_layers=4),
     "qwen3_moe, 4 layers": hf_config(
@@ -114,8 +116,6 @@ RUNS: dict[str, Run] = {
     "qwen3_moe, shared adapters": Run("qwen3_moe", MUON, {**EXPERT_LORA, "moe_shared_lora": True}),
     "qwen3_moe, outer factors shared": Run("qwen3_moe", RECOMPUTE, {**EXPERT_LORA, "moe_hybrid_shared_lora": True}),
 }
-# One family of each kind: where norms stand and what they normalise, and scales.
-FAMILIES = ("cohere2", "gemma3_text", "glm4", "granite", "olmo2")
 RUNS |= {name: Run(name) for name in FAMILIES}
 RUNS |= {
     "pipeline: gpt2": Run("gpt2, 4 layers"),
@@ -206,7 +206,7 @@ HSDP = {"data_parallel_replicate_size": 2}
 ONE_PROCESS: Options = {"data_parallel_mode": "none"}
 LAYOUTS: dict[str, Layout] = {
     "ddp 2": _layout(2, SHARED, **DDP),
-    "fsdp 2": _layout(2, SHARED),
+    "fsdp 2": _layout(2, (*SHARED, *FAMILIES)),
     "ulysses 2": _layout(2, (*ALL_CONTEXT, *SHARED), **ULYSSES),
     "ulysses 2, none": _layout(2, CONTEXT, **ULYSSES, cp_fsdp_mode="none"),
     "ulysses 2, ddp": _layout(2, CONTEXT, **ULYSSES, **DDP),
