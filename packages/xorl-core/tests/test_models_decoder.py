@@ -242,3 +242,16 @@ def test_input_that_does_not_fit_is_refused():
         decoder(make_ids([4])[None], SequenceLayout.from_lengths([4]))
     with pytest.raises(ValueError, match="65 tokens exceeds the model's 64 learned positions"):
         decoder(make_ids([65]), SequenceLayout.from_lengths([65]))
+
+
+def test_the_factor_on_embeddings_is_rounded_to_their_dtype() -> None:
+    """Catches a factor in fp32, with which embeddings in bf16 are not those that the model was trained with."""
+    decoder, ids = make_decoder("Gemma3ForCausalLM"), make_ids(LENGTHS)
+    trunk = decoder.model
+    factor = torch.tensor(32**0.5, dtype=torch.bfloat16)
+    expected = trunk.embed_tokens.weight.detach()[ids].bfloat16() * factor
+    seen = []
+    trunk.layers[0].register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0]))
+    decoder.compute_dtype = torch.bfloat16
+    decoder(ids, SequenceLayout.from_lengths(LENGTHS))
+    assert torch.equal(seen[0], expected)
