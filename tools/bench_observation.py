@@ -23,7 +23,8 @@ import torch
 from xorl.cli.bench_config import SyntheticRun, fixed_overrides, shapes, write_config
 from xorl.config import load_config
 from xorl.core import runtime
-from xorl.train.build import Run, build_run
+from xorl.train.build import build_run
+from xorl.train.loop import Run
 from xorl.train.observe.timing import Phase, StepTimer
 
 WARM_UP = 3

@@ -10,7 +10,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from lora_runs import config_of, write_data
 from tiny_models import hf_config
 from xorl.train import build_run, train
-from xorl.train.checkpoints import export_folder
+from xorl.train.export.folder import export_folder
 from xorl.train.export.saved import export_saved
 
 LORA: dict[str, dict[str, object]] = {

@@ -18,7 +18,7 @@ from xorl.cli.export import app
 from xorl.config import LoadedConfig
 from xorl.lora import adapter_parameters
 from xorl.train import build_run, train
-from xorl.train.checkpoints import export_folder
+from xorl.train.export.folder import export_folder
 from xorl.train.export.saved import export_saved
 from xorl.train.export.source import open_saved
 from xorl.train.export.verify import VerificationError, verify_adapter

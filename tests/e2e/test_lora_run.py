@@ -27,7 +27,7 @@ from xorl.ckpt.layout import verify
 from xorl.config import LoadedConfig
 from xorl.kernels.quant.block_fp8 import quantize_block_fp8
 from xorl.train import build_run, train
-from xorl.train.checkpoints import export_folder
+from xorl.train.export.folder import export_folder
 from xorl.train.export.saved import export_saved
 
 WEIGHTS = "adapter_model.safetensors"

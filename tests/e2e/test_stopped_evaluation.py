@@ -19,7 +19,6 @@ from xorl.data import StepLoader
 from xorl.train import RunComplete, build_run, train
 from xorl.train.evaluate import Evaluation
 from xorl.train.sweep.build import build_sweep
-from xorl.train.sweep.loop import train_sweep
 
 NUM_STEPS = 4
 
@@ -82,7 +81,7 @@ def run_of(config: Config, *, stopped_in: int | None = None) -> int:
                 assert member.evaluation is not None
                 member.evaluation = signalled(member.evaluation, stopped_in)
         try:
-            return train_sweep(sweep)
+            return train(sweep)
         finally:
             sweep.close()
             runtime.shutdown()

@@ -19,10 +19,10 @@ from xorl.core.mesh import Mesh, ParallelDims
 from xorl.data.batch import Document, collate
 from xorl.lora import Adam, AdapterBank, AdapterSpec
 from xorl.train.bank_engine import BankEngine, MixedBatch
+from xorl.train.loop import train
 from xorl.train.model import build_model
 from xorl.train.model_source import read_architecture
 from xorl.train.sweep.build import build_sweep
-from xorl.train.sweep.loop import train_sweep
 
 HF_CONFIG = hf_config(hidden_size=64, intermediate_size=64)
 QLORA = {"enable_qlora": True, "quant_format": "nf4"}
@@ -96,7 +96,7 @@ def test_a_sweep_learns_the_same_on_every_placement(layouts: Sequence[str], fold
         def run(layout: str = layout) -> list[str]:
             sweep = build_sweep(config_of(folder, layout))
             assert not [name for name, p in sweep.engine.model.module.named_parameters() if p.requires_grad]
-            assert train_sweep(sweep) == 0
+            assert train(sweep) == 0
             sweep.close()
             # The same on every rank, to the bit, although each steps for itself.
             values = [sweep.engine.bank.snapshot(name).values[""] for name in NAMES]
@@ -124,7 +124,7 @@ def test_a_sweep_learns_the_same_on_every_placement(layouts: Sequence[str], fold
 def learnt(config: Config) -> tuple[dict[str, list[dict[str, float]]], dict[str, Tensor]]:
     """The metrics and the adapter of each member of a sweep; collective."""
     sweep = build_sweep(config)
-    assert train_sweep(sweep) == 0
+    assert train(sweep) == 0
     sweep.close()
     files = {name: Path(config.train.output_dir) / "sweep" / name / "metrics.jsonl" for name in NAMES}
     return (

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from xorl.ckpt import Stateful
 from xorl.core.loss import LossFn, LossOutput
 from xorl.core.loss.metrics import metrics_between
 from xorl.core.loss.output import TokenValues
@@ -24,6 +25,7 @@ from xorl.data import PackedBatch
 from xorl.kernels.head import HeadWeight
 from xorl.kernels.layout import SequenceLayout
 from xorl.lora import Adam, AdapterBank
+from xorl.lora.snapshot import AdapterSnapshot
 from xorl.train.engine import (
     ModelPasses,
     OnOutput,
@@ -83,6 +85,28 @@ class MixedBatch:
             for name, batch in self.parts
             for index in range(len(batch.lengths))
         ]
+
+
+class BankState:
+    """The adapters of a bank and their optimizers as `{adapter}/{tensor}`, for checkpoints; without the base."""
+
+    def __init__(self, bank: AdapterBank) -> None:
+        self._bank = bank
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Copies on the host; a load fills them and passes them to `load_state_dict`."""
+        return {
+            f"{name}/{key}": tensor
+            for name in self._bank.names
+            for key, tensor in self._bank.snapshot(name).tensors().items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restore every adapter from `state`."""
+        for name in self._bank.names:
+            snapshot = self._bank.snapshot(name)
+            tensors = {key: state[f"{name}/{key}"] for key in snapshot.tensors()}
+            self._bank.restore(name, AdapterSnapshot.of_tensors(snapshot.spec, snapshot.names, tensors))
 
 
 class BankEngine:
@@ -189,6 +213,11 @@ class BankEngine:
         outcome = self.bank.step(name, adam, divisor=divisor, max_norm=max_grad_norm, kind_of=kind_of)
         self.timer.mark("optimizer")
         return Update(outcome.grad_norm, outcome.skipped, outcome.norms)
+
+    def state(self, *, trained_only: bool = True) -> dict[str, Stateful]:
+        """As `Engine.state`; the frozen base is always left out."""
+        del trained_only
+        return {"adapters": BankState(self.bank)}
 
     @contextmanager
     def _recovering(self) -> Iterator[None]:

@@ -5,20 +5,22 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import nn
 
+from xorl.ckpt.layout import JSON
 from xorl.config import Config
 from xorl.config.local import TrainConfig
-from xorl.core.loss import LossFn, cross_entropy
+from xorl.core.loss import cross_entropy
 from xorl.core.mesh import Mesh
 from xorl.core.models import Decoder
 from xorl.core.models.recipes import stacked_tensors
 from xorl.core.nn.share import whole_counts
-from xorl.core.optim import MuonOptions, Schedule, build_optimizer
+from xorl.core.optim import MuonOptions, build_optimizer
 from xorl.core.optim.decay import require_no_decay_matches, tensor_names, undecayed, unmatched_no_decay
 from xorl.core.parallel import ParallelModel
 from xorl.core.runtime import GarbageCollection, default_device_type
@@ -30,19 +32,17 @@ from xorl.train.adapters.files import AdapterFiles
 from xorl.train.adapters.inject import AdapterMerging, adapter_spec, flops_of
 from xorl.train.architecture import Architecture
 from xorl.train.base_weights import base_fingerprint
-from xorl.train.checkpoint_model import describe_model, recorded_options
-from xorl.train.checkpoints import Checkpoints, SavePoints, is_exported, saved_stream_state
-from xorl.train.data import DataIdentity, Loader, StreamState, build_loader, build_stream_loader
+from xorl.train.checkpoints import Checkpoints
+from xorl.train.data import Loader, StreamState, build_loader, build_stream_loader
 from xorl.train.engine import Engine
-from xorl.train.evaluate import Evaluation
-from xorl.train.export.folder import AdapterExport, ModelExport
+from xorl.train.export.folder import AdapterExport, ModelExport, export_folder, is_complete_export
 from xorl.train.export.rest import Rest
+from xorl.train.loop import Run
 from xorl.train.model import DTYPES, build_model, check_model, stage_of
 from xorl.train.model_source import MODEL_PATH
-from xorl.train.observe.observer import Observer
+from xorl.train.observe.diverged import NonFiniteSteps
 from xorl.train.observe.opening import log_opening
-from xorl.train.observe.profile import Profiler, build_profiler
-from xorl.train.quantization import scheme_of
+from xorl.train.observe.profile import build_profiler
 from xorl.train.recompute_choice import MicroBatch, choose_recomputation
 from xorl.train.startup import (
     PreparedRun,
@@ -56,28 +56,6 @@ from xorl.train.startup import (
 from xorl.train.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Run:
-    """A run that is ready to train: see `loop.train`.
-
-    evaluation: None without held-out data. before_step: functions to call before each step with its number, counted
-    from 1; each is collective. start_step: the number of steps already taken.
-    """
-
-    startup: Startup
-    engine: Engine
-    loss_fn: LossFn
-    loader: Loader
-    evaluation: Evaluation | None
-    schedule: Schedule
-    observer: Observer
-    checkpoints: Checkpoints
-    before_step: tuple[Callable[[int], None], ...]
-    profiler: Profiler
-    garbage_collection: GarbageCollection
-    start_step: int
 
 
 EngineMaker = Callable[[Config, Architecture, Mesh, torch.device], Engine]
@@ -96,7 +74,8 @@ def build_run(config: Config, *, make_engine: EngineMaker | None = None, watchdo
         run.write_receipt()
     evaluates_at_start = startup.evaluates_at_start(run)
     if (resumed := startup.resumed) is not None:
-        lacks_results = evaluates_at_start or (config.train.save_hf_weights and not is_exported(resumed.path))
+        is_exported = not config.train.save_hf_weights or is_complete_export(export_folder(resumed.path))
+        lacks_results = evaluates_at_start or not is_exported
         is_own_checkpoint = resumed.path.parent == startup.checkpointer.root
         startup.require_work_left(lacks_results=is_own_checkpoint and lacks_results)
 
@@ -105,26 +84,34 @@ def build_run(config: Config, *, make_engine: EngineMaker | None = None, watchdo
     with phases("model", "Loading the model"):
         engine = (make_engine or build_engine)(config, architecture, startup.mesh, runtime.device)
     loader, stream = _loader(startup, run)
-    checkpoints = _checkpoints(startup, run, engine, stream)
-    start_step = 0
-    if resumed is not None:
-        with phases("resume", f"Loading {resumed.path}"):
-            start_step = checkpoints.restore(resumed.path)
-            checkpoints.saves.go_back(start_step)
+    fingerprint = None
+    if adapters(engine.model.whole):
+        fingerprint = base_fingerprint(MODEL_PATH, config.model.model_path, config.train.load_weights_mode)
+    files = _adapter_files(config, architecture, engine, fingerprint)
+    written = {} if files is None else {"": files}
+    checkpoints = Checkpoints(startup, engine, architecture, fingerprint, adapters=lambda: written, stream=stream)
+    loaded = checkpoints.resume()
+    start_step = 0 if loaded is None else loaded.step
     log_opening(startup, start_step)
+    skips = config.train.on_nonfinite == "skip"
+    nonfinite = NonFiniteSteps(engine, loader, cross_entropy, startup.output_dir, skips=skips)
+    observer = build_observer(startup, start_step, engine.timer)
+    observer.on_nonfinite = nonfinite.handle
     return Run(
         startup=startup,
-        engine=engine,
         loss_fn=cross_entropy,
-        loader=loader,
-        evaluation=build_evaluation(startup, run, at_start=evaluates_at_start),
-        schedule=build_schedule(run),
-        observer=build_observer(startup, start_step, engine.timer),
+        observer=observer,
         checkpoints=checkpoints,
-        before_step=_before_step(config, engine),
         profiler=build_profiler(config.train, runtime, start_step, startup.num_steps),
         garbage_collection=GarbageCollection(config.train.gc_steps, config.train.empty_cache_steps),
         start_step=start_step,
+        engine=engine,
+        loader=loader,
+        evaluation=build_evaluation(startup, run, engine, observer.write, at_start=evaluates_at_start),
+        schedule=build_schedule(run),
+        before_step=_before_step(config, engine),
+        nonfinite=nonfinite,
+        final_export=_final_export(config, architecture, engine, files),
     )
 
 
@@ -175,7 +162,9 @@ def _loader(startup: Startup, run: PreparedRun) -> tuple[Loader, StreamState | N
         assert isinstance(plan, DataPlan), "plan_steps returns a DataPlan for packed documents"
         return build_loader(config, data.train, plan, mesh, startup.architecture.config.hidden_size), None
     assert isinstance(plan, StreamPlan), "plan_steps returns a StreamPlan for a stream"
-    positions, before = (None, None) if startup.resumed is None else saved_stream_state(startup.resumed.manifest)
+    saved = {} if startup.resumed is None else cast(Mapping[str, JSON], startup.resumed.manifest.info["data"])
+    positions = cast("list[list[int]] | None", saved.get("stream_positions"))
+    before = cast("list[int] | None", saved.get("stream_tally"))
     if startup.resumed is not None and before is None:
         step = startup.resumed.manifest.step
         logger.warning("stream: the checkpoint has no counts, so the data receipt begins at step=%d", step)
@@ -240,54 +229,45 @@ def _muon_options(train: TrainConfig, model: ParallelModel) -> MuonOptions:
     )
 
 
-def _checkpoints(startup: Startup, run: PreparedRun, engine: Engine, stream: StreamState | None) -> Checkpoints:
-    config, plan, architecture = startup.config, run.plan, run.architecture
-    train, lora = config.train, config.lora
-    recipes = architecture.recipes(merge_qkv=config.model.merge_qkv)
-    files, fingerprint = None, None
+def _adapter_files(
+    config: Config, architecture: Architecture, engine: Engine, fingerprint: str | None
+) -> AdapterFiles | None:
+    """What writes the model's adapters, if it has any. fingerprint: of the base weights."""
+    lora = config.lora
     # The engine of a benchmark's peer has none of our adapters.
-    if adapters(engine.model.whole):
-        spec = adapter_spec(lora, architecture.spec)
-        assert spec is not None, "a model only has adapters if the configuration enables them"
-        base = config.model.model_path
-        fingerprint = base_fingerprint(MODEL_PATH, base, train.load_weights_mode)
-        if lora.merge_lora_interval:
-            # No other tool can load this base; a name that is no model says so, to people and to `check_name`.
-            base = f"{base or config.model.config_path} (with adapters merged into it while training)"
-        files = AdapterFiles.of(
-            engine.model,
-            spec,
-            base,
-            recipes,
-            others=architecture.files_beside_adapter(),
-            form=lora.moe_lora_format,
-            base_fingerprint=None if lora.merge_lora_interval else fingerprint,
-            is_part=architecture.spec.checkpoint_names.is_part,
-        )
-    export: ModelExport | AdapterExport | None = None
-    if train.save_hf_weights and lora.save_lora_only:
-        assert files is not None, "the configuration was checked"
-        export = AdapterExport(files, architecture.spec)
-    elif train.save_hf_weights:
-        dtype = torch.bfloat16 if train.enable_mixed_precision else None
-        rest = Rest.of(architecture)
-        rest.require()
-        export = ModelExport(engine.model, recipes, architecture, dtype, files, rest)
-    due = SavePoints(plan.num_steps, plan.steps_per_epoch, train.save_steps, train.save_epochs)
-    due.warn()
-    return Checkpoints(
-        startup.saves(),
-        engine,
-        startup.runtime,
-        due=due,
-        data=DataIdentity.of(plan),
-        model=describe_model(config.model, architecture, scheme_of(engine.model.whole), fingerprint),
-        options=recorded_options(config),
-        export=export,
-        adapters=files,
-        trained_only=lora.save_lora_only,
-        stream=stream,
+    if not adapters(engine.model.whole):
+        return None
+    spec = adapter_spec(lora, architecture.spec)
+    assert spec is not None, "a model only has adapters if the configuration enables them"
+    base = config.model.model_path
+    if lora.merge_lora_interval:
+        # No other tool can load this base; a name that is no model says so, to people and to `check_name`.
+        base = f"{base or config.model.config_path} (with adapters merged into it while training)"
+    return AdapterFiles.of(
+        engine.model,
+        spec,
+        base,
+        architecture.recipes(merge_qkv=config.model.merge_qkv),
+        others=architecture.files_beside_adapter(),
+        form=lora.moe_lora_format,
+        base_fingerprint=None if lora.merge_lora_interval else fingerprint,
+        is_part=architecture.spec.checkpoint_names.is_part,
     )
+
+
+def _final_export(
+    config: Config, architecture: Architecture, engine: Engine, files: AdapterFiles | None
+) -> ModelExport | AdapterExport | None:
+    if not config.train.save_hf_weights:
+        return None
+    if config.lora.save_lora_only:
+        assert files is not None, "the configuration was checked"
+        return AdapterExport(files, architecture.spec)
+    recipes = architecture.recipes(merge_qkv=config.model.merge_qkv)
+    dtype = torch.bfloat16 if config.train.enable_mixed_precision else None
+    rest = Rest.of(architecture)
+    rest.require()
+    return ModelExport(engine.model, recipes, architecture, dtype, files, rest)
 
 
 def _before_step(config: Config, engine: Engine) -> tuple[Callable[[int], None], ...]:

@@ -1,36 +1,43 @@
-"""When a run saves, the contents of its checkpoints, and resuming from one."""
+"""When a run or a sweep saves, the contents of its checkpoints, and resuming from one."""
 
 from __future__ import annotations
 
 import json
 import logging
 import math
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import cast
+from types import MappingProxyType
 
-from xorl.ckpt import CheckpointError, SafetensorsSource, read_manifest
+from xorl.ckpt import CheckpointError
+from xorl.ckpt.checkpointer import LoadedCheckpoint
 from xorl.ckpt.files import FileRecord, write_file
 from xorl.ckpt.layout import JSON, Manifest
 from xorl.ckpt.ranks import fail_together
-from xorl.core.runtime import Runtime, rng_state, set_rng_state
+from xorl.core.runtime import rng_state, set_rng_state
 from xorl.lora import AdapterSpec
-from xorl.lora.peft import CONFIG_FILE, WEIGHTS_FILE, AdapterConfig
+from xorl.lora.peft import CONFIG_FILE, AdapterConfig
 from xorl.train.adapters.files import AdapterFiles, adapters_writer
 from xorl.train.adapters.folder import is_adapter
-from xorl.train.checkpoint_model import MODEL, OPTIONS, differing_options, require_same_base
+from xorl.train.architecture import Architecture
+from xorl.train.bank_engine import BankEngine
+from xorl.train.checkpoint_model import (
+    MODEL,
+    OPTIONS,
+    describe_model,
+    differing_options,
+    recorded_options,
+    require_same_base,
+)
 from xorl.train.data import DataIdentity, StreamState
 from xorl.train.engine import Engine
-from xorl.train.export.folder import AdapterExport, ModelExport
+from xorl.train.quantization import scheme_of
 from xorl.train.saves import Content, Saves
+from xorl.train.startup import Startup
 
 logger = logging.getLogger(__name__)
-
-# The exported model is beside its checkpoint, which is never written into again.
-EXPORT = "-export"
 
 
 @dataclass(frozen=True)
@@ -65,128 +72,133 @@ CERTIFICATE = "certificate.json"
 
 
 class Checkpoints:
-    """A run's checkpoints under `{output_dir}/checkpoints`.
+    """The checkpoints of a run or a sweep under `{output_dir}/checkpoints`.
 
     Args:
-        due: decides after which steps to save.
-        model: the description of the model (see `checkpoint_model.describe_model`).
-        options: see `checkpoint_model.recorded_options`.
-        export: written at the end beside the last checkpoint; None exports nothing.
-        adapters: written into each checkpoint in PEFT's format; None for a model without adapters.
-        trained_only: leave out frozen parameters.
+        architecture: recorded as the model's.
+        fingerprint: of the base weights, if there are adapters (see `base_weights.base_fingerprint`).
+        adapters: returns what is written into each checkpoint in PEFT's format, by folder.
         stream: None if the data is prepared.
+
+    Attributes:
+        due: decides after which steps to save.
     """
 
     def __init__(
         self,
-        saves: Saves,
-        engine: Engine,
-        runtime: Runtime,
+        startup: Startup,
+        engine: Engine | BankEngine,
+        architecture: Architecture,
+        fingerprint: str | None,
         *,
-        due: SavePoints,
-        data: DataIdentity,
-        model: Mapping[str, JSON],
-        options: Mapping[str, JSON],
-        export: ModelExport | AdapterExport | None,
-        adapters: AdapterFiles | None = None,
-        trained_only: bool = False,
+        adapters: Callable[[], Mapping[str, AdapterFiles]] = dict,
         stream: StreamState | None = None,
     ) -> None:
-        self.saves = saves
-        self._engine = engine
-        self._runtime = runtime
-        self.final_export = export
-        self._data = data
-        self._info = {MODEL: model, OPTIONS: options}
-        self._adapters = adapters
-        self._trained_only = trained_only
-        self._stream = stream
-        self.due: Callable[[int], bool] = due
-        self.exported: Path | None = None
-
-    def prepare(self, start_step: int, num_steps: int) -> None:
-        """See `Saves.prepare`. Collective."""
-        num_saves = sum(map(self.due, range(start_step + 1, num_steps + 1)))
-        self.saves.prepare(self._engine.state(trained_only=self._trained_only), num_saves)
-
-    def save(self, step: int, *, is_final: bool = False) -> None:
-        """Save the run after `step` steps; for errors and `is_final` see `Saves.save`. Collective."""
-        self.saves.finish()  # its receipt has the state of the stream at that save
-        data: dict[str, str | int | list[list[int]] | list[int]] = {
-            **asdict(self._data),
-            "position": step * self._data.bins_per_step,
+        config, plan = startup.config, startup.longest.plan
+        self.saves: Saves = startup.saves()
+        self._startup, self._engine = startup, engine
+        self._info: Mapping[str, JSON] = {
+            MODEL: describe_model(config.model, architecture, scheme_of(engine.model.whole), fingerprint),
+            OPTIONS: recorded_options(config),
         }
-        # The stream is set on all ranks or on none: the configuration decides.
-        if self._stream is not None:
-            data |= self._stream.state()
+        self._adapters = adapters
+        self._stream = stream
+        points = SavePoints(plan.num_steps, plan.steps_per_epoch, config.train.save_steps, config.train.save_epochs)
+        points.warn()
+        self.due: Callable[[int], bool] = points
+
+    def prepare(self, start_step: int) -> None:
+        """See `Saves.prepare`. Collective."""
+        num_saves = sum(map(self.due, range(start_step + 1, self._startup.num_steps + 1)))
+        self.saves.prepare(self._engine.state(trained_only=self._startup.config.lora.save_lora_only), num_saves)
+
+    def save(self, step: int, *, is_final: bool = False, scalars: Mapping[str, JSON] = MappingProxyType({})) -> None:
+        """Save the state after `step` steps, and `scalars`; for errors and `is_final` see `Saves.save`. Collective."""
+        self.saves.finish()  # its receipt has the state of the stream at that save
         content = Content(
-            state=self._engine.state(trained_only=self._trained_only),
-            info={"data": data, **self._info},
-            scalars={"step": step},
-            rng=rng_state(self._runtime.device),
+            state=self._engine.state(trained_only=self._startup.config.lora.save_lora_only),
+            info={**self._data(step), **self._info},
+            scalars={"step": step, **scalars},
+            rng=rng_state(self._startup.runtime.device),
             write_extra_files=self._extra_files(),
             on_published=self._write_receipt,
         )
         self.saves.save(step, content, is_final=is_final)
 
+    def _data(self, step: int) -> dict[str, JSON]:
+        """What identifies the training data, which `startup.saved_data` reads. Collective."""
+        data = {name: DataIdentity.of(run.plan) for name, run in self._startup.runs.items()}
+        if self._startup.config.lora.sweep:
+            return {"sweep": {name: asdict(identity) for name, identity in data.items()}}
+        [identity] = data.values()
+        # The stream is set on all ranks or on none: the configuration decides.
+        streamed = {} if self._stream is None else self._stream.state()
+        return {"data": {**asdict(identity), "position": step * identity.bins_per_step, **streamed}}
+
     def _write_receipt(self) -> None:
-        if self._stream is not None and self._runtime.is_main:
+        if self._stream is not None and self._startup.runtime.is_main:
             self._stream.write_receipt()
 
     def _extra_files(self) -> Callable[[Path], dict[str, FileRecord]]:
         """Writes the adapters, and a copy of the certificate of `xorl verify`, if there are any. Collective."""
-        write_adapters = adapters_writer(self._adapters, in_background=self.saves.in_background)
-        certificate = self.saves.checkpointer.root.parent / CERTIFICATE
+        in_background, is_main = self.saves.in_background, self._startup.runtime.is_main
+        writers = {
+            name: adapters_writer(files, in_background=in_background) for name, files in self._adapters().items()
+        }
+        certificate = self._startup.output_dir / CERTIFICATE
 
         def write(folder: Path) -> dict[str, FileRecord]:
-            files = write_adapters(folder)
+            written: dict[str, FileRecord] = {}
+            for name, write_adapter in writers.items():
+                with fail_together(f"write {folder / name}"):
+                    if is_main:
+                        (folder / name).mkdir(parents=True, exist_ok=True)
+                files = write_adapter(folder / name)
+                written |= {str(Path(name, file)): record for file, record in files.items()}
             with fail_together(f"write {folder / CERTIFICATE}"):
-                if self._runtime.is_main and certificate.is_file():
-                    files[CERTIFICATE] = write_file(folder / CERTIFICATE, certificate.read_bytes())
-            return files
+                if is_main and certificate.is_file():
+                    written[CERTIFICATE] = write_file(folder / CERTIFICATE, certificate.read_bytes())
+            return written
 
         return write
 
-    def export(self) -> None:
-        """Export the model beside the last checkpoint, if the run exports at all. Collective."""
-        if self.final_export is None:
-            return
-        last = self.saves.last
-        assert last is not None, "the last step is always saved"
-        with fail_together("set a damaged export aside"):
-            if self._runtime.is_main:
-                _set_aside_damaged(last)
-        self.exported = export_folder(last)
-        if not self.exported.exists():
-            self.final_export.write(self.exported)
+    def resume(self) -> LoadedCheckpoint | None:
+        """Load the checkpoint from which the job resumes, if any, and set later ones aside. Collective.
 
-    def restore(self, path: Path) -> int:
-        """Load the checkpoint at `path` and return its step; parameters that it lacks keep their values. Collective.
-
-        Raises ValueError if its adapters were scaled differently or trained over a differently quantised base.
+        Parameters that it lacks keep their values. Raises ValueError if its adapters were scaled differently or trained
+        over a differently quantised base.
         """
-        start = time.perf_counter()
-        if self._adapters is not None and is_adapter(path):
-            require_scale(path, self._adapters.config.spec)
-        frozen = [name for name, weight in self._engine.model.module.named_parameters() if not weight.requires_grad]
-        manifest = read_manifest(path)
-        trained_only = bool(frozen) and f"model.{frozen[0]}" not in manifest.tensors
+        resumed = self._startup.resumed
+        if resumed is None:
+            return None
+        with self._startup.phases("resume", f"Loading {resumed.path}"):
+            start = time.perf_counter()
+            loaded = self._load(resumed.path, resumed.manifest)
+            if loaded.rng is not None:
+                set_rng_state(loaded.rng, self._startup.runtime.device)
+            logger.debug("resumed=%s step=%d load_s=%.2f", resumed.path, loaded.step, time.perf_counter() - start)
+            self.saves.last = resumed.path
+            self.saves.go_back(loaded.step)
+        return loaded
+
+    def _load(self, path: Path, manifest: Manifest) -> LoadedCheckpoint:
+        configs = {name: files.config for name, files in self._adapters().items()}
+        for name, config in configs.items():
+            if is_adapter(path / name):
+                require_scale(path / name, config.spec)
+        parameters = self._engine.model.module.named_parameters()
+        frozen = next((name for name, weight in parameters if not weight.requires_grad), None)
+        trained_only = frozen is not None and f"model.{frozen}" not in manifest.tensors
         if trained_only:
             require_same_base(path, manifest.info, self._info)
         try:
-            loaded = self.saves.checkpointer.load(path, self._engine.state(trained_only=trained_only))
+            return self.saves.checkpointer.load(path, self._engine.state(trained_only=trained_only))
         except CheckpointError as error:
-            adapters = None if self._adapters is None else self._adapters.config
-            differing = differing_options(path, manifest.info, self._info, adapters)
+            differing = differing_options(path, manifest.info, self._info, configs.get(""))
             if not differing:
                 raise
             message = f"train.load_checkpoint_path: {path} was saved with {'; '.join(differing)}"
             raise CheckpointError(f"{message}\n{error}") from error
-        if loaded.rng is not None:
-            set_rng_state(loaded.rng, self._runtime.device)
-        self.saves.last = path
-        logger.debug("resumed=%s step=%d load_s=%.2f", path, loaded.step, time.perf_counter() - start)
-        return loaded.step
 
 
 def require_scale(path: Path, spec: AdapterSpec) -> None:
@@ -200,47 +212,3 @@ def require_scale(path: Path, spec: AdapterSpec) -> None:
                 f"lora.{option}: {now}, but the adapters in {path}, where train.load_checkpoint_path resumes, were "
                 f"trained with {before}; restore that value, or start a new run"
             )
-
-
-def export_folder(checkpoint: Path) -> Path:
-    """The folder of the model that a run exports at its end."""
-    return checkpoint.with_name(f"{checkpoint.name}{EXPORT}")
-
-
-def is_exported(checkpoint: Path) -> bool:
-    """Whether the exported model or adapter of this checkpoint exists, with all its weight files."""
-    folder = export_folder(checkpoint)
-    try:
-        source = (
-            SafetensorsSource(folder, single_file=WEIGHTS_FILE) if is_adapter(folder) else SafetensorsSource(folder)
-        )
-        source.close()
-    except CheckpointError:
-        return False
-    return True
-
-
-def _set_aside_damaged(checkpoint: Path) -> None:
-    """Rename the folder of an incomplete export, so that a new one can be written and no file is lost."""
-    folder = export_folder(checkpoint)
-    if folder.exists() and not is_exported(checkpoint):
-        aside = Path(tempfile.mkdtemp(prefix=f"{folder.name}_damaged_", dir=checkpoint.parent))
-        folder.rename(aside)
-        logger.warning("export=%s lacks weight files; renamed to %s and exported again", folder, aside)
-
-
-def saved_data(manifest: Manifest) -> dict[str, DataIdentity]:
-    """The training data recorded in a checkpoint: by member for a sweep, else under the name ""."""
-    info = manifest.info
-    saved = cast(Mapping[str, Mapping[str, str | int]], {"": info["data"]} if "data" in info else info.get("sweep", {}))
-    return {
-        name: DataIdentity(str(data["order"]), int(data["num_bins"]), int(data["bins_per_step"]))
-        for name, data in saved.items()
-    }
-
-
-def saved_stream_state(manifest: Manifest) -> tuple[list[list[int]] | None, list[int] | None]:
-    """The positions of the lanes and the counts of samples from `StreamState.state`; None for those not recorded."""
-    data = cast(Mapping[str, JSON], manifest.info["data"])
-    positions = cast("list[list[int]] | None", data.get("stream_positions"))
-    return positions, cast("list[int] | None", data.get("stream_tally"))

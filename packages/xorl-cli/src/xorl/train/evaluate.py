@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,6 +14,8 @@ from xorl.core.loss import IGNORE, LossFn, LossOutput, score_tokens
 from xorl.core.mesh import Axis
 from xorl.core.parallel import ParallelModel
 from xorl.data import PackedBatch, StepLoader
+from xorl.train.engine import Engine
+from xorl.train.observe.metrics_file import Metrics
 from xorl.train.rows import join_rows
 
 
@@ -30,28 +31,30 @@ class EvalPoints:
         return step in (0, self.num_steps) or (self.eval_steps is not None and step % self.eval_steps == 0)
 
 
-class Scorer(Protocol):
+@dataclass(frozen=True)
+class Scorer:
     """The part of an engine that an evaluation uses."""
 
-    @property
-    def model(self) -> ParallelModel: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def forward(self, batch: PackedBatch, loss_fn: LossFn) -> LossOutput | None: ...
+    model: ParallelModel
+    device: torch.device
+    forward: Callable[[PackedBatch, LossFn], LossOutput | None]
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The held-out data of a run and when to score it. at_start: also before the first step of this process."""
+    """The held-out data of a run, or of a sweep's member, and when to score it.
 
+    at_start: also before the first step of this process. write: records the scores.
+    """
+
+    scorer: Engine | Scorer
     loader: StepLoader
     due: EvalPoints
     at_start: bool
+    write: Callable[[Metrics], None]
 
 
-def evaluate(engine: Scorer, loader: StepLoader, check: Callable[[], None] | None = None) -> dict[str, float]:
+def evaluate(engine: Engine | Scorer, loader: StepLoader, check: Callable[[], None] | None = None) -> dict[str, float]:
     """Score the whole held-out set once. Collective.
 
     `check` is called before each batch, the same number of times on every rank; it may raise to end the evaluation.

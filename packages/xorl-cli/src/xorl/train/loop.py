@@ -1,93 +1,186 @@
-"""The training loop. engine.py implements the parts of a step; build.py builds what the loop uses."""
+"""The training loop, and the steps of a run. engine.py has the parts of a step; build.py builds what the loop uses."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
-from xorl.train.build import Run
+from xorl.core.loss import LossFn
+from xorl.core.optim import Schedule
+from xorl.core.runtime import GarbageCollection
+from xorl.data import PackedBatch
+from xorl.train.checkpoints import Checkpoints
+from xorl.train.data import Loader
+from xorl.train.engine import Engine
 from xorl.train.evaluate import Evaluation, evaluate
+from xorl.train.export.folder import AdapterExport, ModelExport, export_folder, export_once, is_complete_export
 from xorl.train.interrupt import Interrupted, Interruption
 from xorl.train.observe.diverged import NonFiniteSteps
+from xorl.train.observe.observer import Observer
+from xorl.train.observe.profile import Profiler
+from xorl.train.startup import Startup
 
 
-def train(run: Run, *, saves_on_signal: bool = True) -> int:
-    """Train from `run.start_step` to the last step. Collective. Returns the signal that ended it early, or 0.
+@dataclass(frozen=True)
+class Job(ABC):
+    """A run or a sweep that is ready to train: see `train`. start_step: the number of steps already taken."""
 
-    A signal, or the approach of `train.max_time`, ends the run after the current step, which is saved. During an
-    evaluation it also saves the last step and cancels the evaluation, which the resumed run repeats first. Without
+    startup: Startup
+    loss_fn: LossFn
+    observer: Observer
+    checkpoints: Checkpoints
+    profiler: Profiler
+    garbage_collection: GarbageCollection
+    start_step: int
+
+    @abstractmethod
+    def steps(self) -> Iterator[tuple[int, Callable[[], None]]]:
+        """Read the data of each step from `start_step` on; yields its number, from 1, and a function that takes it.
+
+        Each is collective. The function also reports the step to the observer.
+        """
+
+    @abstractmethod
+    def evaluations(self, step: int) -> Sequence[Evaluation]:
+        """The evaluations of what trains in `step`, due or not; the same on every rank."""
+
+    def save(self, step: int, *, is_final: bool) -> None:
+        """See `Checkpoints.save`."""
+        self.checkpoints.save(step, is_final=is_final)
+
+    @abstractmethod
+    def export(self) -> None:
+        """Export what was trained, as of the last checkpoint, if the job exports at all. Collective."""
+
+    def close(self) -> None:
+        """Close the files of metrics."""
+        self.observer.close()
+
+
+@dataclass(frozen=True)
+class Run(Job):
+    """A run that is ready to train: see `loop.train`.
+
+    evaluation: None without held-out data. before_step: functions to call before each step with its number, counted
+    from 1; each is collective. final_export: None exports nothing.
+    """
+
+    engine: Engine
+    loader: Loader
+    evaluation: Evaluation | None
+    schedule: Schedule
+    before_step: tuple[Callable[[int], None], ...]
+    nonfinite: NonFiniteSteps
+    final_export: ModelExport | AdapterExport | None
+
+    def steps(self) -> Iterator[tuple[int, Callable[[], None]]]:
+        """See `Job`."""
+        for index, batches in self.loader.steps(start=self.start_step):
+            yield index + 1, partial(self._take, index + 1, batches)
+
+    def _take(self, step: int, batches: Sequence[PackedBatch]) -> None:
+        saves, lr = self.checkpoints.saves, self.schedule(step)
+        for prepare in self.before_step:
+            saves.before_change()
+            prepare(step)
+        losses = self.engine.forward_backward(batches, self.loss_fn, self.nonfinite.record_step(step, batches))
+        self.startup.position.move("update")
+        saves.before_change()
+        update = self.engine.optim_step(lr, divisor=losses.divisor)
+        self.observer.step(step, losses, update, lr=lr)
+
+    def evaluations(self, step: int) -> list[Evaluation]:
+        """See `Job`."""
+        del step
+        return [] if self.evaluation is None else [self.evaluation]
+
+    def export(self) -> None:
+        """See `Job`."""
+        if self.final_export is not None:
+            exports = {self.exported_to: self.final_export}
+            export_once(exports, is_complete_export, aside="damaged", why="lacks weight files")
+
+    @property
+    def exported_to(self) -> Path:
+        """The folder of the model or adapter that the run exports at its end."""
+        last = self.checkpoints.saves.last
+        assert last is not None, "the last step is always saved"
+        return export_folder(last)
+
+
+def train(job: Job, *, saves_on_signal: bool = True) -> int:
+    """Train from `job.start_step` to the last step. Collective. Returns the signal that ended it early, or 0.
+
+    A signal, or the approach of `train.max_time`, ends the job after the current step, which is saved. During an
+    evaluation it also saves the last step and cancels the evaluation, which the resumed job repeats first. Without
     `saves_on_signal`, a signal acts at once.
     After the last step the model is exported, even if an earlier process was stopped before it could do so. Raises
-    DivergedError if the loss or the gradient is not finite and such steps stop the run.
+    DivergedError if the loss or the gradient is not finite and such steps stop the run, or those of all members of a
+    sweep.
     """
-    engine, observer, evaluation, saves = run.engine, run.observer, run.evaluation, run.checkpoints.saves
-    skips = run.startup.config.train.on_nonfinite == "skip"
-    nonfinite = NonFiniteSteps(engine, run.loader, run.loss_fn, run.startup.output_dir, skips=skips)
-    observer.on_nonfinite = nonfinite.handle
-    at = run.startup.position
-    if evaluation is not None and evaluation.at_start:
-        _evaluate(run, evaluation, run.start_step, None)
+    observer, saves, at, num_steps = job.observer, job.checkpoints.saves, job.startup.position, job.startup.num_steps
+    step = job.start_step
+    _evaluate(job, step, [each for each in job.evaluations(max(step, 1)) if each.at_start], None)
     with (
-        Interruption(saves.has_failed, run.startup.deadline(saves))
+        Interruption(saves.has_failed, job.startup.deadline(saves))
         if saves_on_signal
         else nullcontext() as interruption,
         saves.flushed(),
-        run.garbage_collection,
-        run.profiler,
+        job.garbage_collection,
+        job.profiler,
     ):
         observer.start()
-        at.move("data", run.start_step + 1)
-        for index, batches in observer.fetched(run.loader.steps(start=run.start_step)):
-            step = index + 1
-            lr = run.schedule(step)
+        at.move("data", step + 1)
+        for step, take_step in observer.fetched(job.steps()):
             at.move("forward and backward", step)
-            for prepare in run.before_step:
-                saves.before_change()
-                prepare(step)
-            batches = list(batches)
-            losses = engine.forward_backward(batches, run.loss_fn, nonfinite.record_step(step, batches))
-            at.move("update")
-            saves.before_change()
-            update = engine.optim_step(lr, divisor=losses.divisor)
-            observer.step(step, losses, update, lr=lr)
+            take_step()
             signal_number = 0 if interruption is None else interruption.agreed_signal()
             if interruption is not None and interruption.save_failed:
                 saves.finish()
-            is_saved = bool(signal_number) or run.checkpoints.due(step)
+            is_saved = bool(signal_number) or job.checkpoints.due(step)
             if is_saved:
-                _save(run, step, is_final=bool(signal_number) or step == run.startup.num_steps)
-            if signal_number and step < run.startup.num_steps:
+                _save(job, step, is_final=bool(signal_number) or step == num_steps)
+            if signal_number and step < num_steps:
                 return signal_number
-            if evaluation is not None and evaluation.due(step):
-                try:
-                    _evaluate(run, evaluation, step, interruption)
-                except Interrupted as interrupted:
-                    if not is_saved:
-                        _save(run, step, is_final=True)
-                    return interrupted.signal_number
-            run.garbage_collection.step(step)
-            run.profiler.step(step)
+            try:
+                _evaluate(job, step, [each for each in job.evaluations(step) if each.due(step)], interruption)
+            except Interrupted as interrupted:
+                if not is_saved:
+                    _save(job, step, is_final=True)
+                return interrupted.signal_number
+            job.garbage_collection.step(step)
+            job.profiler.step(step)
             at.move("data", step + 1)
+        if step < num_steps:
+            # The members of a sweep that have steps left have all diverged.
+            _save(job, step, is_final=True)
         observer.flush()
         at.move("export")
-        run.checkpoints.export()
+        job.export()
     return 0
 
 
-def _save(run: Run, step: int, *, is_final: bool) -> None:
-    run.startup.position.move("save")
-    with run.observer.checkpoint():
-        run.checkpoints.save(step, is_final=is_final)
+def _save(job: Job, step: int, *, is_final: bool) -> None:
+    job.startup.position.move("save")
+    with job.observer.checkpoint():
+        job.save(step, is_final=is_final)
 
 
-def _evaluate(run: Run, evaluation: Evaluation, step: int, interruption: Interruption | None) -> None:
-    """Score the held-out data. Raises Interrupted if a signal arrives meanwhile."""
-    position = run.startup.position
+def _evaluate(job: Job, step: int, evaluations: Sequence[Evaluation], interruption: Interruption | None) -> None:
+    """Score held-out data. Raises Interrupted if a signal arrives meanwhile."""
+    if not evaluations:
+        return
+    position = job.startup.position
 
     def check() -> None:
         position.move("evaluation")
         if interruption is not None:
             interruption.check()
 
-    with run.observer.pause():
-        scores = evaluate(run.engine, evaluation.loader, check)
-        run.observer.write({"step": step, **scores})
+    with job.observer.pause():
+        for each in evaluations:
+            each.write({"step": step, **evaluate(each.scorer, each.loader, check)})

@@ -12,15 +12,15 @@ from xorl.config import Config, LoadedConfig
 from xorl.config.local import TrainConfig
 from xorl.core.runtime import global_rank, shutdown
 from xorl.train.adapters.folder import is_adapter
-from xorl.train.build import Run, build_run
+from xorl.train.build import build_run
 from xorl.train.interrupt import OUT_OF_TIME
-from xorl.train.loop import train
+from xorl.train.loop import Run, train
 from xorl.train.observe.observer import Observer
 from xorl.train.observe.progress import set_up_logging
 from xorl.train.output_dir import METRICS, locked
 from xorl.train.startup import RunComplete
 from xorl.train.sweep.build import build_sweep
-from xorl.train.sweep.loop import Member, train_sweep
+from xorl.train.sweep.sweep import Member, Sweep
 from xorl.train.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ def run_training(loaded: LoadedConfig, end: Callable[[Exception], object] | None
             locked(Path(config.train.output_dir)) if is_main else nullcontext(),
             nullcontext() if watchdog is None else watchdog.explaining(),
         ):
-            signal_number = _run_sweep(config, watchdog) if config.lora.sweep else _run(config, watchdog)
+            signal_number = _run(config, watchdog)
             shutdown()
     except RunComplete as complete:
         logger.info("complete=%s: %s", complete.path, _complete_message(config.train, complete.path))
@@ -64,36 +64,35 @@ def _complete_message(train: TrainConfig, complete: Path) -> str:
 
 
 def _run(config: Config, watchdog: Watchdog | None) -> int:
-    run = build_run(config, watchdog=watchdog)
+    job = build_sweep(config, watchdog=watchdog) if config.lora.sweep else build_run(config, watchdog=watchdog)
     try:
-        run.checkpoints.prepare(run.start_step, run.startup.num_steps)
-        signal_number = train(run)
+        job.checkpoints.prepare(job.start_step)
+        signal_number = train(job)
     finally:
-        run.observer.close()
-    _summarise(run, signal_number)
-    return signal_number
-
-
-def _run_sweep(config: Config, watchdog: Watchdog | None) -> int:
-    sweep = build_sweep(config, watchdog=watchdog)
-    try:
-        sweep.saving.prepare(sweep.start_step, sweep.startup.num_steps)
-        signal_number = train_sweep(sweep)
-    finally:
-        sweep.close()
-    for member in sweep.members:
-        change = _change(member, "loss")
-        folder = sweep.startup.runs[member.name].folder
-        logger.info("%-11s loss %s%s, in %s", member.name, change, ", diverged" * member.diverged, folder)
-    logger.info("checkpoint  %s", sweep.saving.saves.last)
+        job.close()
+    lines = _of_members(job) if isinstance(job, Sweep) else _of_run(job)
+    lines.append(f"checkpoint  {job.checkpoints.saves.last}")
+    if isinstance(job, Run):
+        lines += _files(job, is_exported=job.final_export is not None and not signal_number)
     if signal_number:
-        logger.info(_stopped(signal_number))
+        lines.append(_stopped(signal_number))
+    for line in lines:
+        logger.info(line)
     return signal_number
 
 
-def _summarise(run: Run, signal_number: int) -> None:
-    """Log the results, where they are, and what to do next."""
-    observer, exported = run.observer, run.checkpoints.exported
+def _of_members(sweep: Sweep) -> list[str]:
+    """The results of each member, and where they are."""
+    folders = {name: run.folder for name, run in sweep.startup.runs.items()}
+    return [
+        f"{member.name:11} loss {_change(member, 'loss')}{', diverged' * member.diverged}, in {folders[member.name]}"
+        for member in sweep.members
+    ]
+
+
+def _of_run(run: Run) -> list[str]:
+    """The results of a run."""
+    observer = run.observer
     trained = f"{observer.num_tokens:,} tokens in {observer.elapsed_s:.1f} s"
     lines = [f"trained     {trained}, loss {_change(observer, 'loss')}"]
     if run.evaluation is not None:
@@ -102,18 +101,19 @@ def _summarise(run: Run, signal_number: int) -> None:
             f"tokens right {_change(observer, 'eval_token_accuracy')}, "
             f"whole answers right {_change(observer, 'eval_accuracy')}"
         )
-    lines.append(f"checkpoint  {run.checkpoints.saves.last}")
-    lines.append(f"metrics     {run.startup.output_dir / METRICS}")
-    if exported is not None and run.checkpoints.final_export is not None:
-        kind = "adapter" if is_adapter(exported) else "model"
-        lines.append(f"{kind:11} {exported}, for {run.checkpoints.final_export.readers}")
-    if signal_number:
-        lines.append(_stopped(signal_number))
-    elif exported is not None:
-        option = "lora.adapter_path" if is_adapter(exported) else "model.model_path"
-        lines.append(f"next        train on from it: --{option} {exported} --train.output_dir OTHER_FOLDER")
-    for line in lines:
-        logger.info(line)
+    return lines
+
+
+def _files(run: Run, *, is_exported: bool) -> list[str]:
+    """Where the results of a run are, and what to do next with its export."""
+    lines = [f"metrics     {run.startup.output_dir / METRICS}"]
+    if is_exported:
+        assert run.final_export is not None
+        folder = run.exported_to
+        kind, option = ("adapter", "lora.adapter_path") if is_adapter(folder) else ("model", "model.model_path")
+        lines.append(f"{kind:11} {folder}, for {run.final_export.readers}")
+        lines.append(f"next        train on from it: --{option} {folder} --train.output_dir OTHER_FOLDER")
+    return lines
 
 
 def _stopped(signal_number: int) -> str:

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 from xorl.ckpt import Checkpointer, CheckpointError, read_manifest
 from xorl.ckpt.layout import Manifest, step_of
@@ -36,7 +37,6 @@ from xorl.data.receipt import Receipt
 from xorl.data.stream import Stream
 from xorl.train.architecture import Architecture
 from xorl.train.checkpoint_model import require_resumable
-from xorl.train.checkpoints import saved_data
 from xorl.train.data import (
     DataIdentity,
     PackedDocuments,
@@ -51,9 +51,10 @@ from xorl.train.data import (
 )
 from xorl.train.deadline import Deadline
 from xorl.train.end_tokens import with_end_tokens
-from xorl.train.evaluate import EvalPoints, Evaluation
+from xorl.train.engine import Engine
+from xorl.train.evaluate import EvalPoints, Evaluation, Scorer
 from xorl.train.model_source import pin_checkpoint, read_architecture
-from xorl.train.observe.metrics_file import MetricsFile, is_evaluated, last_step
+from xorl.train.observe.metrics_file import Metrics, MetricsFile, is_evaluated, last_step
 from xorl.train.observe.observer import Observer, Sink
 from xorl.train.observe.progress import Phases, progress_sink
 from xorl.train.observe.timing import StepTimer
@@ -305,7 +306,7 @@ def _data_summary(run: PreparedRun) -> str:
 def _plans(
     configs: Mapping[str, Config], data: Mapping[str, RunData], mesh: Mesh, resumed: ResumePoint | None
 ) -> dict[str, Plan]:
-    saved = {} if resumed is None else saved_data(resumed.manifest)
+    saved = {} if resumed is None else _saved_data(resumed.manifest)
     if resumed is not None and saved.keys() != configs.keys():
         members = ", ".join(sorted(saved))
         raise CheckpointError(
@@ -314,6 +315,16 @@ def _plans(
             "run in another train.output_dir"
         )
     return {name: plan_of(config, data[name], mesh, saved.get(name)) for name, config in configs.items()}
+
+
+def _saved_data(manifest: Manifest) -> dict[str, DataIdentity]:
+    """The training data recorded in a checkpoint: by member for a sweep, else under the name ""."""
+    info = manifest.info
+    saved = cast(Mapping[str, Mapping[str, str | int]], {"": info["data"]} if "data" in info else info.get("sweep", {}))
+    return {
+        name: DataIdentity(str(data["order"]), int(data["num_bins"]), int(data["bins_per_step"]))
+        for name, data in saved.items()
+    }
 
 
 def plan_of(config: Config, data: RunData, mesh: Mesh, saved: DataIdentity | None) -> Plan:
@@ -351,7 +362,9 @@ def build_schedule(run: PreparedRun) -> Schedule:
     return schedule
 
 
-def build_evaluation(startup: Startup, run: PreparedRun, *, at_start: bool) -> Evaluation | None:
+def build_evaluation(
+    startup: Startup, run: PreparedRun, scorer: Engine | Scorer, write: Callable[[Metrics], None], *, at_start: bool
+) -> Evaluation | None:
     """The evaluation of `run`; None without held-out data. `at_start` is the result of `Startup.evaluates_at_start`."""
     held_out, mesh = run.data.held_out, startup.mesh
     if held_out is None:
@@ -359,7 +372,7 @@ def build_evaluation(startup: Startup, run: PreparedRun, *, at_start: bool) -> E
     bins_per_step = run.config.train.micro_batch_size * mesh.data.size
     plan = DataPlan.one_pass(held_out.documents, held_out.bins, bins_per_step=bins_per_step)
     loader = build_loader(run.config, held_out, plan, mesh, startup.architecture.config.hidden_size)
-    return Evaluation(loader, run.eval_points, at_start)
+    return Evaluation(scorer, loader, run.eval_points, at_start, write)
 
 
 def build_observer(startup: Startup, start_step: int, timer: StepTimer) -> Observer:

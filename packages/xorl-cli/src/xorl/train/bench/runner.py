@@ -28,8 +28,8 @@ from xorl.train.bench.kernel_summary import KernelSummary, summarise
 from xorl.train.bench.memory import build_engine_if_it_fits
 from xorl.train.bench.peers import Peer, peer_settings
 from xorl.train.bench.report import BenchRecord, Measurement, Workload, write_record
-from xorl.train.build import EngineMaker, Run, build_run
-from xorl.train.loop import train
+from xorl.train.build import EngineMaker, build_run
+from xorl.train.loop import Run, train
 from xorl.train.model import sketch_model
 from xorl.train.model_source import read_architecture
 from xorl.train.observe.observer import Metrics

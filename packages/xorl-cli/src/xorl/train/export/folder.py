@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+import tempfile
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from xorl.ckpt import WeightRecipe, export_hf
+from xorl.ckpt import CheckpointError, SafetensorsSource, WeightRecipe, export_hf
 from xorl.ckpt.export import CARD_FILE, GENERATION_FILE, published
 from xorl.ckpt.files import write_file
 from xorl.ckpt.ranks import fail_together, this_rank
 from xorl.core.models import ModelSpec
 from xorl.core.parallel import ParallelModel
-from xorl.lora.peft import AdapterConfig
+from xorl.lora.peft import WEIGHTS_FILE, AdapterConfig
 from xorl.lora.prequantized import QUANTIZATION_KEY
 from xorl.train.adapters.files import AdapterFiles
+from xorl.train.adapters.folder import is_adapter
 from xorl.train.architecture import Architecture
 from xorl.train.export.card import MERGED_ADAPTER, adapter_facts, auto_class, model_card, reader_names
 from xorl.train.export.hf_weights import ExportWeights
 from xorl.train.export.rest import Rest
+
+logger = logging.getLogger(__name__)
+
+
+# The exported model is beside its checkpoint, which is never written into again.
+EXPORT = "-export"
 
 
 @dataclass(frozen=True)
@@ -103,3 +112,41 @@ class AdapterExport:
                         own_generation=GENERATION_FILE in self.files.others,
                     )
                     write_file(temporary / CARD_FILE, card.encode())
+
+
+def export_folder(checkpoint: Path) -> Path:
+    """The folder of the model that a run exports at its end."""
+    return checkpoint.with_name(f"{checkpoint.name}{EXPORT}")
+
+
+def is_complete_export(folder: Path) -> bool:
+    """Whether an exported model or adapter exists, with all its weight files."""
+    try:
+        options = {"single_file": WEIGHTS_FILE} if is_adapter(folder) else {}
+        SafetensorsSource(folder, **options).close()
+    except CheckpointError:
+        return False
+    return True
+
+
+def export_once(
+    exports: Mapping[Path, ModelExport | AdapterExport | None],
+    is_current: Callable[[Path], bool],
+    *,
+    aside: str,
+    why: str,
+) -> None:
+    """Write the exports whose folders do not exist. Collective.
+
+    Folders that are not current are renamed before, so that no file is lost: to a name with `aside`, for the reason
+    `why`. None only renames.
+    """
+    with fail_together("set former exports aside"):
+        for folder in exports if this_rank() == 0 else ():
+            if folder.exists() and not is_current(folder):
+                former = Path(tempfile.mkdtemp(prefix=f"{folder.name}_{aside}_", dir=folder.parent))
+                folder.rename(former)
+                logger.warning("export=%s %s; renamed to %s and exported again", folder, why, former)
+    for folder, export in exports.items():
+        if export is not None and not folder.exists():
+            export.write(folder)

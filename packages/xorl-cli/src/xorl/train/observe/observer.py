@@ -8,8 +8,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
-from typing import Literal, Protocol, TypeVar
+from types import MappingProxyType
+from typing import Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 
@@ -23,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 LogFormat = Literal["progress_bar", "structured"]
 ItemT = TypeVar("ItemT")
+MemberStep: TypeAlias = tuple[StepLosses, Update, float]
+"""A step of a member of a sweep, and its learning rate."""
 
 
 class DivergedError(RuntimeError):
@@ -53,6 +57,37 @@ def key_values(metrics: Mapping[str, float | int | None]) -> str:
     )
 
 
+class _Scalars(NamedTuple):
+    """What the device has computed of a step, or of a member's part of it."""
+
+    loss_sum: float
+    num_trained_tokens: float
+    num_tokens: float
+    flops: float
+    grad_norm: float
+    skipped: float
+
+    @property
+    def is_finite(self) -> bool:
+        return not self.skipped and math.isfinite(self.loss_sum)
+
+    def metrics(self, step: int, lr: float | None) -> Metrics:
+        return {
+            "step": step,
+            "loss": self.loss_sum / self.num_trained_tokens if self.num_trained_tokens else None,
+            "grad_norm": self.grad_norm,
+            "lr": lr,
+            "num_tokens": int(self.num_tokens),
+            "num_trained_tokens": int(self.num_trained_tokens),
+        }
+
+
+def _scalars(losses: StepLosses, update: Update) -> list[torch.Tensor]:
+    """The fields of `_Scalars`, on the device."""
+    sums = [losses.loss_sum, losses.num_trained_tokens, losses.num_tokens, losses.flops]
+    return [*sums, update.grad_norm.double(), update.skipped.double()]
+
+
 @dataclass
 class _Pending:
     """A launched step that is not reported yet; its values can be read once the device has reached `end`."""
@@ -61,6 +96,7 @@ class _Pending:
     lr: float | None
     scalars: torch.Tensor
     routers: tuple[str, ...]
+    members: Mapping[str, float]
     marks: StepMarks
     end: Moment
     host_s: dict[str, float]
@@ -73,6 +109,7 @@ class Observer:
     sinks: the destinations of metrics; only the main process has any. world_size: for MFU per device. timer: the
     engine's timer, for the phases of a step. waits: detects waits that are too long. A step with a non-finite loss or
     gradient norm is passed to `on_nonfinite` (step, reason) on every rank; by default that raises DivergedError.
+    The metrics of a step of a sweep's member are passed to `on_member` (name, metrics, whether they are finite).
     `first` and `last` hold the first and the last value of every metric.
 
     The seconds of a step, measured by the reporting process:
@@ -93,6 +130,7 @@ class Observer:
     sinks: list[Sink]
     timer: StepTimer
     on_nonfinite: Callable[[int, str], None] = _raise
+    on_member: Callable[[str, Metrics, bool], None] = lambda name, metrics, is_finite: None
     waits: WaitWatch | None = None
     _pending: _Pending | None = None
     _nonfinite: list[tuple[int, str]] = field(default_factory=list)
@@ -121,17 +159,27 @@ class Observer:
             yield item
             begin = time.perf_counter()
 
-    def step(self, step: int, losses: StepLosses, update: Update, *, lr: float | None) -> None:
-        """Record the step that was just launched and report the previous one (on a CPU, this one)."""
+    def step(
+        self,
+        step: int,
+        losses: StepLosses,
+        update: Update,
+        *,
+        lr: float | None,
+        members: Mapping[str, MemberStep] = MappingProxyType({}),
+    ) -> None:
+        """Record the step that was just launched and report the previous one (on a CPU, this one).
+
+        members: of a sweep; the step is then that of all of them.
+        """
         self._report()
         if self.waits is not None and self._reported is not None:
             self.waits.step(self._reported)
-        sums = [losses.loss_sum, losses.num_trained_tokens, losses.num_tokens, losses.flops]
-        outcome = [update.grad_norm.double(), update.skipped.double()]
         routers = {} if losses.routers is None else losses.routers.metrics()
-        scalars = queue_copy(torch.stack([*sums, *outcome, *routers.values()]))
-        end = self.timer.clock.now()
-        self._pending = _Pending(step, lr, scalars, tuple(routers), self.timer.take(), end, self._host_s)
+        of_members = [scalar for own, outcome, _ in members.values() for scalar in _scalars(own, outcome)]
+        scalars = queue_copy(torch.stack([*_scalars(losses, update), *of_members, *routers.values()]))
+        end, rates = self.timer.clock.now(), {name: rate for name, (_, _, rate) in members.items()}
+        self._pending = _Pending(step, lr, scalars, tuple(routers), rates, self.timer.take(), end, self._host_s)
         self._host_s = {"data_s": 0.0, "checkpoint_s": 0.0}
         if self.device.type == "cpu":
             self._report()  # the step is already done; later work must not count towards its time
@@ -155,23 +203,19 @@ class Observer:
         begin = time.perf_counter()
         clock.wait(pending.end)
         ahead = time.perf_counter() - begin
-        loss_sum, trained, tokens, flops, norm, skipped, *routers = pending.scalars.tolist()
+        values = iter(pending.scalars.tolist())
+        step, *of_members = [_Scalars(*islice(values, len(_Scalars._fields))) for _ in ("", *pending.members)]
         elapsed, spent = clock.seconds(self._mark, pending.end), pending.marks.seconds(clock)
         clock.free([self._mark])
         self._mark = pending.end
-        self.num_tokens += int(tokens)
+        self.num_tokens += int(step.num_tokens)
         peak = peak_flops(self.device)
         metrics: Metrics = {
-            "step": pending.step,
-            "loss": loss_sum / trained if trained else None,
-            "grad_norm": norm,
-            "lr": pending.lr,
-            "num_tokens": int(tokens),
-            "num_trained_tokens": int(trained),
-            "tokens_per_s": tokens / elapsed,
-            "mfu": flops / elapsed / (peak * self.world_size) if peak else None,
+            **step.metrics(pending.step, pending.lr),
+            "tokens_per_s": step.num_tokens / elapsed,
+            "mfu": step.flops / elapsed / (peak * self.world_size) if peak else None,
             "peak_memory_gib": _peak_memory_gib(self.device),
-            **dict(zip(pending.routers, routers, strict=True)),
+            **dict(zip(pending.routers, values, strict=True)),
             "time_s": elapsed,
             **{f"{phase}_s": seconds for phase, seconds in spent.items()},
             "idle_s": elapsed - sum(spent.values()),
@@ -181,8 +225,10 @@ class Observer:
             logger.debug("phase=first_step done_s=%.2f", elapsed)
         self._reported = StepWaits(elapsed, spent["comm"], ahead)
         self.write(metrics)
-        if skipped or not math.isfinite(loss_sum):
-            self._nonfinite.append((pending.step, f"loss {metrics['loss']}, gradient norm {norm}"))
+        for (name, lr), scalars in zip(pending.members.items(), of_members, strict=True):
+            self.on_member(name, scalars.metrics(pending.step, lr), scalars.is_finite)
+        if not step.is_finite:
+            self._nonfinite.append((pending.step, f"loss {metrics['loss']}, gradient norm {step.grad_norm}"))
 
     @contextmanager
     def pause(self) -> Iterator[None]:

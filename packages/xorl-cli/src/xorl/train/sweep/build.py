@@ -5,36 +5,36 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Sequence
+from functools import partial
+from typing import cast
 
 import torch
 
 from xorl.config import Config
 from xorl.config.resolve import member_config
-from xorl.core.loss import cross_entropy
+from xorl.core.loss import LossFn, LossOutput, cross_entropy
 from xorl.core.models import Decoder, training_flops
 from xorl.core.models.flops import matmul_parameters
-from xorl.core.runtime import default_device_type
-from xorl.data import DataPlan
+from xorl.core.runtime import GarbageCollection, default_device_type
+from xorl.data import DataPlan, PackedBatch
 from xorl.lora import AdapterBank, AdapterSpec
 from xorl.lora.targets import resolve
 from xorl.train.adapters.files import AdapterFiles
 from xorl.train.adapters.inject import adapter_spec, expert_sharing, num_used
 from xorl.train.architecture import Architecture
-from xorl.train.bank_engine import BankEngine
+from xorl.train.bank_engine import BankEngine, MixedBatch
 from xorl.train.base_weights import base_fingerprint
-from xorl.train.checkpoint_model import describe_model, recorded_options
-from xorl.train.checkpoints import SavePoints
-from xorl.train.data import DataIdentity, PackedDocuments, build_loader
+from xorl.train.checkpoints import Checkpoints
+from xorl.train.data import PackedDocuments, build_loader
+from xorl.train.evaluate import Scorer
 from xorl.train.model import build_model, check_model
 from xorl.train.model_source import MODEL_PATH
 from xorl.train.observe.metrics_file import MetricsFile
 from xorl.train.observe.opening import log_opening
 from xorl.train.observe.profile import build_profiler
 from xorl.train.output_dir import METRICS
-from xorl.train.quantization import scheme_of
 from xorl.train.startup import Startup, build_evaluation, build_observer, build_schedule, start_up
-from xorl.train.sweep.loop import Member, Sweep
-from xorl.train.sweep.saving import SweepSaving, is_exported
+from xorl.train.sweep.sweep import ADAPTERS, Member, Sweep, is_exported, member_adapter
 from xorl.train.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
@@ -51,36 +51,47 @@ def build_sweep(config: Config, *, watchdog: Watchdog | None = None) -> Sweep:
     evaluated_at_start = {name for name, run in startup.runs.items() if startup.evaluates_at_start(run)}
     if (resumed := startup.resumed) is not None:
         lacks_export = config.train.save_hf_weights and not all(
-            is_exported(startup.output_dir, name, resumed.path) for name in startup.runs
+            is_exported(member_adapter(startup.output_dir, name), resumed.path) for name in startup.runs
         )
         startup.require_work_left(lacks_results=bool(evaluated_at_start) or lacks_export)
 
     with phases("model", "Loading the model"):
         engine = _build_engine(startup)
-    saving = _saving(startup, engine)
-    start_step, diverged = 0, list[str]()
-    if resumed is not None:
-        with phases("resume", f"Loading {resumed.path}"):
-            start_step, diverged = saving.restore(resumed.path)
-            saving.saves.go_back(start_step)
+    fingerprint = base_fingerprint(MODEL_PATH, config.model.model_path, config.train.load_weights_mode)
+    files = partial(_files, startup, engine, fingerprint)
+    files()  # refuses a form before anything is trained
+    checkpoints = Checkpoints(
+        startup,
+        engine,
+        startup.architecture,
+        fingerprint,
+        adapters=lambda: {f"{ADAPTERS}/{name}": each for name, each in files().items()},
+    )
+    loaded = checkpoints.resume()
+    start_step = 0 if loaded is None else loaded.step
+    diverged = [] if loaded is None else cast(Sequence[str], loaded.scalars["diverged"])
     if runtime.is_main:
         for run in startup.runs.values():
             run.folder.mkdir(parents=True, exist_ok=True)
             run.write_receipt()
     log_opening(startup, start_step)
-    return Sweep(
+    sweep = Sweep(
         startup=startup,
-        engine=engine,
         loss_fn=cross_entropy,
+        observer=build_observer(startup, start_step, engine.timer),
+        checkpoints=checkpoints,
+        profiler=build_profiler(config.train, runtime, start_step, startup.num_steps),
+        garbage_collection=GarbageCollection(config.train.gc_steps, config.train.empty_cache_steps),
+        start_step=start_step,
+        engine=engine,
         members=[
-            _member(startup, name, start_step, evaluates_at_start=name in evaluated_at_start, diverged=name in diverged)
+            _member(startup, engine, name, start_step, at_start=name in evaluated_at_start, diverged=name in diverged)
             for name in startup.runs
         ],
-        observer=build_observer(startup, start_step, engine.timer),
-        saving=saving,
-        profiler=build_profiler(config.train, runtime, start_step, startup.num_steps),
-        start_step=start_step,
+        files=files,
     )
+    sweep.observer.on_member = sweep.record
+    return sweep
 
 
 def _check(config: Config, architecture: Architecture) -> None:
@@ -133,15 +144,16 @@ def _build_engine(startup: Startup) -> BankEngine:
     return BankEngine(model, bank, device, flops=flops)
 
 
-def _member(startup: Startup, name: str, start_step: int, *, evaluates_at_start: bool, diverged: bool) -> Member:
+def _member(
+    startup: Startup, engine: BankEngine, name: str, start_step: int, *, at_start: bool, diverged: bool
+) -> Member:
     run = startup.runs[name]
     assert isinstance(run.data.train, PackedDocuments), "a sweep does not stream"
     assert isinstance(run.plan, DataPlan), "a sweep does not stream"
     hidden_size = startup.architecture.config.hidden_size
-    return Member(
+    member = Member(
         name,
         loader=build_loader(run.config, run.data.train, run.plan, startup.mesh, hidden_size),
-        evaluation=build_evaluation(startup, run, at_start=evaluates_at_start),
         schedule=build_schedule(run),
         num_steps=run.plan.num_steps,
         weight_decay=run.config.train.weight_decay,
@@ -149,41 +161,31 @@ def _member(startup: Startup, name: str, start_step: int, *, evaluates_at_start:
         diverged=diverged,
     )
 
+    def forward(batch: PackedBatch, loss_fn: LossFn) -> LossOutput | None:
+        return engine.forward(MixedBatch.of([(name, batch)]), loss_fn)
 
-def _saving(startup: Startup, engine: BankEngine) -> SweepSaving:
-    config, architecture, bank, runs = startup.config, startup.architecture, engine.bank, startup.runs
-    train, plan = config.train, startup.longest.plan
-    recipes = architecture.recipes(merge_qkv=config.model.merge_qkv)
-    fingerprint = base_fingerprint(MODEL_PATH, config.model.model_path, train.load_weights_mode)
+    scorer = Scorer(engine.model, engine.device, forward)
+    member.evaluation = build_evaluation(startup, run, scorer, member.write, at_start=at_start)
+    return member
 
-    def files(name: str) -> AdapterFiles:
-        return AdapterFiles.of(
-            engine.model,
-            bank.spec(name),
-            config.model.model_path,
-            recipes,
-            bank_adapters=bank.adapters(name),
-            others=runs[name].architecture.files_beside_adapter(),
-            form=config.lora.moe_lora_format,
-            base_fingerprint=fingerprint,
-            is_part=architecture.spec.checkpoint_names.is_part,
-        )
 
-    for name in runs:
+def _files(startup: Startup, engine: BankEngine, fingerprint: str | None) -> dict[str, AdapterFiles]:
+    """The files of each member's adapter. fingerprint: of the base weights."""
+    config, bank = startup.config, engine.bank
+    found: dict[str, AdapterFiles] = {}
+    for name, run in startup.runs.items():
         try:
-            files(name)  # refuses a form before anything is trained
+            found[name] = AdapterFiles.of(
+                engine.model,
+                bank.spec(name),
+                config.model.model_path,
+                startup.architecture.recipes(merge_qkv=config.model.merge_qkv),
+                bank_adapters=bank.adapters(name),
+                others=run.architecture.files_beside_adapter(),
+                form=config.lora.moe_lora_format,
+                base_fingerprint=fingerprint,
+                is_part=startup.architecture.spec.checkpoint_names.is_part,
+            )
         except ValueError as error:
             raise ValueError(re.sub(r"^form: ", f"lora.moe_lora_format, for {name}: ", str(error))) from error
-    return SweepSaving(
-        startup.saves(),
-        bank,
-        startup.runtime,
-        due=SavePoints(plan.num_steps, plan.steps_per_epoch, train.save_steps, train.save_epochs),
-        data={name: DataIdentity.of(run.plan) for name, run in runs.items()},
-        model=describe_model(config.model, architecture, scheme_of(engine.model.module), fingerprint),
-        options=recorded_options(config),
-        files=files,
-        spec=architecture.spec,
-        output_dir=startup.output_dir,
-        exports=train.save_hf_weights,
-    )
+    return found
