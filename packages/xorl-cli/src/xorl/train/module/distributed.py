@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal, Unpack, get_args
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from xorl.core.mesh import Mesh, ParallelDims
 from xorl.core.parallel import ParallelModel
@@ -27,21 +26,12 @@ DEFAULT_MIN_NUM_PARAMS = int(1e8)
 
 
 class _DistributedTrainer(Trainer):
-    """The part that both trainers share: the device mesh, and reductions over its ranks."""
-
-    _parallel: ParallelModel
+    """The part that both trainers share."""
 
     def _count_ranks(self) -> int:
         if not dist.is_initialized():
             raise RuntimeError(f"{type(self).__name__} needs a process group; call setup_distributed() first")
         return dist.get_world_size()
-
-    def _accumulation(self, *, is_last: bool) -> AbstractContextManager[None]:
-        return self._parallel.accumulation(is_last=is_last)
-
-    def _reduce_(self, tensor: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
-        dist.all_reduce(tensor, op=op, group=self._parallel.mesh.loss.group)
-        return tensor
 
 
 class DDPTrainer(_DistributedTrainer):
