@@ -34,7 +34,7 @@ from xorl.train.checkpoint_model import (
 from xorl.train.data import DataIdentity, StreamState
 from xorl.train.engine import Engine
 from xorl.train.quantization import scheme_of
-from xorl.train.saves import Content, Saves
+from xorl.train.saves import Saves
 from xorl.train.startup import Startup
 
 logger = logging.getLogger(__name__)
@@ -115,15 +115,16 @@ class Checkpoints:
     def save(self, step: int, *, is_final: bool = False, scalars: Mapping[str, JSON] = MappingProxyType({})) -> None:
         """Save the state after `step` steps, and `scalars`; for errors and `is_final` see `Saves.save`. Collective."""
         self.saves.finish()  # its receipt has the state of the stream at that save
-        content = Content(
-            state=self._engine.state(trained_only=self._startup.config.lora.save_lora_only),
+        self.saves.save(
+            step,
+            self._engine.state(trained_only=self._startup.config.lora.save_lora_only),
             info={**self._data(step), **self._info},
             scalars={"step": step, **scalars},
             rng=rng_state(self._startup.runtime.device),
             write_extra_files=self._extra_files(),
             on_published=self._write_receipt,
+            is_final=is_final,
         )
-        self.saves.save(step, content, is_final=is_final)
 
     def _data(self, step: int) -> dict[str, JSON]:
         """What identifies the training data, which `startup.saved_data` reads. Collective."""

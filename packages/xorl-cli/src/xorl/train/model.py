@@ -161,7 +161,7 @@ def _kernels(
     config: DecoderConfig, model: ModelConfig, train: TrainConfig, device: torch.device, mesh: Mesh, *, apart: bool
 ) -> LayerKernels:
     try:
-        attention = resolve_attention(model.attn_implementation, _attention_request(config, train, device))
+        attention = resolve_attention(model.attn_implementation, attention_request(config, train, device))
     except RuntimeError as error:
         raise ValueError(f"{ATTENTION_OPTION}: {error}") from error
     experts = grouped.experts
@@ -190,7 +190,7 @@ def _kernels(
 
 def attention_name(config: DecoderConfig, model: ModelConfig, train: TrainConfig, device: torch.device) -> str:
     """The name of the attention backend that the model uses on `device`."""
-    return ATTENTION.resolved_name(model.attn_implementation, _attention_request(config, train, device))
+    return ATTENTION.resolved_name(model.attn_implementation, attention_request(config, train, device))
 
 
 def _dispatcher(axis: Axis, config: DecoderConfig, model: ModelConfig, *, apart: bool) -> Dispatcher[Any]:
@@ -261,7 +261,7 @@ def check_model(
     if (quantization := read_options(lora, architecture.hf_config)) is not None:
         require_device(quantization, device)
     try:
-        ATTENTION.check(model.attn_implementation, _attention_request(architecture.config, train, device))
+        ATTENTION.check(model.attn_implementation, attention_request(architecture.config, train, device))
     except RuntimeError as error:
         raise ValueError(f"{ATTENTION_OPTION}: {error}") from error
     if architecture.config.has_experts:
@@ -438,7 +438,8 @@ def _compute_dtype(train: TrainConfig) -> torch.dtype:
     return torch.bfloat16 if train.enable_mixed_precision else torch.float32
 
 
-def _attention_request(config: DecoderConfig, train: TrainConfig, device: torch.device) -> AttentionRequest:
+def attention_request(config: DecoderConfig, train: TrainConfig, device: torch.device) -> AttentionRequest:
+    """What the model's attention has to support."""
     return AttentionRequest(
         device_type=device.type,
         dtype=_compute_dtype(train),

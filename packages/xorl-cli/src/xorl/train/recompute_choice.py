@@ -23,7 +23,7 @@ from xorl.config import Config
 from xorl.config.local import LoraConfig, TrainConfig
 from xorl.core.loss import cross_entropy
 from xorl.core.mesh import Mesh
-from xorl.core.models import Decoder, DecoderConfig, ModelSpec
+from xorl.core.models import Decoder, ModelSpec
 from xorl.core.parallel import ParallelModel
 from xorl.core.parallel.fsdp import uses_copy_engines
 from xorl.core.runtime import rng_state, set_rng_state
@@ -222,7 +222,8 @@ def measure_slice(
         "init_device": "meta",
     }
     train = _with(config.train, setting).model_copy(update=alone)
-    part = replace(architecture, config=_first_layers(architecture.config, num_layers))
+    config_of_part = replace(architecture.config, layers=architecture.config.layers[:num_layers])
+    part = replace(architecture, config=config_of_part)
     lora = _for_few_layers(config.lora, part)
     before = rng_state(device)
     try:
@@ -273,13 +274,6 @@ def _by_options(lora: LoraConfig, family: ModelSpec) -> LoraConfig:
             **{option: spec.expert_sharing == sharing for sharing, option in SHARING_OPTIONS.items()},
             "modules_to_save": list(spec.modules_to_save),
         }
-    )
-
-
-def _first_layers(config: DecoderConfig, num_layers: int) -> DecoderConfig:
-    return replace(
-        config,
-        layers=config.layers[:num_layers],
     )
 
 

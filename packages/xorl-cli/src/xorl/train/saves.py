@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
@@ -18,18 +17,6 @@ from xorl.ckpt.publish import require_space, set_aside_after
 from xorl.ckpt.ranks import fail_together, this_rank
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Content:
-    """The content of a checkpoint (see `Checkpointer.save`). on_published: called on every rank once it is complete."""
-
-    state: Mapping[str, Stateful]
-    info: Mapping[str, JSON]
-    scalars: Mapping[str, JSON]
-    rng: Mapping[str, Tensor]
-    write_extra_files: Callable[[Path], Mapping[str, FileRecord]]
-    on_published: Callable[[], object] = lambda: None
 
 
 # Before the first save, it is expected to be as fast as a slow disk on the network.
@@ -44,7 +31,7 @@ class Saves:
     Args:
         in_background: return from `save` once the state is being copied, and write it in a thread.
         stops_on_failure: raise if a save fails; otherwise only log it, unless it is the last one.
-        info: recorded in every checkpoint, beside its content's.
+        info: recorded in every checkpoint, beside that of its save.
     """
 
     def __init__(
@@ -58,8 +45,19 @@ class Saves:
         self.last: Path | None = None
         self.longest_s = 0.0
 
-    def save(self, step: int, content: Content, *, is_final: bool) -> None:
-        """Save the state after `step` steps, after the previous save has ended. Collective.
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Stateful],
+        *,
+        info: Mapping[str, JSON],
+        scalars: Mapping[str, JSON],
+        rng: Mapping[str, Tensor],
+        write_extra_files: Callable[[Path], Mapping[str, FileRecord]],
+        on_published: Callable[[], object],
+        is_final: bool,
+    ) -> None:
+        """Save the state after `step` steps, after the previous save has ended; see `Checkpointer.save`. Collective.
 
         Raises CheckpointError or CheckpointFailure if this or the previous save fails and failures stop the run; a
         final save always raises.
@@ -73,16 +71,16 @@ class Saves:
             self.longest_s = seconds if self.last is None else max(self.longest_s, seconds)
             self.last = path
             logger.info("checkpoint=%s step=%d save_s=%.2f", path, step, seconds)
-            content.on_published()
+            on_published()
 
         with self._failures(is_final=is_final):
             self.checkpointer.save(
                 step,
-                content.state,
-                info={**content.info, **self._info},
-                scalars=content.scalars,
-                rng=content.rng,
-                write_extra_files=content.write_extra_files,
+                state,
+                info={**info, **self._info},
+                scalars=scalars,
+                rng=rng,
+                write_extra_files=write_extra_files,
                 background=self._background,
                 on_published=published,
             )

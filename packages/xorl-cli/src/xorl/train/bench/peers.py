@@ -29,15 +29,16 @@ from xorl.core.parallel import ParallelModel
 from xorl.core.parallel.ddp import replicate
 from xorl.core.parallel.executor import Tensors
 from xorl.core.parallel.fsdp import shard
+from xorl.core.runtime import default_device_type
 from xorl.data import PackedBatch
-from xorl.kernels.attention import AttentionFn, AttentionRequest, resolve_attention
+from xorl.kernels.attention import AttentionFn, resolve_attention
 from xorl.kernels.layout import SequenceLayout
 from xorl.train.adapters.inject import adapter_spec
 from xorl.train.architecture import Architecture
 from xorl.train.build import EngineMaker
 from xorl.train.engine import Engine, OnOutput, StepLosses, Update
 from xorl.train.export.verify import require_peft
-from xorl.train.model import DTYPES
+from xorl.train.model import DTYPES, attention_request
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -83,7 +84,8 @@ class Peer:
             return "Liger's kernels need a GPU"
         if self.backend is not None:
             try:
-                resolve_attention(self.backend, _request(config, architecture))
+                device = torch.device(default_device_type())
+                resolve_attention(self.backend, attention_request(architecture.config, train, device))
             except RuntimeError as error:
                 return str(error)
         return None
@@ -122,16 +124,6 @@ def peer_settings(config: Config) -> str:
         *(["no fp8"] if train.fp8 != "none" else []),
     ]
     return ", ".join(parts)
-
-
-def _request(config: Config, architecture: Architecture) -> AttentionRequest:
-    shape = architecture.config
-    return AttentionRequest(
-        "cuda" if torch.cuda.is_available() else "cpu",
-        torch.bfloat16 if config.train.enable_mixed_precision else torch.float32,
-        shape.attention.head_dim,
-        window=next((window for window in shape.windows if window is not None), None),
-    )
 
 
 def _transformers(values: Mapping[str, object]) -> tuple[PreTrainedConfig, type]:
@@ -191,8 +183,8 @@ def _engine(
     param_dtype = DTYPES[train.param_dtype]
     attention = "sdpa"
     if peer.backend is not None:
-        function = resolve_attention(peer.backend, _request(config, architecture))
-        attention = register_attention(function)
+        request = attention_request(architecture.config, train, device)
+        attention = register_attention(resolve_attention(peer.backend, request))
     with device:
         model: nn.Module = AutoModelForCausalLM.from_config(hf_config, dtype=param_dtype, attn_implementation=attention)
     layers = list(model.get_submodule("model.layers").children())
