@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from quantized_files import nested_scales, quantization_config, stored_tensors
 from tiny_models import hf_config, write_config
 from xorl.ckpt import CheckpointError
+from xorl.config.arguments import in_options
 from xorl.config.local import LoraConfig, ModelConfig, TrainConfig
 from xorl.config.resolve import GROUP_SIZES
 from xorl.kernels.quant import GROUP_SIZES as KERNEL_GROUP_SIZES
@@ -124,10 +125,10 @@ def test_entries_that_make_no_model_or_change_none_are_refused(entries, told, tm
 def test_an_unknown_key_of_the_file_can_be_declared_harmless(tmp_path):
     # Catches a model that a key without effect keeps from training, and a key that is ignored without a word.
     (tmp_path / "config.json").write_text(json.dumps({**HF_CONFIG, "flavour": 3}))
-    with pytest.raises(
-        ValueError, match=r"model.config_path: .*config.json: Qwen3ForCausalLM: .* sets flavour: 3, which"
-    ):
+    told = r"model.config_path: .*config.json: Qwen3ForCausalLM: .* sets flavour: 3, which"
+    with pytest.raises(ValueError, match=told) as raised:
         read_architecture(ModelConfig(config_path=str(tmp_path)))
+    assert "set it to null in model.foundation, or remove it" in in_options(str(raised.value))
     made = read_architecture(ModelConfig(config_path=str(tmp_path), foundation={"flavour": None}))
     assert made.hf_config == {**HF_CONFIG, "flavour": None}
 

@@ -188,7 +188,7 @@ def test_keys_of_released_models_are_known(architecture, keys):
 @pytest.mark.parametrize("architecture", SPECS)
 def test_an_unknown_key_is_refused_by_name_and_value(architecture):
     """Catches a model that computes something else than its config.json says, in any family."""
-    told = rf"^{architecture}: config.json sets extra: 0.5, mixer: 'a', which .* set it to null in model.foundation"
+    told = rf"^{architecture}: config.json sets extra: 0.5, mixer: 'a', which .* set it to null there"
     with pytest.raises(ValueError, match=told):
         read(architecture, extra=0.5, mixer="a", use_cache=True, other_token_id=3, pad_token_id=None)
 

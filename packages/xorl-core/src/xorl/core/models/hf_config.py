@@ -158,7 +158,7 @@ class HFConfig:
         if unknown:
             raise ValueError(
                 f"{self.architecture}: config.json sets {', '.join(unknown)}, which may change what it computes, "
-                "but xorl does not know it; if it changes nothing, set it to null in model.foundation, or remove it"
+                "but xorl does not know it; if it changes nothing, set it to null there, or remove it"
             )
 
     def refuse_unread(self) -> None:
