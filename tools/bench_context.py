@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from bench_experts import median_ms
 from xorl.core.nn.ulysses import ulysses_attention
-from xorl.kernels.attention import AttentionFn, AttentionRequest, resolve_attention
+from xorl.kernels.attention import AttentionFn, AttentionRequest, AttentionSpec, resolve_attention
 from xorl.kernels.layout import RankGroup, SequenceLayout, ShardedLayout
 
 # The shape of an 8B model's attention.
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for num_tokens in [512] if options.tiny else options.num_tokens:
         whole = SequenceLayout.from_lengths([num_tokens], device)
         alone = measure(
-            partial(attention, layout=whole, scale=HEAD_DIM**-0.5, window=None), num_tokens, device, options.rounds
+            partial(attention, layout=whole, spec=AttentionSpec(HEAD_DIM**-0.5)), num_tokens, device, options.rounds
         )
         lines.append(f"| {num_tokens} | one rank | {alone:.2f} | |")
         for kind, size in LAYOUTS:

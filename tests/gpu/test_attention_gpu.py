@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from tiny_models import hf_config
 from xorl.core.models import spec_for
 from xorl.core.nn import LayerKernels
-from xorl.kernels.attention import ATTENTION, AttentionRequest, resolve_attention
+from xorl.kernels.attention import ATTENTION, AttentionRequest, AttentionSpec, resolve_attention
 from xorl.kernels.attention.kernel import Documents
 from xorl.kernels.attention.native import _cudnn_length
 from xorl.kernels.attention.reference import eager_attention
@@ -58,7 +58,7 @@ def resolve(backend: str, dtype: torch.dtype, head_dim: int, window: int | None,
 def test_backend_matches_the_plain_twin(backend, num_heads, num_kv_heads, head_dim, window, dtype):
     """Catches wrong outputs or gradients with grouped heads, odd lengths, each head_dim, or a window off by one."""
     attention = resolve(backend, dtype, head_dim, window)
-    options = {"layout": SequenceLayout.from_lengths(RAGGED, "cuda"), "scale": head_dim**-0.5, "window": window}
+    options = {"layout": SequenceLayout.from_lengths(RAGGED, "cuda"), "spec": AttentionSpec(head_dim**-0.5, window)}
     assert_matches_reference(
         lambda q, k, v: attention(q, k, v, **options),
         lambda q, k, v: eager_attention(q, k, v, **options),
@@ -80,7 +80,7 @@ def test_queries_at_the_end_of_documents_get_their_rows_of_the_whole(
     rows = torch.cat([of[-n:] for of, n in zip(torch.arange(2000).split(lengths), num_queries, strict=True)]).cuda()
     keys, queries = (SequenceLayout.from_lengths(each, "cuda") for each in (lengths, num_queries))
     documents = [Documents(layout.cu_seqlens, layout.offsets) for layout in (queries, keys)]
-    options = {"scale": head_dim**-0.5, "window": window, "deterministic": False}
+    options = {"spec": AttentionSpec(head_dim**-0.5, window), "deterministic": False}
 
     def last_queries(q, k, v):
         out, lse = attention.forward(q[rows], k, v, *documents, **options)
@@ -89,7 +89,7 @@ def test_queries_at_the_end_of_documents_get_their_rows_of_the_whole(
 
     def whole(q, k, v):
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        out = eager_attention(*leaves, keys, scale=options["scale"], window=window)[rows]
+        out = eager_attention(*leaves, keys, AttentionSpec(options["spec"].scale, window))[rows]
         grad_q, *others = torch.autograd.grad(out, leaves, torch.ones_like(out))
         return out.detach(), grad_q[rows], *others
 
@@ -105,7 +105,7 @@ def test_queries_at_the_end_of_documents_get_their_rows_of_the_whole(
 def test_backend_matches_the_plain_twin_in_each_kind_of_row(backend, window, lengths):
     """Catches a kernel for rows of one length, of one document or of very many that is wrong where others are right."""
     attention = resolve(backend, torch.bfloat16, 128, window)
-    options = {"layout": SequenceLayout.from_lengths(lengths, "cuda"), "scale": 128**-0.5, "window": window}
+    options = {"layout": SequenceLayout.from_lengths(lengths, "cuda"), "spec": AttentionSpec(128**-0.5, window)}
     assert_matches_reference(
         lambda q, k, v: attention(q, k, v, **options),
         lambda q, k, v: eager_attention(q, k, v, **options),
@@ -119,7 +119,7 @@ def test_backend_matches_the_plain_twin_in_each_kind_of_row(backend, window, len
 def test_log_sum_exp_and_its_gradient(backend, window, lengths):
     """Catches a log-sum-exp in base 2, transposed or of unscaled scores, and a gradient that leaves it out."""
     attention = resolve(backend, torch.bfloat16, 64, window)
-    options = {"layout": SequenceLayout.from_lengths(lengths, "cuda"), "scale": 0.125, "window": window}
+    options = {"layout": SequenceLayout.from_lengths(lengths, "cuda"), "spec": AttentionSpec(0.125, window)}
     inputs = make_inputs(lengths, 4, 2, 64, torch.bfloat16)
     _, lse = attention.with_lse(*inputs, **options)
     _, wanted = eager_attention.with_lse(*(x.double() for x in inputs), **options)
@@ -143,7 +143,7 @@ def test_a_document_is_bitwise_alone_in_its_pack(backend, window, lengths):
     changed = slice(lengths[0], lengths[0] + lengths[1])
     for x in after:
         x[changed] = torch.randn_like(x[changed]) * 10
-    options = {"layout": SequenceLayout.from_lengths(lengths, "cuda"), "scale": 0.125, "window": window}
+    options = {"layout": SequenceLayout.from_lengths(lengths, "cuda"), "spec": AttentionSpec(0.125, window)}
     results = [attention.with_lse(*inputs, **options) for inputs in (before, after)]
     for out_before, out_after in zip(*results, strict=True):
         assert not torch.equal(out_before[changed], out_after[changed])
@@ -158,7 +158,7 @@ def test_a_document_is_bitwise_alone_in_its_pack(backend, window, lengths):
 def test_deterministic_gradients_are_the_same_bits(deterministic, backend, window, head_dim, lengths):
     """Catches gradients that are summed in the order in which thread blocks happen to finish."""
     attention = resolve(backend, torch.bfloat16, head_dim, window, deterministic=True)
-    options = {"layout": SequenceLayout.from_lengths(lengths, "cuda"), "scale": 0.1, "window": window}
+    options = {"layout": SequenceLayout.from_lengths(lengths, "cuda"), "spec": AttentionSpec(0.1, window)}
     results = []
     for _ in range(4):
         inputs = [x.detach().requires_grad_() for x in make_inputs(lengths, 8, 2, head_dim, torch.bfloat16)]
@@ -180,7 +180,7 @@ class Layer(nn.Module):
 
     def forward(self, x, layout):
         q, k, v = (y.unflatten(-1, (-1, 64)) for y in self.qkv(x).split([256, 128, 128], dim=-1))
-        return x + self.out(self.attention(q, k, v, layout, scale=0.125, window=self.window).flatten(-2))
+        return x + self.out(self.attention(q, k, v, layout, AttentionSpec(0.125, self.window)).flatten(-2))
 
 
 @pytest.mark.parametrize("marked", [True, False], ids=["marked dynamic", "not marked"])
@@ -297,7 +297,7 @@ def test_gradients_of_more_than_two_to_the_31_elements(backend, kind, require_me
     )
     layout = SequenceLayout.from_lengths(lengths, "cuda")
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    attention(*leaves, layout, scale=0.1, window=None).backward(grad_out)
+    attention(*leaves, layout, AttentionSpec(0.1)).backward(grad_out)
     found = [leaf.grad for leaf in leaves]
     if kind == "one":  # some heads of it alone
         cuts = [(slice(None), group) for group in (0, num_kv_heads - 1)]
@@ -311,7 +311,7 @@ def test_gradients_of_more_than_two_to_the_31_elements(backend, kind, require_me
             x.detach()[rows, cut].contiguous().requires_grad_() for x, cut in ((q, heads), (k, groups), (v, groups))
         ]
         length = len(alone[0])
-        out = attention(*alone, SequenceLayout.from_lengths([length], "cuda"), scale=0.1, window=None)
+        out = attention(*alone, SequenceLayout.from_lengths([length], "cuda"), AttentionSpec(0.1))
         out.backward(grad_out[rows, heads].contiguous())
         for name, whole, cut, leaf in zip("qkv", found, (heads, groups, groups), alone, strict=True):
             wanted = leaf.grad.float()
@@ -331,7 +331,7 @@ def test_sdpa_takes_a_window_without_a_mask_and_without_a_wait(dtype):
         before = torch.cuda.memory_allocated()
         torch.cuda.set_sync_debug_mode("default" if lengths[0] == 256 else "error")
         try:
-            attention(q, k, v, layout, scale=0.1, window=128).sum().backward()
+            attention(q, k, v, layout, AttentionSpec(0.1, 128)).sum().backward()
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert torch.cuda.max_memory_allocated() - before < 2**30

@@ -18,7 +18,14 @@ from xorl.core.mesh import DataParallelMode, Mesh, ParallelDims
 from xorl.core.models import Decoder, spec_for
 from xorl.core.nn.kernels import choose_kernels
 from xorl.core.parallel import ParallelModel, ParallelPolicy, parallelize
-from xorl.kernels.attention import AttentionRequest, DecodeLayout, KeyValueCache, MixedLayout, resolve_attention
+from xorl.kernels.attention import (
+    AttentionRequest,
+    AttentionSpec,
+    DecodeLayout,
+    KeyValueCache,
+    MixedLayout,
+    resolve_attention,
+)
 from xorl.kernels.attention.cached import flash_cached_attention, plain_cached_attention
 from xorl.kernels.layout import SequenceLayout
 from xorl.kernels.linear_ce import linear_cross_entropy
@@ -103,8 +110,8 @@ def test_flash_attention_reads_the_cache_as_the_plain_twin(lengths: list[int], w
     layout = MixedLayout(cache, tables, lengths, totals, "cuda").of_layer(0)
     q = torch.randn(sum(lengths), 4, 64, device="cuda", generator=generator).bfloat16()
     keys, values = cache.keys[0], cache.values[0]
-    flash = flash_cached_attention(q, keys, values, layout, scale=0.125, window=window)
-    plain = plain_cached_attention(q, keys, values, layout, scale=0.125, window=window)
+    flash = flash_cached_attention(q, keys, values, layout, AttentionSpec(0.125, window))
+    plain = plain_cached_attention(q, keys, values, layout, AttentionSpec(0.125, window))
     torch.testing.assert_close(flash, plain, rtol=0.016, atol=8e-3)
 
 
@@ -123,8 +130,8 @@ def test_paged_attention_reads_the_cache_as_the_plain_twin(
     assert torch.equal(decode.new_rows, mixed.new_rows)
     q = torch.randn(len(totals), heads, head_dim, device="cuda", generator=generator).bfloat16()
     keys, values = cache.keys[0], cache.values[0]
-    found = decode.attend(q, keys, values, scale=0.125, window=window)
-    plain = plain_cached_attention(q.double(), keys.double(), values.double(), mixed, scale=0.125, window=window)
+    found = decode.attend(q, keys, values, AttentionSpec(0.125, window))
+    plain = plain_cached_attention(q.double(), keys.double(), values.double(), mixed, AttentionSpec(0.125, window))
     torch.testing.assert_close(found.double(), plain, rtol=0.016, atol=8e-3)
 
 

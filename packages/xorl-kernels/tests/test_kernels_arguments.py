@@ -9,6 +9,7 @@ from torch._subclasses import FakeTensorMode
 
 from xorl.kernels.attention import (
     AttentionRequest,
+    AttentionSpec,
     DecodeLayout,
     KeyValueCache,
     MixedLayout,
@@ -61,13 +62,14 @@ ROWS, DOWN = torch.randn(3, 64), torch.randn(2, 64)
 
 def attend(q=(48, 2, 8), k=(48, 2, 8), backend="eager", dtype=torch.float32, key_dtype=None, **given):
     query, key = torch.ones(q, dtype=dtype), torch.ones(k, dtype=key_dtype or dtype)
-    arguments = {"layout": LAYOUT, "scale": 1.0, "window": None, **given}
-    resolve_attention(backend, CPU)(query, key, key, **arguments)
+    layout, sinks = given.pop("layout", LAYOUT), given.pop("sinks", None)
+    spec = AttentionSpec(**{"scale": 1.0, **given})
+    resolve_attention(backend, CPU)(query, key, key, layout, spec, sinks)
 
 
 def attend_cached(q=(5, 2, 8), k=(5, 1, 8), scale=1.0, layout=None):
     layout = layout or MixedLayout(CACHE, [[0, 1, 2]], [5], [5], "cpu")
-    cached_attention(torch.randn(q), torch.randn(k), torch.randn(k), layout, scale=scale, window=None)
+    cached_attention(torch.randn(q), torch.randn(k), torch.randn(k), layout, AttentionSpec(scale))
 
 
 def cache(**changes):
@@ -147,6 +149,9 @@ REFUSED = {
         (lambda: attend(window=(3, 0)), r"window must be an integer of at least 1, or None; got the tuple \(3, 0\)"),
         (lambda: attend(scale=None), r"scale must be a finite number above 0, .*; got None"),
         (lambda: attend(scale=float("nan")), "scale must be a finite number above 0, .*; got nan"),
+        (lambda: attend(softcap=0.0), r"softcap must be a finite number above 0, .*; got 0.0"),
+        (lambda: attend(softcap=5.0, backend="sdpa"), "softcap: attention backend 'sdpa' does not cap scores"),
+        (lambda: attend(sinks=torch.zeros(3)), r"sinks must be \[2\], one number per head; got \[3\] in torch.float32"),
         (lambda: attend(dtype=torch.int32), "of floating point; got torch.int32"),
     ],
     "a refusal that compares a dtype with its name: it computes in bfloat16, but the model in bfloat16": [

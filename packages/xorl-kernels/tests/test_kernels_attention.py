@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from xorl.kernels.attention import ATTENTION, AttentionRequest, resolve_attention
+from xorl.kernels.attention import ATTENTION, AttentionRequest, AttentionSpec, resolve_attention
 from xorl.kernels.attention.kernel import Documents, visible_pairs
 from xorl.kernels.attention.reference import causal_mask, eager_attention, eager_backward, eager_forward
 from xorl.kernels.attention.split import split_by_heads
@@ -49,7 +49,7 @@ def test_eager_is_the_definition(window):
     """Catches a plain twin that is wrong: a window off by one, heads that read the wrong key, a leak at a border."""
     lengths = [5, 1, 3]
     q, k, v = make_inputs(lengths, 4, 2, 8, torch.float64)
-    got = eager_attention(q, k, v, SequenceLayout.from_lengths(lengths), scale=0.3, window=window)
+    got = eager_attention(q, k, v, SequenceLayout.from_lengths(lengths), AttentionSpec(0.3, window))
     torch.testing.assert_close(got, attend_by_definition(q, k, v, lengths, 0.3, window), rtol=0, atol=1e-12)
 
 
@@ -60,7 +60,7 @@ def test_the_gradient_of_eager_is_that_of_its_values():
     inputs = [x.requires_grad_() for x in make_inputs(lengths, 4, 2, 3, torch.float64)]
     for window in (None, 2):
         torch.autograd.gradcheck(
-            lambda *qkv, window=window: eager_attention.with_lse(*qkv, layout, scale=0.5, window=window), inputs
+            lambda *qkv, window=window: eager_attention.with_lse(*qkv, layout, AttentionSpec(0.5, window)), inputs
         )
 
 
@@ -75,7 +75,7 @@ def test_log_sum_exp_and_its_gradient(backend, window):
     layout, group = SequenceLayout.from_lengths(lengths), 2
 
     def by_definition(q, k, v):
-        out, lses = attention.with_lse(q, k, v, layout, scale=0.3, window=window), []
+        out, lses = attention.with_lse(q, k, v, layout, AttentionSpec(0.3, window)), []
         for q_doc, k_doc in zip(q.split(lengths), k.split(lengths), strict=True):
             scores = 0.3 * torch.einsum("qhc,khc->qhk", q_doc, k_doc.repeat_interleave(group, dim=1))
             distance = torch.arange(len(q_doc))[:, None] - torch.arange(len(q_doc))
@@ -86,9 +86,9 @@ def test_log_sum_exp_and_its_gradient(backend, window):
     attention = resolve_attention(backend, AttentionRequest("cpu", torch.float32, 8, window))
     for dtype in (torch.float32, torch.float64):
         inputs = make_inputs(lengths, 4, 2, 8, dtype)
-        assert attention.with_lse(*inputs, layout, scale=0.3, window=window)[1].dtype == dtype
+        assert attention.with_lse(*inputs, layout, AttentionSpec(0.3, window))[1].dtype == dtype
         assert_matches_reference(
-            lambda q, k, v: attention.with_lse(q, k, v, layout, scale=0.3, window=window), by_definition, inputs
+            lambda q, k, v: attention.with_lse(q, k, v, layout, AttentionSpec(0.3, window)), by_definition, inputs
         )
 
 
@@ -99,7 +99,7 @@ def test_log_sum_exp_and_its_gradient(backend, window):
 def test_backend_matches_the_plain_twin(backend, num_heads, num_kv_heads, head_dim, window, dtype):
     """Catches wrong outputs or gradients at odd lengths, with grouped heads, with a window, in each precision."""
     layout = SequenceLayout.from_lengths(LENGTHS)
-    options = {"layout": layout, "scale": head_dim**-0.5, "window": window}
+    options = {"layout": layout, "spec": AttentionSpec(head_dim**-0.5, window)}
     attention = resolve_attention(backend, AttentionRequest("cpu", dtype, head_dim, window))
     assert_matches_reference(
         lambda q, k, v: attention(q, k, v, **options),
@@ -119,7 +119,7 @@ def test_a_document_is_bitwise_alone_in_its_pack(backend, window):
     changed = slice(34, 41)  # the third document
     for x in after:
         x[changed] = torch.randn_like(x[changed]) * 100
-    options = {"layout": layout, "scale": 0.25, "window": window}
+    options = {"layout": layout, "spec": AttentionSpec(0.25, window)}
     out_before, out_after = attention(*before, **options), attention(*after, **options)
     assert not torch.equal(out_before[changed], out_after[changed])
     out_after[changed] = out_before[changed]
@@ -131,9 +131,9 @@ def test_a_pack_is_its_documents_one_by_one(backend):
     """Catches a backend that treats one document differently from several."""
     attention = resolve_attention(backend, AttentionRequest("cpu", torch.float32, 16))
     q, k, v = make_inputs(LENGTHS, 4, 2, 16, torch.float32)
-    packed = attention(q, k, v, SequenceLayout.from_lengths(LENGTHS), scale=0.25, window=None)
+    packed = attention(q, k, v, SequenceLayout.from_lengths(LENGTHS), AttentionSpec(0.25))
     alone = [
-        attention(*parts, SequenceLayout.from_lengths([length]), scale=0.25, window=None)
+        attention(*parts, SequenceLayout.from_lengths([length]), AttentionSpec(0.25))
         for length, *parts in zip(LENGTHS, q.split(LENGTHS), k.split(LENGTHS), v.split(LENGTHS), strict=True)
     ]
     assert torch.equal(packed, torch.cat(alone))
@@ -161,10 +161,10 @@ def test_queries_at_the_end_of_documents_get_their_rows_of_the_whole(backend, wi
     q_rows = torch.cat([rows[-n:] for rows, n in zip(torch.arange(24).split(lengths), num_queries, strict=True)])
     keys, queries = (SequenceLayout.from_lengths(each) for each in (lengths, num_queries))
     documents = [Documents(layout.cu_seqlens, layout.offsets) for layout in (queries, keys)]
-    options = {"scale": 0.25, "window": window, "deterministic": False}
+    options = {"spec": AttentionSpec(0.25, window), "deterministic": False}
     out, lse = attention.forward(q[q_rows], k, v, *documents, **options)
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    whole, whole_lse = eager_attention.with_lse(*leaves, keys, scale=0.25, window=window)
+    whole, whole_lse = eager_attention.with_lse(*leaves, keys, AttentionSpec(0.25, window))
     torch.testing.assert_close(out, whole[q_rows])
     torch.testing.assert_close(lse.t(), whole_lse[q_rows])
     grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(2))
@@ -184,7 +184,7 @@ def test_no_tokens_give_no_outputs(backend):
     """Catches a crash on the empty row of a rank that holds nothing."""
     attention = resolve_attention(backend, AttentionRequest("cpu", torch.float32, 16))
     q, k, v = make_inputs([], 4, 2, 16, torch.float32)
-    assert attention(q, k, v, SequenceLayout.from_lengths([]), scale=0.25, window=None).shape == (0, 4, 16)
+    assert attention(q, k, v, SequenceLayout.from_lengths([]), AttentionSpec(0.25)).shape == (0, 4, 16)
 
 
 @pytest.mark.parametrize("heads_at_once", [1, 2, 3, 5])
@@ -195,7 +195,7 @@ def test_a_backward_pass_split_by_heads_is_the_whole_one(num_heads, num_kv_heads
     layout = SequenceLayout.from_lengths(lengths)
     q, k, v = make_inputs(lengths, num_heads, num_kv_heads, 16, torch.float32)
     grad_out = torch.randn(q.shape, generator=torch.Generator().manual_seed(1))
-    options = {"scale": 0.3, "window": None, "deterministic": False}
+    options = {"spec": AttentionSpec(0.3, None), "deterministic": False}
     row = (Documents(layout.cu_seqlens, layout.offsets),) * 2
     out, lse = eager_forward(q, k, v, *row, **options)
     wanted = eager_backward(grad_out, q, k, v, out, lse, *row, **options)
@@ -220,4 +220,4 @@ def test_a_mask_that_would_take_all_memory_is_refused():
     with pytest.raises(
         ValueError, match=r"a window of 16 tokens in a document of 40000 tokens needs a mask of 6\.0 GiB"
     ):
-        attention(q, k, v, SequenceLayout.from_lengths([40_000]), scale=1.0, window=16)
+        attention(q, k, v, SequenceLayout.from_lengths([40_000]), AttentionSpec(1.0, 16))

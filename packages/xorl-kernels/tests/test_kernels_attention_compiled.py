@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from xorl.kernels.attention import ATTENTION, AttentionRequest, resolve_attention
+from xorl.kernels.attention import ATTENTION, AttentionRequest, AttentionSpec, resolve_attention
 from xorl.kernels.layout import SequenceLayout
 
 BACKENDS = ATTENTION.runnable(AttentionRequest("cpu", torch.float32, head_dim=16))
@@ -25,7 +25,7 @@ class Layer(nn.Module):
 
     def forward(self, x, layout):
         q, k, v = (y.unflatten(-1, (-1, 16)) for y in self.qkv(x).split([64, 32, 32], dim=-1))
-        return x + self.out(self.attention(q, k, v, layout, scale=0.25, window=self.window).flatten(-2))
+        return x + self.out(self.attention(q, k, v, layout, AttentionSpec(0.25, self.window)).flatten(-2))
 
 
 def gradients(layer, forward, x, layout, marked):

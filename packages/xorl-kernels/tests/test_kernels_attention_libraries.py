@@ -11,6 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from xorl.kernels.attention import AttentionSpec
 from xorl.kernels.attention.kernel import Documents
 from xorl.kernels.attention.reference import eager_attention, eager_backward, eager_forward
 from xorl.kernels.layout import SequenceLayout
@@ -20,7 +21,9 @@ LENGTHS = [5, 1, 9]
 CALLS = []
 
 
-def attend(q, k, v, cu_seqlens_q, cu_seqlens_k, longest, scale, left, right, deterministic=None, backward=None):
+def attend(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, longest, scale, left, right, softcap, deterministic=None, backward=None
+):
     """Attention as all three libraries define it: with `left` keys before the query, or all, and `right` after it."""
     assert cu_seqlens_q is cu_seqlens_k
     assert cu_seqlens_q.dtype == torch.int32
@@ -30,7 +33,7 @@ def attend(q, k, v, cu_seqlens_q, cu_seqlens_k, longest, scale, left, right, det
     window = None if left is None or left < 0 else left + 1
     assert window is None or right == 0
     CALLS.append((window, deterministic))
-    options = {"scale": scale, "window": window, "deterministic": False}
+    options = {"spec": AttentionSpec(scale, window, softcap or None), "deterministic": False}
     documents = Documents(cu_seqlens_q, cu_seqlens_q.long())
     if backward is None:
         return eager_forward(q, k, v, documents, documents, **options)
@@ -45,18 +48,18 @@ def flash_4():
     """flash-attn-4: returns more than output and log-sum-exp, allocates the gradients itself."""
 
     def fwd(q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
-            softmax_scale=None, causal=False, window_size_left=None, window_size_right=None,
+            softmax_scale=None, causal=False, window_size_left=None, window_size_right=None, softcap=None,
             return_lse=False):  # fmt: skip
         assert return_lse
         assert causal == (window_size_left is None)
         shared = q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, softmax_scale, window_size_left, window_size_right
-        return *attend(*shared), None, None, None
+        return *attend(*shared, softcap), None, None, None
 
     def bwd(q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, window_size_left=None,
             window_size_right=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
             deterministic=False):  # fmt: skip
         shared = q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, softmax_scale, window_size_left, window_size_right
-        return attend(*shared, deterministic, backward=(dout, out, lse))
+        return attend(*shared, softcap, deterministic, backward=(dout, out, lse))
 
     return {"flash_attn.cute.interface": {"_flash_attn_fwd": fwd, "_flash_attn_bwd": bwd}}
 
@@ -67,16 +70,16 @@ def flash_2():
     def forward(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
                 window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False,
                 block_table=None, leftpad_k=None, seqused_k=None, zero_tensors=False):  # fmt: skip
-        assert (causal, dropout_p, softcap, alibi_slopes, return_softmax) == (True, 0.0, 0.0, None, False)
+        assert (causal, dropout_p, alibi_slopes, return_softmax) == (True, 0.0, None, False)
         shared = q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, softmax_scale, window_size_left, window_size_right
-        return *attend(*shared), torch.empty(0), torch.empty(2)
+        return *attend(*shared, softcap), torch.empty(0), torch.empty(2)
 
     def backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
                  dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
                  deterministic, rng_state=None, zero_tensors=False):  # fmt: skip
-        assert (causal, dropout_p, softcap, alibi_slopes) == (True, 0.0, 0.0, None)
+        assert (causal, dropout_p, alibi_slopes) == (True, 0.0, None)
         shared = q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, softmax_scale, window_size_left, window_size_right
-        gradients = attend(*shared, deterministic, backward=(dout, out, softmax_lse))
+        gradients = attend(*shared, softcap, deterministic, backward=(dout, out, softmax_lse))
         for into, gradient in zip((dq, dk, dv), gradients, strict=True):
             into.copy_(gradient)
         return torch.empty(0)
@@ -112,14 +115,14 @@ def flash_3():
                 scheduler_metadata=None, num_splits=0):  # fmt: skip
         assert (is_causal, num_splits) == (True, 1)
         shared = q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, softmax_scale, window_size_left, window_size_right
-        return *attend(*shared), q.new_empty(0), q.new_empty(0)
+        return *attend(*shared, softcap), q.new_empty(0), q.new_empty(0)
 
     def backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
                  max_seqlen_q, max_seqlen_k, softmax_scale, is_causal, window_size_left=-1, window_size_right=-1,
                  softcap=0.0, deterministic=False):  # fmt: skip
         assert is_causal
         shared = q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, softmax_scale, window_size_left, window_size_right
-        gradients = attend(*shared, deterministic, backward=(dout, out, softmax_lse))
+        gradients = attend(*shared, softcap, deterministic, backward=(dout, out, softmax_lse))
         for into, gradient in zip((dq, dk, dv), gradients, strict=True):
             into.copy_(gradient)
         return q.new_empty(0)
@@ -159,11 +162,24 @@ def test_an_adapter_gives_its_library_what_it_asks_for(attention, window):
     generator = torch.Generator().manual_seed(0)
     # Values that are a slice of a projection, as those of a merged one are.
     qkv = torch.randn(sum(LENGTHS), 4 + 2 + 2, 8, generator=generator, dtype=torch.float32)
-    options = {"layout": layout, "scale": 0.3, "window": window}
+    options = {"layout": layout, "spec": AttentionSpec(0.3, window)}
     assert_matches_reference(
         lambda x: attention.with_lse(*x.split([4, 2, 2], dim=1), **options),
         lambda x: eager_attention.with_lse(*x.split([4, 2, 2], dim=1), **options),
         (qkv,),
+    )
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_an_adapter_caps_scores_and_adds_sinks(attention, window):
+    """Catches a cap that one pass does not tell the library, and sinks whose correction another kernel does not fit."""
+    layout, spec = SequenceLayout.from_lengths(LENGTHS), AttentionSpec(0.3, window, softcap=0.5)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(sum(LENGTHS), heads, 8, generator=generator) for heads in (4, 2, 2))
+    assert_matches_reference(
+        lambda q, k, v, sinks: attention(q, k, v, layout, spec, sinks),
+        lambda q, k, v, sinks: eager_attention(q, k, v, layout, spec, sinks),
+        (q, k, v, torch.linspace(-1, 2, 4)),
     )
 
 
@@ -175,7 +191,7 @@ def test_an_adapter_asks_for_determinism_when_torch_does(attention):
         CALLS.clear()
         torch.use_deterministic_algorithms(wanted)
         try:
-            attention(q, k, v, layout, scale=0.3, window=None).sum().backward()
+            attention(q, k, v, layout, AttentionSpec(0.3)).sum().backward()
         finally:
             torch.use_deterministic_algorithms(False)
         assert CALLS[-1] == (None, wanted)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from xorl.kernels.attention import KeyValueCache, MixedLayout, cached_attention
+from xorl.kernels.attention import AttentionSpec, KeyValueCache, MixedLayout, cached_attention
 from xorl.kernels.attention.reference import eager_attention
 from xorl.kernels.layout import SequenceLayout
 
@@ -35,13 +35,18 @@ def make_cache(num_kv_heads: int, dtype: torch.dtype) -> KeyValueCache:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 1, 5])
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
-def test_pieces_are_as_the_whole(num_kv_heads: int, window: int | None, dtype: torch.dtype) -> None:
-    # Catches rows, masks or windows that are off by one, sequences that see others, and layers that share rows.
+@pytest.mark.parametrize(("softcap", "sinks"), [(None, None), (0.5, None), (None, torch.linspace(-1, 2, 4))])
+def test_pieces_are_as_the_whole(
+    num_kv_heads: int, window: int | None, dtype: torch.dtype, softcap: float | None, sinks: Tensor | None
+) -> None:
+    # Catches a cap or sinks that generation forgets, rows, masks or windows that are off by one, sequences that see
+    # others, and layers that share rows.
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
         torch.randn(sum(LENGTHS), heads, 8, generator=generator).to(dtype) for heads in (4, num_kv_heads, num_kv_heads)
     )
-    wanted = eager_attention(q, k, v, SequenceLayout.from_lengths(LENGTHS), scale=0.3, window=window)
+    spec = AttentionSpec(0.3, window, softcap)
+    wanted = eager_attention(q, k, v, SequenceLayout.from_lengths(LENGTHS), spec, sinks)
     cache = make_cache(num_kv_heads, dtype)
     got = torch.full_like(q, float("nan"))
     starts = [0, 9, 12]
@@ -56,8 +61,8 @@ def test_pieces_are_as_the_whole(num_kv_heads: int, window: int | None, dtype: t
         )
         torch.testing.assert_close(layout.positions, positions_of(tokens, starts))
         arguments = (q[tokens], k[tokens], v[tokens])
-        cached_attention(*(x + 1 for x in arguments), layout.of_layer(0), scale=0.3, window=window)
-        got[tokens] = cached_attention(*arguments, layout.of_layer(1), scale=0.3, window=window)
+        cached_attention(*(x + 1 for x in arguments), layout.of_layer(0), spec, sinks)
+        got[tokens] = cached_attention(*arguments, layout.of_layer(1), spec, sinks)
     assert done == LENGTHS
     # Half precision is rounded within, too.
     torch.testing.assert_close(got, wanted, **({} if dtype == torch.float32 else {"rtol": 0.016, "atol": 4e-3}))

@@ -7,6 +7,7 @@ from torch import Tensor
 from xorl.kernels.attention import (
     ATTENTION,
     AttentionRequest,
+    AttentionSpec,
     PackedAttention,
     operator,
     register_attention,
@@ -37,16 +38,16 @@ def test_a_plain_function_is_a_backend() -> None:
     register_attention("simple", simple, refusal=lambda request: None if request.window is None else "no windows")
     q, k, v = torch.randn(7, 4, 8, requires_grad=True), torch.randn(7, 2, 8), torch.randn(7, 2, 8)
     layout = SequenceLayout.from_lengths([4, 3])
-    out = resolve_attention("simple", REQUEST)(q, k, v, layout, scale=0.5, window=None)
-    expected = resolve_attention("eager", REQUEST)(q, k, v, layout, scale=0.5, window=None)
+    out = resolve_attention("simple", REQUEST)(q, k, v, layout, AttentionSpec(0.5))
+    expected = resolve_attention("eager", REQUEST)(q, k, v, layout, AttentionSpec(0.5))
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(*(torch.autograd.grad(one.square().sum(), q) for one in (out, expected)))
     with pytest.raises(RuntimeError, match="no windows"):
         resolve_attention("simple", AttentionRequest("cpu", torch.float32, 8, window=2))
     with pytest.raises(RuntimeError, match="returns no log-sum-exp"):
-        resolve_attention("simple", REQUEST).with_lse(q, k, v, layout, scale=0.5, window=None)
+        resolve_attention("simple", REQUEST).with_lse(q, k, v, layout, AttentionSpec(0.5))
     with pytest.raises(ValueError, match="the 7 tokens of the layout"):
-        resolve_attention("simple", REQUEST)(q[:6], k, v, layout, scale=0.5, window=None)
+        resolve_attention("simple", REQUEST)(q[:6], k, v, layout, AttentionSpec(0.5))
     for taken in ("simple", "sdpa", "auto"):
         with pytest.raises(ValueError, match=f"name: there is already the attention backend '{taken}'"):
             register_attention(taken, simple)
@@ -58,7 +59,7 @@ def test_a_function_that_returns_something_else_is_refused(returned, said) -> No
     register_attention("wrong", lambda q, k, v, layout, *, scale, window: returned(q))
     q = torch.randn(4, 4, 8)
     with pytest.raises(ValueError, match=rf"function: wrong must return \[4, 4, 8\]{said}"):
-        resolve_attention("wrong", REQUEST)(q, q, q, SequenceLayout.from_lengths([4]), scale=1.0, window=None)
+        resolve_attention("wrong", REQUEST)(q, q, q, SequenceLayout.from_lengths([4]), AttentionSpec(1.0))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from xorl.kernels import grouped_triton
-from xorl.kernels.attention import KeyValueCache, MixedLayout, paged_triton
+from xorl.kernels.attention import AttentionSpec, KeyValueCache, MixedLayout, paged_triton
 from xorl.kernels.attention.cached import plain_cached_attention
 from xorl.kernels.experts import products_native, products_triton, routing_triton, rows, rows_triton
 from xorl.kernels.experts.plan import RoutePlan
@@ -234,7 +234,7 @@ def test_paged_attention(monkeypatch, heads, kv_heads, head_dim, window, totals,
     keys, values = (randn(*cache.keys[0].shape, seed=seed) for seed in (2, 3))
     layout = MixedLayout(cache, tables, [1] * len(totals), totals, "cpu")
     q = randn(len(totals), heads, head_dim)
-    wanted = plain_cached_attention(q, keys, values, layout, scale=0.125, window=window)
+    wanted = plain_cached_attention(q, keys, values, layout, AttentionSpec(0.125, window))
     # Keys of other sequences, and those past a sequence's end, must not affect the result.
     read = {
         16 * table[place // 16] + place % 16

@@ -440,12 +440,7 @@ def _compute_dtype(train: TrainConfig) -> torch.dtype:
 
 def attention_request(config: DecoderConfig, train: TrainConfig, device: torch.device) -> AttentionRequest:
     """What the model's attention has to support."""
-    return AttentionRequest(
-        device_type=device.type,
-        dtype=_compute_dtype(train),
-        head_dim=config.attention.head_dim,
-        window=next((window for window in config.windows if window is not None), None),
-    )
+    return config.attention_request(device.type, _compute_dtype(train))
 
 
 def _experts_request(config: DecoderConfig, train: TrainConfig, device: torch.device) -> ExpertsRequest:

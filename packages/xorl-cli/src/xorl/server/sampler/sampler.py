@@ -17,7 +17,7 @@ from torch import Tensor
 
 from xorl.core.models import Decoder, DecoderConfig
 from xorl.core.parallel import ParallelModel
-from xorl.kernels.attention import AttentionRequest, KeyValueCache, MixedLayout, decode_refusal
+from xorl.kernels.attention import KeyValueCache, MixedLayout, decode_refusal
 from xorl.kernels.head import HeadWeight
 from xorl.kernels.layout import SequenceLayout
 from xorl.kernels.linear_ce import wide_logits
@@ -420,7 +420,7 @@ class Sampler:
             dtype=self._decoder.compute_dtype,
             device=self._device,
         )
-        request = AttentionRequest(self._device.type, cache.keys.dtype, config.attention.head_dim, None)
+        request = config.attention_request(self._device.type, cache.keys.dtype)
         if decode_refusal(request) is not None:
             return cache, None
         decode = DecodePass(

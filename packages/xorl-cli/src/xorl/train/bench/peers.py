@@ -31,7 +31,7 @@ from xorl.core.parallel.executor import Tensors
 from xorl.core.parallel.fsdp import shard
 from xorl.core.runtime import default_device_type
 from xorl.data import PackedBatch
-from xorl.kernels.attention import AttentionFn, resolve_attention
+from xorl.kernels.attention import AttentionFn, AttentionSpec, resolve_attention
 from xorl.kernels.layout import SequenceLayout
 from xorl.train.adapters.inject import adapter_spec
 from xorl.train.architecture import Architecture
@@ -274,7 +274,7 @@ def register_attention(attention: AttentionFn) -> str:
     ) -> tuple[Tensor, None]:
         assert attention_mask is None, "the layout defines the mask"
         q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))  # [T, H, D]
-        return attention(q, k, v, xorl_layout, scale=scaling, window=sliding_window).unsqueeze(0), None
+        return attention(q, k, v, xorl_layout, AttentionSpec(scaling, sliding_window)).unsqueeze(0), None
 
     # Must not contain "flash": transformers would treat it as one of its own implementations.
     name = "xorl_packed_attention"

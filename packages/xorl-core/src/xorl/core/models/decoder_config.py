@@ -6,11 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import torch
+
 from xorl.core.nn import RopeConfig
 from xorl.core.nn.attention import AttentionConfig
 from xorl.core.nn.layers import ACTIVATIONS
 from xorl.core.nn.norms import NormConfig
 from xorl.kernels.arguments import check_choice
+from xorl.kernels.attention import AttentionRequest
 
 Arrangement = Literal["pre", "post", "sandwich", "parallel"]
 """Where the norms of a layer stand: before attention and the feed-forward block, after them, or both; parallel: one
@@ -131,6 +134,13 @@ class DecoderConfig:
     def windows(self) -> tuple[int | None, ...]:
         """For each layer, how many tokens a token attends to; None for all earlier ones."""
         return tuple(layer.attention.window for layer in self.layers)
+
+    def attention_request(self, device_type: str, dtype: torch.dtype) -> AttentionRequest:
+        """What all layers together require of an attention backend, if they compute in `dtype`."""
+        window = next((window for window in self.windows if window is not None), None)
+        softcaps = (layer.attention.softcap for layer in self.layers)
+        softcap = next((softcap for softcap in softcaps if softcap is not None), None)
+        return AttentionRequest(device_type, dtype, self.attention.head_dim, window, softcap=softcap)
 
     @property
     def has_experts(self) -> bool:

@@ -17,7 +17,7 @@ from xorl.core.nn.layers import Linear
 from xorl.core.nn.norms import HeadNorm, NormConfig, NormOfHeads
 from xorl.core.nn.rotary import RopeConfig
 from xorl.core.nn.ulysses import ulysses_attention
-from xorl.kernels.attention import CachedLayout, cached_attention
+from xorl.kernels.attention import AttentionFn, AttentionSpec, CachedLayout, cached_attention
 from xorl.kernels.fused import HeadNorms, HeadShape, RopeTables
 from xorl.kernels.layout import SequenceLayout, ShardedLayout
 
@@ -44,6 +44,7 @@ class AttentionConfig:
     Attributes:
         scale: the factor on attention scores.
         window: how many tokens a token attends to, itself included; None for all earlier ones.
+        softcap: scores become softcap * tanh(scores / softcap); None: no cap.
         rope: the rotary embedding; None: none.
         qk_norm: whether queries and keys are normalised, each head alone or all heads together.
         norm_after_rope: whether heads are normalised after the rotation.
@@ -61,6 +62,7 @@ class AttentionConfig:
     o_bias: bool
     norm_after_rope: bool = False
     temperature: Temperature | None = None
+    softcap: float | None = None
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -74,6 +76,11 @@ class AttentionConfig:
             raise ValueError("norm_after_rope: all heads together are normalised before the rotation only")
         if self.rope is not None:
             self.rope.check_factors(self.head_dim)
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """What the kernels compute."""
+        return AttentionSpec(self.scale, self.window, self.softcap)
 
     @property
     def q_rows(self) -> int:
@@ -114,8 +121,7 @@ class Attention(nn.Module):
         head_dim = config.head_dim
         counts = HeadShape(config.num_heads, config.num_kv_heads, head_dim).row_counts
         self.shape = HeadShape(config.num_heads // ranks.size, max(1, config.num_kv_heads // ranks.size), head_dim)
-        self.scale = config.scale
-        self.window = config.window
+        self.spec = config.spec
         self.rope = config.rope
         self.temperature = config.temperature
         self.norm_after_rope = config.norm_after_rope
@@ -165,16 +171,30 @@ class Attention(nn.Module):
         return self.kernels.round_heads(q), self.kernels.round_heads(k), v
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout) -> Tensor:
-        options = {"scale": self.scale, "window": self.window}
         if isinstance(layout, CachedLayout):
-            return cached_attention(q, k, v, layout, **options)
-        if not isinstance(layout, ShardedLayout):
-            return self.kernels.attention(q, k, v, layout, **options)
+            return cached_attention(q, k, v, layout, self.spec)
+        if isinstance(layout, ShardedLayout):
+            return sharded_attention(self.kernels.attention, q, k, v, layout, self.spec)
+        return self.kernels.attention(q, k, v, layout, self.spec)
 
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            """Attention of all tokens of this rank's Ulysses group."""
-            if layout.ring.size > 1:
-                return self.kernels.attention.in_ring(q, k, v, layout, **options)
-            return self.kernels.attention(q, k, v, layout.whole, **options)
 
-        return attend(q, k, v) if layout.ulysses.size == 1 else ulysses_attention(attend, q, k, v, layout.ulysses)
+def sharded_attention(
+    attention: AttentionFn,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: ShardedLayout,
+    spec: AttentionSpec,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """`attention` for this rank's part of a row, [T, H, C]; sinks are those of all heads. Collective."""
+    if sinks is not None:
+        sinks = sinks.chunk(layout.ulysses.size)[layout.ulysses.rank]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention of all tokens of this rank's Ulysses group."""
+        if layout.ring.size > 1:
+            return attention.in_ring(q, k, v, layout, spec, sinks)
+        return attention(q, k, v, layout.whole, spec, sinks)
+
+    return attend(q, k, v) if layout.ulysses.size == 1 else ulysses_attention(attend, q, k, v, layout.ulysses)

@@ -10,12 +10,14 @@ from xorl.kernels.attention.cached import (
     decode_refusal,
 )
 from xorl.kernels.attention.interface import AttentionFn, AttentionRequest
+from xorl.kernels.attention.kernel import AttentionSpec
 from xorl.kernels.attention.operator import PackedAttention
 
 __all__ = [
     "ATTENTION",
     "AttentionFn",
     "AttentionRequest",
+    "AttentionSpec",
     "CachedLayout",
     "DecodeLayout",
     "KeyValueCache",

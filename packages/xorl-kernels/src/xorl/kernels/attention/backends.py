@@ -10,7 +10,15 @@ from pathlib import Path
 import torch
 
 from xorl.kernels.attention.interface import AttentionFn, AttentionRequest
-from xorl.kernels.attention.limits import AMPERE, BLACKWELL, HOPPER, MAX_HEAD_DIM, flash_refusal, installed_version
+from xorl.kernels.attention.limits import (
+    AMPERE,
+    BLACKWELL,
+    HOPPER,
+    MAX_HEAD_DIM,
+    flash_refusal,
+    installed_version,
+    uncapped_refusal,
+)
 from xorl.kernels.attention.native import native_attention, native_refusal
 from xorl.kernels.attention.operator import PackedAttention
 from xorl.kernels.attention.plain import FunctionAttention, PlainAttention
@@ -59,7 +67,15 @@ def register_attention(
         _check_call("function", function, "(q, k, v, layout, *, scale, window)", 4, ("scale", "window"))
     _check_call("refusal", refusal, "(request)", 1)
     attention = function if isinstance(function, PackedAttention) else FunctionAttention(name, function)
-    ATTENTION.register(Backend(name, load=lambda: attention, refusal=refusal))
+
+    def refused(request: AttentionRequest) -> str | None:
+        if request.sinks and not isinstance(attention, PackedAttention):
+            return "it returns no log-sum-exp, which the sinks of the model's heads need"
+        if not (isinstance(attention, PackedAttention) and attention.caps_scores) and uncapped_refusal(request):
+            return uncapped_refusal(request)
+        return refusal(request)
+
+    ATTENTION.register(Backend(name, load=lambda: attention, refusal=refused))
 
 
 def _check_call(
@@ -80,6 +96,10 @@ def _check_call(
 
 def _missing_device(request: AttentionRequest) -> str | None:
     return missing_device(request.device_type)
+
+
+def _sdpa_refusal(request: AttentionRequest) -> str | None:
+    return uncapped_refusal(request) or missing_device(request.device_type)
 
 
 def _flash_2_missing() -> str | None:
@@ -144,13 +164,14 @@ def _library(module: str, name: str) -> Callable[[], AttentionFn]:
 
 
 ATTENTION: Registry[AttentionRequest, AttentionFn] = Registry(
-    # Fastest first, as measured on Hopper. `flash_attention_2` is left out because `native` runs the same kernels.
+    # Fastest first, as measured on Hopper. The last two are for models that cap scores: `native` runs the kernels of
+    # `flash_attention_2`, but does not cap scores.
     "attention",
     AttentionRequest,
-    preference=("flash_attention_4", "flash_attention_3", "native", "sdpa"),
+    preference=("flash_attention_4", "flash_attention_3", "native", "sdpa", "flash_attention_2", "eager"),
 )
 ATTENTION.register(Backend("eager", load=lambda: eager_attention, refusal=_missing_device))
-ATTENTION.register(Backend("sdpa", load=lambda: sdpa_attention, refusal=_missing_device))
+ATTENTION.register(Backend("sdpa", load=lambda: sdpa_attention, refusal=_sdpa_refusal))
 ATTENTION.register(Backend("native", load=lambda: native_attention, refusal=native_refusal))
 ATTENTION.register(
     Backend(

@@ -19,9 +19,11 @@ from torch.nn import functional as F
 
 from xorl.kernels.arguments import as_integers, check_at_least, check_floating, check_type
 from xorl.kernels.attention.interface import AttentionRequest
-from xorl.kernels.attention.limits import AMPERE, flash_refusal
+from xorl.kernels.attention.kernel import AttentionSpec
+from xorl.kernels.attention.limits import AMPERE, flash_refusal, uncapped_refusal
 from xorl.kernels.attention.native import native_refusal
 from xorl.kernels.attention.operator import check_inputs
+from xorl.kernels.attention.sinks import add_sinks
 from xorl.kernels.fused.device import triton_refusal
 from xorl.kernels.layout import SequenceLayout
 from xorl.kernels.torch_private import flash_attention_forward
@@ -81,7 +83,9 @@ class CachedLayout(SequenceLayout):
         values[self.new_rows] = v
         return keys, values
 
-    def attend(self, q: Tensor, keys: Tensor, values: Tensor, *, scale: float, window: int | None) -> Tensor:
+    def attend(
+        self, q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, sinks: Tensor | None = None
+    ) -> Tensor:
         """Attention [T, H, C] of q [T, H, C] over the keys and values that `write` returned."""
         raise NotImplementedError
 
@@ -113,8 +117,12 @@ class DecodeLayout(CachedLayout):
         self.new_rows = tables[positions // cache.block_size, sequences] * cache.block_size
         self.new_rows += positions % cache.block_size
 
-    def attend(self, q: Tensor, keys: Tensor, values: Tensor, *, scale: float, window: int | None) -> Tensor:
-        """Uses a kernel that reads the blocks in place."""
+    def attend(
+        self, q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Uses a kernel that reads the blocks in place. Raises ValueError for what `decode_refusal` refuses."""
+        if spec.softcap is not None or sinks is not None:
+            raise ValueError("DecodeLayout: its kernel has no cap on scores and no sinks; use a MixedLayout")
         # Triton comes with torch's GPU builds, and may be missing elsewhere.
         from xorl.kernels.attention.paged_triton import paged_attention  # noqa: PLC0415
 
@@ -125,14 +133,16 @@ class DecodeLayout(CachedLayout):
             self.tables,
             self.total_lengths,
             block_size=self.cache.block_size,
-            scale=scale,
-            window=window,
+            scale=spec.scale,
+            window=spec.window,
         )
 
 
 def decode_refusal(request: AttentionRequest) -> str | None:
     """The reason why `DecodeLayout` cannot serve a request, or None if it can."""
-    return flash_refusal(request, AMPERE) or triton_refusal(request.device_type)
+    if request.sinks:
+        return "its kernel has no sinks"
+    return uncapped_refusal(request) or flash_refusal(request, AMPERE) or triton_refusal(request.device_type)
 
 
 class MixedLayout(CachedLayout):
@@ -181,11 +191,13 @@ class MixedLayout(CachedLayout):
         # Shared by the layouts of all layers, which are shallow copies of this one.
         self._read_rows: dict[str, Tensor] = {}
 
-    def attend(self, q: Tensor, keys: Tensor, values: Tensor, *, scale: float, window: int | None) -> Tensor:
+    def attend(
+        self, q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, sinks: Tensor | None = None
+    ) -> Tensor:
         """Uses FlashAttention if it can run, else `scaled_dot_product_attention`."""
-        request = AttentionRequest(q.device.type, q.dtype, q.shape[-1], window, deterministic=False)
+        request = AttentionRequest(q.device.type, q.dtype, q.shape[-1], spec.window, False, spec.softcap)
         attend = plain_cached_attention if native_refusal(request) else flash_cached_attention
-        return attend(q, keys, values, self, scale=scale, window=window)
+        return attend(q, keys, values, self, spec, sinks)
 
     def packed_rows(self) -> Tensor:
         """[sum of N]: the cache rows of all tokens, sequence by sequence."""
@@ -234,7 +246,7 @@ def _check_sequences(
 
 
 def cached_attention(
-    q: Tensor, k: Tensor, v: Tensor, layout: CachedLayout, *, scale: float, window: int | None
+    q: Tensor, k: Tensor, v: Tensor, layout: CachedLayout, spec: AttentionSpec, sinks: Tensor | None = None
 ) -> Tensor:
     """An `AttentionFn` for a `CachedLayout`: writes the new tokens' keys and values to the cache, then attends.
 
@@ -243,13 +255,13 @@ def cached_attention(
     Raises ValueError as an `AttentionFn` does, and for a layout without a cache.
     """
     check_type("layout", layout, CachedLayout, "a MixedLayout or DecodeLayout")
-    check_inputs(q, k, v, layout, scale, window)
+    check_inputs(q, k, v, layout, spec, sinks)
     keys, values = layout.write(k, v)
-    return layout.attend(q, keys, values, scale=scale, window=window)
+    return layout.attend(q, keys, values, spec, sinks)
 
 
 def plain_cached_attention(
-    q: Tensor, keys: Tensor, values: Tensor, layout: MixedLayout, *, scale: float, window: int | None
+    q: Tensor, keys: Tensor, values: Tensor, layout: MixedLayout, spec: AttentionSpec, sinks: Tensor | None = None
 ) -> Tensor:
     """Attention by `scaled_dot_product_attention`; sequences with one new token share a padded call.
 
@@ -262,23 +274,23 @@ def plain_cached_attention(
         sequences = torch.tensor(single, device=q.device)
         tokens = torch.tensor([offsets[index] for index in single], device=q.device)
         longest = max(layout.totals[index] for index in single)
-        mask = _visible(layout.positions[tokens, None], longest, window)  # [S, 1, M]
+        mask = _visible(layout.positions[tokens, None], longest, spec.window)  # [S, 1, M]
         key_rows = rows[sequences, :longest]
         # Padding reads rows of other sequences, and a weight of 0 times a non-finite value is NaN.
         is_padding = torch.arange(longest, device=q.device) >= layout.total_lengths[sequences, None]  # [S, M]
         k, v = (x[key_rows].masked_fill_(is_padding[:, :, None, None], 0) for x in (keys, values))
-        out[tokens] = _attend(q[tokens, None], k, v, mask, scale)[:, 0]
+        out[tokens] = _attend(q[tokens, None], k, v, mask, spec, sinks)[:, 0]
     for index, (length, total) in enumerate(zip(layout.lengths, layout.totals, strict=True)):
         if length > 1:
             tokens = slice(offsets[index], offsets[index + 1])
-            mask = _visible(layout.positions[None, tokens], total, window)
+            mask = _visible(layout.positions[None, tokens], total, spec.window)
             key_rows = rows[index : index + 1, :total]
-            out[tokens] = _attend(q[None, tokens], keys[key_rows], values[key_rows], mask, scale)[0]
+            out[tokens] = _attend(q[None, tokens], keys[key_rows], values[key_rows], mask, spec, sinks)[0]
     return out
 
 
 def flash_cached_attention(
-    q: Tensor, keys: Tensor, values: Tensor, layout: MixedLayout, *, scale: float, window: int | None
+    q: Tensor, keys: Tensor, values: Tensor, layout: MixedLayout, spec: AttentionSpec, sinks: Tensor | None = None
 ) -> Tensor:
     """Attention by torch's FlashAttention 2, with one launch for all sequences, over concatenated keys.
 
@@ -286,7 +298,7 @@ def flash_cached_attention(
     and bf16.
     """
     rows = layout.packed_rows()
-    out, *_ = flash_attention_forward(
+    out, lse, *_ = flash_attention_forward(
         q,
         keys[rows],
         values[rows],
@@ -295,13 +307,13 @@ def flash_cached_attention(
         max(layout.lengths),
         layout.max_seqlen,
         0.0,
-        window is None,
+        spec.window is None,
         return_debug_mask=False,
-        scale=scale,
-        window_size_left=-1 if window is None else window - 1,
+        scale=spec.scale,
+        window_size_left=-1 if spec.window is None else spec.window - 1,
         window_size_right=0,
     )
-    return out
+    return add_sinks(out, lse, sinks)[0]
 
 
 def _visible(positions: Tensor, num_keys: int, window: int | None) -> Tensor:
@@ -311,9 +323,20 @@ def _visible(positions: Tensor, num_keys: int, window: int | None) -> Tensor:
     return visible if window is None else visible & (distance < window)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:
     """Attention [S, L, H, C] of q [S, L, H, C] over k and v [S, M, G, C], with a mask [S, L, M]."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], scale=scale, enable_gqa=grouped)
-    return out.transpose(1, 2)
+    if spec.softcap is None and sinks is None:
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], scale=spec.scale, enable_gqa=grouped)
+        return out.transpose(1, 2)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1).to(wide) for x in (k, v))
+    scores = q.to(wide) @ k.transpose(2, 3) * spec.scale  # [S, H, L, M]
+    if spec.softcap is not None:
+        scores = scores.div_(spec.softcap).tanh_().mul_(spec.softcap)
+    scores.masked_fill_(~mask[:, None], float("-inf"))
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.to(wide)[None, :, None, None].expand(*scores.shape[:3], 1)), dim=-1)
+    weights = scores.softmax(dim=-1)[..., : k.shape[2]]
+    return (weights @ v).to(q.dtype).transpose(1, 2)

@@ -10,7 +10,7 @@ from flash_attn.flash_attn_interface import (  # pyright: ignore[reportMissingIm
 )
 from torch import Tensor
 
-from xorl.kernels.attention.kernel import Documents, Gradients
+from xorl.kernels.attention.kernel import AttentionSpec, Documents, Gradients
 from xorl.kernels.attention.operator import PackedAttention
 from xorl.kernels.attention.split import split_by_heads
 
@@ -21,15 +21,12 @@ def flash2_forward(
     v: Tensor,
     documents: Documents,
     key_documents: Documents,
+    spec: AttentionSpec,
     *,
-    scale: float,
-    window: int | None,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
     """`ForwardKernel` using FlashAttention 2 (arXiv:2307.08691)."""
-    out, lse, *_ = _flash_attn_varlen_forward(
-        q, k, v, **_options(documents, key_documents, scale, window), return_softmax=False
-    )
+    out, lse, *_ = _flash_attn_varlen_forward(q, k, v, **_options(documents, key_documents, spec), return_softmax=False)
     return out, lse
 
 
@@ -42,9 +39,8 @@ def flash2_backward(
     lse: Tensor,
     documents: Documents,
     key_documents: Documents,
+    spec: AttentionSpec,
     *,
-    scale: float,
-    window: int | None,
     deterministic: bool,
 ) -> Gradients:
     """`BackwardKernel` using FlashAttention 2; if `deterministic`, it sums the gradient of q in a fixed order."""
@@ -59,16 +55,18 @@ def flash2_backward(
         grad_q,
         grad_k,
         grad_v,
-        **_options(documents, key_documents, scale, window),
+        **_options(documents, key_documents, spec),
         deterministic=deterministic,
     )
     return grad_q, grad_k, grad_v
 
 
-flash_attention_2 = PackedAttention("flash_attention_2", flash2_forward, split_by_heads(flash2_backward))
+flash_attention_2 = PackedAttention(
+    "flash_attention_2", flash2_forward, split_by_heads(flash2_backward), caps_scores=True
+)
 
 
-def _options(documents: Documents, key_documents: Documents, scale: float, window: int | None) -> dict[str, object]:
+def _options(documents: Documents, key_documents: Documents, spec: AttentionSpec) -> dict[str, object]:
     """The library's arguments. Its window does not count the query itself."""
     return {
         "cu_seqlens_q": documents.cu_seqlens,
@@ -76,10 +74,10 @@ def _options(documents: Documents, key_documents: Documents, scale: float, windo
         "max_seqlen_q": documents.longest,
         "max_seqlen_k": key_documents.longest,
         "dropout_p": 0.0,
-        "softmax_scale": scale,
+        "softmax_scale": spec.scale,
         "causal": True,
-        "window_size_left": -1 if window is None else window - 1,
-        "window_size_right": -1 if window is None else 0,
-        "softcap": 0.0,
+        "window_size_left": -1 if spec.window is None else spec.window - 1,
+        "window_size_right": -1 if spec.window is None else 0,
+        "softcap": spec.softcap or 0.0,
         "alibi_slopes": None,
     }

@@ -7,7 +7,7 @@ import flash_attn_3._C  # noqa: F401  # pyright: ignore[reportMissingImports]  (
 import torch
 from torch import Tensor
 
-from xorl.kernels.attention.kernel import Documents, Gradients
+from xorl.kernels.attention.kernel import AttentionSpec, Documents, Gradients
 from xorl.kernels.attention.operator import PackedAttention
 
 # Arguments to pass as None. Versions of the library agree on the names of the arguments, but not on the defaults.
@@ -37,9 +37,8 @@ def flash3_forward(
     v: Tensor,
     documents: Documents,
     key_documents: Documents,
+    spec: AttentionSpec,
     *,
-    scale: float,
-    window: int | None,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
     """`ForwardKernel` using FlashAttention 3 (arXiv:2407.08608)."""
@@ -49,7 +48,7 @@ def flash3_forward(
         k=k,
         v=v,
         **dict.fromkeys(UNUSED),
-        **_options(documents, key_documents, scale, window),
+        **_options(documents, key_documents, spec),
         num_splits=1,
     )
     return out, lse
@@ -64,9 +63,8 @@ def flash3_backward(
     lse: Tensor,
     documents: Documents,
     key_documents: Documents,
+    spec: AttentionSpec,
     *,
-    scale: float,
-    window: int | None,
     deterministic: bool,
 ) -> Gradients:
     """`BackwardKernel` using FlashAttention 3; if `deterministic`, it sums the gradient of q in a fixed order."""
@@ -83,24 +81,25 @@ def flash3_backward(
         dv=grad_v,
         seqused_q=None,
         seqused_k=None,
-        **_options(documents, key_documents, scale, window),
+        **_options(documents, key_documents, spec),
         deterministic=deterministic,
     )
     return grad_q, grad_k, grad_v
 
 
-flash_attention_3 = PackedAttention("flash_attention_3", flash3_forward, flash3_backward)
+flash_attention_3 = PackedAttention("flash_attention_3", flash3_forward, flash3_backward, caps_scores=True)
 
 
-def _options(documents: Documents, key_documents: Documents, scale: float, window: int | None) -> dict[str, object]:
+def _options(documents: Documents, key_documents: Documents, spec: AttentionSpec) -> dict[str, object]:
     """The library's arguments. Its window does not count the query itself."""
     return {
         "cu_seqlens_q": documents.cu_seqlens,
         "cu_seqlens_k": key_documents.cu_seqlens,
         "max_seqlen_q": documents.longest,
         "max_seqlen_k": key_documents.longest,
-        "softmax_scale": scale,
+        "softmax_scale": spec.scale,
         "is_causal": True,
-        "window_size_left": -1 if window is None else window - 1,
-        "window_size_right": -1 if window is None else 0,
+        "window_size_left": -1 if spec.window is None else spec.window - 1,
+        "window_size_right": -1 if spec.window is None else 0,
+        "softcap": spec.softcap or 0.0,
     }

@@ -11,7 +11,7 @@ from flash_attn.cute.interface import (  # pyright: ignore[reportMissingImports]
 )
 from torch import Tensor
 
-from xorl.kernels.attention.kernel import Documents, Gradients
+from xorl.kernels.attention.kernel import AttentionSpec, Documents, Gradients
 from xorl.kernels.attention.operator import PackedAttention
 
 
@@ -21,13 +21,14 @@ def flash4_forward(
     v: Tensor,
     documents: Documents,
     key_documents: Documents,
+    spec: AttentionSpec,
     *,
-    scale: float,
-    window: int | None,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
     """`ForwardKernel` using FlashAttention 4."""
-    out, lse, *_ = _flash_attn_fwd(q, k, v, **_options(documents, key_documents, scale, window), return_lse=True)
+    out, lse, *_ = _flash_attn_fwd(
+        q, k, v, **_options(documents, key_documents, spec), softcap=spec.softcap, return_lse=True
+    )
     return out, lse
 
 
@@ -40,9 +41,8 @@ def flash4_backward(
     lse: Tensor,
     documents: Documents,
     key_documents: Documents,
+    spec: AttentionSpec,
     *,
-    scale: float,
-    window: int | None,
     deterministic: bool,
 ) -> Gradients:
     """`BackwardKernel` using FlashAttention 4; if deterministic, thread blocks add to a gradient in a fixed order."""
@@ -53,23 +53,24 @@ def flash4_backward(
         out,
         grad_out,
         lse,
-        **_options(documents, key_documents, scale, window),
+        **_options(documents, key_documents, spec),
+        softcap=spec.softcap or 0.0,
         deterministic=deterministic,
     )
 
 
-flash_attention_4 = PackedAttention("flash_attention_4", flash4_forward, flash4_backward)
+flash_attention_4 = PackedAttention("flash_attention_4", flash4_forward, flash4_backward, caps_scores=True)
 
 
-def _options(documents: Documents, key_documents: Documents, scale: float, window: int | None) -> dict[str, object]:
+def _options(documents: Documents, key_documents: Documents, spec: AttentionSpec) -> dict[str, object]:
     """The library's arguments. Its window does not count the query itself."""
     return {
         "cu_seqlens_q": documents.cu_seqlens,
         "cu_seqlens_k": key_documents.cu_seqlens,
         "max_seqlen_q": documents.longest,
         "max_seqlen_k": key_documents.longest,
-        "softmax_scale": scale,
-        "causal": window is None,
-        "window_size_left": None if window is None else window - 1,
-        "window_size_right": None if window is None else 0,
+        "softmax_scale": spec.scale,
+        "causal": spec.window is None,
+        "window_size_left": None if spec.window is None else spec.window - 1,
+        "window_size_right": None if spec.window is None else 0,
     }

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from xorl.kernels.arguments import check_at_least, check_device_type, check_floating, check_type
+from xorl.kernels.attention.kernel import AttentionSpec
 from xorl.kernels.layout import SequenceLayout, ShardedLayout
 
 
@@ -17,8 +18,8 @@ class AttentionFn(Protocol):
     C channels of a head. q is [T, H, C], k and v are [T, G, C]. The result is [T, H, C] in q's dtype; the softmax
     accumulates in fp32 at least.
 
-    `scale` multiplies the scores. With a `window` of w, a token sees itself and the w - 1 tokens before it; with None,
-    it sees all tokens before it.
+    sinks: [H], a score of each head that takes part in the softmax and has no value, so that the weights of the keys
+        add up to less than 1; it is neither scaled nor capped. Differentiable. None: none.
 
     Its outputs are differentiable once: a gradient of a gradient is refused.
 
@@ -27,17 +28,17 @@ class AttentionFn(Protocol):
     """
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, *, scale: float, window: int | None
+        self, q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, spec: AttentionSpec, sinks: Tensor | None = None
     ) -> Tensor: ...
 
     def with_lse(
-        self, q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, *, scale: float, window: int | None
+        self, q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor]:
         """The output, and the natural log-sum-exp of each token's scaled scores, [T, H] in fp32 (fp64 for fp64)."""
         ...
 
     def in_ring(
-        self, q: Tensor, k: Tensor, v: Tensor, layout: ShardedLayout, *, scale: float, window: int | None
+        self, q: Tensor, k: Tensor, v: Tensor, layout: ShardedLayout, spec: AttentionSpec, sinks: Tensor | None = None
     ) -> Tensor:
         """The output for the tokens of a ring rank: q, k and v are of its segments of the row. Collective."""
         ...
@@ -54,6 +55,8 @@ class AttentionRequest:
         window: the sliding window of the layers that have one, or None.
         deterministic: whether the same inputs must give the same bits in outputs and gradients; the default is torch's
             current setting.
+        softcap: the cap on scores, or None.
+        sinks: whether heads have sinks.
 
     Raises ValueError for values of other types.
     """
@@ -63,6 +66,8 @@ class AttentionRequest:
     head_dim: int
     window: int | None = None
     deterministic: bool = field(default_factory=torch.are_deterministic_algorithms_enabled)
+    softcap: float | None = None
+    sinks: bool = False
 
     def __post_init__(self) -> None:
         check_device_type(self.device_type)
@@ -73,5 +78,6 @@ class AttentionRequest:
 
     def __str__(self) -> str:
         words = f"device={self.device_type} dtype={str(self.dtype).removeprefix('torch.')} head_dim={self.head_dim}"
-        window = "" if self.window is None else f" window={self.window}"
-        return f"{words}{window}{' deterministic=True' if self.deterministic else ''}"
+        for name in ("window", "softcap", "sinks", "deterministic"):
+            words += f" {name}={value}" if (value := getattr(self, name)) else ""
+        return words

@@ -8,6 +8,21 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+
+class AttentionSpec(NamedTuple):
+    """What attention computes from queries, keys and values.
+
+    Attributes:
+        scale: multiplies the scores.
+        window: a token sees itself and the `window` - 1 tokens before it; None: all tokens before it.
+        softcap: scaled scores become softcap * tanh(scores / softcap); None: no cap.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+
+
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
@@ -32,7 +47,7 @@ class ForwardKernel(Protocol):
     """(q [T, H, C], k and v [S, G, C], ...) -> (output [T, H, C], log-sum-exp [H, T] in fp32, fp64 for fp64).
 
     There is at least one token. The rows of q are the ends of the documents whose keys are given: query i of m sees the
-    first n - m + i + 1 of n keys of its document, as far as `window` allows. Without context parallelism,
+    first n - m + i + 1 of n keys of its document, as far as the window allows. Without context parallelism,
     `key_documents` is `documents`. With `deterministic`, the same inputs must give the same bits.
     """
 
@@ -43,9 +58,8 @@ class ForwardKernel(Protocol):
         v: Tensor,
         documents: Documents,
         key_documents: Documents,
+        spec: AttentionSpec,
         *,
-        scale: float,
-        window: int | None,
         deterministic: bool,
     ) -> tuple[Tensor, Tensor]: ...
 
@@ -63,9 +77,8 @@ class BackwardKernel(Protocol):
         lse: Tensor,
         documents: Documents,
         key_documents: Documents,
+        spec: AttentionSpec,
         *,
-        scale: float,
-        window: int | None,
         deterministic: bool,
     ) -> Gradients: ...
 

@@ -40,6 +40,13 @@ def flash_refusal(request: AttentionRequest, lowest: int, highest: int | None = 
     return None
 
 
+def uncapped_refusal(request: AttentionRequest) -> str | None:
+    """The reason why a kernel without a cap on scores cannot serve a request, or None."""
+    return (
+        None if request.softcap is None else f"it does not cap scores, and the model caps them at {request.softcap:g}"
+    )
+
+
 def installed_version(distribution: str) -> str | None:
     """The version of an installed Python distribution, or None."""
     try:

@@ -12,8 +12,8 @@ from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 
 from xorl.kernels.attention.cudnn import CUDNN_MAX_HEAD_DIM, cudnn_backward, cudnn_forward
 from xorl.kernels.attention.interface import AttentionRequest
-from xorl.kernels.attention.kernel import Documents, Gradients
-from xorl.kernels.attention.limits import AMPERE, HOPPER, flash_refusal
+from xorl.kernels.attention.kernel import AttentionSpec, Documents, Gradients
+from xorl.kernels.attention.limits import AMPERE, HOPPER, flash_refusal, uncapped_refusal
 from xorl.kernels.attention.operator import PackedAttention
 from xorl.kernels.attention.split import split_by_heads
 from xorl.kernels.torch_private import flash_attention_backward, flash_attention_forward
@@ -30,19 +30,20 @@ def native_forward(
     v: Tensor,
     documents: Documents,
     key_documents: Documents,
+    spec: AttentionSpec,
     *,
-    scale: float,
-    window: int | None,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
     """`ForwardKernel` using cuDNN or FlashAttention 2, which both support grouped heads."""
-    length = _cudnn_length(q, k, v, documents, window, deterministic)
+    length = _cudnn_length(q, k, v, documents, spec.window, deterministic)
     if length is not None:
         q, k, v = (_heads_first(x, length) for x in (q, k, v))
-        out, lse = cudnn_forward(q, k, v, scale)
+        out, lse = cudnn_forward(q, k, v, spec.scale)
         return out.transpose(1, 2).flatten(0, 1), lse.transpose(0, 1).flatten(1, 2)
-    options = {"return_debug_mask": False, "scale": scale, **_window(window)}
-    out, lse, *_ = flash_attention_forward(q, k, v, *_lengths(documents, key_documents), 0.0, window is None, **options)
+    options = {"return_debug_mask": False, "scale": spec.scale, **_window(spec.window)}
+    out, lse, *_ = flash_attention_forward(
+        q, k, v, *_lengths(documents, key_documents), 0.0, spec.window is None, **options
+    )
     return out, lse
 
 
@@ -55,17 +56,16 @@ def native_backward(
     lse: Tensor,
     documents: Documents,
     key_documents: Documents,
+    spec: AttentionSpec,
     *,
-    scale: float,
-    window: int | None,
     deterministic: bool,
 ) -> Gradients:
     """`BackwardKernel`. In deterministic mode cuDNN is not used; FlashAttention 2 reads torch's setting itself."""
-    length = _cudnn_length(q, k, v, documents, window, deterministic)
+    length = _cudnn_length(q, k, v, documents, spec.window, deterministic)
     if length is not None:
         grad_out, q, k, v, out = (_heads_first(x, length) for x in (grad_out, q, k, v, out))
         lse = lse.unflatten(1, (-1, length)).transpose(0, 1)  # [N, H, L]
-        gradients = cudnn_backward(grad_out, q, k, v, out, lse, scale)
+        gradients = cudnn_backward(grad_out, q, k, v, out, lse, spec.scale)
         grad_q, grad_k, grad_v = (x.transpose(1, 2).flatten(0, 1) for x in gradients)
         return grad_q, grad_k, grad_v
     # The operator requires a generator state, but does not read it without dropout.
@@ -79,10 +79,10 @@ def native_backward(
         lse,
         *_lengths(documents, key_documents),
         0.0,
-        window is None,
+        spec.window is None,
         *generator,
-        scale=scale,
-        **_window(window),
+        scale=spec.scale,
+        **_window(spec.window),
     )
 
 
@@ -91,7 +91,7 @@ native_attention = PackedAttention("native", native_forward, split_by_heads(nati
 
 def native_refusal(request: AttentionRequest) -> str | None:
     """The reason why `native_attention` cannot serve a request, or None if it can."""
-    return flash_refusal(request, AMPERE)
+    return uncapped_refusal(request) or flash_refusal(request, AMPERE)
 
 
 def _window(window: int | None) -> dict[str, int]:

@@ -16,8 +16,17 @@ from torch.autograd.function import FunctionCtx
 from torch.utils.flop_counter import register_flop_formula
 
 from xorl.kernels.arguments import check_at_least, check_one_device, check_type
-from xorl.kernels.attention.kernel import BackwardKernel, Documents, ForwardKernel, Gradients, lse_dtype, visible_pairs
+from xorl.kernels.attention.kernel import (
+    AttentionSpec,
+    BackwardKernel,
+    Documents,
+    ForwardKernel,
+    Gradients,
+    lse_dtype,
+    visible_pairs,
+)
 from xorl.kernels.attention.ring import define_ring, pairs_of_ring
+from xorl.kernels.attention.sinks import add_sinks, grad_of_sinks
 from xorl.kernels.layout import SequenceLayout, ShardedLayout
 
 
@@ -30,11 +39,14 @@ class PackedAttention:
         name: the name of the backend, an identifier.
         forward, backward: the kernels, as `xorl.kernels.attention.kernel` describes them; also attributes. They run
             without autograd.
+        caps_scores: whether both kernels apply `AttentionSpec.softcap`; also an attribute.
 
     Raises ValueError for a name that is taken, and kernels that cannot be called.
     """
 
-    def __init__(self, name: str, forward: ForwardKernel, backward: BackwardKernel) -> None:
+    def __init__(
+        self, name: str, forward: ForwardKernel, backward: BackwardKernel, *, caps_scores: bool = False
+    ) -> None:
         if not isinstance(name, str) or not name.isidentifier():
             raise ValueError(f"name must be an identifier, such as 'my_attention'; got {name!r}")
         if name in _DEFINED:
@@ -42,7 +54,7 @@ class PackedAttention:
         if not (callable(forward) and callable(backward)):
             raise ValueError(f"forward and backward must be functions; got {forward!r} and {backward!r}")
         self.name = name
-        self.forward, self.backward = forward, backward
+        self.forward, self.backward, self.caps_scores = forward, backward, caps_scores
         self._operator = _define(name, forward, backward)
         self._ring_operator = define_ring(name, forward, backward)
         _count_flops(name)
@@ -56,30 +68,43 @@ class PackedAttention:
         return self  # as for a function, so that a copied model calls the same operators
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, *, scale: float, window: int | None
+        self, q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, spec: AttentionSpec, sinks: Tensor | None = None
     ) -> Tensor:
-        return self.with_lse(q, k, v, layout, scale=scale, window=window)[0]
+        return self._call(q, k, v, layout, spec, sinks)[0]
 
     def with_lse(
-        self, q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, *, scale: float, window: int | None
+        self, q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor]:
         """The output, and the natural log-sum-exp of each token's scaled scores, [T, H] in fp32 (fp64 for fp64).
 
         Both are differentiable. The gradient of the log-sum-exp costs one more forward and backward pass, in the
         kernel's precision: the derivatives are sum_j P_ij k_j for q_i (attention over the keys) and sum_i P_ij q_i for
-        k_j.
+        k_j. Of capped scores, only the output is differentiable.
         """
-        check_inputs(q, k, v, layout, scale, window)
+        return self._call(q, k, v, layout, spec, None)
+
+    def _call(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, spec: AttentionSpec, sinks: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        check_inputs(q, k, v, layout, spec, sinks)
+        self._check_cap(spec)
         deterministic = torch.are_deterministic_algorithms_enabled()
-        return self._operator(q, k, v, layout.cu_seqlens, layout.offsets, scale, window, deterministic)
+        return self._operator(q, k, v, sinks, layout.cu_seqlens, layout.offsets, *spec, deterministic)
 
     def in_ring(
-        self, q: Tensor, k: Tensor, v: Tensor, layout: ShardedLayout, *, scale: float, window: int | None
+        self, q: Tensor, k: Tensor, v: Tensor, layout: ShardedLayout, spec: AttentionSpec, sinks: Tensor | None = None
     ) -> Tensor:
         """As `AttentionFn.in_ring`."""
-        check_inputs(q, k, v, layout, scale, window, in_ring=True)
+        check_inputs(q, k, v, layout, spec, sinks, in_ring=True)
+        self._check_cap(spec)
         deterministic = torch.are_deterministic_algorithms_enabled()
-        return self._ring_operator(q, k, v, layout.whole.offsets, *layout.ring, scale, window, deterministic)[0]
+        return self._ring_operator(q, k, v, sinks, layout.whole.offsets, *layout.ring, *spec, deterministic)[0]
+
+    def _check_cap(self, spec: AttentionSpec) -> None:
+        if spec.softcap is not None and not self.caps_scores:
+            raise ValueError(
+                f"softcap: attention backend {self.name!r} does not cap scores; use another, such as eager"
+            )
 
 
 _DEFINED: dict[str, PackedAttention] = {}
@@ -98,8 +123,8 @@ def check_inputs(
     k: Tensor,
     v: Tensor,
     layout: SequenceLayout,
-    scale: float,
-    window: int | None,
+    spec: AttentionSpec,
+    sinks: Tensor | None = None,
     *,
     in_ring: bool = False,
 ) -> None:
@@ -110,9 +135,11 @@ def check_inputs(
         check_type("layout", layout, ShardedLayout, "ShardedLayout(whole, ring, ulysses, group_name)")
     else:
         check_type("layout", layout, SequenceLayout, "SequenceLayout.from_lengths([5, 3])")
-    if not isinstance(scale, float | int) or not (math.isfinite(scale) and scale > 0):
-        raise ValueError(f"scale must be a finite number above 0, such as head_dim**-0.5; got {scale!r}")
-    check_at_least("window", window, 1, optional=True)
+    check_type("spec", spec, AttentionSpec, "AttentionSpec(scale=0.125)")
+    for name, value in (("scale", spec.scale), ("softcap", 1.0 if spec.softcap is None else spec.softcap)):
+        if not isinstance(value, float | int) or not (math.isfinite(value) and value > 0):
+            raise ValueError(f"{name} must be a finite number above 0, such as head_dim**-0.5; got {value!r}")
+    check_at_least("window", spec.window, 1, optional=True)
     num_tokens = layout.num_tokens
     if isinstance(layout, ShardedLayout) and in_ring:
         num_tokens = layout.whole.num_tokens // layout.ring.size
@@ -127,17 +154,18 @@ def check_inputs(
         raise ValueError(
             f"q, k and v must have the same dtype, of floating point; got {q.dtype}, {k.dtype} and {v.dtype}"
         )
-    check_one_device(q=q, k=k, v=v, layout=layout.cu_seqlens)
+    if sinks is not None and (sinks.shape != q.shape[1:2] or not sinks.is_floating_point()):
+        raise ValueError(f"sinks must be [{q.shape[1]}], one number per head; got {list(sinks.shape)} in {sinks.dtype}")
+    check_one_device(q=q, k=k, v=v, layout=layout.cu_seqlens, **({} if sinks is None else {"sinks": sinks}))
 
 
 class _Context(FunctionCtx):
     saved_tensors: tuple[Tensor, ...]
-    options: tuple[float, int | None, bool]
+    spec: AttentionSpec
+    deterministic: bool
 
 
-def _define(
-    name: str, forward: ForwardKernel, backward: BackwardKernel
-) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float, int | None, bool], tuple[Tensor, Tensor]]:
+def _define(name: str, forward: ForwardKernel, backward: BackwardKernel) -> Callable[..., tuple[Tensor, Tensor]]:
     """Register both operators of a backend, and return the forward operator."""
 
     @torch.library.custom_op(f"xorl::attention_{name}", mutates_args=())
@@ -145,16 +173,19 @@ def _define(
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        sinks: Tensor | None,
         cu_seqlens: Tensor,
         offsets: Tensor,
         scale: float,
         window: int | None,
+        softcap: float | None,
         deterministic: bool,
     ) -> tuple[Tensor, Tensor]:
         if len(q) == 0:
             return torch.empty_like(q), q.new_empty((q.shape[1], 0), dtype=lse_dtype(q.dtype)).t()
         documents = Documents(cu_seqlens, offsets)
-        out, lse = forward(q, k, v, documents, documents, scale=scale, window=window, deterministic=deterministic)
+        spec = AttentionSpec(scale, window, softcap)
+        out, lse = add_sinks(*forward(q, k, v, documents, documents, spec, deterministic=deterministic), sinks)
         return out.contiguous(), lse.contiguous().t()
 
     @torch.library.custom_op(f"xorl::attention_{name}_backward", mutates_args=())
@@ -169,6 +200,7 @@ def _define(
         offsets: Tensor,
         scale: float,
         window: int | None,
+        softcap: float | None,
         deterministic: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         if len(q) == 0:
@@ -183,8 +215,7 @@ def _define(
             lse.t().contiguous(),
             documents,
             documents,
-            scale=scale,
-            window=window,
+            AttentionSpec(scale, window, softcap),
             deterministic=deterministic,
         )
         return grad_q.contiguous(), grad_k.contiguous(), grad_v.contiguous()
@@ -199,25 +230,29 @@ def _define(
         return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
     def save(ctx: _Context, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-        q, k, v, cu_seqlens, offsets, *options = inputs
-        ctx.save_for_backward(q, k, v, *output, cu_seqlens, offsets)
-        ctx.options = tuple(options)
+        q, k, v, sinks, cu_seqlens, offsets, *spec, deterministic = inputs
+        ctx.save_for_backward(q, k, v, *output, cu_seqlens, offsets, *([] if sinks is None else [sinks]))
+        ctx.spec, ctx.deterministic = AttentionSpec(*spec), deterministic
         ctx.set_materialize_grads(False)
 
     def differentiate(ctx: _Context, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, *layout = ctx.saved_tensors
-        grad_q = grad_k = grad_v = None
+        q, k, v, out, lse, cu_seqlens, offsets, *sinks = ctx.saved_tensors
+        rest = cu_seqlens, offsets, *ctx.spec, ctx.deterministic
+        grad_q = grad_k = grad_v = grad_sinks = None
         if grad_out is not None:
-            grad_q, grad_k, grad_v = attend_backward(grad_out, q, k, v, out, lse, *layout, *ctx.options)
+            grad_q, grad_k, grad_v = attend_backward(grad_out, q, k, v, out, lse, *rest)
+            grad_sinks = grad_of_sinks(grad_out, out, lse.t(), sinks[0]) if sinks else None
         if grad_lse is not None:
-            scaled_grad_lse = (grad_lse * ctx.options[0])[..., None]  # [T, H, 1]
-            mean_key, _ = attend(q, k, k, *layout, *ctx.options)
+            if ctx.spec.softcap is not None:
+                raise RuntimeError("the log-sum-exp of capped scores is not differentiable; use the output alone")
+            scaled_grad_lse = (grad_lse * ctx.spec.scale)[..., None]  # [T, H, 1]
+            mean_key, _ = attend(q, k, k, None, *rest)
             weighted_q = (scaled_grad_lse * q).to(q.dtype)
-            _, _, lse_grad_k = attend_backward(weighted_q, q, k, k, mean_key, lse, *layout, *ctx.options)
+            _, _, lse_grad_k = attend_backward(weighted_q, q, k, k, mean_key, lse, *rest)
             lse_grad_q = (scaled_grad_lse * mean_key).to(q.dtype)
             grad_q = lse_grad_q if grad_q is None else grad_q + lse_grad_q
             grad_k = lse_grad_k if grad_k is None else grad_k + lse_grad_k
-        return grad_q, grad_k, grad_v, None, None, None, None, None
+        return grad_q, grad_k, grad_v, grad_sinks, None, None, None, None, None, None
 
     attend.register_autograd(differentiate, setup_context=save)
     return attend
@@ -229,7 +264,7 @@ def _count_flops(name: str) -> None:
     The backward pass counts as twice the forward pass; the kernels' recomputation of scores does not count.
     """
     # The indices of q and of the first input that describes documents, and the FLOPs of a pair and channel.
-    for suffix, q_index, index, factor in (("", 0, 3, 4), ("_backward", 1, 6, 8)):
+    for suffix, q_index, index, factor in (("", 0, 4, 4), ("_backward", 1, 6, 8)):
         for kind, pairs_of in (("", _pairs), ("_ring", _pairs_in_ring)):
             operator = getattr(torch.ops.xorl, f"attention_{name}{kind}{suffix}")
             count = partial(_flops, pairs_of=pairs_of, q_index=q_index, index=index, factor=factor)

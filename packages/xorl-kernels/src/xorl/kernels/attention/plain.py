@@ -4,6 +4,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from xorl.kernels.attention.kernel import AttentionSpec
 from xorl.kernels.attention.operator import check_inputs
 from xorl.kernels.layout import SequenceLayout, ShardedLayout
 
@@ -27,23 +28,26 @@ class FunctionAttention:
         return self  # as for a function
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, *, scale: float, window: int | None
+        self, q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, spec: AttentionSpec, sinks: Tensor | None = None
     ) -> Tensor:
-        check_inputs(q, k, v, layout, scale, window)
-        out = self.function(q, k, v, layout, scale=scale, window=window)
+        check_inputs(q, k, v, layout, spec, sinks)
+        for name, value in (("spec.softcap", spec.softcap), ("sinks", sinks)):
+            if value is not None:
+                raise ValueError(f"{name}: attention backend {self.name!r} computes none; register a PackedAttention")
+        out = self.function(q, k, v, layout, scale=spec.scale, window=spec.window)
         if not isinstance(out, Tensor) or out.shape != q.shape or out.dtype != q.dtype:
             returned = f"{list(out.shape)} in {out.dtype}" if isinstance(out, Tensor) else type(out).__name__
             raise ValueError(f"function: {self.name} must return {list(q.shape)} in {q.dtype}, but returned {returned}")
         return out
 
     def with_lse(
-        self, q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, *, scale: float, window: int | None
+        self, q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor]:
         """Raises RuntimeError: the function returns no log-sum-exp."""
         raise RuntimeError(f"attention backend {self.name!r} returns no log-sum-exp; register a PackedAttention for it")
 
     def in_ring(
-        self, q: Tensor, k: Tensor, v: Tensor, layout: ShardedLayout, *, scale: float, window: int | None
+        self, q: Tensor, k: Tensor, v: Tensor, layout: ShardedLayout, spec: AttentionSpec, sinks: Tensor | None = None
     ) -> Tensor:
         """Raises RuntimeError: a ring needs the log-sum-exp."""
         raise RuntimeError(f"attention backend {self.name!r} cannot share rows in a ring; register a PackedAttention")

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from xorl.kernels.attention.kernel import (
+    AttentionSpec,
     BackwardKernel,
     Documents,
     ForwardKernel,
@@ -30,11 +31,12 @@ from xorl.kernels.attention.kernel import (
     lse_dtype,
     visible_pairs,
 )
+from xorl.kernels.attention.sinks import add_sinks, grad_of_sinks
 from xorl.kernels.copies import copy_to
 from xorl.kernels.layout import ring_ranges
 from xorl.kernels.torch_private import start_all_to_all, wait_tensor
 
-RingOperator = Callable[[Tensor, Tensor, Tensor, Tensor, int, int, str, float, int | None, bool], tuple[Tensor, Tensor]]
+RingOperator = Callable[..., tuple[Tensor, Tensor]]
 Range = tuple[int, int]
 
 # Parts of the heads that are exchanged one after another, so that the first exchange, which nothing hides, is short.
@@ -113,8 +115,9 @@ def plan_ring(offsets: tuple[int, ...], rank: int, size: int, window: int | None
 def define_ring(name: str, forward: ForwardKernel, backward: BackwardKernel) -> RingOperator:
     """Register `xorl::attention_{name}_ring` and its gradient, and return the former.
 
-    (q [T, H, C], k and v [T, G, C], offsets of the whole row, this rank, size and process group's name of the ring,
-    scale, window, deterministic) -> (output [T, H, C], log-sum-exp [T, H]). Collective over the ring.
+    (q [T, H, C], k and v [T, G, C], sinks [H] or None, offsets of the whole row, this rank, size and process group's
+    name of the ring, the fields of an `AttentionSpec`, deterministic) -> (output [T, H, C], log-sum-exp [T, H]).
+    Collective over the ring.
     """
 
     @torch.library.custom_op(f"xorl::attention_{name}_ring", mutates_args=())
@@ -122,17 +125,19 @@ def define_ring(name: str, forward: ForwardKernel, backward: BackwardKernel) -> 
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        sinks: Tensor | None,
         offsets: Tensor,
         rank: int,
         size: int,
         group_name: str,
         scale: float,
         window: int | None,
+        softcap: float | None,
         deterministic: bool,
     ) -> tuple[Tensor, Tensor]:
         plan = plan_ring(tuple(offsets.tolist()), rank, size, window, q.device)
         documents = plan.documents, plan.key_documents
-        options = {"scale": scale, "window": window, "deterministic": deterministic}
+        spec = AttentionSpec(scale, window, softcap)
         results = []
         parts = _split_heads(plan, q, k, v)
         fetch = _start_fetch(plan, group_name, *parts[0][1:])
@@ -140,8 +145,10 @@ def define_ring(name: str, forward: ForwardKernel, backward: BackwardKernel) -> 
             keys, values = fetch().unbind(1)
             if following is not None:
                 fetch = _start_fetch(plan, group_name, *following[1:])
-            results.append(forward(q_part, keys, values, *documents, **options))
-        return _joined([out for out, _ in results], dim=1), _joined([lse for _, lse in results], dim=0).t()
+            results.append(forward(q_part, keys, values, *documents, spec, deterministic=deterministic))
+        out, lse = (_joined(each, dim=dim) for each, dim in zip(zip(*results, strict=True), (1, 0), strict=True))
+        out, lse = add_sinks(out, lse, sinks)
+        return out, lse.t()
 
     @torch.library.custom_op(f"xorl::attention_{name}_ring_backward", mutates_args=())
     def attend_backward(
@@ -157,11 +164,12 @@ def define_ring(name: str, forward: ForwardKernel, backward: BackwardKernel) -> 
         group_name: str,
         scale: float,
         window: int | None,
+        softcap: float | None,
         deterministic: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         plan = plan_ring(tuple(offsets.tolist()), rank, size, window, q.device)
         documents = plan.documents, plan.key_documents
-        options = {"scale": scale, "window": window, "deterministic": deterministic}
+        spec = AttentionSpec(scale, window, softcap)
         grads_q: list[Tensor] = []
         returns: list[Callable[[], tuple[Tensor, Tensor]]] = []
         parts = _split_heads(plan, q, k, v, grad_out, out, lse)
@@ -173,7 +181,15 @@ def define_ring(name: str, forward: ForwardKernel, backward: BackwardKernel) -> 
             grad_part, out_part, lse_part = (x.contiguous() for x in others)
             lse_part = lse_part.t().contiguous()
             grad_q, *grads = backward(
-                grad_part, q_part.contiguous(), keys, values, out_part, lse_part, *documents, **options
+                grad_part,
+                q_part.contiguous(),
+                keys,
+                values,
+                out_part,
+                lse_part,
+                *documents,
+                spec,
+                deterministic=deterministic,
             )
             grads_q.append(grad_q)
             returns.append(_start_return(plan, group_name, *grads))
@@ -189,15 +205,18 @@ def define_ring(name: str, forward: ForwardKernel, backward: BackwardKernel) -> 
         return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
     def save(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-        q, k, v, offsets, *options = inputs
-        ctx.save_for_backward(q, k, v, *output, offsets)
+        q, k, v, sinks, offsets, *options = inputs
+        ctx.save_for_backward(q, k, v, *output, offsets, *([] if sinks is None else [sinks]))
         ctx.options = tuple(options)  # pyright: ignore[reportAttributeAccessIssue] a field of this operator
         ctx.mark_non_differentiable(output[1])
 
     def differentiate(ctx: FunctionCtx, grad_out: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
         options = ctx.options  # pyright: ignore[reportAttributeAccessIssue] set by `save`
         saved = ctx.saved_tensors  # pyright: ignore[reportAttributeAccessIssue] set by `save`
-        return *attend_backward(grad_out, *saved, *options), None, None, None, None, None, None, None
+        q, k, v, out, lse, offsets, *sinks = saved
+        grad_sinks = grad_of_sinks(grad_out, out, lse.t(), sinks[0]) if sinks else None
+        gradients = attend_backward(grad_out, q, k, v, out, lse, offsets, *options)
+        return *gradients, grad_sinks, *[None] * 8
 
     attend.register_autograd(differentiate, setup_context=save)
     return attend

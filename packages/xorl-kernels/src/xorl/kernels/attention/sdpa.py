@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
 
 from xorl.kernels.attention.cudnn import CUDNN_MAX_HEAD_DIM, cudnn_backward, cudnn_forward, no_dropout
-from xorl.kernels.attention.kernel import Documents, Gradients
+from xorl.kernels.attention.kernel import AttentionSpec, Documents, Gradients
 from xorl.kernels.attention.limits import HALF_DTYPES
 from xorl.kernels.attention.operator import PackedAttention
 from xorl.kernels.attention.reference import causal_mask, eager_backward, eager_forward
@@ -56,9 +56,8 @@ def sdpa_forward(
     v: Tensor,
     documents: Documents,
     key_documents: Documents,
+    spec: AttentionSpec,
     *,
-    scale: float,
-    window: int | None,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
     """`ForwardKernel` using the kernel that torch chooses for the device, dtype and determinism."""
@@ -66,7 +65,7 @@ def sdpa_forward(
     q, k, v = (plan.sort(x) for x in (q, k, v))
     outs, lses = [], []
     for rows, keys, lengths in plan.calls:
-        call = _Call.of(q[rows], k[keys], v[keys], lengths, scale, window)
+        call = _Call.of(q[rows], k[keys], v[keys], lengths, spec.scale, spec.window)
         out, lse = KERNELS[call.kernel][0](call)
         outs.append(out.transpose(1, 2).flatten(0, 1))
         lses.append(lse.transpose(0, 1).flatten(1, 2))
@@ -82,9 +81,8 @@ def sdpa_backward(
     lse: Tensor,
     documents: Documents,
     key_documents: Documents,
+    spec: AttentionSpec,
     *,
-    scale: float,
-    window: int | None,
     deterministic: bool,
 ) -> Gradients:
     """`BackwardKernel` of `sdpa_forward`."""
@@ -93,7 +91,7 @@ def sdpa_backward(
     lse = plan.sort(lse, dim=1)
     gradients = []
     for rows, keys, lengths in plan.calls:
-        call = _Call.of(q[rows], k[keys], v[keys], lengths, scale, window)
+        call = _Call.of(q[rows], k[keys], v[keys], lengths, spec.scale, spec.window)
         lse_rows = lse[:, rows].unflatten(1, (-1, lengths[0])).transpose(0, 1)  # [N, H, L]
         parts = KERNELS[call.kernel][1](
             call, _heads_first(grad_out[rows], lengths[0]), _heads_first(out[rows], lengths[0]), lse_rows
@@ -398,8 +396,7 @@ def _eager_options(call: _Call) -> dict:
     return {
         "documents": documents,
         "key_documents": key_documents,
-        "scale": call.scale,
-        "window": call.window,
+        "spec": AttentionSpec(call.scale, call.window),
         "deterministic": False,
     }
 

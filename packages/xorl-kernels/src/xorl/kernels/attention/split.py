@@ -8,7 +8,7 @@ from functools import wraps
 import torch
 from torch import Tensor
 
-from xorl.kernels.attention.kernel import BackwardKernel, Documents, Gradients
+from xorl.kernels.attention.kernel import AttentionSpec, BackwardKernel, Documents, Gradients
 
 # FlashAttention 2 and cuDNN compute correct gradients up to this many elements of q, or of k with a head for each of q
 # (measured on an H100 with torch 2.11). With 3 % more, the gradients of the last document are wrong or NaN.
@@ -28,15 +28,13 @@ def split_by_heads(backward: BackwardKernel) -> BackwardKernel:
         lse: Tensor,
         documents: Documents,
         key_documents: Documents,
+        spec: AttentionSpec,
         *,
-        scale: float,
-        window: int | None,
         deterministic: bool,
     ) -> Gradients:
-        options = {"scale": scale, "window": window, "deterministic": deterministic}
         max_heads = max(MAX_ELEMENTS // (max(len(q), len(k)) * q.shape[2]), 1)
         if max_heads >= q.shape[1]:
-            return backward(grad_out, q, k, v, out, lse, documents, key_documents, **options)
+            return backward(grad_out, q, k, v, out, lse, documents, key_documents, spec, deterministic=deterministic)
         group_size = q.shape[1] // k.shape[1]
         # A call gets whole groups if one fits. Otherwise it gets part of a group, and the calls' gradients of keys and
         # values are summed in fp32.
@@ -60,7 +58,8 @@ def split_by_heads(backward: BackwardKernel) -> BackwardKernel:
                     lse[heads],
                     documents,
                     key_documents,
-                    **options,
+                    spec,
+                    deterministic=deterministic,
                 )
                 grad_k[:, groups] += part_k
                 grad_v[:, groups] += part_v
