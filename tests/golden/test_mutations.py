@@ -21,7 +21,7 @@ from xorl.core.models.decoder_config import Arrangement, DecoderConfig
 from xorl.core.models.hf_config import is_inert
 from xorl.core.nn import LayerKernels
 from xorl.core.nn.layers import ACTIVATIONS
-from xorl.kernels.attention import AttentionRequest, resolve_attention
+from xorl.kernels.attention import resolve_attention
 from xorl.kernels.layout import SequenceLayout
 from xorl.kernels.linear_ce import linear_cross_entropy
 
@@ -40,7 +40,7 @@ HIDDEN = {("Qwen3MoeForCausalLM", "all experts"): {"ffn.normalize=False"}}
 
 def outcome(config: DecoderConfig, weights: Mapping[str, Tensor], *, of_gradient: bool) -> Tensor:
     """The logits of the packed row, or the gradient of the embedding. Missing weights are 1 in norms, and else 0."""
-    attention = resolve_attention("sdpa", AttentionRequest("cpu", torch.float32, config.attention.head_dim))
+    attention = resolve_attention("auto", config.attention_request("cpu", torch.float32))
     with torch.device("meta"):
         decoder = Decoder(config, merge_qkv=True, kernels=LayerKernels(attention=attention))
     values = {}

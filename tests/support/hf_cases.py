@@ -10,7 +10,7 @@ from torch import Tensor
 from xorl.core.models import Decoder, spec_for
 from xorl.core.models.recipes import WeightRecipe
 from xorl.core.nn import LayerKernels
-from xorl.kernels.attention import AttentionRequest, resolve_attention
+from xorl.kernels.attention import ATTENTION, resolve_attention
 from xorl.lora.peft import InMemoryTensors
 
 VOCAB = 83
@@ -200,11 +200,16 @@ BY_TYPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e2},
 }
 GEMMA = {**PATTERN, "head_dim": 16, "query_pre_attn_scalar": 20, "rope_parameters": BY_TYPE}
+CAPPED = {"head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 4, "pad_token_id": None}
+CAPPED |= {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0}
 GROWING = {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5, "llama_4_scaling_beta": 0.1}
 ALPHA = {"rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0, "rope_theta": 1e2}
 CASES += [
     Case("Olmo3ForCausalLM", "sliding window", {**PATTERN, "rope_parameters": {**BY_TYPE, "full_attention": YARN}}),
     Case("Olmo3ForCausalLM", "one rotation", PATTERN),
+    Case("Gemma2ForCausalLM", "sliding window", CAPPED),
+    Case("Gemma2ForCausalLM", "untied, biases", {**CAPPED, "tie_word_embeddings": False, "attention_bias": True}),
+    Case("Gemma2ForCausalLM", "no caps", {**CAPPED, "attn_logit_softcapping": None, "final_logit_softcapping": None}),
     Case("Gemma3ForCausalLM", "sliding window", GEMMA),
     Case("Gemma3ForCausalLM", "capped logits", {**GEMMA, "final_logit_softcapping": 2.0}),
     Case("Gemma3ForCausalLM", "untied, biases", {**GEMMA, "tie_word_embeddings": False, "attention_bias": True}),
@@ -233,7 +238,8 @@ def make_decoder(
     """An uninitialised decoder for a config.json, and its recipes."""
     spec = spec_for(hf_config)
     config = spec.config_from_hf(hf_config)
-    attention = resolve_attention(backend, AttentionRequest("cpu", torch.float32, config.attention.head_dim))
+    request = config.attention_request("cpu", torch.float32)
+    attention = resolve_attention(backend if backend in ATTENTION.runnable(request) else "eager", request)
     decoder = spec.build(config, merge_qkv=merge_qkv, kernels=LayerKernels(attention=attention))
     return decoder, spec.recipes(config, merge_qkv=merge_qkv)
 

@@ -11,14 +11,6 @@ from xorl.core.models.spec import ModelSpec
 from xorl.core.nn import NormConfig
 
 ARCHITECTURE = "Gemma3ForCausalLM"
-CHECKPOINT_NAMES = replace(
-    rotary_gated.CHECKPOINT_NAMES,
-    modules={
-        "attention_output_norm": "post_attention_layernorm",
-        "post_attention_layernorm": "pre_feedforward_layernorm",
-        "mlp_output_norm": "post_feedforward_layernorm",
-    },
-)
 # The text_config of a composite model leaves out what it has of these.
 DEFAULTS: Mapping[str, object] = {
     "vocab_size": 262208,
@@ -71,7 +63,7 @@ SPEC = ModelSpec(
     architecture=ARCHITECTURE,
     model_type="gemma3_text",
     config_from_hf=config_from_hf,
-    checkpoint_names=CHECKPOINT_NAMES,
+    checkpoint_names=replace(rotary_gated.CHECKPOINT_NAMES, modules=rotary_gated.AROUND_BLOCKS),
     adapter_targets=rotary_gated.ADAPTER_TARGETS,
     composites=("Gemma3ForConditionalGeneration",),
 )

@@ -28,6 +28,10 @@ DEFAULT_BALANCE_COEF = 0.001
 AFTER_BLOCKS: Mapping[str, str] = MappingProxyType(
     {"attention_output_norm": "post_attention_layernorm", "mlp_output_norm": "post_feedforward_layernorm"}
 )
+# The names of norms around blocks.
+AROUND_BLOCKS: Mapping[str, str] = MappingProxyType(
+    {**AFTER_BLOCKS, "post_attention_layernorm": "pre_feedforward_layernorm"}
+)
 BANDED_ROPE_TYPES: Mapping[str, RopeKind] = MappingProxyType({**ROPE_TYPES, "llama3": "banded"})
 EXPERT_NAMES = ExpertNames("mlp.gate", "mlp.experts.{}", "gate_proj", "up_proj", "down_proj")
 CHECKPOINT_NAMES = CheckpointNames(
