@@ -28,7 +28,8 @@ BACKENDS = ATTENTION.runnable(AttentionRequest("cpu", torch.float32, head_dim=8)
 def make_decoder(architecture: str, *, backend: str = "sdpa", merge_qkv: bool = True, **changes: object) -> Decoder:
     spec = SPECS[architecture]
     config = spec.config_from_hf({**HF_CONFIGS[architecture], **changes})
-    attention = resolve_attention(backend, AttentionRequest("cpu", torch.float32, config.attention.head_dim))
+    request = config.attention_request("cpu", torch.float32)
+    attention = resolve_attention(backend if backend in ATTENTION.runnable(request) else "eager", request)
     decoder = spec.build(config, merge_qkv=merge_qkv, kernels=LayerKernels(attention=attention))
     decoder.init_weights(seed=1)
     return decoder

@@ -12,6 +12,7 @@ from xorl.core.models.derived import recipes_of
 from xorl.core.models.recipes import CheckpointNames, CheckpointView, WeightRecipe, WeightSource, logical_modules
 from xorl.core.nn import LayerKernels
 from xorl.kernels.arguments import check_type
+from xorl.kernels.attention.reference import eager_attention
 
 PLAIN_KERNELS = LayerKernels()
 
@@ -39,9 +40,15 @@ class ModelSpec:
     composites: tuple[str, ...] = ()
     make_recipes: Callable[[DecoderConfig, bool], dict[str, WeightRecipe]] | None = None
 
-    def build(self, config: DecoderConfig, *, merge_qkv: bool = True, kernels: LayerKernels = PLAIN_KERNELS) -> Decoder:
-        """Build the model with uninitialised parameters, on the device of the surrounding `torch.device` context."""
+    def build(self, config: DecoderConfig, *, merge_qkv: bool = True, kernels: LayerKernels | None = None) -> Decoder:
+        """Build the model with uninitialised parameters, on the device of the surrounding `torch.device` context.
+
+        kernels: plain torch by default.
+        """
         recipes = self.recipes(config, merge_qkv=merge_qkv)
+        if kernels is None:
+            capped = config.attention.softcap is not None
+            kernels = LayerKernels(attention=eager_attention) if capped else PLAIN_KERNELS
         return Decoder(config, merge_qkv=merge_qkv, kernels=kernels, logical=logical_modules(recipes))
 
     def recipes(self, config: DecoderConfig, *, merge_qkv: bool) -> dict[str, WeightRecipe]:
