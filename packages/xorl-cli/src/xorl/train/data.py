@@ -418,10 +418,28 @@ def _prepare(
 def _entry(entry: DatasetEntryConfig, data: DataConfig) -> DatasetEntry:
     columns = None if data.select_columns is None else tuple(data.select_columns)
     return DatasetEntry(
-        **entry.model_dump(exclude={"columns", "ignore_columns", "trust_remote_code"}),
+        path=entry.path,
+        type=entry.type,
+        name=entry.name,
+        split=entry.split,
+        revision=entry.revision,
+        data_files=entry.data_files,
+        ds_type=entry.ds_type,
+        max_seq_len=entry.max_seq_len,
+        overflow=entry.overflow,
+        shards=entry.shards,
+        shards_idx=entry.shards_idx,
+        preprocess_shards=entry.preprocess_shards,
         columns=columns if entry.type in ("tokenized", "auto") else None,
+        chat_template=entry.chat_template,
+        chat_template_kwargs=entry.chat_template_kwargs,
+        train_on=entry.train_on,
         column_names=entry.columns,
+        overflow_limit=entry.overflow_limit,
+        skip_bad_rows=entry.skip_bad_rows,
         ignore_columns=tuple(entry.ignore_columns or ()),
+        weight=entry.weight,
+        num_epochs=entry.num_epochs,
     )
 
 

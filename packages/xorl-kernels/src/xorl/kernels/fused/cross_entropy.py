@@ -168,7 +168,7 @@ def _cross_entropy_rows(
         is_in_vocab = (label >= 0) & (label < NUM_COLUMNS)
         column = tl.where(is_in_vocab, label, 0).to(tl.int32)  # int64 would widen the values it is compared with
         target = tl.load(logits_ptr + column, mask=is_in_vocab, other=float("nan")).to(tl.float32)
-        if CAP:
+        if CAP > 0.0:
             target = _capped(target, CAP)
         # The gradient is stored as exp(logit - shift), and at the label minus the row's total; `scale` divides by it.
         shift, total, maximum, max_before = _sum_row(  # pyright: ignore[reportGeneralTypeIssues] it is compiled
@@ -223,7 +223,7 @@ def _cross_entropy_part(
         is_held = (label >= 0) & (label < NUM_COLUMNS)
         column = tl.where(is_held, label, 0).to(tl.int32)
         target = tl.load(logits_ptr + column, mask=is_held, other=float("-inf")).to(tl.float32)
-        if CAP:
+        if CAP > 0.0:
             target = tl.where(is_held, _capped(target, CAP), float("-inf"))
         shift, total, maximum, max_before = _sum_row(  # pyright: ignore[reportGeneralTypeIssues] it is compiled
             logits_ptr, gradient_ptr, column, NUM_COLUMNS, CAP, WRITES_GRADIENT, READS_ONCE, BLOCK, NEIGHBOURS
@@ -234,7 +234,7 @@ def _cross_entropy_part(
         tl.store(largest_ptr + row, maximum)
         tl.store(before_ptr + row, tl.where(is_held, max_before, float("-inf")))
         stored = _times_slope(tl.exp(target - shift), target, CAP)
-        if CAP:
+        if CAP > 0.0:
             stored = tl.where(is_held, stored, 0.0)
         tl.store(rounded_ptr + row, stored.to(gradient_type).to(tl.float32))
 
@@ -322,7 +322,7 @@ def _logits(logits_ptr: tl.tensor, columns: tl.tensor, NUM_COLUMNS: tl.constexpr
     """The logits of some columns of a row, capped; -inf beyond its end."""
     is_inside = columns < NUM_COLUMNS
     x = tl.load(logits_ptr + columns, mask=is_inside, other=float("-inf")).to(tl.float32)
-    if CAP:
+    if CAP > 0.0:
         x = tl.where(is_inside, _capped(x, CAP), float("-inf"))
     return x
 
@@ -336,7 +336,7 @@ def _capped(x: tl.tensor, CAP: tl.constexpr) -> tl.tensor:
 @triton.jit
 def _times_slope(values: tl.tensor, capped: tl.tensor, CAP: tl.constexpr) -> tl.tensor:
     """Values times the derivative of the cap at each capped logit."""
-    if CAP:
+    if CAP > 0.0:
         ratio = capped * (1 / CAP)
         values *= 1 - ratio * ratio
     return values
