@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
 
-from xorl.kernels.attention import ATTENTION, AttentionRequest, resolve_attention
+from xorl.kernels.attention import ATTENTION, AttentionRequest, AttentionSpec, resolve_attention
 from xorl.kernels.attention.kernel import visible_pairs
 from xorl.kernels.layout import SequenceLayout
 
@@ -112,10 +112,10 @@ def measure(
         torch.randn(sum(lengths), count, head_dim, device=request.device_type, dtype=request.dtype, requires_grad=True)
         for count in (num_heads, num_kv_heads, num_kv_heads)
     )
-    options = {"scale": head_dim**-0.5, "window": request.window}
-    ours = partial(resolve_attention(name, request), q, k, v, layout, **options)
+    spec = AttentionSpec(head_dim**-0.5, request.window)
+    ours = partial(resolve_attention(name, request), q, k, v, layout, spec)
     contestants: dict[str, Callable[[], Tensor]] = {name: ours}
-    direct = direct_call(name, q, k, v, layout, **options)
+    direct = direct_call(name, q, k, v, layout, scale=spec.scale, window=spec.window)
     if direct is not None:
         contestants[direct[0]] = direct[1]
     grad_out = torch.randn_like(q)

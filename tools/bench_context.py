@@ -28,6 +28,7 @@ from xorl.kernels.layout import RankGroup, SequenceLayout, ShardedLayout
 
 # The shape of an 8B model's attention.
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
+SPEC = AttentionSpec(HEAD_DIM**-0.5)
 LAYOUTS = (("ulysses", 2), ("ring", 2), ("ring", 4))
 
 
@@ -37,10 +38,9 @@ def attention_of(kind: str, attention: AttentionFn, whole: SequenceLayout, size:
     shared, alone = RankGroup(dist.get_rank(), size, dist.group.WORLD.group_name), RankGroup(0, 1, "")
     ring, ulysses = (shared, alone) if kind == "ring" else (alone, shared)
     layout = ShardedLayout(whole, ring, ulysses, shared.name)
-    options = {"scale": HEAD_DIM**-0.5, "window": None}
     if kind == "ring":
-        return partial(attention.in_ring, layout=layout, **options)
-    return partial(_ulysses, attention=partial(attention, layout=whole, **options), group=ulysses)
+        return partial(attention.in_ring, layout=layout, spec=SPEC)
+    return partial(_ulysses, attention=partial(attention, layout=whole, spec=SPEC), group=ulysses)
 
 
 def _ulysses(q: Tensor, k: Tensor, v: Tensor, *, attention: Callable[..., Tensor], group: RankGroup) -> Tensor:
@@ -75,9 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     lines = ["| tokens | layout | ms | share |", "|---|---|---|---|"]
     for num_tokens in [512] if options.tiny else options.num_tokens:
         whole = SequenceLayout.from_lengths([num_tokens], device)
-        alone = measure(
-            partial(attention, layout=whole, spec=AttentionSpec(HEAD_DIM**-0.5)), num_tokens, device, options.rounds
-        )
+        alone = measure(partial(attention, layout=whole, spec=SPEC), num_tokens, device, options.rounds)
         lines.append(f"| {num_tokens} | one rank | {alone:.2f} | |")
         for kind, size in LAYOUTS:
             if num_started not in (1, size):

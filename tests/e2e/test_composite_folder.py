@@ -212,7 +212,9 @@ def test_what_cannot_be_exported_is_refused_before_training(tmp_path: Path) -> N
     tensors = read_folder(base)
     tensors["vision_tower.head.mlp.fc1.weight_scale_inv"] = torch.ones(1, 1)
     save_folder(base, tensors)
-    with pytest.raises(ValueError, match=r"vision_tower\.head\.mlp\.fc1\.weight_scale_inv there is of a quantised one"):
+    with pytest.raises(
+        ValueError, match=r"vision_tower\.head\.mlp\.fc1\.weight_scale_inv belongs to a quantised tensor"
+    ):
         Rest.of(load(base)[1])
 
 

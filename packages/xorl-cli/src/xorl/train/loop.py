@@ -63,7 +63,7 @@ class Job(ABC):
 
 @dataclass(frozen=True)
 class Run(Job):
-    """A run that is ready to train: see `loop.train`.
+    """A run that is ready to train: see `train`.
 
     evaluation: None without held-out data. before_step: functions to call before each step with its number, counted
     from 1; each is collective. final_export: None exports nothing.

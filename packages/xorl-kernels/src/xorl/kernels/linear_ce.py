@@ -4,7 +4,7 @@ Shapes: T tokens, B tokens of a chunk, P tokens of a part of a chunk, D model wi
 
 Precision:
 - Matrix products use the dtype of `hidden` (the operand dtype), to which the weight is cast, and accumulate in fp32.
-- The softmax is computed in fp32, and so is a cap on logits. Logits are kept in fp32 or, with `logits_fp32=False`,
+- The softmax is computed in fp32, and so is a cap on logits. Logits are kept in fp32 or, without `LogitOptions.fp32`,
   rounded to the operand dtype before the cap.
 - The gradient of the logits, before its factor per token, is computed in fp32 and rounded to the operand dtype. The
   label's element is about as large as all others together, so the gradients of hidden states and weight correct its

@@ -270,11 +270,12 @@ def register_attention(attention: AttentionFn) -> str:
         scaling: float,
         xorl_layout: SequenceLayout,
         sliding_window: int | None = None,
+        softcap: float | None = None,
         **_: object,
     ) -> tuple[Tensor, None]:
         assert attention_mask is None, "the layout defines the mask"
         q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))  # [T, H, D]
-        return attention(q, k, v, xorl_layout, AttentionSpec(scaling, sliding_window)).unsqueeze(0), None
+        return attention(q, k, v, xorl_layout, AttentionSpec(scaling, sliding_window, softcap)).unsqueeze(0), None
 
     # Must not contain "flash": transformers would treat it as one of its own implementations.
     name = "xorl_packed_attention"

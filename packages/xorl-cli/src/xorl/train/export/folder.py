@@ -27,7 +27,6 @@ from xorl.train.export.rest import Rest
 
 logger = logging.getLogger(__name__)
 
-
 # The exported model is beside its checkpoint, which is never written into again.
 EXPORT = "-export"
 
@@ -136,17 +135,18 @@ def export_once(
     aside: str,
     why: str,
 ) -> None:
-    """Write the exports whose folders do not exist. Collective.
+    """Write each export to its folder, unless it is there already. Collective.
 
-    Folders that are not current are renamed before, so that no file is lost: to a name with `aside`, for the reason
-    `why`. None only renames.
+    A folder that `is_current` does not accept is renamed first, so that no file is lost: its new name has `aside` in
+    it, and a warning says `why`. Where the export is None, that is all.
     """
     with fail_together("set former exports aside"):
-        for folder in exports if this_rank() == 0 else ():
+        for folder, export in exports.items() if this_rank() == 0 else ():
             if folder.exists() and not is_current(folder):
                 former = Path(tempfile.mkdtemp(prefix=f"{folder.name}_{aside}_", dir=folder.parent))
                 folder.rename(former)
-                logger.warning("export=%s %s; renamed to %s and exported again", folder, why, former)
+                again = "" if export is None else " and exported again"
+                logger.warning("export=%s %s; renamed to %s%s", folder, why, former, again)
     for folder, export in exports.items():
         if export is not None and not folder.exists():
             export.write(folder)

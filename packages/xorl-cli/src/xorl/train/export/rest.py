@@ -23,11 +23,11 @@ class Rest:
     """What an export takes from the folder of the weights that training started from.
 
     Attributes:
-        architecture: of the model's class.
-        folder: None if the model uses all tensors of its folder, or started from random weights.
+        architecture: the name of the model's class, for messages.
+        folder: what `unused` is copied from; None if there is nothing to copy.
         unused: the names of the tensors to copy.
-        in_file: the name in the folder of a tensor that recipes name.
-        is_missing: the folder of a model that does not use all of its tensors is not known.
+        in_file: returns the name in the folder of a tensor that recipes name.
+        is_missing: whether there are tensors to copy, but it is not known from where.
     """
 
     architecture: str
@@ -55,8 +55,8 @@ class Rest:
             ) from error
         if quantised := [name for name in view.unused if name.endswith(EXTRA)]:
             raise ValueError(
-                f"exports of a {spec.architecture} copy tensors from {origin}, but {quantised[0]} there is of a "
-                "quantised one; start from the model that is not quantised"
+                f"exports of a {spec.architecture} copy tensors from {origin}, but {quantised[0]} belongs to a "
+                "quantised tensor, which cannot be copied; start from the model that is not quantised"
             )
         return cls(spec.architecture, folder, view.unused, view.in_source, is_missing=False)
 
@@ -64,8 +64,8 @@ class Rest:
         """Raise ValueError if an export would lack tensors."""
         if self.is_missing:
             raise ValueError(
-                f"the export of a {self.architecture} needs the tensors that are not trained, such as those of its "
-                "vision tower, and they are only in the folder of a whole model; name it in model.model_path"
+                f"the export of a {self.architecture} needs tensors that are not trained, such as those of its vision "
+                "tower. Only the folder of a whole model has them: name it in model.model_path"
             )
 
     @contextmanager

@@ -47,8 +47,8 @@ class ModelSpec:
         """
         recipes = self.recipes(config, merge_qkv=merge_qkv)
         if kernels is None:
-            capped = config.attention.softcap is not None
-            kernels = LayerKernels(attention=eager_attention) if capped else PLAIN_KERNELS
+            is_capped = any(layer.attention.softcap is not None for layer in config.layers)
+            kernels = LayerKernels(attention=eager_attention) if is_capped else PLAIN_KERNELS
         return Decoder(config, merge_qkv=merge_qkv, kernels=kernels, logical=logical_modules(recipes))
 
     def recipes(self, config: DecoderConfig, *, merge_qkv: bool) -> dict[str, WeightRecipe]:
