@@ -28,6 +28,7 @@ class Rows:
     heights: tuple[int, ...]
     width: tuple[int, ...] = ()
     join_dim: None = None
+    keeps_dtype: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -53,6 +54,7 @@ class Transposed:
     source: str
     shape: tuple[int, int]
     join_dim: None = None
+    keeps_dtype: bool = False
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -73,6 +75,7 @@ class Column:
     first: int
     shape: tuple[int, int]
     join_dim: int = 1
+    keeps_dtype: bool = False
 
     @property
     def sources(self) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from xorl.kernels.experts.routing import (
     _sum_routing,
     _top_experts,
     count_replayed,
+    in_best_groups,
     replay_experts,
     sum_documents,
     sum_routing,
@@ -383,6 +384,17 @@ def test_of_equal_scores_the_lowest_expert_wins() -> None:
     scores = torch.tensor([[0.5, 0.9, 0.5, 0.9, 0.1], [0.2, 0.2, 0.2, 0.2, 0.2]])
     assert top_experts(scores, 3).tolist() == [[1, 3, 0], [0, 1, 2]]
     torch.library.opcheck(_top_experts, (scores, 3))
+
+
+def test_a_group_is_as_good_as_its_two_best_experts() -> None:
+    # Catches a group that is chosen for its best expert alone, or for all of them, and groups that are mixed up.
+    scores = torch.tensor(
+        [[0.9, 0.1, 0.0, 0.6, 0.6, 0.0, 0.5, 0.5, 0.5], [-0.9, -0.8, -0.1, 0.0, -2.0, 0.0, -0.2, -0.3, 0]]
+    )
+    kept = in_best_groups(scores, 3, 1).isfinite()
+    assert kept.tolist() == [[False] * 3 + [True] * 3 + [False] * 3] * 2
+    assert torch.equal(in_best_groups(scores, 3, 2)[0, :6], scores[0, :6])
+    assert top_experts(in_best_groups(scores, 3, 1), 2).tolist() == [[3, 4], [3, 5]]
 
 
 def test_recorded_experts_replace_the_choice_and_are_counted() -> None:

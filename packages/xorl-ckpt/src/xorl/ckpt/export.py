@@ -9,7 +9,7 @@ import json
 import logging
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,12 +94,13 @@ def export_hf(
     """Collective: write safetensors, their index, config.json and the tokenizer's files; returns the folder.
 
     Without recipes, the parameters are written under their own names. A `dtype` of None keeps each parameter's dtype;
-    otherwise it is a floating-point dtype of at least 16 bits, and integers and flags among the parameters keep theirs.
+    otherwise it is a floating-point dtype of at least 16 bits, and integers, flags and parameters whose recipes say so
+    keep theirs.
     `hf_config` is written unchanged except for its dtype, which is set to that of the weights, and `generation_config`
     as generation_config.json. The tokenizer's files are copied from `tokenizer_folder`; `chat_template` replaces its
     template. Tied weights are not in `params`, so they are not written. `model_card` becomes README.md. For `gather`,
     see `parameter_groups`. `rename` takes the name of a tensor in the recipes and returns that in the files. `copied`
-    are further tensors, of which config.json's dtype does not depend.
+    are further tensors, on which config.json's dtype does not depend; nor does it on parameters that keep their dtype.
 
     Raises CheckpointError, before anything is written, if the folder exists and is not empty or cannot be written to,
     or if `params` and `recipes` differ in names or (without `gather`) in shapes.
@@ -117,6 +118,7 @@ def export_hf(
         groups = parameter_groups(params, recipes, dtype=dtype, gather=gather)
         if missing := [name for name in recipes if name not in params]:
             raise CheckpointError(f"params: {', '.join(missing[:5])} are missing, though `recipes` has them")
+    kept = [rename(name) for recipe in recipes.values() if recipe.keeps_dtype for name in recipe.sources]
     with published(folder) as temporary:
         write_model(
             temporary,
@@ -128,6 +130,7 @@ def export_hf(
             max_shard_bytes=max_shard_bytes,
             model_card=model_card,
             copied=copied,
+            kept=kept,
         )
     num_tensors = sum(len(group.records) for group in [*groups, *copied])
     logger.info("event=exported folder=%s tensors=%d copied=%d", folder, num_tensors, len(copied))
@@ -179,8 +182,11 @@ def write_model(
     max_shard_bytes: float = MAX_SHARD_BYTES,
     model_card: str | None = None,
     copied: Sequence[TensorGroup] = (),
+    kept: Collection[str] = (),
 ) -> None:
     """Collective: write the files of `export_hf` into an existing folder; `groups` hold tensors by their file names.
+
+    kept: the names of tensors on which config.json's dtype does not depend.
 
     Raises CheckpointError, before anything is written, if there is no `tokenizer_folder`.
     """
@@ -192,7 +198,7 @@ def write_model(
         write_tensor_file(folder / shard.file, shard.groups)
     with fail_together(f"export to {folder}"):
         if this_rank() == 0:
-            files = _config_files(shards, _with_dtype(hf_config, groups), generation_config)
+            files = _config_files(shards, _with_dtype(hf_config, groups, kept), generation_config)
             if model_card is not None:
                 files[CARD_FILE] = model_card.encode()
             write_files(folder, {**files, **tokenizer_files(tokenizer, chat_template)})
@@ -241,7 +247,7 @@ def parameter_groups(
         shapes = source_shapes({name: recipes[name] for name in unit})
         own = params[unit[0]].dtype
         # What `gather` returns for bytes may be weights, such as those of a quantised parameter.
-        is_cast = own.is_floating_point or gather is not None
+        is_cast = (own.is_floating_point or gather is not None) and not recipes[unit[0]].keeps_dtype
         written = dtype_name(dtype if dtype is not None and is_cast else own)
         to = device or torch.device("cpu")
         make = functools.partial(_split_unit, unit, recipes, gather or gather_param, getattr(torch, written), to)
@@ -326,9 +332,11 @@ def _split_unit(
     return {name: shared[0] if len(shared) == 1 else torch.cat(shared, join_dim or 0) for name, shared in parts.items()}
 
 
-def _with_dtype(hf_config: Mapping[str, object], groups: Sequence[TensorGroup]) -> Mapping[str, object]:
+def _with_dtype(
+    hf_config: Mapping[str, object], groups: Sequence[TensorGroup], kept: Collection[str]
+) -> Mapping[str, object]:
     """The config.json with the dtype of the weights, if they have one: from_pretrained casts them to it."""
-    records = [record for group in groups for record in group.records.values()]
+    records = [record for group in groups for name, record in group.records.items() if name not in kept]
     dtypes = {record.dtype for record in records if record.torch_dtype.is_floating_point}
     config = {name: value for name, value in hf_config.items() if name != "torch_dtype"}
     return config | ({"dtype": dtypes.pop()} if len(dtypes) == 1 else {})

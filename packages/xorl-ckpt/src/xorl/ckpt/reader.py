@@ -76,7 +76,8 @@ class WeightRecipe(Protocol):
     parameter. `split` takes the full parameter and returns the source's tensors by name; it must also accept a meta
     tensor, which yields the expected shapes of the source's tensors. `join_dim` is None if the parameter contains each
     of its sources completely. Otherwise several parameters share one source: each holds a part of it, and the source is
-    the concatenation of the parts along this dim, in the order of the recipes.
+    the concatenation of the parts along this dim, in the order of the recipes. With `keeps_dtype`, exports write the
+    source's tensors in the dtype of the parameter, whatever that of the others is.
     """
 
     @property
@@ -87,6 +88,9 @@ class WeightRecipe(Protocol):
 
     @property
     def join_dim(self) -> int | None: ...
+
+    @property
+    def keeps_dtype(self) -> bool: ...
 
     def read(self, source: WeightSource, start: int, stop: int) -> torch.Tensor: ...
 
@@ -100,6 +104,7 @@ class SameTensor:
     name: str
     shape: tuple[int, ...]
     join_dim: None = None
+    keeps_dtype: bool = False
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -119,6 +124,7 @@ class SameScalar:
     name: str
     shape: tuple[int, ...] = (1,)
     join_dim: None = None
+    keeps_dtype: bool = False
 
     @property
     def sources(self) -> tuple[str, ...]:

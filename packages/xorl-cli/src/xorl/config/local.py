@@ -94,13 +94,14 @@ class RouterFields(Section):
     router_aux_loss_coef: NonNegative | None = Field(
         default=None,
         description="Weight of the routers' load-balancing loss, computed for each document, so that it does not "
-        "depend on how a batch is split. null means router_aux_loss_coef of config.json if that sets "
+        "depend on how a batch is split. It takes the softmax of the routers' logits, as transformers does, also where "
+        "tokens choose experts by the sigmoid. null means router_aux_loss_coef of config.json if that sets "
         "output_router_logits, else 0.",
     )
     router_z_loss_coef: NonNegative = Field(
         default=0.0, description="Weight of the routers' z-loss: the mean square of the logsumexp of their logits."
     )
-    freeze_router: bool = Field(default=False, description="Do not train the routers.")
+    freeze_router: bool = Field(default=False, description="Do not train the routers, nor the gates of shared experts.")
 
 
 class BatchFields(Section):

@@ -364,7 +364,8 @@ class RouterFields(Section):
 
     freeze_router: bool = Field(
         default=True,
-        description="Do not train the routers of a mixture-of-experts model; false trains them with full weights.",
+        description="Do not train the routers of a mixture-of-experts model, nor the gates of shared experts; false "
+        "trains them with full weights.",
     )
 
 

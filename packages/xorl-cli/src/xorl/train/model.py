@@ -328,8 +328,10 @@ def _adapt_(
     if train.freeze_router:
         _check_routers_frozen(module)
     quantization = read_options(lora, architecture.hf_config)
-    dtypes = KeptDtypes.of(train, lora)
-    for parameter in module.parameters():
+    dtypes, roles = KeptDtypes.of(train, lora), module.parameter_roles()
+    for name, parameter in module.named_parameters():
+        if roles[name] == "correction":
+            continue
         parameter.data = parameter.data.to(dtypes.trained if parameter.requires_grad else dtypes.frozen)
     if quantization is not None:
         quantize_base(module, quantization)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from xorl.config.local import TrainConfig
 from xorl.config.options import yaml_text
 from xorl.core.models import DecoderConfig
-from xorl.core.models.decoder_config import DenseConfig, ExpertsConfig
+from xorl.core.models.decoder_config import ExpertsConfig
 from xorl.core.nn.ulysses import check_heads
 from xorl.kernels.layout import RankGroup
 from xorl.kernels.vocabulary import Vocabulary
@@ -26,7 +26,8 @@ def check_shared_matrices(config: DecoderConfig, train: TrainConfig) -> None:
 def _check_tensor_ranks(config: DecoderConfig, train: TrainConfig) -> None:
     num_ranks = train.tensor_parallel_size
     option = f"train.tensor_parallel_size: {num_ranks}"
-    widths = {layer.ffn.width for layer in config.layers if isinstance(layer.ffn, DenseConfig)}
+    ffns = [layer.ffn.shared if isinstance(layer.ffn, ExpertsConfig) else layer.ffn for layer in config.layers]
+    widths = {ffn.width for ffn in ffns if ffn is not None}
     shared = math.gcd(*(layer.attention.num_heads for layer in config.layers), *widths)
     kv_heads = {layer.attention.num_kv_heads for layer in config.layers}
     works = [

@@ -75,13 +75,19 @@ CUT: Mapping[str, int] = MappingProxyType(
         "intermediate_size": 384,
         "n_inner": 384,
         "moe_intermediate_size": 128,
+        "shared_expert_intermediate_size": 128,
         "num_attention_heads": 8,
         "n_head": 8,
         "head_dim": 32,
         "vocab_size": 384,
         "num_experts": 16,
         "num_local_experts": 16,
+        "n_routed_experts": 16,
+        "n_group": 4,
+        "topk_group": 2,
         "num_experts_per_tok": 4,
+        "first_k_dense_replace": 1,
+        "rotary_dim": 16,
         "sliding_window": 24,
     }
 )
@@ -353,7 +359,7 @@ def _draw(module: Decoder) -> None:
     """
     shares, roles = shares_of(module), module.parameter_roles()
     for name, parameter in module.named_parameters():
-        if roles[name] in ("bias", "norm"):
+        if roles[name] in ("bias", "norm", "correction"):
             share = shares.get(name)
             shape = tuple(parameter.shape) if share is None else share.whole(parameter.shape)
             for box, part in pieces(parameter, share):

@@ -34,8 +34,9 @@ class ExportWeights:
     """Gathers every native weight that `recipes` map to the file, in full and in `dtype`.
 
     Weights with adapters are merged in fp32 and rounded once; quantised weights are dequantised. `dtype` None keeps
-    each parameter's dtype, and fp32 for merged and dequantised weights. Rows are cast before they are gathered, so
-    less is sent in half precision. `merged_adapters`: the adapters to merge; None takes those of the model.
+    each parameter's dtype, and fp32 for merged and dequantised weights; parameters whose recipes say so always keep
+    theirs. Rows are cast before they are gathered, so less is sent in half precision. `merged_adapters`: the adapters
+    to merge; None takes those of the model.
 
     Attributes:
         params: native name -> parameter, for shapes and dtypes; quantised weights are tensors on the meta device.
@@ -54,6 +55,7 @@ class ExportWeights:
         self._own = base_parameters(module)
         self.params: dict[str, Tensor] = {name: self._own.get(name, whole[name]) for name in recipes}
         self._dtype = dtype
+        self._kept = {name for name, recipe in recipes.items() if recipe.keeps_dtype}
         self._pairs: dict[str, list[LowRank]] = {}
         self._computed: dict[
             str, Linear | Embedding | ExpertLinear
@@ -78,7 +80,7 @@ class ExportWeights:
         if layer is None:
             weight = self._own[name]
             rows = weight.to_local() if isinstance(weight, DTensor) else weight
-            return self._shares.gather(name, _gather_like(weight, rows, self._dtype))
+            return self._shares.gather(name, _gather_like(weight, rows, None if name in self._kept else self._dtype))
         rows = merged_rows(layer, self._pairs.get(name, ()))
         if isinstance(layer, QuantizedLayer):
             held = gather_rows(layer, rows if self._dtype is None else rows.to(self._dtype))

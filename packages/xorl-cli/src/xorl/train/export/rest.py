@@ -44,7 +44,8 @@ class Rest:
         """
         spec, origin = architecture.spec, architecture.origin
         if origin is None or not spec.checkpoint_names.has_unused:
-            return cls(spec.architecture, None, (), str, is_missing=spec.checkpoint_names.has_unused)
+            # Layers that only other programs use may be left out, but a model without its other parts does not load.
+            return cls(spec.architecture, None, (), str, is_missing=spec.checkpoint_names.is_part)
         try:
             folder = resolve_folder(origin)
             with SafetensorsSource(folder) as source:

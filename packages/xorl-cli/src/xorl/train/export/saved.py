@@ -117,8 +117,11 @@ def _write_model(folder: Path, saved: SavedModel, dtype: torch.dtype | None) -> 
     weights: WeightSource = saved.base
     if saved.adapter is not None:
         weights = MergedWeights.of_file(saved.base, saved.adapter.layout, saved.adapter.source)
-    stored = {name: dtype or saved.base.dtype(name) for name in weights.names()}
     architecture = saved.architecture
+    recipes = architecture.recipes(merge_qkv=True).values()
+    kept = {name for recipe in recipes if recipe.keeps_dtype for name in recipe.sources}
+    own = {name: saved.base.dtype(name) for name in weights.names()}
+    stored = {name: found if dtype is None or name in kept else dtype for name, found in own.items()}
     try:
         rest = Rest.of(architecture)
         rest.require()
@@ -133,6 +136,7 @@ def _write_model(folder: Path, saved: SavedModel, dtype: torch.dtype | None) -> 
             tokenizer_folder=architecture.tokenizer_folder,
             chat_template=architecture.chat_template,
             copied=copied,
+            kept=[rest.in_file(name) for name in kept],
         )
     return min(stored.values(), key=lambda each: each.itemsize)
 

@@ -250,10 +250,10 @@ class Decoder(nn.Module):
     ) -> None:
         """Initialise every parameter, except those of adapters, in place and on its device; each rank its own shards.
 
-        Weights are normal with standard deviation `initializer_range`, norms multiply by one, and biases are zero. If
-        the config sets scale_residual_init, weights of projections into the residual stream are divided by
-        sqrt(2 * num_layers). A value depends only on the seed, the parameter's name and global shape, and the element's
-        index: not on other parameters, the ranks, or (up to fp32 rounding) the device.
+        Weights are normal with standard deviation `initializer_range`, norms multiply by one, and biases and
+        corrections are zero. If the config sets scale_residual_init, weights of projections into the residual stream
+        are divided by sqrt(2 * num_layers). A value depends only on the seed, the parameter's name and global shape,
+        and the element's index: not on other parameters, the ranks, or (up to fp32 rounding) the device.
 
         Args:
             seed: any integer.
@@ -279,8 +279,8 @@ class Decoder(nn.Module):
             if role == "adapter" or name in stored:
                 continue
             parameter, share = parameters[name], shares.get(name)
-            if role in ("bias", "norm"):
-                local(parameter).fill_(0.0 if role == "bias" else 1.0 - self.config.norm.offset)
+            if role in ("bias", "norm", "correction"):
+                local(parameter).fill_(1.0 - self.config.norm.offset if role == "norm" else 0.0)
                 continue
             shape = tuple(parameter.shape) if share is None else share.whole(parameter.shape)
             key = key_of(seed, name, shape)
@@ -472,8 +472,10 @@ def _feed_forward(
             ffn.width,
             num_experts=ffn.num_experts,
             num_active=ffn.num_active,
-            normalize=ffn.normalize,
+            router=ffn.router,
             kernels=kernels,
+            shared=None if ffn.shared is None else _feed_forward(width, ffn.shared, kernels),
+            shared_gate=ffn.shared_gate,
         )
     if ffn.kind == "gated":
         return GatedMLP(width, ffn.width, activation=ffn.activation, bias=ffn.bias, kernels=kernels)

@@ -11,6 +11,7 @@ import torch
 from xorl.core.nn import RopeConfig
 from xorl.core.nn.attention import AttentionConfig
 from xorl.core.nn.layers import ACTIVATIONS
+from xorl.core.nn.moe import RouterConfig
 from xorl.core.nn.norms import NormConfig
 from xorl.kernels.arguments import check_choice
 from xorl.kernels.attention import AttentionRequest
@@ -42,17 +43,34 @@ class ExpertsConfig:
     Attributes:
         num_experts, num_active: the numbers of experts in the layer, and of those that each token uses.
         width: the hidden width of one expert.
-        normalize: divide the probabilities of a token's experts by their sum.
+        router: how tokens choose experts.
+        shared: the block that computes every token beside the experts; None: there is none.
+        shared_gate: multiply the output of `shared` by the sigmoid of a logit.
     """
 
     num_experts: int
     num_active: int
     width: int
-    normalize: bool
+    router: RouterConfig
+    shared: DenseConfig | None = None
+    shared_gate: bool = False
 
     def __post_init__(self) -> None:
         if self.num_active > self.num_experts:
             raise ValueError(f"{self.num_active} active experts, but the model has {self.num_experts} experts")
+        if self.router.num_groups == 1:
+            return
+        size, rest = divmod(self.num_experts, self.router.num_groups)
+        if rest or size < 2:
+            raise ValueError(
+                f"{self.num_experts} experts cannot be divided into {self.router.num_groups} groups of equal size, at "
+                "least 2"
+            )
+        if self.num_active > size * self.router.num_active_groups:
+            raise ValueError(
+                f"{self.num_active} active experts, but {self.router.num_active_groups} active groups have "
+                f"{size * self.router.num_active_groups}"
+            )
 
 
 @dataclass(frozen=True)

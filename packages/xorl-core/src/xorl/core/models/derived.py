@@ -9,7 +9,7 @@ from torch import nn
 
 from xorl.core.models.recipes import CheckpointNames, Part, Rows, WeightRecipe
 from xorl.core.nn import Attention, GatedMLP
-from xorl.core.nn.moe import ExpertLinear
+from xorl.core.nn.moe import ExpertLinear, Router
 
 # The layers that a native one stacks, in the order of their rows.
 STACKED: Mapping[str, Sequence[str]] = MappingProxyType(
@@ -25,7 +25,10 @@ def recipes_of(model: nn.Module, names: CheckpointNames) -> dict[str, WeightReci
             table[f"{path}.weight"] = _expert_recipe(path, module, names)
             continue
         for leaf, parameter in module.named_parameters(recurse=False):
-            table[f"{path}.{leaf}"] = _recipe(model, path, leaf, tuple(parameter.shape), names)
+            if isinstance(module, Router) and leaf == "correction":
+                table[f"{path}.{leaf}"] = _correction_recipe(path, len(parameter), names)
+            else:
+                table[f"{path}.{leaf}"] = _recipe(model, path, leaf, tuple(parameter.shape), names)
     return table
 
 
@@ -58,3 +61,9 @@ def _expert_recipe(path: str, module: ExpertLinear, names: CheckpointNames) -> W
         for part in parts
     )
     return Rows(sources, (module.out_features // len(parts),) * len(sources), (module.in_features,))
+
+
+def _correction_recipe(path: str, num_experts: int, names: CheckpointNames) -> WeightRecipe:
+    assert names.experts is not None, f"{path}: the family's names have no experts"
+    layer = names.in_checkpoint(path.removesuffix(".mlp.gate"))
+    return Rows((f"{layer}.{names.experts.correction}",), (num_experts,), (), keeps_dtype=True)

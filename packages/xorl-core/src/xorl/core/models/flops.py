@@ -62,8 +62,13 @@ def _layer_columns(layer: LayerConfig) -> int:
     attention = 2 * layer.attention.q_rows + 2 * layer.attention.kv_rows
     ffn = layer.ffn
     if isinstance(ffn, DenseConfig):
-        return attention + (3 if ffn.kind == "gated" else 2) * ffn.width
-    return attention + ffn.num_experts + 3 * ffn.num_active * ffn.width
+        return attention + _dense_columns(ffn)
+    shared = 0 if ffn.shared is None else _dense_columns(ffn.shared) + ffn.shared_gate
+    return attention + ffn.num_experts + 3 * ffn.num_active * ffn.width + shared
+
+
+def _dense_columns(ffn: DenseConfig) -> int:
+    return (3 if ffn.kind == "gated" else 2) * ffn.width
 
 
 def causal_pairs(length: int, window: int | None) -> int:

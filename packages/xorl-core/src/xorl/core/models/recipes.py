@@ -38,6 +38,7 @@ class WeightRecipe(Protocol):
         join_dim: None if the parameter contains all of its sources. Otherwise it contains a part of one source, and
             other parameters contain the rest; concatenating the parts along this dim, in the order of the recipes,
             gives the source.
+        keeps_dtype: whether exports write the sources in the dtype of the parameter, whatever that of the others is.
     """
 
     @property
@@ -48,6 +49,9 @@ class WeightRecipe(Protocol):
 
     @property
     def join_dim(self) -> int | None: ...
+
+    @property
+    def keeps_dtype(self) -> bool: ...
 
     def read(self, source: WeightSource, start: int, stop: int) -> Tensor:
         """Rows [start, stop) of the native parameter."""
@@ -98,6 +102,7 @@ class Rows:
     sources: tuple[str, ...]
     row_counts: tuple[int, ...]
     row_shape: tuple[int, ...]
+    keeps_dtype: bool = False
     join_dim: None = field(default=None, init=False)
 
     @property
@@ -137,6 +142,7 @@ class Part:
     shape: tuple[int, ...]
     transposed: bool
     shared: bool
+    keeps_dtype: bool = field(default=False, init=False)
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -212,6 +218,7 @@ class ExpertNames:
         router: the router's module.
         expert: the module of one expert, with {} for its index.
         gate, up, down: the projections of an expert.
+        correction: the tensor that routers add to scores for the choice; only for families whose routers have one.
     """
 
     router: str
@@ -219,6 +226,7 @@ class ExpertNames:
     gate: str
     up: str
     down: str
+    correction: str = "mlp.gate.e_score_correction_bias"
 
 
 _NATIVE_PREFIX = "model."
@@ -227,6 +235,8 @@ _OF_LAYER = re.compile(r"^(model\.layers\.\d+\.)(.*)$")
 # The layout that transformers 5 uses in memory: one tensor for all experts of a layer, [E, 2F, D] with the gate's rows
 # first, or [E, D, F].
 FUSED_EXPERTS = re.compile(r"^(.*)\.mlp\.experts\.(gate_up_proj|down_proj)$")
+_ROUTER = re.compile(r"^(.*)\.mlp\.gate\.weight$")
+_CORRECTION = re.compile(r"^(.*)\.mlp\.(?:gate\.)?e_score_correction_bias$")
 
 
 @dataclass(frozen=True, eq=False)
@@ -331,13 +341,13 @@ class CheckpointView:
     def _split_fused_experts(self, names: ExpertNames) -> dict[str, tuple[str, int, int, int]]:
         """For each tensor of a fused expert: (fused tensor, index of the expert, its start and stop rows).
 
-        Removes the fused tensors from the view, and renames the routers.
+        Removes the fused tensors from the view, and renames what belongs to routers from the names of transformers 5.
         """
         slices: dict[str, tuple[str, int, int, int]] = {}
-        router = ".mlp.gate.weight"
         for name in list(self._actual):
-            if name.endswith(router):  # the router's name in transformers 5, for all families
-                self._actual[f"{name.removesuffix(router)}.{names.router}.weight"] = self._actual.pop(name)
+            for pattern, own in ((_ROUTER, f"{names.router}.weight"), (_CORRECTION, names.correction)):
+                if (found := pattern.match(name)) is not None:
+                    self._actual[f"{found[1]}.{own}"] = self._actual.pop(name)
             if (fused := FUSED_EXPERTS.match(name)) is None:
                 continue
             actual = self._actual.pop(name)

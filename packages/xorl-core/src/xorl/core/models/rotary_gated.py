@@ -9,7 +9,6 @@ from xorl.core.models.hf_config import HFConfig
 from xorl.core.models.recipes import CheckpointNames, ExpertNames
 from xorl.core.models.rope_config import ROPE_TYPES, read_rope
 from xorl.core.nn import AttentionConfig, NormConfig, RopeConfig
-from xorl.core.nn.layers import SWIGLU_ACTIVATIONS
 from xorl.core.nn.rotary import RopeKind
 
 ADAPTER_TARGETS = (
@@ -23,7 +22,6 @@ ADAPTER_TARGETS = (
 )
 FULL, SLIDING = "full_attention", "sliding_attention"
 DEFAULT_MAX_WINDOW_LAYERS = 28
-DEFAULT_BALANCE_COEF = 0.001
 # The names of norms after a block, for families that have them there instead of before.
 AFTER_BLOCKS: Mapping[str, str] = MappingProxyType(
     {"attention_output_norm": "post_attention_layernorm", "mlp_output_norm": "post_feedforward_layernorm"}
@@ -119,32 +117,9 @@ def _read_padding(hf: HFConfig) -> int | None:
     return pad % vocab_size
 
 
-def read_dense(hf: HFConfig, *, bias: bool) -> DenseConfig:
+def read_dense(hf: HFConfig, *, bias: bool = False) -> DenseConfig:
     """The gated block of `intermediate_size`."""
     return DenseConfig("gated", hf.positive("intermediate_size"), hf.activation("hidden_act", "silu"), bias)
-
-
-def read_experts(hf: HFConfig, width_key: str, defaults: ExpertsConfig) -> ExpertsConfig:
-    """A mixture of experts. Its experts are SwiGLU blocks: the kernels have no other activation.
-
-    The number of experts is `num_experts`, or `num_local_experts`, which transformers 5 writes for all families.
-    Missing keys are taken from `defaults`, and so is `normalize`, which is not read.
-    """
-    hf.expect("hidden_act", hf.get("hidden_act", str, "silu"), SWIGLU_ACTIVATIONS)
-    num_experts_key = "num_experts" if hf.has("num_experts") else "num_local_experts"
-    num_experts = hf.positive(num_experts_key, defaults.num_experts)
-    num_active = hf.positive("num_experts_per_tok", defaults.num_active)
-    if num_active > num_experts:
-        raise ValueError(
-            f"{hf.architecture}: num_experts_per_tok: {num_active} exceeds {num_experts_key}: {num_experts}"
-        )
-    return ExpertsConfig(num_experts, num_active, hf.positive(width_key, defaults.width), defaults.normalize)
-
-
-def read_balance_coef(hf: HFConfig) -> float:
-    """`router_aux_loss_coef` if `output_router_logits` is set: without it, transformers adds no router loss."""
-    coef = hf.get("router_aux_loss_coef", float, DEFAULT_BALANCE_COEF)
-    return coef if hf.get("output_router_logits", bool, False) else 0.0
 
 
 def read_uniform_windows(hf: HFConfig) -> tuple[int | None, ...]:

@@ -6,8 +6,9 @@ Shapes: T tokens, D model width, E experts, K experts per token, F width of an e
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, Literal, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +17,52 @@ from torch.nn import functional as F
 from xorl.core.nn.kernels import LayerKernels
 from xorl.core.nn.roles import Role
 from xorl.core.nn.share import Share
+from xorl.kernels.arguments import check_choice
 from xorl.kernels.experts.adapted import Factors
 from xorl.kernels.experts.quantized import ExpertsWeight
-from xorl.kernels.experts.routing import Routing, count_replayed, replay_experts, sum_routing, top_experts
+from xorl.kernels.experts.routing import (
+    Routing,
+    count_replayed,
+    in_best_groups,
+    replay_experts,
+    sum_routing,
+    top_experts,
+)
 from xorl.kernels.layout import SequenceLayout
+
+Scores = Literal["softmax", "sigmoid"]
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """How tokens choose their experts, and how the outputs of these are weighted.
+
+    Attributes:
+        normalize: divide the scores of a token's experts by their sum, plus `eps`.
+        scores: the function of the logits that gives the scores.
+        corrected: whether a correction, which is not trained, is added to the scores for the choice alone
+            (arXiv:2408.15664).
+        num_groups, num_active_groups: a token chooses from the best of so many groups of equal size.
+        scaling_factor: the factor on the weights, after they are normalised.
+    """
+
+    normalize: bool
+    scores: Scores = "softmax"
+    corrected: bool = False
+    num_groups: int = 1
+    num_active_groups: int = 1
+    eps: float = 0.0
+    scaling_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_choice("scores", self.scores, Scores)
+        if self.num_active_groups > self.num_groups:
+            raise ValueError(f"{self.num_active_groups} active groups, but there are {self.num_groups} groups")
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether some groups are left out."""
+        return self.num_active_groups < self.num_groups
 
 
 class Router(nn.Module):
@@ -27,14 +70,24 @@ class Router(nn.Module):
 
     Attributes:
         fp32: multiply in fp32; False multiplies in the dtype of x and then widens.
+        correction: [E] in fp32, what is added to scores for the choice; None for nothing. It has no gradient, and stays
+            as it is.
     """
 
-    roles: ClassVar[Mapping[str, Role]] = MappingProxyType({"weight": "router"})
+    roles: ClassVar[Mapping[str, Role]] = MappingProxyType({"weight": "router", "correction": "correction"})
 
-    def __init__(self, width: int, num_experts: int) -> None:
+    def __init__(self, width: int, num_experts: int, *, corrected: bool = False) -> None:
         super().__init__()
         self.fp32 = True
         self.weight = nn.Parameter(torch.empty(num_experts, width))
+        self.correction = None
+        if corrected:
+            self.correction = nn.Parameter(torch.empty(num_experts, dtype=torch.float32), requires_grad=False)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Train the weight or not; the correction is never trained."""
+        self.weight.requires_grad_(requires_grad)
+        return self
 
     def forward(self, x: Tensor) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -208,15 +261,17 @@ class LayerRoutes(NamedTuple):
 
 
 class MixtureOfExperts(nn.Module):
-    """For each token, the sum of weight * expert(x) over its K most probable experts in softmax(router(x)).
+    """For each token, the sum of weight * expert(x) over the K experts that its router chooses, plus shared experts.
 
     Args:
         width: D.
         expert_width: F.
         num_experts, num_active: E and K.
-        normalize: divide the K probabilities by their sum.
 
     Attributes:
+        router: how experts are chosen and weighted.
+        shared_experts: a block that computes every token; None: there is none.
+        shared_expert_gate: its output is multiplied by the sigmoid of this router's logit; None: it is not.
         shared_factors: of adapters, what all experts share; None if they share nothing. It is beside the experts, not
             part of them, because ranks that hold different experts all have it.
     """
@@ -230,25 +285,29 @@ class MixtureOfExperts(nn.Module):
         *,
         num_experts: int,
         num_active: int,
-        normalize: bool,
+        router: RouterConfig,
         kernels: LayerKernels,
+        shared: nn.Module | None = None,
+        shared_gate: bool = False,
     ) -> None:
         super().__init__()
         self.num_experts = num_experts
         self.num_active = num_active
-        self.normalize = normalize
-        self.gate = Router(width, num_experts)
+        self.router = router
+        self.gate = Router(width, num_experts, corrected=router.corrected)
         self.experts = Experts(width, expert_width, num_experts, kernels=kernels)
+        self.shared_experts = shared
+        self.shared_expert_gate = Router(width, 1) if shared_gate else None
         self.shared_factors = None
 
     def forward(self, x: Tensor, layout: SequenceLayout, recorded: Tensor | None = None) -> tuple[Tensor, LayerRoutes]:
-        """Returns the output [T, D], which is 0 for padding, and the routes.
+        """Returns the output [T, D], to which experts add 0 for padding, and the routes.
 
         recorded: [T, K] integers, the experts to send tokens to, all different; -1 for tokens that choose themselves.
         """
         logits = self.gate(x)
-        probabilities = logits.softmax(-1)
-        ids = own = top_experts(probabilities.detach(), self.num_active)
+        scores = logits.softmax(-1) if self.router.scores == "softmax" else logits.sigmoid()
+        ids = own = self._choose(scores.detach())
         if recorded is not None:
             ids = replay_experts(own, recorded)
         groups, num_groups = self.experts.groups_of(x, ids, self.num_experts)
@@ -257,22 +316,44 @@ class MixtureOfExperts(nn.Module):
         plan = None
         if dispatcher is not None:
             plan = dispatcher.plan(groups, num_groups, layout.num_real, layout.most_tokens)
-        weights = probabilities.gather(-1, ids)
-        if self.normalize:
-            weights = weights / weights.sum(-1, keepdim=True)
+        weights = self._weights(scores.gather(-1, ids))
         shared = {} if self.shared_factors is None else self.shared_factors(x.dtype)
         if dispatcher is None or not dispatcher.returns_late:
-            routes = self._routes(logits, probabilities, ids, own, recorded, layout)
-            return self.experts(x, weights, groups, layout.num_real, shared, plan), routes
+            routes = self._routes(logits, scores, ids, own, recorded, layout)
+            out = self.experts(x, weights, groups, layout.num_real, shared, plan)
+            return (out if self.shared_experts is None else out + self._of_shared_experts(x)), routes
         out = self.experts(x, weights, groups, layout.num_real, shared, plan)
-        routes = self._routes(logits, probabilities, ids, own, recorded, layout)  # while the output is on its way
+        # While the output is on its way:
+        routes = self._routes(logits, scores, ids, own, recorded, layout)
+        beside = None if self.shared_experts is None else self._of_shared_experts(x)
         dispatcher.wait(plan)
-        return out, routes
+        return (out if beside is None else out + beside), routes
+
+    def _choose(self, scores: Tensor) -> Tensor:
+        """The experts [T, K] of each token, by scores [T, E]."""
+        if self.gate.correction is not None:
+            scores = scores + self.gate.correction
+        if self.router.is_grouped:
+            scores = in_best_groups(scores, self.router.num_groups, self.router.num_active_groups)
+        return top_experts(scores, self.num_active)
+
+    def _weights(self, scores: Tensor) -> Tensor:
+        """The weights [T, K] of the chosen experts, by their scores."""
+        router = self.router
+        if router.normalize:
+            total = scores.sum(-1, keepdim=True)
+            scores = scores / (total + router.eps if router.eps else total)
+        return scores if router.scaling_factor == 1.0 else scores * router.scaling_factor
+
+    def _of_shared_experts(self, x: Tensor) -> Tensor:
+        assert self.shared_experts is not None, "called only if there are shared experts"
+        out = self.shared_experts(x)
+        return out if self.shared_expert_gate is None else self.shared_expert_gate(x).sigmoid().to(x.dtype) * out
 
     def _routes(
         self,
         logits: Tensor,
-        probabilities: Tensor,
+        scores: Tensor,
         ids: Tensor,
         own: Tensor,
         recorded: Tensor | None,
@@ -282,4 +363,6 @@ class MixtureOfExperts(nn.Module):
             return LayerRoutes(ids, None, None)
         place = layout.cu_seqlens, layout.num_real
         replayed = None if recorded is None else count_replayed(own, recorded, *place)
+        # The losses take the softmax of the logits, whatever the scores are, as transformers does.
+        probabilities = scores if self.router.scores == "softmax" else logits.softmax(-1)
         return LayerRoutes(ids, sum_routing(logits, probabilities, ids, *place), replayed)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal, Protocol, runtime_checkable
 
-Role = Literal["dense", "expert", "router", "bias", "norm", "embedding", "head", "adapter"]
-"""dense: a matrix of a linear layer; expert: the matrices of all experts of a layer; adapter: any of its parameters."""
+Role = Literal["dense", "expert", "router", "correction", "bias", "norm", "embedding", "head", "adapter"]
+"""dense: a matrix of a linear layer; expert: the matrices of all experts of a layer; correction: what routers add to
+scores, frozen and in fp32 whatever the dtype of others; adapter: any of its parameters."""
 
 
 @runtime_checkable

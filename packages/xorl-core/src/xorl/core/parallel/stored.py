@@ -1,4 +1,4 @@
-"""Sharding of frozen weights in other storage formats: quantised weights are gathered as bytes."""
+"""Sharding of frozen parameters that keep their dtype: quantised weights are gathered as bytes, corrections in fp32."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from xorl.core.nn.roles import StoresWeight
+from xorl.core.nn.roles import DeclaresRoles, StoresWeight
 from xorl.core.parallel.fsdp import sharded_parameters
 from xorl.core.torch_private import FSDPParam, set_gather_hooks, sharded_values, shares_storage
 
 
 def gather_as_stored(model: nn.Module) -> None:
-    """Make FSDP2 gather the parameters of weights in other formats in their own dtype. Call it after initialisation.
+    """Make FSDP2 gather weights in other formats, and corrections, in their own dtype. Call it after initialisation.
 
     FSDP2 would cast every parameter of a unit to its mixed-precision dtype, even bytes.
     """
     for (module, name), parameter in sharded_parameters(model).items():
-        if isinstance(module, StoresWeight) and name in module.stored:
+        is_stored = isinstance(module, StoresWeight) and name in module.stored
+        if is_stored or (isinstance(module, DeclaresRoles) and module.roles.get(name) == "correction"):
             _gather_uncast(parameter)
 
 

@@ -40,6 +40,18 @@ def _(scores: Tensor, num_active: int) -> Tensor:
     return scores.new_empty(scores.shape[0], num_active, dtype=torch.int64)
 
 
+def in_best_groups(scores: Tensor, num_groups: int, num_active: int) -> Tensor:
+    """The scores [T, E], -inf for experts that are not in the `num_active` best groups of their token.
+
+    The experts are `num_groups` groups of equal size, in order. A group is as good as the sum of its two highest scores
+    (arXiv:2412.19437, section 2.1.2).
+    """
+    grouped = scores.unflatten(-1, (num_groups, -1))  # [T, groups, E / groups]
+    sums = grouped.topk(2, dim=-1).values.sum(-1)
+    is_best = torch.zeros_like(sums, dtype=torch.bool).scatter_(-1, top_experts(sums, num_active), True)
+    return grouped.masked_fill(~is_best[..., None], float("-inf")).flatten(-2)
+
+
 class Routing(NamedTuple):
     """Sums over the tokens of each document, for the losses and statistics of routers. Padding is left out.
 
