@@ -46,7 +46,7 @@ def mean_loss(model: PreTrainedModel, data: Path) -> float:
         ("llama", 1, "none", "broadcast", "auto"),
         ("llama", 2, "fsdp2", "all_ranks", "meta"),
         ("llama", 2, "ddp", "broadcast", "cpu"),
-        ("qwen3_moe", 2, "fsdp2", "broadcast", "auto"),
+        ("glm4_moe", 2, "fsdp2", "broadcast", "auto"),
     ],
 )
 def test_folder_is_loaded_trained_and_exported(

@@ -24,6 +24,7 @@ from hf_cases import (
     LOCAL,
     MIXTURE,
     NO_PADDING,
+    REQUIRED,
     SIZES,
     YARN,
     Case,
@@ -53,27 +54,41 @@ GENERATED = {"grouped heads", "one kv head", "dynamic rope", "yarn rope", "slidi
 def to_hf(recipes: Mapping[str, WeightRecipe], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Native tensors (weights or gradients) under the names of transformers."""
     parts: dict[str, list[Tensor]] = {}
-    for name, recipe in recipes.items():
-        for source, tensor in recipe.split(tensors[name]).items():
-            parts.setdefault(source, []).append(tensor)
+    for name, tensor in tensors.items():
+        for source, part in recipes[name].split(tensor).items():
+            parts.setdefault(source, []).append(part)
     dims = {source: recipe.join_dim for recipe in recipes.values() for source in recipe.sources}
-    return {source: torch.cat(tensors, dim=dims[source] or 0) for source, tensors in parts.items()}
+    return {source: torch.cat(found, dim=dims[source] or 0) for source, found in parts.items()}
+
+
+def state_of(model: transformers.PreTrainedModel) -> dict[str, Tensor]:
+    """The model's parameters and what else files hold, by name; tied weights once."""
+    kept = {name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()}
+    return {**dict(model.named_parameters()), **kept}
+
+
+def gradients_of(decoder: Decoder) -> dict[str, Tensor]:
+    return {name: parameter.grad for name, parameter in decoder.named_parameters() if parameter.requires_grad}
 
 
 def as_in_model(model: transformers.PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors named as in a checkpoint under the names of the model's parameters, which stack experts."""
+    """Tensors named as in a checkpoint under the names of the model's state, which stacks experts."""
     names = spec_for({"architectures": [type(model).__name__]}).checkpoint_names.experts
     renamed = dict(tensors)
-    for name in dict(model.named_parameters()):
+    for name, tensor in state_of(model).items():
         if name in renamed:
             continue
         assert names is not None
         layer, _, leaf = name.partition(".mlp.")
+        if leaf.endswith("e_score_correction_bias"):
+            if f"{layer}.{names.correction}" in renamed:  # it has no gradient
+                renamed[name] = renamed.pop(f"{layer}.{names.correction}")
+            continue
         if leaf == "gate.weight":
             renamed[name] = renamed.pop(f"{layer}.{names.router}.weight")
             continue
         parts = [names.down] if leaf == "experts.down_proj" else [names.gate, names.up]
-        prefixes = [f"{layer}.{names.expert.format(index)}" for index in range(model.config.num_local_experts)]
+        prefixes = [f"{layer}.{names.expert.format(index)}" for index in range(len(tensor))]
         renamed[name] = torch.stack(
             [torch.cat([renamed.pop(f"{prefix}.{part}.weight") for part in parts]) for prefix in prefixes]
         )
@@ -104,7 +119,7 @@ def test_packed_rows_match_transformers_on_separate_rows(case: Case, backend: st
     logits = decoder(ids, layout)
     assert (logits - torch.cat(wanted)).abs().max() <= LOGIT_TOLERANCE
     decoder(ids, layout, lambda hidden, weight: linear_cross_entropy(hidden, weight, labels)[0].sum()).backward()
-    got = as_in_model(model, to_hf(recipes, {name: parameter.grad for name, parameter in decoder.named_parameters()}))
+    got = as_in_model(model, to_hf(recipes, gradients_of(decoder)))
     for name, parameter in model.named_parameters():
         error = (got[name] - parameter.grad).norm() / parameter.grad.norm()
         assert error <= GRADIENT_TOLERANCE, f"gradient of {name} is off by {error:.2e}"
@@ -122,13 +137,18 @@ def test_the_order_of_documents_changes_no_logits(case: Case):
         assert (one - other).abs().max() <= LOGIT_TOLERANCE
 
 
-@pytest.mark.parametrize("architecture", ["Qwen3MoeForCausalLM", "MixtralForCausalLM"])
+BALANCED = {"Qwen3MoeForCausalLM": MIXTURE, "MixtralForCausalLM": LOCAL}
+BALANCED["MiniMaxM2ForCausalLM"] = {**LOCAL, "head_dim": 16}
+
+
+@pytest.mark.parametrize("architecture", BALANCED)
 def test_the_balancing_loss_of_a_document_is_that_of_transformers(architecture: str) -> None:
     """Catches another formula, a softmax too many, and a loss that is added twice or not at all."""
-    changes = MIXTURE if architecture == "Qwen3MoeForCausalLM" else LOCAL
-    model = Case(
-        architecture, "", {**changes, "output_router_logits": True, "router_aux_loss_coef": 0.5}
-    ).make_hf_model()
+    coefs = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+    model = Case(architecture, "", {**BALANCED[architecture], **coefs}).make_hf_model()
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.zero_()  # transformers counts the choices that would be made without it
     decoder, recipes = make_twin(model, backend="sdpa", merge_qkv=True)
     assert decoder.config.balance_coef == 0.5
     row = make_rows()[0][:30]
@@ -138,7 +158,7 @@ def test_the_balancing_loss_of_a_document_is_that_of_transformers(architecture: 
     layout.num_trained = torch.tensor([len(row) - 1])
     loss = decoder(row, layout, lambda hidden, weight: linear_cross_entropy(hidden, weight, labels)[0].sum())
     loss.backward()
-    gradients = {name: parameter.grad / (len(row) - 1) for name, parameter in decoder.named_parameters()}
+    gradients = {name: gradient / (len(row) - 1) for name, gradient in gradients_of(decoder).items()}
     got = as_in_model(model, to_hf(recipes, gradients))
     for name, parameter in model.named_parameters():
         error = (got[name] - parameter.grad).norm() / parameter.grad.norm()
@@ -185,9 +205,9 @@ def test_weights_return_to_transformers_bit_for_bit(case: Case, merge_qkv: bool)
     model = case.make_hf_model()
     decoder, recipes = make_twin(model, backend="sdpa", merge_qkv=merge_qkv)
     back = to_hf(recipes, {name: parameter.detach() for name, parameter in decoder.named_parameters()})
-    back = as_in_model(model, back)
-    assert back.keys() == dict(model.named_parameters()).keys()
-    assert all(torch.equal(back[name], parameter) for name, parameter in model.named_parameters())
+    back, state = as_in_model(model, back), state_of(model)
+    assert back.keys() == state.keys()
+    assert all(torch.equal(back[name], tensor) for name, tensor in state.items())
 
 
 @pytest.mark.parametrize("merge_qkv", [True, False])
@@ -210,8 +230,8 @@ def test_folders_pass_to_and_fro_bit_for_bit(tmp_path: Path, architecture: str, 
     )
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
     assert type(again) is type(model)
-    for (name, got), wanted in zip(again.named_parameters(), model.parameters(), strict=True):
-        assert torch.equal(got, wanted), name
+    for name, wanted in state_of(model).items():
+        assert torch.equal(state_of(again)[name], wanted), name
     ids, _ = make_rows()
     row = ids[: LENGTHS[0]]
     logits = decoder(row, SequenceLayout.from_lengths([len(row)]))
@@ -269,11 +289,14 @@ def test_what_config_json_leaves_out_or_null_means_the_same_model(architecture, 
     values = {**SIZES, "hidden_size": 64, "num_attention_heads": 64, "head_dim": 8, "num_hidden_layers": 2, **changes}
     values |= NO_PADDING  # some families have a padding id that is not in so small a vocabulary
     config_class = getattr(transformers, architecture).config_class
-    values = {key: value for key, value in known_to(config_class, values).items() if value is not ...} | {"head_dim": 8}
+    values = {key: value for key, value in known_to(config_class, values).items() if value is not ...}
+    values |= {"head_dim": 8, **REQUIRED.get(architecture, {})}
     try:
         theirs = config_class(**values)
     except (StrictDataclassFieldValidationError, ZeroDivisionError) as error:
         pytest.skip(f"transformers refuses it for this family: {error}")
+    if theirs.num_key_value_heads is None:
+        pytest.skip("transformers cannot build such a model of this family")
     ours = spec_for({"architectures": [architecture]}).config_from_hf(values)
     assert ours.attention.num_kv_heads == theirs.num_key_value_heads
     layer_types = getattr(theirs, "layer_types", None)
@@ -283,15 +306,18 @@ def test_what_config_json_leaves_out_or_null_means_the_same_model(architecture, 
     if hasattr(theirs, "no_rope_layers"):
         assert [layer.attention.rope is not None for layer in ours.layers] == [bool(x) for x in theirs.no_rope_layers]
     if ours.has_experts:
-        width = getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
-        sizes = theirs.num_local_experts, theirs.num_experts_per_tok, width
-        assert ours.layers[-1].ffn == ExpertsConfig(*sizes, normalize=getattr(theirs, "norm_topk_prob", True))
+        width = getattr(theirs, "moe_intermediate_size", None) or theirs.intermediate_size
+        num_experts = getattr(theirs, "num_experts", None) or theirs.num_local_experts
+        sizes = num_experts, theirs.num_experts_per_tok, width, getattr(theirs, "norm_topk_prob", True)
+        ffn = ours.layers[-1].ffn
+        assert isinstance(ffn, ExpertsConfig)
+        assert (ffn.num_experts, ffn.num_active, ffn.width, ffn.router.normalize) == sizes
 
 
 @pytest.mark.parametrize("architecture", SPECS)
 def test_a_config_of_the_size_of_real_models_is_read_and_cut_down_for_verification(architecture: str):
     """Catches a padding id or factors that `xorl verify` leaves as they are beside a narrow model."""
-    hf_config = getattr(transformers, architecture).config_class().to_dict()
+    hf_config = getattr(transformers, architecture).config_class(**REQUIRED.get(architecture, {})).to_dict()
     if architecture == "Phi3ForCausalLM":
         factors = {"long_factor": [1.5] * 48, "short_factor": [1.0] * 48}
         hf_config |= {"max_position_embeddings": 131072, "rope_scaling": {"type": "longrope", **factors}}
@@ -306,7 +332,8 @@ def test_a_config_of_the_size_of_real_models_is_read_and_cut_down_for_verificati
 def test_every_key_of_a_configuration_class_is_known(architecture: str, tmp_path: Path):
     """Catches a key that transformers computes with and no family reads, whatever its default, and a config.json of
     transformers that is refused."""
-    config = getattr(transformers, architecture).config_class(architectures=[architecture])
+    required = REQUIRED.get(architecture, {})
+    config = getattr(transformers, architecture).config_class(architectures=[architecture], **required)
     config.save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())
     spec = spec_for(saved)

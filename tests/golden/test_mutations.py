@@ -21,6 +21,7 @@ from xorl.core.models.decoder_config import Arrangement, DecoderConfig
 from xorl.core.models.hf_config import is_inert
 from xorl.core.nn import LayerKernels
 from xorl.core.nn.layers import ACTIVATIONS
+from xorl.core.nn.moe import RouterConfig, Scores
 from xorl.kernels.attention import resolve_attention
 from xorl.kernels.layout import SequenceLayout
 from xorl.kernels.linear_ce import linear_cross_entropy
@@ -35,7 +36,7 @@ LEFT_OUT = {
     "max_position_embeddings",  # a limit
 }
 # Changes that nothing shows: the probabilities of all experts sum to 1 anyway.
-HIDDEN = {("Qwen3MoeForCausalLM", "all experts"): {"ffn.normalize=False"}}
+HIDDEN = {("Qwen3MoeForCausalLM", "all experts"): {"ffn.router.normalize=False"}}
 
 
 def outcome(config: DecoderConfig, weights: Mapping[str, Tensor], *, of_gradient: bool) -> Tensor:
@@ -113,6 +114,14 @@ def others(owner: Any, name: str, own: Any) -> Iterable[Any]:
             return ()
         case "tie_word_embeddings" | "normalize" | "truncate" | "norm_after_rope":
             return (not own,)
+        case "scores":
+            return get_args(Scores)
+        case "num_groups":
+            return ()
+        case "num_active_groups":
+            return [other for other in (own + 1, owner.num_groups) if own < other <= owner.num_groups]
+        case "eps" if isinstance(owner, RouterConfig):
+            return (1.0,) if own and owner.normalize else ()
         case "eps" | "theta" | "beta" | "trained_length":
             return (own * 2,)
         case "num_active":
@@ -149,6 +158,10 @@ WITHOUT_EFFECT = {
     # transformers ignores these, too.
     "Gemma3ForCausalLM": {"attn_logit_softcapping", "_sliding_window_pattern"},
     "HunYuanDenseV1ForCausalLM": {"rope_parameters.factor"},  # alpha takes its place
+    # The CausalLM of these has no loss of routers; layers that predict further tokens are not trained.
+    "Glm4MoeForCausalLM": {"output_router_logits", "num_nextn_predict_layers"},
+    "Dots1ForCausalLM": {"output_router_logits"},
+    "SolarOpenForCausalLM": {"output_router_logits"},
 }
 # Without the keys that take precedence over others, and with those that others need.
 CLEARED = {"layer_types": None, "no_rope_layers": None, "output_router_logits": True}

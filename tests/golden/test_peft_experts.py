@@ -41,6 +41,7 @@ SHARED: tuple[ExpertSharing, ...] = get_args(ExpertSharing)
 MODELS = {
     "qwen3_moe": ("Qwen3MoeForCausalLM", ("gate_proj", "up_proj", "down_proj")),
     "mixtral": ("MixtralForCausalLM", ("w1", "w3", "w2")),
+    "minimax_m2": ("MiniMaxM2ForCausalLM", ("w1", "w3", "w2")),
 }
 PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 TOLERANCE = 1e-5

@@ -17,7 +17,7 @@ from xorl.kernels.quant.block_fp8 import quantize_block_fp8
 from xorl.server import operations as ops
 from xorl.server.identifiers import CheckpointRef, checkpoint_folder
 
-EXPERTS = hf_config("qwen3_moe", num_hidden_layers=3, mlp_only_layers=[0], moe_intermediate_size=32)
+EXPERTS = hf_config("glm4_moe", num_hidden_layers=3, moe_intermediate_size=32)
 QLORA = {"enable_lora": True, "lora_rank": 4, "enable_qlora": True, "quant_format": "nf4", "quant_group_size": 16}
 KINDS: dict[str, dict[str, object]] = {
     "full": {},

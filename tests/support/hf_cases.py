@@ -92,6 +92,9 @@ class Case:
             for parameter in model.parameters():
                 scale = 0.15 if parameter.dim() > 1 else 0.1
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * scale)
+            for name, buffer in model.named_buffers():
+                if name.endswith("e_score_correction_bias"):
+                    buffer.add_(torch.randn(buffer.shape, generator=generator) * 0.2)
         return model.eval()
 
 
@@ -228,6 +231,49 @@ CASES += [
     Case("Ministral3ForCausalLM", "sliding window", {"rope_parameters": GROWING, "head_dim": 16, "sliding_window": 6}),
     Case("HunYuanDenseV1ForCausalLM", "grouped heads", {"head_dim": 12}),
     Case("HunYuanDenseV1ForCausalLM", "alpha", {"head_dim": 16, "rope_parameters": ALPHA}),
+]
+# More experts a token than groups, so that the best group is not the one of the best expert.
+GROUPED = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "n_group": 4, "topk_group": 2}
+GROUPED |= {"routed_scaling_factor": 1.7, "n_shared_experts": 2, "head_dim": 16}
+UNGROUPED = {**GROUPED, "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "routed_scaling_factor": 1.0}
+# Keys for which the configuration classes have no values that a model can be built of.
+REQUIRED: dict[str, dict[str, object]] = {
+    "Dots1ForCausalLM": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6}
+}
+GATED = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 28, "shared_expert_intermediate_size": 36}
+PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
+CASES += [
+    Case("Qwen2MoeForCausalLM", "grouped heads", GATED),
+    Case("Qwen2MoeForCausalLM", "some dense", {**GATED, "mlp_only_layers": [0], "norm_topk_prob": True}),
+    Case("Qwen2MoeForCausalLM", "every second, no biases", {**GATED, "decoder_sparse_step": 2, "qkv_bias": False}),
+    Case(
+        "Qwen2MoeForCausalLM",
+        "sliding window",
+        {**GATED, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2},
+    ),
+    Case("OlmoeForCausalLM", "grouped heads", {"num_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 28}),
+    Case(
+        "OlmoeForCausalLM",
+        "biases",
+        {**LOCAL, **NO_PADDING, "num_experts": 5, "attention_bias": True, "norm_topk_prob": True},
+    ),
+    Case("Glm4MoeForCausalLM", "grouped heads", {**GROUPED, "use_qk_norm": True}),
+    Case("Glm4MoeForCausalLM", "no groups", {**UNGROUPED, "first_k_dense_replace": 2, "attention_bias": True}),
+    Case(
+        "Glm4MoeForCausalLM",
+        "a quarter rotates",
+        {**GROUPED, "rope_parameters": PARTIAL, "norm_topk_prob": False, "first_k_dense_replace": 0},
+    ),
+    Case("MiniMaxM2ForCausalLM", "grouped heads", {**LOCAL, "head_dim": 16, "rotary_dim": 8}),
+    Case("MiniMaxM2ForCausalLM", "a quarter rotates", {**LOCAL, "head_dim": 16, "rope_parameters": PARTIAL}),
+    Case(
+        "Dots1ForCausalLM",
+        "sliding window",
+        {**GROUPED, "first_k_dense_replace": 1, "sliding_window": 6, "max_window_layers": 2},
+    ),
+    Case("Dots1ForCausalLM", "grouped heads", {**UNGROUPED, "norm_topk_prob": True, "attention_bias": True}),
+    Case("SolarOpenForCausalLM", "grouped heads", GROUPED),
+    Case("SolarOpenForCausalLM", "biases", {**UNGROUPED, "attention_bias": True, "norm_topk_prob": False}),
 ]
 IDS = [f"{case.architecture} {case.label}" for case in CASES]
 

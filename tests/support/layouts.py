@@ -57,6 +57,8 @@ MODELS: dict[str, dict[str, object]] = {
         pad_token_id=3,
     ),
     "mixtral": hf_config("mixtral"),
+    "glm4_moe": hf_config("glm4_moe", moe_intermediate_size=48),
+    "qwen2_moe": hf_config("qwen2_moe", mlp_only_layers=[1]),
     **{name: hf_config(name) for name in FAMILIES},
     "gpt2, 4 layers": hf_config("gpt2", n_layer=4),
     "llama, 4 layers": hf_config("llama", num_hidden_layers=4),
@@ -117,6 +119,13 @@ RUNS: dict[str, Run] = {
     "qwen3_moe, outer factors shared": Run("qwen3_moe", RECOMPUTE, {**EXPERT_LORA, "moe_hybrid_shared_lora": True}),
 }
 RUNS |= {name: Run(name) for name in FAMILIES}
+# Scores that are corrected and grouped, and shared experts.
+RUNS |= {
+    "glm4_moe": Run("glm4_moe", {**MUON, "router_aux_loss_coef": 0.1}),
+    "glm4_moe, adapted experts": Run("glm4_moe", RECOMPUTE, EXPERT_LORA),
+    "glm4_moe, QLoRA": Run("glm4_moe", lora={**QLORA, **EXPERT_LORA}),
+    "qwen2_moe": Run("qwen2_moe"),
+}
 RUNS |= {
     "pipeline: gpt2": Run("gpt2, 4 layers"),
     "pipeline: llama": Run("llama, 4 layers", BY_OPERATION),
@@ -212,11 +221,11 @@ LAYOUTS: dict[str, Layout] = {
     "ulysses 2, ddp": _layout(2, CONTEXT, **ULYSSES, **DDP),
     "ring 2": _layout(2, ALL_CONTEXT, **RING),
     "ring 2, none": _layout(2, CONTEXT, **RING, cp_fsdp_mode="none"),
-    "ep 2": _layout(2, ALL_EXPERTS, **EP),
+    "ep 2": _layout(2, (*ALL_EXPERTS, "glm4_moe", "glm4_moe, QLoRA"), **EP),
     "ep 2, ulysses 2": _layout(2, EXPERTS, **EP, **ULYSSES),
     "ep 2, ring 2": _layout(2, EXPERTS, **EP, **RING),
     "tp 2": _layout(2, TENSOR, **{**TP, **ONE_PROCESS}),
-    "tp 2, fsdp": _layout(2, TENSOR_EXPERTS, **TP),
+    "tp 2, fsdp": _layout(2, (*TENSOR_EXPERTS, "glm4_moe", "qwen2_moe"), **TP),
     "tp 2, ep 2": _layout(2, ("qwen3_moe", "qwen3_moe, operation and moe_act"), **TP, **EP),
     "pp 2": _layout(2, STAGED, **PP),
     "pp 2, none": _layout(2, ("pipeline: gpt2", "pipeline: LoRA"), **{**PP, **ONE_PROCESS}),
@@ -270,7 +279,7 @@ LAYOUTS: dict[str, Layout] = {
     "ring 2, ulysses 2, ulysses_only": _layout(4, CONTEXT, **RING, **ULYSSES, cp_fsdp_mode="ulysses_only"),
     "ring 2, ulysses 2, ring_only": _layout(4, CONTEXT, **RING, **ULYSSES, cp_fsdp_mode="ring_only"),
     "ep 4": _layout(4, EXPERTS, expert_parallel_size=4),
-    "ep 2, fsdp 2": _layout(4, (*EXPERTS, "qwen3_moe, shared adapters"), **EP),
+    "ep 2, fsdp 2": _layout(4, (*EXPERTS, "qwen3_moe, shared adapters", "glm4_moe, adapted experts"), **EP),
     "ep 2 outside, fsdp 2": _layout(4, FEW_EXPERTS, **EP, ep_outside=True),
     "hsdp 2, ep 2": _layout(4, FEW_EXPERTS, **EP, **HSDP),
     "dp 2, ulysses 2, ep 2": _layout(4, FEW_EXPERTS, **EP, **ULYSSES),

@@ -7,26 +7,32 @@ from pathlib import Path
 ARCHITECTURES = {
     "arcee": "ArceeForCausalLM",
     "cohere2": "Cohere2ForCausalLM",
+    "dots1": "Dots1ForCausalLM",
     "ernie4_5": "Ernie4_5ForCausalLM",
     "exaone4": "Exaone4ForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "glm4": "Glm4ForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
     "gpt2": "GPT2LMHeadModel",
     "granite": "GraniteForCausalLM",
     "hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM",
     "llama": "LlamaForCausalLM",
+    "minimax_m2": "MiniMaxM2ForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
     "mistral": "MistralForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
     "olmo3": "Olmo3ForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "seed_oss": "SeedOssForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
+    "solar_open": "SolarOpenForCausalLM",
     "starcoder2": "Starcoder2ForCausalLM",
 }
 # Ten times that of real models, so that neighbours and positions show in what such narrow ones compute.
@@ -70,9 +76,22 @@ _GATED = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
 }
+_GROUPS = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+_GROUPED = {**_GROUPS, "n_shared_experts": 1, "routed_scaling_factor": 1.5, "norm_topk_prob": True}
 _EXPERTS: dict[str, dict[str, object]] = {
+    "dots1": _GROUPED,
+    "glm4_moe": {**_GROUPED, "first_k_dense_replace": 1},
+    "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24},
+    "qwen2_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 32,
+    },
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True},
+    "solar_open": _GROUPED,
 }
 # What these families would otherwise have of the size of real models.
 _NARROW = {"head_dim": 8, "pad_token_id": None}
@@ -86,10 +105,13 @@ _OWN: dict[str, dict[str, object]] = {
     "glm4": _NARROW,
     "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0},
     "hunyuan_v1_dense": {"head_dim": 8},
+    "glm4_moe": {"use_qk_norm": True},
+    "minimax_m2": {"head_dim": 8, "rotary_dim": 4},
     "ministral3": _NARROW,
     "olmo3": _WINDOWS,
     "phi3": {"pad_token_id": None},
     "seed_oss": _NARROW,
     "smollm3": {"pad_token_id": None, "no_rope_layer_interval": 2},
+    "solar_open": {"head_dim": 8},
 }
 _GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}

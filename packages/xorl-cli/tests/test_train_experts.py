@@ -88,6 +88,25 @@ def test_a_router_is_not_both_frozen_and_trained(tmp_path: Path) -> None:
     assert all(module.weight.requires_grad for module in decoder.modules() if isinstance(module, Router))
 
 
+@pytest.mark.parametrize("param_dtype", ["fp32", "bf16"])
+def test_corrections_are_frozen_and_in_fp32_whatever_is_trained(param_dtype: str, tmp_path: Path) -> None:
+    """Catches corrections that an optimizer decays, and those that are rounded with the weights."""
+    mixed = param_dtype == "bf16"
+    options = {"train.param_dtype": param_dtype, "train.enable_mixed_precision": mixed}
+    config = config_with(tmp_path, "glm4_moe", options)
+    architecture = read_architecture(config.model)
+    thawed = LoraConfig(enable_lora=True, lora_target_modules=["q_proj"], modules_to_save=["gate"])
+    for lora in (config.lora, thawed):
+        decoder = sketch_model(architecture, config.model, config.train, lora)
+        routers = [module for module in decoder.modules() if isinstance(module, Router)]
+        assert len(routers) == 3
+        for router in routers:
+            assert router.weight.requires_grad
+            assert router.correction is not None
+            assert not router.correction.requires_grad
+            assert router.correction.dtype == torch.float32
+
+
 @pytest.mark.parametrize(
     ("model_type", "options", "message"),
     [

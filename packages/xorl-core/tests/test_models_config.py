@@ -31,6 +31,8 @@ BANDED = {
 
 def read(architecture: str, **changes: object) -> DecoderConfig:
     sizes = GPT2_SIZES if architecture == "GPT2LMHeadModel" else SIZES
+    if architecture == "Dots1ForCausalLM":
+        sizes = {**sizes, "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2}
     return spec_for({"architectures": [architecture]}).config_from_hf({**sizes, **changes})
 
 
@@ -69,6 +71,31 @@ def test_an_unknown_architecture_lists_the_known_ones(architectures):
             {"use_mrope": True},
             "use_mrope: True is not supported: multi-dimensional positions are not implemented",
         ),
+        (
+            "Glm4MoeForCausalLM",
+            {"n_group": 3},
+            "n_group: 3 and topk_group: 1 do not fit: 128 experts cannot be divided into 3 groups",
+        ),
+        (
+            "Glm4MoeForCausalLM",
+            {"n_group": 64, "topk_group": 2},
+            "do not fit: 8 active experts, but 2 active groups have 4",
+        ),
+        (
+            "Glm4MoeForCausalLM",
+            {"topk_group": 2},
+            "n_group: 1 and topk_group: 2 do not fit: 2 active groups, but there",
+        ),
+        ("Glm4MoeForCausalLM", {"n_shared_experts": -1}, "n_shared_experts must be at least 0, got -1"),
+        ("Glm4MoeForCausalLM", {"routed_scaling_factor": 0.0}, "routed_scaling_factor must be a number above 0"),
+        ("Dots1ForCausalLM", {"n_routed_experts": None}, "config.json has no 'n_routed_experts'"),
+        (
+            "OlmoeForCausalLM",
+            {"clip_qkv": 8.0},
+            "clip_qkv: 8.0 is not supported: queries, keys and values are not clip",
+        ),
+        ("Qwen2MoeForCausalLM", {"mlp_only_layers": [0, 1, 2, 3]}, "mlp_only_layers and .* make every layer dense"),
+        ("MiniMaxM2ForCausalLM", {"router_jitter_noise": 0.1}, "router_jitter_noise is not supported; set it to 0"),
         ("GPT2LMHeadModel", {"n_head": 7}, "n_embd: 64 must be a multiple of n_head: 7"),
         ("GPT2LMHeadModel", {"add_cross_attention": True}, "add_cross_attention: True is not supported"),
         ("GPT2LMHeadModel", {"activation_function": "tanh"}, "activation_function: 'tanh' is not supported"),
@@ -124,6 +151,29 @@ RELEASED: list[tuple[str, dict[str, object]]] = [
     ("Qwen2ForCausalLM", {"use_mrope": False, "dual_chunk_attention_config": {"chunk_size": 262144}}),
     ("Qwen3ForCausalLM", {"sliding_window": None, "use_sliding_window": False, "max_window_layers": 36}),
     ("Qwen3MoeForCausalLM", {"qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm": True}),
+    ("Qwen2MoeForCausalLM", {"max_window_layers": 21, "shared_expert_intermediate_size": 20480}),
+    ("OlmoeForCausalLM", {"clip_qkv": None, "norm_topk_prob": False, "rope_scaling": None}),
+    ("Glm4MoeForCausalLM", {"num_nextn_predict_layers": 1, "head_dim": 8, "n_group": 1, "topk_group": 1}),
+    (
+        "MiniMaxM2ForCausalLM",
+        {
+            "attn_type_list": [1] * 4,
+            "layernorm_full_attention_beta": 1.0,
+            "layernorm_linear_attention_beta": 1.0,
+            "layernorm_mlp_beta": 1.0,
+            "mlp_intermediate_size": 8192,
+            "mtp_transformer_layers": 1,
+            "num_mtp_modules": 3,
+            "qk_norm_type": "per_layer",
+            "rotary_dim": 64,
+            "scoring_func": "sigmoid",
+            "shared_intermediate_size": 0,
+            "shared_moe_mode": "sigmoid",
+            "use_mtp": True,
+            "use_qk_norm": True,
+            "use_routing_bias": True,
+        },
+    ),
     ("MistralForCausalLM", {"sliding_window": None, "rope_theta": 1e6}),
     ("MixtralForCausalLM", {"router_jitter_noise": 0.0, "output_router_logits": False, "router_aux_loss_coef": 0.02}),
     ("Gemma3ForCausalLM", {"cache_implementation": "hybrid", "attn_logit_softcapping": None, "sliding_window": 8}),
@@ -200,6 +250,8 @@ def test_an_unknown_key_is_refused_by_name_and_value(architecture):
         ("LlamaForCausalLM", {"rope_interleaved": True}),
         ("Qwen3MoeForCausalLM", {"use_qk_norm": False}),
         ("Qwen3MoeForCausalLM", {"qkv_bias": True}),
+        ("MiniMaxM2ForCausalLM", {"scoring_func": "softmax"}),
+        ("MiniMaxM2ForCausalLM", {"qk_norm_type": "per_head"}),
         ("Cohere2ForCausalLM", {"rotary_pct": 0.5}),
         ("Cohere2ForCausalLM", {"use_parallel_block": False}),
         ("Starcoder2ForCausalLM", {"norm_type": "rms_norm"}),

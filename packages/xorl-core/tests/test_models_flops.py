@@ -19,6 +19,8 @@ HF_CONFIGS = {
     "GPT2LMHeadModel": hf_config("gpt2", n_layer=3),
     "MixtralForCausalLM": hf_config("mixtral", **SIZES),
     "Qwen3MoeForCausalLM": hf_config("qwen3_moe", **SIZES, mlp_only_layers=[1]),
+    "Qwen2MoeForCausalLM": hf_config("qwen2_moe", **SIZES),
+    "Glm4MoeForCausalLM": hf_config("glm4_moe", **SIZES),
 }
 
 

@@ -21,11 +21,21 @@ from xorl.kernels.layout import SequenceLayout
 from xorl.kernels.linear_ce import linear_cross_entropy
 
 CONFIG = hf_config("qwen3_moe", vocab_size=61, num_hidden_layers=3, mlp_only_layers=[1], initializer_range=0.3)
+CORRECTED = hf_config("glm4_moe", vocab_size=61, num_hidden_layers=3, initializer_range=0.3)
 LENGTHS = [9, 1, 14, 5]
 
 
 def make_decoder(**changes: object) -> Decoder:
     return tiny_decoder({**CONFIG, **changes}, seed=1, kernels=LayerKernels())
+
+
+def make_corrected() -> Decoder:
+    """With scores that are corrected and grouped, and shared experts."""
+    decoder = tiny_decoder(CORRECTED, seed=1, kernels=LayerKernels())
+    for router in decoder.modules():
+        if isinstance(router, Router):
+            nn.init.normal_(router.correction, std=0.2, generator=torch.Generator().manual_seed(2))
+    return decoder
 
 
 def make_ids(num_tokens: int, seed: int = 0) -> Tensor:
@@ -53,7 +63,8 @@ def loss_of(
 
 
 def gradients(decoder: Decoder) -> dict[str, Tensor]:
-    found = {name: parameter.grad.clone() for name, parameter in decoder.named_parameters()}
+    trained = {name: parameter for name, parameter in decoder.named_parameters() if parameter.requires_grad}
+    found = {name: parameter.grad.clone() for name, parameter in trained.items()}
     decoder.zero_grad()
     return found
 
@@ -132,7 +143,8 @@ def test_recomputation_changes_no_bit(recompute: Recompute, experts: bool) -> No
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("recompute", ["layer", "operation"])
-def test_a_backward_pass_chooses_no_experts(recompute: Recompute, compiled: bool) -> None:
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "glm4_moe"])
+def test_a_backward_pass_chooses_no_experts(model_type: str, recompute: Recompute, compiled: bool) -> None:
     # Catches a second choice when layers are recomputed, which differs from the first one where rounding does.
     torch._dynamo.reset()
     operations: set[str] = set()
@@ -142,7 +154,7 @@ def test_a_backward_pass_chooses_no_experts(recompute: Recompute, compiled: bool
             operations.add(func.name())
             return func(*args, **(kwargs or {}))
 
-    decoder = make_decoder()
+    decoder = make_corrected() if model_type == "glm4_moe" else make_decoder()
     recompute_layers(decoder.layers, recompute, reentrant=False, compiled=compiled)
     if compiled:
         compile_layers(list(decoder.layers), backend="aot_eager", device_type="cpu")
@@ -165,11 +177,12 @@ def record(decoder: Decoder, ids: Tensor, lengths: list[int]) -> Tensor:
 
 
 @pytest.mark.parametrize("recompute", ["none", "layer", "operation"])
-@pytest.mark.parametrize("compiled", [False, True])
-def test_replaying_its_own_routes_changes_no_bit(recompute: Recompute, compiled: bool) -> None:
+@pytest.mark.parametrize(("model_type", "compiled"), [("qwen3_moe", False), ("qwen3_moe", True), ("glm4_moe", False)])
+def test_replaying_its_own_routes_changes_no_bit(model_type: str, recompute: Recompute, compiled: bool) -> None:
     # Catches weights of other experts or in another order, and routes that recomputation chooses again.
     torch._dynamo.reset()
-    decoder, ids = make_decoder(), make_ids(sum(LENGTHS))
+    decoder, ids = make_corrected() if model_type == "glm4_moe" else make_decoder(), make_ids(sum(LENGTHS))
+    num_active = 3 if model_type == "glm4_moe" else 2
     recompute_layers(decoder.layers, recompute, reentrant=False, compiled=compiled)
     if compiled:
         compile_layers(list(decoder.layers), backend="aot_eager", device_type="cpu")
@@ -178,7 +191,7 @@ def test_replaying_its_own_routes_changes_no_bit(recompute: Recompute, compiled:
     with decoder.routers.recording():
         losses = [loss_of(decoder, ids, LENGTHS)]
         routes = decoder.routers.take_routes().to(torch.int16)
-    assert routes.shape == (sum(LENGTHS), 2, 2)
+    assert routes.shape == (sum(LENGTHS), 2, num_active)
     losses[0].backward()
     found = [(gradients(decoder), decoder.routers.take())]
     # Of the second document, nothing is recorded; of the last, nothing of its last token.
@@ -190,7 +203,7 @@ def test_replaying_its_own_routes_changes_no_bit(recompute: Recompute, compiled:
     assert all(torch.equal(found[1][0][name], gradient) for name, gradient in found[0][0].items())
     assert torch.equal(found[0][1][:, :-5], found[1][1][:, :-5])
     assert found[0][1][:, -5:-3].tolist() == [[0, 0]] * 4
-    assert found[1][1][:, -5:-3].tolist() == [[2 * 2 * length, 0] for length in (9, 0, 14, 4)]
+    assert found[1][1][:, -5:-3].tolist() == [[2 * num_active * length, 0] for length in (9, 0, 14, 4)]
 
 
 @pytest.mark.parametrize("normalize", [False, True])

@@ -33,6 +33,7 @@ FAMILIES = {
     "gpt2": (hf_config("gpt2", n_layer=3), 1),
     "mixtral": (hf_config("mixtral", num_hidden_layers=3, **BALANCED), 1),
     "qwen3_moe": (hf_config("qwen3_moe", num_hidden_layers=3, mlp_only_layers=[0], **BALANCED), 2),
+    "glm4_moe": (hf_config("glm4_moe", num_hidden_layers=3), 2),
 }
 NUM_PACKS = 20
 

@@ -18,7 +18,7 @@ from xorl.lora.quantize import quantizable_layers, quantize_layers
 from xorl.lora.quantized import quantized_rows
 from xorl.lora.spec import ExpertSharing
 
-SIZES = hf_config("qwen3_moe", vocab_size=37, hidden_size=24, num_experts=5, num_experts_per_tok=2)
+SIZES = hf_config("glm4_moe", vocab_size=37, hidden_size=24)
 TARGETS = ("q_proj", "v_proj", "gate_proj", "up_proj", "down_proj")
 MEMBERS = {
     "all": AdapterSpec(rank=4, alpha=8.0, targets=TARGETS),

@@ -1,0 +1,39 @@
+"""GLM-4.5 to 4.7: half of each head rotates; after dense layers, experts by corrected scores and a shared one."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from xorl.core.models import mixtures, rotary_gated
+from xorl.core.models.decoder_config import DecoderConfig, ExpertsConfig
+from xorl.core.models.hf_config import HFConfig
+from xorl.core.models.spec import ModelSpec
+from xorl.core.nn.moe import RouterConfig
+
+ARCHITECTURE = "Glm4MoeForCausalLM"
+# The layers after the model's predict further tokens.
+CHECKPOINT_NAMES = replace(rotary_gated.CHECKPOINT_NAMES, unused=r"layers\.(\d+)\.")
+INERT = ("intermediate_size", "num_nextn_predict_layers", "num_mtp_layers", "output_router_logits")
+
+
+def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
+    """Read config.json. `attention_bias` applies to queries, keys and values."""
+    hf = HFConfig(values, ARCHITECTURE, num_key_value_heads=8, rms_norm_eps=1e-5, partial_rotary_factor=0.5)
+    defaults = ExpertsConfig(128, 8, 1408, RouterConfig(normalize=True))
+    config = rotary_gated.read_config(
+        hf,
+        partial_rope=True,
+        qk_norm=hf.get("use_qk_norm", bool, False),
+        qkv_bias=hf.get("attention_bias", bool, False),
+        ffns=mixtures.read_ffns_after_dense(hf, mixtures.read_grouped_experts(hf, defaults), default=1),
+    )
+    hf.finish(inert=INERT)
+    return config
+
+
+SPEC = ModelSpec(
+    architecture=ARCHITECTURE,
+    model_type="glm4_moe",
+    config_from_hf=config_from_hf,
+    checkpoint_names=CHECKPOINT_NAMES,
+    adapter_targets=mixtures.ADAPTER_TARGETS,
+)

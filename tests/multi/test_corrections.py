@@ -1,0 +1,76 @@
+"""Corrections of routers: no layout, dtype, step, checkpoint or export changes a bit of them."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from layouts import LAYOUTS, mesh_for, run_config
+from tiny_models import hf_config, write_config
+from xorl.ckpt.reader import source_shapes
+from xorl.core import runtime
+from xorl.core.loss import cross_entropy
+from xorl.core.nn.moe import Router
+from xorl.train import verify
+from xorl.train.build import build_engine
+from xorl.train.export.folder import ModelExport
+from xorl.train.export.rest import Rest
+from xorl.train.model_source import read_architecture
+
+FAMILY = "glm4_moe"
+FURTHER = "model.layers.2.eh_proj.weight"
+IN_BF16 = {"enable_mixed_precision": True, "param_dtype": "bf16"}
+
+
+def write_model(folder: Path) -> dict[str, Tensor]:
+    """Weights in bf16, corrections in fp32, and a layer that predicts further tokens."""
+    write_config(folder, hf_config(FAMILY))
+    generator = torch.Generator().manual_seed(0)
+    recipes = read_architecture(run_config(folder.parent, folder.name, {}).model).recipes(merge_qkv=True)
+    weights = {name: torch.randn(shape, generator=generator) for name, shape in source_shapes(recipes).items()}
+    saved = {name: w if name.endswith("correction_bias") else w.mul(0.2).bfloat16() for name, w in weights.items()}
+    saved[FURTHER] = torch.randn(3, 2, generator=generator).bfloat16()
+    save_file(saved, folder / "model.safetensors", {"format": "pt"})
+    return saved
+
+
+@pytest.mark.parametrize("layout", ["fsdp 2", "ep 2", "tp 2, fsdp"])
+def test_corrections_stay_as_they_are(layout: str, run_ranks, tmp_path: Path) -> None:
+    # Catches corrections that are gathered or exported in bf16, decayed, or dropped, and layers that predict further
+    # tokens and get lost.
+    saved = write_model(tmp_path / FAMILY)
+    name = next(name for name in saved if name.endswith("correction_bias"))
+    train = {**LAYOUTS[layout].train, **IN_BF16, "weight_decay": 0.5}
+    folder = {"config_path": None, "model_path": str(tmp_path / FAMILY)}
+
+    def run() -> list[Tensor]:
+        config = run_config(tmp_path, FAMILY, train, of_model=folder)
+        architecture = read_architecture(config.model)
+        runtime.seed_everything(0)
+        mesh = mesh_for(config)
+        engine = build_engine(config, architecture, mesh, torch.device("cpu"))
+        used: list[Tensor] = []
+        for router in engine.model.module.modules():
+            if isinstance(router, Router) and router.correction is not None:
+                router.register_forward_pre_hook(lambda router, _: used.append(router.correction.detach().clone()))
+        for step in range(2):
+            batches = verify.batches_of(step, 4, architecture.config.vocab_size, config, mesh)
+            losses = engine.forward_backward(batches, cross_entropy)
+            engine.optim_step(1e-2, losses.num_trained_tokens)
+        recipes = architecture.recipes(merge_qkv=config.model.merge_qkv)
+        rest = Rest.of(architecture)
+        ModelExport(engine.model, recipes, architecture, torch.bfloat16, None, rest).write(tmp_path / "export")
+        return used
+
+    for used in run_ranks(run, 2):
+        assert used
+        assert all(torch.equal(one, saved[name]) for one in used)
+    exported = load_file(tmp_path / "export" / "model.safetensors")
+    assert torch.equal(exported[name], saved[name])
+    assert {key for key, tensor in exported.items() if tensor.dtype == torch.float32} == {name}
+    assert torch.equal(exported[FURTHER], saved[FURTHER])
+    assert exported.keys() == saved.keys()
+    assert json.loads((tmp_path / "export" / "config.json").read_text())["dtype"] == "bfloat16"
