@@ -47,7 +47,6 @@ from xorl.core.nn.tensor import TensorRanks
 from xorl.data import PackedBatch
 from xorl.data.batch import Document, collate
 from xorl.kernels import vocabulary
-from xorl.kernels.layout import RankGroup
 from xorl.train.build import build_engine
 from xorl.train.engine import Engine, StepLosses
 from xorl.train.model_source import read_architecture
@@ -85,9 +84,9 @@ class Row:
     loss: float
 
 
-def mirrored(x: Tensor, sent: Sequence[int], received: Sequence[int], group: RankGroup) -> Tensor:
-    """In place of `dispatch.exchange`: from each rank, what this rank sends to itself."""
-    own = x.split(list(sent))[group.rank]
+def mirrored(x: Tensor, sent: Sequence[int], received: Sequence[int], group_name: str) -> Tensor:
+    """In place of `all_to_all`: from each rank, what this rank, the first one, sends to itself."""
+    own = x.split(list(sent))[0]
     return torch.cat([_resized(own, size) for size in received])
 
 
@@ -101,7 +100,7 @@ def _resized(rows: Tensor, size: int) -> Tensor:
 def alone(num_ranks: int) -> None:
     """Make this process rank 0 of so many that do not exist."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
-    dispatch.exchange = mirrored
+    dispatch.all_to_all = mirrored
     gather, reduce = all_gather.gather, all_gather.reduce
     all_gather.gather = lambda x, num_ranks, group_name: gather(x, num_ranks, all_gather.ALONE)
     all_gather.reduce = lambda y, num_ranks, group_name: reduce(y, num_ranks, all_gather.ALONE)

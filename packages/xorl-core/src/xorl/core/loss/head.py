@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from xorl.core.loss.output import IGNORE
-from xorl.core.nn.tensor import join_columns
+from xorl.core.nn.tensor import TensorRanks
 from xorl.kernels.fused.reference import capped
 from xorl.kernels.head import AnyHead, HeadWeight
 from xorl.kernels.linear_ce import linear_cross_entropy
@@ -36,4 +36,5 @@ def full_logits(hidden: Tensor, head: HeadWeight) -> Tensor:
     """
     weight, wide = head.weight.to(hidden.dtype), torch.promote_types(hidden.dtype, torch.float32)
     logits = F.linear(hidden.to(wide), weight.to(wide)) if head.logits.fp32 else F.linear(hidden, weight)
-    return capped(join_columns(logits.to(wide), head.vocab.size, head.vocab.group), head.logits.softcap)
+    whole = TensorRanks(head.vocab.group).join_columns(logits.to(wide), head.vocab.size)
+    return capped(whole, head.logits.softcap)

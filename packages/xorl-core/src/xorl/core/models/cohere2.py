@@ -28,6 +28,7 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
     bias = hf.get("attention_bias", bool, False)
     config = rotary_gated.read_config(
         hf,
+        norms="parallel",
         qkv_bias=bias,
         o_bias=bias,
         windows=rotary_gated.read_patterned_windows(hf, "sliding_window_pattern", 4),
@@ -36,8 +37,7 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
     )
     config = replace(config, logit_scale=hf.get("logit_scale", float, 0.0625))
     hf.finish(inert=["layer_switch"], fixed=FIXED)
-    config = config.with_ropes(full=None, sliding=config.attention.rope)
-    return config.with_layers(lambda _, layer: replace(layer, norms="parallel"))
+    return config.with_ropes(full=None, sliding=config.attention.rope)
 
 
 SPEC = ModelSpec(

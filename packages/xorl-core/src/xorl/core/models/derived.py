@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from torch import nn
 
-from xorl.core.models.recipes import CheckpointNames, Part, Rows, WeightRecipe
+from xorl.core.models.recipes import CheckpointNames, Part, Rows, WeightRecipe, unchanged
 from xorl.core.nn import Attention, GatedMLP
 from xorl.core.nn.moe import ExpertLinear, Router
 
@@ -46,7 +46,7 @@ def _recipe(model: nn.Module, path: str, leaf: str, shape: tuple[int, ...], name
         rows = of_block.stacked_rows[name]
         sources = tuple(f"{names.in_checkpoint(f'{block}.{each}')}.{leaf}" for each in STACKED[name])
         return Rows(sources, tuple(rows), shape[1:])
-    return Rows((f"{names.in_checkpoint(path)}.{leaf}",), shape[:1], shape[1:])
+    return unchanged(f"{names.in_checkpoint(path)}.{leaf}", shape)
 
 
 def _expert_recipe(path: str, module: ExpertLinear, names: CheckpointNames) -> WeightRecipe:

@@ -28,7 +28,7 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
     defaults = ExpertsConfig(1, 1, 1408, RouterConfig(normalize=False))
     config = rotary_gated.read_config(
         hf,
-        qk_norm=True,
+        qk_norm="head",
         qkv_bias=bias,
         o_bias=bias,
         windows=rotary_gated.windows_of(hf, pattern),

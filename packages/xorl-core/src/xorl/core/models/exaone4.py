@@ -18,13 +18,12 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
     config = rotary_gated.read_config(
         hf,
         rope_types=rotary_gated.BANDED_ROPE_TYPES,
-        qk_norm=True,
+        norms="post",
+        qk_norm="head",
         windows=windows,
     )
     hf.finish()
-    if any(windows):
-        config = config.with_ropes(full=None, sliding=config.attention.rope)
-    return config.with_layers(lambda _, layer: replace(layer, norms="post"))
+    return config.with_ropes(full=None, sliding=config.attention.rope) if any(windows) else config
 
 
 SPEC = ModelSpec(

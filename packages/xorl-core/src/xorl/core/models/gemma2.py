@@ -36,6 +36,7 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
     pattern = [rotary_gated.FULL if index % 2 else sliding for index in range(num_layers)]
     config = rotary_gated.read_config(
         hf,
+        norms="sandwich",
         qkv_bias=bias,
         o_bias=bias,
         norm=NormConfig("rms", hf.get("rms_norm_eps", float, 1e-6), offset=1.0),
@@ -46,9 +47,7 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
     score_cap, logit_cap = hf.cap("attn_logit_softcapping"), hf.cap("final_logit_softcapping")
     hf.finish()
     config = config.with_layers(
-        lambda _, layer: replace(
-            layer, norms="sandwich", attention=replace(layer.attention, scale=scale, softcap=score_cap)
-        )
+        lambda _, layer: replace(layer, attention=replace(layer.attention, scale=scale, softcap=score_cap))
     )
     return replace(config, embed_scale=config.hidden_size**0.5, logit_softcap=logit_cap)
 

@@ -43,7 +43,8 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
     config = rotary_gated.read_config(
         hf,
         rope=full,
-        qk_norm=True,
+        norms="sandwich",
+        qk_norm="head",
         qkv_bias=bias,
         o_bias=bias,
         norm=NormConfig("rms", hf.get("rms_norm_eps", float, 1e-6), offset=1.0),
@@ -54,7 +55,7 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
     softcap = hf.cap("final_logit_softcapping")
     hf.finish(inert=["_sliding_window_pattern"])
     config = config.with_ropes(full, sliding).with_layers(
-        lambda _, layer: replace(layer, norms="sandwich", attention=replace(layer.attention, scale=scale))
+        lambda _, layer: replace(layer, attention=replace(layer.attention, scale=scale))
     )
     return replace(config, embed_scale=config.hidden_size**0.5, logit_softcap=softcap)
 

@@ -30,11 +30,12 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
     config = rotary_gated.read_config(
         hf,
         qkv_bias=hf.get("attention_bias", bool, True),
+        norms="sandwich",
         partial_rope=True,
         interleaved_rope=True,
     )
     hf.finish()
-    return config.with_layers(lambda _, layer: replace(layer, norms="sandwich"))
+    return config
 
 
 SPEC = ModelSpec(

@@ -22,7 +22,7 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
     config = rotary_gated.read_config(
         hf,
         partial_rope=True,
-        qk_norm=hf.get("use_qk_norm", bool, False),
+        qk_norm="head" if hf.get("use_qk_norm", bool, False) else None,
         qkv_bias=hf.get("attention_bias", bool, False),
         ffns=mixtures.read_ffns_after_dense(hf, mixtures.read_grouped_experts(hf, defaults), default=1),
     )

@@ -10,7 +10,7 @@ from dataclasses import replace
 from xorl.core.models.causal_lm import CausalLM
 from xorl.core.models.decoder_config import DecoderConfig, DenseConfig, LayerConfig
 from xorl.core.models.hf_config import HFConfig
-from xorl.core.models.recipes import CheckpointNames, Part, WeightRecipe, matrix, vector
+from xorl.core.models.recipes import CheckpointNames, Part, WeightRecipe, unchanged
 from xorl.core.models.spec import ModelSpec
 from xorl.core.nn import AttentionConfig, NormConfig
 
@@ -60,8 +60,8 @@ def recipes(config: DecoderConfig, merge_qkv: bool) -> dict[str, WeightRecipe]:
     """Recipes under native names, in the order of the decoder's parameters."""
     width, ffn = config.hidden_size, _ffn(config)
     table: dict[str, WeightRecipe] = {
-        "model.embed_tokens.weight": matrix("transformer.wte.weight", (config.vocab_size, width)),
-        "model.embed_positions.weight": matrix("transformer.wpe.weight", (config.max_position_embeddings, width)),
+        "model.embed_tokens.weight": unchanged("transformer.wte.weight", (config.vocab_size, width)),
+        "model.embed_positions.weight": unchanged("transformer.wpe.weight", (config.max_position_embeddings, width)),
     }
     for index in range(config.num_layers):
         native, hf = f"model.layers.{index}", f"transformer.h.{index}"
@@ -78,7 +78,7 @@ def recipes(config: DecoderConfig, merge_qkv: bool) -> dict[str, WeightRecipe]:
         table |= _linear(f"{native}.mlp.down_proj", f"{hf}.mlp.c_proj", width, ffn.width)
     table |= _norm("model.norm", "transformer.ln_f", width)
     if not config.tie_word_embeddings:
-        table["lm_head.weight"] = matrix("lm_head.weight", (config.vocab_size, width))
+        table["lm_head.weight"] = unchanged("lm_head.weight", (config.vocab_size, width))
     return table
 
 
@@ -95,7 +95,7 @@ def _read_scales(hf: HFConfig, head_dim: int, num_layers: int) -> tuple[float, .
 
 
 def _norm(native: str, hf: str, width: int) -> dict[str, WeightRecipe]:
-    return {f"{native}.{leaf}": vector(f"{hf}.{leaf}", width) for leaf in ("weight", "bias")}
+    return {f"{native}.{leaf}": unchanged(f"{hf}.{leaf}", (width,)) for leaf in ("weight", "bias")}
 
 
 def _linear(

@@ -94,26 +94,12 @@ class HFConfig:
         self.expect(key, name, ACTIVATIONS)
         return name
 
-    def strings(self, key: str) -> list[str]:
-        """The key's value, a list of strings; empty if missing."""
-        value = self._values.get(key) if self.has(key) else []
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise ValueError(f"{self.architecture}: {key} must be a list of strings, got {value!r}")
-        return value
-
-    def integers(self, key: str) -> list[int]:
-        """The key's value, a list of integers; empty if missing."""
-        value = self._values.get(key) if self.has(key) else []
-        if not isinstance(value, list) or not all(isinstance(item, int) for item in value):
-            raise ValueError(f"{self.architecture}: {key} must be a list of integers, got {value!r}")
-        return value
-
-    def numbers(self, key: str) -> list[float]:
-        """The key's value, a list of numbers; empty if missing."""
+    def items(self, key: str, kind: type[ValueT]) -> list[ValueT]:
+        """The key's value, a list; empty if missing."""
         value = self._values.get(key) if self.has(key) else []
         if not isinstance(value, list):
-            raise ValueError(f"{self.architecture}: {key} must be a list of numbers, got {value!r}")
-        return [self._typed(key, item, float) for item in value]
+            raise ValueError(f"{self.architecture}: {key} must be a list, got {value!r}")
+        return [self._typed(f"each of {key}", item, kind) for item in value]
 
     def nested(self, key: str) -> "HFConfig":
         """A reader for a nested mapping, which is empty if missing."""

@@ -29,7 +29,7 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
     """Read config.json. `attention_bias` applies to all four projections."""
     hf = HFConfig(values, ARCHITECTURE, rms_norm_eps=1e-5, pad_token_id=0)
     bias = hf.get("attention_bias", bool, False)
-    config = rotary_gated.read_config(hf, rope=_read_rope(hf), qk_norm=True, qkv_bias=bias, o_bias=bias)
+    config = rotary_gated.read_config(hf, rope=_read_rope(hf), qk_norm="head", qkv_bias=bias, o_bias=bias)
     hf.finish(inert=INERT, fixed=FIXED)
     return config.with_layers(lambda _, layer: replace(layer, attention=replace(layer.attention, norm_after_rope=True)))
 

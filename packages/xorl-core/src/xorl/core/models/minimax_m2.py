@@ -49,11 +49,12 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
     config = rotary_gated.read_config(
         hf,
         partial_rope=True,
+        qk_norm="whole",
         ffns=[mixtures.read_experts(hf, "intermediate_size", DEFAULT_EXPERTS)] * num_layers,
         balance_coef=mixtures.read_balance_coef(hf),
     )
     hf.finish(inert=(*INERT, "rotary_dim"), fixed={**FIXED, "attn_type_list": [1] * num_layers})
-    return config.with_layers(lambda _, layer: replace(layer, attention=replace(layer.attention, qk_norm="whole")))
+    return config
 
 
 SPEC = ModelSpec(

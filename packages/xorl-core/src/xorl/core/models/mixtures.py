@@ -74,7 +74,7 @@ def read_grouped_experts(hf: HFConfig, defaults: ExpertsConfig) -> ExpertsConfig
 def read_sparse_layers(hf: HFConfig) -> list[bool]:
     """Whether each layer has experts, from `decoder_sparse_step` and `mlp_only_layers`."""
     num_layers, step = hf.positive("num_hidden_layers"), hf.positive("decoder_sparse_step", 1)
-    dense_layers = set(hf.integers("mlp_only_layers"))
+    dense_layers = set(hf.items("mlp_only_layers", int))
     is_sparse = [index not in dense_layers and (index + 1) % step == 0 for index in range(num_layers)]
     if not any(is_sparse):
         raise ValueError(

@@ -15,11 +15,9 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
     """Read config.json. `attention_bias` applies to all four projections."""
     hf = HFConfig(values, ARCHITECTURE, rms_norm_eps=1e-5, pad_token_id=1)
     bias = hf.get("attention_bias", bool, False)
-    config = rotary_gated.read_config(hf, qkv_bias=bias, o_bias=bias)
+    config = rotary_gated.read_config(hf, norms="post", qk_norm="whole", qkv_bias=bias, o_bias=bias)
     hf.finish()
-    return config.with_layers(
-        lambda _, layer: replace(layer, norms="post", attention=replace(layer.attention, qk_norm="whole"))
-    )
+    return config
 
 
 SPEC = ModelSpec(

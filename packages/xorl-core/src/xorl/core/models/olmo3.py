@@ -22,11 +22,11 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
     full = read_rope_of_type(hf, rotary_gated.FULL, hf.get("rope_theta", float), length, is_scaled=True)
     sliding = read_rope_of_type(hf, rotary_gated.SLIDING, SLIDING_THETA, length, is_scaled=False)
     windows = rotary_gated.read_patterned_windows(hf, "sliding_window_pattern", 4)
-    config = rotary_gated.read_config(hf, rope=full, qkv_bias=bias, o_bias=bias, windows=windows)
-    hf.finish()
-    return config.with_ropes(full, sliding).with_layers(
-        lambda _, layer: replace(layer, norms="post", attention=replace(layer.attention, qk_norm="whole"))
+    config = rotary_gated.read_config(
+        hf, rope=full, norms="post", qk_norm="whole", qkv_bias=bias, o_bias=bias, windows=windows
     )
+    hf.finish()
+    return config.with_ropes(full, sliding)
 
 
 SPEC = ModelSpec(

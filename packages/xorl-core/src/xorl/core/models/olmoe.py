@@ -1,7 +1,6 @@
 """OLMoE: RMS norms of all queries and of all keys; every layer is a mixture of experts."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from xorl.core.models import mixtures, rotary_gated
 from xorl.core.models.decoder_config import DecoderConfig, ExpertsConfig
@@ -21,13 +20,14 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
     experts = mixtures.read_experts(hf, "intermediate_size", ExpertsConfig(64, 8, 2048, router))
     config = rotary_gated.read_config(
         hf,
+        qk_norm="whole",
         qkv_bias=bias,
         o_bias=bias,
         ffns=[experts] * hf.positive("num_hidden_layers"),
         balance_coef=mixtures.read_balance_coef(hf),
     )
     hf.finish()
-    return config.with_layers(lambda _, layer: replace(layer, attention=replace(layer.attention, qk_norm="whole")))
+    return config
 
 
 SPEC = ModelSpec(

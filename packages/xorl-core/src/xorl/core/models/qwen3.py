@@ -16,7 +16,7 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
     attention_bias = hf.get("attention_bias", bool, False)
     config = rotary_gated.read_config(
         hf,
-        qk_norm=True,
+        qk_norm="head",
         qkv_bias=attention_bias,
         o_bias=attention_bias,
         windows=rotary_gated.read_windows(hf),

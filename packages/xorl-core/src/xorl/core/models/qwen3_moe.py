@@ -22,7 +22,7 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
         windows = (None,) * len(windows)
     config = rotary_gated.read_config(
         hf,
-        qk_norm=True,
+        qk_norm="head",
         qkv_bias=attention_bias,
         o_bias=attention_bias,
         windows=windows,

@@ -200,14 +200,9 @@ def logical_modules(recipes: Mapping[str, WeightRecipe]) -> dict[str, tuple[Logi
     }
 
 
-def matrix(source: str, shape: tuple[int, int]) -> Rows:
-    """The recipe of a matrix that is an unchanged checkpoint tensor."""
-    return Rows((source,), (shape[0],), (shape[1],))
-
-
-def vector(source: str, length: int) -> Rows:
-    """The recipe of a vector that is an unchanged checkpoint tensor."""
-    return Rows((source,), (length,), ())
+def unchanged(source: str, shape: tuple[int, ...]) -> Rows:
+    """The recipe of a parameter that is an unchanged checkpoint tensor."""
+    return Rows((source,), shape[:1], shape[1:])
 
 
 @dataclass(frozen=True)

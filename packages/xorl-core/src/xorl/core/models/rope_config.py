@@ -139,8 +139,8 @@ def _read_longrope(hf: HFConfig, rope: HFConfig, theta: float, max_position_embe
         kind="longrope",
         trained_length=trained_length,
         attention_factor=rope.get("attention_factor", float, magnitude),
-        short_factors=tuple(rope.numbers("short_factor")),
-        long_factors=tuple(rope.numbers("long_factor")),
+        short_factors=tuple(rope.items("short_factor", float)),
+        long_factors=tuple(rope.items("long_factor", float)),
     )
 
 

@@ -3,8 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
+from typing import Literal
 
-from xorl.core.models.decoder_config import DecoderConfig, DenseConfig, ExpertsConfig, LayerConfig
+from xorl.core.models.decoder_config import Arrangement, DecoderConfig, DenseConfig, ExpertsConfig, LayerConfig
 from xorl.core.models.hf_config import HFConfig
 from xorl.core.models.recipes import CheckpointNames, ExpertNames
 from xorl.core.models.rope_config import ROPE_TYPES, read_rope
@@ -48,7 +49,8 @@ def read_config(
     rope_types: Mapping[str, RopeKind] = ROPE_TYPES,
     partial_rope: bool = False,
     interleaved_rope: bool = False,
-    qk_norm: bool = False,
+    norms: Arrangement = "pre",
+    qk_norm: Literal["head", "whole"] | None = None,
     qkv_bias: bool = False,
     o_bias: bool = False,
     mlp_bias: bool = False,
@@ -83,7 +85,7 @@ def read_config(
             partial_of=head_dim if partial_rope else None,
             interleaved=interleaved_rope,
         ),
-        qk_norm="head" if qk_norm else None,
+        qk_norm=qk_norm,
         qkv_bias=qkv_bias,
         o_bias=o_bias,
     )
@@ -93,7 +95,7 @@ def read_config(
         vocab_size=hf.positive("vocab_size"),
         hidden_size=hidden_size,
         layers=tuple(
-            LayerConfig(replace(attention, window=window), ffn)
+            LayerConfig(replace(attention, window=window), ffn, norms)
             for window, ffn in zip(windows or (None,) * num_layers, ffns, strict=True)
         ),
         max_position_embeddings=max_position_embeddings,
@@ -162,7 +164,7 @@ def windows_of(
     hf: HFConfig, pattern: Sequence[str], allowed: Sequence[str] = (FULL, SLIDING)
 ) -> tuple[int | None, ...]:
     """The window of each layer by its entry in `layer_types`, or in `pattern` if there are none."""
-    layer_types = hf.strings("layer_types") if hf.has("layer_types") else pattern
+    layer_types = hf.items("layer_types", str) if hf.has("layer_types") else pattern
     for layer_type in layer_types:
         hf.expect("layer_types", layer_type, allowed)
     hf.expect("number of layer_types", len(layer_types), [len(pattern)])

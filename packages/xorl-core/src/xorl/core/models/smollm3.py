@@ -18,7 +18,7 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
     )
     bias = hf.get("attention_bias", bool, False)
     num_layers, interval = hf.positive("num_hidden_layers"), hf.positive("no_rope_layer_interval", 4)
-    rotates = hf.integers("no_rope_layers") or [(index + 1) % interval for index in range(num_layers)]
+    rotates = hf.items("no_rope_layers", int) or [(index + 1) % interval for index in range(num_layers)]
     hf.expect("number of no_rope_layers", len(rotates), [num_layers])
     config = rotary_gated.read_config(
         hf,

@@ -9,7 +9,6 @@ D model width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
@@ -102,7 +101,7 @@ class _Plan:
         choices = ids.new_zeros(size + 1).scatter_add_(0, ranks.flatten(), torch.ones_like(ids).flatten())
         needs = needs[:, :size].t().flatten()  # by rank
         sent = torch.stack([needs.view(size, num_tokens).sum(1), choices[:size]], dim=1)
-        received = exchange(sent, [1] * size, [1] * size, group)
+        received = all_to_all(sent, [1] * size, [1] * size, group.name)
         self._sizes, self._copied = _to_host(torch.stack([sent, received]))
         position = needs.cumsum(0) - 1
         position = torch.where(needs, position, len(needs))
@@ -139,7 +138,7 @@ class AllToAll:
         """As `Dispatcher.dispatch`."""
         sent, received, num_rows = plan.sizes()
         tokens = plan.tokens[: sum(sent)]
-        exchanged, found, ids = _Dispatch.apply(x, weights, plan, tokens, sent, received, self.group)
+        exchanged, found, ids = _Dispatch.apply(x, weights, plan, tokens, sent, received, self.group.name)
         local = ids - self.group.rank * plan.num_local
         local = torch.where((local >= 0) & (local < plan.num_local), local, plan.num_local)
         return Received(exchanged, found, local, num_rows)
@@ -147,15 +146,10 @@ class AllToAll:
     def combine(self, out: Tensor, plan: _Plan) -> Tensor:
         """As `Dispatcher.combine`."""
         sent, received, _ = plan.sizes()
-        return _Combine.apply(out, plan, plan.tokens[: sum(sent)], sent, received, self.group)
+        return _Combine.apply(out, plan, plan.tokens[: sum(sent)], sent, received, self.group.name)
 
     def wait(self, plan: _Plan) -> None:
         """Does nothing: the result is there."""
-
-
-def exchange(x: Tensor, sent: Sequence[int], received: Sequence[int], group: RankGroup) -> Tensor:
-    """Send x [sum of sent, ..], split by rank, and return what the ranks sent, [sum of received, ..]. Collective."""
-    return all_to_all(x, sent, received, group.name)
 
 
 class _Context(FunctionCtx):
@@ -163,7 +157,7 @@ class _Context(FunctionCtx):
     tokens: Tensor
     sent: list[int]
     received: list[int]
-    group: RankGroup
+    group_name: str
 
 
 class _Dispatch(torch.autograd.Function):
@@ -176,13 +170,13 @@ class _Dispatch(torch.autograd.Function):
         tokens: Tensor,
         sent: list[int],
         received: list[int],
-        group: RankGroup,
+        group_name: str,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.plan, ctx.tokens, ctx.sent, ctx.received, ctx.group = plan, tokens, sent, received, group
+        ctx.plan, ctx.tokens, ctx.sent, ctx.received, ctx.group_name = plan, tokens, sent, received, group_name
         # Indices of experts are exact in fp32.
         routes = torch.cat([weights[tokens], plan.ids[tokens].to(weights.dtype)], dim=1)
-        routes = exchange(routes, sent, received, group)
-        exchanged = exchange(x[tokens], sent, received, group)
+        routes = all_to_all(routes, sent, received, group_name)
+        exchanged = all_to_all(x[tokens], sent, received, group_name)
         found, ids = routes.chunk(2, dim=1)
         ids = ids.to(plan.ids.dtype)
         ctx.mark_non_differentiable(ids)
@@ -190,7 +184,7 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: _Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        of_inputs = (ctx.plan.summed(exchange(grad, ctx.received, ctx.sent, ctx.group)) for grad in grads[:2])
+        of_inputs = (ctx.plan.summed(all_to_all(grad, ctx.received, ctx.sent, ctx.group_name)) for grad in grads[:2])
         return *of_inputs, None, None, None, None, None
 
 
@@ -203,15 +197,15 @@ class _Combine(torch.autograd.Function):
         tokens: Tensor,
         sent: list[int],
         received: list[int],
-        group: RankGroup,
+        group_name: str,
     ) -> Tensor:
-        ctx.tokens, ctx.sent, ctx.received, ctx.group = tokens, sent, received, group
-        return plan.summed(exchange(out, received, sent, group))
+        ctx.tokens, ctx.sent, ctx.received, ctx.group_name = tokens, sent, received, group_name
+        return plan.summed(all_to_all(out, received, sent, group_name))
 
     @staticmethod
     def backward(ctx: _Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         [grad] = grads
-        return exchange(grad[ctx.tokens], ctx.sent, ctx.received, ctx.group), None, None, None, None, None
+        return all_to_all(grad[ctx.tokens], ctx.sent, ctx.received, ctx.group_name), None, None, None, None, None
 
 
 def _to_host(values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:

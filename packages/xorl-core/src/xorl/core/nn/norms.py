@@ -42,57 +42,50 @@ class NormConfig:
             raise ValueError("norm.eps: is 0, so that a norm might divide by 0; use one above 0, such as 1e-6")
 
 
-class RMSNorm(nn.Module):
+class _RMSWeight(nn.Module):
+    """The weight of an RMS norm over `num_channels` channels."""
+
+    roles: ClassVar[Mapping[str, Role]] = MappingProxyType({"weight": "norm"})
+
+    def __init__(self, num_channels: int, config: NormConfig) -> None:
+        super().__init__()
+        self.eps, self.offset = config.eps, config.offset
+        self.weight = nn.Parameter(torch.empty(num_channels))
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}, offset={self.offset}"
+
+
+class RMSNorm(_RMSWeight):
     """(x, x / rms(x) * (weight + offset)) over the last dimension, in the dtype of x (arXiv:1910.07467).
 
     With a residual, (residual + x, the norm of this sum). Use the first output as the new residual stream: the norm's
     kernel then sums the gradients of both outputs.
     """
 
-    roles: ClassVar[Mapping[str, Role]] = MappingProxyType({"weight": "norm"})
-
     def __init__(self, width: int, config: NormConfig, kernels: LayerKernels) -> None:
-        super().__init__()
-        self.eps, self.offset = config.eps, config.offset
+        super().__init__(width, config)
         self.kernels = kernels
-        self.weight = nn.Parameter(torch.empty(width))
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return self.kernels.add_rms_norm(x, residual, self.weight, self.eps, self.offset)
 
-    def extra_repr(self) -> str:
-        return f"{self.weight.shape[0]}, eps={self.eps}, offset={self.offset}"
 
-
-class HeadNorm(nn.Module):
+class HeadNorm(_RMSWeight):
     """The weight of an RMS norm of each head. It has no forward: attention reads the weight and may fuse the norm."""
 
-    roles: ClassVar[Mapping[str, Role]] = MappingProxyType({"weight": "norm"})
 
-    def __init__(self, head_dim: int, config: NormConfig) -> None:
-        super().__init__()
-        self.eps, self.offset = config.eps, config.offset
-        self.weight = nn.Parameter(torch.empty(head_dim))
-
-    def extra_repr(self) -> str:
-        return f"{self.weight.shape[0]}, eps={self.eps}, offset={self.offset}"
-
-
-class NormOfHeads(nn.Module):
+class NormOfHeads(_RMSWeight):
     """An RMS norm of all heads together, [T, H * C] -> [T, H * C]. Ranks may share the heads.
 
     Attributes:
         shares: what it holds of the weight, if ranks share it.
     """
 
-    roles: ClassVar[Mapping[str, Role]] = MappingProxyType({"weight": "norm"})
-
     def __init__(self, width: int, head_dim: int, config: NormConfig, kernels: LayerKernels) -> None:
-        super().__init__()
-        self.width, self.eps, self.offset = width, config.eps, config.offset
-        self.norm = kernels.norm
-        self.ranks = ranks = kernels.tensor
-        self.weight = nn.Parameter(torch.empty(ranks.num_of(width, head_dim)))
+        ranks = kernels.tensor
+        super().__init__(ranks.num_of(width, head_dim), config)
+        self.ranks, self.norm = ranks, kernels.norm
         share = ranks.rows_of([width], head_dim)
         self.shares: Mapping[str, Share] = {} if share is None else {"weight": share}
 
@@ -105,9 +98,6 @@ class NormOfHeads(nn.Module):
         mean = self.ranks.sum(wide.square().sum(-1, keepdim=True)) / num_counted  # [T, 1]
         weight = self.weight.to(x.dtype).to(wide.dtype) + self.offset
         return (wide * (mean + self.eps).rsqrt() * weight).to(x.dtype)
-
-    def extra_repr(self) -> str:
-        return f"{self.width}, eps={self.eps}, offset={self.offset}"
 
 
 class LayerNorm(nn.Module):

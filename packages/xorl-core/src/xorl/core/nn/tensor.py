@@ -47,7 +47,11 @@ class TensorRanks:
 
     def join_columns(self, x: Tensor, num_columns: int) -> Tensor:
         """[T, num_columns] from each rank's `range_of` the columns; the gradient is that of its own. Collective."""
-        return join_columns(x, num_columns, self.group)
+        if self.size == 1:
+            return x
+        joined = _JoinColumns.apply(x, num_columns, self.group)
+        assert isinstance(joined, Tensor)
+        return joined
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of the ranks' x, on all of them; so is its gradient. Collective."""
@@ -97,15 +101,6 @@ class TensorRanks:
         if self.size == 1:
             return None
         return Share(num_rows, ((0, num_rows),), (AXIS,), self.range_of(count), count)
-
-
-def join_columns(x: Tensor, num_columns: int, group: RankGroup) -> Tensor:
-    """As `TensorRanks.join_columns`."""
-    if group.size == 1:
-        return x
-    joined = _JoinColumns.apply(x, num_columns, group)
-    assert isinstance(joined, Tensor)
-    return joined
 
 
 def _range_of(count: int, rank: int, num_ranks: int) -> tuple[int, int]:
