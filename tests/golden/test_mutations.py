@@ -97,7 +97,7 @@ def others(owner: Any, name: str, own: Any) -> Iterable[Any]:
         case "kind":
             return {"rms": ("layer",), "layer": ("rms",), "gated": (), "plain": ()}.get(own, ("default",))
         case "activation":
-            return [other for other in ACTIVATIONS if ACTIVATIONS[other] is not ACTIVATIONS[own]]
+            return [other for other in ACTIVATIONS if ACTIVATIONS[other] is not ACTIVATIONS.get(own)]
         case "scale":
             return (owner.head_dim**-0.5, 1.0)
         case "window" if own is not None:

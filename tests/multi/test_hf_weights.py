@@ -7,8 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from layouts import mesh_for, write_weights
 from local_options import local_config
 from tiny_models import hf_config, write_config
+from xorl.ckpt import SafetensorsSource
 from xorl.config import Config
 from xorl.core.mesh import Mesh, ParallelDims
 from xorl.lora import Adapter, AdapterBank, AdapterSpec, adapter_parameters, adapters, load_adapter_state_dict
@@ -87,3 +89,28 @@ def test_weights_are_merged_and_dequantised_on_every_placement(kind: str, tmp_pa
     for name, tensor in wanted.items():
         torch.testing.assert_close(alone[name], tensor, rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(sharded[name], alone[name], rtol=0, atol=1e-7)
+
+
+def returned(folder: Path, train: dict[str, object]) -> dict[str, Tensor]:
+    """The weights of a model that was loaded from a folder, in the dtype of its files."""
+    config = local_config({"model_path": str(folder)}, enable_mixed_precision=False, **train)
+    architecture = read_architecture(config.model)
+    model = build_engine(config, architecture, mesh_for(config), CPU).model
+    recipes = architecture.recipes(merge_qkv=config.model.merge_qkv)
+    groups = hf_groups(model, recipes, dtype=torch.bfloat16, device=CPU)
+    return {name: tensor.clone() for group in groups for name, tensor in group.make().items()}
+
+
+@pytest.mark.parametrize("train", [{"data_parallel_mode": "fsdp2"}, {"tensor_parallel_size": 2}], ids=["fsdp", "tp"])
+def test_scalars_and_constants_return_bit_for_bit(train: dict[str, object], tmp_path: Path, run_ranks) -> None:
+    # Catches a shard without rows that is read or gathered wrongly, and a constant that is lost, cast or of one dim.
+    write_config(tmp_path / "apertus", hf_config("apertus"))
+    write_weights(tmp_path, "apertus", torch.bfloat16)
+    found, other = run_ranks(lambda: returned(tmp_path / "apertus", train), 2)
+    assert not other, "rank 0 alone keeps what is gathered"
+    source = SafetensorsSource(tmp_path / "apertus")
+    assert found.keys() == set(source.names())
+    assert source.shape("model.layers.0.mlp.act_fn.eps") == ()
+    for name, tensor in found.items():
+        assert tensor.dtype == torch.bfloat16
+        assert torch.equal(tensor, source.read(name)), name

@@ -33,6 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_config(folder / "model", hf_config(tie_word_embeddings=True, initializer_range=0.02))
     write_config(folder / "deep", hf_config(tie_word_embeddings=True, num_hidden_layers=4, initializer_range=0.02))
     experts = {"mlp_only_layers": [0], "moe_intermediate_size": 32}
+    write_config(folder / "scalars", hf_config("apertus", initializer_range=0.02))
     write_config(folder / "experts", hf_config("qwen3_moe", **experts, initializer_range=0.02))
     return folder
 
@@ -121,6 +122,8 @@ RUNS: dict[str, tuple[str, int, list[str]]] = {
     "fsdp2-lora": ("fsdp2", 2, LORA),
     "fsdp2-qlora": ("fsdp2", 2, QLORA),
     "fsdp2-merged": ("fsdp2", 2, [*QLORA[:2], QLORA[-1], '--lora.exclude_modules=["down_proj"]']),
+    # Parameters of one value, of which the second rank has nothing.
+    "fsdp2-scalars": ("fsdp2", 2, [*HALF, *MUON, "--model.config_path", "{folder}/scalars"]),
     "fsdp2-experts": ("fsdp2", 2, [*EXPERTS, *EXACT_MUON]),
     "fsdp2-ulysses": ("fsdp2", 2, ULYSSES),
     "fsdp2-ep": ("fsdp2", 2, [*EXPERTS, *MUON, *EP]),

@@ -284,6 +284,17 @@ def test_masks_that_differ_where_they_must_agree_are_found(model: str, found: La
     assert not verify.compare_dropout(found(model, "recomputed with other masks")[0], kept).is_within
 
 
+def test_scalars_are_compared_relative_to_all_of_them() -> None:
+    # Catches a difference where the terms of a scalar's gradient cancel, and one that is lost among others.
+    def result(small: float) -> verify.Result:
+        gradients = {"large": torch.tensor([0.5]), "small": torch.tensor([small])}
+        return verify.Result([1.0], 1.0, gradients, dict.fromkeys(gradients, "scalar"), {})
+
+    assert verify.is_equal(verify.compare(result(1.001e-6), result(1e-6)))
+    assert verify.compare(result(0.0), result(1e-5))["gradients: scalar"].where == "small"
+    assert not verify.is_equal(verify.compare(result(0.0), result(1e-5)))
+
+
 def test_dropout_is_compared_only_where_layers_are_recomputed(folder: Path) -> None:
     # Catches an option that is left out in silence.
     for recompute, left_out in ((True, ()), (False, ("lora.lora_dropout: 0.2",))):

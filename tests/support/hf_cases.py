@@ -84,7 +84,7 @@ class Case:
         return config_class(**{**known_to(config_class, sizes), **self.changes}, attn_implementation="eager")
 
     def make_hf_model(self) -> transformers.PreTrainedModel:
-        """The transformers model with random weights, biases and norms away from zero and one."""
+        """The transformers model with random weights, biases and norms away from zero and one, and other constants."""
         torch.manual_seed(0)
         model = getattr(transformers, self.architecture)(self.hf_config())
         generator = torch.Generator().manual_seed(0)
@@ -95,6 +95,8 @@ class Case:
             for name, buffer in model.named_buffers():
                 if name.endswith("e_score_correction_bias"):
                     buffer.add_(torch.randn(buffer.shape, generator=generator) * 0.2)
+                elif name.endswith((".beta", ".eps")):
+                    buffer.sub_(0.2)
         return model.eval()
 
 
@@ -274,6 +276,13 @@ CASES += [
     Case("Dots1ForCausalLM", "grouped heads", {**UNGROUPED, "norm_topk_prob": True, "attention_bias": True}),
     Case("SolarOpenForCausalLM", "grouped heads", GROUPED),
     Case("SolarOpenForCausalLM", "biases", {**UNGROUPED, "attention_bias": True, "norm_topk_prob": False}),
+    Case("ApertusForCausalLM", "grouped heads", {"rope_parameters": LLAMA3}),
+    Case(
+        "ApertusForCausalLM",
+        "biases, tied",
+        {"attention_bias": True, "tie_word_embeddings": True, "rope_parameters": LLAMA3},
+    ),
+    Case("ApertusForCausalLM", "gelu", {"hidden_act": "gelu", "rope_parameters": LINEAR}),
 ]
 IDS = [f"{case.architecture} {case.label}" for case in CASES]
 

@@ -36,8 +36,9 @@ NUM_STEPS, NUM_STEPS_OF_MUON = 2, 3
 Options = Mapping[str, object]
 NO_OPTIONS: Options = MappingProxyType({})
 
-# One family of each kind: where norms stand and what they normalise, which layers rotate and how, scales, biases.
-FAMILIES = ("cohere2", "exaone4", "gemma3_text", "glm4", "granite", "olmo2", "starcoder2")
+# One family of each kind: where norms stand and what they normalise, which layers rotate and how, scales, biases,
+# trained scalars.
+FAMILIES = ("apertus", "cohere2", "exaone4", "gemma3_text", "glm4", "granite", "olmo2", "starcoder2")
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 MODELS: dict[str, dict[str, object]] = {
     "llama": hf_config("llama", max_position_embeddings=20, rope_parameters=DYNAMIC),
@@ -294,11 +295,12 @@ def write_models(folder: Path) -> Path:
     return folder
 
 
-def write_weights(folder: Path, model: str) -> None:
+def write_weights(folder: Path, model: str, dtype: torch.dtype = torch.float32) -> None:
     """Random weights beside the description of a model that `write_models` wrote, for `model_path`."""
     generator = torch.Generator().manual_seed(0)
     recipes = read_architecture(run_config(folder, model, {}).model).recipes(merge_qkv=True)
-    weights = {name: torch.randn(shape, generator=generator) for name, shape in source_shapes(recipes).items()}
+    shapes = source_shapes(recipes).items()
+    weights = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes}
     save_file(weights, folder / model / "model.safetensors", {"format": "pt"})
 
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 ARCHITECTURES = {
+    "apertus": "ApertusForCausalLM",
     "arcee": "ArceeForCausalLM",
     "cohere2": "Cohere2ForCausalLM",
     "dots1": "Dots1ForCausalLM",
@@ -96,7 +97,17 @@ _EXPERTS: dict[str, dict[str, object]] = {
 # What these families would otherwise have of the size of real models.
 _NARROW = {"head_dim": 8, "pad_token_id": None}
 _WINDOWS = {"sliding_window": 4, "sliding_window_pattern": 2}
+# Short and of a small base, so that positions show.
+_SCALED = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 _OWN: dict[str, dict[str, object]] = {
+    "apertus": {"rope_parameters": _SCALED},
     "cohere2": {**_NARROW, **_WINDOWS},
     "ernie4_5": _NARROW,
     "exaone4": _WINDOWS,

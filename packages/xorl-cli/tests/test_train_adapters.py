@@ -150,3 +150,21 @@ def test_weight_decay_of_adapters_goes_by_the_names_of_checkpoints(merge_qkv: bo
     assert not any(group["row_decays"] for group in groups)
     assert {name.split(".")[-2] for name in free} == {"v_proj", "up_proj"}
     assert len(free) == 2 * 2 * 3
+
+
+def test_scalars_of_activations_are_not_decayed_and_are_no_matrices(tmp_path: Path, mesh: Mesh) -> None:
+    """Catches an activation that weight decay changes, scalars that Muon orthogonalises, and constants that train."""
+    folder = write_config(tmp_path, hf_config("apertus"))
+    plain = {"data_parallel_mode": "none", "enable_mixed_precision": False, "enable_gradient_checkpointing": False}
+    config = local_config({"config_path": str(folder)}, **plain, optimizer="muon", weight_decay=0.5)
+    engine = build_engine(config, read_architecture(config.model), mesh, torch.device("cpu"))
+    names = {parameter: name for name, parameter in engine.model.module.named_parameters()}
+    groups = engine.optimizer.param_groups
+    free = {names[one] for group in groups if not group["weight_decay"] for one in group["params"]}
+    activations = [f"model.layers.{index}.mlp.activation" for index in range(2)]
+    assert free == {f"{path}.{name}" for path in activations for name in ("alpha_p", "alpha_n")}
+    assert not any("matrices" in group for group in groups if not group["weight_decay"])
+    trained = {names[one] for group in groups for one in group["params"]}
+    constants = {f"{path}.{name}" for path in activations for name in ("beta", "eps")}
+    assert trained | constants == set(names.values())
+    assert not trained & constants

@@ -2,12 +2,14 @@
 
 import logging
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import xorl.core.models
 from xorl.core.models import SPECS, DecoderConfig, spec_for
+from xorl.core.nn import RopeConfig
 
 SIZES: dict[str, object] = {
     "vocab_size": 100,
@@ -53,6 +55,8 @@ def test_an_unknown_architecture_lists_the_known_ones(architectures):
         ("LlamaForCausalLM", {"num_key_value_heads": 3}, r"\(8\) must be a multiple of .* heads \(3\)"),
         ("LlamaForCausalLM", {"head_dim": 7}, "even head_dim, got 7"),
         ("LlamaForCausalLM", {"hidden_act": "mish"}, "hidden_act: 'mish' is not supported; supported: silu"),
+        ("ArceeForCausalLM", {"hidden_act": "xielu"}, "hidden_act: 'xielu' is not supported; supported: silu"),
+        ("ApertusForCausalLM", {"rope_theta": 5e5}, r"replace it by rope_parameters: \{rope_type: default, rope_theta"),
         ("LlamaForCausalLM", {"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5 is not supported"),
         ("LlamaForCausalLM", {"rope_scaling": {"type": "longrope"}}, "rope_scaling: rope_type: 'longrope' is not supp"),
         ("LlamaForCausalLM", {"rope_scaling": {"type": "linear"}}, "rope_scaling: .* has no 'factor'"),
@@ -127,6 +131,14 @@ def test_windows_follow_layer_types_or_the_first_windowed_layer():
     assert read("Qwen3ForCausalLM", **on, layer_types=layer_types).windows == (None, 16, None, 16)
 
 
+def test_rotary_parameters_of_a_family_are_read_where_config_json_leaves_them_out():
+    """Catches the base and scaling of another family."""
+    scaled = RopeConfig(12e6, "banded", 8.0, 8192, low_freq_factor=1.0, high_freq_factor=4.0)
+    assert read("ApertusForCausalLM").attention.rope == scaled
+    assert read("ApertusForCausalLM", rope_scaling=BANDED).attention.rope == replace(scaled, trained_length=64)
+    assert read("ApertusForCausalLM", rope_parameters={}).attention.rope == RopeConfig(12e6)
+
+
 def test_dropout_is_warned_of(caplog):
     """Catches dropout that is silently left out: the one thing that is known, not applied and not refused."""
     with caplog.at_level(logging.WARNING, logger="xorl.core.models.hf_config"):
@@ -184,6 +196,8 @@ RELEASED: list[tuple[str, dict[str, object]]] = [
     ("SmolLM3ForCausalLM", {"pretraining_tp": 2, "max_window_layers": 28, "pad_token_id": None}),
     ("Exaone4ForCausalLM", {"sliding_window_pattern": "LLLG", "layer_types": ["full_attention"] * 4}),
     ("Ernie4_5ForCausalLM", {"compression_ratio": 1.0, "use_bias": False}),
+    ("ApertusForCausalLM", {"hidden_dropout": 0.0, "mlp_bias": False, "post_norm": False, "qk_norm": True}),
+    ("ApertusForCausalLM", {"rope_theta": 12000000, "rope_scaling": {**BANDED, "type": "llama3"}}),
     (
         "Cohere2ForCausalLM",
         {
@@ -255,6 +269,8 @@ def test_an_unknown_key_is_refused_by_name_and_value(architecture):
         ("Cohere2ForCausalLM", {"rotary_pct": 0.5}),
         ("Cohere2ForCausalLM", {"use_parallel_block": False}),
         ("Starcoder2ForCausalLM", {"norm_type": "rms_norm"}),
+        ("ApertusForCausalLM", {"qk_norm": False}),
+        ("ApertusForCausalLM", {"post_norm": True}),
         ("HunYuanDenseV1ForCausalLM", {"use_cla": True}),
         ("HunYuanDenseV1ForCausalLM", {"use_rotary_pos_emb": False}),
         ("Phi3ForCausalLM", {"interpolate_factor": 2, "pad_token_id": None}),

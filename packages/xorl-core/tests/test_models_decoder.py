@@ -180,7 +180,8 @@ def test_initial_values_depend_on_seed_name_and_shape_alone(architecture, monkey
 
 @pytest.mark.parametrize("architecture", SPECS)
 def test_initial_values_have_the_scale_the_config_asks_for(architecture):
-    """Catches norms that start at zero, biases that start at noise, and residual projections that are not scaled."""
+    """Catches norms that start at zero, biases that start at noise, residual projections that are not scaled, and
+    scalars that are drawn."""
     width = "n_embd" if architecture == "GPT2LMHeadModel" else "hidden_size"
     decoder = make_decoder(architecture, **{width: 64})
     for name, parameter in decoder.named_parameters():
@@ -188,6 +189,9 @@ def test_initial_values_have_the_scale_the_config_asks_for(architecture):
             assert not parameter.any(), name
         elif "norm" in name:
             assert (parameter == 1 - decoder.config.norm.offset).all(), name
+        elif parameter.numel() == 1:
+            path, _, leaf = name.rpartition(".")
+            assert parameter.item() == pytest.approx(decoder.get_submodule(path).initial_values[leaf]), name
         else:
             scaled = decoder.config.scale_residual_init and name.endswith(("o_proj.weight", "down_proj.weight"))
             tolerance = 0.1 if len(parameter) > 1 else 0.3

@@ -123,6 +123,16 @@ def test_weight_decay_leaves_out_named_modules_and_parameters() -> None:
     }  # fmt: skip
 
 
+def test_parameters_without_weight_decay_are_named_as_the_tensors_that_they_stack() -> None:
+    # Catches a parameter that is decayed because its name in checkpoints is another one.
+    stacked = {"0.weight": [("a", 2), ("b", 1)], "1.weight": [("c", 3)]}
+    optimizer = build_optimizer(
+        "adamw", model().named_parameters(), lr=0.1, weight_decay=0.5, stacked=stacked, never_decayed=["0.weight"]
+    )
+    [free] = [group for group in optimizer.param_groups if not group["weight_decay"]]
+    assert len(free["params"]) == 1
+
+
 NAMES = [
     f"layers.{layer}.{leaf}"
     for layer in range(12)

@@ -70,7 +70,10 @@ class ScheduleFields(OptimizerFields):
         description="Fraction of all optimizer steps, including the warm-up, after which the learning rate stays at "
         "lr_min.",
     )
-    weight_decay: NonNegative = Field(default=0.0, description="Weight decay, decoupled from the gradient in AdamW.")
+    weight_decay: NonNegative = Field(
+        default=0.0,
+        description="Weight decay, decoupled from the gradient in AdamW. Trained scalars of activations have none.",
+    )
     no_decay_modules: list[str] = Field(
         default=[],
         description="Names of modules as in the checkpoint, such as norm or v_proj; their parameters get no weight "

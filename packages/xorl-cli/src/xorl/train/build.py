@@ -127,7 +127,7 @@ def _check(config: Config, architecture: Architecture) -> None:
     trained = tensor_names([path for path, parameter in parameters.items() if parameter.requires_grad], stacked)
     for option, parts in unmatched_no_decay(trained, *entries).items():
         logger.info("options without effect: train.%s %s (matches only frozen parameters)", option, ", ".join(parts))
-    if free := undecayed(trained, *entries):
+    if free := undecayed(trained, *entries) | set(tensor_names(_never_decayed(sketch), stacked)):
         shown = dict.fromkeys(re.sub(r"\.\d+(?=\.)", ".*", name) for name in trained if name in free)
         level = logging.INFO if train.no_decay_modules or train.no_decay_params else logging.DEBUG
         logger.log(level, "No weight decay on %d of %d tensors: %s.", len(free), len(trained), ", ".join(shown))
@@ -142,6 +142,12 @@ def _tensors_of(module: nn.Module, architecture: Architecture, config: Config) -
         # All rows, of which this rank may hold some.
         tensors |= {paths[each]: [(f"{name}.{leaf}", sys.maxsize)] for leaf, each in own.items() if each is not None}
     return tensors
+
+
+def _never_decayed(module: Decoder) -> list[str]:
+    """The names of trained scalars: weight decay would pull an activation towards another one, which is no simpler."""
+    roles = module.parameter_roles()
+    return [name for name, each in module.named_parameters() if roles[name] == "scalar" and each.requires_grad]
 
 
 def _with_recomputation(startup: Startup, run: PreparedRun) -> Startup:
@@ -187,6 +193,7 @@ def engine_over(model: ParallelModel, config: Config, architecture: Architecture
     train = config.train
     whole = model.whole
     assert isinstance(whole, Decoder)
+    assert isinstance(model.module, Decoder)
     names = [name for name, _ in whole.named_parameters()]
     optimizer = build_optimizer(
         train.optimizer,
@@ -195,6 +202,7 @@ def engine_over(model: ParallelModel, config: Config, architecture: Architecture
         weight_decay=train.weight_decay,
         no_decay_modules=train.no_decay_modules,
         no_decay_params=train.no_decay_params,
+        never_decayed=_never_decayed(model.module),
         state_dtype=DTYPES[train.optimizer_dtype],
         seed=train.seed,
         muon=_muon_options(train, model) if train.optimizer == "muon" else None,

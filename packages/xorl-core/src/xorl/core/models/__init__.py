@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from xorl.core.models import (
+    apertus,
     arcee,
     cohere2,
     dots1,
@@ -58,6 +59,7 @@ SPECS: Mapping[str, ModelSpec] = MappingProxyType(
     {
         spec.architecture: spec
         for spec in (
+            apertus.SPEC,
             arcee.SPEC,
             cohere2.SPEC,
             dots1.SPEC,

@@ -21,7 +21,7 @@ from xorl.core.models.stages import Stage
 from xorl.core.nn import Attention, Embedding, GatedMLP, LayerKernels, LayerNorm, Linear, PlainMLP, RMSNorm, Rotary
 from xorl.core.nn.moe import Experts, LayerRoutes, MixtureOfExperts
 from xorl.core.nn.norms import make_norm
-from xorl.core.nn.roles import DeclaresRoles, Role, StacksMatrices, StoresWeight
+from xorl.core.nn.roles import DeclaresRoles, Role, StacksMatrices, StatesInitialValues, StoresWeight
 from xorl.core.nn.share import pieces, shares_of
 from xorl.core.shards import local
 from xorl.kernels.arguments import is_readable
@@ -250,10 +250,11 @@ class Decoder(nn.Module):
     ) -> None:
         """Initialise every parameter, except those of adapters, in place and on its device; each rank its own shards.
 
-        Weights are normal with standard deviation `initializer_range`, norms multiply by one, and biases and
-        corrections are zero. If the config sets scale_residual_init, weights of projections into the residual stream
-        are divided by sqrt(2 * num_layers). A value depends only on the seed, the parameter's name and global shape,
-        and the element's index: not on other parameters, the ranks, or (up to fp32 rounding) the device.
+        Weights are normal with standard deviation `initializer_range`, norms multiply by one, biases and corrections
+        are zero, and modules state the values of scalars and constants. If the config sets scale_residual_init, weights
+        of projections into the residual stream are divided by sqrt(2 * num_layers). A value depends only on the seed,
+        the parameter's name and global shape, and the element's index: not on other parameters, the ranks, or (up to
+        fp32 rounding) the device.
 
         Args:
             seed: any integer.
@@ -274,18 +275,27 @@ class Decoder(nn.Module):
             if isinstance(module, StoresWeight)
             for name in module.stored
         }
-        parameters, shares = dict(self.named_parameters()), shares_of(self)
+        parameters, shares, stated = dict(self.named_parameters()), shares_of(self), self._stated_values()
         for name, role in self.parameter_roles().items():
             if role == "adapter" or name in stored:
                 continue
             parameter, share = parameters[name], shares.get(name)
-            if role in ("bias", "norm", "correction"):
-                local(parameter).fill_(1.0 - self.config.norm.offset if role == "norm" else 0.0)
+            if name in stated:
+                local(parameter).fill_(stated[name])
                 continue
             shape = tuple(parameter.shape) if share is None else share.whole(parameter.shape)
             key = key_of(seed, name, shape)
             for box, part in pieces(parameter, share):
                 fill_normal_(part, std=self._std(name), key=key, shape=shape, offset=box.offset, device=device)
+
+    def _stated_values(self) -> dict[str, float]:
+        """The initial values of parameters that are not drawn, by name."""
+        by_role = {"bias": 0.0, "correction": 0.0, "norm": 1.0 - self.config.norm.offset}
+        stated = {name: by_role[role] for name, role in self.parameter_roles().items() if role in by_role}
+        for path, module in self.named_modules():
+            if isinstance(module, StatesInitialValues):
+                stated |= {f"{path}.{name}": value for name, value in module.initial_values.items()}
+        return stated
 
     def _std(self, name: str) -> float:
         std = self.config.initializer_range

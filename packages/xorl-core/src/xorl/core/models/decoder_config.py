@@ -10,7 +10,7 @@ import torch
 
 from xorl.core.nn import RopeConfig
 from xorl.core.nn.attention import AttentionConfig
-from xorl.core.nn.layers import ACTIVATIONS
+from xorl.core.nn.layers import ACTIVATIONS, TRAINED_ACTIVATIONS
 from xorl.core.nn.moe import RouterConfig
 from xorl.core.nn.norms import NormConfig
 from xorl.kernels.arguments import check_choice
@@ -32,8 +32,9 @@ class DenseConfig:
 
     def __post_init__(self) -> None:
         check_choice("kind", self.kind, Literal["gated", "plain"])
-        if self.activation not in ACTIVATIONS:
-            raise ValueError(f"activation: {self.activation!r} is not one of {', '.join(map(repr, ACTIVATIONS))}")
+        known = [*ACTIVATIONS, *(TRAINED_ACTIVATIONS if self.kind == "plain" else ())]
+        if self.activation not in known:
+            raise ValueError(f"activation: {self.activation!r} is not one of {', '.join(map(repr, known))}")
 
 
 @dataclass(frozen=True)

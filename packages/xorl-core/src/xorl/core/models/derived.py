@@ -7,9 +7,10 @@ from types import MappingProxyType
 
 from torch import nn
 
-from xorl.core.models.recipes import CheckpointNames, Part, Rows, WeightRecipe, unchanged
+from xorl.core.models.recipes import CheckpointNames, Constant, Part, Rows, WeightRecipe, unchanged
 from xorl.core.nn import Attention, GatedMLP
 from xorl.core.nn.moe import ExpertLinear, Router
+from xorl.core.nn.roles import DeclaresRoles
 
 # The layers that a native one stacks, in the order of their rows.
 STACKED: Mapping[str, Sequence[str]] = MappingProxyType(
@@ -25,11 +26,18 @@ def recipes_of(model: nn.Module, names: CheckpointNames) -> dict[str, WeightReci
             table[f"{path}.weight"] = _expert_recipe(path, module, names)
             continue
         for leaf, parameter in module.named_parameters(recurse=False):
+            name = f"{path}.{leaf}"
             if isinstance(module, Router) and leaf == "correction":
-                table[f"{path}.{leaf}"] = _correction_recipe(path, len(parameter), names)
+                table[name] = _correction_recipe(path, len(parameter), names)
+            elif _is_constant(module, leaf):
+                table[name] = Constant(f"{names.in_checkpoint(path)}.{leaf}")
             else:
-                table[f"{path}.{leaf}"] = _recipe(model, path, leaf, tuple(parameter.shape), names)
+                table[name] = _recipe(model, path, leaf, tuple(parameter.shape), names)
     return table
+
+
+def _is_constant(module: object, leaf: str) -> bool:
+    return isinstance(module, DeclaresRoles) and module.roles.get(leaf) == "constant"
 
 
 def _recipe(model: nn.Module, path: str, leaf: str, shape: tuple[int, ...], names: CheckpointNames) -> WeightRecipe:

@@ -164,6 +164,26 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Constant:
+    """A 0-dimensional checkpoint tensor, which is a row of one value in the model."""
+
+    source: str
+    shape: tuple[int, ...] = field(default=(1,), init=False)
+    join_dim: None = field(default=None, init=False)
+    keeps_dtype: bool = field(default=False, init=False)
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (self.source,)
+
+    def read(self, source: WeightSource, start: int, stop: int) -> Tensor:
+        return source.read(self.source).reshape(1)[start:stop]
+
+    def split(self, tensor: Tensor) -> dict[str, Tensor]:
+        return {self.source: tensor.reshape(())}
+
+
+@dataclass(frozen=True)
 class LogicalModule:
     """A module under its name in the checkpoint. A native module contains the weight of one, or stacks several.
 

@@ -22,6 +22,7 @@ from xorl.core.nn.lookup import look_up
 from xorl.core.nn.roles import Role
 from xorl.core.nn.share import ENDS, Share
 from xorl.core.nn.tensor import ALONE, TensorRanks
+from xorl.core.nn.xielu import XIELU
 from xorl.kernels.low_rank import adapted_linear
 
 
@@ -44,7 +45,8 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
         "relu2": _squared_relu,
     }
 )
-
+# Those with parameters, of plain feed-forward blocks.
+TRAINED_ACTIVATIONS: Mapping[str, Callable[[], nn.Module]] = MappingProxyType({"xielu": XIELU})
 
 SWIGLU_ACTIVATIONS = ("silu", "swish")
 
@@ -243,13 +245,17 @@ class PlainMLP(nn.Module):
 
     def __init__(self, width: int, hidden_width: int, *, activation: str, bias: bool, ranks: TensorRanks) -> None:
         super().__init__()
-        self.activation = ACTIVATIONS[activation]
+        self.activation = _make_activation(activation)
         self.ranks = ranks
         self.up_proj = Linear.column_parallel(width, (hidden_width,), bias=bias, ranks=ranks)
         self.down_proj = Linear.row_parallel(hidden_width, width, bias=bias, ranks=ranks)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.ranks.scatter(self.down_proj(self.activation(self.up_proj(self.ranks.gather(x)))))
+
+
+def _make_activation(name: str) -> Callable[[Tensor], Tensor]:
+    return TRAINED_ACTIVATIONS[name]() if name in TRAINED_ACTIVATIONS else ACTIVATIONS[name]
 
 
 def _gated_by(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

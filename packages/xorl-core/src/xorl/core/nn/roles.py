@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal, Protocol, runtime_checkable
 
-Role = Literal["dense", "expert", "router", "correction", "bias", "norm", "embedding", "head", "adapter"]
+Role = Literal[
+    "dense", "expert", "router", "correction", "bias", "norm", "embedding", "head", "scalar", "constant", "adapter"
+]
 """dense: a matrix of a linear layer; expert: the matrices of all experts of a layer; correction: what routers add to
-scores, frozen and in fp32 whatever the dtype of others; adapter: any of its parameters."""
+scores, frozen and in fp32 whatever the dtype of others; scalar: one number, which has no weight decay; constant: one
+number that is never trained, 0-dimensional in checkpoints; adapter: any of its parameters. Modules with scalars or
+constants are `StatesInitialValues`."""
 
 
 @runtime_checkable
@@ -15,6 +19,13 @@ class DeclaresRoles(Protocol):
     """A module that owns parameters. `roles` maps their names to roles."""
 
     roles: ClassVar[Mapping[str, Role]]
+
+
+@runtime_checkable
+class StatesInitialValues(Protocol):
+    """A module with scalars or constants. `initial_values` maps their names to the values that they start with."""
+
+    initial_values: ClassVar[Mapping[str, float]]
 
 
 @runtime_checkable

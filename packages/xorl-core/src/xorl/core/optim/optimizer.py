@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -36,6 +36,7 @@ def build_optimizer(
     weight_decay: float,
     no_decay_modules: Sequence[str] = (),
     no_decay_params: Sequence[str] = (),
+    never_decayed: Collection[str] = (),
     state_dtype: torch.dtype = torch.bfloat16,
     seed: int = 0,
     muon: MuonOptions | None = None,
@@ -53,6 +54,7 @@ def build_optimizer(
         lr: the schedule's peak. Each group has an `lr_scale`, which multiplies the schedule's learning rate.
         no_decay_modules, no_decay_params: matched against module paths and against the last parts of names; tensors
             that either selects have no weight decay. See `undecayed`.
+        never_decayed: the names of further parameters without weight decay.
         state_dtype, seed: for anyprecision_adamw and muon, the dtype of the state and the seed of stochastic rounding.
         muon: options that the optimizer `muon` requires.
         shares: what the modules hold of parameters that they do not hold as a whole. Stochastic rounding and
@@ -69,9 +71,7 @@ def build_optimizer(
     check_choice("name", name, OptimizerName)
     check_number("lr", lr)
     check_number("weight_decay", weight_decay)
-    if state_dtype not in STATE_DTYPES:
-        known = " or ".join(map(str, STATE_DTYPES))
-        raise ValueError(f"state_dtype: must be a torch.dtype, {known}, got {state_dtype!r}")
+    _check_state_dtype(state_dtype)
     _check_muon(name, muon, lr)
     named = _named(named_parameters)
     if muon is not None:
@@ -80,7 +80,7 @@ def build_optimizer(
     require_no_decay_matches(names, no_decay_modules, no_decay_params)
     trained = [(path, parameter) for path, parameter in named.items() if parameter.requires_grad]
     _check_trained(named, [path for path, _ in trained], may_be_none=all_names is not None)
-    free = undecayed(names, no_decay_modules, no_decay_params)
+    free = undecayed(names, no_decay_modules, no_decay_params) | set(tensor_names(never_decayed, stacked))
     groups: dict[tuple[bool, float, tuple[RowDecay, ...]], dict[str, Any]] = {}
     for path, parameter in trained:
         rows = row_decays(stacked.get(path, [(path, 1)]), free, weight_decay)
@@ -108,6 +108,12 @@ def build_optimizer(
         assert muon is not None
         return Muon(filled, lr, muon, state_dtype=state_dtype)
     return SGD(filled, lr)
+
+
+def _check_state_dtype(state_dtype: object) -> None:
+    if state_dtype not in STATE_DTYPES:
+        known = " or ".join(map(str, STATE_DTYPES))
+        raise ValueError(f"state_dtype: must be a torch.dtype, {known}, got {state_dtype!r}")
 
 
 def _check_trained(named: Mapping[str, nn.Parameter], trained: Sequence[str], *, may_be_none: bool) -> None:
