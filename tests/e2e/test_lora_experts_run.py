@@ -29,11 +29,14 @@ EP = {"data_parallel_mode": "fsdp2", "expert_parallel_size": 2}
 TARGETS = {
     "qwen3_moe": ["q_proj", "gate_proj", "up_proj", "down_proj"],
     "mixtral": ["q_proj", "w1", "w2", "w3"],
+    # PEFT cannot adapt dense layers and shared experts under the same names as experts.
+    "glm4_moe": ["q_proj", "experts.gate_proj", "experts.up_proj", "experts.down_proj"],
 }
+NUM_EXPERTS = {"qwen3_moe": 4, "mixtral": 4, "glm4_moe": 8}
 ALL, OUTER = {"moe_shared_lora": True}, {"moe_hybrid_shared_lora": True}
 # By name: the model, options of lora, the form that is written, and another that it is exported in.
 RUNS: dict[str, tuple[str, dict[str, object], str, str]] = {
-    "per_expert": ("qwen3_moe", {}, "per_expert", "peft"),
+    "per_expert": ("glm4_moe", {}, "per_expert", "peft"),
     "peft": ("mixtral", {"moe_lora_format": "peft"}, "peft", "per_expert"),
     "sglang": ("mixtral", OUTER, "sglang", "peft"),
     "outer, peft": ("qwen3_moe", {**OUTER, "moe_lora_format": "peft"}, "peft", "sglang"),
@@ -117,7 +120,7 @@ def test_a_run_leaves_what_others_read_and_goes_on_from_it(name: str, folder: Pa
     }
     sizes = {key: {"lora_A": 4, "lora_B": 32 if key in outer else 24}[key.rpartition(".")[2]] for key in experts}
     shared = outer if "moe_hybrid_shared_lora" in lora else experts if "moe_shared_lora" in lora else ()
-    assert experts == {key: size if key in shared else 4 * size for key, size in sizes.items()}
+    assert experts == {key: size if key in shared else NUM_EXPERTS[base] * size for key, size in sizes.items()}
 
 
 def form_of(folder: Path) -> str:

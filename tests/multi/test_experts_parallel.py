@@ -127,19 +127,19 @@ def test_a_checkpoint_from_before_experts_were_divided_resumes(
         assert now["grad_norm"] == pytest.approx(before["grad_norm"], rel=1e-5)
 
 
-@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize(("model", "is_async"), [("qwen3_moe", False), ("glm4_moe", True)])
 def test_deepep_computes_what_one_process_computes(
-    is_async: bool, run_ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: str, is_async: bool, run_ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Catches an exchange without its handle, weights without gradients, a result that is used before it is there, and
-    # options that do not reach the library.
+    # Catches an exchange without its handle, weights without gradients, a result that is used before it is there, lost
+    # shared experts, and options that do not reach the library.
     write_models(tmp_path)
     monkeypatch.setitem(sys.modules, "deep_ep", fake_deepep)
     monkeypatch.setattr(model_module, "deepep_refusal", lambda device_type, dtype: None)
 
     def result(layout: Options, **options: object) -> Result:
         # A layer that is recomputed ends before the output of its experts is used.
-        config = run_config(tmp_path, "qwen3_moe", {**layout, "enable_gradient_checkpointing": not is_async})
+        config = run_config(tmp_path, model, {**layout, "enable_gradient_checkpointing": not is_async})
         config = config.model_copy(update={"model": config.model.model_copy(update=options)})
         found = steps(config)
         if options:

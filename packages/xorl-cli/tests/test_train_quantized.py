@@ -43,7 +43,20 @@ CONFIGS_BY_FAMILY = {
         mlp_only_layers=[1],
         initializer_range=0.05,
     ),
+    # As well, with a shared expert.
+    "qwen2_moe": hf_config(
+        "qwen2_moe",
+        hidden_size=128,
+        intermediate_size=256,
+        moe_intermediate_size=128,
+        shared_expert_intermediate_size=128,
+        num_key_value_heads=4,
+        mlp_only_layers=[1],
+        initializer_range=0.05,
+    ),
 }
+# Of a model with merged projections: its quantised modules, and those in the checkpoint.
+NUM_MODULES = {"qwen3": (7, 13), "qwen3_moe": (7, 22), "qwen2_moe": (9, 25)}
 SKIPPED = ["lm_head", "model.layers.1.mlp.down_proj"]
 CONFIGS = {
     quant_format: quantization_config(QuantScheme(quant_format, size), SKIPPED)
@@ -149,7 +162,8 @@ def test_a_quantised_checkpoint_is_read_as_it_is(quant_format, merge_qkv, family
         quant_format=quant_format,
         exclude_modules=["model.layers.1.mlp.down_proj"],
     )
-    assert len(quantized_layers(stored)) == (11 if not merge_qkv else 7)
+    num_modules, _ = NUM_MODULES[family]
+    assert len(quantized_layers(stored)) == num_modules + (0 if merge_qkv else 4)
     assert dict(stored.named_parameters()).keys() == dict(made.named_parameters()).keys()
     for name, parameter in made.named_parameters():
         assert torch.equal(dict(stored.named_parameters())[name], parameter), name
@@ -162,13 +176,14 @@ def test_a_quantised_checkpoint_is_dequantised_where_the_model_is_not(quant_form
     write_model(tmp_path, quant_format, family=family)
     caplog.set_level("DEBUG")
     plain = build(tmp_path, mesh, enable_qlora=False)
-    assert f"dequantized modules={13 if family == 'qwen3' else 22} of_checkpoint={quant_format}_" in caplog.text
+    num_modules, num_stored = NUM_MODULES[family]
+    assert f"dequantized modules={num_stored} of_checkpoint={quant_format}_" in caplog.text
     partly = build(
         tmp_path, mesh, quant_format=quant_format, modules_to_save=["o_proj"], lora_target_modules=["q_proj"]
     )
     assert "dequantized modules=2 of_checkpoint" in caplog.text
     layers = quantized_layers(build(tmp_path, mesh, quant_format=quant_format))
-    assert len(layers) == 7
+    assert len(layers) == num_modules
     for path, layer in layers.items():
         assert torch.equal(plain.get_parameter(f"{path}.weight"), read_rows(layer)), path
         if path.endswith("o_proj"):
