@@ -38,7 +38,7 @@ def ours(shape: str, device: torch.device, num_samples: int, length: int) -> Gen
     spec = spec_for(hf_config)
     config = spec.config_from_hf(hf_config)
     attention = resolve_attention(
-        "auto", AttentionRequest(device.type, torch.bfloat16, config.attention.head_dim, None)
+        "auto", AttentionRequest(device.type, torch.bfloat16, config.layers[0].attention.head_dim, None)
     )
     kernels = choose_kernels(
         attention, device_type=device.type, dtype=torch.bfloat16, compiled=True, native=(), cast_bf16=False

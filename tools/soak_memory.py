@@ -87,7 +87,7 @@ def _engine(device: torch.device, hidden_size: int, num_layers: int) -> Engine:
     spec = spec_for(hf_config)
     config = spec.config_from_hf(hf_config)
     dtype = torch.bfloat16 if on_gpu else torch.float32
-    attention = resolve_attention("auto", AttentionRequest(device.type, dtype, config.attention.head_dim))
+    attention = resolve_attention("auto", AttentionRequest(device.type, dtype, config.layers[0].attention.head_dim))
     with torch.device("meta"):
         model = spec.build(config, kernels=LayerKernels(attention=attention))
     model.compute_dtype = dtype

@@ -22,11 +22,12 @@ from xorl.core.models import SPECS, Decoder, spec_for
 from xorl.kernels.layout import SequenceLayout
 from xorl.lora.peft import InMemoryTensors
 from xorl.train.architecture import Architecture, read_config
+from xorl.train.cut_down import CUT
 from xorl.train.export.rest import Rest
 from xorl.train.export.saved import export_saved
 from xorl.train.model_source import read_architecture
 from xorl.train.run import run_training
-from xorl.train.verify import CUT, Verification
+from xorl.train.verify import Verification
 
 LENGTHS = [23, 1, 40, 9]
 PROCESSOR = {"preprocessor_config.json": '{"size": 28}', "processor_config.json": '{"patch_size": 14}'}

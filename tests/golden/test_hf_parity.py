@@ -32,6 +32,7 @@ from hf_cases import (
     make_decoder,
     make_rows,
     make_twin,
+    state_of,
 )
 from xorl.ckpt import SafetensorsSource, export_hf, load_weights
 from xorl.core.mesh import Mesh, ParallelDims
@@ -43,9 +44,11 @@ from xorl.core.parallel import ParallelModel
 from xorl.kernels.layout import SequenceLayout
 from xorl.kernels.linear_ce import linear_cross_entropy
 from xorl.server.sampler import GenerationRequest, Sampler
-from xorl.train.verify import cut_down
+from xorl.train.cut_down import cut_down
 
 LOGIT_TOLERANCE = 1e-5
+# Scores that are not scaled magnify rounding: in fp32, transformers' own logits are off by 1.1e-5.
+LOGIT_TOLERANCE_OF = {"Gemma4ForCausalLM": 2e-5}
 GRADIENT_TOLERANCE = 1e-4
 # What a cache could get wrong: heads, windows, positions.
 GENERATED = {"grouped heads", "one kv head", "dynamic rope", "yarn rope", "sliding window", "untied, inner width"}
@@ -64,12 +67,6 @@ def to_hf(recipes: Mapping[str, WeightRecipe], tensors: Mapping[str, Tensor]) ->
     }
 
 
-def state_of(model: transformers.PreTrainedModel) -> dict[str, Tensor]:
-    """The model's parameters and what else files hold, by name; tied weights once."""
-    kept = {name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()}
-    return {**dict(model.named_parameters()), **kept}
-
-
 def gradients_of(decoder: Decoder) -> dict[str, Tensor]:
     return {name: parameter.grad for name, parameter in decoder.named_parameters() if parameter.requires_grad}
 
@@ -79,7 +76,7 @@ def as_in_model(model: transformers.PreTrainedModel, tensors: Mapping[str, Tenso
     names = spec_for({"architectures": [type(model).__name__]}).checkpoint_names.experts
     renamed = dict(tensors)
     for name, tensor in state_of(model).items():
-        if name in renamed or tensor.ndim == 0:  # a constant has no gradient
+        if name in renamed or ".mlp." not in name or tensor.ndim == 0:  # what is not trained has no gradient
             continue
         assert names is not None
         layer, _, leaf = name.partition(".mlp.")
@@ -120,7 +117,7 @@ def test_packed_rows_match_transformers_on_separate_rows(case: Case, backend: st
 
     layout = SequenceLayout.from_lengths(LENGTHS)
     logits = decoder(ids, layout)
-    assert (logits - torch.cat(wanted)).abs().max() <= LOGIT_TOLERANCE
+    assert (logits - torch.cat(wanted)).abs().max() <= LOGIT_TOLERANCE_OF.get(case.architecture, LOGIT_TOLERANCE)
     decoder(ids, layout, lambda hidden, weight: linear_cross_entropy(hidden, weight, labels)[0].sum()).backward()
     got = as_in_model(model, to_hf(recipes, gradients_of(decoder)))
     for name, parameter in model.named_parameters():
@@ -256,7 +253,7 @@ def test_rotary_frequencies_are_those_of_transformers(rope: dict[str, object], h
     config = transformers.LlamaConfig(head_dim=head_dim, max_position_embeddings=131072, rope_parameters=keys)
     wanted, attention_factor = ROPE_INIT_FUNCTIONS[str(keys["rope_type"])](config, torch.device("cpu"))
     read = SPECS["LlamaForCausalLM"].config_from_hf(config.to_dict())
-    [found] = read.ropes
+    [found] = {each.rope for each in read.attentions}
     torch.testing.assert_close(Rotary(found, head_dim).inv_freq, wanted, rtol=1e-6, atol=0)
     assert found.attention_factor == pytest.approx(attention_factor, rel=1e-12)
 
@@ -305,7 +302,7 @@ def test_what_config_json_leaves_out_or_null_means_the_same_model(architecture, 
     if theirs.num_key_value_heads is None:
         pytest.skip("transformers cannot build such a model of this family")
     ours = spec_for({"architectures": [architecture]}).config_from_hf(values)
-    assert ours.attention.num_kv_heads == theirs.num_key_value_heads
+    assert ours.attentions[0].num_kv_heads == theirs.num_key_value_heads
     layer_types = getattr(theirs, "layer_types", None)
     has_window = hasattr(type(theirs), "sliding_window") and theirs.sliding_window is not None
     windowed = [kind == "sliding_attention" for kind in layer_types or ()] or [has_window] * ours.num_layers

@@ -264,7 +264,7 @@ def test_a_decoder_trains_alike_on_the_gpu_and_on_the_cpu(family, on_gpu):
     ids = torch.randint(500, (sum(RAGGED),), generator=torch.Generator().manual_seed(0))
     results = []
     for device, dtype, backend in (("cpu", torch.float32, "eager"), ("cuda", torch.bfloat16, on_gpu)):
-        attention = resolve_attention(backend, AttentionRequest(device, dtype, config.attention.head_dim))
+        attention = resolve_attention(backend, AttentionRequest(device, dtype, config.layers[0].attention.head_dim))
         with torch.device("meta"):
             decoder = spec.build(config, merge_qkv=True, kernels=LayerKernels(attention=attention))
         decoder.to_empty(device=device)

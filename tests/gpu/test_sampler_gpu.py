@@ -79,7 +79,7 @@ def place(
 ) -> ParallelModel:
     spec = spec_for(shape)
     config = spec.config_from_hf(shape)
-    attention = resolve_attention("auto", AttentionRequest("cuda", dtype, config.attention.head_dim, 40))
+    attention = resolve_attention("auto", AttentionRequest("cuda", dtype, config.layers[0].attention.head_dim, 40))
     kernels = choose_kernels(attention, device_type="cuda", dtype=dtype, compiled=compiled, native=(), cast_bf16=False)
     decoder = spec.build(config, merge_qkv=True, kernels=kernels)
     decoder.init_weights(0)
@@ -92,11 +92,16 @@ def filled_cache(
     num_blocks: int, kv_heads: int, head_dim: int, totals: Sequence[int]
 ) -> tuple[KeyValueCache, list[list[int]], torch.Generator]:
     """Random keys and values in bf16, blocks in random order for sequences of so many tokens, and the generator."""
-    sizes = {"num_layers": 1, "num_blocks": num_blocks, "block_size": 16, "num_kv_heads": kv_heads}
-    cache = KeyValueCache(**sizes, head_dim=head_dim, dtype=torch.bfloat16, device=torch.device("cuda"))
+    cache = KeyValueCache(
+        layers=[(kv_heads, head_dim)],
+        num_blocks=num_blocks,
+        block_size=16,
+        dtype=torch.bfloat16,
+        device=torch.device("cuda"),
+    )
     generator = torch.Generator("cuda").manual_seed(0)
-    cache.keys.normal_(generator=generator)
-    cache.values.normal_(generator=generator)
+    for each in (*cache.keys, *cache.values):
+        each.normal_(generator=generator)
     blocks = iter(torch.randperm(num_blocks, generator=torch.Generator().manual_seed(1)).tolist())
     return cache, [[next(blocks) for _ in range(-(-total // 16))] for total in totals], generator
 

@@ -91,7 +91,9 @@ def engine_for(
     """fp32 parameters are computed with in fp32, bf16 ones in bf16."""
     spec = spec_for(model_config)
     config = spec.config_from_hf(model_config)
-    request = AttentionRequest(device_type="cpu", dtype=torch.float32, head_dim=config.attention.head_dim, window=None)
+    request = AttentionRequest(
+        device_type="cpu", dtype=torch.float32, head_dim=config.layers[0].attention.head_dim, window=None
+    )
     with torch.device("meta"):
         kernels = LayerKernels(attention=resolve_attention("sdpa", request))
         model = spec.build(config, merge_qkv=True, kernels=kernels).to(param_dtype)

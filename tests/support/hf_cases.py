@@ -67,7 +67,14 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 
 def known_to(config_class: type[transformers.PretrainedConfig], values: Mapping[str, object]) -> dict[str, object]:
     """Without the keys that a configuration class does not have: config.json may not contain them."""
     default = config_class()
-    return {key: value for key, value in values.items() if hasattr(default, key)}
+
+    def is_known(key: str) -> bool:
+        try:
+            return hasattr(default, key)
+        except RuntimeError:  # it differs between layers
+            return True
+
+    return {key: value for key, value in values.items() if is_known(key)}
 
 
 @dataclass(frozen=True)
@@ -97,7 +104,15 @@ class Case:
                     buffer.add_(torch.randn(buffer.shape, generator=generator) * 0.2)
                 elif name.endswith((".beta", ".eps")):
                     buffer.sub_(0.2)
+                elif name.endswith(".layer_scalar"):
+                    buffer.add_(torch.randn(buffer.shape, generator=generator) * 0.2)
         return model.eval()
+
+
+def state_of(model: transformers.PreTrainedModel) -> dict[str, Tensor]:
+    """The model's parameters and what else files hold, by name; tied weights once."""
+    kept = {name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()}
+    return {**dict(model.named_parameters()), **kept}
 
 
 MIXTURE = {"head_dim": 16, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 28}
@@ -205,6 +220,20 @@ BY_TYPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e2},
 }
 GEMMA = {**PATTERN, "head_dim": 16, "query_pre_attn_scalar": 20, "rope_parameters": BY_TYPE}
+WIDER = {
+    "num_hidden_layers": 4,
+    "hidden_size_per_layer_input": 0,
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "head_dim": 16,
+    "global_head_dim": 24,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 1e3},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e2},
+    },
+}
 CAPPED = {"head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 4, "pad_token_id": None}
 CAPPED |= {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0}
 GROWING = {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5, "llama_4_scaling_beta": 0.1}
@@ -218,6 +247,13 @@ CASES += [
     Case("Gemma3ForCausalLM", "sliding window", GEMMA),
     Case("Gemma3ForCausalLM", "capped logits", {**GEMMA, "final_logit_softcapping": 2.0}),
     Case("Gemma3ForCausalLM", "untied, biases", {**GEMMA, "tie_word_embeddings": False, "attention_bias": True}),
+    Case("Gemma4ForCausalLM", "sliding window", WIDER),
+    Case(
+        "Gemma4ForCausalLM",
+        "own values, capped logits",
+        {**WIDER, "attention_k_eq_v": False, "final_logit_softcapping": 2.0},
+    ),
+    Case("Gemma4ForCausalLM", "untied, biases", {**WIDER, "tie_word_embeddings": False, "attention_bias": True}),
     Case("Phi3ForCausalLM", "grouped heads"),
     Case(
         "Phi3ForCausalLM",
@@ -240,7 +276,9 @@ GROUPED |= {"routed_scaling_factor": 1.7, "n_shared_experts": 2, "head_dim": 16}
 UNGROUPED = {**GROUPED, "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "routed_scaling_factor": 1.0}
 # Keys for which the configuration classes have no values that a model can be built of.
 REQUIRED: dict[str, dict[str, object]] = {
-    "Dots1ForCausalLM": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6}
+    "Dots1ForCausalLM": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
+    "Gemma4ForCausalLM": {"hidden_size_per_layer_input": 0},
+    "Gemma4ForConditionalGeneration": {"text_config": {"hidden_size_per_layer_input": 0}},
 }
 GATED = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 28, "shared_expert_intermediate_size": 36}
 PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
@@ -293,7 +331,7 @@ def make_decoder(
     """An uninitialised decoder for a config.json, and its recipes."""
     spec = spec_for(hf_config)
     config = spec.config_from_hf(hf_config)
-    request = config.attention_request("cpu", torch.float32)
+    request = config.attention_requests("cpu", torch.float32)[0]
     attention = resolve_attention(backend if backend in ATTENTION.runnable(request) else "eager", request)
     decoder = spec.build(config, merge_qkv=merge_qkv, kernels=LayerKernels(attention=attention))
     return decoder, spec.recipes(config, merge_qkv=merge_qkv)

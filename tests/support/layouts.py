@@ -38,7 +38,18 @@ NO_OPTIONS: Options = MappingProxyType({})
 
 # One family of each kind: where norms stand and what they normalise, which layers rotate and how, scales, biases,
 # trained scalars.
-FAMILIES = ("apertus", "cohere2", "exaone4", "gemma3_text", "glm4", "granite", "olmo2", "smollm3", "starcoder2")
+FAMILIES = (
+    "apertus",
+    "cohere2",
+    "exaone4",
+    "gemma3_text",
+    "gemma4_text",
+    "glm4",
+    "granite",
+    "olmo2",
+    "smollm3",
+    "starcoder2",
+)
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 MODELS: dict[str, dict[str, object]] = {
     "llama": hf_config("llama", max_position_embeddings=20, rope_parameters=DYNAMIC),

@@ -170,7 +170,7 @@ def test_keys_of_a_ring_are_counted(tmp_path: Path) -> None:
     # Catches a choice that runs out of memory in a ring: the measured passes have no ring.
     config = config_with(tmp_path)
     architecture = read_architecture(config.model)
-    attention = architecture.config.attention
+    attention = architecture.config.layers[0].attention
     row = 64 * attention.num_kv_heads * attention.head_dim  # elements of a row's keys
     for ring, ulysses, expected in ((1, 1, 0), (2, 1, row), (2, 2, row / 2)):
         sizes = {"ringattn_parallel_size": ring, "ulysses_parallel_size": ulysses, "enable_mixed_precision": False}

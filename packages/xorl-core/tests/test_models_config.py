@@ -116,7 +116,7 @@ def test_rope_is_read_in_the_old_form_and_the_new():
     old = read("LlamaForCausalLM", rope_theta=5e5, rope_scaling=BANDED)
     new = read("LlamaForCausalLM", rope_parameters={**BANDED, "rope_theta": 5e5})
     assert old == new
-    [rope] = old.ropes
+    [rope] = {each.rope for each in old.attentions}
     assert (rope.theta, rope.kind, rope.trained_length) == (5e5, "banded", 64)
     assert read("LlamaForCausalLM", rope_scaling={"type": "default"}) == read("LlamaForCausalLM")
 
@@ -254,7 +254,15 @@ def test_an_unknown_key_is_refused_by_name_and_value(architecture):
     """Catches a model that computes something else than its config.json says, in any family."""
     told = rf"^{architecture}: config.json sets extra: 0.5, mixer: 'a', which .* set it to null there"
     with pytest.raises(ValueError, match=told):
-        read(architecture, extra=0.5, mixer="a", use_cache=True, other_token_id=3, pad_token_id=None)
+        read(
+            architecture,
+            extra=0.5,
+            mixer="a",
+            use_cache=True,
+            other_token_id=3,
+            pad_token_id=None,
+            hidden_size_per_layer_input=0,
+        )
 
 
 @pytest.mark.parametrize(
@@ -295,3 +303,23 @@ def test_a_family_is_named_only_in_its_own_file():
             # Keys of a config.json may be named for the release of another family that they came from.
             named = re.search(rf"{family}(?!_?\d)", path.read_text(), re.IGNORECASE)
             assert not named, f"{path} names {family}"
+
+
+def test_heads_of_layers_are_read_in_both_forms():
+    """Catches heads that are right only in the config.json of one release."""
+    sizes = {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": 8,
+        "hidden_size_per_layer_input": 0,
+    }
+    sizes |= {"head_dim": 8, "attention_k_eq_v": True}
+    released = read("Gemma4ForCausalLM", **sizes, global_head_dim=16, num_global_key_value_heads=1)
+    entry = {"head_dim": 16, "num_key_value_heads": 1}
+    saved = read("Gemma4ForCausalLM", **sizes, per_layer_config={"01": entry, "3": entry})
+    assert released == saved
+    assert [each.head_dim for each in saved.attentions] == [8, 16, 8, 16]
+    with pytest.raises(ValueError, match=r"per_layer_config must be by numbers of layers, 0 to 3, got 7"):
+        read("Gemma4ForCausalLM", **sizes, per_layer_config={"7": entry})
+    with pytest.raises(ValueError, match=r"per_layer_config: 3: width: 3 is not supported"):
+        read("Gemma4ForCausalLM", **sizes, per_layer_config={"3": {"width": 3}})

@@ -36,7 +36,7 @@ def test_agrees_with_the_count_of_the_operations_that_run(architecture):
     """Catches a forgotten matrix, such as the head, a factor of two, or experts that compute nothing: MFU is off."""
     spec = SPECS[architecture]
     config = spec.config_from_hf(HF_CONFIGS[architecture])
-    attention = resolve_attention("eager", AttentionRequest("cpu", torch.float32, config.attention.head_dim))
+    attention = resolve_attention("eager", AttentionRequest("cpu", torch.float32, config.layers[0].attention.head_dim))
     decoder = spec.build(config, merge_qkv=True, kernels=LayerKernels(attention, experts=reference_experts.experts))
     decoder.init_weights(seed=0)
     lengths = [9, 4]

@@ -45,11 +45,9 @@ LAYOUT = SequenceLayout.from_lengths([40, 8])
 IDS = torch.zeros(5, 2, dtype=torch.int64)
 GROUPS = TokenGroups.of([(0, 4), (2, 3)], 3)
 CACHE = KeyValueCache(
-    num_layers=1,
+    layers=[(1, 8)],
     num_blocks=4,
     block_size=2,
-    num_kv_heads=1,
-    head_dim=8,
     dtype=torch.float32,
     device=torch.device("cpu"),
 )
@@ -73,7 +71,7 @@ def attend_cached(q=(5, 2, 8), k=(5, 1, 8), scale=1.0, layout=None):
 
 
 def cache(**changes):
-    sizes = {"num_layers": 1, "num_blocks": 4, "block_size": 2, "num_kv_heads": 1, "head_dim": 8}
+    sizes = {"layers": [(1, 8)], "num_blocks": 4, "block_size": 2}
     KeyValueCache(**{**sizes, "dtype": torch.float32, "device": torch.device("cpu"), **changes})
 
 

@@ -18,17 +18,15 @@ LENGTHS = [9, 3, 14]
 
 def make_cache(num_kv_heads: int, dtype: torch.dtype) -> KeyValueCache:
     cache = KeyValueCache(
-        num_layers=2,
+        layers=[(num_kv_heads, 8)] * 2,
         num_blocks=12,
         block_size=BLOCK,
-        num_kv_heads=num_kv_heads,
-        head_dim=8,
         dtype=dtype,
         device=CPU,
     )
     # What is not written here belongs to somebody else.
-    cache.keys.fill_(float("nan"))
-    cache.values.fill_(float("nan"))
+    for each in (*cache.keys, *cache.values):
+        each.fill_(float("nan"))
     return cache
 
 

@@ -223,11 +223,9 @@ def test_paged_attention(monkeypatch, heads, kv_heads, head_dim, window, totals,
     blocks = iter(torch.randperm(32, generator=torch.Generator().manual_seed(1)).tolist())
     tables = [[next(blocks) for _ in range(-(-total // 16))] for total in totals]
     cache = KeyValueCache(
-        num_layers=1,
+        layers=[(kv_heads, head_dim)],
         num_blocks=32,
         block_size=16,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
         dtype=torch.float32,
         device=torch.device("cpu"),
     )

@@ -30,7 +30,7 @@ from xorl.core.nn.tensor import TensorRanks
 from xorl.core.parallel import ParallelModel, ParallelPolicy, parallelize
 from xorl.core.parallel.activations import Recompute
 from xorl.core.parallel.apply import check_parallelizable
-from xorl.kernels.attention import ATTENTION, AttentionRequest, resolve_attention
+from xorl.kernels.attention import ATTENTION, AttentionFn, AttentionRequest, resolve_attention
 from xorl.kernels.experts import EXPERTS, ExpertsRequest, grouped
 from xorl.kernels.layout import RankGroup
 from xorl.kernels.quant.fp8 import fp8_refusal
@@ -160,10 +160,7 @@ def build_model(
 def _kernels(
     config: DecoderConfig, model: ModelConfig, train: TrainConfig, device: torch.device, mesh: Mesh, *, apart: bool
 ) -> LayerKernels:
-    try:
-        attention = resolve_attention(model.attn_implementation, attention_request(config, train, device))
-    except RuntimeError as error:
-        raise ValueError(f"{ATTENTION_OPTION}: {error}") from error
+    attention = _attention_by_layer(config, model, train, device)
     experts = grouped.experts
     if config.has_experts:
         try:
@@ -175,8 +172,8 @@ def _kernels(
         "rope": model.rope_native,
         "swiglu": model.activation_native,
     }
-    return choose_kernels(
-        attention,
+    kernels = choose_kernels(
+        attention[0],
         device_type=device.type,
         dtype=_compute_dtype(train),
         compiled=train.enable_compile,
@@ -186,11 +183,17 @@ def _kernels(
         dispatcher=None if mesh.ep is None else _dispatcher(mesh.ep, config, model, apart=apart),
         tensor=TensorRanks(mesh.tp.ranks),
     )
+    return replace(kernels, attention_by_layer=attention)
 
 
-def attention_name(config: DecoderConfig, model: ModelConfig, train: TrainConfig, device: torch.device) -> str:
-    """The name of the attention backend that the model uses on `device`."""
-    return ATTENTION.resolved_name(model.attn_implementation, attention_request(config, train, device))
+def _attention_by_layer(
+    config: DecoderConfig, model: ModelConfig, train: TrainConfig, device: torch.device
+) -> tuple[AttentionFn, ...]:
+    requests = attention_requests(config, train, device)
+    try:
+        return tuple(resolve_attention(model.attn_implementation, each) for each in requests)
+    except RuntimeError as error:
+        raise ValueError(f"{ATTENTION_OPTION}: {error}") from error
 
 
 def _dispatcher(axis: Axis, config: DecoderConfig, model: ModelConfig, *, apart: bool) -> Dispatcher[Any]:
@@ -261,7 +264,8 @@ def check_model(
     if (quantization := read_options(lora, architecture.hf_config)) is not None:
         require_device(quantization, device)
     try:
-        ATTENTION.check(model.attn_implementation, attention_request(architecture.config, train, device))
+        for request in dict.fromkeys(attention_requests(architecture.config, train, device)):
+            ATTENTION.check(model.attn_implementation, request)
     except RuntimeError as error:
         raise ValueError(f"{ATTENTION_OPTION}: {error}") from error
     if architecture.config.has_experts:
@@ -440,9 +444,9 @@ def _compute_dtype(train: TrainConfig) -> torch.dtype:
     return torch.bfloat16 if train.enable_mixed_precision else torch.float32
 
 
-def attention_request(config: DecoderConfig, train: TrainConfig, device: torch.device) -> AttentionRequest:
-    """What the model's attention has to support."""
-    return config.attention_request(device.type, _compute_dtype(train))
+def attention_requests(config: DecoderConfig, train: TrainConfig, device: torch.device) -> tuple[AttentionRequest, ...]:
+    """What the attention of each layer has to support."""
+    return config.attention_requests(device.type, _compute_dtype(train))
 
 
 def _experts_request(config: DecoderConfig, train: TrainConfig, device: torch.device) -> ExpertsRequest:

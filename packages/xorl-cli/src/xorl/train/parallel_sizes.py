@@ -16,11 +16,11 @@ from xorl.kernels.vocabulary import Vocabulary
 
 def check_shared_matrices(config: DecoderConfig, train: TrainConfig) -> None:
     """Raise ValueError unless ranks can share the model's heads and matrices as `train` asks."""
-    attention, num_ranks = config.attention, train.tensor_parallel_size
+    num_ranks = train.tensor_parallel_size
     if num_ranks > 1:
         _check_tensor_ranks(config, train)
-    num_kv_heads = max(1, attention.num_kv_heads // num_ranks)
-    check_heads(attention.num_heads // num_ranks, num_kv_heads, train.ulysses_parallel_size)
+    for num_heads, num_kv_heads in dict.fromkeys((each.num_heads, each.num_kv_heads) for each in config.attentions):
+        check_heads(num_heads // num_ranks, max(1, num_kv_heads // num_ranks), train.ulysses_parallel_size)
 
 
 def _check_tensor_ranks(config: DecoderConfig, train: TrainConfig) -> None:
@@ -28,18 +28,19 @@ def _check_tensor_ranks(config: DecoderConfig, train: TrainConfig) -> None:
     option = f"train.tensor_parallel_size: {num_ranks}"
     ffns = [layer.ffn.shared if isinstance(layer.ffn, ExpertsConfig) else layer.ffn for layer in config.layers]
     widths = {ffn.width for ffn in ffns if ffn is not None}
-    shared = math.gcd(*(layer.attention.num_heads for layer in config.layers), *widths)
-    kv_heads = {layer.attention.num_kv_heads for layer in config.layers}
+    heads = {each.num_heads for each in config.attentions}
+    kv_heads = {each.num_kv_heads for each in config.attentions}
+    shared = math.gcd(*heads, *widths)
     works = [
         size
         for size in range(1, shared + 1)
         if shared % size == 0 and all(count % size == 0 or size % count == 0 for count in kv_heads)
     ]
     if num_ranks not in works:
-        shown = f" and feed-forward widths of {', '.join(map(str, sorted(widths)))}" if widths else ""
+        shown = f" and feed-forward widths of {_listed(widths)}" if widths else ""
         raise ValueError(
-            f"{option} ranks cannot share {config.attention.num_heads} query heads, "
-            f"{config.attention.num_kv_heads} key/value heads{shown} equally; the nearest "
+            f"{option} ranks cannot share {_listed(heads)} query heads, "
+            f"{_listed(kv_heads)} key/value heads{shown} equally; the nearest "
             f"size that works is {min(works, key=lambda size: (abs(size - num_ranks), size))}"
         )
     if not Vocabulary(config.vocab_size, RankGroup(num_ranks - 1, num_ranks, "")).held:
@@ -49,6 +50,10 @@ def _check_tensor_ranks(config: DecoderConfig, train: TrainConfig) -> None:
             f"{option} ranks do not share the matrices of experts, which FSDP2 shards over them instead: set "
             f"train.data_parallel_mode to fsdp2, not {train.data_parallel_mode}"
         )
+
+
+def _listed(numbers: set[int]) -> str:
+    return ", ".join(map(str, sorted(numbers)))
 
 
 def check_stages(config: DecoderConfig, train: TrainConfig) -> None:

@@ -243,11 +243,14 @@ def ring_bytes(config: Config, architecture: Architecture, num_tokens: int) -> f
     Only one layer has them at a time. Both are held twice, as exchanged and in the order of the documents; gradients
     are in fp32. `num_tokens` is that of one rank.
     """
-    train, attention = config.train, architecture.config.attention
+    train = config.train
     if train.ringattn_parallel_size == 1:
         return 0.0
-    heads = max(attention.num_kv_heads / train.ulysses_parallel_size, 1)
-    elements = 2 * num_tokens * train.context_parallel_size * heads * attention.head_dim
+    channels = max(
+        max(each.num_kv_heads / train.ulysses_parallel_size, 1) * each.head_dim
+        for each in architecture.config.attentions
+    )
+    elements = 2 * num_tokens * train.context_parallel_size * channels
     return elements * 2 * ((2 if train.enable_mixed_precision else 4) + torch.float32.itemsize)
 
 

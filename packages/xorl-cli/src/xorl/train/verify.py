@@ -18,7 +18,7 @@ from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,7 @@ from xorl.data.batch import IGNORE, Document, collate
 from xorl.lora import adapters
 from xorl.train.architecture import Architecture
 from xorl.train.build import build_engine
+from xorl.train.cut_down import cut_down
 from xorl.train.data import padding_multiple
 from xorl.train.engine import Engine
 from xorl.train.model import sketch_model
@@ -64,32 +65,6 @@ SIZE_OPTIONS: Mapping[str, str] = MappingProxyType(
         "ep": "expert_parallel_size",
         "tp": "tensor_parallel_size",
         "pp": "pipeline_parallel_size",
-    }
-)
-# Upper limits for a model that is cut down, by key of config.json. The widths suit all groups of quantisation.
-CUT: Mapping[str, int] = MappingProxyType(
-    {
-        "num_hidden_layers": 4,
-        "n_layer": 4,
-        "hidden_size": 128,
-        "n_embd": 128,
-        "intermediate_size": 384,
-        "n_inner": 384,
-        "moe_intermediate_size": 128,
-        "shared_expert_intermediate_size": 128,
-        "num_attention_heads": 8,
-        "n_head": 8,
-        "head_dim": 32,
-        "vocab_size": 384,
-        "num_experts": 16,
-        "num_local_experts": 16,
-        "n_routed_experts": 16,
-        "n_group": 4,
-        "topk_group": 2,
-        "num_experts_per_tok": 4,
-        "first_k_dense_replace": 1,
-        "rotary_dim": 16,
-        "sliding_window": 24,
     }
 )
 
@@ -196,55 +171,6 @@ class Verification:
         sections = {"train": train, "lora": lora, "model": model}
         update = {name: section.model_copy(update=replaced[name]) for name, section in sections.items()}
         return cls(config.model_copy(update=update), architecture.spec.architecture, dropout, is_full, left_out)
-
-
-def cut_down(hf_config: Mapping[str, object], min_heads: int, num_parts: int, min_layers: int = 0) -> dict[str, object]:
-    """The entries of a config.json with few layers and narrow widths; heads keep their ratio to key/value heads.
-
-    min_heads, min_layers: the fewest heads and layers. num_parts: it divides the number of key/value heads.
-    """
-    found: dict[str, object] = {}
-    heads, kv_heads = hf_config.get("num_attention_heads"), hf_config.get("num_key_value_heads")
-    ratio = heads // kv_heads if isinstance(heads, int) and isinstance(kv_heads, int) else 1
-    num_heads = -(-max(CUT["num_attention_heads"], min_heads) // (num_parts * ratio)) * num_parts * ratio
-    num_layers = max(CUT["num_hidden_layers"], min_layers)
-    cut = {
-        **CUT,
-        **dict.fromkeys(("num_attention_heads", "n_head"), num_heads),
-        **dict.fromkeys(("num_hidden_layers", "n_layer"), num_layers),
-    }
-    if hf_config.get("head_dim") is None:
-        # Then a head's width is that of the model divided by the heads; channels rotate in pairs.
-        cut["hidden_size"] = -(-CUT["hidden_size"] // (2 * num_heads)) * 2 * num_heads
-    for name, most in cut.items():
-        value = hf_config.get(name)
-        if isinstance(value, int) and value > most:
-            found[name] = most
-    if isinstance(heads, int) and isinstance(kv_heads, int):
-        found["num_key_value_heads"] = max(min(heads, num_heads) // ratio, 1)
-    if "num_hidden_layers" in found:
-        for name, value in hf_config.items():
-            if isinstance(value, list) and len(value) == hf_config["num_hidden_layers"]:
-                found[name] = value[:num_layers]
-    if "vocab_size" in found:
-        pad = hf_config.get("pad_token_id")
-        found["pad_token_id"] = pad % CUT["vocab_size"] if isinstance(pad, int) else None
-    return found | _cut_factors({**hf_config, **found})
-
-
-def _cut_factors(hf_config: Mapping[str, object]) -> dict[str, object]:
-    """Rotary parameters with factors for as many channel pairs as the heads of a config.json have."""
-    found: dict[str, object] = {}
-    for key in ("rope_parameters", "rope_scaling"):
-        rope = hf_config.get(key)
-        if not isinstance(rope, Mapping) or not isinstance(rope.get("long_factor"), list):
-            continue
-        width, heads = cast(int, hf_config["hidden_size"]), cast(int, hf_config["num_attention_heads"])
-        head_dim = cast("int | None", hf_config.get("head_dim")) or width // heads
-        fraction = cast(float, rope.get("partial_rotary_factor", hf_config.get("partial_rotary_factor", 1.0)))
-        num_pairs = int(head_dim * fraction) // 2
-        found[key] = {**rope, **{name: rope[name][:num_pairs] for name in ("short_factor", "long_factor")}}
-    return found
 
 
 def without_recomputation(config: Config) -> Config:

@@ -38,7 +38,7 @@ BLOCK_SIZE = 16
 
 def cache_bytes_per_token(config: DecoderConfig, dtype: torch.dtype) -> int:
     """The bytes of the keys and values of one token, over all layers."""
-    return 2 * config.num_layers * config.attention.num_kv_heads * config.attention.head_dim * dtype.itemsize
+    return 2 * sum(each.kv_rows for each in config.attentions) * dtype.itemsize
 
 
 class Sampler:
@@ -411,17 +411,15 @@ class Sampler:
         """The cache and, if the device supports them, decode passes over it."""
         config = self._decoder.config
         cache = KeyValueCache(
-            num_layers=config.num_layers,
+            layers=[(each.num_kv_heads, each.head_dim) for each in config.attentions],
             # One more for the padding rows of recorded passes.
             num_blocks=self._pool.num_blocks + 1,
             block_size=BLOCK_SIZE,
-            num_kv_heads=config.attention.num_kv_heads,
-            head_dim=config.attention.head_dim,
             dtype=self._decoder.compute_dtype,
             device=self._device,
         )
-        request = config.attention_request(self._device.type, cache.keys.dtype)
-        if decode_refusal(request) is not None:
+        requests = config.attention_requests(self._device.type, self._decoder.compute_dtype)
+        if any(decode_refusal(each) is not None for each in requests):
             return cache, None
         decode = DecodePass(
             self._model,
@@ -439,7 +437,8 @@ def _limit(config: DecoderConfig, cache_tokens: int) -> tuple[int, str]:
     limit, reason = cache_tokens, "is what the cache holds (sampler_cache_tokens)"
     if config.max_position_embeddings < limit:
         limit, reason = config.max_position_embeddings, POSITIONS
-    for rope in config.ropes:
+    ropes = (each.rope for each in config.attentions if each.rope is not None)
+    for rope in ropes:
         if rope.depends_on_length and rope.trained_length < limit:
             limit, reason = (
                 rope.trained_length,

@@ -38,7 +38,7 @@ from xorl.train.architecture import Architecture
 from xorl.train.build import EngineMaker
 from xorl.train.engine import Engine, OnOutput, StepLosses, Update
 from xorl.train.export.verify import require_peft
-from xorl.train.model import DTYPES, attention_request
+from xorl.train.model import DTYPES, attention_requests
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -85,7 +85,8 @@ class Peer:
         if self.backend is not None:
             try:
                 device = torch.device(default_device_type())
-                resolve_attention(self.backend, attention_request(architecture.config, train, device))
+                for request in dict.fromkeys(attention_requests(architecture.config, train, device)):
+                    resolve_attention(self.backend, request)
             except RuntimeError as error:
                 return str(error)
         return None
@@ -183,7 +184,7 @@ def _engine(
     param_dtype = DTYPES[train.param_dtype]
     attention = "sdpa"
     if peer.backend is not None:
-        request = attention_request(architecture.config, train, device)
+        request, *_ = attention_requests(architecture.config, train, device)
         attention = register_attention(resolve_attention(peer.backend, request))
     with device:
         model: nn.Module = AutoModelForCausalLM.from_config(hf_config, dtype=param_dtype, attn_implementation=attention)

@@ -14,10 +14,11 @@ from xorl.core.parallel.schedule import idle_share
 from xorl.data import DataPlan
 from xorl.data.receipt import Receipt
 from xorl.data.stream import Stream
+from xorl.kernels.attention import ATTENTION
 from xorl.lora import adapters
 from xorl.lora.quantized import num_parameters
 from xorl.train.data import Plan, RunData
-from xorl.train.model import attention_name, dispatch_name, pipeline_stages, sketch_model
+from xorl.train.model import attention_requests, dispatch_name, pipeline_stages, sketch_model
 from xorl.train.startup import PreparedRun, Startup
 
 logger = logging.getLogger(__name__)
@@ -163,12 +164,13 @@ def _optimizer(config: Config) -> str:
 
 def _computation(startup: Startup) -> str:
     config, train = startup.config, startup.config.train
-    attention = attention_name(startup.architecture.config, config.model, train, startup.runtime.device)
+    requests = attention_requests(startup.architecture.config, train, startup.runtime.device)
+    backends = dict.fromkeys(ATTENTION.resolved_name(config.model.attn_implementation, each) for each in requests)
     computed, stored = "bf16" if train.enable_mixed_precision else "fp32", train.param_dtype
     line = computed if computed == stored else f"{computed} over parameters in {stored}"
     if train.fp8 != "none":
         line += f", with {train.fp8} fp8 products"
-    line += f", {attention} attention, {_recomputed(train)}"
+    line += f", {' and '.join(backends)} attention, {_recomputed(train)}"
     if train.expert_parallel_size > 1:
         name = dispatch_name(startup.architecture.config, config.model, train.expert_parallel_size)
         line += f", tokens sent to experts by {name}"

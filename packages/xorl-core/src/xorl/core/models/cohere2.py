@@ -37,7 +37,7 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
     )
     config = replace(config, logit_scale=hf.get("logit_scale", float, 0.0625))
     hf.finish(inert=["layer_switch"], fixed=FIXED)
-    return config.with_ropes(full=None, sliding=config.attention.rope)
+    return config.with_ropes(full=None, sliding=config.layers[0].attention.rope)
 
 
 SPEC = ModelSpec(

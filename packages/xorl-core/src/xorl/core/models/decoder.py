@@ -11,14 +11,14 @@ from typing import TypeVar, overload
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from xorl.core.models.decoder_config import DecoderConfig, DenseConfig, ExpertsConfig
 from xorl.core.models.initial import fill_normal_, key_of
 from xorl.core.models.recipes import LogicalModule, RowTarget
 from xorl.core.models.router_losses import RouterLosses, RouterLossOptions
 from xorl.core.models.stages import Stage
-from xorl.core.nn import Attention, Embedding, GatedMLP, LayerKernels, LayerNorm, Linear, PlainMLP, RMSNorm, Rotary
+from xorl.core.nn import Attention, Embedding, GatedMLP, LayerKernels, LayerNorm, PlainMLP, RMSNorm, Rotary
+from xorl.core.nn.head import Head, apply_head
 from xorl.core.nn.moe import Experts, LayerRoutes, MixtureOfExperts
 from xorl.core.nn.norms import make_norm
 from xorl.core.nn.roles import DeclaresRoles, Role, StacksMatrices, StatesInitialValues, StoresWeight
@@ -225,7 +225,7 @@ class Decoder(nn.Module):
         if not is_end:
             return (hidden, *sums)
         hidden = self.ranks.gather(hidden)
-        apply = partial(_apply_head, weight=self.head_weight) if self.lm_head is None else self.lm_head
+        apply = partial(apply_head, weight=self.head_weight) if self.lm_head is None else self.lm_head
         if loss is None:
             logits = self.ranks.join_columns(apply(hidden, loss=None), self.config.vocab_size)
             return capped(logits, self.logits.softcap).to(logits.dtype) if self.logits.softcap else logits
@@ -304,22 +304,6 @@ class Decoder(nn.Module):
         return std
 
 
-class Head(Linear):
-    """The output head: hidden states [T, D] to logits [T, V], or to the result of a loss if one is given."""
-
-    roles = MappingProxyType({"weight": "head", "bias": "bias"})
-
-    @overload
-    def forward(self, x: Tensor, loss: None = None) -> Tensor: ...
-
-    @overload
-    def forward(self, x: Tensor, loss: Callable[[Tensor, Tensor], ResultT]) -> ResultT: ...
-
-    def forward(self, x: Tensor, loss: Callable[[Tensor, Tensor], ResultT] | None = None) -> ResultT | Tensor:
-        hidden, weight = (x, self.weight) if self.adapter is None else self.operands(x)
-        return _apply_head(hidden, weight, loss)
-
-
 def _check_recorded(recorded: Tensor, input_ids: Tensor, mixtures: Sequence[ExpertsConfig]) -> None:
     if not mixtures:
         raise ValueError("recorded: the model has no experts; leave recorded experts out")
@@ -336,10 +320,6 @@ def _check_recorded(recorded: Tensor, input_ids: Tensor, mixtures: Sequence[Expe
         raise ValueError(f"recorded: the experts of a token must all differ, from 0 to {limit}, or all be -1")
 
 
-def _apply_head(hidden: Tensor, weight: Tensor, loss: Callable[[Tensor, Tensor], ResultT] | None) -> ResultT | Tensor:
-    return F.linear(hidden, weight.to(hidden.dtype)) if loss is None else loss(hidden, weight)
-
-
 class DecoderTrunk(nn.Module):
     """The decoder without its head: token ids [T] -> normed hidden states [T, D], and routes of layers with experts."""
 
@@ -350,12 +330,13 @@ class DecoderTrunk(nn.Module):
             config.vocab_size, config.hidden_size, config.padding_idx, self.ranks
         )
         self.embed_scale = config.embed_scale
-        self.rotaries = {rope: Rotary(rope, config.attention.head_dim) for rope in config.ropes}
+        self.rotaries = {key: Rotary(*key) for each in config.attentions if (key := each.rotary) is not None}
         self.embed_positions = (
             Embedding(config.max_position_embeddings, config.hidden_size) if config.learned_positions else None
         )
         self.layers = nn.ModuleList(
-            DecoderLayer(config, index, merge_qkv=merge_qkv, kernels=kernels) for index in range(config.num_layers)
+            DecoderLayer(config, index, merge_qkv=merge_qkv, kernels=kernels.of_layer(index))
+            for index in range(config.num_layers)
         )
         self.norm: RMSNorm | LayerNorm | None = make_norm(config.hidden_size, config.norm, kernels)
 
@@ -383,12 +364,12 @@ class DecoderTrunk(nn.Module):
                 f"got shape {list(input_ids.shape)}"
             )
         hidden = self._embed(input_ids, layout, compute_dtype) if received is None else received
-        tables = {rope: rotary.tables(layout, input_ids.device) for rope, rotary in self.rotaries.items()}
+        tables = {key: rotary.tables(layout, input_ids.device) for key, rotary in self.rotaries.items()}
         routes: list[LayerRoutes] = []
         for index in layers:
             layer = self.layers.get_submodule(str(index))
             assert isinstance(layer, DecoderLayer)
-            rope = None if layer.rope is None else tables[layer.rope]
+            rope = None if layer.rotary is None else tables[layer.rotary]
             if torch.is_grad_enabled() and not hidden.requires_grad:
                 # This may be the first trained layer above frozen ones. Its input must require a gradient like those of
                 # later layers: they share compiled code, and reentrant recomputation gives no gradients otherwise.
@@ -426,9 +407,13 @@ class DecoderLayer(nn.Module):
     A layer with experts returns its routes too.
 
     Attributes:
+        layer_scalar: a factor on the output, which is not trained; None without one.
         has_experts: whether this is a layer with experts.
-        rope: the rotary embedding of its attention.
+        rotary: the rotary embedding of its attention.
     """
+
+    roles = MappingProxyType({"layer_scalar": "scalar"})
+    initial_values = MappingProxyType({"layer_scalar": 1.0})
 
     def __init__(self, config: DecoderConfig, index: int, *, merge_qkv: bool, kernels: LayerKernels) -> None:
         super().__init__()
@@ -448,7 +433,8 @@ class DecoderLayer(nn.Module):
         self.mlp = _feed_forward(width, layer.ffn, kernels)
         self.mlp_output_norm = norm(exists=norms in ("post", "sandwich"))
         self.has_experts = isinstance(self.mlp, MixtureOfExperts)
-        self.rope = attention.rope
+        self.rotary = attention.rotary
+        self.layer_scalar = nn.Parameter(torch.empty(1), requires_grad=False) if layer.output_scale else None
 
     def forward(
         self, hidden: Tensor, layout: SequenceLayout, rope: RopeTables | None, recorded: Tensor | None = None
@@ -461,10 +447,15 @@ class DecoderLayer(nn.Module):
         else:
             hidden = self.add(hidden, attended)
             normed = normed if self.is_parallel else hidden
-        if not isinstance(self.mlp, MixtureOfExperts):
-            return self.add(hidden, self._scaled(self.mlp(normed), self.mlp_output_norm))
-        out, routes = self.mlp(normed, layout.rows, recorded)
-        return self.add(hidden, self._scaled(out, self.mlp_output_norm)), routes
+        routes = None
+        if isinstance(self.mlp, MixtureOfExperts):
+            out, routes = self.mlp(normed, layout.rows, recorded)
+        else:
+            out = self.mlp(normed)
+        hidden = self.add(hidden, self._scaled(out, self.mlp_output_norm))
+        if self.layer_scalar is not None:
+            hidden = hidden * self.layer_scalar.to(hidden.dtype)
+        return hidden if routes is None else (hidden, routes)
 
     def _scaled(self, out: Tensor, norm: RMSNorm | LayerNorm | None) -> Tensor:
         """What is added to the residual stream for the output of a block."""

@@ -76,11 +76,12 @@ class ExpertsConfig:
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """One layer of a decoder."""
+    """One layer of a decoder. output_scale: whether checkpoints have a factor on its output."""
 
     attention: AttentionConfig
     ffn: DenseConfig | ExpertsConfig
     norms: Arrangement = "pre"
+    output_scale: bool = False
 
 
 @dataclass(frozen=True)
@@ -139,27 +140,21 @@ class DecoderConfig:
         return len(self.layers)
 
     @property
-    def attention(self) -> AttentionConfig:
-        """The attention of the first layer. Other layers may differ only in `scale`, `window` and `rope`."""
-        return self.layers[0].attention
-
-    @property
-    def ropes(self) -> tuple[RopeConfig, ...]:
-        """The different rotary embeddings of the layers."""
-        found = (layer.attention.rope for layer in self.layers)
-        return tuple(dict.fromkeys(rope for rope in found if rope is not None))
+    def attentions(self) -> tuple[AttentionConfig, ...]:
+        """The attention of each layer."""
+        return tuple(layer.attention for layer in self.layers)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
         """For each layer, how many tokens a token attends to; None for all earlier ones."""
-        return tuple(layer.attention.window for layer in self.layers)
+        return tuple(attention.window for attention in self.attentions)
 
-    def attention_request(self, device_type: str, dtype: torch.dtype) -> AttentionRequest:
-        """What all layers together require of an attention backend, if they compute in `dtype`."""
-        window = next((window for window in self.windows if window is not None), None)
-        softcaps = (layer.attention.softcap for layer in self.layers)
-        softcap = next((softcap for softcap in softcaps if softcap is not None), None)
-        return AttentionRequest(device_type, dtype, self.attention.head_dim, window, softcap=softcap)
+    def attention_requests(self, device_type: str, dtype: torch.dtype) -> tuple[AttentionRequest, ...]:
+        """What each layer requires of an attention backend, if it computes in `dtype`."""
+        return tuple(
+            AttentionRequest(device_type, dtype, each.head_dim, each.window, softcap=each.softcap)
+            for each in self.attentions
+        )
 
     @property
     def has_experts(self) -> bool:

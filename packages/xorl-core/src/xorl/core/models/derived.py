@@ -52,7 +52,9 @@ def _recipe(model: nn.Module, path: str, leaf: str, shape: tuple[int, ...], name
     if name in STACKED and name not in names.stacked:
         assert isinstance(of_block, (Attention, GatedMLP)), f"{block}: does not say how it stacks {name}"
         rows = of_block.stacked_rows[name]
-        sources = tuple(f"{names.in_checkpoint(f'{block}.{each}')}.{leaf}" for each in STACKED[name])
+        # Without a projection of values, the last one is missing.
+        parts = STACKED[name][: len(rows)]
+        sources = tuple(f"{names.in_checkpoint(f'{block}.{each}')}.{leaf}" for each in parts)
         return Rows(sources, tuple(rows), shape[1:])
     return unchanged(f"{names.in_checkpoint(path)}.{leaf}", shape)
 

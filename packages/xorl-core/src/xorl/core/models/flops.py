@@ -30,10 +30,11 @@ def training_flops(config: DecoderConfig, lengths: Iterable[int], *, num_frozen:
     if not 0 <= num_frozen <= num_parameters:
         raise ValueError(f"num_frozen: {num_frozen} is not from 0 to {num_parameters}, the parameters in matrices")
     per_token = FLOPS_PER_MULTIPLY_ADD * (PRODUCTS_PER_FORWARD_PRODUCT * num_parameters - num_frozen)
-    per_pair = FLOPS_PER_MULTIPLY_ADD * PRODUCTS_PER_FORWARD_PRODUCT * 2 * config.attention.q_rows
-    windows = Counter(config.windows).items()
+    per_pair: Counter[int | None] = Counter()  # by window
+    for attention in config.attentions:
+        per_pair[attention.window] += FLOPS_PER_MULTIPLY_ADD * PRODUCTS_PER_FORWARD_PRODUCT * 2 * attention.q_rows
     return sum(
-        per_token * length + per_pair * sum(count * causal_pairs(length, window) for window, count in windows)
+        per_token * length + sum(flops * causal_pairs(length, window) for window, flops in per_pair.items())
         for length in lengths
     )
 
@@ -59,7 +60,7 @@ def forward_costs(config: DecoderConfig, length: int) -> tuple[list[float], floa
 
 def _layer_columns(layer: LayerConfig) -> int:
     """The number of parameters in a layer's matrices, divided by the model's width."""
-    attention = 2 * layer.attention.q_rows + 2 * layer.attention.kv_rows
+    attention = sum(layer.attention.row_counts) + layer.attention.q_rows
     ffn = layer.ffn
     if isinstance(ffn, DenseConfig):
         return attention + _dense_columns(ffn)

@@ -108,6 +108,15 @@ class HFConfig:
             raise ValueError(f"{self.architecture}: {key} must be a mapping, got {value!r}")
         return HFConfig(value, f"{self.architecture}: {key}")
 
+    def by_layer(self, key: str, num_layers: int) -> list["HFConfig"]:
+        """A reader for each layer's entry in a mapping by the number of a layer; empty for layers without one."""
+        entries = self.nested(key)
+        names = {int(name): name for name in entries._given if name.isdecimal()}
+        if len(names) < len(entries._given) or not names.keys() <= set(range(num_layers)):
+            given = ", ".join(map(str, entries._given))
+            raise ValueError(f"{entries.architecture} must be by numbers of layers, 0 to {num_layers - 1}, got {given}")
+        return [entries.nested(names.get(index, str(index))) for index in range(num_layers)]
+
     def expect(self, key: str, value: ValueT, allowed: Iterable[ValueT]) -> ValueT:
         """Return `value`; raise if it is not one of `allowed`."""
         allowed = list(allowed)

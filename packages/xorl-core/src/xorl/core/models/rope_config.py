@@ -144,6 +144,15 @@ def _read_longrope(hf: HFConfig, rope: HFConfig, theta: float, max_position_embe
     )
 
 
+def _read_proportional(hf: HFConfig, rope: HFConfig, theta: float, max_position_embeddings: int) -> RopeConfig:
+    return RopeConfig(
+        theta=theta,
+        kind="proportional",
+        factor=rope.get("factor", float, 1.0),
+        rotated_fraction=rope.get("partial_rotary_factor", float, 1.0),
+    )
+
+
 def _yarn_magnitude(factor: float, weight: float) -> float:
     """The scale of attention's inputs for an extended context (arXiv:2309.00071, section 3.4)."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
@@ -162,5 +171,6 @@ _READERS: Mapping[RopeKind, Callable[[HFConfig, HFConfig, float, int], RopeConfi
         "yarn": _read_yarn,
         "banded": _read_banded,
         "longrope": _read_longrope,
+        "proportional": _read_proportional,
     }
 )

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from xorl.core.nn.kernels import LayerKernels
 from xorl.core.nn.layers import Linear
-from xorl.core.nn.norms import HeadNorm, NormConfig, NormOfHeads
+from xorl.core.nn.norms import HeadNorm, NormConfig, NormOfHeads, unweighted_norm
 from xorl.core.nn.rotary import RopeConfig
 from xorl.core.nn.ulysses import ulysses_attention
 from xorl.kernels.attention import AttentionFn, AttentionSpec, CachedLayout, cached_attention
@@ -49,6 +49,8 @@ class AttentionConfig:
         qk_norm: whether queries and keys are normalised, each head alone or all heads together.
         norm_after_rope: whether heads are normalised after the rotation.
         temperature: a factor on queries by their position.
+        v_is_k: whether values are the keys before their norm and rotation, instead of a projection of their own.
+        v_norm: whether the heads of values are normalised, without a weight.
     """
 
     num_heads: int
@@ -63,6 +65,8 @@ class AttentionConfig:
     norm_after_rope: bool = False
     temperature: Temperature | None = None
     softcap: float | None = None
+    v_is_k: bool = False
+    v_norm: bool = False
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -76,6 +80,17 @@ class AttentionConfig:
             raise ValueError("norm_after_rope: all heads together are normalised before the rotation only")
         if self.rope is not None:
             self.rope.check_factors(self.head_dim)
+
+    @property
+    def row_counts(self) -> tuple[int, ...]:
+        """Output features of the projections of queries, keys and values, as far as there are any."""
+        counts = HeadShape(self.num_heads, self.num_kv_heads, self.head_dim).row_counts
+        return counts[:2] if self.v_is_k else counts
+
+    @property
+    def rotary(self) -> tuple[RopeConfig, int] | None:
+        """The rotary embedding and the number of channels of a head, which define its tables; None without one."""
+        return None if self.rope is None else (self.rope, self.head_dim)
 
     @property
     def spec(self) -> AttentionSpec:
@@ -119,21 +134,24 @@ class Attention(nn.Module):
         super().__init__()
         self.ranks = ranks = kernels.tensor
         head_dim = config.head_dim
-        counts = HeadShape(config.num_heads, config.num_kv_heads, head_dim).row_counts
+        counts = config.row_counts
         self.shape = HeadShape(config.num_heads // ranks.size, max(1, config.num_kv_heads // ranks.size), head_dim)
         self.spec = config.spec
         self.rope = config.rope
         self.temperature = config.temperature
         self.norm_after_rope = config.norm_after_rope
+        self.v_is_k = config.v_is_k
+        self.v_norm_eps = norm.eps if config.v_norm else None
         self.kernels = kernels
         self.merge_qkv = merge_qkv
         if merge_qkv:
             self.qkv_proj = Linear.column_parallel(width, counts, bias=config.qkv_bias, ranks=ranks, head=head_dim)
         else:
-            self.q_proj, self.k_proj, self.v_proj = (
+            self.q_proj, self.k_proj, *v_proj = (
                 Linear.column_parallel(width, [count], bias=config.qkv_bias, ranks=ranks, head=head_dim)
                 for count in counts
             )
+            self.v_proj = v_proj[0] if v_proj else None
         self.q_norm = self.k_norm = None
         if config.qk_norm == "head":
             self.q_norm, self.k_norm = HeadNorm(head_dim, norm), HeadNorm(head_dim, norm)
@@ -145,15 +163,31 @@ class Attention(nn.Module):
     @property
     def stacked_rows(self) -> Mapping[str, Sequence[int]]:
         """By name of each projection that stacks several matrices: the number of rows of each of them."""
-        return {"qkv_proj": self.shape.row_counts} if self.merge_qkv else {}
+        return {"qkv_proj": self._row_counts} if self.merge_qkv else {}
+
+    @property
+    def _row_counts(self) -> tuple[int, ...]:
+        return self.shape.row_counts[:2] if self.v_is_k else self.shape.row_counts
 
     def forward(self, x: Tensor, layout: SequenceLayout, rope: RopeTables | None) -> Tensor:
         x = self.ranks.gather(x)
-        projected = (self.qkv_proj(x),) if self.merge_qkv else (self.q_proj(x), self.k_proj(x), self.v_proj(x))
-        q, k, v = self._heads(projected, rope)  # [T, H or G, C]
+        q, k, v = self._heads(self._project(x), rope)  # [T, H or G, C]
+        if self.v_norm_eps is not None:
+            v = unweighted_norm(v, self.v_norm_eps)
         if self.temperature is not None:
             q = self.kernels.round_heads((q * self.temperature.of(layout.positions)[:, None, None]).to(q.dtype))
         return self.ranks.scatter(self.o_proj(self._attend(q, k, v, layout).flatten(-2)))
+
+    def _project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """[T, (H + 2G) * C], or queries, keys and values."""
+        if not self.merge_qkv:
+            q, k = self.q_proj(x), self.k_proj(x)
+            return q, k, k if self.v_proj is None else self.v_proj(x)
+        qkv = self.qkv_proj(x)
+        if not self.v_is_k:
+            return (qkv,)
+        q, k = qkv.split(self._row_counts, dim=-1)
+        return q, k, k
 
     def _heads(self, projected: tuple[Tensor, ...], rope: RopeTables | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, normalised and rotated."""

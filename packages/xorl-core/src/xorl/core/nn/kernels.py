@@ -42,6 +42,7 @@ class LayerKernels:
     The defaults are plain torch, which runs on any device and in any floating-point dtype.
 
     Attributes:
+        attention_by_layer: the attention function of each layer, if one does not serve them all.
         add: adds a layer's last output to the residual stream.
         experts: computes the experts of a layer.
         dispatcher: sends tokens to the ranks of their experts; None: every rank holds all experts.
@@ -52,6 +53,7 @@ class LayerKernels:
     """
 
     attention: AttentionFn = sdpa_attention
+    attention_by_layer: tuple[AttentionFn, ...] = ()
     add_rms_norm: Callable[[Tensor, Tensor | None, Tensor, float, float], tuple[Tensor, Tensor]] = (
         reference.add_rms_norm
     )
@@ -65,6 +67,10 @@ class LayerKernels:
     norm: Callable[[Tensor, Tensor, float, float], Tensor] = reference.rms_norm
     rotate: Callable[..., Tensor] = reference.apply_rope
     round_heads: Callable[[Tensor], Tensor] = _unchanged
+
+    def of_layer(self, index: int) -> LayerKernels:
+        """The functions of one layer of the decoder."""
+        return replace(self, attention=self.attention_by_layer[index]) if self.attention_by_layer else self
 
     def split_heads_of(self, rope: RopeConfig | None) -> SplitHeadsFn:
         """The function for heads with this rotation."""

@@ -126,6 +126,11 @@ class LayerNorm(nn.Module):
         return f"{self.weight.shape[0]}, eps={self.eps}"
 
 
+def unweighted_norm(x: Tensor, eps: float) -> Tensor:
+    """x / rms(x) over the last dimension, computed in fp32 at least, in the dtype of x."""
+    return F.rms_norm(x.to(torch.promote_types(x.dtype, torch.float32)), x.shape[-1:], eps=eps).to(x.dtype)
+
+
 def make_norm(width: int, config: NormConfig, kernels: LayerKernels) -> RMSNorm | LayerNorm:
     """The norm that a configuration describes."""
     return RMSNorm(width, config, kernels) if config.kind == "rms" else LayerNorm(width, config)

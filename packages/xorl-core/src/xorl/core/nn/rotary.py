@@ -21,7 +21,7 @@ from xorl.kernels.copies import copy_to
 from xorl.kernels.fused import RopeTables
 from xorl.kernels.layout import SequenceLayout
 
-RopeKind = Literal["default", "linear", "dynamic", "yarn", "banded", "longrope"]
+RopeKind = Literal["default", "linear", "dynamic", "yarn", "banded", "longrope", "proportional"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,8 @@ class RopeConfig:
         kind: default; linear (positions divided by factor); dynamic (NTK-aware: the base grows with the document's
             length beyond the trained length); yarn (arXiv:2309.00071); banded (low frequencies divided by factor,
             high ones kept, linear interpolation between); longrope (each frequency divided by a factor of its own, one
-            for documents up to the trained length and another for longer ones, arXiv:2402.13753).
+            for documents up to the trained length and another for longer ones, arXiv:2402.13753); proportional (only
+            the pairs with the highest frequencies rotate, those of the first `rotated_fraction`).
         factor: the ratio of the extended context length to the trained one.
         trained_length: the context length in pre-training, in tokens.
         low_freq_factor, high_freq_factor: for banded; trained_length divided by each gives the longest and shortest
@@ -43,6 +44,7 @@ class RopeConfig:
         truncate: for yarn; round these bounds outwards to whole channel pairs.
         attention_factor: the factor on cosines and sines.
         short_factors, long_factors: for longrope, by channel pair.
+        rotated_fraction: for proportional.
         rotary_dim: how many channels of a head rotate, the first ones; None: all of them.
         interleaved: whether channels 2i and 2i + 1 are a pair, instead of i and i + rotary_dim / 2.
     """
@@ -59,6 +61,7 @@ class RopeConfig:
     attention_factor: float = 1.0
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
+    rotated_fraction: float = 1.0
     rotary_dim: int | None = None
     interleaved: bool = False
 
@@ -149,6 +152,12 @@ def _divided(config: RopeConfig, head_dim: int, factors: tuple[float, ...]) -> T
     return _inverse_frequencies(config.theta, head_dim) / torch.tensor(factors, dtype=torch.float32, device="cpu")
 
 
+def _proportional(config: RopeConfig, head_dim: int) -> Tensor:
+    inv_freq = _inverse_frequencies(config.theta, head_dim) / config.factor
+    inv_freq[int(config.rotated_fraction * head_dim / 2) :] = 0
+    return inv_freq
+
+
 def _dynamic_theta(config: RopeConfig, head_dim: int, length: int) -> float:
     stretch = config.factor * length / config.trained_length - (config.factor - 1)
     return config.theta * stretch ** (head_dim / (head_dim - 2))
@@ -191,5 +200,6 @@ ROPE_KINDS: Mapping[RopeKind, Callable[[RopeConfig, int], Tensor]] = MappingProx
         "yarn": _yarn,
         "banded": _banded,
         "longrope": _longrope,
+        "proportional": _proportional,
     }
 )

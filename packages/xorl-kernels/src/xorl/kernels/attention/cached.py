@@ -30,7 +30,13 @@ from xorl.kernels.torch_private import flash_attention_forward
 
 
 class KeyValueCache:
-    """Keys and values of all layers, [layers, E * B, G, C] each; block e occupies the rows [e * B, (e + 1) * B).
+    """Keys and values of all layers; block e occupies the rows [e * B, (e + 1) * B).
+
+    Args:
+        layers: (G, C) of each layer.
+
+    Attributes:
+        keys, values: [E * B, G, C], of each layer.
 
     Raises ValueError for sizes below 1, and a dtype that is not of floating point.
     """
@@ -38,22 +44,25 @@ class KeyValueCache:
     def __init__(
         self,
         *,
-        num_layers: int,
+        layers: Sequence[tuple[int, int]],
         num_blocks: int,
         block_size: int,
-        num_kv_heads: int,
-        head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        sizes = {"num_layers": num_layers, "num_blocks": num_blocks, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-        for name, size in {"block_size": block_size, **sizes}.items():
+        check_at_least("number of layers", len(layers), 1)
+        for name, size in {"block_size": block_size, "num_blocks": num_blocks}.items():
             check_at_least(name, size, 1)
+        for num_kv_heads, head_dim in layers:
+            check_at_least("layers: num_kv_heads", num_kv_heads, 1)
+            check_at_least("layers: head_dim", head_dim, 1)
         check_floating("dtype", dtype)
         self.block_size = block_size
         self.num_blocks = num_blocks
-        shape = (2, num_layers, num_blocks * block_size, num_kv_heads, head_dim)
-        self.keys, self.values = torch.empty(shape, dtype=dtype, device=device).unbind()
+        self.keys, self.values = (
+            [torch.empty((num_blocks * block_size, *shape), dtype=dtype, device=device) for shape in layers]
+            for _ in range(2)
+        )
 
 
 class CachedLayout(SequenceLayout):
