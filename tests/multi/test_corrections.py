@@ -13,7 +13,7 @@ from tiny_models import hf_config, write_config
 from xorl.ckpt.reader import source_shapes
 from xorl.core import runtime
 from xorl.core.loss import cross_entropy
-from xorl.core.nn.moe import Router
+from xorl.core.nn.moe import MixtureOfExperts
 from xorl.train import verify
 from xorl.train.build import build_engine
 from xorl.train.export.folder import ModelExport
@@ -22,7 +22,7 @@ from xorl.train.model_source import read_architecture
 
 FAMILY = "glm4_moe"
 FURTHER = "model.layers.2.eh_proj.weight"
-IN_BF16 = {"enable_mixed_precision": True, "param_dtype": "bf16"}
+IN_BF16 = {"enable_mixed_precision": True, "param_dtype": "bf16", "reshard_after_forward": True}
 
 
 def write_model(folder: Path) -> dict[str, Tensor]:
@@ -39,12 +39,12 @@ def write_model(folder: Path) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("layout", ["fsdp 2", "ep 2", "tp 2, fsdp"])
 def test_corrections_stay_as_they_are(layout: str, run_ranks, tmp_path: Path) -> None:
-    # Catches corrections that are gathered or exported in bf16, decayed, or dropped, and layers that predict further
-    # tokens and get lost.
+    # Catches corrections that are gathered or exported in bf16, decayed, dropped, or freed with a router that is a unit
+    # of its own, and layers that predict further tokens and get lost.
     saved = write_model(tmp_path / FAMILY)
     name = next(name for name in saved if name.endswith("correction_bias"))
     train = {**LAYOUTS[layout].train, **IN_BF16, "weight_decay": 0.5}
-    folder = {"config_path": None, "model_path": str(tmp_path / FAMILY)}
+    folder = {"config_path": None, "model_path": str(tmp_path / FAMILY), "basic_modules": ["gate"]}
 
     def run() -> list[Tensor]:
         config = run_config(tmp_path, FAMILY, train, of_model=folder)
@@ -53,9 +53,9 @@ def test_corrections_stay_as_they_are(layout: str, run_ranks, tmp_path: Path) ->
         mesh = mesh_for(config)
         engine = build_engine(config, architecture, mesh, torch.device("cpu"))
         used: list[Tensor] = []
-        for router in engine.model.module.modules():
-            if isinstance(router, Router) and router.correction is not None:
-                router.register_forward_pre_hook(lambda router, _: used.append(router.correction.detach().clone()))
+        for mixture in engine.model.module.modules():
+            if isinstance(mixture, MixtureOfExperts):
+                mixture.register_forward_pre_hook(lambda mixture, _: used.append(mixture.correction.detach().clone()))
         for step in range(2):
             batches = verify.batches_of(step, 4, architecture.config.vocab_size, config, mesh)
             losses = engine.forward_backward(batches, cross_entropy)

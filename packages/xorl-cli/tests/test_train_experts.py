@@ -16,7 +16,7 @@ from xorl.config import Config, server_config_from_mapping
 from xorl.config.local import LoraConfig
 from xorl.core.loss import cross_entropy
 from xorl.core.mesh import Mesh
-from xorl.core.nn.moe import Router
+from xorl.core.nn.moe import MixtureOfExperts, Router
 from xorl.core.runtime import Runtime
 from xorl.kernels.layout import SequenceLayout
 from xorl.lora.quantized import QuantizedExpertLinear, quantized_layers
@@ -98,13 +98,13 @@ def test_corrections_are_frozen_and_in_fp32_whatever_is_trained(param_dtype: str
     thawed = LoraConfig(enable_lora=True, lora_target_modules=["q_proj"], modules_to_save=["gate"])
     for lora in (config.lora, thawed):
         decoder = sketch_model(architecture, config.model, config.train, lora)
-        routers = [module for module in decoder.modules() if isinstance(module, Router)]
-        assert len(routers) == 3
-        for router in routers:
-            assert router.weight.requires_grad
-            assert router.correction is not None
-            assert not router.correction.requires_grad
-            assert router.correction.dtype == torch.float32
+        mixtures = [module for module in decoder.modules() if isinstance(module, MixtureOfExperts)]
+        assert len(mixtures) == 3
+        for mixture in mixtures:
+            assert mixture.gate.weight.requires_grad
+            assert mixture.correction is not None
+            assert not mixture.correction.requires_grad
+            assert mixture.correction.dtype == torch.float32
 
 
 @pytest.mark.parametrize(

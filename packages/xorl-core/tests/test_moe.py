@@ -11,7 +11,7 @@ from tiny_models import hf_config
 from xorl.core.models import Decoder
 from xorl.core.models.router_losses import RouterLossOptions, RouterSums
 from xorl.core.nn.kernels import LayerKernels
-from xorl.core.nn.moe import Router
+from xorl.core.nn.moe import MixtureOfExperts, Router
 from xorl.core.optim import MuonOptions, OptimizerName, build_optimizer
 from xorl.core.optim.muon import lr_ratio
 from xorl.core.optim.newton_schulz import orthogonalise
@@ -32,9 +32,9 @@ def make_decoder(**changes: object) -> Decoder:
 def make_corrected() -> Decoder:
     """With scores that are corrected and grouped, and shared experts."""
     decoder = tiny_decoder(CORRECTED, seed=1, kernels=LayerKernels())
-    for router in decoder.modules():
-        if isinstance(router, Router):
-            nn.init.normal_(router.correction, std=0.2, generator=torch.Generator().manual_seed(2))
+    for mixture in decoder.modules():
+        if isinstance(mixture, MixtureOfExperts):
+            nn.init.normal_(mixture.correction, std=0.2, generator=torch.Generator().manual_seed(2))
     return decoder
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from xorl.core.models.recipes import CheckpointNames, Constant, Part, Rows, WeightRecipe, unchanged
 from xorl.core.nn import Attention, GatedMLP
-from xorl.core.nn.moe import ExpertLinear, Router
+from xorl.core.nn.moe import ExpertLinear
 from xorl.core.nn.roles import DeclaresRoles
 
 # The layers that a native one stacks, in the order of their rows.
@@ -27,17 +27,14 @@ def recipes_of(model: nn.Module, names: CheckpointNames) -> dict[str, WeightReci
             continue
         for leaf, parameter in module.named_parameters(recurse=False):
             name = f"{path}.{leaf}"
-            if isinstance(module, Router) and leaf == "correction":
+            role = module.roles.get(leaf) if isinstance(module, DeclaresRoles) else None
+            if role == "correction":
                 table[name] = _correction_recipe(path, len(parameter), names)
-            elif _is_constant(module, leaf):
+            elif role == "constant":
                 table[name] = Constant(f"{names.in_checkpoint(path)}.{leaf}")
             else:
                 table[name] = _recipe(model, path, leaf, tuple(parameter.shape), names)
     return table
-
-
-def _is_constant(module: object, leaf: str) -> bool:
-    return isinstance(module, DeclaresRoles) and module.roles.get(leaf) == "constant"
 
 
 def _recipe(model: nn.Module, path: str, leaf: str, shape: tuple[int, ...], names: CheckpointNames) -> WeightRecipe:
@@ -75,5 +72,5 @@ def _expert_recipe(path: str, module: ExpertLinear, names: CheckpointNames) -> W
 
 def _correction_recipe(path: str, num_experts: int, names: CheckpointNames) -> WeightRecipe:
     assert names.experts is not None, f"{path}: the family's names have no experts"
-    layer = names.in_checkpoint(path.removesuffix(".mlp.gate"))
+    layer = names.in_checkpoint(path.removesuffix(".mlp"))
     return Rows((f"{layer}.{names.experts.correction}",), (num_experts,), (), keeps_dtype=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import ClassVar, Literal, NamedTuple, Protocol, Self
+from typing import ClassVar, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -70,24 +70,14 @@ class Router(nn.Module):
 
     Attributes:
         fp32: multiply in fp32; False multiplies in the dtype of x and then widens.
-        correction: [E] in fp32, what is added to scores for the choice; None for nothing. It has no gradient, and stays
-            as it is.
     """
 
-    roles: ClassVar[Mapping[str, Role]] = MappingProxyType({"weight": "router", "correction": "correction"})
+    roles: ClassVar[Mapping[str, Role]] = MappingProxyType({"weight": "router"})
 
-    def __init__(self, width: int, num_experts: int, *, corrected: bool = False) -> None:
+    def __init__(self, width: int, num_experts: int) -> None:
         super().__init__()
         self.fp32 = True
         self.weight = nn.Parameter(torch.empty(num_experts, width))
-        self.correction = None
-        if corrected:
-            self.correction = nn.Parameter(torch.empty(num_experts, dtype=torch.float32), requires_grad=False)
-
-    def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Train the weight or not; the correction is never trained."""
-        self.weight.requires_grad_(requires_grad)
-        return self
 
     def forward(self, x: Tensor) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -270,11 +260,15 @@ class MixtureOfExperts(nn.Module):
 
     Attributes:
         router: how experts are chosen and weighted.
+        correction: [E] in fp32, what is added to scores for the choice; None for nothing. It is never trained, and not
+            a part of the router, of which it therefore does not share the flags.
         shared_experts: a block that computes every token; None: there is none.
         shared_expert_gate: its output is multiplied by the sigmoid of this router's logit; None: it is not.
         shared_factors: of adapters, what all experts share; None if they share nothing. It is beside the experts, not
             part of them, because ranks that hold different experts all have it.
     """
+
+    roles: ClassVar[Mapping[str, Role]] = MappingProxyType({"correction": "correction"})
 
     shared_factors: SharedFactorsProtocol | None
 
@@ -294,7 +288,10 @@ class MixtureOfExperts(nn.Module):
         self.num_experts = num_experts
         self.num_active = num_active
         self.router = router
-        self.gate = Router(width, num_experts, corrected=router.corrected)
+        self.gate = Router(width, num_experts)
+        self.correction = None
+        if router.corrected:
+            self.correction = nn.Parameter(torch.empty(num_experts, dtype=torch.float32), requires_grad=False)
         self.experts = Experts(width, expert_width, num_experts, kernels=kernels)
         self.shared_experts = shared
         self.shared_expert_gate = Router(width, 1) if shared_gate else None
@@ -331,8 +328,8 @@ class MixtureOfExperts(nn.Module):
 
     def _choose(self, scores: Tensor) -> Tensor:
         """The experts [T, K] of each token, by scores [T, E]."""
-        if self.gate.correction is not None:
-            scores = scores + self.gate.correction
+        if self.correction is not None:
+            scores = scores + self.correction
         if self.router.is_grouped:
             scores = in_best_groups(scores, self.router.num_groups, self.router.num_active_groups)
         return top_experts(scores, self.num_active)
