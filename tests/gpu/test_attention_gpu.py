@@ -66,6 +66,29 @@ def test_backend_matches_the_plain_twin(backend, num_heads, num_kv_heads, head_d
     )
 
 
+@pytest.mark.parametrize("lengths", [RAGGED, EQUAL], ids=["ragged", "equal"])
+@pytest.mark.parametrize(("head_dim", "v_head_dim"), [(64, 64), (72, 72), (80, 80), (128, 128), (192, 128), (64, 96)])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_attention_to_later_tokens_and_values_of_another_width(backend, causal, head_dim, v_head_dim, lengths):
+    """Catches a mask that stays or is missing in one pass, and channels of values that are cut at the wrong end."""
+    request = AttentionRequest("cuda", torch.bfloat16, max(head_dim, v_head_dim), deterministic=False, causal=causal)
+    try:
+        attention = resolve_attention(backend, request)
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    options = {
+        "layout": SequenceLayout.from_lengths(lengths, "cuda"),
+        "spec": AttentionSpec(head_dim**-0.5, causal=causal),
+    }
+    q, k, _ = make_inputs(lengths, 4, 2, head_dim, torch.bfloat16)
+    assert_matches_reference(
+        lambda q, k, v: attention(q, k, v, **options),
+        lambda q, k, v: eager_attention(q, k, v, **options),
+        (q, k, make_inputs(lengths, 4, 2, v_head_dim, torch.bfloat16)[2]),
+    )
+
+
 @pytest.mark.parametrize("window", [None, 33, 500])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(8, 2, 128), (4, 4, 64), (6, 2, 80)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -23,7 +23,8 @@ RANKS = {"ring": {"ring": 2}, "ulysses": {"ulysses": 2}, "both": {"ring": 2, "ul
 
 def inputs() -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(0)
-    shapes = [(sum(LENGTHS), heads, 8) for heads in (8, 4, 4)]
+    # Values are wider than keys.
+    shapes = [(sum(LENGTHS), heads, width) for heads, width in ((8, 8), (4, 8), (4, 12))]
     return *(torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes), torch.linspace(-2, 3, 8)
 
 

@@ -133,12 +133,14 @@ REFUSED = {
             ((60, 4, 8), (60, 2, 8), None, "must have the 48 tokens of the layout; got q .60"),
             ((48, 4, 8), (47, 2, 8), None, "the 48 tokens of the layout"),
             ((48, 4, 8), (48, 3, 8), None, "query heads must be a multiple .* q .48, 4, 8., k .48, 3, 8."),
-            ((48, 4, 8), (48, 2, 6), None, r"q must be \[T, H, C\], k and v \[T, G, C\]"),
+            ((48, 4, 8), (48, 2, 6), None, r"q must be \[T, H, C\], k \[T, G, C\] and v"),
             ((48, 32), (48, 16), None, r"q must be \[T, H, C\]"),
             ((48, 4, 8), (48, 2, 8), 0, "window must be an integer of at least 1, or None"),
         )
     ],
     "a cast that nobody asked for": [
+        (lambda: attend(causal=False, window=2), "causal: False does not go with window=2"),
+        (lambda: attend(causal=None), "causal must be a bool"),
         (lambda: attend(key_dtype=torch.bfloat16), "same dtype, of floating point; got torch.float32, torch.bfloat16"),
     ],
     "integers that are truncated, and errors of torch that name no argument": [
@@ -223,6 +225,8 @@ REFUSED = {
     ],
     "keys that are rounded to integers": [
         (lambda: cache(block_size=0), "block_size must be "),
+        (lambda: cache(layers=[]), "number of layers must be "),
+        (lambda: cache(layers=[(1, 0)]), "layers: head_dim must be "),
         (lambda: cache(dtype=torch.int64), "dtype must be "),
         (lambda: cache(num_blocks=2.5), "num_blocks must be "),
     ],

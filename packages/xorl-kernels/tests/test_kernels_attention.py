@@ -108,6 +108,37 @@ def test_backend_matches_the_plain_twin(backend, num_heads, num_kv_heads, head_d
     )
 
 
+def attend_in_torch(q, k, v, *, causal, softcap):
+    """The formula for each document, in fp64, in operations that autograd differentiates."""
+    outs = []
+    for q_doc, k_doc, v_doc in zip(q.split(LENGTHS), k.split(LENGTHS), v.split(LENGTHS), strict=True):
+        k_doc, v_doc = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k_doc, v_doc))
+        scores = 0.2 * torch.einsum("qhc,khc->hqk", q_doc, k_doc)
+        scores = scores if softcap is None else softcap * (scores / softcap).tanh()
+        if causal:
+            scores = scores.masked_fill(torch.ones(len(q_doc), len(q_doc)).triu(1).bool(), float("-inf"))
+        outs.append(torch.einsum("hqk,khv->qhv", scores.softmax(-1), v_doc))
+    return torch.cat(outs)
+
+
+@pytest.mark.parametrize(("backend", "softcap"), [*((name, None) for name in BACKENDS), ("eager", 1.5)])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("head_dim", "v_head_dim"), [(24, 16), (16, 24), (20, 20)])
+def test_values_of_another_width_and_attention_to_later_tokens(backend, softcap, causal, head_dim, v_head_dim):
+    """Catches values cut or padded at the wrong end, a mask that stays, and one that is missing in a backward pass."""
+    q, k, _ = make_inputs(LENGTHS, 4, 2, head_dim, torch.float32)
+    inputs = q, k, make_inputs(LENGTHS, 4, 2, v_head_dim, torch.float32)[2]
+    layout = SequenceLayout.from_lengths(LENGTHS)
+    request = AttentionRequest("cpu", torch.float32, max(head_dim, v_head_dim), softcap=softcap, causal=causal)
+    attention, spec = resolve_attention(backend, request), AttentionSpec(0.2, softcap=softcap, causal=causal)
+    assert attention(*inputs, layout, spec).shape == (sum(LENGTHS), 4, v_head_dim)
+    assert_matches_reference(
+        lambda q, k, v: attention(q, k, v, layout, spec),
+        lambda q, k, v: attend_in_torch(q, k, v, causal=causal, softcap=softcap),
+        inputs,
+    )
+
+
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_document_is_bitwise_alone_in_its_pack(backend, window):
@@ -148,6 +179,8 @@ def test_a_copied_model_calls_the_same_operators():
 def test_the_pairs_that_count_as_work_are_those_that_see_each_other(window):
     """Catches operation counts, and with them MFU and TFLOP/s, over masked pairs or across documents."""
     counted = sum(int(causal_mask(length, length, window, torch.device("cpu")).sum()) for length in LENGTHS)
+    offsets = SequenceLayout.from_lengths(LENGTHS).offsets
+    assert visible_pairs(offsets, None, causal=False) == sum(length**2 for length in LENGTHS)
     assert visible_pairs(SequenceLayout.from_lengths(LENGTHS).offsets, window) == counted
 
 

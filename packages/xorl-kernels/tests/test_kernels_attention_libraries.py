@@ -5,6 +5,7 @@ argument goes where, how a window is counted, how the log-sum-exp lies.
 """
 
 import sys
+from functools import cache
 from importlib import import_module
 from types import ModuleType
 
@@ -22,7 +23,7 @@ CALLS = []
 
 
 def attend(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, longest, scale, left, right, softcap, deterministic=None, backward=None
+    q, k, v, cu_seqlens_q, cu_seqlens_k, longest, scale, causal, left, right, softcap, deterministic=None, backward=None
 ):
     """Attention as all three libraries define it: with `left` keys before the query, or all, and `right` after it."""
     assert cu_seqlens_q is cu_seqlens_k
@@ -33,7 +34,8 @@ def attend(
     window = None if left is None or left < 0 else left + 1
     assert window is None or right == 0
     CALLS.append((window, deterministic))
-    options = {"spec": AttentionSpec(scale, window, softcap or None), "deterministic": False}
+    spec = AttentionSpec(scale, window, softcap or None, causal or window is not None)
+    options = {"spec": spec, "deterministic": False}
     documents = Documents(cu_seqlens_q, cu_seqlens_q.long())
     if backward is None:
         return eager_forward(q, k, v, documents, documents, **options)
@@ -51,14 +53,16 @@ def flash_4():
             softmax_scale=None, causal=False, window_size_left=None, window_size_right=None, softcap=None,
             return_lse=False):  # fmt: skip
         assert return_lse
-        assert causal == (window_size_left is None)
-        shared = q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, softmax_scale, window_size_left, window_size_right
+        assert not (causal and window_size_left is not None)
+        row = q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, softmax_scale
+        shared = *row, causal, window_size_left, window_size_right
         return *attend(*shared, softcap), None, None, None
 
     def bwd(q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, window_size_left=None,
             window_size_right=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
             deterministic=False):  # fmt: skip
-        shared = q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, softmax_scale, window_size_left, window_size_right
+        row = q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, softmax_scale
+        shared = *row, causal, window_size_left, window_size_right
         return attend(*shared, softcap, deterministic, backward=(dout, out, lse))
 
     return {"flash_attn.cute.interface": {"_flash_attn_fwd": fwd, "_flash_attn_bwd": bwd}}
@@ -70,15 +74,17 @@ def flash_2():
     def forward(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
                 window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False,
                 block_table=None, leftpad_k=None, seqused_k=None, zero_tensors=False):  # fmt: skip
-        assert (causal, dropout_p, alibi_slopes, return_softmax) == (True, 0.0, None, False)
-        shared = q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, softmax_scale, window_size_left, window_size_right
+        assert (dropout_p, alibi_slopes, return_softmax) == (0.0, None, False)
+        row = q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, softmax_scale
+        shared = *row, causal, window_size_left, window_size_right
         return *attend(*shared, softcap), torch.empty(0), torch.empty(2)
 
     def backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
                  dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
                  deterministic, rng_state=None, zero_tensors=False):  # fmt: skip
-        assert (causal, dropout_p, alibi_slopes) == (True, 0.0, None)
-        shared = q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, softmax_scale, window_size_left, window_size_right
+        assert (dropout_p, alibi_slopes) == (0.0, None)
+        row = q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, softmax_scale
+        shared = *row, causal, window_size_left, window_size_right
         gradients = attend(*shared, softcap, deterministic, backward=(dout, out, softmax_lse))
         for into, gradient in zip((dq, dk, dv), gradients, strict=True):
             into.copy_(gradient)
@@ -104,8 +110,9 @@ FLASH_3_BACKWARD = """bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out,
     int sm_margin = 0) -> Tensor"""
 
 
+@cache
 def flash_3():
-    """flash_attn_3: operators that its extension registers."""
+    """flash_attn_3: operators that its extension registers, once in each process: torch keeps what it found."""
 
     # Arguments at their default are left out by the dispatcher.
     def forward(q, k, v, k_new, v_new, q_v, out, cu_seqlens_q, cu_seqlens_k, cu_seqlens_k_new, seqused_q, seqused_k,
@@ -113,15 +120,16 @@ def flash_3():
                 seqlens_rotary, q_descale, k_descale, v_descale, softmax_scale, is_causal, window_size_left=-1,
                 window_size_right=-1, attention_chunk=0, softcap=0.0, is_rotary_interleaved=False,
                 scheduler_metadata=None, num_splits=0):  # fmt: skip
-        assert (is_causal, num_splits) == (True, 1)
-        shared = q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, softmax_scale, window_size_left, window_size_right
+        assert num_splits == 1
+        row = q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, softmax_scale
+        shared = *row, is_causal, window_size_left, window_size_right
         return *attend(*shared, softcap), q.new_empty(0), q.new_empty(0)
 
     def backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
                  max_seqlen_q, max_seqlen_k, softmax_scale, is_causal, window_size_left=-1, window_size_right=-1,
                  softcap=0.0, deterministic=False):  # fmt: skip
-        assert is_causal
-        shared = q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, softmax_scale, window_size_left, window_size_right
+        row = q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, softmax_scale
+        shared = *row, is_causal, window_size_left, window_size_right
         gradients = attend(*shared, softcap, deterministic, backward=(dout, out, softmax_lse))
         for into, gradient in zip((dq, dk, dv), gradients, strict=True):
             into.copy_(gradient)
@@ -155,14 +163,15 @@ def attention(request):
         yield getattr(import_module(f"xorl.kernels.attention.{module}"), request.param)
 
 
-@pytest.mark.parametrize("window", [None, 1, 4])
-def test_an_adapter_gives_its_library_what_it_asks_for(attention, window):
-    """Catches a window off by one, a log-sum-exp transposed, or one argument in another's place, in either pass."""
+@pytest.mark.parametrize(("window", "causal"), [(None, True), (1, True), (4, True), (None, False)])
+def test_an_adapter_gives_its_library_what_it_asks_for(attention, window, causal):
+    """Catches a window off by one, a mask that is not asked for, a log-sum-exp transposed, or one argument in another's
+    place, in either pass."""
     layout = SequenceLayout.from_lengths(LENGTHS)
     generator = torch.Generator().manual_seed(0)
     # Values that are a slice of a projection, as those of a merged one are.
     qkv = torch.randn(sum(LENGTHS), 4 + 2 + 2, 8, generator=generator, dtype=torch.float32)
-    options = {"layout": layout, "spec": AttentionSpec(0.3, window)}
+    options = {"layout": layout, "spec": AttentionSpec(0.3, window, causal=causal)}
     assert_matches_reference(
         lambda x: attention.with_lse(*x.split([4, 2, 2], dim=1), **options),
         lambda x: eager_attention.with_lse(*x.split([4, 2, 2], dim=1), **options),

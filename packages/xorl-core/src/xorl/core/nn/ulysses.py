@@ -22,16 +22,20 @@ HeadsAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
 def ulysses_attention(attention: HeadsAttention, q: Tensor, k: Tensor, v: Tensor, group: RankGroup) -> Tensor:
     """`attention` over all ranks' tokens, from q [T / P, H, C] and k, v [T / P, G, C] of this rank's: [T / P, H, C].
 
+    Heads of values may have another number of channels, which those of the result then have.
+
     P divides H. If there are more ranks than key/value heads, each of these goes to several ranks. Collective.
     """
     num_ranks, num_heads = group.size, q.shape[1]
     if k.shape[1] % num_ranks:
         assert num_ranks % k.shape[1] == 0, "checked when the model was built"
         k, v = (x.repeat_interleave(num_ranks // k.shape[1], dim=1) for x in (k, v))
-    parts = [x.unflatten(1, (num_ranks, -1)) for x in (q, k, v)]  # [T / P, P, heads of a rank, C]
+    widths = [x.shape[2] for x in (q, k, v)]
+    parts = [x.unflatten(1, (num_ranks, -1)).flatten(2) for x in (q, k, v)]  # [T / P, P, heads of a rank * C]
     sizes = [part.shape[2] for part in parts]
     mine = _exchange(torch.cat(parts, dim=2).transpose(0, 1), group)  # by the rank of the tokens
-    q, k, v = mine.flatten(0, 1).split(sizes, dim=1)
+    shares = zip(mine.flatten(0, 1).split(sizes, dim=1), widths, strict=True)
+    q, k, v = (x.unflatten(1, (-1, width)) for x, width in shares)
     out = attention(q, k, v)  # [T, H / P, C]
     whole = _exchange(out.unflatten(0, (num_ranks, -1)), group)  # by the rank of the heads
     return whole.transpose(0, 1).reshape(-1, num_heads, out.shape[-1])

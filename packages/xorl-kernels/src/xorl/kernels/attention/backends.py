@@ -71,6 +71,8 @@ def register_attention(
     def refused(request: AttentionRequest) -> str | None:
         if request.sinks and not isinstance(attention, PackedAttention):
             return "it returns no log-sum-exp, which the sinks of the model's heads need"
+        if not request.causal and not isinstance(attention, PackedAttention):
+            return "it is causal"
         if not (isinstance(attention, PackedAttention) and attention.caps_scores) and uncapped_refusal(request):
             return uncapped_refusal(request)
         return refusal(request)

@@ -265,6 +265,8 @@ def cached_attention(
     """
     check_type("layout", layout, CachedLayout, "a MixedLayout or DecodeLayout")
     check_inputs(q, k, v, layout, spec, sinks)
+    if not spec.causal:
+        raise ValueError("spec.causal: tokens that are generated see earlier ones only")
     keys, values = layout.write(k, v)
     return layout.attend(q, keys, values, spec, sinks)
 

@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from xorl.kernels.attention.kernel import Gradients
+from xorl.kernels.attention.kernel import AttentionSpec, Gradients
 from xorl.kernels.torch_private import (
     scaled_dot_product_cudnn_attention,
     scaled_dot_product_cudnn_attention_backward,
@@ -18,14 +18,17 @@ from xorl.kernels.torch_private import (
 CUDNN_MAX_HEAD_DIM = 128
 
 
-def cudnn_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Causal attention of q [N, H, L, C] over k and v [N, G, L, C]: output like q, log-sum-exp fp32 [N, H, L]."""
-    out, lse, *_ = scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True, scale=scale)
+def cudnn_forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+    """Attention of q [N, H, L, C] over k and v [N, G, L, C], without a window.
+
+    Returns the output, like q, and the log-sum-exp, fp32 [N, H, L].
+    """
+    out, lse, *_ = scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, spec.causal, scale=spec.scale)
     return out, lse.reshape(out.shape[:3])
 
 
 def cudnn_backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spec: AttentionSpec
 ) -> Gradients:
     """The gradients of q, k and v. They are not deterministic."""
     lse = lse.contiguous()
@@ -45,8 +48,8 @@ def cudnn_backward(
         length,
         length,
         0.0,
-        True,
-        scale=scale,
+        spec.causal,
+        scale=spec.scale,
     )
 
 

@@ -75,7 +75,7 @@ def _options(documents: Documents, key_documents: Documents, spec: AttentionSpec
         "max_seqlen_k": key_documents.longest,
         "dropout_p": 0.0,
         "softmax_scale": spec.scale,
-        "causal": True,
+        "causal": spec.causal,
         "window_size_left": -1 if spec.window is None else spec.window - 1,
         "window_size_right": -1 if spec.window is None else 0,
         "softcap": spec.softcap or 0.0,

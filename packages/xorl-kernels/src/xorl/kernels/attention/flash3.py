@@ -98,7 +98,7 @@ def _options(documents: Documents, key_documents: Documents, spec: AttentionSpec
         "max_seqlen_q": documents.longest,
         "max_seqlen_k": key_documents.longest,
         "softmax_scale": spec.scale,
-        "is_causal": True,
+        "is_causal": spec.causal,
         "window_size_left": -1 if spec.window is None else spec.window - 1,
         "window_size_right": -1 if spec.window is None else 0,
         "softcap": spec.softcap or 0.0,

@@ -70,7 +70,7 @@ def _options(documents: Documents, key_documents: Documents, spec: AttentionSpec
         "max_seqlen_q": documents.longest,
         "max_seqlen_k": key_documents.longest,
         "softmax_scale": spec.scale,
-        "causal": spec.window is None,
+        "causal": spec.causal and spec.window is None,
         "window_size_left": None if spec.window is None else spec.window - 1,
         "window_size_right": None if spec.window is None else 0,
     }

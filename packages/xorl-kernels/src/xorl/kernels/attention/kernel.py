@@ -16,11 +16,13 @@ class AttentionSpec(NamedTuple):
         scale: multiplies the scores.
         window: a token sees itself and the `window` - 1 tokens before it; None: all tokens before it.
         softcap: scaled scores become softcap * tanh(scores / softcap); None: no cap.
+        causal: a token does not see later ones. Otherwise it sees all tokens of its document, and there is no window.
     """
 
     scale: float
     window: int | None = None
     softcap: float | None = None
+    causal: bool = True
 
 
 Gradients = tuple[Tensor, Tensor, Tensor]
@@ -47,8 +49,10 @@ class ForwardKernel(Protocol):
     """(q [T, H, C], k and v [S, G, C], ...) -> (output [T, H, C], log-sum-exp [H, T] in fp32, fp64 for fp64).
 
     There is at least one token. The rows of q are the ends of the documents whose keys are given: query i of m sees the
-    first n - m + i + 1 of n keys of its document, as far as the window allows. Without context parallelism,
-    `key_documents` is `documents`. With `deterministic`, the same inputs must give the same bits.
+    first n - m + i + 1 of n keys of its document, as far as the window allows, or all if attention is not causal.
+    Without context parallelism, `key_documents` is `documents`. With `deterministic`, the same inputs must give the
+    same bits. Heads of values may have another width V only for kernels that take it (`PackedAttention`); the output
+    has it.
     """
 
     def __call__(
@@ -88,8 +92,12 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def visible_pairs(offsets: Tensor, window: int | None, key_offsets: Tensor | None = None) -> int:
+def visible_pairs(
+    offsets: Tensor, window: int | None, key_offsets: Tensor | None = None, *, causal: bool = True
+) -> int:
     """The number of (query, key) pairs in all documents; a token sees itself and earlier tokens in its window.
+
+    Without `causal`, it sees all tokens of its document.
 
     `key_offsets` are those of the keys if there are more keys than queries; the queries are the last ones.
     """
@@ -100,4 +108,6 @@ def visible_pairs(offsets: Tensor, window: int | None, key_offsets: Tensor | Non
 
     lengths = offsets.diff()
     key_lengths = lengths if key_offsets is None else key_offsets.diff()
+    if not causal:
+        return int((lengths * key_lengths).sum())
     return int((pairs(key_lengths) - pairs(key_lengths - lengths)).sum())

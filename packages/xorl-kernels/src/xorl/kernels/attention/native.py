@@ -35,14 +35,14 @@ def native_forward(
     deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
     """`ForwardKernel` using cuDNN or FlashAttention 2, which both support grouped heads."""
-    length = _cudnn_length(q, k, v, documents, spec.window, deterministic)
+    length = _cudnn_length(q, k, v, documents, spec, deterministic)
     if length is not None:
         q, k, v = (_heads_first(x, length) for x in (q, k, v))
-        out, lse = cudnn_forward(q, k, v, spec.scale)
+        out, lse = cudnn_forward(q, k, v, spec)
         return out.transpose(1, 2).flatten(0, 1), lse.transpose(0, 1).flatten(1, 2)
-    options = {"return_debug_mask": False, "scale": spec.scale, **_window(spec.window)}
+    options = {"return_debug_mask": False, "scale": spec.scale, **_window(spec)}
     out, lse, *_ = flash_attention_forward(
-        q, k, v, *_lengths(documents, key_documents), 0.0, spec.window is None, **options
+        q, k, v, *_lengths(documents, key_documents), 0.0, spec.causal and spec.window is None, **options
     )
     return out, lse
 
@@ -61,11 +61,11 @@ def native_backward(
     deterministic: bool,
 ) -> Gradients:
     """`BackwardKernel`. In deterministic mode cuDNN is not used; FlashAttention 2 reads torch's setting itself."""
-    length = _cudnn_length(q, k, v, documents, spec.window, deterministic)
+    length = _cudnn_length(q, k, v, documents, spec, deterministic)
     if length is not None:
         grad_out, q, k, v, out = (_heads_first(x, length) for x in (grad_out, q, k, v, out))
         lse = lse.unflatten(1, (-1, length)).transpose(0, 1)  # [N, H, L]
-        gradients = cudnn_backward(grad_out, q, k, v, out, lse, spec.scale)
+        gradients = cudnn_backward(grad_out, q, k, v, out, lse, spec)
         grad_q, grad_k, grad_v = (x.transpose(1, 2).flatten(0, 1) for x in gradients)
         return grad_q, grad_k, grad_v
     # The operator requires a generator state, but does not read it without dropout.
@@ -79,10 +79,10 @@ def native_backward(
         lse,
         *_lengths(documents, key_documents),
         0.0,
-        spec.window is None,
+        spec.causal and spec.window is None,
         *generator,
         scale=spec.scale,
-        **_window(spec.window),
+        **_window(spec),
     )
 
 
@@ -94,9 +94,10 @@ def native_refusal(request: AttentionRequest) -> str | None:
     return uncapped_refusal(request) or flash_refusal(request, AMPERE)
 
 
-def _window(window: int | None) -> dict[str, int]:
+def _window(spec: AttentionSpec) -> dict[str, int]:
     """The kernel's window does not count the query itself; a right window of 0 makes attention causal."""
-    return {"window_size_left": -1 if window is None else window - 1, "window_size_right": 0}
+    left = -1 if spec.window is None else spec.window - 1
+    return {"window_size_left": left, "window_size_right": 0 if spec.causal else -1}
 
 
 def _lengths(documents: Documents, key_documents: Documents) -> tuple[Tensor, Tensor, int, int]:
@@ -104,7 +105,7 @@ def _lengths(documents: Documents, key_documents: Documents) -> tuple[Tensor, Te
 
 
 def _cudnn_length(
-    q: Tensor, k: Tensor, v: Tensor, documents: Documents, window: int | None, deterministic: bool
+    q: Tensor, k: Tensor, v: Tensor, documents: Documents, spec: AttentionSpec, deterministic: bool
 ) -> int | None:
     """L if the row consists of N documents of L tokens each and cuDNN should compute it, else None.
 
@@ -114,12 +115,12 @@ def _cudnn_length(
     has_one_length = length * (len(documents.offsets) - 1) == len(q) == len(k)
     if not has_one_length or length < CUDNN_MIN_LENGTH or length % CUDNN_LENGTH_MULTIPLE:
         return None
-    if deterministic or q.shape[2] > CUDNN_MAX_HEAD_DIM or (window is not None and window < length):
+    if deterministic or q.shape[2] > CUDNN_MAX_HEAD_DIM or (spec.window is not None and spec.window < length):
         return None
     if torch.cuda.get_device_capability(q.device)[0] < HOPPER:
         return None
     query, key, value = (_heads_first(x, length) for x in (q, k, v))
-    params = SDPAParams(query, key, value, None, 0.0, True, q.shape[1] != k.shape[1])
+    params = SDPAParams(query, key, value, None, 0.0, spec.causal, q.shape[1] != k.shape[1])
     return length if can_use_cudnn_attention(params) else None
 
 

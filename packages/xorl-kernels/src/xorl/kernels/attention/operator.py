@@ -13,6 +13,7 @@ from importlib import import_module
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
+from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
 from xorl.kernels.arguments import check_at_least, check_one_device, check_type
@@ -40,12 +41,20 @@ class PackedAttention:
         forward, backward: the kernels, as `xorl.kernels.attention.kernel` describes them; also attributes. They run
             without autograd.
         caps_scores: whether both kernels apply `AttentionSpec.softcap`; also an attribute.
+        takes_any_values: whether both kernels take values whose heads have other numbers of channels than keys. For
+            others, the narrower ones are padded with zeros.
 
     Raises ValueError for a name that is taken, and kernels that cannot be called.
     """
 
     def __init__(
-        self, name: str, forward: ForwardKernel, backward: BackwardKernel, *, caps_scores: bool = False
+        self,
+        name: str,
+        forward: ForwardKernel,
+        backward: BackwardKernel,
+        *,
+        caps_scores: bool = False,
+        takes_any_values: bool = False,
     ) -> None:
         if not isinstance(name, str) or not name.isidentifier():
             raise ValueError(f"name must be an identifier, such as 'my_attention'; got {name!r}")
@@ -55,6 +64,7 @@ class PackedAttention:
             raise ValueError(f"forward and backward must be functions; got {forward!r} and {backward!r}")
         self.name = name
         self.forward, self.backward, self.caps_scores = forward, backward, caps_scores
+        self.takes_any_values = takes_any_values
         self._operator = _define(name, forward, backward)
         self._ring_operator = define_ring(name, forward, backward)
         _count_flops(name)
@@ -88,8 +98,11 @@ class PackedAttention:
     ) -> tuple[Tensor, Tensor]:
         check_inputs(q, k, v, layout, spec, sinks)
         self._check_cap(spec)
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        return self._operator(q, k, v, sinks, layout.cu_seqlens, layout.offsets, *spec, deterministic)
+        deterministic, num_channels = torch.are_deterministic_algorithms_enabled(), v.shape[-1]
+        if not self.takes_any_values:
+            q, k, v = (_padded(x, max(q.shape[-1], num_channels)) for x in (q, k, v))
+        out, lse = self._operator(q, k, v, sinks, layout.cu_seqlens, layout.offsets, *spec, deterministic)
+        return _cut(out, num_channels), lse
 
     def in_ring(
         self, q: Tensor, k: Tensor, v: Tensor, layout: ShardedLayout, spec: AttentionSpec, sinks: Tensor | None = None
@@ -97,14 +110,25 @@ class PackedAttention:
         """As `AttentionFn.in_ring`."""
         check_inputs(q, k, v, layout, spec, sinks, in_ring=True)
         self._check_cap(spec)
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        return self._ring_operator(q, k, v, sinks, layout.whole.offsets, *layout.ring, *spec, deterministic)[0]
+        deterministic, num_channels = torch.are_deterministic_algorithms_enabled(), v.shape[-1]
+        q, k, v = (_padded(x, max(q.shape[-1], num_channels)) for x in (q, k, v))
+        out, _ = self._ring_operator(q, k, v, sinks, layout.whole.offsets, *layout.ring, *spec, deterministic)
+        return _cut(out, num_channels)
 
     def _check_cap(self, spec: AttentionSpec) -> None:
         if spec.softcap is not None and not self.caps_scores:
             raise ValueError(
                 f"softcap: attention backend {self.name!r} does not cap scores; use another, such as eager"
             )
+
+
+def _padded(x: Tensor, num_channels: int) -> Tensor:
+    """Heads with so many channels: zeros change neither scores nor the channels of the output that values have."""
+    return x if x.shape[-1] == num_channels else F.pad(x, (0, num_channels - x.shape[-1]))
+
+
+def _cut(out: Tensor, num_channels: int) -> Tensor:
+    return out if out.shape[-1] == num_channels else out[..., :num_channels]
 
 
 _DEFINED: dict[str, PackedAttention] = {}
@@ -140,12 +164,15 @@ def check_inputs(
         if not isinstance(value, float | int) or not (math.isfinite(value) and value > 0):
             raise ValueError(f"{name} must be a finite number above 0, such as head_dim**-0.5; got {value!r}")
     check_at_least("window", spec.window, 1, optional=True)
+    check_type("causal", spec.causal, bool, "True")
+    if not spec.causal and (spec.window is not None or in_ring):
+        raise ValueError(f"causal: False does not go with {'a ring' if in_ring else f'window={spec.window}'}")
     num_tokens = layout.num_tokens
     if isinstance(layout, ShardedLayout) and in_ring:
         num_tokens = layout.whole.num_tokens // layout.ring.size
     shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
-    if not q.dim() == k.dim() == v.dim() == 3 or k.shape != v.shape or q.shape[2] != k.shape[2]:
-        raise ValueError(f"q must be [T, H, C], k and v [T, G, C]; got {shapes}")
+    if not q.dim() == k.dim() == v.dim() == 3 or k.shape[:2] != v.shape[:2] or q.shape[2] != k.shape[2]:
+        raise ValueError(f"q must be [T, H, C], k [T, G, C] and v [T, G, V]; got {shapes}")
     if not len(q) == len(k) == num_tokens:
         raise ValueError(f"q, k and v must have the {num_tokens} tokens of the layout; got {shapes}")
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
@@ -179,12 +206,13 @@ def _define(name: str, forward: ForwardKernel, backward: BackwardKernel) -> Call
         scale: float,
         window: int | None,
         softcap: float | None,
+        causal: bool,
         deterministic: bool,
     ) -> tuple[Tensor, Tensor]:
         if len(q) == 0:
             return torch.empty_like(q), q.new_empty((q.shape[1], 0), dtype=lse_dtype(q.dtype)).t()
         documents = Documents(cu_seqlens, offsets)
-        spec = AttentionSpec(scale, window, softcap)
+        spec = AttentionSpec(scale, window, softcap, causal)
         out, lse = add_sinks(*forward(q, k, v, documents, documents, spec, deterministic=deterministic), sinks)
         return out.contiguous(), lse.contiguous().t()
 
@@ -201,6 +229,7 @@ def _define(name: str, forward: ForwardKernel, backward: BackwardKernel) -> Call
         scale: float,
         window: int | None,
         softcap: float | None,
+        causal: bool,
         deterministic: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         if len(q) == 0:
@@ -215,15 +244,15 @@ def _define(name: str, forward: ForwardKernel, backward: BackwardKernel) -> Call
             lse.t().contiguous(),
             documents,
             documents,
-            AttentionSpec(scale, window, softcap),
+            AttentionSpec(scale, window, softcap, causal),
             deterministic=deterministic,
         )
         return grad_q.contiguous(), grad_k.contiguous(), grad_v.contiguous()
 
     @attend.register_fake
-    def _(q: Tensor, *inputs: object) -> tuple[Tensor, Tensor]:
+    def _(q: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         lse = q.new_empty((q.shape[1], q.shape[0]), dtype=lse_dtype(q.dtype))
-        return q.new_empty(q.shape), lse.t()
+        return q.new_empty((*q.shape[:2], inputs[1].shape[2])), lse.t()
 
     @attend_backward.register_fake
     def _(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *inputs: object) -> Gradients:
@@ -252,7 +281,7 @@ def _define(name: str, forward: ForwardKernel, backward: BackwardKernel) -> Call
             lse_grad_q = (scaled_grad_lse * mean_key).to(q.dtype)
             grad_q = lse_grad_q if grad_q is None else grad_q + lse_grad_q
             grad_k = lse_grad_k if grad_k is None else grad_k + lse_grad_k
-        return grad_q, grad_k, grad_v, grad_sinks, None, None, None, None, None, None
+        return grad_q, grad_k, grad_v, grad_sinks, *[None] * 7
 
     attend.register_autograd(differentiate, setup_context=save)
     return attend
@@ -275,8 +304,16 @@ def _flops(*inputs: Tensor, pairs_of: Callable[..., int], q_index: int, index: i
     return factor * inputs[q_index].shape[1] * inputs[q_index].shape[2] * pairs_of(*inputs[index:])
 
 
-def _pairs(cu_seqlens: Tensor, offsets: Tensor, scale: float, window: int | None, *_: object) -> int:
-    return visible_pairs(offsets, window)
+def _pairs(
+    cu_seqlens: Tensor,
+    offsets: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    causal: bool,
+    *_: object,
+) -> int:
+    return visible_pairs(offsets, window, causal=causal)
 
 
 def _pairs_in_ring(

@@ -34,10 +34,13 @@ class FunctionAttention:
         for name, value in (("spec.softcap", spec.softcap), ("sinks", sinks)):
             if value is not None:
                 raise ValueError(f"{name}: attention backend {self.name!r} computes none; register a PackedAttention")
+        if not spec.causal:
+            raise ValueError(f"spec.causal: attention backend {self.name!r} is causal; register a PackedAttention")
         out = self.function(q, k, v, layout, scale=spec.scale, window=spec.window)
-        if not isinstance(out, Tensor) or out.shape != q.shape or out.dtype != q.dtype:
+        shape = (*q.shape[:2], v.shape[2])
+        if not isinstance(out, Tensor) or out.shape != shape or out.dtype != q.dtype:
             returned = f"{list(out.shape)} in {out.dtype}" if isinstance(out, Tensor) else type(out).__name__
-            raise ValueError(f"function: {self.name} must return {list(q.shape)} in {q.dtype}, but returned {returned}")
+            raise ValueError(f"function: {self.name} must return {list(shape)} in {q.dtype}, but returned {returned}")
         return out
 
     def with_lse(

@@ -1,7 +1,7 @@
 """The plain twin of all attention backends: one document at a time, full scores, softmax in fp32 (fp64 for fp64).
 
 Shapes: T tokens, L queries and M keys of one document, H query heads, G key/value heads, R = H / G, C channels of a
-head.
+head, of values too unless they have others.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ def eager_forward(
     deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
     """`ForwardKernel` by the formula; its memory grows with the square of the longest document's length."""
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.empty((*q.shape[:2], v.shape[2]), dtype=q.dtype, device=q.device)
     lse = torch.empty((q.shape[1], q.shape[0]), dtype=lse_dtype(q.dtype), device=q.device)
     for rows, keys in zip(_rows(documents), _rows(key_documents), strict=True):
         q_doc, k_doc, v_doc = (_heads_first(x, k.shape[1]) for x in (q[rows], k[keys], v[keys]))
@@ -34,7 +34,7 @@ def eager_forward(
         # Read from the diagonal, where scores are finite because a token always sees itself.
         diagonal = {"offset": scores.shape[2] - scores.shape[1], "dim1": 1, "dim2": 2}
         lse[:, rows] = scores.diagonal(**diagonal) - log_weights.diagonal(**diagonal)
-        out[rows] = _tokens_first(_group_heads(log_weights.exp_(), k_doc) @ v_doc, like=q)
+        out[rows] = _tokens_first(_group_heads(log_weights.exp_(), k_doc) @ v_doc, like=out)
     return out, lse
 
 
@@ -74,7 +74,7 @@ def eager_backward(
     return grad_q, grad_k, grad_v
 
 
-eager_attention = PackedAttention("eager", eager_forward, eager_backward, caps_scores=True)
+eager_attention = PackedAttention("eager", eager_forward, eager_backward, caps_scores=True, takes_any_values=True)
 
 
 def causal_mask(length: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
@@ -109,4 +109,6 @@ def _scores(q: Tensor, k: Tensor, length: int, spec: AttentionSpec) -> Tensor:
     scores = (q @ k.transpose(1, 2)).view(-1, length, k.shape[1])
     if spec.softcap is not None:
         scores = scores.div_(spec.softcap).tanh_().mul_(spec.softcap)
+    if not spec.causal:
+        return scores
     return scores.masked_fill_(~causal_mask(length, k.shape[1], spec.window, q.device), float("-inf"))

@@ -133,11 +133,12 @@ def define_ring(name: str, forward: ForwardKernel, backward: BackwardKernel) -> 
         scale: float,
         window: int | None,
         softcap: float | None,
+        causal: bool,
         deterministic: bool,
     ) -> tuple[Tensor, Tensor]:
         plan = plan_ring(tuple(offsets.tolist()), rank, size, window, q.device)
         documents = plan.documents, plan.key_documents
-        spec = AttentionSpec(scale, window, softcap)
+        spec = AttentionSpec(scale, window, softcap, causal)
         results = []
         parts = _split_heads(plan, q, k, v)
         fetch = _start_fetch(plan, group_name, *parts[0][1:])
@@ -165,11 +166,12 @@ def define_ring(name: str, forward: ForwardKernel, backward: BackwardKernel) -> 
         scale: float,
         window: int | None,
         softcap: float | None,
+        causal: bool,
         deterministic: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         plan = plan_ring(tuple(offsets.tolist()), rank, size, window, q.device)
         documents = plan.documents, plan.key_documents
-        spec = AttentionSpec(scale, window, softcap)
+        spec = AttentionSpec(scale, window, softcap, causal)
         grads_q: list[Tensor] = []
         returns: list[Callable[[], tuple[Tensor, Tensor]]] = []
         parts = _split_heads(plan, q, k, v, grad_out, out, lse)
@@ -216,7 +218,7 @@ def define_ring(name: str, forward: ForwardKernel, backward: BackwardKernel) -> 
         q, k, v, out, lse, offsets, *sinks = saved
         grad_sinks = grad_of_sinks(grad_out, out, lse.t(), sinks[0]) if sinks else None
         gradients = attend_backward(grad_out, q, k, v, out, lse, offsets, *options)
-        return *gradients, grad_sinks, *[None] * 8
+        return *gradients, grad_sinks, *[None] * 9
 
     attend.register_autograd(differentiate, setup_context=save)
     return attend

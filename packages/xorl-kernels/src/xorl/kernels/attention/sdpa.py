@@ -65,7 +65,7 @@ def sdpa_forward(
     q, k, v = (plan.sort(x) for x in (q, k, v))
     outs, lses = [], []
     for rows, keys, lengths in plan.calls:
-        call = _Call.of(q[rows], k[keys], v[keys], lengths, spec.scale, spec.window)
+        call = _Call.of(q[rows], k[keys], v[keys], lengths, spec)
         out, lse = KERNELS[call.kernel][0](call)
         outs.append(out.transpose(1, 2).flatten(0, 1))
         lses.append(lse.transpose(0, 1).flatten(1, 2))
@@ -91,7 +91,7 @@ def sdpa_backward(
     lse = plan.sort(lse, dim=1)
     gradients = []
     for rows, keys, lengths in plan.calls:
-        call = _Call.of(q[rows], k[keys], v[keys], lengths, spec.scale, spec.window)
+        call = _Call.of(q[rows], k[keys], v[keys], lengths, spec)
         lse_rows = lse[:, rows].unflatten(1, (-1, lengths[0])).transpose(0, 1)  # [N, H, L]
         parts = KERNELS[call.kernel][1](
             call, _heads_first(grad_out[rows], lengths[0]), _heads_first(out[rows], lengths[0]), lse_rows
@@ -159,26 +159,25 @@ def _slices(sizes: Iterable[int]) -> list[slice]:
 class _Call:
     """The arguments of one call for N documents, and the kernel to use: q [N, H, L, C], k and v [N, G, M, C].
 
-    The queries are the last L of M tokens. `bias` [L, M] is added to the scores. Without one, attention is causal and
-    limited to `window`, which is None if it covers whole documents.
+    The queries are the last L of M tokens. `bias` [L, M] is added to the scores. Without one, attention is as `spec`
+    says, whose window is None if it covers whole documents.
     """
 
     q: Tensor
     k: Tensor
     v: Tensor
-    scale: float
-    window: int | None
+    spec: AttentionSpec
     bias: Tensor | None
     kernel: SDPBackend
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, int], scale: float, window: int | None) -> "_Call":
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, int], spec: AttentionSpec) -> "_Call":
         """The call for q [N * L, H, C], k and v [N * M, G, C]; `lengths` is (L, M)."""
         num_heads = q.shape[1]
         length, num_keys = lengths
-        if window is not None and window >= num_keys:
-            window = None
-        is_plain = window is None and length == num_keys
+        window = spec.window if spec.window is None or spec.window < num_keys else None
+        spec = spec._replace(window=window)
+        is_plain = window is None and (length == num_keys or not spec.causal)
         # Only the memory-efficient kernel on CUDA supports other masks, though not a window over more keys than queries
         # (wrong results on an H100 with torch 2.11). A bias expresses the rest.
         has_mask_kernel = q.is_cuda and q.shape[-1] * q.element_size() % EFFICIENT_CHANNEL_BYTES == 0
@@ -190,19 +189,24 @@ class _Call:
             k, v = (x.repeat_interleave(num_heads // x.shape[1], dim=1) for x in (k, v))
         q, k, v = _heads_first(q, length), _heads_first(k, num_keys), _heads_first(v, num_keys)
         if not is_plain and bias is None:
-            return cls(q, k, v, scale, window, None, SDPBackend.EFFICIENT_ATTENTION)
-        options = {"scale": scale, "enable_gqa": k.shape[1] != num_heads}
-        kernel = SDPBackend(fused_sdp_choice(q, k, v, bias, 0.0, bias is None, **options))
+            return cls(q, k, v, spec, None, SDPBackend.EFFICIENT_ATTENTION)
+        options = {"scale": spec.scale, "enable_gqa": k.shape[1] != num_heads}
+        kernel = SDPBackend(fused_sdp_choice(q, k, v, bias, 0.0, bias is None and spec.causal, **options))
         wide, deterministic = q.shape[-1] > CUDNN_MAX_HEAD_DIM, torch.are_deterministic_algorithms_enabled()
         if kernel == SDPBackend.CUDNN_ATTENTION and (bias is not None or wide or deterministic):
             # torch chooses for the forward pass only, and cuDNN's backward pass does not support this call.
             kernel = SDPBackend.FLASH_ATTENTION if bias is None else SDPBackend.EFFICIENT_ATTENTION
-        return cls(q, k, v, scale, window, bias, kernel)
+        return cls(q, k, v, spec, bias, kernel)
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether the kernels mask later tokens."""
+        return self.bias is None and self.spec.causal
 
     @property
     def needs_mask(self) -> bool:
         """Whether the memory-efficient kernel is told the mask: torch's causal one does not suffice."""
-        return self.bias is None and (self.window is not None or self.q.shape[2] != self.k.shape[2])
+        return self.is_causal and (self.spec.window is not None or self.q.shape[2] != self.k.shape[2])
 
     def sum_groups(self, gradients: Gradients, num_kv_heads: int) -> Gradients:
         """Sum the gradients of repeated key/value heads, so that they become those of the original heads."""
@@ -244,10 +248,10 @@ def _concatenate(parts: list[Tensor] | tuple[Tensor, ...], dim: int) -> Tensor:
 def _flash_forward(call: _Call) -> tuple[Tensor, Tensor]:
     if call.q.device.type == "cpu":
         return scaled_dot_product_flash_attention_for_cpu(
-            call.q, call.k, call.v, 0.0, call.bias is None, attn_mask=call.bias, scale=call.scale
+            call.q, call.k, call.v, 0.0, call.is_causal, attn_mask=call.bias, scale=call.spec.scale
         )
     out, lse, *_ = scaled_dot_product_flash_attention(
-        *(_pad_channels(x) for x in (call.q, call.k, call.v)), 0.0, True, scale=call.scale
+        *(_pad_channels(x) for x in (call.q, call.k, call.v)), 0.0, call.is_causal, scale=call.spec.scale
     )
     return out[..., : call.q.shape[-1]], lse
 
@@ -255,7 +259,7 @@ def _flash_forward(call: _Call) -> tuple[Tensor, Tensor]:
 def _flash_backward(call: _Call, grad_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
     if call.q.device.type == "cpu":
         return scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_out, call.q, call.k, call.v, out, lse, 0.0, call.bias is None, attn_mask=call.bias, scale=call.scale
+            grad_out, call.q, call.k, call.v, out, lse, 0.0, call.is_causal, attn_mask=call.bias, scale=call.spec.scale
         )
     grad_out, q, k, v, out = (_pad_channels(x) for x in (grad_out, call.q, call.k, call.v, out))
     length = q.shape[2]
@@ -271,11 +275,11 @@ def _flash_backward(call: _Call, grad_out: Tensor, out: Tensor, lse: Tensor) -> 
         length,
         length,
         0.0,
-        True,
+        call.is_causal,
         # A generator state, which is not read without dropout.
         torch.zeros((2,), dtype=torch.uint64, device=q.device),
         torch.empty(0, device=q.device),
-        scale=call.scale,
+        scale=call.spec.scale,
     )
     return _cut_channels(gradients, call.q.shape[-1])
 
@@ -304,12 +308,12 @@ def _efficient_forward(call: _Call) -> tuple[Tensor, Tensor]:
             0.0,
             CAUSAL_FROM_BOTTOM_RIGHT,
             True,
-            scale=call.scale,
-            window_size=call.window,
+            scale=call.spec.scale,
+            window_size=call.spec.window,
         )
         return out.transpose(1, 2), lse[:, :, : call.q.shape[2]]
     out, lse, *_ = scaled_dot_product_efficient_attention(
-        call.q, call.k, call.v, _expand_bias(call), True, 0.0, call.bias is None, scale=call.scale
+        call.q, call.k, call.v, _expand_bias(call), True, 0.0, call.is_causal, scale=call.spec.scale
     )
     return out, lse[:, :, : call.q.shape[2]]
 
@@ -334,8 +338,8 @@ def _efficient_backward(call: _Call, grad_out: Tensor, out: Tensor, lse: Tensor)
             *no_dropout(q.device),
             CAUSAL_FROM_BOTTOM_RIGHT,
             False,
-            scale=call.scale,
-            window_size=call.window,
+            scale=call.spec.scale,
+            window_size=call.spec.window,
         )
         grad_q, grad_k, grad_v = (x.transpose(1, 2) for x in gradients[:3])
         return grad_q, grad_k, grad_v
@@ -350,8 +354,8 @@ def _efficient_backward(call: _Call, grad_out: Tensor, out: Tensor, lse: Tensor)
         *no_dropout(call.q.device),
         0.0,
         [True, True, True, False],
-        call.bias is None,
-        scale=call.scale,
+        call.is_causal,
+        scale=call.spec.scale,
     )
     return grad_q, grad_k, grad_v
 
@@ -366,11 +370,11 @@ def _expand_bias(call: _Call) -> Tensor | None:
 
 
 def _cudnn_forward(call: _Call) -> tuple[Tensor, Tensor]:
-    return cudnn_forward(call.q, call.k, call.v, call.scale)
+    return cudnn_forward(call.q, call.k, call.v, call.spec)
 
 
 def _cudnn_backward(call: _Call, grad_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
-    return cudnn_backward(grad_out, call.q, call.k, call.v, out, lse, call.scale)
+    return cudnn_backward(grad_out, call.q, call.k, call.v, out, lse, call.spec)
 
 
 def _eager_forward(call: _Call) -> tuple[Tensor, Tensor]:
@@ -396,7 +400,7 @@ def _eager_options(call: _Call) -> dict:
     return {
         "documents": documents,
         "key_documents": key_documents,
-        "spec": AttentionSpec(call.scale, call.window),
+        "spec": call.spec,
         "deterministic": False,
     }
 
