@@ -34,6 +34,7 @@ FAMILIES = {
     "mixtral": (hf_config("mixtral", num_hidden_layers=3, **BALANCED), 1),
     "qwen3_moe": (hf_config("qwen3_moe", num_hidden_layers=3, mlp_only_layers=[0], **BALANCED), 2),
     "glm4_moe": (hf_config("glm4_moe", num_hidden_layers=3), 2),
+    "apertus": (hf_config("apertus", num_hidden_layers=3), 1),
 }
 NUM_PACKS = 20
 
@@ -95,7 +96,10 @@ def test_one_compilation_serves_all_packs_and_equal_layers(family: str, recomput
 
 @pytest.mark.parametrize(
     ("family", "recompute"),
-    [("qwen3", "none"), ("qwen3", "operation"), ("qwen3", "layer"), ("qwen3_moe", "operation"), ("qwen3_moe", "layer")],
+    [
+        *(("qwen3", kind) for kind in ("none", "operation", "layer")),
+        *((family, kind) for family in ("qwen3_moe", "apertus") for kind in ("operation", "layer")),
+    ],
 )
 def test_gradients_of_compiled_layers_are_those_of_plain_ones(family: str, recompute: Recompute) -> None:
     # Catches a backward graph that recomputes something else, or attention without a gradient in the graph.

@@ -60,6 +60,19 @@ def test_half_precision_is_rounded_once(dtype: torch.dtype) -> None:
         torch.testing.assert_close(got, wanted, rtol=1e-2 if dtype == torch.bfloat16 else 2e-3, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_gradients_are_those_of_eager_torch(dtype: torch.dtype) -> None:
+    # Catches a function whose gradient torch.compile loses, or takes as 0.
+    found = []
+    for is_compiled in (False, True):
+        module, x = made(torch.float32), ROWS.to(dtype, copy=True).requires_grad_()
+        out = torch.compile(module, backend="aot_eager", fullgraph=True)(x) if is_compiled else module(x)
+        out.sum().backward()
+        found.append((out.detach(), x.grad, module.alpha_p.grad, module.alpha_n.grad))
+    for compiled, eager in zip(*found[::-1], strict=True):
+        assert torch.equal(compiled, eager)
+
+
 def test_constants_are_not_trained() -> None:
     # Catches an optimizer that moves beta or eps.
     assert {name for name, parameter in XIELU().named_parameters() if parameter.requires_grad} == {"alpha_p", "alpha_n"}

@@ -55,7 +55,8 @@ class XIELU(nn.Module):
         )
         out = _XIELU.apply(x, F.softplus(alpha_p), beta + F.softplus(alpha_n), beta, eps)
         assert isinstance(out, Tensor)
-        return out
+        # Not inside the function: torch.compile loses the gradient of one that ends in a cast without effect.
+        return out.to(x.dtype)
 
 
 class _Context(FunctionCtx):
@@ -63,19 +64,19 @@ class _Context(FunctionCtx):
 
 
 class _XIELU(torch.autograd.Function):
-    """Of x in any dtype, and p, n, beta and eps, [1] in the dtype of the computation."""
+    """Of x in any dtype, and p, n, beta and eps, [1] in the dtype of the computation and of the output."""
 
     @staticmethod
     def forward(ctx: _Context, x: Tensor, p: Tensor, n: Tensor, beta: Tensor, eps: Tensor) -> Tensor:
         ctx.save_for_backward(x, p, n, beta, eps)
         wide = x.to(p.dtype)
         negative = (torch.expm1(torch.minimum(wide, eps)) - wide) * n
-        return (torch.where(wide > 0, p * wide.square(), negative) + beta * wide).to(x.dtype)
+        return torch.where(wide > 0, p * wide.square(), negative) + beta * wide
 
     @staticmethod
     def backward(ctx: _Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, p, n, beta, eps = ctx.saved_tensors
-        wide, grad = x.to(p.dtype), grads[0].to(p.dtype)
+        [grad], wide = grads, x.to(p.dtype)
         is_positive, decay = wide > 0, torch.expm1(torch.minimum(wide, eps))
         # From eps on, the exponential is that of a constant.
         slope = torch.where(is_positive, 2 * p * wide, torch.where(wide < eps, decay, -1.0) * n)
