@@ -71,9 +71,10 @@ class ModelFields(Section):
     )
     attn_implementation: AttentionBackend = Field(
         default="auto",
-        description="Attention backend. auto picks the fastest one that can run here and logs the choice. A backend "
-        "named explicitly is used, or the run stops with an error. eager is plain torch; sdpa and native are torch's "
-        "own fused kernels; flash_attention_2, 3 and 4 need their library and a GPU that it supports.",
+        description="Attention backend. auto picks the fastest one that can run here, for each kind of layer, and "
+        "logs the choice. A backend named explicitly is used, or the run stops with an error. eager is plain torch; "
+        "sdpa and native are torch's own fused kernels; flash_attention_2, 3 and 4 need their library and a GPU that "
+        "it supports.",
     )
     moe_implementation: ExpertBackend | None = Field(
         default=None,
