@@ -1,4 +1,4 @@
-"""Corrections of routers: no layout, dtype, step, checkpoint or export changes a bit of them."""
+"""Corrections of routers: nothing changes a bit of them but `train.router_correction_rate`."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from layouts import LAYOUTS, mesh_for, run_config
+from layouts import LAYOUTS, ONE_PROCESS, mesh_for, run_config
+from placement import whole
 from tiny_models import hf_config, write_config
 from xorl.ckpt.reader import source_shapes
 from xorl.core import runtime
@@ -21,6 +22,7 @@ from xorl.train.export.rest import Rest
 from xorl.train.model_source import read_architecture
 
 FAMILY = "glm4_moe"
+RATE = 1e-2
 FURTHER = "model.layers.2.eh_proj.weight"
 IN_BF16 = {"enable_mixed_precision": True, "param_dtype": "bf16", "reshard_after_forward": True}
 
@@ -74,3 +76,33 @@ def test_corrections_stay_as_they_are(layout: str, run_ranks, tmp_path: Path) ->
     assert torch.equal(exported[FURTHER], saved[FURTHER])
     assert exported.keys() == saved.keys()
     assert json.loads((tmp_path / "export" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def corrected(layout: str, folder: Path) -> list[Tensor]:
+    """The corrections of a model's layers after two steps that change them."""
+    options = {**(LAYOUTS[layout].train if layout else ONE_PROCESS), "router_correction_rate": RATE}
+    config = run_config(folder, FAMILY, options, of_model={"config_path": None, "model_path": str(folder / FAMILY)})
+    runtime.seed_everything(0)
+    mesh = mesh_for(config)
+    architecture = read_architecture(config.model)
+    engine = build_engine(config, architecture, mesh, torch.device("cpu"))
+    for step in range(2):
+        batches = verify.batches_of(step, 4, architecture.config.vocab_size, config, mesh)
+        losses = engine.forward_backward(batches, cross_entropy)
+        engine.correct_routers(losses, engine.optim_step(1e-2, losses.num_trained_tokens))
+    mixtures = [each for each in engine.model.module.modules() if isinstance(each, MixtureOfExperts)]
+    return [whole(each.correction) for each in mixtures]
+
+
+@pytest.mark.parametrize("layout", ["fsdp 2", "ep 2", "tp 2, fsdp"])
+def test_corrections_even_out_the_load(layout: str, run_ranks, tmp_path: Path) -> None:
+    # Catches counts of one rank alone, of all layers together, and the wrong direction.
+    saved = write_model(tmp_path / FAMILY)
+    name = next(name for name in saved if name.endswith("correction_bias"))
+    [[one]] = run_ranks(lambda: corrected("", tmp_path), 1)
+    steps = (one - saved[name]) / RATE
+    torch.testing.assert_close(steps, steps.round(), rtol=0, atol=1e-3)
+    assert steps.abs().max() <= 2
+    assert steps.any()
+    for [other] in run_ranks(lambda: corrected(layout, tmp_path), 2):
+        assert torch.equal(other, one)

@@ -105,6 +105,8 @@ def swept(*members: dict[str, Any], **lora: Any) -> dict[str, Any]:
             "convert it with `xorl export`",
         ),
         ("train.reshard_after_forward: true, train.enable_full_shard: false", "remove one of the two"),
+        ("train.router_correction_rate: 1e-3, train.freeze_router: true", "set one of the two alone"),
+        ("train.router_correction_rate: 1e-3, lora.enable_lora: true", "corrections belong to it"),
         ("train.data_parallel_shard_size: 2, train.data_parallel_mode: none", "none does not divide"),
         ("train.data_parallel_replicate_size: 2, train.data_parallel_mode: none", "none does not divide"),
         ("train.data_parallel_shard_size: 2, train.data_parallel_mode: ddp", "ddp does not shard"),

@@ -35,6 +35,7 @@ VALUES = {
     "train.moe_checkpoint_method": "moe_act",
     "train.expert_parallel_size": 2,
 }
+CORRECTING = {"train.router_correction_rate": 1e-3}
 # Those of the service that are not the opposite of their default.
 SERVER_VALUES = {"moe_implementation": "eager", "expert_parallel_size": 2}
 
@@ -55,9 +56,20 @@ def config_with(folder: Path, model_type: str, options: dict[str, object], **sha
 @pytest.mark.parametrize("option", EXPERT_OPTIONS)
 def test_a_dense_model_refuses_what_only_experts_have(option: str, tmp_path: Path) -> None:
     # Catches an option that is accepted and ignored.
-    config = config_with(tmp_path, "qwen3", {option: VALUES[option]})
+    config = config_with(tmp_path, "qwen3", {option: {**VALUES, **CORRECTING}[option]})
     with pytest.raises(ValueError, match=re.escape(f"{option}: ") + ".*the model has no experts; leave it at"):
         sketch_model(read_architecture(config.model), config.model, config.train, config.lora)
+
+
+def test_routers_without_corrections_refuse_a_rate(tmp_path: Path) -> None:
+    """Catches an option that is accepted and ignored."""
+    config = config_with(tmp_path, "qwen3_moe", CORRECTING)
+    with pytest.raises(ValueError, match=r"train.router_correction_rate: 0.001, but the model's routers have no corr"):
+        sketch_model(read_architecture(config.model), config.model, config.train, config.lora)
+    config = config_with(tmp_path, "glm4_moe", CORRECTING)
+    decoder = sketch_model(read_architecture(config.model), config.model, config.train, config.lora)
+    assert decoder.routers is not None
+    assert decoder.routers.options.correction_rate == 1e-3
 
 
 def test_options_reach_the_routers(tmp_path: Path) -> None:

@@ -358,3 +358,22 @@ def test_metrics_of_routers_say_how_even_the_load_is() -> None:
     assert one["router_imbalance"] == 4.0
     assert one["router_entropy"] == pytest.approx(0.5)
     assert one["router_dead_experts"] == 3
+
+
+@pytest.mark.parametrize("skipped", [False, True])
+def test_corrections_move_towards_an_even_load(skipped: bool) -> None:
+    # Catches the wrong direction, the counts of another layer, and a step that was skipped elsewhere.
+    decoder = make_corrected()
+    assert decoder.routers is not None
+    decoder.routers.options = RouterLossOptions(correction_rate=0.25)
+    mixtures = [each for each in decoder.modules() if isinstance(each, MixtureOfExperts)]
+    before = [each.correction.clone() for each in mixtures]
+    num_experts = mixtures[0].num_experts
+    counts = torch.arange(float(len(mixtures) * num_experts), dtype=torch.float64).view(-1, num_experts)
+    counts[1] = counts[1].flip(0)
+    sums = RouterSums(torch.cat([counts.flatten(), torch.zeros(5, dtype=torch.float64)]), num_experts)
+    decoder.correct_routers(sums, skipped=torch.tensor(float(skipped)))
+    half = num_experts // 2
+    wanted = torch.tensor([0.25] * half + [-0.25] * half) * (not skipped)
+    for mixture, old, change in zip(mixtures, before, (wanted, wanted.flip(0)), strict=True):
+        torch.testing.assert_close(mixture.correction, old + change, rtol=0, atol=1e-6)

@@ -40,6 +40,16 @@ def _sharding_options_agree(config: Config) -> Iterator[Conflict]:
         )
 
 
+def _corrections_are_trained(config: Config) -> Iterator[Conflict]:
+    rate = "train.router_correction_rate"
+    if config.train.router_correction_rate and config.train.freeze_router:
+        yield Conflict(
+            (rate, "train.freeze_router"), "freeze_router keeps routers as they are: set one of the two alone"
+        )
+    if config.train.router_correction_rate and config.lora.enable_lora:
+        yield Conflict((rate, "lora.enable_lora"), "adapters leave the base as it is, and corrections belong to it")
+
+
 def _degrees_fit_the_mode(config: Config) -> Iterator[Conflict]:
     train = config.train
     mode = train.data_parallel_mode
@@ -229,6 +239,7 @@ MODEL_CHECKS: tuple[Callable[[Config], Iterator[Conflict]], ...] = (
 CHECKS: tuple[Callable[[Config], Iterator[Conflict]], ...] = (
     *MODEL_CHECKS,
     *DATA_CHECKS,
+    _corrections_are_trained,
     _learning_rates_are_valid,
     _determinism_needs_launch_blocking,
     _profile_covers_steps,

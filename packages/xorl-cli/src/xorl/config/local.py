@@ -104,6 +104,12 @@ class RouterFields(Section):
     router_z_loss_coef: NonNegative = Field(
         default=0.0, description="Weight of the routers' z-loss: the mean square of the logsumexp of their logits."
     )
+    router_correction_rate: NonNegative = Field(
+        default=0.0,
+        description="For routers with corrections, such as e_score_correction_bias: what each step adds to the "
+        "corrections of experts that fewer tokens than the mean chose, and subtracts from those of experts that more "
+        "chose. DeepSeek-V3 was trained with 1e-3. 0 keeps corrections as they are.",
+    )
     freeze_router: bool = Field(default=False, description="Do not train the routers, nor the gates of shared experts.")
 
 

@@ -200,6 +200,13 @@ class Engine:
         update = self._step(adam.lr, divisor, max_grad_norm, total)
         return Update(update.grad_norm, update.skipped, norms)
 
+    def correct_routers(self, losses: StepLosses, update: Update) -> None:
+        """After `optim_step`: change the corrections of routers that have any, if the options of routers ask for it."""
+        routers = routers_of(self.model)
+        if losses.routers is not None and routers is not None and routers.options.correction_rate:
+            assert isinstance(self.model.module, Decoder), "other models have no routers"
+            self.model.module.correct_routers(losses.routers, skipped=update.skipped)
+
     def zero_grad(self) -> None:
         """Drop the accumulated gradient."""
         self.optimizer.zero_grad(set_to_none=True)

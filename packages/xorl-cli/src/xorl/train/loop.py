@@ -91,6 +91,7 @@ class Run(Job):
         self.startup.position.move("update")
         saves.before_change()
         update = self.engine.optim_step(lr, divisor=losses.divisor)
+        self.engine.correct_routers(losses, update)
         self.observer.step(step, losses, update, lr=lr)
 
     def evaluations(self, step: int) -> list[Evaluation]:

@@ -60,6 +60,7 @@ EXPERT_OPTIONS = (
     "model.router_fp32",
     "train.router_aux_loss_coef",
     "train.router_z_loss_coef",
+    "train.router_correction_rate",
     "train.freeze_router",
     "train.moe_checkpoint_method",
     "train.expert_parallel_size",
@@ -349,7 +350,7 @@ def _set_routers_(module: Decoder, model: ModelConfig, train: TrainConfig) -> No
     balance_coef = train.router_aux_loss_coef
     if balance_coef is None:
         balance_coef = module.config.balance_coef
-    module.routers.options = RouterLossOptions(balance_coef=balance_coef, z_coef=train.router_z_loss_coef)
+    module.routers.options = RouterLossOptions(balance_coef, train.router_z_loss_coef, train.router_correction_rate)
     for router in module.modules():
         if isinstance(router, Router):
             router.fp32 = model.router_fp32

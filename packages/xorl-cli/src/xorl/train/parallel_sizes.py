@@ -86,7 +86,13 @@ def check_experts(config: DecoderConfig, train: TrainConfig, options: Mapping[st
                     f"{option}: {yaml_text(value)}, but the model has no experts; leave it at {yaml_text(default)}"
                 )
         return
-    num_experts = min(layer.ffn.num_experts for layer in config.layers if isinstance(layer.ffn, ExpertsConfig))
+    mixtures = [layer.ffn for layer in config.layers if isinstance(layer.ffn, ExpertsConfig)]
+    if train.router_correction_rate and not any(mixture.router.corrected for mixture in mixtures):
+        raise ValueError(
+            f"train.router_correction_rate: {train.router_correction_rate:g}, but the model's routers have no "
+            "corrections; leave it at 0.0, and use train.router_aux_loss_coef to even out the load of experts"
+        )
+    num_experts = min(mixture.num_experts for mixture in mixtures)
     if num_experts % (num_ranks := train.expert_parallel_size):
         works = [size for size in range(1, num_experts + 1) if num_experts % size == 0]
         raise ValueError(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from xorl.core.models.decoder_config import DecoderConfig, DenseConfig, ExpertsConfig
 from xorl.core.models.initial import fill_normal_, key_of
 from xorl.core.models.recipes import LogicalModule, RowTarget
-from xorl.core.models.router_losses import RouterLosses, RouterLossOptions
+from xorl.core.models.router_losses import RouterLosses, RouterLossOptions, RouterSums, check_recorded
 from xorl.core.models.stages import Stage
 from xorl.core.nn import Attention, Embedding, GatedMLP, LayerKernels, LayerNorm, PlainMLP, RMSNorm, Rotary
 from xorl.core.nn.head import Head, apply_head
@@ -24,7 +24,6 @@ from xorl.core.nn.norms import make_norm
 from xorl.core.nn.roles import DeclaresRoles, Role, StacksMatrices, StatesInitialValues, StoresWeight
 from xorl.core.nn.share import pieces, shares_of
 from xorl.core.shards import local
-from xorl.kernels.arguments import is_readable
 from xorl.kernels.fused import RopeTables
 from xorl.kernels.fused.reference import capped
 from xorl.kernels.head import HeadWeight, LogitOptions
@@ -32,8 +31,6 @@ from xorl.kernels.layout import SequenceLayout
 from xorl.kernels.vocabulary import Vocabulary
 
 ResultT = TypeVar("ResultT")
-
-_RECORDED_DTYPES = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class Decoder(nn.Module):
@@ -207,7 +204,7 @@ class Decoder(nn.Module):
             )
         by_layer, mixtures = None, self._mixtures_of(chunk)
         if recorded is not None:
-            _check_recorded(recorded, input_ids, self._mixtures)
+            check_recorded(recorded, input_ids, self._mixtures)
             by_layer = self.ranks.local(recorded)[:, mixtures].transpose(0, 1).contiguous()
         before, *sums = received or (None,)
         layers, is_end = self.stage.chunks[chunk], self.stage.ends(chunk)
@@ -288,6 +285,25 @@ class Decoder(nn.Module):
             for box, part in pieces(parameter, share):
                 fill_normal_(part, std=self._std(name), key=key, shape=shape, offset=box.offset, device=device)
 
+    @torch.no_grad()
+    def correct_routers(self, sums: RouterSums, *, skipped: Tensor) -> None:
+        """Change the corrections of routers as `RouterLossOptions.correction_rate` says, unless `skipped` is 1.
+
+        sums: of a step, over all ranks.
+        """
+        assert self.routers is not None, "a dense model has no sums"
+        rate = self.routers.options.correction_rate * (1 - skipped)
+        for name, layer in self.layers.named_children():
+            if not isinstance(layer, DecoderLayer) or not isinstance(layer.mlp, MixtureOfExperts):
+                continue
+            if (correction := layer.mlp.correction) is None:
+                continue
+            before = self.config.layers[: int(name)]
+            load = sums.counts[sum(isinstance(each.ffn, ExpertsConfig) for each in before)]
+            change = rate * (load.mean() - load).sign().float()  # [E]
+            for box, part in pieces(correction, None):
+                part += box.cut(change)
+
     def _stated_values(self) -> dict[str, float]:
         """The initial values of parameters that are not drawn, by name."""
         by_role = {"bias": 0.0, "correction": 0.0, "norm": 1.0 - self.config.norm.offset}
@@ -302,22 +318,6 @@ class Decoder(nn.Module):
         if self.config.scale_residual_init and name.endswith((".o_proj.weight", ".down_proj.weight")):
             std /= math.sqrt(2 * self.config.num_layers)
         return std
-
-
-def _check_recorded(recorded: Tensor, input_ids: Tensor, mixtures: Sequence[ExpertsConfig]) -> None:
-    if not mixtures:
-        raise ValueError("recorded: the model has no experts; leave recorded experts out")
-    shape = (input_ids.numel(), len(mixtures), mixtures[0].num_active)
-    if not isinstance(recorded, Tensor) or recorded.shape != shape or recorded.dtype not in _RECORDED_DTYPES:
-        came = f"{recorded.dtype} {list(recorded.shape)}" if isinstance(recorded, Tensor) else type(recorded).__name__
-        raise ValueError(f"recorded: must be integers {list(shape)} (tokens, layers with experts, active), got {came}")
-    if not is_readable(recorded):
-        return
-    ordered = recorded.long().sort(-1).values
-    is_record = (ordered[..., 0] >= 0) & (ordered[..., -1] < mixtures[0].num_experts) & (ordered.diff() > 0).all(-1)
-    if not (is_record | (recorded == -1).all(-1)).all():
-        limit = mixtures[0].num_experts - 1
-        raise ValueError(f"recorded: the experts of a token must all differ, from 0 to {limit}, or all be -1")
 
 
 class DecoderTrunk(nn.Module):

@@ -18,23 +18,30 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F
 
+from xorl.core.models.decoder_config import ExpertsConfig
 from xorl.core.nn.moe import LayerRoutes
+from xorl.kernels.arguments import is_readable
 from xorl.kernels.layout import SequenceLayout, ShardedLayout
 from xorl.kernels.torch_private import all_reduce
+
+_RECORDED_DTYPES = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 @dataclass(frozen=True)
 class RouterLossOptions:
-    """Weights of the losses.
+    """Weights of the losses, and what evens out the load of experts without a loss.
 
     balance_coef: weight of E * sum_e f_e P_e (arXiv:2101.03961), where f_e is the number of tokens that chose expert e,
         divided by the number of tokens, and P_e is the expert's mean probability. Both are computed for each document
         and averaged over layers; transformers does the same for each batch.
     z_coef: weight of logsumexp(logits)^2, averaged over layers (arXiv:2202.08906).
+    correction_rate: what a step adds to the corrections of experts that fewer tokens than the mean chose, and subtracts
+        from those of experts that more chose (arXiv:2408.15664).
     """
 
     balance_coef: float = 0.0
     z_coef: float = 0.0
+    correction_rate: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -54,6 +61,11 @@ class RouterSums:
     def __add__(self, other: RouterSums) -> RouterSums:
         return RouterSums(self.values + other.values, self.num_experts)
 
+    @property
+    def counts(self) -> Tensor:
+        """[L, E]: how many tokens chose each expert."""
+        return self.values[:-5].view(-1, self.num_experts)
+
     def metrics(self) -> dict[str, Tensor]:
         """Scalars on the device.
 
@@ -61,7 +73,7 @@ class RouterSums:
         entropy: the entropy of the shares of choices, averaged over layers; 1 if all experts are chosen equally often.
         dead_experts: the number of experts, over all layers, that no token chose.
         """
-        counts, losses = self.values[:-5].view(-1, self.num_experts), self.values[-3:]
+        counts, losses = self.counts, self.values[-3:]
         share = counts / counts.sum(-1, keepdim=True).clamp(min=1)
         balance, z, _ = (losses / losses[2].clamp(min=1)).unbind()
         return {
@@ -179,6 +191,23 @@ class RouterLosses:
             raise RuntimeError("take_routes: no routes; call it once after each forward pass, within `recording`")
         ids, self._ids = self._ids, None
         return ids
+
+
+def check_recorded(recorded: Tensor, input_ids: Tensor, mixtures: Sequence[ExpertsConfig]) -> None:
+    """Raise ValueError unless these are experts for each of the tokens and of the layers with experts."""
+    if not mixtures:
+        raise ValueError("recorded: the model has no experts; leave recorded experts out")
+    shape = (input_ids.numel(), len(mixtures), mixtures[0].num_active)
+    if not isinstance(recorded, Tensor) or recorded.shape != shape or recorded.dtype not in _RECORDED_DTYPES:
+        came = f"{recorded.dtype} {list(recorded.shape)}" if isinstance(recorded, Tensor) else type(recorded).__name__
+        raise ValueError(f"recorded: must be integers {list(shape)} (tokens, layers with experts, active), got {came}")
+    if not is_readable(recorded):
+        return
+    ordered = recorded.long().sort(-1).values
+    is_record = (ordered[..., 0] >= 0) & (ordered[..., -1] < mixtures[0].num_experts) & (ordered.diff() > 0).all(-1)
+    if not (is_record | (recorded == -1).all(-1)).all():
+        limit = mixtures[0].num_experts - 1
+        raise ValueError(f"recorded: the experts of a token must all differ, from 0 to {limit}, or all be -1")
 
 
 def _sums_of(routes: Sequence[LayerRoutes], layout: SequenceLayout) -> tuple[Tensor, Tensor, Tensor]:
