@@ -37,7 +37,9 @@ LEFT_OUT = {
 }
 # Changes that nothing shows: the probabilities of all experts sum to 1 anyway, and the last norm removes the factor on
 # the output of the last layer.
-HIDDEN = {("Qwen3MoeForCausalLM", "all experts"): {"ffn.router.normalize=False"}}
+HIDDEN: dict[tuple[str, str], set[str]] = {("Qwen3MoeForCausalLM", "all experts"): {"ffn.router.normalize=False"}}
+# Of so few channel pairs, none lies between the bounds.
+HIDDEN |= {("DeepseekV3ForCausalLM", "grouped heads"): {"attention.rope.beta_fast=32.0"}}
 HIDDEN |= {
     ("Gemma4ForCausalLM", label): {"output_scale=False"}
     for label in ("sliding window", "own values, capped logits", "untied, biases")
@@ -109,6 +111,8 @@ def others(owner: Any, name: str, own: Any) -> Iterable[Any]:
             return (None, own - 1, own + 1)
         case "rope":
             return (None,)
+        case "qk_norm" if owner.latent is not None:
+            return ()  # they are refused together
         case "qk_norm":
             return (None, "head") if owner.norm_after_rope else (None, "head", "whole")
         case "norm_after_rope" if owner.qk_norm != "head" or owner.rope is None:
@@ -127,6 +131,8 @@ def others(owner: Any, name: str, own: Any) -> Iterable[Any]:
             return [other for other in (own + 1, owner.num_groups) if own < other <= owner.num_groups]
         case "eps" if isinstance(owner, RouterConfig):
             return (1.0,) if own and owner.normalize else ()
+        case "eps" if own < 1e-5:
+            return (own * 1e5,)
         case "eps" | "theta" | "beta" | "trained_length":
             return (own * 2,)
         case "num_active":
@@ -172,6 +178,7 @@ WITHOUT_EFFECT = {
     "HunYuanDenseV1ForCausalLM": {"rope_parameters.factor"},  # alpha takes its place
     # The CausalLM of these has no loss of routers; layers that predict further tokens are not trained.
     "Glm4MoeForCausalLM": {"output_router_logits", "num_nextn_predict_layers"},
+    "DeepseekV3ForCausalLM": {"output_router_logits", "num_nextn_predict_layers"},
     "Dots1ForCausalLM": {"output_router_logits"},
     "SolarOpenForCausalLM": {"output_router_logits"},
 }

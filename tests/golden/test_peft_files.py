@@ -196,7 +196,7 @@ def test_default_adapters_of_every_family_are_the_same_in_peft_and_merged(model_
     # Catches targets that a family does not have in its files, and adapters on parts of a matrix that its files stack.
     family = SPECS[ARCHITECTURES[model_type]]
     decoder, recipes = decoder_of(tiny(model_type))
-    spec = AdapterSpec(rank=4, alpha=6.0, targets=family.adapter_targets)
+    spec = AdapterSpec(rank=4, alpha=6.0, targets=family.default_targets(decoder.config))
     inject(decoder, spec)
     with torch.no_grad():
         base = logits_of(decoder)

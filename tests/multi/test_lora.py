@@ -165,7 +165,7 @@ def write(folder: Path, layout: str, kind: str, target: Path) -> tuple[Engine, A
         parameter.data.add_(0.5)
     config = config_of(folder, layout, KINDS[kind], {})
     architecture = read_architecture(config.model)
-    spec = adapter_spec(config.lora, architecture.spec)
+    spec = adapter_spec(config.lora, architecture.spec, architecture.config)
     assert spec is not None
     target.mkdir(parents=True, exist_ok=True)
     files = AdapterFiles.of(engine.model, spec, "base", architecture.recipes(merge_qkv=True)).write(target)

@@ -322,6 +322,22 @@ CASES += [
     ),
     Case("ApertusForCausalLM", "gelu", {"hidden_act": "gelu", "rope_parameters": LINEAR}),
 ]
+LATENT = {
+    **{key: value for key, value in GROUPED.items() if key != "head_dim"},
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+}
+SCALED = {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}
+CASES += [
+    Case("DeepseekV3ForCausalLM", "grouped heads", {**LATENT, "rope_parameters": SCALED}),
+    Case("DeepseekV3ForCausalLM", "no latent of queries", {**LATENT, "q_lora_rank": None, "attention_bias": True}),
+    Case("DeepseekV3ForCausalLM", "pairs by halves", {**LATENT, "rope_interleave": False, "tie_word_embeddings": True}),
+]
 IDS = [f"{case.architecture} {case.label}" for case in CASES]
 
 

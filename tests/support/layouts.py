@@ -41,6 +41,7 @@ NO_OPTIONS: Options = MappingProxyType({})
 FAMILIES = (
     "apertus",
     "cohere2",
+    "deepseek_v3",
     "exaone4",
     "gemma3_text",
     "gemma4_text",
@@ -72,6 +73,7 @@ MODELS: dict[str, dict[str, object]] = {
     "glm4_moe": hf_config("glm4_moe", moe_intermediate_size=48),
     "qwen2_moe": hf_config("qwen2_moe", mlp_only_layers=[1]),
     **{name: hf_config(name) for name in FAMILIES},
+    "deepseek_v3": hf_config("deepseek_v3", first_k_dense_replace=2),  # another family has its experts
     "gpt2, 4 layers": hf_config("gpt2", n_layer=4),
     "llama, 4 layers": hf_config("llama", num_hidden_layers=4),
     "qwen3_moe, 4 layers": hf_config(

@@ -8,6 +8,7 @@ ARCHITECTURES = {
     "apertus": "ApertusForCausalLM",
     "arcee": "ArceeForCausalLM",
     "cohere2": "Cohere2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
     "dots1": "Dots1ForCausalLM",
     "ernie4_5": "Ernie4_5ForCausalLM",
     "exaone4": "Exaone4ForCausalLM",
@@ -82,6 +83,7 @@ _GROUPS = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_pe
 _GROUPED = {**_GROUPS, "n_shared_experts": 1, "routed_scaling_factor": 1.5, "norm_topk_prob": True}
 _EXPERTS: dict[str, dict[str, object]] = {
     "dots1": _GROUPED,
+    "deepseek_v3": {**_GROUPED, "first_k_dense_replace": 0},
     "glm4_moe": {**_GROUPED, "first_k_dense_replace": 1},
     "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24},
@@ -126,6 +128,14 @@ _OWN: dict[str, dict[str, object]] = {
     "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0},
     "hunyuan_v1_dense": {"head_dim": 8},
     "glm4_moe": {"use_qk_norm": True},
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 12,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 8,
+    },
     "minimax_m2": {"head_dim": 8, "rotary_dim": 4},
     "ministral3": _NARROW,
     "olmo3": _WINDOWS,

@@ -35,6 +35,8 @@ def read(architecture: str, **changes: object) -> DecoderConfig:
     sizes = GPT2_SIZES if architecture == "GPT2LMHeadModel" else SIZES
     if architecture == "Dots1ForCausalLM":
         sizes = {**sizes, "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2}
+    if architecture == "DeepseekV3ForCausalLM":
+        sizes = {**sizes, "num_key_value_heads": 8, "head_dim": 64}
     return spec_for({"architectures": [architecture]}).config_from_hf({**sizes, **changes})
 
 
@@ -134,9 +136,9 @@ def test_windows_follow_layer_types_or_the_first_windowed_layer():
 def test_rotary_parameters_of_a_family_are_read_where_config_json_leaves_them_out():
     """Catches the base and scaling of another family."""
     scaled = RopeConfig(12e6, "banded", 8.0, 8192, low_freq_factor=1.0, high_freq_factor=4.0)
-    assert read("ApertusForCausalLM").attention.rope == scaled
-    assert read("ApertusForCausalLM", rope_scaling=BANDED).attention.rope == replace(scaled, trained_length=64)
-    assert read("ApertusForCausalLM", rope_parameters={}).attention.rope == RopeConfig(12e6)
+    assert read("ApertusForCausalLM").attentions[0].rope == scaled
+    assert read("ApertusForCausalLM", rope_scaling=BANDED).attentions[0].rope == replace(scaled, trained_length=64)
+    assert read("ApertusForCausalLM", rope_parameters={}).attentions[0].rope == RopeConfig(12e6)
 
 
 def test_dropout_is_warned_of(caplog):

@@ -109,11 +109,12 @@ def test_default_targets_exist_under_the_names_of_checkpoints(architecture):
     """Catches a family whose default targets no layer has, and adapters under names that other tools do not know."""
     model = decoder(architecture)
     base_names = [name for name, _ in model.named_parameters()]
-    names = inject(model, AdapterSpec(rank=2, targets=SPECS[architecture].adapter_targets))
+    targets = SPECS[architecture].default_targets(model.config)
+    names = inject(model, AdapterSpec(rank=2, targets=targets))
     linear = inject(decoder(architecture), AdapterSpec(rank=2))
     # In mixtures of experts, the names of other projections are those of experts, too, and these are many.
     assert set(names) == {name for name in linear if not model.config.has_experts or ".self_attn." in name}
-    assert {name.rpartition(".")[2] for name in names} == set(SPECS[architecture].adapter_targets)
+    assert {name.rpartition(".")[2] for name in names} == set(targets)
     prefix = SPECS[architecture].checkpoint_names.prefix
     assert all(name.startswith(prefix) for name in names)
     assert list(base_parameters(model)) == base_names

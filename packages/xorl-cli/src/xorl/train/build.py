@@ -245,7 +245,7 @@ def _adapter_files(
     # The engine of a benchmark's peer has none of our adapters.
     if not adapters(engine.model.whole):
         return None
-    spec = adapter_spec(lora, architecture.spec)
+    spec = adapter_spec(lora, architecture.spec, architecture.config)
     assert spec is not None, "a model only has adapters if the configuration enables them"
     base = config.model.model_path
     if lora.merge_lora_interval:

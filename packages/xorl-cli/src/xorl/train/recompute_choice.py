@@ -23,7 +23,7 @@ from xorl.config import Config
 from xorl.config.local import LoraConfig, TrainConfig
 from xorl.core.loss import cross_entropy
 from xorl.core.mesh import Mesh
-from xorl.core.models import Decoder, ModelSpec
+from xorl.core.models import Decoder
 from xorl.core.parallel import ParallelModel
 from xorl.core.parallel.fsdp import uses_copy_engines
 from xorl.core.runtime import rng_state, set_rng_state
@@ -241,7 +241,7 @@ def _for_few_layers(lora: LoraConfig, part: Architecture) -> LoraConfig:
     with torch.device("meta"):
         module = part.spec.build(part.config)
     if lora.adapter_path is not None:
-        lora = _by_options(lora, part.spec)
+        lora = _by_options(lora, part)
     if lora.exclude_modules:
         # What they leave unquantised takes no memory of its own in the passes that are measured.
         lora = lora.model_copy(update={"exclude_modules": None})
@@ -261,9 +261,9 @@ def _for_few_layers(lora: LoraConfig, part: Architecture) -> LoraConfig:
     return lora
 
 
-def _by_options(lora: LoraConfig, family: ModelSpec) -> LoraConfig:
+def _by_options(lora: LoraConfig, part: Architecture) -> LoraConfig:
     """Adapters of the size of those that `lora.adapter_path` names, which are for a model with all of its layers."""
-    spec = adapter_spec(lora, family)
+    spec = adapter_spec(lora, part.spec, part.config)
     assert spec is not None, "there are adapters to go on from"
     return lora.model_copy(
         update={

@@ -315,7 +315,7 @@ def _available_sites(base: Base) -> list[Site]:
     targets = options.lora_target_modules
     if targets is None:
         head = [site.name for site in sites_of(base.model.whole).values() if site.is_head and site.refusal is None]
-        targets = [*base.architecture.spec.adapter_targets, *head]
+        targets = [*base.architecture.spec.default_targets(base.architecture.config), *head]
     spec = AdapterSpec(targets=targets if isinstance(targets, str) else tuple(targets))
     try:
         return list(resolve(spec, base.model.whole))

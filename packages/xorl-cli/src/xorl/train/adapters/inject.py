@@ -48,7 +48,7 @@ def starting_adapter(lora: LoraConfig, family: ModelSpec) -> AdapterFolder | Non
     return open_adapter("lora.adapter_path", lora.adapter_path, family.checkpoint_names.experts)
 
 
-def adapter_spec(lora: LoraConfig, family: ModelSpec) -> AdapterSpec | None:
+def adapter_spec(lora: LoraConfig, family: ModelSpec, config: DecoderConfig) -> AdapterSpec | None:
     """The adapters of the lora section, on the family's targets if it names none; None without adapters.
 
     If training starts from an existing adapter, its files determine everything but the dropout.
@@ -60,7 +60,7 @@ def adapter_spec(lora: LoraConfig, family: ModelSpec) -> AdapterSpec | None:
         return replace(start.layout.spec, dropout=lora.lora_dropout)
     targets = lora.lora_target_modules
     if targets is None:
-        targets = family.adapter_targets
+        targets = family.default_targets(config)
     return AdapterSpec(
         rank=lora.lora_rank,
         alpha=lora.lora_alpha,
@@ -93,7 +93,7 @@ def add_adapters(module: Decoder, lora: LoraConfig, family: ModelSpec) -> None:
         module.requires_grad_(False)
         return
     try:
-        spec = adapter_spec(lora, family)
+        spec = adapter_spec(lora, family, module.config)
         if spec is not None:
             inject(module, spec)
             config_of(module, spec, base=None, form=lora.moe_lora_format)  # refuses a form before anything is trained

@@ -230,7 +230,7 @@ def _with_adapters(model: nn.Module, lora: LoraConfig, architecture: Architectur
     Raises ValueError for an option that PEFT does not support.
     """
     peft = require_peft("--peers beside adapters")
-    spec = adapter_spec(lora, architecture.spec)
+    spec = adapter_spec(lora, architecture.spec, architecture.config)
     assert spec is not None
     if lora.merge_lora_interval or lora.modules_to_save:
         raise ValueError("lora.merge_lora_interval / modules_to_save: peers do not support these options; remove them")

@@ -105,7 +105,7 @@ def _adapters_of(
     """The adapters of each member, and the names of all layers that any of them adapts."""
     specs: dict[str, AdapterSpec] = {}
     for member in config.lora.sweep:
-        spec = adapter_spec(member_config(config, member).lora, architecture.spec)
+        spec = adapter_spec(member_config(config, member).lora, architecture.spec, architecture.config)
         assert spec is not None, "checked by the configuration"
         specs[member.name] = spec
     try:

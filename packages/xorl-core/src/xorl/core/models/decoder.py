@@ -19,6 +19,7 @@ from xorl.core.models.router_losses import RouterLosses, RouterLossOptions, Rout
 from xorl.core.models.stages import Stage
 from xorl.core.nn import Attention, Embedding, GatedMLP, LayerKernels, LayerNorm, PlainMLP, RMSNorm, Rotary
 from xorl.core.nn.head import Head, apply_head
+from xorl.core.nn.latent import LatentAttention
 from xorl.core.nn.moe import Experts, LayerRoutes, MixtureOfExperts
 from xorl.core.nn.norms import make_norm
 from xorl.core.nn.roles import DeclaresRoles, Role, StacksMatrices, StatesInitialValues, StoresWeight
@@ -427,7 +428,10 @@ class DecoderLayer(nn.Module):
         self.residual_scale = config.residual_scale
         self.is_parallel = norms == "parallel"
         self.input_layernorm = norm(exists=norms != "post")
-        self.self_attn = Attention(width, attention, config.norm, merge_qkv=merge_qkv, kernels=kernels)
+        if attention.latent is None:
+            self.self_attn = Attention(width, attention, config.norm, merge_qkv=merge_qkv, kernels=kernels)
+        else:
+            self.self_attn = LatentAttention(width, attention, kernels=kernels)
         self.attention_output_norm = norm(exists=norms in ("post", "sandwich"))
         self.post_attention_layernorm = norm(exists=norms in ("pre", "sandwich"))
         self.mlp = _feed_forward(width, layer.ffn, kernels)

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from xorl.core.models.decoder_config import DecoderConfig, DenseConfig, LayerConfig
+from xorl.core.nn.attention import AttentionConfig
 
 FLOPS_PER_MULTIPLY_ADD = 2
 # For each matrix product in the forward pass, the backward pass has two, one for the gradient of each operand.
@@ -18,8 +19,8 @@ def training_flops(config: DecoderConfig, lengths: Iterable[int], *, num_frozen:
     - Each of the N parameters in matrices costs one multiply-add per token, so 6 * N * T FLOPs for T tokens. N
       includes the head, tied or not, but not the embedding, which is a lookup.
     - Attention makes two products per layer, q @ k.T and weights @ v, each H * C multiply-adds per (query, key)
-      pair: 3 * 2 * 2 * H * C * pairs, where a document of L tokens has L * (L + 1) / 2 causal pairs, fewer with a
-      sliding window (see `causal_pairs`).
+      pair, with the C of values in the second: 3 * 2 * 2 * H * C * pairs. A document of L tokens has L * (L + 1) / 2
+      causal pairs, fewer with a sliding window (see `causal_pairs`).
     - `num_frozen` of the N parameters have no gradient and cost 4 FLOPs per token instead of 6.
     - `num_added` is the number of additional trained parameters in matrices, such as those of adapters.
 
@@ -32,7 +33,7 @@ def training_flops(config: DecoderConfig, lengths: Iterable[int], *, num_frozen:
     per_token = FLOPS_PER_MULTIPLY_ADD * (PRODUCTS_PER_FORWARD_PRODUCT * num_parameters - num_frozen)
     per_pair: Counter[int | None] = Counter()  # by window
     for attention in config.attentions:
-        per_pair[attention.window] += FLOPS_PER_MULTIPLY_ADD * PRODUCTS_PER_FORWARD_PRODUCT * 2 * attention.q_rows
+        per_pair[attention.window] += FLOPS_PER_MULTIPLY_ADD * PRODUCTS_PER_FORWARD_PRODUCT * _pair_channels(attention)
     return sum(
         per_token * length + sum(flops * causal_pairs(length, window) for window, flops in per_pair.items())
         for length in lengths
@@ -44,28 +45,32 @@ def matmul_parameters(config: DecoderConfig) -> int:
 
     Only the active experts of a layer count.
     """
-    num_columns = sum(_layer_columns(layer) for layer in config.layers) + config.vocab_size
-    return config.hidden_size * num_columns
+    width = config.hidden_size
+    return sum(_layer_parameters(layer, width) for layer in config.layers) + width * config.vocab_size
 
 
 def forward_costs(config: DecoderConfig, length: int) -> tuple[list[float], float]:
     """Multiply-adds for each token of a document of `length` tokens: those of each layer, and those of the head."""
     layers = [
-        config.hidden_size * _layer_columns(layer)
-        + 2 * layer.attention.q_rows * causal_pairs(length, layer.attention.window) / length
+        _layer_parameters(layer, config.hidden_size)
+        + _pair_channels(layer.attention) * causal_pairs(length, layer.attention.window) / length
         for layer in config.layers
     ]
     return layers, config.hidden_size * config.vocab_size
 
 
-def _layer_columns(layer: LayerConfig) -> int:
-    """The number of parameters in a layer's matrices, divided by the model's width."""
-    attention = sum(layer.attention.row_counts) + layer.attention.q_rows
-    ffn = layer.ffn
+def _pair_channels(attention: AttentionConfig) -> int:
+    """Multiply-adds for a query and a key: those of their score, and of the weighted value."""
+    return attention.num_heads * (attention.head_dim + attention.v_head_dim)
+
+
+def _layer_parameters(layer: LayerConfig, width: int) -> int:
+    """The number of parameters in a layer's matrices, of a model of this width."""
+    attention, ffn = layer.attention.num_parameters(width), layer.ffn
     if isinstance(ffn, DenseConfig):
-        return attention + _dense_columns(ffn)
+        return attention + width * _dense_columns(ffn)
     shared = 0 if ffn.shared is None else _dense_columns(ffn.shared) + ffn.shared_gate
-    return attention + ffn.num_experts + 3 * ffn.num_active * ffn.width + shared
+    return attention + width * (ffn.num_experts + 3 * ffn.num_active * ffn.width + shared)
 
 
 def _dense_columns(ffn: DenseConfig) -> int:

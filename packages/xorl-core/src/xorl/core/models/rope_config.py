@@ -115,9 +115,9 @@ def _read_yarn(hf: HFConfig, rope: HFConfig, theta: float, max_position_embeddin
     factor = rope.get("factor", float, max_position_embeddings / trained_length)
     mscale, mscale_all_dim = rope.get("mscale", float, 0.0), rope.get("mscale_all_dim", float, 0.0)
     if mscale and mscale_all_dim:
-        attention_factor = _yarn_magnitude(factor, mscale) / _yarn_magnitude(factor, mscale_all_dim)
+        attention_factor = yarn_magnitude(factor, mscale) / yarn_magnitude(factor, mscale_all_dim)
     else:
-        attention_factor = _yarn_magnitude(factor, 1.0)
+        attention_factor = yarn_magnitude(factor, 1.0)
     return RopeConfig(
         theta=theta,
         kind="yarn",
@@ -153,7 +153,7 @@ def _read_proportional(hf: HFConfig, rope: HFConfig, theta: float, max_position_
     )
 
 
-def _yarn_magnitude(factor: float, weight: float) -> float:
+def yarn_magnitude(factor: float, weight: float) -> float:
     """The scale of attention's inputs for an extended context (arXiv:2309.00071, section 3.4)."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 

@@ -26,7 +26,8 @@ class ModelSpec:
         model_type: the matching `model_type`.
         config_from_hf: reads config.json's mapping; raises ValueError, naming the key and value, if unsupported.
         checkpoint_names: how names in a checkpoint may differ from those in the recipes.
-        adapter_targets: the checkpoint modules that adapters target by default, by the last part of their names.
+        adapter_targets: the checkpoint modules that adapters target by default, by the last part of their names; a
+            model may lack some of them.
         composites: the architectures of composite models of which this may be the text model.
         make_recipes: (config, merge_qkv) -> the recipe of each native parameter, for a family whose checkpoints store
             matrices in another way; None: recipes follow from the modules and their names.
@@ -61,6 +62,12 @@ class ModelSpec:
         if self.make_recipes is not None:
             return self.make_recipes(config, merge_qkv)
         return dict(_recipes(config, merge_qkv, self.checkpoint_names))
+
+    def default_targets(self, config: DecoderConfig) -> tuple[str, ...]:
+        """Those of `adapter_targets` that a model with this configuration has."""
+        recipes = self.recipes(config, merge_qkv=True).values()
+        modules = {source.split(".")[-2] for recipe in recipes for source in recipe.sources if "." in source}
+        return tuple(target for target in self.adapter_targets if target in modules)
 
     def checkpoint_view(self, config: DecoderConfig, source: WeightSource) -> CheckpointView:
         """`source` under the recipes' names, without tensors that are not used and without the head of a tied model."""

@@ -38,6 +38,25 @@ class Temperature:
 
 
 @dataclass(frozen=True)
+class LatentConfig:
+    """How heads are projected from latents, which are narrower than all heads together (arXiv:2405.04434).
+
+    Attributes:
+        q_rank: the width of the latent of queries; None: they are projected from the input.
+        kv_rank: the width of the latent of keys and values.
+        rope_dim: how many channels of a head rotate, the last ones; those of keys are the same for all heads.
+        v_head_dim: the channels of a head of values.
+        eps: of the norms of latents.
+    """
+
+    q_rank: int | None
+    kv_rank: int
+    rope_dim: int
+    v_head_dim: int
+    eps: float
+
+
+@dataclass(frozen=True)
 class AttentionConfig:
     """Attention of one layer.
 
@@ -51,6 +70,8 @@ class AttentionConfig:
         temperature: a factor on queries by their position.
         v_is_k: whether values are the keys before their norm and rotation, instead of a projection of their own.
         v_norm: whether the heads of values are normalised, without a weight.
+        latent: None if heads are projected from the input. Otherwise there are as many heads of keys as of queries,
+            and `qkv_bias` is that of the projections of the input.
     """
 
     num_heads: int
@@ -67,6 +88,7 @@ class AttentionConfig:
     softcap: float | None = None
     v_is_k: bool = False
     v_norm: bool = False
+    latent: LatentConfig | None = None
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -78,8 +100,10 @@ class AttentionConfig:
             raise ValueError(f"rotary positions need an even head_dim, got {self.head_dim}")
         if self.norm_after_rope and self.qk_norm == "whole":
             raise ValueError("norm_after_rope: all heads together are normalised before the rotation only")
+        if self.latent is not None and (self.qk_norm or self.v_norm or self.v_is_k or self.temperature):
+            raise ValueError("latent: its heads have no norms, no temperature, and values of their own")
         if self.rope is not None:
-            self.rope.check_factors(self.head_dim)
+            self.rope.check_factors(self.head_dim if self.latent is None else self.latent.rope_dim)
 
     @property
     def row_counts(self) -> tuple[int, ...]:
@@ -89,13 +113,30 @@ class AttentionConfig:
 
     @property
     def rotary(self) -> tuple[RopeConfig, int] | None:
-        """The rotary embedding and the number of channels of a head, which define its tables; None without one."""
-        return None if self.rope is None else (self.rope, self.head_dim)
+        """The rotary embedding and the number of channels that it is defined for, for its tables; None without one."""
+        width = self.head_dim if self.latent is None else self.latent.rope_dim
+        return None if self.rope is None else (self.rope, width)
 
     @property
     def spec(self) -> AttentionSpec:
         """What the kernels compute."""
         return AttentionSpec(self.scale, self.window, self.softcap)
+
+    @property
+    def v_head_dim(self) -> int:
+        """The channels of a head of values, and of the output."""
+        return self.head_dim if self.latent is None else self.latent.v_head_dim
+
+    def num_parameters(self, width: int) -> int:
+        """The number of elements of its matrices, in a model of this width."""
+        out = width * self.num_heads * self.v_head_dim
+        if self.latent is None:
+            return width * sum(self.row_counts) + out
+        latent = self.latent
+        kv_rows = self.num_heads * (self.head_dim - latent.rope_dim + latent.v_head_dim)
+        kv = width * (latent.kv_rank + latent.rope_dim) + latent.kv_rank * kv_rows
+        q = width * self.q_rows if latent.q_rank is None else latent.q_rank * (width + self.q_rows)
+        return q + kv + out
 
     @property
     def q_rows(self) -> int:
@@ -176,7 +217,8 @@ class Attention(nn.Module):
             v = unweighted_norm(v, self.v_norm_eps)
         if self.temperature is not None:
             q = self.kernels.round_heads((q * self.temperature.of(layout.positions)[:, None, None]).to(q.dtype))
-        return self.ranks.scatter(self.o_proj(self._attend(q, k, v, layout).flatten(-2)))
+        out = attend(self.kernels.attention, q, k, v, layout, self.spec)
+        return self.ranks.scatter(self.o_proj(out.flatten(-2)))
 
     def _project(self, x: Tensor) -> tuple[Tensor, ...]:
         """[T, (H + 2G) * C], or queries, keys and values."""
@@ -204,12 +246,16 @@ class Attention(nn.Module):
         k = self.kernels.norm(k, norms.k_weight, norms.eps, norms.offset)
         return self.kernels.round_heads(q), self.kernels.round_heads(k), v
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout) -> Tensor:
-        if isinstance(layout, CachedLayout):
-            return cached_attention(q, k, v, layout, self.spec)
-        if isinstance(layout, ShardedLayout):
-            return sharded_attention(self.kernels.attention, q, k, v, layout, self.spec)
-        return self.kernels.attention(q, k, v, layout, self.spec)
+
+def attend(
+    attention: AttentionFn, q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, spec: AttentionSpec
+) -> Tensor:
+    """Attention of all heads of these tokens, over cached ones and those of other ranks if the layout has any."""
+    if isinstance(layout, CachedLayout):
+        return cached_attention(q, k, v, layout, spec)
+    if isinstance(layout, ShardedLayout):
+        return sharded_attention(attention, q, k, v, layout, spec)
+    return attention(q, k, v, layout, spec)
 
 
 def sharded_attention(

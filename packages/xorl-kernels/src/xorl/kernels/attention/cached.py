@@ -22,7 +22,7 @@ from xorl.kernels.attention.interface import AttentionRequest
 from xorl.kernels.attention.kernel import AttentionSpec
 from xorl.kernels.attention.limits import AMPERE, flash_refusal, uncapped_refusal
 from xorl.kernels.attention.native import native_refusal
-from xorl.kernels.attention.operator import check_inputs
+from xorl.kernels.attention.operator import check_inputs, cut, padded
 from xorl.kernels.attention.sinks import add_sinks
 from xorl.kernels.fused.device import triton_refusal
 from xorl.kernels.layout import SequenceLayout
@@ -259,6 +259,8 @@ def cached_attention(
 ) -> Tensor:
     """An `AttentionFn` for a `CachedLayout`: writes the new tokens' keys and values to the cache, then attends.
 
+    The cache has values with as many channels as keys; narrower ones are padded.
+
     All writes come before all reads, so a sequence may read a block that another sequence writes in the same pass.
 
     Raises ValueError as an `AttentionFn` does, and for a layout without a cache.
@@ -267,8 +269,11 @@ def cached_attention(
     check_inputs(q, k, v, layout, spec, sinks)
     if not spec.causal:
         raise ValueError("spec.causal: tokens that are generated see earlier ones only")
-    keys, values = layout.write(k, v)
-    return layout.attend(q, keys, values, spec, sinks)
+    num_channels = v.shape[-1]
+    if num_channels > k.shape[-1]:
+        raise ValueError(f"v: its heads are wider than those of k, {k.shape[-1]} channels; the cache has those of k")
+    keys, values = layout.write(k, padded(v, k.shape[-1]))
+    return cut(layout.attend(q, keys, values, spec, sinks), num_channels)
 
 
 def plain_cached_attention(

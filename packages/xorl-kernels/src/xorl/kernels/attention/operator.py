@@ -100,9 +100,9 @@ class PackedAttention:
         self._check_cap(spec)
         deterministic, num_channels = torch.are_deterministic_algorithms_enabled(), v.shape[-1]
         if not self.takes_any_values:
-            q, k, v = (_padded(x, max(q.shape[-1], num_channels)) for x in (q, k, v))
+            q, k, v = (padded(x, max(q.shape[-1], num_channels)) for x in (q, k, v))
         out, lse = self._operator(q, k, v, sinks, layout.cu_seqlens, layout.offsets, *spec, deterministic)
-        return _cut(out, num_channels), lse
+        return cut(out, num_channels), lse
 
     def in_ring(
         self, q: Tensor, k: Tensor, v: Tensor, layout: ShardedLayout, spec: AttentionSpec, sinks: Tensor | None = None
@@ -111,9 +111,9 @@ class PackedAttention:
         check_inputs(q, k, v, layout, spec, sinks, in_ring=True)
         self._check_cap(spec)
         deterministic, num_channels = torch.are_deterministic_algorithms_enabled(), v.shape[-1]
-        q, k, v = (_padded(x, max(q.shape[-1], num_channels)) for x in (q, k, v))
+        q, k, v = (padded(x, max(q.shape[-1], num_channels)) for x in (q, k, v))
         out, _ = self._ring_operator(q, k, v, sinks, layout.whole.offsets, *layout.ring, *spec, deterministic)
-        return _cut(out, num_channels)
+        return cut(out, num_channels)
 
     def _check_cap(self, spec: AttentionSpec) -> None:
         if spec.softcap is not None and not self.caps_scores:
@@ -122,12 +122,13 @@ class PackedAttention:
             )
 
 
-def _padded(x: Tensor, num_channels: int) -> Tensor:
+def padded(x: Tensor, num_channels: int) -> Tensor:
     """Heads with so many channels: zeros change neither scores nor the channels of the output that values have."""
     return x if x.shape[-1] == num_channels else F.pad(x, (0, num_channels - x.shape[-1]))
 
 
-def _cut(out: Tensor, num_channels: int) -> Tensor:
+def cut(out: Tensor, num_channels: int) -> Tensor:
+    """The first channels of heads."""
     return out if out.shape[-1] == num_channels else out[..., :num_channels]
 
 
