@@ -106,9 +106,9 @@ class ModelFields(Section):
     )
     merge_qkv: bool = Field(
         default=True,
-        description="Store the query, key and value projections as one matrix. Set it to false for tensor "
-        "parallelism, or to put an adapter on only one of them. Loading and exporting convert between the two forms. "
-        "The gate and up projections are always one matrix.",
+        description="Store the query, key and value projections as one matrix. Adapters on one of them and tensor "
+        "parallelism work with either value. Loading and exporting convert between the two forms. The gate and up "
+        "projections are always one matrix, and projections of latents, as in DeepSeek-V3, always several.",
     )
     basic_modules: list[str] = Field(
         default=[],

@@ -295,15 +295,15 @@ class Decoder(nn.Module):
         assert self.routers is not None, "a dense model has no sums"
         rate = self.routers.options.correction_rate * (1 - skipped)
         for name, layer in self.layers.named_children():
-            if not isinstance(layer, DecoderLayer) or not isinstance(layer.mlp, MixtureOfExperts):
-                continue
-            if (correction := layer.mlp.correction) is None:
+            assert isinstance(layer, DecoderLayer)
+            correction = layer.mlp.correction if isinstance(layer.mlp, MixtureOfExperts) else None
+            if correction is None:
                 continue
             before = self.config.layers[: int(name)]
             load = sums.counts[sum(isinstance(each.ffn, ExpertsConfig) for each in before)]
             change = rate * (load.mean() - load).sign().float()  # [E]
             for box, part in pieces(correction, None):
-                part += box.cut(change)
+                part += box.cut(change).to(part.device)
 
     def _stated_values(self) -> dict[str, float]:
         """The initial values of parameters that are not drawn, by name."""

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from xorl.core.models import rotary_gated
-from xorl.core.models.decoder_config import DecoderConfig, DenseConfig
+from xorl.core.models.decoder_config import DecoderConfig
 from xorl.core.models.hf_config import HFConfig
 from xorl.core.models.spec import ModelSpec
 from xorl.core.nn import NormConfig
@@ -29,8 +29,7 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
     hf = HFConfig(values, ARCHITECTURE, **DEFAULTS)
     hf.refuse("use_bidirectional_attention", "attention is causal")
     bias = hf.get("attention_bias", bool, False)
-    activation = hf.activation("hidden_activation", "gelu_pytorch_tanh")
-    ffn = DenseConfig("gated", hf.positive("intermediate_size"), activation, bias=False)
+    ffn = rotary_gated.read_dense(hf, activation_key="hidden_activation", activation="gelu_pytorch_tanh")
     num_layers = hf.positive("num_hidden_layers")
     sliding = rotary_gated.SLIDING if hf.has("sliding_window") else rotary_gated.FULL
     pattern = [rotary_gated.FULL if index % 2 else sliding for index in range(num_layers)]

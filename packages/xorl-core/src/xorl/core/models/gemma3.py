@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from xorl.core.models import rotary_gated
-from xorl.core.models.decoder_config import DecoderConfig, DenseConfig
+from xorl.core.models.decoder_config import DecoderConfig
 from xorl.core.models.hf_config import HFConfig
 from xorl.core.models.rope_config import read_rope_of_type
 from xorl.core.models.spec import ModelSpec
@@ -38,8 +38,7 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
     full = read_rope_of_type(hf, rotary_gated.FULL, hf.get("rope_theta", float, 1e6), length, is_scaled=True)
     local_theta = hf.get("rope_local_base_freq", float, 1e4)
     sliding = read_rope_of_type(hf, rotary_gated.SLIDING, local_theta, length, is_scaled=False)
-    activation = hf.activation("hidden_activation", "gelu_pytorch_tanh")
-    ffn = DenseConfig("gated", hf.positive("intermediate_size"), activation, bias=False)
+    ffn = rotary_gated.read_dense(hf, activation_key="hidden_activation", activation="gelu_pytorch_tanh")
     config = rotary_gated.read_config(
         hf,
         rope=full,

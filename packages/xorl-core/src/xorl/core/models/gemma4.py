@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from xorl.core.models import rotary_gated
-from xorl.core.models.decoder_config import DecoderConfig, DenseConfig, LayerConfig
+from xorl.core.models.decoder_config import DecoderConfig, LayerConfig
 from xorl.core.models.hf_config import HFConfig
 from xorl.core.models.rope_config import ROPE_TYPES, read_rope_of_type
 from xorl.core.models.spec import ModelSpec
@@ -59,8 +59,7 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
     pattern = [rotary_gated.SLIDING if (index + 1) % PERIOD else rotary_gated.FULL for index in range(num_layers)]
     windows = rotary_gated.windows_of(hf, pattern)
     bias = hf.get("attention_bias", bool, False)
-    activation = hf.activation("hidden_activation", "gelu_pytorch_tanh")
-    ffn = DenseConfig("gated", hf.positive("intermediate_size"), activation, bias=False)
+    ffn = rotary_gated.read_dense(hf, activation_key="hidden_activation", activation="gelu_pytorch_tanh")
     config = rotary_gated.read_config(
         hf,
         rope=full,

@@ -119,9 +119,11 @@ def _read_padding(hf: HFConfig) -> int | None:
     return pad % vocab_size
 
 
-def read_dense(hf: HFConfig, *, bias: bool = False) -> DenseConfig:
-    """The gated block of `intermediate_size`."""
-    return DenseConfig("gated", hf.positive("intermediate_size"), hf.activation("hidden_act", "silu"), bias)
+def read_dense(
+    hf: HFConfig, *, bias: bool = False, activation_key: str = "hidden_act", activation: str = "silu"
+) -> DenseConfig:
+    """The gated block of `intermediate_size`, whose activation is `activation` if the key is missing."""
+    return DenseConfig("gated", hf.positive("intermediate_size"), hf.activation(activation_key, activation), bias)
 
 
 def read_uniform_windows(hf: HFConfig) -> tuple[int | None, ...]:
