@@ -23,6 +23,7 @@ from xorl.train.bench.runner import _config_in
 from xorl.train.data import prepare_data
 
 PARAMETERS = {
+    "gemma3-4b": 3.880,
     "llama3-70b": 70.554,
     "llama3-8b": 8.030,
     "qwen3-0.6b": 0.596,
