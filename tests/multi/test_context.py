@@ -39,7 +39,7 @@ def test_a_document_does_not_change_the_others(run_ranks, tmp_path: Path, world_
 
         for changed in range(-1, 5):  # -1 changes nothing; all ranks have as many passes
             ids = torch.where(document == changed, batch.input_ids + 1, batch.input_ids)
-            given = replace(batch, input_ids=ids % architecture.config.vocab_size, extras={"document": document})
+            given = replace(batch, input_ids=ids % architecture.config.vocab_size, targets={"document": document})
             with torch.no_grad():
                 engine.forward(given, keep)
         return found

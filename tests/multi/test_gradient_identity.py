@@ -22,7 +22,7 @@ from xorl.core.optim import MuonOptions, OptimizerName, build_optimizer, scale_a
 from xorl.core.parallel.compile import CompileBackend
 from xorl.core.parallel.offload import ActivationOffload
 from xorl.data import PackedBatch
-from xorl.data.batch import Document, collate
+from xorl.data.batch import Column, Document, collate
 from xorl.kernels.attention import AttentionRequest, resolve_attention
 from xorl.train.engine import Engine
 
@@ -123,10 +123,9 @@ def step_gradient(
 def batches_of(engine: Engine, micro_batch_size: int) -> Sequence[PackedBatch]:
     mesh = engine.model.mesh
     own = rows()[mesh.data.rank :: mesh.data.size]
+    columns = dict.fromkeys(EXTRAS, Column())
     return [
-        collate(
-            list(chain.from_iterable(own[start : start + micro_batch_size])), pad_to_multiple_of=8, extra_names=EXTRAS
-        )
+        collate(list(chain.from_iterable(own[start : start + micro_batch_size])), pad_to_multiple_of=8, columns=columns)
         for start in range(0, len(own), micro_batch_size)
     ]
 

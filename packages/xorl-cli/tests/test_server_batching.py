@@ -87,8 +87,8 @@ def test_padding_and_targets_that_a_datum_lacks_are_not_asked() -> None:
     assert row.labels.shape == (16, 3)
     asked = torch.tensor([2] * 3 + [3] * 2 + [1] * 4 + [0] * 7)
     assert torch.equal((row.labels != IGNORE).sum(dim=1), asked)
-    assert row.extras["weights"][:3].eq(0).all()
-    assert row.extras["weights"][3:5].eq(1).all()
+    assert row.targets["weights"][:3].eq(0).all()
+    assert row.targets["weights"][3:5].eq(1).all()
     assert (row.num_tokens, row.num_trained_tokens, row.lengths) == (9, 6, (3, 2, 4, 7))
     ((_, padding),) = build_row(examples, (), layout)
     assert (padding.num_tokens, padding.num_trained_tokens, padding.lengths) == (0, 0, (8,))
@@ -102,16 +102,14 @@ def test_records_are_in_the_rows_of_their_tokens() -> None:
     examples = [replace(example(3), routes=records[0]), example(2), replace(example(4), routes=records[1])]
     layout = Layout.of(examples, 8)
     ((_, row),) = build_row(examples, (0, 1, 2), layout)
-    assert row.routes is not None
     free = np.full((7, 3, 2), -1)
-    np.testing.assert_array_equal(row.routes, np.concatenate([records[0], free[:2], records[1], free]))
+    np.testing.assert_array_equal(row.inputs["recorded"], np.concatenate([records[0], free[:2], records[1], free]))
     for members in ((1,), ()):
         ((_, other),) = build_row(examples, members, layout)
-        assert other.routes is not None
-        assert other.routes.shape == (8, 3, 2)
-        assert other.routes.eq(-1).all()
+        assert other.inputs["recorded"].shape == (8, 3, 2)
+        assert other.inputs["recorded"].eq(-1).all()
     ((_, without),) = build_row(examples[1:2], (0,), Layout.of(examples[1:2], 8))
-    assert without.routes is None
+    assert not without.inputs
 
 
 @given(LENGTHS.filter(bool), st.integers(1, 4), st.sampled_from([0, 1, 3]))

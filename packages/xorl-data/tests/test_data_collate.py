@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from xorl.data.batch import IGNORE, Document, collate, padding_batch
+from xorl.data.batch import IGNORE, Column, Document, PackedBatch, collate, padding_batch
 
 
 def document(ids, labels=None):
@@ -59,17 +59,41 @@ def test_extras_stay_aligned_with_the_ids():
     """Catches extras shifted with the labels or left out of the padding."""
     weights = {"weight": np.array([0.5, 1.5, 2.5], np.float32)}
     rows = [Document(np.array([1, 2, 3]), np.array([1, 2, 3]), weights)]
-    batch = collate(rows, pad_to_multiple_of=4, extra_names=("weight",))
-    assert batch.extras["weight"].tolist() == [0.5, 1.5, 2.5, 0.0]
-    assert collate([], pad_to_multiple_of=4, extra_names=("weight",)).extras["weight"].tolist() == [0.0] * 4
+    batch = collate(rows, pad_to_multiple_of=4, columns={"weight": Column()})
+    assert batch.targets["weight"].tolist() == [0.5, 1.5, 2.5, 0.0]
+    assert collate([], pad_to_multiple_of=4, columns={"weight": Column()}).targets["weight"].tolist() == [0.0] * 4
 
 
 def test_moving_keeps_everything():
     """Catches a field that `to` forgets."""
     rows = [Document(np.array([1, 2]), np.array([1, 2]), {"weight": np.ones(2, np.float32)})]
-    batch = collate(rows, extra_names=("weight",))
+    batch = collate(rows, columns={"weight": Column()})
     moved = batch.to("meta")
     assert all(
-        t.is_meta for t in (moved.input_ids, moved.labels, moved.positions, moved.cu_seqlens, *moved.extras.values())
+        t.is_meta for t in (moved.input_ids, moved.labels, moved.positions, moved.cu_seqlens, *moved.targets.values())
     )
     assert (moved.lengths, moved.num_tokens, moved.num_trained_tokens) == ((2,), 2, 1)
+
+
+def test_columns_go_to_their_receivers_and_survive_joining():
+    """Catches a column that the model gets as a target, one that joining loses, and fills of another column."""
+    columns = {
+        "weights": Column(),
+        "recorded": Column("model", np.int16, (2, 3), -1),
+        "places": Column("model", np.int64, (3,), 7),
+    }
+    given = {"weights": np.array([0, 2], np.float32), "recorded": np.arange(12, dtype=np.int16).reshape(2, 2, 3)}
+    rows = [Document(np.array([1, 2]), np.array([1, 2]), given), document([3])]
+    batch = collate(rows, pad_to_multiple_of=4, columns=columns)
+    assert batch.targets["weights"].tolist() == [0, 2, 0, 0]
+    assert batch.inputs["recorded"].dtype == torch.int16
+    assert batch.inputs["recorded"][:2].tolist() == given["recorded"].tolist()
+    assert batch.inputs["recorded"][2:].eq(-1).all()
+    assert batch.inputs["places"].eq(7).all()
+    assert batch.num_trained_tokens == 0  # the only label has the weight 0
+    joined = PackedBatch.join([batch, batch])
+    assert joined.lengths == (2, 1, 1, 2, 1, 1)
+    assert joined.cu_seqlens.tolist() == [0, 2, 3, 4, 6, 7, 8]
+    assert joined.num_tokens == 7
+    assert torch.equal(joined.inputs["recorded"], batch.inputs["recorded"].repeat(2, 1, 1))
+    assert torch.equal(joined.targets["weights"], batch.targets["weights"].repeat(2))

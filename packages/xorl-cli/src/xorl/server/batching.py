@@ -9,16 +9,15 @@ Shapes: n tokens of one datum, T tokens of a row (padding included), K targets f
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import groupby
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from xorl.data import PackedBatch
-from xorl.data.batch import IGNORE, padding_batch
+from xorl.data.batch import IGNORE, INPUT_IDS, LABELS, Column, pack_row, padding_batch
 from xorl.data.packing import best_fit_decreasing
 from xorl.data.plan import PAIR_COST, split_step
 
@@ -28,6 +27,8 @@ Bin = tuple[int, ...]
 
 # A missing weight means 1. No other input has a neutral value.
 NEUTRAL: Mapping[str, float] = {"weights": 1.0}
+# The argument of the model that receives recorded experts, and the value for tokens that choose themselves.
+RECORDED, FREE = "recorded", -1
 
 
 @dataclass(frozen=True)
@@ -158,90 +159,53 @@ class Layout:
 
     Attributes:
         num_targets: the largest K of any datum; 0 if all targets are [n].
-        fields: the names of the loss's other inputs, which every row has.
+        columns: labels, the other inputs of the loss, and recorded experts if any datum has them. Every row has them.
         pad_to_multiple_of: the number of tokens of a row is padded to a multiple of this.
-        routes: (layers with experts, experts per token) if any datum has recorded experts; otherwise None.
     """
 
     num_targets: int
-    fields: tuple[str, ...]
+    columns: Mapping[str, Column]
     pad_to_multiple_of: int
-    routes: tuple[int, int] | None = None
 
     @classmethod
     def of(cls, examples: Sequence[Example], pad_to_multiple_of: int) -> Layout:
         num_targets = max(example.num_targets for example in examples)
         is_flat = all(example.targets.ndim == 1 for example in examples)
-        names = sorted({name for example in examples for name in example.fields})
+        width = () if is_flat else (num_targets,)
+        # If a datum has fewer targets than others, its last target columns stay IGNORE.
+        columns = {LABELS: Column("loss", np.int64, width, IGNORE)}
+        columns |= {name: Column(width=width) for name in sorted({name for each in examples for name in each.fields})}
         routes = next((example.routes.shape[1:] for example in examples if example.routes is not None), None)
-        return cls(0 if is_flat else num_targets, tuple(names), pad_to_multiple_of, routes)
+        if routes is not None:
+            columns[RECORDED] = Column("model", np.int16, routes, FREE)
+        return cls(0 if is_flat else num_targets, columns, pad_to_multiple_of)
 
 
 def build_row(examples: Sequence[Example], members: Bin, layout: Layout) -> list[tuple[str, PackedBatch]]:
     """One micro-batch as segments (owner, its tokens), with padding after the last; an empty bin is all padding."""
     if not members:
-        return [("", _padding(layout))]
+        return [("", padding_batch(layout.pad_to_multiple_of, layout.columns))]
     groups = [
-        (owner, [examples[index] for index in indices])
+        (owner, [_columns_of(examples[index], layout) for index in indices])
         for owner, indices in groupby(members, key=lambda index: examples[index].owner)
     ]
     num_padding = -sum(len(examples[index].tokens) for index in members) % layout.pad_to_multiple_of
     last = len(groups) - 1
     return [
-        (owner, _segment(data, layout, num_padding if position == last else 0))
+        (owner, pack_row(data, layout.columns, num_padding if position == last else 0))
         for position, (owner, data) in enumerate(groups)
     ]
 
 
-def _padding(layout: Layout) -> PackedBatch:
-    batch = padding_batch(layout.pad_to_multiple_of)
-    shape = (len(batch.labels), layout.num_targets) if layout.num_targets else (len(batch.labels),)
-    extras = {name: torch.zeros(shape, dtype=torch.float32) for name in layout.fields}
-    routes = None if layout.routes is None else torch.from_numpy(_free_routes(len(batch.labels), layout.routes))
-    return replace(batch, labels=torch.full(shape, IGNORE), extras=extras, routes=routes)
-
-
-def _free_routes(num_tokens: int, shape: tuple[int, int]) -> NDArray[np.int16]:
-    return np.full((num_tokens, *shape), -1, dtype=np.int16)
-
-
-def _segment(examples: Sequence[Example], layout: Layout, num_padding: int) -> PackedBatch:
-    """The data of one owner, concatenated; any padding is a document at the end."""
-    lengths = [len(example.tokens) for example in examples]
-    total = sum(lengths) + num_padding
-    all_lengths = np.array([*lengths, num_padding] if num_padding else lengths, dtype=np.int64)
-    ends = np.cumsum(all_lengths)
-    width = (layout.num_targets,) if layout.num_targets else ()
-    input_ids = np.zeros(total, dtype=np.int64)
-    labels = np.full((total, *width), IGNORE, dtype=np.int64)
-    extras = {name: np.zeros((total, *width), dtype=np.float32) for name in layout.fields}
-    routes = None if layout.routes is None else _free_routes(total, layout.routes)
-    for example, stop in zip(examples, ends.tolist(), strict=False):
-        span = slice(stop - len(example.tokens), stop)
-        input_ids[span] = example.tokens
-        # If a datum has fewer targets than others, its last target columns stay IGNORE.
-        targets = example.targets.reshape(len(example.tokens), -1) if width else example.targets
-        inner = (span, slice(targets.shape[1])) if width else span
-        labels[inner] = targets
-        for name, values in extras.items():
-            given = example.fields.get(name)
-            values[inner] = NEUTRAL[name] if given is None else given.reshape(targets.shape)
-        if routes is not None and example.routes is not None:
-            routes[span] = example.routes
-    trained = labels != IGNORE
-    if "weights" in extras:
-        trained &= extras["weights"] != 0
-    return PackedBatch(
-        input_ids=torch.from_numpy(input_ids),
-        labels=torch.from_numpy(labels),
-        positions=torch.from_numpy(np.arange(total, dtype=np.int64) - np.repeat(ends - all_lengths, all_lengths)),
-        cu_seqlens=torch.from_numpy(np.concatenate([[0], ends]).astype(np.int32)),
-        lengths=tuple(all_lengths.tolist()),
-        num_tokens=sum(lengths),
-        num_trained_tokens=int(np.count_nonzero(trained.reshape(total, -1).any(axis=1))),
-        extras={name: torch.from_numpy(values) for name, values in extras.items()},
-        routes=None if routes is None else torch.from_numpy(routes),
-    )
+def _columns_of(example: Example, layout: Layout) -> dict[str, NDArray[Any]]:
+    """The columns of one datum."""
+    fields = {
+        name: np.full(example.targets.shape, value, np.float32)
+        for name, value in NEUTRAL.items()
+        if name in layout.columns
+    }
+    columns = {INPUT_IDS: example.tokens, LABELS: example.targets, **fields, **example.fields}
+    return columns if example.routes is None else {**columns, RECORDED: example.routes}
 
 
 def in_datum_order(

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -54,23 +53,8 @@ class MixedBatch:
 
     @classmethod
     def of(cls, parts: Sequence[tuple[str, PackedBatch]]) -> MixedBatch:
-        """Join at least one micro-batch, each of another adapter; all have the same extras, and all or none routes."""
-        batches = [batch for _, batch in parts]
-        routes = [batch.routes for batch in batches if batch.routes is not None]
-        starts = accumulate((len(batch.input_ids) for batch in batches), initial=0)
-        boundaries = [batch.cu_seqlens[1:] + start for batch, start in zip(batches, starts, strict=False)]
-        joined = PackedBatch(
-            input_ids=torch.cat([batch.input_ids for batch in batches]),
-            labels=torch.cat([batch.labels for batch in batches]),
-            positions=torch.cat([batch.positions for batch in batches]),
-            cu_seqlens=torch.cat([batches[0].cu_seqlens[:1], *boundaries]),
-            lengths=tuple(length for batch in batches for length in batch.lengths),
-            num_tokens=sum(len(batch.input_ids) for batch in batches[:-1]) + batches[-1].num_tokens,
-            num_trained_tokens=sum(batch.num_trained_tokens for batch in batches),
-            extras={name: torch.cat([batch.extras[name] for batch in batches]) for name in batches[0].extras},
-            routes=torch.cat(routes) if routes else None,
-        )
-        return cls(tuple(parts), joined)
+        """Join at least one micro-batch, each of another adapter; all have the same columns."""
+        return cls(tuple(parts), PackedBatch.join([batch for _, batch in parts]))
 
     @property
     def runs(self) -> list[tuple[str, int]]:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from xorl.ckpt import OptimizerState, Stateful
-from xorl.core.loss import IGNORE, LossFn, LossOutput
+from xorl.core.loss import LossFn, LossOutput
 from xorl.core.models import Decoder
 from xorl.core.models.router_losses import RouterLosses, RouterSums
 from xorl.core.optim import Fp32Accumulation, gradient_norms, gradient_scale
@@ -21,6 +21,7 @@ from xorl.core.parallel.executor import Executor, Tensors
 from xorl.core.parallel.exposed import record_waits
 from xorl.core.parallel.schedule import Schedule
 from xorl.data import PackedBatch
+from xorl.data.batch import LABELS, trained_tokens
 from xorl.kernels.layout import SequenceLayout
 from xorl.lora import Adam
 from xorl.train.divided import DividedState
@@ -419,10 +420,10 @@ def call_model(
     layout = part_of(layout, model.mesh)
     if model.gathers_tokens:
         layout = among_ranks(layout, model.mesh)
-    targets = {name: layout.local(values) for name, values in {"labels": batch.labels, **batch.extras}.items()}
+    targets = {name: layout.local(values) for name, values in {LABELS: batch.labels, **batch.targets}.items()}
     input_ids = layout.local(batch.input_ids)
-    # Other modules than decoders take no recorded experts.
-    options: dict[str, object] = {} if batch.routes is None else {"recorded": layout.local(batch.routes)}
+    # Other modules than decoders take no further inputs.
+    options: dict[str, object] = {name: layout.local(values) for name, values in batch.inputs.items()}
     if model.mesh.dims.pp > 1:
         options |= {"received": received, "chunk": chunk}
     return model.forward(input_ids, layout, loss=lambda hidden, head: loss_fn(hidden, head, targets, layout), **options)
@@ -434,11 +435,8 @@ def routers_of(model: ParallelModel) -> RouterLosses | None:
 
 
 def trained_by_document(batch: PackedBatch) -> Tensor:
-    """[N] int64, how many tokens of each document have a label, and a weight other than 0 if there are weights."""
-    is_trained = batch.labels != IGNORE
-    if (weights := batch.extras.get("weights")) is not None:
-        is_trained &= weights != 0
-    is_trained = is_trained.view(len(batch.labels), -1).any(-1)
+    """[N] int64, how many tokens of each document are trained."""
+    is_trained = trained_tokens(batch.labels, batch.targets)
     before = torch.cat([batch.labels.new_zeros(1), is_trained.cumsum(0)])
     return before[batch.cu_seqlens.long()].diff()
 

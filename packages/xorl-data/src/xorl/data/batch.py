@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Literal
 
 import numpy as np
 import torch
@@ -18,12 +20,54 @@ IGNORE = -100
 
 
 @dataclass(frozen=True)
+class Column:
+    """The kind of a column: values that each token has beside its id and label.
+
+    Attributes:
+        receiver: what the column is passed to: the loss, among its targets, or the model, as an argument of this name.
+        dtype: of the values.
+        width: the shape of a token's values; () for a single one.
+        fill: the value in padding, and where a document has none.
+    """
+
+    receiver: Literal["loss", "model"] = "loss"
+    dtype: type[np.generic] = np.float32
+    width: tuple[int, ...] = ()
+    fill: float = 0
+
+    def joined(self, parts: Sequence[np.ndarray | None], lengths: Sequence[int], num_tokens: int) -> Tensor:
+        """[num_tokens, *width]: the values of consecutive documents of these lengths, filled up at the end.
+
+        A part is None if its document has no values. If it has fewer per token than others, the last ones are filled.
+        """
+        values = np.full((num_tokens, *self.width), self.fill, dtype=self.dtype)
+        for part, length, stop in zip(parts, lengths, accumulate(lengths), strict=True):
+            if part is None:
+                continue
+            rows = part.reshape(length, -1) if len(self.width) == 1 else part
+            values[(slice(stop - length, stop), *map(slice, rows.shape[1:]))] = rows
+        return torch.from_numpy(values)
+
+
+# The columns of every batch.
+INPUT_IDS, LABELS = "input_ids", "labels"
+_OF_EVERY_BATCH: Mapping[str, Column] = {
+    INPUT_IDS: Column("model", np.int64),
+    LABELS: Column("loss", np.int64, fill=IGNORE),
+}
+NO_COLUMNS: Mapping[str, Column] = {}
+
+
+@dataclass(frozen=True)
 class Document:
-    """One document as training data. `labels` are not shifted, and are IGNORE where a token is not trained."""
+    """One document as training data. `labels` are not shifted, and are IGNORE where a token is not trained.
+
+    `columns` have values for each token, by name.
+    """
 
     input_ids: np.ndarray
     labels: np.ndarray
-    extras: Mapping[str, np.ndarray] = field(default_factory=dict)
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -31,12 +75,11 @@ class PackedBatch:
     """`micro_batch_size` bins concatenated to one row and padded once; labels are already shifted.
 
     `labels[t]` is the token that position t predicts, IGNORE at a document's last position. The padding, if any, is the
-    last document: its labels are IGNORE and `num_tokens` does not count it. `extras` have one value per token, aligned
-    with `input_ids` (not shifted), 0 in the padding. For losses with several labels per token, labels and extras are
-    [T, K].
+    last document: its labels are IGNORE and `num_tokens` does not count it. For losses with several labels per token,
+    labels and targets are [T, K].
 
-    `routes`, if given, are the experts that replace the routers' choice in each layer that has any; -1 for tokens that
-    are routed freely, such as padding.
+    `targets` and `inputs` are columns: values for each token, aligned with `input_ids` (not shifted). The loss receives
+    the targets, and the model the inputs, as arguments of their names.
     """
 
     input_ids: Tensor  # [T] int64
@@ -46,8 +89,8 @@ class PackedBatch:
     lengths: tuple[int, ...]  # N, on the host; sums to T
     num_tokens: int
     num_trained_tokens: int
-    extras: dict[str, Tensor] = field(default_factory=dict)  # each [T]
-    routes: Tensor | None = None  # [T, layers with experts, experts per token] int16
+    targets: Mapping[str, Tensor] = field(default_factory=dict)  # each [T, ..]
+    inputs: Mapping[str, Tensor] = field(default_factory=dict)  # each [T, ..]
 
     @property
     def document_lengths(self) -> tuple[int, ...]:
@@ -60,6 +103,24 @@ class PackedBatch:
     def pin_memory(self) -> PackedBatch:
         return self._with_tensors(lambda tensor: tensor.pin_memory())
 
+    @classmethod
+    def join(cls, batches: Sequence[PackedBatch]) -> PackedBatch:
+        """Concatenates at least one batch, all with the same columns. Only the last one's padding is not counted."""
+        starts = accumulate((len(batch.input_ids) for batch in batches), initial=0)
+        boundaries = [batch.cu_seqlens[1:] + start for batch, start in zip(batches, starts, strict=False)]
+        first = batches[0]
+        return cls(
+            input_ids=torch.cat([batch.input_ids for batch in batches]),
+            labels=torch.cat([batch.labels for batch in batches]),
+            positions=torch.cat([batch.positions for batch in batches]),
+            cu_seqlens=torch.cat([first.cu_seqlens[:1], *boundaries]),
+            lengths=tuple(length for batch in batches for length in batch.lengths),
+            num_tokens=sum(len(batch.input_ids) for batch in batches[:-1]) + batches[-1].num_tokens,
+            num_trained_tokens=sum(batch.num_trained_tokens for batch in batches),
+            targets={name: torch.cat([batch.targets[name] for batch in batches]) for name in first.targets},
+            inputs={name: torch.cat([batch.inputs[name] for batch in batches]) for name in first.inputs},
+        )
+
     def _with_tensors(self, move: Callable[[Tensor], Tensor]) -> PackedBatch:
         return replace(
             self,
@@ -67,65 +128,71 @@ class PackedBatch:
             labels=move(self.labels),
             positions=move(self.positions),
             cu_seqlens=move(self.cu_seqlens),
-            extras={name: move(tensor) for name, tensor in self.extras.items()},
-            routes=None if self.routes is None else move(self.routes),
+            targets={name: move(tensor) for name, tensor in self.targets.items()},
+            inputs={name: move(tensor) for name, tensor in self.inputs.items()},
         )
 
 
 def collate(
-    documents: Sequence[Document], *, pad_to_multiple_of: int = 1, extra_names: tuple[str, ...] = ()
+    documents: Sequence[Document], *, pad_to_multiple_of: int = 1, columns: Mapping[str, Column] = NO_COLUMNS
 ) -> PackedBatch:
     """Concatenates all documents in order to one row, padded at the end to a multiple of `pad_to_multiple_of`.
 
     The padding is a separate document. Without documents, returns a padding batch of `pad_to_multiple_of` tokens.
+    `columns` are those that every batch has.
     """
     if pad_to_multiple_of < 1:
         raise ValueError(f"pad_to_multiple_of: {pad_to_multiple_of}, want at least 1")
-    if not documents:
-        return padding_batch(pad_to_multiple_of, extra_names)
-    lengths = [len(document.input_ids) for document in documents]
-    num_tokens = sum(lengths)
-    num_padding = -num_tokens % pad_to_multiple_of
-    total = num_tokens + num_padding
+    shifted = [
+        # The last position of a document has no label, because the next token belongs to another document.
+        {**document.columns, INPUT_IDS: document.input_ids, LABELS: np.append(document.labels[1:], IGNORE)}
+        for document in documents
+    ]
+    num_tokens = sum(len(document.input_ids) for document in documents)
+    return pack_row(shifted, columns, -num_tokens % pad_to_multiple_of if documents else pad_to_multiple_of)
 
-    input_ids = np.zeros(total, dtype=np.int64)
-    np.concatenate([document.input_ids for document in documents], out=input_ids[:num_tokens])
-    unshifted = np.concatenate([document.labels for document in documents])
+
+def padding_batch(length: int, columns: Mapping[str, Column] = NO_COLUMNS) -> PackedBatch:
+    """A batch of one padding document of `length` tokens, for a rank that has no bins in a short step."""
+    if length < 1:
+        raise ValueError(f"length: a padding batch needs at least one token, not {length}")
+    return pack_row([], columns, length)
+
+
+def pack_row(
+    documents: Sequence[Mapping[str, np.ndarray]], columns: Mapping[str, Column], num_padding: int
+) -> PackedBatch:
+    """A row of documents given as columns: ids, labels that are already shifted, and any of `columns`; then padding."""
+    columns = {**_OF_EVERY_BATCH, **columns}
+    lengths = [len(document[INPUT_IDS]) for document in documents]
+    num_tokens = sum(lengths)
+    total = num_tokens + num_padding
     all_lengths = np.array([*lengths, num_padding] if num_padding else lengths, dtype=np.int64)
     ends = np.cumsum(all_lengths)
-    labels = np.full(total, IGNORE, dtype=np.int64)
-    labels[: num_tokens - 1] = unshifted[1:]
-    # The last position of a document has no label, because the next token belongs to another document.
-    labels[ends - 1] = IGNORE
     positions = np.arange(total, dtype=np.int64) - np.repeat(ends - all_lengths, all_lengths)
-    extras = {}
-    for name in extra_names:
-        values = np.zeros(total, dtype=np.float32)
-        np.concatenate([document.extras[name] for document in documents], out=values[:num_tokens])
-        extras[name] = torch.from_numpy(values)
+    joined = {
+        name: column.joined([document.get(name) for document in documents], lengths, total)
+        for name, column in columns.items()
+    }
+    targets = {name: values for name, values in joined.items() if columns[name].receiver == "loss"}
+    inputs = {name: values for name, values in joined.items() if columns[name].receiver == "model"}
+    labels = targets.pop(LABELS)
     return PackedBatch(
-        input_ids=torch.from_numpy(input_ids),
-        labels=torch.from_numpy(labels),
+        input_ids=inputs.pop(INPUT_IDS),
+        labels=labels,
         positions=torch.from_numpy(positions),
         cu_seqlens=torch.from_numpy(np.concatenate([[0], ends]).astype(np.int32)),
         lengths=tuple(all_lengths.tolist()),
         num_tokens=num_tokens,
-        num_trained_tokens=int(np.count_nonzero(labels != IGNORE)),
-        extras=extras,
+        num_trained_tokens=int(trained_tokens(labels, targets).sum()),
+        targets=targets,
+        inputs=inputs,
     )
 
 
-def padding_batch(length: int, extras: tuple[str, ...] = ()) -> PackedBatch:
-    """A batch of one padding document of `length` tokens, for a rank that has no bins in a short step."""
-    if length < 1:
-        raise ValueError(f"length: a padding batch needs at least one token, not {length}")
-    return PackedBatch(
-        input_ids=torch.zeros(length, dtype=torch.int64),
-        labels=torch.full((length,), IGNORE, dtype=torch.int64),
-        positions=torch.arange(length, dtype=torch.int64),
-        cu_seqlens=torch.tensor([0, length], dtype=torch.int32),
-        lengths=(length,),
-        num_tokens=0,
-        num_trained_tokens=0,
-        extras={name: torch.zeros(length, dtype=torch.float32) for name in extras},
-    )
+def trained_tokens(labels: Tensor, targets: Mapping[str, Tensor]) -> Tensor:
+    """[T] bool: the tokens that have a label, of a weight other than 0 if there are weights."""
+    is_trained = labels != IGNORE
+    if (weights := targets.get("weights")) is not None:
+        is_trained = is_trained & (weights != 0)
+    return is_trained.view(len(labels), -1).any(dim=1)

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import Dataset
 
 from xorl.data.arguments import checked
-from xorl.data.batch import Document, PackedBatch, collate
+from xorl.data.batch import Column, Document, PackedBatch, collate
 from xorl.data.packing import Bins, StartMethod
 from xorl.data.plan import (
     PAIR_COST,
@@ -136,9 +136,9 @@ class _MicroBatches(Dataset[PackedBatch]):
         self._documents = documents
         self._bins = bins
         self._pad_to_multiple_of = pad_to_multiple_of
+        self._columns = {name: Column() for name in documents.extra_names}
 
     def __getitem__(self, bins: np.ndarray) -> PackedBatch:
         members = [index for bin_index in bins for index in self._bins.documents(bin_index)]
         rows = [Document(*self._documents.document(index), self._documents.extras(index)) for index in members]
-        names = self._documents.extra_names
-        return collate(rows, pad_to_multiple_of=self._pad_to_multiple_of, extra_names=names)
+        return collate(rows, pad_to_multiple_of=self._pad_to_multiple_of, columns=self._columns)

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from xorl.data.arguments import check_at_least, checked
-from xorl.data.batch import PackedBatch, collate
+from xorl.data.batch import Column, PackedBatch, collate
 from xorl.data.errors import DataError
 from xorl.data.hashing import digest
 from xorl.data.packing import StartMethod
@@ -170,6 +170,7 @@ class StreamLoader:
         self._dp_rank = dp_rank
         self._dp_size = dp_size
         self._pad_to_multiple_of = pad_to_multiple_of
+        self._columns = {name: Column() for name in stream.extra_names}
         self._num_workers = _useful_workers(num_workers, plan.num_lanes // math.gcd(plan.num_lanes, dp_size))
         self._prefetch_factor = (prefetch_factor or 2) * micro_batch_size
         self._pin_memory = pin_memory and torch.cuda.is_available()
@@ -246,7 +247,7 @@ class StreamLoader:
 
     def _batch(self, members: Sequence[StreamBin]) -> PackedBatch:
         documents = [document for member in members for document in member.documents]
-        batch = collate(documents, pad_to_multiple_of=self._pad_to_multiple_of, extra_names=self._stream.extra_names)
+        batch = collate(documents, pad_to_multiple_of=self._pad_to_multiple_of, columns=self._columns)
         return batch.pin_memory() if self._pin_memory else batch
 
 
