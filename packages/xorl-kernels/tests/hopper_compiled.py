@@ -19,6 +19,7 @@ from hopper import Launch, all_kernels, assemble, called_by_others, full_name, l
 from xorl.kernels import grouped_triton
 from xorl.kernels.attention import paged_triton
 from xorl.kernels.experts import products_triton, routing_triton, rows_triton
+from xorl.kernels.experts.gates import GELU_TANH, SILU, Gate
 from xorl.kernels.experts.products import Rows
 from xorl.kernels.fused import cross_entropy, heads, reference, rms_norm, swiglu, widened_sum
 from xorl.kernels.fused.reference import HeadNorms, HeadShape
@@ -184,18 +185,22 @@ def experts(num_tokens: int = 64) -> None:
     weights = empty(num_tokens, 8, dtype=FP32)
     for width, dtype in product((768, 3000), FLOATS):
         y, up = empty(8 * num_tokens, width, dtype=dtype), empty(8 * num_tokens, 2 * width, dtype=dtype)
+        gates = (SILU, None), (Gate(alpha=1.7, limit=7.0, offset=1.0), empty(128, 2 * width, dtype=dtype))
         rows_triton.combine(y, weights, rows, ends)
         rows_triton.combine(y, None, rows, ends)
-        rows_triton.gated(up, ends)
+        for gate, biases in gates:
+            rows_triton.gated(up, ends, gate, biases)
         rows_triton.sum_parts(empty(4, 8 * num_tokens, width, dtype=dtype))
         rows_triton.combine(y, weights, rows, ends, empty(num_tokens, width, dtype=dtype))
         rows_triton.combine(y, None, rows, ends, empty(num_tokens, width, dtype=dtype))
-        rows_triton.gated_backward(y, up, weights, rows.flatten(), ends, empty(num_tokens, 8, dtype=FP32))
+        for gate, biases in (*gates, (GELU_TANH, None)):
+            of_weights = empty(num_tokens, 8, dtype=FP32)
+            rows_triton.gated_backward(y, up, weights, rows.flatten(), ends, of_weights, gate, biases)
         stacked, index = empty(128, 2 * width, 512, dtype=dtype), empty(8 * num_tokens, dtype=torch.int32)
         for x in (Rows(empty(8 * num_tokens, 512, dtype=dtype)), Rows(empty(num_tokens, 512, dtype=dtype), index)):
             products_triton.product(x, stacked.transpose(1, 2), ends)
-            products_triton.gated(x, stacked.transpose(1, 2), ends, keep_up=True)
-            products_triton.gated(x, stacked.transpose(1, 2), ends, keep_up=False)
+            for keep_up, options in product((True, False), gates):
+                products_triton.gated(x, stacked.transpose(1, 2), ends, *options, keep_up=keep_up)
             products_triton.outer(Rows(up), x, ends)
             products_triton.outer(x, Rows(up), ends)
             products_triton.add_outer(empty(128, 2 * width, 512, dtype=dtype), Rows(up), x, ends)
@@ -348,7 +353,7 @@ def usual_sizes() -> None:
     experts(8192)
     grad, ends = Rows(empty(tokens, 2 * 768)), empty(128, dtype=torch.int32)
     gathered = Rows(empty(tokens, 2048), empty(8 * tokens, dtype=torch.int32))
-    products_triton.gated(gathered, empty(128, 2 * 768, 2048).transpose(1, 2), ends, keep_up=True)
+    products_triton.gated(gathered, empty(128, 2 * 768, 2048).transpose(1, 2), ends, SILU, None, keep_up=True)
     products_triton.outer(grad, gathered, ends)
 
 

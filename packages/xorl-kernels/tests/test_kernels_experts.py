@@ -5,9 +5,11 @@ from itertools import islice
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from xorl.kernels.experts import grouped, reference
 from xorl.kernels.experts.adapted import Factors
+from xorl.kernels.experts.gates import GELU_TANH, SILU, Biases, Gate, activate
 from xorl.kernels.experts.plan import RoutePlan, _route_plan
 from xorl.kernels.experts.quantized import QuantizedExperts
 from xorl.kernels.experts.routing import (
@@ -140,6 +142,70 @@ def test_frozen_experts_get_no_gradient() -> None:
     found = gradients(grouped.experts(*tensors, ids), [tensors[0], tensors[3]])
     assert torch.equal(found[0], expected[0])
     assert torch.equal(found[1], expected[3])
+
+
+# So low a limit that many values exceed it.
+CLAMPED = Gate(alpha=1.7, limit=0.8, offset=1.0)
+GATES = {"silu": SILU, "gelu": GELU_TANH, "clamped": CLAMPED}
+
+
+def biases_of(shape: tuple[int, ...], dtype: torch.dtype) -> Biases:
+    generator = torch.Generator().manual_seed(8)
+    sizes = (shape[4], 2 * shape[3]), (shape[4], shape[2])
+    return Biases(*(torch.randn(*size, generator=generator).to(dtype).requires_grad_() for size in sizes))
+
+
+def test_the_gates_are_those_of_torch() -> None:
+    # Catches a wrong formula of which every implementation has a copy.
+    up = 3 * torch.randn(50, 8, dtype=torch.float64)
+    gate, value = up.chunk(2, dim=-1)
+    torch.testing.assert_close(activate(up, SILU), F.silu(gate) * value)
+    torch.testing.assert_close(activate(up, GELU_TANH), F.gelu(gate, approximate="tanh") * value)
+    gate, value = gate.clamp(max=0.8), value.clamp(-0.8, 0.8)
+    torch.testing.assert_close(activate(up, CLAMPED), gate * torch.sigmoid(1.7 * gate) * (value + 1))
+
+
+@pytest.mark.parametrize("num_passes", [1, 3])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("has_biases", [False, True])
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gates_and_biases_match_the_twin(
+    shape: tuple[int, ...], gate: str, has_biases: bool, recompute: bool, num_passes: int
+) -> None:
+    # Catches the bias of another expert, biases of padding and of choices without an expert, gradients past the limit,
+    # and routing weights that miss what a bias adds.
+    tensors, ids = inputs(shape, torch.float64), without(0.3, shape)
+    biases, num_real = biases_of(shape, torch.float64), torch.tensor(shape[0] - 2)
+    leaves = [*tensors, *(biases if has_biases else ())]
+    options = {"gate": GATES[gate], "biases": biases if has_biases else None, "recompute": recompute}
+    with nan_poisoned_empty():
+        out = grouped.experts(*tensors, ids, num_real, num_passes=num_passes, **options)
+        found = out, *gradients(out, leaves)
+    assert_match(found, reference.experts(*tensors, ids, num_real, **options), leaves)
+
+
+@pytest.mark.parametrize("num_slots", [1, 4])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_adapted_experts_have_gates_and_biases(
+    shape: tuple[int, ...], gate: str, recompute: bool, num_slots: int
+) -> None:
+    # Catches biases of a slot in place of those of its expert, and an adapter that is added after the activation.
+    tensors, ids = inputs(shape, torch.float64), without(0.3, shape)
+    biases = biases_of(shape, torch.float64)
+    for frozen in (*tensors[1:3], *biases):
+        frozen.requires_grad_(False)
+    low_rank = factors_of(shape, torch.float64, num_slots=num_slots)
+    slots = torch.randint(num_slots, (shape[0],), generator=torch.Generator().manual_seed(4))
+    groups, factors = ids * num_slots + slots[:, None], Factors(*low_rank, num_slots=num_slots)
+    options = {"gate": GATES[gate], "biases": biases, "factors": factors, "recompute": recompute}
+    leaves = [tensors[0], tensors[3], *low_rank]
+    with nan_poisoned_empty():
+        out = grouped.experts(*tensors, groups, torch.tensor(shape[0] - 2), **options)
+        found = out, *gradients(out, leaves)
+    assert_match(found, reference.experts(*tensors, groups, torch.tensor(shape[0] - 2), **options), leaves)
 
 
 # The leading dimensions of up_a, up_b, down_a and down_b that are 1.
@@ -337,7 +403,9 @@ def test_operators_are_registered_correctly(recompute: bool) -> None:
     tensors, ids = inputs(shape, torch.float32), routes("random", shape)
     plan = RoutePlan.of(ids, shape[4])
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
-    torch.library.opcheck(grouped._experts, (*tensors, *plan, 2, recompute, "native"), test_utils=tests)
+    biases = torch.randn(shape[4], 2 * shape[3], requires_grad=True)
+    arguments = (*tensors, *plan, biases, 2, recompute, "native", CLAMPED)
+    torch.library.opcheck(grouped._experts, arguments, test_utils=tests)
 
 
 LENGTHS = [[1], [64, 64], [5, 130, 1, 60], [63, 2, 200]]

@@ -12,6 +12,7 @@ from xorl.kernels import grouped_triton
 from xorl.kernels.attention import AttentionSpec, KeyValueCache, MixedLayout, paged_triton
 from xorl.kernels.attention.cached import plain_cached_attention
 from xorl.kernels.experts import products_native, products_triton, routing_triton, rows, rows_triton
+from xorl.kernels.experts.gates import GELU_TANH, SILU, Gate
 from xorl.kernels.experts.plan import RoutePlan
 from xorl.kernels.experts.products import Rows
 from xorl.kernels.experts.routing import _sum_routing, _sum_routing_backward, top_experts
@@ -30,6 +31,9 @@ mend_interpreter()
 # Large enough that gradients of the norm of two values are not lost to cancellation.
 EPS = 0.1
 DTYPES = [torch.float32, torch.float16]
+# So low a limit that many values exceed it.
+CLAMPED = Gate(alpha=1.7, limit=0.8, offset=1.0)
+GATES = [SILU, GELU_TANH, CLAMPED]
 
 
 def randn(*shape, dtype=torch.float32, seed=0):
@@ -262,15 +266,13 @@ def test_paged_attention(monkeypatch, heads, kv_heads, head_dim, window, totals,
 def test_between_the_products_of_experts(
     monkeypatch, num_tokens, num_choices, width, num_experts, num_padding, max_block
 ):
-    # Catches the weight of another choice, padding that is read, a last block that exceeds the row, and swapped gate
-    # and up.
+    # Catches the weight of another choice, padding that is read, and a last block that exceeds the row.
     monkeypatch.setattr(rows_triton, "MAX_BLOCK", max_block)
     ids = randn(num_tokens, num_experts).topk(num_choices).indices
     plan = RoutePlan.of(ids, num_experts, torch.tensor(num_tokens - num_padding))
     num_read = num_choices * (num_tokens - num_padding)
-    grad, up, y = (randn(len(plan.choices), columns, seed=columns) for columns in (width, 2 * width, width + 1))
-    for values in (grad, up, y):
-        values[num_read:] = float("nan")
+    y = randn(len(plan.choices), width + 1, seed=width + 1)
+    y[num_read:] = float("nan")
     weights = randn(num_tokens, num_choices, seed=5)
     with nan_poisoned_empty():
         for given in (weights, None):
@@ -283,19 +285,32 @@ def test_between_the_products_of_experts(
             rows.combine(y, weights, part.rows, part.ends, wanted)
             assert rows_triton.combine(y, weights, part.rows, part.ends, found) is found
             assert_close("sum", found, wanted, TOLERANCES[torch.float32])
-        of_weights = [torch.full_like(weights, torch.nan) for _ in range(2)]
-        wanted = *rows.gated_backward(grad, up, weights, plan.choices, plan.ends, of_weights[0]), of_weights[0]
-        grads = rows_triton.gated_backward(grad, up, weights, plan.choices, plan.ends, of_weights[1])
-        found = *grads, of_weights[1]
-        gated = rows_triton.gated(up, plan.ends)[:num_read]
-        assert_close("gated", gated, rows.gated(up, plan.ends)[:num_read], TOLERANCES[torch.float32])
     parts = randn(4, num_tokens, width)
     assert_close("sum of parts", rows_triton.sum_parts(parts), parts.sum(0), TOLERANCES[torch.float32])
-    for name, mine, theirs in zip(("grad_up", "weighted", "grad_weights"), found, wanted, strict=True):
-        whole = name == "grad_weights"
-        assert_close(
-            name, mine if whole else mine[:num_read], theirs if whole else theirs[:num_read], TOLERANCES[torch.float32]
-        )
+
+
+@pytest.mark.parametrize("max_block", [2048, 16])
+@pytest.mark.parametrize("has_biases", [False, True])
+@pytest.mark.parametrize("gate", GATES, ids=str)
+@pytest.mark.parametrize(("counts", "width"), [([3, 0, 20, 1, 0], 13), ([0, 40], 32), ([17], 35)])
+def test_activations_of_experts(monkeypatch, counts, width, gate, has_biases, max_block):
+    # Catches swapped gate and up, gradients past the limit, the bias of another expert, and padding, which is NaN here.
+    monkeypatch.setattr(rows_triton, "MAX_BLOCK", max_block)
+    num_read, ends = sum(counts), torch.tensor(counts).cumsum(0).to(torch.int32)
+    grad, up = (randn(num_read + 3, columns, seed=columns) for columns in (width, 2 * width))
+    for values in (grad, up):
+        values[num_read:] = float("nan")
+    biases = randn(len(counts), 2 * width, seed=7) if has_biases else None
+    weights, choices = randn(num_read + 3, 1, seed=5), torch.randperm(num_read + 3).to(torch.int32)
+    of_weights = [torch.full_like(weights, torch.nan) for _ in range(2)]
+    with nan_poisoned_empty():
+        gated = rows_triton.gated(up, ends, gate, biases)[:num_read]
+        assert_close("gated", gated, rows.gated(up, ends, gate, biases)[:num_read], TOLERANCES[torch.float32])
+        wanted = rows.gated_backward(grad, up, weights, choices, ends, of_weights[0], gate, biases)
+        found = rows_triton.gated_backward(grad, up, weights, choices, ends, of_weights[1], gate, biases)
+    for name, mine, theirs in zip(("grad_up", "weighted"), found, wanted, strict=True):
+        assert_close(name, mine[:num_read], theirs[:num_read], TOLERANCES[torch.float32])
+    assert_close("grad_weights", of_weights[1], of_weights[0], TOLERANCES[torch.float32])
 
 
 @pytest.mark.parametrize("gathers", [False, True])
@@ -338,9 +353,10 @@ def test_products_of_experts(monkeypatch, counts, depth, width, dtype, gathers):
             sums = total[:num_rows] + wanted
             products_triton.add_product(total, mine, stacked, ends)
             assert_close("sum", total[:num_rows], sums, tolerance)
-            for keep_up in (False, True):
-                found = products_triton.gated(mine, stacked, ends, keep_up=keep_up)
-                up, gated = products_native.gated(theirs, stacked, ends, keep_up=True)
+            added = randn(len(counts), 2 * width, dtype=dtype, seed=4)
+            for keep_up, options in itertools.product((False, True), ((SILU, None), (GELU_TANH, None), (CLAMPED, added))):
+                found = products_triton.gated(mine, stacked, ends, *options, keep_up=keep_up)
+                up, gated = products_native.gated(theirs, stacked, ends, *options, keep_up=True)
                 assert_close("gated", found[1][:num_rows], gated[:num_rows], tolerance)
                 assert_close("up", found[0][:num_rows], up[:num_rows] if keep_up else found[0], tolerance)
         wanted = products_native.outer(their_grad, theirs, ends)

@@ -152,7 +152,14 @@ class DecoderConfig:
     def attention_requests(self, device_type: str, dtype: torch.dtype) -> tuple[AttentionRequest, ...]:
         """What each layer requires of an attention backend, if it computes in `dtype`."""
         return tuple(
-            AttentionRequest(device_type, dtype, max(each.head_dim, each.v_head_dim), each.window, softcap=each.softcap)
+            AttentionRequest(
+                device_type,
+                dtype,
+                max(each.head_dim, each.v_head_dim),
+                each.window,
+                softcap=each.softcap,
+                sinks=each.sinks,
+            )
             for each in self.attentions
         )
 

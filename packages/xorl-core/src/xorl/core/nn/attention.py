@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from types import MappingProxyType
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,9 @@ from torch import Tensor, nn
 from xorl.core.nn.kernels import LayerKernels
 from xorl.core.nn.layers import Linear
 from xorl.core.nn.norms import HeadNorm, NormConfig, NormOfHeads, unweighted_norm
+from xorl.core.nn.roles import Role
 from xorl.core.nn.rotary import RopeConfig
+from xorl.core.nn.share import Share
 from xorl.core.nn.ulysses import ulysses_attention
 from xorl.kernels.attention import AttentionFn, AttentionSpec, CachedLayout, cached_attention
 from xorl.kernels.fused import HeadNorms, HeadShape, RopeTables
@@ -64,6 +67,7 @@ class AttentionConfig:
         scale: the factor on attention scores.
         window: how many tokens a token attends to, itself included; None for all earlier ones.
         softcap: scores become softcap * tanh(scores / softcap); None: no cap.
+        sinks: whether each head has a score, which is trained, that takes part in its softmax and has no value.
         rope: the rotary embedding; None: none.
         qk_norm: whether queries and keys are normalised, each head alone or all heads together.
         norm_after_rope: whether heads are normalised after the rotation.
@@ -86,6 +90,7 @@ class AttentionConfig:
     norm_after_rope: bool = False
     temperature: Temperature | None = None
     softcap: float | None = None
+    sinks: bool = False
     v_is_k: bool = False
     v_norm: bool = False
     latent: LatentConfig | None = None
@@ -100,8 +105,8 @@ class AttentionConfig:
             raise ValueError(f"rotary positions need an even head_dim, got {self.head_dim}")
         if self.norm_after_rope and self.qk_norm == "whole":
             raise ValueError("norm_after_rope: all heads together are normalised before the rotation only")
-        if self.latent is not None and (self.qk_norm or self.v_norm or self.v_is_k or self.temperature):
-            raise ValueError("latent: its heads have no norms, no temperature, and values of their own")
+        if self.latent is not None and (self.qk_norm or self.v_norm or self.v_is_k or self.temperature or self.sinks):
+            raise ValueError("latent: its heads have no norms, no temperature, no sinks, and values of their own")
         if self.rope is not None:
             self.rope.check_factors(self.head_dim if self.latent is None else self.latent.rope_dim)
 
@@ -161,7 +166,15 @@ class Attention(nn.Module):
         norm: the norms of queries and keys, if there are any.
         merge_qkv: use one matrix `qkv_proj`, with the rows of q, then k, then v, instead of three.
         kernels: the functions that compute everything but the projections.
+
+    Attributes:
+        sinks: [H], of the heads of this rank; None: there are none.
+        shares: what it holds of the sinks, if ranks share the heads.
     """
+
+    roles: ClassVar[Mapping[str, Role]] = MappingProxyType({"sinks": "scalar"})
+
+    shares: Mapping[str, Share] = MappingProxyType({})
 
     def __init__(
         self,
@@ -199,6 +212,9 @@ class Attention(nn.Module):
         elif config.qk_norm == "whole":
             self.q_norm, self.k_norm = (NormOfHeads(count, head_dim, norm, kernels) for count in counts[:2])
         self.split_heads = kernels.split_heads_of(config.rope)
+        self.sinks = nn.Parameter(torch.empty(self.shape.num_heads)) if config.sinks else None
+        if config.sinks and (share := ranks.rows_of([config.num_heads])) is not None:
+            self.shares = {"sinks": share}
         self.o_proj = Linear.row_parallel(config.num_heads * head_dim, width, bias=config.o_bias, ranks=ranks)
 
     @property
@@ -217,7 +233,8 @@ class Attention(nn.Module):
             v = unweighted_norm(v, self.v_norm_eps)
         if self.temperature is not None:
             q = self.kernels.round_heads((q * self.temperature.of(layout.positions)[:, None, None]).to(q.dtype))
-        out = attend(self.kernels.attention, q, k, v, layout, self.spec)
+        sinks = None if self.sinks is None else self.sinks.to(x.dtype)
+        out = attend(self.kernels.attention, q, k, v, layout, self.spec, sinks)
         return self.ranks.scatter(self.o_proj(out.flatten(-2)))
 
     def _project(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -248,14 +265,20 @@ class Attention(nn.Module):
 
 
 def attend(
-    attention: AttentionFn, q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, spec: AttentionSpec
+    attention: AttentionFn,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: SequenceLayout,
+    spec: AttentionSpec,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of all heads of these tokens, over cached ones and those of other ranks if the layout has any."""
     if isinstance(layout, CachedLayout):
-        return cached_attention(q, k, v, layout, spec)
+        return cached_attention(q, k, v, layout, spec, sinks)
     if isinstance(layout, ShardedLayout):
-        return sharded_attention(attention, q, k, v, layout, spec)
-    return attention(q, k, v, layout, spec)
+        return sharded_attention(attention, q, k, v, layout, spec, sinks)
+    return attention(q, k, v, layout, spec, sinks)
 
 
 def sharded_attention(

@@ -9,9 +9,9 @@ Role = Literal[
     "dense", "expert", "router", "correction", "bias", "norm", "embedding", "head", "scalar", "constant", "adapter"
 ]
 """dense: a matrix of a linear layer; expert: the matrices of all experts of a layer; correction: what routers add to
-scores, frozen and in fp32 whatever the dtype of others; scalar: one number, which has no weight decay; constant: one
-number that is never trained, 0-dimensional in checkpoints; adapter: any of its parameters. Modules with scalars or
-constants are `StatesInitialValues`."""
+scores, frozen and in fp32 whatever the dtype of others; scalar: one number, or one for each head, without weight decay;
+constant: one number that is never trained, 0-dimensional in checkpoints; adapter: any of its parameters. Modules whose
+scalars or constants are not drawn are `StatesInitialValues`."""
 
 
 @runtime_checkable
@@ -23,7 +23,7 @@ class DeclaresRoles(Protocol):
 
 @runtime_checkable
 class StatesInitialValues(Protocol):
-    """A module with scalars or constants. `initial_values` maps their names to the values that they start with."""
+    """A module whose scalars or constants are not drawn. `initial_values` maps their names to the values that they start with."""
 
     initial_values: ClassVar[Mapping[str, float]]
 

@@ -9,6 +9,7 @@ Shapes: T tokens, K experts per token, M rows (T * K, or fewer), D model width, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F
 
+from xorl.kernels.experts.gates import Gate, some
 from xorl.kernels.experts.plan import RoutePlan
 from xorl.kernels.experts.products import Products, Rows, adding_products, between_products, products_of
 from xorl.kernels.experts.quantized import ExpertsWeight, QuantizedExperts, StoredExperts, num_experts_of
@@ -66,13 +68,18 @@ def adapted_experts(
     ids: Tensor,
     num_real: Tensor | None,
     factors: Factors,
+    up_biases: Tensor,
     *,
     num_rows: int | None,
     num_passes: int,
     recompute: bool,
     products: str,
+    gate: Gate,
 ) -> Tensor:
-    """As `grouped.experts`, with adapters; [T, D]."""
+    """As `grouped.experts`, with adapters, but without the biases of the down projection; [T, D].
+
+    up_biases: [E, 2F], or empty.
+    """
     num_experts = num_experts_of(gate_up)
     plan = RoutePlan.of(ids, num_experts * factors.num_slots, num_real, num_rows)
     stored = StoredExperts.of(gate_up), StoredExperts.of(down)
@@ -80,7 +87,9 @@ def adapted_experts(
     for part in plan.parts(num_passes):
         # After the first part, which is empty only if all are, there is mostly nothing to keep.
         again = recompute or out is not None
-        y = _adapted_part(x, stored, weights, part, num_experts, factors, recompute=again, products=products)
+        y = _adapted_part(
+            x, stored, weights, part, num_experts, factors, up_biases, recompute=again, products=products, gate=gate
+        )
         out = y if out is None else out + y
     assert out is not None, "there is at least one part"
     return out
@@ -93,9 +102,11 @@ def _adapted_part(
     plan: RoutePlan,
     num_experts: int,
     factors: Factors,
+    up_biases: Tensor,
     *,
     recompute: bool,
     products: str,
+    gate: Gate,
 ) -> Tensor:
     mask = x.new_empty(0, dtype=torch.bool)
     if factors.kept < 1:
@@ -109,12 +120,14 @@ def _adapted_part(
         weights,
         mask,
         *plan,
+        up_biases,
         num_experts,
         stored[0].form,
         stored[1].form,
         factors.kept,
         recompute,
         products,
+        gate,
     )
     return out
 
@@ -133,7 +146,10 @@ class _Layer:
         num_experts: int,
         forms: tuple[str, str],
         products: str,
+        gate: Sequence[float],
+        up_biases: Tensor,
     ) -> None:
+        self._gate, self._up_biases = Gate(*gate), some(up_biases)
         self._by: Products = products_of(products)
         self._by_narrow = adding_products(x)
         self.between = between_products(x)
@@ -196,6 +212,20 @@ class _Layer:
             self.add_low_product(up, self.low_rows(low), self.up_b.transpose(1, 2))
         return up
 
+    def gated(self, up: Tensor) -> Tensor:
+        """The activation [M, F] of the up product [M, 2F], to which the biases are added here."""
+        return self.between.gated(up, self._expert_ends(), self._gate, self._up_biases)
+
+    def gated_backward(
+        self, grad: Tensor, up: Tensor, weights: Tensor, grad_weights: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """As `rows.gated_backward`."""
+        ends, options = self._expert_ends(), (self._gate, self._up_biases)
+        return self.between.gated_backward(grad, up, weights, self.plan.choices, ends, grad_weights, *options)
+
+    def _expert_ends(self) -> Tensor:
+        return self.plan.ends if self._up_biases is None else self._ends(self._up_biases)
+
     def down_low(self, inner: Tensor, weights: Tensor) -> Tensor:
         """What the first factors of the down projection's adapters make of inner [M, F].
 
@@ -237,22 +267,24 @@ def _adapted(
     choices: Tensor,
     rows: Tensor,
     ends: Tensor,
+    up_biases: Tensor,
     num_experts: int,
     gate_up_form: str,
     down_form: str,
     kept: float,
     recompute: bool,
     products: str,
+    gate: Sequence[float],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The output and what the backward pass needs. `x_low` and `mask` are empty without dropout."""
     if not len(choices):
         zeros = torch.zeros_like(x, memory_format=torch.contiguous_format)
         return zeros, x.new_empty(0), x.new_empty(0), x.new_empty(0)
     factors, plan, forms = (up_a, up_b, down_a, down_b), RoutePlan(choices, rows, ends), (gate_up_form, down_form)
-    layer = _Layer(x, x_low, gate_up, down, factors, plan, num_experts, forms, products)
+    layer = _Layer(x, x_low, gate_up, down, factors, plan, num_experts, forms, products, gate, up_biases)
     up_low = layer.up_low()
     up = layer.up(up_low)
-    inner = layer.between.gated(up, ends)
+    inner = layer.gated(up)
     y = layer.product(Rows(inner), layer.down().transpose(1, 2))
     down_low = layer.down_low(_dropped(inner, mask, kept), weights)
     if down_low.numel() and not is_shared(down_b):
@@ -278,12 +310,14 @@ def _(
     choices: Tensor,
     rows: Tensor,
     ends: Tensor,
+    up_biases: Tensor,
     num_experts: int,
     gate_up_form: str,
     down_form: str,
     kept: float,
     recompute: bool,
     products: str,
+    gate: Sequence[float],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     num_rows = choices.shape[0]
     up = x.new_empty(0) if recompute else x.new_empty(num_rows, up_b.shape[1])
@@ -310,6 +344,7 @@ def _adapted_backward(
     choices: Tensor,
     rows: Tensor,
     ends: Tensor,
+    up_biases: Tensor,
     up: Tensor,
     up_low: Tensor,
     down_low: Tensor,
@@ -318,6 +353,7 @@ def _adapted_backward(
     down_form: str,
     kept: float,
     products: str,
+    gate: Sequence[float],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of x, x_low (empty if that is), the four factors and the weights."""
     if not len(choices):
@@ -325,12 +361,12 @@ def _adapted_backward(
         zeros = [torch.zeros_like(tensor, memory_format=torch.contiguous_format) for tensor in given]
         return zeros[0], zeros[1], zeros[2], zeros[3], zeros[4], zeros[5], zeros[6]
     factors, plan, forms = (up_a, up_b, down_a, down_b), RoutePlan(choices, rows, ends), (gate_up_form, down_form)
-    layer = _Layer(x, x_low, gate_up, down, factors, plan, num_experts, forms, products)
+    layer = _Layer(x, x_low, gate_up, down, factors, plan, num_experts, forms, products, gate, up_biases)
     if not up.numel():
         up_low = layer.up_low()
         up = layer.up(up_low)
         if down_a.numel():
-            down_low = layer.down_low(_dropped(layer.between.gated(up, ends), mask, kept), weights)
+            down_low = layer.down_low(_dropped(layer.gated(up), mask, kept), weights)
     # Before the routing weight: its gradient is the product of these and the experts' inner activations.
     grad_rows = layer.gather(grad)
     grad_inner = layer.product(grad_rows, layer.down())  # [M, F]
@@ -343,7 +379,7 @@ def _adapted_backward(
         else:
             layer.add_low_product(grad_inner, grad_down_low, down_a)
     grad_weights = torch.zeros_like(weights, memory_format=torch.contiguous_format)
-    grad_up, weighted = layer.between.gated_backward(grad_inner, up, weights, choices, ends, grad_weights)
+    grad_up, weighted = layer.gated_backward(grad_inner, up, weights, grad_weights)
     # For a rank of 0 the gradients of factors have no elements.
     grad_up_a, grad_up_b, grad_down_a, grad_down_b = map(torch.empty_like, factors)
     if down_low.numel():
@@ -393,6 +429,7 @@ def _(
     choices: Tensor,
     rows: Tensor,
     ends: Tensor,
+    up_biases: Tensor,
     up: Tensor,
     up_low: Tensor,
     down_low: Tensor,
@@ -401,6 +438,7 @@ def _(
     down_form: str,
     kept: float,
     products: str,
+    gate: Sequence[float],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     return (
         torch.empty_like(x, memory_format=torch.contiguous_format),
@@ -416,7 +454,7 @@ def _(
 class _Context(FunctionCtx):
     saved_tensors: tuple[Tensor, ...]
     num_stored: tuple[int, int]
-    options: tuple[int, str, str, float, str]
+    options: tuple[int, str, str, float, str, Sequence[float]]
     has_low: bool
     has_outputs: bool
 
@@ -424,11 +462,11 @@ class _Context(FunctionCtx):
 def _save(ctx: _Context, inputs: tuple, output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
     x, x_low, gate_up, down, *others = inputs
     ctx.num_stored, ctx.has_low = (len(gate_up), len(down)), x_low.numel() > 0
-    num_experts, gate_up_form, down_form, kept, recompute, products = inputs[13:]
-    ctx.options = num_experts, gate_up_form, down_form, kept, products
+    num_experts, gate_up_form, down_form, kept, recompute, products, gate = inputs[14:]
+    ctx.options = num_experts, gate_up_form, down_form, kept, products, gate
     # If the backward pass needs no output, a compiler can leave this operator out of a layer that is recomputed.
     ctx.has_outputs = not recompute
-    ctx.save_for_backward(x, x_low, *gate_up, *down, *others[:9], *([] if recompute else output[1:]))
+    ctx.save_for_backward(x, x_low, *gate_up, *down, *others[:10], *([] if recompute else output[1:]))
     ctx.mark_non_differentiable(*output[1:])
 
 
@@ -447,7 +485,7 @@ def _differentiate(ctx: _Context, grad: Tensor, *_: Tensor) -> tuple[Tensor | li
         *ctx.options,
     )
     frozen = [None] * of_gate_up, [None] * of_down
-    nones = (None,) * 10  # the mask, the plan and what are no tensors
+    nones = (None,) * 12  # the mask, the plan, the biases and what are no tensors
     return grad_x, grad_x_low if ctx.has_low else None, *frozen, *of_factors, grad_weights, *nones
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from xorl.kernels.arguments import check_at_least, check_one_device, is_readable
 from xorl.kernels.experts.adapted import Factors
+from xorl.kernels.experts.gates import Biases
 from xorl.kernels.experts.plan import is_padding
 from xorl.kernels.experts.quantized import ExpertsWeight, QuantizedExperts, shape_of
 
@@ -23,6 +24,7 @@ def check_experts(
     num_real: Tensor | None,
     num_rows: int | None,
     factors: Factors | None,
+    biases: Biases | None = None,
 ) -> None:
     """Raise ValueError for shapes, dtypes or devices that do not fit, and for values on the CPU that are out of range.
 
@@ -53,8 +55,17 @@ def check_experts(
     check_one_device(x=x, **held, weights=weights, ids=ids, num_real=num_real)
     if factors is not None:
         _check_factors(factors, x, shapes[2])
+    if biases is not None:
+        _check_biases(biases, x, shapes[1][:2], shapes[2][:2])
     if is_readable(ids) and ids.numel():
         _check_ids(ids, shapes[1][0], num_real, num_rows, factors)
+
+
+def _check_biases(biases: Biases, x: Tensor, *sizes: list[int]) -> None:
+    for name, bias, size in zip(Biases._fields, biases, sizes, strict=True):
+        if list(bias.shape) != size or bias.dtype != x.dtype:
+            raise ValueError(f"biases.{name} must be {size} in {x.dtype}; got {list(bias.shape)} in {bias.dtype}")
+    check_one_device(x=x, **{f"biases.{name}": bias for name, bias in biases._asdict().items()})
 
 
 def _check_num_real(num_real: Tensor, num_tokens: int) -> None:

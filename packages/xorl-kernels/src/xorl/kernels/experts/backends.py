@@ -14,6 +14,7 @@ from torch import Tensor
 from xorl.kernels.arguments import check_at_least, check_device_type, check_floating
 from xorl.kernels.experts import grouped, reference
 from xorl.kernels.experts.adapted import Factors
+from xorl.kernels.experts.gates import SILU, Biases, Gate
 from xorl.kernels.experts.quantized import ExpertsWeight
 from xorl.kernels.fused import triton_refusal
 from xorl.kernels.fused.device import missing_device
@@ -35,6 +36,8 @@ class ExpertsFn(Protocol):
         *,
         num_rows: int | None = None,
         num_passes: int = 1,
+        gate: Gate = SILU,
+        biases: Biases | None = None,
         recompute: bool = False,
         factors: Factors | None = None,
     ) -> Tensor:

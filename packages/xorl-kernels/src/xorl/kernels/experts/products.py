@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from xorl.kernels.experts import rows as plain
+from xorl.kernels.experts.gates import Gate
 from xorl.kernels.fused import triton_refusal
 
 
@@ -37,10 +38,12 @@ class Products(Protocol):
         """rows[m] @ weight[e] for the rows of expert e: [M, K] and [E, K, N] to [M, N]."""
         ...
 
-    def gated(self, rows: Rows, weight: Tensor, ends: Tensor, *, keep_up: bool) -> tuple[Tensor, Tensor]:
-        """The product with [E, D, 2F], the gate first, and silu(gate) * up: [M, 2F] and [M, F].
+    def gated(
+        self, rows: Rows, weight: Tensor, ends: Tensor, gate: Gate, biases: Tensor | None, *, keep_up: bool
+    ) -> tuple[Tensor, Tensor]:
+        """The product with [E, D, 2F], the gate first, and its activation with the biases [E, 2F]: [M, 2F] and [M, F].
 
-        The first is empty unless `keep_up`.
+        The first, which is without biases, is empty unless `keep_up`.
         """
         ...
 

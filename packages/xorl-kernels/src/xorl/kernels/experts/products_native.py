@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from xorl.kernels.experts.gates import Gate
 from xorl.kernels.experts.products import Rows, between_products
 from xorl.kernels.grouped import grouped_outer, grouped_product
 
@@ -24,10 +25,12 @@ def add_product(out: Tensor, rows: Rows, weight: Tensor, ends: Tensor) -> None:
     out += product(rows, weight, ends)
 
 
-def gated(rows: Rows, weight: Tensor, ends: Tensor, *, keep_up: bool) -> tuple[Tensor, Tensor]:
+def gated(
+    rows: Rows, weight: Tensor, ends: Tensor, gate: Gate, biases: Tensor | None, *, keep_up: bool
+) -> tuple[Tensor, Tensor]:
     """As `Products.gated`."""
     up = product(rows, weight, ends)
-    return up if keep_up else up.new_empty(0), between_products(up).gated(up, ends)
+    return up if keep_up else up.new_empty(0), between_products(up).gated(up, ends, gate, biases)
 
 
 def outer(left: Rows, right: Rows, ends: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 from quack.gemm_interface import gemm  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
+from xorl.kernels.experts.gates import Gate
 from xorl.kernels.experts.products import Rows, between_products
 
 
@@ -22,10 +23,12 @@ def product(rows: Rows, weight: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
-def gated(rows: Rows, weight: Tensor, ends: Tensor, *, keep_up: bool) -> tuple[Tensor, Tensor]:
+def gated(
+    rows: Rows, weight: Tensor, ends: Tensor, gate: Gate, biases: Tensor | None, *, keep_up: bool
+) -> tuple[Tensor, Tensor]:
     """As `Products.gated`."""
     up = product(rows, weight, ends)
-    return up if keep_up else up.new_empty(0), between_products(up).gated(up, ends)
+    return up if keep_up else up.new_empty(0), between_products(up).gated(up, ends, gate, biases)
 
 
 def outer(left: Rows, right: Rows, ends: Tensor) -> Tensor:

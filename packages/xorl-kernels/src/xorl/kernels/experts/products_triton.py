@@ -14,7 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from xorl.kernels.experts.gates import SILU, Gate
 from xorl.kernels.experts.products import Rows
+from xorl.kernels.experts.rows_triton import activated, biases_or, gate_constants
 from xorl.kernels.fused.device import launch, power_of_2
 
 # Tiles of the output and the bytes along which they are summed at once, chosen by measurement on Hopper.
@@ -41,12 +43,14 @@ def add_product(out: Tensor, rows: Rows, weight: Tensor, ends: Tensor) -> None:
     _launch_product(rows, weight, ends, out, None, adds=True)
 
 
-def gated(rows: Rows, weight: Tensor, ends: Tensor, *, keep_up: bool) -> tuple[Tensor, Tensor]:
+def gated(
+    rows: Rows, weight: Tensor, ends: Tensor, gate: Gate, biases: Tensor | None, *, keep_up: bool
+) -> tuple[Tensor, Tensor]:
     """As `Products.gated`."""
     num_rows, width = _num_rows(rows), weight.shape[2] // 2
     up = rows.values.new_empty(num_rows, 2 * width) if keep_up else rows.values.new_empty(0)
     out = rows.values.new_empty(num_rows, width)
-    _launch_product(rows, weight, ends, out, up)
+    _launch_product(rows, weight, ends, out, up, gate, biases)
     return up, out
 
 
@@ -93,9 +97,17 @@ def _launch_outer(out: Tensor, left: Rows, right: Rows, ends: Tensor, *, adds: b
 
 
 def _launch_product(
-    rows: Rows, weight: Tensor, ends: Tensor, out: Tensor, up: Tensor | None, *, adds: bool = False
+    rows: Rows,
+    weight: Tensor,
+    ends: Tensor,
+    out: Tensor,
+    up: Tensor | None,
+    gate: Gate = SILU,
+    biases: Tensor | None = None,
+    *,
+    adds: bool = False,
 ) -> None:
-    """Write the product to `out` [M, N], or with `up` its gated activation [M, N / 2].
+    """Write the product to `out` [M, N], or with `up` its gated activation [M, N / 2], in which biases are [E, N].
 
     up: gets the product unless it is empty. adds: add to `out`; without `up`.
     """
@@ -114,12 +126,12 @@ def _launch_product(
             _indices_of(rows),
             weight,
             ends,
+            biases_or(biases, values),
             out if up is None else up,
             out,
             EXPERT_STRIDE=weight.stride(0),
             DEPTH_STRIDE=weight.stride(1),
             COLUMN_STRIDE=weight.stride(2),
-            NUM_EXPERTS=num_experts,
             DEPTH=depth,
             NUM_COLUMNS=num_columns,
             GATHERS=rows.indices is not None,
@@ -128,12 +140,12 @@ def _launch_product(
             KEEPS_UP=up is not None and up.numel() > 0,
             PRECISION=_precision(values),
             NUM_BLOCKS=num_blocks,
-            BLOCK_EXPERTS=power_of_2(num_experts),
             BLOCK_ROWS=BLOCK_ROWS,
             BLOCK_COLUMNS=block_columns,
             BLOCK_DEPTH=DEPTH_BYTES // values.element_size(),
             num_warps=NUM_WARPS,
             num_stages=NUM_STAGES,
+            **gate_constants(gate, biases, num_experts),
         )
 
 
@@ -156,12 +168,12 @@ def _product(
     indices_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     ends_ptr: tl.tensor,
+    biases_ptr: tl.tensor,
     up_ptr: tl.tensor,
     out_ptr: tl.tensor,
     EXPERT_STRIDE: tl.constexpr,
     DEPTH_STRIDE: tl.constexpr,
     COLUMN_STRIDE: tl.constexpr,
-    NUM_EXPERTS: tl.constexpr,
     DEPTH: tl.constexpr,
     NUM_COLUMNS: tl.constexpr,
     GATHERS: tl.constexpr,
@@ -170,10 +182,17 @@ def _product(
     KEEPS_UP: tl.constexpr,
     PRECISION: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
-    BLOCK_EXPERTS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    BLOCK_EXPERTS: tl.constexpr,
+    HAS_BIASES: tl.constexpr,
+    ALPHA: tl.constexpr,
+    CUBIC: tl.constexpr,
+    HAS_LIMIT: tl.constexpr,
+    LIMIT: tl.constexpr,
+    OFFSET: tl.constexpr,
 ) -> None:
     # Blocks of columns of the same rows run together and share the rows in the L2 cache.
     # Indexed, because type checkers do not see that the result can be unpacked.
@@ -215,8 +234,13 @@ def _product(
             up_ptrs = up_ptr + wide_rows * (2 * NUM_COLUMNS) + columns[None, :]
             tl.store(up_ptrs, gate, mask=is_inside)
             tl.store(up_ptrs + NUM_COLUMNS, up, mask=is_inside)
-        gate = gate.to(tl.float32)
-        product = gate * tl.sigmoid(gate) * up.to(tl.float32)
+        gate, up = gate.to(tl.float32), up.to(tl.float32)
+        if HAS_BIASES:
+            bias_ptr = biases_ptr + expert.to(tl.int64) * 2 * NUM_COLUMNS
+            gate += tl.load(bias_ptr + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
+            up += tl.load(bias_ptr + NUM_COLUMNS + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
+        parts = activated(gate, up, ALPHA, CUBIC, HAS_LIMIT, LIMIT, OFFSET)
+        product = parts[0] * parts[1] * parts[2]
     out_ptrs = out_ptr + wide_rows * NUM_COLUMNS + columns[None, :]
     if ADDS:
         product += tl.load(out_ptrs, mask=is_inside, other=0.0).to(tl.float32)

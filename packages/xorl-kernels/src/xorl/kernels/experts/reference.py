@@ -5,7 +5,6 @@ Shapes: T tokens, K experts per token, D model width, F width of an expert, E ex
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -15,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from xorl.kernels.experts.adapted import Factors, is_shared
 from xorl.kernels.experts.arguments import check_experts
+from xorl.kernels.experts.gates import SILU, Biases, Gate, activate
 from xorl.kernels.experts.quantized import ExpertsWeight, dense
 
 
@@ -28,11 +28,12 @@ def experts(
     *,
     num_rows: int | None = None,
     num_passes: int = 1,
-    activation: Callable[[Tensor], Tensor] = F.silu,
+    gate: Gate = SILU,
+    biases: Biases | None = None,
     recompute: bool = False,
     factors: Factors | None = None,
 ) -> Tensor:
-    """sum_k weights[t, k] * down[e] @ (activation(gate[e] @ x[t]) * (up[e] @ x[t])), e = ids[t, k]; [T, D].
+    """sum_k weights[t, k] * (down[e] @ activation(gate_up[e] @ x[t] + bias) + bias), e = ids[t, k]; [T, D].
 
     One expert at a time, and the host waits for each: for tests, and for devices without grouped products.
 
@@ -46,16 +47,17 @@ def experts(
         num_real: 0-d integer tensor; the output of tokens from this index on, which are padding, is 0.
         num_rows, num_passes: how many choices have an expert, and in how many parts they are computed; this form needs
             neither.
-        activation: of the gate.
+        gate: the activation.
+        biases: of the experts; None: there are none.
         recompute: compute everything again in the backward pass, and keep only the arguments.
         factors: of adapters.
 
     Raises ValueError for shapes, dtypes or devices that do not fit and, on a CPU, for ids out of range and too small a
     num_rows.
     """
-    check_experts(x, gate_up, down, weights, ids, num_real, num_rows, factors)
+    check_experts(x, gate_up, down, weights, ids, num_real, num_rows, factors, biases)
     if recompute:
-        again = partial(experts, activation=activation, factors=factors)
+        again = partial(experts, gate=gate, biases=biases, factors=factors)
         out = checkpoint(
             again,
             x,
@@ -78,13 +80,12 @@ def experts(
     for expert in range(len(gate_up)):
         tokens, choices = torch.where((ids // num_slots == expert) & is_real[:, None])
         slots = ids[tokens, choices] % num_slots
-        product = F.linear(x[tokens], gate_up[expert])
+        product = F.linear(x[tokens], gate_up[expert], None if biases is None else biases.gate_up[expert])
         if factors is not None:
             adapted = x if factors.x is None else factors.x
             product = product + _low_rank(adapted[tokens], slots, expert, factors, factors.up_a, factors.up_b)
-        gate, up = product.chunk(2, dim=-1)
-        inner = activation(gate) * up
-        y = F.linear(inner, down[expert])
+        inner = activate(product, gate)
+        y = F.linear(inner, down[expert], None if biases is None else biases.down[expert])
         if factors is not None:
             kept = F.dropout(inner, 1 - factors.kept, training=factors.kept < 1)
             y = y + _low_rank(kept, slots, expert, factors, factors.down_a, factors.down_b)

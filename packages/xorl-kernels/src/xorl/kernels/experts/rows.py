@@ -7,19 +7,28 @@ Shapes: T tokens, K experts per token, M rows (T * K, or fewer), D model width, 
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+
+from xorl.kernels.experts.gates import Gate, activate, exponent_of, limited
 
 
-def gated(up: Tensor, ends: Tensor) -> Tensor:
-    """silu(gate) * up: [M, 2F], the gate first, to [M, F]. Rows from the last end on are padding, left undefined."""
-    gate, value = _wide(up).chunk(2, dim=-1)
-    return (F.silu(gate) * value).to(up.dtype)
+def gated(up: Tensor, ends: Tensor, gate: Gate, biases: Tensor | None) -> Tensor:
+    """The activation of `up` plus the biases [E, 2F]: [M, 2F] to [M, F]. Rows from the last end on are undefined."""
+    return activate(_biased(up, ends, biases), gate).to(up.dtype)
 
 
 def gated_backward(
-    grad: Tensor, up: Tensor, weights: Tensor, choices: Tensor, ends: Tensor, grad_weights: Tensor
+    grad: Tensor,
+    up: Tensor,
+    weights: Tensor,
+    choices: Tensor,
+    ends: Tensor,
+    grad_weights: Tensor,
+    gate: Gate,
+    biases: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """The backward pass of weight * gated(up). Rows from the last end on are padding.
 
@@ -30,20 +39,27 @@ def gated_backward(
         choices: [M] int32, the index of each row's weight in the flattened weights.
         ends: [E] int32.
         grad_weights: [T, K], contiguous; gets the gradients of the weights of all `choices`, 0 for padding.
+        gate, biases: as for `gated`.
 
     Returns:
         The gradient of `up` [M, 2F], and weight * gated(up) [M, F].
     """
-    gate, value = _wide(up).chunk(2, dim=-1)
+    whole = _biased(up, ends, biases)
+    values, others = limited(whole, gate)
+    value = others + gate.offset if gate.offset else others
     weight, unweighted = weights.flatten()[choices, None], grad.to(weights.dtype)
-    sigmoid = torch.sigmoid(gate)
-    output = gate * sigmoid * value
+    sigmoid = torch.sigmoid(exponent_of(values, gate))
+    output = values * sigmoid * value
     is_padding = torch.arange(len(choices), device=choices.device) >= ends[-1]
     grad_weights.view(-1)[choices.long()] = (unweighted * output).sum(-1).masked_fill_(is_padding, 0)
     weighted = unweighted * weight
-    grad_gate = weighted * value * sigmoid * (1 + gate * (1 - sigmoid))
-    grad_up = torch.cat([grad_gate, weighted * gate * sigmoid], dim=-1).to(up.dtype)
-    return grad_up, (output * weight).to(up.dtype)
+    slope: Tensor | float = gate.alpha + 3 * gate.cubic * values.square() if gate.cubic else gate.alpha
+    of_gate = weighted * value * sigmoid * (1 + values * (1 - sigmoid) * slope)
+    grad_up = torch.cat([of_gate, weighted * values * sigmoid], dim=-1)
+    if gate.limit < math.inf:
+        first, second = whole.chunk(2, dim=-1)
+        grad_up = grad_up.where(torch.cat([first <= gate.limit, second.abs() <= gate.limit], dim=-1), 0)
+    return grad_up.to(up.dtype), (output * weight).to(up.dtype)
 
 
 def combine(y: Tensor, weights: Tensor | None, rows: Tensor, ends: Tensor, out: Tensor | None = None) -> Tensor:
@@ -73,6 +89,15 @@ def combine(y: Tensor, weights: Tensor | None, rows: Tensor, ends: Tensor, out: 
 def sum_parts(parts: Tensor) -> Tensor:
     """The sum over the first dimension, of the same dtype: [P, ..] to [..]."""
     return _wide(parts).sum(0).to(parts.dtype)
+
+
+def _biased(up: Tensor, ends: Tensor, biases: Tensor | None) -> Tensor:
+    """The rows [M, 2F] with the biases of their experts, in fp32 at least."""
+    if biases is None:
+        return _wide(up)
+    rows = torch.arange(len(up), device=up.device, dtype=ends.dtype)
+    experts = torch.searchsorted(ends, rows, right=True).clamp_(max=len(ends) - 1)
+    return _wide(up) + _wide(biases)[experts]
 
 
 def _wide(x: Tensor) -> Tensor:
