@@ -3,6 +3,7 @@ random weights."""
 
 import json
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -35,16 +36,20 @@ from hf_cases import (
     state_of,
 )
 from xorl.ckpt import SafetensorsSource, export_hf, load_weights
+from xorl.ckpt.layout import TensorRecord
+from xorl.ckpt.tensor_file import TensorGroup
 from xorl.core.mesh import Mesh, ParallelDims
 from xorl.core.models import SPECS, Decoder, spec_for
 from xorl.core.models.decoder_config import ExpertsConfig
 from xorl.core.models.recipes import WeightRecipe
+from xorl.core.models.stacks import ExpertNames
 from xorl.core.nn import Rotary
 from xorl.core.parallel import ParallelModel
 from xorl.kernels.layout import SequenceLayout
 from xorl.kernels.linear_ce import linear_cross_entropy
 from xorl.server.sampler import GenerationRequest, Sampler
 from xorl.train.cut_down import cut_down
+from xorl.train.export.rest import in_stacks
 
 LOGIT_TOLERANCE = 1e-5
 # Scores that are not scaled magnify rounding: in fp32, transformers' own logits are off by 1.1e-5.
@@ -74,7 +79,7 @@ def gradients_of(decoder: Decoder) -> dict[str, Tensor]:
 def as_in_model(model: transformers.PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors named as in a checkpoint under the names of the model's state, which stacks experts."""
     names = spec_for({"architectures": [type(model).__name__]}).checkpoint_names.experts
-    renamed = dict(tensors)
+    renamed = tensors_as_in_files(tensors, names)
     for name, tensor in state_of(model).items():
         if name in renamed or ".mlp." not in name or tensor.ndim == 0:  # what is not trained has no gradient
             continue
@@ -93,6 +98,12 @@ def as_in_model(model: transformers.PreTrainedModel, tensors: Mapping[str, Tenso
             [torch.cat([renamed.pop(f"{prefix}.{part}.weight") for part in parts]) for prefix in prefixes]
         )
     return renamed
+
+
+def tensors_as_in_files(tensors: Mapping[str, Tensor], names: ExpertNames | None) -> dict[str, Tensor]:
+    """Tensors under the names of recipes, with those of experts in the stacks of their family, if it has any."""
+    groups = [TensorGroup({name: TensorRecord.of(one)}, lambda name=name, one=one: {name: one}) for name, one in tensors.items()]
+    return {name: tensor for group in in_stacks(groups, names) for name, tensor in group.make().items()}
 
 
 @pytest.mark.parametrize(("backend", "merge_qkv"), [("sdpa", True), ("eager", False)])
@@ -227,6 +238,7 @@ def test_folders_pass_to_and_fro_bit_for_bit(tmp_path: Path, architecture: str, 
         recipes,
         tmp_path / "ours",
         hf_config=hf_config,
+        arrange=partial(in_stacks, experts=spec.checkpoint_names.experts),
     )
     theirs, ours = (SafetensorsSource(tmp_path / name) for name in ("theirs", "ours"))
     assert set(ours.names()) == set(theirs.names())

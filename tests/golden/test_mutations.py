@@ -23,6 +23,7 @@ from xorl.core.nn import LayerKernels
 from xorl.core.nn.layers import ACTIVATIONS
 from xorl.core.nn.moe import RouterConfig, Scores
 from xorl.kernels.attention import resolve_attention
+from xorl.kernels.experts.gates import GELU_TANH, SILU
 from xorl.kernels.layout import SequenceLayout
 from xorl.kernels.linear_ce import linear_cross_entropy
 
@@ -125,6 +126,10 @@ def others(owner: Any, name: str, own: Any) -> Iterable[Any]:
             return (not own,)
         case "scores":
             return get_args(Scores)
+        case "gate":
+            initial = (SILU,) if own == SILU else ()
+            others = [own._replace(**{field: value}) for field, value in SILU._asdict().items()]
+            return [GELU_TANH, *initial, *others]
         case "num_groups":
             return ()
         case "num_active_groups":

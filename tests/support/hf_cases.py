@@ -338,6 +338,23 @@ CASES += [
     Case("DeepseekV3ForCausalLM", "no latent of queries", {**LATENT, "q_lora_rank": None, "attention_bias": True}),
     Case("DeepseekV3ForCausalLM", "pairs by halves", {**LATENT, "rope_interleave": False, "tie_word_embeddings": True}),
 ]
+CLAMPED = {**LOCAL, "head_dim": 16, "sliding_window": 6, "rope_parameters": {**YARN, "truncate": False}}
+CASES += [
+    # So low a limit that many values exceed it.
+    Case("GptOssForCausalLM", "sliding window", {**CLAMPED, "swiglu_limit": 0.9, "swiglu_alpha": 1.4}),
+    Case(
+        "GptOssForCausalLM",
+        "no biases, tied",
+        {
+            **CLAMPED,
+            **PATTERN,
+            **NO_PADDING,
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+            "swiglu_limit": 1.1,
+        },
+    ),
+]
 IDS = [f"{case.architecture} {case.label}" for case in CASES]
 
 

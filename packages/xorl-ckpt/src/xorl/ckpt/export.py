@@ -89,6 +89,7 @@ def export_hf(
     model_card: str | None = None,
     gather: Callable[[str], torch.Tensor] | None = None,
     rename: Callable[[str], str] = str,
+    arrange: Callable[[Sequence[TensorGroup]], Sequence[TensorGroup]] = list,
     copied: Sequence[TensorGroup] = (),
 ) -> Path:
     """Collective: write safetensors, their index, config.json and the tokenizer's files; returns the folder.
@@ -99,7 +100,8 @@ def export_hf(
     `hf_config` is written unchanged except for its dtype, which is set to that of the weights, and `generation_config`
     as generation_config.json. The tokenizer's files are copied from `tokenizer_folder`; `chat_template` replaces its
     template. Tied weights are not in `params`, so they are not written. `model_card` becomes README.md. For `gather`,
-    see `parameter_groups`. `rename` takes the name of a tensor in the recipes and returns that in the files. `copied`
+    see `parameter_groups`. `rename` takes the name of a tensor in the recipes and returns that in the files.
+    `arrange` takes the tensors that recipes split parameters into, and returns those to write, such as stacks. `copied`
     are further tensors, on which config.json's dtype does not depend; nor does it on parameters that keep their dtype.
 
     Raises CheckpointError, before anything is written, if the folder exists and is not empty or cannot be written to,
@@ -119,10 +121,11 @@ def export_hf(
         if missing := [name for name in recipes if name not in params]:
             raise CheckpointError(f"params: {', '.join(missing[:5])} are missing, though `recipes` has them")
     kept = [rename(name) for recipe in recipes.values() if recipe.keeps_dtype for name in recipe.sources]
+    groups = [group.renamed(rename) for group in arrange(groups)]
     with published(folder) as temporary:
         write_model(
             temporary,
-            [group.renamed(rename) for group in groups],
+            groups,
             hf_config=hf_config,
             generation_config=generation_config,
             tokenizer_folder=tokenizer,

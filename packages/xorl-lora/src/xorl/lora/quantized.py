@@ -173,6 +173,7 @@ class QuantizedExpertLinear(QuantizedLayer, ExpertLinear):
         _require_fit(experts, scheme, part_rows)
         self.num_experts, self.held = experts.num_experts, experts.held
         self.out_features = experts.out_features
+        self.bias = experts.bias
         shape = (experts.num_experts * experts.out_features, experts.in_features)
         part_rows = part_rows or (experts.out_features,) * experts.num_experts
         self._store(experts.weight, shape, scheme, part_rows, experts.shares)
@@ -183,7 +184,7 @@ class QuantizedExpertLinear(QuantizedLayer, ExpertLinear):
         assert not self.shares, "all experts are here"
         with torch.device("meta"):
             layer = ExpertLinear(self.num_experts, self.held, self.in_features, self.out_features)
-        layer.weight = weight
+        layer.weight, layer.bias = weight, self.bias
         return layer.train(self.training)
 
     def stacked(self, dtype: torch.dtype) -> QuantizedExperts:

@@ -44,8 +44,13 @@ class WeightSyncer:
             merged_adapters=None if files is None else files.by_layer,
         )
         if operation.quantization is not None:
+            if base.rest.stacks_experts:
+                raise ValueError(
+                    f"quantization: files of a {base.rest.architecture} stack the experts of a layer in one tensor, for "
+                    "which block fp8 has no format: set it to null"
+                )
             groups = in_block_fp8(groups, checkpoint_linears(base.module, operation.quantization.exclude))
-        groups = [group.renamed(base.rest.in_file) for group in groups]
+        groups = base.rest.in_files(groups)
         addresses = [ReceiverAddress(one.host, one.port, one.world_size) for one in operation.endpoints]
         outcome = self._sender.send(groups, addresses, options)
         return SyncResult(True, "", []) if outcome is None else _result(outcome, operation.weight_version)

@@ -12,7 +12,8 @@ from torch import nn
 from xorl.ckpt import CheckpointError, CheckpointFailure, SafetensorsSource, WeightRecipe, load_weights, resolve_folder
 from xorl.ckpt.layout import is_complete, verify
 from xorl.core.models import Decoder
-from xorl.core.models.recipes import ExpertNames, WeightSource
+from xorl.core.models.recipes import WeightSource
+from xorl.core.models.stacks import ExpertNames
 from xorl.lora import adapters
 from xorl.lora.inject import base_parameters
 from xorl.lora.peft import (

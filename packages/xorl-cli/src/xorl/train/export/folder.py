@@ -73,6 +73,7 @@ class ModelExport:
                 model_card=None if self.adapters is None else self._card(self.adapters.config),
                 gather=weights.gather,
                 rename=self.rest.in_file,
+                arrange=self.rest.arrange,
                 copied=copied,
             )
 

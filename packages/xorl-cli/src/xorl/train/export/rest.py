@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -12,8 +12,10 @@ from torch import Tensor
 
 from xorl.ckpt import CheckpointError, CheckpointFailure, SafetensorsSource, resolve_folder
 from xorl.ckpt.export import source_groups
+from xorl.ckpt.layout import TensorRecord
 from xorl.ckpt.ranks import fail_together
 from xorl.ckpt.tensor_file import TensorGroup
+from xorl.core.models.stacks import ExpertNames, stack_of, stacked, stacked_shape
 from xorl.lora.prequantized import EXTRA
 from xorl.train.architecture import Architecture
 
@@ -28,6 +30,7 @@ class Rest:
         unused: the names of the tensors to copy.
         in_file: returns the name in the folder of a tensor that recipes name.
         is_missing: whether there are tensors to copy, but it is not known from where.
+        experts: the family's names of experts.
     """
 
     architecture: str
@@ -35,6 +38,7 @@ class Rest:
     unused: tuple[str, ...]
     in_file: Callable[[str], str]
     is_missing: bool
+    experts: ExpertNames | None
 
     @classmethod
     def of(cls, architecture: Architecture) -> Rest:
@@ -43,9 +47,10 @@ class Rest:
         Raises ValueError, CheckpointError or CheckpointFailure if it cannot be read or copied.
         """
         spec, origin = architecture.spec, architecture.origin
+        experts = spec.checkpoint_names.experts
         if origin is None or not spec.checkpoint_names.has_unused:
             # Layers that only other programs use may be left out, but a model without its other parts does not load.
-            return cls(spec.architecture, None, (), str, is_missing=spec.checkpoint_names.is_part)
+            return cls(spec.architecture, None, (), str, is_missing=spec.checkpoint_names.is_part, experts=experts)
         try:
             folder = resolve_folder(origin)
             with SafetensorsSource(folder) as source:
@@ -59,7 +64,20 @@ class Rest:
                 f"exports of a {spec.architecture} copy tensors from {origin}, but {quantised[0]} belongs to a "
                 "quantised tensor, which cannot be copied; start from the model that is not quantised"
             )
-        return cls(spec.architecture, folder, view.unused, view.in_source, is_missing=False)
+        return cls(spec.architecture, folder, view.unused, view.in_source, is_missing=False, experts=experts)
+
+    @property
+    def stacks_experts(self) -> bool:
+        """Whether files stack the tensors of experts."""
+        return self.experts is not None and self.experts.stack is not None
+
+    def arrange(self, groups: Sequence[TensorGroup]) -> list[TensorGroup]:
+        """The tensors of files, by the names of recipes: those of experts are stacked, if the family's files do so."""
+        return in_stacks(groups, self.experts)
+
+    def in_files(self, groups: Sequence[TensorGroup]) -> list[TensorGroup]:
+        """The tensors of files, by their names there."""
+        return [group.renamed(self.in_file) for group in self.arrange(groups)]
 
     def require(self) -> None:
         """Raise ValueError if an export would lack tensors."""
@@ -85,3 +103,31 @@ class Rest:
     def _make(self, group: TensorGroup) -> Mapping[str, Tensor]:
         with fail_together(f"copy tensors from {self.folder}"):
             return group.make()
+
+
+def in_stacks(groups: Sequence[TensorGroup], experts: ExpertNames | None) -> list[TensorGroup]:
+    """Tensors by the names of recipes, with those of experts in the stacks of their family, if it has any.
+
+    groups: each has tensors of one stack, or of none.
+    """
+    if experts is None or experts.stack is None:
+        return list(groups)
+    members: dict[str, list[TensorGroup]] = {}
+    for group in groups:
+        names = {stack_of(name, experts) for name in group.records}
+        first = names.pop() if names.isdisjoint(group.records) else next(iter(group.records))
+        members.setdefault(first, []).append(group)
+    return [_stack(name, found, experts) for name, found in members.items()]
+
+
+def _stack(name: str, groups: Sequence[TensorGroup], experts: ExpertNames) -> TensorGroup:
+    if name in groups[0].records:
+        return groups[0]
+    records = [record for group in groups for record in group.records.values()]
+    shape = stacked_shape(records[0].shape, len(records), name, experts)
+
+    def make() -> Mapping[str, Tensor]:
+        tensors = {key: tensor for group in groups for key, tensor in group.make().items()}
+        return {name: stacked(name, tensors, experts)} if tensors else {}  # none on ranks other than 0
+
+    return TensorGroup({name: TensorRecord(shape, records[0].dtype)}, make)

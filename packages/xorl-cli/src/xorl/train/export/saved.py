@@ -130,7 +130,7 @@ def _write_model(folder: Path, saved: SavedModel, dtype: torch.dtype | None) -> 
     with rest.groups() as copied:
         write_model(
             folder,
-            [group.renamed(rest.in_file) for group in source_groups(weights, dtype_of=stored.__getitem__)],
+            rest.in_files(source_groups(weights, dtype_of=stored.__getitem__)),
             hf_config=architecture.hf_config,
             generation_config=architecture.generation,
             tokenizer_folder=architecture.tokenizer_folder,

@@ -24,7 +24,7 @@ from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 from xorl.ckpt import SafetensorsSource, WeightSource, load_weights
 from xorl.core.models import ModelSpec
-from xorl.core.models.recipes import ExpertNames
+from xorl.core.models.stacks import ExpertNames
 from xorl.kernels.layout import SequenceLayout
 from xorl.lora import inject
 from xorl.lora.peft import CONFIG_FILE, WEIGHTS_FILE

@@ -479,6 +479,8 @@ def _feed_forward(
             num_active=ffn.num_active,
             router=ffn.router,
             kernels=kernels,
+            gate=ffn.gate,
+            bias=ffn.bias,
             shared=None if ffn.shared is None else _feed_forward(width, ffn.shared, kernels),
             shared_gate=ffn.shared_gate,
         )

@@ -15,6 +15,7 @@ from xorl.core.nn.moe import RouterConfig
 from xorl.core.nn.norms import NormConfig
 from xorl.kernels.arguments import check_choice
 from xorl.kernels.attention import AttentionRequest
+from xorl.kernels.experts.gates import SILU, Gate
 
 Arrangement = Literal["pre", "post", "sandwich", "parallel"]
 """Where the norms of a layer stand: before attention and the feed-forward block, after them, or both; parallel: one
@@ -45,6 +46,8 @@ class ExpertsConfig:
         num_experts, num_active: the numbers of experts in the layer, and of those that each token uses.
         width: the hidden width of one expert.
         router: how tokens choose experts.
+        gate: the activation of an expert.
+        bias: whether the matrices of experts have biases.
         shared: the block that computes every token beside the experts; None: there is none.
         shared_gate: multiply the output of `shared` by the sigmoid of a logit.
     """
@@ -53,6 +56,8 @@ class ExpertsConfig:
     num_active: int
     width: int
     router: RouterConfig
+    gate: Gate = SILU
+    bias: bool = False
     shared: DenseConfig | None = None
     shared_gate: bool = False
 

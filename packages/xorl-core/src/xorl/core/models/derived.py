@@ -22,11 +22,11 @@ def recipes_of(model: nn.Module, names: CheckpointNames) -> dict[str, WeightReci
     """The recipe of each parameter of a decoder that has all layers and rows; it may be on the meta device."""
     table: dict[str, WeightRecipe] = {}
     for path, module in model.named_modules():
-        if isinstance(module, ExpertLinear):
-            table[f"{path}.weight"] = _expert_recipe(path, module, names)
-            continue
         for leaf, parameter in module.named_parameters(recurse=False):
             name = f"{path}.{leaf}"
+            if isinstance(module, ExpertLinear):
+                table[name] = _expert_recipe(path, leaf, module, names)
+                continue
             role = module.roles.get(leaf) if isinstance(module, DeclaresRoles) else None
             if role == "correction":
                 table[name] = _correction_recipe(path, len(parameter), names)
@@ -56,18 +56,19 @@ def _recipe(model: nn.Module, path: str, leaf: str, shape: tuple[int, ...], name
     return unchanged(f"{names.in_checkpoint(path)}.{leaf}", shape)
 
 
-def _expert_recipe(path: str, module: ExpertLinear, names: CheckpointNames) -> WeightRecipe:
-    """Checkpoints have three matrices for each expert; the parameters stack all gates and ups, and all downs."""
+def _expert_recipe(path: str, leaf: str, module: ExpertLinear, names: CheckpointNames) -> WeightRecipe:
+    """Each expert has three matrices; the parameters stack all gates and ups, and all downs."""
     assert names.experts is not None, f"{path}: the family's names have no experts"
     block, _, name = path.partition(".mlp.experts.")
     layer = names.in_checkpoint(block)
     parts = (names.experts.down,) if name == "down_proj" else (names.experts.gate, names.experts.up)
     sources = tuple(
-        f"{layer}.{names.experts.expert.format(index)}.{part}.weight"
+        f"{layer}.{names.experts.expert.format(index)}.{part}.{leaf}"
         for index in range(module.num_experts)
         for part in parts
     )
-    return Rows(sources, (module.out_features // len(parts),) * len(sources), (module.in_features,))
+    row_shape = (module.in_features,) if leaf == "weight" else ()
+    return Rows(sources, (module.out_features // len(parts),) * len(sources), row_shape)
 
 
 def _correction_recipe(path: str, num_experts: int, names: CheckpointNames) -> WeightRecipe:

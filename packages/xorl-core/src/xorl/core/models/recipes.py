@@ -3,18 +3,22 @@
 The protocols match those of xorl.ckpt, which this package does not import.
 """
 
-import itertools
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from xorl.core.models.stacks import Cut, ExpertNames, cuts_of, is_stack
+
 # Rows of an embedding that are compared at once: about 100 MB.
 COMPARED_ROWS = 8192
+# Of stacks, in memory; each may have tens of MB.
+KEPT_EXPERTS = 8
 
 
 class WeightSource(Protocol):
@@ -225,31 +229,9 @@ def unchanged(source: str, shape: tuple[int, ...]) -> Rows:
     return Rows((source,), shape[:1], shape[1:])
 
 
-@dataclass(frozen=True)
-class ExpertNames:
-    """The names of routers and experts in a family's checkpoints, relative to their layer.
-
-    Attributes:
-        router: the router's module.
-        expert: the module of one expert, with {} for its index.
-        gate, up, down: the projections of an expert.
-        correction: the tensor that routers add to scores for the choice; only for families whose routers have one.
-    """
-
-    router: str
-    expert: str
-    gate: str
-    up: str
-    down: str
-    correction: str = "mlp.gate.e_score_correction_bias"
-
-
 _NATIVE_PREFIX = "model."
 _OF_LAYER = re.compile(r"^(model\.layers\.\d+\.)(.*)$")
 
-# The layout that transformers 5 uses in memory: one tensor for all experts of a layer, [E, 2F, D] with the gate's rows
-# first, or [E, D, F].
-FUSED_EXPERTS = re.compile(r"^(.*)\.mlp\.experts\.(gate_up_proj|down_proj)$")
 _ROUTER = re.compile(r"^(.*)\.mlp\.gate\.weight$")
 _CORRECTION = re.compile(r"^(.*)\.mlp\.(?:gate\.)?e_score_correction_bias$")
 
@@ -313,7 +295,7 @@ class CheckpointNames:
 
 
 class CheckpointView:
-    """A view of a `WeightSource` under the recipes' names, with fused experts split into separate tensors.
+    """A view of a `WeightSource` under the recipes' names, in which each expert has tensors of its own.
 
     Raises ValueError if a tied head differs from the embedding, because one of the two would be lost, or if the
     checkpoint contains an expert twice.
@@ -342,7 +324,13 @@ class CheckpointView:
         self._actual: dict[str, str] = {
             names.prefix + name if lacks_prefix and name != names.head else name: spelled[name] for name in kept
         }
-        self._slices = {} if names.experts is None else self._split_fused_experts(names.experts)
+        self._cuts = {} if names.experts is None else self._cut_stacks(names.experts)
+
+        def read_expert(stack: str, expert: int) -> Tensor:
+            return source.read(stack, expert, expert + 1)[0]
+
+        # The last ones are kept, because the tensors of an expert are read one after the other.
+        self._expert = lru_cache(KEPT_EXPERTS)(read_expert)
         if tied and names.head in spelled and names.embedding in self._actual:
             self._require_same(spelled[names.head], self._actual[names.embedding])
 
@@ -353,30 +341,26 @@ class CheckpointView:
     def _in_recipes(self, name: str) -> str:
         return _with_prefix(name, self._spellings)
 
-    def _split_fused_experts(self, names: ExpertNames) -> dict[str, tuple[str, int, int, int]]:
-        """For each tensor of a fused expert: (fused tensor, index of the expert, its start and stop rows).
+    def _cut_stacks(self, names: ExpertNames) -> dict[str, tuple[str, Cut]]:
+        """For each tensor of an expert in a stack: the stack, and what to cut out of it.
 
-        Removes the fused tensors from the view, and renames what belongs to routers from the names of transformers 5.
+        Removes the stacks from the view, and renames what belongs to routers from the names of transformers 5.
         """
-        slices: dict[str, tuple[str, int, int, int]] = {}
+        cuts: dict[str, tuple[str, Cut]] = {}
         for name in list(self._actual):
             for pattern, own in ((_ROUTER, f"{names.router}.weight"), (_CORRECTION, names.correction)):
                 if (found := pattern.match(name)) is not None:
                     self._actual[f"{found[1]}.{own}"] = self._actual.pop(name)
-            if (fused := FUSED_EXPERTS.match(name)) is None:
+            if not is_stack(name, names):
                 continue
             actual = self._actual.pop(name)
-            num_experts, num_rows, _ = self._source.shape(actual)
-            parts = [names.down] if fused[2] == "down_proj" else [names.gate, names.up]
-            size = num_rows // len(parts)
-            for expert, (index, part) in itertools.product(range(num_experts), enumerate(parts)):
-                single = f"{fused[1]}.{names.expert.format(expert)}.{part}.weight"
+            for single, cut in cuts_of(name, self._source.shape(actual), names).items():
                 if single in self._actual:
                     raise ValueError(
                         f"the checkpoint contains {single} twice: separately, and in {actual}; remove one of them"
                     )
-                slices[single] = (actual, expert, index * size, (index + 1) * size)
-        return slices
+                cuts[single] = actual, cut
+        return cuts
 
     def _require_same(self, head: str, embedding: str) -> None:
         num_rows = self._source.shape(embedding)[0]
@@ -392,23 +376,19 @@ class CheckpointView:
         )
 
     def names(self) -> Collection[str]:
-        return [*self._actual, *self._slices]
+        return [*self._actual, *self._cuts]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        if name not in self._slices:
-            return self._source.shape(self._actual[name])
-        fused, _, start, stop = self._slices[name]
-        return (stop - start, *self._source.shape(fused)[2:])
+        return self._cuts[name][1].shape if name in self._cuts else self._source.shape(self._actual[name])
 
     def dtype(self, name: str) -> torch.dtype:
-        return self._source.dtype(self._slices[name][0] if name in self._slices else self._actual[name])
+        return self._source.dtype(self._cuts[name][0] if name in self._cuts else self._actual[name])
 
     def read(self, name: str, start: int | None = None, stop: int | None = None) -> Tensor:
-        if name not in self._slices:
+        if name not in self._cuts:
             return self._source.read(self._actual[name], start, stop)
-        fused, expert, first, last = self._slices[name]
-        rows = self._source.read(fused, expert, expert + 1)[0, first:last]
-        return rows[start:stop].contiguous()
+        stack, cut = self._cuts[name]
+        return cut.of(self._expert(stack, cut.expert))[start:stop].contiguous()
 
 
 def _with_prefix(name: str, prefixes: Mapping[str, str]) -> str:

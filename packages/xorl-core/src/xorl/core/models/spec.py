@@ -9,6 +9,7 @@ import torch
 from xorl.core.models.decoder import Decoder
 from xorl.core.models.decoder_config import DecoderConfig
 from xorl.core.models.derived import recipes_of
+from xorl.core.models.mxfp4 import Mxfp4Source
 from xorl.core.models.recipes import CheckpointNames, CheckpointView, WeightRecipe, WeightSource, logical_modules
 from xorl.core.nn import LayerKernels
 from xorl.kernels.arguments import check_type
@@ -72,6 +73,9 @@ class ModelSpec:
     def checkpoint_view(self, config: DecoderConfig, source: WeightSource) -> CheckpointView:
         """`source` under the recipes' names, without tensors that are not used and without the head of a tied model."""
         tied, num_layers = config.tie_word_embeddings, config.num_layers
+        experts = self.checkpoint_names.experts
+        if experts is not None and experts.stack is not None:
+            source = Mxfp4Source(source, experts)
         return CheckpointView(source, self.checkpoint_names, tied=tied, num_layers=num_layers)
 
 

@@ -19,6 +19,7 @@ from xorl.core.nn.roles import Role
 from xorl.core.nn.share import Share
 from xorl.kernels.arguments import check_choice
 from xorl.kernels.experts.adapted import Factors
+from xorl.kernels.experts.gates import SILU, Biases, Gate
 from xorl.kernels.experts.quantized import ExpertsWeight
 from xorl.kernels.experts.routing import (
     Routing,
@@ -39,7 +40,9 @@ class RouterConfig:
 
     Attributes:
         normalize: divide the scores of a token's experts by their sum, plus `eps`.
-        scores: the function of the logits that gives the scores.
+        scores: the function of the logits that gives the scores. Softmax scores that are normalised are the softmax of
+            the logits of the chosen experts alone.
+        bias: whether the logits have a bias, which is trained.
         corrected: whether a correction, which is not trained, is added to the scores for the choice alone
             (arXiv:2408.15664).
         num_groups, num_active_groups: a token chooses from the best of so many groups of equal size.
@@ -48,6 +51,7 @@ class RouterConfig:
 
     normalize: bool
     scores: Scores = "softmax"
+    bias: bool = False
     corrected: bool = False
     num_groups: int = 1
     num_active_groups: int = 1
@@ -72,18 +76,20 @@ class Router(nn.Module):
         fp32: multiply in fp32; False multiplies in the dtype of x and then widens.
     """
 
-    roles: ClassVar[Mapping[str, Role]] = MappingProxyType({"weight": "router"})
+    roles: ClassVar[Mapping[str, Role]] = MappingProxyType({"weight": "router", "bias": "bias"})
 
-    def __init__(self, width: int, num_experts: int) -> None:
+    def __init__(self, width: int, num_experts: int, *, bias: bool = False) -> None:
         super().__init__()
         self.fp32 = True
         self.weight = nn.Parameter(torch.empty(num_experts, width))
+        self.bias = nn.Parameter(torch.empty(num_experts)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
         dtype = wide if self.fp32 else x.dtype
-        # Round the weight first, so that fp32 parameters give the same logits as parameters gathered in the dtype of x.
-        return F.linear(x.to(dtype), self.weight.to(x.dtype).to(dtype)).to(wide)
+        # Round them first, so that fp32 parameters give the same logits as parameters gathered in the dtype of x.
+        bias = None if self.bias is None else self.bias.to(x.dtype).to(dtype)
+        return F.linear(x.to(dtype), self.weight.to(x.dtype).to(dtype), bias).to(wide)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[1]}, {self.weight.shape[0]}"
@@ -99,26 +105,38 @@ class ExpertLinear(nn.Module):
         num_experts: of those that this rank holds.
         held: their indices.
         in_features, out_features: of one expert.
-        shares: the rows of the weight of all experts, if this rank does not hold them all.
+        bias: [experts * out], or None.
+        shares: the rows of the weight and the bias of all experts, if this rank does not hold them all.
         stored: see `StoresWeight`; empty, except in subclasses with a weight in another format.
     """
 
-    roles: ClassVar[Mapping[str, Role]] = MappingProxyType({"weight": "expert"})
+    roles: ClassVar[Mapping[str, Role]] = MappingProxyType({"weight": "expert", "bias": "bias"})
 
     stored: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, num_experts: int, held: range, in_features: int, out_features: int) -> None:
+    bias: nn.Parameter | None
+
+    def __init__(
+        self, num_experts: int, held: range, in_features: int, out_features: int, *, bias: bool = False
+    ) -> None:
         super().__init__()
         self.num_experts, self.held = len(held), held
         self.in_features, self.out_features = in_features, out_features
         self.weight = nn.Parameter(torch.empty(len(held) * out_features, in_features))
+        self.bias = nn.Parameter(torch.empty(len(held) * out_features)) if bias else None
         rows = ((held.start * out_features, held.stop * out_features),)
         share = Share(num_experts * out_features, rows, divided_over=("ep",))
-        self.shares: Mapping[str, Share] = {} if len(held) == num_experts else {"weight": share}
+        self.shares: Mapping[str, Share] = {}
+        if len(held) < num_experts:
+            self.shares = {"weight": share, "bias": share} if bias else {"weight": share}
 
     def stacked(self, dtype: torch.dtype) -> ExpertsWeight:
         """[E, out, in] in `dtype`, or what the kernels dequantise."""
         return self.weight.to(dtype).unflatten(0, (self.num_experts, -1))
+
+    def stacked_bias(self, dtype: torch.dtype) -> Tensor | None:
+        """[E, out] in `dtype`, or None."""
+        return None if self.bias is None else self.bias.to(dtype).unflatten(0, (self.num_experts, -1))
 
     def extra_repr(self) -> str:
         return f"{self.num_experts} x [{self.out_features}, {self.in_features}]"
@@ -148,6 +166,7 @@ class Experts(nn.Module):
     """The gated feed-forward blocks of all experts; gate and up are one matrix, with the gate's rows first.
 
     Attributes:
+        gate: the activation.
         adapter: None, or adapters of the experts, whose own weights are frozen then.
         dispatcher: sends tokens to experts on other ranks; None if this rank holds all of them.
         ranks: those that share matrices, though not those of experts.
@@ -156,9 +175,19 @@ class Experts(nn.Module):
 
     adapter: ExpertsAdapterProtocol | None
 
-    def __init__(self, width: int, expert_width: int, num_experts: int, *, kernels: LayerKernels) -> None:
+    def __init__(
+        self,
+        width: int,
+        expert_width: int,
+        num_experts: int,
+        *,
+        kernels: LayerKernels,
+        gate: Gate = SILU,
+        bias: bool = False,
+    ) -> None:
         super().__init__()
         self.adapter = None
+        self.gate = gate
         self.kernel = kernels.experts
         self.dispatcher = kernels.dispatcher
         self.ranks = kernels.tensor
@@ -169,8 +198,8 @@ class Experts(nn.Module):
             count = num_experts // group.size
             assert count * group.size == num_experts, "checked before the model is built"
             held = range(group.rank * count, (group.rank + 1) * count)
-        self.gate_up_proj = ExpertLinear(num_experts, held, width, 2 * expert_width)
-        self.down_proj = ExpertLinear(num_experts, held, expert_width, width)
+        self.gate_up_proj = ExpertLinear(num_experts, held, width, 2 * expert_width, bias=bias)
+        self.down_proj = ExpertLinear(num_experts, held, expert_width, width, bias=bias)
 
     @property
     def stacked_rows(self) -> Mapping[str, Sequence[int]]:
@@ -223,6 +252,7 @@ class Experts(nn.Module):
         shared: Mapping[str, Tensor],
         num_passes: int = 1,
     ) -> Tensor:
+        up_biases, down_biases = self.gate_up_proj.stacked_bias(x.dtype), self.down_proj.stacked_bias(x.dtype)
         return self.kernel(
             x,
             self.gate_up_proj.stacked(x.dtype),
@@ -232,6 +262,8 @@ class Experts(nn.Module):
             num_real,
             num_rows=num_rows,
             num_passes=num_passes,
+            gate=self.gate,
+            biases=None if up_biases is None or down_biases is None else Biases(up_biases, down_biases),
             recompute=self.recompute,
             factors=None if self.adapter is None else self.adapter(x, shared),
         )
@@ -257,6 +289,8 @@ class MixtureOfExperts(nn.Module):
         width: D.
         expert_width: F.
         num_experts, num_active: E and K.
+        gate: the activation of experts.
+        bias: whether their matrices have biases.
 
     Attributes:
         router: how experts are chosen and weighted.
@@ -281,6 +315,8 @@ class MixtureOfExperts(nn.Module):
         num_active: int,
         router: RouterConfig,
         kernels: LayerKernels,
+        gate: Gate = SILU,
+        bias: bool = False,
         shared: nn.Module | None = None,
         shared_gate: bool = False,
     ) -> None:
@@ -288,11 +324,11 @@ class MixtureOfExperts(nn.Module):
         self.num_experts = num_experts
         self.num_active = num_active
         self.router = router
-        self.gate = Router(width, num_experts)
+        self.gate = Router(width, num_experts, bias=router.bias)
         self.correction = None
         if router.corrected:
             self.correction = nn.Parameter(torch.empty(num_experts, dtype=torch.float32), requires_grad=False)
-        self.experts = Experts(width, expert_width, num_experts, kernels=kernels)
+        self.experts = Experts(width, expert_width, num_experts, kernels=kernels, gate=gate, bias=bias)
         self.shared_experts = shared
         self.shared_expert_gate = Router(width, 1) if shared_gate else None
         self.shared_factors = None

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from xorl.core.models.recipes import ExpertNames
+from xorl.core.models.stacks import ExpertNames
 from xorl.core.shards import copy_shard_, is_dtensor
 from xorl.lora.arguments import check_instance
 from xorl.lora.experts import ExpertLowRank

@@ -14,7 +14,8 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from xorl.core.models.recipes import ExpertNames, WeightSource
+from xorl.core.models.recipes import WeightSource
+from xorl.core.models.stacks import ExpertNames
 from xorl.lora.peft.config import AdapterConfig, gate_up_ranks
 from xorl.lora.peft.forms import MODULE, PARAMETERS, SGLANG_NAMES
 from xorl.lora.peft.layout import PREFIX, ROLES, ExpertRole
