@@ -102,7 +102,10 @@ def as_in_model(model: transformers.PreTrainedModel, tensors: Mapping[str, Tenso
 
 def tensors_as_in_files(tensors: Mapping[str, Tensor], names: ExpertNames | None) -> dict[str, Tensor]:
     """Tensors under the names of recipes, with those of experts in the stacks of their family, if it has any."""
-    groups = [TensorGroup({name: TensorRecord.of(one)}, lambda name=name, one=one: {name: one}) for name, one in tensors.items()]
+    groups = [
+        TensorGroup({name: TensorRecord.of(one)}, lambda name=name, one=one: {name: one})
+        for name, one in tensors.items()
+    ]
     return {name: tensor for group in in_stacks(groups, names) for name, tensor in group.make().items()}
 
 

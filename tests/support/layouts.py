@@ -72,6 +72,7 @@ MODELS: dict[str, dict[str, object]] = {
     "mixtral": hf_config("mixtral"),
     "glm4_moe": hf_config("glm4_moe", moe_intermediate_size=48),
     "qwen2_moe": hf_config("qwen2_moe", mlp_only_layers=[1]),
+    "gpt_oss": hf_config("gpt_oss", intermediate_size=32, output_router_logits=True, router_aux_loss_coef=0.1),
     **{name: hf_config(name) for name in FAMILIES},
     "deepseek_v3": hf_config("deepseek_v3", first_k_dense_replace=2),  # another family has its experts
     "gpt2, 4 layers": hf_config("gpt2", n_layer=4),
@@ -139,6 +140,10 @@ RUNS |= {
     "glm4_moe, adapted experts": Run("glm4_moe", RECOMPUTE, EXPERT_LORA),
     "glm4_moe, QLoRA": Run("glm4_moe", lora={**QLORA, **EXPERT_LORA}),
     "qwen2_moe": Run("qwen2_moe"),
+    # Sinks, and experts with biases.
+    "gpt_oss": Run("gpt_oss", MUON),
+    "gpt_oss, adapted experts": Run("gpt_oss", {**RECOMPUTE, **MOE_ACT}, EXPERT_LORA),
+    "gpt_oss, QLoRA": Run("gpt_oss", lora={**QLORA, **EXPERT_LORA}),
 }
 RUNS |= {
     "pipeline: gpt2": Run("gpt2, 4 layers"),
@@ -149,6 +154,7 @@ RUNS |= {
     "pipeline: the first layer": Run("llama, 4 layers", lora={**LORA, "lora_target_modules": ["0.self_attn.q_proj"]}),
     "pipeline: qwen3_moe": Run("qwen3_moe, 4 layers", {"router_z_loss_coef": 0.1}),
 }
+GPT_OSS = ("gpt_oss", "gpt_oss, adapted experts", "gpt_oss, QLoRA")
 PIPELINE = tuple(name for name in RUNS if name.startswith("pipeline"))
 SHARED = ("qwen3_moe, shared adapters", "qwen3_moe, outer factors shared")
 CONTEXT = ("llama, LoRA", "qwen3", "qwen3_moe")
@@ -229,19 +235,19 @@ HSDP = {"data_parallel_replicate_size": 2}
 ONE_PROCESS: Options = {"data_parallel_mode": "none"}
 LAYOUTS: dict[str, Layout] = {
     "ddp 2": _layout(2, SHARED, **DDP),
-    "fsdp 2": _layout(2, (*SHARED, *FAMILIES)),
-    "ulysses 2": _layout(2, (*ALL_CONTEXT, *SHARED), **ULYSSES),
+    "fsdp 2": _layout(2, (*SHARED, *FAMILIES, "gpt_oss")),
+    "ulysses 2": _layout(2, (*ALL_CONTEXT, *SHARED, "gpt_oss"), **ULYSSES),
     "ulysses 2, none": _layout(2, CONTEXT, **ULYSSES, cp_fsdp_mode="none"),
     "ulysses 2, ddp": _layout(2, CONTEXT, **ULYSSES, **DDP),
-    "ring 2": _layout(2, ALL_CONTEXT, **RING),
+    "ring 2": _layout(2, (*ALL_CONTEXT, "gpt_oss"), **RING),
     "ring 2, none": _layout(2, CONTEXT, **RING, cp_fsdp_mode="none"),
-    "ep 2": _layout(2, (*ALL_EXPERTS, "glm4_moe", "glm4_moe, QLoRA"), **EP),
+    "ep 2": _layout(2, (*ALL_EXPERTS, "glm4_moe", "glm4_moe, QLoRA", *GPT_OSS), **EP),
     "ep 2, ulysses 2": _layout(2, EXPERTS, **EP, **ULYSSES),
     "ep 2, ring 2": _layout(2, EXPERTS, **EP, **RING),
     "tp 2": _layout(2, TENSOR, **{**TP, **ONE_PROCESS}),
-    "tp 2, fsdp": _layout(2, (*TENSOR_EXPERTS, "glm4_moe", "qwen2_moe"), **TP),
-    "tp 2, ep 2": _layout(2, ("qwen3_moe", "qwen3_moe, operation and moe_act"), **TP, **EP),
-    "pp 2": _layout(2, STAGED, **PP),
+    "tp 2, fsdp": _layout(2, (*TENSOR_EXPERTS, "glm4_moe", "qwen2_moe", *GPT_OSS[:2]), **TP),
+    "tp 2, ep 2": _layout(2, ("qwen3_moe", "qwen3_moe, operation and moe_act", "gpt_oss"), **TP, **EP),
+    "pp 2": _layout(2, (*STAGED, *GPT_OSS[:2]), **PP),
     "pp 2, none": _layout(2, ("pipeline: gpt2", "pipeline: LoRA"), **{**PP, **ONE_PROCESS}),
     "pp 2, GPipe": _layout(2, ("pipeline: gpt2", "pipeline: qwen3_moe"), **PP, **GPIPE),
     "pp 2, interleaved": _layout(2, PIPELINE, **PP, **INTERLEAVED),
@@ -279,7 +285,7 @@ LAYOUTS: dict[str, Layout] = {
     "tp 2, ulysses 2": _layout(4, ("llama", "qwen3_moe", "one key/value head"), **TP, **ULYSSES),
     "tp 2, ring 2": _layout(4, ("gpt2", "qwen3_moe"), **TP, **RING),
     "tp 2, fsdp 2, ep 4": _layout(4, ("qwen3_moe",), **TP, expert_parallel_size=4),
-    "tp 2, fsdp 2, ep 2": _layout(4, ("qwen3_moe", "mixtral, Muon"), **TP, **EP),
+    "tp 2, fsdp 2, ep 2": _layout(4, ("qwen3_moe", "mixtral, Muon", "gpt_oss"), **TP, **EP),
     "hsdp 2": _layout(4, SHARED, **HSDP),
     "ulysses 4": _layout(4, CONTEXT, ulysses_parallel_size=4),
     "dp 2, ulysses 2": _layout(4, CONTEXT, **ULYSSES),
@@ -292,7 +298,7 @@ LAYOUTS: dict[str, Layout] = {
     "ring 2, ulysses 2": _layout(4, ALL_CONTEXT, **RING, **ULYSSES),
     "ring 2, ulysses 2, ulysses_only": _layout(4, CONTEXT, **RING, **ULYSSES, cp_fsdp_mode="ulysses_only"),
     "ring 2, ulysses 2, ring_only": _layout(4, CONTEXT, **RING, **ULYSSES, cp_fsdp_mode="ring_only"),
-    "ep 4": _layout(4, EXPERTS, expert_parallel_size=4),
+    "ep 4": _layout(4, (*EXPERTS, *GPT_OSS[:2]), expert_parallel_size=4),
     "ep 2, fsdp 2": _layout(4, (*EXPERTS, "qwen3_moe, shared adapters", "glm4_moe, adapted experts"), **EP),
     "ep 2 outside, fsdp 2": _layout(4, FEW_EXPERTS, **EP, ep_outside=True),
     "hsdp 2, ep 2": _layout(4, FEW_EXPERTS, **EP, **HSDP),

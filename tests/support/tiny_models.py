@@ -18,6 +18,7 @@ ARCHITECTURES = {
     "glm4": "Glm4ForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
     "gpt2": "GPT2LMHeadModel",
+    "gpt_oss": "GptOssForCausalLM",
     "granite": "GraniteForCausalLM",
     "hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM",
     "llama": "LlamaForCausalLM",
@@ -85,6 +86,7 @@ _EXPERTS: dict[str, dict[str, object]] = {
     "dots1": _GROUPED,
     "deepseek_v3": {**_GROUPED, "first_k_dense_replace": 0},
     "glm4_moe": {**_GROUPED, "first_k_dense_replace": 1},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24, "swiglu_limit": 0.9},
     "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24},
@@ -109,6 +111,7 @@ _SCALED = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 _OWN: dict[str, dict[str, object]] = {
     "apertus": {"rope_parameters": _SCALED},
     "cohere2": {**_NARROW, **_WINDOWS},
@@ -125,6 +128,7 @@ _OWN: dict[str, dict[str, object]] = {
         "hidden_size_per_layer_input": 0,
     },
     "glm4": _NARROW,
+    "gpt_oss": {**_NARROW, "sliding_window": 4, "rope_parameters": _YARN},
     "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0},
     "hunyuan_v1_dense": {"head_dim": 8},
     "glm4_moe": {"use_qk_norm": True},

@@ -354,7 +354,9 @@ def test_products_of_experts(monkeypatch, counts, depth, width, dtype, gathers):
             products_triton.add_product(total, mine, stacked, ends)
             assert_close("sum", total[:num_rows], sums, tolerance)
             added = randn(len(counts), 2 * width, dtype=dtype, seed=4)
-            for keep_up, options in itertools.product((False, True), ((SILU, None), (GELU_TANH, None), (CLAMPED, added))):
+            for keep_up, options in itertools.product(
+                (False, True), ((SILU, None), (GELU_TANH, None), (CLAMPED, added))
+            ):
                 found = products_triton.gated(mine, stacked, ends, *options, keep_up=keep_up)
                 up, gated = products_native.gated(theirs, stacked, ends, *options, keep_up=True)
                 assert_close("gated", found[1][:num_rows], gated[:num_rows], tolerance)

@@ -24,6 +24,8 @@ from xorl.kernels.quant import QuantFormat, QuantizedWeight, QuantScheme
 from xorl.lora.quantized import quantized_layers
 
 QUANTIZATION_KEY = "quantization_config"
+# The `quant_method` of files of which `ModelSpec.checkpoint_view` dequantises the experts, exactly.
+READ_AS_DENSE = "mxfp4"
 # ModelOpt's own file, used if config.json does not contain its settings.
 MODELOPT_FILE = "hf_quant_config.json"
 # The tensors of a module in a checkpoint, by the fields of a QuantizedWeight.
@@ -62,7 +64,7 @@ class CheckpointQuantization:
 
 
 def read_quantization(hf_config: Mapping[str, object]) -> CheckpointQuantization | None:
-    """The quantisation in a config.json, or None if the weights are not quantised.
+    """The quantisation in a config.json, or None if the weights are not quantised, or are read as if they were not.
 
     Raises ValueError, starting with the key, for unsupported formats.
     """
@@ -72,6 +74,8 @@ def read_quantization(hf_config: Mapping[str, object]) -> CheckpointQuantization
     if not isinstance(stored, Mapping):
         raise ValueError(f"{QUANTIZATION_KEY} must be a mapping, got {stored!r}")
     method = str(stored.get("quant_method"))
+    if method == READ_AS_DENSE:
+        return None
     if method == "fp8":
         return _block_fp8(stored)
     if method == "bitsandbytes":

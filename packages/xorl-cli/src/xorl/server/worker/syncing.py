@@ -46,8 +46,8 @@ class WeightSyncer:
         if operation.quantization is not None:
             if base.rest.stacks_experts:
                 raise ValueError(
-                    f"quantization: files of a {base.rest.architecture} stack the experts of a layer in one tensor, for "
-                    "which block fp8 has no format: set it to null"
+                    f"quantization: files of a {base.rest.architecture} stack the experts of a layer in one tensor, "
+                    "for which block fp8 has no format: set it to null"
                 )
             groups = in_block_fp8(groups, checkpoint_linears(base.module, operation.quantization.exclude))
         groups = base.rest.in_files(groups)

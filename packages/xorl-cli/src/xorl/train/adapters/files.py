@@ -84,7 +84,9 @@ class AdapterFiles:
         """The programs that interpret the files correctly."""
         modules = [name for adapter in self.by_layer.values() for name in adapter.members]
         base = self.model.whole
-        return readers_of(self.config, modules, is_mixture=isinstance(base, Decoder) and base.config.has_experts)
+        is_mixture = isinstance(base, Decoder) and base.config.has_experts
+        is_stacked = isinstance(base, Decoder) and base.stack is not None
+        return readers_of(self.config, modules, is_mixture=is_mixture, is_stacked=is_stacked)
 
     def write(self, folder: Path) -> dict[str, FileRecord]:
         """Write PEFT's two files and the others into an existing folder. Collective.

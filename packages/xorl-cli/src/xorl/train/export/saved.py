@@ -13,6 +13,7 @@ from xorl.ckpt import CheckpointFailure, WeightSource
 from xorl.ckpt.export import CARD_FILE, json_bytes, published, source_groups, write_files, write_model
 from xorl.ckpt.files import write_file
 from xorl.ckpt.tensor_file import write_tensor_file
+from xorl.core.models.stacks import ExpertStack
 from xorl.lora.peft import CONFIG_FILE, WEIGHTS_FILE, AdapterConfig, MergedWeights, in_form
 from xorl.lora.peft.config import ExpertForm
 from xorl.lora.peft.forms import Reader, readers_of
@@ -82,7 +83,9 @@ def _write_adapter(
     """
     adapter, architecture = saved.adapter, saved.architecture
     assert adapter is not None, "the caller checked it"
-    config, source = _in_form(adapter, form)
+    names_of_experts = architecture.spec.checkpoint_names.experts
+    stack = None if names_of_experts is None else names_of_experts.stack
+    config, source = _in_form(adapter, form, stack)
     names = sorted(source.names())
     dtype_of = None if dtype is None else lambda name: dtype
     groups = source_groups(source, dtype_of=dtype_of, names=names)
@@ -97,15 +100,19 @@ def _write_adapter(
     write_file(folder / CONFIG_FILE, json_bytes(config.to_json()))
     write_files(folder, architecture.files_beside_adapter())
     narrowest = min((dtype or source.dtype(name) for name in names), key=lambda each: each.itemsize)
-    return narrowest, readers_of(config, adapter.layout.modules, is_mixture=architecture.config.has_experts)
+    is_mixture = architecture.config.has_experts
+    modules = adapter.layout.modules
+    return narrowest, readers_of(config, modules, is_mixture=is_mixture, is_stacked=stack is not None)
 
 
-def _in_form(adapter: AdapterFolder, form: ExpertForm | None) -> tuple[AdapterConfig, WeightSource]:
+def _in_form(
+    adapter: AdapterFolder, form: ExpertForm | None, stack: ExpertStack | None
+) -> tuple[AdapterConfig, WeightSource]:
     """The settings and the tensors to write; those of the file itself if its form is to be kept."""
     if form is None or form == adapter.layout.config.form:
         return adapter.layout.config, adapter.stored
     try:
-        config, tensors = in_form(adapter.layout, adapter.source, form)
+        config, tensors = in_form(adapter.layout, adapter.source, form, stack)
     except ValueError as error:
         raise ValueError(f"--moe-lora-format: {str(error).removeprefix('form: ')}") from error
     dtype = reduce(torch.promote_types, {adapter.source.dtype(name) for name in adapter.source.names()})

@@ -24,7 +24,7 @@ from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 from xorl.ckpt import SafetensorsSource, WeightSource, load_weights
 from xorl.core.models import ModelSpec
-from xorl.core.models.stacks import ExpertNames
+from xorl.core.models.stacks import ExpertNames, cuts_of
 from xorl.kernels.layout import SequenceLayout
 from xorl.lora import inject
 from xorl.lora.peft import CONFIG_FILE, WEIGHTS_FILE
@@ -104,9 +104,11 @@ def verify_adapter(folder: Path, saved: SavedModel, dtype: torch.dtype) -> Figur
         )
     assert saved.adapter is not None, "the caller checked it"
     architecture = saved.architecture
-    written = open_adapter(str(folder), str(folder), architecture.spec.checkpoint_names.experts)
-    layout = written.layout
-    readers = readers_of(layout.config, layout.modules, is_mixture=architecture.config.has_experts)
+    names = architecture.spec.checkpoint_names.experts
+    written = open_adapter(str(folder), str(folder), names)
+    layout, has_experts = written.layout, architecture.config.has_experts
+    is_stacked = names is not None and names.stack is not None
+    readers = readers_of(layout.config, layout.modules, is_mixture=has_experts, is_stacked=is_stacked)
     peft = require_peft("--verify of an adapter") if "peft" in readers else None
     num_modules = _check_nonzero(written)
     _check_values(written, saved.adapter)
@@ -212,11 +214,11 @@ def _weight_of(model: nn.Module, module: str, names: ExpertNames) -> Tensor:
     """The weight of a module of the checkpoint in a model of transformers, sharing its memory."""
     if (found := EXPERT.search(module)) is None:
         return model.get_parameter(f"{module}.weight")
-    layer, index, projection = module[: found.start()].rpartition(".")[0], int(found[1]), found[2]
-    if projection == names.down:
-        return model.get_parameter(f"{layer}.mlp.experts.down_proj")[index]
-    gate, up = model.get_parameter(f"{layer}.mlp.experts.gate_up_proj")[index].chunk(2)
-    return gate if projection == names.gate else up
+    layer, projection = module[: found.start()].rpartition(".")[0], found[2]
+    stack = f"{layer}.mlp.experts.{'down_proj' if projection == names.down else 'gate_up_proj'}"
+    parameter = model.get_parameter(stack)
+    cut = cuts_of(stack, parameter.shape, names)[f"{module}.weight"]
+    return cut.of(parameter[cut.expert])
 
 
 def _xorl_logits(saved: SavedModel) -> tuple[Tensor, Tensor]:

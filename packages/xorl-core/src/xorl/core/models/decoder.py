@@ -16,6 +16,7 @@ from xorl.core.models.decoder_config import DecoderConfig, DenseConfig, ExpertsC
 from xorl.core.models.initial import fill_normal_, key_of
 from xorl.core.models.recipes import LogicalModule, RowTarget
 from xorl.core.models.router_losses import RouterLosses, RouterLossOptions, RouterSums, check_recorded
+from xorl.core.models.stacks import ExpertStack
 from xorl.core.models.stages import Stage
 from xorl.core.nn import Attention, Embedding, GatedMLP, LayerKernels, LayerNorm, PlainMLP, RMSNorm, Rotary
 from xorl.core.nn.head import Head, apply_head
@@ -47,6 +48,7 @@ class Decoder(nn.Module):
         config: the configuration, of the whole model.
         stage: what this module has of the model. In a pipeline, layers keep their numbers.
         logical: for each module with a weight, the checkpoint modules that it stacks, in the order of their rows.
+        stack: how checkpoints stack what all experts of a layer have; None: they do not.
         compute_dtype: the dtype of activations; set it before the first forward pass.
         logits: how losses compute logits, which `HeadWeight` tells them.
         routers: losses and statistics of a mixture of experts; None for a dense model.
@@ -61,11 +63,13 @@ class Decoder(nn.Module):
         merge_qkv: bool,
         kernels: LayerKernels,
         logical: Mapping[str, Sequence[LogicalModule]] = MappingProxyType({}),
+        stack: ExpertStack | None = None,
     ) -> None:
         super().__init__()
         self.config = config
         self.stage = Stage((range(config.num_layers),))
         self.logical = logical
+        self.stack = stack
         self.compute_dtype = torch.float32
         self.model = DecoderTrunk(config, merge_qkv=merge_qkv, kernels=kernels)
         mixtures = [layer.ffn for layer in config.layers if isinstance(layer.ffn, ExpertsConfig)]

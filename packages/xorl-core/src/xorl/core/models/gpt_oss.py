@@ -49,7 +49,9 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
     defaults = ExpertsConfig(128, 4, 2880, ROUTER, gate, bias=True)
     experts = mixtures.read_experts(hf, "intermediate_size", defaults, "num_local_experts")
     num_layers, has_windows = hf.positive("num_hidden_layers"), hf.has("sliding_window")
-    pattern = [rotary_gated.FULL if index % 2 or not has_windows else rotary_gated.SLIDING for index in range(num_layers)]
+    pattern = [
+        rotary_gated.FULL if index % 2 or not has_windows else rotary_gated.SLIDING for index in range(num_layers)
+    ]
     config = rotary_gated.read_config(
         hf,
         qkv_bias=bias,

@@ -7,8 +7,8 @@ from types import MappingProxyType
 from xorl.core.models import mixtures, rotary_gated
 from xorl.core.models.decoder_config import DecoderConfig, ExpertsConfig
 from xorl.core.models.hf_config import HFConfig
-from xorl.core.models.stacks import ExpertNames
 from xorl.core.models.spec import ModelSpec
+from xorl.core.models.stacks import ExpertNames
 from xorl.core.nn.moe import RouterConfig
 
 ARCHITECTURE = "MiniMaxM2ForCausalLM"

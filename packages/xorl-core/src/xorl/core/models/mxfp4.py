@@ -64,8 +64,8 @@ def dequantized(blocks: Tensor, scales: Tensor) -> Tensor:
     """[.., O, I] in bf16 of codes [.., O, I / 32, 16] and scales [.., O, I / 32], both in uint8."""
     # Each byte gives two values, which are read as one int32.
     pairs = _pairs().index_select(0, blocks.flatten().int()).view(torch.bfloat16)
-    values = pairs.view(*scales.shape, -1)
-    return torch.ldexp(values, (scales.int() - BIAS)[..., None]).to(torch.bfloat16).flatten(-2)
+    powers = torch.ldexp(torch.ones_like(scales, dtype=torch.float32), scales.int() - BIAS).to(torch.bfloat16)
+    return pairs.view(*scales.shape, -1).mul_(powers[..., None]).flatten(-2)
 
 
 @cache

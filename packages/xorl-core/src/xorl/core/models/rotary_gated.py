@@ -8,8 +8,8 @@ from typing import Literal
 from xorl.core.models.decoder_config import Arrangement, DecoderConfig, DenseConfig, ExpertsConfig, LayerConfig
 from xorl.core.models.hf_config import HFConfig
 from xorl.core.models.recipes import CheckpointNames
-from xorl.core.models.stacks import ExpertNames
 from xorl.core.models.rope_config import ROPE_TYPES, read_rope
+from xorl.core.models.stacks import ExpertNames
 from xorl.core.nn import AttentionConfig, NormConfig, RopeConfig
 from xorl.core.nn.rotary import RopeKind
 

@@ -51,7 +51,9 @@ class ModelSpec:
         if kernels is None:
             is_capped = any(layer.attention.softcap is not None for layer in config.layers)
             kernels = LayerKernels(attention=eager_attention) if is_capped else PLAIN_KERNELS
-        return Decoder(config, merge_qkv=merge_qkv, kernels=kernels, logical=logical_modules(recipes))
+        names, logical = self.checkpoint_names.experts, logical_modules(recipes)
+        stack = None if names is None else names.stack
+        return Decoder(config, merge_qkv=merge_qkv, kernels=kernels, logical=logical, stack=stack)
 
     def recipes(self, config: DecoderConfig, *, merge_qkv: bool) -> dict[str, WeightRecipe]:
         """The recipe of each native parameter, by name, in the order of the decoder's parameters."""

@@ -23,7 +23,7 @@ class DeclaresRoles(Protocol):
 
 @runtime_checkable
 class StatesInitialValues(Protocol):
-    """A module whose scalars or constants are not drawn. `initial_values` maps their names to the values that they start with."""
+    """A module whose scalars or constants are not drawn. `initial_values` maps their names to their first values."""
 
     initial_values: ClassVar[Mapping[str, float]]
 

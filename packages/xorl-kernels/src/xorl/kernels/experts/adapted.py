@@ -216,9 +216,7 @@ class _Layer:
         """The activation [M, F] of the up product [M, 2F], to which the biases are added here."""
         return self.between.gated(up, self._expert_ends(), self._gate, self._up_biases)
 
-    def gated_backward(
-        self, grad: Tensor, up: Tensor, weights: Tensor, grad_weights: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def gated_backward(self, grad: Tensor, up: Tensor, weights: Tensor, grad_weights: Tensor) -> tuple[Tensor, Tensor]:
         """As `rows.gated_backward`."""
         ends, options = self._expert_ends(), (self._gate, self._up_biases)
         return self.between.gated_backward(grad, up, weights, self.plan.choices, ends, grad_weights, *options)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from xorl.core.models.recipes import WeightSource
+from xorl.core.models.stacks import ExpertStack
 from xorl.kernels.arguments import check_choice
 from xorl.lora.experts import SHARED
 from xorl.lora.linear import Leaf
@@ -24,11 +25,14 @@ from xorl.lora.peft.forms import (
 from xorl.lora.peft.layout import ROLES, AdapterLayout, FileTensors, expert_of, read_shared
 
 
-def in_form(layout: AdapterLayout, source: WeightSource, form: ExpertForm) -> tuple[AdapterConfig, list[FileTensors]]:
+def in_form(
+    layout: AdapterLayout, source: WeightSource, form: ExpertForm, stack: ExpertStack | None = None
+) -> tuple[AdapterConfig, list[FileTensors]]:
     """The settings and the tensors of an adapter in `form`, in the dtypes of `source`.
 
     Args:
         layout, source: as in the form per_expert (`per_expert`).
+        stack: how checkpoints of the base stack the experts; None: they do not.
 
     Raises ValueError, which begins with `form`, if there are no adapters on experts or the form cannot express them.
     """
@@ -43,7 +47,7 @@ def in_form(layout: AdapterLayout, source: WeightSource, form: ExpertForm) -> tu
     order = list(ROLES)
     stems = sorted(members, key=lambda stem: (stem.rpartition(".")[0], order.index(stem.rpartition(".")[2])))
     numbered = [members[stem] for stem in stems]
-    experts = [_factors(layout, source, tuple(of[expert] for expert in sorted(of))) for of in numbered]
+    experts = [_factors(layout, source, tuple(of[expert] for expert in sorted(of)), stack) for of in numbered]
     of_experts = {member for each in experts for member in each.members}
     spec = layout.config.spec
     others = {name: (spec.rank_of(name), spec.alpha_of(name)) for name in layout.modules if name not in of_experts}
@@ -61,7 +65,9 @@ def _stored(key: str, source: WeightSource) -> Mapping[str, Tensor]:
     return {key: source.read(key)}
 
 
-def _factors(layout: AdapterLayout, source: WeightSource, members: tuple[str, ...]) -> ExpertFactors:
+def _factors(
+    layout: AdapterLayout, source: WeightSource, members: tuple[str, ...], stack: ExpertStack | None
+) -> ExpertFactors:
     spec, first = layout.config.spec, layout.modules[members[0]]
     role = ROLES[members[0].rpartition(".")[2]]
     shared = SHARED.get((spec.expert_sharing, PARAMETERS[role]), ())
@@ -81,4 +87,5 @@ def _factors(layout: AdapterLayout, source: WeightSource, members: tuple[str, ..
         spec.scale_of(members[0]),
         factor("A", (first.rank, first.in_features)),
         factor("B", (first.out_features, first.rank)),
+        stack,
     )

@@ -20,6 +20,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from xorl.core.models.stacks import ExpertStack
 from xorl.lora.peft.config import AdapterConfig, ExpertForm, shared_value, shortest_names
 from xorl.lora.peft.layout import MEMBER, PREFIX, ROLES, ExpertRole, FileTensors, expert_of
 from xorl.lora.spec import AdapterSpec, ExpertSharing, matches_name
@@ -51,6 +52,7 @@ class ExpertFactors:
 
     Attributes:
         members: the names of the experts' layers in checkpoints, in the order of the experts.
+        stack: how checkpoints stack the experts; None: they do not.
     """
 
     members: tuple[str, ...]
@@ -59,6 +61,7 @@ class ExpertFactors:
     scale: float
     a: ExpertFactor
     b: ExpertFactor
+    stack: ExpertStack | None = None
 
     @property
     def layer(self) -> str:
@@ -87,9 +90,14 @@ def _part(member: str, part: str) -> str:
     return found[part]
 
 
-def chosen_form(form: ExpertForm | None, sharing: ExpertSharing) -> ExpertForm:
-    """The form to write: `form`, or, if it is None, SGLang's for shared outer factors and per_expert for others."""
-    return _DEFAULTS[sharing] if form is None else form
+def chosen_form(form: ExpertForm | None, sharing: ExpertSharing, *, is_stacked: bool) -> ExpertForm:
+    """The form to write: `form`, or, if it is None, SGLang's for shared outer factors and per_expert for others.
+
+    is_stacked: checkpoints stack the experts; SGLang has no form for these.
+    """
+    if form is not None:
+        return form
+    return "per_expert" if is_stacked else _DEFAULTS[sharing]
 
 
 def settings_of(
@@ -107,6 +115,11 @@ def settings_of(
     if not experts:
         return {}
     if form == "sglang":
+        if experts[0].stack is not None:
+            raise ValueError(
+                f"form: SGLang has none for adapters on experts that checkpoints stack, such as {experts[0].experts}: "
+                "use peft, or per_expert, which xorl alone reads"
+            )
         _require_sglang(spec, experts, others)
         return {"_sglang_lora_format": "shared_outer", "moe_hybrid_shared_lora": True}
     if form == "peft":
@@ -115,7 +128,9 @@ def settings_of(
     return {} if spec.expert_sharing == "none" else {"xorl": {"expert_sharing": spec.expert_sharing}}
 
 
-def readers_of(config: AdapterConfig, modules: Collection[str], *, is_mixture: bool) -> tuple[Reader, ...]:
+def readers_of(
+    config: AdapterConfig, modules: Collection[str], *, is_mixture: bool, is_stacked: bool = False
+) -> tuple[Reader, ...]:
     """The programs that interpret an adapter's files correctly; empty if only xorl does.
 
     Args:
@@ -123,11 +138,15 @@ def readers_of(config: AdapterConfig, modules: Collection[str], *, is_mixture: b
         modules: the adapted layers, as in the form per_expert.
         is_mixture: whether the base is a mixture of experts. In a mixture, PEFT treats layers named like the experts'
             projections as stacked experts, even if they are dense.
+        is_stacked: whether checkpoints of the base stack the experts of a layer, so that no other program has names for
+            each of them.
     """
     if config.form != "per_expert":
         return (config.form,)
     if not is_mixture or not any(expert_of(name) or name.rpartition(".")[2] in ROLES for name in modules):
         return ("peft",)
+    if is_stacked:
+        return ()
     spec = config.spec
     sizes = {(spec.rank_of(name), spec.alpha_of(name)) for name in modules}
     if len(sizes) > 1 or spec.modules_to_save or spec.use_dora:
@@ -288,7 +307,15 @@ def _joined_b(name: str, parts: Sequence[ExpertFactors], num_outputs: int) -> di
     joined = made[0].new_zeros(len(parts[0].members), num_outputs, sum(part.rank for part in parts))
     column = 0
     for part, b in zip(parts, made, strict=True):
-        row = num_outputs - b.shape[1] if part.role == "up" else 0
-        joined[:, row : row + b.shape[1], column : column + part.rank] = b
+        outputs = outputs_of(part.role, num_outputs, part.stack)
+        joined[:, outputs, column : column + part.rank] = b
         column += part.rank
     return {name: joined.permute(1, 2, 0).flatten(1)}
+
+
+def outputs_of(role: ExpertRole, num_outputs: int, stack: ExpertStack | None) -> slice:
+    """The outputs of a projection among the `num_outputs` of the parameter of transformers 5 that stacks it."""
+    if role == "down":
+        return slice(0, num_outputs)
+    index, half = (1 if role == "up" else 0), num_outputs // 2
+    return slice(index, None, 2) if stack is not None and stack.alternates else slice(index * half, (index + 1) * half)

@@ -8,7 +8,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from xorl.core.models import Decoder
 from xorl.core.models.recipes import WeightSource
+from xorl.core.models.stacks import ExpertStack
 from xorl.core.shards import copy_shard_
 from xorl.kernels.arguments import check_choice
 from xorl.lora.arguments import check_instance
@@ -85,15 +87,14 @@ def config_of(
                 f"spec: expert_sharing is {spec.expert_sharing!r}, but that of the adapter on {name} is "
                 f"{adapter.pair.sharing!r}"
             )
-    experts = [_expert_factors(each, full_tensor) for each in adapted.values() if isinstance(each.pair, ExpertLowRank)]
+    stack = stack_of(model)
+    experts = [
+        _expert_factors(each, full_tensor, stack) for each in adapted.values() if isinstance(each.pair, ExpertLowRank)
+    ]
     if form is not None and not experts:
         raise ValueError("form: only adapters on experts have forms, and there are none")
-    chosen = chosen_form(form, spec.expert_sharing) if experts else "per_expert"
-    others = {
-        name: (adapter.rank, adapter.alpha)
-        for name, adapter in adapted.items()
-        if not isinstance(adapter.pair, ExpertLowRank)
-    }
+    chosen = chosen_form(form, spec.expert_sharing, is_stacked=stack is not None) if experts else "per_expert"
+    others = {name: (one.rank, one.alpha) for name, one in adapted.items() if not isinstance(one.pair, ExpertLowRank)}
     return AdapterConfig(
         written,
         None if base is None else str(base),
@@ -122,9 +123,10 @@ def adapter_tensors(
     tensors: list[FileTensors] = []
     experts: list[ExpertFactors] = []
     sharing: ExpertSharing = "none"
+    stack = stack_of(model)
     for name, adapter in (adapters(model) if found is None else found).items():
         if isinstance(adapter.pair, ExpertLowRank):
-            experts.append(_expert_factors(adapter, gather))
+            experts.append(_expert_factors(adapter, gather, stack))
             sharing = adapter.pair.sharing
             continue
         a, b, magnitudes = keys_of(name, "embedding" if adapter.is_embedding else "linear")
@@ -135,14 +137,19 @@ def adapter_tensors(
         if adapter.magnitude_offset is not None:
             shape = tuple(adapter.magnitude_offset.shape)
             tensors.append(FileTensors({magnitudes: shape}, partial(_named, magnitudes, magnitude_of, adapter)))
-    return tensors + expert_tensors(chosen_form(form, sharing), experts)
+    return tensors + expert_tensors(chosen_form(form, sharing, is_stacked=stack is not None), experts)
 
 
 def _whole(name: str, parameter: Tensor, gather: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
     return {name: gather(parameter).contiguous()}
 
 
-def _expert_factors(adapter: Adapter, gather: Callable[[Tensor], Tensor]) -> ExpertFactors:
+def stack_of(model: nn.Module) -> ExpertStack | None:
+    """How checkpoints of the model stack the experts of a layer; None if they do not."""
+    return model.stack if isinstance(model, Decoder) else None
+
+
+def _expert_factors(adapter: Adapter, gather: Callable[[Tensor], Tensor], stack: ExpertStack | None) -> ExpertFactors:
     """The adapters on one projection of all experts, those of other ranks too."""
     pair = adapter.pair
     assert isinstance(pair, ExpertLowRank)
@@ -159,7 +166,7 @@ def _expert_factors(adapter: Adapter, gather: Callable[[Tensor], Tensor]) -> Exp
 
         return ExpertFactor(shape, make)
 
-    return ExpertFactors(pair.members, pair.rank, pair.alpha, pair.scale, factor("A"), factor("B"))
+    return ExpertFactors(pair.members, pair.rank, pair.alpha, pair.scale, factor("A"), factor("B"), stack)
 
 
 def _named(name: str, magnitude_of: Callable[[Adapter], Tensor], adapter: Adapter) -> dict[str, Tensor]:

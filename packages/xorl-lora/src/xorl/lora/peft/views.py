@@ -17,7 +17,7 @@ from torch import Tensor
 from xorl.core.models.recipes import WeightSource
 from xorl.core.models.stacks import ExpertNames
 from xorl.lora.peft.config import AdapterConfig, gate_up_ranks
-from xorl.lora.peft.forms import MODULE, PARAMETERS, SGLANG_NAMES
+from xorl.lora.peft.forms import MODULE, PARAMETERS, SGLANG_NAMES, outputs_of
 from xorl.lora.peft.layout import PREFIX, ROLES, ExpertRole
 from xorl.lora.spec import ExpertSharing, ValueT, matches_name
 
@@ -71,19 +71,18 @@ class _Matrix:
 
 @dataclass(frozen=True)
 class _Columns:
-    """The rows and columns from `row` and `column` on of an expert's matrix, in one [P, R * E] for all of E experts."""
+    """Some rows and the columns from `column` on of an expert's matrix, in one [P, R * E] for all of E experts."""
 
     key: str
     shape: tuple[int, int]
-    row: int
+    rows: slice
     column: int
     expert: int
     num_experts: int
 
     def read(self, source: WeightSource, whole: Callable[[str], Tensor]) -> Tensor:
-        num_rows, num_columns = self.shape
-        rows = whole(self.key)[self.row : self.row + num_rows].unflatten(1, (-1, self.num_experts))
-        return rows[:, self.column : self.column + num_columns, self.expert].contiguous()
+        rows = whole(self.key)[self.rows].unflatten(1, (-1, self.num_experts))
+        return rows[:, self.column : self.column + self.shape[1], self.expert].contiguous()
 
 
 class PerExpert:
@@ -194,13 +193,13 @@ def _of_wrappers(config: AdapterConfig, source: WeightSource, names: ExpertNames
         for role, (start, stop) in of_roles.items():
             ranks[stem[role]], alphas[stem[role]] = rank, outer.alpha_of(f"{layer}.{MODULE}.{parameter}")
             num_rows = shape[0] // 2 if parameter == "gate_up_proj" else shape[0]
-            row = num_rows if role == "up" else 0
+            rows = outputs_of(role, shape[0], names.stack)
             for expert in range(count):
                 name = f"{PREFIX}{stem[role].format(expert)}.lora_{found['leaf']}.weight"
                 if found["leaf"] == "A":
                     cuts[name] = _Rows(key, (stop - start, shape[1]), expert * rank + start)
                 else:
-                    cuts[name] = _Columns(key, (num_rows, stop - start), row, start, expert, count)
+                    cuts[name] = _Columns(key, (num_rows, stop - start), rows, start, expert, count)
     if own is None:
         config = _with_patterns(config, ranks, alphas)
     return config, PerExpert(source, cuts)
