@@ -157,7 +157,11 @@ CONVERSATIONS = {
     "null": ([USER, {"role": "assistant", "content": None}], r"message 1: content is null, want a string"),
     "image": (
         [{"role": "user", "content": [{"type": "image_url"}]}, ASSISTANT],
-        r"message 0: content has parts that are not",
+        r"the conversation has images, which only a model",
+    ),
+    "audio": (
+        [{"role": "user", "content": [{"type": "input_audio"}]}, ASSISTANT],
+        r"message 0: content has a part that is of the type 'input_audio', which xorl does not support",
     ),
     "weight": ([USER, {**ASSISTANT, "weight": 0.5}], r"message 1: weight must be true or false"),
     "trained user": ([{**USER, "train": True}, ASSISTANT], r"message 0 of role user sets train, but only"),

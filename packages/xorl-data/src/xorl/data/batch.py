@@ -15,6 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from xorl.data.errors import DataError
+from xorl.data.images.batch import NO_IMAGES, DocumentImages, Images, collate_images, coordinates_of
+from xorl.data.images.settings import ImageSettings
+
 # The label that PyTorch's losses ignore by default.
 IGNORE = -100
 
@@ -55,6 +59,8 @@ _OF_EVERY_BATCH: Mapping[str, Column] = {
     INPUT_IDS: Column("model", np.int64),
     LABELS: Column("loss", np.int64, fill=IGNORE),
 }
+# Of the model: the coordinates of tokens on three axes.
+COORDINATES = "coordinates"
 NO_COLUMNS: Mapping[str, Column] = {}
 
 
@@ -68,6 +74,7 @@ class Document:
     input_ids: np.ndarray
     labels: np.ndarray
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)
+    images: DocumentImages = NO_IMAGES
 
 
 @dataclass(frozen=True)
@@ -79,7 +86,8 @@ class PackedBatch:
     labels and targets are [T, K].
 
     `targets` and `inputs` are columns: values for each token, aligned with `input_ids` (not shifted). The loss receives
-    the targets, and the model the inputs, as arguments of their names.
+    the targets, and the model the inputs, as arguments of their names. `images` are those that tokens stand for; None
+    in a run without images.
     """
 
     input_ids: Tensor  # [T] int64
@@ -91,6 +99,7 @@ class PackedBatch:
     num_trained_tokens: int
     targets: Mapping[str, Tensor] = field(default_factory=dict)  # each [T, ..]
     inputs: Mapping[str, Tensor] = field(default_factory=dict)  # each [T, ..]
+    images: Images | None = None
 
     @property
     def document_lengths(self) -> tuple[int, ...]:
@@ -105,7 +114,11 @@ class PackedBatch:
 
     @classmethod
     def join(cls, batches: Sequence[PackedBatch]) -> PackedBatch:
-        """Concatenates at least one batch, all with the same columns. Only the last one's padding is not counted."""
+        """Concatenates at least one batch, all with the same columns. Only the last one's padding is not counted.
+
+        Batches with images cannot be joined.
+        """
+        assert all(batch.images is None for batch in batches), "adapters of a bank are trained without images"
         starts = accumulate((len(batch.input_ids) for batch in batches), initial=0)
         boundaries = [batch.cu_seqlens[1:] + start for batch, start in zip(batches, starts, strict=False)]
         first = batches[0]
@@ -130,16 +143,21 @@ class PackedBatch:
             cu_seqlens=move(self.cu_seqlens),
             targets={name: move(tensor) for name, tensor in self.targets.items()},
             inputs={name: move(tensor) for name, tensor in self.inputs.items()},
+            images=None if self.images is None else self.images.with_tensors(move),
         )
 
 
 def collate(
-    documents: Sequence[Document], *, pad_to_multiple_of: int = 1, columns: Mapping[str, Column] = NO_COLUMNS
+    documents: Sequence[Document],
+    *,
+    pad_to_multiple_of: int = 1,
+    columns: Mapping[str, Column] = NO_COLUMNS,
+    images: ImageSettings | None = None,
 ) -> PackedBatch:
     """Concatenates all documents in order to one row, padded at the end to a multiple of `pad_to_multiple_of`.
 
     The padding is a separate document. Without documents, returns a padding batch of `pad_to_multiple_of` tokens.
-    `columns` are those that every batch has.
+    `columns` are those that every batch has. `images`: of a run with images, how they were made.
     """
     if pad_to_multiple_of < 1:
         raise ValueError(f"pad_to_multiple_of: {pad_to_multiple_of}, want at least 1")
@@ -149,7 +167,23 @@ def collate(
         for document in documents
     ]
     num_tokens = sum(len(document.input_ids) for document in documents)
-    return pack_row(shifted, columns, -num_tokens % pad_to_multiple_of if documents else pad_to_multiple_of)
+    batch = pack_row(shifted, columns, -num_tokens % pad_to_multiple_of if documents else pad_to_multiple_of)
+    return batch if images is None else _with_images(batch, documents, images)
+
+
+def _with_images(batch: PackedBatch, documents: Sequence[Document], settings: ImageSettings) -> PackedBatch:
+    """A batch of documents with their images. Raises DataError if an image's token is trained."""
+    for document in documents:
+        for image in document.images.stored:
+            if (document.labels[image.start : image.stop] != IGNORE).any():
+                raise DataError(f"{image.source.name}: tokens of the image have labels; want {IGNORE}, for none")
+    lengths = [len(document.input_ids) for document in documents]
+    images = collate_images([each.images for each in documents], lengths, len(batch.input_ids), settings)
+    if not settings.has_axes:
+        return replace(batch, images=images)
+    parts = [coordinates_of(len(each.input_ids), each.images.stored, settings) for each in documents]
+    coordinates = Column("model", np.int64, (3,)).joined(parts, lengths, len(batch.input_ids))
+    return replace(batch, images=images, inputs={**batch.inputs, COORDINATES: coordinates})
 
 
 def padding_batch(length: int, columns: Mapping[str, Column] = NO_COLUMNS) -> PackedBatch:

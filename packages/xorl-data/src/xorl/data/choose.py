@@ -23,6 +23,7 @@ from xorl.data.formats import (
     holds_messages,
     load_tokenizer,
 )
+from xorl.data.images.settings import ImageSettings
 from xorl.data.invariants import Limits
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,7 @@ FormatName = Literal["tokenized", "chat", "prompt_completion", "text"]
 # By type: the names that `column_names` maps, and the values that `train_on` accepts. The first target is the default.
 COLUMN_KEYS: dict[FormatName, tuple[str, ...]] = {
     "tokenized": (),
-    "chat": ("messages", "tools", "system", *SPLIT_COLUMNS),
+    "chat": ("messages", "tools", "system", "images", *SPLIT_COLUMNS),
     "prompt_completion": (*(name for parts, answer in COLUMN_SETS for name in (*parts, answer)), *CONTEXT_COLUMNS),
     "text": ("text",),
 }
@@ -63,11 +64,13 @@ def choose_format(
     option: str,
     source: RowSource | None = None,
     tokenizer_folder: Path | None = None,
+    images: ImageSettings | None = None,
 ) -> Format:
     """Returns the format of `entry`, whose path in the configuration is `option`; `bin_len` limits document lengths.
 
-    `source` is read only for type auto; every type but tokenized needs `tokenizer_folder`. Raises DataError for options
-    that the type does not have, or for an unusable tokenizer or template.
+    `source` is read only for type auto; every type but tokenized needs `tokenizer_folder`. `images`: how images of
+    conversations are read; their files are in `images.root`, or else in the folder of a local dataset. Raises DataError
+    for options that the type does not have, or for an unusable tokenizer or template.
     """
     kind = _resolve_type(entry, option, source)
     _check_options(entry, kind, option)
@@ -107,9 +110,18 @@ def choose_format(
         vocab_size=vocab_size,
         skip_bad_rows=skip,
         ignored=ignored,
+        images=None if images is None else images.limited(None, None, images.root or _local_folder(entry)),
     )
     chat.check_template()
     return chat
+
+
+def _local_folder(entry: DatasetEntry) -> Path | None:
+    """The folder of a local dataset."""
+    path = Path(entry.path).expanduser()
+    if path.is_dir():
+        return path
+    return path.parent if path.is_file() else None
 
 
 def _resolve_type(entry: DatasetEntry, option: str, source: RowSource | None) -> FormatName:

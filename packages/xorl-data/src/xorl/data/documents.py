@@ -11,6 +11,7 @@ import numpy as np
 from xorl.data.arguments import checked
 from xorl.data.errors import DataError
 from xorl.data.hashing import digest, permutation
+from xorl.data.images.table import StoredImage
 from xorl.data.mixture import Share, drawn_rows, num_drawn
 from xorl.data.receipt import Receipt
 from xorl.data.sources import shard_range
@@ -51,6 +52,11 @@ class PreparedDocuments:
             return {}
         store, row = self._locate(index)
         return store.extras(row)
+
+    def images(self, index: int) -> list[StoredImage]:
+        """The images of document `index`, in the order of their tokens."""
+        store, row = self._locate(index)
+        return store.images(row)
 
     def select(self, indices: np.ndarray, fingerprint: str) -> PreparedDocuments:
         """The documents `indices` in that order. The receipt still covers all documents."""

@@ -6,7 +6,7 @@ not on the number of workers or on restarts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -15,6 +15,9 @@ from torch.utils.data import Dataset
 
 from xorl.data.arguments import checked
 from xorl.data.batch import Column, Document, PackedBatch, collate
+from xorl.data.images.batch import NO_IMAGES, load_images
+from xorl.data.images.settings import ImageSettings
+from xorl.data.images.table import StoredImage
 from xorl.data.packing import Bins, StartMethod
 from xorl.data.plan import (
     PAIR_COST,
@@ -40,6 +43,8 @@ class Documents(Protocol):
 
     def extras(self, index: int) -> dict[str, np.ndarray]: ...
 
+    def images(self, index: int) -> Sequence[StoredImage]: ...
+
 
 class StepLoader:
     """The micro-batches of rank `dp_rank` of `dp_size`, step by step.
@@ -47,8 +52,11 @@ class StepLoader:
     Every rank gets the same number of micro-batches in a step; if a short step has too few bins, some are padding
     batches. Micro-batches at the same index have similar costs on all ranks; `pair_cost` weighs attention against the
     rest (see bin_costs). `pin_memory` requires CUDA and is ignored without it, `prefetch_factor` requires workers.
+    `images`: of a model with an image encoder, the settings with which `documents` were prepared. Every batch then has
+    images.
 
-    Raises ValueError unless `documents`, `bins` and `plan` were made from each other.
+    Raises ValueError unless `documents`, `bins` and `plan` were made from each other. Iterating raises DataError for an
+    image that has changed, or that cannot be decoded.
     """
 
     @checked
@@ -67,6 +75,7 @@ class StepLoader:
         pin_memory: bool = False,
         worker_start_method: StartMethod | None = None,
         pair_cost: float = PAIR_COST,
+        images: ImageSettings | None = None,
     ) -> None:
         check_bins(documents.lengths, bins)
         if plan.num_bins != len(bins):
@@ -81,7 +90,7 @@ class StepLoader:
         self._dp_rank = dp_rank
         self._dp_size = dp_size
         self._costs = bin_costs(documents.lengths, bins, pair_cost)
-        self._batches = _MicroBatches(documents, bins, pad_to_multiple_of)
+        self._batches = _MicroBatches(documents, bins, pad_to_multiple_of, images)
         self._num_workers = num_workers
         self._prefetch_factor = prefetch_factor or 2
         self._pin_memory = pin_memory and torch.cuda.is_available()
@@ -132,13 +141,20 @@ class _Sampler:
 class _MicroBatches(Dataset[PackedBatch]):
     """Collates bins to a batch, in the workers."""
 
-    def __init__(self, documents: Documents, bins: Bins, pad_to_multiple_of: int) -> None:
+    def __init__(self, documents: Documents, bins: Bins, pad_to_multiple_of: int, images: ImageSettings | None) -> None:
         self._documents = documents
         self._bins = bins
         self._pad_to_multiple_of = pad_to_multiple_of
         self._columns = {name: Column() for name in documents.extra_names}
+        self._images = images
 
     def __getitem__(self, bins: np.ndarray) -> PackedBatch:
         members = [index for bin_index in bins for index in self._bins.documents(bin_index)]
-        rows = [Document(*self._documents.document(index), self._documents.extras(index)) for index in members]
-        return collate(rows, pad_to_multiple_of=self._pad_to_multiple_of, columns=self._columns)
+        rows = [self._document(index) for index in members]
+        columns, images = self._columns, self._images
+        return collate(rows, pad_to_multiple_of=self._pad_to_multiple_of, columns=columns, images=images)
+
+    def _document(self, index: int) -> Document:
+        documents = self._documents
+        images = NO_IMAGES if self._images is None else load_images(documents.images(index), self._images)
+        return Document(*documents.document(index), documents.extras(index), images)

@@ -31,6 +31,7 @@ from xorl.data.entry import DUMMY, DatasetEntry, check_entry
 from xorl.data.errors import DataError, DataFailure
 from xorl.data.formats import EncodedDocuments, Format, TokenizedFormat
 from xorl.data.hashing import JSON, digest, hash_files
+from xorl.data.images.settings import ImageSettings
 from xorl.data.invariants import (
     Limits,
     check_counts,
@@ -77,7 +78,7 @@ class PrepareOptions:
     With `vocab_size` None, ids are not checked; `dummy` requires it. Text and conversations require `tokenizer_folder`;
     its special tokens must agree with `model_special_ids`, the result of invariants.special_ids. `token` is passed to
     `datasets` for the Hub. Without `strict`, counts that would stop a run are only logged, so that the data can be
-    inspected. Both paths may be given as str.
+    inspected. `images`: how conversations' images are read; None refuses them. Both paths may be given as str.
     """
 
     bin_len: int
@@ -96,6 +97,7 @@ class PrepareOptions:
     dummy_documents: int = 4096
     token: str | bool | None = None
     strict: bool = True
+    images: ImageSettings | None = None
 
     def __post_init__(self) -> None:
         convert_fields_(self)
@@ -167,6 +169,7 @@ def _prepare_entry(entry: DatasetEntry, options: PrepareOptions, option: str) ->
         option=option,
         source=source,
         tokenizer_folder=options.tokenizer_folder,
+        images=options.images,
     )
     check_tokenizer(fmt, options.model_special_ids, entry.path)
     if fmt.uses_current_date:

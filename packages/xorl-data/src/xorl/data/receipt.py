@@ -22,6 +22,10 @@ class Counts:
     conversations whose reasoning the template omits entirely. `straddling_tokens` contain both trained and untrained
     text. `unended_turns` are trained chat turns without a special token at the end. `skipped` samples are unusable and
     were skipped, as the dataset allows (skip_bad_rows).
+
+    `images` are those of all samples, with their tokens, patches and the bytes of their files; of these, `cut_images`
+    were removed because of length. Images are `enlarged` or `reduced` when they are resized, `rotated` to be upright,
+    and `transparent` ones are put on white.
     """
 
     samples: int = 0
@@ -45,13 +49,23 @@ class Counts:
     shifted: int = 0
     unwritten_reasoning: int = 0
     skipped: int = 0
+    images: int = 0
+    image_tokens: int = 0
+    image_patches: int = 0
+    image_bytes: int = 0
+    cut_images: int = 0
+    enlarged_images: int = 0
+    reduced_images: int = 0
+    rotated_images: int = 0
+    transparent_images: int = 0
 
     def __add__(self, other: Counts) -> Counts:
         return Counts(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
 
     @classmethod
     def from_dict(cls, values: Mapping[str, int]) -> Counts:
-        return cls(**{f.name: int(values[f.name]) for f in fields(cls)})
+        """From the values that an earlier version may have written: what it did not count is 0."""
+        return cls(**{f.name: int(values.get(f.name, 0)) for f in fields(cls)})
 
     def __str__(self) -> str:
         always = ("samples", "kept", "truncated", "dropped", "documents", "tokens", "trained_tokens")

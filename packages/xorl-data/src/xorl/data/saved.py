@@ -14,6 +14,7 @@ import pyarrow as pa
 from xorl.data.chunks import table_chunks
 from xorl.data.errors import DataError
 from xorl.data.formats import EncodedDocuments, TokenizedFormat, as_numpy
+from xorl.data.images.table import StoredImage
 from xorl.data.readers import arrow_batches
 from xorl.data.receipt import Counts, Findings
 
@@ -104,6 +105,9 @@ class SavedStore:
     def extras(self, row: int) -> dict[str, np.ndarray]:
         columns, span = self._locate(row)
         return {name: columns[name][span].astype(np.float32) for name in self.extra_names}
+
+    def images(self, row: int) -> list[StoredImage]:
+        return []
 
     def _locate(self, row: int) -> tuple[dict[str, np.ndarray], slice]:
         index = bisect_right(self._starts, row) - 1

@@ -1,8 +1,9 @@
 """Stores of encoded documents: folders of memory-mapped flat arrays, published atomically.
 
 A folder contains the tokens of all documents on one axis: `input_ids.i32`, `labels.i32` if they differ from the ids,
-and `extra_{index}.f32`, each in one file or several. It also contains `offsets.i64`, `num_trained.i32` and
-`manifest.json`. It never changes after publication. The synthetic documents of `dummy` are also defined here.
+and `extra_{index}.f32`, each in one file or several. It also contains `offsets.i64`, `num_trained.i32`, `manifest.json`
+and, if documents have images, `images.rec` and `image_sources.bin`. It never changes after publication. The synthetic
+documents of `dummy` are also defined here.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import numpy as np
 from xorl.data.errors import DataError
 from xorl.data.formats import EncodedDocuments
 from xorl.data.hashing import JSON, digest
+from xorl.data.images.table import RECORD, ImageTable, StoredImage
 from xorl.data.receipt import Counts, Findings
 
 # Part of every folder's name. Increment it when the format of the files, or the documents made from rows, change.
@@ -31,6 +33,7 @@ FORMAT_VERSION = 6
 # Part of every key. The order of documents is drawn from the key, and should stay the same for the same data.
 KEY_VERSION = 4
 MANIFEST = "manifest.json"
+IMAGE_RECORDS, IMAGE_SOURCES = "images.rec", "image_sources.bin"
 _COPY_BYTES = 16 << 20
 
 
@@ -45,6 +48,8 @@ class DocumentStore(Protocol):
     def document(self, row: int) -> tuple[np.ndarray, np.ndarray]: ...
 
     def extras(self, row: int) -> dict[str, np.ndarray]: ...
+
+    def images(self, row: int) -> list[StoredImage]: ...
 
 
 @dataclass(frozen=True)
@@ -143,6 +148,10 @@ class FlatStore:
         }
         self.lengths = np.diff(self._offsets)
         self.num_trained = _mapped(folder / "num_trained.i32", np.int32)
+        self.image_table = ImageTable.empty()
+        if IMAGE_RECORDS in self.manifest.files:
+            sources = _mapped(folder / IMAGE_SOURCES, np.uint8)
+            self.image_table = ImageTable(_mapped(folder / IMAGE_RECORDS, RECORD), sources)
 
     def document(self, row: int) -> tuple[np.ndarray, np.ndarray]:
         span = slice(self._offsets[row], self._offsets[row + 1])
@@ -151,6 +160,9 @@ class FlatStore:
     def extras(self, row: int) -> dict[str, np.ndarray]:
         span = slice(self._offsets[row], self._offsets[row + 1])
         return {name: values[span] for name, values in self._extras.items()}
+
+    def images(self, row: int) -> list[StoredImage]:
+        return self.image_table.of_document(row)
 
     def _tokens(self, name: str, dtype: type[np.generic]) -> np.ndarray | _SplitArray:
         num = self.manifest.num_files
@@ -193,6 +205,10 @@ class PartedStore:
         part, local = self._locate(row)
         return part.extras(local)
 
+    def images(self, row: int) -> list[StoredImage]:
+        part, local = self._locate(row)
+        return part.images(local)
+
     def _locate(self, row: int) -> tuple[FlatStore, int]:
         part = bisect_right(self._starts, row) - 1
         return self._parts[part], row - self._starts[part]
@@ -211,6 +227,7 @@ class FlatStoreWriter:
         self._files: dict[str, BinaryIO] = {}
         self._lengths: list[np.ndarray] = []
         self._num_trained: list[np.ndarray] = []
+        self._num_documents = self._num_source_bytes = 0
 
     def append(self, documents: EncodedDocuments) -> None:
         # Most corpora train on every token, so the labels file is only created when labels first differ from the ids.
@@ -223,6 +240,8 @@ class FlatStoreWriter:
             self._write("labels.i32", documents.input_ids if documents.labels is None else documents.labels)
         for index, name in enumerate(self._extra_names):
             self._write(_extra_file(index), documents.extras[name])
+        self._append_images(documents.images)
+        self._num_documents += len(documents.lengths)
         self._lengths.append(documents.lengths)
         self._num_trained.append(documents.num_trained.astype(np.int32))
 
@@ -242,7 +261,7 @@ class FlatStoreWriter:
         """Splits the tokens into `num_files` files of whole documents. DataError if there are fewer documents."""
         lengths = np.concatenate(self._lengths)
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
-        token_files = tuple(self._files)
+        token_files = tuple(name for name in self._files if name not in (IMAGE_RECORDS, IMAGE_SOURCES))
         self._write("offsets.i64", offsets)
         self._write("num_trained.i32", np.concatenate(self._num_trained))
         sizes = {name: file.tell() for name, file in self._files.items()}
@@ -289,6 +308,16 @@ class FlatStoreWriter:
         (self._folder / name).unlink()
         return sizes
 
+    def _append_images(self, images: ImageTable) -> None:
+        if not len(images.records):
+            return
+        records = images.records.copy()
+        records["document"] += self._num_documents
+        records["offset"] += self._num_source_bytes
+        self._write(IMAGE_RECORDS, records)
+        self._write(IMAGE_SOURCES, images.sources)
+        self._num_source_bytes += len(images.sources)
+
     def close(self) -> None:
         while self._files:
             self._files.popitem()[1].close()
@@ -325,6 +354,9 @@ class SyntheticStore:
 
     def extras(self, row: int) -> dict[str, np.ndarray]:
         return {}
+
+    def images(self, row: int) -> list[StoredImage]:
+        return []
 
     def __reduce__(self) -> tuple[type[SyntheticStore], tuple[int, int, int, str]]:
         return SyntheticStore, self._arguments
@@ -365,6 +397,6 @@ def _extra_file(index: int) -> str:
     return f"extra_{index}.f32"
 
 
-def _mapped(path: Path, dtype: type[np.generic]) -> np.ndarray:
+def _mapped(path: Path, dtype: type[np.generic] | np.dtype) -> np.ndarray:
     # A plain array view, because slicing np.memmap itself takes several times longer.
     return np.asarray(np.memmap(path, dtype=dtype, mode="r"))

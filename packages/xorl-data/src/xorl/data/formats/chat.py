@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import ClassVar, Literal
 
-from xorl.data.chunks import Row
+from xorl.data.chunks import Chunk, Row
 from xorl.data.errors import DataError
+from xorl.data.formats.encoded import EncodedRows
 from xorl.data.formats.finder import TurnFinder
 from xorl.data.formats.keys import KeyTests
 from xorl.data.formats.messages import (
@@ -23,14 +24,21 @@ from xorl.data.formats.messages import (
     message_columns,
     read_conversation,
 )
+from xorl.data.formats.pictures import IMAGES, has_images, images_in, listed, missing_text, place_images
 from xorl.data.formats.spans import Rendered
-from xorl.data.formats.template import ChatTemplate, load_template
+from xorl.data.formats.template import ChatTemplate, TemplateRefusal, load_template
 from xorl.data.formats.text import RenderedFormat
 from xorl.data.formats.turns import render_all, special_pattern
 from xorl.data.hashing import JSON
+from xorl.data.images.expand import expand_images
+from xorl.data.images.settings import ImageSettings
+from xorl.data.images.source import image_source
 
 # Templates with a row's own variables are compiled again after eviction.
 _MAX_FINDERS = 256
+
+# The columns beside the messages.
+_OTHER_COLUMNS = ("tools", "system", IMAGES)
 
 ChatTarget = Literal["assistant", "last_turn", "all"]
 
@@ -41,13 +49,14 @@ class ChatFormat(RenderedFormat):
 
     `train_on`: assistant trains every assistant message, last_turn only those after the last user message, all every
     token. `template_kwargs` are variables for the template; a row may set its own (chat_template_kwargs). The columns
-    are messages (or prompt and completion), tools and system.
+    are messages (or prompt and completion), tools, system and images. `images`: how images are read; None refuses them.
     """
 
     template: str | None = None
     template_option: str = "chat_template"
     template_kwargs: Mapping[str, bool | int | float | str] = field(default_factory=dict)
     train_on: ChatTarget = "assistant"
+    images: ImageSettings | None = None
 
     type_name: ClassVar[str] = "chat"
 
@@ -55,7 +64,7 @@ class ChatFormat(RenderedFormat):
     def selected(self) -> tuple[str, ...]:
         # If one of these is missing, the reader returns all columns, so an optional column is never skipped.
         names = (self.columns["messages"],) if "messages" in self.columns else MESSAGE_COLUMNS
-        others = [self.columns.get(name, name) for name in ("tools", "system")]
+        others = [self.columns.get(name, name) for name in _OTHER_COLUMNS]
         return tuple(dict.fromkeys((*names, *others)))
 
     @property
@@ -63,7 +72,7 @@ class ChatFormat(RenderedFormat):
         return self.train_on != "all"
 
     def used_columns(self, row: Row) -> frozenset[str]:
-        others = (self.columns.get(name, name) for name in ("tools", "system"))
+        others = (self.columns.get(name, name) for name in _OTHER_COLUMNS)
         return frozenset((*message_columns(row, self.columns), *others, "chat_template_kwargs"))
 
     def unused_keys(self) -> tuple[str, ...]:
@@ -75,15 +84,35 @@ class ChatFormat(RenderedFormat):
             "template": [self._template.source, self._tool_template.source],
             "template_kwargs": dict(self.template_kwargs),
             "train_on": self.train_on,
+            **({} if self.images is None else {"images": self.images.fingerprint()}),
         }
 
     def render(self, row: Row) -> Rendered:
         conversation = read_conversation(row, self.columns)
+        column = images_in(row.get(self.columns.get(IMAGES, IMAGES)))
+        if not has_images(conversation, column):
+            return self._render_row(conversation if self.images is None else self._accepted_form(conversation))
+        if self.images is None:
+            raise DataError(
+                "the conversation has images, which only a model with an image encoder reads, and only from prepared "
+                "data; use such a model without data.streaming, or remove the images (ignore_columns leaves out a "
+                "column)"
+            )
+        conversation, given = place_images(conversation, column)
+        sources = tuple(image_source(value, self.images.root) for value in given)
+        return replace(self._render_row(self._accepted_form(conversation)), images=sources)
+
+    def _render_row(self, conversation: Conversation) -> Rendered:
         rendered = self._render_any_variant(conversation)
         self._key_tests.add(conversation, rendered.text, self._finder(conversation).template)
         thoughts = [str(message[REASONING]).strip() for message in conversation.messages if REASONING in message]
         lacks = any(thoughts) and not any(thought and thought in rendered.text for thought in thoughts)
         return replace(rendered, lacks_reasoning=True) if lacks else rendered
+
+    def with_images(self, rows: EncodedRows, rendered: Sequence[Rendered], chunk: Chunk) -> EncodedRows:
+        if self.images is None:
+            return rows
+        return expand_images(rows, [each.images for each in rendered], self.images, chunk)
 
     def _render_any_variant(self, conversation: Conversation) -> Rendered:
         """Renders the conversation with its tool calls in the first form that the template accepts."""
@@ -97,6 +126,18 @@ class ChatFormat(RenderedFormat):
                     if rendered.text.count("None") <= json.dumps(variant.messages).count("None"):
                         return rendered
             raise
+
+    def _accepted_form(self, conversation: Conversation) -> Conversation:
+        """The conversation with its contents as they are or, if the template then omits any text, as lists of parts."""
+        template = self._finder(conversation).template
+        for form in (conversation, listed(conversation)):
+            try:
+                text = template.render(form.messages, form.tools)
+            except TemplateRefusal:
+                continue
+            if missing_text(form, text) is None:
+                return form
+        return conversation
 
     def _render(self, conversation: Conversation) -> Rendered:
         finder = self._finder(conversation)

@@ -16,6 +16,7 @@ from xorl.data.chunks import Chunk, Row, SomeRows
 from xorl.data.errors import DataError
 from xorl.data.formats.tokenizer import TextTokenizer
 from xorl.data.hashing import JSON
+from xorl.data.images.table import ImageTable
 from xorl.data.receipt import Counts, Findings
 
 # The maximum number of whitespace tokens that a template may write after the end token of a turn.
@@ -90,11 +91,15 @@ class EncodedDocuments:
     largest_id: int
     largest_id_row: int
     findings: Findings = field(default_factory=Findings)
+    images: ImageTable = field(default_factory=ImageTable.empty)
 
 
 @dataclass(frozen=True)
 class EncodedRows:
-    """Concatenated rows before the overflow policy; `lengths` [R]. `counts` are the counts specific to the format."""
+    """Concatenated rows before the overflow policy; `lengths` [R]. `counts` are the counts specific to the format.
+
+    The documents of `images` are the rows.
+    """
 
     input_ids: np.ndarray
     labels: np.ndarray | None
@@ -103,6 +108,7 @@ class EncodedRows:
     has_labels: bool
     counts: Counts = field(default_factory=Counts)
     findings: Findings = field(default_factory=Findings)
+    images: ImageTable = field(default_factory=ImageTable.empty)
 
 
 def id_problem(offender: int, name: str, vocab_size: int | None) -> str:
@@ -191,9 +197,11 @@ def apply_overflow(rows: EncodedRows, chunk: Chunk, fmt: Format) -> EncodedDocum
     trained_before = _num_trained(rows.labels, rows.lengths)
     kept_lengths = rows.lengths
     if fmt.overflow == "truncate":
-        kept_lengths = np.minimum(rows.lengths, fmt.limit)
+        kept_lengths = _before_cut_images(rows, np.minimum(rows.lengths, fmt.limit))
     elif fmt.overflow == "drop":
         kept_lengths = np.where(long, 0, rows.lengths)
+    elif fmt.overflow == "split":
+        _check_not_split(rows, long, chunk, fmt)
     fitted = _shorten(rows, kept_lengths) if (kept_lengths != rows.lengths).any() else rows
 
     num_parts = -(-kept_lengths // fmt.limit)  # 0 for empty rows, more than 1 for split rows, 1 for all others
@@ -208,6 +216,10 @@ def apply_overflow(rows: EncodedRows, chunk: Chunk, fmt: Format) -> EncodedDocum
     labels = fitted.labels
     if labels is not None and np.array_equal(labels, fitted.input_ids):
         labels = None
+    images, stops = rows.images, rows.images.records["start"] + rows.images.records["tokens"]
+    row_of_image = images.records["document"]
+    is_kept = stops <= kept_lengths[row_of_image]
+    first_document = np.cumsum(num_parts) - num_parts
     findings = rows.findings + Findings(end_tokens=_end_tokens(rows, fmt.tokenizer))
     counts = rows.counts + Counts(
         samples=len(rows.lengths),
@@ -224,6 +236,7 @@ def apply_overflow(rows: EncodedRows, chunk: Chunk, fmt: Format) -> EncodedDocum
         lost_tokens=int((rows.lengths - kept_lengths).sum()),
         split_tokens=int(rows.lengths[long].sum()) if fmt.overflow == "split" else 0,
         all_trained=_count_all_trained(rows, trained_before, fmt.tokenizer),
+        cut_images=int(np.count_nonzero(~is_kept)),
     )
     return EncodedDocuments(
         fitted.input_ids,
@@ -236,7 +249,28 @@ def apply_overflow(rows: EncodedRows, chunk: Chunk, fmt: Format) -> EncodedDocum
         largest_id=largest,
         largest_id_row=largest_row,
         findings=findings,
+        images=images.keep(is_kept, first_document[row_of_image]) if len(is_kept) else images,
     )
+
+
+def _before_cut_images(rows: EncodedRows, kept_lengths: np.ndarray) -> np.ndarray:
+    """`kept_lengths` [R], smaller where a row would end within an image: it then ends before it."""
+    records = rows.images.records
+    of_row, stops = records["document"], records["start"] + records["tokens"]
+    is_cut = (records["start"] < kept_lengths[of_row]) & (stops > kept_lengths[of_row])
+    kept_lengths[of_row[is_cut]] = records["start"][is_cut]
+    return kept_lengths
+
+
+def _check_not_split(rows: EncodedRows, long: np.ndarray, chunk: Chunk, fmt: Format) -> None:
+    """Raises DataError for a long row with images, of which a part would lack what the other shows."""
+    with_images = rows.images.records["document"][long[rows.images.records["document"]]]
+    if len(with_images):
+        index = int(with_images[0])
+        raise DataError(
+            f"{chunk.location(index)}: {rows.lengths[index]} tokens with images, more than {fmt.limit_option} = "
+            f"{fmt.limit}, and samples with images are not split; set overflow to truncate or drop"
+        )
 
 
 def _count_all_trained(rows: EncodedRows, num_trained: np.ndarray, tokenizer: TextTokenizer | None) -> int:

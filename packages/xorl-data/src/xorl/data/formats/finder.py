@@ -51,7 +51,8 @@ class TurnFinder:
 
     def render(self, conversation: Conversation, turns: Sequence[int]) -> Rendered:
         """Returns the same result as turns.render_turns, and raises the same DataErrors, but faster."""
-        if conversation.tools is None and len(conversation.messages) <= _MAX_SHAPE:
+        is_text = all(isinstance(message["content"], str) for message in conversation.messages)
+        if is_text and conversation.tools is None and len(conversation.messages) <= _MAX_SHAPE:
             return self._shapes.render(conversation, turns)
         return self._find(conversation, turns)
 

@@ -10,7 +10,7 @@ from itertools import chain
 from xorl.data.columns import TRAIN_KEYS
 from xorl.data.errors import DataError
 from xorl.data.formats.masks import train_flag
-from xorl.data.formats.parts import list_of_calls, parsed_json, text_of, tool_call, unread_keys
+from xorl.data.formats.parts import content_of, list_of_calls, parsed_json, text_in, tool_call, unread_keys
 from xorl.data.formats.template import Message
 
 MESSAGE_COLUMNS = ("messages", "conversations")
@@ -179,7 +179,7 @@ def _add_system(read: list[tuple[Message, bool | None]], row: Mapping[str, objec
     first = read[0][0]
     if first["role"] != "system":
         read.insert(0, ({"role": "system", "content": system}, None))
-    elif first["content"] != system:
+    elif text_in(first["content"]) != system:
         raise DataError(f"message 0 is a system message, and column {column!r} has another one; remove one of them")
 
 
@@ -226,7 +226,7 @@ def _message(item: object, number: int) -> tuple[Message, bool | None]:
         fields["tool_calls"], content = list_of_calls(content, f"message {number}"), None
     _normalize_calls_(fields, number)
     may_be_missing = any(key in fields for key in ("tool_calls", *_REASONING_FIELDS))
-    message: Message = {"role": role, "content": text_of(content, number, may_be_missing=may_be_missing)}
+    message: Message = {"role": role, "content": content_of(content, number, may_be_missing=may_be_missing)}
     message |= {key: value for key, value in fields.items() if key not in TRAIN_KEYS}
     reasonings = {key: message[key] for key in _REASONING_FIELDS if key in message}
     if reasonings:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from xorl.data.chunks import JSON_DECODER, DuplicateKeyError
 from xorl.data.errors import DataError
 from xorl.data.formats.masks import check_part_masks
+from xorl.data.images.source import SOURCE_KEYS
+
+Part = dict[str, object]
 
 _PART_KEYS = frozenset(("type", "text"))
+_IMAGE_TYPES = ("image", "image_url")
 # The keys of a call that are kept, in both forms: with its name and arguments in `function`, or beside the others.
 _CALL_KEYS = frozenset(("id", "index", "type", "function", "name", "arguments"))
 _FUNCTION_KEYS = frozenset(("name", "arguments"))
@@ -33,7 +37,8 @@ def unread_keys(messages: Sequence[object]) -> tuple[str, ...]:
         if not isinstance(message, dict):
             continue
         for part in _objects(message.get("content")):
-            found |= _others(part, _PART_KEYS, "messages[].content[]")
+            known = {*_PART_KEYS, *SOURCE_KEYS} if part.get("type") in _IMAGE_TYPES else _PART_KEYS
+            found |= _others(part, known, "messages[].content[]")
         for call in _objects(message.get("tool_calls")):
             found |= _others(call, _CALL_KEYS, "messages[].tool_calls[]")
             for function in _objects([call.get("function")]):
@@ -45,29 +50,51 @@ def _objects(value: object) -> list[dict[object, object]]:
     return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
-def _others(item: dict[object, object], known: frozenset[str], location: str) -> dict[str, None]:
+def _others(item: dict[object, object], known: Set[str], location: str) -> dict[str, None]:
     return {f"{location}.{key}": None for key, value in item.items() if key not in known and value is not None}
 
 
-def text_of(content: object, number: int, *, may_be_missing: bool) -> str:
-    """The content as one string; a list of text parts is joined."""
+def content_of(content: object, number: int, *, may_be_missing: bool) -> str | list[Part]:
+    """The content as one string if all of its parts are text, which are joined; otherwise as its parts.
+
+    Raises DataError for parts that are neither text nor images.
+    """
     if content is None and may_be_missing:
         return ""
     if isinstance(content, list):
-        for part in content:
-            if isinstance(part, dict):
-                check_part_masks(part, number)
-        parts = [
-            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
-        ]
-        if parts and all(isinstance(part, str) for part in parts):
-            return "".join(str(part) for part in parts)
-        raise DataError(f"message {number}: content has parts that are not text, which xorl does not support")
+        parts = [_part(part, number) for part in content]
+        if parts and all(part["type"] == "text" for part in parts):
+            return "".join(str(part["text"]) for part in parts)
+        if parts:
+            return parts
+        raise DataError(f"message {number}: content is an empty list, want a string or a list of parts")
     if not isinstance(content, str):
         raise DataError(
             f"message {number}: content is {'null' if content is None else type(content).__name__}, want a string"
         )
     return content
+
+
+def _part(part: object, number: int) -> Part:
+    """A part of the content of message `number`, of the type text or image."""
+    if not isinstance(part, dict):
+        raise DataError(f"message {number}: a part of its content is {type(part).__name__}, want an object with type")
+    check_part_masks(part, number)
+    kind = part.get("type")
+    if kind == "text" and isinstance(part.get("text"), str):
+        return {"type": "text", "text": part["text"]}
+    if kind in _IMAGE_TYPES:
+        given = {key: part[key] for key in SOURCE_KEYS if part.get(key) is not None}
+        return {"type": "image", **given}
+    what = "text without a string" if kind == "text" else f"of the type {kind!r}, which xorl does not support"
+    raise DataError(f"message {number}: content has a part that is {what}; supported: text and image")
+
+
+def text_in(content: object) -> str:
+    """The text of a message's content, of all its parts together."""
+    if isinstance(content, list):
+        return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+    return str(content)
 
 
 def tool_call(call: object, number: int) -> dict[str, object]:

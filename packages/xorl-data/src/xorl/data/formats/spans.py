@@ -18,6 +18,7 @@ from xorl.data.errors import DataError
 from xorl.data.formats.encoded import EncodedRows
 from xorl.data.formats.tokenizer import TextTokenizer
 from xorl.data.formats.windows import encode_in_windows
+from xorl.data.images.source import ImageSource
 from xorl.data.receipt import Counts
 
 # Encodings have a string and two numbers per token, so those of a whole chunk are not kept at once.
@@ -35,13 +36,14 @@ class Rendered:
     """The text of a row; `spans` are the trained characters, None: all.
 
     `num_unended` is the number of trained turns without an end token. `lacks_reasoning`: the conversation has
-    reasoning, but the text contains none of it.
+    reasoning, but the text contains none of it. `images` are those of the placeholders in the text, in order.
     """
 
     text: str
     spans: tuple[Span, ...] | None
     num_unended: int = 0
     lacks_reasoning: bool = field(default=False, compare=False)
+    images: tuple[ImageSource, ...] = ()
 
 
 @dataclass(frozen=True)

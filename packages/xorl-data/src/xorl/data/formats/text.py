@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -76,6 +76,10 @@ class RenderedFormat(ABC):
         """The keys within columns, such as message keys, that were found so far and are not used."""
         return ()
 
+    def with_images(self, rows: EncodedRows, rendered: Sequence[Rendered], chunk: Chunk) -> EncodedRows:
+        """`rows`, the tokens of the rendered texts, with those of their images. Only some formats have any."""
+        return rows
+
     def encode(self, chunk: Chunk) -> EncodedDocuments:
         chunk = WithoutColumns(chunk, self.ignored) if self.ignored else chunk
         rows, usable = encode_usable(chunk, self._encode_rows, skip_bad_rows=self.skip_bad_rows)
@@ -96,7 +100,7 @@ class RenderedFormat(ABC):
             unused |= {name: None for name in row if name not in used and row[name] is not None}
         # Readers leave unselected columns of Parquet files out of the rows.
         unused |= {name: None for name in chunk.names() if name not in seen}
-        rows = tokenize(rendered, self.tokenizer, chunk)
+        rows = self.with_images(tokenize(rendered, self.tokenizer, chunk), rendered, chunk)
         return replace(rows, findings=Findings((*unused, *self.unused_keys())))
 
 

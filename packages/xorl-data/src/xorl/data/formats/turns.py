@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 from xorl.data.errors import DataError
 from xorl.data.formats.messages import Conversation
+from xorl.data.formats.parts import text_in
 from xorl.data.formats.spans import Rendered, Span
 from xorl.data.formats.template import ChatTemplate, Message, TemplateRefusal
 
@@ -138,9 +139,7 @@ def _check_blocks(template: ChatTemplate, conversation: Conversation, num_answer
     """
     messages = conversation.messages
     marked = [
-        {**message, "content": f"{message['content']}{_TRACER}"}
-        if message["role"] != "assistant" and isinstance(message["content"], str) and message["content"].strip()
-        else message
+        _traced(message) if message["role"] != "assistant" and text_in(message["content"]).strip() else message
         for message in messages
     ]
     with suppress(TemplateRefusal):
@@ -148,7 +147,7 @@ def _check_blocks(template: ChatTemplate, conversation: Conversation, num_answer
         if not any(_TRACER in text[start:stop] for start, stop in spans):
             return
     for number, message in enumerate(messages):
-        if message is marked[number] or not any(str(message["content"]).strip() in block for block in blocks):
+        if message is marked[number] or not any(text_in(message["content"]).strip() in block for block in blocks):
             continue
         text, spans = template.render_marked(
             [*messages[:number], marked[number], *messages[number + 1 :]], conversation.tools
@@ -159,6 +158,12 @@ def _check_blocks(template: ChatTemplate, conversation: Conversation, num_answer
                 f"they contain message {number}, whose role is {message['role']}; write {{% generation %}} and "
                 "{% endgeneration %} only around what the template renders for assistant messages"
             )
+
+
+def _traced(message: Message) -> Message:
+    content = message["content"]
+    traced = [*content, {"type": "text", "text": _TRACER}] if isinstance(content, list) else f"{content}{_TRACER}"
+    return {**message, "content": traced}
 
 
 def locate_turn(
@@ -302,7 +307,7 @@ def _check_no_other_message(template: ChatTemplate, messages: Sequence[Message],
     """Raises DataError if the text of a turn contains another message; short messages may occur in it by chance."""
     turn_json = json.dumps(messages[turn], ensure_ascii=False)
     for number, message in enumerate(messages):
-        content = str(message["content"]).strip()
+        content = text_in(message["content"]).strip()
         if number == turn or len(content) < _MIN_UNIQUE_CHARS or content not in text:
             continue
         if json.dumps(content, ensure_ascii=False)[1:-1] not in turn_json:

@@ -1,0 +1,9 @@
+"""Images: from a row's source to patches of pixels, and the tokens that stand for them.
+
+Nothing here imports Pillow before an image is opened.
+"""
+
+from xorl.data.images.batch import Images
+from xorl.data.images.settings import ImageSettings, read_image_settings
+
+__all__ = ["ImageSettings", "Images", "read_image_settings"]
