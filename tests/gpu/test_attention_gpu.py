@@ -239,10 +239,10 @@ def test_rows_of_one_length_go_to_cudnn_on_hopper():
     q, k, v = make_inputs(EQUAL, 4, 2, 128, torch.bfloat16)
     layouts = (SequenceLayout.from_lengths(lengths) for lengths in (EQUAL, [2048, 1920, 128]))
     equal, uneven = (Documents(layout.cu_seqlens, layout.offsets) for layout in layouts)
-    assert _cudnn_length(q, k, v, equal, None, False) == 2048
-    assert _cudnn_length(q, k, v, equal, None, True) is None
-    assert _cudnn_length(q, k, v, equal, 100, False) is None
-    assert _cudnn_length(q, k, v, uneven, None, False) is None
+    assert _cudnn_length(q, k, v, equal, AttentionSpec(0.1), False) == 2048
+    assert _cudnn_length(q, k, v, equal, AttentionSpec(0.1), True) is None
+    assert _cudnn_length(q, k, v, equal, AttentionSpec(0.1, 100), False) is None
+    assert _cudnn_length(q, k, v, uneven, AttentionSpec(0.1), False) is None
 
 
 def test_auto_is_the_first_that_runs():
