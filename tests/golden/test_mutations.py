@@ -40,7 +40,7 @@ LEFT_OUT = {
 # the output of the last layer.
 HIDDEN: dict[tuple[str, str], set[str]] = {("Qwen3MoeForCausalLM", "all experts"): {"ffn.router.normalize=False"}}
 # Of so few channel pairs, none lies between the bounds.
-HIDDEN |= {("DeepseekV3ForCausalLM", "grouped heads"): {"attention.rope.beta_fast=32.0"}}
+HIDDEN |= {("DeepseekV3ForCausalLM", "grouped heads"): {"mixer.rope.beta_fast=32.0"}}
 HIDDEN |= {
     ("Gemma4ForCausalLM", label): {"output_scale=False"}
     for label in ("sliding window", "own values, capped logits", "untied, biases")
@@ -49,7 +49,8 @@ HIDDEN |= {
 
 def outcome(config: DecoderConfig, weights: Mapping[str, Tensor], *, of_gradient: bool) -> Tensor:
     """The logits of the packed row, or the gradient of the embedding. Missing weights are 1 in norms, and else 0."""
-    attention = tuple(resolve_attention("auto", each) for each in config.attention_requests("cpu", torch.float32))
+    requests = config.attention_requests("cpu", torch.float32).items()
+    attention = {index: resolve_attention("auto", each) for index, each in requests}
     with torch.device("meta"):
         decoder = Decoder(config, merge_qkv=True, kernels=LayerKernels(attention_by_layer=attention))
     values = {}

@@ -355,6 +355,37 @@ CASES += [
         },
     ),
 ]
+DELTA = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "linear_conv_kernel_dim": 3,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e3, "partial_rotary_factor": 0.5},
+}
+CASES += [
+    Case("Qwen3_5ForCausalLM", "every fourth attends", DELTA),
+    Case(
+        "Qwen3_5ForCausalLM",
+        "tied, biases",
+        {
+            **DELTA,
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+            "layer_types": ["full_attention", "linear_attention"] * 2,
+            "linear_num_value_heads": 2,
+        },
+    ),
+    Case("Qwen3_5MoeForCausalLM", "every fourth attends", {**DELTA, **GATED}),
+    Case("Qwen3NextForCausalLM", "every fourth attends", {**DELTA, **GATED}),
+    Case(
+        "Qwen3NextForCausalLM",
+        "some dense",
+        {**DELTA, **GATED, "mlp_only_layers": [0], "norm_topk_prob": False, "linear_num_key_heads": 4},
+    ),
+]
 IDS = [f"{case.architecture} {case.label}" for case in CASES]
 
 
@@ -364,7 +395,7 @@ def make_decoder(
     """An uninitialised decoder for a config.json, and its recipes."""
     spec = spec_for(hf_config)
     config = spec.config_from_hf(hf_config)
-    request = config.attention_requests("cpu", torch.float32)[0]
+    request = next(iter(config.attention_requests("cpu", torch.float32).values()))
     attention = resolve_attention(backend if backend in ATTENTION.runnable(request) else "eager", request)
     decoder = spec.build(config, merge_qkv=merge_qkv, kernels=LayerKernels(attention=attention))
     return decoder, spec.recipes(config, merge_qkv=merge_qkv)

@@ -51,6 +51,8 @@ FAMILIES = (
     "smollm3",
     "starcoder2",
 )
+# Layers whose state passes through a document, which a ring cannot compute.
+RECURRENT = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 MODELS: dict[str, dict[str, object]] = {
     "llama": hf_config("llama", max_position_embeddings=20, rope_parameters=DYNAMIC),
@@ -74,6 +76,7 @@ MODELS: dict[str, dict[str, object]] = {
     "qwen2_moe": hf_config("qwen2_moe", mlp_only_layers=[1]),
     "gpt_oss": hf_config("gpt_oss", intermediate_size=32, output_router_logits=True, router_aux_loss_coef=0.1),
     **{name: hf_config(name) for name in FAMILIES},
+    **{name: hf_config(name, intermediate_size=64) for name in RECURRENT},
     "deepseek_v3": hf_config("deepseek_v3", first_k_dense_replace=2),  # another family has its experts
     "gpt2, 4 layers": hf_config("gpt2", n_layer=4),
     "llama, 4 layers": hf_config("llama", num_hidden_layers=4),
@@ -145,6 +148,16 @@ RUNS |= {
     "gpt_oss, adapted experts": Run("gpt_oss", {**RECOMPUTE, **MOE_ACT}, EXPERT_LORA),
     "gpt_oss, QLoRA": Run("gpt_oss", lora={**QLORA, **EXPERT_LORA}),
 }
+RUNS |= {
+    "qwen3_5": Run("qwen3_5_text", BY_OPERATION),
+    "qwen3_5, Muon": Run("qwen3_5_text", {**MUON, **RECOMPUTE, "recompute_modules": ["self_attn"]}),
+    "qwen3_5, LoRA": Run("qwen3_5_text", lora=LORA),
+    "qwen3_5, QLoRA": Run("qwen3_5_text", lora=QLORA),
+    "qwen3_5_moe": Run("qwen3_5_moe_text", {**RECOMPUTE, "router_aux_loss_coef": 0.1}),
+    "qwen3_next": Run("qwen3_next"),
+    "qwen3_next, LoRA": Run("qwen3_next", lora=LORA),
+}
+DELTA_NETS = ("qwen3_5", "qwen3_5, Muon", "qwen3_5, LoRA", "qwen3_5, QLoRA")
 RUNS |= {
     "pipeline: gpt2": Run("gpt2, 4 layers"),
     "pipeline: llama": Run("llama, 4 layers", BY_OPERATION),
@@ -235,19 +248,27 @@ HSDP = {"data_parallel_replicate_size": 2}
 ONE_PROCESS: Options = {"data_parallel_mode": "none"}
 LAYOUTS: dict[str, Layout] = {
     "ddp 2": _layout(2, SHARED, **DDP),
-    "fsdp 2": _layout(2, (*SHARED, *FAMILIES, "gpt_oss")),
-    "ulysses 2": _layout(2, (*ALL_CONTEXT, *SHARED, "gpt_oss"), **ULYSSES),
+    "fsdp 2": _layout(2, (*SHARED, *FAMILIES, *DELTA_NETS, "qwen3_next", "qwen3_next, LoRA", "gpt_oss")),
+    "ulysses 2": _layout(2, (*ALL_CONTEXT, *SHARED, *DELTA_NETS, "qwen3_5_moe", "qwen3_next", "gpt_oss"), **ULYSSES),
     "ulysses 2, none": _layout(2, CONTEXT, **ULYSSES, cp_fsdp_mode="none"),
     "ulysses 2, ddp": _layout(2, CONTEXT, **ULYSSES, **DDP),
     "ring 2": _layout(2, (*ALL_CONTEXT, "gpt_oss"), **RING),
     "ring 2, none": _layout(2, CONTEXT, **RING, cp_fsdp_mode="none"),
-    "ep 2": _layout(2, (*ALL_EXPERTS, "glm4_moe", "glm4_moe, QLoRA", *GPT_OSS), **EP),
-    "ep 2, ulysses 2": _layout(2, EXPERTS, **EP, **ULYSSES),
+    "ep 2": _layout(2, (*ALL_EXPERTS, "glm4_moe", "glm4_moe, QLoRA", "qwen3_next", *GPT_OSS), **EP),
+    "ep 2, ulysses 2": _layout(2, (*EXPERTS, "qwen3_5_moe"), **EP, **ULYSSES),
     "ep 2, ring 2": _layout(2, EXPERTS, **EP, **RING),
-    "tp 2": _layout(2, TENSOR, **{**TP, **ONE_PROCESS}),
-    "tp 2, fsdp": _layout(2, (*TENSOR_EXPERTS, "glm4_moe", "qwen2_moe", *GPT_OSS[:2]), **TP),
+    "tp 2": _layout(2, (*TENSOR, *DELTA_NETS), **{**TP, **ONE_PROCESS}),
+    "tp 2, fsdp": _layout(
+        2,
+        (
+            *TENSOR_EXPERTS,
+            *("glm4_moe", "qwen2_moe", "qwen3_5_moe", "qwen3_next", "qwen3_next, LoRA"),
+            *GPT_OSS[:2],
+        ),
+        **TP,
+    ),
     "tp 2, ep 2": _layout(2, ("qwen3_moe", "qwen3_moe, operation and moe_act", "gpt_oss"), **TP, **EP),
-    "pp 2": _layout(2, (*STAGED, *GPT_OSS[:2]), **PP),
+    "pp 2": _layout(2, (*STAGED, *DELTA_NETS, "qwen3_5_moe", *GPT_OSS[:2]), **PP),
     "pp 2, none": _layout(2, ("pipeline: gpt2", "pipeline: LoRA"), **{**PP, **ONE_PROCESS}),
     "pp 2, GPipe": _layout(2, ("pipeline: gpt2", "pipeline: qwen3_moe"), **PP, **GPIPE),
     "pp 2, interleaved": _layout(2, PIPELINE, **PP, **INTERLEAVED),
@@ -282,7 +303,7 @@ LAYOUTS: dict[str, Layout] = {
         **TP,
     ),
     "tp 2, ddp 2": _layout(4, ("qwen3", "gpt2", "qwen3, Muon"), **TP, **DDP),
-    "tp 2, ulysses 2": _layout(4, ("llama", "qwen3_moe", "one key/value head"), **TP, **ULYSSES),
+    "tp 2, ulysses 2": _layout(4, ("llama", "qwen3_moe", "one key/value head", "qwen3_5, Muon"), **TP, **ULYSSES),
     "tp 2, ring 2": _layout(4, ("gpt2", "qwen3_moe"), **TP, **RING),
     "tp 2, fsdp 2, ep 4": _layout(4, ("qwen3_moe",), **TP, expert_parallel_size=4),
     "tp 2, fsdp 2, ep 2": _layout(4, ("qwen3_moe", "mixtral, Muon", "gpt_oss"), **TP, **EP),

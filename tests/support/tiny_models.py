@@ -33,7 +33,10 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
     "seed_oss": "SeedOssForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "solar_open": "SolarOpenForCausalLM",
@@ -82,6 +85,12 @@ _GATED = {
 }
 _GROUPS = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 _GROUPED = {**_GROUPS, "n_shared_experts": 1, "routed_scaling_factor": 1.5, "norm_topk_prob": True}
+_BESIDE_GATED = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 32,
+}
 _EXPERTS: dict[str, dict[str, object]] = {
     "dots1": _GROUPED,
     "deepseek_v3": {**_GROUPED, "first_k_dense_replace": 0},
@@ -90,13 +99,10 @@ _EXPERTS: dict[str, dict[str, object]] = {
     "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24},
-    "qwen2_moe": {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
-        "shared_expert_intermediate_size": 32,
-    },
+    "qwen2_moe": _BESIDE_GATED,
+    "qwen3_5_moe_text": _BESIDE_GATED,
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True},
+    "qwen3_next": _BESIDE_GATED,
     "solar_open": _GROUPED,
 }
 # What these families would otherwise have of the size of real models.
@@ -112,6 +118,14 @@ _SCALED = {
     "original_max_position_embeddings": 16,
 }
 _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+_DELTA = {
+    **_NARROW,
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
 _OWN: dict[str, dict[str, object]] = {
     "apertus": {"rope_parameters": _SCALED},
     "cohere2": {**_NARROW, **_WINDOWS},
@@ -143,6 +157,9 @@ _OWN: dict[str, dict[str, object]] = {
     "minimax_m2": {"head_dim": 8, "rotary_dim": 4},
     "ministral3": _NARROW,
     "olmo3": _WINDOWS,
+    "qwen3_5_moe_text": _DELTA,
+    "qwen3_5_text": _DELTA,
+    "qwen3_next": _DELTA,
     "phi3": {"pad_token_id": None},
     "seed_oss": _NARROW,
     "smollm3": {"pad_token_id": None, "no_rope_layer_interval": 2},

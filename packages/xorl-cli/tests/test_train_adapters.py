@@ -168,3 +168,18 @@ def test_scalars_of_activations_are_not_decayed_and_are_no_matrices(tmp_path: Pa
     constants = {f"{path}.{name}" for path in activations for name in ("beta", "eps")}
     assert trained | constants == set(names.values())
     assert not trained & constants
+
+
+def test_decays_of_recurrences_are_not_decayed_and_taps_are_no_matrices(tmp_path: Path, mesh: Mesh) -> None:
+    """Catches weight decay that makes states forget at another rate, and taps that Muon orthogonalises."""
+    folder = write_config(tmp_path, hf_config("qwen3_5_text"))
+    plain = {"data_parallel_mode": "none", "enable_mixed_precision": False, "enable_gradient_checkpointing": False}
+    config = local_config({"config_path": str(folder)}, **plain, optimizer="muon", weight_decay=0.5)
+    engine = build_engine(config, read_architecture(config.model), mesh, torch.device("cpu"))
+    names = {parameter: name for name, parameter in engine.model.module.named_parameters()}
+    groups = engine.optimizer.param_groups
+    free = {names[one] for group in groups if not group["weight_decay"] for one in group["params"]}
+    assert free == {f"model.layers.0.linear_attn.decay.{name}" for name in ("A_log", "dt_bias")}
+    matrices = {names[one] for group in groups if "matrices" in group for one in group["params"]}
+    projections = {name.split(".")[-2] for name in matrices if ".linear_attn." in name}
+    assert projections == {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"}

@@ -20,6 +20,8 @@ HF_CONFIGS = {
     "MixtralForCausalLM": hf_config("mixtral", **SIZES),
     "Qwen3MoeForCausalLM": hf_config("qwen3_moe", **SIZES, mlp_only_layers=[1]),
     "Qwen2MoeForCausalLM": hf_config("qwen2_moe", **SIZES),
+    "Qwen3_5ForCausalLM": hf_config("qwen3_5_text"),
+    "Qwen3NextForCausalLM": hf_config("qwen3_next"),
     "Glm4MoeForCausalLM": hf_config("glm4_moe", **SIZES),
 }
 
@@ -36,7 +38,7 @@ def test_agrees_with_the_count_of_the_operations_that_run(architecture):
     """Catches a forgotten matrix, such as the head, a factor of two, or experts that compute nothing: MFU is off."""
     spec = SPECS[architecture]
     config = spec.config_from_hf(HF_CONFIGS[architecture])
-    attention = resolve_attention("eager", AttentionRequest("cpu", torch.float32, config.layers[0].attention.head_dim))
+    attention = resolve_attention("eager", AttentionRequest("cpu", torch.float32, config.attentions[0].head_dim))
     decoder = spec.build(config, merge_qkv=True, kernels=LayerKernels(attention, experts=reference_experts.experts))
     decoder.init_weights(seed=0)
     lengths = [9, 4]

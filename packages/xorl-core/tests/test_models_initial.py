@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from xorl.core.models.initial import fill_normal_, key_of, normal
+from xorl.core.models.initial import fill_log_uniform_, fill_normal_, key_of, normal
 
 CPU = torch.device("cpu")
 
@@ -33,6 +33,19 @@ def test_a_part_of_another_dtype_is_the_rounded_whole_and_an_empty_one_is_left_a
     fill_normal_(half, std=1.0, key=7, shape=(9, 4), offset=(0, 0))
     assert torch.equal(half, whole((9, 4)).bfloat16())
     fill_normal_(torch.empty(0, 4), std=1.0, key=7, shape=(9, 4), offset=(9, 0))
+
+
+def test_logarithms_of_uniform_values_fill_their_range_evenly() -> None:
+    # Catches bounds that are swapped, exceeded or never reached, and a part that depends on where it begins.
+    full = torch.empty(10_001)
+    fill_log_uniform_(full, 0.01, 16.0, key=7, shape=full.shape, offset=(0,))
+    part = torch.empty(11)
+    fill_log_uniform_(part, 0.01, 16.0, key=7, shape=full.shape, offset=(900,))
+    assert torch.equal(part, full[900:911])
+    values = full.exp()
+    assert 0.01 <= values.min() < 0.03
+    assert 15.98 < values.max() <= 16.0
+    assert values.mean() == pytest.approx(8.0, abs=0.15)
 
 
 def test_values_are_standard_normal() -> None:

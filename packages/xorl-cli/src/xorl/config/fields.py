@@ -13,6 +13,7 @@ AttentionBackend = Literal[
     "auto", "eager", "sdpa", "native", "flash_attention_2", "flash_attention_3", "flash_attention_4"
 ]
 ExpertBackend = Literal["eager", "triton", "native", "quack"]
+RecurrenceBackend = Literal["auto", "plain", "fla"]
 ExpertDispatch = Literal["auto", "alltoall", "allgather", "deepep"]
 EncoderKind = Literal["image", "video", "audio"]
 DataParallelMode = Literal["none", "ddp", "fsdp2"]
@@ -75,6 +76,13 @@ class ModelFields(Section):
         "logs the choice. A backend named explicitly is used, or the run stops with an error. eager is plain torch; "
         "sdpa and native are torch's own fused kernels; flash_attention_2, 3 and 4 need their library and a GPU that "
         "it supports.",
+    )
+    recurrence_implementation: RecurrenceBackend = Field(
+        default="auto",
+        description="Kernels of layers with a recurrence, such as gated delta nets. auto picks fla if it can run here, "
+        "else plain, and logs the choice. A backend named explicitly is used, or the run stops with an error. plain is "
+        "torch, which is correct everywhere and slow on GPUs; fla uses the library fla-core, in bf16 on Hopper GPUs, "
+        "and compares it with plain at the start of each run.",
     )
     moe_implementation: ExpertBackend | None = Field(
         default=None,

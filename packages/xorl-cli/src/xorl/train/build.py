@@ -19,6 +19,7 @@ from xorl.core.loss import cross_entropy
 from xorl.core.mesh import Mesh
 from xorl.core.models import Decoder
 from xorl.core.models.recipes import stacked_tensors
+from xorl.core.nn.roles import NOT_DECAYED
 from xorl.core.nn.share import whole_counts
 from xorl.core.optim import MuonOptions, build_optimizer
 from xorl.core.optim.decay import require_no_decay_matches, tensor_names, undecayed, unmatched_no_decay
@@ -145,9 +146,9 @@ def _tensors_of(module: nn.Module, architecture: Architecture, config: Config) -
 
 
 def _never_decayed(module: Decoder) -> list[str]:
-    """The names of trained scalars: weight decay would pull an activation towards another one, which is no simpler."""
+    """The names of trained scalars and the like: weight decay would pull them to values that are no simpler."""
     roles = module.parameter_roles()
-    return [name for name, each in module.named_parameters() if roles[name] == "scalar" and each.requires_grad]
+    return [name for name, each in module.named_parameters() if roles[name] in NOT_DECAYED and each.requires_grad]
 
 
 def _with_recomputation(startup: Startup, run: PreparedRun) -> Startup:

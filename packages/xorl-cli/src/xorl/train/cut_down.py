@@ -26,6 +26,9 @@ CUT: Mapping[str, int] = MappingProxyType(
         "qk_rope_head_dim": 32,
         "qk_head_dim": 64,
         "v_head_dim": 32,
+        "linear_num_key_heads": 8,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
         "vocab_size": 384,
         "num_experts": 16,
         "num_local_experts": 16,
@@ -65,6 +68,9 @@ def cut_down(hf_config: Mapping[str, object], min_heads: int, num_parts: int, mi
     for name in ("num_key_value_heads", "num_global_key_value_heads"):
         if isinstance(heads, int) and isinstance(count := hf_config.get(name), int):
             found[name] = max(min(heads, num_heads) // (heads // count), 1)
+    key_heads, value_heads = hf_config.get("linear_num_key_heads"), hf_config.get("linear_num_value_heads")
+    if isinstance(key_heads, int) and isinstance(value_heads, int):
+        found["linear_num_value_heads"] = min(key_heads, CUT["linear_num_key_heads"]) * (value_heads // key_heads)
     if "num_hidden_layers" in found:
         if isinstance(by_layer := hf_config.get("per_layer_config"), Mapping):
             found["per_layer_config"] = {key: value for key, value in by_layer.items() if int(key) < num_layers}

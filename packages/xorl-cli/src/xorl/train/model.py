@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import nn
@@ -15,32 +14,26 @@ from xorl.ckpt import CheckpointError, SafetensorsSource, WeightSource, load_wei
 from xorl.ckpt.reader import source_shapes
 from xorl.config import Config
 from xorl.config.local import LoraConfig, ModelConfig, TrainConfig
-from xorl.core.mesh import Axis, Mesh
-from xorl.core.models import Decoder, DecoderConfig
-from xorl.core.models.decoder_config import ExpertsConfig
+from xorl.core.mesh import Mesh
+from xorl.core.models import Decoder
 from xorl.core.models.router_losses import RouterLossOptions
 from xorl.core.models.stages import Stage, stages_of
 from xorl.core.nn import LayerKernels
-from xorl.core.nn.all_gather import ALONE, AllGather, sent_share
-from xorl.core.nn.deepep import DeepEP, deepep_refusal
-from xorl.core.nn.dispatch import AllToAll, Dispatcher
-from xorl.core.nn.kernels import FusedKernel, choose_kernels
+from xorl.core.nn.all_gather import ALONE, AllGather
 from xorl.core.nn.moe import Router
-from xorl.core.nn.tensor import TensorRanks
+from xorl.core.nn.roles import IN_FP32
 from xorl.core.parallel import ParallelModel, ParallelPolicy, parallelize
 from xorl.core.parallel.activations import Recompute
 from xorl.core.parallel.apply import check_parallelizable
-from xorl.kernels.attention import ATTENTION, AttentionFn, AttentionRequest, resolve_attention
-from xorl.kernels.experts import EXPERTS, ExpertsRequest, grouped
 from xorl.kernels.layout import RankGroup
 from xorl.kernels.quant.fp8 import fp8_refusal
-from xorl.kernels.registry import AUTO
 from xorl.lora import adapters, init_adapters
 from xorl.lora.quantized import num_parameters, quantized_rows
 from xorl.train.adapters.folder import AdapterFolder, check_name, check_shapes, load_adapter
 from xorl.train.adapters.inject import add_adapters, starting_adapter
 from xorl.train.architecture import Architecture, folder_of
 from xorl.train.base_weights import require_weights
+from xorl.train.layer_kernels import check_kernels, choose_layer_kernels, compute_dtype, require_dispatch
 from xorl.train.model_source import MODEL_PATH, starting_checkpoint
 from xorl.train.parallel_sizes import check_experts, check_shared_matrices, check_stages, chunks_of
 from xorl.train.quantization import (
@@ -66,14 +59,6 @@ EXPERT_OPTIONS = (
     "train.expert_parallel_size",
 )
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16})
-
-# From this share of the pairs of a token and a rank on, sending all of them costs less than waiting for their number
-# in every layer: at most twice as much is sent.
-GATHERED_SHARE = 0.5
-
-# Option names for error messages.
-ATTENTION_OPTION = "model.attn_implementation"
-EXPERTS_OPTION = "model.moe_implementation"
 
 
 @dataclass(frozen=True)
@@ -127,11 +112,11 @@ def build_model(
     if train.fp8 != "none":
         emulated = " emulated=true (slower than bf16: a CPU has no fp8)" if device.type == "cpu" else ""
         logger.debug("fp8 recipe=%s device=%s%s", train.fp8, device, emulated)
-    _require_dispatch(architecture.config, model, train, device)
-    kernels = _kernels(architecture.config, model, train, device, mesh, apart=apart)
+    require_dispatch(architecture.config, model, train, device)
+    kernels = choose_layer_kernels(architecture.config, model, train, device, mesh, apart=apart)
     with torch.device("meta"):
         module = architecture.spec.build(architecture.config, merge_qkv=model.merge_qkv, kernels=kernels)
-    module.compute_dtype = _compute_dtype(train)
+    module.compute_dtype = compute_dtype(train)
     module.logits = module.logits._replace(fp32=model.lm_head_fp32, whole=train.ce_mode == "eager")
     start, quantization = _adapt_(module, architecture, model, train, lora)
     if quantization is not None:
@@ -158,98 +143,6 @@ def build_model(
     return replace(parallel, sketch=_sketch(architecture, model, train, lora, LayerKernels()))
 
 
-def _kernels(
-    config: DecoderConfig, model: ModelConfig, train: TrainConfig, device: torch.device, mesh: Mesh, *, apart: bool
-) -> LayerKernels:
-    attention = _attention_by_layer(config, model, train, device)
-    experts = grouped.experts
-    if config.has_experts:
-        try:
-            experts = EXPERTS.resolve(model.moe_implementation or AUTO, _experts_request(config, train, device))
-        except RuntimeError as error:
-            raise ValueError(f"{EXPERTS_OPTION}: {error}") from error
-    native: dict[FusedKernel, bool] = {
-        "rms_norm": model.rmsnorm_native,
-        "rope": model.rope_native,
-        "swiglu": model.activation_native,
-    }
-    kernels = choose_kernels(
-        attention[0],
-        device_type=device.type,
-        dtype=_compute_dtype(train),
-        compiled=train.enable_compile,
-        native={name for name, is_native in native.items() if is_native},
-        cast_bf16=model.attention_cast_bf16,
-        experts=experts,
-        dispatcher=None if mesh.ep is None else _dispatcher(mesh.ep, config, model, apart=apart),
-        tensor=TensorRanks(mesh.tp.ranks),
-    )
-    return replace(kernels, attention_by_layer=attention)
-
-
-def _attention_by_layer(
-    config: DecoderConfig, model: ModelConfig, train: TrainConfig, device: torch.device
-) -> tuple[AttentionFn, ...]:
-    requests = attention_requests(config, train, device)
-    try:
-        return tuple(resolve_attention(model.attn_implementation, each) for each in requests)
-    except RuntimeError as error:
-        raise ValueError(f"{ATTENTION_OPTION}: {error}") from error
-
-
-def _dispatcher(axis: Axis, config: DecoderConfig, model: ModelConfig, *, apart: bool) -> Dispatcher[Any]:
-    """Collective with deepep. apart: for a measurement on each rank alone."""
-    name = dispatch_name(config, model, axis.size)
-    if model.ep_dispatch == "auto" and not apart:
-        share = sent_share(axis.size, _num_active(config))
-        logger.debug("ep_dispatch=auto takes %s pairs_sent=%.2f ranks=%d", name, share, axis.size)
-    if name == "allgather":
-        return AllGather(axis.ranks, apart=apart)
-    assert not apart, "other exchanges need other ranks"
-    if name == "alltoall":
-        return AllToAll(axis.ranks)
-    return DeepEP(
-        axis,
-        width=config.hidden_size,
-        buffer_bytes=round(model.deepep_buffer_size_gb * 1e9),
-        num_sms=model.deepep_num_sms,
-        async_combine=model.deepep_async_combine,
-    )
-
-
-def dispatch_name(config: DecoderConfig, model: ModelConfig, num_ranks: int) -> str:
-    """`model.ep_dispatch`, with auto replaced by the choice for `num_ranks` that share the experts."""
-    if model.ep_dispatch != "auto":
-        return model.ep_dispatch
-    return "allgather" if sent_share(num_ranks, _num_active(config)) >= GATHERED_SHARE else "alltoall"
-
-
-def _num_active(config: DecoderConfig) -> int:
-    return min(layer.ffn.num_active for layer in config.layers if isinstance(layer.ffn, ExpertsConfig))
-
-
-def _require_dispatch(config: DecoderConfig, model: ModelConfig, train: TrainConfig, device: torch.device) -> None:
-    """Raise ValueError if tokens cannot be sent to experts in the way that is configured."""
-    num_ranks = train.expert_parallel_size
-    if num_ranks == 1:
-        return
-    if model.ep_dispatch == "auto" and dispatch_name(config, model, num_ranks) == "alltoall":
-        option = None
-        if train.enable_compile:
-            option = "train.enable_compile: true"
-        elif train.enable_gradient_checkpointing and train.recompute_policy == "auto":
-            option = "train.recompute_policy: auto"
-        if option is not None:
-            raise ValueError(
-                f"{option}, but with {num_ranks} ranks and {_num_active(config)} active experts model.ep_dispatch: "
-                "auto takes alltoall, for which it is impossible; change it, or set ep_dispatch to allgather"
-            )
-    if model.ep_dispatch != "deepep":
-        return
-    if (refusal := deepep_refusal(device.type, _compute_dtype(train))) is not None:
-        raise ValueError(f"model.ep_dispatch: deepep cannot run here: {refusal}; or use auto")
-
-
 def check_model(
     architecture: Architecture, model: ModelConfig, train: TrainConfig, lora: LoraConfig, device: torch.device
 ) -> Decoder:
@@ -264,17 +157,8 @@ def check_model(
     _require_device(train, device)
     if (quantization := read_options(lora, architecture.hf_config)) is not None:
         require_device(quantization, device)
-    try:
-        for request in dict.fromkeys(attention_requests(architecture.config, train, device)):
-            ATTENTION.check(model.attn_implementation, request)
-    except RuntimeError as error:
-        raise ValueError(f"{ATTENTION_OPTION}: {error}") from error
-    if architecture.config.has_experts:
-        try:
-            EXPERTS.check(model.moe_implementation or AUTO, _experts_request(architecture.config, train, device))
-        except RuntimeError as error:
-            raise ValueError(f"{EXPERTS_OPTION}: {error}") from error
-    _require_dispatch(architecture.config, model, train, device)
+    check_kernels(architecture.config, model, train, device)
+    require_dispatch(architecture.config, model, train, device)
     check_parallelizable(sketch, _policy(model, train), device.type)
     return sketch
 
@@ -335,7 +219,7 @@ def _adapt_(
     quantization = read_options(lora, architecture.hf_config)
     dtypes, roles = KeptDtypes.of(train, lora), module.parameter_roles()
     for name, parameter in module.named_parameters():
-        if roles[name] == "correction":
+        if roles[name] in IN_FP32:
             continue
         parameter.data = parameter.data.to(dtypes.trained if parameter.requires_grad else dtypes.frozen)
     if quantization is not None:
@@ -441,20 +325,6 @@ def fill_base(
     log_quantized(module, quantization)
 
 
-def _compute_dtype(train: TrainConfig) -> torch.dtype:
-    return torch.bfloat16 if train.enable_mixed_precision else torch.float32
-
-
-def attention_requests(config: DecoderConfig, train: TrainConfig, device: torch.device) -> tuple[AttentionRequest, ...]:
-    """What the attention of each layer has to support."""
-    return config.attention_requests(device.type, _compute_dtype(train))
-
-
-def _experts_request(config: DecoderConfig, train: TrainConfig, device: torch.device) -> ExpertsRequest:
-    experts = next(layer.ffn for layer in config.layers if isinstance(layer.ffn, ExpertsConfig))
-    return ExpertsRequest(device.type, _compute_dtype(train), config.hidden_size, experts.width)
-
-
 def _require_device(train: TrainConfig, device: torch.device) -> None:
     """Raise ValueError for options that `device` does not support."""
     if train.init_device == "cuda" and device.type != "cuda":
@@ -472,7 +342,7 @@ def _policy(model: ModelConfig, train: TrainConfig) -> ParallelPolicy:
     return ParallelPolicy(
         data_parallel_mode=train.data_parallel_mode,
         fp8=train.fp8,
-        param_dtype=_compute_dtype(train),
+        param_dtype=compute_dtype(train),
         reshard_after_forward=train.enable_full_shard,
         forward_prefetch=train.enable_forward_prefetch,
         collectives=train.fsdp_collectives,

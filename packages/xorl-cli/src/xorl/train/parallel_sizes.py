@@ -21,6 +21,26 @@ def check_shared_matrices(config: DecoderConfig, train: TrainConfig) -> None:
         _check_tensor_ranks(config, train)
     for num_heads, num_kv_heads in dict.fromkeys((each.num_heads, each.num_kv_heads) for each in config.attentions):
         check_heads(num_heads // num_ranks, max(1, num_kv_heads // num_ranks), train.ulysses_parallel_size)
+    if config.recurrences:
+        _check_recurrences(config, train)
+
+
+def _check_recurrences(config: DecoderConfig, train: TrainConfig) -> None:
+    """Raise ValueError unless ranks that share a row can share the heads of recurrences."""
+    num_heads = math.gcd(*(each.num_key_heads for each in config.recurrences)) // train.tensor_parallel_size
+    works = [size for size in range(1, num_heads + 1) if num_heads % size == 0]
+    if train.ringattn_parallel_size > 1:
+        raise ValueError(
+            f"train.ringattn_parallel_size: {train.ringattn_parallel_size}, but layers with a recurrence cannot be "
+            "computed in a ring: set it to 1, and share rows by their heads instead, with "
+            f"train.ulysses_parallel_size: {_listed(set(works), ' or ')}"
+        )
+    if train.ulysses_parallel_size not in works:
+        nearest = min(works, key=lambda size: (abs(size - train.ulysses_parallel_size), size))
+        raise ValueError(
+            f"ulysses: {train.ulysses_parallel_size} ranks cannot share the {num_heads} key heads of recurrences; the "
+            f"nearest size that works is {nearest}"
+        )
 
 
 def _check_tensor_ranks(config: DecoderConfig, train: TrainConfig) -> None:
@@ -30,14 +50,16 @@ def _check_tensor_ranks(config: DecoderConfig, train: TrainConfig) -> None:
     widths = {ffn.width for ffn in ffns if ffn is not None}
     heads = {each.num_heads for each in config.attentions}
     kv_heads = {each.num_kv_heads for each in config.attentions}
-    shared = math.gcd(*heads, *widths)
+    recurrent = {each.num_key_heads for each in config.recurrences}
+    shared = math.gcd(*heads, *widths, *recurrent)
     works = [
         size
         for size in range(1, shared + 1)
         if shared % size == 0 and all(count % size == 0 or size % count == 0 for count in kv_heads)
     ]
     if num_ranks not in works:
-        shown = f" and feed-forward widths of {_listed(widths)}" if widths else ""
+        shown = f", {_listed(recurrent)} key heads of recurrences" if recurrent else ""
+        shown += f" and feed-forward widths of {_listed(widths)}" if widths else ""
         raise ValueError(
             f"{option} ranks cannot share {_listed(heads)} query heads, "
             f"{_listed(kv_heads)} key/value heads{shown} equally; the nearest "
@@ -52,8 +74,8 @@ def _check_tensor_ranks(config: DecoderConfig, train: TrainConfig) -> None:
         )
 
 
-def _listed(numbers: set[int]) -> str:
-    return ", ".join(map(str, sorted(numbers)))
+def _listed(numbers: set[int], separator: str = ", ") -> str:
+    return separator.join(map(str, sorted(numbers)))
 
 
 def check_stages(config: DecoderConfig, train: TrainConfig) -> None:

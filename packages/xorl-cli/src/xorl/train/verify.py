@@ -285,7 +285,7 @@ def _draw(module: Decoder) -> None:
     """
     shares, roles = shares_of(module), module.parameter_roles()
     for name, parameter in module.named_parameters():
-        if roles[name] in ("bias", "norm", "correction"):
+        if roles[name] in ("bias", "norm", "correction", "recurrence"):
             share = shares.get(name)
             shape = tuple(parameter.shape) if share is None else share.whole(parameter.shape)
             for box, part in pieces(parameter, share):

@@ -222,6 +222,11 @@ class Sampler:
     def check(self, request: GenerationRequest) -> None:
         """Raise ValueError if the sampler cannot run a request."""
         config = self._decoder.config
+        if config.recurrences:
+            raise ValueError(
+                "the embedded sampler keeps no states of recurrent layers, which this model has: sample with an "
+                "inference endpoint (inference_endpoints)"
+            )
         self.check_length(len(request.prompt), request.max_tokens)
         targets = () if request.target_tokens is None else request.target_tokens.ravel().tolist()
         for name, tokens, lowest in (("prompt", request.prompt, 0), ("target_tokens", targets, -1)):
@@ -419,7 +424,7 @@ class Sampler:
             device=self._device,
         )
         requests = config.attention_requests(self._device.type, self._decoder.compute_dtype)
-        if any(decode_refusal(each) is not None for each in requests):
+        if any(decode_refusal(each) is not None for each in requests.values()):
             return cache, None
         decode = DecodePass(
             self._model,

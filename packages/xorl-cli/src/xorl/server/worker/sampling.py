@@ -320,7 +320,8 @@ def _cache_tokens(base: Base) -> int:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if base.device.type == "cuda":
         total = torch.cuda.get_device_properties(base.device).total_memory
-    tokens = int(CACHE_SHARE * total / cache_bytes_per_token(config, base.module.compute_dtype))
+    # A model may have no keys and values at all.
+    tokens = int(CACHE_SHARE * total / max(cache_bytes_per_token(config, base.module.compute_dtype), 1))
     return min(tokens, CACHE_CONTEXTS * config.max_position_embeddings)
 
 

@@ -38,7 +38,8 @@ from xorl.train.architecture import Architecture
 from xorl.train.build import EngineMaker
 from xorl.train.engine import Engine, OnOutput, StepLosses, Update
 from xorl.train.export.verify import require_peft
-from xorl.train.model import DTYPES, attention_requests
+from xorl.train.layer_kernels import attention_requests
+from xorl.train.model import DTYPES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -85,7 +86,7 @@ class Peer:
         if self.backend is not None:
             try:
                 device = torch.device(default_device_type())
-                for request in dict.fromkeys(attention_requests(architecture.config, train, device)):
+                for request in attention_requests(architecture.config, train, device):
                     resolve_attention(self.backend, request)
             except RuntimeError as error:
                 return str(error)

@@ -15,10 +15,12 @@ from xorl.data import DataPlan
 from xorl.data.receipt import Receipt
 from xorl.data.stream import Stream
 from xorl.kernels.attention import ATTENTION
+from xorl.kernels.recurrent import RECURRENCES
 from xorl.lora import adapters
 from xorl.lora.quantized import num_parameters
 from xorl.train.data import Plan, RunData
-from xorl.train.model import attention_requests, dispatch_name, pipeline_stages, sketch_model
+from xorl.train.layer_kernels import attention_requests, compute_dtype, dispatch_name
+from xorl.train.model import pipeline_stages, sketch_model
 from xorl.train.startup import PreparedRun, Startup
 
 logger = logging.getLogger(__name__)
@@ -170,7 +172,11 @@ def _computation(startup: Startup) -> str:
     line = computed if computed == stored else f"{computed} over parameters in {stored}"
     if train.fp8 != "none":
         line += f", with {train.fp8} fp8 products"
-    line += f", {' and '.join(backends)} attention, {_recomputed(train)}"
+    if backends:
+        line += f", {' and '.join(backends)} attention"
+    for each in startup.architecture.config.recurrence_requests(startup.runtime.device.type, compute_dtype(train)):
+        line += f", {RECURRENCES.resolved_name(config.model.recurrence_implementation, each)} recurrences"
+    line += f", {_recomputed(train)}"
     if train.expert_parallel_size > 1:
         name = dispatch_name(startup.architecture.config, config.model, train.expert_parallel_size)
         line += f", tokens sent to experts by {name}"

@@ -32,7 +32,10 @@ from xorl.core.models import (
     qwen2,
     qwen2_moe,
     qwen3,
+    qwen3_5,
+    qwen3_5_moe,
     qwen3_moe,
+    qwen3_next,
     seed_oss,
     smollm3,
     solar_open,
@@ -40,8 +43,9 @@ from xorl.core.models import (
 )
 from xorl.core.models.causal_lm import CausalLM
 from xorl.core.models.composite import TEXT_CONFIG, spec_within, text_values
-from xorl.core.models.decoder import Decoder, DecoderLayer
+from xorl.core.models.decoder import Decoder
 from xorl.core.models.decoder_config import DecoderConfig
+from xorl.core.models.decoder_layer import DecoderLayer
 from xorl.core.models.flops import training_flops
 from xorl.core.models.gpt2 import GPT2
 from xorl.core.models.spec import ModelSpec
@@ -90,7 +94,10 @@ SPECS: Mapping[str, ModelSpec] = MappingProxyType(
             qwen2.SPEC,
             qwen2_moe.SPEC,
             qwen3.SPEC,
+            qwen3_5.SPEC,
+            qwen3_5_moe.SPEC,
             qwen3_moe.SPEC,
+            qwen3_next.SPEC,
             seed_oss.SPEC,
             smollm3.SPEC,
             solar_open.SPEC,

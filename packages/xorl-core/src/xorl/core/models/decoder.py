@@ -12,21 +12,29 @@ from typing import TypeVar, overload
 import torch
 from torch import Tensor, nn
 
-from xorl.core.models.decoder_config import DecoderConfig, DenseConfig, ExpertsConfig
-from xorl.core.models.initial import fill_normal_, key_of
+from xorl.core.models.decoder_config import DecoderConfig, ExpertsConfig
+from xorl.core.models.decoder_layer import DecoderLayer
+from xorl.core.models.initial import fill_log_uniform_, fill_normal_, key_of
 from xorl.core.models.recipes import LogicalModule, RowTarget
 from xorl.core.models.router_losses import RouterLosses, RouterLossOptions, RouterSums, check_recorded
 from xorl.core.models.stacks import ExpertStack
 from xorl.core.models.stages import Stage
-from xorl.core.nn import Attention, Embedding, GatedMLP, LayerKernels, LayerNorm, PlainMLP, RMSNorm, Rotary
+from xorl.core.nn import Attention, Embedding, GatedMLP, LayerKernels, LayerNorm, RMSNorm, Rotary
+from xorl.core.nn.gated_delta_net import GatedDeltaNet
 from xorl.core.nn.head import Head, apply_head
-from xorl.core.nn.latent import LatentAttention
 from xorl.core.nn.moe import Experts, LayerRoutes, MixtureOfExperts
 from xorl.core.nn.norms import make_norm
-from xorl.core.nn.roles import DeclaresRoles, Role, StacksMatrices, StatesInitialValues, StoresWeight
+from xorl.core.nn.roles import (
+    DeclaresRoles,
+    InitialValue,
+    LogUniform,
+    Role,
+    StacksMatrices,
+    StatesInitialValues,
+    StoresWeight,
+)
 from xorl.core.nn.share import pieces, shares_of
 from xorl.core.shards import local
-from xorl.kernels.fused import RopeTables
 from xorl.kernels.fused.reference import capped
 from xorl.kernels.head import HeadWeight, LogitOptions
 from xorl.kernels.layout import SequenceLayout
@@ -135,7 +143,7 @@ class Decoder(nn.Module):
         stacked = {
             f"{path}.{name}.weight": tuple(rows)
             for path, module in self.named_modules()
-            if isinstance(module, (Attention, GatedMLP, Experts))
+            if isinstance(module, (Attention, GatedDeltaNet, GatedMLP, Experts))
             for name, rows in module.stacked_rows.items()
         }
         stacked |= {
@@ -282,13 +290,17 @@ class Decoder(nn.Module):
             if role == "adapter" or name in stored:
                 continue
             parameter, share = parameters[name], shares.get(name)
-            if name in stated:
-                local(parameter).fill_(stated[name])
+            value = stated.get(name)
+            if value is not None and not isinstance(value, LogUniform):
+                local(parameter).fill_(value)
                 continue
             shape = tuple(parameter.shape) if share is None else share.whole(parameter.shape)
-            key = key_of(seed, name, shape)
+            place = {"key": key_of(seed, name, shape), "shape": shape, "device": device}
             for box, part in pieces(parameter, share):
-                fill_normal_(part, std=self._std(name), key=key, shape=shape, offset=box.offset, device=device)
+                if value is None:
+                    fill_normal_(part, std=self._std(name), offset=box.offset, **place)
+                else:
+                    fill_log_uniform_(part, value.low, value.high, offset=box.offset, **place)
 
     @torch.no_grad()
     def correct_routers(self, sums: RouterSums, *, skipped: Tensor) -> None:
@@ -309,9 +321,9 @@ class Decoder(nn.Module):
             for box, part in pieces(correction, None):
                 part += box.cut(change).to(part.device)
 
-    def _stated_values(self) -> dict[str, float]:
-        """The initial values of parameters that are not drawn, by name."""
-        by_role = {"bias": 0.0, "correction": 0.0, "norm": 1.0 - self.config.norm.offset}
+    def _stated_values(self) -> dict[str, InitialValue]:
+        """The initial values of parameters that are not normal, by name."""
+        by_role: dict[Role, InitialValue] = {"bias": 0.0, "correction": 0.0, "norm": 1.0 - self.config.norm.offset}
         stated = {name: by_role[role] for name, role in self.parameter_roles().items() if role in by_role}
         for path, module in self.named_modules():
             if isinstance(module, StatesInitialValues):
@@ -320,7 +332,9 @@ class Decoder(nn.Module):
 
     def _std(self, name: str) -> float:
         std = self.config.initializer_range
-        if self.config.scale_residual_init and name.endswith((".o_proj.weight", ".down_proj.weight")):
+        if self.config.scale_residual_init and name.endswith(
+            (".o_proj.weight", ".out_proj.weight", ".down_proj.weight")
+        ):
             std /= math.sqrt(2 * self.config.num_layers)
         return std
 
@@ -404,90 +418,3 @@ class DecoderTrunk(nn.Module):
                 f"truncate documents with max_seq_len: {limit} or less"
             )
         return hidden + self.embed_positions(self.ranks.local(layout.positions)).to(compute_dtype)
-
-
-class DecoderLayer(nn.Module):
-    """Attention and feed-forward, with norms and residual connections, [T, D] -> [T, D].
-
-    A layer with experts returns its routes too.
-
-    Attributes:
-        layer_scalar: a factor on the output, which is not trained; None without one.
-        has_experts: whether this is a layer with experts.
-        rotary: the rotary embedding of its attention.
-    """
-
-    roles = MappingProxyType({"layer_scalar": "scalar"})
-    initial_values = MappingProxyType({"layer_scalar": 1.0})
-
-    def __init__(self, config: DecoderConfig, index: int, *, merge_qkv: bool, kernels: LayerKernels) -> None:
-        super().__init__()
-        width, layer = config.hidden_size, config.layers[index]
-        attention, norms = layer.attention, layer.norms
-
-        def norm(*, exists: bool) -> RMSNorm | LayerNorm | None:
-            return make_norm(width, config.norm, kernels) if exists else None
-
-        self.add = kernels.add
-        self.residual_scale = config.residual_scale
-        self.is_parallel = norms == "parallel"
-        self.input_layernorm = norm(exists=norms != "post")
-        if attention.latent is None:
-            self.self_attn = Attention(width, attention, config.norm, merge_qkv=merge_qkv, kernels=kernels)
-        else:
-            self.self_attn = LatentAttention(width, attention, kernels=kernels)
-        self.attention_output_norm = norm(exists=norms in ("post", "sandwich"))
-        self.post_attention_layernorm = norm(exists=norms in ("pre", "sandwich"))
-        self.mlp = _feed_forward(width, layer.ffn, kernels)
-        self.mlp_output_norm = norm(exists=norms in ("post", "sandwich"))
-        self.has_experts = isinstance(self.mlp, MixtureOfExperts)
-        self.rotary = attention.rotary
-        self.layer_scalar = nn.Parameter(torch.empty(1), requires_grad=False) if layer.output_scale else None
-
-    def forward(
-        self, hidden: Tensor, layout: SequenceLayout, rope: RopeTables | None, recorded: Tensor | None = None
-    ) -> Tensor | tuple[Tensor, LayerRoutes]:
-        """recorded: of a layer with experts, as for `MixtureOfExperts.forward`."""
-        hidden, normed = (hidden, hidden) if self.input_layernorm is None else self.input_layernorm(hidden)
-        attended = self._scaled(self.self_attn(normed, layout, rope), self.attention_output_norm)
-        if self.post_attention_layernorm is not None:
-            hidden, normed = self.post_attention_layernorm(attended, residual=hidden)
-        else:
-            hidden = self.add(hidden, attended)
-            normed = normed if self.is_parallel else hidden
-        routes = None
-        if isinstance(self.mlp, MixtureOfExperts):
-            out, routes = self.mlp(normed, layout.rows, recorded)
-        else:
-            out = self.mlp(normed)
-        hidden = self.add(hidden, self._scaled(out, self.mlp_output_norm))
-        if self.layer_scalar is not None:
-            hidden = hidden * self.layer_scalar.to(hidden.dtype)
-        return hidden if routes is None else (hidden, routes)
-
-    def _scaled(self, out: Tensor, norm: RMSNorm | LayerNorm | None) -> Tensor:
-        """What is added to the residual stream for the output of a block."""
-        if norm is not None:
-            _, out = norm(out)
-        return out if self.residual_scale == 1.0 else out * self.residual_scale
-
-
-def _feed_forward(
-    width: int, ffn: DenseConfig | ExpertsConfig, kernels: LayerKernels
-) -> GatedMLP | PlainMLP | MixtureOfExperts:
-    if isinstance(ffn, ExpertsConfig):
-        return MixtureOfExperts(
-            width,
-            ffn.width,
-            num_experts=ffn.num_experts,
-            num_active=ffn.num_active,
-            router=ffn.router,
-            kernels=kernels,
-            gate=ffn.gate,
-            bias=ffn.bias,
-            shared=None if ffn.shared is None else _feed_forward(width, ffn.shared, kernels),
-            shared_gate=ffn.shared_gate,
-        )
-    if ffn.kind == "gated":
-        return GatedMLP(width, ffn.width, activation=ffn.activation, bias=ffn.bias, kernels=kernels)
-    return PlainMLP(width, ffn.width, activation=ffn.activation, bias=ffn.bias, ranks=kernels.tensor)

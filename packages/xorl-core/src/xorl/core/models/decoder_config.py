@@ -10,12 +10,14 @@ import torch
 
 from xorl.core.nn import RopeConfig
 from xorl.core.nn.attention import AttentionConfig
+from xorl.core.nn.gated_delta_net import GatedDeltaConfig
 from xorl.core.nn.layers import ACTIVATIONS, TRAINED_ACTIVATIONS
 from xorl.core.nn.moe import RouterConfig
 from xorl.core.nn.norms import NormConfig
 from xorl.kernels.arguments import check_choice
 from xorl.kernels.attention import AttentionRequest
 from xorl.kernels.experts.gates import SILU, Gate
+from xorl.kernels.recurrent import RecurrenceRequest
 
 Arrangement = Literal["pre", "post", "sandwich", "parallel"]
 """Where the norms of a layer stand: before attention and the feed-forward block, after them, or both; parallel: one
@@ -81,12 +83,26 @@ class ExpertsConfig:
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """One layer of a decoder. output_scale: whether checkpoints have a factor on its output."""
+    """One layer of a decoder. output_scale: whether checkpoints have a factor on its output.
 
-    attention: AttentionConfig
+    mixer: the block that reads earlier tokens, attention or a recurrence.
+    """
+
+    mixer: AttentionConfig | GatedDeltaConfig
     ffn: DenseConfig | ExpertsConfig
     norms: Arrangement = "pre"
     output_scale: bool = False
+
+    @property
+    def attention(self) -> AttentionConfig:
+        """The mixer of a layer with attention."""
+        assert isinstance(self.mixer, AttentionConfig), "this layer has a recurrence"
+        return self.mixer
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether earlier tokens are in a state instead of in keys and values."""
+        return not isinstance(self.mixer, AttentionConfig)
 
 
 @dataclass(frozen=True)
@@ -135,8 +151,10 @@ class DecoderConfig:
         """This configuration with one rotation in layers without a window, and another in layers with one."""
 
         def change(_: int, layer: LayerConfig) -> LayerConfig:
+            if layer.is_recurrent:
+                return layer
             rope = full if layer.attention.window is None else sliding
-            return replace(layer, attention=replace(layer.attention, rope=rope))
+            return replace(layer, mixer=replace(layer.attention, rope=rope))
 
         return self.with_layers(change)
 
@@ -146,18 +164,23 @@ class DecoderConfig:
 
     @property
     def attentions(self) -> tuple[AttentionConfig, ...]:
-        """The attention of each layer."""
-        return tuple(layer.attention for layer in self.layers)
+        """The attention of each layer that has one."""
+        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionConfig))
+
+    @property
+    def recurrences(self) -> tuple[GatedDeltaConfig, ...]:
+        """The recurrence of each layer that has one."""
+        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, GatedDeltaConfig))
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """For each layer, how many tokens a token attends to; None for all earlier ones."""
+        """For each layer with attention, how many tokens a token attends to; None for all earlier ones."""
         return tuple(attention.window for attention in self.attentions)
 
-    def attention_requests(self, device_type: str, dtype: torch.dtype) -> tuple[AttentionRequest, ...]:
-        """What each layer requires of an attention backend, if it computes in `dtype`."""
-        return tuple(
-            AttentionRequest(
+    def attention_requests(self, device_type: str, dtype: torch.dtype) -> dict[int, AttentionRequest]:
+        """What each layer with attention requires of a backend, by its number, if it computes in `dtype`."""
+        return {
+            index: AttentionRequest(
                 device_type,
                 dtype,
                 max(each.head_dim, each.v_head_dim),
@@ -165,7 +188,16 @@ class DecoderConfig:
                 softcap=each.softcap,
                 sinks=each.sinks,
             )
-            for each in self.attentions
+            for index, each in enumerate(layer.mixer for layer in self.layers)
+            if isinstance(each, AttentionConfig)
+        }
+
+    def recurrence_requests(self, device_type: str, dtype: torch.dtype) -> list[RecurrenceRequest]:
+        """What the layers with recurrences require of a backend, if they compute in `dtype`; each request once."""
+        return list(
+            dict.fromkeys(
+                RecurrenceRequest(device_type, dtype, each.key_dim, each.value_dim) for each in self.recurrences
+            )
         )
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 
 from torch import nn
@@ -10,7 +11,7 @@ from torch import nn
 from xorl.core.models.recipes import CheckpointNames, Constant, Part, Rows, WeightRecipe, unchanged
 from xorl.core.nn import Attention, GatedMLP
 from xorl.core.nn.moe import ExpertLinear
-from xorl.core.nn.roles import DeclaresRoles
+from xorl.core.nn.roles import IN_FP32, DeclaresRoles
 
 # The layers that a native one stacks, in the order of their rows.
 STACKED: Mapping[str, Sequence[str]] = MappingProxyType(
@@ -32,6 +33,10 @@ def recipes_of(model: nn.Module, names: CheckpointNames) -> dict[str, WeightReci
                 table[name] = _correction_recipe(path, len(parameter), names)
             elif role == "constant":
                 table[name] = Constant(f"{names.in_checkpoint(path)}.{leaf}")
+            elif role in IN_FP32:
+                table[name] = replace(
+                    unchanged(f"{names.in_checkpoint(path)}.{leaf}", (len(parameter),)), keeps_dtype=True
+                )
             else:
                 table[name] = _recipe(model, path, leaf, tuple(parameter.shape), names)
     return table

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 
 from xorl.core.models.decoder_config import DecoderConfig, DenseConfig, LayerConfig
 from xorl.core.nn.attention import AttentionConfig
+from xorl.core.nn.gated_delta_net import GatedDeltaConfig
 
 FLOPS_PER_MULTIPLY_ADD = 2
 # For each matrix product in the forward pass, the backward pass has two, one for the gradient of each operand.
@@ -21,6 +22,7 @@ def training_flops(config: DecoderConfig, lengths: Iterable[int], *, num_frozen:
     - Attention makes two products per layer, q @ k.T and weights @ v, each H * C multiply-adds per (query, key)
       pair, with the C of values in the second: 3 * 2 * 2 * H * C * pairs. A document of L tokens has L * (L + 1) / 2
       causal pairs, fewer with a sliding window (see `causal_pairs`).
+    - Recurrences make products with their state for each token: see `GatedDeltaConfig.num_products`.
     - `num_frozen` of the N parameters have no gradient and cost 4 FLOPs per token instead of 6.
     - `num_added` is the number of additional trained parameters in matrices, such as those of adapters.
 
@@ -30,7 +32,8 @@ def training_flops(config: DecoderConfig, lengths: Iterable[int], *, num_frozen:
     num_parameters = matmul_parameters(config) + num_added
     if not 0 <= num_frozen <= num_parameters:
         raise ValueError(f"num_frozen: {num_frozen} is not from 0 to {num_parameters}, the parameters in matrices")
-    per_token = FLOPS_PER_MULTIPLY_ADD * (PRODUCTS_PER_FORWARD_PRODUCT * num_parameters - num_frozen)
+    num_products = num_parameters + sum(each.num_products for each in config.recurrences)
+    per_token = FLOPS_PER_MULTIPLY_ADD * (PRODUCTS_PER_FORWARD_PRODUCT * num_products - num_frozen)
     per_pair: Counter[int | None] = Counter()  # by window
     for attention in config.attentions:
         per_pair[attention.window] += FLOPS_PER_MULTIPLY_ADD * PRODUCTS_PER_FORWARD_PRODUCT * _pair_channels(attention)
@@ -51,12 +54,15 @@ def matmul_parameters(config: DecoderConfig) -> int:
 
 def forward_costs(config: DecoderConfig, length: int) -> tuple[list[float], float]:
     """Multiply-adds for each token of a document of `length` tokens: those of each layer, and those of the head."""
-    layers = [
-        _layer_parameters(layer, config.hidden_size)
-        + _pair_channels(layer.attention) * causal_pairs(length, layer.attention.window) / length
-        for layer in config.layers
-    ]
+    layers = [_layer_parameters(layer, config.hidden_size) + _mixed(layer.mixer, length) for layer in config.layers]
     return layers, config.hidden_size * config.vocab_size
+
+
+def _mixed(mixer: AttentionConfig | GatedDeltaConfig, length: int) -> float:
+    """Multiply-adds of a mixer for each token of a document of `length` tokens, without its parameters."""
+    if isinstance(mixer, GatedDeltaConfig):
+        return mixer.num_products
+    return _pair_channels(mixer) * causal_pairs(length, mixer.window) / length
 
 
 def _pair_channels(attention: AttentionConfig) -> int:
@@ -66,11 +72,11 @@ def _pair_channels(attention: AttentionConfig) -> int:
 
 def _layer_parameters(layer: LayerConfig, width: int) -> int:
     """The number of parameters in a layer's matrices, of a model of this width."""
-    attention, ffn = layer.attention.num_parameters(width), layer.ffn
+    mixer, ffn = layer.mixer.num_parameters(width), layer.ffn
     if isinstance(ffn, DenseConfig):
-        return attention + width * _dense_columns(ffn)
+        return mixer + width * _dense_columns(ffn)
     shared = 0 if ffn.shared is None else _dense_columns(ffn.shared) + ffn.shared_gate
-    return attention + width * (ffn.num_experts + 3 * ffn.num_active * ffn.width + shared)
+    return mixer + width * (ffn.num_experts + 3 * ffn.num_active * ffn.width + shared)
 
 
 def _dense_columns(ffn: DenseConfig) -> int:

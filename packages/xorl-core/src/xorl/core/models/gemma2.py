@@ -46,7 +46,7 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
     score_cap, logit_cap = hf.cap("attn_logit_softcapping"), hf.cap("final_logit_softcapping")
     hf.finish()
     config = config.with_layers(
-        lambda _, layer: replace(layer, attention=replace(layer.attention, scale=scale, softcap=score_cap))
+        lambda _, layer: replace(layer, mixer=replace(layer.attention, scale=scale, softcap=score_cap))
     )
     return replace(config, embed_scale=config.hidden_size**0.5, logit_softcap=logit_cap)
 

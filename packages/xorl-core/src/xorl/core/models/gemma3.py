@@ -54,7 +54,7 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
     softcap = hf.cap("final_logit_softcapping")
     hf.finish(inert=["_sliding_window_pattern"])
     config = config.with_ropes(full, sliding).with_layers(
-        lambda _, layer: replace(layer, attention=replace(layer.attention, scale=scale))
+        lambda _, layer: replace(layer, mixer=replace(layer.attention, scale=scale))
     )
     return replace(config, embed_scale=config.hidden_size**0.5, logit_softcap=softcap)
 

@@ -105,7 +105,7 @@ def _with_heads(hf: HFConfig, config: DecoderConfig) -> DecoderConfig:
             v_is_k=is_full and shares_keys,
         )
         entry.refuse_unread()
-        return replace(layer, attention=attention)
+        return replace(layer, mixer=attention)
 
     return config.with_layers(change)
 

@@ -61,7 +61,7 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
         balance_coef=mixtures.read_balance_coef(hf),
     )
     hf.finish(inert=INERT)
-    return config.with_layers(lambda _, layer: replace(layer, attention=replace(layer.attention, sinks=True)))
+    return config.with_layers(lambda _, layer: replace(layer, mixer=replace(layer.attention, sinks=True)))
 
 
 SPEC = ModelSpec(

@@ -18,7 +18,7 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
     config = rotary_gated.read_config(hf, qkv_bias=bias, o_bias=bias, mlp_bias=hf.get("mlp_bias", bool, False))
     scale = hf.get("attention_multiplier", float, 1.0)
     config = replace(
-        config.with_layers(lambda _, layer: replace(layer, attention=replace(layer.attention, scale=scale))),
+        config.with_layers(lambda _, layer: replace(layer, mixer=replace(layer.attention, scale=scale))),
         embed_scale=hf.get("embedding_multiplier", float, 1.0),
         residual_scale=hf.get("residual_multiplier", float, 1.0),
         logit_scale=1 / hf.above_zero("logits_scaling", 1.0),

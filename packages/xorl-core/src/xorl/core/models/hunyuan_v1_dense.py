@@ -31,7 +31,7 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
     bias = hf.get("attention_bias", bool, False)
     config = rotary_gated.read_config(hf, rope=_read_rope(hf), qk_norm="head", qkv_bias=bias, o_bias=bias)
     hf.finish(inert=INERT, fixed=FIXED)
-    return config.with_layers(lambda _, layer: replace(layer, attention=replace(layer.attention, norm_after_rope=True)))
+    return config.with_layers(lambda _, layer: replace(layer, mixer=replace(layer.attention, norm_after_rope=True)))
 
 
 def _read_rope(hf: HFConfig) -> RopeConfig:

@@ -70,6 +70,25 @@ def fill_uniform_(
     _fill_(part, draw, shape=shape, offset=offset, device=device)
 
 
+@torch.no_grad()
+def fill_log_uniform_(
+    part: Tensor,
+    low: float,
+    high: float,
+    *,
+    key: int,
+    shape: Sequence[int],
+    offset: Sequence[int],
+    device: torch.device | None = None,
+) -> None:
+    """Like `fill_normal_`, with logarithms of independent uniform values between low and high."""
+
+    def draw(start: int, stop: int, device: torch.device) -> Tensor:
+        return uniform(key, start, stop, device).mul_((high - low) / 2).add_((high + low) / 2).log_()
+
+    _fill_(part, draw, shape=shape, offset=offset, device=device)
+
+
 def _fill_(
     part: Tensor,
     draw: Callable[[int, int, torch.device], Tensor],

@@ -34,9 +34,7 @@ def with_latents(hf: HFConfig, config: DecoderConfig) -> DecoderConfig:
     num_heads = config.layers[0].attention.num_heads
     hf.expect("num_key_value_heads", hf.positive("num_key_value_heads", num_heads), [num_heads])
     return config.with_layers(
-        lambda _, layer: replace(
-            layer, attention=replace(layer.attention, head_dim=head_dim, scale=scale, latent=latent)
-        )
+        lambda _, layer: replace(layer, mixer=replace(layer.attention, head_dim=head_dim, scale=scale, latent=latent))
     )
 
 

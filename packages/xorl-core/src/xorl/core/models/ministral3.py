@@ -44,9 +44,7 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
         windows=rotary_gated.read_uniform_windows(hf),
     )
     hf.finish()
-    return config.with_layers(
-        lambda _, layer: replace(layer, attention=replace(layer.attention, temperature=temperature))
-    )
+    return config.with_layers(lambda _, layer: replace(layer, mixer=replace(layer.attention, temperature=temperature)))
 
 
 SPEC = ModelSpec(

@@ -71,6 +71,25 @@ def read_grouped_experts(hf: HFConfig, defaults: ExpertsConfig) -> ExpertsConfig
     return replace(experts, shared=DenseConfig("gated", num_shared * experts.width, activation, bias=False))
 
 
+def read_experts_beside_gated(
+    hf: HFConfig, num_experts: int, num_active: int, *, width: int, shared_width: int, normalize: bool
+) -> ExpertsConfig:
+    """Experts by softmax, and one of `shared_expert_intermediate_size` with a gate that computes every token.
+
+    The numbers are those of missing keys.
+    """
+    shared_width = hf.positive("shared_expert_intermediate_size", shared_width)
+    defaults = ExpertsConfig(
+        num_experts,
+        num_active,
+        width,
+        RouterConfig(normalize=normalize),
+        shared=DenseConfig("gated", shared_width, hf.activation("hidden_act", "silu"), bias=False),
+        shared_gate=True,
+    )
+    return read_experts(hf, "moe_intermediate_size", defaults)
+
+
 def read_sparse_layers(hf: HFConfig) -> list[bool]:
     """Whether each layer has experts, from `decoder_sparse_step` and `mlp_only_layers`."""
     num_layers, step = hf.positive("num_hidden_layers"), hf.positive("decoder_sparse_step", 1)

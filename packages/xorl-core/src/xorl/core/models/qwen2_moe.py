@@ -4,10 +4,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from xorl.core.models import mixtures, rotary_gated
-from xorl.core.models.decoder_config import DecoderConfig, DenseConfig, ExpertsConfig
+from xorl.core.models.decoder_config import DecoderConfig
 from xorl.core.models.hf_config import HFConfig
 from xorl.core.models.spec import ModelSpec
-from xorl.core.nn.moe import RouterConfig
 
 ARCHITECTURE = "Qwen2MoeForCausalLM"
 DEFAULT_MAX_WINDOW_LAYERS = 28
@@ -19,16 +18,8 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
     hf = HFConfig(values, ARCHITECTURE, num_key_value_heads=16, sliding_window=4096)
     last = hf.get("max_window_layers", int, DEFAULT_MAX_WINDOW_LAYERS)
     has_window = [index % 2 == 0 and index < last for index in range(hf.positive("num_hidden_layers"))]
-    shared_width = hf.positive("shared_expert_intermediate_size", 5632)
-    defaults = ExpertsConfig(
-        60,
-        4,
-        1408,
-        RouterConfig(normalize=hf.get("norm_topk_prob", bool, False)),
-        shared=DenseConfig("gated", shared_width, hf.activation("hidden_act", "silu"), bias=False),
-        shared_gate=True,
-    )
-    experts = mixtures.read_experts(hf, "moe_intermediate_size", defaults)
+    normalize = hf.get("norm_topk_prob", bool, False)
+    experts = mixtures.read_experts_beside_gated(hf, 60, 4, width=1408, shared_width=5632, normalize=normalize)
     config = rotary_gated.read_config(
         hf,
         qkv_bias=hf.get("qkv_bias", bool, True),

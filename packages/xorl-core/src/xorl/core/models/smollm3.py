@@ -30,7 +30,7 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
     hf.finish(inert=["max_window_layers"])
 
     def change(index: int, layer: LayerConfig) -> LayerConfig:
-        return layer if rotates[index] else replace(layer, attention=replace(layer.attention, rope=None))
+        return layer if rotates[index] else replace(layer, mixer=replace(layer.attention, rope=None))
 
     return config.with_layers(change)
 

@@ -49,7 +49,7 @@ class ModelSpec:
         """
         recipes = self.recipes(config, merge_qkv=merge_qkv)
         if kernels is None:
-            is_capped = any(layer.attention.softcap is not None for layer in config.layers)
+            is_capped = any(each.softcap is not None for each in config.attentions)
             kernels = LayerKernels(attention=eager_attention) if is_capped else PLAIN_KERNELS
         names, logical = self.checkpoint_names.experts, logical_modules(recipes)
         stack = None if names is None else names.stack

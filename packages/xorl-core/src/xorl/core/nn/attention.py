@@ -74,6 +74,8 @@ class AttentionConfig:
         temperature: a factor on queries by their position.
         v_is_k: whether values are the keys before their norm and rotation, instead of a projection of their own.
         v_norm: whether the heads of values are normalised, without a weight.
+        output_gate: whether the output of each head is multiplied by the sigmoid of a gate. The projection of queries
+            then has two blocks of rows for each head: its query and its gate.
         latent: None if heads are projected from the input. Otherwise there are as many heads of keys as of queries,
             and `qkv_bias` is that of the projections of the input.
     """
@@ -93,6 +95,7 @@ class AttentionConfig:
     sinks: bool = False
     v_is_k: bool = False
     v_norm: bool = False
+    output_gate: bool = False
     latent: LatentConfig | None = None
 
     def __post_init__(self) -> None:
@@ -105,16 +108,21 @@ class AttentionConfig:
             raise ValueError(f"rotary positions need an even head_dim, got {self.head_dim}")
         if self.norm_after_rope and self.qk_norm == "whole":
             raise ValueError("norm_after_rope: all heads together are normalised before the rotation only")
-        if self.latent is not None and (self.qk_norm or self.v_norm or self.v_is_k or self.temperature or self.sinks):
-            raise ValueError("latent: its heads have no norms, no temperature, no sinks, and values of their own")
+        if self.latent is not None and (
+            self.qk_norm or self.v_norm or self.v_is_k or self.temperature or self.sinks or self.output_gate
+        ):
+            raise ValueError(
+                "latent: its heads have no norms, no temperature, no sinks, no gates, and values of their own"
+            )
         if self.rope is not None:
             self.rope.check_factors(self.head_dim if self.latent is None else self.latent.rope_dim)
 
     @property
     def row_counts(self) -> tuple[int, ...]:
         """Output features of the projections of queries, keys and values, as far as there are any."""
-        counts = HeadShape(self.num_heads, self.num_kv_heads, self.head_dim).row_counts
-        return counts[:2] if self.v_is_k else counts
+        q, k, v = HeadShape(self.num_heads, self.num_kv_heads, self.head_dim).row_counts
+        q = 2 * q if self.output_gate else q
+        return (q, k) if self.v_is_k else (q, k, v)
 
     @property
     def rotary(self) -> tuple[RopeConfig, int] | None:
@@ -195,6 +203,7 @@ class Attention(nn.Module):
         self.temperature = config.temperature
         self.norm_after_rope = config.norm_after_rope
         self.v_is_k = config.v_is_k
+        self.output_gate = config.output_gate
         self.v_norm_eps = norm.eps if config.v_norm else None
         self.kernels = kernels
         self.merge_qkv = merge_qkv
@@ -210,7 +219,10 @@ class Attention(nn.Module):
         if config.qk_norm == "head":
             self.q_norm, self.k_norm = HeadNorm(head_dim, norm), HeadNorm(head_dim, norm)
         elif config.qk_norm == "whole":
-            self.q_norm, self.k_norm = (NormOfHeads(count, head_dim, norm, kernels) for count in counts[:2])
+            self.q_norm, self.k_norm = (
+                NormOfHeads(count * head_dim, head_dim, norm, kernels)
+                for count in (config.num_heads, config.num_kv_heads)
+            )
         self.split_heads = kernels.split_heads_of(config.rope)
         self.sinks = nn.Parameter(torch.empty(self.shape.num_heads)) if config.sinks else None
         if config.sinks and (share := ranks.rows_of([config.num_heads])) is not None:
@@ -224,18 +236,30 @@ class Attention(nn.Module):
 
     @property
     def _row_counts(self) -> tuple[int, ...]:
-        return self.shape.row_counts[:2] if self.v_is_k else self.shape.row_counts
+        q, *others = self.shape.row_counts[:2] if self.v_is_k else self.shape.row_counts
+        return (2 * q if self.output_gate else q, *others)
 
     def forward(self, x: Tensor, layout: SequenceLayout, rope: RopeTables | None) -> Tensor:
         x = self.ranks.gather(x)
-        q, k, v = self._heads(self._project(x), rope)  # [T, H or G, C]
+        projected, gate = self._project(x), None
+        if self.output_gate:
+            projected, gate = self._without_gates(projected)
+        q, k, v = self._heads(projected, rope)  # [T, H or G, C]
         if self.v_norm_eps is not None:
             v = unweighted_norm(v, self.v_norm_eps)
         if self.temperature is not None:
             q = self.kernels.round_heads((q * self.temperature.of(layout.positions)[:, None, None]).to(q.dtype))
         sinks = None if self.sinks is None else self.sinks.to(x.dtype)
         out = attend(self.kernels.attention, q, k, v, layout, self.spec, sinks)
+        if gate is not None:
+            out = out * gate.sigmoid()
         return self.ranks.scatter(self.o_proj(out.flatten(-2)))
+
+    def _without_gates(self, projected: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Queries, keys and values as `_project` returns them, and the gates [T, H, C] that were among queries."""
+        q, k, v = projected if len(projected) == 3 else projected[0].split(self._row_counts, dim=-1)
+        q, gate = q.unflatten(-1, (-1, 2 * self.shape.head_dim)).chunk(2, dim=-1)
+        return (q.flatten(-2), k, v), gate
 
     def _project(self, x: Tensor) -> tuple[Tensor, ...]:
         """[T, (H + 2G) * C], or queries, keys and values."""

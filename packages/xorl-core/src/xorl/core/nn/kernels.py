@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -19,6 +20,7 @@ from xorl.kernels.attention import AttentionFn
 from xorl.kernels.attention.sdpa import sdpa_attention
 from xorl.kernels.experts import ExpertsFn, grouped
 from xorl.kernels.fused import HeadNorms, HeadShape, RopeTables, opaque, reference, triton_refusal
+from xorl.kernels.recurrent import PLAIN_RECURRENCE, RecurrenceFns
 
 logger = logging.getLogger(__name__)
 
@@ -42,9 +44,10 @@ class LayerKernels:
     The defaults are plain torch, which runs on any device and in any floating-point dtype.
 
     Attributes:
-        attention_by_layer: the attention function of each layer, if one does not serve them all.
+        attention_by_layer: the attention functions of layers by their numbers, if one does not serve them all.
         add: adds a layer's last output to the residual stream.
         experts: computes the experts of a layer.
+        recurrence: the functions of layers with a recurrence.
         dispatcher: sends tokens to the ranks of their experts; None: every rank holds all experts.
         tensor: the ranks that share each matrix.
         swiglu_linear: swiglu fused with the next linear layer, if that saves work in the backward pass; else None.
@@ -53,7 +56,7 @@ class LayerKernels:
     """
 
     attention: AttentionFn = sdpa_attention
-    attention_by_layer: tuple[AttentionFn, ...] = ()
+    attention_by_layer: Mapping[int, AttentionFn] = field(default_factory=lambda: MappingProxyType({}))
     add_rms_norm: Callable[[Tensor, Tensor | None, Tensor, float, float], tuple[Tensor, Tensor]] = (
         reference.add_rms_norm
     )
@@ -62,6 +65,7 @@ class LayerKernels:
     swiglu: Callable[[Tensor], Tensor] = reference.swiglu
     swiglu_linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
     experts: ExpertsFn = grouped.experts
+    recurrence: RecurrenceFns = PLAIN_RECURRENCE
     dispatcher: Dispatcher[Any] | None = None
     tensor: TensorRanks = ALONE
     norm: Callable[[Tensor, Tensor, float, float], Tensor] = reference.rms_norm
@@ -70,7 +74,7 @@ class LayerKernels:
 
     def of_layer(self, index: int) -> LayerKernels:
         """The functions of one layer of the decoder."""
-        return replace(self, attention=self.attention_by_layer[index]) if self.attention_by_layer else self
+        return replace(self, attention=self.attention_by_layer.get(index, self.attention))
 
     def split_heads_of(self, rope: RopeConfig | None) -> SplitHeadsFn:
         """The function for heads with this rotation."""

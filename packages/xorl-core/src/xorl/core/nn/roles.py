@@ -3,15 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol, runtime_checkable
 
 Role = Literal[
-    "dense", "expert", "router", "correction", "bias", "norm", "embedding", "head", "scalar", "constant", "adapter"
+    "dense",
+    "expert",
+    "router",
+    "correction",
+    "bias",
+    "norm",
+    "embedding",
+    "head",
+    "taps",
+    "recurrence",
+    "scalar",
+    "constant",
+    "adapter",
 ]
 """dense: a matrix of a linear layer; expert: the matrices of all experts of a layer; correction: what routers add to
-scores, frozen and in fp32 whatever the dtype of others; scalar: one number, or one for each head, without weight decay;
-constant: one number that is never trained, 0-dimensional in checkpoints; adapter: any of its parameters. Modules whose
-scalars or constants are not drawn are `StatesInitialValues`."""
+scores, frozen; taps: of a convolution, [C, 1, W]; recurrence: numbers of the heads of a recurrence; scalar: one number,
+or one for each head; constant: one number that is never trained, 0-dimensional in checkpoints; adapter: any of its
+parameters. Modules with recurrences, and those whose scalars or constants are not drawn, are `StatesInitialValues`."""
+
+IN_FP32: frozenset[Role] = frozenset({"correction", "recurrence"})
+"""The roles of parameters that are in fp32 whatever the dtype of others, on devices, in collectives and in files."""
+NOT_DECAYED: frozenset[Role] = frozenset({"recurrence", "scalar"})
+"""The roles of parameters that have no weight decay."""
+
+
+@dataclass(frozen=True)
+class LogUniform:
+    """Initial values whose exponentials are drawn evenly from `low` to `high`."""
+
+    low: float
+    high: float
+
+
+InitialValue = float | LogUniform
 
 
 @runtime_checkable
@@ -23,9 +52,9 @@ class DeclaresRoles(Protocol):
 
 @runtime_checkable
 class StatesInitialValues(Protocol):
-    """A module whose scalars or constants are not drawn. `initial_values` maps their names to their first values."""
+    """A module that sets values of its own. `initial_values` maps names of parameters to what these start with."""
 
-    initial_values: ClassVar[Mapping[str, float]]
+    initial_values: ClassVar[Mapping[str, InitialValue]]
 
 
 @runtime_checkable

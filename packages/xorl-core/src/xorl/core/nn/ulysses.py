@@ -8,7 +8,7 @@ Shapes: T tokens of the row, P ranks, H query heads, G key/value heads, C channe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -26,19 +26,31 @@ def ulysses_attention(attention: HeadsAttention, q: Tensor, k: Tensor, v: Tensor
 
     P divides H. If there are more ranks than key/value heads, each of these goes to several ranks. Collective.
     """
-    num_ranks, num_heads = group.size, q.shape[1]
+    num_ranks = group.size
     if k.shape[1] % num_ranks:
         assert num_ranks % k.shape[1] == 0, "checked when the model was built"
         k, v = (x.repeat_interleave(num_ranks // k.shape[1], dim=1) for x in (k, v))
     widths = [x.shape[2] for x in (q, k, v)]
-    parts = [x.unflatten(1, (num_ranks, -1)).flatten(2) for x in (q, k, v)]  # [T / P, P, heads of a rank * C]
-    sizes = [part.shape[2] for part in parts]
-    mine = _exchange(torch.cat(parts, dim=2).transpose(0, 1), group)  # by the rank of the tokens
-    shares = zip(mine.flatten(0, 1).split(sizes, dim=1), widths, strict=True)
-    q, k, v = (x.unflatten(1, (-1, width)) for x, width in shares)
+    shares = columns_of_all_tokens([x.flatten(1) for x in (q, k, v)], group)
+    q, k, v = (x.unflatten(1, (-1, width)) for x, width in zip(shares, widths, strict=True))
     out = attention(q, k, v)  # [T, H / P, C]
-    whole = _exchange(out.unflatten(0, (num_ranks, -1)), group)  # by the rank of the heads
-    return whole.transpose(0, 1).reshape(-1, num_heads, out.shape[-1])
+    return tokens_of_all_columns(out.flatten(1), group).unflatten(1, (-1, out.shape[-1]))
+
+
+def columns_of_all_tokens(parts: Sequence[Tensor], group: RankGroup) -> list[Tensor]:
+    """Each of `parts`, [T / P, N] of this rank's tokens and all columns, as [T, N / P] of all tokens and its columns.
+
+    In one exchange. P divides each N. Collective.
+    """
+    by_rank = [part.unflatten(1, (group.size, -1)) for part in parts]  # [T / P, P, N / P]
+    mine = _exchange(torch.cat(by_rank, dim=2).transpose(0, 1), group)  # by the rank of the tokens
+    return list(mine.flatten(0, 1).split([part.shape[2] for part in by_rank], dim=1))
+
+
+def tokens_of_all_columns(x: Tensor, group: RankGroup) -> Tensor:
+    """The opposite: [T / P, N] of this rank's tokens, from [T, N / P] of all tokens and its columns. Collective."""
+    whole = _exchange(x.unflatten(0, (group.size, -1)), group)  # by the rank of the columns
+    return whole.transpose(0, 1).flatten(1)
 
 
 def check_heads(num_heads: int, num_kv_heads: int, num_ranks: int) -> None:

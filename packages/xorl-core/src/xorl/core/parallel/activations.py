@@ -17,7 +17,8 @@ from xorl.kernels.torch_private import ATTENTION_AND_SCALED_PRODUCTS, OpOverload
 
 RecomputeModule = Literal["self_attn", "mlp"]
 Recompute = Literal["none", "operation", "layer"] | Sequence[RecomputeModule]
-"""none; operation (keep the outputs of matrix products and attention); layer (keep only its input); or submodules."""
+"""none; operation (keep the outputs of matrix products, attention and recurrences); layer (keep only its input); or
+submodules, of which self_attn stands for a recurrence, too."""
 
 aten = torch.ops.aten
 # The operators that take the most time per byte of output. Linear layers reach the dispatcher as mm and addmm.
@@ -33,8 +34,8 @@ KEPT_ATEN_OPERATORS = frozenset(
 )
 # The inner dimension of an adapter's product is its rank, which is far below the width of the output.
 LOW_RANK_RATIO = 16
-# The attention operators of xorl.kernels: xorl::attention_{backend}.
-ATTENTION_PREFIX = "xorl::attention_"
+# The operators of xorl.kernels that mix tokens: xorl::attention_{backend}, and the scans of recurrences.
+MIXER_PREFIXES = ("xorl::attention_", "xorl::gated_delta", "xorl::state_space")
 # Products with quantised weights.
 KEPT_XORL_OPERATORS = frozenset({"xorl::quantized_linear", "xorl::experts", "xorl::adapted_experts"})
 # Always kept: a recomputed score may differ in its last bit, which could send the token to other experts.
@@ -87,11 +88,17 @@ def recompute_layers(
     is_selective = recompute == "operation"
     assert not (is_selective and reentrant), "reentrant recomputation cannot be selective"
     for layer in first:
-        for module in [layer.get_submodule(name) for name in modules] or [layer]:
+        for module in [_part(layer, name) for name in modules] or [layer]:
             # Saving the RNG state costs time. In a layer, only dropout uses random numbers.
             has_dropout = any(isinstance(inner, nn.Dropout) for inner in module.modules())
             has_router = any(isinstance(inner, MixtureOfExperts) for inner in module.modules())
             module.__class__ = _recomputing_class(type(module), reentrant, is_selective, has_dropout, has_router)
+
+
+def _part(layer: nn.Module, name: RecomputeModule) -> nn.Module:
+    """The submodule of this name; for self_attn of a layer with a recurrence, this."""
+    children = dict(layer.named_children())
+    return children["linear_attn" if name == "self_attn" and name not in children else name]
 
 
 @cache
@@ -164,6 +171,6 @@ def _selective_policy(context: object, operation: object, *args: object, **kwarg
     if operation in KEPT_ATEN_OPERATORS:
         return CheckpointPolicy.PREFER_RECOMPUTE if _is_low_rank(operation, args) else CheckpointPolicy.MUST_SAVE
     name = operation.name() if isinstance(operation, OpOverload) else ""
-    is_attention = name.startswith(ATTENTION_PREFIX) and not name.endswith("_backward")
-    is_kept = is_attention or name in KEPT_XORL_OPERATORS or name == ROUTING_OPERATOR
+    is_mixer = name.startswith(MIXER_PREFIXES) and not name.endswith("_backward")
+    is_kept = is_mixer or name in KEPT_XORL_OPERATORS or name == ROUTING_OPERATOR
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE

@@ -26,6 +26,7 @@ from xorl.core.parallel.fp8 import Fp8Weights
 from xorl.core.parallel.fsdp import (
     gather_in_order,
     is_gathered,
+    kept_in_fp32,
     no_reshard_after_forward,
     shard,
     sharding_units,
@@ -278,8 +279,8 @@ def parallelize(
 
     Parameters on the meta device get memory on `device` after sharding, for this rank's part only. `fill` then sets
     their values, before DDP wraps the model. Each of `model.layers` is a unit of recomputation and of sharding. Experts
-    are units of sharding too, if ranks hold different ones, and so is `model.lm_head`, if there is one; if the head is
-    tied, the loss reads `model.head_weight`, which the embedding owns.
+    are units of sharding too, if ranks hold different ones, and so are modules that stay in fp32, and `model.lm_head`,
+    if there is one; if the head is tied, the loss reads `model.head_weight`, which the embedding owns.
 
     Gradients are summed over the ranks, not averaged: divide by the number of tokens of all ranks, as `scale_and_clip_`
     does. Under ddp, only `forward` of the result reduces them, not the model itself. In the mode "none" nothing does:
@@ -310,7 +311,7 @@ def parallelize(
         ActivationOffload(device, limit_bytes=policy.activation_offload_limit).install(list(layers))
     if policy.data_parallel_mode == "fsdp2":
         last, experts = [head] if isinstance(head, nn.Module) else [], experts_apart(model)
-        units = sharding_units(model, policy.unit_modules, [*layers, *last, *experts])
+        units = sharding_units(model, policy.unit_modules, [*layers, *last, *experts, *kept_in_fp32(model)])
         with allow_integer_parameters():
             shard(
                 model,
@@ -323,7 +324,8 @@ def parallelize(
                 cpu_offload=policy.cpu_offload,
                 collectives=policy.collectives,
             )
-        gather_in_order([[layer, *experts_apart(layer)] for layer in layers], last, ahead=policy.forward_prefetch)
+        groups = [[layer, *kept_in_fp32(layer), *experts_apart(layer)] for layer in layers]
+        gather_in_order(groups, last, ahead=policy.forward_prefetch)
     if fill is not None and any(parameter.is_meta for parameter in model.parameters()):
         model.to_empty(device="cpu" if policy.cpu_offload else device)
         fill(model)

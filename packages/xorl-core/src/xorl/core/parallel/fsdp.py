@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from types import MappingProxyType
 
@@ -13,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from xorl.core.nn.roles import DeclaresRoles
 from xorl.core.parallel.collectives import Collectives, transport
 from xorl.core.parallel.copy_engine import CopyEngineAllGather, CopyEngineReduceScatter
 from xorl.core.torch_private import FSDPParam, call_hooks_around, owner, parameter_group
@@ -35,8 +37,9 @@ def shard(
     `kept` are units that stay gathered after the forward pass, because the backward pass starts with them; `meshes` are
     the meshes of units that are sharded over other ranks. Such a unit stays as it is if its mesh is this rank alone and
     there is nothing to cast: FSDP2 would copy its parameters and gradients several times. A unit's parameters are
-    gathered together, in param_dtype (None: their own dtype). Gradients are summed, in fp32. cpu_offload keeps
-    parameters, gradients and optimizer state in host memory. `collectives` selects how GPUs communicate.
+    gathered together, in param_dtype (None: their own dtype), except those that stay in fp32. Gradients are summed, in
+    fp32. cpu_offload keeps parameters, gradients and optimizer state in host memory. `collectives` selects how GPUs
+    communicate.
     """
     own = [] if cpu_offload else [unit for unit, one in meshes.items() if one.size() == 1 and _fits(unit, param_dtype)]
     ignored = {parameter for unit in own for parameter in unit.parameters()}
@@ -46,20 +49,31 @@ def shard(
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     # Memory can be pinned only if there is a GPU.
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
-    options = {"mp_policy": policy, "offload_policy": offload, "ignored_params": ignored}
+    uncast = kept_in_fp32(model)
+    options = {"offload_policy": offload, "ignored_params": ignored}
     for unit in units:
         reshards = reshard_after_forward and unit not in kept
-        fully_shard(unit, mesh=meshes.get(unit, mesh), reshard_after_forward=reshards, **options)
+        own_policy = replace(policy, param_dtype=None) if unit in uncast else policy
+        fully_shard(unit, mesh=meshes.get(unit, mesh), reshard_after_forward=reshards, mp_policy=own_policy, **options)
     # The root holds the embedding, which a tied head also reads.
-    fully_shard(model, mesh=mesh, reshard_after_forward=False, **options)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy, **options)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # By default, FSDP2 divides by the number of ranks. Without force_sum it uses PREMUL_SUM, which gloo lacks.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     for one in by_copy_engines:
-        sharded = [unit for unit in (*units, model) if meshes.get(unit, mesh) is one]
+        sharded = [unit for unit in (*units, model) if meshes.get(unit, mesh) is one and unit not in uncast]
         _use_copy_engines(sharded, one.get_group(one.ndim - 1), param_dtype)
+
+
+def kept_in_fp32(model: nn.Module) -> list[nn.Module]:
+    """The modules whose trained parameters stay in fp32, as units of their own: FSDP2 reduces one dtype for each."""
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, DeclaresRoles) and "recurrence" in module.roles.values()
+    ]
 
 
 def _fits(unit: nn.Module, dtype: torch.dtype | None) -> bool:

@@ -1,0 +1,179 @@
+"""Chooses the functions that the layers of a model compute with, from the options of a configuration."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from xorl.config.local import ModelConfig, TrainConfig
+from xorl.core.mesh import Axis, Mesh
+from xorl.core.models import DecoderConfig
+from xorl.core.models.decoder_config import ExpertsConfig
+from xorl.core.nn import LayerKernels
+from xorl.core.nn.all_gather import AllGather, sent_share
+from xorl.core.nn.deepep import DeepEP, deepep_refusal
+from xorl.core.nn.dispatch import AllToAll, Dispatcher
+from xorl.core.nn.kernels import FusedKernel, choose_kernels
+from xorl.core.nn.tensor import TensorRanks
+from xorl.kernels.attention import ATTENTION, AttentionFn, AttentionRequest, resolve_attention
+from xorl.kernels.attention.sdpa import sdpa_attention
+from xorl.kernels.experts import EXPERTS, ExpertsRequest, grouped
+from xorl.kernels.recurrent import PLAIN_RECURRENCE, RECURRENCES, RecurrenceFns, resolve_recurrence
+from xorl.kernels.registry import AUTO
+
+logger = logging.getLogger(__name__)
+
+# From this share of the pairs of a token and a rank on, sending all of them costs less than waiting for their number
+# in every layer: at most twice as much is sent.
+GATHERED_SHARE = 0.5
+
+# Option names for error messages.
+ATTENTION_OPTION = "model.attn_implementation"
+EXPERTS_OPTION = "model.moe_implementation"
+RECURRENCE_OPTION = "model.recurrence_implementation"
+
+
+def choose_layer_kernels(
+    config: DecoderConfig, model: ModelConfig, train: TrainConfig, device: torch.device, mesh: Mesh, *, apart: bool
+) -> LayerKernels:
+    """The functions that a model's layers compute with on `device`. Collective with deepep.
+
+    apart: for a measurement on each rank alone.
+    """
+    attention = _attention_by_layer(config, model, train, device)
+    experts = grouped.experts
+    if config.has_experts:
+        try:
+            experts = EXPERTS.resolve(model.moe_implementation or AUTO, _experts_request(config, train, device))
+        except RuntimeError as error:
+            raise ValueError(f"{EXPERTS_OPTION}: {error}") from error
+    native: dict[FusedKernel, bool] = {
+        "rms_norm": model.rmsnorm_native,
+        "rope": model.rope_native,
+        "swiglu": model.activation_native,
+    }
+    kernels = choose_kernels(
+        next(iter(attention.values()), sdpa_attention),
+        device_type=device.type,
+        dtype=compute_dtype(train),
+        compiled=train.enable_compile,
+        native={name for name, is_native in native.items() if is_native},
+        cast_bf16=model.attention_cast_bf16,
+        experts=experts,
+        dispatcher=None if mesh.ep is None else _dispatcher(mesh.ep, config, model, apart=apart),
+        tensor=TensorRanks(mesh.tp.ranks),
+    )
+    return replace(kernels, attention_by_layer=attention, recurrence=_recurrence(config, model, train, device))
+
+
+def _attention_by_layer(
+    config: DecoderConfig, model: ModelConfig, train: TrainConfig, device: torch.device
+) -> dict[int, AttentionFn]:
+    requests = config.attention_requests(device.type, compute_dtype(train))
+    try:
+        return {index: resolve_attention(model.attn_implementation, each) for index, each in requests.items()}
+    except RuntimeError as error:
+        raise ValueError(f"{ATTENTION_OPTION}: {error}") from error
+
+
+def _recurrence(config: DecoderConfig, model: ModelConfig, train: TrainConfig, device: torch.device) -> RecurrenceFns:
+    """The functions of all layers with a recurrence, whose heads have the same sizes."""
+    functions = PLAIN_RECURRENCE
+    try:
+        for request in config.recurrence_requests(device.type, compute_dtype(train)):
+            functions = resolve_recurrence(model.recurrence_implementation, request)
+    except RuntimeError as error:
+        raise ValueError(f"{RECURRENCE_OPTION}: {error}") from error
+    return functions
+
+
+def _dispatcher(axis: Axis, config: DecoderConfig, model: ModelConfig, *, apart: bool) -> Dispatcher[Any]:
+    """Collective with deepep. apart: for a measurement on each rank alone."""
+    name = dispatch_name(config, model, axis.size)
+    if model.ep_dispatch == "auto" and not apart:
+        share = sent_share(axis.size, _num_active(config))
+        logger.debug("ep_dispatch=auto takes %s pairs_sent=%.2f ranks=%d", name, share, axis.size)
+    if name == "allgather":
+        return AllGather(axis.ranks, apart=apart)
+    assert not apart, "other exchanges need other ranks"
+    if name == "alltoall":
+        return AllToAll(axis.ranks)
+    return DeepEP(
+        axis,
+        width=config.hidden_size,
+        buffer_bytes=round(model.deepep_buffer_size_gb * 1e9),
+        num_sms=model.deepep_num_sms,
+        async_combine=model.deepep_async_combine,
+    )
+
+
+def dispatch_name(config: DecoderConfig, model: ModelConfig, num_ranks: int) -> str:
+    """`model.ep_dispatch`, with auto replaced by the choice for `num_ranks` that share the experts."""
+    if model.ep_dispatch != "auto":
+        return model.ep_dispatch
+    return "allgather" if sent_share(num_ranks, _num_active(config)) >= GATHERED_SHARE else "alltoall"
+
+
+def _num_active(config: DecoderConfig) -> int:
+    return min(layer.ffn.num_active for layer in config.layers if isinstance(layer.ffn, ExpertsConfig))
+
+
+def require_dispatch(config: DecoderConfig, model: ModelConfig, train: TrainConfig, device: torch.device) -> None:
+    """Raise ValueError if tokens cannot be sent to experts in the way that is configured."""
+    num_ranks = train.expert_parallel_size
+    if num_ranks == 1:
+        return
+    if model.ep_dispatch == "auto" and dispatch_name(config, model, num_ranks) == "alltoall":
+        option = None
+        if train.enable_compile:
+            option = "train.enable_compile: true"
+        elif train.enable_gradient_checkpointing and train.recompute_policy == "auto":
+            option = "train.recompute_policy: auto"
+        if option is not None:
+            raise ValueError(
+                f"{option}, but with {num_ranks} ranks and {_num_active(config)} active experts model.ep_dispatch: "
+                "auto takes alltoall, for which it is impossible; change it, or set ep_dispatch to allgather"
+            )
+    if model.ep_dispatch != "deepep":
+        return
+    if (refusal := deepep_refusal(device.type, compute_dtype(train))) is not None:
+        raise ValueError(f"model.ep_dispatch: deepep cannot run here: {refusal}; or use auto")
+
+
+def check_kernels(config: DecoderConfig, model: ModelConfig, train: TrainConfig, device: torch.device) -> None:
+    """Raise the errors of `choose_layer_kernels` that can be found without importing kernels."""
+    if model.recurrence_implementation != AUTO and not config.recurrences:
+        raise ValueError(
+            f"{RECURRENCE_OPTION}: {model.recurrence_implementation}, but the model has no layers with a recurrence; "
+            "leave it at auto"
+        )
+    option = ATTENTION_OPTION
+    try:
+        for request in attention_requests(config, train, device):
+            ATTENTION.check(model.attn_implementation, request)
+        option = RECURRENCE_OPTION
+        for request in config.recurrence_requests(device.type, compute_dtype(train)):
+            RECURRENCES.check(model.recurrence_implementation, request)
+        option = EXPERTS_OPTION
+        if config.has_experts:
+            EXPERTS.check(model.moe_implementation or AUTO, _experts_request(config, train, device))
+    except RuntimeError as error:
+        raise ValueError(f"{option}: {error}") from error
+
+
+def compute_dtype(train: TrainConfig) -> torch.dtype:
+    """The dtype of activations."""
+    return torch.bfloat16 if train.enable_mixed_precision else torch.float32
+
+
+def attention_requests(config: DecoderConfig, train: TrainConfig, device: torch.device) -> list[AttentionRequest]:
+    """What attention has to support, each kind of layer once."""
+    return list(dict.fromkeys(config.attention_requests(device.type, compute_dtype(train)).values()))
+
+
+def _experts_request(config: DecoderConfig, train: TrainConfig, device: torch.device) -> ExpertsRequest:
+    experts = next(layer.ffn for layer in config.layers if isinstance(layer.ffn, ExpertsConfig))
+    return ExpertsRequest(device.type, compute_dtype(train), config.hidden_size, experts.width)

@@ -1,0 +1,81 @@
+"""Models with recurrences: what their options may be, how they start, and who samples from them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from local_options import local_config
+from tiny_models import hf_config, write_config
+from xorl.core.parallel import ParallelModel
+from xorl.server.sampler import GenerationRequest, Sampler
+from xorl.train.layer_kernels import check_kernels
+from xorl.train.model import sketch_model
+from xorl.train.model_source import read_architecture
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ringattn_parallel_size": 2}, r"^train\.ringattn_parallel_size: 2, .*\.ulysses_parallel_size: 1 or 2 or 4"),
+        ({"ulysses_parallel_size": 8}, "ulysses: 8 ranks cannot share 8 heads with 2 key/value heads|the 4 key heads"),
+        ({"ulysses_parallel_size": 3}, "ulysses: 3 ranks cannot share"),
+        (
+            {"tensor_parallel_size": 8},
+            r"^train\.tensor_parallel_size: 8 ranks .* 4 key heads of recurrences .* works is 4$",
+        ),
+        (
+            {"tensor_parallel_size": 2, "ulysses_parallel_size": 4},
+            "ulysses: 4 ranks cannot share the 2 key heads of recurrences; the nearest size that works is 2",
+        ),
+    ],
+)
+def test_sizes_that_recurrences_cannot_be_shared_by_are_refused(
+    options: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    # Catches a run that fails in its first step, or computes heads of other ranks.
+    folder = write_config(tmp_path, hf_config("qwen3_5_text", num_attention_heads=8))
+    config = local_config({"config_path": str(folder)}, **options)
+    with pytest.raises(ValueError, match=message):
+        sketch_model(read_architecture(config.model), config.model, config.train, config.lora)
+
+
+@pytest.mark.parametrize(
+    ("family", "backend", "message"),
+    [
+        ("qwen3_5_text", "fla", r"^model\.recurrence_implementation: .*'fla' cannot run here: .*these can: plain"),
+        ("qwen3", "plain", r"^model\.recurrence_implementation: plain, but the model has no layers with a recurrence"),
+    ],
+)
+def test_a_backend_that_cannot_run_is_refused_by_name(family: str, backend: str, message: str, tmp_path: Path) -> None:
+    # Catches a silent fallback, and an option that is ignored.
+    folder = write_config(tmp_path, hf_config(family))
+    config = local_config({"config_path": str(folder), "recurrence_implementation": backend})
+    with pytest.raises(ValueError, match=message):
+        check_kernels(read_architecture(config.model).config, config.model, config.train, CPU)
+
+
+def test_a_model_starts_with_the_decays_of_its_authors(tmp_path: Path) -> None:
+    # Catches decays drawn like weights, and a norm that starts at 0 because others of the model do.
+    config = local_config({"config_path": str(write_config(tmp_path, hf_config("qwen3_5_text")))})
+    model = read_architecture(config.model)
+    decoder = model.spec.build(model.config)
+    decoder.init_weights(seed=0)
+    layer = decoder.layers[0].linear_attn
+    decays = layer.decay.A_log.exp()
+    assert 0.01 <= decays.min() < decays.max() <= 16
+    assert torch.equal(layer.decay.dt_bias, torch.ones(8))
+    assert torch.equal(layer.norm.weight, torch.ones(8))
+    assert torch.equal(decoder.layers[0].input_layernorm.weight, torch.zeros(32))
+
+
+def test_the_embedded_sampler_names_what_works_instead(tmp_path: Path, mesh) -> None:
+    # Catches samples from a model whose states are forgotten.
+    config = local_config({"config_path": str(write_config(tmp_path, hf_config("qwen3_5_text")))})
+    model = read_architecture(config.model)
+    decoder = model.spec.build(model.config)
+    sampler = Sampler(ParallelModel(decoder, decoder, mesh), device=CPU, cache_tokens=64)
+    with pytest.raises(ValueError, match=r"no states of recurrent layers.*inference_endpoints"):
+        sampler.run([GenerationRequest((1, 2), 3)])
