@@ -6,6 +6,7 @@ from torch import Tensor
 
 from xorl.kernels.experts import EXPERTS, ExpertsFn, ExpertsRequest, reference, rows, rows_triton
 from xorl.kernels.experts.adapted import Factors
+from xorl.kernels.experts.gates import GELU_TANH, SILU, Biases, Gate
 from xorl.kernels.experts.plan import RoutePlan
 from xorl.kernels.experts.quantized import QuantizedExperts
 from xorl.kernels.experts.routing import sum_routing, top_experts
@@ -105,6 +106,48 @@ def test_choices_in_parts_match_the_twin(
         grad = torch.randn_like(out)
         found = torch.autograd.grad(out, tensors, grad)
     assert_match((out, *found), expected, exact, grad)
+
+
+# Low enough that many values exceed the limit.
+GATES = {"silu": SILU, "gelu": GELU_TANH, "clamped": Gate(alpha=1.7, limit=0.8, offset=1.0)}
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("native", BF16), ("triton", BF16), ("triton", torch.float32), ("quack", BF16)], ids=str
+)
+@pytest.mark.parametrize("shape", [*SHAPES[:2], (2048, 4, 2880, 2880, 8)])
+def test_gates_and_biases_match_the_twin(
+    shape: tuple[int, ...], name: str, dtype: torch.dtype, recompute: bool, gate: str
+) -> None:
+    # Catches the bias of another expert, biases of padding, gradients past the limit, widths that no tile divides, and
+    # a part that makes the host wait or differs when it is repeated.
+    experts = resolve(name, shape, dtype)
+    tensors, ids = inputs(shape, dtype)
+    sizes = (shape[4], 2 * shape[3]), (shape[4], shape[2])
+    tensors += [torch.randn(*size, device="cuda").to(dtype).requires_grad_() for size in sizes]
+    num_real = torch.tensor(shape[0] - 5, device="cuda")
+    exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    expected = reference.experts(*exact[:4], ids, num_real, gate=GATES[gate], biases=Biases(*exact[4:]))
+    grad = torch.randn_like(tensors[0])
+
+    def run() -> tuple[Tensor, ...]:
+        biases = Biases(*tensors[4:])
+        out = experts(*tensors[:4], ids, num_real, gate=GATES[gate], biases=biases, recompute=recompute)
+        return out, *torch.autograd.grad(out, tensors, grad)
+
+    with nan_poisoned_empty():
+        found = run()
+    # Rounding moves values across the limit.
+    assert_match(found, expected, exact, grad, bound_of_bf16=5e-2 if gate == "clamped" else 2e-2)
+    assert not found[0][-5:].any()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        again = run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
 
 
 # By kind: the leading dimensions of the factors that are 1, the number of slots, and the format of the base.

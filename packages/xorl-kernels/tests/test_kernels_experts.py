@@ -385,10 +385,12 @@ def test_a_plan_sorts_choices_by_expert_and_then_by_token() -> None:
 def test_experts_compile_into_one_graph() -> None:
     # Catches a break of the graph, and outputs of other shapes than the operators promise.
     shape = SHAPES[0]
-    tensors, ids = inputs(shape, torch.float32), routes("random", shape)
+    biases, ids = biases_of(shape, torch.float32), routes("random", shape)
+    tensors = [*inputs(shape, torch.float32), *biases]
 
-    def block(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor) -> Tensor:
-        return grouped.experts(x, gate_up, down, weights, ids)
+    def block(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, *biases: Tensor) -> Tensor:
+        plain = grouped.experts(x, gate_up, down, weights, ids)
+        return plain + grouped.experts(x, gate_up, down, weights, ids, gate=CLAMPED, biases=Biases(*biases))
 
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
     expected, out = block(*tensors), compiled(*tensors)

@@ -83,6 +83,9 @@ class Peer:
             return "peft is not installed"
         if "liger" in self.parts and not torch.cuda.is_available():
             return "Liger's kernels need a GPU"
+        model_type = str(architecture.text_values["model_type"])
+        if "liger" in self.parts and model_type not in _liger_functions():
+            return f"Liger has no kernels for {model_type}"
         if self.backend is not None:
             try:
                 device = torch.device(default_device_type())
@@ -130,13 +133,19 @@ def peer_settings(config: Config) -> str:
 
 def _transformers(values: Mapping[str, object]) -> tuple[PreTrainedConfig, type]:
     """transformers' configuration object for the values of a config.json, and its model class."""
-    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415  (takes seconds to import; only peers use it)
+    from transformers import AutoConfig  # noqa: PLC0415  (takes seconds to import; only peers use it)
 
     rest = {key: value for key, value in values.items() if key != "model_type"}
     hf_config = AutoConfig.for_model(str(values["model_type"]), **rest)
+    return hf_config, _class_of(hf_config)
+
+
+def _class_of(hf_config: PreTrainedConfig) -> type:
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415
+
     model_class = AutoModelForCausalLM._model_mapping[type(hf_config)]
     assert isinstance(model_class, type), "a configuration class has one causal model"
-    return hf_config, model_class
+    return model_class
 
 
 @contextmanager
@@ -145,14 +154,19 @@ def _liger(model_type: str, module: ModuleType, options: dict[str, bool]) -> Ite
 
     options: kernels to leave out.
     """
+    with _restored(module):
+        _liger_functions()[model_type](**options)  # by default, all kernels that Liger has for the family
+        yield
+
+
+def _liger_functions() -> Mapping[str, Callable[..., None]]:
+    """What patches transformers' code of a family with Liger's kernels, by model type."""
     # Optional: users who compare with Liger install it.
     from liger_kernel.transformers.monkey_patch import (  # noqa: PLC0415  # pyright: ignore[reportMissingImports]
         MODEL_TYPE_TO_APPLY_LIGER_FN,
     )
 
-    with _restored(module):
-        MODEL_TYPE_TO_APPLY_LIGER_FN[model_type](**options)  # by default, all kernels that Liger has for the family
-        yield
+    return MODEL_TYPE_TO_APPLY_LIGER_FN
 
 
 @contextmanager
@@ -183,7 +197,9 @@ def _engine(
     compute_dtype = torch.bfloat16 if train.enable_mixed_precision else torch.float32
     assert train.param_dtype is not None, "resolved by the configuration"
     param_dtype = DTYPES[train.param_dtype]
-    attention = "sdpa"
+    model_class = _class_of(hf_config)
+    # Not all families have it.
+    attention = "sdpa" if model_class._supports_sdpa else "eager"  # pyright: ignore[reportAttributeAccessIssue]
     if peer.backend is not None:
         request, *_ = attention_requests(architecture.config, train, device)
         attention = register_attention(resolve_attention(peer.backend, request))
@@ -273,11 +289,13 @@ def register_attention(attention: AttentionFn) -> str:
         xorl_layout: SequenceLayout,
         sliding_window: int | None = None,
         softcap: float | None = None,
+        s_aux: Tensor | None = None,
         **_: object,
     ) -> tuple[Tensor, None]:
         assert attention_mask is None, "the layout defines the mask"
         q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))  # [T, H, D]
-        return attention(q, k, v, xorl_layout, AttentionSpec(scaling, sliding_window, softcap)).unsqueeze(0), None
+        spec = AttentionSpec(scaling, sliding_window, softcap)
+        return attention(q, k, v, xorl_layout, spec, s_aux).unsqueeze(0), None
 
     # Must not contain "flash": transformers would treat it as one of its own implementations.
     name = "xorl_packed_attention"
