@@ -199,7 +199,7 @@ def _engine(
     param_dtype = DTYPES[train.param_dtype]
     model_class = _class_of(hf_config)
     # Not all families have it.
-    attention = "sdpa" if model_class._supports_sdpa else "eager"  # pyright: ignore[reportAttributeAccessIssue]
+    attention = "sdpa" if model_class._supports_sdpa else "eager"
     if peer.backend is not None:
         request, *_ = attention_requests(architecture.config, train, device)
         attention = register_attention(resolve_attention(peer.backend, request))
