@@ -40,7 +40,9 @@ LEFT_OUT = {
 # the output of the last layer.
 HIDDEN: dict[tuple[str, str], set[str]] = {("Qwen3MoeForCausalLM", "all experts"): {"ffn.router.normalize=False"}}
 # Of so few channel pairs, none lies between the bounds.
-HIDDEN |= {("DeepseekV3ForCausalLM", "grouped heads"): {"mixer.rope.beta_fast=32.0"}}
+HIDDEN |= {
+    (f"{name}ForCausalLM", "grouped heads"): {"mixer.rope.beta_fast=32.0"} for name in ("DeepseekV3", "Glm4MoeLite")
+}
 HIDDEN |= {
     ("Gemma4ForCausalLM", label): {"output_scale=False"}
     for label in ("sliding window", "own values, capped logits", "untied, biases")
@@ -186,6 +188,7 @@ WITHOUT_EFFECT = {
     "Glm4MoeForCausalLM": {"output_router_logits", "num_nextn_predict_layers"},
     "DeepseekV3ForCausalLM": {"output_router_logits", "num_nextn_predict_layers"},
     "Dots1ForCausalLM": {"output_router_logits"},
+    "Glm4MoeLiteForCausalLM": {"output_router_logits"},
     "SolarOpenForCausalLM": {"output_router_logits"},
 }
 # Without the keys that take precedence over others, and with those that others need.

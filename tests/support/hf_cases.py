@@ -338,6 +338,21 @@ CASES += [
     Case("DeepseekV3ForCausalLM", "no latent of queries", {**LATENT, "q_lora_rank": None, "attention_bias": True}),
     Case("DeepseekV3ForCausalLM", "pairs by halves", {**LATENT, "rope_interleave": False, "tie_word_embeddings": True}),
 ]
+SPARSE = ["dense", "sparse", "sparse"]
+LITE = {key: value for key, value in LATENT.items() if key != "first_k_dense_replace"}
+CASES += [
+    Case("Glm4MoeLiteForCausalLM", "grouped heads", {**LITE, "rope_parameters": SCALED, "mlp_layer_types": SPARSE}),
+    Case(
+        "Glm4MoeLiteForCausalLM",
+        "no latent of queries",
+        {**LITE, "q_lora_rank": None, "attention_bias": True, "mlp_layer_types": ["sparse", "dense", "sparse"]},
+    ),
+    Case(
+        "Glm4MoeLiteForCausalLM",
+        "pairs by halves",
+        {**LITE, "rope_interleave": False, "tie_word_embeddings": True, "norm_topk_prob": False},
+    ),
+]
 CLAMPED = {**LOCAL, "head_dim": 16, "sliding_window": 6, "rope_parameters": {**YARN, "truncate": False}}
 CASES += [
     # So low a limit that many values exceed it.

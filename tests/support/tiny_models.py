@@ -17,6 +17,7 @@ ARCHITECTURES = {
     "gemma4_text": "Gemma4ForCausalLM",
     "glm4": "Glm4ForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
+    "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
     "gpt2": "GPT2LMHeadModel",
     "gpt_oss": "GptOssForCausalLM",
     "granite": "GraniteForCausalLM",
@@ -95,6 +96,7 @@ _EXPERTS: dict[str, dict[str, object]] = {
     "dots1": _GROUPED,
     "deepseek_v3": {**_GROUPED, "first_k_dense_replace": 0},
     "glm4_moe": {**_GROUPED, "first_k_dense_replace": 1},
+    "glm4_moe_lite": _GROUPED,
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24, "swiglu_limit": 0.9},
     "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24},
@@ -116,6 +118,14 @@ _SCALED = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
+}
+_LATENTS = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
 }
 _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 _DELTA = {
@@ -146,14 +156,8 @@ _OWN: dict[str, dict[str, object]] = {
     "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0},
     "hunyuan_v1_dense": {"head_dim": 8},
     "glm4_moe": {"use_qk_norm": True},
-    "deepseek_v3": {
-        "num_key_value_heads": 4,
-        "q_lora_rank": 12,
-        "kv_lora_rank": 16,
-        "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 4,
-        "v_head_dim": 8,
-    },
+    "deepseek_v3": _LATENTS,
+    "glm4_moe_lite": _LATENTS,
     "minimax_m2": {"head_dim": 8, "rotary_dim": 4},
     "ministral3": _NARROW,
     "olmo3": _WINDOWS,

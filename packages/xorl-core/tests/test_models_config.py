@@ -35,7 +35,7 @@ def read(architecture: str, **changes: object) -> DecoderConfig:
     sizes = GPT2_SIZES if architecture == "GPT2LMHeadModel" else SIZES
     if architecture == "Dots1ForCausalLM":
         sizes = {**sizes, "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2}
-    if architecture == "DeepseekV3ForCausalLM":
+    if architecture in ("DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"):
         sizes = {**sizes, "num_key_value_heads": 8, "head_dim": 64}
     return spec_for({"architectures": [architecture]}).config_from_hf({**sizes, **changes})
 

@@ -14,14 +14,27 @@ from tiny_models import hf_config, write_config
 PROMPT = [5, 6, 7, 8]
 
 
+# By family: changes of its tiny model, and the number of its layers with experts, of its experts, and of those of a token.
+FAMILIES: dict[str, tuple[dict[str, object], tuple[int, int, int]]] = {
+    "qwen3_moe": ({"mlp_only_layers": [1]}, (2, 4, 2)),
+    "gpt_oss": ({}, (3, 4, 2)),
+    "glm4_moe_lite": ({"mlp_layer_types": ["sparse", "dense", "sparse"]}, (2, 8, 3)),
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def service(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Service:
+def service(serve: Serve, tmp_path_factory: pytest.TempPathFactory, family: str) -> Service:
     shape = json.loads((ROOT / "configs" / "quickstart" / "config.json").read_text())
     names = ("vocab_size", "eos_token_id", "bos_token_id", "pad_token_id", "max_position_embeddings")
     shape = hf_config(
-        "qwen3_moe",
+        family,
         num_hidden_layers=3,
-        mlp_only_layers=[1],
+        **FAMILIES[family][0],
         **{name: shape[name] for name in names if name in shape},
     )
     folder: Path = write_config(tmp_path_factory.mktemp("mixture"), shape)
@@ -29,7 +42,7 @@ def service(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Service:
 
 
 @in_a_child
-def test_routes_of_samples_replay_through_the_client_that_has_the_field(service: Service) -> None:
+def test_routes_of_samples_replay_through_the_client_that_has_the_field(service: Service, family: str) -> None:
     # Catches a record that the client's form loses on either way, and one that is not used.
     import xorl_client  # noqa: PLC0415  (a dependency group that is not always there)
 
@@ -56,7 +69,9 @@ def test_routes_of_samples_replay_through_the_client_that_has_the_field(service:
         free, replayed = logprobs(None, trains=trains), logprobs(record, trains=trains)
         assert replayed[1] == free[1]
         np.testing.assert_allclose(replayed[0][len(PROMPT) - 1 :], answer.sequences[0].logprobs, atol=1e-4)
-    values = np.random.default_rng(0).random((len(tokens) - 2, 2, 4)).argsort(-1)[..., :2]
+    num_layers, num_experts, num_active = FAMILIES[family][1]
+    shape = len(tokens) - 2, num_layers, num_experts
+    values = np.random.default_rng(0).random(shape).argsort(-1)[..., :num_active]
     assert abs(logprobs(values.tolist(), trains=True)[1] - free[1]) > 1e-4
     stepped = training.optim_step(types.AdamParams(learning_rate=0.0)).result()
     assert 0 < stepped.metrics["router_changed_routes"] < 1
@@ -64,17 +79,17 @@ def test_routes_of_samples_replay_through_the_client_that_has_the_field(service:
         logprobs(np.ones_like(values).tolist(), trains=True)
 
 
-def test_routes_of_a_completion_have_a_row_for_each_computed_token(service: Service) -> None:
+def test_routes_of_a_completion_have_a_row_for_each_computed_token(service: Service, family: str) -> None:
     """Catches a completion that promises routes and loses those of its prompt, or of one of its choices."""
     body = {"model": "xorl/quickstart", "prompt": PROMPT, "max_tokens": 5, "n": 2, "return_routed_experts": True}
     answer = httpx.post(f"{service.url}/v1/completions", json=body, timeout=60, trust_env=False).raise_for_status()
     for choice in answer.json()["choices"]:
         num_tokens = len(PROMPT) + len(choice["token_ids"])
-        assert choice["routed_experts"]["shape"] == [num_tokens - 1, 3, 2]
+        assert choice["routed_experts"]["shape"] == [num_tokens - 1, 3, FAMILIES[family][1][2]]
 
 
 @in_a_child
-def test_routes_of_the_trainer_replay_through_the_other_client_and_rest(service: Service) -> None:
+def test_routes_of_the_trainer_replay_through_the_other_client_and_rest(service: Service, family: str) -> None:
     # Catches routes that the binary format of the other client loses.
     from tinker import types  # noqa: PLC0415  (a dependency group that is not always there)
 
@@ -87,8 +102,9 @@ def test_routes_of_the_trainer_replay_through_the_other_client_and_rest(service:
     options = {"return_routed_experts": 1.0}
     found = training.forward([datum], "cross_entropy", loss_fn_config=options).result()
     record = found.loss_fn_outputs[0]["routed_experts"]
-    routes = np.array(record.tolist()).reshape(29, 3, 2).astype(int)
-    assert not routes[:, 1].any()
+    num_layers, _, num_active = FAMILIES[family][1]
+    routes = np.array(record.tolist()).reshape(29, 3, num_active).astype(int)
+    assert sum(routes[:, layer].any() for layer in range(3)) == num_layers
 
     def loss(record: np.ndarray) -> float:
         body = {
