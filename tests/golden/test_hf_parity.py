@@ -347,7 +347,9 @@ def test_the_decoder_starts_like_transformers():
     ],
 )
 # Those have no heads of keys, or as many as of queries.
-@pytest.mark.parametrize("architecture", [name for name in SPECS if not name.startswith(("GPT2", "Deepseek", "Glm4MoeLite"))])
+@pytest.mark.parametrize(
+    "architecture", [name for name in SPECS if not name.startswith(("GPT2", "Deepseek", "Glm4MoeLite"))]
+)
 def test_what_config_json_leaves_out_or_null_means_the_same_model(architecture, changes):
     """Catches a default of ours: absent and null can mean two models, and differ by family."""
     values = {**SIZES, "hidden_size": 64, "num_attention_heads": 64, "head_dim": 8, "num_hidden_layers": 2, **changes}

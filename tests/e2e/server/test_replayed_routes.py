@@ -14,7 +14,7 @@ from tiny_models import hf_config, write_config
 PROMPT = [5, 6, 7, 8]
 
 
-# By family: changes of its tiny model, and the number of its layers with experts, of its experts, and of those of a token.
+# By family: changes of its tiny model; the number of layers with experts, of experts in one, and of those of a token.
 FAMILIES: dict[str, tuple[dict[str, object], tuple[int, int, int]]] = {
     "qwen3_moe": ({"mlp_only_layers": [1]}, (2, 4, 2)),
     "gpt_oss": ({}, (3, 4, 2)),
