@@ -26,6 +26,7 @@ from xorl.kernels.fused.reference import HeadNorms, HeadShape
 from xorl.kernels.optim import Noise, triton_lists, triton_symmetric, triton_updates
 from xorl.kernels.quant import WeightNoise, blocks_triton, fp8_triton
 from xorl.kernels.quant.fp8 import E4M3, E5M2
+from xorl.kernels.recurrent import delta_triton
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 FLOATS = (BF16, FP16, FP32)
@@ -223,6 +224,19 @@ def experts(num_tokens: int = 64) -> None:
             routing_triton.sum_routing_backward(*grads, scores, lse, cu_seqlens, num_real)
 
 
+def recurrences(num_tokens: int = 512) -> None:
+    """The gradients of chunks of the gated delta rule, of usual and unusual heads."""
+    starts, chunks = empty(3, dtype=torch.int32), empty(num_tokens // 64, 2, dtype=torch.int32)
+    for dtype, (key_heads, heads_of_values, key_dim, value_dim) in product(
+        (FP32, BF16), ((1, 2, 80, 48), (16, 32, 256, 256), (16, 32, 128, 128))
+    ):
+        keys = empty(num_tokens, key_heads, key_dim, dtype=dtype)
+        values = empty(num_tokens, heads_of_values, value_dim, dtype=dtype)
+        g = empty(num_tokens, heads_of_values, dtype=FP32)
+        states = empty(len(chunks), heads_of_values, key_dim, value_dim, dtype=dtype)
+        delta_triton.chunk_gradients(keys, keys, values, values, values, g, states, states, starts, chunks, 1.0)
+
+
 CALLS = (
     losses,
     norms,
@@ -235,6 +249,7 @@ CALLS = (
     symmetric_products,
     paged,
     sums,
+    recurrences,
 )
 
 
@@ -352,6 +367,7 @@ def usual_sizes() -> None:
     triton_lists.adamw_(*([param] for _ in range(4)), **rates, **options, corrections=corrections, noises=[noise])
     triton_lists.square_sum([grad])
     widened_sum.widened_sum_(empty(count, dtype=FP32), grad, empty(1, count))
+    recurrences(8192)
     experts(8192)
     grad, ends = Rows(empty(tokens, 2 * 768)), empty(128, dtype=torch.int32)
     gathered = Rows(empty(tokens, 2048), empty(8 * tokens, dtype=torch.int32))
@@ -382,6 +398,7 @@ HOT = {
     "optim.triton_lists._adamw": (28, 56),
     "optim.triton_lists._square_sum": (64, 8),
     "fused.widened_sum._widened_sum": (48, 0),
+    "recurrent.delta_triton._kernel": (8, 0),
     "experts.rows_triton._gated": (48, 0),
     "experts.rows_triton._sum_parts": (40, 0),
     "experts.products_triton._product": (8, 0),

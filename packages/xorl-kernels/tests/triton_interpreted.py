@@ -18,6 +18,7 @@ from xorl.kernels.experts.products import Rows
 from xorl.kernels.experts.routing import _sum_routing, _sum_routing_backward, top_experts
 from xorl.kernels.fused import cross_entropy, device, heads, partial, reference, rms_norm, swiglu, widened_sum
 from xorl.kernels.fused.reference import HeadNorms, HeadShape
+from xorl.kernels.recurrent import delta_triton
 from xorl.kernels.testing import (
     TOLERANCES,
     assert_close,
@@ -417,3 +418,50 @@ def test_groups_without_rows_are_cleared(monkeypatch):
     grouped_triton.clear_empty_groups_(out, torch.tensor([0, 4, 4, 9, 9], dtype=torch.int32))
     assert [bool(group.isnan().all()) for group in out] == [False, True, False, True, False]
     assert not out[[0, 2, 4]].any()
+
+
+@pytest.mark.parametrize("lengths", [[70, 1, 129], [64], [3]])
+@pytest.mark.parametrize(("num_key_heads", "key_dim", "value_dim"), [(2, 16, 24), (1, 80, 48)])
+def test_chunk_gradients(num_key_heads, key_dim, value_dim, lengths):
+    # Catches channels beyond a block, a chunk that is not full, a neighbouring document's, heads of other keys, and a
+    # part of the decays' gradient.
+    num_tokens, num_heads, scale = sum(lengths), 4, 0.3
+    starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    chunks = [(document, index) for document, length in enumerate(lengths) for index in range(-(-length // 64))]
+    q, k = (randn(num_tokens, num_key_heads, key_dim, seed=seed).requires_grad_() for seed in (0, 1))
+    u, grad_out, grad_u = (randn(num_tokens, num_heads, value_dim, seed=seed) for seed in (2, 3, 4))
+    states, grad_states = (randn(len(chunks), num_heads, key_dim, value_dim, seed=seed) for seed in (5, 6))
+    steps = -randn(num_tokens, num_heads, seed=7).abs()
+    g, total, wanted_w = [], torch.zeros(()), torch.empty(num_tokens, num_heads, key_dim)
+    for chunk, (document, index) in enumerate(chunks):
+        first = int(starts[document]) + 64 * index
+        rows = slice(first, min(first + 64, int(starts[document + 1])))
+        sums = steps[rows].cumsum(0).requires_grad_()  # [L, H], logarithms of the decays from the first token on
+        g.append(sums)
+        ratio = num_heads // num_key_heads
+        qs, ks = (x[rows].repeat_interleave(ratio, 1).transpose(0, 1) for x in (q, k))
+        decays, us = sums.t()[..., None], u[rows].transpose(0, 1)
+        between = (decays - decays.transpose(1, 2)).tril().exp().tril()
+        out = decays.exp() * (qs @ states[chunk]) + ((qs @ ks.transpose(1, 2)) * between) @ us
+        after = decays[:, -1:].exp() * states[chunk] + (ks * (decays[:, -1:] - decays).exp()).transpose(1, 2) @ us
+        total = total + (scale * out * grad_out[rows].transpose(0, 1)).sum() + (after * grad_states[chunk]).sum()
+        wanted_w[rows] = -(grad_u[rows].transpose(0, 1) @ states[chunk].transpose(1, 2)).transpose(0, 1)
+    total.backward()
+    binary = torch.cat([sums.detach() for sums in g]) / torch.log(torch.tensor(2.0))
+    with nan_poisoned_empty():
+        found = delta_triton.chunk_gradients(
+            q.detach(),
+            k.detach(),
+            u,
+            grad_out,
+            grad_u,
+            binary,
+            states,
+            grad_states,
+            starts,
+            torch.tensor(chunks),
+            scale,
+        )
+    wanted = q.grad, k.grad, wanted_w, torch.cat([sums.grad for sums in g])
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4 * float(other.abs().max()))
