@@ -2,7 +2,7 @@
 
 import pytest
 
-from xorl.server.api.text import TextStream, sample_text, until_stop
+from xorl.server.sample_text import TextStream, sample_text, until_stop
 
 
 def decode(tokens):

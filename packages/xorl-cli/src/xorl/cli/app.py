@@ -38,6 +38,7 @@ COMMANDS: dict[str, Entry] = {
         "xorl.cli.verify", "Training", "Verify that a configuration's layout computes what one process computes."
     ),
     "export": Entry("xorl.cli.export", "Training", "Export a checkpoint or an adapter for other tools."),
+    "chat": Entry("xorl.cli.chat", "Training", "Talk to a trained model, or complete the prompts in a file."),
     "ckpt": Entry("xorl.cli.ckpt", "Training", "List, verify and delete checkpoints."),
     "serve": Entry("xorl.cli.serve", "Service", "Serve training and sampling to clients, or show a service's status."),
     "data": Entry("xorl.cli.data", "Data", "Prepare and inspect training data."),

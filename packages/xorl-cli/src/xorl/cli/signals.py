@@ -85,3 +85,39 @@ def exit_if_stuck(
         os.close(sender)
         thread.join()
         os.close(receiver)
+
+
+@contextmanager
+def interactive() -> Iterator[None]:
+    """While entered, Ctrl-C only raises KeyboardInterrupt, and is no signal to stop for `exit_if_stuck`.
+
+    Other signals are handled as before.
+    """
+    watched = signal.set_wakeup_fd(-1)
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+        signal.set_wakeup_fd(watched, warn_on_full_buffer=False)
+
+
+@contextmanager
+def note_interrupt() -> Iterator[Callable[[], bool]]:
+    """While entered, the first Ctrl-C raises nothing; yields a function that tells whether there was one.
+
+    A second one raises KeyboardInterrupt, in case nothing asks.
+    """
+    is_interrupted = False
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal is_interrupted
+        if is_interrupted:
+            signal.default_int_handler(number, frame)
+        is_interrupted = True
+
+    previous = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: is_interrupted
+    finally:
+        signal.signal(signal.SIGINT, previous)

@@ -16,6 +16,15 @@ _MIN_SHARE = 0.01
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
+def end_tokens_of(architecture: Architecture) -> tuple[int, ...]:
+    """The tokens at which generation stops: of config.json and generation_config.json, or else the tokenizer's EOS."""
+    found = _ids(architecture.special_tokens.get("eos_token_id")) + _ids(architecture.generation.get("eos_token_id"))
+    folder = architecture.tokenizer_folder
+    if not found and folder is not None and (folder / "tokenizer.json").is_file():
+        found += _ids(load_tokenizer(folder).eos_id)
+    return tuple(dict.fromkeys(found))
+
+
 def with_end_tokens(architecture: Architecture, end_tokens: Mapping[str, int]) -> Architecture:
     """The architecture, with the end tokens of the trained text added to its generation_config.json.
 

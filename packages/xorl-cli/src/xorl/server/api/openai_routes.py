@@ -31,11 +31,11 @@ from xorl.server.api.openai_fields import Body, read_fields
 from xorl.server.api.responses import JSON, Refusal, json_response, openai_error, refuse_invalid
 from xorl.server.api.routed_experts import record_json
 from xorl.server.api.sampling_calls import sample, sample_in_parts, while_connected
-from xorl.server.api.text import TextStream, sample_text
 from xorl.server.api.token_texts import Offsets, TokenTexts
 from xorl.server.context_length import check_context
 from xorl.server.operations import Sample, SampledSequence, SampleResult
 from xorl.server.queries import FindServedModel, ListServedModels, ServedModel, ServedModels, ServiceInfo
+from xorl.server.sample_text import TextStream, sample_text
 
 logger = logging.getLogger(__name__)
 

@@ -1,13 +1,22 @@
 """Batched generation with the model that is being trained: requests in, tokens and log-probabilities out."""
 
-from xorl.server.sampler.request import GeneratedSample, GenerationRequest, GenerationResult, LikelyTokens
-from xorl.server.sampler.sampler import Sampler, cache_bytes_per_token
+from xorl.server.sampler.cache_size import cache_bytes_per_token, default_cache_tokens
+from xorl.server.sampler.request import (
+    DIVERGED,
+    GeneratedSample,
+    GenerationRequest,
+    GenerationResult,
+    LikelyTokens,
+)
+from xorl.server.sampler.sampler import Sampler
 
 __all__ = [
+    "DIVERGED",
     "GeneratedSample",
     "GenerationRequest",
     "GenerationResult",
     "LikelyTokens",
     "Sampler",
     "cache_bytes_per_token",
+    "default_cache_tokens",
 ]

@@ -17,6 +17,11 @@ from numpy.typing import NDArray
 
 SKIP = -1
 """Marks entries of `target_tokens` that are not scored."""
+DIVERGED = (
+    "the model's logits are NaN, so it cannot be sampled from: it has diverged; load an earlier checkpoint and train "
+    "with a lower learning rate"
+)
+"""The error for results that `has_diverged`."""
 
 
 @dataclass(frozen=True)
@@ -201,3 +206,10 @@ class GenerationResult:
     def of_shares(cls, results: Sequence[GenerationResult]) -> GenerationResult:
         """The result of a request from the results of its `shares`, in order."""
         return replace(results[0], samples=tuple(chain.from_iterable(result.samples for result in results)))
+
+    def has_diverged(self, request: GenerationRequest) -> bool:
+        """Whether any token's log-probability is NaN. Impossible tokens have -inf, which is valid."""
+        found = [one.logprobs for one in self.samples]
+        if self.prompt_logprobs is not None:
+            found.append(self.prompt_logprobs[request.first_reported :])
+        return any(bool(np.isnan(logprobs).any()) for logprobs in found)

@@ -36,11 +36,6 @@ from xorl.server.sampler.score import PromptScores
 BLOCK_SIZE = 16
 
 
-def cache_bytes_per_token(config: DecoderConfig, dtype: torch.dtype) -> int:
-    """The bytes of the keys and values of one token, over all layers."""
-    return 2 * sum(each.kv_rows for each in config.attentions) * dtype.itemsize
-
-
 class Sampler:
     """Generation with a placed decoder, on the same ranks and with the same weights as its training.
 
@@ -147,6 +142,10 @@ class Sampler:
             return 1.0
         left = [one.request.max_tokens - one.num_sampled for one in continuations if one.finish_reason is None]
         return 1.0 - sum(left) / (len(continuations) * max(continuations[0].request.max_tokens, 1))
+
+    def sampled(self, request_id: int) -> list[list[int]]:
+        """The tokens sampled so far, of each sample of a pending request that this rank samples."""
+        return [one.tokens[len(one.request.prompt) :] for one in self._pending[request_id]]
 
     def step(self, cancelled: Sequence[int] = ()) -> list[GenerationResult]:
         """Run one pass; returns the results of the requests that it finished. Does nothing without requests.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Container, Sequence
 from contextlib import ExitStack
 from functools import cached_property
@@ -11,7 +10,6 @@ from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from xorl.data.formats import TextTokenizer, load_tokenizer
@@ -31,15 +29,20 @@ from xorl.server.operations import (
     SamplerRef,
     TopLogprobs,
 )
-from xorl.server.sampler import GenerationRequest, GenerationResult, LikelyTokens, Sampler, cache_bytes_per_token
+from xorl.server.sampler import (
+    DIVERGED,
+    GenerationRequest,
+    GenerationResult,
+    LikelyTokens,
+    Sampler,
+    default_cache_tokens,
+)
 from xorl.server.worker.base import Base
 from xorl.server.worker.models import Models
 from xorl.server.worker.routes import RoutedLayers
 from xorl.server.worker.saved_models import SavedModels
+from xorl.train.end_tokens import end_tokens_of
 
-# The default size of the KV cache: this share of the device's memory, but at most this many full contexts.
-CACHE_SHARE = 0.1
-CACHE_CONTEXTS = 64
 # The minimum number of samples for an idle rank, which must compute the prompt again for them.
 MIN_SHARE = 4
 # The maximum number of unclaimed results of suspended calls; more than the orchestrator has in flight.
@@ -72,7 +75,7 @@ class WorkerSampler:
         self._sampler = Sampler(
             base.model,
             device=base.device,
-            cache_tokens=base.config.sampler_cache_tokens or _cache_tokens(base),
+            cache_tokens=base.config.sampler_cache_tokens or default_cache_tokens(base.module, base.device),
             # Otherwise each step would gather the whole model again. Training frees it (`before_training`).
             keep_gathered=True,
             is_distributed=base.runtime.world_size > 1,
@@ -280,15 +283,8 @@ class WorkerSampler:
 
     @cached_property
     def end_tokens(self) -> tuple[int, ...]:
-        """The model's end tokens, from its configuration, generation_config.json or tokenizer."""
-        architecture = self._base.architecture
-        found = _ids(architecture.special_tokens.get("eos_token_id")) + _ids(
-            architecture.generation.get("eos_token_id")
-        )
-        folder = architecture.tokenizer_folder
-        if not found and folder is not None and (folder / "tokenizer.json").is_file():
-            found += _ids(self._tokenizer.eos_id)
-        return tuple(dict.fromkeys(found))
+        """The model's end tokens."""
+        return end_tokens_of(self._base.architecture)
 
     @cached_property
     def _tokenizer(self) -> TextTokenizer:
@@ -315,39 +311,17 @@ def _shares(request: GenerationRequest, max_shares: int) -> list[GenerationReque
     return request.shares(max(min(max_shares, num_samples // MIN_SHARE), 1))
 
 
-def _cache_tokens(base: Base) -> int:
-    config = base.architecture.config
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if base.device.type == "cuda":
-        total = torch.cuda.get_device_properties(base.device).total_memory
-    # A model may have no keys and values at all.
-    tokens = int(CACHE_SHARE * total / max(cache_bytes_per_token(config, base.module.compute_dtype), 1))
-    return min(tokens, CACHE_CONTEXTS * config.max_position_embeddings)
-
-
 def _seed_of(operation_id: str) -> int:
     """A seed that depends only on the operation's id, so that the operation gives the same result if it runs again."""
     return int.from_bytes(hashlib.blake2b(operation_id.encode(), digest_size=7).digest(), "big")
 
 
-def _ids(value: object) -> list[int]:
-    """The token ids in a configuration's value, which may be one id, a list or None."""
-    if isinstance(value, int):
-        return [value]
-    return [token for token in value if isinstance(token, int)] if isinstance(value, list) else []
-
-
 def _result(
     request: GenerationRequest, sampled: GenerationResult, routed: RoutedLayers | None
 ) -> SampleResult | Failure:
-    if _has_diverged(request, sampled):
+    if sampled.has_diverged(request):
         # Not a fault of the service, and a retry would give the same.
-        return Failure(
-            "user",
-            400,
-            "the model's logits are NaN, so it cannot be sampled from: it has diverged; load an earlier checkpoint and "
-            "train with a lower learning rate",
-        )
+        return Failure("user", 400, DIVERGED)
     return SampleResult(
         sequences=[
             SampledSequence(
@@ -367,14 +341,6 @@ def _result(
         num_cached_tokens=sampled.num_cached_tokens,
         prompt_routed_experts=_routes(sampled.prompt_routes, routed),
     )
-
-
-def _has_diverged(request: GenerationRequest, sampled: GenerationResult) -> bool:
-    """Whether any token's log-probability is NaN. Impossible tokens have -inf, which is valid."""
-    found = [one.logprobs for one in sampled.samples]
-    if sampled.prompt_logprobs is not None:
-        found.append(sampled.prompt_logprobs[request.first_reported :])
-    return any(bool(np.isnan(logprobs).any()) for logprobs in found)
 
 
 def _optional(values: NDArray[np.float32] | None) -> Array | None:

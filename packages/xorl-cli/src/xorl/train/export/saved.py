@@ -14,7 +14,7 @@ from xorl.ckpt.export import CARD_FILE, json_bytes, published, source_groups, wr
 from xorl.ckpt.files import write_file
 from xorl.ckpt.tensor_file import write_tensor_file
 from xorl.core.models.stacks import ExpertStack
-from xorl.lora.peft import CONFIG_FILE, WEIGHTS_FILE, AdapterConfig, MergedWeights, in_form
+from xorl.lora.peft import CONFIG_FILE, WEIGHTS_FILE, AdapterConfig, in_form
 from xorl.lora.peft.config import ExpertForm
 from xorl.lora.peft.forms import Reader, readers_of
 from xorl.lora.peft.layout import MadeTensors, expert_of
@@ -121,9 +121,7 @@ def _in_form(
 
 def _write_model(folder: Path, saved: SavedModel, dtype: torch.dtype | None) -> torch.dtype:
     """Write a model for transformers; returns the narrowest dtype of its weights."""
-    weights: WeightSource = saved.base
-    if saved.adapter is not None:
-        weights = MergedWeights.of_file(saved.base, saved.adapter.layout, saved.adapter.source)
+    weights = saved.weights
     architecture = saved.architecture
     recipes = architecture.recipes(merge_qkv=True).values()
     kept = {name for recipe in recipes if recipe.keeps_dtype for name in recipe.sources}

@@ -1,4 +1,4 @@
-"""Opens the input of an export: a run's checkpoint or an adapter, and the base model that belongs to it."""
+"""Opens saved models, to export them or to compute with them: checkpoints, adapters on their base, and exports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from xorl.ckpt import CheckpointError, SafetensorsSource, WeightSource, read_man
 from xorl.ckpt.export import GENERATION_FILE, TEMPLATE_FILE, TOKENIZER_FILES
 from xorl.ckpt.layout import is_complete
 from xorl.kernels.quant import QuantScheme
-from xorl.lora.peft import CONFIG_FILE, WEIGHTS_FILE
+from xorl.lora.peft import CONFIG_FILE, WEIGHTS_FILE, MergedWeights
 from xorl.lora.prequantized import QUANTIZATION_KEY
 from xorl.train.adapters.folder import AdapterFolder, check_shapes, is_adapter, open_adapter, read_adapter_config
 from xorl.train.architecture import CONFIG_PATTERNS, Architecture, folder_of, read_config, read_generation
@@ -35,7 +35,7 @@ _VOCABULARIES = (
 
 @dataclass(frozen=True)
 class SavedModel:
-    """A saved model to export.
+    """A saved model.
 
     Attributes:
         folder: the checkpoint or the adapter.
@@ -55,6 +55,34 @@ class SavedModel:
     step: int | None
     scheme: QuantScheme | None
 
+    @property
+    def weights(self) -> WeightSource:
+        """The weights with the adapter, if any, merged into them in fp32."""
+        if self.adapter is None:
+            return self.base
+        return MergedWeights.of_file(self.base, self.adapter.layout, self.adapter.source)
+
+
+def open_model(path: str, base: str | None = None) -> SavedModel:
+    """Open what `open_saved` opens, to compute with it, or a model in Hugging Face format: a folder or Hub id.
+
+    `base` overrides the base model of an adapter. Raises as `open_saved` does.
+    """
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        folder = folder_of("PATH", path, CONFIG_PATTERNS)
+    if is_adapter(folder) or find_checkpoint(folder) is not None:
+        return open_saved(path, base, merge=True)
+    if not (folder / "config.json").is_file():
+        raise ValueError(
+            f"PATH: {path} is not a model (config.json), an adapter ({CONFIG_FILE}), a checkpoint, or the folder of a "
+            "run with checkpoints"
+        )
+    if base is not None:
+        raise ValueError(f"--base: {path} is a whole model, not an adapter; remove --base")
+    architecture = read_config("PATH", folder / "config.json", folder.absolute())
+    return SavedModel(folder.absolute(), architecture, weights_at("PATH", path, architecture), path, None, None, None)
+
 
 def open_saved(path: str, base: str | None = None, *, merge: bool = False) -> SavedModel:
     """Open a checkpoint (or the newest one of a run's folder) or an adapter, and its base.
@@ -69,7 +97,7 @@ def open_saved(path: str, base: str | None = None, *, merge: bool = False) -> Sa
     if manifest is not None and "sweep" in manifest.info:
         members = sorted(path.name for path in (folder / "adapters").iterdir())
         raise ValueError(
-            f"PATH: {folder} is a checkpoint of a sweep, which has several adapters; export one of them, such as "
+            f"PATH: {folder} is a checkpoint of a sweep, which has several adapters; name one of them, such as "
             f"{folder / 'adapters' / members[0]} (members: {', '.join(members)})"
         )
     step = None if manifest is None else manifest.step

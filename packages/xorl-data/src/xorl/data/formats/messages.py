@@ -99,8 +99,13 @@ def _is_message(item: object) -> bool:
     return isinstance(item, dict) and not item.keys().isdisjoint(("role", "from"))
 
 
-def read_conversation(row: Mapping[str, object], columns: Mapping[str, str]) -> Conversation:
-    """The conversation of a row. Raises DataError, without the location of the row, if it is invalid."""
+def read_conversation(
+    row: Mapping[str, object], columns: Mapping[str, str], *, is_prompt: bool = False
+) -> Conversation:
+    """The conversation of a row. Raises DataError, without the location of the row, if it is invalid.
+
+    `is_prompt`: it ends where the assistant is to answer, not with a message to train on.
+    """
     names = message_columns(row, columns)
     is_split = len(names) == 2 and names != MESSAGE_COLUMNS
     parts: list[list[object]] = []
@@ -120,7 +125,7 @@ def read_conversation(row: Mapping[str, object], columns: Mapping[str, str]) -> 
     num_after = len(parts[1]) if is_split else len(read)
     _add_system(read, row, columns.get("system", "system"))
     messages = [message for message, _ in read]
-    _check_order(messages)
+    _check_order(messages, is_prompt=is_prompt)
     tools = _tools(row.get(columns.get("tools", "tools")))
     num_prompt = len(messages) - num_after if is_split else 0
     if True in (flags := [flag for _, flag in read])[:num_prompt]:
@@ -279,7 +284,7 @@ def _tools(value: object) -> list[object] | None:
     return value
 
 
-def _check_order(messages: list[Message]) -> None:
+def _check_order(messages: list[Message], *, is_prompt: bool) -> None:
     last: str | None = None
     for number, message in enumerate(messages):
         role = str(message["role"])
@@ -287,5 +292,8 @@ def _check_order(messages: list[Message]) -> None:
             before = "at the start" if last is None else f"after {last}"
             raise DataError(f"message {number} has role {role} {before}, want {' or '.join(_NEXT_ROLES[last])} there")
         last = role
-    if all(message["role"] != "assistant" for message in messages):
+    if is_prompt:
+        if last not in ("user", "tool"):
+            raise DataError(f"the last message has role {last}, but one of the user or of a tool is to be answered")
+    elif all(message["role"] != "assistant" for message in messages):
         raise DataError("the conversation has no assistant message, so there is nothing to train on")
