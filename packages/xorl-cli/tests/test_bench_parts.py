@@ -31,6 +31,7 @@ PARAMETERS = {
     "qwen3-0.6b": 0.596,
     "qwen3-1.7b": 1.721,
     "qwen3-8b": 8.191,
+    "qwen3.5-9b-4-layers": 2.899,
     "qwen3-30b-a3b": 30.532,
     "qwen3-30b-a3b-12-layers": 8.100,
 }

@@ -63,10 +63,11 @@ def choose_layer_kernels(
         native={name for name, is_native in native.items() if is_native},
         cast_bf16=model.attention_cast_bf16,
         experts=experts,
+        recurrence=_recurrence(config, model, train, device),
         dispatcher=None if mesh.ep is None else _dispatcher(mesh.ep, config, model, apart=apart),
         tensor=TensorRanks(mesh.tp.ranks),
     )
-    return replace(kernels, attention_by_layer=attention, recurrence=_recurrence(config, model, train, device))
+    return replace(kernels, attention_by_layer=attention)
 
 
 def _attention_by_layer(

@@ -102,6 +102,10 @@ class Peer:
 
         def make(config: Config, architecture: Architecture, mesh: Mesh, device: torch.device) -> Engine:
             hf_config, model_class = _transformers(architecture.text_values)
+            if architecture.config.recurrences and find_spec("fla") is not None:
+                patch = _unguarded()
+                patch.__enter__()
+                patched.append(patch)
             if "liger" in self.parts:
                 options = {"swiglu": False} if "grouped" in self.parts else {}
                 patch = _liger(
@@ -167,6 +171,19 @@ def _liger_functions() -> Mapping[str, Callable[..., None]]:
     )
 
     return MODEL_TYPE_TO_APPLY_LIGER_FN
+
+
+@contextmanager
+def _unguarded() -> Iterator[None]:
+    """Lets fla-core run the kernel that it refuses with some releases of Triton, for its speed.
+
+    Its gradients may be wrong there; without it, transformers could not train such a model at all.
+    """
+    from fla.ops.common import chunk_o  # noqa: PLC0415  # pyright: ignore[reportMissingImports]  (optional)
+
+    with _restored(chunk_o):
+        chunk_o.TRITON_ABOVE_3_7_1 = True
+        yield
 
 
 @contextmanager

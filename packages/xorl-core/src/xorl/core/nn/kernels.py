@@ -93,6 +93,7 @@ def choose_kernels(
     native: Collection[FusedKernel],
     cast_bf16: bool,
     experts: ExpertsFn = grouped.experts,
+    recurrence: RecurrenceFns = PLAIN_RECURRENCE,
     dispatcher: Dispatcher[Any] | None = None,
     tensor: TensorRanks = ALONE,
 ) -> LayerKernels:
@@ -103,6 +104,7 @@ def choose_kernels(
         compiled: whether the layers will be compiled.
         native: operations that always use the plain form, including its rounding.
         experts: the function of layers of experts.
+        recurrence: the functions of layers with a recurrence.
         dispatcher: sends tokens to experts of other ranks; None: every rank holds all experts.
         tensor: the ranks that share each matrix.
         cast_bf16: round queries and keys to bf16 before attention, which still computes in `dtype`.
@@ -120,7 +122,7 @@ def choose_kernels(
     # Only compiled layers need opaque operators: the compiler would fuse plain ones and change their rounding.
     plain = _with_opaque(attention, native) if compiled and native else LayerKernels(attention)
     kernels = _with_fused(plain, fused, compiled=compiled) if fused else plain
-    kernels = replace(kernels, experts=experts, dispatcher=dispatcher, tensor=tensor)
+    kernels = replace(kernels, experts=experts, recurrence=recurrence, dispatcher=dispatcher, tensor=tensor)
     if cast_bf16:
         split_heads = _rounding(kernels.split_heads, opaque.round_to_bf16)
         kernels = replace(kernels, split_heads=split_heads, round_heads=opaque.round_to_bf16)
