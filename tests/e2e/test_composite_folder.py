@@ -31,7 +31,10 @@ from xorl.train.verify import Verification
 
 LENGTHS = [23, 1, 40, 9]
 PROCESSOR = {"preprocessor_config.json": '{"size": 28}', "processor_config.json": '{"patch_size": 14}'}
-FOLDERS = [("gemma3", False), ("gemma3 untied", True), ("ministral3", False), ("mistral", True)]
+FOLDERS = [("gemma3", False), ("gemma3 untied", True), ("ministral3", False), ("mistral", True), ("qwen3_5", False)]
+# In fp32, transformers' own logits are off by 2.8e-5, ours by 1.7e-5, and its gradients of decays by up to 6e-4.
+LOGIT_TOLERANCE_OF, GRADIENT_TOLERANCE_OF = {"qwen3_5": 6e-5}, {"qwen3_5": 1e-3}
+IN_FP32 = (".A_log", ".dt_bias")
 
 
 def load(folder: Path) -> tuple[Decoder, Architecture]:
@@ -68,14 +71,14 @@ def test_the_text_model_is_that_of_transformers_on_text_alone(label: str, rename
     labels = torch.cat([torch.cat((row[1:], torch.tensor([-100]))) for row in ids.split(LENGTHS)])
     wanted = torch.cat([model(row[None]).logits[0] for row in ids.split(LENGTHS)])
     found = decoder(ids, SequenceLayout.from_lengths(LENGTHS))
-    assert (found - wanted).abs().max() <= 1e-5
+    assert (found - wanted).abs().max() <= LOGIT_TOLERANCE_OF.get(label, 1e-5)
     for logits in (found, wanted):
         F.cross_entropy(logits, labels, reduction="sum").backward()
     recipes, parameters = architecture.recipes(merge_qkv=True), dict(model.named_parameters())
     for name, parameter in decoder.named_parameters():
         for source, gradient in recipes[name].split(parameter.grad).items():
             error = (gradient - parameters[source].grad).norm() / parameters[source].grad.norm()
-            assert error <= 1e-4, source
+            assert error <= GRADIENT_TOLERANCE_OF.get(label, 1e-4), source
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -97,8 +100,11 @@ def test_a_folder_returns_bit_for_bit(label: str, renamed: bool, dtype: torch.dt
             copied=copied,
         )
     wanted = read_folder(base)
-    assert any("vision" in name for name in rest.unused)
-    cast = {name: tensor if name in rest.unused else tensor.to(dtype) for name, tensor in wanted.items()}
+    assert any("vision" in name or "visual" in name for name in rest.unused)
+    cast = {
+        name: tensor if name in rest.unused or name.endswith(IN_FP32) else tensor.to(dtype)
+        for name, tensor in wanted.items()
+    }
     require_same(read_folder(tmp_path / "ours"), cast)
     assert read_json(tmp_path / "ours") == {**read_json(base), "dtype": str(dtype).removeprefix("torch.")}
     open_composite(tmp_path / "ours")

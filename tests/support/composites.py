@@ -42,6 +42,38 @@ _YARN = {
 }
 _GEMMA = {"model_type": "gemma3_text", "sliding_window": 6, "layer_types": _LAYERS, "query_pre_attn_scalar": 20}
 _GEMMA_IMAGES = {"mm_tokens_per_image": 4, "image_token_index": 80, "boi_token_index": 81, "eoi_token_index": 82}
+_DELTA = {
+    "model_type": "qwen3_5_text",
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e3,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
+}
+_QWEN_VISION = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_heads": 2,
+    "patch_size": 14,
+    "out_hidden_size": 48,
+    "num_position_embeddings": 16,
+}
+_QWEN_IMAGES = {"image_token_id": 80, "video_token_id": 81, "vision_config": _QWEN_VISION}
+_EXPERTS = {
+    "model_type": "qwen3_5_moe_text",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 28,
+    "shared_expert_intermediate_size": 36,
+}
 # Label: (class, the rest of text_config, the rest of config.json).
 COMPOSITES: Mapping[str, tuple[str, Mapping[str, object], Mapping[str, object]]] = {
     "gemma3": ("Gemma3ForConditionalGeneration", _GEMMA, _GEMMA_IMAGES),
@@ -62,14 +94,19 @@ COMPOSITES: Mapping[str, tuple[str, Mapping[str, object], Mapping[str, object]]]
         {"model_type": "mistral", "sliding_window": None, "tie_word_embeddings": False},
         {"image_token_index": 80, "tie_word_embeddings": True},
     ),
+    "qwen3_5": ("Qwen3_5ForConditionalGeneration", _DELTA, _QWEN_IMAGES),
+}
+# Their experts have other names in transformers' memory than in files.
+MIXTURES: Mapping[str, tuple[str, Mapping[str, object], Mapping[str, object]]] = {
+    "qwen3_5_moe": ("Qwen3_5MoeForConditionalGeneration", {**_DELTA, **_EXPERTS}, _QWEN_IMAGES),
 }
 
 
 def make_composite(label: str) -> transformers.PreTrainedModel:
     """A model in fp32; its norms and biases are neither 0 nor 1."""
-    name, text, rest = COMPOSITES[label]
+    name, text, rest = {**COMPOSITES, **MIXTURES}[label]
     model_class = getattr(transformers, name)
-    config = model_class.config_class(text_config={**_TEXT, **text}, vision_config=dict(_VISION), **rest)
+    config = model_class.config_class(**{"vision_config": _VISION, **rest}, text_config={**_TEXT, **text})
     config._attn_implementation = "eager"
     torch.manual_seed(0)
     model = model_class(config)
@@ -101,6 +138,8 @@ def _renamed(name: str) -> str:
         return name.removeprefix("language_model.")
     if name.startswith("language_model.model."):
         return "model.language_model." + name.removeprefix("language_model.model.")
+    if name.startswith("model.") or name == "lm_head.weight":
+        return name  # as it is in this family's files
     return f"model.{name}"
 
 
