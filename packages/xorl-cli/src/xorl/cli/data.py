@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from xorl.data.formats import TextTokenizer
+    from xorl.data.images.table import StoredImage
     from xorl.data.inspect import TextSegment
     from xorl.data.stream import Stream
     from xorl.train.data import PackedDocuments, RunData
@@ -139,38 +140,43 @@ def _inspect(config: Config, index: int, num: int, max_tokens: int, held_out: bo
 
     data, tokenizer = _load_data(config)
     title, documents = _read_bin(_part(data, held_out), index)
-    num_tokens = sum(len(ids) for _, ids, _ in documents)
-    trained = sum(_num_trained(labels) for _, _, labels in documents)
+    num_tokens = sum(len(ids) for _, ids, _, _ in documents)
+    trained = sum(_num_trained(labels) for _, _, labels, _ in documents)
     bin_len = config.data.sample_packing_sequence_len
     print(f"{title}: {len(documents)} documents, {num_tokens} of {bin_len} tokens, {trained} trained")
     shown: list[list[TextSegment]] = []
-    for number, ids, labels in documents[:num]:
+    for number, ids, labels, images in documents[:num]:
         count = _num_trained(labels)
         print(_paint(f"---- document {number}: {len(ids)} tokens, {count} trained", BORDER, colored))
-        parts = text_segments(ids[:max_tokens], labels[:max_tokens], tokenizer)
+        parts = text_segments(ids[:max_tokens], labels[:max_tokens], tokenizer, images)
         print("".join(_display_text(segment, colored) for segment in parts).replace("]][[", ""))
         if len(ids) > max_tokens:
             print(_paint(f"... {len(ids) - max_tokens} tokens more (--tokens)", BORDER, colored))
         shown.append(parts)
     print(_paint("---- only what is trained", BORDER, colored))
-    for (number, _, _), parts in zip(documents, shown, strict=False):
+    for (number, *_), parts in zip(documents, shown, strict=False):
         for text in trained_texts(parts):
             print(f"document {number}: {text!r}")
 
 
-def _read_bin(part: PackedDocuments | Stream, index: int) -> tuple[str, list[tuple[int, np.ndarray, np.ndarray]]]:
-    """Returns the title of a bin, and (number, ids, labels) for each of its documents."""
+def _read_bin(
+    part: PackedDocuments | Stream, index: int
+) -> tuple[str, list[tuple[int, np.ndarray, np.ndarray, Sequence[StoredImage]]]]:
+    """Returns the title of a bin, and (number, ids, labels, images) for each of its documents."""
     from xorl.data.stream import Stream, stream_bins  # noqa: PLC0415
 
     if isinstance(part, Stream):
         if index < 0:
             raise ValueError(f"--bin {index}: must be 0 or greater")
         members = next(stream_bins(part, first=index, stride=1)).documents
-        return f"bin {index} of the stream", [(n, m.input_ids, m.labels) for n, m in enumerate(members)]
+        return f"bin {index} of the stream", [(n, m.input_ids, m.labels, ()) for n, m in enumerate(members)]
     if not 0 <= index < len(part.bins):
         raise ValueError(f"--bin {index}: there are {len(part.bins)} bins; use 0 to {len(part.bins) - 1}")
     numbers = part.bins.documents(index).tolist()
-    return f"bin {index} of {len(part.bins)}", [(number, *part.documents.document(number)) for number in numbers]
+    documents = part.documents
+    return f"bin {index} of {len(part.bins)}", [
+        (number, *documents.document(number), documents.images(number)) for number in numbers
+    ]
 
 
 def _num_trained(labels: np.ndarray) -> int:
@@ -247,13 +253,21 @@ def _load_data(config: Config, *, strict: bool = False) -> tuple[RunData, TextTo
     from xorl.data import DataError  # noqa: PLC0415  (imports torch)
     from xorl.data.formats import load_tokenizer  # noqa: PLC0415  (imports torch)
     from xorl.train.data import prepare_data  # noqa: PLC0415
+    from xorl.train.images import image_settings  # noqa: PLC0415
     from xorl.train.model_source import read_architecture  # noqa: PLC0415
     from xorl.train.observe.progress import set_up_logging  # noqa: PLC0415
 
     set_up_logging(config.train.log_format, config.train.log_level, is_main=True)
     architecture = read_architecture(config.model, config.train.load_weights_mode, config.lora.adapter_path)
     folder = architecture.tokenizer_folder
-    data = prepare_data(config, architecture.config.vocab_size, folder, architecture.special_tokens, strict=strict)
+    data = prepare_data(
+        config,
+        architecture.config.vocab_size,
+        folder,
+        architecture.special_tokens,
+        images=image_settings(architecture, config.data),
+        strict=strict,
+    )
     try:
         return data, None if folder is None else load_tokenizer(folder)
     except DataError:

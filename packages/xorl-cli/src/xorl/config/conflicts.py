@@ -50,6 +50,17 @@ def _corrections_are_trained(config: Config) -> Iterator[Conflict]:
         yield Conflict((rate, "lora.enable_lora"), "adapters leave the base as it is, and corrections belong to it")
 
 
+def _rates_of_encoders_have_a_scale(config: Config) -> Iterator[Conflict]:
+    train = config.train
+    for name in ("encoder_lr", "projector_lr"):
+        if getattr(train, name) and not train.lr:
+            yield Conflict(
+                (f"train.{name}", "train.lr"),
+                f"{name} follows the schedule of lr, which is 0: set lr above 0, and freeze_decoder to true to "
+                "train the encoder alone",
+            )
+
+
 def _degrees_fit_the_mode(config: Config) -> Iterator[Conflict]:
     train = config.train
     mode = train.data_parallel_mode
@@ -240,6 +251,7 @@ CHECKS: tuple[Callable[[Config], Iterator[Conflict]], ...] = (
     *MODEL_CHECKS,
     *DATA_CHECKS,
     _corrections_are_trained,
+    _rates_of_encoders_have_a_scale,
     _learning_rates_are_valid,
     _determinism_needs_launch_blocking,
     _profile_covers_steps,

@@ -32,6 +32,21 @@ class DataConfig(Section):
         default="last_prepared_dataset",
         description="Folder for prepared datasets. Each is stored under a hash of everything it was made from.",
     )
+    image_min_pixels: AtLeastOne | None = Field(
+        default=None,
+        description="Smallest size of an image, in pixels: smaller ones are enlarged. null means that of the model's "
+        "image processor.",
+    )
+    image_max_pixels: AtLeastOne | None = Field(
+        default=None,
+        description="Largest size of an image, in pixels: larger ones are reduced. Smaller images have fewer tokens. "
+        "null means that of the model's image processor.",
+    )
+    image_root: str | None = Field(
+        default=None,
+        description="Folder of the image files that rows name; paths are relative to it and must not lead out of it. "
+        "null means the folder of the dataset.",
+    )
     select_columns: list[str] | None = Field(
         default=None,
         description="Columns to read from each tokenized dataset, such as [input_ids, labels]. null means those of "

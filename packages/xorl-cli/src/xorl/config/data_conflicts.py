@@ -15,7 +15,7 @@ FORMAT_TARGETS: dict[str, tuple[str, ...]] = {
 }
 FORMAT_COLUMNS: dict[str, tuple[str, ...]] = {
     "tokenized": (),
-    "chat": ("messages", "tools", "system", "prompt", "completion"),
+    "chat": ("messages", "tools", "system", "images", "prompt", "completion"),
     "prompt_completion": (
         *("prompt", "completion", "instruction", "input", "output", "question", "answer"),
         *("system", "history"),

@@ -47,8 +47,8 @@ class DatasetEntryConfig(Section):
     columns: dict[str, str] = Field(
         default={},
         description="Names of the columns if they are not the usual ones, such as {prompt: query, completion: "
-        "response}. The keys are messages (or prompt and completion with messages), tools and system for chat; prompt "
-        "and completion, instruction, input and output, or question and answer, and system and history, for "
+        "response}. The keys are messages (or prompt and completion with messages), tools, system and images for chat; "
+        "prompt and completion, instruction, input and output, or question and answer, and system and history, for "
         "prompt_completion; text for text.",
     )
     name: str | None = Field(

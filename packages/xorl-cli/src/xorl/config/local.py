@@ -113,6 +113,29 @@ class RouterFields(Section):
     freeze_router: bool = Field(default=False, description="Do not train the routers, nor the gates of shared experts.")
 
 
+class ImageFields(Section):
+    """Models that read images"""
+
+    freeze_encoders: bool = Field(
+        default=True,
+        description="Do not train the encoder of images, except for what maps its outputs to the width of the decoder "
+        "(see freeze_projectors). Without any image in the data, the whole encoder stays as it is.",
+    )
+    freeze_projectors: bool = Field(
+        default=False,
+        description="Do not train what maps the outputs of the encoder to the width of the decoder. Adapters leave it "
+        "as it is too, unless lora.modules_to_save names it.",
+    )
+    freeze_decoder: bool = Field(default=False, description="Do not train the language model.")
+    encoder_lr: NonNegative | None = Field(
+        default=None,
+        description="Peak learning rate of the encoder of images. It follows the same schedule as lr. null means lr.",
+    )
+    projector_lr: NonNegative | None = Field(
+        default=None, description="Peak learning rate of what freeze_projectors names, as encoder_lr. null means lr."
+    )
+
+
 class BatchFields(Section):
     """Batch sizing"""
 
@@ -269,6 +292,7 @@ class TrainConfig(
     LocalMemoryFields,
     BatchFields,
     RouterFields,
+    ImageFields,
     ScheduleFields,
     ParallelFields,
 ):

@@ -74,6 +74,15 @@ REQUIREMENTS: tuple[Requirement, ...] = (
         lambda config: config.train.data_parallel_mode == "fsdp2",
     ),
     Requirement(
+        ("train.encoder_lr",), "train.freeze_encoders", "false", lambda config: not config.train.freeze_encoders
+    ),
+    Requirement(
+        ("train.projector_lr",),
+        "train.freeze_projectors",
+        "false (without adapters)",
+        lambda config: not config.train.freeze_projectors and not config.lora.enable_lora,
+    ),
+    Requirement(
         ("train.pipeline_parallel_schedule", "train.pp_variable_seq_lengths"),
         "train.pipeline_parallel_size",
         "2 or more",

@@ -12,6 +12,7 @@ from xorl.ckpt.export import GENERATION_FILE, json_bytes, tokenizer_files
 from xorl.ckpt.layout import is_complete
 from xorl.core.models import DecoderConfig, ModelSpec, spec_for
 from xorl.core.models.composite import special_tokens, text_values, with_entries
+from xorl.data.images import ImageSettings
 from xorl.lora.prequantized import MODELOPT_FILE, with_modelopt_file
 from xorl.train.adapters.folder import is_adapter
 
@@ -26,7 +27,8 @@ class Architecture:
     `chat_template` is the template used in training, if it is not the tokenizer's own. `generation` is the content of
     its generation_config.json; empty without one. `own_tokenizer` and `own_generation`: the tokenizer, or `generation`,
     is not that of the base weights. `origin` is the folder or Hub id of the Hugging Face weights that training started
-    from, even if it continued from checkpoints; None for random weights.
+    from, even if it continued from checkpoints; None for random weights. `images`: how the images of the data are read;
+    None if it has none.
     """
 
     spec: ModelSpec
@@ -38,6 +40,7 @@ class Architecture:
     own_tokenizer: bool = False
     own_generation: bool = False
     origin: str | None = None
+    images: ImageSettings | None = None
 
     @property
     def special_tokens(self) -> Mapping[str, object]:

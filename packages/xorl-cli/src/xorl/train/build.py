@@ -38,6 +38,7 @@ from xorl.train.data import Loader, StreamState, build_loader, build_stream_load
 from xorl.train.engine import Engine
 from xorl.train.export.folder import AdapterExport, ModelExport, export_folder, is_complete_export
 from xorl.train.export.rest import Rest
+from xorl.train.images import image_flops_of, lr_scales
 from xorl.train.loop import Run
 from xorl.train.model import DTYPES, build_model, check_model, stage_of
 from xorl.train.model_source import MODEL_PATH
@@ -167,7 +168,7 @@ def _loader(startup: Startup, run: PreparedRun) -> tuple[Loader, StreamState | N
     config, data, plan, mesh, runtime = run.config, run.data, run.plan, startup.mesh, startup.runtime
     if not isinstance(data.train, Stream):
         assert isinstance(plan, DataPlan), "plan_steps returns a DataPlan for packed documents"
-        return build_loader(config, data.train, plan, mesh, startup.architecture.config.hidden_size), None
+        return build_loader(config, data.train, plan, mesh, run.architecture), None
     assert isinstance(plan, StreamPlan), "plan_steps returns a StreamPlan for a stream"
     saved = {} if startup.resumed is None else cast(Mapping[str, JSON], startup.resumed.manifest.info["data"])
     positions = cast("list[list[int]] | None", saved.get("stream_positions"))
@@ -208,6 +209,7 @@ def engine_over(model: ParallelModel, config: Config, architecture: Architecture
         seed=train.seed,
         muon=_muon_options(train, model) if train.optimizer == "muon" else None,
         shares=model.shares,
+        lr_scales=lr_scales(model.module, train),
         stacked=_tensors_of(model.module, architecture, config),
         all_names=tensor_names(names, _tensors_of(whole, architecture, config)) if whole is not model.module else None,
     )
@@ -217,6 +219,7 @@ def engine_over(model: ParallelModel, config: Config, architecture: Architecture
         device,
         max_grad_norm=train.max_grad_norm,
         flops=flops_of(architecture.config, whole),
+        image_flops=image_flops_of(whole),
         schedule=train.pipeline_parallel_schedule,
     )
 

@@ -267,6 +267,9 @@ def recorded_options(config: Config) -> dict[str, JSON]:
         "train.optimizer_dtype": train.optimizer_dtype,
         "train.param_dtype": train.param_dtype,
         "train.freeze_router": train.freeze_router,
+        "train.freeze_encoders": train.freeze_encoders,
+        "train.freeze_projectors": train.freeze_projectors,
+        "train.freeze_decoder": train.freeze_decoder,
         "lora.enable_qlora": lora.enable_qlora,
     }
     if lora.enable_qlora:

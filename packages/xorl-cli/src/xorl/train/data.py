@@ -22,6 +22,7 @@ from xorl.data import DataError, DataPlan, DatasetEntry, PrepareOptions, StepLoa
 from xorl.data.documents import PreparedDocuments
 from xorl.data.formats import load_tokenizer
 from xorl.data.formats.template import load_template
+from xorl.data.images import ImageSettings
 from xorl.data.invariants import special_ids
 from xorl.data.packing import Bins
 from xorl.data.plan import rescale_accumulation
@@ -82,6 +83,12 @@ class RunData:
     held_out: PackedDocuments | None
 
     @property
+    def has_images(self) -> bool:
+        """Whether any document has an image. A stream has none."""
+        parts = [part for part in (self.train, self.held_out) if isinstance(part, PackedDocuments)]
+        return any(total.images > total.cut_images for part in parts for total in [part.documents.receipt.total])
+
+    @property
     def end_tokens(self) -> dict[str, int]:
         """The special tokens that end the trained text, and how often; for a stream, in its first samples."""
         if isinstance(self.train, PackedDocuments):
@@ -108,12 +115,13 @@ class DataIdentity:
 
 @dataclass(frozen=True)
 class _ModelLimits:
-    """The properties of the model that the data must match; `strict` as in PrepareOptions."""
+    """The properties of the model that the data must match; `strict` and `images` as in PrepareOptions."""
 
     vocab_size: int
     tokenizer_folder: Path | None
     special_ids: Mapping[str, tuple[int, ...]]
     strict: bool
+    images: ImageSettings | None
 
 
 def prepare_data(
@@ -122,15 +130,17 @@ def prepare_data(
     tokenizer_folder: Path | None = None,
     hf_config: Mapping[str, object] = MappingProxyType({}),
     *,
+    images: ImageSettings | None = None,
     strict: bool = True,
 ) -> RunData:
     """Prepare, split and pack the data. Call it before the process group exists: one rank may take hours.
 
     Text and conversations need `tokenizer_folder`, whose special tokens must agree with the model's `hf_config`.
-    Without `strict`, data that would stop a run is only logged, and nothing is uploaded.
+    `images`: how those of conversations are read. Without `strict`, data that would stop a run is only logged, and
+    nothing is uploaded.
     """
     data = config.data
-    model = _ModelLimits(vocab_size, tokenizer_folder, special_ids(hf_config), strict)
+    model = _ModelLimits(vocab_size, tokenizer_folder, special_ids(hf_config), strict, images)
     if data.streaming:
         tests = _prepare(config, "data.test_datasets", data.test_datasets, model) if data.test_datasets else None
         return RunData(_stream(config, model), None if tests is None else _pack(config, tests, held_out=True))
@@ -278,8 +288,10 @@ def padding_multiple(config: Config) -> int:
     return math.lcm(data.pad_to_multiple_of, of_ranks, whole)
 
 
-def build_loader(config: Config, data: PackedDocuments, plan: DataPlan, mesh: Mesh, hidden_size: int) -> StepLoader:
-    """The loader of this data-parallel rank's micro-batches. hidden_size: for the relative cost of attention."""
+def build_loader(
+    config: Config, data: PackedDocuments, plan: DataPlan, mesh: Mesh, architecture: Architecture
+) -> StepLoader:
+    """The loader of this data-parallel rank's micro-batches."""
     options = config.data
     return StepLoader(
         data.documents,
@@ -292,7 +304,9 @@ def build_loader(config: Config, data: PackedDocuments, plan: DataPlan, mesh: Me
         num_workers=options.dataloader_num_workers,
         prefetch_factor=options.dataloader_prefetch_factor,
         pin_memory=options.dataloader_pin_memory,
-        pair_cost=1 / (12 * hidden_size),
+        # The relative cost of attention.
+        pair_cost=1 / (12 * architecture.config.hidden_size),
+        images=architecture.images,
     )
 
 
@@ -407,6 +421,7 @@ def _prepare(
         dataset_shard_idx=shard[1],
         token=data.hf_use_auth_token,
         strict=model.strict,
+        images=model.images,
     )
     documents = prepare([_entry(entry, data) for entry in entries], options, option=option)
     if documents.extra_names:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from xorl.ckpt import OptimizerState, Stateful
 from xorl.core.loss import LossFn, LossOutput
 from xorl.core.models import Decoder
+from xorl.core.models.image_config import ImageInput
 from xorl.core.models.router_losses import RouterLosses, RouterSums
 from xorl.core.optim import Fp32Accumulation, gradient_norms, gradient_scale
 from xorl.core.parallel import ParallelModel
@@ -22,6 +23,8 @@ from xorl.core.parallel.exposed import record_waits
 from xorl.core.parallel.schedule import Schedule
 from xorl.data import PackedBatch
 from xorl.data.batch import LABELS, trained_tokens
+from xorl.data.images import Images
+from xorl.kernels.copies import copy_to
 from xorl.kernels.layout import SequenceLayout
 from xorl.lora import Adam
 from xorl.train.divided import DividedState
@@ -101,6 +104,7 @@ class Engine:
 
     Args:
         flops: lengths of documents -> floating-point operations to train on them.
+        image_flops: grids of images -> those to encode them.
         schedule: the order of passes in a pipeline.
     """
 
@@ -112,13 +116,14 @@ class Engine:
         *,
         max_grad_norm: float | None,
         flops: Callable[[Sequence[int]], float],
+        image_flops: Callable[[Sequence[tuple[int, int]]], float] = lambda _: 0.0,
         schedule: Schedule = "1F1B",
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.device = device
         self._max_grad_norm = max_grad_norm
-        self._flops = flops
+        self._flops, self._image_flops = flops, image_flops
         self.timer = StepTimer(device)
         record_waits(model, self.timer)
         self._parameters = [p for p in model.module.parameters() if p.requires_grad]
@@ -286,6 +291,7 @@ class Engine:
         trained = sum(batch.num_trained_tokens for batch in batches)
         tokens = sum(batch.num_tokens for batch in batches)
         flops = sum(self._flops(batch.document_lengths) for batch in batches)
+        flops += sum(self._image_flops(batch.images.grids) for batch in batches if batch.images is not None)
         return to_device([trained, tokens, flops], self.device)
 
 
@@ -424,9 +430,22 @@ def call_model(
     input_ids = layout.local(batch.input_ids)
     # Other modules than decoders take no further inputs.
     options: dict[str, object] = {name: layout.local(values) for name, values in batch.inputs.items()}
+    if batch.images is not None:
+        options["images"] = image_input(batch.images, layout, device)
     if model.mesh.dims.pp > 1:
         options |= {"received": received, "chunk": chunk}
     return model.forward(input_ids, layout, loss=lambda hidden, head: loss_fn(hidden, head, targets, layout), **options)
+
+
+def image_input(images: Images, layout: SequenceLayout, device: torch.device) -> ImageInput:
+    """The images of a row for the model; `layout` is of this rank's part of it, whose places alone are named."""
+    # On the host, so that nobody has to wait for the device.
+    of_tokens = layout.local(images.features)
+    places = torch.nonzero(of_tokens >= 0)[:, 0]
+    features = of_tokens[places]
+    return ImageInput(
+        images.patches, images.grids, copy_to(device, places), copy_to(device, features), images.mean, images.std
+    )
 
 
 def routers_of(model: ParallelModel) -> RouterLosses | None:

@@ -67,7 +67,12 @@ def choose_layer_kernels(
         dispatcher=None if mesh.ep is None else _dispatcher(mesh.ep, config, model, apart=apart),
         tensor=TensorRanks(mesh.tp.ranks),
     )
-    return replace(kernels, attention_by_layer=attention)
+    kernels = replace(kernels, attention_by_layer=attention)
+    if config.images is None:
+        return kernels
+    # The fastest that can compute the heads of the encoder of images, which differ from those that users choose for.
+    request = AttentionRequest(device.type, compute_dtype(train), config.images.head_dim, None, causal=False)
+    return replace(kernels, image_attention=resolve_attention(AUTO, request))
 
 
 def _attention_by_layer(

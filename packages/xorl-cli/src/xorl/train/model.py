@@ -33,6 +33,7 @@ from xorl.train.adapters.folder import AdapterFolder, check_name, check_shapes, 
 from xorl.train.adapters.inject import add_adapters, starting_adapter
 from xorl.train.architecture import Architecture, folder_of
 from xorl.train.base_weights import require_weights
+from xorl.train.images import check_image_model, freeze_parts_
 from xorl.train.layer_kernels import check_kernels, choose_layer_kernels, compute_dtype, require_dispatch
 from xorl.train.model_source import MODEL_PATH, starting_checkpoint
 from xorl.train.parallel_sizes import check_experts, check_shared_matrices, check_stages, chunks_of
@@ -179,6 +180,7 @@ def sketch_model(
         section, name = path.split(".")
         options[path] = getattr(sections[section], name), type(sections[section]).model_fields[name].default
     check_experts(architecture.config, train, options)
+    check_image_model(architecture.config, train, lora)
     check_shared_matrices(architecture.config, train)
     check_stages(architecture.config, train)
     num_layers = architecture.config.num_layers
@@ -187,9 +189,8 @@ def sketch_model(
             f"train.recompute_num_layers: {train.recompute_num_layers} exceeds the {num_layers} layers of the model; "
             "use fewer, or leave it out for all"
         )
-    kernels = LayerKernels()
-    if divided:
-        kernels = LayerKernels(dispatcher=AllGather(RankGroup(0, train.expert_parallel_size, ALONE), apart=True))
+    alone = AllGather(RankGroup(0, train.expert_parallel_size, ALONE), apart=True) if divided else None
+    kernels = LayerKernels(dispatcher=alone)
     return _sketch(architecture, model, train, lora, kernels)
 
 
@@ -213,6 +214,7 @@ def _adapt_(
     start = starting_adapter(lora, architecture.spec)
     if start is not None:
         _check_adapter(start, architecture, model)
+    freeze_parts_(module, train, lora, has_images=architecture.images is not None)
     add_adapters(module, lora, architecture.spec)
     if train.freeze_router:
         _check_routers_frozen(module)

@@ -14,6 +14,7 @@ from typing import cast
 from xorl.ckpt import Checkpointer, CheckpointError, read_manifest
 from xorl.ckpt.layout import Manifest, step_of
 from xorl.config import Config
+from xorl.config.local import TrainConfig
 from xorl.config.resolve import member_config
 from xorl.core.join import meet
 from xorl.core.mesh import Mesh, ParallelDims
@@ -53,6 +54,7 @@ from xorl.train.deadline import Deadline
 from xorl.train.end_tokens import with_end_tokens
 from xorl.train.engine import Engine
 from xorl.train.evaluate import EvalPoints, Evaluation, Scorer
+from xorl.train.images import image_settings
 from xorl.train.model_source import pin_checkpoint, read_architecture
 from xorl.train.observe.metrics_file import Metrics, MetricsFile, is_evaluated, last_step
 from xorl.train.observe.observer import Observer, Sink
@@ -200,7 +202,11 @@ def start_up(
     with phases("data"):
         data = {name: _prepare_data(run_config, architecture) for name, run_config in configs.items()}
         trained = {
-            name: with_end_tokens(with_chat_template(architecture, run_config.data), data[name].end_tokens)
+            name: _with_images(
+                with_end_tokens(with_chat_template(architecture, run_config.data), data[name].end_tokens),
+                run_config,
+                data[name],
+            )
             for name, run_config in configs.items()
         }
 
@@ -234,9 +240,30 @@ def start_up(
 
 def _prepare_data(config: Config, architecture: Architecture) -> RunData:
     vocab_size, tokens = architecture.config.vocab_size, architecture.special_tokens
-    data = prepare_data(config, vocab_size, architecture.tokenizer_folder, tokens)
+    images = image_settings(architecture, config.data)
+    data = prepare_data(config, vocab_size, architecture.tokenizer_folder, tokens, images=images)
     _check_lengths(data, architecture.config, padding_multiple(config))
     return data
+
+
+def _with_images(architecture: Architecture, config: Config, data: RunData) -> Architecture:
+    """The architecture with how images are read, if the data has any."""
+    if architecture.config.images is None:
+        return architecture
+    if not data.has_images:
+        for name in ("freeze_encoders", "freeze_decoder"):
+            if (value := getattr(config.train, name)) != TrainConfig.model_fields[name].default:
+                raise ValueError(
+                    f"train.{name}: {str(value).lower()}, but no conversation has an image, so the encoder of images "
+                    f"would not be trained; set it to {str(not value).lower()}"
+                )
+        logger.info("images: none in the data; the encoder of images is not used, and stays as it is")
+        return architecture
+    if config.lora.sweep:
+        raise ValueError("lora.sweep: its members cannot be trained on images yet; train them one by one")
+    if config.train.freeze_encoders and not config.lora.enable_lora:
+        logger.info("images: the encoder of images is not trained (train.freeze_encoders)")
+    return replace(architecture, images=image_settings(architecture, config.data))
 
 
 def _check_lengths(data: RunData, model: DecoderConfig, pad_to_multiple_of: int) -> None:
@@ -371,7 +398,7 @@ def build_evaluation(
         return None
     bins_per_step = run.config.train.micro_batch_size * mesh.data.size
     plan = DataPlan.one_pass(held_out.documents, held_out.bins, bins_per_step=bins_per_step)
-    loader = build_loader(run.config, held_out, plan, mesh, startup.architecture.config.hidden_size)
+    loader = build_loader(run.config, held_out, plan, mesh, run.architecture)
     return Evaluation(scorer, loader, run.eval_points, at_start, write)
 
 

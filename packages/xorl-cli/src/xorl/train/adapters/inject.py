@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from types import MappingProxyType
 
 import torch
@@ -112,13 +113,13 @@ def add_adapters(module: Decoder, lora: LoraConfig, family: ModelSpec) -> None:
 def flops_of(config: DecoderConfig, module: Decoder) -> Callable[[Sequence[int]], int]:
     """Returns a function from lengths of documents to the floating-point operations of a step on them.
 
-    See `training_flops`.
+    See `training_flops`; those of images are apart.
     """
     linear_adapters = [adapter for adapter in adapters(module).values() if not adapter.is_embedding]
     num_added = sum(map(num_used, linear_adapters))
     trained = sum(
         _num_elements(layer)
-        for layer in module.modules()
+        for layer in chain(module.model.modules(), [] if module.lm_head is None else module.lm_head.modules())
         if isinstance(layer, Linear) and any(weight.requires_grad for weight in layer.parameters(recurse=False))
     )
     if module.lm_head is None and module.head_weight.requires_grad:

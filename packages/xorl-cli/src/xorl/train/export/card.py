@@ -27,7 +27,8 @@ MERGED_ADAPTER = "merged into the base in fp32, rounded once"
 
 def auto_class(spec: ModelSpec) -> str:
     """The class of transformers that opens folders of a family."""
-    return "AutoModelForImageTextToText" if spec.checkpoint_names.is_part else "AutoModelForCausalLM"
+    names = spec.checkpoint_names
+    return "AutoModelForImageTextToText" if names.is_part or names.encoder else "AutoModelForCausalLM"
 
 
 def model_card(

@@ -150,10 +150,9 @@ def _member(
     run = startup.runs[name]
     assert isinstance(run.data.train, PackedDocuments), "a sweep does not stream"
     assert isinstance(run.plan, DataPlan), "a sweep does not stream"
-    hidden_size = startup.architecture.config.hidden_size
     member = Member(
         name,
-        loader=build_loader(run.config, run.data.train, run.plan, startup.mesh, hidden_size),
+        loader=build_loader(run.config, run.data.train, run.plan, startup.mesh, run.architecture),
         schedule=build_schedule(run),
         num_steps=run.plan.num_steps,
         weight_decay=run.config.train.weight_decay,

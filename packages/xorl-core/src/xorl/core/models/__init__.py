@@ -37,6 +37,7 @@ from xorl.core.models import (
     qwen3_5_moe,
     qwen3_moe,
     qwen3_next,
+    qwen3_vl,
     seed_oss,
     smollm3,
     solar_open,
@@ -53,6 +54,7 @@ from xorl.core.models.spec import ModelSpec
 
 __all__ = [
     "GPT2",
+    "IMAGE_SPECS",
     "SPECS",
     "CausalLM",
     "Decoder",
@@ -109,6 +111,10 @@ SPECS: Mapping[str, ModelSpec] = MappingProxyType(
 )
 
 
+# Models that read images: their specs are found by `spec_for` too.
+IMAGE_SPECS: Mapping[str, ModelSpec] = MappingProxyType({spec.architecture: spec for spec in (qwen3_vl.SPEC,)})
+
+
 def spec_for(hf_config: Mapping[str, object]) -> ModelSpec:
     """Return the model family of a config.json, by the first entry of its `architectures`.
 
@@ -124,11 +130,12 @@ def spec_for(hf_config: Mapping[str, object]) -> ModelSpec:
         )
     architectures = hf_config.get("architectures")
     name = architectures[0] if isinstance(architectures, list) and architectures else None
-    if isinstance(name, str) and name in SPECS:
-        return SPECS[name]
+    whole = {**SPECS, **IMAGE_SPECS}
+    if isinstance(name, str) and name in whole:
+        return whole[name]
     texts = [spec for spec in SPECS.values() if name in spec.composites]
     if not isinstance(name, str) or not texts:
-        known = sorted({*SPECS, *(each for spec in SPECS.values() for each in spec.composites)})
+        known = sorted({*whole, *(each for spec in SPECS.values() for each in spec.composites)})
         raise ValueError(
             f"the model's config.json has architectures: {architectures!r}; its first entry must be one of "
             f"{', '.join(known)}"

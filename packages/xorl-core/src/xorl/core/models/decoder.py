@@ -14,8 +14,10 @@ from torch import Tensor, nn
 
 from xorl.core.models.decoder_config import DecoderConfig, ExpertsConfig
 from xorl.core.models.decoder_layer import DecoderLayer
+from xorl.core.models.image_config import ImageInput
+from xorl.core.models.image_encoder import ImageEncoder, PlacedFeatures
 from xorl.core.models.initial import fill_log_uniform_, fill_normal_, key_of
-from xorl.core.models.recipes import LogicalModule, RowTarget
+from xorl.core.models.recipes import ENCODER, LogicalModule, RowTarget
 from xorl.core.models.router_losses import RouterLosses, RouterLossOptions, RouterSums, check_recorded
 from xorl.core.models.stacks import ExpertStack
 from xorl.core.models.stages import Stage
@@ -79,6 +81,7 @@ class Decoder(nn.Module):
         self.logical = logical
         self.stack = stack
         self.compute_dtype = torch.float32
+        self.encoder = None if config.images is None else ImageEncoder(config.images, kernels.image_attention)
         self.model = DecoderTrunk(config, merge_qkv=merge_qkv, kernels=kernels)
         mixtures = [layer.ffn for layer in config.layers if isinstance(layer.ffn, ExpertsConfig)]
         options = RouterLossOptions(balance_coef=config.balance_coef)
@@ -95,6 +98,11 @@ class Decoder(nn.Module):
     def layers(self) -> nn.ModuleList:
         """The decoder layers: the units of sharding and of recomputation."""
         return self.model.layers
+
+    @property
+    def encoder_layers(self) -> nn.ModuleList:
+        """The blocks of the encoder of images, which are units of sharding and recomputation too; maybe none."""
+        return nn.ModuleList() if self.encoder is None else self.encoder.blocks
 
     @property
     def head_weight(self) -> Tensor:
@@ -173,7 +181,14 @@ class Decoder(nn.Module):
 
     @overload
     def forward(
-        self, input_ids: Tensor, layout: SequenceLayout, loss: None = None, *, recorded: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        layout: SequenceLayout,
+        loss: None = None,
+        *,
+        recorded: Tensor | None = None,
+        coordinates: Tensor | None = None,
+        images: ImageInput | None = None,
     ) -> Tensor: ...
 
     @overload
@@ -184,6 +199,8 @@ class Decoder(nn.Module):
         loss: Callable[[Tensor, HeadWeight], ResultT],
         *,
         recorded: Tensor | None = None,
+        coordinates: Tensor | None = None,
+        images: ImageInput | None = None,
         received: tuple[Tensor, ...] = (),
         chunk: int = 0,
     ) -> ResultT: ...
@@ -195,6 +212,8 @@ class Decoder(nn.Module):
         loss: Callable[[Tensor, HeadWeight], ResultT] | None = None,
         *,
         recorded: Tensor | None = None,
+        coordinates: Tensor | None = None,
+        images: ImageInput | None = None,
         received: tuple[Tensor, ...] = (),
         chunk: int = 0,
     ) -> ResultT | Tensor | tuple[Tensor, ...]:
@@ -209,6 +228,10 @@ class Decoder(nn.Module):
         recorded: [T, L, K] integers, the experts to send tokens to in each of the L layers with experts, all of a token
         different; -1 for tokens that choose themselves. Raises ValueError for others, and for those of a dense model;
         on devices that the host would wait for, only the shape and dtype are checked.
+
+        coordinates: [T, 3] integers, of tokens on the axes of time, height and width, for models whose rotations have
+        axes; None: all are the position. images: of the row, for models with an encoder of images; without, the encoder
+        is not used.
         """
         if input_ids.device != layout.cu_seqlens.device:
             raise ValueError(
@@ -221,7 +244,14 @@ class Decoder(nn.Module):
             by_layer = self.ranks.local(recorded)[:, mixtures].transpose(0, 1).contiguous()
         before, *sums = received or (None,)
         layers, is_end = self.stage.chunks[chunk], self.stage.ends(chunk)
-        hidden, routes = self.model(input_ids, layout, self.compute_dtype, by_layer, before, layers)
+        placed = None
+        if images is not None:
+            if self.encoder is None:
+                raise ValueError("images: the model has no encoder of images; leave them out")
+            placed = self.encoder.placed(images, self.compute_dtype)
+        hidden, routes = self.model(
+            input_ids, layout, self.compute_dtype, by_layer, before, layers, coordinates=coordinates, placed=placed
+        )
         if is_end:
             assert self.model.norm is not None, "the last stage has the norm"
             _, hidden = self.model.norm(hidden)
@@ -325,6 +355,7 @@ class Decoder(nn.Module):
         """The initial values of parameters that are not normal, by name."""
         by_role: dict[Role, InitialValue] = {"bias": 0.0, "correction": 0.0, "norm": 1.0 - self.config.norm.offset}
         stated = {name: by_role[role] for name, role in self.parameter_roles().items() if role in by_role}
+        stated |= {name: 1.0 for name in stated if name.startswith(ENCODER) and name.endswith(".weight")}
         for path, module in self.named_modules():
             if isinstance(module, StatesInitialValues):
                 stated |= {f"{path}.{name}": value for name, value in module.initial_values.items()}
@@ -332,8 +363,10 @@ class Decoder(nn.Module):
 
     def _std(self, name: str) -> float:
         std = self.config.initializer_range
-        if self.config.scale_residual_init and name.endswith(
-            (".o_proj.weight", ".out_proj.weight", ".down_proj.weight")
+        if (
+            self.config.scale_residual_init
+            and name.startswith("model.layers.")
+            and name.endswith((".o_proj.weight", ".out_proj.weight", ".down_proj.weight"))
         ):
             std /= math.sqrt(2 * self.config.num_layers)
         return std
@@ -367,11 +400,14 @@ class DecoderTrunk(nn.Module):
         recorded: Tensor | None,
         received: Tensor | None,
         layers: range,
+        *,
+        coordinates: Tensor | None = None,
+        placed: PlacedFeatures | None = None,
     ) -> tuple[Tensor, list[LayerRoutes]]:
         """Compute some of the layers.
 
         recorded: [L, T, K] of these, as for `Decoder.forward`. received: the hidden states [T, D] before the layers;
-            None: those of the embedding.
+            None: those of the embedding. placed: of images, in place of the embedding of their tokens.
         """
         if not isinstance(layout, SequenceLayout):
             raise ValueError(
@@ -383,7 +419,9 @@ class DecoderTrunk(nn.Module):
                 f"got shape {list(input_ids.shape)}"
             )
         hidden = self._embed(input_ids, layout, compute_dtype) if received is None else received
-        tables = {key: rotary.tables(layout, input_ids.device) for key, rotary in self.rotaries.items()}
+        if placed is not None:
+            hidden = hidden.index_copy(0, placed.places, placed.features)
+        tables = {key: rotary.tables(layout, input_ids.device, coordinates) for key, rotary in self.rotaries.items()}
         routes: list[LayerRoutes] = []
         for index in layers:
             layer = self.layers.get_submodule(str(index))
@@ -402,6 +440,8 @@ class DecoderTrunk(nn.Module):
                 routes.append(layer_routes)
             else:
                 hidden = output
+            if placed is not None and index < len(placed.taps):
+                hidden = hidden.index_add(0, placed.places, placed.taps[index])
         return hidden, routes
 
     def _embed(self, input_ids: Tensor, layout: SequenceLayout, compute_dtype: torch.dtype) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 
+from xorl.core.models.image_config import ImageConfig
 from xorl.core.nn import RopeConfig
 from xorl.core.nn.attention import AttentionConfig
 from xorl.core.nn.gated_delta_net import GatedDeltaConfig
@@ -121,6 +122,7 @@ class DecoderConfig:
         residual_scale: the factor on the outputs of attention and feed-forward blocks.
         logit_scale: the factor on logits.
         logit_softcap: logits become logit_softcap * tanh(logits / logit_softcap), in fp32; None: no cap.
+        images: the encoder of images; None: the model reads text alone.
     """
 
     vocab_size: int
@@ -138,10 +140,13 @@ class DecoderConfig:
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     logit_softcap: float | None = None
+    images: ImageConfig | None = None
 
     def __post_init__(self) -> None:
         if not self.layers:
             raise ValueError("layers: there are none; a decoder has at least one")
+        if self.images is not None and len(self.images.taps) > self.num_layers:
+            raise ValueError(f"{len(self.images.taps)} taps of images, but the decoder has {self.num_layers} layers")
 
     def with_layers(self, change: Callable[[int, LayerConfig], LayerConfig]) -> DecoderConfig:
         """This configuration with `change(index, layer)` for each layer."""

@@ -8,7 +8,8 @@ from types import MappingProxyType
 
 from torch import nn
 
-from xorl.core.models.recipes import CheckpointNames, Constant, Part, Rows, WeightRecipe, unchanged
+from xorl.core.models.image_encoder import PatchLinear
+from xorl.core.models.recipes import CheckpointNames, Constant, Flattened, Part, Rows, WeightRecipe, unchanged
 from xorl.core.nn import Attention, GatedMLP
 from xorl.core.nn.moe import ExpertLinear
 from xorl.core.nn.roles import IN_FP32, DeclaresRoles
@@ -29,7 +30,9 @@ def recipes_of(model: nn.Module, names: CheckpointNames) -> dict[str, WeightReci
                 table[name] = _expert_recipe(path, leaf, module, names)
                 continue
             role = module.roles.get(leaf) if isinstance(module, DeclaresRoles) else None
-            if role == "correction":
+            if isinstance(module, PatchLinear) and leaf == "weight":
+                table[name] = Flattened(f"{names.in_checkpoint(path)}.{leaf}", module.stored_shape)
+            elif role == "correction":
                 table[name] = _correction_recipe(path, len(parameter), names)
             elif role == "constant":
                 table[name] = Constant(f"{names.in_checkpoint(path)}.{leaf}")

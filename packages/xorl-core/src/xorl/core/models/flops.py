@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from xorl.core.models.decoder_config import DecoderConfig, DenseConfig, LayerConfig
+from xorl.core.models.image_config import ImageConfig
 from xorl.core.nn.attention import AttentionConfig
 from xorl.core.nn.gated_delta_net import GatedDeltaConfig
 
@@ -41,6 +42,27 @@ def training_flops(config: DecoderConfig, lengths: Iterable[int], *, num_frozen:
         per_token * length + sum(flops * causal_pairs(length, window) for window, flops in per_pair.items())
         for length in lengths
     )
+
+
+def image_flops(
+    images: ImageConfig, grids: Iterable[tuple[int, int]], *, trains_tower: bool, trains_projectors: bool
+) -> int:
+    """FLOPs of encoding images of these grids of patches, by the rules of `training_flops`.
+
+    A frozen tower only computes forward. The gradient of projectors includes that of their inputs, if those need it.
+    """
+    block = images.width * (4 * images.width + 2 * images.mlp_width)
+    patch = 3 * images.frames * images.patch_size**2 * images.width
+    merger = images.merged_width * (images.merged_width + images.out_width)
+    tower = projectors = 0
+    for height, width in grids:
+        num_patches = height * width
+        pairs = 2 * images.width * num_patches**2
+        tower += num_patches * (patch + images.num_blocks * block) + images.num_blocks * pairs
+        projectors += (1 + len(images.taps)) * merger * (num_patches // images.merge_size**2)
+    of_tower = PRODUCTS_PER_FORWARD_PRODUCT if trains_tower else 1
+    of_projectors = 1 + trains_projectors + trains_tower
+    return FLOPS_PER_MULTIPLY_ADD * (of_tower * tower + of_projectors * projectors)
 
 
 def matmul_parameters(config: DecoderConfig) -> int:

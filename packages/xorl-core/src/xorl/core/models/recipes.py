@@ -3,6 +3,7 @@
 The protocols match those of xorl.ckpt, which this package does not import.
 """
 
+import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -188,6 +189,33 @@ class Constant:
 
 
 @dataclass(frozen=True)
+class Flattened:
+    """A checkpoint tensor of more than two dims as the matrix [rows, everything else].
+
+    stored_shape: that of the checkpoint tensor.
+    """
+
+    source: str
+    stored_shape: tuple[int, ...]
+    join_dim: None = field(default=None, init=False)
+    keeps_dtype: bool = field(default=False, init=False)
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (self.source,)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.stored_shape[0], math.prod(self.stored_shape[1:])
+
+    def read(self, source: WeightSource, start: int, stop: int) -> Tensor:
+        return source.read(self.source, start, stop).flatten(1)
+
+    def split(self, tensor: Tensor) -> dict[str, Tensor]:
+        return {self.source: tensor.reshape(self.stored_shape)}
+
+
+@dataclass(frozen=True)
 class LogicalModule:
     """A module under its name in the checkpoint. A native module contains the weight of one, or stacks several.
 
@@ -230,6 +258,9 @@ def unchanged(source: str, shape: tuple[int, ...]) -> Rows:
 
 
 _NATIVE_PREFIX = "model."
+# What the native names of the encoder of images begin with.
+ENCODER = "encoder."
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _OF_LAYER = re.compile(r"^(model\.layers\.\d+\.)(.*)$")
 
 _ROUTER = re.compile(r"^(.*)\.mlp\.gate\.weight$")
@@ -254,6 +285,8 @@ class CheckpointNames:
             the number of a layer, and only matches layers after the model's.
         is_part: the model is a part of a composite one: tensors that are neither under `prefix` nor the head belong to
             other parts, and exports copy them.
+        encoder: the names of the modules of the encoder of images by their native ones, both with {} for the number of
+            a block or tap; empty for families without one.
         spellings: other prefixes that names in checkpoints may have, and those of the recipes that they stand for.
             Exports keep the prefixes that were read.
     """
@@ -267,6 +300,7 @@ class CheckpointNames:
     stacked: tuple[str, ...] = ()
     unused: str | None = None
     is_part: bool = False
+    encoder: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     spellings: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
     @property
@@ -276,6 +310,9 @@ class CheckpointNames:
 
     def in_checkpoint(self, module: str) -> str:
         """The name of a module in checkpoints, from its name as of a decoder whose layers are `model.layers.N`."""
+        if module.startswith(ENCODER):
+            numbers = _NUMBER.findall(module)
+            return self.encoder[_NUMBER.sub("{}", module)].format(*numbers)
         name = self._renamed(module)
         return self.prefix + name.removeprefix(_NATIVE_PREFIX) if name.startswith(_NATIVE_PREFIX) else name
 

@@ -53,6 +53,7 @@ class LayerKernels:
         swiglu_linear: swiglu fused with the next linear layer, if that saves work in the backward pass; else None.
         norm, rotate: of heads, where `split_heads` does not compute them.
         round_heads: rounds queries and keys before attention, if that is chosen.
+        image_attention: the attention function of the encoder of images, which is not causal.
     """
 
     attention: AttentionFn = sdpa_attention
@@ -71,6 +72,7 @@ class LayerKernels:
     norm: Callable[[Tensor, Tensor, float, float], Tensor] = reference.rms_norm
     rotate: Callable[..., Tensor] = reference.apply_rope
     round_heads: Callable[[Tensor], Tensor] = _unchanged
+    image_attention: AttentionFn = sdpa_attention
 
     def of_layer(self, index: int) -> LayerKernels:
         """The functions of one layer of the decoder."""

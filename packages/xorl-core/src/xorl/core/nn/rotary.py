@@ -47,6 +47,8 @@ class RopeConfig:
         rotated_fraction: for proportional.
         rotary_dim: how many channels of a head rotate, the first ones; None: all of them.
         interleaved: whether channels 2i and 2i + 1 are a pair, instead of i and i + rotary_dim / 2.
+        axes: by channel pair, the axis whose coordinate it rotates by, where tokens have coordinates on several axes;
+            empty: all rotate by the position.
     """
 
     theta: float = 10000.0
@@ -64,6 +66,7 @@ class RopeConfig:
     rotated_fraction: float = 1.0
     rotary_dim: int | None = None
     interleaved: bool = False
+    axes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         check_choice("kind", self.kind, RopeKind)
@@ -99,15 +102,21 @@ class Rotary:
         self.inv_freq = ROPE_KINDS[config.kind](config, head_dim)  # [C / 2]
         self._on_device: dict[torch.device, Tensor] = {}
 
-    def tables(self, layout: SequenceLayout, device: torch.device) -> RopeTables:
-        """The cosines and sines for the tokens of `layout`, on `device`."""
+    def tables(self, layout: SequenceLayout, device: torch.device, coordinates: Tensor | None = None) -> RopeTables:
+        """The cosines and sines for the tokens of `layout`, on `device`.
+
+        coordinates: [T, axes] of these tokens; None: all are the position.
+        """
         if self.config.depends_on_length and layout.max_seqlen > self.config.trained_length:
             inv_freq = layout.local(self._inv_freq_by_token(layout.whole, device))  # [T, C / 2]
         else:
             if device not in self._on_device:
                 self._on_device[device] = self.inv_freq.to(device)
             inv_freq = self._on_device[device]
-        angles = layout.positions[:, None].float() * inv_freq  # [T, C / 2]
+        places = layout.positions[:, None]
+        if coordinates is not None and self.config.axes:
+            places = coordinates[:, list(self.config.axes)]
+        angles = places.float() * inv_freq  # [T, C / 2]
         factor = self.config.attention_factor
         return angles.cos() * factor, angles.sin() * factor
 

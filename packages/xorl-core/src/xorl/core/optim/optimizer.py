@@ -41,6 +41,7 @@ def build_optimizer(
     seed: int = 0,
     muon: MuonOptions | None = None,
     shares: Mapping[str, Share] = MappingProxyType({}),
+    lr_scales: Mapping[str, float] = MappingProxyType({}),
     stacked: Stacked = MappingProxyType({}),
     all_names: Sequence[str] | None = None,
 ) -> torch.optim.Optimizer:
@@ -51,7 +52,8 @@ def build_optimizer(
     zero; both are tensors and are read on the device.
 
     Args:
-        lr: the schedule's peak. Each group has an `lr_scale`, which multiplies the schedule's learning rate.
+        lr: the peak of the schedule. Each group has an `lr_scale`, which multiplies its learning rate; `lr_scales`
+            are those of parameters by name, if not 1. Matrices of muon have that of `muon`.
         no_decay_modules, no_decay_params: matched against module paths and against the last parts of names; tensors
             that either selects have no weight decay. See `undecayed`.
         never_decayed: the names of further parameters without weight decay.
@@ -81,15 +83,13 @@ def build_optimizer(
     trained = [(path, parameter) for path, parameter in named.items() if parameter.requires_grad]
     _check_trained(named, [path for path, _ in trained], may_be_none=all_names is not None)
     free = undecayed(names, no_decay_modules, no_decay_params) | set(tensor_names(never_decayed, stacked))
-    groups: dict[tuple[bool, float, tuple[RowDecay, ...]], dict[str, Any]] = {}
+    groups: dict[tuple[bool, float, float, tuple[RowDecay, ...]], dict[str, Any]] = {}
     for path, parameter in trained:
-        rows = row_decays(stacked.get(path, [(path, 1)]), free, weight_decay)
-        by_rows = rows if len(rows) > 1 else ()
-        decay = rows[0].decay if len(rows) == 1 else weight_decay
+        decay, by_rows = _decay_of(stacked.get(path, [(path, 1)]), free, weight_decay)
         is_matrix = name == "muon" and muon is not None and path in muon.matrices
-        lr_scale = muon.lr / lr if is_matrix and muon is not None else 1.0
+        lr_scale = muon.lr / lr if is_matrix and muon is not None else lr_scales.get(path, 1.0)
         group = groups.setdefault(
-            (is_matrix, decay, by_rows),
+            (is_matrix, lr_scale, decay, by_rows),
             {"params": [], "weight_decay": decay, "row_decays": by_rows, "lr_scale": lr_scale},
         )
         group["params"].append(parameter)
@@ -108,6 +108,14 @@ def build_optimizer(
         assert muon is not None
         return Muon(filled, lr, muon, state_dtype=state_dtype)
     return SGD(filled, lr)
+
+
+def _decay_of(
+    tensors: Sequence[tuple[str, int]], free: Collection[str], weight_decay: float
+) -> tuple[float, tuple[RowDecay, ...]]:
+    """The weight decay of a parameter that stacks `tensors`, and that of its rows if they differ."""
+    rows = row_decays(tensors, free, weight_decay)
+    return (rows[0].decay, ()) if len(rows) == 1 else (weight_decay, rows)
 
 
 def _check_state_dtype(state_dtype: object) -> None:

@@ -266,7 +266,8 @@ def parallelize(
 ) -> ParallelModel:
     """Apply `policy` to `model`, in place, and return it with the module to call.
 
-    `model` is any module with `layers`, an nn.ModuleList of its repeated layers, which may be a property.
+    `model` is any module with `layers`, an nn.ModuleList of its repeated layers, which may be a property. It may also
+    have `encoder_layers`, those of an encoder before them, which are sharded and recomputed, but not compiled.
     Recomputation, compilation and offloading need layers that are called with positional arguments.
 
     The steps, in order:
@@ -295,23 +296,19 @@ def parallelize(
     _check_fill(model, fill)
     _PARALLELIZED.add(model)
     layers, head = layers_of(model), getattr(model, "lm_head", None)
+    encoder_layers = encoder_layers_of(model)
     if policy.fp8 != "none":
         convert_linears(layers, policy.fp8)
-    recompute_layers(
-        layers,
-        policy.recompute,
-        num_layers=policy.recompute_num_layers,
-        experts=policy.recompute_experts,
-        reentrant=policy.reentrant_recompute,
-        compiled=policy.compile_backend is not None,
-    )
+    _recompute(encoder_layers, layers, policy)
     if policy.compile_backend is not None:
         compile_layers(list(layers), backend=policy.compile_backend, device_type=device.type)
     if policy.activation_offload_limit is not None:
         ActivationOffload(device, limit_bytes=policy.activation_offload_limit).install(list(layers))
     if policy.data_parallel_mode == "fsdp2":
         last, experts = [head] if isinstance(head, nn.Module) else [], experts_apart(model)
-        units = sharding_units(model, policy.unit_modules, [*layers, *last, *experts, *kept_in_fp32(model)])
+        units = sharding_units(
+            model, policy.unit_modules, [*encoder_layers, *layers, *last, *experts, *kept_in_fp32(model)]
+        )
         with allow_integer_parameters():
             shard(
                 model,
@@ -324,6 +321,7 @@ def parallelize(
                 cpu_offload=policy.cpu_offload,
                 collectives=policy.collectives,
             )
+        gather_in_order([[layer] for layer in encoder_layers], [], ahead=policy.forward_prefetch)
         groups = [[layer, *kept_in_fp32(layer), *experts_apart(layer)] for layer in layers]
         gather_in_order(groups, last, ahead=policy.forward_prefetch)
     if fill is not None and any(parameter.is_meta for parameter in model.parameters()):
@@ -335,6 +333,22 @@ def parallelize(
     is_replica = policy.data_parallel_mode == "ddp" and any(weight.requires_grad for weight in model.parameters())
     forward = replicate(model, mesh) if is_replica else model
     return ParallelModel(model, forward, mesh, fp8_weights, policy.reshard_after_forward)
+
+
+def _recompute(encoder_layers: nn.ModuleList, layers: nn.ModuleList, policy: ParallelPolicy) -> None:
+    """Set up recomputation. Layers of an encoder that is not trained keep nothing."""
+    if any(parameter.requires_grad for parameter in encoder_layers.parameters()):
+        # Modules that are recomputed in the decoder are not those of the encoder.
+        part = policy.recompute if isinstance(policy.recompute, str) else "none"
+        recompute_layers(encoder_layers, part, reentrant=policy.reentrant_recompute)
+    recompute_layers(
+        layers,
+        policy.recompute,
+        num_layers=policy.recompute_num_layers,
+        experts=policy.recompute_experts,
+        reentrant=policy.reentrant_recompute,
+        compiled=policy.compile_backend is not None,
+    )
 
 
 def _check_mesh(mesh: Mesh, policy: ParallelPolicy, device: torch.device, *, apart: bool) -> None:
@@ -411,6 +425,12 @@ def layers_of(model: nn.Module) -> nn.ModuleList:
             "placed one by one; add it, for example as a property that returns the list of an inner module"
         )
     return layers
+
+
+def encoder_layers_of(model: nn.Module) -> nn.ModuleList:
+    """The repeated layers of the encoder of `model`; maybe none."""
+    layers = getattr(model, "encoder_layers", None)
+    return layers if isinstance(layers, nn.ModuleList) else nn.ModuleList()
 
 
 def _check_head_unit(head: nn.Module, units: Sequence[nn.Module]) -> None:

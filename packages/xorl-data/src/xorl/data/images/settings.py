@@ -115,6 +115,11 @@ class ImageSettings:
         )
 
 
+def has_image_processor(folder: Path) -> bool:
+    """Whether a folder has a file with the settings of an image processor."""
+    return any((folder / name).is_file() for name in _FILES)
+
+
 @checked
 def read_image_settings(folder: Path, *, placeholder: int, patch_size: int, has_axes: bool) -> ImageSettings:
     """The settings of the image processor in a model's folder.

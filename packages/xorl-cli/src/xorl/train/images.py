@@ -1,0 +1,129 @@
+"""Models that read images: how their data is read, which parts are trained and how fast, and what is not supported."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from xorl.config.data import DataConfig
+from xorl.config.local import LoraConfig, TrainConfig
+from xorl.config.options import yaml_text
+from xorl.core.models import Decoder, DecoderConfig
+from xorl.core.models.flops import image_flops
+from xorl.data import DataError
+from xorl.data.images import ImageSettings, has_image_processor, read_image_settings
+from xorl.train.architecture import Architecture
+
+logger = logging.getLogger(__name__)
+
+# Options that only models with an encoder of images have.
+TRAIN_OPTIONS = ("freeze_encoders", "freeze_projectors", "freeze_decoder", "encoder_lr", "projector_lr")
+DATA_OPTIONS = ("image_min_pixels", "image_max_pixels", "image_root")
+
+
+def image_settings(architecture: Architecture, data: DataConfig) -> ImageSettings | None:
+    """How the images of conversations are read; None for models that do not read any, and for streams.
+
+    Raises ValueError for options without a model that reads images, DataError if its processor is not supported.
+    """
+    images, folder = architecture.config.images, architecture.tokenizer_folder
+    if images is None:
+        for name in DATA_OPTIONS:
+            if (value := getattr(data, name)) is not None:
+                raise ValueError(f"data.{name}: {yaml_text(value)}, but the model reads no images; leave it at null")
+        return None
+    if folder is None or data.streaming:
+        return None
+    if not has_image_processor(folder):
+        logger.warning("images: %s has no image processor, so conversations with images are refused", folder)
+        return None
+    has_axes = any(each.rope is not None and each.rope.axes for each in architecture.config.attentions)
+    settings = read_image_settings(
+        folder, placeholder=images.placeholder, patch_size=images.patch_size, has_axes=has_axes
+    )
+    if settings.merge_size != images.merge_size:
+        raise DataError(
+            f"{folder}: the image processor has merge_size: {settings.merge_size}, but that of the model is "
+            f"{images.merge_size}"
+        )
+    root = None if data.image_root is None else Path(data.image_root).expanduser()
+    if root is not None and not root.is_dir():
+        raise ValueError(f"data.image_root: {root} is not a folder")
+    return settings.limited(data.image_min_pixels, data.image_max_pixels, root)
+
+
+def check_image_model(config: DecoderConfig, train: TrainConfig, lora: LoraConfig) -> None:
+    """Raise ValueError for options that do not fit the model's encoder of images, or a model without one."""
+    if config.images is None:
+        for name in TRAIN_OPTIONS:
+            value, default = getattr(train, name), TrainConfig.model_fields[name].default
+            if value != default:
+                raise ValueError(
+                    f"train.{name}: {yaml_text(value)}, but the model has no encoder of images; leave it at "
+                    f"{yaml_text(default)}"
+                )
+        return
+    for name, size in (
+        ("tensor_parallel_size", train.tensor_parallel_size),
+        ("pipeline_parallel_size", train.pipeline_parallel_size),
+    ):
+        if size > 1:
+            raise ValueError(f"train.{name}: {size}, which is not supported for models that read images; use 1")
+    if train.enable_gradient_checkpointing and train.recompute_policy == "auto":
+        raise ValueError("train.recompute_policy: auto does not measure encoders of images; use module or operation")
+    if lora.enable_qlora:
+        raise ValueError("lora.enable_qlora: true, which is not supported for models that read images; set it to false")
+    if lora.enable_lora:
+        for name in ("freeze_encoders", "freeze_decoder"):
+            value, default = getattr(train, name), TrainConfig.model_fields[name].default
+            if value != default:
+                raise ValueError(
+                    f"train.{name}: {yaml_text(value)}, but adapters leave all parts as they are; leave it at "
+                    f"{yaml_text(default)}, or name modules in lora.modules_to_save"
+                )
+    elif train.freeze_encoders and train.freeze_projectors and train.freeze_decoder:
+        raise ValueError("train.freeze_decoder: true, like freeze_encoders and freeze_projectors: nothing is trained")
+
+
+def freeze_parts_(module: Decoder, train: TrainConfig, lora: LoraConfig, *, has_images: bool) -> None:
+    """Freeze the parts of a model that reads images, as the options say; without images, all of the encoder.
+
+    Adapters freeze all parts themselves.
+    """
+    if module.encoder is None or lora.enable_lora:
+        return
+    for part in module.encoder.tower if train.freeze_encoders or not has_images else ():
+        part.requires_grad_(False)
+    for part in module.encoder.projectors if train.freeze_projectors or not has_images else ():
+        part.requires_grad_(False)
+    if train.freeze_decoder:
+        module.model.requires_grad_(False)
+        if module.lm_head is not None:
+            module.lm_head.requires_grad_(False)
+
+
+def image_flops_of(module: Decoder) -> Callable[[Sequence[tuple[int, int]]], float]:
+    """Returns a function from grids of images to the floating-point operations of a step on them: see `image_flops`."""
+    encoder = module.encoder
+    if encoder is None:
+        return lambda _: 0.0
+    trains_tower, trains_projectors = (
+        any(parameter.requires_grad for part in parts for parameter in part.parameters())
+        for parts in (encoder.tower, encoder.projectors)
+    )
+    return partial(image_flops, encoder.config, trains_tower=trains_tower, trains_projectors=trains_projectors)
+
+
+def lr_scales(module: Decoder, train: TrainConfig) -> Mapping[str, float]:
+    """By name of each parameter of the encoder with a learning rate of its own: its ratio to `train.lr`."""
+    if module.encoder is None:
+        return {}
+    projectors = {id(each) for part in module.encoder.projectors for each in part.parameters()}
+    scales: dict[str, float] = {}
+    for name, parameter in module.encoder.named_parameters(prefix="encoder"):
+        rate = train.projector_lr if id(parameter) in projectors else train.encoder_lr
+        if rate is not None:
+            scales[name] = rate / train.lr if train.lr else 0.0
+    return scales

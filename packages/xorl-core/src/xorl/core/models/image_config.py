@@ -1,0 +1,92 @@
+"""The image encoder of a model, as every family's config.json is translated to, and the images that it encodes.
+
+Shapes: T tokens, P patches, C values of a patch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from xorl.core.nn.layers import ACTIVATIONS
+
+
+@dataclass(frozen=True)
+class ImageConfig:
+    """A transformer over the patches of each image, and a projection of its outputs to the width of the decoder.
+
+    Attributes:
+        placeholder: the id of the token that stands for a part of an image.
+        patch_size: the pixels on a side of a patch.
+        frames: how often a patch is repeated, for encoders of videos.
+        merge_size: the patches on a side of the square that becomes one token.
+        width, num_heads, mlp_width: of a block.
+        activation: of the feed-forward blocks.
+        num_blocks: how many there are.
+        side: the learned positions on a side of their square, between which those of patches are interpolated.
+        rope_theta: the base of the rotation by rows and columns.
+        out_width: the width of the decoder.
+        taps: the blocks after which features are added to the hidden states after the decoder's first layers, one layer
+            each, at the tokens of images (arXiv:2406.04334).
+        eps: of the norms.
+    """
+
+    placeholder: int
+    patch_size: int
+    frames: int
+    merge_size: int
+    width: int
+    num_heads: int
+    mlp_width: int
+    activation: str
+    num_blocks: int
+    side: int
+    rope_theta: float
+    out_width: int
+    taps: tuple[int, ...]
+    eps: float
+
+    def __post_init__(self) -> None:
+        if self.width % self.num_heads or self.head_dim % 4:
+            raise ValueError(
+                f"an encoder {self.width} wide cannot have {self.num_heads} heads: each needs a multiple of 4 channels"
+            )
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(f"activation: {self.activation!r} is not one of {', '.join(map(repr, ACTIVATIONS))}")
+        if len(set(self.taps)) < len(self.taps) or not all(0 <= tap < self.num_blocks for tap in self.taps):
+            raise ValueError(f"taps: {self.taps} are not different blocks of {self.num_blocks}")
+
+    @property
+    def head_dim(self) -> int:
+        """The channels of a head."""
+        return self.width // self.num_heads
+
+    @property
+    def merged_width(self) -> int:
+        """The width of all patches of a token together."""
+        return self.width * self.merge_size**2
+
+
+@dataclass(frozen=True)
+class ImageInput:
+    """The images of a row, and where their features are to stand in it.
+
+    A row without an image has one all the same, of which no feature is used: where encoders are sharded, every rank
+    has to encode.
+
+    Attributes:
+        patches: [P, C] uint8, by color, row and column; of all images, those of a token together.
+        grids: (height, width) of each image in patches, on the host.
+        places: [n] int64, the tokens of the row, or of this rank's part of it, that are parts of images.
+        features: [n] int64, the number of the feature that each stands for, among those of all images.
+        mean, std: by color, what is subtracted from values between 0 and 1, and what they are then divided by.
+    """
+
+    patches: Tensor
+    grids: Sequence[tuple[int, int]]
+    places: Tensor
+    features: Tensor
+    mean: Sequence[float]
+    std: Sequence[float]

@@ -1,0 +1,141 @@
+"""Training on images over ranks: the loss and gradients of one process, whichever rank has images, and resumes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from image_runs import image_run, write_image_folder, write_image_rows
+from ranks import Launch, Launches
+from xorl.config import config_from_mapping
+from xorl.core.loss import cross_entropy
+from xorl.train import build_run, train
+
+Options = Mapping[str, object]
+TRAINED = {"freeze_encoders": False}
+NUM_BINS = 8
+# By name: the number of ranks, how many of them have rows of their own, and the options.
+LAYOUTS: Mapping[str, tuple[int, int, Options]] = {
+    "one process": (1, 1, {}),
+    "one process, recomputed": (1, 1, {"enable_gradient_checkpointing": True}),
+    "fsdp2": (2, 2, {}),
+    "fsdp2, recomputed": (2, 2, {"enable_gradient_checkpointing": True}),
+    "hsdp": (4, 4, {"data_parallel_replicate_size": 2}),
+    "ddp": (2, 2, {"data_parallel_mode": "ddp"}),
+    "ulysses": (2, 1, {"ulysses_parallel_size": 2}),
+    "ring": (2, 1, {"ringattn_parallel_size": 2}),
+    "ring of ulysses": (4, 1, {"ringattn_parallel_size": 2, "ulysses_parallel_size": 2}),
+}
+CASES: Mapping[str, Options] = {"frozen": {}, "trained": TRAINED}
+
+
+def first_step(folder: Path, output: Path, options: Options) -> tuple[float, dict[str, Tensor]]:
+    """The loss of the first step, summed over all ranks, and the whole gradient by parameter."""
+    run = build_run(config_from_mapping(image_run(folder, output, **options)).config)
+    _, batches = next(run.loader.steps())
+    assert sum(batch.images is not None for batch in batches) == len(batches)
+    losses = run.engine.forward_backward(batches, cross_entropy)
+    gradients = {}
+    for name, parameter in run.engine.model.module.named_parameters():
+        gradient = parameter.grad
+        assert (gradient is not None) == parameter.requires_grad, name
+        if gradient is not None:
+            gradients[name] = (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).clone()
+    return float(losses.loss_sum), gradients
+
+
+@pytest.fixture(scope="module")
+def found(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Launches:
+    folder = tmp_path_factory.mktemp("images")
+    write_image_folder(folder / "model")
+    write_image_rows(folder / "data", 12)
+    # Rows whose bins have no image.
+    with (folder / "data" / "rows.jsonl").open("a") as file:
+        for index in range(12):
+            question = {"role": "user", "content": "what is " + "abc"[index % 3] * (30 + index)}
+            file.write(json.dumps({"messages": [question, {"role": "assistant", "content": "none."}]}) + "\n")
+    cells = {}
+    for layout, (num_ranks, num_data, options) in LAYOUTS.items():
+        for case, own in CASES.items():
+            values = {**options, **own, "gradient_accumulation_steps": NUM_BINS // num_data}
+            cells[layout, case] = (num_ranks, partial(first_step, folder, folder / f"{layout} {case}", values))
+    return launch(cells)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one process"])
+def test_layouts_compute_what_one_process_computes(found: Launches, layout: str, case: str) -> None:
+    # Catches ranks without an image that wait for ever, features at tokens of another part of a row, gradients of the
+    # encoder that are counted once for each rank that shares a row, and images that only the first part sees.
+    [(loss, gradients), *_] = found(layout, case)
+    [(wanted_loss, wanted)] = found("one process", case)
+    assert any(name.startswith("encoder.blocks") for name in wanted) == (case == "trained")
+    assert any(name.startswith("encoder.projector") for name in wanted)
+    assert loss == pytest.approx(wanted_loss, rel=1e-5)
+    assert gradients.keys() == wanted.keys()
+    for name, gradient in gradients.items():
+        assert (gradient - wanted[name]).norm() < 1e-4 * wanted[name].norm(), name
+
+
+def tensors_in(folder: Path) -> dict[str, Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def run_to_the_end(folder: Path, output: Path, **options: object) -> dict[str, Tensor]:
+    """The exported tensors of a run."""
+    train(build_run(config_from_mapping(image_run(folder, output, **options)).config))
+    steps = options["max_steps"]
+    export = output / "checkpoints" / f"global_step_{steps}-export"
+    return tensors_in(export) if export.is_dir() else {}
+
+
+# By case: the options, and the parts that are trained.
+PARTS: Mapping[str, tuple[Options, set[str]]] = {
+    "default": ({}, {"projectors", "decoder"}),
+    "all": (TRAINED, {"tower", "projectors", "decoder"}),
+    "projectors": ({"freeze_decoder": True}, {"projectors"}),
+    "decoder": ({"freeze_projectors": True}, {"decoder"}),
+    "rates of 0": ({**TRAINED, "encoder_lr": 0.0, "projector_lr": 0.0}, {"decoder"}),
+}
+PREFIXES = {"tower": "model.visual.blocks", "projectors": "model.visual.merger", "decoder": "model.language_model.la"}
+
+
+@pytest.mark.parametrize("case", PARTS)
+def test_parts_are_trained_as_asked(tmp_path: Path, run_ranks, case: str) -> None:
+    # Catches a frozen part that moves, a part that is to be trained and stays, and a rate that reaches another part.
+    write_image_folder(tmp_path / "model")
+    write_image_rows(tmp_path / "data", 12)
+    options, wanted = PARTS[case]
+    [after] = run_ranks(lambda: run_to_the_end(tmp_path, tmp_path / "output", max_steps=2, **options), 1)
+    before = tensors_in(tmp_path / "model")
+    assert after.keys() == before.keys()
+    for part, prefix in PREFIXES.items():
+        names = [name for name in before if name.startswith(prefix) and name.endswith("weight")]
+        assert {not torch.equal(before[name], after[name]) for name in names} == {part in wanted}, part
+
+
+def test_a_resumed_run_ends_as_one_that_was_not_stopped(tmp_path: Path, run_ranks) -> None:
+    # Catches images that are drawn again, left out, or decoded otherwise after a resume, and a run that is not
+    # repeatable.
+    write_image_folder(tmp_path / "model")
+    write_image_rows(tmp_path / "data", 24)
+    options = {**TRAINED, "save_steps": 2, "load_checkpoint_path": "auto"}
+
+    def run(name: str, max_steps: int) -> dict[str, Tensor]:
+        return run_ranks(lambda: run_to_the_end(tmp_path, tmp_path / name, max_steps=max_steps, **options), 2)[0]
+
+    whole, again = run("whole", 6), run("again", 6)
+    run("stopped", 2)
+    resumed = run("stopped", 6)
+    assert whole
+    for name, tensor in whole.items():
+        assert torch.equal(tensor, again[name]), name
+        assert torch.equal(tensor, resumed[name]), name
