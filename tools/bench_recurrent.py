@@ -3,10 +3,10 @@
     uv run tools/bench_recurrent.py                                          # a tiny layer, to test the tool
     uv run tools/bench_recurrent.py --shape qwen3.5-9b --num-tokens 16384 --json recurrent.json
 
-The row has four documents. Prints a table in Markdown: milliseconds of forward and backward pass together, and the
-share of the layer's. "layer" is a whole decoder layer, "mixer" its gated delta net with projections, and the rest are
-functions of the backend. For whole training steps beside transformers, which uses fla-core too, see `xorl bench --model
-qwen3.5-9b-4-layers`.
+On a GPU it needs fla-core 0.6.0 (the extra `fla` of xorl-kernels). The row has four documents. Prints a table in
+Markdown: milliseconds of forward and backward pass together, and the share of the layer's. "layer" is a whole decoder
+layer, "mixer" its gated delta net with projections, and the rest are functions of the backend. For whole training steps
+beside transformers, which uses fla-core too, see `xorl bench --model qwen3.5-9b-4-layers`.
 """
 
 from __future__ import annotations

@@ -110,6 +110,37 @@ def test_a_folder_returns_bit_for_bit(label: str, renamed: bool, dtype: torch.dt
     open_composite(tmp_path / "ours")
 
 
+@pytest.mark.parametrize("is_stacked", [False, True])
+def test_experts_return_as_they_were_read(is_stacked: bool, tmp_path: Path) -> None:
+    """Catches experts that are exported in another form than that of the files, and layers for further tokens that are
+    dropped: programs that read the files might not read the export."""
+    base = write_composite("qwen3_5_moe", tmp_path / "base")
+    tensors = read_folder(base)
+    if is_stacked:
+        for layer in (f"model.language_model.layers.{index}.mlp.experts" for index in range(3)):
+            of_experts = [
+                {part: tensors.pop(f"{layer}.{expert}.{part}_proj.weight") for part in ("gate", "up", "down")}
+                for expert in range(4)
+            ]
+            tensors[f"{layer}.gate_up_proj"] = torch.stack([torch.cat((e["gate"], e["up"])) for e in of_experts])
+            tensors[f"{layer}.down_proj"] = torch.stack([e["down"] for e in of_experts])
+    tensors |= {"mtp.fc.weight": torch.randn(3, 5), "mtp.layers.0.mlp.experts.gate_up_proj": torch.randn(2, 4, 3)}
+    save_folder(base, tensors)
+    decoder, architecture = load(base)
+    rest = Rest.of(architecture)
+    with rest.groups() as copied:
+        export_hf(
+            dict(decoder.named_parameters()),
+            architecture.recipes(merge_qkv=True),
+            tmp_path / "ours",
+            hf_config=architecture.hf_config,
+            rename=rest.in_file,
+            arrange=rest.arrange,
+            copied=copied,
+        )
+    require_same(read_folder(tmp_path / "ours"), tensors)
+
+
 @pytest.mark.multi
 @pytest.mark.parametrize(
     ("label", "num_ranks", "mode"), [("gemma3", 2, "fsdp2"), ("ministral3", 2, "ddp"), ("mistral", 1, "none")]

@@ -30,7 +30,7 @@ class Rest:
         unused: the names of the tensors to copy.
         in_file: returns the name in the folder of a tensor that recipes name.
         is_missing: whether there are tensors to copy, but it is not known from where.
-        experts: the family's names of experts.
+        experts: the names of experts, in stacks if the folder or the family has them.
     """
 
     architecture: str
@@ -64,7 +64,7 @@ class Rest:
                 f"exports of a {spec.architecture} copy tensors from {origin}, but {quantised[0]} belongs to a "
                 "quantised tensor, which cannot be copied; start from the model that is not quantised"
             )
-        return cls(spec.architecture, folder, view.unused, view.in_source, is_missing=False, experts=experts)
+        return cls(spec.architecture, folder, view.unused, view.in_source, is_missing=False, experts=view.experts)
 
     @property
     def stacks_experts(self) -> bool:

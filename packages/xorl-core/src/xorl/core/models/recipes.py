@@ -6,7 +6,7 @@ The protocols match those of xorl.ckpt, which this package does not import.
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Protocol
@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from xorl.core.models.stacks import Cut, ExpertNames, cuts_of, is_stack
+from xorl.core.models.stacks import IN_MEMORY, Cut, ExpertNames, cuts_of, is_stack
 
 # Rows of an embedding that are compared at once: about 100 MB.
 COMPARED_ROWS = 8192
@@ -339,6 +339,7 @@ class CheckpointView:
 
     Attributes:
         unused: the tensors that the model does not use and exports copy, as `source` names them.
+        experts: the names of experts, with the stacks that `source` has, even if other files of the family have none.
     """
 
     def __init__(self, source: WeightSource, names: CheckpointNames, *, tied: bool, num_layers: int) -> None:
@@ -361,7 +362,10 @@ class CheckpointView:
         self._actual: dict[str, str] = {
             names.prefix + name if lacks_prefix and name != names.head else name: spelled[name] for name in kept
         }
+        self.experts = names.experts
         self._cuts = {} if names.experts is None else self._cut_stacks(names.experts)
+        if names.experts is not None and self._cuts and names.experts.is_in_memory:
+            self.experts = replace(names.experts, stack=IN_MEMORY)
 
         def read_expert(stack: str, expert: int) -> Tensor:
             return source.read(stack, expert, expert + 1)[0]

@@ -26,6 +26,7 @@ class ExpertStack:
 
 # The form that transformers 5 has in memory of all families that do not declare another one.
 IN_MEMORY = ExpertStack()
+_MODULE_IN_MEMORY = "mlp.experts"
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,11 @@ class ExpertNames:
         """The module of all experts."""
         return self.expert.removesuffix(".{}")
 
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether files may also have the stacks of transformers 5, under the names that these have in memory."""
+        return self.stack is None and self.module == _MODULE_IN_MEMORY
+
 
 # The tensors of a layer's stacks, by the last part of their names, and the leaf of each expert's tensors.
 _LEAVES: Mapping[str, tuple[str, str]] = {
@@ -82,14 +88,14 @@ class Cut:
 def is_stack(name: str, names: ExpertNames) -> bool:
     """Whether a tensor with this name, as in recipes, is a stack: of the family, or of transformers 5 in memory."""
     module, _, leaf = name.rpartition(".")
-    return leaf in _LEAVES and module.endswith(f".{names.module if names.stack else 'mlp.experts'}")
+    return leaf in _LEAVES and module.endswith(f".{names.module if names.stack else _MODULE_IN_MEMORY}")
 
 
 def cuts_of(name: str, shape: Sequence[int], names: ExpertNames) -> dict[str, Cut]:
     """The tensors of the experts in a stack of this name and shape, by name."""
     stack, (module, _, last) = names.stack or IN_MEMORY, name.rpartition(".")
     projection, leaf = _LEAVES[last]
-    layer = module.removesuffix(names.module if names.stack else "mlp.experts")
+    layer = module.removesuffix(names.module if names.stack else _MODULE_IN_MEMORY)
     parts = [names.down] if projection == "down" else [names.gate, names.up]
     is_transposed = stack.is_transposed and leaf == "weight"
     num_experts, sizes = shape[0], list(shape[1:])
