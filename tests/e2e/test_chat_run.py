@@ -2,12 +2,15 @@
 
 import json
 import os
+from datetime import datetime
 from pathlib import Path
 
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from workspace import ROOT
 from xorl.train.export.saved import export_saved
+from xorl.train.report.page import report_page
+from xorl.train.report.read import read_runs
 
 
 def test_the_chat_example_trains_and_leaves_a_receipt(tmp_path: Path, run_command) -> None:
@@ -29,6 +32,11 @@ def test_the_chat_example_trains_and_leaves_a_receipt(tmp_path: Path, run_comman
     assert receipt["train"]["plan_hash"]
     assert 0 < receipt["held_out"]["fill"] <= 1
     assert "Data: 900 samples, " in result.stderr
+    (run,) = read_runs([tmp_path / "out"])
+    assert (len(run.steps), run.about["num_steps"], run.about["world_size"]) == (6, 6, 1)
+    assert run.about["options"]["train"]["data_parallel_mode"] == "none"
+    page = report_page([run], datetime.now().astimezone())
+    assert all(text in page for text in ("Held-out loss", "configs/quickstart/chat.jsonl", "train.lr_decay_style"))
     # The tokenizer has no template of its own: the one of the data is in every export.
     exported = export_saved(str(tmp_path / "out"), str(tmp_path / "exported"))
     template = (ROOT / "configs" / "local" / "chat.jinja").read_text()

@@ -39,6 +39,7 @@ COMMANDS: dict[str, Entry] = {
     ),
     "export": Entry("xorl.cli.export", "Training", "Export a checkpoint or an adapter for other tools."),
     "chat": Entry("xorl.cli.chat", "Training", "Talk to a trained model, or complete the prompts in a file."),
+    "report": Entry("xorl.cli.report", "Training", "Write a page about one or several runs."),
     "ckpt": Entry("xorl.cli.ckpt", "Training", "List, verify and delete checkpoints."),
     "serve": Entry("xorl.cli.serve", "Service", "Serve training and sampling to clients, or show a service's status."),
     "data": Entry("xorl.cli.data", "Data", "Prepare and inspect training data."),

@@ -59,6 +59,7 @@ from xorl.train.model_source import pin_checkpoint, read_architecture
 from xorl.train.observe.metrics_file import Metrics, MetricsFile, is_evaluated, last_step
 from xorl.train.observe.observer import Observer, Sink
 from xorl.train.observe.progress import Phases, progress_sink
+from xorl.train.observe.run_file import write_run_file
 from xorl.train.observe.timing import StepTimer
 from xorl.train.observe.waits import WaitWatch
 from xorl.train.output_dir import MEMBERS, METRICS, RECEIPT, STARTED_FROM, open_output_dir, start_of
@@ -410,6 +411,13 @@ def build_observer(startup: Startup, start_step: int, timer: StepTimer) -> Obser
     observer = Observer(runtime.device, runtime.world_size, sinks, timer, waits=waits)
     if not runtime.is_main:
         return observer
+    write_run_file(
+        startup.output_dir,
+        startup.config,
+        world_size=runtime.world_size,
+        start_step=start_step,
+        num_steps=startup.num_steps,
+    )
     repeats = last_step(startup.output_dir / METRICS) > start_step
     progress = progress_sink(train.log_format, startup.num_steps, start_step)
     sinks += [MetricsFile(startup.output_dir / METRICS, start_step), progress]

@@ -50,7 +50,7 @@ def _commit() -> str | None:
     try:
         commit = _git(folder, "rev-parse", "--short=10", "HEAD")
         return commit + ("+" if _git(folder, "status", "--porcelain", "--untracked-files=no") else "")
-    except (OSError, subprocess.CalledProcessError):
+    except (OSError, subprocess.SubprocessError):
         return None
 
 

@@ -66,6 +66,17 @@ def _json_safe(metrics: Metrics) -> dict[str, float | int | str | None]:
     }
 
 
+def read_metrics(path: Path) -> list[Metrics]:
+    """The records in the metrics.jsonl at `path`; values that are not finite are NaN or infinite again.
+
+    It may be written to meanwhile.
+    """
+    return [
+        {key: float(value) if isinstance(value, str) else value for key, value in record.items()}
+        for _, record in _records(path)
+    ]
+
+
 def is_evaluated(path: Path, step: int) -> bool:
     """Whether the metrics.jsonl at `path` exists and has the evaluation after step `step`."""
     return path.exists() and any(record.get("step") == step and "eval_loss" in record for _, record in _records(path))

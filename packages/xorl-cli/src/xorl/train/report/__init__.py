@@ -1,0 +1,1 @@
+"""The page that `xorl report` makes of the folders of runs."""
