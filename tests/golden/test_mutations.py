@@ -45,7 +45,7 @@ HIDDEN |= {
 }
 HIDDEN |= {
     ("Gemma4ForCausalLM", label): {"output_scale=False"}
-    for label in ("sliding window", "own values, capped logits", "untied, biases")
+    for label in ("sliding window", "own values, capped logits", "untied, biases", "experts", "experts, untied")
 }
 
 
@@ -103,6 +103,8 @@ def _changed_layers(config: DecoderConfig) -> Iterator[tuple[str, DecoderConfig]
 def others(owner: Any, name: str, own: Any) -> Iterable[Any]:
     """Values to try for a field. Options that are off stay off, unless the weights suffice for them."""
     match name:
+        case "shared" if owner.own_norms:
+            return ()  # there are no experts without it
         case "norms":
             return get_args(Arrangement)
         case "kind":
@@ -179,9 +181,6 @@ WITHOUT_EFFECT = {
     "Gemma4ForCausalLM": {
         "use_double_wide_mlp",
         "vocab_size_per_layer_input",
-        "num_experts",
-        "top_k_experts",
-        "moe_intermediate_size",
     },
     "HunYuanDenseV1ForCausalLM": {"rope_parameters.factor"},  # alpha takes its place
     # The CausalLM of these has no loss of routers; layers that predict further tokens are not trained.

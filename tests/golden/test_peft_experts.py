@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from tiny_models import hf_config
+from tiny_models import BESIDE, hf_config
 from xorl.ckpt import load_weights
 from xorl.core.models import SPECS, Decoder
 from xorl.kernels.layout import SequenceLayout
@@ -43,14 +43,17 @@ MODELS = {
     "mixtral": ("MixtralForCausalLM", ("w1", "w3", "w2")),
     "minimax_m2": ("MiniMaxM2ForCausalLM", ("w1", "w3", "w2")),
     "gpt_oss": ("GptOssForCausalLM", ("gate_proj", "up_proj", "down_proj")),
+    "gemma4_text": ("Gemma4ForCausalLM", ("experts.gate_proj", "experts.up_proj", "experts.down_proj")),
 }
+CHANGES = {"gemma4_text": BESIDE}
 PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 TOLERANCE = 1e-5
 
 
 def model_of(model_type: str, **changes: object) -> PreTrainedModel:
     torch.manual_seed(0)
-    config = AutoConfig.for_model(**{**hf_config(model_type, **changes), "experts_implementation": "eager"})
+    shape = hf_config(model_type, **CHANGES.get(model_type, {}), **changes)
+    config = AutoConfig.for_model(**{**shape, "experts_implementation": "eager"})
     return AutoModelForCausalLM.from_config(config).eval()
 
 

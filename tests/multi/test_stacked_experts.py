@@ -12,7 +12,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from layouts import LAYOUTS, ONE_PROCESS, mesh_for, run_config
 from ranks import Launch, Launches
-from tiny_models import hf_config, write_config
+from tiny_models import BESIDE, hf_config, write_config
 from xorl.ckpt.reader import source_shapes
 from xorl.core import runtime
 from xorl.core.models.mxfp4 import BLOCKS, SCALES, dequantized
@@ -22,15 +22,16 @@ from xorl.train.export.folder import ModelExport
 from xorl.train.export.rest import Rest
 from xorl.train.model_source import read_architecture
 
-FAMILY = "gpt_oss"
-# Of which blocks of 32 divide all rows.
-SHAPE = hf_config(FAMILY, hidden_size=64, intermediate_size=32)
+# Blocks of 32 divide all rows of MXFP4.
+GPT_OSS = hf_config("gpt_oss", hidden_size=64, intermediate_size=32)
+SHAPES = {"stacked": GPT_OSS, "mxfp4": GPT_OSS, "beside a block": hf_config("gemma4_text", **BESIDE)}
 IN_BF16 = {"enable_mixed_precision": True, "param_dtype": "bf16"}
 
 
 def write_model(folder: Path, *, is_quantized: bool) -> dict[str, Tensor]:
     """A model whose experts are stacked, or stored as MXFP4. Returns the tensors of the former."""
-    write_config(folder, SHAPE)
+    shape_of_model = SHAPES[folder.name]
+    write_config(folder, shape_of_model)
     architecture = read_architecture(run_config(folder.parent, folder.name, {}).model)
     names = architecture.spec.checkpoint_names.experts
     assert names is not None
@@ -54,7 +55,7 @@ def write_model(folder: Path, *, is_quantized: bool) -> dict[str, Tensor]:
         else:
             written[name] = saved[name]
     if is_quantized:
-        write_config(folder, {**SHAPE, "quantization_config": {"quant_method": "mxfp4"}})
+        write_config(folder, {**shape_of_model, "quantization_config": {"quant_method": "mxfp4"}})
     save_file(written, folder / "model.safetensors", {"format": "pt"})
     return saved
 
@@ -72,7 +73,7 @@ def export(folder: Path, name: str, layout: str) -> None:
     ModelExport(engine.model, recipes, architecture, torch.bfloat16, None, Rest.of(architecture)).write(target)
 
 
-CASES = [(name, layout) for name in ("stacked", "mxfp4") for layout in ("", "fsdp 2", "ep 2", "tp 2, fsdp", "pp 2")]
+CASES = [(name, layout) for name in SHAPES for layout in ("", "fsdp 2", "ep 2", "tp 2, fsdp", "pp 2")]
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +81,7 @@ def found(
     launch: Launch, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Launches, Path, dict[str, dict[str, Tensor]]]:
     folder = tmp_path_factory.mktemp("models")
-    saved = {name: write_model(folder / name, is_quantized=name == "mxfp4") for name in ("stacked", "mxfp4")}
+    saved = {name: write_model(folder / name, is_quantized=name == "mxfp4") for name in SHAPES}
     calls = {(name, layout): (2 if layout else 1, partial(export, folder, name, layout)) for name, layout in CASES}
     return launch(calls), folder, saved
 

@@ -338,6 +338,21 @@ CASES += [
     Case("DeepseekV3ForCausalLM", "no latent of queries", {**LATENT, "q_lora_rank": None, "attention_bias": True}),
     Case("DeepseekV3ForCausalLM", "pairs by halves", {**LATENT, "rope_interleave": False, "tie_word_embeddings": True}),
 ]
+BESIDE = {**WIDER, "enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 28}
+CASES += [
+    Case("Gemma4ForCausalLM", "experts", BESIDE),
+    Case(
+        "Gemma4ForCausalLM",
+        "experts, untied",
+        {
+            **BESIDE,
+            "tie_word_embeddings": False,
+            "num_hidden_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "top_k_experts": 3,
+        },
+    ),
+]
 SPARSE = ["dense", "sparse", "sparse"]
 LITE = {key: value for key, value in LATENT.items() if key != "first_k_dense_replace"}
 CASES += [

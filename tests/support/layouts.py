@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from placement import mesh_of
-from tiny_models import hf_config, write_config
+from tiny_models import BESIDE, hf_config, write_config
 from xorl.ckpt.reader import source_shapes
 from xorl.config import Config, config_from_mapping
 from xorl.core import runtime
@@ -75,6 +75,7 @@ MODELS: dict[str, dict[str, object]] = {
     "glm4_moe": hf_config("glm4_moe", moe_intermediate_size=48),
     "qwen2_moe": hf_config("qwen2_moe", mlp_only_layers=[1]),
     "glm4_moe_lite": hf_config("glm4_moe_lite"),
+    "gemma4_text, experts": hf_config("gemma4_text", **BESIDE),
     "gpt_oss": hf_config("gpt_oss", intermediate_size=32, output_router_logits=True, router_aux_loss_coef=0.1),
     **{name: hf_config(name) for name in FAMILIES},
     **{name: hf_config(name, intermediate_size=64) for name in RECURRENT},
@@ -145,6 +146,9 @@ RUNS |= {
     "glm4_moe, QLoRA": Run("glm4_moe", lora={**QLORA, **EXPERT_LORA}),
     "qwen2_moe": Run("qwen2_moe"),
     "glm4_moe_lite": Run("glm4_moe_lite", RECOMPUTE),
+    # Experts beside a feed-forward block, with norms of their own.
+    "gemma4_text, experts": Run("gemma4_text, experts", {"router_z_loss_coef": 0.1}),
+    "gemma4_text, adapted experts": Run("gemma4_text, experts", RECOMPUTE, EXPERT_LORA),
     # Sinks, and experts with biases.
     "gpt_oss": Run("gpt_oss", MUON),
     "gpt_oss, adapted experts": Run("gpt_oss", {**RECOMPUTE, **MOE_ACT}, EXPERT_LORA),
@@ -169,6 +173,7 @@ RUNS |= {
     "pipeline: the first layer": Run("llama, 4 layers", lora={**LORA, "lora_target_modules": ["0.self_attn.q_proj"]}),
     "pipeline: qwen3_moe": Run("qwen3_moe, 4 layers", {"router_z_loss_coef": 0.1}),
 }
+BESIDE_BLOCK = ("gemma4_text, experts", "gemma4_text, adapted experts")
 GPT_OSS = ("gpt_oss", "gpt_oss, adapted experts", "gpt_oss, QLoRA")
 PIPELINE = tuple(name for name in RUNS if name.startswith("pipeline"))
 SHARED = ("qwen3_moe, shared adapters", "qwen3_moe, outer factors shared")
@@ -213,6 +218,8 @@ TENSOR_EXPERTS = (
 ALL_EXPERTS = tuple(
     name for name, run in RUNS.items() if run.model in ("qwen3_moe", "mixtral") and name not in ALL_CONTEXT[-1:]
 )
+OTHER_EXPERTS = ("glm4_moe", "glm4_moe, QLoRA", "qwen3_next", "glm4_moe_lite", *BESIDE_BLOCK, *GPT_OSS)
+SOME_EXPERTS = ("qwen3_moe", "qwen3_moe, operation and moe_act", "gpt_oss", "glm4_moe_lite", "gemma4_text, experts")
 STAGED = (
     *PIPELINE,
     *FAMILIES,
@@ -256,7 +263,7 @@ LAYOUTS: dict[str, Layout] = {
     "ulysses 2, ddp": _layout(2, CONTEXT, **ULYSSES, **DDP),
     "ring 2": _layout(2, (*ALL_CONTEXT, "gpt_oss"), **RING),
     "ring 2, none": _layout(2, CONTEXT, **RING, cp_fsdp_mode="none"),
-    "ep 2": _layout(2, (*ALL_EXPERTS, "glm4_moe", "glm4_moe, QLoRA", "qwen3_next", "glm4_moe_lite", *GPT_OSS), **EP),
+    "ep 2": _layout(2, (*ALL_EXPERTS, *OTHER_EXPERTS), **EP),
     "ep 2, ulysses 2": _layout(2, (*EXPERTS, "qwen3_5_moe"), **EP, **ULYSSES),
     "ep 2, ring 2": _layout(2, EXPERTS, **EP, **RING),
     "tp 2": _layout(2, (*TENSOR, *DELTA_NETS), **{**TP, **ONE_PROCESS}),
@@ -265,12 +272,13 @@ LAYOUTS: dict[str, Layout] = {
         (
             *TENSOR_EXPERTS,
             *("glm4_moe", "qwen2_moe", "qwen3_5_moe", "qwen3_next", "qwen3_next, LoRA"),
+            *BESIDE_BLOCK,
             *GPT_OSS[:2],
         ),
         **TP,
     ),
-    "tp 2, ep 2": _layout(2, ("qwen3_moe", "qwen3_moe, operation and moe_act", "gpt_oss", "glm4_moe_lite"), **TP, **EP),
-    "pp 2": _layout(2, (*STAGED, *DELTA_NETS, "qwen3_5_moe", "glm4_moe_lite", *GPT_OSS[:2]), **PP),
+    "tp 2, ep 2": _layout(2, SOME_EXPERTS, **TP, **EP),
+    "pp 2": _layout(2, (*STAGED, *DELTA_NETS, "qwen3_5_moe", "glm4_moe_lite", *BESIDE_BLOCK, *GPT_OSS[:2]), **PP),
     "pp 2, none": _layout(2, ("pipeline: gpt2", "pipeline: LoRA"), **{**PP, **ONE_PROCESS}),
     "pp 2, GPipe": _layout(2, ("pipeline: gpt2", "pipeline: qwen3_moe"), **PP, **GPIPE),
     "pp 2, interleaved": _layout(2, PIPELINE, **PP, **INTERLEAVED),

@@ -169,4 +169,6 @@ _OWN: dict[str, dict[str, object]] = {
     "smollm3": {"pad_token_id": None, "no_rope_layer_interval": 2},
     "solar_open": {"head_dim": 8},
 }
+# Changes of `gemma4_text`: experts beside its feed-forward block.
+BESIDE = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24}
 _GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}

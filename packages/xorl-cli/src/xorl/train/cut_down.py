@@ -36,6 +36,7 @@ CUT: Mapping[str, int] = MappingProxyType(
         "n_group": 4,
         "topk_group": 2,
         "num_experts_per_tok": 4,
+        "top_k_experts": 4,
         "first_k_dense_replace": 1,
         "rotary_dim": 16,
         "sliding_window": 24,

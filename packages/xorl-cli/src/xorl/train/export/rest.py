@@ -30,7 +30,7 @@ class Rest:
         unused: the names of the tensors to copy.
         in_file: returns the name in the folder of a tensor that recipes name.
         is_missing: whether there are tensors to copy, but it is not known from where.
-        experts: the names of experts, in stacks if the folder or the family has them.
+        experts: the names of experts, in stacks if the folder or the family has them; None: the model has no experts.
     """
 
     architecture: str
@@ -47,7 +47,7 @@ class Rest:
         Raises ValueError, CheckpointError or CheckpointFailure if it cannot be read or copied.
         """
         spec, origin = architecture.spec, architecture.origin
-        experts = spec.checkpoint_names.experts
+        experts = spec.checkpoint_names.experts if architecture.config.has_experts else None
         if origin is None or not spec.checkpoint_names.has_unused:
             # Layers that only other programs use may be left out, but a model without its other parts does not load.
             return cls(spec.architecture, None, (), str, is_missing=spec.checkpoint_names.is_part, experts=experts)
@@ -64,7 +64,8 @@ class Rest:
                 f"exports of a {spec.architecture} copy tensors from {origin}, but {quantised[0]} belongs to a "
                 "quantised tensor, which cannot be copied; start from the model that is not quantised"
             )
-        return cls(spec.architecture, folder, view.unused, view.in_source, is_missing=False, experts=view.experts)
+        experts = None if experts is None else view.experts
+        return cls(spec.architecture, folder, view.unused, view.in_source, is_missing=False, experts=experts)
 
     @property
     def stacks_experts(self) -> bool:

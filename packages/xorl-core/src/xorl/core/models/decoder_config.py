@@ -53,6 +53,7 @@ class ExpertsConfig:
         bias: whether the matrices of experts have biases.
         shared: the block that computes every token beside the experts; None: there is none.
         shared_gate: multiply the output of `shared` by the sigmoid of a logit.
+        own_norms: whether the experts have a norm of their input, and they and `shared` norms of their outputs.
     """
 
     num_experts: int
@@ -63,10 +64,13 @@ class ExpertsConfig:
     bias: bool = False
     shared: DenseConfig | None = None
     shared_gate: bool = False
+    own_norms: bool = False
 
     def __post_init__(self) -> None:
         if self.num_active > self.num_experts:
             raise ValueError(f"{self.num_active} active experts, but the model has {self.num_experts} experts")
+        if self.own_norms and self.shared is None:
+            raise ValueError("own_norms: they are beside a shared block, and there is none")
         if self.router.num_groups == 1:
             return
         size, rest = divmod(self.num_experts, self.router.num_groups)

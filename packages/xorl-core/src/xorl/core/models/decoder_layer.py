@@ -13,7 +13,7 @@ from xorl.core.nn import Attention, GatedMLP, LayerKernels, LayerNorm, PlainMLP,
 from xorl.core.nn.gated_delta_net import GatedDeltaConfig, GatedDeltaNet
 from xorl.core.nn.latent import LatentAttention
 from xorl.core.nn.moe import LayerRoutes, MixtureOfExperts
-from xorl.core.nn.norms import make_norm
+from xorl.core.nn.norms import NormConfig, make_norm
 from xorl.kernels.fused import RopeTables
 from xorl.kernels.layout import SequenceLayout
 
@@ -54,7 +54,7 @@ class DecoderLayer(nn.Module):
             self.self_attn = LatentAttention(width, mixer, kernels=kernels)
         self.attention_output_norm = norm(exists=norms in ("post", "sandwich"))
         self.post_attention_layernorm = norm(exists=norms in ("pre", "sandwich"))
-        self.mlp = _feed_forward(width, layer.ffn, kernels)
+        self.mlp = _feed_forward(width, layer.ffn, config.norm, kernels)
         self.mlp_output_norm = norm(exists=norms in ("post", "sandwich"))
         self.has_experts = isinstance(self.mlp, MixtureOfExperts)
         self.rotary = mixer.rotary
@@ -75,7 +75,7 @@ class DecoderLayer(nn.Module):
             normed = normed if self.is_parallel else hidden
         routes = None
         if isinstance(self.mlp, MixtureOfExperts):
-            out, routes = self.mlp(normed, layout.rows, recorded)
+            out, routes = self.mlp(normed, layout.rows, recorded, hidden)
         else:
             out = self.mlp(normed)
         hidden = self.add(hidden, self._scaled(out, self.mlp_output_norm))
@@ -91,7 +91,7 @@ class DecoderLayer(nn.Module):
 
 
 def _feed_forward(
-    width: int, ffn: DenseConfig | ExpertsConfig, kernels: LayerKernels
+    width: int, ffn: DenseConfig | ExpertsConfig, norm: NormConfig, kernels: LayerKernels
 ) -> GatedMLP | PlainMLP | MixtureOfExperts:
     if isinstance(ffn, ExpertsConfig):
         return MixtureOfExperts(
@@ -103,8 +103,9 @@ def _feed_forward(
             kernels=kernels,
             gate=ffn.gate,
             bias=ffn.bias,
-            shared=None if ffn.shared is None else _feed_forward(width, ffn.shared, kernels),
+            shared=None if ffn.shared is None else _feed_forward(width, ffn.shared, norm, kernels),
             shared_gate=ffn.shared_gate,
+            own_norm=norm if ffn.own_norms else None,
         )
     if ffn.kind == "gated":
         return GatedMLP(width, ffn.width, activation=ffn.activation, bias=ffn.bias, kernels=kernels)

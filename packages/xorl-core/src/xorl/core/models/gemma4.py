@@ -1,14 +1,18 @@
 """Gemma 4 (text): norms around each block and in heads, of values too; layers without a window have wider heads, whose
-values may be the keys, and rotate only in part; each layer has a factor on its output."""
+values may be the keys, and rotate only in part; each layer has a factor on its output, and may have experts beside its
+feed-forward block."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 
-from xorl.core.models import rotary_gated
-from xorl.core.models.decoder_config import DecoderConfig, LayerConfig
+from xorl.core.models import mixtures, rotary_gated
+from xorl.core.models.decoder_config import DecoderConfig, DenseConfig, ExpertsConfig, LayerConfig
 from xorl.core.models.hf_config import HFConfig
 from xorl.core.models.rope_config import ROPE_TYPES, read_rope_of_type
 from xorl.core.models.spec import ModelSpec
+from xorl.core.models.stacks import ExpertStack
+from xorl.core.nn.moe import RouterConfig
+from xorl.kernels.experts.gates import GELU_TANH
 
 ARCHITECTURE = "Gemma4ForCausalLM"
 # The text_config of a composite model leaves out what it has of these.
@@ -31,7 +35,7 @@ DEFAULTS: Mapping[str, object] = {
         rotary_gated.FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
     },
 }
-# Keys of what is refused above.
+# Keys of what is refused above, or of what a model does not have.
 OF_OTHER_SIZES = (
     "use_double_wide_mlp",
     "vocab_size_per_layer_input",
@@ -39,6 +43,16 @@ OF_OTHER_SIZES = (
     "top_k_experts",
     "moe_intermediate_size",
 )
+# Files have the feed-forward block where other families have shared experts.
+MODULES: Mapping[str, str] = {
+    **rotary_gated.AROUND_BLOCKS,
+    **mixtures.shared_names("mlp"),
+    "mlp.gate.scales": "router",
+    "mlp.experts_input_norm": "pre_feedforward_layernorm_2",
+    "mlp.experts_output_norm": "post_feedforward_layernorm_2",
+    "mlp.shared_output_norm": "post_feedforward_layernorm_1",
+}
+EXPERT_NAMES = replace(rotary_gated.EXPERT_NAMES, router="router.proj", stack=ExpertStack(module="experts"))
 # By default, every sixth layer has no window.
 PERIOD = 6
 
@@ -46,7 +60,6 @@ PERIOD = 6
 def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
     """Read config.json. Scores are not scaled."""
     hf = HFConfig(values, ARCHITECTURE, **DEFAULTS)
-    hf.refuse("enable_moe_block", "experts beside the feed-forward block are not implemented")
     hf.refuse("num_kv_shared_layers", "layers that read the keys and values of earlier ones are not implemented")
     hf.refuse("hidden_size_per_layer_input", "embeddings for each layer are not implemented")
     if hf.has("use_bidirectional_attention"):
@@ -69,13 +82,27 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
         o_bias=bias,
         # The last layer never has one.
         windows=(*windows[:-1], None),
-        ffns=[ffn] * num_layers,
+        ffns=[_with_experts(hf, ffn) if hf.get("enable_moe_block", bool, False) else ffn] * num_layers,
     )
     config = _with_heads(hf, config.with_ropes(full, sliding))
     softcap = hf.cap("final_logit_softcapping")
     hf.finish(inert=OF_OTHER_SIZES)
     config = config.with_layers(lambda _, layer: replace(layer, output_scale=True))
     return replace(config, embed_scale=config.hidden_size**0.5, logit_softcap=softcap)
+
+
+def _with_experts(hf: HFConfig, shared: DenseConfig) -> ExpertsConfig:
+    """Experts beside a feed-forward block."""
+    hf.expect("hidden_activation", shared.activation, ["gelu_pytorch_tanh"])
+    return ExpertsConfig(
+        hf.positive("num_experts"),
+        hf.positive("top_k_experts"),
+        hf.positive("moe_intermediate_size"),
+        RouterConfig(normalize=True, scaled_eps=hf.get("rms_norm_eps", float, 1e-6)),
+        GELU_TANH,
+        shared=shared,
+        own_norms=True,
+    )
 
 
 def _with_heads(hf: HFConfig, config: DecoderConfig) -> DecoderConfig:
@@ -114,7 +141,7 @@ SPEC = ModelSpec(
     architecture=ARCHITECTURE,
     model_type="gemma4_text",
     config_from_hf=config_from_hf,
-    checkpoint_names=replace(rotary_gated.CHECKPOINT_NAMES, modules=rotary_gated.AROUND_BLOCKS),
-    adapter_targets=rotary_gated.ADAPTER_TARGETS,
+    checkpoint_names=replace(rotary_gated.CHECKPOINT_NAMES, modules=MODULES, experts=EXPERT_NAMES),
+    adapter_targets=("q_proj", "k_proj", "v_proj", "o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
     composites=("Gemma4ForConditionalGeneration",),
 )

@@ -27,7 +27,7 @@ class ModelSpec:
         model_type: the matching `model_type`.
         config_from_hf: reads config.json's mapping; raises ValueError, naming the key and value, if unsupported.
         checkpoint_names: how names in a checkpoint may differ from those in the recipes.
-        adapter_targets: the checkpoint modules that adapters target by default, by the last part of their names; a
+        adapter_targets: the checkpoint modules that adapters target by default, by the last parts of their names; a
             model may lack some of them.
         composites: the architectures of composite models of which this may be the text model.
         make_recipes: (config, merge_qkv) -> the recipe of each native parameter, for a family whose checkpoints store
@@ -52,7 +52,7 @@ class ModelSpec:
             is_capped = any(each.softcap is not None for each in config.attentions)
             kernels = LayerKernels(attention=eager_attention) if is_capped else PLAIN_KERNELS
         names, logical = self.checkpoint_names.experts, logical_modules(recipes)
-        stack = None if names is None else names.stack
+        stack = None if names is None or not config.has_experts else names.stack
         return Decoder(config, merge_qkv=merge_qkv, kernels=kernels, logical=logical, stack=stack)
 
     def recipes(self, config: DecoderConfig, *, merge_qkv: bool) -> dict[str, WeightRecipe]:
@@ -69,8 +69,10 @@ class ModelSpec:
     def default_targets(self, config: DecoderConfig) -> tuple[str, ...]:
         """Those of `adapter_targets` that a model with this configuration has."""
         recipes = self.recipes(config, merge_qkv=True).values()
-        modules = {source.split(".")[-2] for recipe in recipes for source in recipe.sources if "." in source}
-        return tuple(target for target in self.adapter_targets if target in modules)
+        modules = [f".{source.rpartition('.')[0]}" for recipe in recipes for source in recipe.sources]
+        return tuple(
+            target for target in self.adapter_targets if any(module.endswith(f".{target}") for module in modules)
+        )
 
     def checkpoint_view(self, config: DecoderConfig, source: WeightSource) -> CheckpointView:
         """`source` under the recipes' names, without tensors that are not used and without the head of a tied model."""

@@ -18,15 +18,16 @@ class ExpertStack:
     Attributes:
         is_transposed: matrices are [E, inputs, outputs] instead.
         alternates: the outputs of gate and up alternate, instead of all of the gate's coming first.
+        module: the module of the stacks, relative to the layer.
     """
 
     is_transposed: bool = False
     alternates: bool = False
+    module: str = "mlp.experts"
 
 
 # The form that transformers 5 has in memory of all families that do not declare another one.
 IN_MEMORY = ExpertStack()
-_MODULE_IN_MEMORY = "mlp.experts"
 
 
 @dataclass(frozen=True)
@@ -52,14 +53,14 @@ class ExpertNames:
     stack: ExpertStack | None = None
 
     @property
-    def module(self) -> str:
-        """The module of all experts."""
-        return self.expert.removesuffix(".{}")
+    def stacks(self) -> ExpertStack:
+        """How stacks look: those of checkpoints or, if these have none, those of transformers 5 in memory."""
+        return self.stack or IN_MEMORY
 
     @property
     def is_in_memory(self) -> bool:
         """Whether files may also have the stacks of transformers 5, under the names that these have in memory."""
-        return self.stack is None and self.module == _MODULE_IN_MEMORY
+        return self.stack is None and self.expert == f"{IN_MEMORY.module}.{{}}"
 
 
 # The tensors of a layer's stacks, by the last part of their names, and the leaf of each expert's tensors.
@@ -88,14 +89,14 @@ class Cut:
 def is_stack(name: str, names: ExpertNames) -> bool:
     """Whether a tensor with this name, as in recipes, is a stack: of the family, or of transformers 5 in memory."""
     module, _, leaf = name.rpartition(".")
-    return leaf in _LEAVES and module.endswith(f".{names.module if names.stack else _MODULE_IN_MEMORY}")
+    return leaf in _LEAVES and module.endswith(f".{names.stacks.module}")
 
 
 def cuts_of(name: str, shape: Sequence[int], names: ExpertNames) -> dict[str, Cut]:
     """The tensors of the experts in a stack of this name and shape, by name."""
-    stack, (module, _, last) = names.stack or IN_MEMORY, name.rpartition(".")
+    stack, (module, _, last) = names.stacks, name.rpartition(".")
     projection, leaf = _LEAVES[last]
-    layer = module.removesuffix(names.module if names.stack else _MODULE_IN_MEMORY)
+    layer = module.removesuffix(stack.module)
     parts = [names.down] if projection == "down" else [names.gate, names.up]
     is_transposed = stack.is_transposed and leaf == "weight"
     num_experts, sizes = shape[0], list(shape[1:])
@@ -116,14 +117,14 @@ def cuts_of(name: str, shape: Sequence[int], names: ExpertNames) -> dict[str, Cu
 
 def stack_of(name: str, names: ExpertNames) -> str:
     """The name in files of what holds the tensor with this name, as in recipes: a stack, or the tensor itself."""
-    before, _, rest = name.partition(f".{names.module}.")
+    layer, _, rest = name.partition(f".{names.expert.removesuffix('.{}')}.")
     expert, _, last = rest.partition(".")
     part, _, leaf = last.partition(".")
     is_part = expert.isdecimal() and part in (names.gate, names.up, names.down) and leaf in ("weight", "bias")
     if names.stack is None or not is_part:
         return name
     projection = "down_proj" if part == names.down else "gate_up_proj"
-    return f"{before}.{names.module}.{projection}{'_bias' if leaf == 'bias' else ''}"
+    return f"{layer}.{names.stack.module}.{projection}{'_bias' if leaf == 'bias' else ''}"
 
 
 def stacked_shape(shape: Sequence[int], num_tensors: int, name: str, names: ExpertNames) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from xorl.core.nn.kernels import LayerKernels
+from xorl.core.nn.norms import NormConfig, make_norm, unweighted_norm
 from xorl.core.nn.roles import Role
 from xorl.core.nn.share import Share
 from xorl.kernels.arguments import check_choice
@@ -47,6 +48,8 @@ class RouterConfig:
             (arXiv:2408.15664).
         num_groups, num_active_groups: a token chooses from the best of so many groups of equal size.
         scaling_factor: the factor on the weights, after they are normalised.
+        scaled_eps: None; or there are trained factors on the input's channels and on the weights by expert, and the
+            input is normalised first, with this eps, and divided by the root of its width.
     """
 
     normalize: bool
@@ -57,6 +60,7 @@ class RouterConfig:
     num_active_groups: int = 1
     eps: float = 0.0
     scaling_factor: float = 1.0
+    scaled_eps: float | None = None
 
     def __post_init__(self) -> None:
         check_choice("scores", self.scores, Scores)
@@ -69,27 +73,46 @@ class RouterConfig:
         return self.num_active_groups < self.num_groups
 
 
+class RouterScales(nn.Module):
+    """The factors of a router on its input's channels [D], and on the weights of each expert [E]."""
+
+    roles: ClassVar[Mapping[str, Role]] = MappingProxyType({"scale": "norm", "per_expert_scale": "norm"})
+
+    def __init__(self, width: int, num_experts: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.scale = nn.Parameter(torch.empty(width))
+        self.per_expert_scale = nn.Parameter(torch.empty(num_experts))
+
+    def forward(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """The input of the router's product, in `dtype`."""
+        return unweighted_norm(x.to(dtype), self.eps) * (self.scale.to(x.dtype).to(dtype) * x.shape[-1] ** -0.5)
+
+
 class Router(nn.Module):
     """Logits [T, E] of the experts, in fp32.
 
     Attributes:
         fp32: multiply in fp32; False multiplies in the dtype of x and then widens.
+        scales: factors on the input and on weights; None: there are none.
     """
 
     roles: ClassVar[Mapping[str, Role]] = MappingProxyType({"weight": "router", "bias": "bias"})
 
-    def __init__(self, width: int, num_experts: int, *, bias: bool = False) -> None:
+    def __init__(self, width: int, num_experts: int, *, bias: bool = False, scaled_eps: float | None = None) -> None:
         super().__init__()
         self.fp32 = True
+        self.scales = None if scaled_eps is None else RouterScales(width, num_experts, scaled_eps)
         self.weight = nn.Parameter(torch.empty(num_experts, width))
         self.bias = nn.Parameter(torch.empty(num_experts)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
         dtype = wide if self.fp32 else x.dtype
+        scaled = x.to(dtype) if self.scales is None else self.scales(x, dtype)
         # Round them first, so that fp32 parameters give the same logits as parameters gathered in the dtype of x.
         bias = None if self.bias is None else self.bias.to(x.dtype).to(dtype)
-        return F.linear(x.to(dtype), self.weight.to(x.dtype).to(dtype), bias).to(wide)
+        return F.linear(scaled, self.weight.to(x.dtype).to(dtype), bias).to(wide)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[1]}, {self.weight.shape[0]}"
@@ -291,6 +314,7 @@ class MixtureOfExperts(nn.Module):
         num_experts, num_active: E and K.
         gate: the activation of experts.
         bias: whether their matrices have biases.
+        own_norm: of the experts and of the shared block.
 
     Attributes:
         router: how experts are chosen and weighted.
@@ -298,6 +322,9 @@ class MixtureOfExperts(nn.Module):
             a part of the router, of which it therefore does not share the flags.
         shared_experts: a block that computes every token; None: there is none.
         shared_expert_gate: its output is multiplied by the sigmoid of this router's logit; None: it is not.
+        experts_input_norm, experts_output_norm, shared_output_norm: norms of the experts' input, of their sum, and of
+            the shared block's output; None: there are none. With these, the router and the experts take the input
+            before its norm, `residual`, of which the shared block takes the normed one.
         shared_factors: of adapters, what all experts share; None if they share nothing. It is beside the experts, not
             part of them, because ranks that hold different experts all have it.
     """
@@ -319,12 +346,13 @@ class MixtureOfExperts(nn.Module):
         bias: bool = False,
         shared: nn.Module | None = None,
         shared_gate: bool = False,
+        own_norm: NormConfig | None = None,
     ) -> None:
         super().__init__()
         self.num_experts = num_experts
         self.num_active = num_active
         self.router = router
-        self.gate = Router(width, num_experts, bias=router.bias)
+        self.gate = Router(width, num_experts, bias=router.bias, scaled_eps=router.scaled_eps)
         self.correction = None
         if router.corrected:
             self.correction = nn.Parameter(torch.empty(num_experts, dtype=torch.float32), requires_grad=False)
@@ -332,35 +360,52 @@ class MixtureOfExperts(nn.Module):
         self.shared_experts = shared
         self.shared_expert_gate = Router(width, 1) if shared_gate else None
         self.shared_factors = None
+        self.experts_input_norm, self.experts_output_norm, self.shared_output_norm = (
+            None if own_norm is None else make_norm(width, own_norm, kernels) for _ in range(3)
+        )
 
-    def forward(self, x: Tensor, layout: SequenceLayout, recorded: Tensor | None = None) -> tuple[Tensor, LayerRoutes]:
+    def forward(
+        self, x: Tensor, layout: SequenceLayout, recorded: Tensor | None = None, residual: Tensor | None = None
+    ) -> tuple[Tensor, LayerRoutes]:
         """Returns the output [T, D], to which experts add 0 for padding, and the routes.
+
+        x, residual: the input after the norm of the layer, and before it.
 
         recorded: [T, K] integers, the experts to send tokens to, all different; -1 for tokens that choose themselves.
         """
-        logits = self.gate(x)
+        routed = x
+        if self.experts_input_norm is not None:
+            assert residual is not None, "norms of their own replace that of the layer"
+            _, routed = self.experts_input_norm(residual)
+        logits = self.gate(x if self.experts_input_norm is None else residual)
         scores = logits.softmax(-1) if self.router.scores == "softmax" else logits.sigmoid()
         ids = own = self._choose(scores.detach())
         if recorded is not None:
             ids = replay_experts(own, recorded)
-        groups, num_groups = self.experts.groups_of(x, ids, self.num_experts)
+        groups, num_groups = self.experts.groups_of(routed, ids, self.num_experts)
         dispatcher = self.experts.dispatcher
         # The host may wait for the numbers of a plan, so it is begun early.
         plan = None
         if dispatcher is not None:
             plan = dispatcher.plan(groups, num_groups, layout.num_real, layout.most_tokens)
-        weights = self._weights(scores.gather(-1, ids))
+        weights = self._weights(scores.gather(-1, ids), ids, x.dtype)
         shared = {} if self.shared_factors is None else self.shared_factors(x.dtype)
         if dispatcher is None or not dispatcher.returns_late:
             routes = self._routes(logits, scores, ids, own, recorded, layout)
-            out = self.experts(x, weights, groups, layout.num_real, shared, plan)
-            return (out if self.shared_experts is None else out + self._of_shared_experts(x)), routes
-        out = self.experts(x, weights, groups, layout.num_real, shared, plan)
+            out = self.experts(routed, weights, groups, layout.num_real, shared, plan)
+            return self._with_shared(out, self._of_shared_experts(x)), routes
+        out = self.experts(routed, weights, groups, layout.num_real, shared, plan)
         # While the output is on its way:
         routes = self._routes(logits, scores, ids, own, recorded, layout)
-        beside = None if self.shared_experts is None else self._of_shared_experts(x)
+        beside = self._of_shared_experts(x)
         dispatcher.wait(plan)
-        return (out if beside is None else out + beside), routes
+        return self._with_shared(out, beside), routes
+
+    def _with_shared(self, out: Tensor, shared: Tensor | None) -> Tensor:
+        """The sum of the experts' output and that of the shared block, if there is one."""
+        if self.experts_output_norm is not None:
+            _, out = self.experts_output_norm(out)
+        return out if shared is None else out + shared
 
     def _choose(self, scores: Tensor) -> Tensor:
         """The experts [T, K] of each token, by scores [T, E]."""
@@ -370,17 +415,22 @@ class MixtureOfExperts(nn.Module):
             scores = in_best_groups(scores, self.router.num_groups, self.router.num_active_groups)
         return top_experts(scores, self.num_active)
 
-    def _weights(self, scores: Tensor) -> Tensor:
-        """The weights [T, K] of the chosen experts, by their scores."""
+    def _weights(self, scores: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """The weights [T, K] of the chosen experts, by their scores. dtype: of the input, to which factors round."""
         router = self.router
         if router.normalize:
             total = scores.sum(-1, keepdim=True)
             scores = scores / (total + router.eps if router.eps else total)
+        if self.gate.scales is not None:
+            scores = scores * self.gate.scales.per_expert_scale.to(dtype).to(scores.dtype)[ids]
         return scores if router.scaling_factor == 1.0 else scores * router.scaling_factor
 
-    def _of_shared_experts(self, x: Tensor) -> Tensor:
-        assert self.shared_experts is not None, "called only if there are shared experts"
+    def _of_shared_experts(self, x: Tensor) -> Tensor | None:
+        if self.shared_experts is None:
+            return None
         out = self.shared_experts(x)
+        if self.shared_output_norm is not None:
+            _, out = self.shared_output_norm(out)
         return out if self.shared_expert_gate is None else self.shared_expert_gate(x).sigmoid().to(x.dtype) * out
 
     def _routes(

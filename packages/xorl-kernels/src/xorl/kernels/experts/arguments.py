@@ -65,7 +65,7 @@ def _check_biases(biases: Biases, x: Tensor, *sizes: list[int]) -> None:
     for name, bias, size in zip(Biases._fields, biases, sizes, strict=True):
         if list(bias.shape) != size or bias.dtype != x.dtype:
             raise ValueError(f"biases.{name} must be {size} in {x.dtype}; got {list(bias.shape)} in {bias.dtype}")
-    check_one_device(x=x, **{f"biases.{name}": bias for name, bias in biases._asdict().items()})
+    check_one_device(x=x, **{f"biases.{name}": bias for name, bias in zip(Biases._fields, biases, strict=True)})
 
 
 def _check_num_real(num_real: Tensor, num_tokens: int) -> None:

@@ -3,9 +3,12 @@
 from collections.abc import Iterable, Mapping, Sequence
 
 from xorl.lora.peft.config import CONFIG_FILE
-from xorl.lora.peft.forms import MODULE, PARAMETERS
+from xorl.lora.peft.forms import PARAMETERS
 from xorl.lora.peft.layout import MEMBER, ROLES, AdapterLayout, expert_of
 from xorl.lora.spec import matches_name
+
+# The modules of experts in transformers 5, below their layer, of all families.
+MODULES = ("mlp.experts", "experts")
 
 
 def differences(layout: AdapterLayout, base_shapes: Mapping[str, Sequence[int]], *, tied: bool = False) -> list[str]:
@@ -83,9 +86,10 @@ def _of_parameters(parameters: Sequence[str], layers: Iterable[str]) -> list[str
     """The layers that belong to these parameters of transformers: experts, which it stacks, and routers."""
     selected: list[str] = []
     for name in layers:
-        found, parameter = MEMBER.fullmatch(name), f"{name}.weight"
+        found, names = MEMBER.fullmatch(name), [f"{name}.weight"]
         if found is not None and found["leaf"] in ROLES:
-            parameter = f"{found['layer']}.{MODULE}.{PARAMETERS[ROLES[found['leaf']]]}"
-        if any(matches_name(parameter, wanted) for wanted in parameters):
+            parameter = PARAMETERS[ROLES[found["leaf"]]]
+            names = [f"{found['layer']}.{module}.{parameter}" for module in MODULES]
+        if any(matches_name(one, wanted) for one in names for wanted in parameters):
             selected.append(name)
     return selected

@@ -20,7 +20,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from xorl.core.models.stacks import ExpertStack
+from xorl.core.models.stacks import IN_MEMORY, ExpertStack
 from xorl.lora.peft.config import AdapterConfig, ExpertForm, shared_value, shortest_names
 from xorl.lora.peft.layout import MEMBER, PREFIX, ROLES, ExpertRole, FileTensors, expert_of
 from xorl.lora.spec import AdapterSpec, ExpertSharing, matches_name
@@ -29,8 +29,6 @@ SGLANG_NAMES: Mapping[ExpertRole, str] = MappingProxyType({"gate": "w1", "up": "
 PARAMETERS: Mapping[ExpertRole, str] = MappingProxyType(
     {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"}
 )
-# The module of experts in transformers 5, below their layer.
-MODULE = "mlp.experts"
 # A program that interprets an adapter's files correctly.
 Reader: TypeAlias = Literal["peft", "vllm", "sglang"]
 _DEFAULTS: Mapping[ExpertSharing, ExpertForm] = MappingProxyType(
@@ -81,7 +79,12 @@ class ExpertFactors:
     @property
     def parameter(self) -> str:
         """The name in transformers 5 of the parameter that stacks the projection of all experts."""
-        return f"{self.layer}.{MODULE}.{PARAMETERS[self.role]}"
+        return f"{self.layer}.{module_of(self.stack)}.{PARAMETERS[self.role]}"
+
+
+def module_of(stack: ExpertStack | None) -> str:
+    """The module of experts in transformers 5, below their layer."""
+    return (stack or IN_MEMORY).module
 
 
 def _part(member: str, part: str) -> str:
@@ -278,7 +281,7 @@ def _of_parameters(layer: Sequence[ExpertFactors]) -> list[FileTensors]:
 
     A [E * R, I] has the experts' rows adjacent, and B [P, R * E] has the expert as the fastest index of its columns.
     """
-    outer = f"{PREFIX}{layer[0].layer}.{MODULE}"
+    outer = f"{PREFIX}{layer[0].layer}.{module_of(layer[0].stack)}"
     by_parameter = {
         name: [each for each in layer if PARAMETERS[each.role] == name] for name in ("gate_up_proj", "down_proj")
     }

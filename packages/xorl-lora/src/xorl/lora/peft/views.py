@@ -15,19 +15,16 @@ import torch
 from torch import Tensor
 
 from xorl.core.models.recipes import WeightSource
-from xorl.core.models.stacks import ExpertNames
+from xorl.core.models.stacks import IN_MEMORY, ExpertNames
 from xorl.lora.peft.config import AdapterConfig, gate_up_ranks
-from xorl.lora.peft.forms import MODULE, PARAMETERS, SGLANG_NAMES, outputs_of
+from xorl.lora.peft.forms import PARAMETERS, SGLANG_NAMES, outputs_of
 from xorl.lora.peft.layout import PREFIX, ROLES, ExpertRole
 from xorl.lora.spec import ExpertSharing, ValueT, matches_name
 
 # Of families whose names in checkpoints are those of transformers 5.
-_NAMES = ExpertNames("mlp.gate", f"{MODULE}.{{}}", "gate_proj", "up_proj", "down_proj")
+_NAMES = ExpertNames("mlp.gate", "mlp.experts.{}", "gate_proj", "up_proj", "down_proj")
 _STACK = re.compile(
     re.escape(PREFIX) + rf"(?P<experts>.+\.experts)\.(?P<name>{'|'.join(ROLES)})\.lora_(?P<leaf>[AB])\.weight"
-)
-_WRAPPER = re.compile(
-    re.escape(f"{PREFIX}") + rf"(?P<layer>.+)\.{re.escape(MODULE)}(?P<inner>\.base_layer)?\.lora_(?P<leaf>[AB])\.weight"
 )
 
 
@@ -161,13 +158,16 @@ def _of_stacks(
 
 def _leaf_of(experts: str, role: ExpertRole) -> str:
     """The name of a projection beside a module of experts in the same checkpoint."""
-    is_usual = experts.endswith(f".{MODULE}")
+    is_usual = experts.endswith(f".{IN_MEMORY.module}")
     return {"gate": _NAMES.gate, "up": _NAMES.up, "down": _NAMES.down}[role] if is_usual else SGLANG_NAMES[role]
 
 
 def _of_wrappers(config: AdapterConfig, source: WeightSource, names: ExpertNames) -> tuple[AdapterConfig, WeightSource]:
     """PEFT's form: in files of PEFT, the adapters of gate and up have the same A; in those of xorl, each its own."""
-    wrappers = [found for key in sorted(source.names()) if (found := _WRAPPER.fullmatch(key))]
+    module = names.stacks.module
+    start = rf"{re.escape(PREFIX)}(?P<layer>.+)\.{re.escape(module)}"
+    pattern = re.compile(rf"{start}(?P<inner>\.base_layer)?\.lora_(?P<leaf>[AB])\.weight")
+    wrappers = [found for key in sorted(source.names()) if (found := pattern.fullmatch(key))]
     nested = {found["layer"] for found in wrappers if found["inner"]}
     own = gate_up_ranks(config.form_settings)
     outer = config.spec if own is None else AdapterConfig.from_json({**config.to_json(), "xorl": None}).spec
@@ -176,14 +176,15 @@ def _of_wrappers(config: AdapterConfig, source: WeightSource, names: ExpertNames
     alphas: dict[str, float] = {}
     for found in wrappers:
         key, layer = found[0], found["layer"]
-        parameter = _parameter_of(config, layer, is_inner=bool(found["inner"]), is_nested=layer in nested)
+        experts = f"{layer}.{module}"
+        parameter = _parameter_of(config, experts, is_inner=bool(found["inner"]), is_nested=layer in nested)
         stem: dict[ExpertRole, str] = {role: f"{layer}.{names.expert}.{leaf}" for role, leaf in _leaves(names).items()}
         roles: list[ExpertRole] = [role for role in stem if PARAMETERS[role] == parameter]
-        rank = outer.rank_of(f"{layer}.{MODULE}.{parameter}")
+        rank = outer.rank_of(f"{experts}.{parameter}")
         columns: tuple[int, int] = (0, rank)
         of_roles = dict.fromkeys(roles, columns)
         if own is not None and parameter == "gate_up_proj":
-            of_roles = _columns(own.get(f"{layer}.{MODULE}.{parameter}", {}))
+            of_roles = _columns(own.get(f"{experts}.{parameter}", {}))
             if sum(stop - start for start, stop in of_roles.values()) != rank:
                 raise ValueError(f"gate_up_ranks of {layer} do not add up to the rank {rank} of {parameter}")
         shape = source.shape(key)
@@ -191,7 +192,7 @@ def _of_wrappers(config: AdapterConfig, source: WeightSource, names: ExpertNames
             raise ValueError(f"{key} is {list(shape)}, which is no multiple of the rank {rank} of {parameter}")
         count = shape[0 if found["leaf"] == "A" else 1] // rank
         for role, (start, stop) in of_roles.items():
-            ranks[stem[role]], alphas[stem[role]] = rank, outer.alpha_of(f"{layer}.{MODULE}.{parameter}")
+            ranks[stem[role]], alphas[stem[role]] = rank, outer.alpha_of(f"{experts}.{parameter}")
             num_rows = shape[0] // 2 if parameter == "gate_up_proj" else shape[0]
             rows = outputs_of(role, shape[0], names.stack)
             for expert in range(count):
@@ -220,7 +221,7 @@ def _columns(ranks: Mapping[Literal["gate", "up"], int]) -> dict[ExpertRole, tup
     return columns
 
 
-def _parameter_of(config: AdapterConfig, layer: str, *, is_inner: bool, is_nested: bool) -> str:
+def _parameter_of(config: AdapterConfig, experts: str, *, is_inner: bool, is_nested: bool) -> str:
     """The parameter that a wrapper of PEFT adapts: gate_up_proj in the inner one of two, down_proj in the outer one."""
     if is_nested:
         return "gate_up_proj" if is_inner else "down_proj"
@@ -229,11 +230,11 @@ def _parameter_of(config: AdapterConfig, layer: str, *, is_inner: bool, is_neste
     found = [
         parameter
         for parameter in ("gate_up_proj", "down_proj")
-        if any(matches_name(f"{layer}.{MODULE}.{parameter}", str(target)) for target in targets)
+        if any(matches_name(f"{experts}.{parameter}", str(target)) for target in targets)
     ]
     if len(found) != 1:
         raise ValueError(
-            f"target_parameters name {' and '.join(found) or 'no parameter'} of {layer}.{MODULE}, but the file has one "
+            f"target_parameters name {' and '.join(found) or 'no parameter'} of {experts}, but the file has one "
             "adapter for it"
         )
     return found[0]
