@@ -22,6 +22,8 @@ HF_CONFIGS = {architecture: hf_config(model_type, **SIZES) for model_type, archi
     "Qwen3ForCausalLM": hf_config("qwen3", **SIZES, tie_word_embeddings=True),
     "MistralForCausalLM": hf_config("mistral", **SIZES, sliding_window=4),
     "Qwen3MoeForCausalLM": hf_config("qwen3_moe", **SIZES, mlp_only_layers=[1]),
+    # Enough experts for each token that none has so few rows that the CPU multiplies them otherwise.
+    "Glm4MoeLiteForCausalLM": hf_config("glm4_moe_lite", **SIZES, num_experts_per_tok=4),
 }
 BACKENDS = ATTENTION.runnable(AttentionRequest("cpu", torch.float32, head_dim=8))
 
