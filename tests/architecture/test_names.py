@@ -96,6 +96,7 @@ NOT_TORCH = {
     "_patch_lang_tensor",
     "_replace",
     "_strip_protocol",
+    "_supports_sdpa",
 }
 
 
