@@ -46,7 +46,11 @@ class UnsupportedValues:
 
 
 UNSUPPORTED: tuple[UnsupportedValues, ...] = (
-    UnsupportedValues("model.encoders", "models of other modalities are not implemented", "leave it at {}"),
+    UnsupportedValues(
+        "model.encoders",
+        "encoders beside a language model are not supported yet: neither for images, nor for video and audio",
+        "leave it at {}; for images, use a model that has its own encoder",
+    ),
     UnsupportedValues(
         f"{ENTRIES}.trust_remote_code",
         "the datasets library no longer runs loading scripts",

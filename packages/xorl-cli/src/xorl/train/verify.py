@@ -133,6 +133,11 @@ class Verification:
         train, lora, model = config.train, config.lora, config.model
         architecture = read_architecture(model, train.load_weights_mode)
         sketch_model(architecture, model, train, lora)
+        if architecture.config.images is not None and not is_full:
+            raise ValueError(
+                "model: models that read images are not cut down to be verified; use --full, which verifies the "
+                "language model on text"
+            )
         cut = (
             {}
             if is_full

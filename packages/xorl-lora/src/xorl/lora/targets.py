@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from xorl.core.models import Decoder
-from xorl.core.models.recipes import LogicalModule
+from xorl.core.models.image_encoder import PatchLinear
+from xorl.core.models.recipes import ENCODER, LogicalModule
 from xorl.core.nn import Embedding, Linear
 from xorl.core.nn.moe import ExpertLinear, Router
 from xorl.kernels.torch_private import has_hooks
@@ -50,6 +51,11 @@ class Site:
     is_head: bool
     refusal: str | None
     members: tuple[str, ...] = ()
+
+    @property
+    def is_encoder(self) -> bool:
+        """Whether it belongs to the encoder of images of xorl's decoder, whose name in checkpoints is another one."""
+        return self.path.startswith(ENCODER) and not self.name.startswith(ENCODER)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -125,10 +131,11 @@ def _num_projections(names: Sequence[str]) -> int:
 def resolve(spec: AdapterSpec, model: nn.Module) -> tuple[Site, ...]:
     """The sites of `model` that get an adapter, in module order.
 
-    "all-linear" selects every linear layer that supports an adapter, except experts and the head of a language model,
-    which must be named. It skips layers whose weight another module uses (a tied head), subclasses of nn.Linear (which
-    may compute something else), and layers inside torch's attention and encoder layers (which read the weight without
-    calling the layer). The name of a layer that stacks several selects all of them.
+    "all-linear" selects every linear layer that supports an adapter, except experts, the head of a language model and
+    an encoder of images, which must be named, and the layers of an encoder by their names in checkpoints. It skips
+    layers whose weight another module uses (a tied head), subclasses of nn.Linear (which may compute something else),
+    and layers inside torch's attention and encoder layers (which read the weight without calling the layer). The name
+    of a layer that stacks several selects all of them.
 
     Raises ValueError for a name that matches nothing, listing the existing names; for a named layer that does not
     support an adapter; if no layer is left to adapt; for a layer with hooks, which is replaced; and for a model that is
@@ -145,7 +152,7 @@ def resolve(spec: AdapterSpec, model: nn.Module) -> tuple[Site, ...]:
         found = [
             site
             for site in sites.values()
-            if site.is_linear and not site.is_head and not site.members and site.refusal is None
+            if site.is_linear and not site.is_head and not site.members and not site.is_encoder and site.refusal is None
         ]
         if not found:
             refused = [f"{site.name} ({site.refusal})" for site in sites.values() if site.refusal is not None]
@@ -181,7 +188,9 @@ def resolve(spec: AdapterSpec, model: nn.Module) -> tuple[Site, ...]:
 
 def _named(sites: dict[str, Site], targets: Sequence[str], model: nn.Module) -> list[Site]:
     def matches(site: Site, target: str) -> bool:
-        names = (site.name, without_wrappers(site.path), *site.members)
+        # Layers of an encoder have other names in checkpoints than those of the decoder that compute the same.
+        path = site.name if site.is_encoder else without_wrappers(site.path)
+        names = (site.name, path, *site.members)
         return any(matches_name(name, target) for name in names)
 
     unmatched = [target for target in targets if not any(matches(site, target) for site in sites.values())]
@@ -313,6 +322,8 @@ def _refusal(model: nn.Module, parent: nn.Module, module: nn.Module) -> str | No
         return "nn.TransformerEncoderLayer reads its weight in inference without calling it"
     if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.sparse):
         return "embeddings with max_norm or sparse gradients are not supported"
+    if isinstance(module, PatchLinear):
+        return "it is a convolution in checkpoints, which adapters of linear layers do not fit"
     if _is_tied(model, module):
         return "another module or the head shares its weight, and merging would change both"
     return None

@@ -83,6 +83,8 @@ class Peer:
             return "peft is not installed"
         if "liger" in self.parts and not torch.cuda.is_available():
             return "Liger's kernels need a GPU"
+        if architecture.config.images is not None:
+            return "models that read images have no peers yet"
         model_type = str(architecture.text_values["model_type"])
         if "liger" in self.parts and model_type not in _liger_functions():
             return f"Liger has no kernels for {model_type}"

@@ -95,8 +95,7 @@ class ChatFormat(RenderedFormat):
         if self.images is None:
             raise DataError(
                 "the conversation has images, which only a model with an image encoder reads, and only from prepared "
-                "data; use such a model without data.streaming, or remove the images (ignore_columns leaves out a "
-                "column)"
+                "data; use such a model and no stream, or remove the images (ignore_columns leaves out a column)"
             )
         conversation, given = place_images(conversation, column)
         sources = tuple(image_source(value, self.images.root) for value in given)

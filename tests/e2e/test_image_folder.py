@@ -1,0 +1,180 @@
+"""Runs on images, from a folder to exports and adapters that transformers and PEFT open, and the data they show."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoImageProcessor, AutoModelForImageTextToText, PreTrainedModel
+
+from image_models import DOCUMENTS, MEAN, logits_of, make_image_decoder, make_image_model, packed
+from image_runs import image_run, write_image_folder, write_image_rows
+from xorl.config import config_from_mapping
+from xorl.lora import AdapterSpec, adapters, inject
+from xorl.train import build_run, train
+from xorl.train.images import image_flops_of
+
+NUM_STEPS = 2
+
+
+def run(folder: Path, output: Path, *, lora: Mapping[str, object] | None = None, **options: object) -> Path:
+    """The export of a run on images."""
+    values = image_run(folder, output, max_steps=NUM_STEPS, **options)
+    train(build_run(config_from_mapping({**values, "lora": dict(lora or {})}).config))
+    return output / "checkpoints" / f"global_step_{NUM_STEPS}-export"
+
+
+def opened(folder: Path) -> PreTrainedModel:
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    model.set_attn_implementation("eager")
+    return model.eval()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_image_folder(tmp_path / "model")
+    write_image_rows(tmp_path / "data", 12)
+    return tmp_path
+
+
+@torch.no_grad()
+def all_logits(model: PreTrainedModel) -> Tensor:
+    return torch.cat([logits_of(model, document) for document in DOCUMENTS])
+
+
+@pytest.mark.multi
+def test_an_export_opens_in_transformers_with_its_processor(folder: Path, run_ranks) -> None:
+    # Catches an export without its tower or processor, names that transformers does not find, and a convolution that
+    # is written as a matrix.
+    [export] = run_ranks(lambda: run(folder, folder / "output", freeze_encoders=False), 1)
+    model, start = opened(export), opened(folder / "model")
+    assert tuple(AutoImageProcessor.from_pretrained(export).image_mean) == MEAN
+    found, before = (load_file(each / "model.safetensors") for each in (export, folder / "model"))
+    assert {name: tensor.shape for name, tensor in found.items()} == {n: t.shape for n, t in before.items()}
+    assert (all_logits(model) - all_logits(start)).abs().max() > 1e-3
+    decoder, _ = make_image_decoder(model)
+    ids, layout, options = packed(DOCUMENTS)
+    assert (decoder(ids, layout, **options) - all_logits(model)).abs().max() < 1e-5
+    again = run_ranks(
+        lambda: (
+            build_run(
+                config_from_mapping(
+                    image_run(folder, folder / "again", max_steps=1) | {"model": {"model_path": str(export)}}
+                ).config
+            ).start_step
+        ),
+        1,
+    )
+    assert again == [0]
+
+
+@pytest.mark.parametrize("targets", ["all-linear", None], ids=["all-linear", "default"])
+def test_adapters_are_on_the_decoder_alone(targets: str | None) -> None:
+    # Catches adapters on the tower, whose layers have the endings of the decoder's: other programs ignore them there.
+    decoder, _ = make_image_decoder(make_image_model())
+    named = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    inject(decoder, AdapterSpec(rank=2, alpha=2.0, targets=targets or named))
+    names = list(adapters(decoder))
+    assert len(names) == 7 * decoder.config.num_layers
+    assert all(name.startswith("model.language_model.layers.") for name in names)
+
+
+def test_layers_of_the_encoder_must_be_named(tmp_path: Path) -> None:
+    # Catches a layer of the encoder that cannot have an adapter although it is asked for, or an adapter that no other
+    # program can read.
+    decoder, _ = make_image_decoder(make_image_model())
+    inject(decoder, AdapterSpec(rank=2, alpha=2.0, targets=("attn.qkv", "merger.linear_fc2")))
+    assert {name.rpartition("visual.")[2] for name in adapters(decoder)} == {
+        *(f"blocks.{index}.attn.qkv" for index in range(3)),
+        "merger.linear_fc2",
+    }
+    decoder, _ = make_image_decoder(make_image_model())
+    with pytest.raises(ValueError, match=r"patch_embed\.proj \(it is a convolution in checkpoints"):
+        inject(decoder, AdapterSpec(rank=2, alpha=2.0, targets=("patch_embed.proj",)))
+
+
+@pytest.mark.multi
+@pytest.mark.filterwarnings("ignore")
+def test_an_adapter_changes_the_logits_of_transformers_as_its_merged_model(folder: Path, run_ranks) -> None:
+    # Catches an adapter whose names PEFT does not find, so that it computes the base, and a base that moved with it.
+    lora = {"enable_lora": True, "lora_rank": 4, "lora_alpha": 8}
+    [export] = run_ranks(lambda: run(folder, folder / "output", lora=lora, lr=0.05), 1)
+    base, merged = opened(folder / "model"), opened(export)
+    before, wanted = all_logits(base), all_logits(merged)
+    assert (wanted - before).abs().max() > 1e-2
+    adapter = export.with_name(export.name.removesuffix("-export"))
+    theirs = PeftModel.from_pretrained(base, adapter).eval().base_model.model
+    assert (all_logits(theirs) - wanted).abs().max() < 1e-4
+    found, start = (load_file(each / "model.safetensors") for each in (export, folder / "model"))
+    assert all(torch.equal(tensor, start[name]) for name, tensor in found.items() if ".visual." in name)
+
+
+@pytest.mark.multi
+def test_without_images_the_encoder_is_not_used(folder: Path, run_ranks, caplog: pytest.LogCaptureFixture) -> None:
+    # Catches an encoder that weight decay pulls to zero, and options that then have no effect.
+    write_image_rows(folder / "data", 12, with_images=False)
+    [export] = run_ranks(lambda: run(folder, folder / "output", weight_decay=0.1), 1)
+    found, start = (load_file(each / "model.safetensors") for each in (export, folder / "model"))
+    moved = {name for name, tensor in found.items() if not torch.equal(tensor, start[name])}
+    assert moved
+    assert not any(".visual." in name for name in moved)
+    values = image_run(folder, folder / "other", max_steps=1, freeze_encoders=False)
+
+    def error() -> str:
+        with pytest.raises(ValueError, match=r"train\.freeze_encoders: false, but no conversation has an image"):
+            build_run(config_from_mapping(values).config)
+        return "refused"
+
+    assert run_ranks(error, 1) == ["refused"]
+
+
+REFUSED: Mapping[str, tuple[Mapping[str, object], str]] = {
+    "tensor parallel": ({"tensor_parallel_size": 2}, r"train\.tensor_parallel_size: 2, which is not supported"),
+    "auto": (
+        {"enable_gradient_checkpointing": True, "recompute_policy": "auto"},
+        r"train\.recompute_policy: auto does not measure encoders",
+    ),
+    "nothing": (
+        {"freeze_projectors": True, "freeze_decoder": True},
+        r"train\.freeze_decoder: true, like .* nothing is trained",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_supported_is_refused(folder: Path, run_ranks, case: str) -> None:
+    # Catches options that would be ignored, or fail later.
+    options, message = REFUSED[case]
+
+    def error() -> str:
+        with pytest.raises(ValueError, match=message):
+            build_run(config_from_mapping(image_run(folder, folder / "output", max_steps=1, **options)).config)
+        return "refused"
+
+    assert run_ranks(error, 1) == ["refused"]
+
+
+def test_flops_of_an_encoder_by_hand() -> None:
+    # Catches an encoder that is left out of the rate of a run, or counted backward though it is frozen.
+    decoder, _ = make_image_decoder(make_image_model())
+    assert decoder.encoder is not None
+    patches, tokens, width = 4 * 6, 6, 32
+    block = width * 3 * width + width * width + 2 * width * 40
+    tower = patches * (96 * width + 3 * block) + 3 * 2 * width * patches**2
+    mergers = 3 * tokens * (128 * 128 + 128 * 48)
+    assert image_flops_of(decoder)([(4, 6)]) == 2 * 3 * (tower + mergers)
+    for part in decoder.encoder.tower:
+        part.requires_grad_(False)
+    assert image_flops_of(decoder)([(4, 6)]) == 2 * (tower + 2 * mergers)
+
+
+def test_rows_are_json_with_images(folder: Path) -> None:
+    # Catches rows of this file without images, with which the other tests would show nothing.
+    rows = [json.loads(line) for line in (folder / "data" / "rows.jsonl").read_text().splitlines()]
+    assert sum("image" in json.dumps(row) for row in rows) == 8
