@@ -134,7 +134,7 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     delta = SHAPES[options.shape][2]
-    request = RecurrenceRequest(device.type, dtype, delta.key_dim, delta.value_dim)
+    request = RecurrenceRequest(device.type, dtype, (delta.key_dim, delta.value_dim))
     backends = options.backends or (["fla"] if device.type == "cuda" else RECURRENCES.runnable(request))
     rows: list[Row] = []
     print("| backend | tokens | part | ms | share of the layer |\n|---|---|---|---|---|")

@@ -416,6 +416,22 @@ CASES += [
         {**DELTA, **GATED, "mlp_only_layers": [0], "norm_topk_prob": False, "linear_num_key_heads": 4},
     ),
 ]
+ADJUSTED = {"layer_types": ["conv", "full_attention", "conv"], "norm_eps": EPS, "block_multiple_of": 16}
+CASES += [
+    Case("Lfm2ForCausalLM", "some attend", {**ADJUSTED, "block_ffn_dim_multiplier": 1.4}),
+    Case(
+        "Lfm2ForCausalLM",
+        "biases, untied",
+        {
+            **ADJUSTED,
+            **NO_PADDING,
+            "conv_bias": True,
+            "conv_L_cache": 4,
+            "tie_word_embeddings": False,
+            "block_auto_adjust_ff_dim": False,
+        },
+    ),
+]
 IDS = [f"{case.architecture} {case.label}" for case in CASES]
 
 

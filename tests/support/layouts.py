@@ -52,7 +52,7 @@ FAMILIES = (
     "starcoder2",
 )
 # Layers whose state passes through a document, which a ring cannot compute.
-RECURRENT = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+RECURRENT = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "lfm2")
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 MODELS: dict[str, dict[str, object]] = {
     "llama": hf_config("llama", max_position_embeddings=20, rope_parameters=DYNAMIC),
@@ -159,11 +159,12 @@ RUNS |= {
     "qwen3_5, Muon": Run("qwen3_5_text", {**MUON, **RECOMPUTE, "recompute_modules": ["self_attn"]}),
     "qwen3_5, LoRA": Run("qwen3_5_text", lora=LORA),
     "qwen3_5, QLoRA": Run("qwen3_5_text", lora=QLORA),
+    "lfm2": Run("lfm2", MUON, LORA),
     "qwen3_5_moe": Run("qwen3_5_moe_text", {**RECOMPUTE, "router_aux_loss_coef": 0.1}),
     "qwen3_next": Run("qwen3_next"),
     "qwen3_next, LoRA": Run("qwen3_next", lora=LORA),
 }
-DELTA_NETS = ("qwen3_5", "qwen3_5, Muon", "qwen3_5, LoRA", "qwen3_5, QLoRA")
+HYBRIDS = ("qwen3_5", "qwen3_5, Muon", "qwen3_5, LoRA", "qwen3_5, QLoRA", "lfm2")
 RUNS |= {
     "pipeline: gpt2": Run("gpt2, 4 layers"),
     "pipeline: llama": Run("llama, 4 layers", BY_OPERATION),
@@ -257,8 +258,8 @@ HSDP = {"data_parallel_replicate_size": 2}
 ONE_PROCESS: Options = {"data_parallel_mode": "none"}
 LAYOUTS: dict[str, Layout] = {
     "ddp 2": _layout(2, SHARED, **DDP),
-    "fsdp 2": _layout(2, (*SHARED, *FAMILIES, *DELTA_NETS, "qwen3_next", "qwen3_next, LoRA", "gpt_oss")),
-    "ulysses 2": _layout(2, (*ALL_CONTEXT, *SHARED, *DELTA_NETS, "qwen3_5_moe", "qwen3_next", "gpt_oss"), **ULYSSES),
+    "fsdp 2": _layout(2, (*SHARED, *FAMILIES, *HYBRIDS, "qwen3_next", "qwen3_next, LoRA", "gpt_oss")),
+    "ulysses 2": _layout(2, (*ALL_CONTEXT, *SHARED, *HYBRIDS, "qwen3_5_moe", "qwen3_next", "gpt_oss"), **ULYSSES),
     "ulysses 2, none": _layout(2, CONTEXT, **ULYSSES, cp_fsdp_mode="none"),
     "ulysses 2, ddp": _layout(2, CONTEXT, **ULYSSES, **DDP),
     "ring 2": _layout(2, (*ALL_CONTEXT, "gpt_oss"), **RING),
@@ -266,7 +267,7 @@ LAYOUTS: dict[str, Layout] = {
     "ep 2": _layout(2, (*ALL_EXPERTS, *OTHER_EXPERTS), **EP),
     "ep 2, ulysses 2": _layout(2, (*EXPERTS, "qwen3_5_moe"), **EP, **ULYSSES),
     "ep 2, ring 2": _layout(2, EXPERTS, **EP, **RING),
-    "tp 2": _layout(2, (*TENSOR, *DELTA_NETS), **{**TP, **ONE_PROCESS}),
+    "tp 2": _layout(2, (*TENSOR, *HYBRIDS), **{**TP, **ONE_PROCESS}),
     "tp 2, fsdp": _layout(
         2,
         (
@@ -278,7 +279,7 @@ LAYOUTS: dict[str, Layout] = {
         **TP,
     ),
     "tp 2, ep 2": _layout(2, SOME_EXPERTS, **TP, **EP),
-    "pp 2": _layout(2, (*STAGED, *DELTA_NETS, "qwen3_5_moe", "glm4_moe_lite", *BESIDE_BLOCK, *GPT_OSS[:2]), **PP),
+    "pp 2": _layout(2, (*STAGED, *HYBRIDS, "qwen3_5_moe", "glm4_moe_lite", *BESIDE_BLOCK, *GPT_OSS[:2]), **PP),
     "pp 2, none": _layout(2, ("pipeline: gpt2", "pipeline: LoRA"), **{**PP, **ONE_PROCESS}),
     "pp 2, GPipe": _layout(2, ("pipeline: gpt2", "pipeline: qwen3_moe"), **PP, **GPIPE),
     "pp 2, interleaved": _layout(2, PIPELINE, **PP, **INTERLEAVED),

@@ -12,6 +12,7 @@ from xorl.server.sampler import GenerationRequest, Sampler
 from xorl.train.layer_kernels import check_kernels
 from xorl.train.model import sketch_model
 from xorl.train.model_source import read_architecture
+from xorl.train.verify import Verification
 
 CPU = torch.device("cpu")
 
@@ -24,11 +25,11 @@ CPU = torch.device("cpu")
         ({"ulysses_parallel_size": 3}, "ulysses: 3 ranks cannot share"),
         (
             {"tensor_parallel_size": 8},
-            r"^train\.tensor_parallel_size: 8 ranks .* 4 key heads of recurrences .* works is 4$",
+            r"^train\.tensor_parallel_size: 8 ranks .* 4 key heads or channels of recurrences .* works is 4$",
         ),
         (
             {"tensor_parallel_size": 2, "ulysses_parallel_size": 4},
-            "ulysses: 4 ranks cannot share the 2 key heads of recurrences; the nearest size that works is 2",
+            "ulysses: 4 ranks cannot share the 2 key heads or channels of recurrences; .* works is 2",
         ),
     ],
 )
@@ -55,6 +56,17 @@ def test_a_backend_that_cannot_run_is_refused_by_name(family: str, backend: str,
     config = local_config({"config_path": str(folder), "recurrence_implementation": backend})
     with pytest.raises(ValueError, match=message):
         check_kernels(read_architecture(config.model).config, config.model, config.train, CPU)
+
+
+def test_a_model_without_a_padding_id_is_cut_down_for_verification(tmp_path: Path) -> None:
+    # Catches a padding id that is removed from a config.json without one, which is refused as having no effect.
+    large = hf_config("qwen3_5_text", vocab_size=248_320, linear_num_value_heads=32, linear_num_key_heads=16)
+    folder = write_config(tmp_path, {key: value for key, value in large.items() if key != "pad_token_id"})
+    config = local_config({"config_path": str(folder)}, ulysses_parallel_size=2)
+    cut = Verification.of(config, is_full=False).config.model.foundation
+    assert cut["vocab_size"] == 384
+    assert (cut["linear_num_key_heads"], cut["linear_num_value_heads"]) == (8, 16)
+    assert "pad_token_id" not in cut
 
 
 def test_a_model_starts_with_the_decays_of_its_authors(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from xorl.kernels.recurrent import PLAIN_RECURRENCE, RECURRENCES, RecurrenceFns,
 from xorl.kernels.recurrent.certify import certify
 from xorl.kernels.recurrent.norms import gated_norm, unit_norm
 
-REQUEST = RecurrenceRequest("cpu", torch.float32, key_dim=8, value_dim=12)
+REQUEST = RecurrenceRequest("cpu", torch.float32, (8, 12))
 
 
 def test_norms_have_the_gradients_of_their_formulas() -> None:

@@ -79,10 +79,10 @@ class ModelFields(Section):
     )
     recurrence_implementation: RecurrenceBackend = Field(
         default="auto",
-        description="Kernels of layers with a recurrence, such as gated delta nets. auto picks fla if it can run here, "
-        "else plain, and logs the choice. A backend named explicitly is used, or the run stops with an error. plain is "
-        "torch, which is correct everywhere and slow on GPUs; fla uses the library fla-core, in bf16 on Hopper GPUs, "
-        "and compares it with plain at the start of each run.",
+        description="Kernels of layers with a recurrence: gated delta nets and short convolutions. auto picks fla if "
+        "it can run here, else plain, and logs the choice. A backend named explicitly is used, or the run stops with "
+        "an error. plain is torch, which is correct everywhere and slow on GPUs; fla uses the library fla-core, in "
+        "bf16 on Hopper GPUs, and compares it with plain at the start of each run.",
     )
     moe_implementation: ExpertBackend | None = Field(
         default=None,

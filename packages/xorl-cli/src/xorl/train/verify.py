@@ -13,6 +13,7 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from itertools import chain
@@ -27,10 +28,12 @@ from torch import Tensor
 
 from xorl.ckpt.layout import JSON
 from xorl.config import Config
+from xorl.config.local import TrainConfig
 from xorl.core import runtime
 from xorl.core.loss import cross_entropy
 from xorl.core.mesh import AXES, Mesh
 from xorl.core.models import Decoder
+from xorl.core.models.composite import with_entries
 from xorl.core.models.initial import fill_normal_, key_of
 from xorl.core.nn.share import pieces, shares_of
 from xorl.data import PackedBatch
@@ -138,21 +141,12 @@ class Verification:
                 "model: models that read images are not cut down to be verified; use --full, which verifies the "
                 "language model on text"
             )
-        cut = (
-            {}
-            if is_full
-            else cut_down(
-                architecture.text_values,
-                train.ulysses_parallel_size,
-                train.tensor_parallel_size,
-                train.pipeline_parallel_size * chunks_of(train),
-            )
-        )
+        cut = {} if is_full else _cut(architecture, train)
         attention = "auto" if model.attn_implementation.startswith("flash_attention") else model.attn_implementation
         replaced: dict[str, dict[str, object]] = {
             "train": {"enable_mixed_precision": False, "fp8": "none"},
             "lora": {"lora_dropout": 0.0, "sweep": [], "enable_aqn": False},
-            "model": {"attn_implementation": attention},
+            "model": {"attn_implementation": attention, "recurrence_implementation": "auto"},
         }
         dropout = lora.lora_dropout if lora.enable_lora and train.enable_gradient_checkpointing else 0.0
         left_out = tuple(
@@ -280,6 +274,23 @@ def of_all_stages(own: Mapping[str, ValueT], mesh: Mesh) -> dict[str, ValueT]:
     if mesh.pp.size > 1:
         dist.all_gather_object(by_stage, own, group=mesh.pp.group)
     return {name: value for one in by_stage for name, value in one.items()}
+
+
+def _cut(architecture: Architecture, train: TrainConfig) -> dict[str, object]:
+    """The entries of a config.json that make the model small."""
+    cut = cut_down(
+        architecture.text_values,
+        train.ulysses_parallel_size,
+        train.tensor_parallel_size,
+        train.pipeline_parallel_size * chunks_of(train),
+    )
+    others = {key: value for key, value in cut.items() if key != "pad_token_id"}
+    if cut.get("pad_token_id") is None:
+        # It matters only in families with a padding id that the small vocabulary lacks.
+        with suppress(ValueError):
+            architecture.spec.config_from_hf(with_entries(architecture.hf_config, others))
+            return others
+    return cut
 
 
 @torch.no_grad()

@@ -36,6 +36,7 @@ from xorl.core.nn.roles import (
     StoresWeight,
 )
 from xorl.core.nn.share import pieces, shares_of
+from xorl.core.nn.short_conv import ShortConv
 from xorl.core.shards import local
 from xorl.kernels.fused.reference import capped
 from xorl.kernels.head import HeadWeight, LogitOptions
@@ -151,7 +152,7 @@ class Decoder(nn.Module):
         stacked = {
             f"{path}.{name}.weight": tuple(rows)
             for path, module in self.named_modules()
-            if isinstance(module, (Attention, GatedDeltaNet, GatedMLP, Experts))
+            if isinstance(module, (Attention, GatedDeltaNet, GatedMLP, Experts, ShortConv))
             for name, rows in module.stacked_rows.items()
         }
         stacked |= {

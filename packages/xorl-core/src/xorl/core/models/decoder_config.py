@@ -15,10 +15,14 @@ from xorl.core.nn.gated_delta_net import GatedDeltaConfig
 from xorl.core.nn.layers import ACTIVATIONS, TRAINED_ACTIVATIONS
 from xorl.core.nn.moe import RouterConfig
 from xorl.core.nn.norms import NormConfig
+from xorl.core.nn.short_conv import ShortConvConfig
 from xorl.kernels.arguments import check_choice
 from xorl.kernels.attention import AttentionRequest
 from xorl.kernels.experts.gates import SILU, Gate
 from xorl.kernels.recurrent import RecurrenceRequest
+
+Recurrence = GatedDeltaConfig | ShortConvConfig
+"""A mixer that needs of earlier tokens a state of fixed size, which passes from token to token."""
 
 Arrangement = Literal["pre", "post", "sandwich", "parallel"]
 """Where the norms of a layer stand: before attention and the feed-forward block, after them, or both; parallel: one
@@ -93,7 +97,7 @@ class LayerConfig:
     mixer: the block that reads earlier tokens, attention or a recurrence.
     """
 
-    mixer: AttentionConfig | GatedDeltaConfig
+    mixer: AttentionConfig | Recurrence
     ffn: DenseConfig | ExpertsConfig
     norms: Arrangement = "pre"
     output_scale: bool = False
@@ -177,9 +181,9 @@ class DecoderConfig:
         return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionConfig))
 
     @property
-    def recurrences(self) -> tuple[GatedDeltaConfig, ...]:
+    def recurrences(self) -> tuple[Recurrence, ...]:
         """The recurrence of each layer that has one."""
-        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, GatedDeltaConfig))
+        return tuple(layer.mixer for layer in self.layers if not isinstance(layer.mixer, AttentionConfig))
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -203,11 +207,10 @@ class DecoderConfig:
 
     def recurrence_requests(self, device_type: str, dtype: torch.dtype) -> list[RecurrenceRequest]:
         """What the layers with recurrences require of a backend, if they compute in `dtype`; each request once."""
-        return list(
-            dict.fromkeys(
-                RecurrenceRequest(device_type, dtype, each.key_dim, each.value_dim) for each in self.recurrences
-            )
+        heads = (
+            (each.key_dim, each.value_dim) if isinstance(each, GatedDeltaConfig) else None for each in self.recurrences
         )
+        return [RecurrenceRequest(device_type, dtype, each) for each in dict.fromkeys(heads)]
 
     @property
     def has_experts(self) -> bool:

@@ -14,6 +14,7 @@ from xorl.core.nn.gated_delta_net import GatedDeltaConfig, GatedDeltaNet
 from xorl.core.nn.latent import LatentAttention
 from xorl.core.nn.moe import LayerRoutes, MixtureOfExperts
 from xorl.core.nn.norms import NormConfig, make_norm
+from xorl.core.nn.short_conv import ShortConv, ShortConvConfig
 from xorl.kernels.fused import RopeTables
 from xorl.kernels.layout import SequenceLayout
 
@@ -48,6 +49,8 @@ class DecoderLayer(nn.Module):
         self.self_attn = self.linear_attn = None
         if isinstance(mixer, GatedDeltaConfig):
             self.linear_attn = GatedDeltaNet(width, mixer, config.norm.eps, kernels=kernels)
+        elif isinstance(mixer, ShortConvConfig):
+            self.linear_attn = ShortConv(width, mixer, kernels=kernels)
         elif mixer.latent is None:
             self.self_attn = Attention(width, mixer, config.norm, merge_qkv=merge_qkv, kernels=kernels)
         else:

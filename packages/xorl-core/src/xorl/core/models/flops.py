@@ -3,10 +3,9 @@
 from collections import Counter
 from collections.abc import Iterable
 
-from xorl.core.models.decoder_config import DecoderConfig, DenseConfig, LayerConfig
+from xorl.core.models.decoder_config import DecoderConfig, DenseConfig, LayerConfig, Recurrence
 from xorl.core.models.image_config import ImageConfig
 from xorl.core.nn.attention import AttentionConfig
-from xorl.core.nn.gated_delta_net import GatedDeltaConfig
 
 FLOPS_PER_MULTIPLY_ADD = 2
 # For each matrix product in the forward pass, the backward pass has two, one for the gradient of each operand.
@@ -23,7 +22,7 @@ def training_flops(config: DecoderConfig, lengths: Iterable[int], *, num_frozen:
     - Attention makes two products per layer, q @ k.T and weights @ v, each H * C multiply-adds per (query, key)
       pair, with the C of values in the second: 3 * 2 * 2 * H * C * pairs. A document of L tokens has L * (L + 1) / 2
       causal pairs, fewer with a sliding window (see `causal_pairs`).
-    - Recurrences make products with their state for each token: see `GatedDeltaConfig.num_products`.
+    - Recurrences make products with their state for each token: see their `num_products`.
     - `num_frozen` of the N parameters have no gradient and cost 4 FLOPs per token instead of 6.
     - `num_added` is the number of additional trained parameters in matrices, such as those of adapters.
 
@@ -80,11 +79,11 @@ def forward_costs(config: DecoderConfig, length: int) -> tuple[list[float], floa
     return layers, config.hidden_size * config.vocab_size
 
 
-def _mixed(mixer: AttentionConfig | GatedDeltaConfig, length: int) -> float:
+def _mixed(mixer: AttentionConfig | Recurrence, length: int) -> float:
     """Multiply-adds of a mixer for each token of a document of `length` tokens, without its parameters."""
-    if isinstance(mixer, GatedDeltaConfig):
-        return mixer.num_products
-    return _pair_channels(mixer) * causal_pairs(length, mixer.window) / length
+    if isinstance(mixer, AttentionConfig):
+        return _pair_channels(mixer) * causal_pairs(length, mixer.window) / length
+    return mixer.num_products
 
 
 def _pair_channels(attention: AttentionConfig) -> int:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from xorl.core.nn.depthwise import DepthwiseConv
 from xorl.core.nn.kernels import LayerKernels
 from xorl.core.nn.layers import Linear
 from xorl.core.nn.roles import InitialValue, LogUniform, Role
@@ -59,6 +60,11 @@ class GatedDeltaConfig:
         """Output features of the projections of queries, keys and values."""
         keys = self.num_key_heads * self.key_dim
         return keys, keys, self.num_value_heads * self.value_dim
+
+    @property
+    def num_parts(self) -> int:
+        """The parts that ranks can have: key heads, with their value heads."""
+        return self.num_key_heads
 
     @property
     def rotary(self) -> None:
@@ -110,7 +116,7 @@ class GatedDeltaNet(nn.Module):
             self.in_proj_z = project(counts[2])
             self.in_proj_b = project(num_heads)
             self.in_proj_a = project(num_heads)
-        self.conv1d = DepthwiseConv(counts, config.num_taps, ranks)
+        self.conv1d = DepthwiseConv(counts, config.num_taps, ranks, bias=False)
         self.decay = Decay(num_heads, ranks)
         self.norm = GatedNorm(config.value_dim, eps)
         self.out_proj = Linear.row_parallel(counts[2], width, bias=False, ranks=ranks)
@@ -128,7 +134,7 @@ class GatedDeltaNet(nn.Module):
         if isinstance(layout, CachedLayout):
             raise ValueError("layout: a gated delta net has no keys and values to cache; compute whole documents")
         qkv, z, b, a = self._project(self.ranks.gather(x))
-        weight = self.conv1d().to(x.dtype)
+        weight = self.conv1d()[0].to(x.dtype)
         if isinstance(layout, ShardedLayout):
             if layout.ring.size > 1:
                 raise ValueError("layout: a gated delta net cannot be computed in a ring; use Ulysses alone")
@@ -168,26 +174,6 @@ class GatedDeltaNet(nn.Module):
     def _heads(self, x: Tensor) -> Tensor:
         """[T, H, V]."""
         return x.unflatten(-1, (-1, self.config.value_dim))
-
-
-class DepthwiseConv(nn.Module):
-    """The taps [C, 1, W] of a causal convolution without a bias, for channels that are stacked by `counts`.
-
-    Attributes:
-        shares: what it holds of the weight, if ranks share it.
-    """
-
-    roles: ClassVar[Mapping[str, Role]] = MappingProxyType({"weight": "taps"})
-
-    def __init__(self, counts: Sequence[int], num_taps: int, ranks: TensorRanks) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(sum(map(ranks.num_of, counts)), 1, num_taps))
-        share = ranks.rows_of(counts)
-        self.shares: Mapping[str, Share] = {} if share is None else {"weight": share}
-
-    def forward(self) -> Tensor:
-        """[C, W]."""
-        return self.weight.squeeze(1)
 
 
 class Decay(nn.Module):

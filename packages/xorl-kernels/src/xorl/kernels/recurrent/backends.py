@@ -62,25 +62,24 @@ class RecurrenceRequest:
     Attributes:
         device_type: "cpu", "cuda", ...
         dtype: of queries, keys and values.
-        key_dim, value_dim: the channels of a head.
+        heads: the channels of a head of keys, and of values, of the gated delta rule; None: convolutions alone.
 
     Raises ValueError for values of other types.
     """
 
     device_type: str
     dtype: torch.dtype
-    key_dim: int
-    value_dim: int
+    heads: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         check_device_type(self.device_type)
         check_floating("dtype", self.dtype)
-        check_at_least("key_dim", self.key_dim, 1)
-        check_at_least("value_dim", self.value_dim, 1)
+        for each in self.heads or ():
+            check_at_least("heads", each, 1)
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"device={self.device_type} dtype={dtype} key_dim={self.key_dim} value_dim={self.value_dim}"
+        return f"device={self.device_type} dtype={dtype} heads={self.heads}"
 
 
 def _fla_refusal(request: RecurrenceRequest) -> str | None:
@@ -88,8 +87,8 @@ def _fla_refusal(request: RecurrenceRequest) -> str | None:
         return reason
     if request.dtype != torch.bfloat16:
         return f"it computes in bf16, not in {str(request.dtype).removeprefix('torch.')}"
-    if request.key_dim > FLA_MAX_KEY_DIM:
-        return f"it supports key heads of up to {FLA_MAX_KEY_DIM} channels, but the model has {request.key_dim}"
+    if request.heads is not None and request.heads[0] > FLA_MAX_KEY_DIM:
+        return f"it supports key heads of up to {FLA_MAX_KEY_DIM} channels, but the model has {request.heads[0]}"
     if torch.cuda.get_device_capability()[0] != HOPPER:
         return "it is certified for Hopper GPUs alone"
     return None

@@ -13,7 +13,7 @@ from xorl.kernels.recurrent.backends import PLAIN_RECURRENCE, RECURRENCES, Recur
 
 # Documents of one token, shorter than a convolution, and longer than chunks of 64.
 LENGTHS = (200, 1, 3, 70)
-NUM_KEY_HEADS, NUM_VALUE_HEADS, NUM_TAPS = 2, 4, 4
+NUM_KEY_HEADS, NUM_VALUE_HEADS, NUM_CHANNELS, NUM_TAPS = 2, 4, 256, 4
 # Relative, in norm. Rounding to bf16 gives 5e-3, and one wrong element in a hundred 1e-1.
 TOLERANCE = 2e-2
 _certified: set[tuple[RecurrenceFns, RecurrenceRequest]] = set()
@@ -73,25 +73,24 @@ def _cases(request: RecurrenceRequest) -> dict[str, tuple[Compute, list[Tensor]]
     def draw(*shape: int, dtype: torch.dtype = request.dtype) -> Tensor:
         return torch.randn(shape, generator=generator).to(device, dtype)
 
-    q, k = (
-        PLAIN_RECURRENCE.unit_norm(draw(num_tokens, NUM_KEY_HEADS, request.key_dim), scale)
-        for scale in (request.key_dim**-0.5, 1.0)
+    conv = (
+        lambda f, x, layout: f.causal_conv(x[0], x[1], None, "silu", layout),
+        [draw(num_tokens, NUM_CHANNELS), draw(NUM_CHANNELS, NUM_TAPS)],
     )
-    v, gate = (draw(num_tokens, NUM_VALUE_HEADS, request.value_dim) for _ in range(2))
+    if request.heads is None:
+        return {"causal_conv": conv}
+    key_dim, value_dim = request.heads
+    q, k = (
+        PLAIN_RECURRENCE.unit_norm(draw(num_tokens, NUM_KEY_HEADS, key_dim), scale) for scale in (key_dim**-0.5, 1.0)
+    )
+    v, gate = (draw(num_tokens, NUM_VALUE_HEADS, value_dim) for _ in range(2))
     g = -draw(num_tokens, NUM_VALUE_HEADS, dtype=torch.float32).exp()
     beta = draw(num_tokens, NUM_VALUE_HEADS, dtype=torch.float32).sigmoid()
-    channels = NUM_KEY_HEADS * request.key_dim
     return {
         "gated_delta": (lambda f, x, layout: f.gated_delta(x[0], x[1], x[2], x[3], x[4], layout), [q, k, v, g, beta]),
-        "causal_conv": (
-            lambda f, x, layout: f.causal_conv(x[0], x[1], None, "silu", layout),
-            [draw(num_tokens, channels), draw(channels, NUM_TAPS)],
-        ),
-        "unit_norm": (lambda f, x, layout: f.unit_norm(x[0], 0.5), [draw(num_tokens, NUM_KEY_HEADS, request.key_dim)]),
-        "gated_norm": (
-            lambda f, x, layout: f.gated_norm(x[0], x[1], x[2], 1e-6),
-            [v, draw(request.value_dim), gate],
-        ),
+        "causal_conv": conv,
+        "unit_norm": (lambda f, x, layout: f.unit_norm(x[0], 0.5), [draw(num_tokens, NUM_KEY_HEADS, key_dim)]),
+        "gated_norm": (lambda f, x, layout: f.gated_norm(x[0], x[1], x[2], 1e-6), [v, draw(value_dim), gate]),
     }
 
 
