@@ -297,6 +297,11 @@ CASES += [
         "biases",
         {**LOCAL, **NO_PADDING, "num_experts": 5, "attention_bias": True, "norm_topk_prob": True},
     ),
+    Case(
+        "OlmoeForCausalLM",
+        "clipped",
+        {"num_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 28, "clip_qkv": 0.7},
+    ),
     Case("Glm4MoeForCausalLM", "grouped heads", {**GROUPED, "use_qk_norm": True}),
     Case("Glm4MoeForCausalLM", "no groups", {**UNGROUPED, "first_k_dense_replace": 2, "attention_bias": True}),
     Case(

@@ -2,14 +2,17 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from quantized_files import nested_scales, quantization_config, stored_tensors
 from tiny_models import hf_config, write_config
 from xorl.ckpt import CheckpointError
+from xorl.ckpt.reader import source_shapes
 from xorl.config.arguments import in_options
 from xorl.config.local import LoraConfig, ModelConfig, TrainConfig
 from xorl.config.resolve import GROUP_SIZES
@@ -302,3 +305,32 @@ def test_groups_of_a_checkpoint_that_do_not_fit_cannot_be_changed(tmp_path, mesh
 def test_group_sizes_are_the_same_where_they_are_written_twice():
     # The configuration cannot import what the kernels say. Catches a default that the kernels do not know.
     assert GROUP_SIZES == KERNEL_GROUP_SIZES
+
+
+def test_latents_in_block_fp8_are_read_exactly(tmp_path: Path, mesh) -> None:
+    """Catches a last block with fewer rows than others, which takes another scale, and what is not quantised."""
+    sizes = {"q_lora_rank": 48, "kv_lora_rank": 96, "qk_nope_head_dim": 24, "qk_rope_head_dim": 40, "v_head_dim": 40}
+    shape = hf_config(
+        "deepseek_v3", hidden_size=160, intermediate_size=200, moe_intermediate_size=136, first_k_dense_replace=1, **sizes
+    )
+    write_config(tmp_path, shape)
+    shapes = source_shapes(read_architecture(ModelConfig(model_path=str(tmp_path))).recipes(merge_qkv=False))
+    generator = torch.Generator().manual_seed(0)
+    dense = {name: torch.randn(each, generator=generator) for name, each in shapes.items()}
+    stored: dict[str, Tensor] = {}
+    scheme = QuantScheme("block_fp8", 128)
+    for name, weight in dense.items():
+        if not name.endswith(("_proj.weight", "_mqa.weight")):
+            stored[name] = weight
+            continue
+        stored |= stored_tensors(name.removesuffix(".weight"), weight, scheme)
+        scales = stored[f"{name}_scale_inv"].repeat_interleave(128, 0).repeat_interleave(128, 1)
+        dense[name] = stored[name].float() * scales[: weight.shape[0], : weight.shape[1]]
+    assert stored["model.layers.0.self_attn.kv_a_proj_with_mqa.weight"].shape == (136, 160)
+    save_file(stored, tmp_path / "model.safetensors")
+    write_config(tmp_path, shape | {"quantization_config": quantization_config(scheme)})
+    module = build(tmp_path, mesh, enable_lora=False, enable_qlora=False)
+    recipes = read_architecture(ModelConfig(model_path=str(tmp_path))).recipes(merge_qkv=True)
+    for name, parameter in module.named_parameters():
+        for source, tensor in recipes[name].split(parameter.detach()).items():
+            assert torch.equal(tensor, dense[source]), source

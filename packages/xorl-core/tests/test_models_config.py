@@ -97,8 +97,8 @@ def test_an_unknown_architecture_lists_the_known_ones(architectures):
         ("Dots1ForCausalLM", {"n_routed_experts": None}, "config.json has no 'n_routed_experts'"),
         (
             "OlmoeForCausalLM",
-            {"clip_qkv": 8.0},
-            "clip_qkv: 8.0 is not supported: queries, keys and values are not clip",
+            {"clip_qkv": -8.0},
+            "clip_qkv must be a number above 0, got -8.0",
         ),
         ("Qwen2MoeForCausalLM", {"mlp_only_layers": [0, 1, 2, 3]}, "mlp_only_layers and .* make every layer dense"),
         ("MiniMaxM2ForCausalLM", {"router_jitter_noise": 0.1}, "router_jitter_noise is not supported; set it to 0"),

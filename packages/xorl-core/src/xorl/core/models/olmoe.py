@@ -1,6 +1,7 @@
 """OLMoE: RMS norms of all queries and of all keys; every layer is a mixture of experts."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from xorl.core.models import mixtures, rotary_gated
 from xorl.core.models.decoder_config import DecoderConfig, ExpertsConfig
@@ -12,9 +13,8 @@ ARCHITECTURE = "OlmoeForCausalLM"
 
 
 def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
-    """Read config.json. `attention_bias` applies to all four projections."""
+    """Read config.json. `attention_bias` applies to all four projections; `clip_qkv` bounds three of them."""
     hf = HFConfig(values, ARCHITECTURE, rms_norm_eps=1e-5, pad_token_id=1, router_aux_loss_coef=0.01)
-    hf.refuse("clip_qkv", "queries, keys and values are not clipped; set it to null, as in published models")
     bias = hf.get("attention_bias", bool, False)
     router = RouterConfig(normalize=hf.get("norm_topk_prob", bool, False))
     experts = mixtures.read_experts(hf, "intermediate_size", ExpertsConfig(64, 8, 2048, router))
@@ -26,8 +26,9 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
         ffns=[experts] * hf.positive("num_hidden_layers"),
         balance_coef=mixtures.read_balance_coef(hf),
     )
+    clip = hf.cap("clip_qkv")
     hf.finish()
-    return config
+    return config.with_layers(lambda _, layer: replace(layer, mixer=replace(layer.attention, clip=clip)))
 
 
 SPEC = ModelSpec(

@@ -71,6 +71,7 @@ class AttentionConfig:
         rope: the rotary embedding; None: none.
         qk_norm: whether queries and keys are normalised, each head alone or all heads together.
         norm_after_rope: whether heads are normalised after the rotation.
+        clip: queries, keys and values are kept within this of 0, after norms of all heads; None: they are not.
         temperature: a factor on queries by their position.
         v_is_k: whether values are the keys before their norm and rotation, instead of a projection of their own.
         v_norm: whether the heads of values are normalised, without a weight.
@@ -90,6 +91,7 @@ class AttentionConfig:
     qkv_bias: bool
     o_bias: bool
     norm_after_rope: bool = False
+    clip: float | None = None
     temperature: Temperature | None = None
     softcap: float | None = None
     sinks: bool = False
@@ -202,6 +204,7 @@ class Attention(nn.Module):
         self.rope = config.rope
         self.temperature = config.temperature
         self.norm_after_rope = config.norm_after_rope
+        self.clip = config.clip
         self.v_is_k = config.v_is_k
         self.output_gate = config.output_gate
         self.v_norm_eps = norm.eps if config.v_norm else None
@@ -277,6 +280,8 @@ class Attention(nn.Module):
         if isinstance(self.q_norm, NormOfHeads) and isinstance(self.k_norm, NormOfHeads):
             q, k, v = projected if len(projected) == 3 else projected[0].split(self.shape.row_counts, dim=-1)
             projected = self.q_norm(q), self.k_norm(k), v
+        if self.clip is not None:
+            projected = tuple(each.clamp(-self.clip, self.clip) for each in projected)
         if not isinstance(self.q_norm, HeadNorm) or not isinstance(self.k_norm, HeadNorm):
             return self.split_heads(projected, self.shape, None, rope)
         norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, self.q_norm.offset)
