@@ -20,6 +20,7 @@ from xorl.kernels.quant import GROUP_SIZES as KERNEL_GROUP_SIZES
 from xorl.kernels.quant import QuantScheme
 from xorl.kernels.quant.nf4 import quantize_nf4
 from xorl.lora.quantized import QuantizedRows, quantized_layers, read_rows
+from xorl.train.export.rest import Rest
 from xorl.train.export.source import weights_at
 from xorl.train.model import build_model
 from xorl.train.model_source import read_architecture
@@ -308,15 +309,22 @@ def test_group_sizes_are_the_same_where_they_are_written_twice():
 
 
 def test_latents_in_block_fp8_are_read_exactly(tmp_path: Path, mesh) -> None:
-    """Catches a last block with fewer rows than others, which takes another scale, and what is not quantised."""
+    """Catches a last block with fewer rows than others, which takes another scale, what is not quantised, and an export
+    that refuses, or leaves as codes, the layer that predicts further tokens."""
     sizes = {"q_lora_rank": 48, "kv_lora_rank": 96, "qk_nope_head_dim": 24, "qk_rope_head_dim": 40, "v_head_dim": 40}
     shape = hf_config(
-        "deepseek_v3", hidden_size=160, intermediate_size=200, moe_intermediate_size=136, first_k_dense_replace=1, **sizes
+        "deepseek_v3",
+        hidden_size=160,
+        intermediate_size=200,
+        moe_intermediate_size=136,
+        first_k_dense_replace=1,
+        **sizes,
     )
     write_config(tmp_path, shape)
     shapes = source_shapes(read_architecture(ModelConfig(model_path=str(tmp_path))).recipes(merge_qkv=False))
     generator = torch.Generator().manual_seed(0)
-    dense = {name: torch.randn(each, generator=generator) for name, each in shapes.items()}
+    further = "model.layers.2.mlp.up_proj.weight"
+    dense = {name: torch.randn(each, generator=generator) for name, each in (shapes | {further: (200, 160)}).items()}
     stored: dict[str, Tensor] = {}
     scheme = QuantScheme("block_fp8", 128)
     for name, weight in dense.items():
@@ -334,3 +342,7 @@ def test_latents_in_block_fp8_are_read_exactly(tmp_path: Path, mesh) -> None:
     for name, parameter in module.named_parameters():
         for source, tensor in recipes[name].split(parameter.detach()).items():
             assert torch.equal(tensor, dense[source]), source
+    with Rest.of(read_architecture(ModelConfig(model_path=str(tmp_path)))).groups() as groups:
+        copied = {name: tensor for group in groups for name, tensor in group.make().items()}
+    assert copied.keys() == {further}
+    assert torch.equal(copied[further], dense[further].bfloat16())

@@ -8,15 +8,17 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
-from xorl.ckpt import CheckpointError, CheckpointFailure, SafetensorsSource, resolve_folder
+from xorl.ckpt import CheckpointError, CheckpointFailure, SafetensorsSource, WeightSource, resolve_folder
 from xorl.ckpt.export import source_groups
 from xorl.ckpt.layout import TensorRecord
 from xorl.ckpt.ranks import fail_together
 from xorl.ckpt.tensor_file import TensorGroup
 from xorl.core.models.stacks import ExpertNames, stack_of, stacked, stacked_shape
-from xorl.lora.prequantized import EXTRA
+from xorl.kernels.quant import QuantScheme
+from xorl.lora.prequantized import EXTRA, dequantized_source, read_quantization
 from xorl.train.architecture import Architecture
 
 
@@ -31,6 +33,7 @@ class Rest:
         in_file: returns the name in the folder of a tensor that recipes name.
         is_missing: whether there are tensors to copy, but it is not known from where.
         experts: the names of experts, in stacks if the folder or the family has them; None: the model has no experts.
+        scheme: of the quantised tensors among those to copy, which exports have in bf16; None: there are none.
     """
 
     architecture: str
@@ -39,6 +42,7 @@ class Rest:
     in_file: Callable[[str], str]
     is_missing: bool
     experts: ExpertNames | None
+    scheme: QuantScheme | None = None
 
     @classmethod
     def of(cls, architecture: Architecture) -> Rest:
@@ -59,13 +63,17 @@ class Rest:
             raise type(error)(
                 f"exports of a {spec.architecture} copy tensors from {origin}, which its weights came from: {error}"
             ) from error
-        if quantised := [name for name in view.unused if name.endswith(EXTRA)]:
+        quantised = [name for name in view.unused if name.endswith(EXTRA)]
+        stored = read_quantization(architecture.hf_config) if quantised else None
+        scheme = None if stored is None or stored.scheme.quant_format != "block_fp8" else stored.scheme
+        if quantised and scheme is None:
             raise ValueError(
                 f"exports of a {spec.architecture} copy tensors from {origin}, but {quantised[0]} belongs to a "
                 "quantised tensor, which cannot be copied; start from the model that is not quantised"
             )
         experts = None if experts is None else view.experts
-        return cls(spec.architecture, folder, view.unused, view.in_source, is_missing=False, experts=experts)
+        unused = tuple(name for name in view.unused if name not in quantised)
+        return cls(spec.architecture, folder, unused, view.in_source, is_missing=False, experts=experts, scheme=scheme)
 
     @property
     def stacks_experts(self) -> bool:
@@ -97,7 +105,11 @@ class Rest:
             return
         with fail_together(f"copy tensors from {self.folder}"):
             source = SafetensorsSource(self.folder)
-            groups = source_groups(source, names=self.unused)
+            dense: WeightSource = source
+            if self.scheme is not None:
+                shapes = {name: source.shape(name) for name in self.unused}
+                dense = dequantized_source(source, self.scheme, shapes, torch.bfloat16)
+            groups = source_groups(dense, names=self.unused)
         with source:
             yield [TensorGroup(group.records, partial(self._make, group)) for group in groups]
 
