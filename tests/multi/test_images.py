@@ -15,9 +15,11 @@ from torch.distributed.tensor import DTensor
 
 from image_runs import image_run, write_image_folder, write_image_rows
 from ranks import Launch, Launches
+from xorl.ckpt import read_manifest
 from xorl.config import config_from_mapping
 from xorl.core.loss import cross_entropy
 from xorl.train import build_run, train
+from xorl.train.images import DECODER, require_same_decoder
 
 Options = Mapping[str, object]
 TRAINED = {"freeze_encoders": False}
@@ -136,6 +138,11 @@ def test_a_resumed_run_ends_as_one_that_was_not_stopped(tmp_path: Path, run_rank
     run("stopped", 2)
     resumed = run("stopped", 6)
     assert whole
+    [checkpoint] = (tmp_path / "stopped" / "checkpoints").glob("global_step_6")
+    info = read_manifest(checkpoint).info
+    require_same_decoder(checkpoint, info, info)
+    with pytest.raises(ValueError, match="images were decoded to other values"):
+        require_same_decoder(checkpoint, info, {DECODER: "of another build"})
     for name, tensor in whole.items():
         assert torch.equal(tensor, again[name]), name
         assert torch.equal(tensor, resumed[name]), name

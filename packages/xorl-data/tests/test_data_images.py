@@ -345,12 +345,13 @@ def test_a_template_that_reads_lists_alone_gets_lists(prepared, image_options, t
     assert (ids == PLACEHOLDER).sum() == 6
 
 
-def test_a_changed_file_stops_the_run(prepared, tmp_path):
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_changed_file_stops_the_run(prepared, tmp_path, num_workers):
     """Catches training on another image than the one that was counted."""
     documents = prepared([{"messages": ask({"path": "a.png"})}])
     (tmp_path / "rows" / "a.png").write_bytes(picture(24, 16, seed=5))
     with pytest.raises(DataError, match=r"a\.png has changed since the data was prepared"):
-        next(loader_of(documents).steps())
+        next(loader_of(documents, num_workers=num_workers).steps())
 
 
 def test_orientation_and_transparency():

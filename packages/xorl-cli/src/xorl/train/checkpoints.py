@@ -33,6 +33,7 @@ from xorl.train.checkpoint_model import (
 )
 from xorl.train.data import DataIdentity, StreamState
 from xorl.train.engine import Engine
+from xorl.train.images import recorded_decoder, require_same_decoder
 from xorl.train.quantization import scheme_of
 from xorl.train.saves import Saves
 from xorl.train.startup import Startup
@@ -100,6 +101,7 @@ class Checkpoints:
         self._info: Mapping[str, JSON] = {
             MODEL: describe_model(config.model, architecture, scheme_of(engine.model.whole), fingerprint),
             OPTIONS: recorded_options(config),
+            **recorded_decoder(architecture.images),
         }
         self._adapters = adapters
         self._stream = stream
@@ -167,11 +169,12 @@ class Checkpoints:
         """Load the checkpoint from which the job resumes, if any, and set later ones aside. Collective.
 
         Parameters that it lacks keep their values. Raises ValueError if its adapters were scaled differently or trained
-        over a differently quantised base.
+        over a differently quantised base, or if images are decoded to other values here.
         """
         resumed = self._startup.resumed
         if resumed is None:
             return None
+        require_same_decoder(resumed.path, resumed.manifest.info, self._info)
         with self._startup.phases("resume", f"Loading {resumed.path}"):
             start = time.perf_counter()
             loaded = self._load(resumed.path, resumed.manifest)

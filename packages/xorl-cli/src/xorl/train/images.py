@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+from xorl.ckpt.layout import JSON
 from xorl.config.data import DataConfig
 from xorl.config.local import LoraConfig, TrainConfig
 from xorl.config.options import yaml_text
@@ -14,6 +15,7 @@ from xorl.core.models import Decoder, DecoderConfig
 from xorl.core.models.flops import image_flops
 from xorl.data import DataError
 from xorl.data.images import ImageSettings, has_image_processor, read_image_settings
+from xorl.data.images.pixels import decoder_digest
 from xorl.train.architecture import Architecture
 
 logger = logging.getLogger(__name__)
@@ -21,6 +23,8 @@ logger = logging.getLogger(__name__)
 # Options that only models with an encoder of images have.
 TRAIN_OPTIONS = ("freeze_encoders", "freeze_projectors", "freeze_decoder", "encoder_lr", "projector_lr")
 DATA_OPTIONS = ("image_min_pixels", "image_max_pixels", "image_root")
+# The key in a checkpoint's info.
+DECODER = "image_decoder"
 
 
 def image_settings(architecture: Architecture, data: DataConfig) -> ImageSettings | None:
@@ -102,6 +106,21 @@ def freeze_parts_(module: Decoder, train: TrainConfig, lora: LoraConfig, *, has_
         module.model.requires_grad_(False)
         if module.lm_head is not None:
             module.lm_head.requires_grad_(False)
+
+
+def recorded_decoder(settings: ImageSettings | None) -> dict[str, str]:
+    """What a checkpoint of a run with images records: how this installation decodes them."""
+    return {} if settings is None else {DECODER: decoder_digest()}
+
+
+def require_same_decoder(folder: Path, saved: Mapping[str, JSON], now: Mapping[str, JSON]) -> None:
+    """Raise ValueError if the run of a checkpoint decoded images to other values than this one, by their infos."""
+    before, here = saved.get(DECODER), now.get(DECODER)
+    if before is not None and here is not None and before != here:
+        raise ValueError(
+            f"train.load_checkpoint_path: {folder} is of a run in which images were decoded to other values (Pillow or "
+            "torch is another build there); install the same versions, or start a new run from its weights"
+        )
 
 
 def image_flops_of(module: Decoder) -> Callable[[Sequence[tuple[int, int]]], float]:
