@@ -1,8 +1,8 @@
 """Writes the training data of the quickstart: `uv run tools/make_quickstart.py [--out configs/quickstart]`.
 
-Generates six kinds of small text problems with checkable answers, as tokenized JSONL and some of them as conversations,
-and a byte-level BPE tokenizer trained on them. The same seed writes the same bytes. The model's config.json beside them
-is written by hand.
+Generates six kinds of small text problems with checkable answers, as tokenized JSONL and some of them as conversations
+and as pairs of answers, and a byte-level BPE tokenizer trained on them. The same seed writes the same bytes. The
+model's config.json beside them is written by hand.
 """
 
 import argparse
@@ -23,6 +23,7 @@ TRAIN_PER_TASK, HELDOUT_PER_TASK = 1000, 50
 END, PAD = "<|endoftext|>", "<|pad|>"
 IGNORE = -100
 NUM_CONVERSATIONS = 600
+NUM_PAIRS = 1500
 # Enough for the 256 bytes, the two special tokens and a merged token for every word of a prompt.
 MAX_VOCAB_SIZE = 320
 MAX_LENGTH = 64
@@ -144,6 +145,7 @@ def write_quickstart(folder: Path, seed: int) -> list[Path]:
         "train.jsonl": _lines(train, tokenizer),
         "heldout.jsonl": _lines(heldout, tokenizer),
         "chat.jsonl": _conversations(train[: 2 * NUM_CONVERSATIONS]),
+        "preference.jsonl": _pairs(train[-NUM_PAIRS:]),
         "tokenizer.json": tokenizer.to_str(pretty=True) + "\n",
         "tokenizer_config.json": json.dumps(tokenizer_config, indent=2) + "\n",
     }
@@ -183,6 +185,24 @@ def _conversations(problems: Sequence[Problem]) -> str:
             for role, text in (("user", problem.prompt), ("assistant", problem.answer))
         ]
         lines.append(json.dumps({"messages": messages}, separators=(",", ":")) + "\n")
+    return "".join(lines)
+
+
+def _pairs(problems: Sequence[Problem]) -> str:
+    """Right answers beside answers in the other kind of characters: the training data of configs/local/preference.yaml.
+
+    The rejected answer is that of the next problem which asks for digits instead of letters, or the reverse.
+    """
+    lines = []
+    for number, problem in enumerate(problems):
+        others = (problems[(number + step) % len(problems)] for step in range(1, len(problems)))
+        other = next(each for each in others if each.answer.isdigit() != problem.answer.isdigit())
+        row = {
+            "prompt": [{"role": "user", "content": problem.prompt}],
+            "chosen": [{"role": "assistant", "content": problem.answer}],
+            "rejected": [{"role": "assistant", "content": other.answer}],
+        }
+        lines.append(json.dumps(row, separators=(",", ":")) + "\n")
     return "".join(lines)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tiny_models import hf_config, write_config
-from tiny_runs import Tensors, write_rows, write_run
+from tiny_runs import QUICKSTART, Tensors, write_pairs, write_rows, write_run
 from xorl.ckpt import Checkpointer, CheckpointFailure, read_manifest
 from xorl.ckpt.files import HashedFile
 from xorl.config import LoadedConfig, load_config
@@ -34,6 +34,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_config(folder / "deep", hf_config(tie_word_embeddings=True, num_hidden_layers=4, initializer_range=0.02))
     experts = {"mlp_only_layers": [0], "moe_intermediate_size": 32}
     write_config(folder / "scalars", hf_config("apertus", initializer_range=0.02))
+    write_pairs(folder / "pairs.jsonl", 120)
+    # The same weights for either kind of reference.
+    shape = json.loads((QUICKSTART / "config.json").read_text())
+    write_config(folder / "pairs", {**shape, "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64})
     write_config(folder / "experts", hf_config("qwen3_moe", **experts, initializer_range=0.02))
     return folder
 
@@ -112,6 +116,8 @@ PP = ["--train.pipeline_parallel_size", "2"]
 ALONE = ["--train.data_parallel_mode", "none"]
 EXPERT_QLORA = [*QLORA, *EXPERTS, "--lora.lora_target_modules", '["q_proj","up_proj","down_proj"]']
 HALF = ["--train.param_dtype", "bf16", "--train.enable_mixed_precision", "true", "--train.lr", "3e-3"]
+PAIRS = ["--data.datasets", '[{{"path": "{folder}/pairs.jsonl", "type": "preference"}}]', "--data.val_set_size", "20"]
+PAIRS += ["--model.config_path", "{folder}/pairs", "--model.tokenizer_path", str(QUICKSTART)]
 # By name: the mode, the number of ranks, the overrides.
 RUNS: dict[str, tuple[str, int, list[str]]] = {
     "none-adamw": ("none", 1, []),
@@ -129,6 +135,9 @@ RUNS: dict[str, tuple[str, int, list[str]]] = {
     "fsdp2-ep": ("fsdp2", 2, [*EXPERTS, *MUON, *EP]),
     "none-qlora-experts": ("none", 1, EXPERT_QLORA),
     "fsdp2-qlora-ep": ("fsdp2", 2, [*EXPERT_QLORA, *EP]),
+    # Scored by the initial model before the first step, and by the base without its adapters in each step.
+    "fsdp2-dpo": ("fsdp2", 2, [*PAIRS, "--train.loss", "dpo"]),
+    "none-kto": ("none", 1, [*PAIRS, *LORA[:3], "--train.loss", "kto"]),
     "fsdp2-deep": ("fsdp2", 2, ["--model.config_path", "{folder}/deep"]),
 }
 

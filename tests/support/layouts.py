@@ -175,6 +175,17 @@ RUNS |= {
     "pipeline: qwen3_moe": Run("qwen3_moe, 4 layers", {"router_z_loss_coef": 0.1}),
 }
 BESIDE_BLOCK = ("gemma4_text, experts", "gemma4_text, adapted experts")
+# Losses of pairs of answers; adapters are switched off for the reference model.
+RUNS |= {
+    "dpo": Run("llama", {"loss": "dpo"}),
+    "dpo, LoRA": Run("qwen3", {"loss": "dpo", "dpo_length_normalized": True}, LORA),
+    "dpo, adapted experts": Run("qwen3_moe", {"loss": "dpo", **RECOMPUTE}, EXPERT_LORA),
+    "kto": Run("llama", {"loss": "kto"}),
+    "kto, LoRA": Run("qwen3", {"loss": "kto", **BY_OPERATION}, LORA),
+    "orpo": Run("gpt2", {"loss": "orpo"}),
+    "simpo": Run("qwen3_moe", {"loss": "simpo", "preference_label_smoothing": 0.1}),
+}
+PREFERENCES = ("dpo", "dpo, LoRA", "kto", "kto, LoRA", "orpo")
 GPT_OSS = ("gpt_oss", "gpt_oss, adapted experts", "gpt_oss, QLoRA")
 PIPELINE = tuple(name for name in RUNS if name.startswith("pipeline"))
 SHARED = ("qwen3_moe, shared adapters", "qwen3_moe, outer factors shared")
@@ -257,21 +268,37 @@ DDP = {"data_parallel_mode": "ddp"}
 HSDP = {"data_parallel_replicate_size": 2}
 ONE_PROCESS: Options = {"data_parallel_mode": "none"}
 LAYOUTS: dict[str, Layout] = {
-    "ddp 2": _layout(2, SHARED, **DDP),
-    "fsdp 2": _layout(2, (*SHARED, *FAMILIES, *HYBRIDS, "qwen3_next", "qwen3_next, LoRA", "gpt_oss")),
-    "ulysses 2": _layout(2, (*ALL_CONTEXT, *SHARED, *HYBRIDS, "qwen3_5_moe", "qwen3_next", "gpt_oss"), **ULYSSES),
+    "ddp 2": _layout(2, (*SHARED, *PREFERENCES, "simpo"), **DDP),
+    "fsdp 2": _layout(
+        2,
+        (
+            *SHARED,
+            *PREFERENCES,
+            "simpo",
+            "dpo, adapted experts",
+            *FAMILIES,
+            *HYBRIDS,
+            "qwen3_next",
+            "qwen3_next, LoRA",
+            "gpt_oss",
+        ),
+    ),
+    "ulysses 2": _layout(
+        2, (*ALL_CONTEXT, "simpo", *SHARED, *HYBRIDS, "qwen3_5_moe", "qwen3_next", "gpt_oss"), **ULYSSES
+    ),
     "ulysses 2, none": _layout(2, CONTEXT, **ULYSSES, cp_fsdp_mode="none"),
     "ulysses 2, ddp": _layout(2, CONTEXT, **ULYSSES, **DDP),
-    "ring 2": _layout(2, (*ALL_CONTEXT, "gpt_oss"), **RING),
+    "ring 2": _layout(2, (*ALL_CONTEXT, "simpo", "gpt_oss"), **RING),
     "ring 2, none": _layout(2, CONTEXT, **RING, cp_fsdp_mode="none"),
     "ep 2": _layout(2, (*ALL_EXPERTS, *OTHER_EXPERTS), **EP),
     "ep 2, ulysses 2": _layout(2, (*EXPERTS, "qwen3_5_moe"), **EP, **ULYSSES),
     "ep 2, ring 2": _layout(2, EXPERTS, **EP, **RING),
-    "tp 2": _layout(2, (*TENSOR, *HYBRIDS), **{**TP, **ONE_PROCESS}),
+    "tp 2": _layout(2, (*TENSOR, *PREFERENCES, *HYBRIDS), **{**TP, **ONE_PROCESS}),
     "tp 2, fsdp": _layout(
         2,
         (
             *TENSOR_EXPERTS,
+            "simpo",
             *("glm4_moe", "qwen2_moe", "qwen3_5_moe", "qwen3_next", "qwen3_next, LoRA"),
             *BESIDE_BLOCK,
             *GPT_OSS[:2],
@@ -279,7 +306,9 @@ LAYOUTS: dict[str, Layout] = {
         **TP,
     ),
     "tp 2, ep 2": _layout(2, SOME_EXPERTS, **TP, **EP),
-    "pp 2": _layout(2, (*STAGED, *HYBRIDS, "qwen3_5_moe", "glm4_moe_lite", *BESIDE_BLOCK, *GPT_OSS[:2]), **PP),
+    "pp 2": _layout(
+        2, (*STAGED, *PREFERENCES, "simpo", *HYBRIDS, "qwen3_5_moe", "glm4_moe_lite", *BESIDE_BLOCK, *GPT_OSS[:2]), **PP
+    ),
     "pp 2, none": _layout(2, ("pipeline: gpt2", "pipeline: LoRA"), **{**PP, **ONE_PROCESS}),
     "pp 2, GPipe": _layout(2, ("pipeline: gpt2", "pipeline: qwen3_moe"), **PP, **GPIPE),
     "pp 2, interleaved": _layout(2, PIPELINE, **PP, **INTERLEAVED),
@@ -287,11 +316,11 @@ LAYOUTS: dict[str, Layout] = {
     "pp 4": _layout(4, PIPELINE, pipeline_parallel_size=4),
     "pp 2, fsdp 2": _layout(4, ("pipeline: gpt2", "qwen3, tied LoRA", "qwen3, Muon"), **PP),
     "pp 2, hsdp 2": _layout(4, ("pipeline: gpt2", "pipeline: qwen3_moe"), **PP, **HSDP),
-    "pp 2, ulysses 2": _layout(4, ("pipeline: gpt2", "pipeline: LoRA"), **PP, **ULYSSES),
+    "pp 2, ulysses 2": _layout(4, ("pipeline: gpt2", "pipeline: LoRA", "dpo, LoRA", "kto"), **PP, **ULYSSES),
     "pp 2, ulysses 2, ep 2": _layout(4, ("pipeline: qwen3_moe",), **PP, **ULYSSES, **EP),
     "pp 2, ring 2": _layout(4, ("pipeline: llama", "pipeline: qwen3_moe"), **PP, **RING),
     "pp 2, ep 2": _layout(4, ("pipeline: qwen3_moe", "mixtral, Muon"), **PP, **EP),
-    "pp 2, tp 2": _layout(4, ("pipeline: gpt2", "qwen3, tied LoRA", "pipeline: qwen3_moe"), **PP, **TP),
+    "pp 2, tp 2": _layout(4, ("pipeline: gpt2", "qwen3, tied LoRA", "pipeline: qwen3_moe", "dpo"), **PP, **TP),
     "pp 2, tp 2, interleaved": _layout(4, ("pipeline: gpt2",), **{**PP, **TP, **INTERLEAVED, **ONE_PROCESS}),
     "tp 4": _layout(
         4,
@@ -315,7 +344,7 @@ LAYOUTS: dict[str, Layout] = {
     ),
     "tp 2, ddp 2": _layout(4, ("qwen3", "gpt2", "qwen3, Muon"), **TP, **DDP),
     "tp 2, ulysses 2": _layout(4, ("llama", "qwen3_moe", "one key/value head", "qwen3_5, Muon"), **TP, **ULYSSES),
-    "tp 2, ring 2": _layout(4, ("gpt2", "qwen3_moe"), **TP, **RING),
+    "tp 2, ring 2": _layout(4, ("gpt2", "qwen3_moe", "kto, LoRA"), **TP, **RING),
     "tp 2, fsdp 2, ep 4": _layout(4, ("qwen3_moe",), **TP, expert_parallel_size=4),
     "tp 2, fsdp 2, ep 2": _layout(4, ("qwen3_moe", "mixtral, Muon", "gpt_oss"), **TP, **EP),
     "hsdp 2": _layout(4, SHARED, **HSDP),
@@ -363,7 +392,10 @@ def run_config(
     data = {} if train.get("pipeline_parallel_schedule") == "Interleaved1F1B" else {"pad_to_multiple_of": 8}
     values = {
         "model": {"config_path": str(folder / model), **of_model},
-        "data": {"datasets": [{"path": "a"}], **(data if "pipeline_parallel_size" in train else {})},
+        "data": {
+            "datasets": [{"path": "a", "type": "preference" if "loss" in train else "tokenized"}],
+            **(data if "pipeline_parallel_size" in train else {}),
+        },
         "train": {"output_dir": str(folder / "out"), "enable_mixed_precision": False, **train},
         "lora": lora,
     }

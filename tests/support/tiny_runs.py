@@ -31,6 +31,14 @@ def write_rows(path: Path, num_rows: int) -> None:
             file.write(json.dumps({"input_ids": ids, "labels": [-100, *ids[1:]]}) + "\n")
 
 
+def write_pairs(path: Path, num_rows: int) -> None:
+    """Sums with a right and a wrong answer."""
+    with path.open("w") as file:
+        for index in range(num_rows):
+            answers = {"chosen": str(index + 7), "rejected": "no" * (1 + index % 3)}
+            file.write(json.dumps({"prompt": f"{index} + 7 =", **answers}) + "\n")
+
+
 def write_counting_rows(path: Path, num_rows: int, *, step: int = 1, vocab_size: int = 50) -> None:
     """Rows in which each token is the one before plus `step`: a model learns them in a few steps."""
     with path.open("w") as file:

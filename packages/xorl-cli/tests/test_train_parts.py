@@ -190,7 +190,7 @@ class Recorder:
 
 
 def step_of(loss_sum: float, norm: float = 1.0, skipped: float = 0.0) -> tuple[StepLosses, Update]:
-    losses = StepLosses(*(torch.tensor(value, dtype=torch.float64) for value in (loss_sum, 4.0, 8.0, 1e6)))
+    losses = StepLosses(*(torch.tensor(value, dtype=torch.float64) for value in (loss_sum, 4.0, 4.0, 8.0, 1e6)))
     return losses, Update(torch.tensor(norm), torch.tensor(skipped))
 
 
@@ -399,9 +399,9 @@ def test_structured_lines_are_short(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err.strip().endswith(" level=INFO step=3 loss=2 grad_norm=1 lr=0.001")
 
 
-def test_a_step_is_divided_by_its_trained_tokens() -> None:
-    """Catches a learning rate that depends on prompts, and an update from a loss that is not finite."""
-    step = StepLosses.of(torch.tensor([6.0, 3.0, 10.0, 1.0]))
+def test_a_step_is_divided_by_the_terms_of_its_loss() -> None:
+    """Catches a learning rate that depends on prompts or lengths, and an update from a loss that is not finite."""
+    step = StepLosses.of(torch.tensor([6.0, 3.0, 8.0, 10.0, 1.0]))
     assert step.divisor == 3
-    assert StepLosses.of(torch.tensor([0.0, 0.0, 10.0, 1.0])).divisor == 1
-    assert StepLosses.of(torch.tensor([torch.inf, 3.0, 10.0, 1.0])).divisor.isnan()
+    assert StepLosses.of(torch.tensor([0.0, 0.0, 8.0, 10.0, 1.0])).divisor == 1
+    assert StepLosses.of(torch.tensor([torch.inf, 3.0, 8.0, 10.0, 1.0])).divisor.isnan()

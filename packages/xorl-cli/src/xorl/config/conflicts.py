@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from xorl.config.data_conflicts import DATA_CHECKS
 from xorl.config.local import Config
 from xorl.config.lora_conflicts import LORA_CHECKS, sweep_conflicts
+from xorl.config.preference import preference_conflicts
 from xorl.config.problems import Conflict
 from xorl.config.requirements import local_default, unmet_requirements
 
@@ -255,6 +256,7 @@ CHECKS: tuple[Callable[[Config], Iterator[Conflict]], ...] = (
     _learning_rates_are_valid,
     _determinism_needs_launch_blocking,
     _profile_covers_steps,
+    preference_conflicts,
     sweep_conflicts,
 )
 

@@ -11,6 +11,7 @@ FORMAT_TARGETS: dict[str, tuple[str, ...]] = {
     "tokenized": (),
     "chat": ("assistant", "last_turn", "all"),
     "prompt_completion": ("completion", "all"),
+    "preference": ("completion",),
     "text": ("all",),
 }
 FORMAT_COLUMNS: dict[str, tuple[str, ...]] = {
@@ -20,6 +21,7 @@ FORMAT_COLUMNS: dict[str, tuple[str, ...]] = {
         *("prompt", "completion", "instruction", "input", "output", "question", "answer"),
         *("system", "history"),
     ),
+    "preference": ("prompt", "chosen", "rejected", "system", "tools"),
     "text": ("text",),
 }
 
@@ -50,6 +52,9 @@ def _options_match_the_type(config: Config) -> Iterator[Conflict]:
                 hint = f"use {', '.join(allowed[name])}" if allowed[name] else f"this type has no {name}: remove it"
                 message = f"{wrong} is not valid for type {entry.type}; {hint}"
                 yield Conflict((f"{path}.{name}", f"{path}.type"), message)
+        if entry.type == "preference" and entry.overflow in ("truncate", "split"):
+            message = f"{entry.overflow} would separate the answers of a pair: set it to drop or error"
+            yield Conflict((f"{path}.overflow", f"{path}.type"), message)
 
 
 def _length_limits_agree(config: Config) -> Iterator[Conflict]:

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from xorl.config.fields import AtLeastOne, AtLeastZero, NonNegative, Positive, Ratio, Section
 
-DatasetType = Literal["tokenized", "chat", "prompt_completion", "text", "auto"]
+DatasetType = Literal["tokenized", "chat", "prompt_completion", "preference", "text", "auto"]
 DatasetFileFormat = Literal["json", "csv", "parquet", "arrow", "text"]
 TrainOn = Literal["assistant", "completion", "all", "last_turn"]
 OverflowPolicy = Literal["truncate", "drop", "split", "error"]
@@ -23,14 +23,14 @@ class DatasetEntryConfig(Section):
         default="tokenized",
         description="Contents of a row. tokenized: input_ids, and optionally labels (-100 is not trained on; the "
         "default is input_ids) and attention_mask. chat: messages or conversations. prompt_completion: a prompt and "
-        "its completion. text: plain documents. auto: detected from the columns. All types except tokenized need "
-        "model.tokenizer_path.",
+        "its completion. preference: a prompt with a chosen and a rejected answer, as texts or messages. text: plain "
+        "documents. auto: detected from the columns. All types except tokenized need model.tokenizer_path.",
     )
     chat_template: str | None = Field(
         default=None,
-        description="Chat template for type chat: a Jinja file, or the name of one of the tokenizer's templates. null "
-        "means the tokenizer's default template. If all conversations use the same template, exported models include "
-        "it.",
+        description="Chat template for types chat and preference: a Jinja file, or the name of one of the "
+        "tokenizer's templates. null means the tokenizer's default template. If all conversations use the same "
+        "template, exported models include it.",
     )
     chat_template_kwargs: dict[str, bool | int | float | str] = Field(
         default={},
@@ -42,14 +42,14 @@ class DatasetEntryConfig(Section):
         default=None,
         description="Tokens to train on. assistant: everything that the assistant says. last_turn: what it says after "
         "the last user message. completion: everything after the prompt. all: everything. null means assistant for "
-        "chat, completion for prompt_completion and all for text; for tokenized, the labels decide.",
+        "chat, completion for prompt_completion and preference, and all for text; for tokenized, the labels decide.",
     )
     columns: dict[str, str] = Field(
         default={},
         description="Names of the columns if they are not the usual ones, such as {prompt: query, completion: "
         "response}. The keys are messages (or prompt and completion with messages), tools, system and images for chat; "
         "prompt and completion, instruction, input and output, or question and answer, and system and history, for "
-        "prompt_completion; text for text.",
+        "prompt_completion; prompt, chosen, rejected, system and tools for preference; text for text.",
     )
     name: str | None = Field(
         default=None,
@@ -74,14 +74,14 @@ class DatasetEntryConfig(Section):
     )
     max_seq_len: AtLeastOne | None = Field(
         default=None,
-        description="Maximum length of a document, in tokens; overflow decides what happens to longer ones. null "
-        "means data.sample_packing_sequence_len.",
+        description="Maximum length of a document, in tokens, for preference of both answers with their prompts; "
+        "overflow decides what happens to longer ones. null means data.sample_packing_sequence_len.",
     )
-    overflow: OverflowPolicy = Field(
-        default="truncate",
+    overflow: OverflowPolicy | None = Field(
+        default=None,
         description="What happens to a document that is longer than max_seq_len: truncate cuts off its end, drop "
         "leaves it out, split divides it into several documents, error stops the run. The affected documents are "
-        "counted and reported.",
+        "counted and reported. null means truncate, but drop for preference, whose pairs cannot be cut.",
     )
     overflow_limit: Ratio | None = Field(
         default=None,

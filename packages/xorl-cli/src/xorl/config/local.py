@@ -37,6 +37,8 @@ RecomputePolicy = Literal["module", "operation", "auto"]
 ExpertCheckpointMethod = Literal["moe_act"]
 ExpertForm = Literal["per_expert", "peft", "sglang"]
 OnNonfinite = Literal["stop", "skip"]
+LossName = Literal["cross_entropy", "dpo", "orpo", "kto", "simpo"]
+PreferenceReference = Literal["base", "initial"]
 LogFormat = Literal["progress_bar", "structured"]
 
 
@@ -166,6 +168,43 @@ class BatchFields(Section):
     )
 
 
+class LocalLossFields(LossFields):
+    """Loss"""
+
+    loss: LossName = Field(
+        default="cross_entropy",
+        description="What is minimised. cross_entropy: of the trained tokens. The others train on pairs of answers "
+        "(datasets of type preference), and their means are over pairs: dpo, kto (with a reference model), orpo and "
+        "simpo (without one).",
+    )
+    preference_beta: Positive | None = Field(
+        default=None,
+        description="Scale of the rewards of a preference loss; for orpo, the weight of the odds ratio. null means 2.0 "
+        "for simpo, and 0.1 for the others.",
+    )
+    preference_reference: PreferenceReference | None = Field(
+        default=None,
+        description="The model that dpo and kto compare with. base: the base without its adapters, which costs another "
+        "forward pass in each step. initial: the model with which the run starts; it scores all pairs once, before the "
+        "first step, and dataset_prepared_path keeps the results. null means base for new adapters, and initial "
+        "without adapters, for lora.adapter_path, and where the base is trained or merged into.",
+    )
+    preference_label_smoothing: float = Field(
+        default=0.0,
+        ge=0,
+        lt=0.5,
+        description="Probability that the preference of a pair is the wrong way round, for dpo and simpo.",
+    )
+    dpo_length_normalized: bool = Field(
+        default=False, description="Divide the log-probability of an answer by its number of tokens in dpo."
+    )
+    simpo_gamma: NonNegative = Field(
+        default=0.5, description="Margin of rewards by which the chosen answer is to win in simpo."
+    )
+    kto_desirable_weight: NonNegative = Field(default=1.0, description="Weight of chosen answers in kto.")
+    kto_undesirable_weight: NonNegative = Field(default=1.0, description="Weight of rejected answers in kto.")
+
+
 class LocalMemoryFields(MemoryFields):
     """Memory and performance"""
 
@@ -288,7 +327,7 @@ class TrainConfig(
     ProfilingFields,
     LoggingFields,
     LocalCheckpointFields,
-    LossFields,
+    LocalLossFields,
     LocalMemoryFields,
     BatchFields,
     RouterFields,

@@ -13,39 +13,9 @@ from xorl.config.fields import Section
 from xorl.config.local import Config
 from xorl.config.lora_conflicts import KIND_OF_ADAPTER
 from xorl.config.options import ENTRIES, entries_of
+from xorl.config.preference import PREFERENCE_REQUIREMENTS
 from xorl.config.problems import Conflict
-
-
-@dataclass(frozen=True)
-class _Row:
-    """Options that have no effect unless the option `switch` has a value that `wanted` describes."""
-
-    options: tuple[str, ...]
-    switch: str
-    wanted: str
-
-    @property
-    def condition(self) -> str:
-        """The condition under which the options have an effect, as the end of a sentence."""
-        return f"unless {self.switch} is {self.wanted}"
-
-
-@dataclass(frozen=True)
-class Requirement(_Row):
-    """A requirement of options outside dataset entries.
-
-    `is_error` marks options that cannot be ignored, because the run would not be what they ask for.
-    """
-
-    is_met: Callable[[Config], bool]
-    is_error: bool = False
-
-
-@dataclass(frozen=True)
-class EntryRequirement(_Row):
-    """A requirement of options of a dataset entry."""
-
-    is_met: Callable[[Config, DatasetEntryConfig], bool]
+from xorl.config.requirement import EntryRequirement, Requirement
 
 
 @dataclass(frozen=True)
@@ -350,6 +320,7 @@ REQUIREMENTS: tuple[Requirement, ...] = (
         "true",
         lambda config: config.lora.enable_qlora,
     ),
+    *PREFERENCE_REQUIREMENTS,
     Requirement(("lora.aqn_alpha",), "lora.enable_aqn", "true", lambda config: config.lora.enable_aqn),
     Requirement(
         ("lora.sweep_members_per_pass",), "lora.sweep", "a list of members", lambda config: bool(config.lora.sweep)
@@ -406,7 +377,10 @@ ENTRY_REQUIREMENTS: tuple[EntryRequirement, ...] = (
         lambda _, entry: entry.path != "dummy",
     ),
     EntryRequirement(
-        ("chat_template", "chat_template_kwargs"), "type", "chat", lambda _, entry: entry.type in ("chat", "auto")
+        ("chat_template", "chat_template_kwargs"),
+        "type",
+        "chat or preference",
+        lambda _, entry: entry.type in ("chat", "preference", "auto"),
     ),
     EntryRequirement(
         ("overflow_limit",), "overflow", "truncate, drop or split", lambda _, entry: entry.overflow != "error"

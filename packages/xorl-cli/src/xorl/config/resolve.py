@@ -7,6 +7,7 @@ from typing import NamedTuple
 from xorl.config.entries import SweepMemberConfig
 from xorl.config.environment import check_wandb_mode, dataset_num_proc
 from xorl.config.local import Config
+from xorl.config.preference import WITH_REFERENCE, base_changes
 
 GROUP_SIZES = {"nvfp4": 16, "block_fp8": 128, "nf4": 64}
 
@@ -94,6 +95,12 @@ def _train_defaults(config: Config) -> Iterator[Default]:
         yield Default("train.lr_min", train.lr, "default, train.lr")
     if train.enable_profiling and train.profile_end_step <= train.profile_start_step:
         yield Default("train.profile_end_step", train.profile_start_step + 1, "default, train.profile_start_step")
+    if train.preference_reference is None and train.loss in WITH_REFERENCE:
+        changed = base_changes(config)
+        reason = "default, lora.enable_lora" if changed is None else f"default, {changed}"
+        yield Default("train.preference_reference", "initial" if changed else "base", reason)
+    if train.preference_beta is None and train.loss != "cross_entropy":
+        yield Default("train.preference_beta", 2.0 if train.loss == "simpo" else 0.1, f"default, loss {train.loss}")
     if train.max_grad_norm == 0:
         yield Default("train.max_grad_norm", None, "")
     if train.param_dtype is None:

@@ -226,12 +226,13 @@ class BankEngine:
         """
         if self.model.mesh.context.rank > 0 or self.model.mesh.pp.rank > 0:
             batches = []
-        counts = [[0.0, 0.0, 0.0] for _ in rows]
+        counts = [[0.0, 0.0, 0.0, 0.0] for _ in rows]
         for name, batch in (part for mixed in batches for part in mixed.parts):
             count = counts[rows[name]]
-            count[0] += batch.num_trained_tokens
-            count[1] += batch.num_tokens
-            count[2] += self._flops(name, batch.document_lengths)
+            count[0] += batch.num_terms
+            count[1] += batch.num_trained_tokens
+            count[2] += batch.num_tokens
+            count[3] += self._flops(name, batch.document_lengths)
         return to_device(counts, self.device)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import cast
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -34,7 +35,7 @@ from xorl.train.adapters.inject import AdapterMerging, adapter_spec, flops_of
 from xorl.train.architecture import Architecture
 from xorl.train.base_weights import base_fingerprint
 from xorl.train.checkpoints import Checkpoints
-from xorl.train.data import Loader, StreamState, build_loader, build_stream_loader
+from xorl.train.data import Loader, PackedDocuments, StreamState, build_loader, build_stream_loader
 from xorl.train.engine import Engine
 from xorl.train.export.folder import AdapterExport, ModelExport, export_folder, is_complete_export
 from xorl.train.export.rest import Rest
@@ -45,7 +46,9 @@ from xorl.train.model_source import MODEL_PATH
 from xorl.train.observe.diverged import NonFiniteSteps
 from xorl.train.observe.opening import log_opening
 from xorl.train.observe.profile import build_profiler
+from xorl.train.preference import Preference
 from xorl.train.recompute_choice import MicroBatch, choose_recomputation
+from xorl.train.reference import with_references
 from xorl.train.startup import (
     PreparedRun,
     Startup,
@@ -85,6 +88,9 @@ def build_run(config: Config, *, make_engine: EngineMaker | None = None, watchdo
     config, architecture, phases = startup.config, run.architecture, startup.phases
     with phases("model", "Loading the model"):
         engine = (make_engine or build_engine)(config, architecture, startup.mesh, runtime.device)
+    preference = Preference.of(config, engine)
+    if preference is not None:
+        run = _with_references(startup, run, preference)
     loader, stream = _loader(startup, run)
     fingerprint = None
     if adapters(engine.model.whole):
@@ -96,12 +102,13 @@ def build_run(config: Config, *, make_engine: EngineMaker | None = None, watchdo
     start_step = 0 if loaded is None else loaded.step
     log_opening(startup, start_step)
     skips = config.train.on_nonfinite == "skip"
-    nonfinite = NonFiniteSteps(engine, loader, cross_entropy, startup.output_dir, skips=skips)
+    loss_fn = cross_entropy if preference is None else preference.loss
+    nonfinite = NonFiniteSteps(engine, loader, loss_fn, startup.output_dir, skips=skips)
     observer = build_observer(startup, start_step, engine.timer)
     observer.on_nonfinite = nonfinite.handle
     return Run(
         startup=startup,
-        loss_fn=cross_entropy,
+        loss_fn=loss_fn,
         observer=observer,
         checkpoints=checkpoints,
         profiler=build_profiler(config.train, runtime, start_step, startup.num_steps),
@@ -109,10 +116,13 @@ def build_run(config: Config, *, make_engine: EngineMaker | None = None, watchdo
         start_step=start_step,
         engine=engine,
         loader=loader,
-        evaluation=build_evaluation(startup, run, engine, observer.write, at_start=evaluates_at_start),
+        evaluation=build_evaluation(
+            startup, run, engine, observer.write, at_start=evaluates_at_start, preference=preference
+        ),
         schedule=build_schedule(run),
         before_step=_before_step(config, engine),
         nonfinite=nonfinite,
+        preference=preference,
         final_export=_final_export(config, architecture, engine, files),
     )
 
@@ -161,6 +171,29 @@ def _with_recomputation(startup: Startup, run: PreparedRun) -> Startup:
         batch = MicroBatch.of(config, longest_document(run.data.train))
         chosen = choose_recomputation(config, run.architecture, startup.mesh, startup.runtime.device, batch)
     return replace(startup, config=config.model_copy(update={"train": chosen}))
+
+
+def _with_references(startup: Startup, run: PreparedRun, preference: Preference) -> PreparedRun:
+    """The run with the scores of the reference model, if that is the initial model, which the engine must still hold.
+
+    Collective. Raises ValueError if `kto` could not compare any pairs.
+    """
+    config, data = startup.config, run.data
+    parts = {"data.datasets": data.train, "held-out data": data.held_out}
+    packed = {name: part for name, part in parts.items() if isinstance(part, PackedDocuments)}
+    for name, part in packed.items():
+        if preference.loss.needs_baseline and (np.diff(part.bins.offsets) < 2).all():
+            raise ValueError(
+                f"data.sample_packing_sequence_len: loss kto compares answers with the prompts of other pairs in their "
+                f"bin, but no bin of {name} has two pairs: raise it"
+            )
+    if not preference.loss.needs_reference or preference.from_base:
+        return run
+    with startup.phases("reference", "Scoring the pairs with the initial model (train.preference_reference)"):
+        scored = {name: with_references(part, preference, config, run.architecture) for name, part in packed.items()}
+    train, held_out = (scored.get(name) for name in parts)
+    assert train is not None, "a stream has no initial reference; the configuration was checked"
+    return replace(run, data=replace(data, train=train, held_out=held_out))
 
 
 def _loader(startup: Startup, run: PreparedRun) -> tuple[Loader, StreamState | None]:

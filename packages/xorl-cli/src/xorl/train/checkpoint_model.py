@@ -270,6 +270,8 @@ def recorded_options(config: Config) -> dict[str, JSON]:
         "train.freeze_encoders": train.freeze_encoders,
         "train.freeze_projectors": train.freeze_projectors,
         "train.freeze_decoder": train.freeze_decoder,
+        "train.loss": train.loss,
+        "train.preference_reference": train.preference_reference,
         "lora.enable_qlora": lora.enable_qlora,
     }
     if lora.enable_qlora:

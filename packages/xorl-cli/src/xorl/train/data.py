@@ -19,12 +19,14 @@ from xorl.config.data import DataConfig
 from xorl.config.entries import DatasetEntryConfig
 from xorl.core.mesh import Mesh
 from xorl.data import DataError, DataPlan, DatasetEntry, PrepareOptions, StepLoader, pack, prepare, split_documents
+from xorl.data.batch import PREFERENCE
 from xorl.data.documents import PreparedDocuments
 from xorl.data.formats import load_tokenizer
 from xorl.data.formats.template import load_template
 from xorl.data.images import ImageSettings
 from xorl.data.invariants import special_ids
 from xorl.data.packing import Bins
+from xorl.data.pairs import ScoredPairs
 from xorl.data.plan import rescale_accumulation
 from xorl.data.push import push_documents
 from xorl.data.receipt import Findings, Receipt
@@ -51,10 +53,11 @@ Loader: TypeAlias = StepLoader | StreamLoader
 
 @dataclass(frozen=True)
 class PackedDocuments:
-    """Documents and the bins they are packed into."""
+    """Documents and the bins they are packed into. scored: of pairs, the same with scores of the reference model."""
 
     documents: PreparedDocuments
     bins: Bins
+    scored: ScoredPairs | None = None
 
     def receipt(self, plan: DataPlan | None = None) -> Receipt:
         """What happened to every sample, the contents of the bins and, for training data, the steps of `plan`."""
@@ -294,7 +297,7 @@ def build_loader(
     """The loader of this data-parallel rank's micro-batches."""
     options = config.data
     return StepLoader(
-        data.documents,
+        data.documents if data.scored is None else data.scored,
         data.bins,
         plan,
         micro_batch_size=config.train.micro_batch_size,
@@ -389,6 +392,7 @@ def _stream(config: Config, model: _ModelLimits) -> Stream:
         option="data.datasets",
         token=data.hf_use_auth_token,
     )
+    _check_rows(stream.extra_names, config.train.loss, "data.datasets")
     stream = check_first_samples(stream, strict=model.strict)
     for entry in stream.entries:
         num_bytes, blocks = entry.num_bytes, entry.num_blocks
@@ -424,10 +428,26 @@ def _prepare(
         images=model.images,
     )
     documents = prepare([_entry(entry, data) for entry in entries], options, option=option)
-    if documents.extra_names:
-        names = ", ".join(documents.extra_names)
+    _check_rows(documents.extra_names, config.train.loss, option)
+    if unused := [name for name in documents.extra_names if name != PREFERENCE]:
+        names = ", ".join(unused)
         logger.info("%s: training does not use the per-token columns %s (data.select_columns)", option, names)
     return documents
+
+
+def _check_rows(extra_names: Sequence[str], loss: str, option: str) -> None:
+    """Raise ValueError unless the rows are pairs exactly if the loss compares some."""
+    if (PREFERENCE in extra_names) == (loss != "cross_entropy"):
+        return
+    if loss == "cross_entropy":
+        raise ValueError(
+            f"{option}: the rows are pairs of a chosen and a rejected answer, which need a loss of pairs: set "
+            "train.loss to dpo, orpo, kto or simpo, or the type of the entries to the one to train on alone"
+        )
+    raise ValueError(
+        f"{option}: the rows are single documents, and train.loss: {loss} compares pairs of answers; set the type of "
+        "the entries to preference (columns prompt, chosen and rejected), or the loss to cross_entropy"
+    )
 
 
 def _entry(entry: DatasetEntryConfig, data: DataConfig) -> DatasetEntry:

@@ -22,7 +22,7 @@ from xorl.core.parallel.executor import Executor, Tensors
 from xorl.core.parallel.exposed import record_waits
 from xorl.core.parallel.schedule import Schedule
 from xorl.data import PackedBatch
-from xorl.data.batch import LABELS, trained_tokens
+from xorl.data.batch import LABELS, PREFERENCE, trained_tokens
 from xorl.data.images import Images
 from xorl.kernels.copies import copy_to
 from xorl.kernels.layout import SequenceLayout
@@ -36,14 +36,20 @@ OnOutput = Callable[[int, LossOutput], None]
 this rank's part of the row."""
 
 
+# The fields of `StepLosses` without those of routers.
+NUM_SUMS = 5
+
+
 @dataclass(frozen=True)
 class StepLosses:
     """Sums over the tokens of all micro-batches and all ranks: fp64 scalars on the device, not yet read back.
 
+    num_terms: what the loss is the mean over: the pairs if the rows are pairs of answers, else the trained tokens.
     routers: of a mixture of experts; None for other models.
     """
 
     loss_sum: Tensor
+    num_terms: Tensor
     num_trained_tokens: Tensor
     num_tokens: Tensor
     flops: Tensor
@@ -52,14 +58,18 @@ class StepLosses:
     @property
     def divisor(self) -> Tensor:
         """What `optim_step` divides the gradient by; NaN, which skips the update, if the loss is not finite."""
-        return torch.where(torch.isfinite(self.loss_sum), self.num_trained_tokens.clamp(min=1), torch.nan)
+        return torch.where(torch.isfinite(self.loss_sum), self.num_terms.clamp(min=1), torch.nan)
+
+    @property
+    def sums(self) -> Tensor:
+        """The fields without those of routers, [NUM_SUMS]."""
+        return torch.stack([self.loss_sum, self.num_terms, self.num_trained_tokens, self.num_tokens, self.flops])
 
     @classmethod
     def of(cls, sums: Tensor, routers: RouterLosses | None = None) -> StepLosses:
-        """From all sums as one tensor: the first four and, with `routers`, those of the routers."""
-        loss_sum, num_trained_tokens, num_tokens, flops = sums[:4].unbind()
-        of_routers = None if routers is None else RouterSums(sums[4:], routers.num_experts)
-        return cls(loss_sum, num_trained_tokens, num_tokens, flops, of_routers)
+        """From all sums as one tensor: the fields in order and, with `routers`, those of the routers."""
+        of_routers = None if routers is None else RouterSums(sums[NUM_SUMS:], routers.num_experts)
+        return cls(*sums[:NUM_SUMS].unbind(), routers=of_routers)
 
 
 @dataclass(frozen=True)
@@ -282,17 +292,18 @@ class Engine:
         return call_model(self.model, batch, loss_fn, self.device, received, chunk)
 
     def _counts(self, batches: Sequence[PackedBatch]) -> Tensor:
-        """Trained tokens, tokens and FLOPs of this rank's micro-batches, on the device.
+        """Terms of the loss, trained tokens, tokens and FLOPs of this rank's micro-batches, on the device.
 
         If ranks share rows, only the first of them counts, and of a pipeline the last stage.
         """
         if self.model.mesh.context.rank > 0 or self.model.mesh.pp.rank > 0:
             batches = []
+        terms = sum(batch.num_terms for batch in batches)
         trained = sum(batch.num_trained_tokens for batch in batches)
         tokens = sum(batch.num_tokens for batch in batches)
         flops = sum(self._flops(batch.document_lengths) for batch in batches)
         flops += sum(self._image_flops(batch.images.grids) for batch in batches if batch.images is not None)
-        return to_device([trained, tokens, flops], self.device)
+        return to_device([terms, trained, tokens, flops], self.device)
 
 
 class ModelPasses:
@@ -421,7 +432,7 @@ def call_model(
         batch.positions,
         batch.lengths,
         num_real=batch.cu_seqlens[-2 if is_padded else -1],
-        num_trained=None if routers_of(model) is None else trained_by_document(batch),
+        num_trained=None if routers_of(model) is None else terms_by_document(batch),
     )
     layout = part_of(layout, model.mesh)
     if model.gathers_tokens:
@@ -453,8 +464,10 @@ def routers_of(model: ParallelModel) -> RouterLosses | None:
     return model.module.routers if isinstance(model.module, Decoder) else None
 
 
-def trained_by_document(batch: PackedBatch) -> Tensor:
-    """[N] int64, how many tokens of each document are trained."""
+def terms_by_document(batch: PackedBatch) -> Tensor:
+    """[N], how many of the terms that the loss is the mean over each document has: trained tokens, or half a pair."""
+    if (side := batch.targets.get(PREFERENCE)) is not None:
+        return side[batch.cu_seqlens[:-1].long()].abs() / 2
     is_trained = trained_tokens(batch.labels, batch.targets)
     before = torch.cat([batch.labels.new_zeros(1), is_trained.cumsum(0)])
     return before[batch.cu_seqlens.long()].diff()

@@ -44,11 +44,11 @@ class Scorer:
 class Evaluation:
     """The held-out data of a run, or of a sweep's member, and when to score it.
 
-    at_start: also before the first step of this process. write: records the scores.
+    score: scores the whole data; it calls its argument as `evaluate` does. at_start: also before the first step of this
+    process. write: records the scores.
     """
 
-    scorer: Engine | Scorer
-    loader: StepLoader
+    score: Callable[[Callable[[], None]], dict[str, float]]
     due: EvalPoints
     at_start: bool
     write: Callable[[Metrics], None]

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from xorl.core.loss import LossFn
+from torch import Tensor
+
+from xorl.core.loss import LossFn, LossOutput
 from xorl.core.optim import Schedule
 from xorl.core.runtime import GarbageCollection
 from xorl.data import PackedBatch
 from xorl.train.checkpoints import Checkpoints
 from xorl.train.data import Loader
 from xorl.train.engine import Engine
-from xorl.train.evaluate import Evaluation, evaluate
+from xorl.train.evaluate import Evaluation
 from xorl.train.export.folder import AdapterExport, ModelExport, export_folder, export_once, is_complete_export
 from xorl.train.interrupt import Interrupted, Interruption
 from xorl.train.observe.diverged import NonFiniteSteps
 from xorl.train.observe.observer import Observer
 from xorl.train.observe.profile import Profiler
+from xorl.train.preference import Preference
 from xorl.train.startup import Startup
 
 
@@ -66,7 +69,7 @@ class Run(Job):
     """A run that is ready to train: see `train`.
 
     evaluation: None without held-out data. before_step: functions to call before each step with its number, counted
-    from 1; each is collective. final_export: None exports nothing.
+    from 1; each is collective. preference: of a run on pairs of answers. final_export: None exports nothing.
     """
 
     engine: Engine
@@ -75,6 +78,7 @@ class Run(Job):
     schedule: Schedule
     before_step: tuple[Callable[[int], None], ...]
     nonfinite: NonFiniteSteps
+    preference: Preference | None
     final_export: ModelExport | AdapterExport | None
 
     def steps(self) -> Iterator[tuple[int, Callable[[], None]]]:
@@ -87,12 +91,22 @@ class Run(Job):
         for prepare in self.before_step:
             saves.before_change()
             prepare(step)
-        losses = self.engine.forward_backward(batches, self.loss_fn, self.nonfinite.record_step(step, batches))
+        preference, of_batches = self.preference, list[Mapping[str, Tensor]]()
+        if preference is not None:
+            batches = preference.prepare(batches)
+        record = self.nonfinite.record_step(step, batches)
+
+        def on_output(index: int, output: LossOutput) -> None:
+            record(index, output)
+            of_batches.append(output.metrics)
+
+        losses = self.engine.forward_backward(batches, self.loss_fn, on_output)
         self.startup.position.move("update")
         saves.before_change()
         update = self.engine.optim_step(lr, divisor=losses.divisor)
         self.engine.correct_routers(losses, update)
-        self.observer.step(step, losses, update, lr=lr)
+        metrics = {} if preference is None else preference.step_metrics(of_batches)
+        self.observer.step(step, losses, update, lr=lr, metrics=metrics)
 
     def evaluations(self, step: int) -> list[Evaluation]:
         """See `Job`."""
@@ -184,4 +198,4 @@ def _evaluate(job: Job, step: int, evaluations: Sequence[Evaluation], interrupti
 
     with job.observer.pause():
         for each in evaluations:
-            each.write({"step": step, **evaluate(each.scorer, each.loader, check)})
+            each.write({"step": step, **each.score(check)})

@@ -95,7 +95,12 @@ def _of_run(run: Run) -> list[str]:
     observer = run.observer
     trained = f"{observer.num_tokens:,} tokens in {observer.elapsed_s:.1f} s"
     lines = [f"trained     {trained}, loss {_change(observer, 'loss')}"]
-    if run.evaluation is not None:
+    if run.evaluation is not None and run.preference is not None:
+        lines.append(
+            f"held out    loss {_change(observer, 'eval_loss')}, preferred right "
+            f"{_change(observer, 'eval_reward_accuracy')}, margin {_change(observer, 'eval_reward_margin')}"
+        )
+    elif run.evaluation is not None:
         lines.append(
             f"held out    loss {_change(observer, 'eval_loss')}, "
             f"tokens right {_change(observer, 'eval_token_accuracy')}, "

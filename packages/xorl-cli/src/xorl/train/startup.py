@@ -53,7 +53,7 @@ from xorl.train.data import (
 from xorl.train.deadline import Deadline
 from xorl.train.end_tokens import with_end_tokens
 from xorl.train.engine import Engine
-from xorl.train.evaluate import EvalPoints, Evaluation, Scorer
+from xorl.train.evaluate import EvalPoints, Evaluation, Scorer, evaluate
 from xorl.train.images import image_settings
 from xorl.train.model_source import pin_checkpoint, read_architecture
 from xorl.train.observe.metrics_file import Metrics, MetricsFile, is_evaluated, last_step
@@ -63,6 +63,7 @@ from xorl.train.observe.run_file import write_run_file
 from xorl.train.observe.timing import StepTimer
 from xorl.train.observe.waits import WaitWatch
 from xorl.train.output_dir import MEMBERS, METRICS, RECEIPT, STARTED_FROM, open_output_dir, start_of
+from xorl.train.preference import Preference
 from xorl.train.saves import Saves
 from xorl.train.transports import FSDP_COLLECTIVES, all_choices, keep_choices_of
 from xorl.train.watchdog import COLLECTIVE_TIMEOUT, Position, Watchdog
@@ -391,16 +392,29 @@ def build_schedule(run: PreparedRun) -> Schedule:
 
 
 def build_evaluation(
-    startup: Startup, run: PreparedRun, scorer: Engine | Scorer, write: Callable[[Metrics], None], *, at_start: bool
+    startup: Startup,
+    run: PreparedRun,
+    scorer: Engine | Scorer,
+    write: Callable[[Metrics], None],
+    *,
+    at_start: bool,
+    preference: Preference | None = None,
 ) -> Evaluation | None:
-    """The evaluation of `run`; None without held-out data. `at_start` is the result of `Startup.evaluates_at_start`."""
+    """The evaluation of `run`; None without held-out data. `at_start` is the result of `Startup.evaluates_at_start`.
+
+    preference: of a run on pairs of answers.
+    """
     held_out, mesh = run.data.held_out, startup.mesh
     if held_out is None:
         return None
     bins_per_step = run.config.train.micro_batch_size * mesh.data.size
     plan = DataPlan.one_pass(held_out.documents, held_out.bins, bins_per_step=bins_per_step)
     loader = build_loader(run.config, held_out, plan, mesh, run.architecture)
-    return Evaluation(scorer, loader, run.eval_points, at_start, write)
+
+    def score(check: Callable[[], None]) -> dict[str, float]:
+        return evaluate(scorer, loader, check) if preference is None else preference.evaluate(loader, check)
+
+    return Evaluation(score, run.eval_points, at_start, write)
 
 
 def build_observer(startup: Startup, start_step: int, timer: StepTimer) -> Observer:

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
@@ -37,7 +38,8 @@ from xorl.core.models.composite import with_entries
 from xorl.core.models.initial import fill_normal_, key_of
 from xorl.core.nn.share import pieces, shares_of
 from xorl.data import PackedBatch
-from xorl.data.batch import IGNORE, Document, collate
+from xorl.data.batch import IGNORE, PREFERENCE, Column, Document, collate
+from xorl.data.pairs import CROSSED, REFERENCE
 from xorl.lora import adapters
 from xorl.train.architecture import Architecture
 from xorl.train.build import build_engine
@@ -47,6 +49,7 @@ from xorl.train.engine import Engine
 from xorl.train.model import sketch_model
 from xorl.train.model_source import read_architecture
 from xorl.train.parallel_sizes import chunks_of
+from xorl.train.preference import Preference, preference_loss
 from xorl.train.startup import parallel_dims
 
 ValueT = TypeVar("ValueT")
@@ -241,13 +244,17 @@ def take_steps(engine: Engine, config: Config, architecture: Architecture, num_b
     module, mesh = engine.model.module, engine.model.mesh
     assert isinstance(module, Decoder)
     _draw(module)
+    preference = Preference.of(config, engine)
+    loss_fn = cross_entropy if preference is None else preference.loss
     losses: list[float] = []
     gradients: dict[str, Tensor] = {}
     grad_norm = 0.0
     for step in range(NUM_STEPS):
-        batches = batches_of(step, num_bins, architecture.config.vocab_size, config, mesh)
-        summed = engine.forward_backward(batches, cross_entropy)
-        divisor = summed.num_trained_tokens
+        batches: Sequence[PackedBatch] = batches_of(step, num_bins, architecture.config.vocab_size, config, mesh)
+        if preference is not None:
+            batches = preference.prepare(batches)
+        summed = engine.forward_backward(batches, loss_fn)
+        divisor = summed.num_terms
         losses.append(float(summed.loss_sum / divisor))
         if step == 0:
             gradients = {
@@ -314,14 +321,22 @@ def _draw(module: Decoder) -> None:
 
 
 def batches_of(step: int, num_bins: int, vocab_size: int, config: Config, mesh: Mesh) -> list[PackedBatch]:
-    """This rank's micro-batches of a step: rows of uneven documents, of which some tokens are not trained."""
+    """This rank's micro-batches of a step: rows of uneven documents, of which some tokens are not trained.
+
+    For losses of pairs, each document is a pair of answers, with random scores of an initial model.
+    """
+    loss = preference_loss(config)
     bins = [_bin(step * num_bins + index, vocab_size) for index in range(num_bins)]
+    bins = bins if loss is None else [[_pair(document) for document in documents] for documents in bins]
     own = bins[mesh.data.rank :: mesh.data.size]
     # More than stages, so that several are in flight.
     size = -(-len(own) // (NUM_MICRO_BATCHES * mesh.dims.pp))
+    if loss is not None and loss.needs_baseline:
+        size = 1  # as in a run, where the pairs of other bins are not compared
     multiple = padding_multiple(config)
+    columns = {} if loss is None else {name: Column() for name in (PREFERENCE, REFERENCE, CROSSED)}
     return [
-        collate(list(chain.from_iterable(own[start : start + size])), pad_to_multiple_of=multiple)
+        collate(list(chain.from_iterable(own[start : start + size])), pad_to_multiple_of=multiple, columns=columns)
         for start in range(0, len(own), size)
     ]
 
@@ -334,6 +349,25 @@ def _bin(index: int, vocab_size: int) -> list[Document]:
         is_trained = torch.rand(length, generator=generator) < 0.2 + 0.1 * (index % 8)
         documents.append(Document(ids.numpy(), torch.where(is_trained, ids, IGNORE).numpy()))
     return documents
+
+
+def _pair(document: Document) -> Document:
+    """A document as a pair: the rejected answer is the chosen one backwards, without its last tokens."""
+    ids, labels = document.input_ids, document.labels.copy()
+    labels[-1] = ids[-1]  # every answer has a trained token
+    cut = len(ids) // 3
+    backwards = ids[::-1][cut:]
+    other = np.where(labels[cut:] == IGNORE, labels[cut:], backwards)
+    scores = np.sin(np.arange(len(ids) + len(other), dtype=np.float32)) - 2
+    return Document(
+        np.concatenate([ids, backwards]),
+        np.concatenate([labels, other]),
+        {
+            PREFERENCE: np.repeat(np.array([1, -1], np.float32), [len(ids), len(other)]),
+            REFERENCE: scores,
+            CROSSED: scores * 2,
+        },
+    )
 
 
 def compare(layout: Result, whole: Result) -> dict[str, Difference]:

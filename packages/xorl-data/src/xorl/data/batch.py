@@ -61,6 +61,9 @@ _OF_EVERY_BATCH: Mapping[str, Column] = {
 }
 # Of the model: the coordinates of tokens on three axes.
 COORDINATES = "coordinates"
+# Of the loss: 1 for tokens of a pair's prompt and chosen answer, -1 for those with the rejected one; 0 in padding.
+# A stored pair is one document, so that packing cannot separate its answers. Each becomes a document of the batch.
+PREFERENCE = "preference"
 NO_COLUMNS: Mapping[str, Column] = {}
 
 
@@ -85,6 +88,8 @@ class PackedBatch:
     last document: its labels are IGNORE and `num_tokens` does not count it. For losses with several labels per token,
     labels and targets are [T, K].
 
+    With the column PREFERENCE, the documents are pairs, each chosen answer right before the rejected one.
+
     `targets` and `inputs` are columns: values for each token, aligned with `input_ids` (not shifted). The loss receives
     the targets, and the model the inputs, as arguments of their names. `images` are those that tokens stand for; None
     in a run without images.
@@ -97,9 +102,15 @@ class PackedBatch:
     lengths: tuple[int, ...]  # N, on the host; sums to T
     num_tokens: int
     num_trained_tokens: int
+    num_pairs: int = 0
     targets: Mapping[str, Tensor] = field(default_factory=dict)  # each [T, ..]
     inputs: Mapping[str, Tensor] = field(default_factory=dict)  # each [T, ..]
     images: Images | None = None
+
+    @property
+    def num_terms(self) -> int:
+        """The number of terms in the mean of the loss: pairs if there are any, else trained tokens."""
+        return self.num_pairs or self.num_trained_tokens
 
     @property
     def document_lengths(self) -> tuple[int, ...]:
@@ -130,6 +141,7 @@ class PackedBatch:
             lengths=tuple(length for batch in batches for length in batch.lengths),
             num_tokens=sum(len(batch.input_ids) for batch in batches[:-1]) + batches[-1].num_tokens,
             num_trained_tokens=sum(batch.num_trained_tokens for batch in batches),
+            num_pairs=sum(batch.num_pairs for batch in batches),
             targets={name: torch.cat([batch.targets[name] for batch in batches]) for name in first.targets},
             inputs={name: torch.cat([batch.inputs[name] for batch in batches]) for name in first.inputs},
         )
@@ -159,6 +171,7 @@ def collate(
     The padding is a separate document. Without documents, returns a padding batch of `pad_to_multiple_of` tokens.
     `columns` are those that every batch has. `images`: of a run with images, how they were made.
     """
+    documents = [part for document in documents for part in answers_of(document)]
     if pad_to_multiple_of < 1:
         raise ValueError(f"pad_to_multiple_of: {pad_to_multiple_of}, want at least 1")
     shifted = [
@@ -169,6 +182,22 @@ def collate(
     num_tokens = sum(len(document.input_ids) for document in documents)
     batch = pack_row(shifted, columns, -num_tokens % pad_to_multiple_of if documents else pad_to_multiple_of)
     return batch if images is None else _with_images(batch, documents, images)
+
+
+def answers_of(document: Document) -> Sequence[Document]:
+    """The chosen and the rejected answer of a stored pair, each with its prompt; any other document itself."""
+    side = document.columns.get(PREFERENCE)
+    if side is None:
+        return (document,)
+    cut = int(np.count_nonzero(side > 0))
+    return tuple(
+        Document(
+            document.input_ids[part],
+            document.labels[part],
+            {name: values[part] for name, values in document.columns.items()},
+        )
+        for part in (slice(0, cut), slice(cut, None))
+    )
 
 
 def _with_images(batch: PackedBatch, documents: Sequence[Document], settings: ImageSettings) -> PackedBatch:
@@ -219,6 +248,7 @@ def pack_row(
         lengths=tuple(all_lengths.tolist()),
         num_tokens=num_tokens,
         num_trained_tokens=int(trained_tokens(labels, targets).sum()),
+        num_pairs=len(documents) // 2 if PREFERENCE in targets else 0,
         targets=targets,
         inputs=inputs,
     )

@@ -17,30 +17,34 @@ from xorl.data.formats import (
     SPLIT_COLUMNS,
     ChatFormat,
     Format,
+    PreferenceFormat,
     PromptCompletionFormat,
     TextFormat,
     TokenizedFormat,
     holds_messages,
     load_tokenizer,
 )
+from xorl.data.formats.preference import PREFERENCE_COLUMNS
 from xorl.data.images.settings import ImageSettings
 from xorl.data.invariants import Limits
 
 logger = logging.getLogger(__name__)
 
-FormatName = Literal["tokenized", "chat", "prompt_completion", "text"]
+FormatName = Literal["tokenized", "chat", "prompt_completion", "preference", "text"]
 
 # By type: the names that `column_names` maps, and the values that `train_on` accepts. The first target is the default.
 COLUMN_KEYS: dict[FormatName, tuple[str, ...]] = {
     "tokenized": (),
     "chat": ("messages", "tools", "system", "images", *SPLIT_COLUMNS),
     "prompt_completion": (*(name for parts, answer in COLUMN_SETS for name in (*parts, answer)), *CONTEXT_COLUMNS),
+    "preference": (*PREFERENCE_COLUMNS, "system", "tools"),
     "text": ("text",),
 }
 TARGETS: dict[FormatName, tuple[str, ...]] = {
     "tokenized": (),
     "chat": ("assistant", "last_turn", "all"),
     "prompt_completion": ("completion", "all"),
+    "preference": ("completion",),
     "text": ("all",),
 }
 
@@ -77,8 +81,9 @@ def choose_format(
     limit = entry.max_seq_len if entry.max_seq_len is not None else bin_len
     limit_option = f"{option}.max_seq_len" if entry.max_seq_len is not None else "bin_len"
     skip, ignored = entry.skip_bad_rows is not None, tuple(entry.ignore_columns)
+    overflow = entry.overflow or ("drop" if kind == "preference" else "truncate")
     if kind == "tokenized":
-        return TokenizedFormat(limit, entry.overflow, limit_option, entry.columns, vocab_size, skip, ignored)
+        return TokenizedFormat(limit, overflow, limit_option, entry.columns, vocab_size, skip, ignored)
     if tokenizer_folder is None:
         raise DataError(f"tokenizer_folder: {option} is of type {kind}, which needs a tokenizer; set its folder")
     tokenizer = load_tokenizer(tokenizer_folder)
@@ -88,32 +93,48 @@ def choose_format(
             logger.warning(
                 "prepare dataset=%s: the tokenizer has no eos_token, so documents have no end token", entry.path
             )
-        return TextFormat(limit, entry.overflow, limit_option, tokenizer, columns, vocab_size, skip, ignored)
+        return TextFormat(limit, overflow, limit_option, tokenizer, columns, vocab_size, skip, ignored)
+    if kind in ("prompt_completion", "preference") and not tokenizer.eos_text:
+        raise DataError(f"tokenizer_folder: the tokenizer has no eos_token, which {kind} samples end with")
     if kind == "prompt_completion":
         train_on = "all" if entry.train_on == "all" else "completion"
-        if not tokenizer.eos_text:
-            raise DataError(f"tokenizer_folder: the tokenizer has no eos_token, which {kind} samples end with")
         return PromptCompletionFormat(
-            limit, entry.overflow, limit_option, tokenizer, columns, vocab_size, skip, ignored, train_on=train_on
+            limit, overflow, limit_option, tokenizer, columns, vocab_size, skip, ignored, train_on=train_on
         )
     target = entry.train_on if entry.train_on in ("last_turn", "all") else "assistant"
     chat = ChatFormat(
         limit,
-        entry.overflow,
+        overflow,
         limit_option,
         tokenizer,
         template=entry.chat_template,
         template_option=f"{option}.chat_template",
         template_kwargs=dict(entry.chat_template_kwargs),
         train_on=target,
-        columns=columns,
+        columns={} if kind == "preference" else columns,
         vocab_size=vocab_size,
         skip_bad_rows=skip,
         ignored=ignored,
-        images=None if images is None else images.limited(None, None, images.root or _local_folder(entry)),
+        images=None
+        if images is None or kind != "chat"
+        else images.limited(None, None, images.root or _local_folder(entry)),
     )
-    chat.check_template()
-    return chat
+    has_template = kind == "chat" or entry.chat_template is not None or "default" in tokenizer.templates
+    if has_template:
+        chat.check_template()
+    if kind == "chat":
+        return chat
+    return PreferenceFormat(
+        limit,
+        overflow,
+        limit_option,
+        tokenizer,
+        columns,
+        vocab_size,
+        skip,
+        ignored,
+        chat=chat if has_template else None,
+    )
 
 
 def _local_folder(entry: DatasetEntry) -> Path | None:
@@ -166,6 +187,8 @@ def _recognise(row: Row) -> FormatName:
     names = set(row)
     if "input_ids" in names:
         return "tokenized"
+    if {"chosen", "rejected"} <= names:
+        return "preference"
     if names & set(MESSAGE_COLUMNS) or _has_split_messages(row, {}):
         return "chat"
     if any({parts[0], answer} <= names for parts, answer in COLUMN_SETS):
@@ -174,8 +197,8 @@ def _recognise(row: Row) -> FormatName:
         return "text"
     raise DataError(
         f"the columns {', '.join(sorted(names)) or '(none)'} are not known: want input_ids, messages or conversations, "
-        "prompt and completion, instruction and output, question and answer, or text. Set the entry's type, and set "
-        "column_names to its columns"
+        "chosen and rejected, prompt and completion, instruction and output, question and answer, or text. Set the "
+        "entry's type, and set column_names to its columns"
     )
 
 
@@ -186,8 +209,12 @@ def _check_options(entry: DatasetEntry, kind: FormatName, option: str) -> None:
         wanted = ", ".join(TARGETS[kind]) or "none, because the labels select the trained tokens"
         raise DataError(f"{option}.train_on: {entry.train_on} is not valid for type {kind}; valid values: {wanted}")
     for name in ("chat_template", "chat_template_kwargs"):
-        if getattr(entry, name) and kind != "chat":
+        if getattr(entry, name) and kind not in ("chat", "preference"):
             raise DataError(f"{option}.{name}: type {kind} has no template; remove it")
+    if kind == "preference" and entry.overflow in ("truncate", "split"):
+        raise DataError(
+            f"{option}.overflow: {entry.overflow} would separate the answers of a pair; set it to drop or error"
+        )
     unknown = [name for name in entry.column_names if name not in COLUMN_KEYS[kind]]
     if unknown:
         wanted = ", ".join(COLUMN_KEYS[kind]) or "none; columns=[...] selects token columns"

@@ -13,7 +13,7 @@ from xorl.data.readers import FileType
 
 DUMMY = "dummy"  # the path of an entry of synthetic rows
 
-EntryType = Literal["tokenized", "chat", "prompt_completion", "text", "auto"]
+EntryType = Literal["tokenized", "chat", "prompt_completion", "preference", "text", "auto"]
 TrainOn = Literal["assistant", "completion", "all", "last_turn"]
 
 
@@ -24,7 +24,8 @@ class DatasetEntry:
     `columns` (type tokenized) are the columns to read: None reads input_ids, and labels and attention_mask if they
     exist; other columns become per-token extras. `column_names` (all other types) maps the names that a type expects to
     the names in the data, such as {"prompt": "query"}. In the files of xorl-cli, these two are called
-    `select_columns` and `columns`, and all other fields as here. Paths may be given as Path.
+    `select_columns` and `columns`, and all other fields as here. `overflow` None is truncate, or drop for preference,
+    whose pairs cannot be cut. Paths may be given as Path.
     """
 
     path: str
@@ -35,7 +36,7 @@ class DatasetEntry:
     data_files: str | Sequence[str] | None = None
     ds_type: FileType | None = None
     max_seq_len: int | None = None
-    overflow: Overflow = "truncate"
+    overflow: Overflow | None = None
     shards: int | None = None
     shards_idx: int | None = None
     preprocess_shards: int | None = None

@@ -35,9 +35,14 @@ from xorl.data.workers import iterate
 class Documents(Protocol):
     """The part of PreparedDocuments that the loader needs."""
 
-    lengths: np.ndarray
-    extra_names: tuple[str, ...]
-    fingerprint: str
+    @property
+    def lengths(self) -> np.ndarray: ...
+
+    @property
+    def extra_names(self) -> tuple[str, ...]: ...
+
+    @property
+    def fingerprint(self) -> str: ...
 
     def document(self, index: int) -> tuple[np.ndarray, np.ndarray]: ...
 

@@ -130,7 +130,8 @@ def _order_of_epoch(num_bins: int, fingerprint: str, seed: int, epoch: int) -> n
 
 
 class _Identified(Protocol):
-    fingerprint: str
+    @property
+    def fingerprint(self) -> str: ...
 
 
 def fingerprint_of(documents: _Identified, bins: Bins) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby, zip_longest
 
@@ -295,6 +296,20 @@ def init_adapters(model: nn.Module, *, seed: int, generation: int = 0) -> None:
         adapter.pair.factor(adapter.zero).zero_()
         if adapter.magnitude_offset is not None:
             adapter.magnitude_offset.zero_()
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Within this context, the model computes what its base does; parameters and their names stay."""
+    layers = [each for each in model.modules() if isinstance(each, (Linear, Embedding, Experts)) and each.adapter]
+    kept = [layer.adapter for layer in layers]
+    for layer in layers:
+        layer.adapter = None
+    try:
+        yield
+    finally:
+        for layer, adapter in zip(layers, kept, strict=True):
+            layer.adapter = adapter  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def adapters(model: nn.Module) -> dict[str, Adapter]:

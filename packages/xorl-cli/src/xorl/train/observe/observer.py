@@ -61,6 +61,7 @@ class _Scalars(NamedTuple):
     """What the device has computed of a step, or of a member's part of it."""
 
     loss_sum: float
+    num_terms: float
     num_trained_tokens: float
     num_tokens: float
     flops: float
@@ -74,7 +75,7 @@ class _Scalars(NamedTuple):
     def metrics(self, step: int, lr: float | None) -> Metrics:
         return {
             "step": step,
-            "loss": self.loss_sum / self.num_trained_tokens if self.num_trained_tokens else None,
+            "loss": self.loss_sum / self.num_terms if self.num_terms else None,
             "grad_norm": self.grad_norm,
             "lr": lr,
             "num_tokens": int(self.num_tokens),
@@ -84,8 +85,7 @@ class _Scalars(NamedTuple):
 
 def _scalars(losses: StepLosses, update: Update) -> list[torch.Tensor]:
     """The fields of `_Scalars`, on the device."""
-    sums = [losses.loss_sum, losses.num_trained_tokens, losses.num_tokens, losses.flops]
-    return [*sums, update.grad_norm.double(), update.skipped.double()]
+    return [*losses.sums.unbind(), update.grad_norm.double(), update.skipped.double()]
 
 
 @dataclass
@@ -95,7 +95,7 @@ class _Pending:
     step: int
     lr: float | None
     scalars: torch.Tensor
-    routers: tuple[str, ...]
+    further: tuple[str, ...]
     members: Mapping[str, float]
     marks: StepMarks
     end: Moment
@@ -167,19 +167,20 @@ class Observer:
         *,
         lr: float | None,
         members: Mapping[str, MemberStep] = MappingProxyType({}),
+        metrics: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> None:
         """Record the step that was just launched and report the previous one (on a CPU, this one).
 
-        members: of a sweep; the step is then that of all of them.
+        members: of a sweep; the step is then that of all of them. metrics: those of the loss, scalars on the device.
         """
         self._report()
         if self.waits is not None and self._reported is not None:
             self.waits.step(self._reported)
-        routers = {} if losses.routers is None else losses.routers.metrics()
+        further = {**({} if losses.routers is None else losses.routers.metrics()), **metrics}
         of_members = [scalar for own, outcome, _ in members.values() for scalar in _scalars(own, outcome)]
-        scalars = queue_copy(torch.stack([*_scalars(losses, update), *of_members, *routers.values()]))
+        scalars = queue_copy(torch.stack([*_scalars(losses, update), *of_members, *further.values()]))
         end, rates = self.timer.clock.now(), {name: rate for name, (_, _, rate) in members.items()}
-        self._pending = _Pending(step, lr, scalars, tuple(routers), rates, self.timer.take(), end, self._host_s)
+        self._pending = _Pending(step, lr, scalars, tuple(further), rates, self.timer.take(), end, self._host_s)
         self._host_s = {"data_s": 0.0, "checkpoint_s": 0.0}
         if self.device.type == "cpu":
             self._report()  # the step is already done; later work must not count towards its time
@@ -215,7 +216,7 @@ class Observer:
             "tokens_per_s": step.num_tokens / elapsed,
             "mfu": step.flops / elapsed / (peak * self.world_size) if peak else None,
             "peak_memory_gib": _peak_memory_gib(self.device),
-            **dict(zip(pending.routers, values, strict=True)),
+            **dict(zip(pending.further, values, strict=True)),
             "time_s": elapsed,
             **{f"{phase}_s": seconds for phase, seconds in spent.items()},
             "idle_s": elapsed - sum(spent.values()),

@@ -154,9 +154,7 @@ def mix(batches: MemberBatches, members_per_pass: int) -> Iterator[MixedBatch]:
 
 def _joint(steps: Collection[MemberStep]) -> tuple[StepLosses, Update]:
     """The sums over the members whose losses and gradients are finite, and the norm of all their gradients."""
-    sums = torch.stack(
-        [torch.stack([row.loss_sum, row.num_trained_tokens, row.num_tokens, row.flops]) for row, _, _ in steps]
-    )
+    sums = torch.stack([losses.sums for losses, _, _ in steps])
     outcomes = torch.stack([torch.stack([update.grad_norm, update.skipped]).double() for _, update, _ in steps])
     is_finite = (torch.isfinite(sums[:, 0]) & (outcomes[:, 1] == 0))[:, None]
     norm = torch.where(is_finite, outcomes, 0)[:, 0].square().sum().sqrt()

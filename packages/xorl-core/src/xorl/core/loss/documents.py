@@ -23,15 +23,29 @@ def document_mean(values: Tensor, chosen: Tensor, layout: SequenceLayout) -> Ten
         chosen: [T] bool.
         layout: of the T tokens. Sums over documents are fp64, so that the order of their tokens does not matter.
     """
-    document = layout.local((layout.whole.positions == 0).cumsum(0) - 1)
+    document = document_of(layout)
     terms = torch.stack([values.double().masked_fill(~chosen, 0.0), chosen.double()])
-    sums = terms.new_zeros(2, len(layout.whole.lengths)).index_add(1, document, terms)
+    totals, counts = document_sums(terms, layout).unbind()
+    return (totals / counts.clamp(min=1.0)).index_select(0, document).to(values.dtype)
+
+
+def document_of(layout: SequenceLayout) -> Tensor:
+    """The number of each token's document within its row, [T]."""
+    return layout.local((layout.whole.positions == 0).cumsum(0) - 1)
+
+
+def document_sums(terms: Tensor, layout: SequenceLayout) -> Tensor:
+    """The sums of `terms` [C, T] over the tokens of each document, [C, N] fp64; differentiable.
+
+    The same on all ranks that share the row. Collective, also in the backward pass, if any do.
+    """
+    sums = terms.new_zeros(len(terms), len(layout.whole.lengths), dtype=torch.float64)
+    sums = sums.index_add(1, document_of(layout), terms.double())
     if isinstance(layout, ShardedLayout):
         summed = _SumOverParts.apply(sums, layout.group_name)
         assert isinstance(summed, Tensor)
         sums = summed
-    totals, counts = sums.unbind()
-    return (totals / counts.clamp(min=1.0)).index_select(0, document).to(values.dtype)
+    return sums
 
 
 class _SumOverParts(torch.autograd.Function):

@@ -108,7 +108,9 @@ class ChatFormat(RenderedFormat):
         lacks = any(thoughts) and not any(thought and thought in rendered.text for thought in thoughts)
         return replace(rendered, lacks_reasoning=True) if lacks else rendered
 
-    def with_images(self, rows: EncodedRows, rendered: Sequence[Rendered], chunk: Chunk) -> EncodedRows:
+    def tokenize(self, rendered: Sequence[Rendered], chunk: Chunk) -> EncodedRows:
+        """The tokens of rendered texts with those of their images."""
+        rows = super().tokenize(rendered, chunk)
         if self.images is None:
             return rows
         return expand_images(rows, [each.images for each in rendered], self.images, chunk)

@@ -37,6 +37,7 @@ class Rendered:
 
     `num_unended` is the number of trained turns without an end token. `lacks_reasoning`: the conversation has
     reasoning, but the text contains none of it. `images` are those of the placeholders in the text, in order.
+    `rejected`: of a pair, the text of the rejected answer; this is then that of the chosen one.
     """
 
     text: str
@@ -44,6 +45,7 @@ class Rendered:
     num_unended: int = 0
     lacks_reasoning: bool = field(default=False, compare=False)
     images: tuple[ImageSource, ...] = ()
+    rejected: Rendered | None = None
 
 
 @dataclass(frozen=True)

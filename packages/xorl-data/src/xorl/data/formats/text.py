@@ -76,9 +76,9 @@ class RenderedFormat(ABC):
         """The keys within columns, such as message keys, that were found so far and are not used."""
         return ()
 
-    def with_images(self, rows: EncodedRows, rendered: Sequence[Rendered], chunk: Chunk) -> EncodedRows:
-        """`rows`, the tokens of the rendered texts, with those of their images. Only some formats have any."""
-        return rows
+    def tokenize(self, rendered: Sequence[Rendered], chunk: Chunk) -> EncodedRows:
+        """The tokens of rendered texts, the rows of the chunk."""
+        return tokenize(rendered, self.tokenizer, chunk)
 
     def encode(self, chunk: Chunk) -> EncodedDocuments:
         chunk = WithoutColumns(chunk, self.ignored) if self.ignored else chunk
@@ -100,7 +100,7 @@ class RenderedFormat(ABC):
             unused |= {name: None for name in row if name not in used and row[name] is not None}
         # Readers leave unselected columns of Parquet files out of the rows.
         unused |= {name: None for name in chunk.names() if name not in seen}
-        rows = self.with_images(tokenize(rendered, self.tokenizer, chunk), rendered, chunk)
+        rows = self.tokenize(rendered, chunk)
         return replace(rows, findings=Findings((*unused, *self.unused_keys())))
 
 
