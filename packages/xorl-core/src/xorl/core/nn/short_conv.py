@@ -1,4 +1,4 @@
-"""A gated short convolution: a layer that mixes each channel of a few neighbouring tokens (LFM2, arXiv:2511.23404).
+"""A gated short convolution: a layer that mixes each channel of a few neighbouring tokens (arXiv:2511.23404).
 
 Shapes: T tokens, D model width, W taps, P ranks.
 """
