@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,7 @@ from xorl.kernels.layout import SequenceLayout
 from xorl.lora import AdapterSpec, adapter_parameters, adapters, inject, peft
 from xorl.lora.merge import merge_
 from xorl.lora.peft.layout import ReplacedTensors
+from xorl.train.export.rest import in_stacks
 
 
 def qwen3() -> PreTrainedModel:
@@ -210,6 +212,8 @@ def test_default_adapters_of_every_family_are_the_same_in_peft_and_merged(model_
         theirs = PeftModel.from_pretrained(tiny(model_type), tmp_path / "ours").eval()
         assert (theirs(IDS).logits[0] - wanted).abs().max() <= tolerance
         merge_(decoder)
-        export_hf(dict(decoder.named_parameters()), recipes, tmp_path / "merged", hf_config=hf_config(model_type))
+        arrange = partial(in_stacks, experts=family.checkpoint_names.experts)
+        options = {"hf_config": hf_config(model_type), "arrange": arrange}
+        export_hf(dict(decoder.named_parameters()), recipes, tmp_path / "merged", **options)
         merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
         assert (merged(IDS).logits[0] - wanted).abs().max() <= tolerance
