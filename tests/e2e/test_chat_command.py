@@ -95,7 +95,10 @@ def test_an_adapter_answers_as_its_merged_export(folders: Path, tmp_path: Path) 
     flags = ("--seed", "7", "--top-k", "50", "--top-p", "0.9", "--max-tokens", "16")
     one, two, three = (answers(path, *flags, said="copy AB =\n") for path in (folders / "lora", merged, adapter))
     assert one == two == three
-    assert one != answers(folders / "full", *flags, said="copy AB =\n")
+    base = tmp_path / "base"
+    shutil.copytree(folders / "base", base)
+    shutil.copy(folders / "tokenizer" / "chat_template.jinja", base)
+    assert one != answers(base, *flags, said="copy AB =\n")
 
 
 def test_a_base_model_continues_plain_text(folders: Path) -> None:
@@ -189,6 +192,14 @@ def test_an_interrupted_answer_keeps_its_text(folders: Path) -> None:
         assert whole.text.startswith(part.text)
         assert sampler.sampler.num_pending == 0
         assert sampler.answer(request) == whole
+        # An end token ends an answer and is not shown.
+        ((sample,),) = (result.samples for result in sampler.sampler.run([request]))
+        number = next(
+            index for index, token in enumerate(sample.tokens) if index and token not in sample.tokens[:index]
+        )
+        prompts.ends = (sample.tokens[number],)
+        ended = sampler.answer(sampler.request(request.prompt, SamplingOptions(0.0, max_tokens=TOKENS), 0))
+        assert ended == (prompts.decode(sample.tokens[:number]), number + 1, "stop")
     finally:
         runtime.shutdown()
 
