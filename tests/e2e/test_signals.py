@@ -13,7 +13,7 @@ import pytest
 
 from tiny_runs import write_quickstart_run
 from xorl.host.processes import state_of
-from xorl.train import build, loop, startup
+from xorl.train import build, startup
 from xorl.train.deadline import Deadline
 from xorl.train.engine import Engine
 from xorl.train.saves import Saves
@@ -56,7 +56,7 @@ def whole() -> dict[str, list[tuple[object, ...]]]:
         (build, "build_model", 1, signal.SIGUSR1, None),
         (Engine, "forward_backward", 1, signal.SIGUSR1, 2),
         (Saves, "save", 1, signal.SIGTERM, 2),
-        (loop, "evaluate", 2, signal.SIGTERM, 2),
+        (startup, "evaluate", 2, signal.SIGTERM, 2),
     ],
     ids=["data", "load", "forward", "save", "evaluation"],
 )

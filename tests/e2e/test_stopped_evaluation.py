@@ -2,8 +2,9 @@
 
 import json
 import signal
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,6 @@ from tiny_runs import run_values, write_counting_rows
 from xorl.ckpt.layout import latest_checkpoint
 from xorl.config import Config, config_from_mapping
 from xorl.core import runtime
-from xorl.data import StepLoader
 from xorl.train import RunComplete, build_run, train
 from xorl.train.evaluate import Evaluation
 from xorl.train.sweep.build import build_sweep
@@ -23,23 +23,16 @@ from xorl.train.sweep.build import build_sweep
 NUM_STEPS = 4
 
 
-@dataclass
-class SignalledLoader:
-    """Held-out data at whose `evaluation`th reading, counted from 0, somebody asks the run to stop."""
-
-    loader: StepLoader
-    evaluation: int
-    num_read: int = 0
-
-    def steps(self, start: int = 0) -> Iterator[tuple[int, list]]:
-        if self.num_read == self.evaluation:
-            signal.raise_signal(signal.SIGTERM)
-        self.num_read += 1
-        yield from self.loader.steps(start)
-
-
 def signalled(evaluation: Evaluation, stopped_in: int) -> Evaluation:
-    return replace(evaluation, loader=SignalledLoader(evaluation.loader, stopped_in))  # pyright: ignore[reportArgumentType]
+    """In whose evaluation of this number, counted from 0, somebody asks the run to stop."""
+    score, numbers = evaluation.score, count()
+
+    def signalled_score(check: Callable[[], None]) -> dict[str, float]:
+        if next(numbers) == stopped_in:
+            signal.raise_signal(signal.SIGTERM)
+        return score(check)
+
+    return replace(evaluation, score=signalled_score)
 
 
 @pytest.fixture(scope="module")

@@ -19,8 +19,8 @@ from xorl.ckpt.reader import source_shapes
 from xorl.config import load_config
 from xorl.core.nn import moe
 from xorl.core.nn.dispatch import AllToAll
+from xorl.train import layer_kernels, verify
 from xorl.train import model as model_module
-from xorl.train import verify
 from xorl.train.model import build_model
 from xorl.train.model_source import read_architecture
 from xorl.train.run import run_training
@@ -135,7 +135,7 @@ def test_deepep_computes_what_one_process_computes(
     # shared experts, and options that do not reach the library.
     write_models(tmp_path)
     monkeypatch.setitem(sys.modules, "deep_ep", fake_deepep)
-    monkeypatch.setattr(model_module, "deepep_refusal", lambda device_type, dtype: None)
+    monkeypatch.setattr(layer_kernels, "deepep_refusal", lambda device_type, dtype: None)
 
     def result(layout: Options, **options: object) -> Result:
         # A layer that is recomputed ends before the output of its experts is used.

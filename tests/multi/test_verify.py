@@ -73,11 +73,11 @@ def ignored_document_border(patch: pytest.MonkeyPatch) -> None:
 def wrong_rotary_offset(patch: pytest.MonkeyPatch) -> None:
     tables = Rotary.tables
 
-    def shifted(self: Rotary, layout: SequenceLayout, device: torch.device) -> object:
+    def shifted(self: Rotary, layout: SequenceLayout, device: torch.device, *others: object) -> object:
         moved = layout.positions + (torch.arange(layout.num_tokens) >= layout.num_tokens // 2)
         shifted_layout = SequenceLayout.from_lengths(layout.lengths)
         shifted_layout.positions = moved
-        return tables(self, shifted_layout, device)
+        return tables(self, shifted_layout, device, *others)
 
     patch.setattr(Rotary, "tables", shifted)
 

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -57,7 +56,7 @@ class LayerKernels:
     """
 
     attention: AttentionFn = sdpa_attention
-    attention_by_layer: Mapping[int, AttentionFn] = field(default_factory=lambda: MappingProxyType({}))
+    attention_by_layer: Mapping[int, AttentionFn] = field(default_factory=dict)
     add_rms_norm: Callable[[Tensor, Tensor | None, Tensor, float, float], tuple[Tensor, Tensor]] = (
         reference.add_rms_norm
     )
