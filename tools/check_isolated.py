@@ -124,6 +124,13 @@ def imports(source: str) -> Iterator[tuple[int, str]]:
         for statement in node.body
         for inner in ast.walk(statement)
     }
+    typed = {
+        inner
+        for node in nodes
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        for statement in node.body
+        for inner in ast.walk(statement)
+    }
     for node in nodes:
         match node:
             case ast.Import():
@@ -132,7 +139,7 @@ def imports(source: str) -> Iterator[tuple[int, str]]:
                 modules = [f"{module}.{alias.name}" for alias in node.names]
             case _:
                 continue
-        if node not in tried and MAY_BE_MISSING not in lines[node.lineno - 1]:
+        if node not in tried | typed and MAY_BE_MISSING not in lines[node.lineno - 1]:
             for module in modules:
                 yield node.lineno, ".".join(module.split(".")[: 2 if module.startswith("xorl.") else 1])
 

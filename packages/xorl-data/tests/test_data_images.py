@@ -10,7 +10,6 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import torch
-from PIL import Image
 
 from xorl.data import DataError, DataPlan, DatasetEntry, StepLoader, pack, prepare
 from xorl.data.batch import COORDINATES, IGNORE
@@ -20,6 +19,8 @@ from xorl.data.images.coordinates import document_coordinates
 from xorl.data.images.pixels import decoder_digest, read_header, read_patches
 from xorl.data.images.size import Size, grid_of, num_tokens
 from xorl.data.inspect import text_segments, trained_texts
+
+Image = pytest.importorskip("PIL.Image")  # an extra
 
 PLACEHOLDER = 262  # <|pad|> of the tests' tokenizer
 TEMPLATE = (

@@ -77,7 +77,7 @@ def read_patches(content: bytes, settings: ImageSettings) -> Tensor:
 @cache
 def decoder_digest() -> str:
     """Identifies what this installation makes of image files: builds of decoders may differ in single values."""
-    Image = _pillow()
+    Image, _ = _pillow()
     ramp = np.arange(_TEST_SIDE * _TEST_SIDE * 3, dtype=np.uint32).reshape(_TEST_SIDE, _TEST_SIDE, 3)
     pixels = ((ramp * 2654435761) >> 24).astype(np.uint8)
     settings = ImageSettings(
@@ -94,7 +94,7 @@ def decoder_digest() -> str:
 @contextmanager
 def _opened(content: bytes, settings: ImageSettings) -> Iterator[Image]:
     """The image of a file, not decoded yet."""
-    module = _pillow()
+    module, _ = _pillow()
     try:
         with warnings.catch_warnings():
             # Pillow warns of large images; the limit here is checked below.
@@ -128,11 +128,9 @@ def _is_transparent(image: Image) -> bool:
 
 
 def _upright_rgb(image: Image) -> Image:
-    module = _pillow()
-    from PIL import ImageOps  # noqa: PLC0415  (only where images are used)
-
+    module, operations = _pillow()
     is_transparent = _is_transparent(image)
-    image = ImageOps.exif_transpose(image)
+    image = operations.exif_transpose(image)
     if not is_transparent:
         return image.convert("RGB")
     image = image.convert("RGBA")
@@ -147,9 +145,9 @@ def _middle(values: Tensor, size: Size) -> Tensor:
 
 
 @cache
-def _pillow():  # noqa: ANN202  (the type is that of a module that may be missing)
+def _pillow():  # noqa: ANN202  (the types are those of modules that may be missing)
     try:
-        from PIL import Image  # noqa: PLC0415  (an extra, which only images need)
+        from PIL import Image, ImageOps  # noqa: PLC0415  (an extra, which only images need)
     except ImportError as error:
         raise DataFailure("images need Pillow, which is not installed: install xorl-data[images]") from error
-    return Image
+    return Image, ImageOps
