@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -41,6 +40,7 @@ from xorl.data.stream import (
 )
 from xorl.kernels.layout import row_multiple
 from xorl.train.architecture import Architecture
+from xorl.train.output_dir import write_json
 
 logger = logging.getLogger(__name__)
 
@@ -269,15 +269,7 @@ def write_receipt(path: Path, data: RunData, plan: Plan, streamed: Receipt | Non
         stored[name] = receipt.as_dict()
         for line in receipt.lines():
             logger.debug("receipt %s %s", name, line)
-    temporary = path.with_suffix(".tmp")
-    try:
-        temporary.write_text(json.dumps(stored, indent=1) + "\n")
-        temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise ValueError(
-            f"train.output_dir: {path} cannot be written ({error.strerror}); make room, or choose another folder"
-        ) from error
+    write_json(path, stored)
 
 
 def padding_multiple(config: Config) -> int:

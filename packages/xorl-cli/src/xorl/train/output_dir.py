@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import logging
 import os
 import platform
@@ -55,6 +56,19 @@ def locked(folder: Path) -> Iterator[None]:
         finally:
             with suppress(OSError):  # the file system may not support locks
                 fcntl.flock(file, fcntl.LOCK_UN)  # closing is not enough: forked processes have the file open as well
+
+
+def write_json(path: Path, content: object) -> None:
+    """Replace a file in the folder. Raises ValueError if it cannot be written."""
+    temporary = path.with_suffix(".tmp")
+    try:
+        temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise ValueError(
+            f"{OPTION}: {path} cannot be written ({error.strerror}); make room, or choose another folder"
+        ) from error
 
 
 def _lock(file: IO[bytes], folder: Path) -> None:

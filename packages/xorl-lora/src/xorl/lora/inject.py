@@ -300,7 +300,10 @@ def init_adapters(model: nn.Module, *, seed: int, generation: int = 0) -> None:
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Within this context, the model computes what its base does; parameters and their names stay."""
+    """Within this context, the model computes what its base does.
+
+    Adapters are detached, not merged, and attached again on exit; meanwhile `named_parameters` does not list theirs.
+    """
     layers = [each for each in model.modules() if isinstance(each, (Linear, Embedding, Experts)) and each.adapter]
     kept = [layer.adapter for layer in layers]
     for layer in layers:

@@ -24,7 +24,7 @@ from xorl.kernels.quant import QuantFormat, QuantizedWeight, QuantScheme
 from xorl.lora.quantized import quantized_layers
 
 QUANTIZATION_KEY = "quantization_config"
-# The `quant_method` of files of which `ModelSpec.checkpoint_view` dequantises the experts, exactly.
+# The `quant_method` of files whose experts `ModelSpec.checkpoint_view` dequantises without loss.
 READ_AS_DENSE = "mxfp4"
 # ModelOpt's own file, used if config.json does not contain its settings.
 MODELOPT_FILE = "hf_quant_config.json"

@@ -132,7 +132,7 @@ def resolve(spec: AdapterSpec, model: nn.Module) -> tuple[Site, ...]:
     """The sites of `model` that get an adapter, in module order.
 
     "all-linear" selects every linear layer that supports an adapter, except experts, the head of a language model and
-    an encoder of images, which must be named, and the layers of an encoder by their names in checkpoints. It skips
+    an image encoder, which must be named (layers of an encoder by their names in checkpoints). It skips
     layers whose weight another module uses (a tied head), subclasses of nn.Linear (which may compute something else),
     and layers inside torch's attention and encoder layers (which read the weight without calling the layer). The name
     of a layer that stacks several selects all of them.

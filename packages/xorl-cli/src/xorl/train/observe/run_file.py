@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from datetime import datetime
 from pathlib import Path
 
 from xorl.config import Config
 from xorl.train.bench.environment import environment
+from xorl.train.output_dir import write_json
 
 RUN = "run.json"
 
@@ -25,13 +25,4 @@ def write_run_file(folder: Path, config: Config, *, world_size: int, start_step:
         "environment": {name: value for name, value in environment().items() if value is not None},
         "options": config.model_dump(mode="json"),
     }
-    path = folder / RUN
-    temporary = path.with_suffix(".tmp")
-    try:
-        temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise ValueError(
-            f"train.output_dir: {path} cannot be written ({error.strerror}); make room, or choose another folder"
-        ) from error
+    write_json(folder / RUN, content)

@@ -23,9 +23,9 @@ from xorl.core.loss.output import IGNORE, LossOutput, TokenValues
 from xorl.kernels.head import AnyHead
 from xorl.kernels.layout import SequenceLayout
 
-# Targets beside the labels, [T] each; the column of the data, and what the trainer adds.
+# Further targets, [T] each: the first is a column of the data, the trainer adds the others.
 PREFERENCE, REFERENCE, BASELINE = "preference", "reference_logprobs", "baseline"
-# An answer is never quite certain, so that its odds are finite.
+# Keeps the probability of an answer below 1, so that its odds are finite.
 _LARGEST_MEAN = -1e-9
 
 
@@ -60,7 +60,7 @@ class Pairs:
 
 @dataclass(frozen=True)
 class PreferenceOptions:
-    """The options of all preference losses; each docstring of a loss says which it has.
+    """The options of all preference losses. The docstring of each loss lists those that it reads.
 
     beta: the scale of rewards; of `orpo`, the weight of its second term.
     label_smoothing: the probability, below 1/2, that a preference is the wrong way round.
@@ -158,8 +158,8 @@ class PreferenceLoss:
         logprobs, trained = token_logprobs(hidden, head, labels), labels != IGNORE
         losses, of_pairs = self._of_pairs(self._pairs(logprobs, trained, targets, layout))
         is_first = (layout.local(layout.whole.positions) == 0) & (targets[PREFERENCE] > 0)
-        # The last one is for tokens of padding.
-        number = torch.div(document_of(layout), 2, rounding_mode="floor").clamp(max=len(losses))
+        # Tokens of padding get the number after the last pair.
+        number = (document_of(layout) // 2).clamp(max=len(losses))
 
         def at_first(values: Tensor) -> Tensor:
             return F.pad(values, (0, 1)).index_select(0, number).masked_fill(~is_first, 0.0)

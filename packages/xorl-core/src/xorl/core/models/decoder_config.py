@@ -22,7 +22,7 @@ from xorl.kernels.experts.gates import SILU, Gate
 from xorl.kernels.recurrent import RecurrenceRequest
 
 Recurrence = GatedDeltaConfig | ShortConvConfig
-"""A mixer that needs of earlier tokens a state of fixed size, which passes from token to token."""
+"""A mixer that keeps earlier tokens in a state of fixed size, which passes from token to token."""
 
 Arrangement = Literal["pre", "post", "sandwich", "parallel"]
 """Where the norms of a layer stand: before attention and the feed-forward block, after them, or both; parallel: one

@@ -2,7 +2,6 @@
 corrected and grouped scores, and shared ones."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from xorl.core.models import latents, mixtures, rotary_gated
 from xorl.core.models.decoder_config import DecoderConfig, ExpertsConfig
@@ -33,18 +32,10 @@ INERT = (
 
 
 def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
-    """Read config.json. `attention_bias` applies to projections of the input and to the output."""
+    """Read config.json."""
     hf = HFConfig(values, ARCHITECTURE, **DEFAULTS, **latents.DEFAULTS)
-    bias = hf.get("attention_bias", bool, False)
     experts = mixtures.read_grouped_experts(hf, DEFAULT_EXPERTS)
-    config = rotary_gated.read_config(
-        hf,
-        interleaved_rope=hf.get("rope_interleave", bool, True),
-        qkv_bias=bias,
-        o_bias=bias,
-        ffns=mixtures.read_ffns_after_dense(hf, experts, default=3),
-    )
-    config = latents.with_latents(hf, config)
+    config = latents.read_config(hf, mixtures.read_ffns_after_dense(hf, experts, default=3))
     hf.finish(inert=INERT, fixed=FIXED)
     return config
 
@@ -53,7 +44,6 @@ SPEC = ModelSpec(
     architecture=ARCHITECTURE,
     model_type="deepseek_v3",
     config_from_hf=config_from_hf,
-    # The layers after the model's predict further tokens.
-    checkpoint_names=replace(rotary_gated.CHECKPOINT_NAMES, unused=r"layers\.(\d+)\."),
+    checkpoint_names=rotary_gated.NAMES_WITH_MTP_LAYERS,
     adapter_targets=latents.ADAPTER_TARGETS,
 )

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
-from xorl.core.models import rotary_gated
+from xorl.core.models import mixtures, rotary_gated
 from xorl.core.models.decoder_config import DecoderConfig, DenseConfig, ExpertsConfig
 from xorl.core.models.hf_config import HFConfig
 from xorl.core.models.rope_config import read_rope
@@ -17,9 +17,12 @@ ADAPTER_TARGETS = (
     *("q_proj", "k_proj", "v_proj", "o_proj"),
     *("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba", "out_proj"),
 )
-MODULES: Mapping[str, str] = MappingProxyType({"linear_attn.decay": "linear_attn"})
-# Layers that predict further tokens.
-UNUSED = r"mtp\."
+_MODULES = {"linear_attn.decay": "linear_attn"}
+# The unused layers predict further tokens.
+CHECKPOINT_NAMES = replace(rotary_gated.CHECKPOINT_NAMES, modules=_MODULES, unused=r"mtp\.")
+NAMES_WITH_SHARED_EXPERTS = replace(
+    CHECKPOINT_NAMES, modules={**mixtures.shared_names("mlp.shared_expert"), **_MODULES}
+)
 DEFAULTS: Mapping[str, object] = MappingProxyType(
     {
         "num_attention_heads": 16,
@@ -85,13 +88,8 @@ def _read_delta(hf: HFConfig, *, by_key_head: bool) -> GatedDeltaConfig:
     )
 
 
-def _read_types(hf: HFConfig, num_layers: int) -> list[str]:
+def _read_types(hf: HFConfig, num_layers: int) -> Sequence[str]:
     """The kind of each layer from `layer_types`; else, attention in every `full_attention_interval`-th layer."""
     interval = hf.positive("full_attention_interval", 4)
-    if not hf.has("layer_types"):
-        return [LINEAR if (index + 1) % interval else rotary_gated.FULL for index in range(num_layers)]
-    types = hf.items("layer_types", str)
-    for each in types:
-        hf.expect("layer_types", each, [LINEAR, rotary_gated.FULL])
-    hf.expect("number of layer_types", len(types), [num_layers])
-    return types
+    pattern = [LINEAR if (index + 1) % interval else rotary_gated.FULL for index in range(num_layers)]
+    return rotary_gated.read_layer_types(hf, pattern, [LINEAR, rotary_gated.FULL])

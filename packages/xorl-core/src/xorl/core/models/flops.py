@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from xorl.core.models.decoder_config import DecoderConfig, DenseConfig, LayerConfig, Recurrence
-from xorl.core.models.image_config import ImageConfig
+from xorl.core.models.image_config import NUM_COLORS, ImageConfig
 from xorl.core.nn.attention import AttentionConfig
 
 FLOPS_PER_MULTIPLY_ADD = 2
@@ -51,7 +51,7 @@ def image_flops(
     A frozen tower only computes forward. The gradient of projectors includes that of their inputs, if those need it.
     """
     block = images.width * (4 * images.width + 2 * images.mlp_width)
-    patch = 3 * images.frames * images.patch_size**2 * images.width
+    patch = NUM_COLORS * images.frames * images.patch_size**2 * images.width
     merger = images.merged_width * (images.merged_width + images.out_width)
     tower = projectors = 0
     for height, width in grids:

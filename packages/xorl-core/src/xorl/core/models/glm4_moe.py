@@ -1,7 +1,6 @@
 """GLM-4.5 to 4.7: half of each head rotates; after dense layers, experts by corrected scores and a shared one."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from xorl.core.models import mixtures, rotary_gated
 from xorl.core.models.decoder_config import DecoderConfig, ExpertsConfig
@@ -10,8 +9,6 @@ from xorl.core.models.spec import ModelSpec
 from xorl.core.nn.moe import RouterConfig
 
 ARCHITECTURE = "Glm4MoeForCausalLM"
-# The layers after the model's predict further tokens.
-CHECKPOINT_NAMES = replace(rotary_gated.CHECKPOINT_NAMES, unused=r"layers\.(\d+)\.")
 INERT = ("intermediate_size", "num_nextn_predict_layers", "num_mtp_layers", "output_router_logits")
 
 
@@ -34,6 +31,6 @@ SPEC = ModelSpec(
     architecture=ARCHITECTURE,
     model_type="glm4_moe",
     config_from_hf=config_from_hf,
-    checkpoint_names=CHECKPOINT_NAMES,
+    checkpoint_names=rotary_gated.NAMES_WITH_MTP_LAYERS,
     adapter_targets=mixtures.ADAPTER_TARGETS,
 )

@@ -1,7 +1,6 @@
 """GLM-4.7-Flash: attention through latents; after a dense layer, experts by corrected scores and a shared one."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from xorl.core.models import latents, mixtures, rotary_gated
 from xorl.core.models.decoder_config import DecoderConfig, ExpertsConfig
@@ -29,20 +28,12 @@ INERT = ("intermediate_size", "num_nextn_predict_layers", "num_mtp_layers", "out
 def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
     """Read config.json. `mlp_layer_types` says which layers have experts; by default, all but the first one."""
     hf = HFConfig(values, ARCHITECTURE, **DEFAULTS)
-    bias = hf.get("attention_bias", bool, False)
     num_layers = hf.positive("num_hidden_layers")
-    kinds = hf.items("mlp_layer_types", str) if hf.has("mlp_layer_types") else [DENSE, *[SPARSE] * (num_layers - 1)]
-    hf.expect("number of mlp_layer_types", len(kinds), [num_layers])
-    is_sparse = [hf.expect("mlp_layer_types", kind, (DENSE, SPARSE)) == SPARSE for kind in kinds]
+    pattern = [DENSE, *[SPARSE] * (num_layers - 1)]
+    kinds = rotary_gated.read_layer_types(hf, pattern, (DENSE, SPARSE), "mlp_layer_types")
+    is_sparse = [kind == SPARSE for kind in kinds]
     experts = mixtures.read_grouped_experts(hf, DEFAULT_EXPERTS)
-    config = rotary_gated.read_config(
-        hf,
-        interleaved_rope=hf.get("rope_interleave", bool, True),
-        qkv_bias=bias,
-        o_bias=bias,
-        ffns=mixtures.read_ffns(hf, experts, is_sparse),
-    )
-    config = latents.with_latents(hf, config)
+    config = latents.read_config(hf, mixtures.read_ffns(hf, experts, is_sparse))
     num_dense = [*is_sparse, True].index(True)
     hf.finish(inert=INERT, fixed={**FIXED, "first_k_dense_replace": num_dense})
     return config
@@ -52,7 +43,6 @@ SPEC = ModelSpec(
     architecture=ARCHITECTURE,
     model_type="glm4_moe_lite",
     config_from_hf=config_from_hf,
-    # The layers after the model's predict further tokens.
-    checkpoint_names=replace(rotary_gated.CHECKPOINT_NAMES, unused=r"layers\.(\d+)\."),
+    checkpoint_names=rotary_gated.NAMES_WITH_MTP_LAYERS,
     adapter_targets=latents.ADAPTER_TARGETS,
 )

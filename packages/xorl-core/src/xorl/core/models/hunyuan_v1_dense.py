@@ -6,7 +6,7 @@ from dataclasses import replace
 from xorl.core.models import rotary_gated
 from xorl.core.models.decoder_config import DecoderConfig
 from xorl.core.models.hf_config import HFConfig
-from xorl.core.models.rope_config import DEFAULT_THETA, read_rope
+from xorl.core.models.rope_config import DEFAULT_THETA, nested_rope, read_rope
 from xorl.core.models.spec import ModelSpec
 from xorl.core.nn import RopeConfig
 
@@ -36,7 +36,7 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
 
 def _read_rope(hf: HFConfig) -> RopeConfig:
     """With `alpha`, dynamic rotary positions have a fixed base: theta * alpha^(C / (C - 2))."""
-    scaling = hf.nested("rope_scaling" if hf.has("rope_scaling") else "rope_parameters")
+    scaling = nested_rope(hf)
     if not scaling.has("alpha"):
         return read_rope(hf, hf.positive("max_position_embeddings"))
     scaling.expect("rope_type", scaling.get("rope_type", str, scaling.get("type", str, "dynamic")), ["dynamic"])

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from xorl.core.nn.layers import ACTIVATIONS
 
+NUM_COLORS = 3
+
 
 @dataclass(frozen=True)
 class ImageConfig:
@@ -25,7 +27,7 @@ class ImageConfig:
         width, num_heads, mlp_width: of a block.
         activation: of the feed-forward blocks.
         num_blocks: how many there are.
-        side: the learned positions on a side of their square, between which those of patches are interpolated.
+        side: the learned positions on a side of their square grid; positions of patches are interpolated between them.
         rope_theta: the base of the rotation by rows and columns.
         out_width: the width of the decoder.
         taps: the blocks after which features are added to the hidden states after the decoder's first layers, one layer
@@ -80,8 +82,8 @@ class ImageInput:
         patches: [P, C] uint8, by color, row and column; of all images, those of a token together.
         grids: (height, width) of each image in patches, on the host.
         places: [n] int64, the tokens of the row, or of this rank's part of it, that are parts of images.
-        features: [n] int64, the number of the feature that each stands for, among those of all images.
-        mean, std: by color, what is subtracted from values between 0 and 1, and what they are then divided by.
+        features: [n] int64, for each of `places`, the index of its feature among those of all images.
+        mean, std: by color, of values between 0 and 1; patches are normalised to (value - mean) / std.
     """
 
     patches: Tensor

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from xorl.core.models.image_config import ImageConfig, ImageInput
+from xorl.core.models.image_config import NUM_COLORS, ImageConfig, ImageInput
 from xorl.core.nn.layers import ACTIVATIONS, Embedding, Linear, PlainMLP
 from xorl.core.nn.norms import LayerNorm, NormConfig
 from xorl.core.nn.tensor import ALONE
@@ -22,8 +22,7 @@ from xorl.kernels.copies import copy_to
 from xorl.kernels.fused import HeadShape, RopeTables, reference
 from xorl.kernels.layout import SequenceLayout
 
-NUM_COLORS = 3
-# Of different grids, whose tables are small beside the features of one image.
+# How many grids have their tables cached; a table is small beside the features of one image.
 _KEPT_GRIDS = 512
 
 

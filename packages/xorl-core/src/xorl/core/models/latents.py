@@ -1,23 +1,34 @@
 """Config keys shared by families whose heads are projected from latents."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
-from xorl.core.models.decoder_config import DecoderConfig
+from xorl.core.models import rotary_gated
+from xorl.core.models.decoder_config import DecoderConfig, DenseConfig, ExpertsConfig
 from xorl.core.models.hf_config import HFConfig
-from xorl.core.models.rope_config import yarn_magnitude
+from xorl.core.models.rope_config import nested_rope, yarn_magnitude
 from xorl.core.nn.attention import LatentConfig
 
 ADAPTER_TARGETS = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 DEFAULTS: Mapping[str, object] = MappingProxyType(
     {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 )
-# Whatever `rms_norm_eps` is.
+# The norms of latents use this whatever `rms_norm_eps` is.
 EPS = 1e-6
 
 
-def with_latents(hf: HFConfig, config: DecoderConfig) -> DecoderConfig:
+def read_config(hf: HFConfig, ffns: Sequence[DenseConfig | ExpertsConfig]) -> DecoderConfig:
+    """Read config.json except for the feed-forward blocks of layers, `ffns`.
+
+    `attention_bias` applies to the projections of the input and to that of the output.
+    """
+    bias, interleaved = hf.get("attention_bias", bool, False), hf.get("rope_interleave", bool, True)
+    config = rotary_gated.read_config(hf, interleaved_rope=interleaved, qkv_bias=bias, o_bias=bias, ffns=ffns)
+    return _with_latents(hf, config)
+
+
+def _with_latents(hf: HFConfig, config: DecoderConfig) -> DecoderConfig:
     """The configuration with heads that are projected from latents. A null `q_lora_rank` means none for queries."""
     latent = LatentConfig(
         q_rank=hf.positive("q_lora_rank") if hf.has("q_lora_rank") else None,
@@ -40,7 +51,7 @@ def with_latents(hf: HFConfig, config: DecoderConfig) -> DecoderConfig:
 
 def _score_factor(hf: HFConfig) -> float:
     """The factor on scores of an extended context, which is not in cosines and sines where both scales are given."""
-    rope = hf.nested("rope_scaling" if hf.has("rope_scaling") else "rope_parameters")
+    rope = nested_rope(hf)
     weight = rope.get("mscale_all_dim", float, 0.0)
     kind = rope.get("rope_type", str, rope.get("type", str, "default"))
     return 1.0 if kind == "default" or not weight else yarn_magnitude(rope.get("factor", float), weight) ** 2

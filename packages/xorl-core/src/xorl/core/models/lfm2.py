@@ -1,6 +1,6 @@
 """LFM2: gated short convolutions, and attention with normalised heads in some layers."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from xorl.core.models import rotary_gated
@@ -74,16 +74,11 @@ def _read_width(hf: HFConfig) -> int:
     return -(-width // multiple) * multiple
 
 
-def _read_types(hf: HFConfig, num_layers: int) -> list[str]:
+def _read_types(hf: HFConfig, num_layers: int) -> Sequence[str]:
     """The kind of each layer from `layer_types`; else, attention in `full_attn_idxs`, or everywhere."""
     attending = hf.items("full_attn_idxs", int) if hf.has("full_attn_idxs") else list(range(num_layers))
-    if not hf.has("layer_types"):
-        return [rotary_gated.FULL if index in attending else CONV for index in range(num_layers)]
-    types = hf.items("layer_types", str)
-    for each in types:
-        hf.expect("layer_types", each, [CONV, rotary_gated.FULL])
-    hf.expect("number of layer_types", len(types), [num_layers])
-    return types
+    pattern = [rotary_gated.FULL if index in attending else CONV for index in range(num_layers)]
+    return rotary_gated.read_layer_types(hf, pattern, [CONV, rotary_gated.FULL])
 
 
 SPEC = ModelSpec(

@@ -25,7 +25,7 @@ def shared_names(module: str) -> Mapping[str, str]:
 def read_experts(
     hf: HFConfig, width_key: str, defaults: ExpertsConfig, count_key: str = "num_experts"
 ) -> ExpertsConfig:
-    """A mixture of experts. Its experts are SwiGLU blocks: the kernels have no other activation.
+    """A mixture of experts. `hidden_act` must be silu; another activation is the `gate` of `defaults`.
 
     The number of experts is `count_key`, or `num_local_experts`, which transformers 5 writes for most families. Missing
     keys are taken from `defaults`, and so is everything else.

@@ -17,9 +17,9 @@ from xorl.core.models.recipes import WeightSource
 from xorl.core.models.stacks import ExpertNames, is_stack
 
 BLOCKS, SCALES = "_blocks", "_scales"
-# Of scales.
+# The exponent bias of scales.
 BIAS = 127
-# By the code without its sign, which is the highest of the four bits.
+# Indexed by the lower three bits of a code; the highest bit is the sign.
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 

@@ -1,9 +1,8 @@
 """Qwen3.5, 3.6 and 3.8 (dense): gated delta nets, and gated attention in every fourth layer."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 
-from xorl.core.models import delta_nets, rotary_gated
+from xorl.core.models import delta_nets
 from xorl.core.models.decoder_config import DecoderConfig
 from xorl.core.models.hf_config import HFConfig
 from xorl.core.models.spec import ModelSpec
@@ -28,7 +27,7 @@ SPEC = ModelSpec(
     architecture=ARCHITECTURE,
     model_type="qwen3_5_text",
     config_from_hf=config_from_hf,
-    checkpoint_names=replace(rotary_gated.CHECKPOINT_NAMES, modules=delta_nets.MODULES, unused=delta_nets.UNUSED),
+    checkpoint_names=delta_nets.CHECKPOINT_NAMES,
     adapter_targets=(*delta_nets.ADAPTER_TARGETS, "gate_proj", "up_proj", "down_proj"),
     composites=("Qwen3_5ForConditionalGeneration",),
 )

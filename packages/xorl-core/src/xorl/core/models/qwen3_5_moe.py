@@ -1,9 +1,8 @@
 """Qwen3.5, 3.6 and 3.8 with experts: gated delta nets; experts in every layer, and a shared one with a gate."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 
-from xorl.core.models import delta_nets, mixtures, rotary_gated
+from xorl.core.models import delta_nets, mixtures
 from xorl.core.models.decoder_config import DecoderConfig
 from xorl.core.models.hf_config import HFConfig
 from xorl.core.models.spec import ModelSpec
@@ -31,11 +30,7 @@ SPEC = ModelSpec(
     architecture=ARCHITECTURE,
     model_type="qwen3_5_moe_text",
     config_from_hf=config_from_hf,
-    checkpoint_names=replace(
-        rotary_gated.CHECKPOINT_NAMES,
-        modules={**mixtures.shared_names("mlp.shared_expert"), **delta_nets.MODULES},
-        unused=delta_nets.UNUSED,
-    ),
+    checkpoint_names=delta_nets.NAMES_WITH_SHARED_EXPERTS,
     adapter_targets=delta_nets.ADAPTER_TARGETS,
     composites=("Qwen3_5MoeForConditionalGeneration",),
 )

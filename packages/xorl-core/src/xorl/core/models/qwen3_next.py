@@ -1,9 +1,8 @@
 """Qwen3-Next: gated delta nets, whose projections are stacked by key head; experts, and a shared one with a gate."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 
-from xorl.core.models import delta_nets, mixtures, rotary_gated
+from xorl.core.models import delta_nets, mixtures
 from xorl.core.models.decoder_config import DecoderConfig
 from xorl.core.models.hf_config import HFConfig
 from xorl.core.models.spec import ModelSpec
@@ -26,10 +25,6 @@ SPEC = ModelSpec(
     architecture=ARCHITECTURE,
     model_type="qwen3_next",
     config_from_hf=config_from_hf,
-    checkpoint_names=replace(
-        rotary_gated.CHECKPOINT_NAMES,
-        modules={**mixtures.shared_names("mlp.shared_expert"), **delta_nets.MODULES},
-        unused=delta_nets.UNUSED,
-    ),
+    checkpoint_names=delta_nets.NAMES_WITH_SHARED_EXPERTS,
     adapter_targets=delta_nets.ADAPTER_TARGETS,
 )

@@ -9,7 +9,7 @@ from xorl.core.models.composite import TEXT_CONFIG, text_values
 from xorl.core.models.decoder_config import DecoderConfig
 from xorl.core.models.hf_config import HFConfig
 from xorl.core.models.image_config import ImageConfig
-from xorl.core.models.rope_config import read_rope
+from xorl.core.models.rope_config import nested_rope, read_rope
 from xorl.core.models.spec import ModelSpec
 
 ARCHITECTURE = "Qwen3VLForConditionalGeneration"
@@ -51,7 +51,7 @@ def _read_text(values: Mapping[str, object]) -> DecoderConfig:
     hf = HFConfig(values, f"{ARCHITECTURE}: {TEXT_CONFIG}", num_key_value_heads=32, head_dim=128)
     bias = hf.get("attention_bias", bool, False)
     rope = read_rope(hf, hf.positive("max_position_embeddings"), read=("mrope_section", "mrope_interleaved"))
-    scaling = hf.nested("rope_scaling" if hf.has("rope_scaling") else "rope_parameters")
+    scaling = nested_rope(hf)
     scaling.expect("mrope_interleaved", scaling.get("mrope_interleaved", bool, True), [True])
     sections = tuple(scaling.items("mrope_section", int)) if scaling.has("mrope_section") else DEFAULT_SECTIONS
     axes = _axes(sections, hf.positive("head_dim"))
@@ -75,7 +75,8 @@ def _axes(sections: tuple[int, ...], head_dim: int) -> tuple[int, ...]:
 
 def _read_images(hf: HFConfig, out_width: int) -> ImageConfig:
     vision = hf.nested("vision_config")
-    taps = tuple(vision.items("deepstack_visual_indexes", int)) if vision.has("deepstack_visual_indexes") else None
+    key = "deepstack_visual_indexes"
+    taps = tuple(vision.items(key, int)) if vision.has(key) else DEFAULT_TAPS
     num_positions = vision.positive("num_position_embeddings", 2304)
     side = round(num_positions**0.5)
     if side * side != num_positions:
@@ -97,7 +98,7 @@ def _read_images(hf: HFConfig, out_width: int) -> ImageConfig:
         side=side,
         rope_theta=rope.get("rope_theta", float, 10000.0),
         out_width=out_width,
-        taps=DEFAULT_TAPS if taps is None else taps,
+        taps=taps,
         eps=1e-6,
     )
     vision.get("initializer_range", float, 0.02)

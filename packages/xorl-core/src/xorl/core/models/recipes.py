@@ -18,7 +18,7 @@ from xorl.core.models.stacks import IN_MEMORY, Cut, ExpertNames, cuts_of, is_sta
 
 # Rows of an embedding that are compared at once: about 100 MB.
 COMPARED_ROWS = 8192
-# Of stacks, in memory; each may have tens of MB.
+# How many experts of stacks stay in memory; each may have tens of MB.
 KEPT_EXPERTS = 8
 
 

@@ -36,9 +36,8 @@ def read_rope(
     Raises ValueError for a type that is not in `rope_types`, a key unknown to the type, or a partial rotation where
     there is none.
     """
-    has_scaling = hf.has("rope_scaling")
     hf.has("rope_parameters")  # marks it as read: if both are present, rope_scaling takes precedence
-    rope = hf.nested("rope_scaling" if has_scaling else "rope_parameters")
+    rope = nested_rope(hf)
     fraction = rope.get("partial_rotary_factor", float, hf.get("partial_rotary_factor", float, 1.0))
     if partial_of is None:
         hf.expect("partial_rotary_factor", fraction, [1.0])
@@ -48,6 +47,11 @@ def read_rope(
         rope.has(key)
     config = _read(hf, rope, theta, max_position_embeddings, rope_types)
     return replace(config, rotary_dim=rotary_dim, interleaved=interleaved)
+
+
+def nested_rope(hf: HFConfig) -> HFConfig:
+    """A reader for `rope_scaling` or, if config.json has none, for `rope_parameters`."""
+    return hf.nested("rope_scaling" if hf.has("rope_scaling") else "rope_parameters")
 
 
 def read_rope_of_type(

@@ -41,6 +41,8 @@ CHECKPOINT_NAMES = CheckpointNames(
     ignored=r"\brotary_emb\.",
     experts=EXPERT_NAMES,
 )
+# Files with layers after the model's, for multi-token prediction, which are not used.
+NAMES_WITH_MTP_LAYERS = replace(CHECKPOINT_NAMES, unused=r"layers\.(\d+)\.")
 
 
 def read_config(
@@ -167,9 +169,17 @@ def windows_of(
     hf: HFConfig, pattern: Sequence[str], allowed: Sequence[str] = (FULL, SLIDING)
 ) -> tuple[int | None, ...]:
     """The window of each layer by its entry in `layer_types`, or in `pattern` if there are none."""
-    layer_types = hf.items("layer_types", str) if hf.has("layer_types") else pattern
-    for layer_type in layer_types:
-        hf.expect("layer_types", layer_type, allowed)
-    hf.expect("number of layer_types", len(layer_types), [len(pattern)])
+    layer_types = read_layer_types(hf, pattern, allowed)
     window = hf.positive("sliding_window") if SLIDING in layer_types else None
     return tuple(window if layer_type == SLIDING else None for layer_type in layer_types)
+
+
+def read_layer_types(
+    hf: HFConfig, pattern: Sequence[str], allowed: Sequence[str], key: str = "layer_types"
+) -> Sequence[str]:
+    """The kind of each layer: its entry in the list `key` or, if config.json has none, in `pattern`."""
+    types = hf.items(key, str) if hf.has(key) else pattern
+    for each in types:
+        hf.expect(key, each, allowed)
+    hf.expect(f"number of {key}", len(types), [len(pattern)])
+    return types

@@ -67,11 +67,11 @@ class AttentionConfig:
         scale: the factor on attention scores.
         window: how many tokens a token attends to, itself included; None for all earlier ones.
         softcap: scores become softcap * tanh(scores / softcap); None: no cap.
-        sinks: whether each head has a score, which is trained, that takes part in its softmax and has no value.
+        sinks: whether the softmax of each head includes a trained score without a value.
         rope: the rotary embedding; None: none.
         qk_norm: whether queries and keys are normalised, each head alone or all heads together.
         norm_after_rope: whether heads are normalised after the rotation.
-        clip: queries, keys and values are kept within this of 0, after norms of all heads; None: they are not.
+        clip: clamp queries, keys and values to [-clip, clip], after norms of all heads; None: no clamp.
         temperature: a factor on queries by their position.
         v_is_k: whether values are the keys before their norm and rotation, instead of a projection of their own.
         v_norm: whether the heads of values are normalised, without a weight.
@@ -110,12 +110,9 @@ class AttentionConfig:
             raise ValueError(f"rotary positions need an even head_dim, got {self.head_dim}")
         if self.norm_after_rope and self.qk_norm == "whole":
             raise ValueError("norm_after_rope: all heads together are normalised before the rotation only")
-        if self.latent is not None and (
-            self.qk_norm or self.v_norm or self.v_is_k or self.temperature or self.sinks or self.output_gate
-        ):
-            raise ValueError(
-                "latent: its heads have no norms, no temperature, no sinks, no gates, and values of their own"
-            )
+        unread = ("qk_norm", "norm_after_rope", "clip", "temperature", "sinks", "v_is_k", "v_norm", "output_gate")
+        if self.latent is not None and (found := [name for name in unread if getattr(self, name)]):
+            raise ValueError(f"latent: heads from latents do not support {', '.join(found)}; leave them out")
         if self.rope is not None:
             self.rope.check_factors(self.head_dim if self.latent is None else self.latent.rope_dim)
 

@@ -34,7 +34,7 @@ class GatedDeltaConfig:
     """A gated delta net of one layer.
 
     Attributes:
-        num_key_heads: of queries and keys; each serves as many neighbouring value heads as any other.
+        num_key_heads: of queries and keys; each serves num_value_heads / num_key_heads adjacent value heads.
         num_value_heads: of values, states, decays and gates.
         key_dim, value_dim: the channels of a head.
         num_taps: of the convolution of queries, keys and values, the token itself included.

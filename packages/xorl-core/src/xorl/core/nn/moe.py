@@ -373,11 +373,11 @@ class MixtureOfExperts(nn.Module):
 
         recorded: [T, K] integers, the experts to send tokens to, all different; -1 for tokens that choose themselves.
         """
-        routed = x
+        chosen_by = routed = x
         if self.experts_input_norm is not None:
             assert residual is not None, "norms of their own replace that of the layer"
-            _, routed = self.experts_input_norm(residual)
-        logits = self.gate(x if self.experts_input_norm is None else residual)
+            chosen_by, (_, routed) = residual, self.experts_input_norm(residual)
+        logits = self.gate(chosen_by)
         scores = logits.softmax(-1) if self.router.scores == "softmax" else logits.sigmoid()
         ids = own = self._choose(scores.detach())
         if recorded is not None:

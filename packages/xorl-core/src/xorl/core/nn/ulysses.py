@@ -48,7 +48,7 @@ def columns_of_all_tokens(parts: Sequence[Tensor], group: RankGroup) -> list[Ten
 
 
 def tokens_of_all_columns(x: Tensor, group: RankGroup) -> Tensor:
-    """The opposite: [T / P, N] of this rank's tokens, from [T, N / P] of all tokens and its columns. Collective."""
+    """Reverses `columns_of_all_tokens`: [T, N / P] of all tokens becomes [T / P, N] of all columns. Collective."""
     whole = _exchange(x.unflatten(0, (group.size, -1)), group)  # by the rank of the columns
     return whole.transpose(0, 1).flatten(1)
 

@@ -96,7 +96,7 @@ def recompute_layers(
 
 
 def _part(layer: nn.Module, name: RecomputeModule) -> nn.Module:
-    """The submodule of this name; for self_attn of a layer with a recurrence, this."""
+    """The submodule of this name; in a layer with a recurrence, self_attn stands for the recurrence."""
     children = dict(layer.named_children())
     return children["linear_attn" if name == "self_attn" and name not in children else name]
 

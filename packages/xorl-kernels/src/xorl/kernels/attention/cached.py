@@ -259,11 +259,11 @@ def cached_attention(
 ) -> Tensor:
     """An `AttentionFn` for a `CachedLayout`: writes the new tokens' keys and values to the cache, then attends.
 
-    The cache has values with as many channels as keys; narrower ones are padded.
+    The cache stores values with as many channels as keys: narrower values are padded.
 
     All writes come before all reads, so a sequence may read a block that another sequence writes in the same pass.
 
-    Raises ValueError as an `AttentionFn` does, and for a layout without a cache.
+    Raises ValueError as an `AttentionFn` does, for a layout without a cache, and for values wider than keys.
     """
     check_type("layout", layout, CachedLayout, "a MixedLayout or DecodeLayout")
     check_inputs(q, k, v, layout, spec, sinks)

@@ -23,9 +23,7 @@ from xorl.kernels.experts.gates import SILU, Biases, Gate, some, with_down_biase
 from xorl.kernels.experts.plan import RoutePlan
 from xorl.kernels.experts.products import Products, Rows, adding_products, between_products, products_of
 from xorl.kernels.experts.quantized import ExpertsWeight
-
-# Of the rows of an operand of grouped products on a GPU.
-ALIGNMENT_BYTES = 16
+from xorl.kernels.grouped import ALIGNMENT_BYTES
 
 
 def experts(

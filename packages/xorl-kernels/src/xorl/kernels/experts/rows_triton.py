@@ -167,6 +167,29 @@ def _expert_of(
 
 
 @triton.jit
+def _halves_of(
+    up_ptr: tl.tensor,
+    biases_ptr: tl.tensor,
+    ends_ptr: tl.tensor,
+    row: tl.tensor,
+    columns: tl.tensor,
+    is_inside: tl.tensor,
+    WIDTH: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    BLOCK_EXPERTS: tl.constexpr,
+    HAS_BIASES: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Some columns of both halves of a row, with the biases of its expert, in fp32."""
+    gate = tl.load(up_ptr + row * 2 * WIDTH + columns, mask=is_inside, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + row * 2 * WIDTH + WIDTH + columns, mask=is_inside, other=0.0).to(tl.float32)
+    if HAS_BIASES:
+        bias_ptr = biases_ptr + _expert_of(ends_ptr, row, NUM_EXPERTS, BLOCK_EXPERTS) * 2 * WIDTH
+        gate += tl.load(bias_ptr + columns, mask=is_inside, other=0.0).to(tl.float32)
+        up += tl.load(bias_ptr + WIDTH + columns, mask=is_inside, other=0.0).to(tl.float32)
+    return gate, up
+
+
+@triton.jit
 def _gated(
     up_ptr: tl.tensor,
     biases_ptr: tl.tensor,
@@ -187,13 +210,10 @@ def _gated(
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_inside = columns < WIDTH
     if row < tl.load(ends_ptr + NUM_EXPERTS - 1):
-        gate = tl.load(up_ptr + row * 2 * WIDTH + columns, mask=is_inside, other=0.0).to(tl.float32)
-        up = tl.load(up_ptr + row * 2 * WIDTH + WIDTH + columns, mask=is_inside, other=0.0).to(tl.float32)
-        if HAS_BIASES:
-            bias_ptr = biases_ptr + _expert_of(ends_ptr, row, NUM_EXPERTS, BLOCK_EXPERTS) * 2 * WIDTH
-            gate += tl.load(bias_ptr + columns, mask=is_inside, other=0.0).to(tl.float32)
-            up += tl.load(bias_ptr + WIDTH + columns, mask=is_inside, other=0.0).to(tl.float32)
-        parts = activated(gate, up, ALPHA, CUBIC, HAS_LIMIT, LIMIT, OFFSET)
+        halves = _halves_of(
+            up_ptr, biases_ptr, ends_ptr, row, columns, is_inside, WIDTH, NUM_EXPERTS, BLOCK_EXPERTS, HAS_BIASES
+        )
+        parts = activated(halves[0], halves[1], ALPHA, CUBIC, HAS_LIMIT, LIMIT, OFFSET)
         out = parts[0] * parts[1] * parts[2]
         dtype = out_ptr.dtype.element_ty  # pyright: ignore[reportAttributeAccessIssue] it is a pointer
         tl.store(out_ptr + row * WIDTH + columns, out.to(dtype), mask=is_inside)
@@ -247,12 +267,10 @@ def _gated_backward(
             columns = start + tl.arange(0, BLOCK)
             is_inside = columns < WIDTH
             grad = tl.load(grad_ptr + row * WIDTH + columns, mask=is_inside, other=0.0).to(tl.float32)
-            whole_gate = tl.load(up_ptr + row * 2 * WIDTH + columns, mask=is_inside, other=0.0).to(tl.float32)
-            whole_up = tl.load(up_ptr + row * 2 * WIDTH + WIDTH + columns, mask=is_inside, other=0.0).to(tl.float32)
-            if HAS_BIASES:
-                bias_ptr = biases_ptr + _expert_of(ends_ptr, row, NUM_EXPERTS, BLOCK_EXPERTS) * 2 * WIDTH
-                whole_gate += tl.load(bias_ptr + columns, mask=is_inside, other=0.0).to(tl.float32)
-                whole_up += tl.load(bias_ptr + WIDTH + columns, mask=is_inside, other=0.0).to(tl.float32)
+            halves = _halves_of(
+                up_ptr, biases_ptr, ends_ptr, row, columns, is_inside, WIDTH, NUM_EXPERTS, BLOCK_EXPERTS, HAS_BIASES
+            )
+            whole_gate, whole_up = halves[0], halves[1]
             parts = activated(whole_gate, whole_up, ALPHA, CUBIC, HAS_LIMIT, LIMIT, OFFSET)
             gate, sigmoid, up = parts[0], parts[1], parts[2]
             output = gate * sigmoid * up

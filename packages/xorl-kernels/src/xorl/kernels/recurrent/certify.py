@@ -51,7 +51,7 @@ def certify(functions: RecurrenceFns, request: RecurrenceRequest) -> None:
             shown = ", ".join(f"{error:.1e}" for error in errors)
             raise RuntimeError(
                 f"{name} is not what plain torch computes on this device: its output and gradients are off by {shown}; "
-                f"at most {TOLERANCE:g} is rounding. Use plain"
+                f"at most {TOLERANCE:g} is rounding. Choose the backend 'plain'"
             )
         first = LENGTHS[0]
         alone = _with_gradients(
@@ -60,7 +60,8 @@ def certify(functions: RecurrenceFns, request: RecurrenceRequest) -> None:
         for packed, single in zip(found, alone, strict=True):
             if len(packed) == sum(LENGTHS) and not torch.equal(packed[:first], single):
                 raise RuntimeError(
-                    f"{name} computes another result for a document alone than in a packed row; use plain"
+                    f"{name} computes another result for a document alone than in a packed row. Choose the backend "
+                    "'plain'"
                 )
     _certified.add((functions, request))
 

@@ -179,19 +179,8 @@ def _gated_delta_backward(
 
 
 @_gated_delta_backward.register_fake
-def _(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sums: Tensor,
-    beta: Tensor,
-    inverses: Tensor,
-    starts: Tensor,
-    offsets: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    grad_q, grad_k, grad_v, grad_g, grad_beta = (x.new_empty(x.shape) for x in (q, k, v, sums, beta))
-    return grad_q, grad_k, grad_v, grad_g, grad_beta
+def _(grad: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in inputs[:5])  # q, k, v, sums and beta
 
 
 def _save_delta(ctx: _Context, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
