@@ -95,7 +95,6 @@ def passes(
 
         return run
 
-    keys = delta.num_key_heads * delta.key_dim
     (x,) = trained(draw(num_tokens, width))
     q, k = (
         functions.unit_norm(draw(num_tokens, delta.num_key_heads, delta.key_dim), scale)
@@ -106,7 +105,6 @@ def passes(
     inputs = trained(q, k, v, g, g.exp())
     mixed, taps = trained(draw(num_tokens, sum(delta.row_counts)), draw(sum(delta.row_counts), delta.num_taps))
     (heads,) = trained(draw(num_tokens, delta.num_key_heads, delta.key_dim))
-    assert keys == heads[0].numel()
     normed = trained(v, draw(delta.value_dim), gate)
     assert layer.linear_attn is not None
     mixer = layer.linear_attn

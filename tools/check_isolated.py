@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import TypeGuard
 from xml.etree import ElementTree
 
 from workspace import ROOT, Distribution, distributions, locked_version, uv
@@ -117,19 +118,8 @@ def _unmet_imports(distribution: Distribution) -> list[str]:
 def imports(source: str) -> Iterator[tuple[int, str]]:
     """Yields (line, package) of each required import: a subpackage of xorl, or another top-level package."""
     lines, nodes = source.splitlines(), list(ast.walk(ast.parse(source)))
-    tried = {
-        inner
-        for node in nodes
-        if isinstance(node, ast.Try) and any(_is_import_error(handler.type) for handler in node.handlers)
-        for statement in node.body
-        for inner in ast.walk(statement)
-    }
-    typed = {
-        inner
-        for node in nodes
-        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
-        for statement in node.body
-        for inner in ast.walk(statement)
+    optional = {
+        inner for node in nodes if _tolerates_missing(node) for statement in node.body for inner in ast.walk(statement)
     }
     for node in nodes:
         match node:
@@ -139,9 +129,16 @@ def imports(source: str) -> Iterator[tuple[int, str]]:
                 modules = [f"{module}.{alias.name}" for alias in node.names]
             case _:
                 continue
-        if node not in tried | typed and MAY_BE_MISSING not in lines[node.lineno - 1]:
+        if node not in optional and MAY_BE_MISSING not in lines[node.lineno - 1]:
             for module in modules:
                 yield node.lineno, ".".join(module.split(".")[: 2 if module.startswith("xorl.") else 1])
+
+
+def _tolerates_missing(node: ast.AST) -> TypeGuard[ast.Try | ast.If]:
+    """Whether imports in the body of a statement may fail: its handlers catch that, or only type checkers run it."""
+    if isinstance(node, ast.If):
+        return isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+    return isinstance(node, ast.Try) and any(_is_import_error(handler.type) for handler in node.handlers)
 
 
 def _is_import_error(caught: ast.expr | None) -> bool:

@@ -75,6 +75,17 @@ def unpadded(ids: Tensor, real: Tensor, trained: Tensor) -> dict[str, list[int]]
     return {"ids": ids[is_real].tolist(), "labels": torch.where(trained.bool(), ids, IGNORE)[is_real].tolist()}
 
 
+def answers(batch: Mapping[str, Tensor]) -> list[dict[str, list[int]]]:
+    """Token ids and labels of all answers in a batch that marks completions, each with its prompt."""
+    columns = (batch[name] for name in ("input_ids", "attention_mask", "completion_mask"))
+    return [unpadded(*each) for each in zip(*columns, strict=True)]
+
+
+def paired(chosen: list[dict[str, list[int]]], rejected: list[dict[str, list[int]]]) -> list[Sides]:
+    """The rows of the file."""
+    return [{"chosen": one, "rejected": other} for one, other in zip(chosen, rejected, strict=True)]
+
+
 def dpo(folder: str, **options: object) -> dict[str, object]:
     """`DPOTrainer` with a reference model."""
     arguments = DPOConfig(output_dir=folder, **{**COMMON, **options})
@@ -87,14 +98,8 @@ def dpo(folder: str, **options: object) -> dict[str, object]:
         processing_class=AutoTokenizer.from_pretrained(TOKENIZER),
     )
     batch = trainer.data_collator([trainer.train_dataset[index] for index in range(len(ROWS))])
-    sides = [
-        unpadded(*each)
-        for each in zip(batch["input_ids"], batch["attention_mask"], batch["completion_mask"], strict=True)
-    ]
-    rows: list[Sides] = [
-        {"chosen": chosen, "rejected": rejected}
-        for chosen, rejected in zip(sides[: len(ROWS)], sides[len(ROWS) :], strict=True)
-    ]
+    sides = answers(batch)
+    rows = paired(sides[: len(ROWS)], sides[len(ROWS) :])
     return measure(trainer.model, trainer.compute_loss(trainer.model, batch), rows)
 
 
@@ -114,13 +119,8 @@ def kto(folder: str, **options: object) -> dict[str, object]:
         processing_class=AutoTokenizer.from_pretrained(TOKENIZER),
     )
     batch = trainer.data_collator([trainer.train_dataset[index] for index in range(len(examples))])
-    sides = [
-        unpadded(*each)
-        for each in zip(batch["input_ids"], batch["attention_mask"], batch["completion_mask"], strict=True)
-    ]
-    rows: list[Sides] = [
-        {"chosen": chosen, "rejected": rejected} for chosen, rejected in zip(sides[::2], sides[1::2], strict=True)
-    ]
+    sides = answers(batch)
+    rows = paired(sides[::2], sides[1::2])
     loss = trainer.compute_loss(trainer.model, batch)
     [baseline] = trainer._metrics["train"]["kl"]
     return measure(trainer.model, loss, rows, baseline=baseline)

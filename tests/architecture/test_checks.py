@@ -109,6 +109,8 @@ def late():
         import peft
     except ImportError:
         import xxhash
+if TYPE_CHECKING:
+    from PIL.Image import Image
 """
     assert list(check_isolated.imports(source)) == [
         (2, "numpy"),

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 RESET, EXIT, HELP = "/reset", "/exit", "/help"
 COMMANDS = f"{RESET} starts a new conversation, {EXIT} or Ctrl-D ends; Ctrl-C stops an answer."
-# The full contexts of which a file's prompts may use the cache at the same time.
+# The cache for a file's prompts holds at most this many full contexts.
 CONTEXTS_OF_FILE = 64
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -132,7 +132,7 @@ def _one_rank(device: Device | None) -> Iterator[torch.device]:
 
     if device is Device.cuda and not torch.cuda.is_available():
         raise ValueError("--device: cuda, but torch finds no GPU here; use cpu")
-    # A rank that reads a checkpoint alone is no reason for torch's warning.
+    # torch warns when a checkpoint is read without other ranks, which is intended here.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     place = runtime.init("auto" if device is None else device.value)
     try:

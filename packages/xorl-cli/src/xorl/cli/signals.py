@@ -106,7 +106,7 @@ def interactive() -> Iterator[None]:
 def note_interrupt() -> Iterator[Callable[[], bool]]:
     """While entered, the first Ctrl-C raises nothing; yields a function that tells whether there was one.
 
-    A second one raises KeyboardInterrupt, in case nothing asks.
+    A second one raises KeyboardInterrupt, in case the function is never called.
     """
     is_interrupted = False
 

@@ -109,7 +109,7 @@ def freeze_parts_(module: Decoder, train: TrainConfig, lora: LoraConfig, *, has_
 
 
 def recorded_decoder(settings: ImageSettings | None) -> dict[str, str]:
-    """What a checkpoint of a run with images records: how this installation decodes them."""
+    """The entry in a checkpoint's info that identifies how this installation decodes images; empty without images."""
     return {} if settings is None else {DECODER: decoder_digest()}
 
 

@@ -91,21 +91,22 @@ class Run(Job):
         for prepare in self.before_step:
             saves.before_change()
             prepare(step)
-        preference, of_batches = self.preference, list[Mapping[str, Tensor]]()
+        preference = self.preference
         if preference is not None:
             batches = preference.prepare(batches)
+        metrics_by_batch: list[Mapping[str, Tensor]] = []
         record = self.nonfinite.record_step(step, batches)
 
         def on_output(index: int, output: LossOutput) -> None:
             record(index, output)
-            of_batches.append(output.metrics)
+            metrics_by_batch.append(output.metrics)
 
         losses = self.engine.forward_backward(batches, self.loss_fn, on_output)
         self.startup.position.move("update")
         saves.before_change()
         update = self.engine.optim_step(lr, divisor=losses.divisor)
         self.engine.correct_routers(losses, update)
-        metrics = {} if preference is None else preference.step_metrics(of_batches)
+        metrics = {} if preference is None else preference.step_metrics(metrics_by_batch)
         self.observer.step(step, losses, update, lr=lr, metrics=metrics)
 
     def evaluations(self, step: int) -> list[Evaluation]:

@@ -1,8 +1,7 @@
-"""Training on pairs of answers: the loss, what the reference model says of them, and the metrics."""
+"""Training on pairs of answers: the loss, the scores of the reference model, and the metrics."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -28,8 +27,6 @@ from xorl.lora import adapters_off
 from xorl.train.data import padding_multiple
 from xorl.train.engine import Engine
 from xorl.train.rows import join_rows
-
-logger = logging.getLogger(__name__)
 
 
 def preference_loss(config: Config) -> PreferenceLoss | None:

@@ -1,4 +1,4 @@
-"""The log-probabilities that the model with which a run starts gives to all pairs, computed once and kept."""
+"""Scores all pairs with the initial model of a run, once before the first step, and caches the scores."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def with_references(
 ) -> PackedDocuments:
     """Pairs with the scores of the initial model, which `preference.engine` must still hold. Collective.
 
-    Scores come from the cache if rank 0 finds them there. The cache is keyed by the pairs, the weights and what else
-    determines how the model computes.
+    Reads the scores from the cache if rank 0 finds them there. Its key covers the pairs, the weights, and the options
+    that change what the model computes.
     """
     engine = preference.engine
     num_pairs, folder = len(part.documents), Path(config.data.dataset_prepared_path) / _FOLDER

@@ -59,9 +59,9 @@ _OF_EVERY_BATCH: Mapping[str, Column] = {
     INPUT_IDS: Column("model", np.int64),
     LABELS: Column("loss", np.int64, fill=IGNORE),
 }
-# Of the model: the coordinates of tokens on three axes.
+# A model input: the coordinates of tokens on three axes.
 COORDINATES = "coordinates"
-# Of the loss: 1 for tokens of a pair's prompt and chosen answer, -1 for those with the rejected one; 0 in padding.
+# A loss target: 1 for the prompt with the chosen answer, -1 for the prompt with the rejected answer, 0 for padding.
 # A stored pair is one document, so that packing cannot separate its answers. Each becomes a document of the batch.
 PREFERENCE = "preference"
 NO_COLUMNS: Mapping[str, Column] = {}
@@ -169,7 +169,7 @@ def collate(
     """Concatenates all documents in order to one row, padded at the end to a multiple of `pad_to_multiple_of`.
 
     The padding is a separate document. Without documents, returns a padding batch of `pad_to_multiple_of` tokens.
-    `columns` are those that every batch has. `images`: of a run with images, how they were made.
+    Every batch has all `columns`. `images`: the settings of prepared images; None in a run without images.
     """
     documents = [part for document in documents for part in answers_of(document)]
     if pad_to_multiple_of < 1:
@@ -185,7 +185,7 @@ def collate(
 
 
 def answers_of(document: Document) -> Sequence[Document]:
-    """The chosen and the rejected answer of a stored pair, each with its prompt; any other document itself."""
+    """The chosen and the rejected answer of a stored pair, each with its prompt; any other document as it is."""
     side = document.columns.get(PREFERENCE)
     if side is None:
         return (document,)

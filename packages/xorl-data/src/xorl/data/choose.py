@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -115,9 +116,7 @@ def choose_format(
         vocab_size=vocab_size,
         skip_bad_rows=skip,
         ignored=ignored,
-        images=None
-        if images is None or kind != "chat"
-        else images.limited(None, None, images.root or _local_folder(entry)),
+        images=replace(images, root=images.root or _local_folder(entry)) if images and kind == "chat" else None,
     )
     has_template = kind == "chat" or entry.chat_template is not None or "default" in tokenizer.templates
     if has_template:

@@ -15,16 +15,16 @@ from xorl.data.batch import IGNORE, INPUT_IDS, LABELS, NO_COLUMNS, PREFERENCE, P
 from xorl.data.images.table import StoredImage
 from xorl.data.loader import Documents
 
-# Columns of the loss: values whose sum over a document is its log-probability under the reference model; and those of
-# `crossed`, whose sum over a row is that of all its crossed documents.
+# Columns of the loss. REFERENCE sums, over a document, to its log-probability under the reference model. CROSSED sums,
+# over a row, to that of all documents that `crossed` makes of it.
 REFERENCE, CROSSED = "reference_logprobs", "crossed_reference_logprobs"
 
 
 def crossed(batch: PackedBatch, pad_to_multiple_of: int) -> PackedBatch:
-    """A row with the prompt of each pair and the chosen answer of the next one, of the last pair that of the first.
+    """Pairs each prompt with the chosen answer of the next pair; the last prompt gets the answer of the first pair.
 
-    A row of padding alone if the batch has fewer than two pairs. Together they have as many tokens as the chosen
-    answers with their prompts. The batch must be in host memory.
+    The row has as many tokens as the chosen answers with their own prompts. If the batch has fewer than two pairs, it
+    is all padding. The batch must be in host memory.
     """
     ids, labels = batch.input_ids.numpy(), batch.labels.numpy()
     bounds = batch.cu_seqlens.tolist()

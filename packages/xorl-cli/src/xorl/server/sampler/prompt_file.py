@@ -38,7 +38,8 @@ def read_prompts(file: Path, prompts: Prompts, system: str | None) -> list[Promp
     message. Empty lines are skipped. Raises ValueError, naming the lines, if any is invalid.
     """
     try:
-        texts = file.read_text(encoding="utf-8").splitlines()
+        # Not splitlines, which also splits at characters such as U+2028 that JSON strings may contain.
+        texts = file.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--prompt: {file} cannot be read: {error}") from error
     numbered = [(f"{file}:{number}", text) for number, text in enumerate(texts, start=1) if text.strip()]

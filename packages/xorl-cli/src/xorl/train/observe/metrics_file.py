@@ -83,7 +83,7 @@ def is_evaluated(path: Path, step: int) -> bool:
 
 
 def evaluation_losses(path: Path) -> dict[int, float]:
-    """The loss of each evaluation in the metrics.jsonl at `path`, in nats per trained token, by step."""
+    """The loss of each evaluation in the metrics.jsonl at `path`, by step."""
     if not path.exists():
         return {}
     return {int(record["step"]): float(record["eval_loss"]) for _, record in _records(path) if "eval_loss" in record}

@@ -174,8 +174,10 @@ def _computation(startup: Startup) -> str:
         line += f", with {train.fp8} fp8 products"
     if backends:
         line += f", {' and '.join(backends)} attention"
-    for each in startup.architecture.config.recurrence_requests(startup.runtime.device.type, compute_dtype(train)):
-        line += f", {RECURRENCES.resolved_name(config.model.recurrence_implementation, each)} recurrences"
+    recurrences = startup.architecture.config.recurrence_requests(startup.runtime.device.type, compute_dtype(train))
+    chosen = [RECURRENCES.resolved_name(config.model.recurrence_implementation, each) for each in recurrences]
+    if chosen:
+        line += f", {' and '.join(dict.fromkeys(chosen))} recurrences"
     line += f", {_recomputed(train)}"
     if train.expert_parallel_size > 1:
         name = dispatch_name(startup.architecture.config, config.model, train.expert_parallel_size)

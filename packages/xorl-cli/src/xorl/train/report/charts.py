@@ -108,10 +108,10 @@ def phase_chart(title: str, unit: str, steps: Sequence[int], phases: Mapping[str
     tallest = sorted(value for _, value in below)[round(0.99 * (len(below) - 1))]
     across, up = _axes(steps[0], steps[-1], [0.0, tallest], may_be_log=False)
     drawn = []
-    for number, (name, lower, upper, own) in enumerate(stacked):
+    for index, (name, lower, upper, own) in enumerate(stacked):
         corners = [(across(step), max(up(value), _TOP)) for step, value in [*upper, *reversed(lower)]]
         drawn.append(
-            f'<polygon class="p{number % NUM_COLOURS}" data-name="{escape(name)}" data-values="{_values(own)}" '
+            f'<polygon class="p{index % NUM_COLOURS}" data-name="{escape(name)}" data-values="{_values(own)}" '
             f'points="{_pairs(corners)}"/>'
         )
     return _figure(title, unit, across, up, drawn)
@@ -138,7 +138,7 @@ def number(value: float) -> str:
 
 
 def _moving_mean(points: Sequence[Point], window: int) -> list[Point]:
-    """The mean of the values around each point, over up to `window` points on either side of half a window."""
+    """The mean of the values around each point: of up to half a `window` on either side."""
     half = window // 2
     return [
         (step, fmean(value for _, value in points[max(index - half, 0) : index + half + 1]))

@@ -35,7 +35,7 @@ class _Chart(NamedTuple):
 
 
 _CHARTS = (
-    _Chart("loss", "Loss", "nats per trained token", smooth=True),
+    _Chart("loss", "Loss", "mean per trained token, or per pair of answers", smooth=True),
     _Chart("grad_norm", "Gradient norm", smooth=True),
     _Chart("lr", "Learning rate", may_be_log=False),
     _Chart("tokens_per_s", "Speed", "tokens/s", smooth=True),
@@ -45,11 +45,11 @@ _CHARTS = (
     _Chart("data_s", "Wait for data", "s, of the host", smooth=True),
 )
 _EVALUATIONS = (
-    _Chart("eval_loss", "Held-out loss", "nats per trained token"),
+    _Chart("eval_loss", "Held-out loss", "mean per trained token, or per pair of answers"),
     _Chart("eval_token_accuracy", "Held-out tokens right", "share"),
     _Chart("eval_accuracy", "Held-out answers right", "share of documents"),
 )
-_NOT_DRAWN = {"step", "eval_num_tokens", *PHASES, *_HOST_TIMES}
+_NOT_DRAWN = {"step", "eval_num_tokens", "eval_num_pairs", *PHASES, *_HOST_TIMES}
 
 
 def report_page(runs: Sequence[RunRecord], now: datetime) -> str:
@@ -289,7 +289,7 @@ def _some(values: JSON) -> str:
 
 
 def _receipt(run: RunRecord) -> str:
-    """What became of the samples: a column for each dataset, of what is trained on and of what is held out."""
+    """Counts of samples kept, cut and dropped, with a column for each training and held-out dataset."""
     columns: list[tuple[str, Object]] = []
     facts: list[str] = []
     for part, receipt in run.receipt.items():

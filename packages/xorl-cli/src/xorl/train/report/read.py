@@ -64,12 +64,11 @@ def read_runs(folders: Sequence[Path]) -> list[RunRecord]:
             reason = f"it has no {METRICS}" if folder.is_dir() else "it is not a folder"
             raise ValueError(f"PATH: {folders[index]} is not the train.output_dir of a run: {reason}")
     common = Path(os.path.commonpath([folder.parent for folder in absolute]))
-    return [
-        run
-        for folder in absolute
-        for name in [str(folder.relative_to(common))]
-        for run in (_read_run(name, folder), *_members(name, folder))
-    ]
+    runs: list[RunRecord] = []
+    for folder in absolute:
+        name = str(folder.relative_to(common))
+        runs += [_read_run(name, folder), *_members(name, folder)]
+    return runs
 
 
 def _members(name: str, folder: Path) -> Iterator[RunRecord]:

@@ -94,8 +94,9 @@ class ChatFormat(RenderedFormat):
             return self._render_row(conversation if self.images is None else self._accepted_form(conversation))
         if self.images is None:
             raise DataError(
-                "the conversation has images, which only a model with an image encoder reads, and only from prepared "
-                "data; use such a model and no stream, or remove the images (ignore_columns leaves out a column)"
+                "the conversation has images, which only a model with an image encoder reads, and only in prepared "
+                "data of type chat; use such a model, type chat and no streaming, or remove the images "
+                "(ignore_columns leaves out a column)"
             )
         conversation, given = place_images(conversation, column)
         sources = tuple(image_source(value, self.images.root) for value in given)

@@ -249,7 +249,7 @@ def apply_overflow(rows: EncodedRows, chunk: Chunk, fmt: Format) -> EncodedDocum
         largest_id=largest,
         largest_id_row=largest_row,
         findings=findings,
-        images=images.keep(is_kept, first_document[row_of_image]) if len(is_kept) else images,
+        images=images.keep(is_kept, first_document[row_of_image]),
     )
 
 

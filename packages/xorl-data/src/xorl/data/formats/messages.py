@@ -294,6 +294,6 @@ def _check_order(messages: list[Message], *, is_prompt: bool) -> None:
         last = role
     if is_prompt:
         if last not in ("user", "tool"):
-            raise DataError(f"the last message has role {last}, but one of the user or of a tool is to be answered")
+            raise DataError(f"the last message has role {last}, want user or tool: the assistant answers it")
     elif all(message["role"] != "assistant" for message in messages):
         raise DataError("the conversation has no assistant message, so there is nothing to train on")

@@ -34,8 +34,8 @@ def has_images(conversation: Conversation, column: Sequence[object]) -> bool:
 def place_images(conversation: Conversation, column: Sequence[object]) -> tuple[Conversation, list[object]]:
     """The conversation as templates expect it, and what the row gives for each of its images, in order.
 
-    Parts of the type image have their own source, or are places for those of `column`; so is each <image> in a text, if
-    the column has images. Raises DataError if there are more images than places, or fewer.
+    A part of type image has its own source, or is a place for the next image of `column`. If the column has images,
+    each <image> in a text is a place, too. Raises DataError unless there are as many places as images in the column.
     """
     given: list[object] = []
     num_places = 0

@@ -21,14 +21,14 @@ from xorl.data.formats.text import RenderedFormat
 from xorl.data.hashing import JSON
 
 PREFERENCE_COLUMNS = ("prompt", "chosen", "rejected")
-# What either format of single answers reads beside them.
+# Columns that the chat and the prompt_completion format read in addition to the answers.
 _CONTEXT_COLUMNS = ("system", "tools")
 _KWARGS = "chat_template_kwargs"
 
 
 @dataclass(frozen=True)
 class PreferenceFormat(RenderedFormat):
-    """Pairs of answers to a prompt. A document has the prompt and the chosen answer, then both again with the rejected.
+    """Pairs of answers to a prompt. A document is the prompt with the chosen answer, then with the rejected one.
 
     Answers in text follow their prompt directly, as in type prompt_completion. Answers in messages are rendered by
     `chat`, None if the tokenizer has no template: their prompt is the column prompt or, without messages in it, the
@@ -91,7 +91,7 @@ class PreferenceFormat(RenderedFormat):
         return self._pair(self.chat, [{**common, "prompt": begin, "completion": answer} for answer in answers])
 
     def tokenize(self, rendered: Sequence[Rendered], chunk: Chunk) -> EncodedRows:
-        """The tokens of pairs. Raises DataError for a pair of which an answer has no trained token."""
+        """Tokenizes pairs. Raises DataError if an answer has no trained token."""
         both = [side for text in rendered for side in (text, cast(Rendered, text.rejected))]
         indices = np.repeat(np.arange(len(rendered)), 2).tolist()
         rows = super().tokenize(both, SomeRows(chunk, indices, [{} for _ in indices], ()))
@@ -143,6 +143,6 @@ class PreferenceFormat(RenderedFormat):
 
 
 def _num_shared(chosen: Sequence[object], rejected: Sequence[object]) -> int:
-    """The number of messages with which both begin, fewer than either has."""
+    """The number of leading messages that both share; at least one message of each is left as the answer."""
     most = min(len(chosen), len(rejected)) - 1
     return next((number for number in range(most) if chosen[number] != rejected[number]), most)

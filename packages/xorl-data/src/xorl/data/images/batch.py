@@ -19,7 +19,7 @@ from xorl.data.images.settings import ImageSettings
 from xorl.data.images.size import Size
 from xorl.data.images.table import StoredImage
 
-# The values of the image that stands where a batch has none: grey, of which no model makes a number that is not finite.
+# The pixel value of the image that fills in for a batch without images. Mid-grey keeps activations finite.
 _GREY = 128
 
 
@@ -49,7 +49,7 @@ class Images:
         return len(self.grids) if bool((self.features >= 0).any()) else 0
 
     def with_tensors(self, move: Callable[[Tensor], Tensor]) -> Images:
-        """With what the device needs moved by `move`."""
+        """Returns a copy with its patches moved by `move`. Grids and features stay on the host."""
         return replace(self, patches=move(self.patches))
 
 
@@ -83,7 +83,7 @@ def load_images(stored: Sequence[StoredImage], settings: ImageSettings) -> Docum
 
 
 def coordinates_of(num_tokens: int, images: Sequence[StoredImage], settings: ImageSettings) -> np.ndarray:
-    """[num_tokens, 3]: see `document_coordinates`."""
+    """The coordinates [num_tokens, 3] of a document's tokens; see `document_coordinates`."""
     grids = [(image.start, image.grid.divided(settings.merge_size)) for image in images]
     return document_coordinates(num_tokens, grids)
 

@@ -33,7 +33,7 @@ _ORIENTATION = 0x0112
 # The orientations that exchange height and width.
 _TURNED = (5, 6, 7, 8)
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
-# The sides of the images that `decoder_digest` decodes: the first is a photo's format, the second a lossless one.
+# The side, in pixels, of the image that `decoder_digest` encodes and decodes.
 _TEST_SIDE = 48
 
 
@@ -84,6 +84,7 @@ def decoder_digest() -> str:
         0, 8, 2, 1024, 4096, None, crops=False, resample="bicubic", mean=(0.0,) * 3, std=(1.0,) * 3, has_axes=False
     )
     hasher = xxhash.xxh3_64()
+    # One lossy and one lossless format.
     for name in ("JPEG", "PNG"):
         file = io.BytesIO()
         Image.fromarray(pixels).save(file, name)
@@ -101,7 +102,7 @@ def _opened(content: bytes, settings: ImageSettings) -> Iterator[Image]:
             warnings.simplefilter("ignore", module.DecompressionBombWarning)
             image = module.open(io.BytesIO(content), formats=_FORMATS)
     except module.DecompressionBombError as error:
-        raise DataError(f"the image is larger than {settings.max_decoded_pixels} pixels: {error}") from error
+        raise DataError(f"the image is too large to decode: {error}") from error
     except (OSError, SyntaxError, ValueError) as error:
         known = ", ".join(_FORMATS)
         raise DataError(f"the image is not a file that can be read, of {len(content)} bytes; known: {known}") from error

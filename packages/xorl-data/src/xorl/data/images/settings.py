@@ -32,9 +32,10 @@ class ImageSettings:
         placeholder: the id of the token that stands for a part of an image; templates write it once for each image.
         patch_size: the pixels on a side of a patch.
         merge_size: the patches on a side of the square that a token stands for.
-        min_pixels, max_pixels: limits of the resized image, which about keeps its proportions. Without `fixed_size`.
-        fixed_size: (height, width) of all resized images.
-        crops: with `fixed_size`, keep the proportions and cut off what is beyond the middle; otherwise, stretch.
+        min_pixels, max_pixels: limits on the area of the resized image, whose proportions are roughly kept. None with
+            `fixed_size`.
+        fixed_size: (height, width) of all resized images; None: each image has its own size.
+        crops: with `fixed_size`, keep the proportions and crop to the center; otherwise, stretch.
         resample: how pixels are interpolated.
         mean, std: by color, what the model subtracts from values between 0 and 1, and then divides them by.
         has_axes: whether tokens of an image have coordinates of their own on three axes: time, height and width.

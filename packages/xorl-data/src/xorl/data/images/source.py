@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from xorl.data.chunks import excerpt
 from xorl.data.errors import DataError
 
 # The keys of a content part that may hold an image, in the order in which they are looked at.
 SOURCE_KEYS = ("bytes", "path", "image", "image_url", "url", "base64")
 _DATA_URI = re.compile(r"data:(?P<type>[\w.+/-]*)(?:;[\w.+-]+=[\w.+-]+)*;base64,", re.IGNORECASE)
-_SHOWN_CHARS = 60
 
 
 @dataclass(frozen=True)
@@ -60,21 +60,21 @@ def image_source(value: object, root: Path | None) -> ImageSource:
     if value.startswith("data:"):
         found = _DATA_URI.match(value)
         if found is None:
-            raise DataError(f"the image {_shown(value)} is not a data URI in base64: data:image/png;base64,...")
+            raise DataError(f"the image {excerpt(value)} is not a data URI in base64: data:image/png;base64,...")
         return ImageSource(None, _decoded(value[found.end() :]))
     if re.match(r"[a-z][a-z0-9+.-]*://", value, re.IGNORECASE):
         if not value.lower().startswith("file://"):
-            raise DataError(f"the image {_shown(value)} is not downloaded; store the file, and name its path")
+            raise DataError(f"the image {excerpt(value)} is not downloaded; store the file, and name its path")
         value = value[len("file://") :]
     if root is None:
         raise DataError(
-            f"the image {_shown(value)} is a path, but the dataset is in no local folder that it could be relative to; "
-            "set images.root, or store the bytes in the rows"
+            f"the image {excerpt(value)} is a path, but the dataset is in no local folder that it could be relative "
+            "to; set images.root, or store the bytes in the rows"
         )
     folder = root.resolve()
     path = (folder / value).resolve()
     if not path.is_relative_to(folder):
-        raise DataError(f"the image {_shown(value)} is outside of {folder}; move it there, or set images.root")
+        raise DataError(f"the image {excerpt(value)} is outside of {folder}; move it there, or set images.root")
     return ImageSource(path, None)
 
 
@@ -82,8 +82,4 @@ def _decoded(text: str) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise DataError(f"the image {_shown(text)} is not valid base64: {error}") from error
-
-
-def _shown(text: str) -> str:
-    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
+        raise DataError(f"the image {excerpt(text)} is not valid base64: {error}") from error
