@@ -308,6 +308,8 @@ def test_devices_are_told_apart_by_their_whole_name() -> None:
     assert PEAK_BF16_FLOPS["NVIDIA H200"] > 6 * PEAK_BF16_FLOPS["NVIDIA H20"]
 
 
+# The limit on the size of files also holds for the one that pytest may capture stderr in.
+@pytest.mark.usefixtures("capsys")
 def test_metrics_that_cannot_be_written_do_not_end_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     # Catches hours of training lost to a full disk under a log, and half a line before those that follow.
     path = tmp_path / "metrics.jsonl"
