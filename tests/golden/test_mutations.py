@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from hf_cases import CASES, IDS, LENGTHS, Case, make_rows, make_twin
-from xorl.core.models import SPECS, Decoder
+from xorl.core.models import SPECS, Decoder, nemotron_h
 from xorl.core.models.decoder_config import Arrangement, DecoderConfig
 from xorl.core.models.hf_config import is_inert
 from xorl.core.nn import LayerKernels
@@ -105,6 +105,8 @@ def others(owner: Any, name: str, own: Any) -> Iterable[Any]:
     match name:
         case "shared" if owner.own_norms:
             return ()  # there are no experts without it
+        case "norms" if owner.mixer is None or owner.ffn is None:
+            return ()  # they are refused
         case "norms":
             return get_args(Arrangement)
         case "kind":
@@ -189,6 +191,8 @@ WITHOUT_EFFECT = {
     "Dots1ForCausalLM": {"output_router_logits"},
     "Glm4MoeLiteForCausalLM": {"output_router_logits"},
     "SolarOpenForCausalLM": {"output_router_logits"},
+    "NemotronHForCausalLM": {"pad_token_id", *nemotron_h.INERT}
+    - {"time_step_rank", "rms_norm_eps", "mtp_hybrid_override_pattern", "num_hidden_layers"},  # no longer saved
 }
 # Without the keys that take precedence over others, and with those that others need.
 CLEARED = {"layer_types": None, "no_rope_layers": None, "output_router_logits": True}

@@ -7,6 +7,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from recurrent_cases import recurrent_variants
 from xorl.core.models import Decoder, spec_for
 from xorl.core.models.recipes import WeightRecipe
 from xorl.core.nn import LayerKernels
@@ -279,6 +280,7 @@ REQUIRED: dict[str, dict[str, object]] = {
     "Dots1ForCausalLM": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
     "Gemma4ForCausalLM": {"hidden_size_per_layer_input": 0},
     "Gemma4ForConditionalGeneration": {"text_config": {"hidden_size_per_layer_input": 0}},
+    "NemotronHForCausalLM": {"layers_block_type": ["linear_attention", "full_attention", "mlp"]},
 }
 GATED = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 28, "shared_expert_intermediate_size": 36}
 PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
@@ -390,53 +392,7 @@ CASES += [
         },
     ),
 ]
-DELTA = {
-    "num_hidden_layers": 4,
-    "head_dim": 16,
-    "linear_conv_kernel_dim": 3,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 12,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e3, "partial_rotary_factor": 0.5},
-}
-CASES += [
-    Case("Qwen3_5ForCausalLM", "every fourth attends", DELTA),
-    Case(
-        "Qwen3_5ForCausalLM",
-        "tied, biases",
-        {
-            **DELTA,
-            "tie_word_embeddings": True,
-            "attention_bias": True,
-            "layer_types": ["full_attention", "linear_attention"] * 2,
-            "linear_num_value_heads": 2,
-        },
-    ),
-    Case("Qwen3_5MoeForCausalLM", "every fourth attends", {**DELTA, **GATED}),
-    Case("Qwen3NextForCausalLM", "every fourth attends", {**DELTA, **GATED}),
-    Case(
-        "Qwen3NextForCausalLM",
-        "some dense",
-        {**DELTA, **GATED, "mlp_only_layers": [0], "norm_topk_prob": False, "linear_num_key_heads": 4},
-    ),
-]
-ADJUSTED = {"layer_types": ["conv", "full_attention", "conv"], "norm_eps": EPS, "block_multiple_of": 16}
-CASES += [
-    Case("Lfm2ForCausalLM", "some attend", {**ADJUSTED, "block_ffn_dim_multiplier": 1.4}),
-    Case(
-        "Lfm2ForCausalLM",
-        "biases, untied",
-        {
-            **ADJUSTED,
-            **NO_PADDING,
-            "conv_bias": True,
-            "conv_L_cache": 4,
-            "tie_word_embeddings": False,
-            "block_auto_adjust_ff_dim": False,
-        },
-    ),
-]
+CASES += [Case(*variant) for variant in recurrent_variants(EPS, GATED)]
 IDS = [f"{case.architecture} {case.label}" for case in CASES]
 
 

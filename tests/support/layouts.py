@@ -52,7 +52,7 @@ FAMILIES = (
     "starcoder2",
 )
 # Layers whose state passes through a document, which a ring cannot compute.
-RECURRENT = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "lfm2")
+RECURRENT = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "lfm2", "nemotron_h")
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 MODELS: dict[str, dict[str, object]] = {
     "llama": hf_config("llama", max_position_embeddings=20, rope_parameters=DYNAMIC),
@@ -163,8 +163,10 @@ RUNS |= {
     "qwen3_5_moe": Run("qwen3_5_moe_text", {**RECOMPUTE, "router_aux_loss_coef": 0.1}),
     "qwen3_next": Run("qwen3_next"),
     "qwen3_next, LoRA": Run("qwen3_next", lora=LORA),
+    "nemotron_h": Run("nemotron_h", {**MUON, **RECOMPUTE, "recompute_modules": ["self_attn"]}),
+    "nemotron_h, LoRA": Run("nemotron_h", lora=LORA),
 }
-HYBRIDS = ("qwen3_5", "qwen3_5, Muon", "qwen3_5, LoRA", "qwen3_5, QLoRA", "lfm2")
+HYBRIDS = ("qwen3_5", "qwen3_5, Muon", "qwen3_5, LoRA", "qwen3_5, QLoRA", "lfm2", "nemotron_h")
 RUNS |= {
     "pipeline: gpt2": Run("gpt2, 4 layers"),
     "pipeline: llama": Run("llama, 4 layers", BY_OPERATION),
@@ -293,7 +295,7 @@ LAYOUTS: dict[str, Layout] = {
     "ep 2": _layout(2, (*ALL_EXPERTS, *OTHER_EXPERTS), **EP),
     "ep 2, ulysses 2": _layout(2, (*EXPERTS, "qwen3_5_moe"), **EP, **ULYSSES),
     "ep 2, ring 2": _layout(2, EXPERTS, **EP, **RING),
-    "tp 2": _layout(2, (*TENSOR, *PREFERENCES, *HYBRIDS), **{**TP, **ONE_PROCESS}),
+    "tp 2": _layout(2, (*TENSOR, *PREFERENCES, *HYBRIDS, "nemotron_h, LoRA"), **{**TP, **ONE_PROCESS}),
     "tp 2, fsdp": _layout(
         2,
         (

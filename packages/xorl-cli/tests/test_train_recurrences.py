@@ -21,15 +21,15 @@ CPU = torch.device("cpu")
     ("options", "message"),
     [
         ({"ringattn_parallel_size": 2}, r"^train\.ringattn_parallel_size: 2, .*\.ulysses_parallel_size: 1 or 2 or 4"),
-        ({"ulysses_parallel_size": 8}, "ulysses: 8 ranks cannot share 8 heads with 2 key/value heads|the 4 key heads"),
+        ({"ulysses_parallel_size": 8}, "ulysses: 8 ranks cannot share 8 heads with 2 key/value heads|the 4 heads"),
         ({"ulysses_parallel_size": 3}, "ulysses: 3 ranks cannot share"),
         (
             {"tensor_parallel_size": 8},
-            r"^train\.tensor_parallel_size: 8 ranks .* 4 key heads or channels of recurrences .* works is 4$",
+            r"^train\.tensor_parallel_size: 8 ranks .* 4 key heads, groups or channels of recurrences .* works is 4$",
         ),
         (
             {"tensor_parallel_size": 2, "ulysses_parallel_size": 4},
-            "ulysses: 4 ranks cannot share the 2 key heads or channels of recurrences; .* works is 2",
+            "ulysses: 4 ranks cannot share the 2 heads or channels of recurrences; .* works is 2",
         ),
     ],
 )
@@ -81,6 +81,29 @@ def test_a_model_starts_with_the_decays_of_its_authors(tmp_path: Path) -> None:
     assert torch.equal(layer.decay.dt_bias, torch.ones(8))
     assert torch.equal(layer.norm.weight, torch.ones(8))
     assert torch.equal(decoder.layers[0].input_layernorm.weight, torch.zeros(32))
+
+
+def test_a_state_space_starts_with_the_step_sizes_of_its_authors(tmp_path: Path) -> None:
+    # Catches states that forget everything within a token, or never.
+    config = local_config({"config_path": str(write_config(tmp_path, hf_config("nemotron_h")))})
+    model = read_architecture(config.model)
+    decoder = model.spec.build(model.config)
+    decoder.init_weights(seed=0)
+    sizes = decoder.layers[0].linear_attn.decay
+    assert 1 <= sizes.A_log.exp().min() < sizes.A_log.exp().max() <= 16
+    steps = torch.nn.functional.softplus(sizes.dt_bias)
+    assert 1e-3 * (1 - 1e-5) <= steps.min() < steps.max() <= 1e-1 * (1 + 1e-5)
+    assert torch.equal(sizes.D, torch.ones(8))
+
+
+def test_a_model_with_one_group_shares_rows_by_heads_alone(tmp_path: Path) -> None:
+    # Catches a group whose norm is computed from some of its channels.
+    folder = write_config(tmp_path, hf_config("nemotron_h", n_groups=1))
+    config = local_config({"config_path": str(folder)}, tensor_parallel_size=2)
+    with pytest.raises(ValueError, match=r"tensor_parallel_size: 2 ranks .* 1 key heads, groups or channels .* is 1$"):
+        sketch_model(read_architecture(config.model), config.model, config.train, config.lora)
+    config = local_config({"config_path": str(folder)}, ulysses_parallel_size=4)
+    sketch_model(read_architecture(config.model), config.model, config.train, config.lora)
 
 
 def test_the_embedded_sampler_names_what_works_instead(tmp_path: Path, mesh) -> None:

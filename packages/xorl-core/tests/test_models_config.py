@@ -241,6 +241,28 @@ RELEASED: list[tuple[str, dict[str, object]]] = [
             "use_rotary_pos_emb": True,
         },
     ),
+    (
+        "NemotronHForCausalLM",
+        {
+            "attention_head_dim": 128,
+            "chunk_size": 128,
+            "expand": 2,
+            "hidden_dropout": 0.0,
+            "hybrid_override_pattern": "M-*-",
+            "mamba_proj_bias": False,
+            "num_hidden_layers": 4,
+            "num_logits_to_keep": 1,
+            "rescale_prenorm_residual": True,
+            "residual_in_fp32": False,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": None,
+            "time_step_floor": 1e-4,
+            "time_step_limit": [0.0, float("inf")],
+            "time_step_max": 0.1,
+            "time_step_rank": 256,
+            "use_mamba_kernels": True,
+        },
+    ),
     ("GPT2LMHeadModel", {"_num_labels": 1, "n_ctx": 256, "summary_use_proj": True, "task_specific_params": {"a": 1}}),
 ]
 
@@ -249,6 +271,10 @@ RELEASED: list[tuple[str, dict[str, object]]] = [
 def test_keys_of_released_models_are_known(architecture, keys):
     """Catches a released model that is refused for a key without effect."""
     read(architecture, **{**NEUTRAL, **GENERATION, **keys})
+
+
+# Keys without which there is no model.
+REQUIRED = {"NemotronHForCausalLM": {"hybrid_override_pattern": "M*-"}}
 
 
 @pytest.mark.parametrize("architecture", SPECS)
@@ -264,6 +290,7 @@ def test_an_unknown_key_is_refused_by_name_and_value(architecture):
             other_token_id=3,
             pad_token_id=None,
             hidden_size_per_layer_input=0,
+            **REQUIRED.get(architecture, {}),
         )
 
 

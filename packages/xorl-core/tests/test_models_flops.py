@@ -23,6 +23,7 @@ HF_CONFIGS = {
     "Qwen3_5ForCausalLM": hf_config("qwen3_5_text"),
     "Qwen3NextForCausalLM": hf_config("qwen3_next"),
     "Glm4MoeForCausalLM": hf_config("glm4_moe", **SIZES),
+    "NemotronHForCausalLM": hf_config("nemotron_h"),
 }
 
 

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from xorl.kernels.recurrent import PLAIN_RECURRENCE, RECURRENCES, RecurrenceFns, RecurrenceRequest, resolve_recurrence
 from xorl.kernels.recurrent.certify import certify
-from xorl.kernels.recurrent.norms import gated_norm, unit_norm
+from xorl.kernels.recurrent.norms import gated_norm, norm_of_gated, unit_norm
 
 REQUEST = RecurrenceRequest("cpu", torch.float32, (8, 12))
+OF_STATE_SPACE = RecurrenceRequest("cpu", torch.float32, states=(8, 12))
 
 
 def test_norms_have_the_gradients_of_their_formulas() -> None:
@@ -24,6 +25,11 @@ def test_norms_have_the_gradients_of_their_formulas() -> None:
     torch.testing.assert_close(unit_norm(x, 0.3), 0.3 * x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt())
     wanted = x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt() * weight * torch.nn.functional.silu(gate)
     torch.testing.assert_close(gated_norm(x, weight, gate, 1e-3), wanted)
+    weights = torch.randn(3, 8, dtype=torch.float64, generator=generator).requires_grad_()
+    assert torch.autograd.gradcheck(lambda *inputs: norm_of_gated(*inputs, 1e-3), (x, weights, gate))
+    gated = x * torch.nn.functional.silu(gate)
+    wanted = gated / (gated.square().mean(-1, keepdim=True) + 1e-3).sqrt() * weights
+    torch.testing.assert_close(norm_of_gated(x, weights, gate, 1e-3), wanted)
 
 
 def test_half_precision_is_rounded_once() -> None:
@@ -58,7 +64,13 @@ def from_other_documents(x: Tensor) -> Tensor:
     return x + 1e-6 * x.mean(0).detach()
 
 
-@pytest.mark.parametrize("name", ["gated_delta", "causal_conv", "unit_norm", "gated_norm"])
+@pytest.mark.parametrize(
+    ("request_", "name"),
+    [
+        *((REQUEST, name) for name in ("gated_delta", "causal_conv", "unit_norm", "gated_norm")),
+        *((OF_STATE_SPACE, name) for name in ("state_space", "causal_conv", "norm_of_gated")),
+    ],
+)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -69,8 +81,10 @@ def from_other_documents(x: Tensor) -> Tensor:
     ],
     ids=["scaled", "wrong gradient", "nan", "leaks"],
 )
-def test_wrong_functions_are_not_certified(name: str, change: Callable[[Tensor], Tensor], message: str) -> None:
+def test_wrong_functions_are_not_certified(
+    request_: RecurrenceRequest, name: str, change: Callable[[Tensor], Tensor], message: str
+) -> None:
     # Catches a run on kernels that are wrong on a device.
     functions: RecurrenceFns = replace(PLAIN_RECURRENCE, **{name: copied(getattr(PLAIN_RECURRENCE, name), change)})
     with pytest.raises(RuntimeError, match=f"^{name} {message}"):
-        certify(functions, REQUEST)
+        certify(functions, request_)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import cast
 
@@ -29,6 +29,10 @@ CUT: Mapping[str, int] = MappingProxyType(
         "linear_num_key_heads": 8,
         "linear_key_head_dim": 32,
         "linear_value_head_dim": 32,
+        "mamba_num_heads": 16,
+        "n_groups": 8,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 32,
         "vocab_size": 384,
         "num_experts": 16,
         "num_local_experts": 16,
@@ -42,6 +46,10 @@ CUT: Mapping[str, int] = MappingProxyType(
         "sliding_window": 24,
     }
 )
+
+
+# Keys with a kind for each layer, whatever the number of layers in other keys is.
+_KINDS_OF_LAYERS = ("layers_block_type", "hybrid_override_pattern")
 
 
 def cut_down(hf_config: Mapping[str, object], min_heads: int, num_parts: int, min_layers: int = 0) -> dict[str, object]:
@@ -78,10 +86,21 @@ def cut_down(hf_config: Mapping[str, object], min_heads: int, num_parts: int, mi
         for name, value in hf_config.items():
             if isinstance(value, list) and len(value) == hf_config["num_hidden_layers"]:
                 found[name] = value[:num_layers]
+    for name in _KINDS_OF_LAYERS:
+        kinds = hf_config.get(name)
+        if isinstance(kinds, (list, str)) and len(kinds) > num_layers:
+            found[name] = _some_of_each(kinds, num_layers)
     if "vocab_size" in found:
         pad = hf_config.get("pad_token_id")
         found["pad_token_id"] = pad % CUT["vocab_size"] if isinstance(pad, int) else None
     return found | _cut_factors({**hf_config, **found})
+
+
+def _some_of_each(kinds: Sequence[str], num_layers: int) -> Sequence[str]:
+    """The first layers, of which the last make room for kinds that only come later."""
+    missing = [kind for kind in dict.fromkeys(kinds) if kind not in kinds[:num_layers]][:num_layers]
+    kept = [*kinds[: num_layers - len(missing)], *missing]
+    return "".join(kept) if isinstance(kinds, str) else kept
 
 
 def _cut_factors(hf_config: Mapping[str, object]) -> dict[str, object]:

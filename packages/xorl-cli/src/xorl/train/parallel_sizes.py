@@ -27,7 +27,7 @@ def check_shared_matrices(config: DecoderConfig, train: TrainConfig) -> None:
 
 def _check_recurrences(config: DecoderConfig, train: TrainConfig) -> None:
     """Raise ValueError unless ranks that share a row can share the heads of recurrences."""
-    num_heads = math.gcd(*(each.num_parts for each in config.recurrences)) // train.tensor_parallel_size
+    num_heads = math.gcd(*(each.num_row_parts for each in config.recurrences)) // train.tensor_parallel_size
     works = [size for size in range(1, num_heads + 1) if num_heads % size == 0]
     # No more than the heads of attention, if there are fewer.
     works = [size for size in works if all(each.num_heads % size == 0 for each in config.attentions)]
@@ -40,7 +40,7 @@ def _check_recurrences(config: DecoderConfig, train: TrainConfig) -> None:
     if train.ulysses_parallel_size not in works:
         nearest = min(works, key=lambda size: (abs(size - train.ulysses_parallel_size), size))
         raise ValueError(
-            f"ulysses: {train.ulysses_parallel_size} ranks cannot share the {num_heads} key heads or channels of "
+            f"ulysses: {train.ulysses_parallel_size} ranks cannot share the {num_heads} heads or channels of "
             f"recurrences; the nearest size that works is {nearest}"
         )
 
@@ -60,7 +60,7 @@ def _check_tensor_ranks(config: DecoderConfig, train: TrainConfig) -> None:
         if shared % size == 0 and all(count % size == 0 or size % count == 0 for count in kv_heads)
     ]
     if num_ranks not in works:
-        shown = f", {_listed(recurrent)} key heads or channels of recurrences" if recurrent else ""
+        shown = f", {_listed(recurrent)} key heads, groups or channels of recurrences" if recurrent else ""
         shown += f" and feed-forward widths of {_listed(widths)}" if widths else ""
         raise ValueError(
             f"{option} ranks cannot share {_listed(heads)} query heads, "

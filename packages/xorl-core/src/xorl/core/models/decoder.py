@@ -16,7 +16,7 @@ from xorl.core.models.decoder_config import DecoderConfig, ExpertsConfig
 from xorl.core.models.decoder_layer import DecoderLayer
 from xorl.core.models.image_config import ImageInput
 from xorl.core.models.image_encoder import ImageEncoder, PlacedFeatures
-from xorl.core.models.initial import fill_log_uniform_, fill_normal_, key_of
+from xorl.core.models.initial import fill_log_uniform_, fill_normal_, fill_softplus_log_uniform_, key_of
 from xorl.core.models.recipes import ENCODER, LogicalModule, RowTarget
 from xorl.core.models.router_losses import RouterLosses, RouterLossOptions, RouterSums, check_recorded
 from xorl.core.models.stacks import ExpertStack
@@ -37,6 +37,7 @@ from xorl.core.nn.roles import (
 )
 from xorl.core.nn.share import pieces, shares_of
 from xorl.core.nn.short_conv import ShortConv
+from xorl.core.nn.state_space import StateSpace
 from xorl.core.shards import local
 from xorl.kernels.fused.reference import capped
 from xorl.kernels.head import HeadWeight, LogitOptions
@@ -152,7 +153,7 @@ class Decoder(nn.Module):
         stacked = {
             f"{path}.{name}.weight": tuple(rows)
             for path, module in self.named_modules()
-            if isinstance(module, (Attention, GatedDeltaNet, GatedMLP, Experts, ShortConv))
+            if isinstance(module, (Attention, GatedDeltaNet, GatedMLP, Experts, ShortConv, StateSpace))
             for name, rows in module.stacked_rows.items()
         }
         stacked |= {
@@ -322,7 +323,7 @@ class Decoder(nn.Module):
                 continue
             parameter, share = parameters[name], shares.get(name)
             value = stated.get(name)
-            if value is not None and not isinstance(value, LogUniform):
+            if isinstance(value, (int, float)):
                 local(parameter).fill_(value)
                 continue
             shape = tuple(parameter.shape) if share is None else share.whole(parameter.shape)
@@ -331,7 +332,8 @@ class Decoder(nn.Module):
                 if value is None:
                     fill_normal_(part, std=self._std(name), offset=box.offset, **place)
                 else:
-                    fill_log_uniform_(part, value.low, value.high, offset=box.offset, **place)
+                    fill = fill_log_uniform_ if isinstance(value, LogUniform) else fill_softplus_log_uniform_
+                    fill(part, value.low, value.high, offset=box.offset, **place)
 
     @torch.no_grad()
     def correct_routers(self, sums: RouterSums, *, skipped: Tensor) -> None:

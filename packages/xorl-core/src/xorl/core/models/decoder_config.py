@@ -16,12 +16,13 @@ from xorl.core.nn.layers import ACTIVATIONS, TRAINED_ACTIVATIONS
 from xorl.core.nn.moe import RouterConfig
 from xorl.core.nn.norms import NormConfig
 from xorl.core.nn.short_conv import ShortConvConfig
+from xorl.core.nn.state_space import StateSpaceConfig
 from xorl.kernels.arguments import check_choice
 from xorl.kernels.attention import AttentionRequest
 from xorl.kernels.experts.gates import SILU, Gate
 from xorl.kernels.recurrent import RecurrenceRequest
 
-Recurrence = GatedDeltaConfig | ShortConvConfig
+Recurrence = GatedDeltaConfig | ShortConvConfig | StateSpaceConfig
 """A mixer that keeps earlier tokens in a state of fixed size, which passes from token to token."""
 
 Arrangement = Literal["pre", "post", "sandwich", "parallel"]
@@ -94,24 +95,26 @@ class ExpertsConfig:
 class LayerConfig:
     """One layer of a decoder. output_scale: whether checkpoints have a factor on its output.
 
-    mixer: the block that reads earlier tokens, attention or a recurrence.
+    mixer: the block that reads earlier tokens, attention or a recurrence; None: there is none.
+    ffn: the feed-forward block; None: there is none, but a mixer.
     """
 
-    mixer: AttentionConfig | Recurrence
-    ffn: DenseConfig | ExpertsConfig
+    mixer: AttentionConfig | Recurrence | None
+    ffn: DenseConfig | ExpertsConfig | None
     norms: Arrangement = "pre"
     output_scale: bool = False
+
+    def __post_init__(self) -> None:
+        if self.mixer is None and self.ffn is None:
+            raise ValueError("a layer has a mixer or a feed-forward block, or both; this one has neither")
+        if (self.mixer is None or self.ffn is None) and self.norms != "pre":
+            raise ValueError(f"norms: {self.norms}, but a layer of one block has its norm before it, which is 'pre'")
 
     @property
     def attention(self) -> AttentionConfig:
         """The mixer of a layer with attention."""
         assert isinstance(self.mixer, AttentionConfig), "this layer has a recurrence"
         return self.mixer
-
-    @property
-    def is_recurrent(self) -> bool:
-        """Whether earlier tokens are in a state instead of in keys and values."""
-        return not isinstance(self.mixer, AttentionConfig)
 
 
 @dataclass(frozen=True)
@@ -164,7 +167,7 @@ class DecoderConfig:
         """This configuration with one rotation in layers without a window, and another in layers with one."""
 
         def change(_: int, layer: LayerConfig) -> LayerConfig:
-            if layer.is_recurrent:
+            if not isinstance(layer.mixer, AttentionConfig):
                 return layer
             rope = full if layer.attention.window is None else sliding
             return replace(layer, mixer=replace(layer.attention, rope=rope))
@@ -183,7 +186,8 @@ class DecoderConfig:
     @property
     def recurrences(self) -> tuple[Recurrence, ...]:
         """The recurrence of each layer that has one."""
-        return tuple(layer.mixer for layer in self.layers if not isinstance(layer.mixer, AttentionConfig))
+        mixers = (layer.mixer for layer in self.layers)
+        return tuple(mixer for mixer in mixers if mixer is not None and not isinstance(mixer, AttentionConfig))
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -207,12 +211,17 @@ class DecoderConfig:
 
     def recurrence_requests(self, device_type: str, dtype: torch.dtype) -> list[RecurrenceRequest]:
         """What the layers with recurrences require of a backend, if they compute in `dtype`; each request once."""
-        heads = (
-            (each.key_dim, each.value_dim) if isinstance(each, GatedDeltaConfig) else None for each in self.recurrences
-        )
-        return [RecurrenceRequest(device_type, dtype, each) for each in dict.fromkeys(heads)]
+        return list(dict.fromkeys(_request_of(each, device_type, dtype) for each in self.recurrences))
 
     @property
     def has_experts(self) -> bool:
         """Whether any layer is a mixture of experts."""
         return any(isinstance(layer.ffn, ExpertsConfig) for layer in self.layers)
+
+
+def _request_of(recurrence: Recurrence, device_type: str, dtype: torch.dtype) -> RecurrenceRequest:
+    if isinstance(recurrence, GatedDeltaConfig):
+        return RecurrenceRequest(device_type, dtype, heads=(recurrence.key_dim, recurrence.value_dim))
+    if isinstance(recurrence, StateSpaceConfig):
+        return RecurrenceRequest(device_type, dtype, states=(recurrence.head_dim, recurrence.state_dim))
+    return RecurrenceRequest(device_type, dtype)

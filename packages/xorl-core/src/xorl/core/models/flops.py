@@ -79,8 +79,10 @@ def forward_costs(config: DecoderConfig, length: int) -> tuple[list[float], floa
     return layers, config.hidden_size * config.vocab_size
 
 
-def _mixed(mixer: AttentionConfig | Recurrence, length: int) -> float:
+def _mixed(mixer: AttentionConfig | Recurrence | None, length: int) -> float:
     """Multiply-adds of a mixer for each token of a document of `length` tokens, without its parameters."""
+    if mixer is None:
+        return 0
     if isinstance(mixer, AttentionConfig):
         return _pair_channels(mixer) * causal_pairs(length, mixer.window) / length
     return mixer.num_products
@@ -93,7 +95,9 @@ def _pair_channels(attention: AttentionConfig) -> int:
 
 def _layer_parameters(layer: LayerConfig, width: int) -> int:
     """The number of parameters in a layer's matrices, of a model of this width."""
-    mixer, ffn = layer.mixer.num_parameters(width), layer.ffn
+    mixer, ffn = 0 if layer.mixer is None else layer.mixer.num_parameters(width), layer.ffn
+    if ffn is None:
+        return mixer
     if isinstance(ffn, DenseConfig):
         return mixer + width * _dense_columns(ffn)
     shared = 0 if ffn.shared is None else _dense_columns(ffn.shared) + ffn.shared_gate

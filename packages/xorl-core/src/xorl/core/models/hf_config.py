@@ -35,6 +35,7 @@ DROPOUT_KEYS = (
     "attn_pdrop",
     "embd_pdrop",
     "embedding_dropout",
+    "hidden_dropout",
     "resid_pdrop",
     "residual_dropout",
 )

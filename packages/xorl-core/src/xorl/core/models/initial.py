@@ -84,9 +84,33 @@ def fill_log_uniform_(
     """Like `fill_normal_`, with logarithms of independent uniform values between low and high."""
 
     def draw(start: int, stop: int, device: torch.device) -> Tensor:
-        return uniform(key, start, stop, device).mul_((high - low) / 2).add_((high + low) / 2).log_()
+        return _between(low, high, key, start, stop, device).log_()
 
     _fill_(part, draw, shape=shape, offset=offset, device=device)
+
+
+@torch.no_grad()
+def fill_softplus_log_uniform_(
+    part: Tensor,
+    low: float,
+    high: float,
+    *,
+    key: int,
+    shape: Sequence[int],
+    offset: Sequence[int],
+    device: torch.device | None = None,
+) -> None:
+    """Like `fill_normal_`, with values whose softplus has a uniform logarithm, between those of low and high."""
+
+    def draw(start: int, stop: int, device: torch.device) -> Tensor:
+        softplus = _between(math.log(low), math.log(high), key, start, stop, device).exp_()
+        return softplus + (-(-softplus).expm1()).log()
+
+    _fill_(part, draw, shape=shape, offset=offset, device=device)
+
+
+def _between(low: float, high: float, key: int, start: int, stop: int, device: torch.device) -> Tensor:
+    return uniform(key, start, stop, device).mul_((high - low) / 2).add_((high + low) / 2)
 
 
 def _fill_(

@@ -63,8 +63,13 @@ class GatedDeltaConfig:
 
     @property
     def num_parts(self) -> int:
-        """The parts that ranks can have: key heads, with their value heads."""
+        """The parts that ranks which share matrices can have: key heads, with their value heads."""
         return self.num_key_heads
+
+    @property
+    def num_row_parts(self) -> int:
+        """The parts that ranks which share a row can have."""
+        return self.num_parts
 
     @property
     def rotary(self) -> None:

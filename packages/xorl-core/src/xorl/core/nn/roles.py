@@ -40,7 +40,16 @@ class LogUniform:
     high: float
 
 
-InitialValue = float | LogUniform
+@dataclass(frozen=True)
+class SoftplusLogUniform:
+    """Initial values whose softplus has a logarithm that is drawn evenly between those of `low` and `high`."""
+
+    low: float
+    high: float
+
+
+Drawn = LogUniform | SoftplusLogUniform
+InitialValue = float | Drawn
 
 
 @runtime_checkable

@@ -35,8 +35,13 @@ class ShortConvConfig:
 
     @property
     def num_parts(self) -> int:
-        """The parts that ranks can have: channels."""
+        """The parts that ranks which share matrices can have: channels."""
         return self.num_channels
+
+    @property
+    def num_row_parts(self) -> int:
+        """The parts that ranks which share a row can have."""
+        return self.num_parts
 
     @property
     def rotary(self) -> None:

@@ -88,17 +88,18 @@ def recompute_layers(
     is_selective = recompute == "operation"
     assert not (is_selective and reentrant), "reentrant recomputation cannot be selective"
     for layer in first:
-        for module in [_part(layer, name) for name in modules] or [layer]:
+        for module in _parts(layer, modules) if modules else [layer]:
             # Saving the RNG state costs time. In a layer, only dropout uses random numbers.
             has_dropout = any(isinstance(inner, nn.Dropout) for inner in module.modules())
             has_router = any(isinstance(inner, MixtureOfExperts) for inner in module.modules())
             module.__class__ = _recomputing_class(type(module), reentrant, is_selective, has_dropout, has_router)
 
 
-def _part(layer: nn.Module, name: RecomputeModule) -> nn.Module:
-    """The submodule of this name; in a layer with a recurrence, self_attn stands for the recurrence."""
+def _parts(layer: nn.Module, names: Sequence[RecomputeModule]) -> list[nn.Module]:
+    """The submodules of these names that the layer has; its recurrence stands for self_attn."""
     children = dict(layer.named_children())
-    return children["linear_attn" if name == "self_attn" and name not in children else name]
+    found = [children.get("linear_attn" if name == "self_attn" and name not in children else name) for name in names]
+    return [module for module in found if module is not None]
 
 
 @cache

@@ -16,7 +16,8 @@ from xorl.kernels.fused.device import missing_device
 from xorl.kernels.layout import SequenceLayout
 from xorl.kernels.recurrent.causal_conv import Activation, causal_conv
 from xorl.kernels.recurrent.gated_delta import gated_delta
-from xorl.kernels.recurrent.norms import gated_norm, unit_norm
+from xorl.kernels.recurrent.norms import gated_norm, norm_of_gated, unit_norm
+from xorl.kernels.recurrent.state_space import state_space
 from xorl.kernels.registry import Backend, Registry
 
 # fla.py calls private functions of the library, so it supports only one version.
@@ -29,6 +30,16 @@ class GatedDeltaFn(Protocol):
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, layout: SequenceLayout) -> Tensor:
         """[T, H, V]."""
+        ...
+
+
+class StateSpaceFn(Protocol):
+    """Computes the scan of a state space, as `state_space`."""
+
+    def __call__(
+        self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, layout: SequenceLayout
+    ) -> Tensor:
+        """[T, H, P]."""
         ...
 
 
@@ -50,6 +61,8 @@ class RecurrenceFns:
     causal_conv: CausalConvFn = causal_conv
     unit_norm: Callable[[Tensor, float], Tensor] = unit_norm
     gated_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor] = gated_norm
+    state_space: StateSpaceFn = state_space
+    norm_of_gated: Callable[[Tensor, Tensor, Tensor, float], Tensor] = norm_of_gated
 
 
 PLAIN_RECURRENCE = RecurrenceFns()
@@ -61,8 +74,11 @@ class RecurrenceRequest:
 
     Attributes:
         device_type: "cpu", "cuda", ...
-        dtype: of queries, keys and values.
-        heads: the channels of a head of keys, and of values, of the gated delta rule; None: convolutions alone.
+        dtype: of the activations.
+        heads: the channels of a head of keys, and of values, of the gated delta rule; None: there is none.
+        states: the channels of a head, and of its states, of a state space; None: there is none.
+
+    Without both, there are convolutions alone.
 
     Raises ValueError for values of other types.
     """
@@ -70,16 +86,18 @@ class RecurrenceRequest:
     device_type: str
     dtype: torch.dtype
     heads: tuple[int, int] | None = None
+    states: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         check_device_type(self.device_type)
         check_floating("dtype", self.dtype)
-        for each in self.heads or ():
-            check_at_least("heads", each, 1)
+        for name, sizes in (("heads", self.heads), ("states", self.states)):
+            for each in sizes or ():
+                check_at_least(name, each, 1)
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"device={self.device_type} dtype={dtype} heads={self.heads}"
+        return f"device={self.device_type} dtype={dtype} heads={self.heads} states={self.states}"
 
 
 def _fla_refusal(request: RecurrenceRequest) -> str | None:

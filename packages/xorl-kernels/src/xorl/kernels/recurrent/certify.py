@@ -14,6 +14,8 @@ from xorl.kernels.recurrent.backends import PLAIN_RECURRENCE, RECURRENCES, Recur
 # Documents of one token, shorter than a convolution, and longer than chunks of 64.
 LENGTHS = (200, 1, 3, 70)
 NUM_KEY_HEADS, NUM_VALUE_HEADS, NUM_CHANNELS, NUM_TAPS = 2, 4, 256, 4
+# So that states last as long as a document.
+MEAN_STEP = 0.05
 # Relative, in norm. Rounding to bf16 gives 5e-3, and one wrong element in a hundred 1e-1.
 TOLERANCE = 2e-2
 _certified: set[tuple[RecurrenceFns, RecurrenceRequest]] = set()
@@ -78,6 +80,23 @@ def _cases(request: RecurrenceRequest) -> dict[str, tuple[Compute, list[Tensor]]
         lambda f, x, layout: f.causal_conv(x[0], x[1], None, "silu", layout),
         [draw(num_tokens, NUM_CHANNELS), draw(NUM_CHANNELS, NUM_TAPS)],
     )
+    if request.states is not None:
+        head_dim, state_dim = request.states
+        x, gate = (draw(num_tokens, NUM_VALUE_HEADS, head_dim) for _ in range(2))
+        b, c = (draw(num_tokens, NUM_KEY_HEADS, state_dim) for _ in range(2))
+        dt = draw(num_tokens, NUM_VALUE_HEADS, dtype=torch.float32).exp() * MEAN_STEP
+        a, d = -draw(NUM_VALUE_HEADS, dtype=torch.float32).exp(), draw(NUM_VALUE_HEADS, dtype=torch.float32)
+        return {
+            "state_space": (
+                lambda f, x, layout: f.state_space(x[0], x[1], x[2], x[3], x[4], x[5], layout),
+                [x, dt, a, b, c, d],
+            ),
+            "causal_conv": conv,
+            "norm_of_gated": (
+                lambda f, x, layout: f.norm_of_gated(x[0], x[1], x[2], 1e-6),
+                [x, draw(NUM_VALUE_HEADS, head_dim), gate],
+            ),
+        }
     if request.heads is None:
         return {"causal_conv": conv}
     key_dim, value_dim = request.heads

@@ -3,7 +3,7 @@
 They compute in fp32 (fp64 for fp64 inputs) and round once. The backward pass computes everything again from the inputs,
 which alone are kept: autograd would keep several copies in fp32.
 
-Shapes: T tokens, H heads, C channels of a head.
+Shapes: T tokens, H heads, or groups of them, C channels of a head.
 """
 
 import torch
@@ -32,6 +32,19 @@ def gated_norm(x: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Tensor:
         eps: added to the mean of squares.
     """
     out = _GatedNorm.apply(x, weight, gate, eps)
+    assert isinstance(out, Tensor)
+    return out.to(x.dtype)
+
+
+def norm_of_gated(x: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Tensor:
+    """y / rms(y) * weight with y = x * silu(gate), over the last dimension, in the dtype of x.
+
+    Args:
+        x, gate: [T, H, C].
+        weight: [H, C], in any floating-point dtype.
+        eps: added to the mean of squares.
+    """
+    out = _NormOfGated.apply(x, weight, gate, eps)
     assert isinstance(out, Tensor)
     return out.to(x.dtype)
 
@@ -85,3 +98,27 @@ class _GatedNorm(torch.autograd.Function):
         grad = grad * wide_weight
         grad_x = factor * (grad - normed * (grad * normed).mean(-1, keepdim=True))
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype), grad_gate.to(gate.dtype), None
+
+
+class _NormOfGated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: _Context, x: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(x, weight, gate)
+        ctx.eps = eps
+        gated = _wide(x) * F.silu(_wide(gate))
+        return gated * (gated.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.to(gated.dtype)
+
+    @staticmethod
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight, gate = ctx.saved_tensors
+        wide, wide_gate = _wide(x), _wide(gate)
+        sigmoid = wide_gate.sigmoid()
+        silu = wide_gate * sigmoid
+        gated = wide * silu
+        factor = (gated.square().mean(-1, keepdim=True) + ctx.eps).rsqrt()
+        normed = gated * factor
+        grad_weight = (grad * normed).sum(0)
+        grad = grad * weight.to(wide.dtype)
+        grad = factor * (grad - normed * (grad * normed).mean(-1, keepdim=True))  # of the gated values
+        grad_gate = grad * wide * sigmoid * (1 + wide_gate * (1 - sigmoid))
+        return (grad * silu).to(x.dtype), grad_weight.to(weight.dtype), grad_gate.to(gate.dtype), None
