@@ -5,16 +5,19 @@ A test ensures that no other file of this package names a private part of torch.
 and xorl.lora the hooks of modules, from here.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch._library.custom_ops import OPDEFS
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 __all__ = [
     "ATTENTION_AND_SCALED_PRODUCTS",
+    "FakeTensorMode",
     "OpOverload",
     "TorchDispatchMode",
     "add_tensor_",
@@ -22,6 +25,8 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "all_to_all_autograd",
+    "changes_inputs",
+    "counted_flops",
     "custom_operator_code",
     "efficient_attention_backward",
     "efficient_attention_forward",
@@ -36,6 +41,7 @@ __all__ = [
     "grouped_mm",
     "has_hooks",
     "maybe_mark_dynamic",
+    "operator_name",
     "scaled_dot_product_cudnn_attention",
     "scaled_dot_product_cudnn_attention_backward",
     "scaled_dot_product_efficient_attention",
@@ -46,6 +52,7 @@ __all__ = [
     "scaled_dot_product_flash_attention_for_cpu_backward",
     "scaled_mm",
     "start_all_to_all",
+    "storage_key",
     "wait_tensor",
 ]
 
@@ -106,6 +113,33 @@ def all_reduce(value: Tensor, group_name: str) -> Tensor:
 def all_gather(x: Tensor, group_size: int, group_name: str) -> Tensor:
     """The rows of x on all ranks of a group, which have equally many, in the order of the ranks; without a gradient."""
     return wait_tensor(torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), group_size, group_name))
+
+
+# What a dispatch mode sees of an operator and its tensors.
+
+
+def operator_name(operator: OpOverload) -> str:
+    """The name of an operator without its namespace and overload, such as "mm"."""
+    return operator._schema.name.partition("::")[2]
+
+
+def changes_inputs(operator: OpOverload) -> bool:
+    """Whether an operator writes into any of its inputs."""
+    return operator._schema.is_mutable
+
+
+def counted_flops(operator: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], result: object) -> int:
+    """The FLOPs by the formula that is registered for an operator; 0 without one. Tensors may be fake."""
+    formula = flop_registry.get(operator._overloadpacket)
+    if formula is None:
+        return 0
+    with unset_fake_temporarily():  # formulas read sizes of documents, which are on the host
+        return int(formula(*args, **kwargs, out_val=result))
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Identifies the memory of a tensor among those that exist."""
+    return tensor.untyped_storage()._cdata
 
 
 def has_hooks(module: nn.Module) -> bool:
