@@ -169,4 +169,5 @@ def _in_a_row_ms(run: Callable[[], object], device: torch.device) -> float:
 
 
 def rounded(value: float) -> float:
+    """Four digits, which is more than repeated measurements share."""
     return float(f"{value:.4g}")
