@@ -2,10 +2,14 @@
 
     uv run tools/bench_experts.py                                            # a tiny layer, to test the tool
     uv run tools/bench_experts.py --shape qwen3-30b --num-tokens 8192 16384 32768 --json experts.json
+    uv run tools/bench_experts.py --shape qwen3-30b glm-4.5-air --num-tokens 8192 32768 \
+        --implementations native quack fp8 --without-adapters                    # bf16 beside fp8
 
 Routes are uneven, as a router that was not balanced spreads tokens. "adapted" are frozen experts with an adapter of
 rank 16 on each, "shared" with one A of the up and one B of the down projection for all, "nf4" with frozen weights in
-NF4. Prints a table in Markdown: milliseconds, and the rate of the products' floating-point operations in each.
+NF4. "fp8" includes casting weights, activations and gradients, in each pass; "casts" are those of the weights alone,
+for the forward and for the backward pass. Prints a table in Markdown: milliseconds, and the rate of the products'
+floating-point operations in each.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import TypeAlias
 
@@ -31,10 +35,11 @@ from xorl.kernels.experts.quantized import ExpertsWeight, QuantizedExperts
 from xorl.kernels.experts.routing import top_experts
 from xorl.kernels.grouped import grouped_outer, grouped_product
 from xorl.kernels.quant import QuantScheme
+from xorl.kernels.quant.fp8 import E4M3, cast_rowwise, cast_stack_columnwise
 
 RANK = 16
 # D, F, E, K.
-SHAPES = {"qwen3-30b": (2048, 768, 128, 8), "tiny": (32, 16, 8, 2)}
+SHAPES = {"qwen3-30b": (2048, 768, 128, 8), "glm-4.5-air": (4096, 1408, 128, 8), "tiny": (32, 16, 8, 2)}
 
 
 # The up and the down weights, and the factors of adapters.
@@ -45,6 +50,7 @@ Frozen: TypeAlias = tuple[tuple[ExpertsWeight, ExpertsWeight], list[Tensor]]
 class Row:
     """Median milliseconds of one kind of pass; TFLOP/s of the products in it."""
 
+    shape: str
     num_tokens: int
     name: str
     milliseconds: float
@@ -106,9 +112,9 @@ def adapted(
     return torch.autograd.grad(experts(*inputs, None, factors=factors), leaves, grad)
 
 
-def rows_of(shape: tuple[int, int, int, int], num_tokens: int, names: list[str], rounds: int) -> list[Row]:
+def rows_of(shape: str, num_tokens: int, names: list[str], rounds: int, *, without_adapters: bool) -> list[Row]:
     """A row for each implementation, forward, backward and both, and one for the products alone."""
-    width, inner, num_experts, num_choices = shape
+    width, inner, num_experts, num_choices = SHAPES[shape]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     generator = torch.Generator(device).manual_seed(0)
 
@@ -130,7 +136,7 @@ def rows_of(shape: tuple[int, int, int, int], num_tokens: int, names: list[str],
 
     def add(name: str, run: Callable[[], object], share: int) -> None:
         took = median_ms(run, device, rounds)
-        rows.append(Row(num_tokens, name, took, share * flops / took / 1e9))
+        rows.append(Row(shape, num_tokens, name, took, share * flops / took / 1e9))
 
     ends = RoutePlan.of(ids, num_experts).ends
     gathered, up, gated = (normal(num_tokens * num_choices, columns) for columns in (width, 2 * inner, inner))
@@ -147,7 +153,11 @@ def rows_of(shape: tuple[int, int, int, int], num_tokens: int, names: list[str],
     add("products alone", products, 3)
     add("choice and plan", lambda: RoutePlan.of(top_experts(scores, num_choices), num_experts), 0)
 
-    kinds = frozen_kinds(up_weight, down_weight, normal)
+    if "fp8" in names:
+        stacks = up_weight, down_weight
+        add("casts, forward", lambda: [cast_rowwise(weight.flatten(0, 1), E4M3) for weight in stacks], 0)
+        add("casts, backward", lambda: [cast_stack_columnwise(weight, E4M3) for weight in stacks], 0)
+    kinds = {} if without_adapters else frozen_kinds(up_weight, down_weight, normal)
     for name in names:
         experts = EXPERTS.resolve(name, ExpertsRequest(device.type, x.dtype, width, inner))
         add(f"{name} forward", lambda experts=experts: experts(*leaves, ids, None), 1)
@@ -172,19 +182,22 @@ def rows_of(shape: tuple[int, int, int, int], num_tokens: int, names: list[str],
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="tiny")
+    parser.add_argument("--shape", nargs="+", choices=SHAPES, default=["tiny"])
     parser.add_argument("--num-tokens", nargs="+", type=int, default=[256])
     parser.add_argument("--implementations", nargs="+", choices=EXPERTS.names, default=["native"])
+    parser.add_argument("--without-adapters", action="store_true", help="leave out adapters and quantised experts")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     rows: list[Row] = []
-    print("| tokens | pass | ms | TFLOP/s |")
-    print("|---|---|---|---|")
-    for num_tokens in options.num_tokens:
-        for row in rows_of(SHAPES[options.shape], num_tokens, options.implementations, options.rounds):
+    print("| shape | tokens | pass | ms | TFLOP/s |")
+    print("|---|---|---|---|---|")
+    for shape, num_tokens in product(options.shape, options.num_tokens):
+        names, without_adapters = options.implementations, options.without_adapters
+        for row in rows_of(shape, num_tokens, names, options.rounds, without_adapters=without_adapters):
             rows.append(row)
-            print(f"| {row.num_tokens} | {row.name} | {row.milliseconds:.3f} | {row.tflops:.1f} |", flush=True)
+            took = f"{row.milliseconds:.3f} | {row.tflops:.1f}"
+            print(f"| {row.shape} | {row.num_tokens} | {row.name} | {took} |", flush=True)
     if options.json is not None:
         options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1), encoding="utf-8")
 

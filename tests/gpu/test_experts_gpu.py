@@ -108,6 +108,52 @@ def test_choices_in_parts_match_the_twin(
     assert_match((out, *found), expected, exact, grad)
 
 
+@pytest.mark.parametrize("kind", ["random", "same", "some elsewhere"])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_products_in_fp8_match_their_plain_form(shape: tuple[int, ...], recompute: bool, kind: str) -> None:
+    # Catches a scale of another row or expert, rows of padding that are read, and gradients of weights in fp8.
+    experts = resolve("fp8", shape, BF16)
+    tensors, ids = inputs(shape, BF16)
+    if kind == "same":
+        ids = ids[:1].expand_as(ids).contiguous()
+    if kind == "some elsewhere":
+        ids = ids.masked_fill(ids % 4 > 0, shape[4])
+    num_real = torch.tensor(shape[0] - 5, device="cuda")
+    plain = [tensor.detach().cpu().requires_grad_() for tensor in tensors]
+    with nan_poisoned_empty():
+        out = experts(*tensors, ids, num_real, recompute=recompute)
+        grad = torch.randn_like(out)
+        found = out, *torch.autograd.grad(out, tensors, grad)
+    expected = experts(*plain, ids.cpu(), num_real.cpu())
+    expected = expected, *torch.autograd.grad(expected, plain, grad.cpu())
+    exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    twin = reference.experts(*exact, ids, num_real)
+    twin = twin, *torch.autograd.grad(twin, exact, grad.double())
+    for mine, theirs, exactly in zip(found, expected, twin, strict=True):
+        # Hopper's fast accumulation; a value that rounds to the next one in fp8 here and there.
+        assert (mine.cpu().float() - theirs.float()).norm() <= 2e-2 * theirs.float().norm()
+        assert (mine - exactly).norm() <= 0.1 * exactly.norm()
+    assert (out - twin[0]).norm() > 5e-3 * twin[0].norm(), "that is not fp8"
+    assert not out[-5:].any()
+
+
+def test_products_in_fp8_repeat_to_the_bit() -> None:
+    # Catches a maximum or a sum whose result depends on the order in which the GPU does it.
+    shape = SHAPES[2]
+    experts = resolve("fp8", shape, BF16)
+    tensors, ids = inputs(shape, BF16)
+    grad = torch.randn_like(tensors[0])
+
+    def run() -> list[Tensor]:
+        out = experts(*tensors, ids)
+        return [out, *torch.autograd.grad(out, tensors, grad)]
+
+    first = run()
+    for _ in range(3):
+        assert all(torch.equal(one, other) for one, other in zip(run(), first, strict=True))
+
+
 # Low enough that many values exceed the limit.
 GATES = {"silu": SILU, "gelu": GELU_TANH, "clamped": Gate(alpha=1.7, limit=0.8, offset=1.0)}
 

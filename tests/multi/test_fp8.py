@@ -1,6 +1,6 @@
 """Training in fp8: the same for every placement, and all that a run keeps of its weights is what it was."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import pytest
@@ -16,6 +16,7 @@ from xorl.core.loss import cross_entropy
 from xorl.core.models import spec_for
 from xorl.core.nn.fp8 import Fp8Linear
 from xorl.core.optim import build_optimizer
+from xorl.core.parallel import apply
 from xorl.data import PackedBatch
 from xorl.data.batch import Document, collate
 from xorl.train.engine import Engine
@@ -27,7 +28,9 @@ STEPPED = [
     *((layout, None) for layout in ("ddp-2", "zero3-2", "zero2-2", "hsdp-2x2")),
     ("zero3-2", torch.bfloat16),
 ]
+MIXED = [("ddp-2", "rowwise", "none"), ("zero3-2", "rowwise", "operation"), ("zero3-2", "rowwise", "layer")]
 HF_CONFIG = hf_config("qwen2", tie_word_embeddings=True)
+MIXTURE = hf_config("qwen3_moe", moe_intermediate_size=48, num_hidden_layers=2)
 
 
 def batches() -> list[PackedBatch]:
@@ -50,10 +53,11 @@ def engine_for(
     units: Sequence[str] = (),
     param_dtype: torch.dtype | None = None,
     compile_backend: str | None = None,
+    hf: Mapping[str, object] = HF_CONFIG,
 ) -> Engine:
-    spec = spec_for(HF_CONFIG)
+    spec = spec_for(hf)
     with torch.device("meta"):
-        model = spec.build(spec.config_from_hf(HF_CONFIG), merge_qkv=True)
+        model = spec.build(spec.config_from_hf(hf), merge_qkv=True)
     model.compute_dtype = param_dtype or torch.float32
     policy = {"fp8": fp8, "param_dtype": param_dtype, "unit_modules": units, "compile_backend": compile_backend}
     placed = place(model, layout, recompute, **policy)
@@ -69,6 +73,13 @@ def gradients(layout: str, *options) -> dict[str, Tensor]:
     engine = engine_for(layout, *options)
     engine.forward_backward(own(engine), cross_entropy)
     return {name: whole(p.grad) for name, p in engine.model.module.named_parameters()}
+
+
+def gradients_without_experts() -> dict[str, Tensor]:
+    """Of the mixture, with only its linear layers in fp8."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(apply, "convert_experts", lambda *_: None)
+        return gradients("none", "rowwise", "none", (), None, None, MIXTURE)
 
 
 def dtypes_reduced(fp8: str) -> set[torch.dtype]:
@@ -150,6 +161,10 @@ def found(launch: Launch) -> Launches:
         add("zero3-2", "units", fp8, compute=partial(gradients, "zero3-2", fp8, "layer", ("mlp", "Linear")))
     compiled = ("tensorwise", "layer", (), None, "aot_eager")
     add("zero3-2", "compiled", compute=partial(gradients, "zero3-2", *compiled))
+    for layout, fp8, recompute in (("none", "none", "none"), ("none", "rowwise", "none"), *MIXED):
+        options = (fp8, recompute, (), None, None, MIXTURE)
+        add(layout, "mixture", fp8, recompute, compute=partial(gradients, layout, *options))
+    add("none", "mixture", "without experts", compute=gradients_without_experts)
     for dtype in (None, torch.bfloat16):
         for fp8 in ("none", "tensorwise"):
             add("none", "steps", fp8, dtype, compute=partial(steps, "none", fp8, dtype))
@@ -176,6 +191,21 @@ def test_gradient_does_not_depend_on_the_placement(fp8: str, layout: str, found:
     name = "model.layers.0.mlp.gate_up_proj.weight"
     assert 0.01 < (reference[name] - plain[name]).norm() / plain[name].norm() < 0.4, "that is not fp8"
     assert_same_gradients(found, fp8, layout, "gradients", fp8)
+
+
+@pytest.mark.parametrize(("layout", "fp8", "recompute"), MIXED)
+def test_gradient_of_experts_does_not_depend_on_the_placement(
+    layout: str, fp8: str, recompute: str, found: Launches
+) -> None:
+    # Catches experts that stay in the compute dtype, and a recomputed layer that rounds other values.
+    [reference], [plain] = found("none", "mixture", fp8, "none"), found("none", "mixture", "none", "none")
+    [without] = found("none", "mixture", "without experts")
+    for projection in ("gate_up_proj", "down_proj"):
+        name = f"model.layers.1.mlp.experts.{projection}.weight"
+        for other in (plain, without):
+            assert 0.01 < (reference[name] - other[name]).norm() / other[name].norm() < 0.4, "that is not fp8"
+    for measured in found(layout, "mixture", fp8, recompute):
+        assert_same(reference, measured)
 
 
 @pytest.mark.parametrize("fp8", ["none", *KINDS])

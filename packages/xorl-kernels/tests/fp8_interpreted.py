@@ -1,12 +1,15 @@
-"""The casts to fp8 against their plain twins in Triton's interpreter; test_kernels_fused.py runs this file.
+"""Casts to fp8, and products of experts in it, against their plain twins in Triton's interpreter.
 
-The interpreter of Triton 3.6 rounds to fp8 wrongly (it loses the carry into the exponent), so all values here are ones
-that fp8 has; rounding is left to tests/gpu.
+test_kernels_fused.py runs this file. The interpreter of Triton 3.6 rounds to fp8 wrongly (it loses the carry into the
+exponent), so all values here are ones that fp8 has; rounding is left to tests/gpu.
 """
 
 import pytest
 import torch
 
+from xorl.kernels.experts import products_fp8, products_triton
+from xorl.kernels.experts.gates import SILU
+from xorl.kernels.experts.products import Rows
 from xorl.kernels.quant import fp8, fp8_triton
 from xorl.kernels.quant.fp8 import E4M3, E5M2
 from xorl.kernels.testing import nan_poisoned_empty
@@ -51,6 +54,41 @@ def test_casts(shape, dtype, fp8_dtype):
         fp8_triton.cast_into_(x, amax, q, descale)
         assert_equal([q, descale], [both[0], both[2]])
         assert_equal([fp8_triton.transpose(q)], [fp8.transpose(q)])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 32, 48), (2, 130, 69)], ids=str)
+def test_casts_of_stacks(monkeypatch, shape, dtype):
+    # Catches scales of another matrix, rows of the next tile in a scale, and rows that are read in several blocks.
+    monkeypatch.setattr(fp8_triton, "ROW_BLOCK", 16)
+    x = torch.stack([matrix(shape[1:], dtype, seed) for seed in range(shape[0])])
+    with nan_poisoned_empty():
+        assert_equal(fp8_triton.cast_stack_columnwise(x, E4M3), fp8.cast_stack_columnwise(x, E4M3))
+        assert_equal(fp8_triton.cast_rowwise(x.flatten(0, 1), E4M3), fp8.cast_rowwise(x.flatten(0, 1), E4M3))
+
+
+@pytest.mark.parametrize("gathers", [False, True])
+@pytest.mark.parametrize("is_forward", [True, False])
+@pytest.mark.parametrize(("counts", "depth", "width"), [([3, 0, 20, 1, 0], 9, 13), ([0, 40], 33, 35), ([0, 0], 4, 4)])
+def test_products_of_experts(monkeypatch, counts, depth, width, is_forward, gathers):
+    # Catches a scale of another row, another expert or another half, and a result that has the operands' dtype.
+    monkeypatch.setattr(products_triton, "BLOCK_ROWS", 16)
+    monkeypatch.setattr(products_triton, "BLOCK_COLUMNS", 32)
+    monkeypatch.setattr(products_triton, "DEPTH_BYTES", 32)
+    num_rows = sum(counts)
+    ends = torch.tensor(counts).cumsum(0).to(torch.int32)
+    index = torch.randperm(num_rows + 2, generator=torch.Generator().manual_seed(3)).to(torch.int32)
+    values = matrix((num_rows + 2, depth), torch.float32) * 2.0 ** -torch.arange(num_rows + 2)[:, None].remainder(5)
+    weight = torch.stack([matrix((2 * width, depth), torch.float32, seed) * 4.0**-seed for seed in range(len(counts))])
+    weight = weight.transpose(1, 2) if is_forward else weight.transpose(1, 2).contiguous()
+    wanted_up, wanted = products_fp8.gated(Rows(values[index]), weight, ends, SILU, None, keep_up=True)
+    given = Rows(values, index) if gathers else Rows(values[index])
+    monkeypatch.setattr(products_fp8, "_is_plain", lambda _: False)
+    with nan_poisoned_empty():
+        product = products_fp8.product(given, weight, ends)
+        up, gated = products_fp8.gated(given, weight, ends, SILU, None, keep_up=True)
+    for mine, theirs in ((product, wanted_up), (up, wanted_up), (gated, wanted)):
+        torch.testing.assert_close(mine[:num_rows], theirs[:num_rows], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])

@@ -111,6 +111,7 @@ def fp8_casts() -> None:
             fp8_triton.cast_rowwise(x, to)
             fp8_triton.cast_columnwise(x, to)
             fp8_triton.cast_axiswise(x, to)
+            fp8_triton.cast_stack_columnwise(empty(128, *shape, dtype=dtype), to)
             fp8_triton.transpose(q)
 
 
@@ -211,6 +212,13 @@ def experts(num_tokens: int = 64) -> None:
         products_triton.product(Rows(up), stacked, ends)
         products_triton.add_product(empty(8 * num_tokens, 512, dtype=dtype), Rows(up), stacked, ends)
         products_triton.product(Rows(up), empty(128, 2 * width, 16, dtype=dtype), ends)
+        codes, of_rows = empty(8 * num_tokens, 512, dtype=E4M3), empty(8 * num_tokens, dtype=FP32)
+        fp8_weight, of_columns = empty(128, 2 * width, 512, dtype=E4M3).transpose(1, 2), empty(128, 2 * width)
+        for x, is_fast in product((Rows(codes), Rows(codes, index)), (True, False)):
+            scales = products_triton.Scales(of_rows, of_columns.float(), is_fast)
+            products_triton.product(x, fp8_weight, ends, scales=scales, dtype=dtype)
+            for keep_up, options in product((True, False), gates):
+                products_triton.gated(x, fp8_weight, ends, *options, keep_up=keep_up, scales=scales, dtype=dtype)
     for dtype in (BF16, FP32):
         grouped_triton.clear_empty_groups_(empty(128, 1536, 2048, dtype=dtype), ends)
     for num_experts in (60, 128):

@@ -172,6 +172,11 @@ def _fp8_is_compatible(config: Config) -> Iterator[Conflict]:
             "with fp8: tensorwise, fsdp2 gathers weights only in fp8, but use_dora needs their norms: set fp8 to "
             "rowwise, or data_parallel_mode to none or ddp",
         )
+    if train.fp8 != "none" and config.model.moe_implementation is not None:
+        yield Conflict(
+            ("model.moe_implementation", "train.fp8"),
+            "experts have one kernel in fp8: leave moe_implementation out, or set fp8 to none",
+        )
     if train.fp8 == "tensorwise" and train.enable_cpu_offload:
         yield Conflict(
             ("train.fp8", "train.enable_cpu_offload"),

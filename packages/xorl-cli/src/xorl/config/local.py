@@ -220,8 +220,9 @@ class LocalMemoryFields(MemoryFields):
         default="none",
         description="Run the matrix products of linear layers in 8-bit floating point, forward and backward, with "
         "scales computed from the current values: tensorwise (one scale per matrix; fastest, and fsdp2 gathers the "
-        "weights in fp8) or rowwise (one scale per row; more accurate). The head, embeddings and routers are "
-        "excluded. Needs a GPU of compute capability 8.9 or higher (a CPU emulates it, slowly).",
+        "weights in fp8) or rowwise (one scale per row; more accurate). Experts have one scale per row with either; "
+        "gradients of their weights are not in fp8. The head, embeddings and routers are excluded. Needs a GPU of "
+        "compute capability 8.9 or higher (a CPU emulates it, slowly).",
     )
     recompute_policy: RecomputePolicy = Field(
         default="module",

@@ -45,7 +45,7 @@ def choose_layer_kernels(
     """
     attention = _attention_by_layer(config, model, train, device)
     experts = grouped.experts
-    if config.has_experts:
+    if config.has_experts and train.fp8 == "none":  # parallelize() sets those in fp8
         try:
             experts = EXPERTS.resolve(model.moe_implementation or AUTO, _experts_request(config, train, device))
         except RuntimeError as error:

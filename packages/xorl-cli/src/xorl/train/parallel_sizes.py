@@ -123,8 +123,6 @@ def check_experts(config: DecoderConfig, train: TrainConfig, options: Mapping[st
             f"train.expert_parallel_size: {num_ranks} ranks cannot share {num_experts} experts equally; the nearest "
             f"size that works is {min(works, key=lambda size: (abs(size - num_ranks), size))}"
         )
-    if train.fp8 != "none":
-        raise ValueError(f"train.fp8: {train.fp8}, but products of experts have no fp8 kernel yet; use none")
     if train.enable_gradient_checkpointing and train.enable_reentrant:
         raise ValueError(
             "train.enable_reentrant: true, but reentrant recomputation cannot keep the routes of tokens, so that a "

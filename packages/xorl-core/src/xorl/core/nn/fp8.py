@@ -1,9 +1,10 @@
-"""Linear layers that multiply in fp8, in the forward pass and for both gradients, with dynamic scales.
+"""Linear layers that multiply in fp8, in the forward pass and for both gradients, with dynamic scales; and experts.
 
 `tensorwise` uses one scale per matrix, with activations and weights in E4M3 and gradients in E5M2 (arXiv:2209.05433).
 `rowwise` uses one scale for each vector along the contraction dimension; with so many scales, E4M3 has enough range for
 gradients too (arXiv:2412.19437, section 3.3.2). The forward product uses fast accumulation; the products for the
-gradients accumulate in fp32. Parameters, their names and their gradients are those of `Linear`.
+gradients accumulate in fp32. Parameters, their names and their gradients are those of `Linear`. Experts always have one
+scale for each vector, and gradients of their weights are not multiplied in fp8 (`xorl.kernels.experts.products_fp8`).
 
 `xorl.core.parallel.fp8` makes the quantised copies of weights and gathers them.
 
@@ -20,7 +21,9 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from xorl.core.nn.layers import Linear
+from xorl.core.nn.moe import Experts
 from xorl.kernels.arguments import check_choice
+from xorl.kernels.experts import EXPERTS, ExpertsRequest
 from xorl.kernels.quant.fp8 import (
     E4M3,
     E5M2,
@@ -39,6 +42,7 @@ Fp8Recipe = Literal["tensorwise", "rowwise"]
 # Not quantised: rounding could change which experts are selected, and the product is too small to save time.
 ROUTERS = ("router", "gate")
 FEATURE_MULTIPLE = 16
+EXPERTS_IN_FP8 = "fp8"
 
 
 def convert_linears(layers: nn.Module, recipe: Fp8Recipe, exclude: Sequence[str] = ROUTERS) -> tuple[str, ...]:
@@ -82,6 +86,29 @@ def fp8_linears(layers: nn.Module, exclude: Sequence[str] = ROUTERS) -> dict[str
             'set fp8="none" for this model, or share its matrices among fewer ranks'
         )
     return linears
+
+
+def convert_experts(layers: nn.Module, device_type: str) -> None:
+    """Make all `Experts` inside `layers` multiply in fp8, in place. Raises ValueError as `check_experts` does."""
+    check_experts(layers, device_type)
+    for module in layers.modules():
+        if isinstance(module, Experts):
+            module.kernel = EXPERTS.resolve(EXPERTS_IN_FP8, _request(module, device_type))
+
+
+def check_experts(layers: nn.Module, device_type: str) -> None:
+    """Raise ValueError if the experts inside `layers` cannot multiply in fp8 on this type of device."""
+    try:
+        for module in layers.modules():
+            if isinstance(module, Experts):
+                EXPERTS.check(EXPERTS_IN_FP8, _request(module, device_type))
+    except RuntimeError as error:
+        raise ValueError(f'fp8: {error}; set fp8="none"') from error
+
+
+def _request(experts: Experts, device_type: str) -> ExpertsRequest:
+    up, down = experts.gate_up_proj, experts.down_proj
+    return ExpertsRequest(device_type, torch.bfloat16, up.in_features, down.in_features)
 
 
 def _ends_in(path: str, name: str) -> bool:

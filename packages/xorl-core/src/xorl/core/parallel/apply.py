@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from xorl.core.mesh import DataParallelMode, Mesh
 from xorl.core.nn.all_gather import AllGather
-from xorl.core.nn.fp8 import Fp8Recipe, convert_linears, fp8_linears
+from xorl.core.nn.fp8 import Fp8Recipe, check_experts, convert_experts, convert_linears, fp8_linears
 from xorl.core.nn.moe import Experts
 from xorl.core.parallel.activations import Recompute, RecomputeModule, recompute_layers
 from xorl.core.parallel.collectives import Collectives
@@ -50,7 +50,7 @@ class ParallelPolicy:
     Attributes:
         data_parallel_mode: how ranks train one model: "fsdp2" shards it, "ddp" replicates it. "none" leaves it as it
             is, for one rank.
-        fp8: the fp8 recipe of the linear layers inside the decoder's layers.
+        fp8: the fp8 recipe of the linear layers inside the decoder's layers. Experts are in fp8 then, too.
         param_dtype: the dtype in which sharded parameters are gathered (None: their own). Gradients are always reduced
             in fp32.
         reshard_after_forward: free gathered parameters between forward and backward pass (ZeRO-3) instead of keeping
@@ -272,7 +272,7 @@ def parallelize(
 
     The steps, in order:
 
-    1. Convert linear layers to fp8.
+    1. Convert linear layers and experts to fp8.
     2. Set up recomputation inside the layers.
     3. Compile the layers, including the fp8 products and the recomputation.
     4. Offload the activations that layers save; a compiled graph cannot contain this.
@@ -299,6 +299,7 @@ def parallelize(
     encoder_layers = encoder_layers_of(model)
     if policy.fp8 != "none":
         convert_linears(layers, policy.fp8)
+        convert_experts(layers, device.type)
     _recompute(encoder_layers, layers, policy)
     if policy.compile_backend is not None:
         compile_layers(list(layers), backend=policy.compile_backend, device_type=device.type)
@@ -399,8 +400,10 @@ def check_parallelizable(model: nn.Module, policy: ParallelPolicy, device_type: 
     if model in _PARALLELIZED:
         raise ValueError(f"model: this {type(model).__name__} was parallelized before; build another one")
     layers, head = layers_of(model), getattr(model, "lm_head", None)
-    if policy.fp8 != "none" and not fp8_linears(layers):
-        raise ValueError(f'fp8: {policy.fp8}, but no layer of the model can be converted; set fp8="none"')
+    if policy.fp8 != "none":
+        if not fp8_linears(layers):
+            raise ValueError(f'fp8: {policy.fp8}, but no layer of the model can be converted; set fp8="none"')
+        check_experts(layers, device_type)
     if policy.compile_backend is not None:
         require_compiler(policy.compile_backend, device_type)
     if policy.data_parallel_mode != "fsdp2":

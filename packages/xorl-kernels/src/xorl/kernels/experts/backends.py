@@ -19,6 +19,7 @@ from xorl.kernels.experts.quantized import ExpertsWeight
 from xorl.kernels.fused import triton_refusal
 from xorl.kernels.fused.device import missing_device
 from xorl.kernels.grouped import product_refusal
+from xorl.kernels.quant.fp8 import fp8_refusal
 from xorl.kernels.registry import Backend, Registry
 
 
@@ -86,6 +87,11 @@ def _triton_refusal(request: ExpertsRequest) -> str | None:
     return triton_refusal(request.device_type) or missing_device(request.device_type)
 
 
+def _fp8_refusal(request: ExpertsRequest) -> str | None:
+    refusal = fp8_refusal(torch.device(request.device_type))
+    return refusal or (None if request.device_type == "cpu" else _triton_refusal(request))
+
+
 def _quack_refusal(request: ExpertsRequest) -> str | None:
     if request.device_type != "cuda":
         return f"it runs on CUDA devices, not on {request.device_type}"
@@ -120,4 +126,6 @@ EXPERTS.register(
 )
 EXPERTS.register(Backend("native", load=lambda: _load("native"), refusal=_native_refusal))
 EXPERTS.register(Backend("triton", load=lambda: _load("triton"), refusal=_triton_refusal))
+# Not for auto: it rounds to fp8.
+EXPERTS.register(Backend("fp8", load=lambda: _load("fp8"), refusal=_fp8_refusal))
 EXPERTS.register(Backend("quack", load=lambda: _load("quack"), refusal=_quack_refusal, missing=_quack_missing))

@@ -60,7 +60,7 @@ def experts(
         biases: of the experts; None: there are none.
         recompute: compute the up product again in the backward pass instead of keeping it.
         factors: of adapters. With these, or quantised weights, weights and biases of the experts must be frozen.
-        products: the implementation of the products: native, triton or quack.
+        products: the implementation of the products: native, triton, quack or fp8.
 
     Raises ValueError for shapes, dtypes or devices that do not fit and, on a CPU, for ids out of range and too small a
     num_rows.
@@ -207,8 +207,11 @@ def _sum_by_expert(rows: Tensor, ends: Tensor) -> Tensor:
 
 
 def _products_of_pass(index: int, products: str, x: Tensor) -> Products:
-    """The implementation `products` for the first pass, and the one that takes least for empty parts for the others."""
-    return products_of(products) if index == 0 else adding_products(x)
+    """The implementation `products` for the first pass, and the one that takes least for empty parts for the others.
+
+    Other products would not round as those in fp8 do.
+    """
+    return products_of(products) if index == 0 or products == "fp8" else adding_products(x)
 
 
 @_experts_backward.register_fake

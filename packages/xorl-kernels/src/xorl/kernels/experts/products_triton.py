@@ -1,6 +1,7 @@
 """The products of experts in Triton: they gather their rows, and the first one also computes the gated activation.
 
-Plain twin: `products_native`. Sums are in fp32, in a fixed order, and every result is rounded once.
+Plain twin: `products_native`. Sums are in fp32, in a fixed order, and every result is rounded once. Operands in fp8
+have scales (`Scales`); their plain twin is in `products_fp8`.
 
 Shapes: M rows, sorted by expert, E experts, N and K features, F width of an expert.
 """
@@ -8,6 +9,7 @@ Shapes: M rows, sorted by expert, E experts, N and K features, F width of an exp
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -26,15 +28,31 @@ DEPTH_BYTES = 128
 NUM_STAGES = 4
 
 
+class Scales(NamedTuple):
+    """What values in fp8 were divided by, in fp32, and how their products are summed.
+
+    of_rows: [R], for each row of `Rows.values`.
+    of_columns: [E, N], for each column of the weight [E, K, N].
+    fast: Hopper's matrix units keep about 14 bits of the running sum instead of adding it to fp32 after each block of
+        products.
+    """
+
+    of_rows: Tensor
+    of_columns: Tensor
+    fast: bool
+
+
 def gather(x: Tensor, indices: Tensor) -> Rows:
     """As `Products.gather`; the products gather."""
     return Rows(x.contiguous(), indices)
 
 
-def product(rows: Rows, weight: Tensor, ends: Tensor) -> Tensor:
-    """As `Products.product`."""
-    out = rows.values.new_empty(_num_rows(rows), weight.shape[2])
-    _launch_product(rows, weight, ends, out, None)
+def product(
+    rows: Rows, weight: Tensor, ends: Tensor, *, scales: Scales | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """As `Products.product`. With operands in fp8, the result is in `dtype`."""
+    out = rows.values.new_empty(_num_rows(rows), weight.shape[2], dtype=dtype)
+    _launch_product(rows, weight, ends, out, None, scales=scales)
     return out
 
 
@@ -44,13 +62,21 @@ def add_product(out: Tensor, rows: Rows, weight: Tensor, ends: Tensor) -> None:
 
 
 def gated(
-    rows: Rows, weight: Tensor, ends: Tensor, gate: Gate, biases: Tensor | None, *, keep_up: bool
+    rows: Rows,
+    weight: Tensor,
+    ends: Tensor,
+    gate: Gate,
+    biases: Tensor | None,
+    *,
+    keep_up: bool,
+    scales: Scales | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `Products.gated`."""
+    """As `Products.gated`. With operands in fp8, the results are in `dtype`, which the biases have."""
     num_rows, width = _num_rows(rows), weight.shape[2] // 2
-    up = rows.values.new_empty(num_rows, 2 * width) if keep_up else rows.values.new_empty(0)
-    out = rows.values.new_empty(num_rows, width)
-    _launch_product(rows, weight, ends, out, up, gate, biases)
+    out = rows.values.new_empty(num_rows, width, dtype=dtype)
+    up = out.new_empty(num_rows, 2 * width) if keep_up else out.new_empty(0)
+    _launch_product(rows, weight, ends, out, up, gate, biases, scales=scales)
     return up, out
 
 
@@ -106,6 +132,7 @@ def _launch_product(
     biases: Tensor | None = None,
     *,
     adds: bool = False,
+    scales: Scales | None = None,
 ) -> None:
     """Write the product to `out` [M, N], or with `up` its gated activation [M, N / 2], in which biases are [E, N].
 
@@ -115,7 +142,10 @@ def _launch_product(
     num_experts, depth, _ = weight.shape
     num_columns = out.shape[1]
     if out.numel():
-        block_columns = min(BLOCK_COLUMNS if up is None else BLOCK_COLUMNS // 2, max(power_of_2(num_columns), 16))
+        # Sums of blocks of fp8 take as many registers again.
+        is_halved = up is not None or (scales is not None and not scales.fast)
+        block_columns = min(BLOCK_COLUMNS // 2 if is_halved else BLOCK_COLUMNS, max(power_of_2(num_columns), 16))
+        block_depth = DEPTH_BYTES // values.element_size()
         num_blocks = math.ceil(num_columns / block_columns)
         # Each expert may end with a block that is not full.
         max_tiles = num_rows // BLOCK_ROWS + num_experts
@@ -127,6 +157,8 @@ def _launch_product(
             weight,
             ends,
             biases_or(biases, values),
+            values if scales is None else scales.of_rows,
+            values if scales is None else scales.of_columns,
             out if up is None else up,
             out,
             EXPERT_STRIDE=weight.stride(0),
@@ -138,11 +170,13 @@ def _launch_product(
             ADDS=adds,
             IS_GATED=up is not None,
             KEEPS_UP=up is not None and up.numel() > 0,
+            IS_SCALED=scales is not None,
+            MOST_IMPRECISE=block_depth if scales is not None and not scales.fast else None,
             PRECISION=_precision(values),
             NUM_BLOCKS=num_blocks,
             BLOCK_ROWS=BLOCK_ROWS,
             BLOCK_COLUMNS=block_columns,
-            BLOCK_DEPTH=DEPTH_BYTES // values.element_size(),
+            BLOCK_DEPTH=block_depth,
             num_warps=NUM_WARPS,
             num_stages=NUM_STAGES,
             **gate_constants(gate, biases, num_experts),
@@ -169,6 +203,8 @@ def _product(
     weight_ptr: tl.tensor,
     ends_ptr: tl.tensor,
     biases_ptr: tl.tensor,
+    row_scales_ptr: tl.tensor,
+    column_scales_ptr: tl.tensor,
     up_ptr: tl.tensor,
     out_ptr: tl.tensor,
     EXPERT_STRIDE: tl.constexpr,
@@ -180,6 +216,8 @@ def _product(
     ADDS: tl.constexpr,
     IS_GATED: tl.constexpr,
     KEEPS_UP: tl.constexpr,
+    IS_SCALED: tl.constexpr,
+    MOST_IMPRECISE: tl.constexpr,
     PRECISION: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -220,10 +258,17 @@ def _product(
         x = tl.load(x_ptr + row_offsets[:, None] + at[None, :], mask=is_depth[None, :], other=0.0)
         offsets = at[:, None] * DEPTH_STRIDE + columns[None, :] * COLUMN_STRIDE
         mask = is_depth[:, None] & is_column[None, :]
-        product = tl.dot(x, tl.load(weight_ptr + offsets, mask=mask, other=0.0), product, input_precision=PRECISION)
+        weight = tl.load(weight_ptr + offsets, mask=mask, other=0.0)
+        product = tl.dot(x, weight, product, input_precision=PRECISION, max_num_imprecise_acc=MOST_IMPRECISE)
         if IS_GATED:
             up_weight = tl.load(up_weight_ptr + offsets, mask=mask, other=0.0)
-            up = tl.dot(x, up_weight, up, input_precision=PRECISION)
+            up = tl.dot(x, up_weight, up, input_precision=PRECISION, max_num_imprecise_acc=MOST_IMPRECISE)
+    if IS_SCALED:
+        of_rows = tl.load(row_scales_ptr + sources)[:, None]
+        scale_ptr = column_scales_ptr + expert.to(tl.int64) * (2 * NUM_COLUMNS if IS_GATED else NUM_COLUMNS)
+        product *= of_rows * tl.load(scale_ptr + columns, mask=is_column, other=0.0)[None, :]
+        if IS_GATED:
+            up *= of_rows * tl.load(scale_ptr + NUM_COLUMNS + columns, mask=is_column, other=0.0)[None, :]
     dtype = out_ptr.dtype.element_ty  # pyright: ignore[reportAttributeAccessIssue] it is a pointer
     is_inside = is_row[:, None] & is_column[None, :]
     wide_rows = rows.to(tl.int64)[:, None]

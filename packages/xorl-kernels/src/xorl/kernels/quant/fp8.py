@@ -147,6 +147,17 @@ def _cast_columnwise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return _transposed(_cast(x, scale, dtype)), descale
 
 
+def cast_stack_columnwise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cast a stack of matrices x [E, R, C], each with a scale for each column: (q transposed [E, C, R], [E, C]).
+
+    It has no gradient, and the compiler does not look into it where it is called, within an operator.
+    """
+    if x.is_cuda:
+        return _triton().cast_stack_columnwise(x, dtype)
+    scale, descale = power_of_two_scale(x.abs().amax(dim=1).float(), dtype)
+    return _cast(x, scale[:, None, :], dtype).transpose(1, 2).contiguous(), descale
+
+
 def cast_axiswise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`cast_rowwise` and `cast_columnwise` of x [R, C] in one pass: (q [R, C], [R], q transposed [C, P], [C])."""
     _check_cast(x, dtype)

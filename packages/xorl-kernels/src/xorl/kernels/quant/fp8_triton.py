@@ -11,14 +11,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from xorl.kernels.fused.device import launch
+from xorl.kernels.fused.device import launch, power_of_2
 from xorl.kernels.quant.formats import SMALLEST_AMAX, TOP_EXPONENT, padded
 
 # Long enough for full bandwidth, short enough that a partly filled last wave of programs costs little.
 BLOCK = 8192
 # Square, so that the rows of a tile are 128 contiguous bytes in both outputs.
 TILE_R, TILE_C = 128, 128
+# Of stacks: narrow, so that the columns of a tile are still in the L2 cache when they are read again.
+STACK_TILE_C = 64
+# Values of a row that are read at once.
+ROW_BLOCK = 4096
 NUM_WARPS = 8
+ROW_NUM_WARPS = 4
 
 TINY: tl.constexpr = tl.constexpr(SMALLEST_AMAX)
 
@@ -46,15 +51,52 @@ def cast_tensorwise_both(x: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[T
 
 def cast_rowwise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """See `fp8.cast_rowwise`."""
-    largest, _ = _axis_amax(x, by_row=True, by_column=False)
-    q, descale = _empty_q(x, dtype), torch.empty_like(largest)
-    _cast(x, largest, largest, q, None, descale, descale, axiswise=True)
+    x = x.contiguous()
+    num_rows, num_columns = x.shape
+    q, descale = _empty_q(x, dtype), torch.empty(num_rows, dtype=torch.float32, device=x.device)
+    if num_rows:
+        launch(
+            _cast_rows_kernel,
+            (num_rows,),
+            x,
+            q,
+            descale,
+            NUM_COLUMNS=num_columns,
+            TOP_EXP=TOP_EXPONENT[dtype],
+            BLOCK=min(power_of_2(num_columns), ROW_BLOCK),
+            num_warps=ROW_NUM_WARPS,
+        )
     return q, descale
+
+
+def cast_stack_columnwise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """See `fp8.cast_stack_columnwise`."""
+    x = x.contiguous()
+    num_matrices, num_rows, num_columns = x.shape
+    q_t = torch.empty((num_matrices, num_columns, num_rows), dtype=dtype, device=x.device)
+    descale = torch.empty((num_matrices, num_columns), dtype=torch.float32, device=x.device)
+    num_blocks = _num_blocks(num_columns, STACK_TILE_C)
+    if x.numel():
+        launch(
+            _cast_columns_kernel,
+            (num_matrices * num_blocks,),
+            x,
+            q_t,
+            descale,
+            num_blocks,
+            NUM_ROWS=num_rows,
+            NUM_COLUMNS=num_columns,
+            TOP_EXP=TOP_EXPONENT[dtype],
+            TILE_R=TILE_R,
+            TILE_C=STACK_TILE_C,
+            num_warps=NUM_WARPS,
+        )
+    return q_t, descale
 
 
 def cast_columnwise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """See `fp8.cast_columnwise`."""
-    _, largest = _axis_amax(x, by_row=False, by_column=True)
+    _, largest = _axis_amax(x, by_row=False)
     q_t, descale = _empty_q_t(x, dtype), torch.empty_like(largest)
     _cast(x, largest, largest, None, q_t, descale, descale, axiswise=True)
     return q_t, descale
@@ -62,7 +104,7 @@ def cast_columnwise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def cast_axiswise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `fp8.cast_axiswise`."""
-    row_largest, column_largest = _axis_amax(x, by_row=True, by_column=True)
+    row_largest, column_largest = _axis_amax(x, by_row=True)
     q, q_t = _empty_q(x, dtype), _empty_q_t(x, dtype)
     row_descale, column_descale = torch.empty_like(row_largest), torch.empty_like(column_largest)
     _cast(x, row_largest, column_largest, q, q_t, row_descale, column_descale, axiswise=True)
@@ -102,8 +144,8 @@ def _empty_q_t(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty((x.shape[1], padded(x.shape[0])), dtype=dtype, device=x.device)
 
 
-def _axis_amax(x: Tensor, *, by_row: bool, by_column: bool) -> tuple[Tensor, Tensor]:
-    """The largest absolute values of x by row [R] and by column [C]. Results that are not requested are zeros."""
+def _axis_amax(x: Tensor, *, by_row: bool) -> tuple[Tensor, Tensor]:
+    """The largest absolute values of x by row [R] and by column [C]. Without `by_row`, the first are zeros."""
     x = x.contiguous()
     num_rows, num_columns = x.shape
     row_largest = torch.zeros(num_rows, dtype=torch.float32, device=x.device)
@@ -118,7 +160,6 @@ def _axis_amax(x: Tensor, *, by_row: bool, by_column: bool) -> tuple[Tensor, Ten
         num_rows,
         num_columns,
         BY_ROW=by_row,
-        BY_COLUMN=by_column,
         TILE_R=TILE_R,
         TILE_C=TILE_C,
         num_warps=NUM_WARPS,
@@ -212,7 +253,6 @@ def _axis_amax_kernel(
     num_rows: int,
     num_columns: int,
     BY_ROW: tl.constexpr,
-    BY_COLUMN: tl.constexpr,
     TILE_R: tl.constexpr,
     TILE_C: tl.constexpr,
 ) -> None:
@@ -222,8 +262,7 @@ def _axis_amax_kernel(
     x = tl.load(x_ptr + row[:, None] * num_columns + column[None, :], mask=inside, other=0.0).to(tl.float32)
     if BY_ROW:
         tl.atomic_max(row_ptr + row, tl.max(_magnitude(x), axis=1), mask=row < num_rows, sem="relaxed")
-    if BY_COLUMN:
-        tl.atomic_max(column_ptr + column, tl.max(_magnitude(x), axis=0), mask=column < num_columns, sem="relaxed")
+    tl.atomic_max(column_ptr + column, tl.max(_magnitude(x), axis=0), mask=column < num_columns, sem="relaxed")
 
 
 @triton.jit
@@ -276,6 +315,68 @@ def _cast_kernel(
         # Rows beyond the last were loaded as zeros, which become the padding.
         inside_t = in_columns[:, None] & (row < padded_rows)[None, :]
         tl.store(q_t_ptr + column[:, None] * padded_rows + row[None, :], tl.trans(q), mask=inside_t)
+
+
+@triton.jit
+def _cast_rows_kernel(
+    x_ptr: tl.tensor,
+    q_ptr: tl.tensor,
+    descale_ptr: tl.tensor,
+    NUM_COLUMNS: tl.constexpr,
+    TOP_EXP: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * NUM_COLUMNS
+    q_ptr += row * NUM_COLUMNS
+    column = tl.arange(0, BLOCK)
+    largest = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, NUM_COLUMNS, BLOCK):
+        x = tl.load(x_ptr + start + column, mask=start + column < NUM_COLUMNS, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, _magnitude(x))
+    amax = tl.max(largest, axis=0)
+    exponent = _exponent(amax, TOP_EXP)
+    tl.store(descale_ptr + row, _descale(amax, exponent))
+    scale = _power_of_two(exponent)
+    for start in range(0, NUM_COLUMNS, BLOCK):
+        inside = start + column < NUM_COLUMNS
+        x = tl.load(x_ptr + start + column, mask=inside, other=0.0).to(tl.float32)
+        tl.store(q_ptr + start + column, (x * scale).to(q_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _cast_columns_kernel(
+    x_ptr: tl.tensor,
+    q_t_ptr: tl.tensor,
+    descale_ptr: tl.tensor,
+    num_blocks: int,
+    NUM_ROWS: tl.constexpr,
+    NUM_COLUMNS: tl.constexpr,
+    TOP_EXP: tl.constexpr,
+    TILE_R: tl.constexpr,
+    TILE_C: tl.constexpr,
+) -> None:
+    matrix = (tl.program_id(0) // num_blocks).to(tl.int64)
+    column = tl.program_id(0) % num_blocks * TILE_C + tl.arange(0, TILE_C)
+    in_columns = column < NUM_COLUMNS
+    x_ptr += matrix * (NUM_ROWS * NUM_COLUMNS)
+    q_t_ptr += matrix * (NUM_ROWS * NUM_COLUMNS)
+    largest = tl.zeros([TILE_C], tl.float32)
+    for start in range(0, NUM_ROWS, TILE_R):
+        row = start + tl.arange(0, TILE_R)
+        inside = (row < NUM_ROWS)[:, None] & in_columns[None, :]
+        x = tl.load(x_ptr + row[:, None] * NUM_COLUMNS + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, tl.max(_magnitude(x), axis=0))
+    exponent = _exponent(largest, TOP_EXP)
+    tl.store(descale_ptr + matrix * NUM_COLUMNS + column, _descale(largest, exponent), mask=in_columns)
+    scale = _power_of_two(exponent)
+    for start in range(0, NUM_ROWS, TILE_R):
+        row = start + tl.arange(0, TILE_R)
+        inside = (row < NUM_ROWS)[:, None] & in_columns[None, :]
+        x = tl.load(x_ptr + row[:, None] * NUM_COLUMNS + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        q_t = tl.trans((x * scale[None, :]).to(q_t_ptr.dtype.element_ty))
+        inside_t = in_columns[:, None] & (row < NUM_ROWS)[None, :]
+        tl.store(q_t_ptr + column[:, None] * NUM_ROWS + row[None, :], q_t, mask=inside_t)
 
 
 @triton.jit
