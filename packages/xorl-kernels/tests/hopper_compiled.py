@@ -111,8 +111,8 @@ def fp8_casts() -> None:
             fp8_triton.cast_rowwise(x, to)
             fp8_triton.cast_columnwise(x, to)
             fp8_triton.cast_axiswise(x, to)
-            fp8_triton.cast_stack_columnwise(empty(128, *shape, dtype=dtype), to)
             fp8_triton.transpose(q)
+        fp8_triton.cast_stack_columnwise(empty(128, *shape, dtype=dtype), E4M3)
 
 
 def quantized_weights() -> None:
@@ -212,13 +212,14 @@ def experts(num_tokens: int = 64) -> None:
         products_triton.product(Rows(up), stacked, ends)
         products_triton.add_product(empty(8 * num_tokens, 512, dtype=dtype), Rows(up), stacked, ends)
         products_triton.product(Rows(up), empty(128, 2 * width, 16, dtype=dtype), ends)
-        codes, of_rows = empty(8 * num_tokens, 512, dtype=E4M3), empty(8 * num_tokens, dtype=FP32)
-        fp8_weight, of_columns = empty(128, 2 * width, 512, dtype=E4M3).transpose(1, 2), empty(128, 2 * width)
-        for x, is_fast in product((Rows(codes), Rows(codes, index)), (True, False)):
-            scales = products_triton.Scales(of_rows, of_columns.float(), is_fast)
-            products_triton.product(x, fp8_weight, ends, scales=scales, dtype=dtype)
-            for keep_up, options in product((True, False), gates):
-                products_triton.gated(x, fp8_weight, ends, *options, keep_up=keep_up, scales=scales, dtype=dtype)
+    codes, index = empty(num_tokens, 512, dtype=E4M3), empty(8 * num_tokens, dtype=torch.int32)
+    weight, of_columns = empty(128, 1536, 512, dtype=E4M3).transpose(1, 2), empty(128, 1536, dtype=FP32)
+    for dtype, is_fast in product((BF16, FP32), (True, False)):
+        scales = products_triton.Scales(empty(num_tokens, dtype=FP32), of_columns, is_fast)
+        products_triton.product(Rows(codes, index), weight, ends, scales=scales, dtype=dtype)
+        added = empty(128, 1536, dtype=dtype)
+        options = {"keep_up": True, "scales": scales, "dtype": dtype}
+        products_triton.gated(Rows(codes, index), weight, ends, clamped, added, **options)
     for dtype in (BF16, FP32):
         grouped_triton.clear_empty_groups_(empty(128, 1536, 2048, dtype=dtype), ends)
     for num_experts in (60, 128):
@@ -361,6 +362,8 @@ def usual_sizes() -> None:
     cross_entropy.cross_entropy_part(logits, labels, gradient, part_of(512))
     fp8_triton.cast_tensorwise_both(x, fp8_triton.amax(x), E4M3)
     fp8_triton.cast_axiswise(x, E4M3)
+    fp8_triton.cast_rowwise(x, E4M3)
+    fp8_triton.cast_stack_columnwise(empty(128, 1536, 2048), E4M3)
     blocks_triton.dequantize_nf4(*blocks_triton.quantize_nf4(x, 64), BF16, None)
     wide = empty(tokens, dtype=FP32)
     blocks_triton.dequantize_nvfp4(*blocks_triton.quantize_nvfp4(x, wide, 16), wide, BF16, None)
@@ -398,6 +401,8 @@ HOT = {
     "quant.fp8_triton._amax_kernel": (64, 0),
     "quant.fp8_triton._axis_amax_kernel": (16, 0),
     "quant.fp8_triton._cast_kernel": (16, 0),
+    "quant.fp8_triton._cast_rows_kernel": (64, 0),
+    "quant.fp8_triton._cast_columns_kernel": (32, 0),
     "quant.blocks_triton._dequantize_nf4": (64, 0),
     "quant.blocks_triton._dequantize_nvfp4": (64, 1),
     "quant.blocks_triton._dequantize_block_fp8": (64, 0),

@@ -83,7 +83,7 @@ def cast_stack_columnwise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor
             x,
             q_t,
             descale,
-            num_blocks,
+            NUM_BLOCKS=num_blocks,
             NUM_ROWS=num_rows,
             NUM_COLUMNS=num_columns,
             TOP_EXP=TOP_EXPONENT[dtype],
@@ -349,15 +349,15 @@ def _cast_columns_kernel(
     x_ptr: tl.tensor,
     q_t_ptr: tl.tensor,
     descale_ptr: tl.tensor,
-    num_blocks: int,
+    NUM_BLOCKS: tl.constexpr,
     NUM_ROWS: tl.constexpr,
     NUM_COLUMNS: tl.constexpr,
     TOP_EXP: tl.constexpr,
     TILE_R: tl.constexpr,
     TILE_C: tl.constexpr,
 ) -> None:
-    matrix = (tl.program_id(0) // num_blocks).to(tl.int64)
-    column = tl.program_id(0) % num_blocks * TILE_C + tl.arange(0, TILE_C)
+    matrix = (tl.program_id(0) // NUM_BLOCKS).to(tl.int64)
+    column = tl.program_id(0) % NUM_BLOCKS * TILE_C + tl.arange(0, TILE_C)
     in_columns = column < NUM_COLUMNS
     x_ptr += matrix * (NUM_ROWS * NUM_COLUMNS)
     q_t_ptr += matrix * (NUM_ROWS * NUM_COLUMNS)
