@@ -187,17 +187,26 @@ RUNS |= {
     "orpo": Run("gpt2", {"loss": "orpo"}),
     "simpo": Run("qwen3_moe", {"loss": "simpo", "preference_label_smoothing": 0.1}),
 }
-PREFERENCES = ("dpo", "dpo, LoRA", "kto", "kto, LoRA", "orpo")
+# Each loss, with and without adapters, where rows are whole; what differs where they are shared.
+PREFERENCES = ("dpo", "dpo, LoRA", "dpo, adapted experts", "kto", "kto, LoRA", "orpo", "simpo")
+SOME_PREFERENCES = ("dpo, LoRA", "kto", "orpo")
 GPT_OSS = ("gpt_oss", "gpt_oss, adapted experts", "gpt_oss, QLoRA")
 PIPELINE = tuple(name for name in RUNS if name.startswith("pipeline"))
 SHARED = ("qwen3_moe, shared adapters", "qwen3_moe, outer factors shared")
 CONTEXT = ("llama, LoRA", "qwen3", "qwen3_moe")
 ALL_CONTEXT = (
     *FAMILIES,
-    *(name for name, run in RUNS.items() if run.model in ("llama", "qwen3", "mistral", "gpt2")),
+    *(
+        name
+        for name, run in RUNS.items()
+        if run.model in ("llama", "qwen3", "mistral", "gpt2") and "loss" not in run.train
+    ),
     "qwen3_moe",
     "qwen3_moe, operation and moe_act",
 )
+# Windows, learned positions, norms over all heads, layers without a rotation, scales, recomputation, quantised weights,
+# pairs of answers.
+FEW_CONTEXT = ("mistral", "gpt2", "olmo2", "smollm3", "gemma4_text", "qwen3, operation", "qwen3, QLoRA", "dpo, LoRA")
 EXPERTS = (
     "qwen3_moe",
     "mixtral, Muon",
@@ -230,7 +239,9 @@ TENSOR_EXPERTS = (
     "qwen3_moe, outer factors shared",
 )
 ALL_EXPERTS = tuple(
-    name for name, run in RUNS.items() if run.model in ("qwen3_moe", "mixtral") and name not in ALL_CONTEXT[-1:]
+    name
+    for name, run in RUNS.items()
+    if run.model in ("qwen3_moe", "mixtral") and name not in ALL_CONTEXT[-1:] and "loss" not in run.train
 )
 OTHER_EXPERTS = ("glm4_moe", "glm4_moe, QLoRA", "qwen3_next", "glm4_moe_lite", *BESIDE_BLOCK, *GPT_OSS)
 SOME_EXPERTS = ("qwen3_moe", "qwen3_moe, operation and moe_act", "gpt_oss", "glm4_moe_lite", "gemma4_text, experts")
@@ -270,14 +281,12 @@ DDP = {"data_parallel_mode": "ddp"}
 HSDP = {"data_parallel_replicate_size": 2}
 ONE_PROCESS: Options = {"data_parallel_mode": "none"}
 LAYOUTS: dict[str, Layout] = {
-    "ddp 2": _layout(2, (*SHARED, *PREFERENCES, "simpo"), **DDP),
+    "ddp 2": _layout(2, (*SHARED, "dpo, LoRA", "kto"), **DDP),
     "fsdp 2": _layout(
         2,
         (
             *SHARED,
             *PREFERENCES,
-            "simpo",
-            "dpo, adapted experts",
             *FAMILIES,
             *HYBRIDS,
             "qwen3_next",
@@ -286,11 +295,11 @@ LAYOUTS: dict[str, Layout] = {
         ),
     ),
     "ulysses 2": _layout(
-        2, (*ALL_CONTEXT, "simpo", *SHARED, *HYBRIDS, "qwen3_5_moe", "qwen3_next", "gpt_oss"), **ULYSSES
+        2, (*ALL_CONTEXT, *SOME_PREFERENCES, *SHARED, *HYBRIDS, "qwen3_5_moe", "qwen3_next", "gpt_oss"), **ULYSSES
     ),
     "ulysses 2, none": _layout(2, CONTEXT, **ULYSSES, cp_fsdp_mode="none"),
     "ulysses 2, ddp": _layout(2, CONTEXT, **ULYSSES, **DDP),
-    "ring 2": _layout(2, (*ALL_CONTEXT, "simpo", "gpt_oss"), **RING),
+    "ring 2": _layout(2, (*ALL_CONTEXT, *SOME_PREFERENCES, "gpt_oss"), **RING),
     "ring 2, none": _layout(2, CONTEXT, **RING, cp_fsdp_mode="none"),
     "ep 2": _layout(2, (*ALL_EXPERTS, *OTHER_EXPERTS), **EP),
     "ep 2, ulysses 2": _layout(2, (*EXPERTS, "qwen3_5_moe"), **EP, **ULYSSES),
@@ -309,7 +318,7 @@ LAYOUTS: dict[str, Layout] = {
     ),
     "tp 2, ep 2": _layout(2, SOME_EXPERTS, **TP, **EP),
     "pp 2": _layout(
-        2, (*STAGED, *PREFERENCES, "simpo", *HYBRIDS, "qwen3_5_moe", "glm4_moe_lite", *BESIDE_BLOCK, *GPT_OSS[:2]), **PP
+        2, (*STAGED, *SOME_PREFERENCES, *HYBRIDS, "qwen3_5_moe", "glm4_moe_lite", *BESIDE_BLOCK, *GPT_OSS[:2]), **PP
     ),
     "pp 2, none": _layout(2, ("pipeline: gpt2", "pipeline: LoRA"), **{**PP, **ONE_PROCESS}),
     "pp 2, GPipe": _layout(2, ("pipeline: gpt2", "pipeline: qwen3_moe"), **PP, **GPIPE),
@@ -358,7 +367,7 @@ LAYOUTS: dict[str, Layout] = {
     "ring 4": _layout(4, CONTEXT, ringattn_parallel_size=4),
     "dp 2, ring 2": _layout(4, CONTEXT, **RING),
     "dp 2, ring 2, ddp": _layout(4, CONTEXT, **RING, **DDP),
-    "ring 2, ulysses 2": _layout(4, ALL_CONTEXT, **RING, **ULYSSES),
+    "ring 2, ulysses 2": _layout(4, (*CONTEXT, *FEW_CONTEXT), **RING, **ULYSSES),
     "ring 2, ulysses 2, ulysses_only": _layout(4, CONTEXT, **RING, **ULYSSES, cp_fsdp_mode="ulysses_only"),
     "ring 2, ulysses 2, ring_only": _layout(4, CONTEXT, **RING, **ULYSSES, cp_fsdp_mode="ring_only"),
     "ep 4": _layout(4, (*EXPERTS, "glm4_moe_lite", *GPT_OSS[:2]), expert_parallel_size=4),
