@@ -304,12 +304,12 @@ LAYOUTS: dict[str, Layout] = {
     "ep 2": _layout(2, (*ALL_EXPERTS, *OTHER_EXPERTS), **EP),
     "ep 2, ulysses 2": _layout(2, (*EXPERTS, "qwen3_5_moe"), **EP, **ULYSSES),
     "ep 2, ring 2": _layout(2, EXPERTS, **EP, **RING),
-    "tp 2": _layout(2, (*TENSOR, *PREFERENCES, *HYBRIDS, "nemotron_h, LoRA"), **{**TP, **ONE_PROCESS}),
+    "tp 2": _layout(2, (*TENSOR, *SOME_PREFERENCES, *HYBRIDS, "nemotron_h, LoRA"), **{**TP, **ONE_PROCESS}),
     "tp 2, fsdp": _layout(
         2,
         (
             *TENSOR_EXPERTS,
-            "simpo",
+            "dpo, adapted experts",
             *("glm4_moe", "qwen2_moe", "qwen3_5_moe", "qwen3_next", "qwen3_next, LoRA"),
             *BESIDE_BLOCK,
             *GPT_OSS[:2],
