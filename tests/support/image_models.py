@@ -168,3 +168,87 @@ def packed(documents: Sequence[ImageDocument]) -> tuple[Tensor, SequenceLayout, 
     coordinates = torch.cat([document.coordinates for document in documents])
     layout = SequenceLayout.from_lengths([len(document.ids) for document in documents])
     return ids, layout, {"coordinates": coordinates, "images": images}
+
+
+# Tiny towers: what their decoder's features come from. Their last layer is not used.
+TOWERS: Mapping[str, tuple[Mapping[str, object], str]] = {
+    "clip": (
+        {"model_type": "clip_vision_model", "layer_norm_eps": 1e-3, "projection_dim": 24, "hidden_act": "quick_gelu"},
+        "default",
+    ),
+    "siglip": ({"model_type": "siglip_vision_model", "layer_norm_eps": 1e-3, "hidden_act": "gelu_pytorch_tanh"}, "full"),
+}
+TOWER_SIZES: Mapping[str, object] = {
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "patch_size": PATCH,
+    "image_size": 3 * PATCH,
+}
+GRID = (3, 3)
+
+
+def composed_config(tower: str, text: Mapping[str, object], *, tied: bool = False) -> transformers.PreTrainedConfig:
+    values, strategy = TOWERS[tower]
+    return transformers.LlavaConfig(
+        text_config={**text, "tie_word_embeddings": tied},
+        vision_config={**TOWER_SIZES, **values},
+        image_token_index=IMAGE,
+        image_seq_length=GRID[0] * GRID[1],
+        vision_feature_select_strategy=strategy,
+        tie_word_embeddings=tied,
+        architectures=["LlavaForConditionalGeneration"],
+    )
+
+
+def make_composed_model(
+    tower: str, text: Mapping[str, object] | None = None, *, tied: bool = False
+) -> transformers.PreTrainedModel:
+    """A model of a tower and a decoder in fp32; its norms and biases are neither 0 nor 1."""
+    torch.manual_seed(0)
+    plain = {key: value for key, value in TEXT.items() if key != "rope_parameters"}
+    model = transformers.LlavaForConditionalGeneration(
+        composed_config(tower, text or {**plain, "model_type": "qwen3"}, tied=tied)
+    )
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    model.set_attn_implementation("eager")
+    return model.eval()
+
+
+def composed_document(seed: int, *parts: int | None) -> ImageDocument:
+    """A document of parts in order: a number of text tokens, or None for an image."""
+    generator = np.random.default_rng(seed)
+    ids: list[int] = []
+    patches = []
+    for part in parts:
+        if part is None:
+            ids += [IMAGE] * (GRID[0] * GRID[1])
+            patches.append(torch.from_numpy(generator.integers(0, 256, (GRID[0] * GRID[1], 3 * PATCH**2), np.uint8)))
+        else:
+            ids += generator.integers(0, IMAGE, part).tolist()
+    return ImageDocument(torch.tensor(ids), patches, [GRID] * len(patches))
+
+
+COMPOSED_DOCUMENTS = (
+    composed_document(1, 3, None, 4, None, 5),
+    composed_document(2, None, 7),
+    composed_document(3, 9),
+    composed_document(4, 2, None),
+)
+
+
+def composed_logits(model: transformers.PreTrainedModel, document: ImageDocument) -> Tensor:
+    """transformers' logits [T, V] of a document alone."""
+    ids, mean, std = document.ids[None], *(torch.tensor(each)[:, None] for each in (MEAN, STD))
+    if not document.grids:
+        return model(input_ids=ids).logits[0]
+    values = torch.stack(list(document.patches)).view(len(document.grids), -1, 3, PATCH**2)
+    values = (values.float() / 255 - mean) / std
+    rows, columns = GRID
+    pixels = values.view(-1, rows, columns, 3, PATCH, PATCH).permute(0, 3, 1, 4, 2, 5)
+    pixels = pixels.reshape(-1, 3, rows * PATCH, columns * PATCH)
+    return model(input_ids=ids, pixel_values=pixels).logits[0]

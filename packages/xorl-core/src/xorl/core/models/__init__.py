@@ -23,6 +23,7 @@ from xorl.core.models import (
     hunyuan_v1_dense,
     lfm2,
     llama,
+    llava,
     minimax_m2,
     ministral3,
     mistral,
@@ -52,6 +53,7 @@ from xorl.core.models.decoder_config import DecoderConfig
 from xorl.core.models.decoder_layer import DecoderLayer
 from xorl.core.models.flops import training_flops
 from xorl.core.models.gpt2 import GPT2
+from xorl.core.models.llava import ComposedWeights, composed_config
 from xorl.core.models.spec import ModelSpec
 
 __all__ = [
@@ -59,10 +61,12 @@ __all__ = [
     "IMAGE_SPECS",
     "SPECS",
     "CausalLM",
+    "ComposedWeights",
     "Decoder",
     "DecoderConfig",
     "DecoderLayer",
     "ModelSpec",
+    "composed_config",
     "spec_for",
     "training_flops",
 ]
@@ -115,7 +119,7 @@ SPECS: Mapping[str, ModelSpec] = MappingProxyType(
 )
 
 
-# Models that read images: their specs are found by `spec_for` too.
+# Models that read images: their specs are found by `spec_for` too, like those that have any decoder and a tower.
 IMAGE_SPECS: Mapping[str, ModelSpec] = MappingProxyType({spec.architecture: spec for spec in (qwen3_vl.SPEC,)})
 
 
@@ -137,9 +141,10 @@ def spec_for(hf_config: Mapping[str, object]) -> ModelSpec:
     whole = {**SPECS, **IMAGE_SPECS}
     if isinstance(name, str) and name in whole:
         return whole[name]
-    texts = [spec for spec in SPECS.values() if name in spec.composites]
+    is_composed = name == llava.ARCHITECTURE
+    texts = [spec for spec in SPECS.values() if is_composed or name in spec.composites]
     if not isinstance(name, str) or not texts:
-        known = sorted({*whole, *(each for spec in SPECS.values() for each in spec.composites)})
+        known = sorted({*whole, llava.ARCHITECTURE, *(each for spec in SPECS.values() for each in spec.composites)})
         raise ValueError(
             f"the model's config.json has architectures: {architectures!r}; its first entry must be one of "
             f"{', '.join(known)}"
@@ -151,4 +156,4 @@ def spec_for(hf_config: Mapping[str, object]) -> ModelSpec:
             f"the model's config.json has {TEXT_CONFIG} with model_type: {model_type!r}; that of a {name} must be one "
             f"of {', '.join(sorted(spec.model_type for spec in texts))}"
         )
-    return spec_within(found[0], name)
+    return llava.spec_over(found[0]) if is_composed else spec_within(found[0], name)

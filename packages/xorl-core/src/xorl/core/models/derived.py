@@ -8,8 +8,8 @@ from types import MappingProxyType
 
 from torch import nn
 
-from xorl.core.models.image_encoder import PatchLinear
-from xorl.core.models.recipes import CheckpointNames, Constant, Flattened, Part, Rows, WeightRecipe, unchanged
+from xorl.core.models.image_encoder import EncoderAttention, PatchLinear
+from xorl.core.models.recipes import ENCODER, CheckpointNames, Constant, Flattened, Part, Rows, WeightRecipe, unchanged
 from xorl.core.nn import Attention, GatedMLP
 from xorl.core.nn.moe import ExpertLinear
 from xorl.core.nn.roles import IN_FP32, DeclaresRoles
@@ -48,14 +48,15 @@ def recipes_of(model: nn.Module, names: CheckpointNames) -> dict[str, WeightReci
 def _recipe(model: nn.Module, path: str, leaf: str, shape: tuple[int, ...], names: CheckpointNames) -> WeightRecipe:
     block, _, name = path.rpartition(".")
     of_block = model.get_submodule(block)
-    for stack in names.stacked:
+    is_encoder = path.startswith(ENCODER)
+    for stack in () if is_encoder else names.stacked:
         if name in STACKED[stack]:
             earlier = STACKED[stack][: STACKED[stack].index(name)]
             first = sum(of_block.get_submodule(each).get_parameter("weight").shape[0] for each in earlier)
             source = f"{names.in_checkpoint(f'{block}.{stack}')}.{leaf}"
             return Part(source, first, shape, transposed=False, shared=True)
-    if name in STACKED and name not in names.stacked:
-        assert isinstance(of_block, (Attention, GatedMLP)), f"{block}: does not say how it stacks {name}"
+    if name in STACKED and not (names.names_encoder(path) if is_encoder else name in names.stacked):
+        assert isinstance(of_block, (Attention, EncoderAttention, GatedMLP)), f"{block}: does not say how it stacks {name}"
         rows = of_block.stacked_rows[name]
         # Without a projection of values, the last one is missing.
         parts = STACKED[name][: len(rows)]

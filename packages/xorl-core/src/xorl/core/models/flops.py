@@ -52,13 +52,16 @@ def image_flops(
     """
     block = images.width * (4 * images.width + 2 * images.mlp_width)
     patch = NUM_COLORS * images.frames * images.patch_size**2 * images.width
-    merger = images.merged_width * (images.merged_width + images.out_width)
+    projector = images.merged_width * (images.merged_width + images.out_width)
+    if images.projector_activation is not None:
+        projector = images.out_width * (images.width + images.out_width)
     tower = projectors = 0
     for height, width in grids:
         num_patches = height * width
-        pairs = 2 * images.width * num_patches**2
-        tower += num_patches * (patch + images.num_blocks * block) + images.num_blocks * pairs
-        projectors += (1 + len(images.taps)) * merger * (num_patches // images.merge_size**2)
+        length = num_patches + images.class_token
+        pairs = 2 * images.width * length**2
+        tower += num_patches * patch + images.num_blocks * (length * block + pairs)
+        projectors += (1 + len(images.taps)) * projector * (num_patches // images.merge_size**2)
     of_tower = PRODUCTS_PER_FORWARD_PRODUCT if trains_tower else 1
     of_projectors = 1 + trains_projectors + trains_tower
     return FLOPS_PER_MULTIPLY_ADD * (of_tower * tower + of_projectors * projectors)

@@ -28,11 +28,17 @@ class ImageConfig:
         activation: of the feed-forward blocks.
         num_blocks: how many there are.
         side: the learned positions on a side of their square grid; positions of patches are interpolated between them.
-        rope_theta: the base of the rotation by rows and columns.
+        rope_theta: the base of the rotation by rows and columns; None: there is no rotation.
         out_width: the width of the decoder.
         taps: the blocks after which features are added to the hidden states after the decoder's first layers, one layer
             each, at the tokens of images (arXiv:2406.04334).
         eps: of the norms.
+        patch_bias: whether the embedding of patches has a bias.
+        class_token: whether a learned token precedes the patches of each image, and a norm the blocks. It has a learned
+            position of its own, the first one, and its output is not used.
+        projector_activation: of a plain projector of two layers; None: the projector normalises and joins the patches
+            of each token.
+        projector_bias: whether a plain projector has biases.
     """
 
     placeholder: int
@@ -45,18 +51,25 @@ class ImageConfig:
     activation: str
     num_blocks: int
     side: int
-    rope_theta: float
+    rope_theta: float | None
     out_width: int
     taps: tuple[int, ...]
     eps: float
+    patch_bias: bool = True
+    class_token: bool = False
+    projector_activation: str | None = None
+    projector_bias: bool = True
 
     def __post_init__(self) -> None:
-        if self.width % self.num_heads or self.head_dim % 4:
+        multiple = 1 if self.rope_theta is None else 4
+        if self.width % self.num_heads or self.head_dim % multiple:
             raise ValueError(
-                f"an encoder {self.width} wide cannot have {self.num_heads} heads: each needs a multiple of 4 channels"
+                f"an encoder {self.width} wide cannot have {self.num_heads} heads: each needs a multiple of {multiple} "
+                "channels"
             )
-        if self.activation not in ACTIVATIONS:
-            raise ValueError(f"activation: {self.activation!r} is not one of {', '.join(map(repr, ACTIVATIONS))}")
+        for name in (self.activation, self.projector_activation):
+            if name is not None and name not in ACTIVATIONS:
+                raise ValueError(f"activation: {name!r} is not one of {', '.join(map(repr, ACTIVATIONS))}")
         if len(set(self.taps)) < len(self.taps) or not all(0 <= tap < self.num_blocks for tap in self.taps):
             raise ValueError(f"taps: {self.taps} are not different blocks of {self.num_blocks}")
 
@@ -64,6 +77,11 @@ class ImageConfig:
     def head_dim(self) -> int:
         """The channels of a head."""
         return self.width // self.num_heads
+
+    @property
+    def num_positions(self) -> int:
+        """The learned positions, with that of the class token."""
+        return self.side**2 + self.class_token
 
     @property
     def merged_width(self) -> int:

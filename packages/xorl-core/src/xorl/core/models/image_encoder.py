@@ -1,14 +1,17 @@
 """The image encoder: patches to features for the decoder's tokens, in rows of images of any size.
 
+A class token, where a tower has one, precedes the patches of its image in attention and in blocks.
+
 Shapes: P patches, D width, H heads, C channels of a head, M patches of a token, N tokens of images.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import lru_cache
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +19,7 @@ from torch import Tensor, nn
 from xorl.core.models.image_config import NUM_COLORS, ImageConfig, ImageInput
 from xorl.core.nn.layers import ACTIVATIONS, Embedding, Linear, PlainMLP
 from xorl.core.nn.norms import LayerNorm, NormConfig
+from xorl.core.nn.roles import Role
 from xorl.core.nn.tensor import ALONE
 from xorl.kernels.attention import AttentionFn, AttentionSpec
 from xorl.kernels.copies import copy_to
@@ -39,9 +43,12 @@ class ImageEncoder(nn.Module):
         self.config = config
         norm = NormConfig("layer", config.eps, bias=True)
         self.patches = PatchLinear(config)
-        self.positions = Embedding(config.side**2, config.width)
+        self.positions = Embedding(config.num_positions, config.width)
+        self.class_token = ClassToken(config.width) if config.class_token else None
+        self.norm = LayerNorm(config.width, norm) if config.class_token else None
         self.blocks = nn.ModuleList(EncoderBlock(config, norm, attention) for _ in range(config.num_blocks))
-        self.projector = Merger(config, norm, norms_merged=False)
+        is_plain = config.projector_activation is not None
+        self.projector = Projector(config) if is_plain else Merger(config, norm, norms_merged=False)
         self.taps = nn.ModuleList(Merger(config, norm, norms_merged=True) for _ in config.taps)
 
     @property
@@ -52,7 +59,8 @@ class ImageEncoder(nn.Module):
     @property
     def tower(self) -> tuple[nn.Module, ...]:
         """All other modules."""
-        return self.patches, self.positions, *self.blocks
+        led = () if self.class_token is None or self.norm is None else (self.class_token, self.norm)
+        return self.patches, self.positions, *led, *self.blocks
 
     def forward(self, images: ImageInput, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
         """Features [N, D] in `dtype`, and those of each tap."""
@@ -68,12 +76,22 @@ class ImageEncoder(nn.Module):
         tapped: list[tuple[int, Tensor]] = []
         with torch.no_grad() if is_frozen else nullcontext():
             hidden = self.patches(images, dtype) + self._positions(images.grids, device, dtype)
-            layout = _layout([height * width for height, width in images.grids], device)
-            rope = self._rope(images.grids, device)
+            lengths = [height * width for height, width in images.grids]
+            rope = None if config.rope_theta is None else self._rope(images.grids, device, config.rope_theta)
+            kept = None
+            if self.class_token is not None and self.norm is not None:
+                kept = copy_to(device, _places_of_patches(tuple(lengths)))
+                lengths = [length + 1 for length in lengths]
+                first = self.class_token(self.positions(kept.new_zeros(1)), dtype)
+                hidden = first.expand(sum(lengths), -1).index_copy(0, kept, hidden)
+                _, hidden = self.norm(hidden)
+            layout = _layout(lengths, device)
             for index, block in enumerate(self.blocks):
-                hidden = block(hidden, layout, *rope)
+                hidden = block(hidden, layout, rope)
                 if index in config.taps:
                     tapped.append((config.taps.index(index), hidden))
+            if kept is not None:
+                hidden = hidden.index_select(0, kept)
         return self.projector(hidden), [self.taps[number](output) for number, output in tapped]
 
     def placed(self, images: ImageInput, dtype: torch.dtype) -> PlacedFeatures:
@@ -85,15 +103,16 @@ class ImageEncoder(nn.Module):
         """[P, D], between the four nearest learned ones."""
         tables = [_corners(grid, self.config.side, self.config.merge_size) for grid in grids]
         indices, weights = (copy_to(device, torch.cat(each)) for each in zip(*tables, strict=True))  # [P, 4]
+        indices = indices + self.config.class_token
         corners = self.positions(indices.flatten()).view(*indices.shape, -1)
         wide = torch.promote_types(dtype, torch.float32)
         return (corners.to(wide) * weights[..., None]).sum(1).to(dtype)
 
-    def _rope(self, grids: Sequence[tuple[int, int]], device: torch.device) -> RopeTables:
+    def _rope(self, grids: Sequence[tuple[int, int]], device: torch.device, theta: float) -> RopeTables:
         """Cosines and sines [P, C / 2]: half of the pairs rotate by the row, the others by the column."""
         places = torch.cat([_rows_and_columns(grid, self.config.merge_size) for grid in grids])  # [P, 2]
         size = self.config.head_dim // 2
-        inv_freq = 1.0 / self.config.rope_theta ** (torch.arange(0, size, 2, dtype=torch.float32, device="cpu") / size)
+        inv_freq = 1.0 / theta ** (torch.arange(0, size, 2, dtype=torch.float32, device="cpu") / size)
         angles = copy_to(device, (places[..., None].float() * inv_freq).flatten(1))
         return angles.cos(), angles.sin()
 
@@ -110,13 +129,13 @@ class PatchLinear(Linear):
     """The embedding of patches: a convolution whose windows do not overlap. [P, values] uint8 -> [P, D].
 
     Attributes:
-        stored_shape: the shape of the weight in checkpoints, [D, colors, frames, rows, columns].
+        stored_shape: the shape of the weight in checkpoints, [D, colors, frames, rows, columns], or without frames.
     """
 
     def __init__(self, config: ImageConfig) -> None:
         side, frames = config.patch_size, config.frames
-        self.stored_shape = (config.width, NUM_COLORS, frames, side, side)
-        super().__init__(NUM_COLORS * frames * side**2, config.width, bias=True)
+        self.stored_shape = (config.width, NUM_COLORS, *([frames] if frames > 1 else []), side, side)
+        super().__init__(NUM_COLORS * frames * side**2, config.width, bias=config.patch_bias)
         self.frames = frames
 
     def forward(self, images: ImageInput, dtype: torch.dtype) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -138,9 +157,9 @@ class EncoderBlock(nn.Module):
         self.norm2 = LayerNorm(config.width, norm)
         self.mlp = PlainMLP(config.width, config.mlp_width, activation=config.activation, bias=True, ranks=ALONE)
 
-    def forward(self, hidden: Tensor, layout: SequenceLayout, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, layout: SequenceLayout, rope: RopeTables | None) -> Tensor:
         hidden, normed = self.norm1(hidden)
-        hidden, normed = self.norm2(self.attention(normed, layout, (cos, sin)), residual=hidden)
+        hidden, normed = self.norm2(self.attention(normed, layout, rope), residual=hidden)
         return hidden + self.mlp(normed)
 
 
@@ -152,12 +171,44 @@ class EncoderAttention(nn.Module):
         self.shape = HeadShape(config.num_heads, config.num_heads, config.head_dim)
         self.spec = AttentionSpec(config.head_dim**-0.5, None, None, causal=False)
         self.attend = attention
-        self.qkv = Linear(config.width, 3 * config.width, bias=True)
+        self.qkv_proj = Linear(config.width, 3 * config.width, bias=True)
         self.out = Linear(config.width, config.width, bias=True)
 
-    def forward(self, x: Tensor, layout: SequenceLayout, rope: RopeTables) -> Tensor:
-        q, k, v = reference.split_heads((self.qkv(x),), self.shape, None, rope)  # [P, H, C]
+    @property
+    def stacked_rows(self) -> Mapping[str, Sequence[int]]:
+        """By name of each projection that stacks several matrices: the number of rows of each of them."""
+        return {"qkv_proj": self.shape.row_counts}
+
+    def forward(self, x: Tensor, layout: SequenceLayout, rope: RopeTables | None) -> Tensor:
+        q, k, v = reference.split_heads((self.qkv_proj(x),), self.shape, None, rope)  # [P, H, C]
         return self.out(self.attend(q, k, v, layout, self.spec, None).flatten(-2))
+
+
+class ClassToken(nn.Module):
+    """What precedes the patches of an image, [1, D]."""
+
+    roles: ClassVar[Mapping[str, Role]] = MappingProxyType({"class_embedding": "embedding"})
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.class_embedding = nn.Parameter(torch.empty(width))
+
+    def forward(self, position: Tensor, dtype: torch.dtype) -> Tensor:
+        return self.class_embedding.to(dtype) + position.to(dtype)
+
+
+class Projector(nn.Module):
+    """Projects each patch, [P, D] -> [P, D of the decoder]."""
+
+    def __init__(self, config: ImageConfig) -> None:
+        super().__init__()
+        assert config.projector_activation is not None
+        self.up = Linear(config.width, config.out_width, bias=config.projector_bias)
+        self.activation = ACTIVATIONS[config.projector_activation]
+        self.down = Linear(config.out_width, config.out_width, bias=config.projector_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.activation(self.up(x)))
 
 
 class Merger(nn.Module):
@@ -185,6 +236,13 @@ def _layout(lengths: Sequence[int], device: torch.device) -> SequenceLayout:
     if device.type == "cpu":
         return whole
     return SequenceLayout(copy_to(device, whole.cu_seqlens), copy_to(device, whole.positions), whole.lengths)
+
+
+@lru_cache(_KEPT_GRIDS)
+def _places_of_patches(lengths: Sequence[int]) -> Tensor:
+    """[P]: the places of patches in a row in which each image begins with a class token."""
+    number_of_image = torch.arange(len(lengths), device="cpu").repeat_interleave(torch.tensor(lengths, device="cpu"))
+    return torch.arange(sum(lengths), device="cpu") + number_of_image + 1
 
 
 @lru_cache(_KEPT_GRIDS)

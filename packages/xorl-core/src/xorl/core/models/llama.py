@@ -12,7 +12,16 @@ ARCHITECTURE = "LlamaForCausalLM"
 
 def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
     """Read config.json. `attention_bias` applies to all four projections, `mlp_bias` to all three."""
-    hf = HFConfig(values, ARCHITECTURE)
+    # Files of models around this one leave out what is the same as in the first of the family.
+    hf = HFConfig(
+        values,
+        ARCHITECTURE,
+        hidden_size=4096,
+        intermediate_size=11008,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        vocab_size=32000,
+    )
     attention_bias = hf.get("attention_bias", bool, False)
     config = rotary_gated.read_config(
         hf,

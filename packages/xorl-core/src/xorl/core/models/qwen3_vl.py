@@ -22,7 +22,7 @@ NAMES: Mapping[str, str] = MappingProxyType(
         "encoder.positions": "model.visual.pos_embed",
         "encoder.blocks.{}.norm1": "model.visual.blocks.{}.norm1",
         "encoder.blocks.{}.norm2": "model.visual.blocks.{}.norm2",
-        "encoder.blocks.{}.attention.qkv": "model.visual.blocks.{}.attn.qkv",
+        "encoder.blocks.{}.attention.qkv_proj": "model.visual.blocks.{}.attn.qkv",
         "encoder.blocks.{}.attention.out": "model.visual.blocks.{}.attn.proj",
         "encoder.blocks.{}.mlp.up_proj": "model.visual.blocks.{}.mlp.linear_fc1",
         "encoder.blocks.{}.mlp.down_proj": "model.visual.blocks.{}.mlp.linear_fc2",

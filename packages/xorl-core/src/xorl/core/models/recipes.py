@@ -282,7 +282,8 @@ class CheckpointNames:
         stacked: the modules, such as qkv_proj, that stack the same matrices in checkpoints.
         unused: regular expression, matched at the start of names without `prefix`, for tensors that the model does not
             use but other programs do, such as those that predict further tokens; exports copy them. A group in it is
-            the number of a layer, and only matches layers after the model's.
+            the number of a layer, and only matches layers after the model's; a group named `block` is the number of a
+            block of the encoder of images.
         is_part: the model is a part of a composite one: tensors that are neither under `prefix` nor the head belong to
             other parts, and exports copy them.
         encoder: the names of the modules of the encoder of images by their native ones, both with {} for the number of
@@ -302,6 +303,10 @@ class CheckpointNames:
     is_part: bool = False
     encoder: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     spellings: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+
+    def names_encoder(self, module: str) -> bool:
+        """Whether checkpoints have this module of the encoder as it is, and not in parts."""
+        return _NUMBER.sub("{}", module) in self.encoder
 
     @property
     def has_unused(self) -> bool:
@@ -323,12 +328,17 @@ class CheckpointNames:
             return found[1] + self.experts.router
         return found[1] + self.modules.get(found[2], found[2])
 
-    def is_unused(self, name: str, num_layers: int) -> bool:
+    def is_unused(self, name: str, num_layers: int, num_blocks: int) -> bool:
         """Whether the tensor with this name, spelled as in recipes, is one that exports copy."""
         if self.is_part and not name.startswith((self.prefix, self.head.removesuffix("weight"))):
             return True
         found = None if self.unused is None else re.match(self.unused, name.removeprefix(self.prefix))
-        return found is not None and all(group is None or int(group) >= num_layers for group in found.groups())
+        if found is None:
+            return False
+        block = found.groupdict().get("block")
+        if block is not None:
+            return int(block) >= num_blocks
+        return all(group is None or int(group) >= num_layers for group in found.groups())
 
 
 class CheckpointView:
@@ -342,15 +352,17 @@ class CheckpointView:
         experts: the names of experts, with the stacks that `source` has, even if other files of the family have none.
     """
 
-    def __init__(self, source: WeightSource, names: CheckpointNames, *, tied: bool, num_layers: int) -> None:
+    def __init__(
+        self, source: WeightSource, names: CheckpointNames, *, tied: bool, num_layers: int, num_blocks: int = 0
+    ) -> None:
         self._source = source
-        self._spellings = {
-            spelling: prefix
-            for spelling, prefix in names.spellings.items()
-            if any(name.startswith(spelling) for name in source.names())
+        used = {
+            next((spelling for spelling in names.spellings if name.startswith(spelling)), None)
+            for name in source.names()
         }
+        self._spellings = {spelling: prefix for spelling, prefix in names.spellings.items() if spelling in used}
         spelled = {self._in_recipes(name): name for name in source.names()}
-        unused = {name: actual for name, actual in spelled.items() if names.is_unused(name, num_layers)}
+        unused = {name: actual for name, actual in spelled.items() if names.is_unused(name, num_layers, num_blocks)}
         self.unused = tuple(unused.values())
         ignored = re.compile(names.ignored)
         kept = [

@@ -80,7 +80,8 @@ class ModelSpec:
         experts = self.checkpoint_names.experts
         if experts is not None and experts.stack is not None:
             source = Mxfp4Source(source, experts)
-        return CheckpointView(source, self.checkpoint_names, tied=tied, num_layers=num_layers)
+        num_blocks = 0 if config.images is None else config.images.num_blocks
+        return CheckpointView(source, self.checkpoint_names, tied=tied, num_layers=num_layers, num_blocks=num_blocks)
 
 
 @cache

@@ -30,6 +30,10 @@ def _gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
+def _quick_gelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
 def _squared_relu(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
@@ -41,6 +45,7 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
         "gelu": F.gelu,
         "gelu_new": _gelu_tanh,
         "gelu_pytorch_tanh": _gelu_tanh,
+        "quick_gelu": _quick_gelu,
         "relu": F.relu,
         "relu2": _squared_relu,
     }
