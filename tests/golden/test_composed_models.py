@@ -1,8 +1,6 @@
 """Decoders composed with the towers of image encoders, against transformers: logits, gradients, packing, files."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -11,17 +9,12 @@ from torch import Tensor
 
 from image_models import (
     COMPOSED_DOCUMENTS,
-    IMAGE,
-    ImageDocument,
-    composed_config,
-    composed_document,
     composed_logits,
     make_composed_model,
     make_image_decoder,
     packed,
 )
-from xorl.core.models import Decoder, spec_for
-from xorl.ckpt import SafetensorsSource
+from xorl.core.models import Decoder
 
 LOGIT_TOLERANCE = 1e-5
 GRADIENT_TOLERANCE = 1e-4

@@ -202,7 +202,7 @@ def test_images_that_do_not_fit_are_refused() -> None:
         decoder(ids, layout, **options | {"images": replace(images, patches=images.patches.new_zeros(69, 48))})
     text = SPECS["Qwen3ForCausalLM"]
     values = {**image_config().to_dict()["text_config"], "rope_parameters": {"rope_type": "default"}}
-    with pytest.raises(ValueError, match="the model has no encoder of images"):
+    with pytest.raises(ValueError, match="the model has no image encoder"):
         text.build(text.config_from_hf(values))(ids, layout, **options)
 
 

@@ -23,7 +23,8 @@ from xorl.train.images import DECODER, require_same_decoder
 
 Options = Mapping[str, object]
 TRAINED = {"freeze_encoders": False}
-NUM_BINS = 8
+# Which bins are in the first step depends on the path of the data: of these two, some rows and some bins are left out.
+NUM_BINS, NUM_DIVIDED = 16, 6
 # By name: the number of ranks, how many of them have rows of their own, and the options.
 LAYOUTS: Mapping[str, tuple[int, int, Options]] = {
     "one process": (1, 1, {}),
@@ -44,6 +45,10 @@ def first_step(folder: Path, output: Path, options: Options) -> tuple[float, dic
     run = build_run(config_from_mapping(image_run(folder, output, **options)).config)
     _, batches = next(run.loader.steps())
     assert sum(batch.images is not None for batch in batches) == len(batches)
+    if len(batches) == NUM_BINS and run.engine.model.mesh.data.size == 1:
+        rows = [batch.images.features >= 0 for batch in batches if batch.images is not None]
+        assert any(row[: len(row) // 2].any() and row[len(row) // 2 :].any() for row in rows)
+        assert not all(row.any() for row in rows)
     losses = run.engine.forward_backward(batches, cross_entropy)
     gradients = {}
     for name, parameter in run.engine.model.module.named_parameters():
@@ -59,8 +64,14 @@ def found(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Launches:
     folder = tmp_path_factory.mktemp("images")
     write_image_folder(folder / "model")
     write_image_rows(folder / "data", 12)
-    # Rows whose bins have no image.
     with (folder / "data" / "rows.jsonl").open("a") as file:
+        # Rows with images on both sides of the middle, where ranks that share a row divide it.
+        for index in range(NUM_DIVIDED):
+            parts = [{"type": "image", "path": f"image_2_{number}.png"} for number in (0, 1)]
+            content = [parts[0], {"type": "text", "text": "b" * 50}, parts[1], {"type": "text", "text": "e" * index}]
+            answer = {"role": "assistant", "content": "a"}
+            file.write(json.dumps({"messages": [{"role": "user", "content": content}, answer]}) + "\n")
+        # Rows whose bins have no image.
         for index in range(12):
             question = {"role": "user", "content": "what is " + "abc"[index % 3] * (30 + index)}
             file.write(json.dumps({"messages": [question, {"role": "assistant", "content": "none."}]}) + "\n")

@@ -176,7 +176,10 @@ TOWERS: Mapping[str, tuple[Mapping[str, object], str]] = {
         {"model_type": "clip_vision_model", "layer_norm_eps": 1e-3, "projection_dim": 24, "hidden_act": "quick_gelu"},
         "default",
     ),
-    "siglip": ({"model_type": "siglip_vision_model", "layer_norm_eps": 1e-3, "hidden_act": "gelu_pytorch_tanh"}, "full"),
+    "siglip": (
+        {"model_type": "siglip_vision_model", "layer_norm_eps": 1e-3, "hidden_act": "gelu_pytorch_tanh"},
+        "full",
+    ),
 }
 TOWER_SIZES: Mapping[str, object] = {
     "hidden_size": 32,

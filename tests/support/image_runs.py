@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 
 import numpy as np
+import transformers
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from image_models import END, IMAGE, MEAN, MERGE, PATCH, START, STD, image_config, make_image_model
+from image_models import END, IMAGE, MEAN, MERGE, PATCH, START, STD, image_config, make_composed_model, make_image_model
 from tiny_runs import run_values
 
 TEMPLATE = (
@@ -20,8 +21,8 @@ TEMPLATE = (
 LETTERS = "abcdefghijklmnopqrstuvwxyz .?ABCDEFGH"
 
 
-def write_tokenizer(folder: Path) -> None:
-    """A tokenizer of letters, whose special tokens have the ids of the tiny models."""
+def write_tokenizer(folder: Path, image: str = "<|image|>") -> None:
+    """A tokenizer of letters, whose special tokens have the ids of the tiny models; `image` stands for images."""
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     byte_of = {
         letter: pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(letter)[0][0] for letter in LETTERS
@@ -34,11 +35,12 @@ def write_tokenizer(folder: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     special = {"<|end|>": 85, "<|user|>": 86, "<|assistant|>": 87, "<|system|>": 88, "<|pad|>": 89}
-    special |= {"<|image|>": IMAGE, "<|video|>": 91, "<|start|>": START, "<|stop|>": END}
+    special |= {image: IMAGE, "<|video|>": 91, "<|start|>": START, "<|stop|>": END}
     tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in special])
     assert {text: tokenizer.token_to_id(text) for text in special} == special
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>", "chat_template": TEMPLATE}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>"}
+    config["chat_template"] = TEMPLATE.replace("<|image|>", image)
     (folder / "tokenizer_config.json").write_text(json.dumps({**config, "pad_token": "<|pad|>"}))
 
 
@@ -60,6 +62,33 @@ def write_image_folder(folder: Path, *, weights: bool = True) -> Path:
         "image_std": STD,
     }
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    return folder
+
+
+def write_composed_folders(folder: Path, tower: str, *, image: str = "<image>") -> Path:
+    """A language model in `folder`/model and an image encoder in `folder`/encoder; clip is one with a text model."""
+    composed = make_composed_model(tower)
+    text = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**composed.config.text_config.to_dict()))
+    text.model.load_state_dict(composed.model.language_model.state_dict())
+    text.lm_head.load_state_dict(composed.lm_head.state_dict())
+    text.save_pretrained(folder / "model")
+    write_tokenizer(folder / "model", image)
+    vision = composed.model.vision_tower
+    if tower == "clip":
+        sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+        config = transformers.CLIPConfig(vision_config=vision.config.to_dict(), text_config=sizes, projection_dim=24)
+        whole = transformers.CLIPModel(config)
+        whole.vision_model.load_state_dict(vision.state_dict())
+        whole.save_pretrained(folder / "encoder")
+    else:
+        vision.save_pretrained(folder / "encoder")
+    side = 3 * PATCH
+    sizes = {"crop_size": {"height": side, "width": side}, "size": {"shortest_edge": side}, "do_center_crop": True}
+    processor = {"image_processor_type": "CLIPImageProcessor", **sizes}
+    if tower != "clip":
+        processor = {"image_processor_type": "SiglipImageProcessor", "size": {"height": side, "width": side}}
+    values = json.dumps({**processor, "image_mean": MEAN, "image_std": STD, "resample": 3})
+    (folder / "encoder" / "preprocessor_config.json").write_text(values)
     return folder
 
 

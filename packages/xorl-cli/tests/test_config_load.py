@@ -155,7 +155,7 @@ def test_all_problems_are_reported_at_once(write) -> None:
         """\
         model:
           model_path: a
-          encoders: {image: {model_path: b}}
+          encoders: {video: {model_path: b}}
         data:
           datasets:
             - path: a.jsonl

@@ -14,7 +14,7 @@ from xorl.config.unsupported import UNSUPPORTED, UnsupportedValues, unsupported_
 
 # A refused value of each option whose row says "anything but the default", where it cannot be guessed from the type.
 EXAMPLES: dict[str, object] = {
-    "model.encoders": {"image": {"model_path": "a"}},
+    "model.encoders": {"video": {"model_path": "a"}},
 }
 # What else is needed so that a value is wrong for no other reason.
 COMPANIONS: dict[str, dict[str, Any]] = {

@@ -29,7 +29,7 @@ OPTIONS = all_options(ServerConfig)
 # A refused value of each option whose row says "anything but the default", where it cannot be guessed from the type.
 REFUSED: dict[str, Any] = {
     "foundation": {"num_hidden_layers": 2},
-    "encoders": {"image": {"model_path": "a"}},
+    "encoders": {"video": {"model_path": "a"}},
     "pipeline_parallel_schedule": "GPipe",
     "cp_fsdp_mode": "none",
 }

@@ -351,7 +351,7 @@ def test_a_changed_file_stops_the_run(prepared, tmp_path, num_workers):
     """Catches training on another image than the one that was counted."""
     documents = prepared([{"messages": ask({"path": "a.png"})}])
     (tmp_path / "rows" / "a.png").write_bytes(picture(24, 16, seed=5))
-    with pytest.raises(DataError, match=r"a\.png has changed since the data was prepared"):
+    with pytest.raises(DataError, match=r"a\.png: the image has changed since the data was prepared"):
         next(loader_of(documents, num_workers=num_workers).steps())
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -39,14 +40,15 @@ logger = logging.getLogger(__name__)
 
 # Patterns for the files of a transformers tokenizer or processor; other files in its folder are not copied.
 _NAMED_TEMPLATES = "additional_chat_templates/*.jinja"  # all templates but the default one, such as tool_use
+IMAGE_PROCESSOR_FILE, PROCESSOR_FILE = "preprocessor_config.json", "processor_config.json"
 TOKENIZER_FILES = (
     _NAMED_TEMPLATES,
     "added_tokens.json",
     "chat_template.jinja",
     "chat_template.json",
     "merges.txt",
-    "preprocessor_config.json",
-    "processor_config.json",
+    IMAGE_PROCESSOR_FILE,
+    PROCESSOR_FILE,
     "special_tokens_map.json",
     "spiece.model",
     "tekken.json",
@@ -91,6 +93,7 @@ def export_hf(
     rename: Callable[[str], str] = str,
     arrange: Callable[[Sequence[TensorGroup]], Sequence[TensorGroup]] = list,
     copied: Sequence[TensorGroup] = (),
+    processor_files: Mapping[str, bytes] = MappingProxyType({}),
 ) -> Path:
     """Collective: write safetensors, their index, config.json and the tokenizer's files; returns the folder.
 
@@ -103,6 +106,7 @@ def export_hf(
     see `parameter_groups`. `rename` takes the name of a tensor in the recipes and returns that in the files.
     `arrange` takes the tensors that recipes split parameters into, and returns those to write, such as stacks. `copied`
     are further tensors, on which config.json's dtype does not depend; nor does it on parameters that keep their dtype.
+    `processor_files` replace files of the same names in `tokenizer_folder`.
 
     Raises CheckpointError, before anything is written, if the folder exists and is not empty or cannot be written to,
     or if `params` and `recipes` differ in names or (without `gather`) in shapes.
@@ -134,6 +138,7 @@ def export_hf(
             model_card=model_card,
             copied=copied,
             kept=kept,
+            processor_files=processor_files,
         )
     num_tensors = sum(len(group.records) for group in [*groups, *copied])
     logger.info("event=exported folder=%s tensors=%d copied=%d", folder, num_tensors, len(copied))
@@ -186,6 +191,7 @@ def write_model(
     model_card: str | None = None,
     copied: Sequence[TensorGroup] = (),
     kept: Collection[str] = (),
+    processor_files: Mapping[str, bytes] = MappingProxyType({}),
 ) -> None:
     """Collective: write the files of `export_hf` into an existing folder; `groups` hold tensors by their file names.
 
@@ -204,7 +210,7 @@ def write_model(
             files = _config_files(shards, _with_dtype(hf_config, groups, kept), generation_config)
             if model_card is not None:
                 files[CARD_FILE] = model_card.encode()
-            write_files(folder, {**files, **tokenizer_files(tokenizer, chat_template)})
+            write_files(folder, {**files, **tokenizer_files(tokenizer, chat_template), **processor_files})
             _check_readable(folder, shards)
 
 

@@ -70,6 +70,7 @@ PHRASES: Mapping[str, str] = MappingProxyType(
         "name them in exclude": "list them in lora.exclude_modules",
         "tie_word_embeddings=False": "model.foundation: {tie_word_embeddings: false}",
         "the config.json": "the config.json (model.config_path)",
+        "set images.root": "set data.image_root",
         "set it to null there": "set it to null in model.foundation",
     }
 )

@@ -29,6 +29,29 @@ def _model_has_a_source(config: Config) -> Iterator[Conflict]:
         )
 
 
+def _compositions_are_whole(config: Config) -> Iterator[Conflict]:
+    encoder = config.model.encoders.get("image")
+    if encoder is None:
+        return
+    if encoder.model_path is None and encoder.config_path is None:
+        yield Conflict(
+            ("model.encoders",),
+            "model_path and config_path of image are both null: set model_path to start from weights, or config_path "
+            "to start from random weights",
+        )
+    if config.lora.enable_lora:
+        yield Conflict(
+            ("model.encoders", "lora.enable_lora"),
+            "adapters need a base in one folder, and the projector of a composition is new: train the projector first, "
+            "with train.freeze_decoder: true, then set model.model_path to the exported folder and encoders to {}",
+        )
+    if config.train.load_weights_mode == "dcp":
+        yield Conflict(
+            ("model.encoders", "train.load_weights_mode"),
+            "the checkpoint in model.model_path has its encoder: leave encoders at {}",
+        )
+
+
 def _sharding_options_agree(config: Config) -> Iterator[Conflict]:
     train = config.train
     # If only one of the two is set, it determines the other.
@@ -257,6 +280,7 @@ CHECKS: tuple[Callable[[Config], Iterator[Conflict]], ...] = (
     *MODEL_CHECKS,
     *DATA_CHECKS,
     _corrections_are_trained,
+    _compositions_are_whole,
     _rates_of_encoders_have_a_scale,
     _learning_rates_are_valid,
     _determinism_needs_launch_blocking,

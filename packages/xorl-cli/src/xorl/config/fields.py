@@ -48,7 +48,11 @@ class Section(BaseModel):
 class EncoderConfig(Section):
     """An encoder of another modality."""
 
-    model_path: str = Field(description="Hub id or local folder of the encoder's weights.")
+    model_path: str | None = Field(
+        default=None,
+        description="Hub id or local folder of the encoder's weights: CLIP or SigLIP, alone or with its text model. "
+        "null means random initialization, which requires config_path.",
+    )
     config_path: str | None = Field(
         default=None, description="Hub id or local folder of the encoder's config.json; null means model_path."
     )
@@ -130,7 +134,9 @@ class ModelFields(Section):
     )
     encoders: dict[EncoderKind, EncoderConfig] = Field(
         default={},
-        description="Encoders of other modalities, by kind; each has a model_path and optionally a config_path.",
+        description="Encoders of other modalities beside a language model, by kind; each has a model_path and "
+        "optionally a config_path. The image encoder gets a new projector of two layers, and the model is exported as "
+        "one folder in the format of LLaVA. Models that have their own image encoder need no entry.",
     )
 
 

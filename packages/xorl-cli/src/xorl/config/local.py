@@ -120,7 +120,7 @@ class ImageFields(Section):
 
     freeze_encoders: bool = Field(
         default=True,
-        description="Do not train the encoder of images, except for what maps its outputs to the width of the decoder "
+        description="Do not train the image encoder, except for what maps its outputs to the width of the decoder "
         "(see freeze_projectors). Without any image in the data, the whole encoder stays as it is.",
     )
     freeze_projectors: bool = Field(
@@ -131,7 +131,7 @@ class ImageFields(Section):
     freeze_decoder: bool = Field(default=False, description="Do not train the language model.")
     encoder_lr: NonNegative | None = Field(
         default=None,
-        description="Peak learning rate of the encoder of images. It follows the same schedule as lr. null means lr.",
+        description="Peak learning rate of the image encoder. It follows the same schedule as lr. null means lr.",
     )
     projector_lr: NonNegative | None = Field(
         default=None, description="Peak learning rate of what freeze_projectors names, as encoder_lr. null means lr."

@@ -312,3 +312,11 @@ def _literals(annotation: object) -> Iterator[object]:
 def _entry_type(annotation: object) -> type[Section] | None:
     entry = get_args(annotation)[0] if get_origin(annotation) is list else None
     return entry if isinstance(entry, type) and issubclass(entry, Section) else None
+
+
+def changed_options(section: Section, names: Iterable[str]) -> Iterator[tuple[str, object, object]]:
+    """Yields (name, value, default) of each of the named options of a section that is not at its default."""
+    for name in names:
+        value, default = getattr(section, name), type(section).model_fields[name].default
+        if value != default:
+            yield name, value, default

@@ -34,6 +34,11 @@ SERVER_UNSUPPORTED: tuple[UnsupportedValues, ...] = (
         "clients and inference engines read the model's own config.json",
         "edit a copy of config.json and set config_path to its folder",
     ),
+    UnsupportedValues(
+        "encoders",
+        "clients and inference engines read one folder, and the service has no images yet",
+        "leave it at {}",
+    ),
     UnsupportedValues("merge_lora_interval", SHARED_BASE, "leave it at 0"),
     UnsupportedValues("reset_optimizer_on_merge", SHARED_BASE, "leave it at false"),
 )

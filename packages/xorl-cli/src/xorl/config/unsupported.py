@@ -48,8 +48,10 @@ class UnsupportedValues:
 UNSUPPORTED: tuple[UnsupportedValues, ...] = (
     UnsupportedValues(
         "model.encoders",
-        "encoders beside a language model are not supported yet: neither for images, nor for video and audio",
-        "leave it at {}; for images, use a model that has its own encoder",
+        "encoders of video and audio are not supported yet",
+        "leave them out; images are supported",
+        matches=lambda value: isinstance(value, dict) and bool(value.keys() - {"image"}),
+        shown="video and audio",
     ),
     UnsupportedValues(
         f"{ENTRIES}.trust_remote_code",

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from xorl.ckpt import CheckpointError, CheckpointFailure, WeightRecipe, resolve_folder
-from xorl.ckpt.export import GENERATION_FILE, json_bytes, tokenizer_files
+from xorl.ckpt.export import GENERATION_FILE, IMAGE_PROCESSOR_FILE, PROCESSOR_FILE, json_bytes, tokenizer_files
 from xorl.ckpt.layout import is_complete
-from xorl.core.models import DecoderConfig, ModelSpec, spec_for
+from xorl.core.models import DecoderConfig, ModelSpec, processor_config, spec_for
 from xorl.core.models.composite import special_tokens, text_values, with_entries
 from xorl.data.images import ImageSettings
 from xorl.lora.prequantized import MODELOPT_FILE, with_modelopt_file
@@ -21,6 +21,19 @@ CONFIG_PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja")
 
 
 @dataclass(frozen=True)
+class EncoderParts:
+    """What a model composed with an image encoder has from the folder of that one.
+
+    origin: the folder or Hub id of its weights; None: they were drawn. processor: the settings of its image processor.
+    token: the text of the token that stands for images.
+    """
+
+    origin: str | None
+    processor: Mapping[str, object]
+    token: str
+
+
+@dataclass(frozen=True)
 class Architecture:
     """A model's family, its shape and its Hugging Face configuration.
 
@@ -28,7 +41,7 @@ class Architecture:
     its generation_config.json; empty without one. `own_tokenizer` and `own_generation`: the tokenizer, or `generation`,
     is not that of the base weights. `origin` is the folder or Hub id of the Hugging Face weights that training started
     from, even if it continued from checkpoints; None for random weights. `images`: how the images of the data are read;
-    None if it has none.
+    None if it has none. `encoder`: of a model that is composed of two folders.
     """
 
     spec: ModelSpec
@@ -41,6 +54,7 @@ class Architecture:
     own_generation: bool = False
     origin: str | None = None
     images: ImageSettings | None = None
+    encoder: EncoderParts | None = None
 
     @property
     def special_tokens(self) -> Mapping[str, object]:
@@ -51,6 +65,13 @@ class Architecture:
     def text_values(self) -> Mapping[str, object]:
         """The keys of the text model in config.json."""
         return text_values(self.hf_config)
+
+    def processor_files(self) -> dict[str, bytes]:
+        """The files of the processor, by name, if they are not in the folder of the tokenizer."""
+        if self.encoder is None:
+            return {}
+        processor = processor_config(self.hf_config, self.encoder.token)
+        return {IMAGE_PROCESSOR_FILE: json_bytes(self.encoder.processor), PROCESSOR_FILE: json_bytes(processor)}
 
     def files_beside_adapter(self) -> dict[str, bytes]:
         """The files, by name, that an adapter needs because they differ from its base's.
@@ -79,7 +100,7 @@ def read_config(option: str, file: Path, tokenizer_folder: Path, nulls: Collecti
             hint = "; it is an adapter: give the folder or Hub id of its base model here, and the adapter's in "
             hint += "lora.adapter_path"
         raise ValueError(f"{option}: {file.parent} holds no config.json{hint}")
-    hf_config = _read_object(option, file)
+    hf_config = read_object(option, file)
     modelopt_file = file.parent / MODELOPT_FILE
     if modelopt_file.is_file():
         try:
@@ -102,10 +123,11 @@ def read_generation(option: str, folder: Path) -> Mapping[str, object]:
     Raises ValueError, beginning with `option`, if the file is not valid.
     """
     file = folder / GENERATION_FILE
-    return _read_object(option, file) if file.is_file() else {}
+    return read_object(option, file) if file.is_file() else {}
 
 
-def _read_object(option: str, file: Path) -> dict[str, object]:
+def read_object(option: str, file: Path) -> dict[str, object]:
+    """The JSON object in a file. Raises ValueError, beginning with `option`, if it is not one."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:

@@ -25,7 +25,7 @@ from xorl.lora.peft.config import recorded_settings
 from xorl.lora.prequantized import QUANTIZATION_KEY
 from xorl.train.adapters.folder import is_adapter, is_same_base
 from xorl.train.adapters.inject import SHARING_OPTIONS
-from xorl.train.architecture import Architecture, read_generation
+from xorl.train.architecture import Architecture, EncoderParts, read_generation
 from xorl.train.base_weights import base_fingerprint, differing_weights
 
 logger = logging.getLogger(__name__)
@@ -94,6 +94,7 @@ def describe_model(
         "own_tokenizer": architecture.own_tokenizer,
         "own_generation": architecture.own_generation,
         "origin": architecture.origin,
+        "encoder": None if architecture.encoder is None else cast("dict[str, JSON]", asdict(architecture.encoder)),
         "quantization": None if scheme is None else cast("dict[str, JSON]", asdict(scheme)),
     }
 
@@ -250,6 +251,7 @@ def read_description(folder: Path, manifest: Manifest) -> ModelDescription:
         bool(own),
         bool(recorded.get("own_generation")),
         cast("str | None", recorded.get("origin")),
+        encoder=_encoder_of(recorded),
     )
     stored = cast("Mapping[str, JSON] | None", recorded.get("quantization"))
     scheme = None
@@ -257,6 +259,14 @@ def read_description(folder: Path, manifest: Manifest) -> ModelDescription:
         scheme = QuantScheme(cast(QuantFormat, stored["quant_format"]), cast(int, stored["group_size"]))
     path, fingerprint = (cast("str | None", recorded.get(key)) for key in ("path", "base_fingerprint"))
     return ModelDescription(architecture, bool(recorded["merge_qkv"]), path, fingerprint, scheme)
+
+
+def _encoder_of(recorded: Mapping[str, JSON]) -> EncoderParts | None:
+    encoder = cast("Mapping[str, JSON] | None", recorded.get("encoder"))
+    if encoder is None:
+        return None
+    processor = cast("Mapping[str, object]", encoder["processor"])
+    return EncoderParts(cast("str | None", encoder["origin"]), processor, str(encoder["token"]))
 
 
 def recorded_options(config: Config) -> dict[str, JSON]:

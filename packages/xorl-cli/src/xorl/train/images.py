@@ -10,18 +10,20 @@ from pathlib import Path
 from xorl.ckpt.layout import JSON
 from xorl.config.data import DataConfig
 from xorl.config.local import LoraConfig, TrainConfig
-from xorl.config.options import yaml_text
+from xorl.config.options import changed_options, yaml_text
 from xorl.core.models import Decoder, DecoderConfig
 from xorl.core.models.flops import image_flops
 from xorl.data import DataError
-from xorl.data.images import ImageSettings, has_image_processor, read_image_settings
+from xorl.data.images import ImageSettings, has_image_processor, read_processor, settings_of
 from xorl.data.images.pixels import decoder_digest
 from xorl.train.architecture import Architecture
+from xorl.train.compose import OPTION
 
 logger = logging.getLogger(__name__)
 
-# Options that only models with an encoder of images have.
+# Options that only models with an image encoder have.
 TRAIN_OPTIONS = ("freeze_encoders", "freeze_projectors", "freeze_decoder", "encoder_lr", "projector_lr")
+ENCODER_AND_DECODER = ("freeze_encoders", "freeze_decoder")
 DATA_OPTIONS = ("image_min_pixels", "image_max_pixels", "image_root")
 # The key in a checkpoint's info.
 DECODER = "image_decoder"
@@ -34,19 +36,27 @@ def image_settings(architecture: Architecture, data: DataConfig) -> ImageSetting
     """
     images, folder = architecture.config.images, architecture.tokenizer_folder
     if images is None:
-        for name in DATA_OPTIONS:
-            if (value := getattr(data, name)) is not None:
-                raise ValueError(f"data.{name}: {yaml_text(value)}, but the model reads no images; leave it at null")
+        for name, value, default in changed_options(data, DATA_OPTIONS):
+            shown = yaml_text(default)
+            raise ValueError(f"data.{name}: {yaml_text(value)}, but the model reads no images; leave it at {shown}")
         return None
     if folder is None or data.streaming:
         return None
-    if not has_image_processor(folder):
+    encoder = architecture.encoder
+    if encoder is None and not has_image_processor(folder):
         logger.warning("images: %s has no image processor, so conversations with images are refused", folder)
         return None
     has_axes = any(each.rope is not None and each.rope.axes for each in architecture.config.attentions)
-    settings = read_image_settings(
-        folder, placeholder=images.placeholder, patch_size=images.patch_size, has_axes=has_axes
+    values, path = read_processor(folder) if encoder is None else (encoder.processor, Path(OPTION))
+    settings = settings_of(
+        values, path, placeholder=images.placeholder, patch_size=images.patch_size, has_axes=has_axes
     )
+    sides = settings.fixed_size
+    if images.is_fixed and (sides is None or set(sides) != {images.side * images.patch_size}):
+        raise DataError(
+            f"{path}: the image processor makes images of {sides} pixels, but those of the model have "
+            f"{images.side * images.patch_size} on a side"
+        )
     if settings.merge_size != images.merge_size:
         raise DataError(
             f"{folder}: the image processor has merge_size: {settings.merge_size}, but that of the model is "
@@ -59,15 +69,13 @@ def image_settings(architecture: Architecture, data: DataConfig) -> ImageSetting
 
 
 def check_image_model(config: DecoderConfig, train: TrainConfig, lora: LoraConfig) -> None:
-    """Raise ValueError for options that do not fit the model's encoder of images, or a model without one."""
+    """Raise ValueError for options that do not fit the model's image encoder, or a model without one."""
     if config.images is None:
-        for name in TRAIN_OPTIONS:
-            value, default = getattr(train, name), TrainConfig.model_fields[name].default
-            if value != default:
-                raise ValueError(
-                    f"train.{name}: {yaml_text(value)}, but the model has no encoder of images; leave it at "
-                    f"{yaml_text(default)}"
-                )
+        for name, value, default in changed_options(train, TRAIN_OPTIONS):
+            shown = yaml_text(default)
+            raise ValueError(
+                f"train.{name}: {yaml_text(value)}, but the model has no image encoder; leave it at {shown}"
+            )
         return
     for name, size in (
         ("tensor_parallel_size", train.tensor_parallel_size),
@@ -76,17 +84,15 @@ def check_image_model(config: DecoderConfig, train: TrainConfig, lora: LoraConfi
         if size > 1:
             raise ValueError(f"train.{name}: {size}, which is not supported for models that read images; use 1")
     if train.enable_gradient_checkpointing and train.recompute_policy == "auto":
-        raise ValueError("train.recompute_policy: auto does not measure encoders of images; use module or operation")
+        raise ValueError("train.recompute_policy: auto does not measure image encoders; use module or operation")
     if lora.enable_qlora:
         raise ValueError("lora.enable_qlora: true, which is not supported for models that read images; set it to false")
     if lora.enable_lora:
-        for name in ("freeze_encoders", "freeze_decoder"):
-            value, default = getattr(train, name), TrainConfig.model_fields[name].default
-            if value != default:
-                raise ValueError(
-                    f"train.{name}: {yaml_text(value)}, but adapters leave all parts as they are; leave it at "
-                    f"{yaml_text(default)}, or name modules in lora.modules_to_save"
-                )
+        for name, value, default in changed_options(train, ENCODER_AND_DECODER):
+            raise ValueError(
+                f"train.{name}: {yaml_text(value)}, but adapters leave all parts as they are; leave it at "
+                f"{yaml_text(default)}, or name modules in lora.modules_to_save"
+            )
     elif train.freeze_encoders and train.freeze_projectors and train.freeze_decoder:
         raise ValueError("train.freeze_decoder: true, like freeze_encoders and freeze_projectors: nothing is trained")
 
@@ -106,6 +112,17 @@ def freeze_parts_(module: Decoder, train: TrainConfig, lora: LoraConfig, *, has_
         module.model.requires_grad_(False)
         if module.lm_head is not None:
             module.lm_head.requires_grad_(False)
+
+
+def check_projectors_frozen(module: Decoder, train: TrainConfig) -> None:
+    """Raise ValueError if adapters, or what is saved beside them, train projectors that an option freezes."""
+    if module.encoder is None or not train.freeze_projectors:
+        return
+    if any(parameter.requires_grad for part in module.encoder.projectors for parameter in part.parameters()):
+        raise ValueError(
+            "train.freeze_projectors: true, but lora.modules_to_save or lora.lora_target_modules name a projector; "
+            "leave it out there, or set freeze_projectors to false"
+        )
 
 
 def recorded_decoder(settings: ImageSettings | None) -> dict[str, str]:

@@ -70,7 +70,7 @@ def choose_layer_kernels(
     kernels = replace(kernels, attention_by_layer=attention)
     if config.images is None:
         return kernels
-    # The fastest that can compute the heads of the encoder of images, which differ from those that users choose for.
+    # The fastest that can compute the heads of the image encoder, which differ from those that users choose for.
     request = AttentionRequest(device.type, compute_dtype(train), config.images.head_dim, None, causal=False)
     return replace(kernels, image_attention=resolve_attention(AUTO, request))
 

@@ -33,7 +33,8 @@ from xorl.train.adapters.folder import AdapterFolder, check_name, check_shapes, 
 from xorl.train.adapters.inject import add_adapters, starting_adapter
 from xorl.train.architecture import Architecture, folder_of
 from xorl.train.base_weights import require_weights
-from xorl.train.images import check_image_model, freeze_parts_
+from xorl.train.compose import composed_weights
+from xorl.train.images import check_image_model, check_projectors_frozen, freeze_parts_
 from xorl.train.layer_kernels import check_kernels, choose_layer_kernels, compute_dtype, require_dispatch
 from xorl.train.model_source import MODEL_PATH, starting_checkpoint
 from xorl.train.parallel_sizes import check_experts, check_shared_matrices, check_stages, chunks_of
@@ -218,6 +219,7 @@ def _adapt_(
     add_adapters(module, lora, architecture.spec)
     if train.freeze_router:
         _check_routers_frozen(module)
+    check_projectors_frozen(module, train)
     quantization = read_options(lora, architecture.hf_config)
     dtypes, roles = KeptDtypes.of(train, lora), module.parameter_roles()
     for name, parameter in module.named_parameters():
@@ -297,7 +299,7 @@ def fill_base(
 
     `source`, with the weight names of transformers, replaces `model.model_path`.
     """
-    if model.model_path is None and source is None:
+    if model.model_path is None and source is None and architecture.encoder is None:
         targets = quantized_rows(module)
         module.init_weights(train.seed, device=device, targets=targets)
         logger.debug("weights=random seed=%d parameters=%d", train.seed, num_parameters(module))
@@ -305,10 +307,17 @@ def fill_base(
         return
     assert train.load_weights_mode not in ("auto", "safetensors"), "resolved by the configuration"
     option = f"{MODEL_PATH}: " if source is None else ""
+    recipes, drawn = architecture.recipes(merge_qkv=model.merge_qkv), frozenset[str]()
     if source is None and train.load_weights_mode == "dcp":
         source = starting_checkpoint(model).weights()
     if source is not None:  # a checkpoint of xorl, whatever the config.json says of the original
         quantization = None if quantization is None else quantization.from_plain_weights()
+    elif architecture.encoder is not None:
+        source, names = composed_weights(architecture, model.model_path, recipes)
+        drawn = frozenset(names)
+        module.init_weights(train.seed, device=device, only=drawn)
+        if len(drawn) == len(recipes):
+            return
     else:
         assert model.model_path is not None
         folder = folder_of(MODEL_PATH, model.model_path)
@@ -316,11 +325,13 @@ def fill_base(
             source = architecture.spec.checkpoint_view(architecture.config, SafetensorsSource(folder))
         except ValueError as error:
             raise ValueError(f"{MODEL_PATH}: {error}") from error
-    recipes = architecture.recipes(merge_qkv=model.merge_qkv)
     # The parameters of a checkpoint can only be read whole, so one rank reads and broadcasts them.
     mode = "broadcast" if train.load_weights_mode == "dcp" else train.load_weights_mode
     try:
-        report = load_weights(*base_targets(module, recipes, source, quantization), mode=mode)
+        targets, recipes, source = base_targets(module, recipes, source, quantization)
+        targets = {name: target for name, target in targets.items() if name not in drawn}
+        recipes = {name: recipe for name, recipe in recipes.items() if name not in drawn}
+        report = load_weights(targets, recipes, source, mode=mode)
     except CheckpointError as error:
         raise CheckpointError(f"{option}{error}") from error
     logger.debug("weights=%s mode=%s %s", model.model_path, train.load_weights_mode, report)

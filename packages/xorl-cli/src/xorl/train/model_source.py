@@ -14,6 +14,7 @@ from xorl.core.models.hf_config import DROPOUT_KEYS
 from xorl.train.adapters.folder import is_adapter, is_same_base
 from xorl.train.architecture import CONFIG_PATTERNS, Architecture, folder_of, read_config, read_generation
 from xorl.train.checkpoint_model import StartingCheckpoint, open_start
+from xorl.train.compose import composed
 
 # Option names for error messages.
 MODEL_PATH = "model.model_path"
@@ -22,7 +23,7 @@ MODEL_PATH = "model.model_path"
 def read_architecture(
     config: ModelConfig, load_weights_mode: LoadWeightsMode = "broadcast", adapter_path: str | None = None
 ) -> Architecture:
-    """Read config.json from `model.config_path`, and apply the entries of `model.foundation`.
+    """Read config.json from `model.config_path`, add `model.encoders`, and apply the entries of `model.foundation`.
 
     With dcp, `model.model_path` is a checkpoint that describes its model, so config.json is optional. `adapter_path` is
     `lora.adapter_path`. Raises ValueError for an unknown model, for a config.json that does not describe the
@@ -54,6 +55,8 @@ def read_architecture(
     if config.tokenizer_path not in (None, path):
         folder = folder_of("model.tokenizer_path", config.tokenizer_path, CONFIG_PATTERNS)
         architecture = replace(architecture, tokenizer_folder=folder)
+    if config.encoders:
+        architecture = composed(architecture, config)
     return _with_foundation(architecture, config.foundation, file) if config.foundation else architecture
 
 

@@ -14,7 +14,7 @@ from typing import cast
 from xorl.ckpt import Checkpointer, CheckpointError, read_manifest
 from xorl.ckpt.layout import Manifest, step_of
 from xorl.config import Config
-from xorl.config.local import TrainConfig
+from xorl.config.options import changed_options, yaml_text
 from xorl.config.resolve import member_config
 from xorl.core.join import meet
 from xorl.core.mesh import Mesh, ParallelDims
@@ -34,6 +34,7 @@ from xorl.core.runtime import (
 )
 from xorl.core.runtime import init as init_runtime
 from xorl.data import DataPlan
+from xorl.data.images import ImageSettings
 from xorl.data.receipt import Receipt
 from xorl.data.stream import Stream
 from xorl.train.architecture import Architecture
@@ -54,7 +55,7 @@ from xorl.train.deadline import Deadline
 from xorl.train.end_tokens import with_end_tokens
 from xorl.train.engine import Engine
 from xorl.train.evaluate import EvalPoints, Evaluation, Scorer, evaluate
-from xorl.train.images import image_settings
+from xorl.train.images import ENCODER_AND_DECODER, image_settings
 from xorl.train.model_source import pin_checkpoint, read_architecture
 from xorl.train.observe.metrics_file import Metrics, MetricsFile, is_evaluated, last_step
 from xorl.train.observe.observer import Observer, Sink
@@ -202,12 +203,13 @@ def start_up(
         require_resumable(resumed_path, resumed.manifest, config.model, architecture)
     configs = {member.name: member_config(config, member) for member in config.lora.sweep} or {"": config}
     with phases("data"):
-        data = {name: _prepare_data(run_config, architecture) for name, run_config in configs.items()}
+        prepared = {name: _prepare_data(run_config, architecture) for name, run_config in configs.items()}
+        data = {name: each for name, (each, _) in prepared.items()}
         trained = {
             name: _with_images(
                 with_end_tokens(with_chat_template(architecture, run_config.data), data[name].end_tokens),
                 run_config,
-                data[name],
+                *prepared[name],
             )
             for name, run_config in configs.items()
         }
@@ -240,32 +242,33 @@ def start_up(
     return Startup(config, output_dir, checkpointer, resumed, architecture, runtime, mesh, runs, phases, position)
 
 
-def _prepare_data(config: Config, architecture: Architecture) -> RunData:
+def _prepare_data(config: Config, architecture: Architecture) -> tuple[RunData, ImageSettings | None]:
     vocab_size, tokens = architecture.config.vocab_size, architecture.special_tokens
     images = image_settings(architecture, config.data)
     data = prepare_data(config, vocab_size, architecture.tokenizer_folder, tokens, images=images)
     _check_lengths(data, architecture.config, padding_multiple(config))
-    return data
+    return data, images
 
 
-def _with_images(architecture: Architecture, config: Config, data: RunData) -> Architecture:
+def _with_images(
+    architecture: Architecture, config: Config, data: RunData, settings: ImageSettings | None
+) -> Architecture:
     """The architecture with how images are read, if the data has any."""
     if architecture.config.images is None:
         return architecture
     if not data.has_images:
-        for name in ("freeze_encoders", "freeze_decoder"):
-            if (value := getattr(config.train, name)) != TrainConfig.model_fields[name].default:
-                raise ValueError(
-                    f"train.{name}: {str(value).lower()}, but no conversation has an image, so the encoder of images "
-                    f"would not be trained; set it to {str(not value).lower()}"
-                )
-        logger.info("images: none in the data; the encoder of images is not used, and stays as it is")
+        for name, value, default in changed_options(config.train, ENCODER_AND_DECODER):
+            raise ValueError(
+                f"train.{name}: {yaml_text(value)}, but no conversation has an image, so the image encoder would not "
+                f"be trained; set it to {yaml_text(default)}"
+            )
+        logger.info("images: none in the data; the image encoder is not used, and stays as it is")
         return architecture
     if config.lora.sweep:
         raise ValueError("lora.sweep: its members cannot be trained on images yet; train them one by one")
     if config.train.freeze_encoders and not config.lora.enable_lora:
-        logger.info("images: the encoder of images is not trained (train.freeze_encoders)")
-    return replace(architecture, images=image_settings(architecture, config.data))
+        logger.info("images: the image encoder is not trained (train.freeze_encoders)")
+    return replace(architecture, images=settings)
 
 
 def _check_lengths(data: RunData, model: DecoderConfig, pad_to_multiple_of: int) -> None:

@@ -54,7 +54,7 @@ class Site:
 
     @property
     def is_encoder(self) -> bool:
-        """Whether it belongs to the encoder of images of xorl's decoder, whose name in checkpoints is another one."""
+        """Whether it belongs to the image encoder of xorl's decoder, whose name in checkpoints is another one."""
         return self.path.startswith(ENCODER) and not self.name.startswith(ENCODER)
 
     @property

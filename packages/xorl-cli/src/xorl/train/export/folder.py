@@ -75,6 +75,7 @@ class ModelExport:
                 rename=self.rest.in_file,
                 arrange=self.rest.arrange,
                 copied=copied,
+                processor_files=self.architecture.processor_files(),
             )
 
     def _card(self, config: AdapterConfig) -> str:

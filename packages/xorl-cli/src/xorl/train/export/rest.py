@@ -16,6 +16,7 @@ from xorl.ckpt.export import source_groups
 from xorl.ckpt.layout import TensorRecord
 from xorl.ckpt.ranks import fail_together
 from xorl.ckpt.tensor_file import TensorGroup
+from xorl.core.models import ComposedWeights
 from xorl.core.models.stacks import ExpertNames, stack_of, stacked, stacked_shape
 from xorl.kernels.quant import QuantScheme
 from xorl.lora.prequantized import EXTRA, dequantized_source, read_quantization
@@ -34,6 +35,7 @@ class Rest:
         is_missing: whether there are tensors to copy, but it is not known from where.
         experts: the names of experts, in stacks if the folder or the family has them; None: the model has no experts.
         scheme: of the quantised tensors among those to copy, which exports have in bf16; None: there are none.
+        of_tower: whether the folder is that of the image encoder of a composition.
     """
 
     architecture: str
@@ -43,6 +45,7 @@ class Rest:
     is_missing: bool
     experts: ExpertNames | None
     scheme: QuantScheme | None = None
+    of_tower: bool = False
 
     @classmethod
     def of(cls, architecture: Architecture) -> Rest:
@@ -50,7 +53,9 @@ class Rest:
 
         Raises ValueError, CheckpointError or CheckpointFailure if it cannot be read or copied.
         """
-        spec, origin = architecture.spec, architecture.origin
+        spec, origin, of_tower = architecture.spec, architecture.origin, architecture.encoder is not None
+        if architecture.encoder is not None:
+            origin = architecture.encoder.origin
         experts = spec.checkpoint_names.experts if architecture.config.has_experts else None
         if origin is None or not spec.checkpoint_names.has_unused:
             # Layers that only other programs use may be left out, but a model without its other parts does not load.
@@ -58,7 +63,7 @@ class Rest:
         try:
             folder = resolve_folder(origin)
             with SafetensorsSource(folder) as source:
-                view = spec.checkpoint_view(architecture.config, source)
+                view = spec.checkpoint_view(architecture.config, _tower_in(source) if of_tower else source)
         except (CheckpointError, CheckpointFailure) as error:
             raise type(error)(
                 f"exports of a {spec.architecture} copy tensors from {origin}, which its weights came from: {error}"
@@ -73,7 +78,7 @@ class Rest:
             )
         experts = None if experts is None else view.experts
         unused = tuple(name for name in view.unused if name not in quantised)
-        return cls(spec.architecture, folder, unused, view.in_source, is_missing=False, experts=experts, scheme=scheme)
+        return cls(spec.architecture, folder, unused, view.in_source, False, experts, scheme, of_tower)
 
     @property
     def stacks_experts(self) -> bool:
@@ -105,7 +110,7 @@ class Rest:
             return
         with fail_together(f"copy tensors from {self.folder}"):
             source = SafetensorsSource(self.folder)
-            dense: WeightSource = source
+            dense: WeightSource = _tower_in(source) if self.of_tower else source
             if self.scheme is not None:
                 shapes = {name: source.shape(name) for name in self.unused}
                 dense = dequantized_source(source, self.scheme, shapes, torch.bfloat16)
@@ -116,6 +121,12 @@ class Rest:
     def _make(self, group: TensorGroup) -> Mapping[str, Tensor]:
         with fail_together(f"copy tensors from {self.folder}"):
             return group.make()
+
+
+def _tower_in(source: WeightSource) -> ComposedWeights:
+    weights = ComposedWeights()
+    weights.add_tower(source)
+    return weights
 
 
 def in_stacks(groups: Sequence[TensorGroup], experts: ExpertNames | None) -> list[TensorGroup]:

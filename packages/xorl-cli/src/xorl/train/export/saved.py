@@ -141,6 +141,7 @@ def _write_model(folder: Path, saved: SavedModel, dtype: torch.dtype | None) -> 
             tokenizer_folder=architecture.tokenizer_folder,
             chat_template=architecture.chat_template,
             copied=copied,
+            processor_files=architecture.processor_files(),
             kept=[rest.in_file(name) for name in kept],
         )
     return min(stored.values(), key=lambda each: each.itemsize)

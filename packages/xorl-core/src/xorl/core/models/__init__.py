@@ -53,7 +53,7 @@ from xorl.core.models.decoder_config import DecoderConfig
 from xorl.core.models.decoder_layer import DecoderLayer
 from xorl.core.models.flops import training_flops
 from xorl.core.models.gpt2 import GPT2
-from xorl.core.models.llava import ComposedWeights, composed_config
+from xorl.core.models.llava import ComposedWeights, composed_config, processor_config
 from xorl.core.models.spec import ModelSpec
 
 __all__ = [
@@ -67,6 +67,7 @@ __all__ = [
     "DecoderLayer",
     "ModelSpec",
     "composed_config",
+    "processor_config",
     "spec_for",
     "training_flops",
 ]

@@ -4,7 +4,7 @@ Shapes: T tokens, D model width, V vocabulary.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import TypeVar, overload
@@ -103,7 +103,7 @@ class Decoder(nn.Module):
 
     @property
     def encoder_layers(self) -> nn.ModuleList:
-        """The blocks of the encoder of images, which are units of sharding and recomputation too; maybe none."""
+        """The blocks of the image encoder, which are units of sharding and recomputation too; maybe none."""
         return nn.ModuleList() if self.encoder is None else self.encoder.blocks
 
     @property
@@ -232,7 +232,7 @@ class Decoder(nn.Module):
         on devices that the host would wait for, only the shape and dtype are checked.
 
         coordinates: [T, 3] integers, of tokens on the axes of time, height and width, for models whose rotations have
-        axes; None: all are the position. images: of the row, for models with an encoder of images; without, the encoder
+        axes; None: all are the position. images: of the row, for models with an image encoder; without, the encoder
         is not used.
         """
         if input_ids.device != layout.cu_seqlens.device:
@@ -249,7 +249,7 @@ class Decoder(nn.Module):
         placed = None
         if images is not None:
             if self.encoder is None:
-                raise ValueError("images: the model has no encoder of images; leave them out")
+                raise ValueError("images: the model has no image encoder; leave them out")
             placed = self.encoder.placed(images, self.compute_dtype)
         hidden, routes = self.model(
             input_ids, layout, self.compute_dtype, by_layer, before, layers, coordinates=coordinates, placed=placed
@@ -289,6 +289,7 @@ class Decoder(nn.Module):
         *,
         device: torch.device | None = None,
         targets: Mapping[str, RowTarget] = MappingProxyType({}),
+        only: Collection[str] | None = None,
     ) -> None:
         """Initialise every parameter, except those of adapters, in place and on its device; each rank its own shards.
 
@@ -303,6 +304,7 @@ class Decoder(nn.Module):
             device: where values are computed; None means on each parameter's device.
             targets: by name of each weight that is stored in another format (`StoresWeight`), such as a quantised one:
                 the target that receives its values. With targets, the call is collective.
+            only: the names of the parameters to initialise; None: all.
         """
         for name, target in targets.items():
             key = key_of(seed, name, target.shape)
@@ -319,7 +321,7 @@ class Decoder(nn.Module):
         }
         parameters, shares, stated = dict(self.named_parameters()), shares_of(self), self._stated_values()
         for name, role in self.parameter_roles().items():
-            if role == "adapter" or name in stored:
+            if role == "adapter" or name in stored or (only is not None and name not in only):
                 continue
             parameter, share = parameters[name], shares.get(name)
             value = stated.get(name)

@@ -133,7 +133,7 @@ class DecoderConfig:
         residual_scale: the factor on the outputs of attention and feed-forward blocks.
         logit_scale: the factor on logits.
         logit_softcap: logits become logit_softcap * tanh(logits / logit_softcap), in fp32; None: no cap.
-        images: the encoder of images; None: the model reads text alone.
+        images: the image encoder; None: the model reads text alone.
     """
 
     vocab_size: int

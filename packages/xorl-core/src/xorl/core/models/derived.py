@@ -56,7 +56,9 @@ def _recipe(model: nn.Module, path: str, leaf: str, shape: tuple[int, ...], name
             source = f"{names.in_checkpoint(f'{block}.{stack}')}.{leaf}"
             return Part(source, first, shape, transposed=False, shared=True)
     if name in STACKED and not (names.names_encoder(path) if is_encoder else name in names.stacked):
-        assert isinstance(of_block, (Attention, EncoderAttention, GatedMLP)), f"{block}: does not say how it stacks {name}"
+        assert isinstance(of_block, (Attention, EncoderAttention, GatedMLP)), (
+            f"{block}: does not say how it stacks {name}"
+        )
         rows = of_block.stacked_rows[name]
         # Without a projection of values, the last one is missing.
         parts = STACKED[name][: len(rows)]

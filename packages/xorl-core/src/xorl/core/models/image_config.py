@@ -79,6 +79,11 @@ class ImageConfig:
         return self.width // self.num_heads
 
     @property
+    def is_fixed(self) -> bool:
+        """Whether all images have the grid of the learned positions."""
+        return self.rope_theta is None
+
+    @property
     def num_positions(self) -> int:
         """The learned positions, with that of the class token."""
         return self.side**2 + self.class_token

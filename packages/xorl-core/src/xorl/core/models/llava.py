@@ -20,7 +20,8 @@ from xorl.core.models.recipes import WeightSource
 from xorl.core.models.spec import ModelSpec
 
 ARCHITECTURE = "LlavaForConditionalGeneration"
-# The modules of a tower and of the projector, as transformers names them.
+# The modules of the decoder, of a tower and of the projector, as transformers names them.
+_DECODER = "model.language_model."
 TOWER, PROJECTOR = "model.vision_tower.", "model.multi_modal_projector."
 _BLOCK, _ITS_BLOCK = "encoder.blocks.{}.", TOWER + "encoder.layers.{}."
 NAMES: Mapping[str, str] = MappingProxyType(
@@ -197,23 +198,41 @@ def composed_config(
     }
 
 
-class ComposedWeights:
-    """A `WeightSource` of the tensors of a language model and of a tower, under the names of the model composed of both.
+def processor_config(hf_config: Mapping[str, object], token: str) -> dict[str, object]:
+    """The processor_config.json of a composition with this config.json; `token` is the text that stands for images."""
+    vision = hf_config["vision_config"]
+    assert isinstance(vision, Mapping), "written by `composed_config`"
+    return {
+        "processor_class": "LlavaProcessor",
+        "image_token": token,
+        "patch_size": vision["patch_size"],
+        "vision_feature_select_strategy": hf_config["vision_feature_select_strategy"],
+        "num_additional_image_tokens": int(_TOWERS[str(vision["model_type"])][3]),
+    }
 
-    text: the weights of the language model, as `ModelSpec.checkpoint_view` returns them. tower: those of an encoder's
-    folder, which may have the tower of a larger model.
+
+class ComposedWeights:
+    """A `WeightSource` of the tensors of a language model and of a tower, by their names in the composition of both.
+
+    Both may be missing.
     """
 
-    def __init__(self, text: WeightSource, text_spec: ModelSpec, tower: WeightSource) -> None:
-        names = text_spec.checkpoint_names
+    def __init__(self) -> None:
         self._parts: dict[str, tuple[WeightSource, str]] = {}
-        for name in text.names():
-            inner = name.removeprefix(names.prefix)
-            self._parts[name if name == names.head else f"model.language_model.{inner}"] = text, name
-        is_whole = not any(name.startswith(_IN_LARGER) for name in tower.names())
-        for name in tower.names():
-            if is_whole or name.startswith(_IN_LARGER):
-                self._parts[TOWER + name.removeprefix(_IN_LARGER)] = tower, name
+
+    def add_decoder(self, source: WeightSource, spec: ModelSpec) -> None:
+        """Add a language model: its weights as `spec.checkpoint_view` returns them."""
+        names = spec.checkpoint_names
+        for name in source.names():
+            whole = name if name == names.head else f"{_DECODER}{name.removeprefix(names.prefix)}"
+            self._parts[whole] = source, name
+
+    def add_tower(self, source: WeightSource) -> None:
+        """Add the tower in a folder, which may be that of a larger model."""
+        is_alone = not any(name.startswith(_IN_LARGER) for name in source.names())
+        for name in source.names():
+            if is_alone or name.startswith(_IN_LARGER):
+                self._parts[TOWER + name.removeprefix(_IN_LARGER)] = source, name
 
     def names(self) -> Collection[str]:
         return self._parts.keys()
@@ -229,5 +248,3 @@ class ComposedWeights:
     def read(self, name: str, start: int | None = None, stop: int | None = None) -> Tensor:
         source, actual = self._parts[name]
         return source.read(actual, start, stop)
-
-

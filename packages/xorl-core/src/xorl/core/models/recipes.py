@@ -258,7 +258,7 @@ def unchanged(source: str, shape: tuple[int, ...]) -> Rows:
 
 
 _NATIVE_PREFIX = "model."
-# What the native names of the encoder of images begin with.
+# What the native names of the image encoder begin with.
 ENCODER = "encoder."
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _OF_LAYER = re.compile(r"^(model\.layers\.\d+\.)(.*)$")
@@ -283,10 +283,10 @@ class CheckpointNames:
         unused: regular expression, matched at the start of names without `prefix`, for tensors that the model does not
             use but other programs do, such as those that predict further tokens; exports copy them. A group in it is
             the number of a layer, and only matches layers after the model's; a group named `block` is the number of a
-            block of the encoder of images.
+            block of the image encoder.
         is_part: the model is a part of a composite one: tensors that are neither under `prefix` nor the head belong to
             other parts, and exports copy them.
-        encoder: the names of the modules of the encoder of images by their native ones, both with {} for the number of
+        encoder: the names of the modules of the image encoder by their native ones, both with {} for the number of
             a block or tap; empty for families without one.
         spellings: other prefixes that names in checkpoints may have, and those of the recipes that they stand for.
             Exports keep the prefixes that were read.

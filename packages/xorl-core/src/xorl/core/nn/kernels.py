@@ -52,7 +52,7 @@ class LayerKernels:
         swiglu_linear: swiglu fused with the next linear layer, if that saves work in the backward pass; else None.
         norm, rotate: of heads, where `split_heads` does not compute them.
         round_heads: rounds queries and keys before attention, if that is chosen.
-        image_attention: the attention function of the encoder of images, which is not causal.
+        image_attention: the attention function of the image encoder, which is not causal.
     """
 
     attention: AttentionFn = sdpa_attention

@@ -68,9 +68,8 @@ def load_images(stored: Sequence[StoredImage], settings: ImageSettings) -> Docum
     """Reads and decodes the images of a document. Raises DataError, with the file, for one that cannot be used."""
     patches = []
     for image in stored:
-        content = image.read()
         try:
-            found = read_patches(content, settings)
+            found = read_patches(image.read(), settings)
         except DataError as error:
             raise DataError(f"{image.source.name}: {error}") from error
         if len(found) != image.grid.area:

@@ -128,7 +128,14 @@ def read_image_settings(folder: Path, *, placeholder: int, patch_size: int, has_
     patch_size: that of the model, which the processor's must agree with if it has one. Raises DataError if there is no
     processor, or if it does what is not supported.
     """
-    values, path = _read(folder)
+    values, path = read_processor(folder)
+    return settings_of(values, path, placeholder=placeholder, patch_size=patch_size, has_axes=has_axes)
+
+
+def settings_of(
+    values: Mapping[str, object], path: Path, *, placeholder: int, patch_size: int, has_axes: bool
+) -> ImageSettings:
+    """The settings of an image processor with these values, of the file `path`: see `read_image_settings`."""
     for name, wanted in (("do_resize", True), ("do_rescale", True), ("do_pad", False), ("do_image_splitting", False)):
         if values.get(name) not in (None, wanted):
             raise DataError(f"{path}: {name}: {values[name]!r} is not supported; supported: {wanted}")
@@ -175,8 +182,8 @@ def read_image_settings(folder: Path, *, placeholder: int, patch_size: int, has_
     )
 
 
-def _read(folder: Path) -> tuple[Mapping[str, object], Path]:
-    """The values of the image processor, and the file that has them."""
+def read_processor(folder: Path) -> tuple[Mapping[str, object], Path]:
+    """The values of the image processor in a folder, and the file that has them. Raises DataError if there is none."""
     for name in _FILES:
         path = folder / name
         if not path.is_file():

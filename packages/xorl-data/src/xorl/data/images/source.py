@@ -30,14 +30,14 @@ class ImageSource:
         return "bytes in the row" if self.path is None else str(self.path)
 
     def read(self) -> bytes:
-        """The bytes of the file. Raises DataError if it cannot be read."""
+        """The bytes of the file. Raises DataError, without its name, if it cannot be read."""
         if self.content is not None:
             return self.content
         assert self.path is not None, "one of both is given"
         try:
             return self.path.read_bytes()
         except OSError as error:
-            raise DataError(f"the image {self.path} cannot be read: {error.strerror}") from error
+            raise DataError(f"the image cannot be read: {error.strerror}") from error
 
 
 def image_source(value: object, root: Path | None) -> ImageSource:

@@ -96,12 +96,12 @@ class StoredImage:
         return self.start + self.num_tokens
 
     def read(self) -> bytes:
-        """The content of the file. Raises DataError if it is not what it was when the data was prepared."""
+        """The content of the file. Raises DataError, without its name, if it is not that of the prepared data."""
         content = self.source.read()
         if content_digest(content) != self.digest:
             raise DataError(
-                f"the image {self.source.name} has changed since the data was prepared; restore it, or remove the "
-                "prepared data and prepare it again"
+                "the image has changed since the data was prepared; restore it, or remove the prepared data and prepare it "
+                "again"
             )
         return content
 
