@@ -35,6 +35,7 @@ from xorl.kernels.attention import AttentionFn, AttentionSpec, resolve_attention
 from xorl.kernels.layout import SequenceLayout
 from xorl.train.adapters.inject import adapter_spec
 from xorl.train.architecture import Architecture
+from xorl.train.bench.image_peers import ImagePeer, refusal
 from xorl.train.build import EngineMaker
 from xorl.train.engine import Engine, OnOutput, StepLosses, Update
 from xorl.train.export.verify import require_peft
@@ -42,7 +43,7 @@ from xorl.train.layer_kernels import attention_requests
 from xorl.train.model import DTYPES
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 
 BASE = "transformers"
 # The suffixes of a peer's name. `grouped` leaves experts to the grouped products of transformers, not to Liger.
@@ -83,9 +84,10 @@ class Peer:
             return "peft is not installed"
         if "liger" in self.parts and not torch.cuda.is_available():
             return "Liger's kernels need a GPU"
-        if architecture.config.images is not None:
-            return "models that read images have no peers yet"
-        model_type = str(architecture.text_values["model_type"])
+        images = architecture.config.images
+        if images is not None and (reason := refusal(images)) is not None:
+            return reason
+        model_type = str(_values_of(architecture)["model_type"])
         if "liger" in self.parts and model_type not in _liger_functions():
             return f"Liger has no kernels for {model_type}"
         if self.backend is not None:
@@ -103,7 +105,7 @@ class Peer:
         patched: list[AbstractContextManager[None]] = []
 
         def make(config: Config, architecture: Architecture, mesh: Mesh, device: torch.device) -> Engine:
-            hf_config, model_class = _transformers(architecture.text_values)
+            hf_config, model_class = _transformers(_values_of(architecture))
             if architecture.config.recurrences and find_spec("fla") is not None:
                 patch = _unguarded()
                 patch.__enter__()
@@ -111,7 +113,7 @@ class Peer:
             if "liger" in self.parts:
                 options = {"swiglu": False} if "grouped" in self.parts else {}
                 patch = _liger(
-                    str(architecture.text_values["model_type"]), sys.modules[model_class.__module__], options
+                    str(_values_of(architecture)["model_type"]), sys.modules[model_class.__module__], options
                 )
                 patch.__enter__()
                 patched.append(patch)
@@ -137,6 +139,11 @@ def peer_settings(config: Config) -> str:
     return ", ".join(parts)
 
 
+def _values_of(architecture: Architecture) -> Mapping[str, object]:
+    """The part of config.json that a peer trains: all of it if the model reads images."""
+    return architecture.text_values if architecture.config.images is None else architecture.hf_config
+
+
 def _transformers(values: Mapping[str, object]) -> tuple[PreTrainedConfig, type]:
     """transformers' configuration object for the values of a config.json, and its model class."""
     from transformers import AutoConfig  # noqa: PLC0415  (takes seconds to import; only peers use it)
@@ -146,10 +153,14 @@ def _transformers(values: Mapping[str, object]) -> tuple[PreTrainedConfig, type]
     return hf_config, _class_of(hf_config)
 
 
-def _class_of(hf_config: PreTrainedConfig) -> type:
-    from transformers import AutoModelForCausalLM  # noqa: PLC0415
+def _auto_class(hf_config: PreTrainedConfig) -> type[AutoModelForCausalLM | AutoModelForImageTextToText]:
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText  # noqa: PLC0415
 
-    model_class = AutoModelForCausalLM._model_mapping[type(hf_config)]
+    return AutoModelForImageTextToText if "vision_config" in hf_config.to_dict() else AutoModelForCausalLM
+
+
+def _class_of(hf_config: PreTrainedConfig) -> type:
+    model_class = _auto_class(hf_config)._model_mapping[type(hf_config)]
     assert isinstance(model_class, type), "a configuration class has one causal model"
     return model_class
 
@@ -210,8 +221,6 @@ def _engine(
     mesh: Mesh,
     device: torch.device,
 ) -> PeerEngine:
-    from transformers import AutoModelForCausalLM  # noqa: PLC0415  (takes seconds to import; only peers use it)
-
     train = config.train
     compute_dtype = torch.bfloat16 if train.enable_mixed_precision else torch.float32
     assert train.param_dtype is not None, "resolved by the configuration"
@@ -223,8 +232,15 @@ def _engine(
         request, *_ = attention_requests(architecture.config, train, device)
         attention = register_attention(resolve_attention(peer.backend, request))
     with device:
-        model: nn.Module = AutoModelForCausalLM.from_config(hf_config, dtype=param_dtype, attn_implementation=attention)
-    layers = list(model.get_submodule("model.layers").children())
+        model: nn.Module = _auto_class(hf_config).from_config(
+            hf_config, dtype=param_dtype, attn_implementation=attention
+        )
+    images = architecture.config.images
+    of_images = None if images is None else ImagePeer(images, train, device)
+    if of_images is not None:
+        of_images.prepare_(model, has_attention=peer.backend is not None)
+    trunk = "model.layers" if images is None else "model.language_model.layers"
+    layers = list(model.get_submodule(trunk).children())
     num_frozen, num_added = 0, 0
     if config.lora.enable_lora:
         model, num_added = _with_adapters(model, config.lora, architecture)
@@ -255,6 +271,7 @@ def _engine(
         device,
         max_grad_norm=train.max_grad_norm,
         flops=lambda lengths: training_flops(architecture.config, lengths, num_frozen=num_frozen, num_added=num_added),
+        of_images=of_images,
         autocast=compute_dtype if casts and train.data_parallel_mode != "fsdp2" else None,
         takes_layout=peer.backend is not None,
     )
@@ -340,8 +357,11 @@ class PeerEngine(Engine):
         flops: Callable[[Sequence[int]], float],
         autocast: torch.dtype | None,
         takes_layout: bool,
+        of_images: ImagePeer | None,
     ) -> None:
-        super().__init__(model, optimizer, device, max_grad_norm=max_grad_norm, flops=flops)
+        image_flops = (lambda _: 0.0) if of_images is None else of_images.flops
+        super().__init__(model, optimizer, device, max_grad_norm=max_grad_norm, flops=flops, image_flops=image_flops)
+        self._of_images = of_images
         self._autocast = autocast
         self._takes_layout = takes_layout
         self._num_items = 1
@@ -381,6 +401,8 @@ class PeerEngine(Engine):
         }
         if self._takes_layout:
             arguments["xorl_layout"] = SequenceLayout(batch.cu_seqlens, batch.positions, batch.lengths)
+        if self._of_images is not None:
+            arguments |= self._of_images.arguments(batch)
         autocast = nullcontext() if self._autocast is None else torch.autocast(self.device.type, self._autocast)
         with autocast:
             loss = self.model.forward(**arguments).loss
