@@ -100,8 +100,8 @@ class StoredImage:
         content = self.source.read()
         if content_digest(content) != self.digest:
             raise DataError(
-                "the image has changed since the data was prepared; restore it, or remove the prepared data and prepare "
-                "it again"
+                "the image has changed since the data was prepared; restore it, or remove the prepared data and "
+                "prepare it again"
             )
         return content
 
