@@ -1,6 +1,6 @@
 """Benchmarks of models that read images: makes real JPEGs and rows of which half of the tokens are parts of images.
 
-    uv run tools/bench_images.py [--parts frozen trained text] [--divisor 3] [--output FOLDER] [-- OPTIONS OF xorl bench]
+    uv run tools/bench_images.py [--parts frozen trained text] [--divisor 3] [--output FOLDER] [OPTIONS OF xorl bench]
 
 The shape is that of Qwen3-VL-8B, with a third of the layers of its decoder and of its encoder by default, so that each
 part takes less than two minutes on a GPU; --divisor 1 has all of them, and --tiny is for a CPU. Rows have 8,192 tokens;

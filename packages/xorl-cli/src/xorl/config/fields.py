@@ -136,7 +136,7 @@ class ModelFields(Section):
         default={},
         description="Encoders of other modalities beside a language model, by kind; each has a model_path and "
         "optionally a config_path. The image encoder gets a new projector of two layers, and the model is exported as "
-        "one folder in the format of LLaVA. Models that have their own image encoder need no entry.",
+        "one folder. Models that have their own image encoder need no entry.",
     )
 
 
