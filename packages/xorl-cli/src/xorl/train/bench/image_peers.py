@@ -64,7 +64,7 @@ class ImagePeer:
             dtype, head_dim = compute_dtype(train), self._images.head_dim
             request = AttentionRequest(self._device.type, dtype, head_dim, None, causal=False)
             _register(resolve_attention(AUTO, request))
-            tower.config._attn_implementation = _IMAGE_ATTENTION  # pyright: ignore[reportAttributeAccessIssue]
+            model.set_attn_implementation({"vision_config": _IMAGE_ATTENTION})  # pyright: ignore[reportCallIssue]
 
     def arguments(self, batch: PackedBatch) -> dict[str, object]:
         """The arguments of the model for a packed row with images, or with none."""
