@@ -220,15 +220,17 @@ BATCH = MicroBatch(192, 192)
         ("qwen3", {"lora": {"enable_lora": True, "lora_rank": 8}}),
         ("qwen3", {"lora": {"enable_lora": True, "enable_qlora": True, "lora_rank": 8}}),
         ("qwen3_moe", {"lora": {"enable_qlora": True, "lora_rank": 8, "lora_target_modules": EXPERT_TARGETS}}),
+        ("qwen3_moe", {"fp8": "rowwise", "enable_mixed_precision": True}),
+        ("deepseek_v3", {}),
     ],
-    ids=["full", "accumulated", "bf16", "eager", "lora", "qlora", "qlora-experts"],
+    ids=["full", "accumulated", "bf16", "eager", "lora", "qlora", "qlora-experts", "fp8-experts", "latents"],
 )
 def profiled(
     request: pytest.FixtureRequest, mesh: Mesh, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Config, dict[str, step_memory.PassProfile]]:
     """A configuration, and what the probe measures by setting."""
     model_type, options = request.param
-    sizes = {"moe_intermediate_size": 32} if model_type == "qwen3_moe" else {}
+    sizes = {} if model_type == "qwen3" else {"moe_intermediate_size": 32}
     shape = hf_config(model_type, num_hidden_layers=9, hidden_size=64, intermediate_size=128, **sizes)
     folder = tmp_path_factory.mktemp(model_type)
     config = config_with(folder, shape=shape, data_parallel_mode="none", optimizer="sgd", **options)

@@ -33,7 +33,7 @@ FAMILIES = {
     "gpt2": (hf_config("gpt2", n_layer=3), 1),
     "mixtral": (hf_config("mixtral", num_hidden_layers=3, **BALANCED), 1),
     "qwen3_moe": (hf_config("qwen3_moe", num_hidden_layers=3, mlp_only_layers=[0], **BALANCED), 2),
-    "glm4_moe": (hf_config("glm4_moe", num_hidden_layers=3), 2),
+    "deepseek_v3": (hf_config("deepseek_v3", num_hidden_layers=3, first_k_dense_replace=1), 2),
     "apertus": (hf_config("apertus", num_hidden_layers=3), 1),
     "qwen3_5_text": (hf_config("qwen3_5_text"), 2),
 }
@@ -100,6 +100,7 @@ def test_one_compilation_serves_all_packs_and_equal_layers(family: str, recomput
     [
         *(("qwen3", kind) for kind in ("none", "operation", "layer")),
         *((family, kind) for family in ("qwen3_moe", "apertus", "qwen3_5_text") for kind in ("operation", "layer")),
+        ("deepseek_v3", "operation"),
     ],
 )
 def test_gradients_of_compiled_layers_are_those_of_plain_ones(family: str, recompute: Recompute) -> None:

@@ -10,6 +10,7 @@ from tiny_decoders import summed_loss, tiny_decoder
 from tiny_models import hf_config
 from xorl.core.models import Decoder
 from xorl.core.nn import LayerKernels
+from xorl.core.nn.latent import LatentAttention
 from xorl.core.parallel.activations import Recompute, recompute_layers
 from xorl.kernels.attention.reference import eager_attention
 from xorl.kernels.attention.sdpa import sdpa_attention
@@ -47,6 +48,44 @@ def test_recomputation_changes_no_bit_and_keeps_less(attention: str) -> None:
         torch.testing.assert_close(gradients, reference, rtol=0, atol=0)
     assert kept["layer"] < kept["mlp"] < kept["none"]
     assert kept["layer"] < kept["operation"] < kept["none"]
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe_lite"])
+def test_latents_are_kept_instead_of_the_heads_projected_from_them(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Catches expanded heads that are kept, and latents that are computed twice.
+    config = hf_config(family, num_hidden_layers=2, qk_nope_head_dim=24, v_head_dim=20)
+    products: list[tuple[int, ...]] = []
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.name() == "aten::mm":
+                products.append(tuple(args[1].shape))
+            return func(*args, **(kwargs or {}))
+
+    def measured(policy: Recompute) -> tuple[dict[str, Tensor], int, list[tuple[int, ...]]]:
+        model = tiny_decoder(config)
+        recompute_layers(model.layers, policy, reentrant=False)
+        products.clear()
+        with Products():
+            gradients, kept = step(model)
+        return gradients, kept, sorted(products)
+
+    reference, whole, once = measured("none")
+    gradients, kept, products_again = measured("operation")
+    torch.testing.assert_close(gradients, reference, rtol=0, atol=0)
+    layers = tiny_decoder(config).layers
+    expansions = [linear for layer in layers for linear in layer.self_attn.expansions]
+    features = [(linear.in_features, linear.out_features) for linear in expansions]
+    again = list(products_again)
+    for product in once:
+        again.remove(product)
+    assert again == sorted(features)
+    monkeypatch.setattr(LatentAttention, "expansions", ())
+    more = sum(linear.out_features for linear in expansions) * sum(LENGTHS) * 4
+    assert measured("operation")[1] - kept == more
+    assert kept < whole
 
 
 def test_layers_after_the_first_few_keep_everything() -> None:

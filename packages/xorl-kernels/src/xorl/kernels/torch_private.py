@@ -17,6 +17,7 @@ from torch.utils.flop_counter import flop_registry
 
 __all__ = [
     "ATTENTION_AND_SCALED_PRODUCTS",
+    "SCALED_PRODUCT",
     "FakeTensorMode",
     "OpOverload",
     "TorchDispatchMode",
@@ -77,9 +78,10 @@ fused_sdp_choice = torch._fused_sdp_choice
 grouped_mm = torch._grouped_mm
 scaled_mm = torch._scaled_mm
 
+SCALED_PRODUCT: OpOverload = aten._scaled_mm.default
 ATTENTION_AND_SCALED_PRODUCTS: frozenset[OpOverload] = frozenset(
     {
-        aten._scaled_mm.default,
+        SCALED_PRODUCT,
         scaled_dot_product_flash_attention.default,
         scaled_dot_product_efficient_attention.default,
         scaled_dot_product_cudnn_attention.default,

@@ -48,6 +48,11 @@ class LatentAttention(nn.Module):
         self.kv_b_proj = Linear.column_parallel(kv_rank, [num_heads * rows], bias=False, ranks=ranks, head=rows)
         self.o_proj = Linear.row_parallel(num_heads * config.v_head_dim, width, bias=config.o_bias, ranks=ranks)
 
+    @property
+    def expansions(self) -> tuple[Linear, ...]:
+        """The projections from latents to heads, whose outputs are far wider than what they are computed from."""
+        return (self.kv_b_proj,) if self.latent.q_rank is None else (self.q_b_proj, self.kv_b_proj)
+
     def forward(self, x: Tensor, layout: SequenceLayout, rope: RopeTables | None) -> Tensor:
         q, kv, k_rope = self._latents(x)
         if self.ranks.size > 1:

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
+from types import MappingProxyType
 from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from xorl.core.nn.latent import LatentAttention
 from xorl.core.nn.layers import GatedMLP
 from xorl.core.nn.moe import Experts, MixtureOfExperts
-from xorl.kernels.torch_private import ATTENTION_AND_SCALED_PRODUCTS, OpOverload
+from xorl.kernels.torch_private import ATTENTION_AND_SCALED_PRODUCTS, SCALED_PRODUCT, OpOverload
 
 RecomputeModule = Literal["self_attn", "mlp"]
 Recompute = Literal["none", "operation", "layer"] | Sequence[RecomputeModule]
-"""none; operation (keep the outputs of matrix products, attention and recurrences); layer (keep only its input); or
-submodules, of which self_attn stands for a recurrence, too."""
+"""none; operation (keep the outputs of matrix products, attention and recurrences, but latents instead of the heads
+projected from them); layer (keep only its input); or submodules, of which self_attn stands for a recurrence, too."""
 
 aten = torch.ops.aten
 # The operators that take the most time per byte of output. Linear layers reach the dispatcher as mm and addmm.
@@ -36,8 +38,14 @@ KEPT_ATEN_OPERATORS = frozenset(
 LOW_RANK_RATIO = 16
 # The operators of xorl.kernels that mix tokens: xorl::attention_{backend}, and the scans of recurrences.
 MIXER_PREFIXES = ("xorl::attention_", "xorl::gated_delta", "xorl::state_space")
-# Products with quantised weights.
-KEPT_XORL_OPERATORS = frozenset({"xorl::quantized_linear", "xorl::experts", "xorl::adapted_experts"})
+# Products with quantised weights, and of experts.
+QUANTIZED_PRODUCT = "xorl::quantized_linear"
+KEPT_XORL_OPERATORS = frozenset({QUANTIZED_PRODUCT, "xorl::experts", "xorl::adapted_experts"})
+OUT_FEATURES_ARGUMENT = 6
+# Where the operators of linear layers have the matrix [in, out], or [out, in] for linear.
+MATRIX_ARGUMENTS: Mapping[object, int] = MappingProxyType(
+    {aten.mm.default: 1, aten.addmm.default: 2, aten.linear.default: 1, SCALED_PRODUCT: 1}
+)
 # Always kept: a recomputed score may differ in its last bit, which could send the token to other experts.
 ROUTING_OPERATOR = "xorl::top_experts"
 # torch logs this for every compiled checkpoint with a policy, and has no option to turn it off. Our in-place operators,
@@ -92,7 +100,15 @@ def recompute_layers(
             # Saving the RNG state costs time. In a layer, only dropout uses random numbers.
             has_dropout = any(isinstance(inner, nn.Dropout) for inner in module.modules())
             has_router = any(isinstance(inner, MixtureOfExperts) for inner in module.modules())
-            module.__class__ = _recomputing_class(type(module), reentrant, is_selective, has_dropout, has_router)
+            expansions = frozenset(
+                (linear.in_features, linear.out_features)
+                for inner in module.modules()
+                if isinstance(inner, LatentAttention)
+                for linear in inner.expansions
+            )
+            module.__class__ = _recomputing_class(
+                type(module), reentrant, is_selective, has_dropout, has_router, expansions
+            )
 
 
 def _parts(layer: nn.Module, names: Sequence[RecomputeModule]) -> list[nn.Module]:
@@ -104,10 +120,23 @@ def _parts(layer: nn.Module, names: Sequence[RecomputeModule]) -> list[nn.Module
 
 @cache
 def _recomputing_class(
-    kind: type[nn.Module], reentrant: bool, is_selective: bool, has_dropout: bool, has_router: bool
+    kind: type[nn.Module],
+    reentrant: bool,
+    is_selective: bool,
+    has_dropout: bool,
+    has_router: bool,
+    expansions: frozenset[tuple[int, int]],
 ) -> type[nn.Module]:
-    """A subclass of `kind`, of the same name, whose forward function is recomputed in the backward pass."""
+    """A subclass of `kind`, of the same name, whose forward function is recomputed in the backward pass.
+
+    expansions: the input and output features of products that are recomputed although others are kept. Operators do
+    not know the module that calls them; another product of these features is recomputed, too.
+    """
     plain = kind.forward
+    policy = partial(_selective_policy, expansions)
+
+    def selective_contexts() -> tuple:
+        return create_selective_checkpoint_contexts(policy)
 
     def whole(self: nn.Module, *inputs: object) -> object:
         if has_router or torch.compiler.is_compiling():
@@ -119,7 +148,7 @@ def _recomputing_class(
 
     def selective(self: nn.Module, *inputs: object) -> object:
         return checkpoint(
-            plain, self, *inputs, use_reentrant=False, preserve_rng_state=has_dropout, context_fn=_selective_contexts
+            plain, self, *inputs, use_reentrant=False, preserve_rng_state=has_dropout, context_fn=selective_contexts
         )
 
     recomputed = selective if is_selective else whole
@@ -151,12 +180,25 @@ def _is_low_rank(operation: object, args: Sequence[object]) -> bool:
     return left.shape[1] * LOW_RANK_RATIO < right.shape[1]
 
 
+def _features(operation: object, name: str, args: Sequence[object]) -> tuple[int, int] | None:
+    """The input and output features of a product; None for other operators."""
+    if name == QUANTIZED_PRODUCT:
+        x, out_features = args[0], args[OUT_FEATURES_ARGUMENT]
+        assert isinstance(x, Tensor)
+        assert isinstance(out_features, int)
+        return x.shape[-1], out_features
+    place = MATRIX_ARGUMENTS.get(operation)
+    if place is None:
+        return None
+    matrix = args[place]
+    assert isinstance(matrix, Tensor)
+    return (
+        (matrix.shape[1], matrix.shape[0]) if operation == aten.linear.default else (matrix.shape[0], matrix.shape[1])
+    )
+
+
 def _is_not_reminder(record: logging.LogRecord) -> bool:
     return IN_PLACE_REMINDER not in record.getMessage()
-
-
-def _selective_contexts() -> tuple:
-    return create_selective_checkpoint_contexts(_selective_policy)
 
 
 def _routing_contexts() -> tuple:
@@ -168,10 +210,11 @@ def _routing_policy(context: object, operation: object, *args: object, **kwargs:
     return CheckpointPolicy.MUST_SAVE if is_routing else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _selective_policy(context: object, operation: object, *args: object, **kwargs: object) -> CheckpointPolicy:
-    if operation in KEPT_ATEN_OPERATORS:
-        return CheckpointPolicy.PREFER_RECOMPUTE if _is_low_rank(operation, args) else CheckpointPolicy.MUST_SAVE
+def _selective_policy(
+    expansions: frozenset[tuple[int, int]], context: object, operation: object, *args: object, **kwargs: object
+) -> CheckpointPolicy:
     name = operation.name() if isinstance(operation, OpOverload) else ""
     is_mixer = name.startswith(MIXER_PREFIXES) and not name.endswith("_backward")
-    is_kept = is_mixer or name in KEPT_XORL_OPERATORS or name == ROUTING_OPERATOR
-    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+    is_kept = operation in KEPT_ATEN_OPERATORS or is_mixer or name in KEPT_XORL_OPERATORS or name == ROUTING_OPERATOR
+    is_cheap = _is_low_rank(operation, args) or (expansions and _features(operation, name, args) in expansions)
+    return CheckpointPolicy.MUST_SAVE if is_kept and not is_cheap else CheckpointPolicy.PREFER_RECOMPUTE
