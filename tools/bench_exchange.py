@@ -27,10 +27,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bench_experts import SHAPES
-from xorl.core.nn.all_gather import AllGather
+from xorl.core.nn.all_gather import AllGather, GatherPlan
 from xorl.core.nn.dispatch import AllToAll, Dispatcher
+from xorl.core.nn.gathered_experts import gathered_experts
 from xorl.core.runtime import shutdown
-from xorl.kernels.experts import EXPERTS, ExpertsFn, ExpertsRequest
+from xorl.kernels.experts import EXPERTS, ExpertsFn, ExpertsRequest, products_name
+from xorl.kernels.experts.gates import SILU
 from xorl.kernels.experts.routing import top_experts
 from xorl.kernels.layout import RankGroup
 
@@ -54,6 +56,17 @@ def exchanged(
             num_rows, num_passes = got.ids.numel() // num_passes, 1
         given = got.x, gate_up, down, got.weights, got.ids
         return dispatcher.combine(kernel(*given, num_rows=num_rows, num_passes=num_passes), plan)
+
+    return layer
+
+
+def together(dispatcher: AllGather, ids: Tensor, num_experts: int, products: str) -> Layer:
+    """A layer whose experts and exchange are one operator."""
+
+    def layer(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        plan = dispatcher.plan(ids, num_experts, None, len(x))
+        assert isinstance(plan, GatherPlan), "the number of tokens is known"
+        return gathered_experts(x, weights, gate_up, down, dispatcher, plan, products=products, gate=SILU)
 
     return layer
 
@@ -150,6 +163,9 @@ def rows(options: argparse.Namespace, num_tokens: int, device: torch.device) -> 
         "alltoall": exchanged(AllToAll(ranks), ids, num_experts, kernel),
         "allgather": exchanged(AllGather(ranks), ids, num_experts, kernel),
     }
+    products = products_name(kernel)
+    if products is not None:
+        layers["allgather, one operator"] = together(AllGather(ranks), ids, num_experts, products)
     if not options.skew:
         layers["allgather, first pass alone"] = exchanged(AllGather(ranks), ids, num_experts, kernel, is_once=True)
     local = lambda: torch.autograd.grad(kernel(x, gate_up, down, leaves[1], ids % num_local), leaves, grad)  # noqa: E731
@@ -160,7 +176,9 @@ def rows(options: argparse.Namespace, num_tokens: int, device: torch.device) -> 
         assert (out - expected).norm() < 1e-2 * expected.norm(), name
         yield measured(name, lambda layer=layer: torch.autograd.grad(layer(*leaves), leaves, grad), device)
     if device.type == "cuda":
-        for name, layer in list(layers.items())[1:]:
+        for name, layer in layers.items():
+            if name in ("alltoall", "allgather, one operator"):
+                continue
             yield measured(f"{name}, CUDA graph", graphed(layer, leaves, grad), device)
 
 

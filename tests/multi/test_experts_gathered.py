@@ -16,9 +16,12 @@ from ranks import Launch, Launches
 from tiny_models import hf_config, write_config
 from xorl.config.local import ModelConfig, TrainConfig
 from xorl.core.nn import all_gather, moe
+from xorl.core.nn import gathered_experts as gathered_module
 from xorl.core.nn.all_gather import AllGather
 from xorl.core.nn.dispatch import AllToAll
+from xorl.core.nn.gathered_experts import gathered_experts
 from xorl.core.parallel import ParallelPolicy
+from xorl.kernels.experts.gates import SILU
 from xorl.kernels.experts.grouped import experts
 from xorl.kernels.experts.plan import RoutePlan
 from xorl.kernels.layout import RankGroup
@@ -139,22 +142,34 @@ def test_gathered_tokens_give_what_an_exchange_gives(is_even: bool, run_ranks) -
             out = dispatcher.combine(experts(got.x, gate_up, down, got.weights, got.ids, **counts), plan)
             assert not out[num_real:].any()
             found.append([out, *torch.autograd.grad(out, (x, weights, gate_up, down), grad)])
+        out = gathered_experts(x, weights, gate_up, down, dispatcher, plan, products="native", gate=SILU)
+        found.append([out, *torch.autograd.grad(out, (x, weights, gate_up, down), grad)])
         return found
 
-    for rank, (exchanged, gathered) in enumerate(run_ranks(both, size)):
-        for name, mine, theirs in zip(("out", "x", "weights", "gate_up", "down"), gathered, exchanged, strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6, msg=lambda text: f"{rank} {name}: {text}")  # noqa: B023
+    for rank, (exchanged, *others) in enumerate(run_ranks(both, size)):
+        for index, gathered in enumerate(others):
+            for name, mine, theirs in zip(("out", "x", "weights", "gate_up", "down"), gathered, exchanged, strict=True):
+                where = f"{('gathered', 'one operator')[index]}, {rank}, {name}"
+                torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6, msg=f"{where}: {mine - theirs}")
 
 
 def test_operators_of_gathered_tokens_are_registered_correctly() -> None:
     # Catches shapes that a compiler would trust and that are wrong, as with ranks of unequal numbers of tokens.
     x, weights, ids = torch.randn(5, 6), torch.rand(5, 2), torch.randint(8, (5, 2))
+    of_experts = x, weights, ids, torch.randn(2, 8, 6), torch.randn(2, 6, 4), 3, 8, 1, 4
+    for operator, first, last in (
+        (gathered_module._gathered_experts, (), ()),
+        (gathered_module._gathered_experts_backward, (torch.randn(5, 6),), (True,)),
+        (gathered_module._gathered_experts_backward, (torch.randn(5, 6),), (False,)),
+    ):
+        given = *first, *of_experts, all_gather.ALONE, 0, "native", SILU, *last
+        torch.library.opcheck(operator, given, test_utils=("test_schema", "test_faketensor"))
     tests = ("test_schema", "test_faketensor")
     for operator, arguments in (
-        (all_gather._gather_tokens, (x, weights, ids, 3, 8, 1, 4)),
-        (all_gather._reduce_tokens, (torch.randn(32, 6), torch.rand(32, 2), 5, 4)),
-        (all_gather._reduce_rows, (torch.randn(32, 6), 5, 4)),
-        (all_gather._gather_rows, (torch.randn(5, 6), 3, 4)),
+        (all_gather.gather_tokens, (x, weights, ids, 3, 8, 1, 4)),
+        (all_gather.reduce_tokens, (torch.randn(32, 6), torch.rand(32, 2), 5, 4)),
+        (all_gather.reduce_rows, (torch.randn(32, 6), 5, 4)),
+        (all_gather.gather_rows, (torch.randn(5, 6), 3, 4)),
     ):
         torch.library.opcheck(operator, (*arguments, all_gather.ALONE), test_utils=tests)
 

@@ -18,6 +18,7 @@ from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F
 
 from xorl.core.nn.dispatch import AllToAll, Received
+from xorl.core.nn.graphs import Graphs
 from xorl.kernels.experts.plan import is_padding
 from xorl.kernels.experts.products import between_products
 from xorl.kernels.layout import RankGroup
@@ -32,6 +33,11 @@ def sent_share(num_ranks: int, num_active: int) -> float:
     return 1 - (1 - 1 / num_ranks) ** num_active
 
 
+def passes_of(num_ranks: int) -> int:
+    """In how many parts a rank computes the choices of all: each has room for twice the mean of the ranks."""
+    return max(num_ranks // 2, 1)
+
+
 class AllGather:
     """A `Dispatcher` that gathers the tokens of all ranks. Without `most_tokens`, it exchanges them like `AllToAll`.
 
@@ -43,50 +49,55 @@ class AllGather:
     Args:
         group: the ranks that share the experts.
         apart: pretend that all ranks hold this one's tokens, for measurements on a rank alone.
+
+    Attributes:
+        graphs: of the experts whose tokens it gathers (`gathered_experts`).
     """
 
     returns_late = False
 
     def __init__(self, group: RankGroup, *, apart: bool = False) -> None:
         self.group = group
+        self.graphs = Graphs()
         self._apart = apart
         self._exact = AllToAll(group)
 
     def plan(
         self, ids: Tensor, num_experts: int, num_real: Tensor | None, most_tokens: int | None = None
-    ) -> _Plan | object:
+    ) -> GatherPlan | object:
         """As `Dispatcher.plan`."""
         if most_tokens is None and not self._apart:
             return self._exact.plan(ids, num_experts, num_real)
         num_tokens = ids.shape[0]
         if num_real is not None:
             ids = ids.masked_fill(is_padding(num_tokens, num_real)[:, None], num_experts)
-        return _Plan(ids, 0 if most_tokens is None else most_tokens - num_tokens, num_experts)
+        return GatherPlan(ids, 0 if most_tokens is None else most_tokens - num_tokens, num_experts)
 
-    def dispatch(self, x: Tensor, weights: Tensor, plan: _Plan | object) -> Received:
+    def dispatch(self, x: Tensor, weights: Tensor, plan: GatherPlan | object) -> Received:
         """As `Dispatcher.dispatch`."""
-        if not isinstance(plan, _Plan):
+        if not isinstance(plan, GatherPlan):
             return self._exact.dispatch(x, weights, plan)  # pyright: ignore[reportArgumentType] of its own `plan`
         rank, size, _ = self.group
-        gathered = _gather_tokens(x, weights, plan.ids, plan.num_missing, plan.num_experts, rank, size, self._name)
+        gathered = gather_tokens(x, weights, plan.ids, plan.num_missing, plan.num_experts, rank, size, self.group_name)
         all_x, all_weights, all_ids = gathered
-        return Received(all_x, all_weights, all_ids, num_rows=None, num_passes=max(size // 2, 1))
+        return Received(all_x, all_weights, all_ids, num_rows=None, num_passes=passes_of(size))
 
-    def combine(self, out: Tensor, plan: _Plan | object) -> Tensor:
+    def combine(self, out: Tensor, plan: GatherPlan | object) -> Tensor:
         """As `Dispatcher.combine`."""
-        if not isinstance(plan, _Plan):
+        if not isinstance(plan, GatherPlan):
             return self._exact.combine(out, plan)  # pyright: ignore[reportArgumentType] of its own `plan`
-        return _reduce_rows(out, plan.ids.shape[0], self.group.size, self._name)
+        return reduce_rows(out, plan.ids.shape[0], self.group.size, self.group_name)
 
-    def wait(self, plan: _Plan | object) -> None:
+    def wait(self, plan: GatherPlan | object) -> None:
         """Does nothing: the result is there."""
 
     @property
-    def _name(self) -> str:
+    def group_name(self) -> str:
+        """Of the collectives; ALONE if there are none."""
         return ALONE if self._apart else self.group.name
 
 
-class _Plan(NamedTuple):
+class GatherPlan(NamedTuple):
     """What is gathered in one layer.
 
     ids: [T, K]; E for padding.
@@ -113,13 +124,13 @@ def reduce(y: Tensor, num_ranks: int, group_name: str) -> Tensor:
     return between_products(received).sum_parts(received.unflatten(0, (num_ranks, -1)))
 
 
-def _padded(x: Tensor, num_missing: int, value: float = 0) -> Tensor:
+def padded(x: Tensor, num_missing: int, value: float = 0) -> Tensor:
     """[T, ..] with `num_missing` rows of `value` after them."""
     return F.pad(x, (0, 0, 0, num_missing), value=value) if num_missing else x
 
 
 @torch.library.custom_op("xorl::gather_tokens", mutates_args=())
-def _gather_tokens(
+def gather_tokens(
     x: Tensor,
     weights: Tensor,
     ids: Tensor,
@@ -132,15 +143,15 @@ def _gather_tokens(
     """x [P * M, D], the weights [P * M, K] and the ids [P * M, K] of `Received`."""
     # Indices of experts are exact in fp32.
     routes = torch.cat([weights, ids.to(weights.dtype)], dim=1)
-    routes = gather(_padded(routes, num_missing, num_experts), num_ranks, group_name)
+    routes = gather(padded(routes, num_missing, num_experts), num_ranks, group_name)
     found, local = routes.chunk(2, dim=1)
     num_local = num_experts // num_ranks
     local = local.to(ids.dtype) - rank * num_local
     local = torch.where((local >= 0) & (local < num_local), local, num_local)
-    return gather(_padded(x, num_missing), num_ranks, group_name), found.contiguous(), local
+    return gather(padded(x, num_missing), num_ranks, group_name), found.contiguous(), local
 
 
-@_gather_tokens.register_fake
+@gather_tokens.register_fake
 def _(
     x: Tensor,
     weights: Tensor,
@@ -157,37 +168,37 @@ def _(
 
 
 @torch.library.custom_op("xorl::reduce_tokens", mutates_args=())
-def _reduce_tokens(
+def reduce_tokens(
     grad_x: Tensor, grad_weights: Tensor, num_tokens: int, num_ranks: int, group_name: str
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of x [T, D] and of the weights [T, K] of `_gather_tokens`."""
+    """The gradients of x [T, D] and of the weights [T, K] of `gather_tokens`."""
     of_x, of_weights = (reduce(grad, num_ranks, group_name)[:num_tokens] for grad in (grad_x, grad_weights))
     return of_x, of_weights
 
 
-@_reduce_tokens.register_fake
+@reduce_tokens.register_fake
 def _(grad_x: Tensor, grad_weights: Tensor, num_tokens: int, num_ranks: int, group_name: str) -> tuple[Tensor, Tensor]:
     return grad_x.new_empty(num_tokens, grad_x.shape[1]), grad_weights.new_empty(num_tokens, grad_weights.shape[1])
 
 
 @torch.library.custom_op("xorl::reduce_rows", mutates_args=())
-def _reduce_rows(y: Tensor, num_tokens: int, num_ranks: int, group_name: str) -> Tensor:
+def reduce_rows(y: Tensor, num_tokens: int, num_ranks: int, group_name: str) -> Tensor:
     """The sum over ranks of this rank's rows of y [P * M, D], [T, D]."""
     return reduce(y, num_ranks, group_name)[:num_tokens]
 
 
-@_reduce_rows.register_fake
+@reduce_rows.register_fake
 def _(y: Tensor, num_tokens: int, num_ranks: int, group_name: str) -> Tensor:
     return y.new_empty(num_tokens, y.shape[1])
 
 
 @torch.library.custom_op("xorl::gather_rows", mutates_args=())
-def _gather_rows(y: Tensor, num_missing: int, num_ranks: int, group_name: str) -> Tensor:
+def gather_rows(y: Tensor, num_missing: int, num_ranks: int, group_name: str) -> Tensor:
     """The rows of y [T, D] of all ranks, [P * M, D]."""
-    return gather(_padded(y, num_missing), num_ranks, group_name)
+    return gather(padded(y, num_missing), num_ranks, group_name)
 
 
-@_gather_rows.register_fake
+@gather_rows.register_fake
 def _(y: Tensor, num_missing: int, num_ranks: int, group_name: str) -> Tensor:
     return y.new_empty((y.shape[0] + num_missing) * num_ranks, y.shape[1])
 
@@ -205,7 +216,7 @@ def _save_gather(ctx: _Context, inputs: tuple, output: tuple[Tensor, Tensor, Ten
 
 
 def _differentiate_gather(ctx: _Context, grad_x: Tensor, grad_weights: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    return *_reduce_tokens(grad_x, grad_weights, ctx.num_tokens, *ctx.ranks), None, None, None, None, None, None
+    return *reduce_tokens(grad_x, grad_weights, ctx.num_tokens, *ctx.ranks), None, None, None, None, None, None
 
 
 def _save_reduce(ctx: _Context, inputs: tuple[Tensor, int, int, str], output: Tensor) -> None:
@@ -214,8 +225,8 @@ def _save_reduce(ctx: _Context, inputs: tuple[Tensor, int, int, str], output: Te
 
 
 def _differentiate_reduce(ctx: _Context, grad: Tensor) -> tuple[Tensor, None, None, None]:
-    return _gather_rows(grad, ctx.num_missing, *ctx.ranks), None, None, None
+    return gather_rows(grad, ctx.num_missing, *ctx.ranks), None, None, None
 
 
-_gather_tokens.register_autograd(_differentiate_gather, setup_context=_save_gather)
-_reduce_rows.register_autograd(_differentiate_reduce, setup_context=_save_reduce)
+gather_tokens.register_autograd(_differentiate_gather, setup_context=_save_gather)
+reduce_rows.register_autograd(_differentiate_reduce, setup_context=_save_reduce)

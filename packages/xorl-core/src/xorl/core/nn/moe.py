@@ -14,11 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from xorl.core.nn.all_gather import AllGather, GatherPlan
+from xorl.core.nn.gathered_experts import gathered_experts
 from xorl.core.nn.kernels import LayerKernels
 from xorl.core.nn.norms import NormConfig, make_norm, unweighted_norm
 from xorl.core.nn.roles import Role
 from xorl.core.nn.share import Share
 from xorl.kernels.arguments import check_choice
+from xorl.kernels.experts import products_name
 from xorl.kernels.experts.adapted import Factors
 from xorl.kernels.experts.gates import SILU, Biases, Gate
 from xorl.kernels.experts.quantized import ExpertsWeight
@@ -212,6 +215,7 @@ class Experts(nn.Module):
         self.adapter = None
         self.gate = gate
         self.kernel = kernels.experts
+        self.products = products_name(kernels.experts)
         self.dispatcher = kernels.dispatcher
         self.ranks = kernels.tensor
         self.recompute = False
@@ -262,8 +266,22 @@ class Experts(nn.Module):
         """
         if self.dispatcher is None:
             return self._compute(x, weights, ids, num_real, None, shared)
+        together = self._together(x, weights, plan)
+        if together is not None:
+            return together
         x, weights, ids, num_rows, num_passes = self.dispatcher.dispatch(x, weights, plan)
         return self.dispatcher.combine(self._compute(x, weights, ids, None, num_rows, shared, num_passes), plan)
+
+    def _together(self, x: Tensor, weights: Tensor, plan: object) -> Tensor | None:
+        """The output by one operator that also gathers the tokens of all ranks; None where there is none for that."""
+        if not (self.recompute and isinstance(self.dispatcher, AllGather) and isinstance(plan, GatherPlan)):
+            return None
+        gate_up, down = self.gate_up_proj.stacked(x.dtype), self.down_proj.stacked(x.dtype)
+        is_plain = self.adapter is None and self.gate_up_proj.bias is None and self.products is not None
+        if not (is_plain and isinstance(gate_up, Tensor) and isinstance(down, Tensor)):
+            return None
+        given = x, weights, gate_up, down, self.dispatcher, plan
+        return gathered_experts(*given, products=self.products, gate=self.gate)
 
     def _compute(
         self,

@@ -115,6 +115,11 @@ def _load(name: str) -> ExpertsFn:
     return partial(grouped.experts, products=name)
 
 
+def products_name(experts: ExpertsFn) -> str | None:
+    """The grouped products that `experts` computes with (`grouped.experts`); None: it computes otherwise."""
+    return experts.keywords["products"] if isinstance(experts, partial) else None
+
+
 EXPERTS: Registry[ExpertsRequest, ExpertsFn] = Registry(
     # Fastest first, as measured on Hopper (docs/records/experts.md).
     "experts",

@@ -69,7 +69,7 @@ def experts(
     up_biases = x.new_empty(0) if biases is None else biases.gate_up
     if factors is None and isinstance(gate_up, Tensor) and isinstance(down, Tensor):
         plan = RoutePlan.of(ids, len(gate_up), num_real, num_rows)
-        out, _ = _experts(x, gate_up, down, weights, *plan, up_biases, num_passes, recompute, products, gate)
+        out, _ = experts_of_plan(x, gate_up, down, weights, *plan, up_biases, num_passes, recompute, products, gate)
     else:
         out = adapted_experts(
             x,
@@ -92,7 +92,7 @@ def experts(
 
 
 @torch.library.custom_op("xorl::experts", mutates_args=())
-def _experts(
+def experts_of_plan(
     x: Tensor,
     gate_up: Tensor,
     down: Tensor,
@@ -108,6 +108,7 @@ def _experts(
 ) -> tuple[Tensor, Tensor]:
     """The output without the biases of the down projection, and the up product of the first pass without biases.
 
+    Arguments as of `experts`; choices, rows, ends: of the plan.
     up_biases: [E, 2F], or empty.
     """
     if not len(choices):  # no product has to support an empty operand
@@ -127,7 +128,7 @@ def _experts(
     return out, up
 
 
-@_experts.register_fake
+@experts_of_plan.register_fake
 def _(
     x: Tensor,
     gate_up: Tensor,
@@ -148,7 +149,7 @@ def _(
 
 
 @torch.library.custom_op("xorl::experts_backward", mutates_args=())
-def _experts_backward(
+def experts_of_plan_backward(
     grad: Tensor,
     x: Tensor,
     gate_up: Tensor,
@@ -164,6 +165,10 @@ def _experts_backward(
     products: str,
     gate: Sequence[float],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of x, gate_up, down, weights and up_biases; empty ones of the experts unless `trains_experts`.
+
+    up: as `experts_of_plan` returns it; empty to compute it again.
+    """
     grad_weights = torch.zeros_like(weights, memory_format=torch.contiguous_format)
     if not len(choices):
         given = gate_up, down, up_biases
@@ -214,7 +219,7 @@ def _products_of_pass(index: int, products: str, x: Tensor) -> Products:
     return products_of(products) if index == 0 or products == "fp8" else adding_products(x)
 
 
-@_experts_backward.register_fake
+@experts_of_plan_backward.register_fake
 def _(
     grad: Tensor,
     x: Tensor,
@@ -260,7 +265,7 @@ def _differentiate(ctx: _Context, grad: Tensor, _: Tensor) -> tuple[Tensor | Non
     x, gate_up, down, weights, choices, rows, ends, up_biases, *kept = ctx.saved_tensors
     up = kept[0] if kept else x.new_empty(0)
     given = grad.contiguous(), x, gate_up, down, weights, choices, rows, ends, up_biases, up
-    grad_x, grad_gate_up, grad_down, grad_weights, grad_biases = _experts_backward(
+    grad_x, grad_gate_up, grad_down, grad_weights, grad_biases = experts_of_plan_backward(
         *given, ctx.num_passes, trains_experts, ctx.products, ctx.gate
     )
     grads = (grad_gate_up, grad_down) if trains_experts else (None, None)
@@ -268,4 +273,4 @@ def _differentiate(ctx: _Context, grad: Tensor, _: Tensor) -> tuple[Tensor | Non
     return grad_x, *grads, grad_weights, None, None, None, of_biases, None, None, None, None
 
 
-_experts.register_autograd(_differentiate, setup_context=_save)
+experts_of_plan.register_autograd(_differentiate, setup_context=_save)
