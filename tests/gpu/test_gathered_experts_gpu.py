@@ -13,6 +13,8 @@ from xorl.core.nn.gathered_experts import gathered_experts
 from xorl.kernels.experts.gates import SILU
 from xorl.kernels.layout import RankGroup
 
+pytestmark = pytest.mark.gpu
+
 NUM_EXPERTS, NUM_ACTIVE, WIDTH, EXPERT_WIDTH = 16, 4, 256, 128
 
 
