@@ -24,6 +24,7 @@ from xorl.config.local import LoraConfig, TrainConfig
 from xorl.core.loss import cross_entropy
 from xorl.core.mesh import Mesh
 from xorl.core.models import Decoder
+from xorl.core.nn.moe import MixtureOfExperts
 from xorl.core.parallel import ParallelModel
 from xorl.core.parallel.fsdp import uses_copy_engines
 from xorl.core.runtime import rng_state, set_rng_state
@@ -231,9 +232,16 @@ def measure_slice(
         assert isinstance(model.module, Decoder)
         _pass(model, device, batch)  # compiles
         model.module.zero_grad(set_to_none=True)
-        return profile_pass(model.module, lambda: _pass(model, device, batch), meter)
+        profile = profile_pass(model.module, lambda: _pass(model, device, batch), meter)
+        return profile.holding(held_by_graphs(model.module, batch.num_tokens))
     finally:
         set_rng_state(before, device)
+
+
+def held_by_graphs(model: Decoder, num_tokens: int) -> int:
+    """Bytes of CUDA graphs of experts, which a measurement on a rank alone does not capture."""
+    blocks = [block for block in model.modules() if isinstance(block, MixtureOfExperts)]
+    return max((block.graph_bytes(num_tokens) for block in blocks), default=0)
 
 
 def _for_few_layers(lora: LoraConfig, part: Architecture) -> LoraConfig:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from types import MappingProxyType
 from typing import Protocol
 
@@ -72,6 +72,11 @@ class PassProfile:
         """All numbers, phases in the order of time."""
         phases = (self.embedding, *self.forward, self.head, *self.backward[::-1], self.rest)
         return [value for phase in phases for value in astuple(phase)]
+
+    def holding(self, num_bytes: int) -> PassProfile:
+        """The same pass with so many bytes held from its first phase on."""
+        first = replace(self.embedding, peak=self.embedding.peak + num_bytes, kept=self.embedding.kept + num_bytes)
+        return replace(self, embedding=first)
 
     @staticmethod
     def out_of_memory(num_layers: int) -> PassProfile:

@@ -85,6 +85,8 @@ def init(
     device = torch.device("cpu")
     if device_type == "cuda":
         use_expandable_segments()
+        # NCCL would register the buffers of a captured collective together with ranks that may not capture it now.
+        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
         if local_rank() >= torch.cuda.device_count():
             raise RuntimeError(
                 f"local rank {local_rank()} has no GPU: only {torch.cuda.device_count()} are visible on this host; "

@@ -57,6 +57,27 @@ def gathered_experts(
     return _gathered_experts(x, weights, ids, gate_up, down, num_missing, num_experts, *ranks, products, gate)
 
 
+def graph_bytes(num_tokens: int, num_active: int, num_ranks: int, gate_up: Tensor, down: Tensor) -> int:
+    """About how much memory the graphs of all layers hold, beside what a pass takes; 0 if there are none.
+
+    Args:
+        num_tokens: M.
+        num_active: K.
+        num_ranks: P.
+        gate_up: [L * 2F, D], the weights of this rank in the compute dtype; a meta tensor will do.
+        down: [L * D, F].
+    """
+    if num_tokens > MOST_TOKENS_OF_GRAPH:
+        return 0
+    width, inner = gate_up.shape[1], down.shape[1]
+    num_gathered = num_tokens * num_ranks
+    num_rows = num_gathered * num_active // passes_of(num_ranks)
+    # Tokens, their gradients, sums and what is sent; three rows of each choice, and its up product and activation with
+    # their gradients; gradients of the weights.
+    values = 4 * num_gathered * width + num_rows * (3 * width + 6 * inner) + gate_up.numel() + down.numel()
+    return values * gate_up.element_size()
+
+
 @torch.library.custom_op("xorl::gathered_experts", mutates_args=())
 def _gathered_experts(
     x: Tensor,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import count
 from weakref import WeakValueDictionary
 
@@ -17,6 +18,8 @@ Compute = Callable[..., tuple[Tensor, ...]]
 CALLS_BEFORE = 1
 # Of the inputs' sizes. A graph for every size that occurs once or twice would take more than it saves.
 MOST_SIZES = 8
+# Parameters that move in memory leave graphs behind.
+MOST_GRAPHS = 1024
 
 _numbers = count()
 _by_number: WeakValueDictionary[int, Graphs] = WeakValueDictionary()
@@ -49,8 +52,6 @@ class Graphs:
         self._captured: dict[Hashable, _Captured] = {}
         # By the sizes of the inputs that are copied.
         self._inputs: dict[Hashable, list[Tensor]] = {}
-        self._pool: tuple[int, int] | None = None
-        self._stream: torch.cuda.Stream | None = None
 
     def __len__(self) -> int:
         """The number of graphs."""
@@ -78,20 +79,26 @@ class Graphs:
                 return compute(*moved, *fixed)
             if sizes not in self._inputs:
                 self._inputs[sizes] = [torch.empty_like(each) for each in moved]
+            if len(self._captured) >= MOST_GRAPHS:
+                self._captured.clear()
             captured = self._captured[key] = self._capture(compute, self._inputs[sizes], fixed)
         for place, given in zip(captured.inputs, moved, strict=True):
             place.copy_(given)
         captured.graph.replay()
         return tuple(each.clone() for each in captured.outputs)
 
+    @cached_property
+    def _stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream()
+
     def _capture(self, compute: Compute, inputs: Sequence[Tensor], fixed: Sequence[Tensor]) -> _Captured:
-        if self._stream is None:
-            self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
         graph, outer = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        # The first graph makes the memory that the others share.
+        first = next(iter(self._captured.values()), None)
         self._stream.wait_stream(outer)
         with torch.cuda.stream(self._stream):
             # NCCL's watchdog queries events from its own thread.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            graph.capture_begin(pool=None if first is None else first.graph.pool(), capture_error_mode="thread_local")
             try:
                 outputs = [each.contiguous() for each in compute(*inputs, *fixed)]
             finally:

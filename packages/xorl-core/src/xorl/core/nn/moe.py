@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from xorl.core.nn.all_gather import AllGather, GatherPlan
-from xorl.core.nn.gathered_experts import gathered_experts
+from xorl.core.nn.gathered_experts import gathered_experts, graph_bytes
 from xorl.core.nn.kernels import LayerKernels
 from xorl.core.nn.norms import NormConfig, make_norm, unweighted_norm
 from xorl.core.nn.roles import Role
@@ -215,7 +215,7 @@ class Experts(nn.Module):
         self.adapter = None
         self.gate = gate
         self.kernel = kernels.experts
-        self.products = products_name(kernels.experts)
+        self.products = products_name(kernels.experts) or ""
         self.dispatcher = kernels.dispatcher
         self.ranks = kernels.tensor
         self.recompute = False
@@ -236,6 +236,13 @@ class Experts(nn.Module):
             "gate_up_proj": (gate_up.out_features // 2,) * (2 * gate_up.num_experts),
             "down_proj": (down.out_features,) * down.num_experts,
         }
+
+    @property
+    def is_one_operator(self) -> bool:
+        """Whether one operator computes them and exchanges the tokens, if the largest number of tokens is known."""
+        is_plain = self.adapter is None and self.gate_up_proj.bias is None and not self.gate_up_proj.stored
+        is_gathered = self.recompute and isinstance(self.dispatcher, AllGather)
+        return is_gathered and is_plain and self.products != ""
 
     def groups_of(self, x: Tensor, ids: Tensor, num_experts: int) -> tuple[Tensor, int]:
         """The groups [T, K] of what is computed for tokens x [T, D] with experts `ids`, and the number of groups.
@@ -266,22 +273,15 @@ class Experts(nn.Module):
         """
         if self.dispatcher is None:
             return self._compute(x, weights, ids, num_real, None, shared)
-        together = self._together(x, weights, plan)
-        if together is not None:
-            return together
+        if self.is_one_operator and isinstance(plan, GatherPlan):
+            gate_up, down = self.gate_up_proj.stacked(x.dtype), self.down_proj.stacked(x.dtype)
+            assert isinstance(gate_up, Tensor), "quantised experts are not one operator"
+            assert isinstance(down, Tensor), "quantised experts are not one operator"
+            assert isinstance(self.dispatcher, AllGather), "it made the plan"
+            given = x, weights, gate_up, down, self.dispatcher, plan
+            return gathered_experts(*given, products=self.products, gate=self.gate)
         x, weights, ids, num_rows, num_passes = self.dispatcher.dispatch(x, weights, plan)
         return self.dispatcher.combine(self._compute(x, weights, ids, None, num_rows, shared, num_passes), plan)
-
-    def _together(self, x: Tensor, weights: Tensor, plan: object) -> Tensor | None:
-        """The output by one operator that also gathers the tokens of all ranks; None where there is none for that."""
-        if not (self.recompute and isinstance(self.dispatcher, AllGather) and isinstance(plan, GatherPlan)):
-            return None
-        gate_up, down = self.gate_up_proj.stacked(x.dtype), self.down_proj.stacked(x.dtype)
-        is_plain = self.adapter is None and self.gate_up_proj.bias is None and self.products is not None
-        if not (is_plain and isinstance(gate_up, Tensor) and isinstance(down, Tensor)):
-            return None
-        given = x, weights, gate_up, down, self.dispatcher, plan
-        return gathered_experts(*given, products=self.products, gate=self.gate)
 
     def _compute(
         self,
@@ -418,6 +418,15 @@ class MixtureOfExperts(nn.Module):
         beside = self._of_shared_experts(x)
         dispatcher.wait(plan)
         return self._with_shared(out, beside), routes
+
+    def graph_bytes(self, num_tokens: int) -> int:
+        """Memory of CUDA graphs of the experts, if the rank that has most has so many tokens."""
+        experts = self.experts
+        if not experts.is_one_operator:
+            return 0
+        assert experts.dispatcher is not None, "one operator needs other ranks"
+        weights = experts.gate_up_proj.weight, experts.down_proj.weight
+        return graph_bytes(num_tokens, self.num_active, experts.dispatcher.group.size, *weights)
 
     def _with_shared(self, out: Tensor, shared: Tensor | None) -> Tensor:
         """The sum of the experts' output and that of the shared block, if there is one."""
