@@ -93,7 +93,7 @@ def convert_experts(layers: nn.Module, device_type: str) -> None:
     check_experts(layers, device_type)
     for module in layers.modules():
         if isinstance(module, Experts):
-            module.kernel = EXPERTS.resolve(EXPERTS_IN_FP8, _request(module, device_type))
+            module.use_kernel(EXPERTS.resolve(EXPERTS_IN_FP8, _request(module, device_type)))
 
 
 def check_experts(layers: nn.Module, device_type: str) -> None:

@@ -21,7 +21,7 @@ from xorl.core.nn.norms import NormConfig, make_norm, unweighted_norm
 from xorl.core.nn.roles import Role
 from xorl.core.nn.share import Share
 from xorl.kernels.arguments import check_choice
-from xorl.kernels.experts import products_name
+from xorl.kernels.experts import ExpertsFn, products_name
 from xorl.kernels.experts.adapted import Factors
 from xorl.kernels.experts.gates import SILU, Biases, Gate
 from xorl.kernels.experts.quantized import ExpertsWeight
@@ -214,8 +214,7 @@ class Experts(nn.Module):
         super().__init__()
         self.adapter = None
         self.gate = gate
-        self.kernel = kernels.experts
-        self.products = products_name(kernels.experts) or ""
+        self.use_kernel(kernels.experts)
         self.dispatcher = kernels.dispatcher
         self.ranks = kernels.tensor
         self.recompute = False
@@ -236,6 +235,10 @@ class Experts(nn.Module):
             "gate_up_proj": (gate_up.out_features // 2,) * (2 * gate_up.num_experts),
             "down_proj": (down.out_features,) * down.num_experts,
         }
+
+    def use_kernel(self, kernel: ExpertsFn) -> None:
+        """Compute with `kernel`."""
+        self.kernel, self.products = kernel, products_name(kernel) or ""
 
     @property
     def is_one_operator(self) -> bool:
