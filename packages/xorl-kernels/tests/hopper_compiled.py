@@ -164,13 +164,15 @@ def symmetric_products() -> None:
 
 
 def paged() -> None:
-    """Paged attention for few sequences, whose keys are split over programs, and many; with and without a window."""
+    """Paged attention for few sequences, whose keys are split over programs, and many; with a window and sinks or not."""
     for dtype, count, (num_heads, kv_heads, head_dim), window in product(
         (BF16, FP16), (2, 256), ((32, 8, 128), (9, 3, 96), (4, 2, 8)), (None, 100)
     ):
         q, keys = empty(count, num_heads, head_dim, dtype=dtype), empty(1024, kv_heads, head_dim, dtype=dtype)
         tables, lengths = empty(40, count, dtype=torch.int64), empty(count, dtype=torch.int64)
-        paged_triton.paged_attention(q, keys, keys, tables, lengths, block_size=16, scale=0.1, window=window)
+        sinks = None if window is None else empty(num_heads, dtype=dtype)
+        options = {"block_size": 16, "scale": 0.1, "window": window, "sinks": sinks}
+        paged_triton.paged_attention(q, keys, keys, tables, lengths, **options)
 
 
 def sums() -> None:

@@ -216,14 +216,15 @@ def test_widened_sum(num_others, count, dtype):
     assert out[count].isnan()
 
 
+@pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("programs_per_processor", [0, 8])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "window", "totals"),
     [(4, 2, 64, None, [1, 37, 130]), (8, 2, 96, 20, [5, 90]), (2, 2, 32, None, [64]), (3, 1, 16, 1, [16, 17, 33])],
 )
-def test_paged_attention(monkeypatch, heads, kv_heads, head_dim, window, totals, programs_per_processor):
-    # Catches blocks in the wrong order, a window or last block that is off by one, query heads with the wrong key head,
-    # wrong weights of parts, and parts without keys.
+def test_paged_attention(monkeypatch, heads, kv_heads, head_dim, window, totals, programs_per_processor, has_sinks):
+    # Catches blocks in the wrong order, a window or last block that is off by one, query heads with the wrong key head
+    # or sink, wrong weights of parts, sinks that count once for each part, and parts without keys.
     monkeypatch.setattr(paged_triton, "PROGRAMS_PER_PROCESSOR", programs_per_processor)
     blocks = iter(torch.randperm(32, generator=torch.Generator().manual_seed(1)).tolist())
     tables = [[next(blocks) for _ in range(-(-total // 16))] for total in totals]
@@ -237,7 +238,8 @@ def test_paged_attention(monkeypatch, heads, kv_heads, head_dim, window, totals,
     keys, values = (randn(*cache.keys[0].shape, seed=seed) for seed in (2, 3))
     layout = MixedLayout(cache, tables, [1] * len(totals), totals, "cpu")
     q = randn(len(totals), heads, head_dim)
-    wanted = plain_cached_attention(q, keys, values, layout, AttentionSpec(0.125, window))
+    sinks = randn(heads, seed=4) if has_sinks else None
+    wanted = plain_cached_attention(q, keys, values, layout, AttentionSpec(0.125, window), sinks)
     # Keys of other sequences, and those past a sequence's end, must not affect the result.
     read = {
         16 * table[place // 16] + place % 16
@@ -256,6 +258,7 @@ def test_paged_attention(monkeypatch, heads, kv_heads, head_dim, window, totals,
             block_size=16,
             scale=0.125,
             window=window,
+            sinks=sinks,
             block_keys=16,
         )
     assert_close("attended", found, wanted, TOLERANCES[torch.float32])

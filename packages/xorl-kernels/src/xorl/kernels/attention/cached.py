@@ -130,8 +130,8 @@ class DecodeLayout(CachedLayout):
         self, q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, sinks: Tensor | None = None
     ) -> Tensor:
         """Uses a kernel that reads the blocks in place. Raises ValueError for what `decode_refusal` refuses."""
-        if spec.softcap is not None or sinks is not None:
-            raise ValueError("DecodeLayout: its kernel has no cap on scores and no sinks; use a MixedLayout")
+        if spec.softcap is not None:
+            raise ValueError("DecodeLayout: its kernel has no cap on scores; use a MixedLayout")
         # Triton comes with torch's GPU builds, and may be missing elsewhere.
         from xorl.kernels.attention.paged_triton import paged_attention  # noqa: PLC0415
 
@@ -144,13 +144,12 @@ class DecodeLayout(CachedLayout):
             block_size=self.cache.block_size,
             scale=spec.scale,
             window=spec.window,
+            sinks=sinks,
         )
 
 
 def decode_refusal(request: AttentionRequest) -> str | None:
     """The reason why `DecodeLayout` cannot serve a request, or None if it can."""
-    if request.sinks:
-        return "its kernel has no sinks"
     return uncapped_refusal(request) or flash_refusal(request, AMPERE) or triton_refusal(request.device_type)
 
 

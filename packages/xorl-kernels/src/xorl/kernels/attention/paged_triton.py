@@ -33,6 +33,7 @@ def paged_attention(
     block_size: int,
     scale: float,
     window: int | None,
+    sinks: Tensor | None = None,
     block_keys: int = BLOCK_KEYS,
 ) -> Tensor:
     """Attention [S, H, C] of the last token of each sequence over all tokens of the sequence.
@@ -47,6 +48,7 @@ def paged_attention(
         block_size: B.
         scale: multiplies the scores.
         window: number of tokens that a token sees, including itself; None for all.
+        sinks: [H], a score of each head that has no value; None: there are none.
         block_keys: keys that a program reads at once.
     """
     num_sequences, num_heads, head_dim = q.shape
@@ -66,6 +68,7 @@ def paged_attention(
         values,
         tables,
         lengths,
+        lengths if sinks is None else sinks.contiguous(),
         parts,
         lses,
         tables.stride(0),
@@ -76,6 +79,7 @@ def paged_attention(
         0 if window is None else window,
         NUM_PARTS=num_parts,
         HAS_WINDOW=window is not None,
+        HAS_SINKS=sinks is not None,
         GROUP=group,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
@@ -107,6 +111,7 @@ def _attend(
     values: tl.tensor,
     tables: tl.tensor,
     lengths: tl.tensor,
+    sinks: tl.tensor,
     parts: tl.tensor,
     lses: tl.tensor,
     row_stride: tl.int64,  # pyright: ignore[reportInvalidTypeForm]
@@ -117,6 +122,7 @@ def _attend(
     window: int,
     NUM_PARTS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -145,6 +151,10 @@ def _attend(
     running_max = tl.full((BLOCK_HEADS,), float("-inf"), tl.float32)
     sum_exp = tl.zeros((BLOCK_HEADS,), tl.float32)
     weighted_values = tl.zeros((BLOCK_HEADS, BLOCK_CHANNELS), tl.float32)
+    if HAS_SINKS:  # noqa: SIM102 - known when the kernel is compiled
+        if part == 0:
+            running_max = tl.load(sinks + kv_head * GROUP + heads, mask=heads < GROUP, other=0.0).to(tl.float32)
+            sum_exp += 1.0
     while start < stop:
         positions = start + tl.arange(0, BLOCK_KEYS)
         is_key = positions < stop
