@@ -74,12 +74,12 @@ MODELS: dict[str, dict[str, object]] = {
     "mixtral": hf_config("mixtral"),
     "glm4_moe": hf_config("glm4_moe", moe_intermediate_size=48),
     "qwen2_moe": hf_config("qwen2_moe", mlp_only_layers=[1]),
-    "glm4_moe_lite": hf_config("glm4_moe_lite"),
+    "deepseek_v3, experts": hf_config("deepseek_v3", first_k_dense_replace=1),
     "gemma4_text, experts": hf_config("gemma4_text", **BESIDE),
     "gpt_oss": hf_config("gpt_oss", intermediate_size=32, output_router_logits=True, router_aux_loss_coef=0.1),
     **{name: hf_config(name) for name in FAMILIES},
     **{name: hf_config(name, intermediate_size=64) for name in RECURRENT},
-    "deepseek_v3": hf_config("deepseek_v3", first_k_dense_replace=2),  # another family has its experts
+    "deepseek_v3": hf_config("deepseek_v3", first_k_dense_replace=2),
     "gpt2, 4 layers": hf_config("gpt2", n_layer=4),
     "llama, 4 layers": hf_config("llama", num_hidden_layers=4),
     "qwen3_moe, 4 layers": hf_config(
@@ -145,7 +145,7 @@ RUNS |= {
     "glm4_moe, adapted experts": Run("glm4_moe", RECOMPUTE, EXPERT_LORA),
     "glm4_moe, QLoRA": Run("glm4_moe", lora={**QLORA, **EXPERT_LORA}),
     "qwen2_moe": Run("qwen2_moe"),
-    "glm4_moe_lite": Run("glm4_moe_lite", RECOMPUTE),
+    "deepseek_v3, experts": Run("deepseek_v3, experts", BY_OPERATION),
     # Experts beside a feed-forward block, with norms of their own.
     "gemma4_text, experts": Run("gemma4_text, experts", {"router_z_loss_coef": 0.1}),
     "gemma4_text, adapted experts": Run("gemma4_text, experts", RECOMPUTE, EXPERT_LORA),
@@ -243,8 +243,14 @@ ALL_EXPERTS = tuple(
     for name, run in RUNS.items()
     if run.model in ("qwen3_moe", "mixtral") and name not in ALL_CONTEXT[-1:] and "loss" not in run.train
 )
-OTHER_EXPERTS = ("glm4_moe", "glm4_moe, QLoRA", "qwen3_next", "glm4_moe_lite", *BESIDE_BLOCK, *GPT_OSS)
-SOME_EXPERTS = ("qwen3_moe", "qwen3_moe, operation and moe_act", "gpt_oss", "glm4_moe_lite", "gemma4_text, experts")
+OTHER_EXPERTS = ("glm4_moe", "glm4_moe, QLoRA", "qwen3_next", "deepseek_v3, experts", *BESIDE_BLOCK, *GPT_OSS)
+SOME_EXPERTS = (
+    "qwen3_moe",
+    "qwen3_moe, operation and moe_act",
+    "gpt_oss",
+    "deepseek_v3, experts",
+    "gemma4_text, experts",
+)
 STAGED = (
     *PIPELINE,
     *FAMILIES,
@@ -318,7 +324,9 @@ LAYOUTS: dict[str, Layout] = {
     ),
     "tp 2, ep 2": _layout(2, SOME_EXPERTS, **TP, **EP),
     "pp 2": _layout(
-        2, (*STAGED, *SOME_PREFERENCES, *HYBRIDS, "qwen3_5_moe", "glm4_moe_lite", *BESIDE_BLOCK, *GPT_OSS[:2]), **PP
+        2,
+        (*STAGED, *SOME_PREFERENCES, *HYBRIDS, "qwen3_5_moe", "deepseek_v3, experts", *BESIDE_BLOCK, *GPT_OSS[:2]),
+        **PP,
     ),
     "pp 2, none": _layout(2, ("pipeline: gpt2", "pipeline: LoRA"), **{**PP, **ONE_PROCESS}),
     "pp 2, GPipe": _layout(2, ("pipeline: gpt2", "pipeline: qwen3_moe"), **PP, **GPIPE),
@@ -370,7 +378,7 @@ LAYOUTS: dict[str, Layout] = {
     "ring 2, ulysses 2": _layout(4, (*CONTEXT, *FEW_CONTEXT), **RING, **ULYSSES),
     "ring 2, ulysses 2, ulysses_only": _layout(4, CONTEXT, **RING, **ULYSSES, cp_fsdp_mode="ulysses_only"),
     "ring 2, ulysses 2, ring_only": _layout(4, CONTEXT, **RING, **ULYSSES, cp_fsdp_mode="ring_only"),
-    "ep 4": _layout(4, (*EXPERTS, "glm4_moe_lite", *GPT_OSS[:2]), expert_parallel_size=4),
+    "ep 4": _layout(4, (*EXPERTS, "deepseek_v3, experts", *GPT_OSS[:2]), expert_parallel_size=4),
     "ep 2, fsdp 2": _layout(4, (*EXPERTS, "qwen3_moe, shared adapters", "glm4_moe, adapted experts"), **EP),
     "ep 2 outside, fsdp 2": _layout(4, FEW_EXPERTS, **EP, ep_outside=True),
     "hsdp 2, ep 2": _layout(4, FEW_EXPERTS, **EP, **HSDP),

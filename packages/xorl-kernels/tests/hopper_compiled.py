@@ -164,7 +164,7 @@ def symmetric_products() -> None:
 
 
 def paged() -> None:
-    """Paged attention for few sequences, whose keys are split over programs, and many; with a window and sinks or not."""
+    """Paged attention for few sequences, whose keys are split over programs, and many; some with a window and sinks."""
     for dtype, count, (num_heads, kv_heads, head_dim), window in product(
         (BF16, FP16), (2, 256), ((32, 8, 128), (9, 3, 96), (4, 2, 8)), (None, 100)
     ):
