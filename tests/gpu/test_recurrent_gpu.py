@@ -14,7 +14,7 @@ from xorl.core.nn import LayerKernels
 from xorl.core.parallel.compile import compile_layers
 from xorl.kernels.layout import SequenceLayout
 from xorl.kernels.linear_ce import linear_cross_entropy
-from xorl.kernels.recurrent import PLAIN_RECURRENCE, RecurrenceFns, RecurrenceRequest, resolve_recurrence
+from xorl.kernels.recurrent import PLAIN_RECURRENCE, RecurrenceFns, RecurrenceRequest, batched, resolve_recurrence
 
 pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
@@ -114,6 +114,52 @@ def test_norms_are_those_of_plain_torch(num_channels: int) -> None:
     assert_match(
         found, with_gradients(lambda *x: PLAIN_RECURRENCE.gated_norm(*x, 1e-6), [x, weight, gate], grad, torch.float32)
     )
+
+
+# Heads, groups, channels of a head and of its states.
+SPACES = [(4, 2, 64, 128), (8, 1, 32, 16), (16, 8, 64, 256)]
+
+
+@pytest.mark.parametrize("space", SPACES, ids=str)
+def test_state_spaces_are_those_of_plain_torch(space: tuple[int, int, int, int]) -> None:
+    # Catches products whose bits depend on the rest of the row, and gradients that end with a batch of chunks.
+    num_heads, num_groups, head_dim, state_dim = space
+    functions = resolve_recurrence("auto", RecurrenceRequest("cuda", BF16, states=(head_dim, state_dim)))
+    assert functions.state_space is batched.state_space
+    lengths = [*LENGTHS, 2500]
+    layout = SequenceLayout.from_lengths(lengths, device="cuda")
+    num_tokens = layout.num_tokens
+    dt = draw(num_tokens, num_heads, dtype=torch.float32, seed=1).exp() * 0.05
+    a, d = (draw(num_heads, dtype=torch.float32, seed=seed) for seed in (2, 3))
+    b, c = (draw(num_tokens, num_groups, state_dim, seed=seed) for seed in (4, 5))
+    inputs = [draw(num_tokens, num_heads, head_dim), dt, -a.exp(), b, c, d]
+    grad = draw(num_tokens, num_heads, head_dim, seed=6)
+    found = with_gradients(lambda *x: functions.state_space(*x, layout), inputs, grad)
+    wide = [x.float() for x in inputs]
+    assert_match(found, with_gradients(lambda *x: PLAIN_RECURRENCE.state_space(*x, layout), wide, grad))
+    for start, stop in zip(layout.offsets.tolist(), layout.offsets.tolist()[1:], strict=False):
+        own = SequenceLayout.from_lengths([stop - start], device="cuda")
+        parts = [x[start:stop] if len(x) == num_tokens else x for x in inputs]
+        alone = with_gradients(lambda *x, own=own: functions.state_space(*x, own), parts, grad[start:stop])
+        for index in (0, 1, 2, 4, 5):
+            assert torch.equal(alone[index], found[index][start:stop])
+
+
+def test_a_model_with_state_spaces_trains_in_bf16_as_in_fp32() -> None:
+    # Catches a compiled layer that computes something else.
+    config = hf_config("nemotron_h", hidden_size=128, initializer_range=0.05, mamba_head_dim=16, ssm_state_size=32)
+    functions = resolve_recurrence("auto", RecurrenceRequest("cuda", BF16, states=(16, 32)))
+    losses, gradients = [], []
+    for each, dtype in ((PLAIN_RECURRENCE, torch.float32), (functions, BF16)):
+        decoder = tiny_decoder(config, kernels=replace(LayerKernels(), recurrence=each)).to("cuda")
+        if dtype == BF16:
+            compile_layers(list(decoder.layers), backend="inductor", device_type="cuda")
+        loss, found = loss_and_gradients(decoder, dtype)
+        losses.append(loss)
+        gradients.append(found)
+    assert losses[1] == pytest.approx(losses[0], rel=2e-3)
+    for name, wanted in gradients[0].items():
+        assert (gradients[1][name] - wanted).norm() <= 0.1 * wanted.norm(), name
 
 
 FAMILIES = {

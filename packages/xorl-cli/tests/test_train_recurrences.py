@@ -47,6 +47,11 @@ def test_sizes_that_recurrences_cannot_be_shared_by_are_refused(
     ("family", "backend", "message"),
     [
         ("qwen3_5_text", "fla", r"^model\.recurrence_implementation: .*'fla' cannot run here: .*these can: plain"),
+        (
+            "nemotron_h",
+            "batched",
+            r"^model\.recurrence_implementation: .*'batched' cannot run here: .*these can: plain",
+        ),
         ("qwen3", "plain", r"^model\.recurrence_implementation: plain, but the model has no layers with a recurrence"),
     ],
 )

@@ -13,7 +13,7 @@ AttentionBackend = Literal[
     "auto", "eager", "sdpa", "native", "flash_attention_2", "flash_attention_3", "flash_attention_4"
 ]
 ExpertBackend = Literal["eager", "triton", "native", "quack"]
-RecurrenceBackend = Literal["auto", "plain", "fla"]
+RecurrenceBackend = Literal["auto", "plain", "batched", "fla"]
 ExpertDispatch = Literal["auto", "alltoall", "allgather", "deepep"]
 EncoderKind = Literal["image", "video", "audio"]
 DataParallelMode = Literal["none", "ddp", "fsdp2"]
@@ -83,10 +83,12 @@ class ModelFields(Section):
     )
     recurrence_implementation: RecurrenceBackend = Field(
         default="auto",
-        description="Kernels of layers with a recurrence: gated delta nets and short convolutions. auto picks fla if "
-        "it can run here, else plain, and logs the choice. A backend named explicitly is used, or the run stops with "
-        "an error. plain is torch, which is correct everywhere and slow on GPUs; fla uses the library fla-core, in "
-        "bf16 on Hopper GPUs, and compares it with plain at the start of each run.",
+        description="Kernels of layers with a recurrence: gated delta nets, state spaces and short convolutions. auto "
+        "picks fla if it can run here, else batched on GPUs and plain on CPUs, and logs the choice. A backend named "
+        "explicitly is used, or the run stops with an error. plain is torch, which is correct everywhere and slow on "
+        "GPUs; batched is torch, too, but computes convolutions and state spaces of all documents at once; fla uses "
+        "the library fla-core for all but state spaces, in bf16 on Hopper GPUs. batched and fla are compared with "
+        "plain at the start of each run.",
     )
     moe_implementation: ExpertBackend | None = Field(
         default=None,

@@ -123,10 +123,21 @@ def _load_fla() -> RecurrenceFns:
     return import_module("xorl.kernels.recurrent.fla").FUNCTIONS
 
 
+def _load_batched() -> RecurrenceFns:
+    return import_module("xorl.kernels.recurrent.batched").FUNCTIONS
+
+
+def _batched_refusal(request: RecurrenceRequest) -> str | None:
+    if request.device_type == "cpu":
+        return "it is for devices on which many small operations take long, which a CPU is not"
+    return missing_device(request.device_type)
+
+
 RECURRENCES: Registry[RecurrenceRequest, RecurrenceFns] = Registry(
-    "recurrence", RecurrenceRequest, preference=("fla", "plain")
+    "recurrence", RecurrenceRequest, preference=("fla", "batched", "plain")
 )
 RECURRENCES.register(
     Backend("plain", load=lambda: PLAIN_RECURRENCE, refusal=lambda request: missing_device(request.device_type))
 )
+RECURRENCES.register(Backend("batched", load=_load_batched, refusal=_batched_refusal))
 RECURRENCES.register(Backend("fla", load=_load_fla, refusal=_fla_refusal, missing=_fla_missing))

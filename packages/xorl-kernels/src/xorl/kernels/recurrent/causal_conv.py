@@ -68,13 +68,13 @@ def _apply(
     *,
     returns_states: bool,
 ) -> tuple[Tensor, Tensor]:
-    _check_inputs(x, weight, bias, activation, layout)
+    check_inputs(x, weight, bias, activation, layout)
     states = checked_states(states, (weight.shape[1] - 1, x.shape[1]), x, layout)
     parameters = (weight,) if bias is None else (weight, bias)
     return _RECURRENCES[activation]((x,), parameters, states, layout, returns_states=returns_states)
 
 
-def _check_inputs(
+def check_inputs(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation, layout: SequenceLayout
 ) -> None:
     """Raises ValueError for inputs that the operator would misread. Compiled code has been checked before."""

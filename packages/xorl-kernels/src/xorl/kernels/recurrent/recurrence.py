@@ -48,6 +48,30 @@ Shapes = Sequence[torch.Size]
 CountFlops = Callable[[Shapes, Shapes], int]
 
 
+class Scan(Protocol):
+    """Computes packed rows, as `Recurrence` does."""
+
+    def forward(
+        self,
+        tokens: Sequence[Tensor],
+        parameters: Sequence[Tensor],
+        states: Tensor,
+        offsets: Tensor,
+        *,
+        returns_states: bool,
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        grad_finals: Tensor,
+        tokens: Sequence[Tensor],
+        parameters: Sequence[Tensor],
+        states: Tensor,
+        offsets: Tensor,
+    ) -> list[Tensor]: ...
+
+
 class Recurrence:
     """The operators `xorl::{name}` and `xorl::{name}_backward` of a recurrence.
 
@@ -63,8 +87,7 @@ class Recurrence:
         self, name: str, step: Step, gradient: StepGradient, *, chunk_tokens: int, count_flops: CountFlops
     ) -> None:
         self._step, self._gradient, self._chunk_tokens = step, gradient, chunk_tokens
-        self._operator = _define(name, self)
-        _register_flops(name, count_flops)
+        self._operator = define(name, self, count_flops)
 
     def __call__(
         self, tokens: Tensors, parameters: Tensors, states: Tensor, layout: SequenceLayout, *, returns_states: bool
@@ -206,8 +229,8 @@ class _Context(FunctionCtx):
     num_tokens: int
 
 
-def _define(name: str, recurrence: Recurrence) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Registers both operators, and returns the forward operator."""
+def define(name: str, recurrence: Scan, count_flops: CountFlops) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Registers both operators of a scan, and returns the forward operator."""
 
     @torch.library.custom_op(f"xorl::{name}", mutates_args=())
     def scan(
@@ -256,6 +279,7 @@ def _define(name: str, recurrence: Recurrence) -> Callable[..., tuple[Tensor, Te
         return grads[: ctx.num_tokens], grads[ctx.num_tokens :], grad_states, None, None
 
     scan.register_autograd(differentiate, setup_context=save)
+    _register_flops(name, count_flops)
     return scan
 
 

@@ -75,12 +75,12 @@ def _apply(
     *,
     returns_states: bool,
 ) -> tuple[Tensor, Tensor]:
-    _check_inputs(x, dt, a, b, c, d, layout)
+    check_inputs(x, dt, a, b, c, d, layout)
     states = checked_states(states, (x.shape[1], b.shape[2], x.shape[2]), x, layout)
     return _recurrence((x, dt, b, c), (a, d), states, layout, returns_states=returns_states)
 
 
-def _check_inputs(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, layout: SequenceLayout) -> None:
+def check_inputs(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, layout: SequenceLayout) -> None:
     """Raises ValueError for inputs that the operator would misread. Compiled code has been checked before."""
     if torch.compiler.is_compiling():
         return
@@ -129,10 +129,10 @@ def _heads_first(tokens: Tensors, num_heads: int) -> tuple[Tensor, Tensor, Tenso
     return tokens[0].transpose(0, 1), tokens[1].t(), b, c
 
 
-def _flops(tokens: Shapes, parameters: Shapes) -> int:
+def count_flops(tokens: Shapes, parameters: Shapes) -> int:
     """Counts B x^T and S^T C for each token and head, as the recurrence has them; chunks do more work."""
     num_tokens, num_heads, x_channels = tokens[0]
     return 4 * num_tokens * num_heads * x_channels * tokens[2][2]
 
 
-_recurrence = Recurrence("state_space", _step, _gradient, chunk_tokens=CHUNK_TOKENS, count_flops=_flops)
+_recurrence = Recurrence("state_space", _step, _gradient, chunk_tokens=CHUNK_TOKENS, count_flops=count_flops)
