@@ -69,7 +69,21 @@ SINKS = hf_config(
     intermediate_size=128,
     initializer_range=0.05,
 )
-SHAPES = pytest.mark.parametrize("shape", [HF_CONFIG, MIXTURE, SINKS], ids=["dense", "experts", "sinks"])
+_HYBRID: dict[str, object] = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "head_dim": 64,
+    "intermediate_size": 512,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.05,
+}
+DELTA_NETS = hf_config("qwen3_5_text", **_HYBRID)
+STATE_SPACES = hf_config("nemotron_h", **_HYBRID)
+SHAPES = pytest.mark.parametrize(
+    "shape",
+    [HF_CONFIG, MIXTURE, SINKS, DELTA_NETS, STATE_SPACES],
+    ids=["dense", "experts", "sinks", "delta nets", "state spaces"],
+)
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +104,7 @@ def place(
 ) -> ParallelModel:
     spec = spec_for(shape)
     config = spec.config_from_hf(shape)
-    heads = config.layers[0].attention
+    heads = config.attentions[0]
     attention = resolve_attention("auto", AttentionRequest("cuda", dtype, heads.head_dim, 40, sinks=heads.sinks))
     kernels = choose_kernels(attention, device_type="cuda", dtype=dtype, compiled=compiled, native=(), cast_bf16=False)
     decoder = spec.build(config, merge_qkv=True, kernels=kernels)

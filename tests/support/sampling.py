@@ -22,26 +22,33 @@ MIXTURE = hf_config("qwen3_moe", vocab_size=VOCAB, max_position_embeddings=256, 
 
 
 class PlainDecodePass:
-    """`DecodePass` by the layout that a CPU has, with padding rows as in a recorded pass."""
+    """`DecodePass` by the layout that a CPU has, with a padding row as in a recorded pass."""
 
     def __init__(self, model: ParallelModel, cache: KeyValueCache, **_: object) -> None:
         self._model = model
         self._cache = cache
 
     def num_rows(self, num_samples: int) -> int:
-        return num_samples + 2
+        return num_samples + 1
 
     def logits(
-        self, tokens: list[int], tables: list[list[int]], totals: list[int], choice: object, *, records: bool
+        self,
+        tokens: list[int],
+        tables: list[list[int]],
+        totals: list[int],
+        slots: list[int],
+        choice: object,
+        *,
+        records: bool,
     ) -> tuple[Tensor, Tensor | None]:
         spare = self._cache.num_blocks - 1
-        tables, totals = [*tables, [spare], [spare]], [*totals, 1, 1]
-        layout = MixedLayout(self._cache, tables, [1] * len(tables), totals, CPU)
+        tables, totals, slots = [*tables, [spare]], [*totals, 1], [*slots, self._cache.num_slots - 1]
+        layout = MixedLayout(self._cache, tables, [1] * len(tables), totals, CPU, slots)
         decoder = self._model.module
         assert isinstance(decoder, Decoder)
         routers = decoder.routers if records else None
         with self._model.generation(keep_gathered=False), nullcontext() if routers is None else routers.recording():
-            logits = self._model.forward(torch.tensor([*tokens, 0, 0]), layout, loss=wide_logits)
+            logits = self._model.forward(torch.tensor([*tokens, 0]), layout, loss=wide_logits)
             return logits[: len(tokens)], None if routers is None else routers.take_routes()
 
 

@@ -1,4 +1,4 @@
-"""Models with recurrences: what their options may be, how they start, and who samples from them."""
+"""Models with recurrences: what their options may be, and how they start."""
 
 from pathlib import Path
 
@@ -7,8 +7,6 @@ import torch
 
 from local_options import local_config
 from tiny_models import hf_config, write_config
-from xorl.core.parallel import ParallelModel
-from xorl.server.sampler import GenerationRequest, Sampler
 from xorl.train.layer_kernels import check_kernels
 from xorl.train.model import sketch_model
 from xorl.train.model_source import read_architecture
@@ -109,13 +107,3 @@ def test_a_model_with_one_group_shares_rows_by_heads_alone(tmp_path: Path) -> No
         sketch_model(read_architecture(config.model), config.model, config.train, config.lora)
     config = local_config({"config_path": str(folder)}, ulysses_parallel_size=4)
     sketch_model(read_architecture(config.model), config.model, config.train, config.lora)
-
-
-def test_the_embedded_sampler_names_what_works_instead(tmp_path: Path, mesh) -> None:
-    # Catches samples from a model whose states are forgotten.
-    config = local_config({"config_path": str(write_config(tmp_path, hf_config("qwen3_5_text")))})
-    model = read_architecture(config.model)
-    decoder = model.spec.build(model.config)
-    sampler = Sampler(ParallelModel(decoder, decoder, mesh), device=CPU, cache_tokens=64)
-    with pytest.raises(ValueError, match=r"no states of recurrent layers.*inference_endpoints"):
-        sampler.run([GenerationRequest((1, 2), 3)])

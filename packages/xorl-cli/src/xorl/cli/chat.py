@@ -234,13 +234,12 @@ def _complete(
 
 def _open(model: Model) -> tuple[SavedModel, Prompts]:
     """The model without its weights, and its tokenizer."""
-    from xorl.server.sampler.saved import Prompts, require_samplable  # noqa: PLC0415
+    from xorl.server.sampler.saved import Prompts  # noqa: PLC0415
     from xorl.train.export.source import open_model  # noqa: PLC0415
     from xorl.train.observe.progress import set_up_logging  # noqa: PLC0415
 
     set_up_logging("progress_bar", "WARNING", is_main=True)
     saved = open_model(model.path, model.base)
-    require_samplable(saved)
     return saved, Prompts(saved.architecture)
 
 

@@ -35,7 +35,8 @@ class DecodePass:
 
     Args:
         model: its module is a Decoder.
-        cache: its last block must not belong to a sample: padding rows of recorded passes write to it.
+        cache: its last block and its last slot must not belong to a sample: padding rows of recorded passes write to
+            them.
         max_samples: M, rounded up to a power of two.
         max_tokens: the maximum length of one sample.
         device: the model's device; see `decode_refusal`.
@@ -64,7 +65,7 @@ class DecodePass:
         room = power_of_2(max_samples)
         max_blocks = -(-max_tokens // cache.block_size)
         # Pinned, so that the copy to the device overlaps with the host's work.
-        self._numbers = torch.zeros(2, room, dtype=torch.int64).pin_memory()  # tokens and positions
+        self._numbers = torch.zeros(3, room, dtype=torch.int64).pin_memory()  # tokens, positions and slots
         self._tables = torch.zeros(max_blocks, room, dtype=torch.int64).pin_memory()
         self._device_numbers = self._numbers.to(device)
         self._device_tables = self._tables.to(device)
@@ -85,6 +86,7 @@ class DecodePass:
         tokens: Sequence[int],
         tables: Sequence[Sequence[int]],
         totals: Sequence[int],
+        slots: Sequence[int],
         choice: Hashable,
         *,
         records: bool,
@@ -95,12 +97,13 @@ class DecodePass:
             tokens: the newest token of each sample.
             tables: the blocks of each sample, with room for its newest token.
             totals: the number of tokens of each sample.
+            slots: where the states of each sample are.
             choice: identifies the adapters of the pass; recorded passes are replayed only for the same choice.
             records: whether to return the routes, [N, layers with experts, experts per token].
         """
         num_samples = len(tokens)
         num_rows = self.num_rows(num_samples)
-        self._copy_inputs(tokens, tables, totals, num_rows)
+        self._copy_inputs(tokens, tables, totals, slots, num_rows)
         if not self._is_recorded():
             return self._pass(num_rows, records=records)
         if not self._recorded or [weight.data_ptr() for weight in self._weights] != self._addresses:
@@ -132,15 +135,22 @@ class DecodePass:
         self._addresses = [weight.data_ptr() for weight in self._weights]
 
     def _copy_inputs(
-        self, tokens: Sequence[int], tables: Sequence[Sequence[int]], totals: Sequence[int], num_rows: int
+        self,
+        tokens: Sequence[int],
+        tables: Sequence[Sequence[int]],
+        totals: Sequence[int],
+        slots: Sequence[int],
+        num_rows: int,
     ) -> None:
-        """Copy the inputs of the pass to the device; padding rows write to the cache's last block."""
+        """Copy the inputs of the pass to the device; padding rows write to the cache's last block and slot."""
         count = len(tokens)
         numbers, host_tables = self._numbers.numpy(), self._tables.numpy()
         numbers[:, count:num_rows] = 0
         numbers[0, :count] = tokens
         numbers[1, :count] = totals
         numbers[1, :count] -= 1
+        numbers[2, :count] = slots
+        numbers[2, count:num_rows] = self._cache.num_slots - 1
         for column, table in enumerate(tables):
             host_tables[: len(table), column] = table
         host_tables[0, count:num_rows] = self._cache.num_blocks - 1
@@ -149,8 +159,8 @@ class DecodePass:
         self._device_tables[:longest].copy_(self._tables[:longest], non_blocking=True)
 
     def _pass(self, num_rows: int, *, records: bool) -> tuple[Tensor, Tensor | None]:
-        tokens, positions = self._device_numbers[:, :num_rows].unbind()
-        layout = DecodeLayout(self._cache, self._device_tables[:, :num_rows], positions)
+        tokens, positions, slots = self._device_numbers[:, :num_rows].unbind()
+        layout = DecodeLayout(self._cache, self._device_tables[:, :num_rows], positions, slots)
         routers = self._decoder.routers if records else None
         with (
             self._model.generation(keep_gathered=self._keep_gathered),

@@ -25,6 +25,7 @@ from xorl.lora import AdapterBank
 from xorl.server.collectives import all_or_none
 from xorl.server.context_length import POSITIONS, check_context
 from xorl.server.sampler.blocks import BlockPool
+from xorl.server.sampler.cache_size import make_cache, num_slots
 from xorl.server.sampler.decode import DecodePass
 from xorl.server.sampler.draw import Drawn, DrawRule, draw, uniform_number
 from xorl.server.sampler.request import GeneratedSample, GenerationRequest, GenerationResult, LikelyTokens
@@ -48,7 +49,8 @@ class Sampler:
         device: the model's device.
         cache_tokens: the number of tokens whose keys and values the cache holds (`cache_bytes_per_token`), over all
             requests, rounded down to whole blocks.
-        max_running: the maximum number of samples that run at the same time.
+        max_running: the maximum number of samples that run at the same time; fewer, if the states of recurrences would
+            take too much memory (`num_slots`).
         max_step_tokens: the maximum number of tokens computed in one step; longer prompts take several steps.
         keep_gathered: keep sharded parameters gathered between steps, so that only the first step gathers them. They
             take the memory of the whole model until `release_memory` or training frees it.
@@ -88,13 +90,14 @@ class Sampler:
         self._limit, self._limited_by = _limit(decoder.config, self._pool.num_blocks * BLOCK_SIZE)
         self._cache: KeyValueCache | None = None
         self._decode: DecodePass | None = None
-        self._max_running = max_running
+        self._max_running = num_slots(decoder, device, max_running)
         self._scheduler = SampleScheduler(
             self._pool,
-            max_running=max_running,
+            max_running=self._max_running,
             max_tokens=max_step_tokens,
             max_adapters=0 if bank is None else bank.num_per_pass,
             root=self._key_root,
+            shares_prefixes=not decoder.config.recurrences,
         )
         self._versions: dict[str | None, int] = {}
         self._num_changes: Counter[str | None] = Counter()
@@ -221,11 +224,6 @@ class Sampler:
     def check(self, request: GenerationRequest) -> None:
         """Raise ValueError if the sampler cannot run a request."""
         config = self._decoder.config
-        if config.recurrences:
-            raise ValueError(
-                "the embedded sampler keeps no states of recurrent layers, which this model has: sample with an "
-                "inference endpoint (inference_endpoints)"
-            )
         self.check_length(len(request.prompt), request.max_tokens)
         targets = () if request.target_tokens is None else request.target_tokens.ravel().tolist()
         for name, tokens, lowest in (("prompt", request.prompt, 0), ("target_tokens", targets, -1)):
@@ -298,6 +296,7 @@ class Sampler:
             [span.continuation.tokens[span.start] for span in spans],
             [span.continuation.blocks for span in spans],
             [span.stop for span in spans],
+            _slots(spans),
             choice,
             records=need_routes(spans),
         )
@@ -311,6 +310,7 @@ class Sampler:
             new=[span.stop - span.start for span in spans],
             totals=[span.stop for span in spans],
             device=self._device,
+            slots=_slots(spans),
         )
         tokens = [token for span in spans for token in span.continuation.tokens[span.start : span.stop]]
         if self._bank is not None:
@@ -414,14 +414,8 @@ class Sampler:
     def _allocate(self) -> tuple[KeyValueCache, DecodePass | None]:
         """The cache and, if the device supports them, decode passes over it."""
         config = self._decoder.config
-        cache = KeyValueCache(
-            layers=[(each.num_kv_heads, each.head_dim) for each in config.attentions],
-            # One more for the padding rows of recorded passes.
-            num_blocks=self._pool.num_blocks + 1,
-            block_size=BLOCK_SIZE,
-            dtype=self._decoder.compute_dtype,
-            device=self._device,
-        )
+        # One block and one slot more for the padding rows of recorded passes.
+        cache = make_cache(self._decoder, self._device, BLOCK_SIZE, self._pool.num_blocks + 1, self._max_running + 1)
         requests = config.attention_requests(self._device.type, self._decoder.compute_dtype)
         if any(decode_refusal(each) is not None for each in requests.values()):
             return cache, None
@@ -449,6 +443,10 @@ def _limit(config: DecoderConfig, cache_tokens: int) -> tuple[int, str]:
                 f"is what {rope.kind} rotary positions support without changing cached keys",
             )
     return limit, reason
+
+
+def _slots(spans: Sequence[TokenSpan]) -> list[int]:
+    return [slot for span in spans if (slot := span.continuation.slot) is not None]
 
 
 def _adapter_order(span: TokenSpan) -> tuple[bool, str]:

@@ -110,13 +110,11 @@ class SavedSampler:
     """A saved model on one device, with an adapter merged into it, and its sampler. Needs a process group of one rank.
 
     num_contexts: of how many full contexts the cache holds the keys and values, if they fit (`default_cache_tokens`).
-    Raises ValueError if the embedded sampler cannot run the model.
     """
 
     def __init__(
         self, saved: SavedModel, prompts: Prompts, *, device: torch.device, precision: Precision, num_contexts: int
     ) -> None:
-        require_samplable(saved)
         self._prompts = prompts
         recipes = saved.architecture.recipes(merge_qkv=True)
 
@@ -188,12 +186,3 @@ class SavedSampler:
         is_stopped = sample.finish_reason == "stop"
         text = TextStream(self._prompts.decode, ()).add(sample.tokens, is_last=True, is_stopped=is_stopped)
         return Answer(text, len(sample.tokens), sample.finish_reason)
-
-
-def require_samplable(saved: SavedModel) -> None:
-    """Raise ValueError if the embedded sampler cannot run the model; needs no weights."""
-    if saved.architecture.config.recurrences:
-        raise ValueError(
-            "PATH: the embedded sampler keeps no states of recurrent layers, which this model has: export it with "
-            "`xorl export`, and sample with another program"
-        )

@@ -30,6 +30,8 @@ class Continuation:
     # them.
     first_scored: int | None
     blocks: list[int] = field(default_factory=list)
+    # Where its states are while it runs, if the model has recurrences.
+    slot: int | None = None
     keys: list[bytes] = field(default_factory=list)
     num_cached: int = 0
     num_cache_hits: int | None = None
@@ -97,6 +99,8 @@ class SampleScheduler:
         max_tokens: the maximum number of tokens of one pass.
         max_adapters: the maximum number of different adapters of running continuations.
         root: the root of the keys of an adapter's blocks (None: the base's); it must change with the weights.
+        shares_prefixes: whether tokens need not be computed if others with the same tokens before them are in the
+            cache. Not so with recurrences: their states are only those after the newest token of each continuation.
     """
 
     def __init__(
@@ -107,8 +111,11 @@ class SampleScheduler:
         max_tokens: int,
         max_adapters: int,
         root: Callable[[str | None], bytes],
+        shares_prefixes: bool = True,
     ) -> None:
         self._pool = pool
+        self._shares_prefixes = shares_prefixes
+        self._free_slots = list(reversed(range(max_running)))
         self._max_running = max_running
         self._max_tokens = max_tokens
         self._max_adapters = max_adapters
@@ -145,6 +152,7 @@ class SampleScheduler:
             if not queue:
                 del self._waiting[request_id]
             self.running.append(continuation)
+            continuation.slot = self._free_slots.pop()
             count = min(len(continuation.tokens) - continuation.num_cached, left)
             spans.append(self._span(continuation, count))
             left -= count
@@ -215,6 +223,9 @@ class SampleScheduler:
         self.running.remove(continuation)
         self._pool.release(continuation.blocks)
         continuation.blocks, continuation.keys, continuation.num_cached = [], [], 0
+        assert continuation.slot is not None, "it has one while it runs"
+        self._free_slots.append(continuation.slot)
+        continuation.slot = None
 
     def _admit(self, continuation: Continuation) -> bool:
         """Reserve blocks for all tokens of a continuation if it may run now; returns whether it may."""
@@ -224,7 +235,7 @@ class SampleScheduler:
         if len(running_adapters | ({continuation.request.adapter} - {None})) > self._max_adapters:
             return False
         block_size = self._pool.block_size
-        known = continuation.tokens[: continuation.num_shareable]
+        known = continuation.tokens[: continuation.num_shareable] if self._shares_prefixes else []
         keys = list(block_keys(known, block_size, self._root(continuation.request.adapter)))
         found = self._pool.find(keys)
         continuation.keys = keys[: len(found)]

@@ -21,9 +21,9 @@ from xorl.core.nn.roles import InitialValue, LogUniform, Role
 from xorl.core.nn.share import Share
 from xorl.core.nn.tensor import TensorRanks
 from xorl.core.nn.ulysses import columns_of_all_tokens, tokens_of_all_columns
-from xorl.kernels.attention import CachedLayout
 from xorl.kernels.fused import RopeTables
 from xorl.kernels.layout import SequenceLayout, ShardedLayout
+from xorl.kernels.recurrent import over_cache
 
 # The distribution of initial decays of a token, exp(-A * softplus(a + 1)), as A.
 _INITIAL_DECAYS = LogUniform(0.01, 16.0)
@@ -70,6 +70,12 @@ class GatedDeltaConfig:
     def num_row_parts(self) -> int:
         """The parts that ranks which share a row can have."""
         return self.num_parts
+
+    @property
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of the states of one sequence: the last inputs of the convolution, and the states of heads."""
+        heads = self.num_value_heads, self.key_dim, self.value_dim
+        return (self.num_taps - 1, sum(self.row_counts)), heads
 
     @property
     def rotary(self) -> None:
@@ -136,8 +142,6 @@ class GatedDeltaNet(nn.Module):
         return tuple(count // self.ranks.size for count in self.config.row_counts)
 
     def forward(self, x: Tensor, layout: SequenceLayout, rope: RopeTables | None = None) -> Tensor:
-        if isinstance(layout, CachedLayout):
-            raise ValueError("layout: a gated delta net has no keys and values to cache; compute whole documents")
         qkv, z, b, a = self._project(self.ranks.gather(x))
         weight = self.conv1d()[0].to(x.dtype)
         if isinstance(layout, ShardedLayout):
@@ -165,16 +169,17 @@ class GatedDeltaNet(nn.Module):
         return torch.cat(qkv, dim=-1), z, b, a
 
     def _mix(self, qkv: Tensor, b: Tensor, g: Tensor, weight: Tensor, layout: SequenceLayout) -> Tensor:
-        """The output [T, H * V] for some heads of a row of whole documents, before its norm."""
+        """The output [T, H * V] for some heads, before its norm. The layout is of whole documents, or has a cache."""
         config, num_heads = self.config, b.shape[-1]
         keys = num_heads * config.num_key_heads // config.num_value_heads * config.key_dim
-        mixed = self.kernels.causal_conv(qkv, weight, None, "silu", layout)
+        kernels = over_cache(self.kernels, layout)
+        mixed = kernels.causal_conv(qkv, weight, None, "silu", layout)
         q, k, v = mixed.split([keys, keys, num_heads * config.value_dim], dim=-1)
         q, k = (
-            self.kernels.unit_norm(x.unflatten(-1, (-1, config.key_dim)), scale)
+            kernels.unit_norm(x.unflatten(-1, (-1, config.key_dim)), scale)
             for x, scale in ((q, config.key_dim**-0.5), (k, 1.0))
         )
-        return self.kernels.gated_delta(q, k, self._heads(v), g, b.to(g.dtype).sigmoid(), layout).flatten(-2)
+        return kernels.gated_delta(q, k, self._heads(v), g, b.to(g.dtype).sigmoid(), layout).flatten(-2)
 
     def _heads(self, x: Tensor) -> Tensor:
         """[T, H, V]."""

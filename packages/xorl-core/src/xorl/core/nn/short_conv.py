@@ -14,9 +14,9 @@ from xorl.core.nn.depthwise import DepthwiseConv
 from xorl.core.nn.kernels import LayerKernels
 from xorl.core.nn.layers import Linear
 from xorl.core.nn.ulysses import columns_of_all_tokens, tokens_of_all_columns
-from xorl.kernels.attention import CachedLayout
 from xorl.kernels.fused import RopeTables
 from xorl.kernels.layout import SequenceLayout, ShardedLayout
+from xorl.kernels.recurrent import over_cache
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,11 @@ class ShortConvConfig:
     def num_row_parts(self) -> int:
         """The parts that ranks which share a row can have."""
         return self.num_parts
+
+    @property
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of the states of one sequence: the last inputs of the convolution."""
+        return ((self.num_taps - 1, self.num_channels),)
 
     @property
     def rotary(self) -> None:
@@ -79,8 +84,6 @@ class ShortConv(nn.Module):
         return {"in_proj": (self.in_proj.out_features // 3,) * 3}
 
     def forward(self, x: Tensor, layout: SequenceLayout, rope: RopeTables | None = None) -> Tensor:
-        if isinstance(layout, CachedLayout):
-            raise ValueError("layout: a short convolution has no keys and values to cache; compute whole documents")
         b, c, x = self.in_proj(self.ranks.gather(x)).chunk(3, dim=-1)
         taps, bias = self.conv()
         bx, taps = b * x, taps.to(x.dtype)
@@ -93,5 +96,5 @@ class ShortConv(nn.Module):
             bias = None if bias is None else bias.chunk(group.size)[group.rank]
             mixed = tokens_of_all_columns(self.kernels.causal_conv(bx, taps, bias, None, layout.whole), group)
         else:
-            mixed = self.kernels.causal_conv(bx, taps, bias, None, layout)
+            mixed = over_cache(self.kernels, layout).causal_conv(bx, taps, bias, None, layout)
         return self.ranks.scatter(self.out_proj(c * mixed))

@@ -22,9 +22,9 @@ from xorl.core.nn.roles import InitialValue, LogUniform, Role, SoftplusLogUnifor
 from xorl.core.nn.share import Share
 from xorl.core.nn.tensor import TensorRanks
 from xorl.core.nn.ulysses import columns_of_all_tokens, tokens_of_all_columns
-from xorl.kernels.attention import CachedLayout
 from xorl.kernels.fused import RopeTables
 from xorl.kernels.layout import RankGroup, SequenceLayout, ShardedLayout
+from xorl.kernels.recurrent import over_cache
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,11 @@ class StateSpaceConfig:
         return self.num_groups if self.num_groups > 1 else self.num_heads
 
     @property
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of the states of one sequence: the last inputs of the convolution, and the states of heads."""
+        return (self.num_taps - 1, sum(self.mixed_counts)), (self.num_heads, self.state_dim, self.head_dim)
+
+    @property
     def rotary(self) -> None:
         """The rotary embedding: none."""
         return
@@ -136,8 +141,6 @@ class StateSpace(nn.Module):
         return tuple(count // self.ranks.size for count in counts)
 
     def forward(self, x: Tensor, layout: SequenceLayout, rope: RopeTables | None = None) -> Tensor:
-        if isinstance(layout, CachedLayout):
-            raise ValueError("layout: a state space has no keys and values to cache; compute whole documents")
         mixed_counts = self._held(self.config.mixed_counts)
         gate, *mixed, dt = self.in_proj(self.ranks.gather(x)).split(self._held(self.config.row_counts), dim=-1)
         taps, bias = self.conv1d()
@@ -174,15 +177,19 @@ class StateSpace(nn.Module):
     def _mix(
         self, mixed: Tensor, dt: Tensor, taps: Tensor, bias: Tensor | None, layout: SequenceLayout, group: RankGroup
     ) -> Tensor:
-        """The output [T, H * P] for the heads of one rank of a row of whole documents, before its norm."""
+        """The output [T, H * P] for the heads of one rank of a row, before its norm.
+
+        The layout is of whole documents, or has a cache.
+        """
         head_dim, state_dim = self.config.head_dim, self.config.state_dim
         num_channels = dt.shape[-1] * head_dim
         num_states = (mixed.shape[-1] - num_channels) // 2
-        mixed = self.kernels.causal_conv(mixed, taps, bias, "silu", layout)
+        kernels = over_cache(self.kernels, layout)
+        mixed = kernels.causal_conv(mixed, taps, bias, "silu", layout)
         x, b, c = mixed.split([num_channels, num_states, num_states], dim=-1)
         dt, a, d = self.decay(dt, group.rank, group.size)
         b, c = (each.unflatten(-1, (-1, state_dim)) for each in (b, c))
-        return self.kernels.state_space(x.unflatten(-1, (-1, head_dim)), dt, a, b, c, d, layout).flatten(-2)
+        return kernels.state_space(x.unflatten(-1, (-1, head_dim)), dt, a, b, c, d, layout).flatten(-2)
 
 
 class StepSizes(nn.Module):

@@ -1,6 +1,7 @@
 """Attention of new tokens over a block-wise KV cache, for generation. It has no gradients.
 
-The caller assigns blocks to sequences; the functions here write and read them.
+The caller assigns blocks to sequences; the functions here write and read them. Layers with a recurrence have states in
+the cache instead, one for each slot that the caller assigns; `xorl.kernels.recurrent.cached` writes and reads those.
 
 Shapes: T new tokens of S sequences, M tokens of the longest sequence, E blocks of B tokens, H query heads, G key/value
 heads, C channels of a head.
@@ -9,8 +10,9 @@ heads, C channels of a head.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Self
 
 import torch
@@ -33,10 +35,13 @@ class KeyValueCache:
     """Keys and values of all layers; block e occupies the rows [e * B, (e + 1) * B).
 
     Args:
-        layers: (G, C) of each layer.
+        layers: (G, C) of each layer; None: it has states instead, or nothing.
+        states: by layer, the shapes of the states of one sequence.
+        num_slots: the number of sequences that may have states.
 
     Attributes:
-        keys, values: [E * B, G, C], of each layer.
+        keys, values: [E * B, G, C], of each layer; empty without keys and values.
+        states: by layer, [num_slots, ...] each, in fp32 (fp64 for a dtype of fp64).
 
     Raises ValueError for sizes below 1, and a dtype that is not of floating point.
     """
@@ -44,25 +49,38 @@ class KeyValueCache:
     def __init__(
         self,
         *,
-        layers: Sequence[tuple[int, int]],
+        layers: Sequence[tuple[int, int] | None],
         num_blocks: int,
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        states: Mapping[int, Sequence[tuple[int, ...]]] = MappingProxyType({}),
+        num_slots: int = 0,
     ) -> None:
         check_at_least("number of layers", len(layers), 1)
         for name, size in {"block_size": block_size, "num_blocks": num_blocks}.items():
             check_at_least(name, size, 1)
-        for num_kv_heads, head_dim in layers:
+        for num_kv_heads, head_dim in filter(None, layers):
             check_at_least("layers: num_kv_heads", num_kv_heads, 1)
             check_at_least("layers: head_dim", head_dim, 1)
         check_floating("dtype", dtype)
         self.block_size = block_size
         self.num_blocks = num_blocks
+        self.num_slots = num_slots
         self.keys, self.values = (
-            [torch.empty((num_blocks * block_size, *shape), dtype=dtype, device=device) for shape in layers]
+            [
+                torch.empty(
+                    (0 if shape is None else num_blocks * block_size, *(shape or ())), dtype=dtype, device=device
+                )
+                for shape in layers
+            ]
             for _ in range(2)
         )
+        wide = torch.promote_types(dtype, torch.float32)
+        self.states = {
+            layer: [torch.zeros((num_slots, *shape), dtype=wide, device=device) for shape in shapes]
+            for layer, shapes in states.items()
+        }
 
 
 class CachedLayout(SequenceLayout):
@@ -73,10 +91,12 @@ class CachedLayout(SequenceLayout):
     Attributes:
         cache: the keys and values.
         new_rows: [T] int64, the cache rows of the new tokens.
+        slots: [S] int64, where the states of each sequence are; None: it has none.
     """
 
     cache: KeyValueCache
     new_rows: Tensor
+    slots: Tensor | None = None
     layer: int = 0
 
     def of_layer(self, index: int) -> Self:
@@ -91,6 +111,18 @@ class CachedLayout(SequenceLayout):
         keys[self.new_rows] = k
         values[self.new_rows] = v
         return keys, values
+
+    def states_before(self, place: int) -> Tensor:
+        """The layer's states [S, ...] before the new tokens; zeros where the first token of a sequence is new."""
+        assert self.slots is not None, "a model with recurrences has slots"
+        states = self.cache.states[self.layer][place][self.slots]
+        begins = self.positions[self.cu_seqlens[:-1].long()] == 0
+        return states.masked_fill_(begins.view(-1, *[1] * (states.dim() - 1)), 0)
+
+    def keep_states(self, place: int, states: Tensor) -> None:
+        """Store the layer's states [S, ...] after the new tokens."""
+        assert self.slots is not None, "a model with recurrences has slots"
+        self.cache.states[self.layer][place][self.slots] = states
 
     def attend(
         self, q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, sinks: Tensor | None = None
@@ -109,11 +141,12 @@ class DecodeLayout(CachedLayout):
         cache: the keys and values.
         tables: [W, S] int64; column s lists the blocks of sequence s in the order of its tokens.
         positions: [S] int64, the positions of the new tokens.
+        slots: [S] int64, of the states of each sequence.
 
     Values in the tensors are not checked, since the host would wait. Raises RuntimeError if the kernel cannot run.
     """
 
-    def __init__(self, cache: KeyValueCache, tables: Tensor, positions: Tensor) -> None:
+    def __init__(self, cache: KeyValueCache, tables: Tensor, positions: Tensor, slots: Tensor | None = None) -> None:
         if (refusal := triton_refusal(positions.device.type)) is not None:
             raise RuntimeError(f"DecodeLayout cannot run here: {refusal}; use a MixedLayout")
         count = positions.shape[0]
@@ -121,6 +154,7 @@ class DecodeLayout(CachedLayout):
         ends = torch.arange(count + 1, dtype=torch.int32, device=positions.device)
         super().__init__(ends, positions, (1,) * count)
         self.cache = cache
+        self.slots = slots
         self.tables = tables
         self.total_lengths = positions + 1
         self.new_rows = tables[positions // cache.block_size, sequences] * cache.block_size
@@ -164,6 +198,7 @@ class MixedLayout(CachedLayout):
         new: n for each sequence, at least 1.
         totals: N for each sequence.
         device: the device of the computation.
+        slots: of the states of each sequence, all different; None: they have none.
 
     Attributes:
         max_seqlen: M.
@@ -180,13 +215,17 @@ class MixedLayout(CachedLayout):
         new: Sequence[int],
         totals: Sequence[int],
         device: torch.device | str,
+        slots: Sequence[int] | None = None,
     ) -> None:
         _check_sequences(cache, tables, new, totals)
+        if slots is not None and (len(slots) != len(new) or len(set(slots)) < len(slots)):
+            raise ValueError(f"slots: there must be one for each of {len(new)} sequences, all different; got {slots}")
         starts = list(accumulate(new, initial=0))
         ranges = [torch.arange(total - count, total) for count, total in zip(new, totals, strict=True)]
         positions = torch.cat(ranges)
         super().__init__(torch.tensor(starts, dtype=torch.int32).to(device), positions.to(device), new)
         self.cache = cache
+        self.slots = None if slots is None else torch.tensor(slots, dtype=torch.int64).to(device)
         self.totals = tuple(totals)
         self.max_seqlen = max(totals)
         longest = max(len(table) for table in tables)
