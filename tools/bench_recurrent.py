@@ -85,11 +85,14 @@ def passes(
     (x,) = trained(torch.randn(num_tokens, width, device=device).to(dtype))
     assert layer.linear_attn is not None
     mixer = layer.linear_attn
-    parts = _parts_of_delta if isinstance(config, GatedDeltaConfig) else _parts_of_states
+    if isinstance(config, GatedDeltaConfig):
+        parts = _parts_of_delta(config, kernels.recurrence, layout, dtype)
+    else:
+        parts = _parts_of_states(config, kernels.recurrence, layout, dtype)
     return {
         "layer": timed(lambda: layer(x, layout, None), [x, *layer.parameters()]),
         "mixer": timed(lambda: mixer(x, layout), [x, *mixer.parameters()]),
-        **parts(config, kernels.recurrence, layout, dtype),
+        **parts,
     }
 
 
