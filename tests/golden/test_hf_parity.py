@@ -33,6 +33,7 @@ from hf_cases import (
     make_decoder,
     make_rows,
     make_twin,
+    renamed,
     state_of,
 )
 from xorl.ckpt import SafetensorsSource, export_hf, load_weights
@@ -54,7 +55,7 @@ from xorl.train.export.rest import in_stacks
 LOGIT_TOLERANCE = 1e-5
 # In fp32, transformers' own logits are off by 1.2e-5, and its gradients of decays by 6e-4: see the test against fp64.
 DELTA_NETS = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM")
-STATE_SPACES = ("NemotronHForCausalLM",)
+STATE_SPACES = ("NemotronHForCausalLM", "GraniteMoeHybridForCausalLM")
 # Scores that are not scaled magnify rounding: in fp32, transformers' own logits are off by 1.1e-5.
 LOGIT_TOLERANCE_OF = {"Gemma4ForCausalLM": 2e-5, **dict.fromkeys(DELTA_NETS, 3e-5)}
 GRADIENT_TOLERANCE = 1e-4
@@ -85,25 +86,25 @@ def gradients_of(decoder: Decoder) -> dict[str, Tensor]:
 def as_in_model(model: transformers.PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors named as in a checkpoint under the names of the model's state, which stacks experts."""
     names = spec_for({"architectures": [type(model).__name__]}).checkpoint_names.experts
-    renamed = tensors_as_in_files(tensors, names)
+    found = renamed(tensors_as_in_files(tensors, names), in_files=False)
     for name, tensor in state_of(model).items():
-        if name in renamed or ".mlp." not in name or tensor.ndim == 0:  # what is not trained has no gradient
+        if name in found or ".mlp." not in name or tensor.ndim == 0:  # what is not trained has no gradient
             continue
         assert names is not None
         layer, _, leaf = name.partition(".mlp.")
         if leaf.endswith("e_score_correction_bias"):
-            if f"{layer}.{names.correction}" in renamed:  # it has no gradient
-                renamed[name] = renamed.pop(f"{layer}.{names.correction}")
+            if f"{layer}.{names.correction}" in found:  # it has no gradient
+                found[name] = found.pop(f"{layer}.{names.correction}")
             continue
         if leaf == "gate.weight":
-            renamed[name] = renamed.pop(f"{layer}.{names.router}.weight")
+            found[name] = found.pop(f"{layer}.{names.router}.weight")
             continue
         parts = [names.down] if leaf == "experts.down_proj" else [names.gate, names.up]
         prefixes = [f"{layer}.{names.expert.format(index)}" for index in range(len(tensor))]
-        renamed[name] = torch.stack(
-            [torch.cat([renamed.pop(f"{prefix}.{part}.weight") for part in parts]) for prefix in prefixes]
+        found[name] = torch.stack(
+            [torch.cat([found.pop(f"{prefix}.{part}.weight") for part in parts]) for prefix in prefixes]
         )
-    return renamed
+    return found
 
 
 def tensors_as_in_files(tensors: Mapping[str, Tensor], names: ExpertNames | None) -> dict[str, Tensor]:

@@ -191,6 +191,7 @@ WITHOUT_EFFECT = {
     "Dots1ForCausalLM": {"output_router_logits"},
     "Glm4MoeLiteForCausalLM": {"output_router_logits"},
     "SolarOpenForCausalLM": {"output_router_logits"},
+    "GraniteMoeHybridForCausalLM": {"mamba_chunk_size"},
     "NemotronHForCausalLM": {"pad_token_id", *nemotron_h.INERT}
     - {"time_step_rank", "rms_norm_eps", "mtp_hybrid_override_pattern", "num_hidden_layers"},  # no longer saved
 }

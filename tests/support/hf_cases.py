@@ -116,6 +116,25 @@ def state_of(model: transformers.PreTrainedModel) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **kept}
 
 
+# What transformers renames when it reads files, and not because it stacks.
+_IN_FILES = {
+    "block_sparse_moe.experts.gate_up_proj": "block_sparse_moe.input_linear.weight",
+    "block_sparse_moe.experts.down_proj": "block_sparse_moe.output_linear.weight",
+    "block_sparse_moe.router.weight": "block_sparse_moe.router.layer.weight",
+}
+
+
+def renamed(tensors: Mapping[str, Tensor], *, in_files: bool) -> dict[str, Tensor]:
+    """Tensors under the names in files, or under those in memory."""
+    table = _IN_FILES if in_files else {value: key for key, value in _IN_FILES.items()}
+
+    def of(name: str) -> str:
+        found = next((each for each in table if name.endswith(f".{each}")), None)
+        return name if found is None else name.removesuffix(found) + table[found]
+
+    return {of(name): tensor for name, tensor in tensors.items()}
+
+
 MIXTURE = {"head_dim": 16, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 28}
 LOCAL = {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 28}
 CASES = [
@@ -414,7 +433,9 @@ def make_twin(
     """A decoder with the weights of a transformers model, and its recipes."""
     hf_config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
     decoder, recipes = make_decoder(hf_config, backend=backend, merge_qkv=merge_qkv)
-    source = spec_for(hf_config).checkpoint_view(decoder.config, InMemoryTensors(model.state_dict()))
+    source = spec_for(hf_config).checkpoint_view(
+        decoder.config, InMemoryTensors(renamed(model.state_dict(), in_files=True))
+    )
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
             parameter.copy_(recipes[name].read(source, 0, parameter.shape[0]))

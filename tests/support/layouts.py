@@ -76,6 +76,9 @@ MODELS: dict[str, dict[str, object]] = {
     "qwen2_moe": hf_config("qwen2_moe", mlp_only_layers=[1]),
     "deepseek_v3, experts": hf_config("deepseek_v3", first_k_dense_replace=1),
     "gemma4_text, experts": hf_config("gemma4_text", **BESIDE),
+    "granitemoehybrid": hf_config(
+        "granitemoehybrid", num_local_experts=4, intermediate_size=24, output_router_logits=True
+    ),
     "gpt_oss": hf_config("gpt_oss", intermediate_size=32, output_router_logits=True, router_aux_loss_coef=0.1),
     **{name: hf_config(name) for name in FAMILIES},
     **{name: hf_config(name, intermediate_size=64) for name in RECURRENT},
@@ -165,6 +168,7 @@ RUNS |= {
     "qwen3_next, LoRA": Run("qwen3_next", lora=LORA),
     "nemotron_h": Run("nemotron_h", {**MUON, **RECOMPUTE, "recompute_modules": ["self_attn"]}),
     "nemotron_h, LoRA": Run("nemotron_h", lora=LORA),
+    "granitemoehybrid": Run("granitemoehybrid", {"router_aux_loss_coef": 0.1}),
 }
 HYBRIDS = ("qwen3_5", "qwen3_5, Muon", "qwen3_5, LoRA", "qwen3_5, QLoRA", "lfm2", "nemotron_h")
 RUNS |= {
@@ -243,7 +247,15 @@ ALL_EXPERTS = tuple(
     for name, run in RUNS.items()
     if run.model in ("qwen3_moe", "mixtral") and name not in ALL_CONTEXT[-1:] and "loss" not in run.train
 )
-OTHER_EXPERTS = ("glm4_moe", "glm4_moe, QLoRA", "qwen3_next", "deepseek_v3, experts", *BESIDE_BLOCK, *GPT_OSS)
+OTHER_EXPERTS = (
+    "glm4_moe",
+    "glm4_moe, QLoRA",
+    "qwen3_next",
+    "granitemoehybrid",
+    "deepseek_v3, experts",
+    *BESIDE_BLOCK,
+    *GPT_OSS,
+)
 SOME_EXPERTS = (
     "qwen3_moe",
     "qwen3_moe, operation and moe_act",
@@ -301,7 +313,12 @@ LAYOUTS: dict[str, Layout] = {
         ),
     ),
     "ulysses 2": _layout(
-        2, (*ALL_CONTEXT, *SOME_PREFERENCES, *SHARED, *HYBRIDS, "qwen3_5_moe", "qwen3_next", "gpt_oss"), **ULYSSES
+        2,
+        (
+            *(*ALL_CONTEXT, *SOME_PREFERENCES, *SHARED, *HYBRIDS),
+            *("qwen3_5_moe", "qwen3_next", "granitemoehybrid", "gpt_oss"),
+        ),
+        **ULYSSES,
     ),
     "ulysses 2, none": _layout(2, CONTEXT, **ULYSSES, cp_fsdp_mode="none"),
     "ulysses 2, ddp": _layout(2, CONTEXT, **ULYSSES, **DDP),

@@ -15,6 +15,15 @@ _DELTA: dict[str, object] = {
 }
 _CONV: dict[str, object] = {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 16}
 _MAMBA: dict[str, object] = {"mamba_num_heads": 4, "mamba_head_dim": 6, "ssm_state_size": 5, "head_dim": 16}
+_GRANITE: dict[str, object] = {
+    "mamba_n_heads": 6,
+    "mamba_d_state": 5,
+    "shared_intermediate_size": 36,
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.4,
+    "residual_multiplier": 0.6,
+    "logits_scaling": 2.0,
+}
 
 
 def recurrent_variants(eps: float, gated: Mapping[str, object]) -> list[Variant]:
@@ -50,6 +59,17 @@ def recurrent_variants(eps: float, gated: Mapping[str, object]) -> list[Variant]
         "mlp_hidden_act": "silu",
         "conv_kernel": 3,
     }
+    granite = {**_GRANITE, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+    one_block = {
+        "num_local_experts": 0,
+        "position_embedding_type": "rope",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e2},
+        "time_step_limit": [1.1, 1.6],
+        "mamba_d_conv": 3,
+        "mamba_conv_bias": False,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+    }
     return [
         ("Qwen3_5ForCausalLM", "every fourth attends", _DELTA),
         ("Qwen3_5ForCausalLM", "tied, biases", {**_DELTA, **tied}),
@@ -60,4 +80,6 @@ def recurrent_variants(eps: float, gated: Mapping[str, object]) -> list[Variant]
         ("Lfm2ForCausalLM", "biases, untied", {**conv, **biases}),
         ("NemotronHForCausalLM", "each kind of layer", {**mamba, **each_kind}),
         ("NemotronHForCausalLM", "biases, one group", {**mamba, **one_group}),
+        ("GraniteMoeHybridForCausalLM", "some attend", {**granite, "num_local_experts": 5, "intermediate_size": 28}),
+        ("GraniteMoeHybridForCausalLM", "without experts", {**granite, **one_block}),
     ]

@@ -15,7 +15,7 @@ from xorl.server.sampler import GenerationRequest, GenerationResult, Sampler
 from xorl.server.sampler import sampler as sampler_module
 from xorl.server.sampler.cache_size import num_slots, state_bytes
 
-FAMILIES = ("qwen3_5_text", "qwen3_next", "lfm2", "nemotron_h")
+FAMILIES = ("qwen3_5_text", "qwen3_next", "lfm2", "nemotron_h", "granitemoehybrid")
 # Of one token, shorter than the convolution, and longer than a block of the cache and than a chunk.
 PROMPTS = [tuple((7 * i + 3 * length) % VOCAB for i in range(length)) for length in (1, 2, 70, 17, 3)]
 

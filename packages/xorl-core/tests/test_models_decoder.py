@@ -164,7 +164,8 @@ def test_initial_values_depend_on_seed_name_and_shape_alone(architecture, monkey
     decoder = make_decoder(architecture)
     torch.manual_seed(12345)
     depth = "n_layer" if architecture == "GPT2LMHeadModel" else "num_hidden_layers"
-    deeper = make_decoder(architecture, **{depth: 3}, vocab_size=VOCAB)
+    types = {"GraniteMoeHybridForCausalLM": {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}}
+    deeper = make_decoder(architecture, **{depth: 3}, **types.get(architecture, {}), vocab_size=VOCAB)
     names = dict(deeper.named_parameters())
     for name, parameter in decoder.named_parameters():
         scaled = decoder.config.scale_residual_init and name.endswith(("o_proj.weight", "down_proj.weight"))

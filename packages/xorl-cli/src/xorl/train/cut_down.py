@@ -33,6 +33,9 @@ CUT: Mapping[str, int] = MappingProxyType(
         "n_groups": 8,
         "mamba_head_dim": 16,
         "ssm_state_size": 32,
+        "mamba_n_heads": 16,
+        "mamba_d_state": 32,
+        "shared_intermediate_size": 128,
         "vocab_size": 384,
         "num_experts": 16,
         "num_local_experts": 16,
@@ -80,6 +83,8 @@ def cut_down(hf_config: Mapping[str, object], min_heads: int, num_parts: int, mi
     key_heads, value_heads = hf_config.get("linear_num_key_heads"), hf_config.get("linear_num_value_heads")
     if isinstance(key_heads, int) and isinstance(value_heads, int):
         found["linear_num_value_heads"] = min(key_heads, CUT["linear_num_key_heads"]) * (value_heads // key_heads)
+    if "mamba_d_head" in hf_config:
+        found["mamba_d_head"] = "auto"
     if "num_hidden_layers" in found:
         if isinstance(by_layer := hf_config.get("per_layer_config"), Mapping):
             found["per_layer_config"] = {key: value for key, value in by_layer.items() if int(key) < num_layers}

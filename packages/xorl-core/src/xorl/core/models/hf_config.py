@@ -28,6 +28,8 @@ suppress_tokens task_specific_params temperature tf_legacy_loss tie_encoder_deco
 torch_dtype torchscript transformers.js_config transformers_version typical_p unsloth_fixed unsloth_version use_bfloat16
 use_cache use_return_dict
 """
+# As transformers 5 writes it, since JSON has none.
+_INFINITY = {"__float__": "Infinity"}
 _INERT_KEYS = frozenset(_INERT.split())
 # The dropout keys of all families.
 DROPOUT_KEYS = (
@@ -62,6 +64,10 @@ class HFConfig:
         """Whether the key is present and not null."""
         self._read.add(key)
         return self._values.get(key) is not None
+
+    def is_text(self, key: str, text: str) -> bool:
+        """Whether the key's value, which may be of other types, is this text."""
+        return self.has(key) and self._values[key] == text
 
     def get(self, key: str, kind: type[ValueT], default: ValueT | None = None) -> ValueT:
         """The key's value, or `default` if it is null or missing; raises if there is no default either."""
@@ -165,6 +171,8 @@ class HFConfig:
             raise ValueError(f"{self.architecture}: {named} is not supported")
 
     def _typed(self, key: str, value: object, kind: type[ValueT]) -> ValueT:
+        if kind is float and value == _INFINITY:
+            return kind(math.inf)
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             return kind(value)
         if kind is int and isinstance(value, float) and value.is_integer():

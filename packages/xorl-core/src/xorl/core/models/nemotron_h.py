@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from xorl.core.models import rotary_gated
+from xorl.core.models import rotary_gated, state_spaces
 from xorl.core.models.decoder_config import DecoderConfig, DenseConfig, LayerConfig
 from xorl.core.models.hf_config import HFConfig
 from xorl.core.models.spec import ModelSpec
@@ -26,17 +26,15 @@ DEFAULTS: Mapping[str, object] = {
     "conv_kernel": 4,
     "time_step_min": 1e-3,
 }
-STATES, DENSE = "linear_attention", "mlp"
-# The kinds of layers, by the letters of `hybrid_override_pattern`, and by their older names.
-LETTERS: Mapping[str, str] = {"M": STATES, "*": rotary_gated.FULL, "-": DENSE}
-OLDER_NAMES: Mapping[str, str] = {"mamba": STATES, "attention": rotary_gated.FULL}
+DENSE = "mlp"
+# The kinds of layers, by the letters of `hybrid_override_pattern`.
+LETTERS: Mapping[str, str] = {"M": state_spaces.STATES, "*": rotary_gated.FULL, "-": DENSE}
 MODULES: Mapping[str, str] = {
     "model.embed_tokens": "model.embeddings",
     "model.norm": "model.norm_f",
     "input_layernorm": "norm",
     **{f"self_attn.{name}_proj": f"mixer.{name}_proj" for name in "qkvo"},
-    **{f"linear_attn.{name}": f"mixer.{name}" for name in ("in_proj", "conv1d", "norm", "out_proj")},
-    "linear_attn.decay": "mixer",
+    **state_spaces.module_names("mixer"),
     **{f"mlp.{name}_proj": f"mixer.{name}_proj" for name in ("up", "down")},
 }
 # Of kernels, of initial values, of generation, of layers that predict further tokens, and what transformers ignores.
@@ -65,13 +63,11 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
     hf.expect("tie_word_embeddings", hf.get("tie_word_embeddings", bool, False), [False])
     head_dim = hf.positive("head_dim")
     blocks = {
-        STATES: LayerConfig(_read_states(hf), None),
+        state_spaces.STATES: LayerConfig(_read_states(hf), None),
         rotary_gated.FULL: LayerConfig(_read_attention(hf, head_dim), None),
         DENSE: LayerConfig(None, _read_dense(hf, "intermediate_size")),
     }
-    types = _read_types(hf)
-    for each in types:
-        hf.expect("layers_block_type", each, blocks)
+    types = _read_types(hf, tuple(blocks))
     config = DecoderConfig(
         vocab_size=hf.positive("vocab_size"),
         hidden_size=hf.positive("hidden_size"),
@@ -87,11 +83,11 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
     return config
 
 
-def _read_types(hf: HFConfig) -> list[str]:
+def _read_types(hf: HFConfig, allowed: tuple[str, ...]) -> list[str]:
     """The kind of each layer, from `layers_block_type`, or from the letters of `hybrid_override_pattern`."""
     if hf.has("layers_block_type"):
         hf.has("hybrid_override_pattern")
-        return [OLDER_NAMES.get(each, each) for each in hf.items("layers_block_type", str)]
+        return state_spaces.read_types(hf, "layers_block_type", allowed)
     letters = hf.get("hybrid_override_pattern", str)
     return [LETTERS[hf.expect("each letter of hybrid_override_pattern", letter, LETTERS)] for letter in letters]
 

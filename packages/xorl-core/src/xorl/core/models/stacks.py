@@ -18,12 +18,24 @@ class ExpertStack:
     Attributes:
         is_transposed: matrices are [E, inputs, outputs] instead.
         alternates: the outputs of gate and up alternate, instead of all of the gate's coming first.
-        module: the module of the stacks, relative to the layer.
+        module: the module of the stacks in transformers, relative to the layer.
+        gate_up, down: their names in files, relative to the layer, if these are not gate_up_proj and down_proj of the
+            module. Those of biases end with "_bias".
     """
 
     is_transposed: bool = False
     alternates: bool = False
     module: str = "mlp.experts"
+    gate_up: str | None = None
+    down: str | None = None
+
+    @property
+    def in_files(self) -> Mapping[str, str]:
+        """The names in files of both tensors, relative to the layer."""
+        return {
+            "gate_up": self.gate_up or f"{self.module}.gate_up_proj",
+            "down": self.down or f"{self.module}.down_proj",
+        }
 
 
 # The form that transformers 5 has in memory of all families that do not declare another one.
@@ -63,15 +75,6 @@ class ExpertNames:
         return self.stack is None and self.expert == f"{IN_MEMORY.module}.{{}}"
 
 
-# The tensors of a layer's stacks, by the last part of their names, and the leaf of each expert's tensors.
-_LEAVES: Mapping[str, tuple[str, str]] = {
-    "gate_up_proj": ("gate_up", "weight"),
-    "gate_up_proj_bias": ("gate_up", "bias"),
-    "down_proj": ("down", "weight"),
-    "down_proj_bias": ("down", "bias"),
-}
-
-
 @dataclass(frozen=True)
 class Cut:
     """The tensor of one projection of an expert in a stack: some of its outputs, [outputs, inputs] or [outputs]."""
@@ -88,15 +91,24 @@ class Cut:
 
 def is_stack(name: str, names: ExpertNames) -> bool:
     """Whether a tensor with this name, as in recipes, is a stack: of the family, or of transformers 5 in memory."""
-    module, _, leaf = name.rpartition(".")
-    return leaf in _LEAVES and module.endswith(f".{names.stacks.module}")
+    return _parsed(name, names.stacks) is not None
+
+
+def _parsed(name: str, stack: ExpertStack) -> tuple[str, str, str] | None:
+    """What a stack has: its layer, which projection, and the leaf of each expert's tensors. None for other tensors."""
+    for projection, tensor in stack.in_files.items():
+        for leaf, ending in (("weight", ""), ("bias", "_bias")):
+            if name.endswith(whole := f".{tensor}{ending}"):
+                return name.removesuffix(whole), projection, leaf
+    return None
 
 
 def cuts_of(name: str, shape: Sequence[int], names: ExpertNames) -> dict[str, Cut]:
     """The tensors of the experts in a stack of this name and shape, by name."""
-    stack, (module, _, last) = names.stacks, name.rpartition(".")
-    projection, leaf = _LEAVES[last]
-    layer = module.removesuffix(stack.module)
+    stack = names.stacks
+    parsed = _parsed(name, stack)
+    assert parsed is not None, f"{name} is no stack"
+    layer, projection, leaf = parsed
     parts = [names.down] if projection == "down" else [names.gate, names.up]
     is_transposed = stack.is_transposed and leaf == "weight"
     num_experts, sizes = shape[0], list(shape[1:])
@@ -104,7 +116,7 @@ def cuts_of(name: str, shape: Sequence[int], names: ExpertNames) -> dict[str, Cu
         sizes.reverse()
     count = sizes[0] // len(parts)
     return {
-        f"{layer}{names.expert.format(expert)}.{part}.{leaf}": Cut(
+        f"{layer}.{names.expert.format(expert)}.{part}.{leaf}": Cut(
             expert,
             slice(index, None, len(parts)) if stack.alternates else slice(index * count, (index + 1) * count),
             is_transposed,
@@ -123,14 +135,16 @@ def stack_of(name: str, names: ExpertNames) -> str:
     is_part = expert.isdecimal() and part in (names.gate, names.up, names.down) and leaf in ("weight", "bias")
     if names.stack is None or not is_part:
         return name
-    projection = "down_proj" if part == names.down else "gate_up_proj"
-    return f"{layer}.{names.stack.module}.{projection}{'_bias' if leaf == 'bias' else ''}"
+    tensor = names.stack.in_files["down" if part == names.down else "gate_up"]
+    return f"{layer}.{tensor}{'_bias' if leaf == 'bias' else ''}"
 
 
 def stacked_shape(shape: Sequence[int], num_tensors: int, name: str, names: ExpertNames) -> tuple[int, ...]:
     """The shape of the stack `name` of so many tensors of experts of this shape."""
+    parsed = None if names.stack is None else _parsed(name, names.stack)
     assert names.stack is not None, "asked only for families with stacks"
-    num_parts = 1 if name.rpartition(".")[2].startswith("down") else 2
+    assert parsed is not None, f"{name} is no stack"
+    num_parts = 1 if parsed[1] == "down" else 2
     sizes = [num_parts * shape[0], *shape[1:]]
     is_transposed = names.stack.is_transposed and len(shape) > 1
     return (num_tensors // num_parts, *(reversed(sizes) if is_transposed else sizes))
