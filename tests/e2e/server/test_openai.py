@@ -131,8 +131,7 @@ def test_a_conversation_is_rendered_with_the_models_template(client, service: Se
     assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == choice.message.content
     for refused in (
         {"tools": [{"type": "function", "function": {"name": "f"}}]},
-        {"presence_penalty": 1.0},
-        {"logit_bias": {"5": 1.0}},
+        {"extra_body": {"min_p": 0.5}},
         {"response_format": {"type": "json_object"}},
         {"extra_body": {"chat_template_kwargs": {"other": 1}}},
     ):

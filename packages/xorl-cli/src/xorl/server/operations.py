@@ -162,6 +162,38 @@ class CheckpointSampler(Message, frozen=True):
 SamplerRef = BaseSampler | SessionSampler | NamedSampler | CheckpointSampler
 
 
+class JsonAnswer(Message, frozen=True):
+    """A sample is JSON that a schema allows. schema: as JSON text."""
+
+    schema: str
+
+
+class CallTag(Message, frozen=True):
+    """A tool call's text: `begin`, then JSON that `schema` (JSON text) allows, then `end`."""
+
+    begin: str
+    schema: str
+    end: str
+
+
+class ToolCalls(Message, frozen=True):
+    """A sample has tool calls: `opening`, calls with `separator` between them, `closing`.
+
+    calls: at least one. trigger: the text with which calls begin, after other text; None: the sample has nothing but
+    calls, and at least one. most: the maximum number of calls; None: any.
+    """
+
+    calls: tuple[CallTag, ...]
+    opening: str = ""
+    separator: str = ""
+    closing: str = ""
+    trigger: str | None = None
+    most: int | None = None
+
+
+AnswerForm = JsonAnswer | ToolCalls
+
+
 class Sample(Message, frozen=True):
     """Continue a prompt num_samples times, and return log-probabilities. P: number of prompt tokens.
 
@@ -172,7 +204,9 @@ class Sample(Message, frozen=True):
     at each position. num_prompt_scored: prompt_logprobs and topk_prompt_logprobs cover this many of the prompt's last
     tokens; None: all. prompt_draws: the number of alternatives to draw for each token of the prompt except the first.
     target_prompt_tokens: int64 [P - 1, K], further tokens whose log-probabilities to return at positions 1, 2, ... of
-    the prompt; -1 marks an empty cell. routed_experts: return the experts of each token.
+    the prompt; -1 marks an empty cell. routed_experts: return the experts of each token. logit_bias and the penalties
+    change the logits before a token is drawn, as in OpenAI's API. form: of each sample; None: any text. Log-probabilities
+    are of the unchanged logits.
     """
 
     sampler: SamplerRef
@@ -194,6 +228,11 @@ class Sample(Message, frozen=True):
     prompt_draws: int = 0
     target_prompt_tokens: Array | None = None
     routed_experts: bool = False
+    logit_bias: dict[int, float] = {}
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    form: AnswerForm | None = None
 
 
 class Endpoint(Message, frozen=True):

@@ -17,7 +17,7 @@ from xorl.server.api.openai_fields import (
     served_fields,
 )
 from xorl.server.api.responses import InvalidField
-from xorl.server.api.sampling_bodies import parse_stop, validated
+from xorl.server.api.sampling_bodies import parse_stop, token_biases, validated
 from xorl.server.api.tensors import tokens_array
 from xorl.server.operations import Sample, SamplerRef
 
@@ -36,7 +36,7 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SamplingBody(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields that both calls share. Those from top_k on are extensions that other servers also have.
+    """The fields that both calls share. Those from repetition_penalty on are extensions that other servers also have.
 
     prompt_logprobs: how many of the most likely tokens to return at each position of the prompt, besides its own token.
     """
@@ -49,6 +49,10 @@ class SamplingBody(msgspec.Struct, frozen=True, kw_only=True):
     stop: str | list[str] = []
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
+    logit_bias: dict[str, float] = {}
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
     top_k: int = -1
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
@@ -108,6 +112,10 @@ class SamplingBody(msgspec.Struct, frozen=True, kw_only=True):
                 topk_prompt_logprobs=max(self.prompt_logprobs or 0, num_top if self.scores_prompt else 0),
                 topk_sample_logprobs=num_top,
                 routed_experts=self.return_routed_experts,
+                logit_bias=token_biases(self.logit_bias, vocab_size),
+                presence_penalty=self.presence_penalty,
+                frequency_penalty=self.frequency_penalty,
+                repetition_penalty=self.repetition_penalty,
             ),
             {**_NAMES, "topk_sample_logprobs": "logprobs" if isinstance(self, CompletionBody) else "top_logprobs"},
         )

@@ -36,7 +36,7 @@ class Unserved(NamedTuple):
 _LEAVE = "leave it out"
 _TOOLS = "describe tools in a message, and read the calls in the text of the answer"
 _FORMAT = "ask for the format in the prompt, and check the answer"
-_SAMPLING = "tokens are drawn from the model's own distribution, within top_k and top_p; leave it out"
+_SAMPLING = "use temperature, top_k, top_p, logit_bias or penalties, or leave it out"
 _TEXT = "the model reads and writes only text; leave it out"
 _PROMPT = "write the prompt yourself, and send its text or token ids to /v1/completions"
 _BEGIN = "to have the model continue the last message, set continue_final_message"
@@ -52,10 +52,10 @@ UNSERVED: Mapping[str, Unserved] = {
     **_alike("response_format", _FORMAT, {"type": "text"}),
     **_alike("structured_outputs guided_json guided_regex guided_choice guided_grammar", _FORMAT),
     **_alike("guided_decoding_backend guided_whitespace_pattern", _FORMAT),
-    **_alike("presence_penalty frequency_penalty min_p min_tokens", _SAMPLING, 0),
-    **_alike("repetition_penalty length_penalty", _SAMPLING, 1),
+    **_alike("min_p min_tokens", _SAMPLING, 0),
+    **_alike("length_penalty", _SAMPLING, 1),
     **_alike("use_beam_search watermarking", _SAMPLING, False),
-    **_alike("logit_bias allowed_token_ids bad_words logprob_token_ids repetition_detection", _SAMPLING),
+    **_alike("allowed_token_ids bad_words logprob_token_ids repetition_detection", _SAMPLING),
     **_alike("thinking_token_budget", _SAMPLING, -1),
     **_alike("modalities", _TEXT, ["text"]),
     **_alike("audio media_io_kwargs mm_processor_kwargs prompt_embeds web_search_options moderation", _TEXT),

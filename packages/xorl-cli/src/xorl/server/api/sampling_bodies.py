@@ -13,10 +13,21 @@ from xorl.server.api.data_bodies import NO_STABLE_REINFORCE, ModelInputJson
 from xorl.server.api.responses import InvalidField
 from xorl.server.api.tensors import ByteBudget, TensorJson, array_of_json, tokens_array
 from xorl.server.identifiers import parse_uri
-from xorl.server.operations import BaseSampler, CheckpointSampler, NamedSampler, Sample, SamplerRef, SessionSampler
+from xorl.server.operations import (
+    BaseSampler,
+    CheckpointSampler,
+    JsonAnswer,
+    NamedSampler,
+    Sample,
+    SamplerRef,
+    SessionSampler,
+)
 
 MAX_SAMPLES = 4096
 MAX_TOP = 1024
+# As in OpenAI's API.
+MAX_PENALTY = 2
+MAX_BIAS = 100
 
 
 class SamplingParamsJson(msgspec.Struct, frozen=True):
@@ -114,21 +125,19 @@ class GenerateParamsJson(msgspec.Struct, frozen=True):
     ignore_eos: bool = False
     seed: int | None = None
     sampling_seed: int | None = None
-    min_p: float = 0.0
-    min_new_tokens: int = 0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
+    logit_bias: dict[str, float] | None = None
     json_schema: str | None = None
+    min_p: float = 0.0
+    min_new_tokens: int = 0
     regex: str | None = None
     ebnf: str | None = None
 
 
 # Only the defaults of these fields are supported.
-_UNSUPPORTED = (
-    *("min_p", "min_new_tokens", "frequency_penalty", "presence_penalty", "repetition_penalty"),
-    *("json_schema", "regex", "ebnf"),
-)
+_UNSUPPORTED = ("min_p", "min_new_tokens", "regex", "ebnf")
 
 
 class GenerateBody(msgspec.Struct, frozen=True):
@@ -175,6 +184,11 @@ class GenerateBody(msgspec.Struct, frozen=True):
                 topk_prompt_logprobs=self.top_logprobs_num if scores_prompt else 0,
                 topk_sample_logprobs=self.top_logprobs_num if self.return_logprob else 0,
                 routed_experts=self.return_routed_experts,
+                logit_bias=token_biases(params.logit_bias or {}, vocab_size),
+                presence_penalty=params.presence_penalty,
+                frequency_penalty=params.frequency_penalty,
+                repetition_penalty=params.repetition_penalty,
+                form=None if params.json_schema is None else JsonAnswer(params.json_schema),
             )
         )
 
@@ -193,6 +207,15 @@ def parse_stop(stop: object) -> tuple[tuple[str, ...], tuple[int, ...], bool]:
     raise ValueError("stop must be a string, a list of strings or a list of token ids")
 
 
+def token_biases(given: Mapping[str, float], vocab_size: int | None) -> dict[int, float]:
+    """The biases by token id; raises InvalidField."""
+    if invalid := [name for name in given if not name.isdecimal()]:
+        raise InvalidField("logit_bias", f"must be from token ids to numbers, got {invalid[0][:100]!r}")
+    ids = [int(name) for name in given]
+    tokens_array(ids, vocab_size, "logit_bias")
+    return dict(zip(ids, given.values(), strict=True))
+
+
 def validated(sample: Sample, names: Mapping[str, str] = MappingProxyType({})) -> Sample:
     """Return `sample`. Raises InvalidField if it is invalid. names: the client's names of fields, where they differ."""
     checks = (
@@ -205,6 +228,18 @@ def validated(sample: Sample, names: Mapping[str, str] = MappingProxyType({})) -
         ("topk_sample_logprobs", 0 <= sample.topk_sample_logprobs <= MAX_TOP, f"0 to {MAX_TOP}"),
         ("prompt_draws", 0 <= sample.prompt_draws <= MAX_TOP, f"0 to {MAX_TOP}"),
         ("stop_strings", all(sample.stop_strings), "non-empty strings"),
+        ("presence_penalty", abs(sample.presence_penalty) <= MAX_PENALTY, f"-{MAX_PENALTY} to {MAX_PENALTY}"),
+        ("frequency_penalty", abs(sample.frequency_penalty) <= MAX_PENALTY, f"-{MAX_PENALTY} to {MAX_PENALTY}"),
+        (
+            "repetition_penalty",
+            math.isfinite(sample.repetition_penalty) and sample.repetition_penalty > 0,
+            "finite and above 0",
+        ),
+        (
+            "logit_bias",
+            all(abs(value) <= MAX_BIAS for value in sample.logit_bias.values()),
+            f"from token ids to numbers from -{MAX_BIAS} to {MAX_BIAS}",
+        ),
         ("seed", sample.seed is None or -(2**63) <= sample.seed < 2**63, "a signed 64-bit integer"),
     )
     for name, is_valid, requirement in checks:

@@ -37,6 +37,10 @@ def sampling_params(operation: Sample) -> dict[str, object]:
         "top_k": -1 if operation.top_k is None else operation.top_k,
         "ignore_eos": operation.ignore_end,
     }
+    if operation.logit_bias:
+        params["logit_bias"] = {str(token): value for token, value in operation.logit_bias.items()}
+    neutral = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
+    params |= {name: getattr(operation, name) for name, value in neutral.items() if getattr(operation, name) != value}
     if operation.stop_strings:
         params["stop"] = list(operation.stop_strings)
     if operation.stop_ids:

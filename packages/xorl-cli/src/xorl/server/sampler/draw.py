@@ -15,6 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from xorl.server.sampler.edits import LogitEdits, edited_logits
+
 # Lower temperatures count as 0: dividing fp32 logits by them gives infinities, whose differences are NaN.
 MIN_TEMPERATURE = 1e-6
 # With a large vocabulary, each row of fp64 weights takes a megabyte.
@@ -22,12 +24,16 @@ _ROWS_AT_ONCE = 64
 
 
 class DrawRule(NamedTuple):
-    """How to draw from one row. `uniform` is its random number in [0, 1); for the rest see `GenerationRequest`."""
+    """How to draw from one row. `uniform` is its random number in [0, 1); for the rest see `GenerationRequest`.
+
+    edits: changes to the row before drawing; None draws from the row as it is.
+    """
 
     temperature: float
     top_k: int | None
     top_p: float
     uniform: float
+    edits: LogitEdits | None = None
 
 
 class Drawn(NamedTuple):
@@ -49,15 +55,42 @@ def draw(logits: Tensor, rules: Sequence[DrawRule], num_top: int) -> Drawn:
     """Draw a token for each row of logits [R, V] fp32, by inverting its distribution function at the row's `uniform`.
 
     The distribution function orders tokens by id, or by probability if top_k or top_p cut some off (ties by id). Sums
-    are fp64, so that results do not depend on the number of rows.
+    are fp64, so that results do not depend on the number of rows. Log-probabilities are of the logits without edits.
     """
+    logprobs = _logprobs(logits, rules)
+    edited = [index for index, rule in enumerate(rules) if rule.edits is not None]
+    if edited:
+        tokens = _draw_edited(logits, logprobs, rules, edited)
+    else:
+        tokens = _draw(logits, logprobs, rules)
+    top_logprobs, top_tokens = logprobs.topk(num_top, dim=-1)
+    chosen = logprobs.gather(1, tokens[:, None]).squeeze(1)
+    return Drawn(tokens.cpu(), chosen.cpu(), top_tokens.cpu(), top_logprobs.cpu())
+
+
+def _logprobs(logits: Tensor, rules: Sequence[DrawRule]) -> Tensor:
+    """Log-probabilities [R, V] at each row's temperature; at temperature 1 if it draws the most likely token."""
+    divisors = [1.0 if rule.temperature < MIN_TEMPERATURE else rule.temperature for rule in rules]
+    return (logits / torch.tensor(divisors, device=logits.device)[:, None]).log_softmax(dim=-1)
+
+
+def _draw_edited(logits: Tensor, logprobs: Tensor, rules: Sequence[DrawRule], edited: Sequence[int]) -> Tensor:
+    """Draw tokens [R], from the rows `edited` after their edits."""
+    tokens = torch.empty(len(rules), dtype=torch.int64, device=logits.device)
+    changed_rules = [rules[index] for index in edited]
+    changed = edited_logits(logits[list(edited)], [rule.edits for rule in changed_rules if rule.edits is not None])
+    tokens[list(edited)] = _draw(changed, _logprobs(changed, changed_rules), changed_rules)
+    others = [index for index, rule in enumerate(rules) if rule.edits is None]
+    if others:
+        tokens[others] = _draw(logits[others], logprobs[others], [rules[index] for index in others])
+    return tokens
+
+
+def _draw(logits: Tensor, logprobs: Tensor, rules: Sequence[DrawRule]) -> Tensor:
+    """Draw tokens [R] from log-probabilities [R, V], or the most likely ones by their logits."""
     device = logits.device
-    is_greedy = [rule.temperature < MIN_TEMPERATURE for rule in rules]
-    divisors = [1.0 if greedy else rule.temperature for rule, greedy in zip(rules, is_greedy, strict=True)]
-    temperatures = torch.tensor(divisors, device=device)
-    logprobs = (logits / temperatures[:, None]).log_softmax(dim=-1)
     tokens = logits.argmax(dim=-1)
-    drawn = [index for index, greedy in enumerate(is_greedy) if not greedy]
+    drawn = [index for index, rule in enumerate(rules) if rule.temperature >= MIN_TEMPERATURE]
     cut = [index for index in drawn if rules[index].top_k is not None or rules[index].top_p < 1]
     whole = [index for index in drawn if index not in set(cut)]
     if whole:
@@ -65,9 +98,7 @@ def draw(logits: Tensor, rules: Sequence[DrawRule], num_top: int) -> Drawn:
         tokens[whole] = _invert(logprobs[whole].double().exp_(), uniforms).squeeze(1)
     if cut:
         tokens[cut] = _draw_among_likely(logprobs[cut], [rules[index] for index in cut])
-    top_logprobs, top_tokens = logprobs.topk(num_top, dim=-1)
-    chosen = logprobs.gather(1, tokens[:, None]).squeeze(1)
-    return Drawn(tokens.cpu(), chosen.cpu(), top_tokens.cpu(), top_logprobs.cpu())
+    return tokens
 
 
 def _draw_among_likely(logprobs: Tensor, rules: Sequence[DrawRule]) -> Tensor:

@@ -15,6 +15,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from xorl.server.sampler.edits import EditRules
+
 SKIP = -1
 """Marks entries of `target_tokens` that are not scored."""
 DIVERGED = (
@@ -29,7 +31,7 @@ class GenerationRequest:
     """A request to continue `prompt` num_samples times and to return log-probabilities.
 
     Log-probabilities of the prompt are at temperature 1. Those of sampled tokens are of the logits divided by the
-    temperature (undivided at temperature 0), over the whole vocabulary, before top_k and top_p.
+    temperature (undivided at temperature 0), over the whole vocabulary, before `edits`, top_k and top_p.
 
     Attributes:
         prompt: P token ids, at least one.
@@ -41,6 +43,7 @@ class GenerationRequest:
             of equals).
         top_k: sample among the k most likely tokens; None: among all.
         top_p: and of these, among the fewest whose probabilities add up to top_p.
+        edits: changes to the logits before a token is drawn; None changes nothing.
         seed: the seed of the first sample; sample i has seed + i. A sample depends on its seed, the prompt and the
             weights, and not on other samples in the batch, up to the rounding of matrix products.
         stop: token sequences that end a sample; they are included in it. A stop token is a sequence of length 1.
@@ -68,6 +71,7 @@ class GenerationRequest:
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float = 1.0
+    edits: EditRules | None = None
     stop: tuple[tuple[int, ...], ...] = ()
     is_end: Callable[[Sequence[int]], bool] | None = None
     adapter: str | None = None
@@ -191,6 +195,7 @@ class GenerationResult:
         prompt_draws: drawn alternatives at P - 1 positions, with their log-probabilities at temperature 1.
         num_cached_tokens: how many of the prompt's tokens the first sample found in the cache.
         prompt_routes: [P - 1, ..] int16, of the prompt's tokens without its last, if requested.
+        problem: why a sample could not follow its grammar to the end; None if all did.
     """
 
     request_id: int
@@ -201,11 +206,13 @@ class GenerationResult:
     prompt_draws: LikelyTokens | None
     num_cached_tokens: int
     prompt_routes: NDArray[np.int16] | None
+    problem: str | None = None
 
     @classmethod
     def of_shares(cls, results: Sequence[GenerationResult]) -> GenerationResult:
         """The result of a request from the results of its `shares`, in order."""
-        return replace(results[0], samples=tuple(chain.from_iterable(result.samples for result in results)))
+        samples = tuple(chain.from_iterable(result.samples for result in results))
+        return replace(results[0], samples=samples, problem=next((one.problem for one in results if one.problem), None))
 
     def has_diverged(self, request: GenerationRequest) -> bool:
         """Whether any token's log-probability is NaN. Impossible tokens have -inf, which is valid."""

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from xorl.server.sampler.edits import LogitEdits
 from xorl.server.sampler.request import GenerationRequest
 from xorl.server.sampler.scheduler import Continuation, TokenSpan
 
@@ -23,6 +24,9 @@ def continuation_of(request_id: int, index: int, request: GenerationRequest) -> 
         one.routes = []
     elif request.sample_routes and request.max_tokens:
         one.routes, one.first_routed = [], len(request.prompt) - 1
+    if request.edits is not None and request.max_tokens:
+        first = len(request.prompt) - request.num_continued
+        one.edits = LogitEdits(request.edits, request.prompt[:first], request.prompt[first:])
     return one
 
 

@@ -226,7 +226,12 @@ class Sampler:
         config = self._decoder.config
         self.check_length(len(request.prompt), request.max_tokens)
         targets = () if request.target_tokens is None else request.target_tokens.ravel().tolist()
-        for name, tokens, lowest in (("prompt", request.prompt, 0), ("target_tokens", targets, -1)):
+        biased = () if request.edits is None else request.edits.bias
+        for name, tokens, lowest in (
+            ("prompt", request.prompt, 0),
+            ("target_tokens", targets, -1),
+            ("logit_bias", biased, 0),
+        ):
             if outside := [token for token in tokens if not lowest <= token < config.vocab_size]:
                 raise ValueError(f"{name}: token {outside[0]} is outside the vocabulary of {config.vocab_size}")
         most = max(request.top_prompt_logprobs, request.top_sample_logprobs)
@@ -382,7 +387,7 @@ class Sampler:
 
     def _append(self, continuation: Continuation, drawn: Drawn, row: int) -> None:
         request = continuation.request
-        continuation.tokens.append(int(drawn.tokens[row]))
+        continuation.add_token(int(drawn.tokens[row]))
         continuation.logprobs.append(float(drawn.logprobs[row]))
         version = self._versions.get(request.adapter, 0)
         continuation.versions = [*continuation.versions[:1], version]
@@ -394,7 +399,7 @@ class Sampler:
             and request.is_end(continuation.tokens[len(request.prompt) - request.num_continued :])
         ):
             continuation.finish_reason = "stop"
-        elif continuation.num_sampled == request.max_tokens:
+        elif continuation.problem is not None or continuation.num_sampled == request.max_tokens:
             continuation.finish_reason = "length"
 
     def _finish(self, request_id: int) -> GenerationResult:
@@ -409,6 +414,7 @@ class Sampler:
             prompt_draws=None if scores is None else scores.prompt_draws,
             num_cached_tokens=continuations[0].num_cache_hits or 0,
             prompt_routes=prompt_routes(continuations[0]),
+            problem=next((one.problem for one in continuations if one.problem is not None), None),
         )
 
     def _allocate(self) -> tuple[KeyValueCache, DecodePass | None]:
@@ -467,7 +473,7 @@ def _rule(continuation: Continuation) -> DrawRule:
     request = continuation.request
     position = request.num_continued + continuation.num_sampled
     number = uniform_number(request.seed + continuation.index, position)
-    return DrawRule(request.temperature, request.top_k, request.top_p, number)
+    return DrawRule(request.temperature, request.top_k, request.top_p, number, continuation.edits)
 
 
 def _ends_with(continuation: Continuation, sequence: Sequence[int]) -> bool:

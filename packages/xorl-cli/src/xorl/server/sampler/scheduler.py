@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xorl.server.sampler.blocks import BlockPool, block_keys, next_key
+from xorl.server.sampler.edits import LogitEdits
 from xorl.server.sampler.request import GenerationRequest
 
 # How many continuations of a request may run however many others wait: a usual number of samples.
@@ -42,10 +43,16 @@ class Continuation:
     # Routes of the tokens from `first_routed` on that were computed; None if they are not needed.
     routes: list[NDArray[np.int16]] | None = None
     first_routed: int = 0
+    edits: LogitEdits | None = None
 
     @property
     def num_sampled(self) -> int:
         return len(self.tokens) - len(self.request.prompt)
+
+    @property
+    def problem(self) -> str | None:
+        """Why the sample cannot follow its grammar any further."""
+        return None if self.edits is None or self.edits.matcher is None else self.edits.matcher.problem
 
     @property
     def num_shareable(self) -> int:
@@ -60,6 +67,12 @@ class Continuation:
     def num_routed(self) -> int:
         """How many of the first tokens have routes, or need none."""
         return self.first_routed + sum(map(len, self.routes or ()))
+
+    def add_token(self, token: int) -> None:
+        """Add a sampled token."""
+        self.tokens.append(token)
+        if self.edits is not None:
+            self.edits.add(token)
 
     def add_routes(self, routes: NDArray[np.int16], start: int) -> None:
         """Add the routes of computed tokens from `start` on. A token that is computed again keeps its first ones."""

@@ -31,6 +31,7 @@ from xorl.server.operations import (
 )
 from xorl.server.sampler import (
     DIVERGED,
+    EditRules,
     GenerationRequest,
     GenerationResult,
     LikelyTokens,
@@ -156,6 +157,7 @@ class WorkerSampler:
             temperature=operation.temperature,
             top_k=operation.top_k,
             top_p=operation.top_p,
+            edits=self._edits(operation),
             stop=tuple((token,) for token in (*operation.stop_ids, *ends)),
             is_end=self._ends_with(operation.stop_strings) if operation.stop_strings else None,
             adapter=source if self._models.samples_together else None,
@@ -281,6 +283,15 @@ class WorkerSampler:
             self._base.model.drop_gathered()
             self._has_gathered = False
 
+    def _edits(self, operation: Sample) -> EditRules | None:
+        rules = EditRules(
+            bias={token: value for token, value in operation.logit_bias.items() if value},
+            repetition=operation.repetition_penalty,
+            frequency=operation.frequency_penalty,
+            presence=operation.presence_penalty,
+        )
+        return None if rules == EditRules() else rules
+
     @cached_property
     def end_tokens(self) -> tuple[int, ...]:
         """The model's end tokens."""
@@ -322,6 +333,8 @@ def _result(
     if sampled.has_diverged(request):
         # Not a fault of the service, and a retry would give the same.
         return Failure("user", 400, DIVERGED)
+    if sampled.problem is not None:
+        return Failure("user", 400, f"the answer's format: {sampled.problem}")
     return SampleResult(
         sequences=[
             SampledSequence(
