@@ -67,9 +67,7 @@ CASES = [
     ("documents", [{"text": "a"}]),
     ("function_call", {"name": "f"}),
     ("audio", {"voice": "a"}),
-    ("tools", [{"type": "function", "function": {"name": "f"}}]),
-    ("tool_choice", "required"),
-    ("response_format", {"type": "json_object"}),
+    ("functions", [{"name": "f"}]),
     ("min_p", 0.5),
     ("store", True),
     ("service_tier", "flex"),
@@ -141,9 +139,32 @@ def test_fields_that_ask_for_nothing_are_accepted(service):
         (
             "chat/completions",
             {"messages": [{"role": "tool", "content": "4", "tool_call_id": "c"}]},
-            "messages[0].tool_call_id",
+            "messages[0]",
             "unsupported_parameter",
+            "describe tools in a message",
+        ),
+        (
+            "chat/completions",
+            {"tools": [{"type": "function", "function": {"name": "f"}}]},
             "tools",
+            "unsupported_parameter",
+            "the model's chat template does not show tools to the model: describe tools in a message",
+        ),
+        ("completions", {"tools": [{"type": "function"}]}, "tools", "unsupported_parameter", "/v1/chat/completions"),
+        ("completions", {"response_format": {"type": "xml"}}, "response_format.type", "invalid_type", "'xml'"),
+        (
+            "completions",
+            {"response_format": {"type": "json_schema"}},
+            "response_format.json_schema",
+            "missing_required_parameter",
+            "missing",
+        ),
+        (
+            "chat/completions",
+            {"response_format": {"type": "json_object"}, "ignore_eos": True},
+            "ignore_eos",
+            "invalid_value",
+            "format of the answer",
         ),
         (
             "chat/completions",
@@ -238,7 +259,8 @@ def test_every_field_of_the_public_requests_is_known(service):
     known = IGNORED | UNSERVED.keys()
     for kind, extensions in ((CompletionBody, VLLM), (ChatBody, VLLM_CHAT)):
         assert not extensions - known - field_names(kind)
-        assert not (field_names(kind) & known) - {"echo", "add_special_tokens"}
+        of_one_call = {"echo", "add_special_tokens", "tools", "tool_choice", "parallel_tool_calls"}
+        assert not (field_names(kind) & known) - of_one_call
     openai = pytest.importorskip("openai")
     chat = openai.types.chat.completion_create_params.CompletionCreateParamsBase
     text = openai.types.completion_create_params.CompletionCreateParamsBase

@@ -40,7 +40,8 @@ class AnsweringOrchestrator:
     """Keeps what was asked of it in `submits`, `tombstones`, `cancelled` and `quantizations`, for tests to look at."""
 
     def __init__(self, output_dir, tokenizer="tokenizer"):
-        self.vocab_size = VOCAB
+        self.vocab_size, self.context_length = VOCAB, 128
+        self.says = None  # the tokens of every sample, which then stops; None: counts up
         self.gone = set()
         self.output_dir, self.tokenizer = output_dir, tokenizer
         self.submits, self.tombstones, self.cancelled, self.quantizations, self.keys = [], [], [], [], {}
@@ -114,7 +115,7 @@ class AnsweringOrchestrator:
             case ops.LoadWeights():
                 return ops.Loaded(operation.model_id, operation.checkpoint, 1)
             case ops.Sample():
-                return samples_of(operation)
+                return samples_of(operation) if self.says is None else said(operation, self.says)
             case ops.SyncWeights():
                 return ops.SyncResult(True, "sent", [], transfer_time_s=0.25, total_bytes=10)
             case ops.SaveWeights():
@@ -140,7 +141,7 @@ class AnsweringOrchestrator:
             model_name="tiny",
             tokenizer=self.tokenizer,
             arch="tiny",
-            max_context_length=128,
+            max_context_length=self.context_length,
             enable_lora=True,
             lora_rank=8,
             lora_alpha=16.0,
@@ -332,6 +333,16 @@ def samples_of(call):
         num_cached_tokens=1,
         prompt_routed_experts=routes_of(prompt[:-1]) if call.routed_experts else None,
     )
+
+
+def said(call, tokens):
+    """Samples of these tokens, or of those that a part of a stream continues with."""
+    rest = tokens[call.num_continued :][: call.max_tokens]
+    reason = "stop" if call.num_continued + len(rest) == len(tokens) else "length"
+    one = ops.SampledSequence(
+        Array.of(np.array(rest, np.int32)), Array.of(np.full(len(rest), -0.5, np.float32)), reason
+    )
+    return ops.SampleResult([one] * call.num_samples)
 
 
 def routes_of(tokens):

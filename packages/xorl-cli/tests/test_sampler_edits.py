@@ -71,7 +71,7 @@ def logits_of(model: ParallelModel, tokens: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_rows_of_a_batch_are_each_changed_by_their_own_rules(model: ParallelModel, temperature: float) -> None:
-    # Catches a penalty of a neighbour, counts with the prompt's tokens in them, and log-probabilities of changed logits.
+    # Catches a penalty of a neighbour, counts that include the prompt, and log-probabilities of changed logits.
     requests = [
         GenerationRequest(PROMPT, max_tokens=24, seed=index, temperature=temperature, edits=rules)
         for index, rules in enumerate(RULES.values())

@@ -132,7 +132,6 @@ def test_a_conversation_is_rendered_with_the_models_template(client, service: Se
     for refused in (
         {"tools": [{"type": "function", "function": {"name": "f"}}]},
         {"extra_body": {"min_p": 0.5}},
-        {"response_format": {"type": "json_object"}},
         {"extra_body": {"chat_template_kwargs": {"other": 1}}},
     ):
         name = next(iter(refused.get("extra_body", refused)))

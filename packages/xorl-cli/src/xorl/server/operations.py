@@ -179,8 +179,9 @@ class CallTag(Message, frozen=True):
 class ToolCalls(Message, frozen=True):
     """A sample has tool calls: `opening`, calls with `separator` between them, `closing`.
 
-    calls: at least one. trigger: the text with which calls begin, after other text; None: the sample has nothing but
-    calls, and at least one. most: the maximum number of calls; None: any.
+    trigger: the text with which calls begin, after other text, which may also be all; None: the sample has nothing but
+    calls. most: the maximum number of calls; None: any. instead: a schema (JSON text); without a trigger, a sample may
+    also be JSON that it allows, instead of calls.
     """
 
     calls: tuple[CallTag, ...]
@@ -189,6 +190,7 @@ class ToolCalls(Message, frozen=True):
     closing: str = ""
     trigger: str | None = None
     most: int | None = None
+    instead: str | None = None
 
 
 AnswerForm = JsonAnswer | ToolCalls
@@ -205,8 +207,8 @@ class Sample(Message, frozen=True):
     tokens; None: all. prompt_draws: the number of alternatives to draw for each token of the prompt except the first.
     target_prompt_tokens: int64 [P - 1, K], further tokens whose log-probabilities to return at positions 1, 2, ... of
     the prompt; -1 marks an empty cell. routed_experts: return the experts of each token. logit_bias and the penalties
-    change the logits before a token is drawn, as in OpenAI's API. form: of each sample; None: any text. Log-probabilities
-    are of the unchanged logits.
+    change the logits before a token is drawn, as in OpenAI's API. form: of each sample; None: any text. The
+    log-probabilities are of the unchanged logits.
     """
 
     sampler: SamplerRef

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -19,13 +19,18 @@ from xorl.server.api.openai_fields import (
 from xorl.server.api.responses import InvalidField
 from xorl.server.api.sampling_bodies import parse_stop, token_biases, validated
 from xorl.server.api.tensors import tokens_array
-from xorl.server.operations import Sample, SamplerRef
+from xorl.server.operations import AnswerForm, Sample, SamplerRef
 
 # The default of OpenAI's completions.
 COMPLETION_TOKENS = 16
 MAX_PROMPTS = 1024
 # The names that these calls use for fields of a sample.
-_NAMES = {"num_samples": "n", "stop_strings": "stop", "topk_prompt_logprobs": "prompt_logprobs"}
+_NAMES = {
+    "num_samples": "n",
+    "stop_strings": "stop",
+    "topk_prompt_logprobs": "prompt_logprobs",
+    "ignore_end": "ignore_eos",
+}
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -49,6 +54,7 @@ class SamplingBody(msgspec.Struct, frozen=True, kw_only=True):
     stop: str | list[str] = []
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
+    response_format: dict[str, Any] | None = None
     logit_bias: dict[str, float] = {}
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -85,7 +91,13 @@ class SamplingBody(msgspec.Struct, frozen=True, kw_only=True):
         return prompt[-limit:]
 
     def sample(
-        self, sampler: SamplerRef, prompt: Sequence[int], vocab_size: int, max_tokens: int | None, num_top: int
+        self,
+        sampler: SamplerRef,
+        prompt: Sequence[int],
+        vocab_size: int,
+        max_tokens: int | None,
+        num_top: int,
+        form: AnswerForm | None,
     ) -> Sample:
         """The operation for one prompt, validated; raises ValueError. num_top: the most likely tokens to return."""
         for name in ("prompt_logprobs", "return_routed_experts"):
@@ -116,6 +128,7 @@ class SamplingBody(msgspec.Struct, frozen=True, kw_only=True):
                 presence_penalty=self.presence_penalty,
                 frequency_penalty=self.frequency_penalty,
                 repetition_penalty=self.repetition_penalty,
+                form=form,
             ),
             {**_NAMES, "topk_sample_logprobs": "logprobs" if isinstance(self, CompletionBody) else "top_logprobs"},
         )
@@ -145,18 +158,46 @@ class CompletionBody(SamplingBody, frozen=True, kw_only=True):
             raise InvalidField("prompt", f"must be 1 to {MAX_PROMPTS} texts or lists of token ids, none of them empty")
         return given
 
-    def operation(self, sampler: SamplerRef, prompt: Sequence[int], vocab_size: int) -> Sample:
+    def operation(self, sampler: SamplerRef, prompt: Sequence[int], vocab_size: int, form: AnswerForm | None) -> Sample:
         """The operation for one of the prompts, validated; raises ValueError."""
         if self.best_of not in (None, self.n):
             raise InvalidField("best_of", "may only be n: request n samples and choose", "unsupported_parameter")
         if self.echo and self.stream:
             raise InvalidField("echo", "cannot be combined with stream: leave one of them out")
-        return self.sample(sampler, prompt, vocab_size, self.max_tokens, self.logprobs or 0)
+        return self.sample(sampler, prompt, vocab_size, self.max_tokens, self.logprobs or 0, form)
 
 
 def _is_prompt(given: object) -> bool:
     is_ids = isinstance(given, list) and all(isinstance(token, int) and not isinstance(token, bool) for token in given)
     return is_ids or isinstance(given, str)
+
+
+class CalledJson(msgspec.Struct, frozen=True):
+    """The function of a call. arguments: a JSON object, as text or as it is."""
+
+    name: str
+    arguments: str | dict[str, Any] = ""
+
+
+class CallJson(msgspec.Struct, frozen=True):
+    """A tool call in a message."""
+
+    function: CalledJson
+    id: str = ""
+    type: Literal["function"] = "function"
+
+    def for_template(self, where: str) -> dict[str, object]:
+        """The call as templates expect it; raises InvalidField."""
+        arguments: object = self.function.arguments or {}
+        if isinstance(arguments, str):
+            try:
+                arguments = msgspec.json.decode(arguments)
+            except msgspec.DecodeError:
+                arguments = None
+        if not isinstance(arguments, dict):
+            raise InvalidField(f"{where}.function.arguments", "must be a JSON object")
+        named = {"name": self.function.name, "arguments": arguments}
+        return {"id": self.id, "type": "function", "function": named}
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
@@ -165,6 +206,8 @@ class ChatMessage(msgspec.Struct, frozen=True):
     role: str
     content: str | list[dict[str, Any]] = ""
     name: str | None = None
+    tool_calls: list[CallJson] = []
+    tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
 
@@ -173,9 +216,16 @@ class ChatMessage(msgspec.Struct, frozen=True):
         """A message in a request; raises InvalidField. where: its place in the body."""
         known = served_fields(given, field_names(cls), MESSAGE_IGNORED, MESSAGE_UNSERVED, f"{where}.")
         message = msgspec_of(known, cls, f"{where}.")
-        if message.role in ("tool", "function"):
-            raise InvalidField(f"{where}.role", "must not be tool: calls of tools are not supported")
+        if message.role == "function":
+            raise InvalidField(f"{where}.role", "must not be function: use tool, with tool_call_id")
+        if message.tool_calls and message.role != "assistant":
+            raise InvalidField(f"{where}.tool_calls", "belongs to messages of the assistant")
         return message
+
+    @property
+    def uses_tools(self) -> bool:
+        """Whether the message has calls, or a result of one."""
+        return self.role == "tool" or bool(self.tool_calls)
 
     def for_template(self, where: str) -> dict[str, object]:
         """The message as templates expect it; raises InvalidField."""
@@ -188,6 +238,12 @@ class ChatMessage(msgspec.Struct, frozen=True):
         reasoning = self.reasoning_content or self.reasoning
         if reasoning is not None:
             found["reasoning_content"] = reasoning
+        if self.tool_call_id is not None:
+            found["tool_call_id"] = self.tool_call_id
+        if self.tool_calls:
+            found["tool_calls"] = [
+                call.for_template(f"{where}.tool_calls[{index}]") for index, call in enumerate(self.tool_calls)
+            ]
         return found
 
 
@@ -206,6 +262,9 @@ class ChatBody(SamplingBody, frozen=True, kw_only=True):
     """
 
     messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] = []
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool = False
@@ -216,14 +275,11 @@ class ChatBody(SamplingBody, frozen=True, kw_only=True):
     reasoning_effort: str | None = None
 
     @property
-    def rendered_messages(self) -> list[dict[str, object]]:
-        """The messages as templates expect them; raises InvalidField."""
+    def read_messages(self) -> list[ChatMessage]:
+        """The messages; raises InvalidField."""
         if not self.messages:
             raise InvalidField("messages", "must have at least one message")
-        places = [f"messages[{index}]" for index in range(len(self.messages))]
-        return [
-            ChatMessage.of(one, where).for_template(where) for one, where in zip(self.messages, places, strict=True)
-        ]
+        return [ChatMessage.of(one, f"messages[{index}]") for index, one in enumerate(self.messages)]
 
     @property
     def template_variables(self) -> dict[str, Any]:
@@ -238,9 +294,9 @@ class ChatBody(SamplingBody, frozen=True, kw_only=True):
             raise InvalidField("continue_final_message", "cannot be combined with add_generation_prompt: true")
         return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
 
-    def operation(self, sampler: SamplerRef, prompt: Sequence[int], vocab_size: int) -> Sample:
+    def operation(self, sampler: SamplerRef, prompt: Sequence[int], vocab_size: int, form: AnswerForm | None) -> Sample:
         """The operation, validated; raises ValueError. prompt: the tokens of the messages."""
         if self.top_logprobs and not self.logprobs:
             raise InvalidField("top_logprobs", "needs logprobs: true")
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        return self.sample(sampler, prompt, vocab_size, limit, self.top_logprobs)
+        return self.sample(sampler, prompt, vocab_size, limit, self.top_logprobs, form)

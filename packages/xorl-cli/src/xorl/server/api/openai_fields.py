@@ -20,10 +20,9 @@ IGNORED = frozenset(
     (
         *("user", "safety_identifier", "metadata", "session_id"),
         *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "prediction"),
-        "parallel_tool_calls",
     )
 )
-"""Fields that cannot change an answer: labels, hints for caches and speed, and a setting for tools (refused)."""
+"""Fields that cannot change an answer: labels, and hints for caches and speed."""
 
 
 class Unserved(NamedTuple):
@@ -34,8 +33,8 @@ class Unserved(NamedTuple):
 
 
 _LEAVE = "leave it out"
-_TOOLS = "describe tools in a message, and read the calls in the text of the answer"
-_FORMAT = "ask for the format in the prompt, and check the answer"
+_TOOLS = "use tools and tool_choice of /v1/chat/completions"
+_FORMAT = "use response_format"
 _SAMPLING = "use temperature, top_k, top_p, logit_bias or penalties, or leave it out"
 _TEXT = "the model reads and writes only text; leave it out"
 _PROMPT = "write the prompt yourself, and send its text or token ids to /v1/completions"
@@ -49,7 +48,7 @@ def _alike(names: str, advice: str, *neutral: object) -> dict[str, Unserved]:
 UNSERVED: Mapping[str, Unserved] = {
     **_alike("tools functions", _TOOLS),
     **_alike("tool_choice function_call", _TOOLS, "none", "auto"),
-    **_alike("response_format", _FORMAT, {"type": "text"}),
+    **_alike("parallel_tool_calls", _TOOLS, True, False),
     **_alike("structured_outputs guided_json guided_regex guided_choice guided_grammar", _FORMAT),
     **_alike("guided_decoding_backend guided_whitespace_pattern", _FORMAT),
     **_alike("min_p min_tokens", _SAMPLING, 0),
@@ -76,8 +75,7 @@ UNSERVED: Mapping[str, Unserved] = {
 
 MESSAGE_IGNORED = frozenset(("annotations", "id", "provider_specific_fields", "cache_control"))
 MESSAGE_UNSERVED: Mapping[str, Unserved] = {
-    **_alike("tool_calls function_call", _TOOLS),
-    **_alike("tool_call_id", _TOOLS, ""),
+    **_alike("function_call", "use tool_calls"),
     **_alike("audio", _TEXT),
     **_alike("refusal", "send it as content", ""),
     **_alike("prefix partial", _BEGIN, False),

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
 
 import msgspec
 from fastapi import APIRouter
@@ -16,7 +14,7 @@ from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from xorl.server.api.context import Api, api_of
+from xorl.server.api.context import api_of
 from xorl.server.api.gate import SMALL_BYTES, decode
 from xorl.server.api.openai_answers import (
     chat_logprobs,
@@ -27,49 +25,21 @@ from xorl.server.api.openai_answers import (
     usage,
 )
 from xorl.server.api.openai_bodies import ChatBody, CompletionBody
+from xorl.server.api.openai_calls import Call, Part, chat_call, completion_call, find_model, parts_of, read_answer
 from xorl.server.api.openai_fields import Body, read_fields
 from xorl.server.api.responses import JSON, Refusal, json_response, openai_error, refuse_invalid
 from xorl.server.api.routed_experts import record_json
-from xorl.server.api.sampling_calls import sample, sample_in_parts, while_connected
-from xorl.server.api.token_texts import Offsets, TokenTexts
-from xorl.server.context_length import check_context
+from xorl.server.api.sampling_calls import sample, while_connected
+from xorl.server.api.token_texts import Offsets
+from xorl.server.api.tool_formats import ToolCall
 from xorl.server.operations import Sample, SampledSequence, SampleResult
-from xorl.server.queries import FindServedModel, ListServedModels, ServedModel, ServedModels, ServiceInfo
-from xorl.server.sample_text import TextStream, sample_text
+from xorl.server.queries import ListServedModels, ServedModel, ServedModels, ServiceInfo
 
 logger = logging.getLogger(__name__)
 
 router = APIRouter(prefix="/v1")
 
-# A save of a model's weights waits for the model's earlier requests.
-_SAVE_TIMEOUT_S = 600.0
 _encode = msgspec.json.Encoder().encode
-
-
-@dataclass(frozen=True)
-class Call:
-    """A call whose prompts are tokens. name: of the model, as the client gave it."""
-
-    api: Api
-    kind: Literal["chat.completion", "text_completion"]
-    body: ChatBody | CompletionBody
-    texts: TokenTexts
-    prompts: Sequence[list[int]]
-    operations: Sequence[Sample]
-
-    @property
-    def is_chat(self) -> bool:
-        return self.kind == "chat.completion"
-
-    @property
-    def header(self) -> dict[str, JSON]:
-        """What every answer and every chunk begins with, but for the id."""
-        suffix = ".chunk" if self.is_chat and self.body.stream else ""
-        return {"object": self.kind + suffix, "created": int(time.time()), "model": self.body.model}
-
-    @property
-    def wants_logprobs(self) -> bool:
-        return self.body.logprobs if isinstance(self.body, ChatBody) else self.body.logprobs is not None
 
 
 @router.get("/models")
@@ -85,91 +55,27 @@ async def list_models(request: Request) -> Response:
 async def get_model(request: Request, name: str) -> Response:
     """Describe one of them."""
     api = api_of(request)
-    return json_response(_model_json(await _find_model(api, name), await api.orchestrator.info()))
+    return json_response(_model_json(await find_model(api, name), await api.orchestrator.info()))
 
 
 @router.post("/completions")
 async def completions(request: Request) -> Response:
     """Continue texts or token ids."""
-    api = api_of(request)
-    body = await _read_body(request, CompletionBody)
-    info = await api.orchestrator.info()
-    with refuse_invalid():
-        prompts = body.prompts
-    encoded = [
-        await api.text.encode(info.tokenizer, one, add_special_tokens=body.add_special_tokens)
-        if isinstance(one, str)
-        else one
-        for one in prompts
-    ]
-    return await _answer(request, await _call(api, "text_completion", body, info, encoded))
+    return await _answer(request, await completion_call(api_of(request), await read_body(request, CompletionBody)))
 
 
 @router.post("/chat/completions")
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation, rendered with the model's chat template."""
-    api = api_of(request)
-    body = await _read_body(request, ChatBody)
-    info = await api.orchestrator.info()
-    with refuse_invalid():
-        messages, asks_for_answer = body.rendered_messages, body.asks_for_answer
-    prompt = await api.text.encode_chat(
-        info.tokenizer,
-        messages,
-        body.template_variables,
-        asks_for_answer=asks_for_answer,
-        continues_last=body.continue_final_message,
-    )
-    return await _answer(request, await _call(api, "chat.completion", body, info, [prompt]))
+    return await _answer(request, await chat_call(api_of(request), await read_body(request, ChatBody)))
 
 
-async def _read_body(request: Request, kind: type[Body]) -> Body:
+async def read_body(request: Request, kind: type[Body]) -> Body:
+    """The body of a request; raises Refusal."""
     body = await api_of(request).bodies.read(request, SMALL_BYTES)
     given = decode(body, dict[str, Any])
     with refuse_invalid():
         return read_fields(given, kind)
-
-
-async def _find_model(api: Api, name: str, *, saves: bool = False) -> ServedModel:
-    """Find the model of a name. saves: its current weights are needed, so save them first if necessary."""
-    try:
-        return await api.orchestrator.ask(FindServedModel(name, saves), ServedModel, timeout_s=_SAVE_TIMEOUT_S)
-    except Refusal as refusal:
-        code = "model_not_found" if refusal.status == 404 else None
-        raise Refusal(refusal.status, refusal.message, code=code, param="model") from None
-
-
-async def _call(
-    api: Api,
-    kind: Literal["chat.completion", "text_completion"],
-    body: ChatBody | CompletionBody,
-    info: ServiceInfo,
-    prompts: Sequence[list[int]],
-) -> Call:
-    sampler = (await _find_model(api, body.model, saves=True)).sampler
-    assert sampler is not None, "its weights have been saved"
-    with refuse_invalid():
-        prompts = [body.truncated(prompt) for prompt in prompts]
-        operations = [body.operation(sampler, prompt, info.vocab_size) for prompt in prompts]
-        operations = [_within_context(operation, body, info.max_context_length) for operation in operations]
-    texts = TokenTexts(
-        await api.text.require(info.tokenizer),
-        await api.text.token_bytes(info.tokenizer),
-        as_ids=body.return_tokens_as_token_ids,
-        skips_special=body.skip_special_tokens,
-    )
-    return Call(api, kind, body, texts, prompts, operations)
-
-
-def _within_context(operation: Sample, body: ChatBody | CompletionBody, limit: int | None) -> Sample:
-    """The operation; for a stream, with max_tokens set, as sampling in parts requires (default: fill the context)."""
-    if limit is None:
-        raise Refusal(503, "the workers have not reported the model's context length yet: retry the request")
-    num_prompt = operation.prompt.shape[0]
-    check_context(num_prompt, 1 if operation.max_tokens is None else operation.max_tokens, limit)
-    if not body.stream or operation.max_tokens is not None:
-        return operation
-    return replace(operation, max_tokens=limit - num_prompt + 1)
 
 
 async def _answer(request: Request, call: Call) -> Response:
@@ -207,15 +113,8 @@ def _choice(
 ) -> dict[str, JSON]:
     """One choice of an answer. sequence: None if the call only scores its prompt."""
     tokens: list[int] = [] if sequence is None else sequence.tokens.numpy().tolist()
-    reason = "length" if sequence is None else sequence.stop_reason
+    text, calls, reason = ("", (), "length") if sequence is None else read_answer(call, sequence)
     body, texts = call.body, call.texts
-    text = sample_text(
-        texts.decode,
-        tokens,
-        body.stops,
-        is_stopped=reason == "stop",
-        keeps_stop=body.include_stop_str_in_output,
-    )
     rows = [] if sequence is None else rows_of(sequence)
     choice: dict[str, JSON] = {"index": index, "finish_reason": reason}
     if body.return_token_ids:
@@ -224,7 +123,11 @@ def _choice(
         routes = None if sequence is None else sequence.routed_experts
         choice["routed_experts"] = record_json(result.prompt_routed_experts, routes)
     if isinstance(body, ChatBody):
-        choice["message"] = {"role": "assistant", "content": text, "refusal": None}
+        message: dict[str, JSON] = {"role": "assistant", "content": text, "refusal": None}
+        if calls:
+            message["content"] = text or None
+            message["tool_calls"] = [tool_call_json(call, one, number) for number, one in enumerate(calls)]
+        choice["message"] = message
         choice["logprobs"] = chat_logprobs(rows, texts) if call.wants_logprobs else None
         return choice
     if body.echo:
@@ -322,27 +225,21 @@ async def _stream_choice(
     chunks: asyncio.Queue[tuple[dict[str, JSON], int] | Refusal | None],
 ) -> None:
     """Put the chunks of one choice into the queue, then None, or the refusal that ended it."""
-    body, texts = call.body, call.texts
-    stream = TextStream(texts.decode, body.stops, keeps_stop=body.include_stop_str_in_output)
-    offsets = Offsets(texts)
-    num_sampled = 0
+    body, offsets, num_calls = call.body, Offsets(call.texts), 0
     try:
-        async for part in sample_in_parts(call.api, operation):
-            tokens = part.tokens.numpy().tolist()
-            is_first, num_sampled = num_sampled == 0, num_sampled + len(tokens)
-            is_stopped = part.stop_reason == "stop"
-            is_last = is_stopped or num_sampled == operation.max_tokens
-            text = stream.add(tokens, is_last=is_last, is_stopped=is_stopped)
-            choice: dict[str, JSON] = {"index": index, "finish_reason": part.stop_reason if is_last else None}
+        async for part in parts_of(call, operation):
+            tokens = part.sequence.tokens.numpy().tolist()
+            choice: dict[str, JSON] = {"index": index, "finish_reason": part.reason}
             if body.return_token_ids:
                 choice["token_ids"] = tokens
-                if is_first:
+                if part.is_first:
                     choice["prompt_token_ids"] = prompt
             if call.is_chat:
-                choice["delta"] = {"content": text} | ({"role": "assistant"} if is_first else {})
+                choice["delta"] = _delta(call, part, num_calls)
+                num_calls += len(part.calls)
             else:
-                choice["text"] = text
-            choice["logprobs"] = _chunk_logprobs(call, part, offsets) if call.wants_logprobs else None
+                choice["text"] = part.text
+            choice["logprobs"] = _chunk_logprobs(call, part.sequence, offsets) if call.wants_logprobs else None
             await chunks.put((choice, len(tokens)))
     except Refusal as refusal:
         await chunks.put(refusal)
@@ -354,6 +251,18 @@ async def _stream_choice(
         await chunks.put(None)
 
 
+def _delta(call: Call, part: Part, num_calls: int) -> dict[str, JSON]:
+    """What a part adds to a message that has `num_calls` tool calls already."""
+    delta: dict[str, JSON] = {"content": part.text}
+    if part.is_first:
+        delta["role"] = "assistant"
+    if part.calls:
+        delta["tool_calls"] = [
+            {"index": number, **tool_call_json(call, one, number)} for number, one in enumerate(part.calls, num_calls)
+        ]
+    return delta
+
+
 def _chunk_logprobs(call: Call, part: SampledSequence, offsets: Offsets) -> dict[str, JSON]:
     rows = rows_of(part)
     return chat_logprobs(rows, call.texts) if call.is_chat else completion_logprobs(rows, call.texts, offsets)
@@ -361,6 +270,12 @@ def _chunk_logprobs(call: Call, part: SampledSequence, offsets: Offsets) -> dict
 
 def _answer_id(call: Call) -> str:
     return f"{'chatcmpl' if call.is_chat else 'cmpl'}-{call.body.request_id or secrets.token_hex(12)}"
+
+
+def tool_call_json(call: Call, made: ToolCall, index: int) -> dict[str, JSON]:
+    """A tool call in a message. index: of the calls in the answer."""
+    function: dict[str, JSON] = {"name": made.name, "arguments": made.arguments}
+    return {"id": call.new_call_id(made.name, index), "type": "function", "function": function}
 
 
 def _event(content: JSON) -> bytes:

@@ -245,6 +245,8 @@ def validated(sample: Sample, names: Mapping[str, str] = MappingProxyType({})) -
     for name, is_valid, requirement in checks:
         if not is_valid:
             raise InvalidField(names.get(name, name), f"must be {requirement}, got {getattr(sample, name)}")
+    if sample.form is not None and sample.ignore_end:
+        raise InvalidField(names.get("ignore_end", "ignore_end"), "cannot be combined with a format of the answer")
     scores_prompt = sample.prompt_logprobs or sample.topk_prompt_logprobs or sample.prompt_draws
     if sample.max_tokens == 0 and not (
         scores_prompt or sample.target_prompt_tokens is not None or sample.routed_experts

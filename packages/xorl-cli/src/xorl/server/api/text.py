@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from tokenizers import Tokenizer
 
 from xorl.server.api.responses import Refusal
 from xorl.server.api.token_texts import TokenBytes
+from xorl.server.api.tool_formats import PROBE, ToolFormat, format_of
 
 if TYPE_CHECKING:
     from xorl.data.formats import TextTokenizer
@@ -24,6 +26,18 @@ Message = dict[str, object]
 _END = "\ufdd2"
 
 
+class ToolSupport(NamedTuple):
+    """What a chat template does with tools.
+
+    shows_tools, shows_results: whether the model sees definitions of tools, and the results of calls. calls: the form
+    in which it writes calls; None if it writes none, or in a form that is not known.
+    """
+
+    shows_tools: bool
+    shows_results: bool
+    calls: ToolFormat | None
+
+
 class TextCoder:
     """Encodes and decodes with the tokenizer of the served model, whose name or folder the orchestrator reports."""
 
@@ -31,6 +45,7 @@ class TextCoder:
         self._loaded: dict[str, Tokenizer | None] = {}
         self._token_bytes: dict[str, TokenBytes] = {}
         self._chat_tokenizers: dict[str, TextTokenizer] = {}
+        self._tool_support: dict[str, ToolSupport] = {}
         self._loading = asyncio.Lock()
 
     async def encode(self, tokenizer: str, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -48,23 +63,35 @@ class TextCoder:
         messages: Sequence[Message],
         variables: Mapping[str, object],
         *,
+        tools: list[object] | None = None,
         asks_for_answer: bool,
         continues_last: bool = False,
     ) -> list[int]:
         """Token ids of a conversation, rendered with the tokenizer's chat template and these variables.
 
-        asks_for_answer: end with the template's prompt for an answer. continues_last: end within the last message.
-        Raises Refusal(400) without a tokenizer or a template, or if the template rejects the messages.
+        tools: that the template shows to the model. asks_for_answer: end with the template's prompt for an answer.
+        continues_last: end within the last message. Raises Refusal(400) without a tokenizer or a template, or if the
+        template rejects the messages.
         """
         coder = await self.require(tokenizer)
-        async with self._loading:
-            if tokenizer not in self._chat_tokenizers:
-                self._chat_tokenizers[tokenizer] = await asyncio.to_thread(_load_chat_tokenizer, tokenizer)
-        chat_tokenizer = self._chat_tokenizers[tokenizer]
+        chat_tokenizer = await self._chat_tokenizer(tokenizer)
         # The template writes its special tokens itself.
         render = _render_open if continues_last else _render
-        text = await asyncio.to_thread(render, chat_tokenizer, messages, variables, asks_for_answer)
+        text = await asyncio.to_thread(render, chat_tokenizer, messages, tools, variables, asks_for_answer)
         return coder.encode(text, add_special_tokens=False).ids
+
+    async def tool_support(self, tokenizer: str) -> ToolSupport:
+        """What the tokenizer's chat template does with tools. Raises Refusal(400) as `encode_chat` does."""
+        chat_tokenizer = await self._chat_tokenizer(tokenizer)
+        if tokenizer not in self._tool_support:
+            self._tool_support[tokenizer] = await asyncio.to_thread(_tool_support, chat_tokenizer)
+        return self._tool_support[tokenizer]
+
+    async def _chat_tokenizer(self, name: str) -> TextTokenizer:
+        async with self._loading:
+            if name not in self._chat_tokenizers:
+                self._chat_tokenizers[name] = await asyncio.to_thread(_load_chat_tokenizer, name)
+            return self._chat_tokenizers[name]
 
     async def require(self, tokenizer: str) -> Tokenizer:
         """The tokenizer. Raises Refusal(400) if it cannot be loaded."""
@@ -107,11 +134,15 @@ def _load_chat_tokenizer(name: str) -> TextTokenizer:
 
 
 def _render_open(
-    tokenizer: TextTokenizer, messages: Sequence[Message], variables: Mapping[str, object], asks_for_answer: bool
+    tokenizer: TextTokenizer,
+    messages: Sequence[Message],
+    tools: list[object] | None,
+    variables: Mapping[str, object],
+    asks_for_answer: bool,
 ) -> str:
     """The text up to the end of the last message's content."""
     last = {**messages[-1], "content": f"{messages[-1]['content']}{_END}"}
-    before, *after = _render(tokenizer, [*messages[:-1], last], variables, asks_for_answer).split(_END)
+    before, *after = _render(tokenizer, [*messages[:-1], last], tools, variables, asks_for_answer).split(_END)
     if len(after) != 1:
         problem = "the model's chat template does not show the last message once, as it is"
         raise Refusal(400, f"continue_final_message: {problem}", param="continue_final_message")
@@ -119,20 +150,61 @@ def _render_open(
 
 
 def _render(
-    tokenizer: TextTokenizer, messages: Sequence[Message], variables: Mapping[str, object], asks_for_answer: bool
+    tokenizer: TextTokenizer,
+    messages: Sequence[Message],
+    tools: list[object] | None,
+    variables: Mapping[str, object],
+    asks_for_answer: bool,
 ) -> str:
     # As in `_load_chat_tokenizer`.
     from xorl.data.errors import DataError  # noqa: PLC0415
+    from xorl.data.formats.messages import Conversation, api_variants  # noqa: PLC0415
     from xorl.data.formats.template import TemplateRefusal, load_template  # noqa: PLC0415
 
     try:
-        template = load_template("tokenizer_path", None, tokenizer, with_tools=False, kwargs=variables)
-        unknown = sorted(variables.keys() - template.variables)
-        if unknown:
-            problem = f"the model's chat template has no variable {unknown[0]!r}: leave it out"
-            raise Refusal(400, f"chat_template_kwargs and reasoning_effort: {problem}", param=unknown[0])
-        return template.render(messages, None, add_generation_prompt=asks_for_answer)
+        template = load_template("tokenizer_path", None, tokenizer, with_tools=tools is not None, kwargs=variables)
     except DataError as problem:
         raise Refusal(400, f"conversations need a chat template: {problem}") from None
-    except TemplateRefusal as problem:
-        raise Refusal(400, f"messages: the model's chat template refuses them: {problem}") from None
+    unknown = sorted(variables.keys() - template.variables)
+    if unknown:
+        problem = f"the model's chat template has no variable {unknown[0]!r}: leave it out"
+        raise Refusal(400, f"chat_template_kwargs and reasoning_effort: {problem}", param=unknown[0])
+    conversation = Conversation(list(messages), tools, ())
+    refusals: list[str] = []
+    # In the order that training tries them.
+    for variant in (conversation, *api_variants(conversation)):
+        try:
+            return template.render(variant.messages, variant.tools, add_generation_prompt=asks_for_answer)
+        except TemplateRefusal as problem:
+            refusals.append(str(problem))
+    raise Refusal(400, f"messages: the model's chat template refuses them: {refusals[0]}")
+
+
+def _tool_support(tokenizer: TextTokenizer) -> ToolSupport:
+    question: Message = {"role": "user", "content": "question"}
+    definition = {"name": PROBE.name, "description": "a probe", "parameters": {"type": "object", "properties": {}}}
+    tools: list[object] = [{"type": "function", "function": definition}]
+
+    def answer(call_id: str) -> Message:
+        function = {"name": PROBE.name, "arguments": json.loads(PROBE.arguments)}
+        call = {"id": call_id, "type": "function", "function": function}
+        return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+    def render(*messages: Message, asks: bool = False) -> str:
+        try:
+            return _render(tokenizer, messages, tools, {}, asks)
+        except Refusal as refusal:
+            raise ValueError(refusal.message) from None
+
+    def render_answer(call_id: str) -> str:
+        return render(question, answer(call_id)).removeprefix(render(question, asks=True))
+
+    calls = format_of(render_answer)
+    try:
+        shows_tools = PROBE.name in render(question)
+        call_id = "" if calls is None else calls.new_id(PROBE.name, 0)
+        result: Message = {"role": "tool", "content": "probe_result", "name": PROBE.name, "tool_call_id": call_id}
+        shows_results = calls is not None and "probe_result" in render(question, answer(call_id), result)
+    except ValueError:
+        return ToolSupport(False, False, calls)
+    return ToolSupport(shows_tools, shows_results, calls)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from tokenizers import Tokenizer
 
@@ -49,19 +49,31 @@ class TokenBytes:
 class TokenTexts:
     """The texts of single tokens, which OpenAI's log-probabilities name instead of ids, and of whole samples.
 
-    as_ids: name tokens `token_id:123`. skips_special: samples have no special tokens.
+    as_ids: name tokens `token_id:123`. skips_special: samples have no special tokens, except for those that occur in
+    one of the texts `kept`.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, token_bytes: TokenBytes, *, as_ids: bool = False, skips_special: bool = True
+        self,
+        tokenizer: Tokenizer,
+        token_bytes: TokenBytes,
+        *,
+        as_ids: bool = False,
+        skips_special: bool = True,
+        kept: Collection[str] = (),
     ) -> None:
         self._tokenizer = tokenizer
         self._bytes = token_bytes
         self._as_ids = as_ids
         self._skips_special = skips_special
+        added = tokenizer.get_added_tokens_decoder().items() if kept else ()
+        self._kept = frozenset(token for token, one in added if any(one.content in text for text in kept))
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of a sample."""
+        if self._skips_special and self._kept:
+            shown = [token for token in tokens if token in self._kept or not self._bytes.is_special(token)]
+            return self._tokenizer.decode(shown, skip_special_tokens=False)
         return self._tokenizer.decode(list(tokens), skip_special_tokens=self._skips_special)
 
     def bytes_of(self, token: int) -> bytes:

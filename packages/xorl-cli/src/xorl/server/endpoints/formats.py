@@ -6,10 +6,11 @@ import math
 from collections.abc import Sequence
 from typing import TypeAlias
 
+import msgspec
 import numpy as np
 
 from xorl.server.datum import Array
-from xorl.server.operations import NO_LOGPROB, Sample, TopLogprobs
+from xorl.server.operations import NO_LOGPROB, Sample, ToolCalls, TopLogprobs
 
 # (log-probability, token id, text)
 Candidate: TypeAlias = tuple[float | None, int, str | None]
@@ -46,6 +47,48 @@ def sampling_params(operation: Sample) -> dict[str, object]:
     if operation.stop_ids:
         params["stop_token_ids"] = list(operation.stop_ids)
     return params
+
+
+def structural_tag(calls: ToolCalls) -> dict[str, object]:
+    """The form of tool calls as both engines read it (the structural tags of XGrammar)."""
+    tags = [
+        {
+            "type": "tag",
+            "begin": call.begin,
+            "content": {"type": "json_schema", "json_schema": msgspec.json.decode(call.schema)},
+            "end": call.end,
+        }
+        for call in calls.calls
+    ]
+    single = calls.most == 1
+    listed: dict[str, object] = {
+        "type": "tags_with_separator",
+        "tags": tags,
+        "separator": calls.separator,
+        "at_least_one": True,
+        "stop_after_first": single,
+    }
+    whole: dict[str, object] = listed
+    if calls.opening or calls.closing:
+        fixed = [{"type": "const_string", "value": text} if text else None for text in (calls.opening, calls.closing)]
+        whole = {"type": "sequence", "elements": [each for each in (fixed[0], listed, fixed[1]) if each is not None]}
+    if calls.trigger is not None:
+        outer = (
+            tags
+            if whole is listed
+            else [{"type": "tag", "begin": calls.opening, "content": listed, "end": calls.closing}]
+        )
+        whole = {
+            "type": "triggered_tags",
+            "triggers": [calls.trigger],
+            "tags": outer,
+            "at_least_one": False,
+            "stop_after_first": single or whole is not listed,
+        }
+    if calls.instead is not None:
+        answer = {"type": "json_schema", "json_schema": msgspec.json.decode(calls.instead)}
+        whole = {"type": "or", "elements": [answer, whole]}
+    return {"type": "structural_tag", "format": whole}
 
 
 def tokens(ids: Sequence[int]) -> Array:

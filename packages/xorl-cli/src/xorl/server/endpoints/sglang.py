@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,10 +16,11 @@ from xorl.server.endpoints.formats import (
     UnexpectedWeights,
     logprobs,
     sampling_params,
+    structural_tag,
     tokens,
     top_table,
 )
-from xorl.server.operations import Sample, SampledSequence, SampleResult
+from xorl.server.operations import AnswerForm, Sample, SampledSequence, SampleResult, ToolCalls
 
 
 class _Meta(msgspec.Struct):
@@ -45,7 +47,7 @@ def sglang_request(operation: Sample, prompt: Sequence[int], limit: int, adapter
     params: list[dict[str, object]] = []
     for index in range(operation.num_samples):
         seed = {} if operation.seed is None else {"sampling_seed": operation.seed + index}
-        params.append({"max_new_tokens": limit, **sampling_params(operation), **seed})
+        params.append({"max_new_tokens": limit, **sampling_params(operation), **_form(operation.form), **seed})
     wants_prompt = operation.prompt_logprobs or operation.topk_prompt_logprobs > 0
     num_top = max(operation.topk_sample_logprobs, operation.topk_prompt_logprobs)
     body: dict[str, object] = {
@@ -58,6 +60,12 @@ def sglang_request(operation: Sample, prompt: Sequence[int], limit: int, adapter
     if adapter is not None:
         body["lora_path"] = [adapter] * operation.num_samples
     return body
+
+
+def _form(form: AnswerForm | None) -> dict[str, object]:
+    if isinstance(form, ToolCalls):
+        return {"structural_tag": json.dumps(structural_tag(form))}
+    return {} if form is None else {"json_schema": form.schema}
 
 
 def sglang_result(operation: Sample, prompt: Sequence[int], answer: object, version: str) -> SampleResult:

@@ -7,8 +7,16 @@ from collections.abc import Sequence
 import msgspec
 
 from xorl.server.endpoints.engine import EngineError
-from xorl.server.endpoints.formats import Candidate, RequestInterrupted, logprobs, sampling_params, tokens, top_table
-from xorl.server.operations import Sample, SampledSequence, SampleResult
+from xorl.server.endpoints.formats import (
+    Candidate,
+    RequestInterrupted,
+    logprobs,
+    sampling_params,
+    structural_tag,
+    tokens,
+    top_table,
+)
+from xorl.server.operations import Sample, SampledSequence, SampleResult, ToolCalls
 
 
 class _VllmLogprob(msgspec.Struct):
@@ -51,6 +59,11 @@ def vllm_request(operation: Sample, prompt: Sequence[int], limit: int, model: st
         body["prompt_logprobs"] = operation.topk_prompt_logprobs
     if operation.seed is not None:
         body["seed"] = operation.seed
+    if isinstance(operation.form, ToolCalls):
+        body["response_format"] = structural_tag(operation.form)
+    elif operation.form is not None:
+        schema = {"name": "answer", "schema": msgspec.json.decode(operation.form.schema)}
+        body["response_format"] = {"type": "json_schema", "json_schema": schema}
     return body
 
 

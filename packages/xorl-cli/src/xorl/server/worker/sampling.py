@@ -7,7 +7,7 @@ from collections.abc import Callable, Container, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from itertools import chain
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +43,9 @@ from xorl.server.worker.models import Models
 from xorl.server.worker.routes import RoutedLayers
 from xorl.server.worker.saved_models import SavedModels
 from xorl.train.end_tokens import end_tokens_of
+
+if TYPE_CHECKING:
+    from xorl.server.sampler.grammar import Grammars
 
 # The minimum number of samples for an idle rank, which must compute the prompt again for them.
 MIN_SHARE = 4
@@ -289,6 +292,7 @@ class WorkerSampler:
             repetition=operation.repetition_penalty,
             frequency=operation.frequency_penalty,
             presence=operation.presence_penalty,
+            grammar=None if operation.form is None else self._grammars.matcher(operation.form, operation.stop_ids),
         )
         return None if rules == EditRules() else rules
 
@@ -298,13 +302,24 @@ class WorkerSampler:
         return end_tokens_of(self._base.architecture)
 
     @cached_property
-    def _tokenizer(self) -> TextTokenizer:
+    def _tokenizer(self) -> TextTokenizer | None:
         folder = self._base.architecture.tokenizer_folder
-        if folder is None:
-            raise ValueError("stop: strings need a tokenizer, which the model does not have: pass token ids")
-        return load_tokenizer(folder)
+        return None if folder is None else load_tokenizer(folder)
+
+    @cached_property
+    def _grammars(self) -> Grammars:
+        try:
+            # Imports llguidance, an extra.
+            from xorl.server.sampler.grammar import Grammars  # noqa: PLC0415
+        except ImportError as error:
+            raise ValueError(str(error)) from error
+        if self._tokenizer is None:
+            raise ValueError("answers of a given format need a tokenizer, which the model does not have")
+        return Grammars(self._tokenizer.core, self._base.architecture.config.vocab_size, self.end_tokens)
 
     def _ends_with(self, strings: Sequence[str]) -> Callable[[Sequence[int]], bool]:
+        if self._tokenizer is None:
+            raise ValueError("stop: strings need a tokenizer, which the model does not have: pass token ids")
         core = self._tokenizer.core
         # Each token has at least one byte of the text; 8 more for characters that are cut at both ends.
         width = max(len(string.encode()) for string in strings) + 8
