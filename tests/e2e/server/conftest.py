@@ -1,19 +1,33 @@
-"""`serve`: starts real services, which end with the module; `service`: the quickstart's, which modules share.
+"""`serve`: starts real services, which end with the module; `service` and `chat_service`: those that modules share.
 
 The clients are the public ones, from the dependency group `clients`; where it is not installed, these tests are
 skipped and say so.
 """
 
 import importlib.util
+import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-from service import QUICKSTART, Serve, Service, launch
+from service import QUICKSTART, ROOT, Serve, Service, launch
+
+if TYPE_CHECKING:
+    import openai
 
 HERE = Path(__file__).parent
-CLIENTS = ("openai", "tinker", "xorl_client")
+CLIENTS = ("inspect_ai", "litellm", "openai", "tinker", "xorl_client")
+TEMPLATE = (
+    "{% if tools %}<tools>{{ tools | tojson }}</>\n{% endif %}"
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>\n"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n</tool_call>'
+    "{% if not loop.last %}\n{% endif %}{% endfor %}</>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{{ mood | default('') }}{% endif %}"
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -51,3 +65,30 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     yield service
     if service.process is not None and service.process.poll() is None:
         service.stop()
+
+
+@pytest.fixture(scope="session")
+def chat_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """The quickstart's service on one rank, with a chat template that knows tools."""
+    folder = tmp_path_factory.mktemp("chat_service")
+    tokenizer = folder / "tokenizer"
+    shutil.copytree(ROOT / "configs" / "quickstart", tokenizer)
+    config = json.loads((tokenizer / "tokenizer_config.json").read_text())
+    (tokenizer / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": TEMPLATE}))
+    service = launch(folder, QUICKSTART, (), {"tokenizer_path": tokenizer, "data_parallel_replicate_size": 1})
+    service.start()
+    yield service
+    if service.process is not None and service.process.poll() is None:
+        service.stop()
+
+
+@pytest.fixture
+def client(chat_service: Service) -> Iterator["openai.OpenAI"]:
+    """OpenAI's client of `chat_service`."""
+    import openai  # noqa: PLC0415  (a dependency group that is not always there)
+
+    http = openai.DefaultHttpxClient(trust_env=False)
+    with openai.OpenAI(
+        base_url=f"{chat_service.url}/v1", api_key=chat_service.key, http_client=http, max_retries=0
+    ) as client:
+        yield client

@@ -1,30 +1,19 @@
 """The OpenAI-compatible calls with OpenAI's own client, on a model while it is trained and sampled with tinker's."""
 
-import json
-import shutil
-
 import pytest
 
 from child import in_child
-from service import ROOT, Serve, Service
+from service import Service
 
 openai = pytest.importorskip("openai")
 
 MODEL = "xorl/quickstart"
-TEMPLATE = (
-    "{% for message in messages %}<{{ message.role }}>{{ message.content }}</>\n{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{{ mood | default('') }}{% endif %}"
-)
 PROMPT = [40, 41, 42, 43]
 
 
 @pytest.fixture(scope="module")
-def service(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Service:
-    folder = tmp_path_factory.mktemp("tokenizer") / "tokenizer"
-    shutil.copytree(ROOT / "configs" / "quickstart", folder)
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": TEMPLATE}))
-    return serve(tokenizer_path=folder, data_parallel_replicate_size=1)
+def service(chat_service: Service) -> Service:
+    return chat_service
 
 
 @pytest.fixture(scope="module")
@@ -48,12 +37,6 @@ def tuned(service: Service) -> tuple[str, str, list[int], list[float]]:
             return training.model_id, path, list(map(int, sequence.tokens)), list(map(float, sequence.logprobs))
 
     return in_child(train)
-
-
-@pytest.fixture
-def client(service: Service):
-    http = openai.DefaultHttpxClient(trust_env=False)
-    return openai.OpenAI(base_url=f"{service.url}/v1", api_key=service.key, http_client=http, max_retries=0)
 
 
 def test_the_models_that_can_be_named_are_listed(client, tuned) -> None:
@@ -130,7 +113,6 @@ def test_a_conversation_is_rendered_with_the_models_template(client, service: Se
     streamed = client.chat.completions.create(**chat, stream=True, extra_body={"chat_template_kwargs": {"mood": "!"}})
     assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == choice.message.content
     for refused in (
-        {"tools": [{"type": "function", "function": {"name": "f"}}]},
         {"extra_body": {"min_p": 0.5}},
         {"extra_body": {"chat_template_kwargs": {"other": 1}}},
     ):

@@ -206,9 +206,9 @@ class Sample(Message, frozen=True):
     at each position. num_prompt_scored: prompt_logprobs and topk_prompt_logprobs cover this many of the prompt's last
     tokens; None: all. prompt_draws: the number of alternatives to draw for each token of the prompt except the first.
     target_prompt_tokens: int64 [P - 1, K], further tokens whose log-probabilities to return at positions 1, 2, ... of
-    the prompt; -1 marks an empty cell. routed_experts: return the experts of each token. logit_bias and the penalties
-    change the logits before a token is drawn, as in OpenAI's API. form: of each sample; None: any text. The
-    log-probabilities are of the unchanged logits.
+    the prompt; -1 marks an empty cell. routed_experts: return the experts of each token. logit_bias, pairs of a token
+    and its bias, and the penalties change the logits before a token is drawn, as in OpenAI's API. form: of each sample;
+    None: any text. The log-probabilities are of the unchanged logits.
     """
 
     sampler: SamplerRef
@@ -230,7 +230,7 @@ class Sample(Message, frozen=True):
     prompt_draws: int = 0
     target_prompt_tokens: Array | None = None
     routed_experts: bool = False
-    logit_bias: dict[int, float] = {}
+    logit_bias: tuple[tuple[int, float], ...] = ()
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0

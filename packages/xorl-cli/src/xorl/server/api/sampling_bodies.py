@@ -207,13 +207,13 @@ def parse_stop(stop: object) -> tuple[tuple[str, ...], tuple[int, ...], bool]:
     raise ValueError("stop must be a string, a list of strings or a list of token ids")
 
 
-def token_biases(given: Mapping[str, float], vocab_size: int | None) -> dict[int, float]:
-    """The biases by token id; raises InvalidField."""
+def token_biases(given: Mapping[str, float], vocab_size: int | None) -> tuple[tuple[int, float], ...]:
+    """Pairs of a token id and its bias; raises InvalidField."""
     if invalid := [name for name in given if not name.isdecimal()]:
         raise InvalidField("logit_bias", f"must be from token ids to numbers, got {invalid[0][:100]!r}")
     ids = [int(name) for name in given]
     tokens_array(ids, vocab_size, "logit_bias")
-    return dict(zip(ids, given.values(), strict=True))
+    return tuple(zip(ids, given.values(), strict=True))
 
 
 def validated(sample: Sample, names: Mapping[str, str] = MappingProxyType({})) -> Sample:
@@ -237,7 +237,7 @@ def validated(sample: Sample, names: Mapping[str, str] = MappingProxyType({})) -
         ),
         (
             "logit_bias",
-            all(abs(value) <= MAX_BIAS for value in sample.logit_bias.values()),
+            all(abs(value) <= MAX_BIAS for _, value in sample.logit_bias),
             f"from token ids to numbers from -{MAX_BIAS} to {MAX_BIAS}",
         ),
         ("seed", sample.seed is None or -(2**63) <= sample.seed < 2**63, "a signed 64-bit integer"),

@@ -39,7 +39,7 @@ def sampling_params(operation: Sample) -> dict[str, object]:
         "ignore_eos": operation.ignore_end,
     }
     if operation.logit_bias:
-        params["logit_bias"] = {str(token): value for token, value in operation.logit_bias.items()}
+        params["logit_bias"] = {str(token): value for token, value in operation.logit_bias}
     neutral = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
     params |= {name: getattr(operation, name) for name, value in neutral.items() if getattr(operation, name) != value}
     if operation.stop_strings:

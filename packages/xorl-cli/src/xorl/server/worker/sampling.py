@@ -288,7 +288,7 @@ class WorkerSampler:
 
     def _edits(self, operation: Sample) -> EditRules | None:
         rules = EditRules(
-            bias={token: value for token, value in operation.logit_bias.items() if value},
+            bias={token: value for token, value in operation.logit_bias if value},
             repetition=operation.repetition_penalty,
             frequency=operation.frequency_penalty,
             presence=operation.presence_penalty,
