@@ -148,7 +148,7 @@ def test_text_may_come_before_calls_that_then_are_whole(model: ParallelModel, gr
 
 def test_other_stops_end_an_answer_only_where_it_is_complete(model: ParallelModel, grammars: Grammars) -> None:
     matcher = grammars.matcher(JsonAnswer(FLAG), [OTHER])()
-    for token in TOKENIZER.encode('{"on":true').ids:
+    for token in TOKENIZER.encode('{"on": true').ids:
         assert not matcher.allowed()[OTHER // 32] >> OTHER % 32 & 1
         matcher.add(token)
     matcher.add(TOKENIZER.encode("}").ids[0])
@@ -185,7 +185,7 @@ def test_objects_that_list_properties_have_no_others_unless_they_say_so(grammars
     [
         ("{", "is not JSON"),
         ("[]", "must be an object"),
-        ('{"type": "objekt"}', "objekt"),
+        ('{"type": "thing"}', "thing"),
         ('{"type": "string", "pattern": "("}', "regex"),
         ('{"type": "array", "unevaluatedItems": false}', "unevaluatedItems"),
     ],

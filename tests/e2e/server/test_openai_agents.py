@@ -120,6 +120,25 @@ def test_biases_and_penalties_do_what_openai_says(client) -> None:
     assert tokens(extra_body={"repetition_penalty": 1.5}) != tokens()
 
 
+def test_responses_call_tools_and_continue_conversations(client) -> None:
+    # Catches events that the client cannot put together, and a conversation that forgets its calls.
+    asked = {"model": MODEL, "max_output_tokens": 300, "extra_body": {"seed": 3}}
+    tool = {"type": "function", **WEATHER["function"]}
+    first = client.responses.create(**asked, input="Is it warm?", tools=[tool], tool_choice="required")
+    assert first.status == "completed"
+    outputs = []
+    for call in first.output:
+        check_weather(call.arguments)
+        outputs.append({"type": "function_call_output", "call_id": call.call_id, "output": "20 degrees"})
+    form = {"format": {"type": "json_schema", "name": "answer", "schema": PARAMETERS}}
+    with client.responses.stream(**asked, input=outputs, previous_response_id=first.id, text=form) as stream:
+        final = stream.get_final_response()
+    check_weather(final.output_text)
+    assert final.usage.input_tokens > first.usage.input_tokens - 250
+    typed = client.responses.parse(**asked, input="Is it warm?", text_format=Weather)
+    assert isinstance(typed.output_parsed, Weather)
+
+
 def test_litellms_tools_and_json_modes(chat_service: Service) -> None:
     # Catches fields that litellm adds, and answers that it does not take for calls or JSON.
     def run() -> None:

@@ -20,6 +20,7 @@ from xorl.server.api import (
     control_routes,
     endpoint_routes,
     future_routes,
+    openai_response_routes,
     openai_routes,
     sampling_routes,
     search_routes,
@@ -28,6 +29,7 @@ from xorl.server.api import (
 )
 from xorl.server.api.context import Api, ApiSettings, OrderedOperation, future_response
 from xorl.server.api.gate import ApiMetrics, BodyReader, Gate
+from xorl.server.api.openai_responses import Conversations
 from xorl.server.api.orchestrator_client import OrchestratorClient
 from xorl.server.api.responses import Refusal
 from xorl.server.api.text import TextCoder
@@ -47,6 +49,7 @@ ROUTERS = (
     training_routes.router,
     sampling_routes.router,
     openai_routes.router,
+    openai_response_routes.router,
     control_routes.router,
     search_routes.router,
     checkpoint_routes.router,
@@ -70,7 +73,7 @@ def create_app(settings: ApiSettings) -> ASGIApp:
         signs = settings.signs
         trimming = asyncio.create_task(return_freed_memory())
         alive = None if signs is None else asyncio.create_task(AliveFile(signs / "API").keep_touching())
-        app.state.api = Api(settings, orchestrator, bodies, metrics, TextCoder(), decode_slots)
+        app.state.api = Api(settings, orchestrator, bodies, metrics, TextCoder(), Conversations(), decode_slots)
         try:
             yield
         finally:

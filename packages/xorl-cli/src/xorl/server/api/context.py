@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from xorl.server.api.gate import HEAD_BYTES, ApiMetrics, BodyReader, decompress
+from xorl.server.api.openai_responses import Conversations
 from xorl.server.api.orchestrator_client import OrchestratorClient
 from xorl.server.api.protobuf import parse
 from xorl.server.api.responses import Refusal, json_response
@@ -85,6 +86,7 @@ class Api:
     bodies: BodyReader
     metrics: ApiMetrics
     text: TextCoder
+    conversations: Conversations
     decode_slots: asyncio.Semaphore
 
 

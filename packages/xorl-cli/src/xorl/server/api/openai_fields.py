@@ -41,44 +41,45 @@ _PROMPT = "write the prompt yourself, and send its text or token ids to /v1/comp
 _BEGIN = "to have the model continue the last message, set continue_final_message"
 
 
-def _alike(names: str, advice: str, *neutral: object) -> dict[str, Unserved]:
+def alike(names: str, advice: str, *neutral: object) -> dict[str, Unserved]:
+    """The rule for several fields; neutral: the values that request nothing."""
     return {name: Unserved(neutral, advice) for name in names.split()}
 
 
 UNSERVED: Mapping[str, Unserved] = {
-    **_alike("tools functions", _TOOLS),
-    **_alike("tool_choice function_call", _TOOLS, "none", "auto"),
-    **_alike("parallel_tool_calls", _TOOLS, True, False),
-    **_alike("structured_outputs guided_json guided_regex guided_choice guided_grammar", _FORMAT),
-    **_alike("guided_decoding_backend guided_whitespace_pattern", _FORMAT),
-    **_alike("min_p min_tokens", _SAMPLING, 0),
-    **_alike("length_penalty", _SAMPLING, 1),
-    **_alike("use_beam_search watermarking", _SAMPLING, False),
-    **_alike("allowed_token_ids bad_words logprob_token_ids repetition_detection", _SAMPLING),
-    **_alike("thinking_token_budget", _SAMPLING, -1),
-    **_alike("modalities", _TEXT, ["text"]),
-    **_alike("audio media_io_kwargs mm_processor_kwargs prompt_embeds web_search_options moderation", _TEXT),
-    **_alike("chat_template documents", _PROMPT),
-    **_alike("echo add_special_tokens", _PROMPT, False),
-    **_alike("suffix", _PROMPT, ""),
-    **_alike("store", "answers are not stored; " + _LEAVE, False),
-    **_alike("service_tier", "all requests are equal; " + _LEAVE, "auto", "default"),
-    **_alike("priority", "all requests are equal; " + _LEAVE, 0),
-    **_alike("verbosity", "ask for the length in the prompt", "medium"),
-    **_alike("include_reasoning spaces_between_special_tokens return_mm_kwargs", _LEAVE, True),
-    **_alike("truncation_side", _LEAVE, "left"),
-    **_alike("routed_experts_prompt_start", _LEAVE, 0),
-    **_alike("return_token_offsets return_prompt_text", _LEAVE, False),
-    **_alike("cache_salt stream_interval kv_transfer_params ec_transfer_params vllm_xargs", _LEAVE),
+    **alike("tools functions", _TOOLS),
+    **alike("tool_choice function_call", _TOOLS, "none", "auto"),
+    **alike("parallel_tool_calls", _TOOLS, True, False),
+    **alike("structured_outputs guided_json guided_regex guided_choice guided_grammar", _FORMAT),
+    **alike("guided_decoding_backend guided_whitespace_pattern", _FORMAT),
+    **alike("min_p min_tokens", _SAMPLING, 0),
+    **alike("length_penalty", _SAMPLING, 1),
+    **alike("use_beam_search watermarking", _SAMPLING, False),
+    **alike("allowed_token_ids bad_words logprob_token_ids repetition_detection", _SAMPLING),
+    **alike("thinking_token_budget", _SAMPLING, -1),
+    **alike("modalities", _TEXT, ["text"]),
+    **alike("audio media_io_kwargs mm_processor_kwargs prompt_embeds web_search_options moderation", _TEXT),
+    **alike("chat_template documents", _PROMPT),
+    **alike("echo add_special_tokens", _PROMPT, False),
+    **alike("suffix", _PROMPT, ""),
+    **alike("store", "answers are not stored; " + _LEAVE, False),
+    **alike("service_tier", "all requests are equal; " + _LEAVE, "auto", "default"),
+    **alike("priority", "all requests are equal; " + _LEAVE, 0),
+    **alike("verbosity", "ask for the length in the prompt", "medium"),
+    **alike("include_reasoning spaces_between_special_tokens return_mm_kwargs", _LEAVE, True),
+    **alike("truncation_side", _LEAVE, "left"),
+    **alike("routed_experts_prompt_start", _LEAVE, 0),
+    **alike("return_token_offsets return_prompt_text", _LEAVE, False),
+    **alike("cache_salt stream_interval kv_transfer_params ec_transfer_params vllm_xargs", _LEAVE),
 }
 """Fields that would change an answer, or that request something the service cannot do."""
 
 MESSAGE_IGNORED = frozenset(("annotations", "id", "provider_specific_fields", "cache_control"))
 MESSAGE_UNSERVED: Mapping[str, Unserved] = {
-    **_alike("function_call", "use tool_calls"),
-    **_alike("audio", _TEXT),
-    **_alike("refusal", "send it as content", ""),
-    **_alike("prefix partial", _BEGIN, False),
+    **alike("function_call", "use tool_calls"),
+    **alike("audio", _TEXT),
+    **alike("refusal", "send it as content", ""),
+    **alike("prefix partial", _BEGIN, False),
 }
 PART_IGNORED = frozenset(("cache_control", "prompt_cache_breakpoint"))
 

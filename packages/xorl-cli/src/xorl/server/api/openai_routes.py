@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import msgspec
 from fastapi import APIRouter
 from msgspec.structs import replace
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
 from xorl.server.api.context import api_of
 from xorl.server.api.gate import SMALL_BYTES, decode
@@ -29,7 +29,7 @@ from xorl.server.api.openai_calls import Call, Part, chat_call, completion_call,
 from xorl.server.api.openai_fields import Body, read_fields
 from xorl.server.api.responses import JSON, Refusal, json_response, openai_error, refuse_invalid
 from xorl.server.api.routed_experts import record_json
-from xorl.server.api.sampling_calls import sample, while_connected
+from xorl.server.api.sampling_calls import event_stream, sample, while_connected
 from xorl.server.api.token_texts import Offsets
 from xorl.server.api.tool_formats import ToolCall
 from xorl.server.operations import Sample, SampledSequence, SampleResult
@@ -80,7 +80,7 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
 
 async def _answer(request: Request, call: Call) -> Response:
     if call.body.stream:
-        return await _stream(request, call)
+        return await event_stream(request, _events(call))
     samples = asyncio.gather(*(sample(call.api, operation) for operation in call.operations))
     found = await while_connected(request, _collected(samples))
     choices: list[JSON] = []
@@ -147,26 +147,6 @@ def _of_prompt(call: Call, prompt: list[int], result: SampleResult) -> dict[str,
         rows = prompt_rows(prompt, result, call.body.prompt_logprobs)
         found["prompt_logprobs"] = prompt_logprobs(rows, call.texts)
     return found
-
-
-async def _stream(request: Request, call: Call) -> Response:
-    """The stream of an answer. A request that fails at once is refused with a status, as without a stream."""
-    events = _events(call)
-    try:
-        first = await while_connected(request, anext(events))
-    except BaseException:
-        await events.aclose()
-        raise
-    return StreamingResponse(_joined(first, events), media_type="text/event-stream")
-
-
-async def _joined(first: bytes, events: AsyncGenerator[bytes]) -> AsyncIterator[bytes]:
-    try:
-        yield first
-        async for event in events:
-            yield event
-    finally:
-        await events.aclose()
 
 
 async def _events(call: Call) -> AsyncGenerator[bytes]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from typing import TypeVar
 
 import numpy as np
 from msgspec.structs import replace
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
 
 from xorl.server.api.context import Api
 from xorl.server.datum import Array
@@ -53,6 +54,25 @@ async def sample_in_parts(api: Api, operation: Sample) -> AsyncIterator[SampledS
             return
         sampled = np.concatenate([sampled, sequence.tokens.numpy()])
         size = min(2 * size, LARGEST_PART)
+
+
+async def event_stream(request: Request, events: AsyncGenerator[bytes]) -> Response:
+    """An answer as server-sent events. A request that fails at once is refused with a status, as without a stream."""
+    try:
+        first = await while_connected(request, anext(events))
+    except BaseException:
+        await events.aclose()
+        raise
+    return StreamingResponse(_joined(first, events), media_type="text/event-stream")
+
+
+async def _joined(first: bytes, events: AsyncGenerator[bytes]) -> AsyncIterator[bytes]:
+    try:
+        yield first
+        async for event in events:
+            yield event
+    finally:
+        await events.aclose()
 
 
 async def while_connected(request: Request, answer: Coroutine[None, None, AnswerT]) -> AnswerT:

@@ -169,6 +169,9 @@ def _render(
     if unknown:
         problem = f"the model's chat template has no variable {unknown[0]!r}: leave it out"
         raise Refusal(400, f"chat_template_kwargs and reasoning_effort: {problem}", param=unknown[0])
+    if "developer" not in template.mentioned:
+        # OpenAI's newer name of the role, which most templates would leave out.
+        messages = [one | {"role": "system"} if one["role"] == "developer" else one for one in messages]
     conversation = Conversation(list(messages), tools, ())
     refusals: list[str] = []
     # In the order that training tries them.

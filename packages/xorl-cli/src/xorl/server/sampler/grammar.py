@@ -22,9 +22,8 @@ except ImportError as error:
         "answers of a given format need llguidance, which is not installed: install xorl-cli[structured]"
     ) from error
 
-# Between the parts of JSON: nothing, a space, or a new line and up to 40 blanks. Without a limit, a model that has lost
-# its way writes blanks to the end of the context.
-_WHITESPACE = r"( |\n[ \t]{0,40})?"
+# One line, as chat templates write JSON. If blanks were free, a model that has lost its way would write nothing else.
+_LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 # Compiling the grammar of a large schema takes up to a second.
 _MAX_COMPILED = 64
 # Keywords that combine the schema of an object with others, which may have further properties.
@@ -51,7 +50,7 @@ class Grammars:
         copied.no_padding()
         copied.no_truncation()
         size = max(vocab_size, copied.get_vocab_size())
-        self._tokenizer = LLTokenizer(copied.to_str(), n_vocab=size, eos_token=list(ends))
+        self._tokenizer = LLTokenizer(copied.to_str(), n_vocab=size, eos_token=ends[0])
         self._ends = tuple(ends)
         self._num_words = -(-size // 32)
         self._added = {added.content: token for token, added in copied.get_added_tokens_decoder().items()}
@@ -155,8 +154,7 @@ def _json(schema: str) -> str:
         found = {}
     if not isinstance(found, dict):
         raise ValueError(f"the schema must be an object, got {schema[:40]}")
-    options = {"x-guidance": {"whitespace_pattern": _WHITESPACE}}
-    return "%json " + json.dumps({**_closed_object(found), **options})
+    return "%json " + json.dumps({**_closed_object(found), "x-guidance": _LAYOUT})
 
 
 def _closed(schema: object) -> object:
