@@ -105,7 +105,10 @@ def test_a_base_model_continues_plain_text(folders: Path) -> None:
     result = chat(folders / "base", *GREEDY, said="copy AB =\n")
     assert result.exit_code == 0, result.output
     assert result.stdout == generated(folders / "base", "copy AB =") + "\n"
-    assert "has no chat template: each line is continued as plain text" in result.stderr
+    assert "has no chat template. Each line is continued as plain text" in result.stderr
+    # Nothing is advertised that does nothing here.
+    helped = chat(folders / "base", *GREEDY, said="/help\n/reset\n").stderr
+    assert helped.count("/reset") == helped.count("There is no command /reset.") == 1
     refused = chat(folders / "base", "--system", "Be short.")
     assert (refused.exit_code, "--system: the model has no chat template" in refused.stderr) == (2, True)
 

@@ -30,7 +30,10 @@ if TYPE_CHECKING:
     from xorl.train.export.source import SavedModel
 
 RESET, EXIT, HELP = "/reset", "/exit", "/help"
-COMMANDS = f"{RESET} starts a new conversation, {EXIT} or Ctrl-D ends; Ctrl-C stops an answer."
+ENDS = f"{EXIT} or Ctrl-D ends; Ctrl-C stops an answer."
+COMMANDS = f"{RESET} starts a new conversation, {ENDS}"
+# Of a model without a chat template, whose lines are no conversation.
+PLAIN_COMMANDS = f"Each line is continued as plain text, whatever came before it. {ENDS}"
 # The cache for a file's prompts holds at most this many full contexts.
 CONTEXTS_OF_FILE = 64
 
@@ -151,7 +154,7 @@ def _talk(model: Model, place: torch.device, options: SamplingOptions, seed: int
     if prompts.has_template:
         _note(COMMANDS)
     else:
-        _note(f"The model has no chat template: each line is continued as plain text. {EXIT} or Ctrl-D ends.")
+        _note(f"The model has no chat template. {PLAIN_COMMANDS}")
     with interactive():
         return _Talk(prompts, sampler, options, seed, system).run()
 
@@ -168,6 +171,7 @@ class _Talk:
         self._seed = seed
         self._start: list[dict[str, object]] = [] if system is None else [{"role": "system", "content": system}]
         self._messages = list(self._start)
+        self._commands = COMMANDS if prompts.has_template else PLAIN_COMMANDS
 
     def run(self) -> int:
         is_terminal = sys.stdin.isatty()
@@ -184,12 +188,12 @@ class _Talk:
             command = line.strip()
             if command == EXIT:
                 return OK
-            if command == RESET:
+            if command == RESET and self._prompts.has_template:
                 self._messages = list(self._start)
             elif command == HELP:
-                _note(COMMANDS)
+                _note(self._commands)
             elif command.startswith("/") and command[1:].isalpha():
-                _note(f"There is no command {command}. {COMMANDS}")
+                _note(f"There is no command {command}. {self._commands}")
             elif command:
                 self._answer(line)
 
@@ -204,7 +208,7 @@ class _Talk:
                 prompt = self._prompts.of_text(line)
             request = self._sampler.request(prompt, self._options, self._seed)
         except ValueError as error:
-            _note(f"{error}. {RESET} starts a new conversation.")
+            _note(f"{error}. {RESET} starts a new conversation." if self._prompts.has_template else f"{error}.")
             return
         self._seed += 1
         with note_interrupt() as is_interrupted:
