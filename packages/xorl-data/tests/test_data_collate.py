@@ -64,6 +64,18 @@ def test_extras_stay_aligned_with_the_ids():
     assert collate([], pad_to_multiple_of=4, columns={"weight": Column()}).targets["weight"].tolist() == [0.0] * 4
 
 
+def test_weights_stay_with_the_labels_that_they_multiply():
+    """Catches a weight on the loss of the token after its own, and one that reaches the next document."""
+    documents = [
+        Document(np.array([1, 2, 3]), np.array([1, 2, 3]), {"weights": np.array([9.0, 0.5, 0.0], np.float32)}),
+        Document(np.array([4, 5]), np.array([4, 5]), {"weights": np.array([9.0, 2.0], np.float32)}),
+    ]
+    batch = collate(documents, pad_to_multiple_of=8, columns={"weights": Column()})
+    assert batch.labels[:5].tolist() == [2, 3, IGNORE, 5, IGNORE]
+    assert batch.targets["weights"].tolist() == [0.5, 0.0, 0.0, 2.0, 0.0, 0.0, 0.0, 0.0]
+    assert batch.num_trained_tokens == 2
+
+
 def test_moving_keeps_everything():
     """Catches a field that `to` forgets."""
     rows = [Document(np.array([1, 2]), np.array([1, 2]), {"weight": np.ones(2, np.float32)})]
@@ -82,10 +94,10 @@ def test_columns_go_to_their_receivers_and_survive_joining():
         "recorded": Column("model", np.int16, (2, 3), -1),
         "places": Column("model", np.int64, (3,), 7),
     }
-    given = {"weights": np.array([0, 2], np.float32), "recorded": np.arange(12, dtype=np.int16).reshape(2, 2, 3)}
+    given = {"weights": np.array([2, 0], np.float32), "recorded": np.arange(12, dtype=np.int16).reshape(2, 2, 3)}
     rows = [Document(np.array([1, 2]), np.array([1, 2]), given), document([3])]
     batch = collate(rows, pad_to_multiple_of=4, columns=columns)
-    assert batch.targets["weights"].tolist() == [0, 2, 0, 0]
+    assert batch.targets["weights"].tolist() == [0, 0, 0, 0]
     assert batch.inputs["recorded"].dtype == torch.int16
     assert batch.inputs["recorded"][:2].tolist() == given["recorded"].tolist()
     assert batch.inputs["recorded"][2:].eq(-1).all()

@@ -18,7 +18,7 @@ from xorl.config.data import DataConfig
 from xorl.config.entries import DatasetEntryConfig
 from xorl.core.mesh import Mesh
 from xorl.data import DataError, DataPlan, DatasetEntry, PrepareOptions, StepLoader, pack, prepare, split_documents
-from xorl.data.batch import PREFERENCE
+from xorl.data.batch import PREFERENCE, WEIGHTS
 from xorl.data.documents import PreparedDocuments
 from xorl.data.formats import load_tokenizer
 from xorl.data.formats.template import load_template
@@ -421,7 +421,7 @@ def _prepare(
     )
     documents = prepare([_entry(entry, data) for entry in entries], options, option=option)
     _check_rows(documents.extra_names, config.train.loss, option)
-    if unused := [name for name in documents.extra_names if name != PREFERENCE]:
+    if unused := [name for name in documents.extra_names if name not in (PREFERENCE, WEIGHTS)]:
         names = ", ".join(unused)
         logger.info("%s: training does not use the per-token columns %s (data.select_columns)", option, names)
     return documents

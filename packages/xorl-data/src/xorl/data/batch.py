@@ -64,6 +64,8 @@ COORDINATES = "coordinates"
 # A loss target: 1 for the prompt with the chosen answer, -1 for the prompt with the rejected answer, 0 for padding.
 # A stored pair is one document, so that packing cannot separate its answers. Each becomes a document of the batch.
 PREFERENCE = "preference"
+# A loss target: the factor on the loss of each label.
+WEIGHTS = "weights"
 NO_COLUMNS: Mapping[str, Column] = {}
 
 
@@ -71,7 +73,7 @@ NO_COLUMNS: Mapping[str, Column] = {}
 class Document:
     """One document as training data. `labels` are not shifted, and are IGNORE where a token is not trained.
 
-    `columns` have values for each token, by name.
+    `columns` have values for each token, by name; those of WEIGHTS are for the token's own label, so not shifted either.
     """
 
     input_ids: np.ndarray
@@ -174,14 +176,20 @@ def collate(
     documents = [part for document in documents for part in answers_of(document)]
     if pad_to_multiple_of < 1:
         raise ValueError(f"pad_to_multiple_of: {pad_to_multiple_of}, want at least 1")
-    shifted = [
-        # The last position of a document has no label, because the next token belongs to another document.
-        {**document.columns, INPUT_IDS: document.input_ids, LABELS: np.append(document.labels[1:], IGNORE)}
-        for document in documents
-    ]
+    shifted = [_shifted(document) for document in documents]
     num_tokens = sum(len(document.input_ids) for document in documents)
     batch = pack_row(shifted, columns, -num_tokens % pad_to_multiple_of if documents else pad_to_multiple_of)
     return batch if images is None else _with_images(batch, documents, images)
+
+
+def _shifted(document: Document) -> dict[str, np.ndarray]:
+    """The columns of a document, with labels and their weights where the tokens before them are."""
+    columns = {**document.columns, INPUT_IDS: document.input_ids}
+    # The last position of a document has no label, because the next token belongs to another document.
+    columns[LABELS] = np.append(document.labels[1:], IGNORE)
+    if WEIGHTS in columns:
+        columns[WEIGHTS] = np.append(columns[WEIGHTS][1:], np.float32(0))
+    return columns
 
 
 def answers_of(document: Document) -> Sequence[Document]:
@@ -257,6 +265,6 @@ def pack_row(
 def trained_tokens(labels: Tensor, targets: Mapping[str, Tensor]) -> Tensor:
     """[T] bool: the tokens that have a label, of a weight other than 0 if there are weights."""
     is_trained = labels != IGNORE
-    if (weights := targets.get("weights")) is not None:
+    if (weights := targets.get(WEIGHTS)) is not None:
         is_trained = is_trained & (weights != 0)
     return is_trained.view(len(labels), -1).any(dim=1)
