@@ -50,8 +50,8 @@ class DataConfig(Section):
     select_columns: list[str] | None = Field(
         default=None,
         description="Columns to read from each tokenized dataset, such as [input_ids, labels]. null means those of "
-        "input_ids, labels and attention_mask that are present. A column weights, with a number for each token, multiplies "
-        "the loss of its label; a token with the weight 0 does not count.",
+        "input_ids, labels and attention_mask that are present. A column weights, with a number for each token, "
+        "multiplies the loss of its label; a token with the weight 0 does not count.",
     )
     sample_packing_method: PackingMethod = Field(
         default="sequential",
