@@ -73,8 +73,8 @@ NO_COLUMNS: Mapping[str, Column] = {}
 class Document:
     """One document as training data. `labels` are not shifted, and are IGNORE where a token is not trained.
 
-    `columns` have values for each token, by name. Those of WEIGHTS are for the token's own label, so they are not shifted
-    either.
+    `columns` have values for each token, by name. Those of WEIGHTS are for the token's own label, so they are not
+    shifted either.
     """
 
     input_ids: np.ndarray
