@@ -88,10 +88,11 @@ def as_in_model(model: transformers.PreTrainedModel, tensors: Mapping[str, Tenso
     names = spec_for({"architectures": [type(model).__name__]}).checkpoint_names.experts
     found = renamed(tensors_as_in_files(tensors, names), in_files=False)
     for name, tensor in state_of(model).items():
-        if name in found or ".mlp." not in name or tensor.ndim == 0:  # what is not trained has no gradient
+        block = ".mixer." if ".mixer." in name else ".mlp."
+        if name in found or block not in name or tensor.ndim == 0:  # what is not trained has no gradient
             continue
         assert names is not None
-        layer, _, leaf = name.partition(".mlp.")
+        layer, _, leaf = name.partition(block)
         if leaf.endswith("e_score_correction_bias"):
             if f"{layer}.{names.correction}" in found:  # it has no gradient
                 found[name] = found.pop(f"{layer}.{names.correction}")
@@ -99,7 +100,7 @@ def as_in_model(model: transformers.PreTrainedModel, tensors: Mapping[str, Tenso
         if leaf == "gate.weight":
             found[name] = found.pop(f"{layer}.{names.router}.weight")
             continue
-        parts = [names.down] if leaf == "experts.down_proj" else [names.gate, names.up]
+        parts = [names.down] if leaf == "experts.down_proj" else names.ups
         prefixes = [f"{layer}.{names.expert.format(index)}" for index in range(len(tensor))]
         found[name] = torch.stack(
             [torch.cat([found.pop(f"{prefix}.{part}.weight") for part in parts]) for prefix in prefixes]
@@ -179,7 +180,8 @@ def test_recurrences_are_as_close_to_fp64_as_those_of_transformers(case: Case):
             (each - exact_gradients[name]).norm() / exact_gradients[name].norm()
             for each in (gradients[name], parameter.grad)
         )
-        assert ours <= 2 * of_theirs, (
+        # Below the floor, both are rounding of sums of a few numbers.
+        assert ours <= max(2 * of_theirs, 5e-6), (
             f"gradient of {name} is off by {ours:.2e}, that of transformers by {of_theirs:.2e}"
         )
     with torch.no_grad():
@@ -375,7 +377,7 @@ def test_what_config_json_leaves_out_or_null_means_the_same_model(architecture, 
         assert ours.attentions[0].num_kv_heads == theirs.num_key_value_heads
     layer_types = getattr(theirs, "layer_types", None)
     has_window = hasattr(type(theirs), "sliding_window") and theirs.sliding_window is not None
-    without = ("linear_attention", "mlp")
+    without = ("linear_attention", "mlp", "moe")
     windowed = [kind == "sliding_attention" for kind in layer_types or () if kind not in without]
     windowed = windowed if layer_types else [has_window] * ours.num_layers
     assert ours.windows == tuple(theirs.sliding_window if is_windowed else None for is_windowed in windowed)

@@ -192,7 +192,7 @@ WITHOUT_EFFECT = {
     "Glm4MoeLiteForCausalLM": {"output_router_logits"},
     "SolarOpenForCausalLM": {"output_router_logits"},
     "GraniteMoeHybridForCausalLM": {"mamba_chunk_size"},
-    "NemotronHForCausalLM": {"pad_token_id", *nemotron_h.INERT}
+    "NemotronHForCausalLM": {"pad_token_id", "n_shared_experts", *nemotron_h.INERT}
     - {"time_step_rank", "rms_norm_eps", "mtp_hybrid_override_pattern", "num_hidden_layers"},  # no longer saved
 }
 # Without the keys that take precedence over others, and with those that others need.

@@ -132,7 +132,13 @@ def renamed(tensors: Mapping[str, Tensor], *, in_files: bool) -> dict[str, Tenso
         found = next((each for each in table if name.endswith(f".{each}")), None)
         return name if found is None else name.removesuffix(found) + table[found]
 
-    return {of(name): tensor for name, tensor in tensors.items()}
+    found = {of(name): tensor for name, tensor in tensors.items()}
+    for name in [
+        each for each in found if in_files and each.endswith((".mixer.experts.up_proj", ".mixer.experts.down_proj"))
+    ]:
+        module, _, last = name.rpartition(".")
+        found |= {f"{module}.{index}.{last}.weight": one for index, one in enumerate(found.pop(name))}
+    return found
 
 
 MIXTURE = {"head_dim": 16, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 28}

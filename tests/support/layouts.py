@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from placement import mesh_of
-from tiny_models import BESIDE, hf_config, write_config
+from tiny_models import BESIDE, LATENT_EXPERTS, hf_config, write_config
 from xorl.ckpt.reader import source_shapes
 from xorl.config import Config, config_from_mapping
 from xorl.core import runtime
@@ -76,6 +76,7 @@ MODELS: dict[str, dict[str, object]] = {
     "qwen2_moe": hf_config("qwen2_moe", mlp_only_layers=[1]),
     "deepseek_v3, experts": hf_config("deepseek_v3", first_k_dense_replace=1),
     "gemma4_text, experts": hf_config("gemma4_text", **BESIDE),
+    "nemotron_h, experts": hf_config("nemotron_h", **LATENT_EXPERTS),
     "granitemoehybrid": hf_config(
         "granitemoehybrid", num_local_experts=4, intermediate_size=24, output_router_logits=True
     ),
@@ -168,6 +169,7 @@ RUNS |= {
     "qwen3_next, LoRA": Run("qwen3_next", lora=LORA),
     "nemotron_h": Run("nemotron_h", {**MUON, **RECOMPUTE, "recompute_modules": ["self_attn"]}),
     "nemotron_h, LoRA": Run("nemotron_h", lora=LORA),
+    "nemotron_h, experts": Run("nemotron_h, experts", RECOMPUTE),
     "granitemoehybrid": Run("granitemoehybrid", {"router_aux_loss_coef": 0.1}),
 }
 HYBRIDS = ("qwen3_5", "qwen3_5, Muon", "qwen3_5, LoRA", "qwen3_5, QLoRA", "lfm2", "nemotron_h")
@@ -252,6 +254,7 @@ OTHER_EXPERTS = (
     "glm4_moe, QLoRA",
     "qwen3_next",
     "granitemoehybrid",
+    "nemotron_h, experts",
     "deepseek_v3, experts",
     *BESIDE_BLOCK,
     *GPT_OSS,
@@ -333,7 +336,7 @@ LAYOUTS: dict[str, Layout] = {
         (
             *TENSOR_EXPERTS,
             "dpo, adapted experts",
-            *("glm4_moe", "qwen2_moe", "qwen3_5_moe", "qwen3_next", "qwen3_next, LoRA"),
+            *("glm4_moe", "qwen2_moe", "qwen3_5_moe", "qwen3_next", "qwen3_next, LoRA", "nemotron_h, experts"),
             *BESIDE_BLOCK,
             *GPT_OSS[:2],
         ),

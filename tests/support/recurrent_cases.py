@@ -59,6 +59,20 @@ def recurrent_variants(eps: float, gated: Mapping[str, object]) -> list[Variant]
         "mlp_hidden_act": "silu",
         "conv_kernel": 3,
     }
+    experts = {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+        "n_groups": 2,
+        "time_step_min": 0.4,
+        "n_routed_experts": 8,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 28,
+        "moe_shared_expert_intermediate_size": 20,
+        "moe_latent_size": 24,
+        "routed_scaling_factor": 1.7,
+        "mlp_bias": False,
+    }
     granite = {**_GRANITE, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
     one_block = {
         "num_local_experts": 0,
@@ -80,6 +94,12 @@ def recurrent_variants(eps: float, gated: Mapping[str, object]) -> list[Variant]
         ("Lfm2ForCausalLM", "biases, untied", {**conv, **biases}),
         ("NemotronHForCausalLM", "each kind of layer", {**mamba, **each_kind}),
         ("NemotronHForCausalLM", "biases, one group", {**mamba, **one_group}),
+        ("NemotronHForCausalLM", "experts on latents", {**mamba, **experts}),
+        (
+            "NemotronHForCausalLM",
+            "experts",
+            {**mamba, **experts, "moe_latent_size": None, "norm_topk_prob": False, "n_group": 1, "topk_group": 1},
+        ),
         ("GraniteMoeHybridForCausalLM", "some attend", {**granite, "num_local_experts": 5, "intermediate_size": 28}),
         ("GraniteMoeHybridForCausalLM", "without experts", {**granite, **one_block}),
     ]

@@ -194,4 +194,13 @@ _OWN: dict[str, dict[str, object]] = {
 }
 # Changes of `gemma4_text`: experts beside its feed-forward block.
 BESIDE = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24}
+# Changes of `nemotron_h`: experts without gates, on latents.
+LATENT_EXPERTS = {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 32,
+    "moe_latent_size": 16,
+}
 _GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from tiny_models import hf_config
+from tiny_models import LATENT_EXPERTS, hf_config
 from xorl.core.models import SPECS, training_flops
 from xorl.core.models.flops import causal_pairs
 from xorl.core.nn import LayerKernels
@@ -23,7 +23,7 @@ HF_CONFIGS = {
     "Qwen3_5ForCausalLM": hf_config("qwen3_5_text"),
     "Qwen3NextForCausalLM": hf_config("qwen3_next"),
     "Glm4MoeForCausalLM": hf_config("glm4_moe", **SIZES),
-    "NemotronHForCausalLM": hf_config("nemotron_h"),
+    "NemotronHForCausalLM": hf_config("nemotron_h", **LATENT_EXPERTS),
 }
 
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from experts_cases import SHAPES, gradients, inputs, routes, without
 from xorl.kernels.experts import grouped, reference
 from xorl.kernels.experts.adapted import Factors
-from xorl.kernels.experts.gates import GELU_TANH, SILU, Biases, Gate, activate
+from xorl.kernels.experts.gates import GELU_TANH, RELU2, SILU, Biases, Gate, activate
 from xorl.kernels.experts.plan import RoutePlan, _route_plan
 from xorl.kernels.experts.quantized import QuantizedExperts
 from xorl.kernels.experts.routing import (
@@ -110,11 +110,32 @@ def biases_of(shape: tuple[int, ...], dtype: torch.dtype) -> Biases:
     return Biases(*(torch.randn(*size, generator=generator).to(dtype).requires_grad_() for size in sizes))
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("num_passes", [1, 3])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_experts_without_a_gate_match_the_twin(shape: tuple[int, ...], num_passes: int, recompute: bool) -> None:
+    # Catches halves of an up product that has none, and the gradient of another power.
+    (x, gate_up, *others), ids = inputs(shape, torch.float64), routes("random", shape)
+    tensors = [x, gate_up[:, : shape[3]].detach().clone().requires_grad_(), *others]
+    up_biases, down_biases = biases_of(shape, torch.float64)
+    biases = Biases(up_biases[:, : shape[3]].detach().clone().requires_grad_(), down_biases)
+    num_real, leaves = torch.tensor(max(shape[0] - 4, 0)), [*tensors, *biases]
+    with nan_poisoned_empty():
+        out = grouped.experts(
+            *tensors, ids, num_real, gate=RELU2, biases=biases, recompute=recompute, num_passes=num_passes
+        )
+        found = out, *gradients(out, leaves)
+    assert_match(found, reference.experts(*tensors, ids, num_real=num_real, gate=RELU2, biases=biases), leaves)
+    with pytest.raises(ValueError, match=r"gate_up \[E, 1F, D\]"):
+        grouped.experts(x, gate_up, *others, ids, gate=RELU2)
+
+
 def test_the_gates_are_those_of_torch() -> None:
     # Catches a wrong formula of which every implementation has a copy.
     up = 3 * torch.randn(50, 8, dtype=torch.float64)
     gate, value = up.chunk(2, dim=-1)
     torch.testing.assert_close(activate(up, SILU), F.silu(gate) * value)
+    torch.testing.assert_close(activate(up, RELU2), F.relu(up) ** 2)
     torch.testing.assert_close(activate(up, GELU_TANH), F.gelu(gate, approximate="tanh") * value)
     gate, value = gate.clamp(max=0.8), value.clamp(-0.8, 0.8)
     torch.testing.assert_close(activate(up, CLAMPED), gate * torch.sigmoid(1.7 * gate) * (value + 1))
@@ -362,7 +383,7 @@ def test_operators_are_registered_correctly(recompute: bool) -> None:
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
     biases = torch.randn(shape[4], 2 * shape[3], requires_grad=True)
     arguments = (*tensors, *plan, biases, 2, recompute, "native", CLAMPED)
-    torch.library.opcheck(grouped._experts, arguments, test_utils=tests)
+    torch.library.opcheck(grouped.experts_of_plan, arguments, test_utils=tests)
 
 
 LENGTHS = [[1], [64, 64], [5, 130, 1, 60], [63, 2, 200]]

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from tiny_decoders import tiny_decoder, train_as_if_
-from tiny_models import ARCHITECTURES, hf_config
+from tiny_models import ARCHITECTURES, LATENT_EXPERTS, hf_config
 from xorl.core.loss import cross_entropy
 from xorl.core.models import SPECS, Decoder
 from xorl.kernels.layout import SequenceLayout
@@ -207,3 +207,12 @@ def test_dropout_acts_on_the_adapters_in_training_alone():
     assert values["eval"][0] == values["eval"][1]
     inject(fresh := decoder(), AdapterSpec(rank=3, dropout=0.5))
     assert loss_of(fresh.train()) == loss_of(decoder())
+
+
+def test_adapters_on_experts_without_a_gate_are_refused():
+    """Catches adapters whose factors have rows for a gate that there is not."""
+    model = tiny_decoder(hf_config("nemotron_h", **LATENT_EXPERTS))
+    assert inject(model, AdapterSpec(rank=2, targets=("in_proj", "fc1_latent_proj", "shared_experts.up_proj")))
+    model = tiny_decoder(hf_config("nemotron_h", **LATENT_EXPERTS))
+    with pytest.raises(ValueError, match=r"^targets: model\.layers\.1\.mixer\.experts\.up_proj: .* such as in_proj$"):
+        inject(model, AdapterSpec(rank=2, targets=("up_proj",)))

@@ -176,6 +176,11 @@ def _owner(site: Site) -> str:
 def _adapt_experts_(model: nn.Module, path: str, sites: list[Site], spec: AdapterSpec) -> None:
     experts = model.get_submodule(path)
     assert isinstance(experts, Experts)
+    if experts.gate.num_parts == 1:
+        raise ValueError(
+            f"targets: {sites[0].name}: adapters on experts without a gate are not supported; name projections of "
+            "other layers, such as in_proj"
+        )
     pairs = [new_expert_pair(site, spec, model, experts.down_proj.weight.device) for site in sites]
     experts.adapter = ExpertsAdapter(pairs, spec.dropout, experts).train(experts.training)
     if spec.expert_sharing != "none":

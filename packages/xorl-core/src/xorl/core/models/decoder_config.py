@@ -48,7 +48,7 @@ class DenseConfig:
 
 @dataclass(frozen=True)
 class ExpertsConfig:
-    """A mixture of gated feed-forward blocks.
+    """A mixture of feed-forward blocks.
 
     Attributes:
         num_experts, num_active: the numbers of experts in the layer, and of those that each token uses.
@@ -58,6 +58,8 @@ class ExpertsConfig:
         bias: whether the matrices of experts have biases.
         shared: the block that computes every token beside the experts; None: there is none.
         shared_gate: multiply the output of `shared` by the sigmoid of a logit.
+        latent: the width of what the experts compute on, between projections; None: they compute on the input.
+        latent_bias: whether these projections have biases.
         own_norms: whether the experts have a norm of their input, and they and `shared` norms of their outputs.
     """
 
@@ -70,6 +72,8 @@ class ExpertsConfig:
     shared: DenseConfig | None = None
     shared_gate: bool = False
     own_norms: bool = False
+    latent: int | None = None
+    latent_bias: bool = False
 
     def __post_init__(self) -> None:
         if self.num_active > self.num_experts:

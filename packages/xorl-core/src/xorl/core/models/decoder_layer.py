@@ -126,6 +126,8 @@ def _feed_forward(
             shared=None if ffn.shared is None else _feed_forward(width, ffn.shared, norm, kernels),
             shared_gate=ffn.shared_gate,
             own_norm=norm if ffn.own_norms else None,
+            latent_width=ffn.latent,
+            latent_bias=ffn.latent_bias,
         )
     if ffn.kind == "gated":
         return GatedMLP(width, ffn.width, activation=ffn.activation, bias=ffn.bias, kernels=kernels)

@@ -72,7 +72,7 @@ def _expert_recipe(path: str, leaf: str, module: ExpertLinear, names: Checkpoint
     assert names.experts is not None, f"{path}: the family's names have no experts"
     block, _, name = path.partition(".mlp.experts.")
     layer = names.in_checkpoint(block)
-    parts = (names.experts.down,) if name == "down_proj" else (names.experts.gate, names.experts.up)
+    parts = (names.experts.down,) if name == "down_proj" else names.experts.ups
     sources = tuple(
         f"{layer}.{names.experts.expert.format(index)}.{part}.{leaf}"
         for index in range(module.num_experts)

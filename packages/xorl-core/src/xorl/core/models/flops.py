@@ -104,7 +104,9 @@ def _layer_parameters(layer: LayerConfig, width: int) -> int:
     if isinstance(ffn, DenseConfig):
         return mixer + width * _dense_columns(ffn)
     shared = 0 if ffn.shared is None else _dense_columns(ffn.shared) + ffn.shared_gate
-    return mixer + width * (ffn.num_experts + 3 * ffn.num_active * ffn.width + shared)
+    inner, latent = (width, 0) if ffn.latent is None else (ffn.latent, 2 * ffn.latent)
+    experts = (1 + ffn.gate.num_parts) * inner * ffn.num_active * ffn.width
+    return mixer + experts + width * (ffn.num_experts + latent + shared)
 
 
 def _dense_columns(ffn: DenseConfig) -> int:

@@ -1,14 +1,17 @@
-"""Nemotron-H: layers of one block each: a state space, attention without positions, or a feed-forward block."""
+"""Nemotron-H: layers of one block each: a state space, attention without positions, feed-forward, or experts."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 
-from xorl.core.models import rotary_gated, state_spaces
-from xorl.core.models.decoder_config import DecoderConfig, DenseConfig, LayerConfig
+from xorl.core.models import mixtures, rotary_gated, state_spaces
+from xorl.core.models.decoder_config import DecoderConfig, DenseConfig, ExpertsConfig, LayerConfig
 from xorl.core.models.hf_config import HFConfig
 from xorl.core.models.spec import ModelSpec
+from xorl.core.models.stacks import ExpertNames
 from xorl.core.nn import AttentionConfig, NormConfig
+from xorl.core.nn.moe import RouterConfig
 from xorl.core.nn.state_space import StateSpaceConfig
+from xorl.kernels.experts.gates import RELU2
 
 ARCHITECTURE = "NemotronHForCausalLM"
 DEFAULTS: Mapping[str, object] = {
@@ -26,9 +29,9 @@ DEFAULTS: Mapping[str, object] = {
     "conv_kernel": 4,
     "time_step_min": 1e-3,
 }
-DENSE = "mlp"
+DENSE, EXPERTS = "mlp", "moe"
 # The kinds of layers, by the letters of `hybrid_override_pattern`.
-LETTERS: Mapping[str, str] = {"M": state_spaces.STATES, "*": rotary_gated.FULL, "-": DENSE}
+LETTERS: Mapping[str, str] = {"M": state_spaces.STATES, "*": rotary_gated.FULL, "-": DENSE, "E": EXPERTS}
 MODULES: Mapping[str, str] = {
     "model.embed_tokens": "model.embeddings",
     "model.norm": "model.norm_f",
@@ -36,16 +39,21 @@ MODULES: Mapping[str, str] = {
     **{f"self_attn.{name}_proj": f"mixer.{name}_proj" for name in "qkvo"},
     **state_spaces.module_names("mixer"),
     **{f"mlp.{name}_proj": f"mixer.{name}_proj" for name in ("up", "down")},
+    **{f"mlp.shared_experts.{name}_proj": f"mixer.shared_experts.{name}_proj" for name in ("up", "down")},
+    "mlp.latent_in": "mixer.fc1_latent_proj",
+    "mlp.latent_out": "mixer.fc2_latent_proj",
 }
+NAMES_OF_EXPERTS = ExpertNames(
+    "mixer.gate", "mixer.experts.{}", "", "up_proj", "down_proj", "mixer.gate.e_score_correction_bias"
+)
 # Of kernels, of initial values, of generation, of layers that predict further tokens, and what transformers ignores.
-# Of experts, which only matter in layers with any.
+# Of experts, for models without any.
 OF_EXPERTS = (
     *("n_routed_experts", "n_shared_experts", "moe_intermediate_size", "moe_shared_expert_intermediate_size"),
     *("num_experts_per_tok", "routed_scaling_factor", "n_group", "topk_group", "norm_topk_prob", "moe_latent_size"),
-    "output_router_logits",
 )
 INERT = (
-    *OF_EXPERTS,
+    "output_router_logits",
     *("chunk_size", "use_mamba_kernels", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap", "num_logits_to_keep"),
     *("rescale_prenorm_residual", "time_step_max", "time_step_floor", "time_step_limit", "time_step_rank"),
     *("num_nextn_predict_layers", "mtp_layers_block_type", "mtp_hybrid_override_pattern"),
@@ -67,7 +75,9 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
         rotary_gated.FULL: LayerConfig(_read_attention(hf, head_dim), None),
         DENSE: LayerConfig(None, _read_dense(hf, "intermediate_size")),
     }
-    types = _read_types(hf, tuple(blocks))
+    types = _read_types(hf, (*blocks, EXPERTS))
+    if EXPERTS in types:
+        blocks[EXPERTS] = LayerConfig(None, _read_experts(hf))
     config = DecoderConfig(
         vocab_size=hf.positive("vocab_size"),
         hidden_size=hf.positive("hidden_size"),
@@ -79,7 +89,7 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
         initializer_range=hf.get("initializer_range", float, 0.02),
         scale_residual_init=False,
     )
-    hf.finish(inert=INERT, fixed={"attention_head_dim": head_dim})
+    hf.finish(inert=(*INERT, *OF_EXPERTS), fixed={"attention_head_dim": head_dim})
     return config
 
 
@@ -88,6 +98,8 @@ def _read_types(hf: HFConfig, allowed: tuple[str, ...]) -> list[str]:
     if hf.has("layers_block_type"):
         hf.has("hybrid_override_pattern")
         return state_spaces.read_types(hf, "layers_block_type", allowed)
+    if not hf.has("hybrid_override_pattern"):
+        return [state_spaces.STATES, EXPERTS, rotary_gated.FULL, DENSE]
     letters = hf.get("hybrid_override_pattern", str)
     return [LETTERS[hf.expect("each letter of hybrid_override_pattern", letter, LETTERS)] for letter in letters]
 
@@ -123,6 +135,20 @@ def _read_attention(hf: HFConfig, head_dim: int) -> AttentionConfig:
     )
 
 
+def _read_experts(hf: HFConfig) -> ExpertsConfig:
+    """Experts without gates, which may compute on something narrower, and a block for all tokens."""
+    hf.expect("mlp_hidden_act", hf.get("mlp_hidden_act", str, "relu2"), ["relu2"])
+    bias = hf.get("mlp_bias", bool, False)
+    defaults = ExpertsConfig(8, 2, 7688, RouterConfig(normalize=True), gate=RELU2)
+    experts = mixtures.read_grouped_experts(hf, defaults)
+    return replace(
+        experts,
+        shared=DenseConfig("plain", hf.positive("moe_shared_expert_intermediate_size", 7688), "relu2", bias),
+        latent=hf.positive("moe_latent_size") if hf.has("moe_latent_size") else None,
+        latent_bias=bias,
+    )
+
+
 def _read_dense(hf: HFConfig, width_key: str) -> DenseConfig:
     activation = hf.activation("mlp_hidden_act", "relu2")
     return DenseConfig("plain", hf.positive(width_key), activation, hf.get("mlp_bias", bool, False))
@@ -135,10 +161,10 @@ SPEC = ModelSpec(
     checkpoint_names=replace(
         rotary_gated.CHECKPOINT_NAMES,
         embedding="model.embeddings.weight",
-        experts=None,
+        experts=NAMES_OF_EXPERTS,
         modules=MODULES,
         unused=r"mtp\.",
         spellings={"backbone.": "model."},
     ),
-    adapter_targets=("q_proj", "k_proj", "v_proj", "o_proj", "in_proj", "out_proj", "up_proj", "down_proj"),
+    adapter_targets=("q_proj", "k_proj", "v_proj", "o_proj", "in_proj", "out_proj", "mixer.up_proj", "mixer.down_proj"),
 )

@@ -49,7 +49,7 @@ class ExpertNames:
     Attributes:
         router: the router's module.
         expert: the module of one expert, with {} for its index.
-        gate, up, down: the projections of an expert.
+        gate, up, down: the projections of an expert; gate is empty for experts without one.
         correction: the tensor that routers add to scores for the choice; only for families whose routers have one.
         stack: how checkpoints stack what all experts of a layer have; None: they have a tensor for each expert, under
             the names above. Recipes, adapters and other code use these names in both cases: `CheckpointView` cuts the
@@ -68,6 +68,11 @@ class ExpertNames:
     def stacks(self) -> ExpertStack:
         """How stacks look: those of checkpoints or, if these have none, those of transformers 5 in memory."""
         return self.stack or IN_MEMORY
+
+    @property
+    def ups(self) -> tuple[str, ...]:
+        """The projections that are stacked first."""
+        return (self.gate, self.up) if self.gate else (self.up,)
 
     @property
     def is_in_memory(self) -> bool:
@@ -109,7 +114,7 @@ def cuts_of(name: str, shape: Sequence[int], names: ExpertNames) -> dict[str, Cu
     parsed = _parsed(name, stack)
     assert parsed is not None, f"{name} is no stack"
     layer, projection, leaf = parsed
-    parts = [names.down] if projection == "down" else [names.gate, names.up]
+    parts = (names.down,) if projection == "down" else names.ups
     is_transposed = stack.is_transposed and leaf == "weight"
     num_experts, sizes = shape[0], list(shape[1:])
     if is_transposed:
@@ -144,7 +149,7 @@ def stacked_shape(shape: Sequence[int], num_tensors: int, name: str, names: Expe
     parsed = None if names.stack is None else _parsed(name, names.stack)
     assert names.stack is not None, "asked only for families with stacks"
     assert parsed is not None, f"{name} is no stack"
-    num_parts = 1 if parsed[1] == "down" else 2
+    num_parts = 1 if parsed[1] == "down" else len(names.ups)
     sizes = [num_parts * shape[0], *shape[1:]]
     is_transposed = names.stack.is_transposed and len(shape) > 1
     return (num_tensors // num_parts, *(reversed(sizes) if is_transposed else sizes))

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from xorl.core.nn.all_gather import AllGather, GatherPlan
 from xorl.core.nn.gathered_experts import gathered_experts, graph_bytes
 from xorl.core.nn.kernels import LayerKernels
+from xorl.core.nn.layers import Linear
 from xorl.core.nn.norms import NormConfig, make_norm, unweighted_norm
 from xorl.core.nn.roles import Role
 from xorl.core.nn.share import Share
@@ -189,7 +190,7 @@ class SharedFactorsProtocol(Protocol):
 
 
 class Experts(nn.Module):
-    """The gated feed-forward blocks of all experts; gate and up are one matrix, with the gate's rows first.
+    """The feed-forward blocks of all experts; gate and up are one matrix, with the gate's rows first.
 
     Attributes:
         gate: the activation.
@@ -224,7 +225,7 @@ class Experts(nn.Module):
             count = num_experts // group.size
             assert count * group.size == num_experts, "checked before the model is built"
             held = range(group.rank * count, (group.rank + 1) * count)
-        self.gate_up_proj = ExpertLinear(num_experts, held, width, 2 * expert_width, bias=bias)
+        self.gate_up_proj = ExpertLinear(num_experts, held, width, gate.num_parts * expert_width, bias=bias)
         self.down_proj = ExpertLinear(num_experts, held, expert_width, width, bias=bias)
 
     @property
@@ -232,7 +233,8 @@ class Experts(nn.Module):
         """By name of each projection that stacks several matrices: the number of rows of each of them."""
         gate_up, down = self.gate_up_proj, self.down_proj
         return {
-            "gate_up_proj": (gate_up.out_features // 2,) * (2 * gate_up.num_experts),
+            "gate_up_proj": (gate_up.out_features // self.gate.num_parts,)
+            * (self.gate.num_parts * gate_up.num_experts),
             "down_proj": (down.out_features,) * down.num_experts,
         }
 
@@ -336,6 +338,7 @@ class MixtureOfExperts(nn.Module):
         gate: the activation of experts.
         bias: whether their matrices have biases.
         own_norm: of the experts and of the shared block.
+        latent_width, latent_bias: see `latent_in`.
 
     Attributes:
         router: how experts are chosen and weighted.
@@ -346,6 +349,8 @@ class MixtureOfExperts(nn.Module):
         experts_input_norm, experts_output_norm, shared_output_norm: norms of the experts' input, of their sum, and of
             the shared block's output; None: there are none. With these, the router and the experts take the input
             before its norm, `residual`, of which the shared block takes the normed one.
+        latent_in, latent_out: the projections to what the experts compute on, which is narrower, and back from their
+            sum; None: they compute on the input itself.
         shared_factors: of adapters, what all experts share; None if they share nothing. It is beside the experts, not
             part of them, because ranks that hold different experts all have it.
     """
@@ -368,6 +373,8 @@ class MixtureOfExperts(nn.Module):
         shared: nn.Module | None = None,
         shared_gate: bool = False,
         own_norm: NormConfig | None = None,
+        latent_width: int | None = None,
+        latent_bias: bool = False,
     ) -> None:
         super().__init__()
         self.num_experts = num_experts
@@ -377,7 +384,10 @@ class MixtureOfExperts(nn.Module):
         self.correction = None
         if router.corrected:
             self.correction = nn.Parameter(torch.empty(num_experts, dtype=torch.float32), requires_grad=False)
-        self.experts = Experts(width, expert_width, num_experts, kernels=kernels, gate=gate, bias=bias)
+        inner = width if latent_width is None else latent_width
+        self.experts = Experts(inner, expert_width, num_experts, kernels=kernels, gate=gate, bias=bias)
+        self.latent_in = None if latent_width is None else Linear(width, inner, bias=latent_bias)
+        self.latent_out = None if latent_width is None else Linear(inner, width, bias=latent_bias)
         self.shared_experts = shared
         self.shared_expert_gate = Router(width, 1) if shared_gate else None
         self.shared_factors = None
@@ -403,6 +413,8 @@ class MixtureOfExperts(nn.Module):
         ids = own = self._choose(scores.detach())
         if recorded is not None:
             ids = replay_experts(own, recorded)
+        if self.latent_in is not None:
+            routed = self.latent_in(routed)
         groups, num_groups = self.experts.groups_of(routed, ids, self.num_experts)
         dispatcher = self.experts.dispatcher
         # The host may wait for the numbers of a plan, so it is begun early.
@@ -433,6 +445,8 @@ class MixtureOfExperts(nn.Module):
 
     def _with_shared(self, out: Tensor, shared: Tensor | None) -> Tensor:
         """The sum of the experts' output and that of the shared block, if there is one."""
+        if self.latent_out is not None:
+            out = self.latent_out(out)
         if self.experts_output_norm is not None:
             _, out = self.experts_output_norm(out)
         return out if shared is None else out + shared

@@ -48,14 +48,14 @@ class Factors(NamedTuple):
     num_slots: int = 1
 
 
-def no_factors(x: Tensor, gate_up: ExpertsWeight) -> Factors:
+def no_factors(x: Tensor, gate_up: ExpertsWeight, gate: Gate) -> Factors:
     """Factors of rank 0 for the input x [T, D] and weights of these sizes."""
     if isinstance(gate_up, QuantizedExperts):
         num_experts, num_outputs = gate_up.num_experts, gate_up.num_rows // gate_up.num_experts
     else:
         num_experts, num_outputs = gate_up.shape[:2]
     width = x.shape[1]
-    sizes = (0, width), (num_outputs, 0), (0, num_outputs // 2), (width, 0)
+    sizes = (0, width), (num_outputs, 0), (0, num_outputs // gate.num_parts), (width, 0)
     up_a, up_b, down_a, down_b = (x.new_empty(num_experts, *size) for size in sizes)
     return Factors(up_a, up_b, down_a, down_b)
 

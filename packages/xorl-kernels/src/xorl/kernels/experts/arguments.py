@@ -10,7 +10,7 @@ from torch import Tensor
 
 from xorl.kernels.arguments import check_at_least, check_one_device, is_readable
 from xorl.kernels.experts.adapted import Factors
-from xorl.kernels.experts.gates import Biases
+from xorl.kernels.experts.gates import SILU, Biases, Gate
 from xorl.kernels.experts.plan import is_padding
 from xorl.kernels.experts.quantized import ExpertsWeight, QuantizedExperts, shape_of
 
@@ -25,6 +25,7 @@ def check_experts(
     num_rows: int | None,
     factors: Factors | None,
     biases: Biases | None = None,
+    gate: Gate = SILU,
 ) -> None:
     """Raise ValueError for shapes, dtypes or devices that do not fit, and for values on the CPU that are out of range.
 
@@ -34,10 +35,10 @@ def check_experts(
         return
     shapes = list(x.shape), shape_of(gate_up), shape_of(down)
     dtypes = {weight.dtype for weight in (x, gate_up, down) if isinstance(weight, Tensor)}
-    if [len(shape) for shape in shapes] != [2, 3, 3] or len(dtypes) > 1 or not _fit(*shapes):
+    if [len(shape) for shape in shapes] != [2, 3, 3] or len(dtypes) > 1 or not _fit(*shapes, gate.num_parts):
         raise ValueError(
-            f"x must be [T, D], gate_up [E, 2F, D] and down [E, D, F], in one dtype unless quantised; got "
-            f"{', '.join(map(str, shapes))} in {', '.join(sorted(map(str, dtypes)))}"
+            f"x must be [T, D], gate_up [E, {gate.num_parts}F, D] and down [E, D, F], in one dtype unless quantised; "
+            f"got {', '.join(map(str, shapes))} in {', '.join(sorted(map(str, dtypes)))}"
         )
     wide = torch.promote_types(x.dtype, torch.float32)
     if weights.dim() != 2 or len(weights) != len(x) or weights.dtype != wide:
@@ -54,7 +55,7 @@ def check_experts(
     }
     check_one_device(x=x, **held, weights=weights, ids=ids, num_real=num_real)
     if factors is not None:
-        _check_factors(factors, x, shapes[2])
+        _check_factors(factors, x, shapes[2], gate.num_parts)
     if biases is not None:
         _check_biases(biases, x, shapes[1][:2], shapes[2][:2])
     if is_readable(ids) and ids.numel():
@@ -95,13 +96,13 @@ def _check_ids(
             )
 
 
-def _check_factors(factors: Factors, x: Tensor, down: list[int]) -> None:
+def _check_factors(factors: Factors, x: Tensor, down: list[int], num_parts: int) -> None:
     num_experts, width, inner = down
     check_at_least("factors.num_slots", factors.num_slots, 1)
     if not 0 < factors.kept <= 1:
         raise ValueError(f"factors.kept must be a probability above 0; got {factors.kept!r}")
     rank, down_rank = factors.up_a.shape[1], factors.down_a.shape[1]
-    sizes = (rank, width), (2 * inner, rank), (down_rank, inner), (width, down_rank)
+    sizes = (rank, width), (num_parts * inner, rank), (down_rank, inner), (width, down_rank)
     most = num_experts * factors.num_slots
     named = dict(zip(Factors._fields, factors[:4], strict=False))
     for (name, factor), size in zip(named.items(), sizes, strict=True):
@@ -117,6 +118,6 @@ def _check_factors(factors: Factors, x: Tensor, down: list[int]) -> None:
     check_one_device(x=x, **{f"factors.{name}": factor for name, factor in named.items()}, **{"factors.x": factors.x})
 
 
-def _fit(x: list[int], gate_up: list[int], down: list[int]) -> bool:
+def _fit(x: list[int], gate_up: list[int], down: list[int], num_parts: int) -> bool:
     num_experts, width, inner = down
-    return x[1] == width and gate_up == [num_experts, 2 * inner, width]
+    return x[1] == width and gate_up == [num_experts, num_parts * inner, width]

@@ -19,17 +19,27 @@ class Gate(NamedTuple):
     """The gated activation of an expert, g * sigmoid(alpha * g + cubic * g^3) * (u + offset), computed in fp32.
 
     g is the smaller one of the gate and `limit`, and u is the other half of the up product, kept within `limit` of 0.
+
+    squares: not 0 for an expert without a gate, whose activation is relu(u)^2 of the whole up product; wherever shapes
+        have 2F, these have F.
     """
 
     alpha: float = 1.0
     cubic: float = 0.0
     limit: float = math.inf
     offset: float = 0.0
+    squares: float = 0.0
+
+    @property
+    def num_parts(self) -> int:
+        """The matrices that the up product stacks."""
+        return 1 if self.squares else 2
 
 
 SILU = Gate()
 # The tanh of GELU's approximation (arXiv:1606.08415) is a sigmoid of twice its argument.
 GELU_TANH = Gate(alpha=math.sqrt(8 / math.pi), cubic=math.sqrt(8 / math.pi) * 0.044715)
+RELU2 = Gate(squares=1.0)
 
 
 class Biases(NamedTuple):
@@ -62,6 +72,8 @@ def with_down_biases(
 
 def activate(up: Tensor, gate: Gate) -> Tensor:
     """The activation [M, F] of the up product [M, 2F], the gate first, in the dtype of the latter."""
+    if gate.squares:
+        return up.relu().square()
     values, others = limited(up, gate)
     return values * torch.sigmoid(exponent_of(values, gate)) * (others + gate.offset if gate.offset else others)
 

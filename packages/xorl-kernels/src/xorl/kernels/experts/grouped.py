@@ -65,7 +65,7 @@ def experts(
     Raises ValueError for shapes, dtypes or devices that do not fit and, on a CPU, for ids out of range and too small a
     num_rows.
     """
-    check_experts(x, gate_up, down, weights, ids, num_real, num_rows, factors, biases)
+    check_experts(x, gate_up, down, weights, ids, num_real, num_rows, factors, biases, gate)
     up_biases = x.new_empty(0) if biases is None else biases.gate_up
     if factors is None and isinstance(gate_up, Tensor) and isinstance(down, Tensor):
         plan = RoutePlan.of(ids, len(gate_up), num_real, num_rows)
@@ -78,7 +78,7 @@ def experts(
             weights,
             ids,
             num_real,
-            no_factors(x, gate_up) if factors is None else factors,
+            no_factors(x, gate_up, gate) if factors is None else factors,
             up_biases,
             num_rows=num_rows,
             num_passes=num_passes,

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from xorl.kernels.experts.gates import SILU, Gate
-from xorl.kernels.experts.products import Rows
+from xorl.kernels.experts.products import Rows, between_products
 from xorl.kernels.experts.rows_triton import activated, biases_or, gate_constants
 from xorl.kernels.fused.device import launch, power_of_2
 
@@ -73,6 +73,9 @@ def gated(
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `Products.gated`. With operands in fp8, the results are in `dtype`, which the biases have."""
+    if gate.squares:
+        up = product(rows, weight, ends, scales=scales, dtype=dtype)
+        return up if keep_up else up.new_empty(0), between_products(up).gated(up, ends, gate, biases)
     num_rows, width = _num_rows(rows), weight.shape[2] // 2
     out = rows.values.new_empty(num_rows, width, dtype=dtype)
     up = out.new_empty(num_rows, 2 * width) if keep_up else out.new_empty(0)

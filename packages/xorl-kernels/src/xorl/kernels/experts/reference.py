@@ -55,7 +55,7 @@ def experts(
     Raises ValueError for shapes, dtypes or devices that do not fit and, on a CPU, for ids out of range and too small a
     num_rows.
     """
-    check_experts(x, gate_up, down, weights, ids, num_real, num_rows, factors, biases)
+    check_experts(x, gate_up, down, weights, ids, num_real, num_rows, factors, biases, gate)
     if recompute:
         again = partial(experts, gate=gate, biases=biases, factors=factors)
         out = checkpoint(

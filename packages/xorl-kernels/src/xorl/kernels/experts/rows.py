@@ -45,13 +45,14 @@ def gated_backward(
         The gradient of `up` [M, 2F], and weight * gated(up) [M, F].
     """
     whole = _biased(up, ends, biases)
+    if gate.squares:
+        return _squared_backward(grad, whole, weights, choices, ends, grad_weights, up.dtype)
     values, others = limited(whole, gate)
     value = others + gate.offset if gate.offset else others
     weight, unweighted = weights.flatten()[choices, None], grad.to(weights.dtype)
     sigmoid = torch.sigmoid(exponent_of(values, gate))
     output = values * sigmoid * value
-    is_padding = torch.arange(len(choices), device=choices.device) >= ends[-1]
-    grad_weights.view(-1)[choices.long()] = (unweighted * output).sum(-1).masked_fill_(is_padding, 0)
+    _put_weights(grad_weights, (unweighted * output).sum(-1), choices, ends)
     weighted = unweighted * weight
     slope: Tensor | float = gate.alpha + 3 * gate.cubic * values.square() if gate.cubic else gate.alpha
     of_gate = weighted * value * sigmoid * (1 + values * (1 - sigmoid) * slope)
@@ -60,6 +61,29 @@ def gated_backward(
         first, second = whole.chunk(2, dim=-1)
         grad_up = grad_up.where(torch.cat([first <= gate.limit, second.abs() <= gate.limit], dim=-1), 0)
     return grad_up.to(up.dtype), (output * weight).to(up.dtype)
+
+
+def _squared_backward(
+    grad: Tensor,
+    up: Tensor,
+    weights: Tensor,
+    choices: Tensor,
+    ends: Tensor,
+    grad_weights: Tensor,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """`gated_backward` of experts without a gate. up: [M, F], with biases."""
+    weight, unweighted = weights.flatten()[choices, None], grad.to(weights.dtype)
+    positive = up.relu()
+    output = positive.square()
+    _put_weights(grad_weights, (unweighted * output).sum(-1), choices, ends)
+    return (unweighted * weight * 2 * positive).to(dtype), (output * weight).to(dtype)
+
+
+def _put_weights(grad_weights: Tensor, values: Tensor, choices: Tensor, ends: Tensor) -> None:
+    """Write the gradients [M] of the weights of choices, 0 for padding."""
+    is_padding = torch.arange(len(choices), device=choices.device) >= ends[-1]
+    grad_weights.view(-1)[choices.long()] = values.masked_fill_(is_padding, 0)
 
 
 def combine(y: Tensor, weights: Tensor | None, rows: Tensor, ends: Tensor, out: Tensor | None = None) -> Tensor:

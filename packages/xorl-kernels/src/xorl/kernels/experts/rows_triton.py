@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from xorl.kernels.experts import rows as plain
 from xorl.kernels.experts.gates import Gate
 from xorl.kernels.fused.device import launch, power_of_2
 
@@ -23,6 +24,8 @@ NUM_WARPS = 4
 def gated(up: Tensor, ends: Tensor, gate: Gate, biases: Tensor | None) -> Tensor:
     """As `rows.gated`."""
     up = up.contiguous()
+    if gate.squares:
+        return plain.gated(up, ends, gate, biases)
     num_rows, width = up.shape[0], up.shape[1] // 2
     out = up.new_empty(num_rows, width)
     if num_rows:
@@ -70,6 +73,8 @@ def gated_backward(
     biases: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """As `rows.gated_backward`; overwrites `grad`, contiguous, with the second result."""
+    if gate.squares:
+        return plain.gated_backward(grad, up, weights, choices, ends, grad_weights, gate, biases)
     assert grad.is_contiguous(), "the kernel overwrites it row by row"
     assert grad_weights.is_contiguous(), "the kernel writes to the choices in it"
     up, weights = up.contiguous(), weights.contiguous()
